@@ -21,7 +21,7 @@ from arena.contestants import BOUNDED, CONTESTANTS
 from arena.models import solve
 from arena.sizes import Size
 from arena.tasks import ARENA_SUITES, TASKS, recipe, suites
-from tokenmix_core.commands import device_and_dtype, load_model, load_tokenizer
+from tokenmix_core.cli.commands import device_and_dtype, load_model, load_tokenizer
 from tokenmix_core.evaluation.efficiency import measure_inference, measure_training
 from tokenmix_core.evaluation.suites import evaluate
 from tokenmix_core.testing.results import environment

@@ -12,8 +12,8 @@ from arena.contestants import BOUNDED, CONTESTANTS, EVICTION_METHODS
 from arena.models import solve, state_bytes
 from arena.scores import MEAN, Scores, Variant, label, measured_costs, pareto_front
 from arena.tasks import MQAR, TEXT
-from tokenmix_core.extras import require
-from tokenmix_core.files import write_atomically
+from tokenmix_core._utils.atomic_io import write_atomically
+from tokenmix_core._utils.optional import require
 
 Points = Mapping[Variant, tuple[float, float]]
 

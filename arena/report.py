@@ -13,8 +13,8 @@ from arena.plots import make_plots, scatter
 from arena.scores import EXCESS, MEAN, Estimate, Scores, label, logged_means, measured_costs
 from arena.sizes import MIN_RATES, Size
 from arena.tasks import TASKS
+from tokenmix_core._utils.atomic_io import write_atomically
 from tokenmix_core.evaluation.report import format_table
-from tokenmix_core.files import write_atomically
 
 REPORT = "report.md"
 LIMITATIONS = """\

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock
 
-from tokenmix_core.files import write_atomically
+from tokenmix_core._utils.atomic_io import write_atomically
 
 RUNS = "runs.jsonl"
 # the task under which measurements of speed and memory are filed

@@ -9,12 +9,12 @@ from typing import Any
 from arena.contestants import CONTESTANTS, Contestant
 from arena.models import with_model
 from arena.sizes import Size
+from tokenmix_core.data.synthetic import COPYING, NIAH_TASKS
 from tokenmix_core.evaluation.copying import copy_suite
 from tokenmix_core.evaluation.options import EvalOptions, Suite
 from tokenmix_core.evaluation.recall import copying_suite
 from tokenmix_core.evaluation.suites import SUITES
-from tokenmix_core.recipes import BYTE_VOCAB
-from tokenmix_core.synthetic import COPYING, NIAH_TASKS
+from tokenmix_core.training.baselines import BYTE_VOCAB
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
 from tokenmix_oryx.evals import BY_MODE, isolated
 

@@ -51,7 +51,7 @@ if folder is None:
     fields = {"vocab_size": 264, "num_attention_heads": 4, "num_key_value_heads": 2, **sizes}
     train(Recipe("llama", "a small Llama", fields, "llama", data, optimizer, run), folder, progress=False)
 tokenizer = AutoTokenizer.from_pretrained(folder)
-held_out = text.tokens(None if args.source == "stdlib" else args.source, tokenizer, 256 * args.seq_len)
+held_out = text.text_tokens(None if args.source == "stdlib" else args.source, tokenizer, 256 * args.seq_len)
 sequences = cut_sequences(held_out, args.seq_len, limit=32)
 
 

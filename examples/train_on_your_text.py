@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tokenmix_core.modeling  # noqa: F401  (transformers' auto classes then know our models)
-from tokenmix_core.corpora.prepare import prepare
+from tokenmix_core.data.prepare import prepare
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
 from tokenmix_core.training.trainer import train
 

@@ -30,7 +30,7 @@ from arena.models import TOLERANCE, solve, target_parameters, target_state
 from arena.scores import Estimate, Scores, label, logged_means, metrics_by_mode, pareto_front
 from arena.sizes import MIN_RATES, MIN_SEEDS, SIZES
 from arena.tasks import ARENA_SUITES, MQAR, TASKS, recipe, suites
-from tokenmix_core.corpora.tokenizer import load_tokenizer
+from tokenmix_core.data.tokenizer import load_tokenizer
 from tokenmix_core.nn.registry import known_mixers
 from tokenmix_core.training.trainer import training_rows
 

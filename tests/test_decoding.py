@@ -14,7 +14,7 @@ SCRIPT = SimpleNamespace(
 CPU = torch.device("cpu")
 
 
-def job(recipe="tokenmix_core.recipes:tiny", **changes):
+def job(recipe="tokenmix_core.training.baselines:tiny", **changes):
     return SCRIPT.Job("a model", "1M", recipe, **{"after": 20, **changes})
 
 

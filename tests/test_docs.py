@@ -3,6 +3,7 @@
 import importlib
 import posixpath
 import re
+import shutil
 import subprocess
 import sys
 import unicodedata
@@ -100,3 +101,26 @@ def test_every_table_is_what_the_committed_numbers_and_models_give():
     assert (done.returncode, done.stdout, done.stderr.count("left as they are")) == (0, "", 0), (
         done.stdout + done.stderr
     )
+
+
+def test_generated_cells_equal_committed_measurements(tmp_path):
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("plots", "__pycache__"))
+    shutil.copy(ROOT / "README.md", tmp_path)
+    for package in (ROOT / "packages").iterdir():
+        if (package / "benchmarks").is_dir():
+            shutil.copytree(package / "benchmarks", tmp_path / "packages" / package.name / "benchmarks")
+            shutil.copy(package / "README.md", tmp_path / "packages" / package.name)
+
+    def check() -> subprocess.CompletedProcess:
+        command = [sys.executable, str(tmp_path / "docs" / "tables.py"), "--check"]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    done = check()
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+    for name, cell, other in (("oryx", "| 4 | .715 /", "| 4 | .725 /"), ("nha", "| .684 |", "| .685 |")):
+        path = tmp_path / "docs" / f"{name}.md"
+        assert cell in path.read_text()
+        path.write_text(path.read_text().replace(cell, other))
+    done = check()
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == ["docs/oryx.md, recall by chunks: stale", "docs/nha.md, search: stale"]

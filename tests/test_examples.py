@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tokenmix_core.corpora.prepare import prepare
+from tokenmix_core.data.prepare import prepare
 from tokenmix_core.nn import registry
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -25,8 +25,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tokenmix_core.corpora.prepare import prepare as data_prepare
-from tokenmix_core.corpora.tokenizer import byte_tokenizer
+from tokenmix_core.data.prepare import prepare as data_prepare
+from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_core.nn import registry
 
 ROOT = Path(__file__).parent.parent

@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tokenmix_core.evaluation.efficiency import Stopwatch, bytes_a_second, weight_bytes
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
-from tokenmix_core.nn.heads import HeadFit
+from tokenmix_core.nn.head_padding import HeadFit
 from tokenmix_core.ops import (
     delta_gates,
     delta_layer_step,

@@ -36,7 +36,7 @@ from transformers.cache_utils import Cache
 
 from tokenmix_core.integrations.transformers import FAMILIES, use_fallback, use_kernels
 from tokenmix_core.testing.benchmarking import Run, able, host_microseconds, interleaved_medians, measure
-from tokenmix_core.testing.field import DELTA_RULE, field_model
+from tokenmix_core.testing.hf_models import DELTA_RULE, field_model
 from tokenmix_core.testing.results import kept
 
 # of results, beside those of operations

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmix_core import tuning
+from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import attention, kept_attention
 from tokenmix_core.ops.softmax_attention.backends import flash_attention
 from tokenmix_core.testing.benchmarking import first_call_seconds, measure, measure_forms, table

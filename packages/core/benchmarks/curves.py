@@ -32,7 +32,7 @@ WARMUP = 20
 
 def rows_of_text(steps: int, rows: int, length: int, vocab: int) -> torch.Tensor:
     """Bytes of the built-in text, `[steps, rows, length]`, repeated where it ends; those beyond `vocab` are 0."""
-    from tokenmix_core.corpora.sources import stdlib_source
+    from tokenmix_core.data.sources import stdlib_source
 
     text = torch.frombuffer(bytearray("".join(stdlib_source().documents()), "utf-8"), dtype=torch.uint8)
     wanted = steps * rows * length
@@ -111,11 +111,11 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     given = parser.parse_args(arguments)
     if not (given.before / "packages" / "core" / "src").is_dir():
         parser.error(f"{given.before} is no checkout of this workspace")
-    from tokenmix_core.files import write_atomically
+    from tokenmix_core._utils.atomic_io import write_atomically
     from tokenmix_core.testing.benchmarking import table
     from tokenmix_core.testing.results import environment
 
-    package = (given.recipe.rpartition(":")[0] or "tokenmix_core.recipes").partition(".")[0]
+    package = (given.recipe.rpartition(":")[0] or "tokenmix_core.training.baselines").partition(".")[0]
     curves: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)

@@ -23,8 +23,8 @@ from unittest import mock
 
 import torch
 
+from tokenmix_core._utils.atomic_io import write_atomically
 from tokenmix_core.evaluation.efficiency import Stopwatch, cache_bytes, weight_bytes
-from tokenmix_core.files import write_atomically
 from tokenmix_core.testing.benchmarking import table
 from tokenmix_core.testing.results import environment
 

@@ -46,7 +46,7 @@ from torch import Tensor, nn
 
 from tokenmix_core.testing.benchmarking import WITHOUT_GPU, table
 from tokenmix_core.testing.results import OURS, save
-from tokenmix_core.training.recorded import GraphedStep, Losses
+from tokenmix_core.training.cuda_graph import GraphedStep, Losses
 
 DEFAULT = ("gated_delta_net-380m", "transformer-380m")
 CPU_SIZES = {"rows": 1, "length": 64, "steps": 1, "rounds": 1}
@@ -260,9 +260,9 @@ def kind_of(kernel: str) -> str:
 def recipe_named(name: str) -> Any:
     """A recipe of core by name, or `module:name` of another package's."""
     module, _, recipe = name.rpartition(":")
-    recipes = importlib.import_module(module or "tokenmix_core.recipes").RECIPES
+    recipes = importlib.import_module(module or "tokenmix_core.training.baselines").RECIPES
     if recipe not in recipes:
-        raise ValueError(f"step.py: no recipe {recipe!r} in {module or 'tokenmix_core.recipes'}")
+        raise ValueError(f"step.py: no recipe {recipe!r} in {module or 'tokenmix_core.training.baselines'}")
     return recipes[recipe]()
 
 

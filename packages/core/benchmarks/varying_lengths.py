@@ -102,9 +102,10 @@ def config_of(name: str, layers: int, *, smoke: bool = False) -> Any:
         ValueError: an unknown recipe.
     """
     module, _, recipe = name.rpartition(":")
-    recipes = import_module(module or "tokenmix_core.recipes").RECIPES
+    module = module or "tokenmix_core.training.baselines"
+    recipes = import_module(module).RECIPES
     if recipe not in recipes:
-        raise ValueError(f"no recipe {recipe!r} in {module or 'tokenmix_core.recipes'}; there is {', '.join(recipes)}")
+        raise ValueError(f"no recipe {recipe!r} in {module}; there is {', '.join(recipes)}")
     meant = recipes["tiny" if smoke else recipe]()
     fields = dict(meant.model)
     every = [*itertools.islice(itertools.cycle(fields["mixers"]), fields["num_hidden_layers"])]

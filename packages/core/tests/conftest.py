@@ -14,7 +14,7 @@ from tokenmix_core.testing.fixtures import (  # noqa: F401
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    from tokenmix_core.corpora.tokenizer import byte_tokenizer
+    from tokenmix_core.data.tokenizer import byte_tokenizer
 
     return byte_tokenizer()
 

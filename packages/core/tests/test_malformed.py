@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tokenmix_core import ops
-from tokenmix_core.cli import main
-from tokenmix_core.corpora.prepare import prepare
-from tokenmix_core.corpora.sources import open_source
-from tokenmix_core.corpora.token_file import TokenFile
-from tokenmix_core.corpora.tokenizer import load_tokenizer
+from tokenmix_core.cli.app import main
+from tokenmix_core.data.prepare import prepare
+from tokenmix_core.data.sources import open_source
+from tokenmix_core.data.token_file import TokenFile
+from tokenmix_core.data.tokenizer import load_tokenizer
 from tokenmix_core.evaluation.options import EvalOptions
 from tokenmix_core.modeling import (
     HybridConfig,

@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tokenmix_core.cli import main
-from tokenmix_core.corpora.prepare import prepare
-from tokenmix_core.corpora.sources import BadRow, Source
-from tokenmix_core.corpora.token_file import TokenFile, TokenFileWriter
+from tokenmix_core.cli.app import main
+from tokenmix_core.data.prepare import prepare
+from tokenmix_core.data.sources import BadRow, Source
+from tokenmix_core.data.token_file import TokenFile, TokenFileWriter
 from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.checkpoint import checkpoint_to_resume, write_manifest
+from tokenmix_core.training.manifest import resumed
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens, overridden
-from tokenmix_core.training.record import resumed
 
 MODEL = {"vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "mixers": ["attention"]}
 

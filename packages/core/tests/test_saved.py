@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tokenmix_core.cli import main
+from tokenmix_core.cli.app import main
 from tokenmix_core.testing.saved import SavedContract
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenmix_core.ops import attention, kept_attention
 from tokenmix_core.ops.common import Impl
 from tokenmix_core.testing.benchmarking import measure
-from tokenmix_lte.cap import eviction_times
+from tokenmix_lte.eviction import eviction_times
 
 
 class Case(NamedTuple):

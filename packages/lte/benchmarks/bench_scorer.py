@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmix_core.chunking import cu_seqlens_from_lengths
-from tokenmix_core.ops.choice import device_limit
+from tokenmix_core.ops.dispatch import device_limit
 from tokenmix_core.testing.benchmarking import first_call_seconds, measure, mixed_lengths
 from tokenmix_lte.ops import retention_logits
 from tokenmix_lte.ops.scorer.reference import retention_logits_reference

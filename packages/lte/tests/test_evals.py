@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmix_core.corpora.tokenizer import byte_tokenizer
+from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_core.evaluation.options import EvalOptions
 from tokenmix_core.evaluation.report import write_result
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM

@@ -18,9 +18,9 @@ from tokenmix_core.nn.state import Span
 from tokenmix_core.ops import kept_attention
 from tokenmix_core.ops.common import AttentionOutput
 from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.fake_cuda_graph import Watched
 from tokenmix_core.testing.mixers import MixerContract, run_in_pieces, run_mixer
-from tokenmix_core.testing.recording import Watched
-from tokenmix_lte import inference
+from tokenmix_lte import decoding
 from tokenmix_lte.mixer import Lte, Tokens
 
 # windows, caps and sinks so small that keys are evicted
@@ -293,8 +293,8 @@ def test_kernels_agree_with_the_eager_layer_in_prefill_and_steps(device):
 def test_a_prompt_of_any_length_takes_at_most_40_operations_without_synchronisation(scorer, monkeypatch):
     layer = build(scorer=scorer)
     # exclude two operations that have their own kernels
-    monkeypatch.setattr(inference, "kept_attention", lambda q, *_, **options: AttentionOutput(q, q[..., 0]))
-    monkeypatch.setattr(inference, "eviction_times", lambda ranks, *_, **options: ranks.to(torch.int32))
+    monkeypatch.setattr(decoding, "kept_attention", lambda q, *_, **options: AttentionOutput(q, q[..., 0]))
+    monkeypatch.setattr(decoding, "eviction_times", lambda ranks, *_, **options: ranks.to(torch.int32))
     monkeypatch.setattr(layer, "logits", lambda raw, v: raw[..., 0])
 
     def operations(T):
@@ -302,7 +302,7 @@ def test_a_prompt_of_any_length_takes_at_most_40_operations_without_synchronisat
         state.span = Span(2, T, torch.device("cpu"))
         q, k, raw, v = heads(layer, inputs(T=T))
         with Watched(lambda func, *_: seen.append(func) if not func.is_view else None):
-            inference.extend(layer, Tokens(q, k, raw, v), state)
+            decoding.extend(layer, Tokens(q, k, raw, v), state)
         return seen
 
     assert len(operations(22)) == len(operations(300)) <= 40

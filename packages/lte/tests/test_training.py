@@ -10,7 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 from tokenmix_core.nn.head_weights import HeadWeights
-from tokenmix_core.testing.recording import assert_graphs_train_alike, graphs_everywhere
+from tokenmix_core.testing.fake_cuda_graph import assert_graphs_train_alike, graphs_everywhere
 from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe, Tokens
 from tokenmix_core.training.trainer import train

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tokenmix_core.corpora.tokenizer import byte_tokenizer
+from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.nn.attention import Attention
 from tokenmix_core.nn.init import init_weights_

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tokenmix_core.corpora.tokenizer import byte_tokenizer
+from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_core.evaluation.options import EvalOptions
 from tokenmix_core.evaluation.suites import SUITES as CORE_SUITES
 from tokenmix_core.evaluation.suites import evaluate

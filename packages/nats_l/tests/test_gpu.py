@@ -7,7 +7,7 @@ from tokenmix_core.modeling import HybridCache
 from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.rotary import RotaryEmbedding
 from tokenmix_core.testing.closeness import assert_within, relative_error
-from tokenmix_core.testing.recording import assert_graphs_train_alike
+from tokenmix_core.testing.fake_cuda_graph import assert_graphs_train_alike
 from tokenmix_nats_l.config import NatsLConfig
 from tokenmix_nats_l.mixer import NatsL
 from tokenmix_nats_l.model import NatsLForCausalLM

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tokenmix_core.testing.corpora import documents, token_file
-from tokenmix_core.testing.recording import graphs_everywhere
+from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
 from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.recipe import Tokens, overridden
 from tokenmix_core.training.trainer import train

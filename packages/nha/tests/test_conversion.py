@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
 from tokenmix_core.testing.models import left_padded, logits_in_pieces
 from tokenmix_core.testing.modules import ModulesContract
-from tokenmix_core.testing.recording import graphs_everywhere
 from tokenmix_nha.cli import main
 from tokenmix_nha.conversion import convert
 from tokenmix_nha.model_windows import nha_mixers, set_windows, using_windows, windows_of

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from tokenmix_core.corpora.tokenizer import byte_tokenizer
+from tokenmix_core.data.synthetic import mqar
+from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_core.evaluation.options import EvalOptions
 from tokenmix_core.evaluation.recall import MQAR_HELD_OUT
 from tokenmix_core.evaluation.report import write_result
-from tokenmix_core.synthetic import mqar
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_nha.evals import recall_share_suite, share_suite, slot_shares
 from tokenmix_nha.model import NhaConfig, NhaForCausalLM

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tokenmix_core.corpora.tokenizer import byte_tokenizer
-from tokenmix_core.locks import FolderLock
+from tokenmix_core._utils.locks import FolderLock
+from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_nha.cli import main
 from tokenmix_nha.conversion import convert
 from tokenmix_nha.finetune import finetune, freeze_all_but_attention, with_lora

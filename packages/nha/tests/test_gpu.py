@@ -8,8 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tokenmix_core.testing.agreement import RoundedProducts
 from tokenmix_core.testing.closeness import assert_within
+from tokenmix_core.testing.fake_cuda_graph import assert_graphs_train_alike
 from tokenmix_core.testing.models import left_padded, logits_in_pieces
-from tokenmix_core.testing.recording import assert_graphs_train_alike
 from tokenmix_nha import NhaConfig, NhaForCausalLM, nha_layers, using_windows
 from tokenmix_nha.conversion import convert
 from tokenmix_nha.evals import slot_shares

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tokenmix_core.corpora.tokenizer import byte_tokenizer
+from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_core.evaluation.options import EvalOptions
 from tokenmix_nha import pretrained
 from tokenmix_nha.evals import SUITES

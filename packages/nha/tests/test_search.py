@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tokenmix_core.corpora.tokenizer import byte_tokenizer
+from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_nha.cli import main
 from tokenmix_nha.model import NhaConfig, NhaForCausalLM
 from tokenmix_nha.model_windows import windows_of

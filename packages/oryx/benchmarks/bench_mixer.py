@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from tokenmix_core.nn.rotary import RotaryEmbedding
 from tokenmix_core.testing.benchmarking import interleaved_medians
-from tokenmix_oryx.choices import FAMILIES
 from tokenmix_oryx.flops import mixer_flops
 from tokenmix_oryx.mixer import OryxMixer
 from tokenmix_oryx.modes import Modes
+from tokenmix_oryx.options import FAMILIES
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 SHARES = (0.0, 0.25, 0.5, 1.0)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from bench_mixer import crossover_of
 
-from tokenmix_oryx.choices import FAMILIES
 from tokenmix_oryx.flops import crossover, mixer_flops
+from tokenmix_oryx.options import FAMILIES
 
 FOLDER = Path(__file__).parent
 README, FIGURE = FOLDER.parent / "README.md", FOLDER.parent / "figures" / "mixer-cost.png"

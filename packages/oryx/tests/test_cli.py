@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tokenmix_core.corpora.tokenizer import byte_tokenizer
+from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_oryx.cli import main
 from tokenmix_oryx.config import OryxConfig

@@ -7,12 +7,12 @@ from tokenmix_core.modeling import HybridCache
 from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.rotary import RotaryEmbedding
 from tokenmix_core.testing.closeness import assert_within, relative_error
-from tokenmix_core.testing.recording import assert_graphs_train_alike
-from tokenmix_oryx.choices import FAMILIES
+from tokenmix_core.testing.fake_cuda_graph import assert_graphs_train_alike
 from tokenmix_oryx.config import OryxConfig
 from tokenmix_oryx.mixer import OryxMixer
 from tokenmix_oryx.model import OryxForCausalLM
 from tokenmix_oryx.modes import Modes, draw_modes
+from tokenmix_oryx.options import FAMILIES
 from tokenmix_oryx.projection import project_by_mode, token_order
 from tokenmix_oryx.recipes import RECIPES
 

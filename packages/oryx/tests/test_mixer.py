@@ -11,10 +11,10 @@ from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.mixers import MixerContract, run_mixer
 from tokenmix_oryx.attention import NormedAttention
-from tokenmix_oryx.choices import FAMILIES
 from tokenmix_oryx.config import OryxConfig
 from tokenmix_oryx.mixer import OryxMixer
 from tokenmix_oryx.modes import Modes, resolve
+from tokenmix_oryx.options import FAMILIES
 
 WIDTH, HEADS, K = 32, 2, 8
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
 from tokenmix_core.testing.models import ModelContract, left_padded, logits_in_pieces
-from tokenmix_core.testing.recording import graphs_everywhere
 from tokenmix_oryx.config import OryxConfig
 from tokenmix_oryx.model import OryxForCausalLM, OryxModel
 

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 
 import tokenmix_core
 import tokenmix_oryx
-from tokenmix_core.corpora.tokenizer import byte_tokenizer
+from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_core.testing.corpora import documents, token_file
 from tokenmix_core.training.callbacks import read_metrics
+from tokenmix_core.training.manifest import run_record
 from tokenmix_core.training.recipe import Tokens, overridden
-from tokenmix_core.training.record import run_record
 from tokenmix_core.training.trainer import build_trainer, train, training_rows
 from tokenmix_oryx.mixer import OryxMixer
 from tokenmix_oryx.recipes import ABLATIONS, FAMILIES, RECIPES, WIDTHS

@@ -3,8 +3,35 @@
 Importing this package is quick, touches no device and needs neither Triton nor a GPU.
 """
 
-from tokenmix_core.families import announce
+from typing import TYPE_CHECKING
+
+from tokenmix_core._utils.auto_registration import announce as announce
+from tokenmix_core._utils.lazy_imports import lazily as lazily
 
 __version__ = "0.1.0"
 
 announce({"tokenmix_hybrid": "tokenmix_core.modeling"})
+
+if TYPE_CHECKING:
+    from tokenmix_core._utils.atomic_io import check_new_folder as check_new_folder
+    from tokenmix_core._utils.atomic_io import write_atomically as write_atomically
+    from tokenmix_core._utils.lazy_imports import lazily as lazily
+    from tokenmix_core._utils.optional import require as require
+    from tokenmix_core._utils.rng import stream as stream
+    from tokenmix_core._utils.trust import from_pretrained as from_pretrained
+    from tokenmix_core._utils.validation import check_value as check_value
+    from tokenmix_core._utils.validation import undefined as undefined
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "check_new_folder": "_utils.atomic_io",
+        "write_atomically": "_utils.atomic_io",
+        "lazily": "_utils.lazy_imports",
+        "require": "_utils.optional",
+        "stream": "_utils.rng",
+        "from_pretrained": "_utils.trust",
+        "check_value": "_utils.validation",
+        "undefined": "_utils.validation",
+    },
+)

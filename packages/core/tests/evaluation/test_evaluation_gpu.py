@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
+from tokenmix_core.data.synthetic import mqar
 from tokenmix_core.evaluation.efficiency import Stopwatch, measure_inference, measure_training
 from tokenmix_core.evaluation.perplexity import token_losses
 from tokenmix_core.evaluation.recall import generate_text, score_recall
-from tokenmix_core.synthetic import mqar
 
 pytestmark = pytest.mark.gpu
 

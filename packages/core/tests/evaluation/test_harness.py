@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 
+from tokenmix_core._utils.optional import install_command
+from tokenmix_core._utils.trust import trusting
 from tokenmix_core.evaluation.options import EvalOptions
 from tokenmix_core.evaluation.suites import SUITES
 from tokenmix_core.evaluation.tasks import cloze
-from tokenmix_core.extras import install_command
-from tokenmix_core.trust import trusting
 
 
 def test_without_lm_eval_the_command_that_installs_it_is_named(llama, tokenizer, monkeypatch):
@@ -168,7 +168,7 @@ def test_a_group_is_the_mean_of_its_tasks_by_their_examples(harness, model, toke
 
 
 def test_any_task_is_run_by_its_name_from_the_command_line(harness, checkpoint, local, tmp_path, capsys):
-    from tokenmix_core.cli import main
+    from tokenmix_core.cli.app import main
 
     call = ["eval", str(checkpoint), "--include", str(local), "--out", str(tmp_path / "out"), "--limit", "3"]
     assert main([*call, "--tasks", "local_words"]) == 2

@@ -90,7 +90,7 @@ def test_a_text_with_a_training_part_brings_its_bigram_model(llama, tokenizer, t
     result = perplexity_suite(llama, tokenizer, options)
     bigram = result["rows"][-1]
     assert bigram["predictor"] == "bigram"
-    held_out = text.tokens(token_file, tokenizer, 4 * 4 * 64)
+    held_out = text.text_tokens(token_file, tokenizer, 4 * 4 * 64)
     train = text.training_tokens(token_file, tokenizer)
     expected = bigram_loss(train, cut_sequences(held_out, 64, 4).numpy(), len(tokenizer))
     assert bigram["loss"] == pytest.approx(expected)
@@ -101,7 +101,7 @@ def test_a_text_with_a_training_part_brings_its_bigram_model(llama, tokenizer, t
 def test_token_file_and_its_text_give_the_same_tokens(tokenizer, token_file):
     end = tokenizer.eos_token_id
     from_documents = [i for d in text.documents(token_file, tokenizer) for i in [*tokenizer(d)["input_ids"], end]]
-    assert text.tokens(token_file, tokenizer, 10**9).tolist() == from_documents
+    assert text.text_tokens(token_file, tokenizer, 10**9).tolist() == from_documents
 
 
 @pytest.mark.parametrize(

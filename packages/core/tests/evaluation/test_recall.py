@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tokenmix_core.data.synthetic import mqar, niah
 from tokenmix_core.evaluation.options import EvalOptions
 from tokenmix_core.evaluation.perplexity import token_losses
 from tokenmix_core.evaluation.recall import (
@@ -17,7 +18,6 @@ from tokenmix_core.evaluation.recall import (
     score_niah,
     score_recall,
 )
-from tokenmix_core.synthetic import mqar, niah
 
 
 class Fake:

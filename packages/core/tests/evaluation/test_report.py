@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tokenmix_core._utils.optional import install_command
 from tokenmix_core.evaluation.report import (
     draw,
     figure_of,
@@ -14,7 +15,6 @@ from tokenmix_core.evaluation.report import (
     write_report,
     write_result,
 )
-from tokenmix_core.extras import install_command
 
 
 def result(suite="demo", plots=1):

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from tokenmix_core.launch import graphs
-from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, choosing, steps
+from tokenmix_core.kernels.launch import cuda_graphs
+from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, decode_graph, sampling
 from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.fake_cuda_graph import HostRead, Watched, graphs_everywhere, record
 from tokenmix_core.testing.models import left_padded
-from tokenmix_core.testing.recording import HostRead, Watched, graphs_everywhere, record
 
 FIELDS = {
     "vocab_size": 61,
@@ -51,7 +51,7 @@ def nothing_is_kept(model):
 def captures(monkeypatch):
     """How many works are recorded; decoding records on this device."""
     counted = []
-    monkeypatch.setattr(graphs, "capture_on", lambda device: lambda work: counted.append(work) or record(work))
+    monkeypatch.setattr(cuda_graphs, "capture_on", lambda device: lambda work: counted.append(work) or record(work))
     return counted
 
 
@@ -110,16 +110,16 @@ def test_batch_sizes_that_return_are_recorded_once_and_larger_rooms_take_the_pla
 
 
 def test_recorded_steps_that_take_much_memory_make_way(model, ids, captures, monkeypatch):
-    monkeypatch.setattr(steps, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(decode_graph, "_KEPT_BYTES", 0)
     for batch in range(1, 7):
         model.generate(ids[:1].expand(batch, -1).contiguous(), **OPTIONS)
-    assert len(model.step_store) == steps._KEPT
+    assert len(model.step_store) == decode_graph._KEPT
 
 
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.3, "do_sample": True}, {"num_beams": 2}])
 def test_growing_keys_move_to_a_larger_room(model, ids, captures, options, monkeypatch):
-    monkeypatch.setattr(steps, "_LEAST_ROOM", 8)
-    monkeypatch.setattr(steps, "_rounded_up", lambda tokens: tokens)
+    monkeypatch.setattr(decode_graph, "_LEAST_ROOM", 8)
+    monkeypatch.setattr(decode_graph, "_rounded_up", lambda tokens: tokens)
     mask = left_padded([7, 4], 7)
     said = []
     for graph in (False, None):
@@ -152,7 +152,7 @@ def test_what_cannot_be_recorded_is_said_once_and_decoded_all_the_same(model, id
         raise error
 
     # an operation that was begun before the failure has been done by the device or not: here it was not
-    monkeypatch.setattr(graphs, "capture_on", lambda device: lambda work: (record(work), fail(lambda: None)))
+    monkeypatch.setattr(cuda_graphs, "capture_on", lambda device: lambda work: (record(work), fail(lambda: None)))
     with pytest.warns(UserWarning, match="kernel by kernel") as caught:
         assert torch.equal(model.generate(ids, decoding_graph=True, **OPTIONS), plain)
     assert len(caught) == 1
@@ -179,8 +179,8 @@ def test_a_prompt_for_which_memory_is_short_is_read_after_recordings_are_freed(m
 
 
 def test_the_host_asks_once_in_sixteen_tokens(model, ids, captures, monkeypatch):
-    asked, ask = [], choosing.Sampler.ask
-    monkeypatch.setattr(choosing.Sampler, "ask", lambda self, *args: asked.append(args) or ask(self, *args))
+    asked, ask = [], sampling.Sampler.ask
+    monkeypatch.setattr(sampling.Sampler, "ask", lambda self, *args: asked.append(args) or ask(self, *args))
     model.generate(ids, **OPTIONS)
     assert not asked
     plain = model.generate(ids, decoding_graph=False, eos_token_id=[5, 6], **OPTIONS | {"max_new_tokens": 60})

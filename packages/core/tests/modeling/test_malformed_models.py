@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tokenmix_core.cli import main
+from tokenmix_core.cli.app import main
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 
 SIZES = {"vocab_size": 59, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
-from tokenmix_core.recipes import BASELINES, SIZES, baseline
+from tokenmix_core.training.baselines import BASELINES, SIZES, baseline
 
 STATED = {"130m": 130e6, "380m": 380e6, "810m": 810e6, "1.4b": 1410e6}
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tokenmix_core.nn.attention import Attention, mean_visible
 from tokenmix_core.nn.gated_delta_net import GatedDeltaNet
-from tokenmix_core.nn.heads import HeadFit
+from tokenmix_core.nn.head_padding import HeadFit
 from tokenmix_core.nn.init import init_decay_, init_time_step_, init_weights_
 from tokenmix_core.nn.mamba2 import Mamba2
 from tokenmix_core.nn.mlp import SwiGLU, swiglu_width

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from tokenmix_core import tuning
+from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import attention, attention_decode, merge_attention
 from tokenmix_core.ops.common import AttentionOutput, interpreting
 from tokenmix_core.ops.softmax_attention import attention_reference, backends, choose_impl

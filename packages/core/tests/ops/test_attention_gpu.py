@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmix_core import tuning
+from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import attention, attention_decode, merge_attention
 from tokenmix_core.ops.softmax_attention import attention_reference, choose_impl, plan
 from tokenmix_core.ops.softmax_attention.autograd import attention_backward_op, attention_decode_op, attention_op

@@ -7,9 +7,9 @@ import torch
 
 from tokenmix_core.ops.softmax_attention import attention_reference
 from tokenmix_core.ops.softmax_attention.backends import Mask
+from tokenmix_core.ops.softmax_attention.bias_columns import BIAS_COLUMNS
 from tokenmix_core.ops.softmax_attention.reference import attention_reference_backward
-from tokenmix_core.ops.softmax_attention.terms import BIAS_COLUMNS
-from tokenmix_core.testing import gluon
+from tokenmix_core.testing import gluon_emulator
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
 
@@ -34,8 +34,14 @@ CASES = {
 def hopper():
     """The modules of the backward and of the forward kernels on the stand-in, with tiles of 16."""
     place = "ops.softmax_attention.hopper"
-    shared = "tile.hopper", "tile.hopper_softmax", f"{place}.terms", f"{place}.query_tile", f"{place}.backward_tiles"
-    *_, backward, forward = gluon.load("tokenmix_core", *shared, f"{place}.backward", f"{place}.forward")
+    shared = (
+        "kernels.gluon.hopper",
+        "kernels.gluon.online_softmax",
+        f"{place}.bias_columns",
+        f"{place}.query_tile",
+        f"{place}.backward_tiles",
+    )
+    *_, backward, forward = gluon_emulator.load("tokenmix_core", *shared, f"{place}.backward", f"{place}.forward")
     for module in (backward, forward):
         module.TILE = 16
     return backward, forward
@@ -150,7 +156,7 @@ LONG = {
 @pytest.fixture(scope="module")
 def groups():
     """The module of the forward kernel by groups of warps on the stand-in."""
-    return gluon.load("tokenmix_core", "tile.hopper", "ops.softmax_attention.hopper.forward_groups")[1]
+    return gluon_emulator.load("tokenmix_core", "kernels.gluon.hopper", "ops.softmax_attention.hopper.forward_ws")[1]
 
 
 @pytest.mark.parametrize("mask", FAR_ABOVE.values(), ids=FAR_ABOVE)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step, recurrent_gated_delta_rule
 from tokenmix_core.ops.common import ScanOutput
-from tokenmix_core.ops.gated_delta_rule.groups import sum_groups
+from tokenmix_core.ops.gated_delta_rule.gqa_reduce import sum_groups
 from tokenmix_core.testing.agreement import assert_agrees, gradients_through, values_and_gradients, watched
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.operations import Call, KernelCase, OpContract
@@ -212,7 +212,7 @@ def test_segments_follow_the_boundaries_of_packed_sequences(device, monkeypatch)
 @pytest.mark.parametrize("segment", [0, 64, 128])
 @pytest.mark.parametrize("N", [1, 7, 200])
 def test_packed_pieces_begin_with_the_longest(N, segment, device):
-    from tokenmix_core.ops.gated_delta_rule.order import longest_first
+    from tokenmix_core.ops.gated_delta_rule.tile_order import longest_first
 
     T = 2000
     inner = torch.randint(0, T + 1, (N - 1,), generator=torch.Generator().manual_seed(0)).sort().values

@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 import torch
 
-from tokenmix_core import tuning
-from tokenmix_core.launch.replay import Replayed
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.launch.cache.replay import Replayed
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step, recurrent_gated_delta_rule
-from tokenmix_core.ops.choice import GluonForm
+from tokenmix_core.ops.dispatch import GluonForm
 from tokenmix_core.ops.gated_delta_rule import plan
 from tokenmix_core.testing.agreement import RoundedProducts, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error

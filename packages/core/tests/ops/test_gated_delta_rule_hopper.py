@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from tokenmix_core import tuning
+from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step
-from tokenmix_core.ops.choice import GluonForm
+from tokenmix_core.ops.dispatch import GluonForm
 from tokenmix_core.ops.gated_delta_rule import autograd, hopper, plan, recurrent
-from tokenmix_core.testing import gluon
+from tokenmix_core.testing import gluon_emulator
 from tokenmix_core.testing.agreement import RoundedProducts, assert_agrees, granted_to_sums, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
 
@@ -25,7 +25,7 @@ TILED = ("forward_tiled", "backward_state_tiled", "backward_chunk_tiled")
 
 @pytest.fixture(scope="module")
 def steps():
-    return gluon.load(hopper.__name__, *STEPS, *TILED)
+    return gluon_emulator.load(hopper.__name__, *STEPS, *TILED)
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def test_segments_with_withheld_writes(decay, then, beyond, forward, on_hopper, 
 
 def test_writes_of_several_chunks_are_refused(on_hopper, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr("tokenmix_core.ops.choice.device_limit", lambda device: None)
+    monkeypatch.setattr("tokenmix_core.ops.dispatch.device_limit", lambda device: None)
     x = {name: value.half() if name in "qkv" else value for name, value in inputs(1, 200, 1, 1, 64).items()}
     with pytest.raises(ValueError, match="takes `writes` for chunks of 64 tokens alone"):
         chunk_gated_delta_rule(**x, writes=torch.ones(1, 2, 1), write_chunk=128, impl="gluon")
@@ -279,7 +279,7 @@ def test_segments_of_heads_that_groups_of_warps_share(decay, columns, on_hopper,
 @pytest.mark.parametrize("qk_l2norm", [False, True])
 @pytest.mark.parametrize("V", [64, 128])
 def test_one_token(V, qk_l2norm, monkeypatch):
-    (module,) = gluon.load(hopper.__name__, "step")
+    (module,) = gluon_emulator.load(hopper.__name__, "step")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(GluonForm, "require", lambda *_: None)
     monkeypatch.setattr(recurrent, "recurrent_kernel", None)

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 
-from tokenmix_core import tuning
+from tokenmix_core.kernels import tuning
 from tokenmix_core.testing.compilation import assert_all_fit, compile_calls, compiled_by, without_gpu
 
 B, T, H, K, W = 8, 4096, 16, 64, 4
@@ -94,11 +94,11 @@ def sinks():
 
 
 def layers():
-    from tokenmix_core.ops import fused_linears
+    from tokenmix_core.ops import fused_fused_linears
 
     x, *weights = (torch.empty(N, 1024, dtype=torch.float16) for N in (8, 768, 768, 1536, 6, 6, 1536))
-    fused_linears(x, weights, impl="triton")
-    fused_linears(x[:1], weights, impl="triton")
+    fused_fused_linears(x, weights, impl="triton")
+    fused_fused_linears(x[:1], weights, impl="triton")
 
 
 def rotation_step():

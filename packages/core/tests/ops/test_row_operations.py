@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenmix_core import tuning
+from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import delta_gates, gated_rms_norm, rms_norm, rotate, swiglu, swiglu_linear
 from tokenmix_core.testing.agreement import gradients_through
 from tokenmix_core.testing.operations import Call, KernelCase, OpContract

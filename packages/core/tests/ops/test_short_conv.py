@@ -104,7 +104,7 @@ class TestShortConv(OpContract):
         return ScanOutput(torch.stack(outputs, 1), last)
 
     def operators(self, device):
-        from tokenmix_core.ops.convolution import autograd
+        from tokenmix_core.ops.causal_conv1d import autograd
 
         x = inputs(T=3, N=2, dtype=torch.float32, device=device)
         leaves = [value.requires_grad_() for value in x.values()]

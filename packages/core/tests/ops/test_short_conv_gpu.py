@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from tokenmix_core import tuning
+from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import short_conv, short_conv_step, short_convs
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
 from tokenmix_core.testing.closeness import relative_error

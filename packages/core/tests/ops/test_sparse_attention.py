@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from tokenmix_core import tuning
+from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import attention, kept_attention
 from tokenmix_core.ops.common import AttentionOutput
 from tokenmix_core.ops.sparse_attention.autograd import kept_attention_backward_op, kept_attention_op
@@ -271,14 +271,14 @@ def test_reference_takes_queries_in_pieces(monkeypatch):
     ids=["tokens", "fewer queries", "fewer keys", "chunks and a window", "chunks"],
 )
 def test_stretches_of_queries_list_no_keys_that_ended_before_them(sizes, window, device, small_tiles, monkeypatch):
-    from tokenmix_core.ops.sparse_attention import stretches
+    from tokenmix_core.ops.sparse_attention import query_blocks
 
     tensors, options = inputs(**sizes, until=True, dtype=torch.float32, device=device)
     tensors, options = [x.detach() for x in tensors], options | {"window": window}
     want = kept_attention(*tensors, **options, impl="reference")
-    listed, call = [], stretches.autograd.kept_attention
-    monkeypatch.setattr(stretches, "STRETCH", 16)
-    monkeypatch.setattr(stretches.autograd, "kept_attention", lambda *x: listed.append(x[3]) or call(*x))
+    listed, call = [], query_blocks.autograd.kept_attention
+    monkeypatch.setattr(query_blocks, "STRETCH", 16)
+    monkeypatch.setattr(query_blocks.autograd, "kept_attention", lambda *x: listed.append(x[3]) or call(*x))
     got = kept_attention(*tensors, **options, impl="triton")
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
     assert len(listed) == -(-sizes["TQ"] // 16)
@@ -291,17 +291,17 @@ def test_stretches_of_queries_list_no_keys_that_ended_before_them(sizes, window,
 
 
 def test_stretches_are_for_long_calls_without_gradients(monkeypatch):
-    from tokenmix_core.ops.sparse_attention import autograd, stretches
+    from tokenmix_core.ops.sparse_attention import autograd, query_blocks
 
-    monkeypatch.setattr(stretches, "STRETCH", 16)
+    monkeypatch.setattr(query_blocks, "STRETCH", 16)
     (q, k, v, keep), options = inputs(TQ=20, until=True)
     x = autograd.Inputs(q, k, v, keep, options["until"], None, 1, 5, 1.0, "triton")
-    assert not stretches.takes_stretches(x)
+    assert not query_blocks.takes_stretches(x)
     with torch.no_grad():
-        assert stretches.takes_stretches(x)
-        assert not stretches.takes_stretches(x._replace(q=q[:, :16]))
-        assert not stretches.takes_stretches(x._replace(until=None))
-        assert not stretches.takes_stretches(x._replace(cu_seqlens=torch.tensor([0, 20])))
+        assert query_blocks.takes_stretches(x)
+        assert not query_blocks.takes_stretches(x._replace(q=q[:, :16]))
+        assert not query_blocks.takes_stretches(x._replace(until=None))
+        assert not query_blocks.takes_stretches(x._replace(cu_seqlens=torch.tensor([0, 20])))
 
 
 def test_a_bool_keep_is_the_same_choice():
@@ -367,16 +367,16 @@ def test_lists_hold_every_unit_once_and_in_order(blocks, device, monkeypatch):
 
 @pytest.mark.parametrize("programs", [1, 3, 1000])
 def test_work_tiles_cover_all_query_tiles_once_and_split_the_work(programs, device, monkeypatch):
-    from tokenmix_core.ops.sparse_attention import mask, pieces
+    from tokenmix_core.ops.sparse_attention import mask, tile_schedule
 
     monkeypatch.setattr(tuning, "kept_attention_pieces", lambda *call: programs)
-    monkeypatch.setattr(pieces, "_LEAST", 1)
+    monkeypatch.setattr(tile_schedule, "_LEAST", 1)
     T, H, BM, BN, window = 150, 2, 16, 32, 20
     keep = unequal(1, T, H).to(device)
     ranks, lists = (torch.empty(s, dtype=torch.int32, device=device) for s in ((1, H, T + 1), (1, H, T)))
     mask.list_units(keep, ranks, lists)
     strides = dict.fromkeys(("s_ub", "s_ut", "s_uh"), 0)
-    made = pieces.schedule_tiles(
+    made = tile_schedule.schedule_tiles(
         ranks, lists, None, None, TQ=T, TK=T, H=H, BM=BM, BN=BN, unit=1, window=window, until_strides=strides
     )
     m_min, _, _, m_max, *_, splits, first_work, first_partial = made.facts.tolist()

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from tokenmix_core import tuning
+from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import attention, kept_attention
 from tokenmix_core.ops.sparse_attention import kept_attention_reference
 from tokenmix_core.ops.sparse_attention.autograd import kept_attention_backward_op, kept_attention_op

@@ -7,14 +7,14 @@ import sys
 import pytest
 import torch
 
-from tokenmix_core import tuning
+from tokenmix_core.kernels import tuning
 from tokenmix_core.ops.sparse_attention import (
     autograd,
     backward_queries,
     forward,
     kept_attention_reference,
 )
-from tokenmix_core.testing import gluon
+from tokenmix_core.testing import gluon_emulator
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
 
@@ -42,10 +42,10 @@ CASES = {
 def hopper():
     """The modules of the kernels on the stand-in, with tiles of 16."""
     place, attention = "ops.sparse_attention.hopper", "ops.softmax_attention.hopper"
-    tiles = f"{attention}.terms", f"{attention}.query_tile", f"{attention}.backward_tiles", f"{place}.tiles"
-    shared = "tile.hopper", "tile.hopper_softmax", *tiles
+    tiles = f"{attention}.bias_columns", f"{attention}.query_tile", f"{attention}.backward_tiles", f"{place}.tiles"
+    shared = "kernels.gluon.hopper", "kernels.gluon.online_softmax", *tiles
     names = "forward", "backward_queries", "backward_keys"
-    *modules, package = gluon.load("tokenmix_core", *shared, *(f"{place}.{name}" for name in names), place)
+    *modules, package = gluon_emulator.load("tokenmix_core", *shared, *(f"{place}.{name}" for name in names), place)
     package.TILE = modules[-2].TILE = TILE
     return modules[-3:]
 

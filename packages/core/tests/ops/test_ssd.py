@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenmix_core import tuning
+from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import chunk_ssd, recurrent_ssd, ssd_step
 from tokenmix_core.ops.common import ScanOutput
 from tokenmix_core.testing.agreement import assert_agrees, gradients_through, values_and_gradients, with_scanned_sums
@@ -231,7 +231,7 @@ def test_gradients_flow_through_either_result_alone(used, device):
 
 
 def test_slices_of_a_wider_tensor_are_read_in_place(device):
-    from tokenmix_core.ops.ssd.steps import token_rows
+    from tokenmix_core.ops.ssd.types import token_rows
 
     wide = torch.randn(2, 66, 16 + 16 + 32, device=device)
     q, k, v = (part.unflatten(2, (-1, 16)) for part in wide.split([16, 16, 32], 2))

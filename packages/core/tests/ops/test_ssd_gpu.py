@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from tokenmix_core import tuning
+from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import chunk_ssd, recurrent_ssd, ssd_step
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients, with_scanned_sums
 from tokenmix_core.testing.closeness import assert_within, relative_error

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tokenmix_core import tuning
+from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import chunk_ssd, ssd_step
-from tokenmix_core.ops.choice import GluonForm
+from tokenmix_core.ops.dispatch import GluonForm
 from tokenmix_core.ops.ssd import recurrent
-from tokenmix_core.testing import gluon
+from tokenmix_core.testing import gluon_emulator
 from tokenmix_core.testing.agreement import assert_agrees
 from tokenmix_core.testing.closeness import assert_within
 
@@ -37,13 +37,13 @@ CASES = {
     ),
     "more keys than values, steps and a skip": (dict(B=1, T=66, G=1, HV=1, K=128, steps=True), 1, 64, {}),
 }
-STEPS = ("forward", "gradients", "walk")
+STEPS = ("forward", "gradients", "backward_scan")
 
 
 @pytest.fixture(scope="module")
 def steps():
     """The modules of the steps, by what they launch."""
-    return gluon.load("tokenmix_core", *(f"ops.ssd.hopper.{name}" for name in STEPS))
+    return gluon_emulator.load("tokenmix_core", *(f"ops.ssd.hopper.{name}" for name in STEPS))
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def on_hopper(steps, monkeypatch):
         return run(*args, **options)
 
     for name, module in zip(STEPS, steps, strict=True):
-        launcher = "walk_gradients" if name == "walk" else f"hopper_{name}"
+        launcher = "walk_gradients" if name == "backward_scan" else f"hopper_{name}"
         stand_in = SimpleNamespace(**{launcher: partial(note, name, getattr(module, launcher))})
         monkeypatch.setitem(sys.modules, module.__name__, stand_in)
     monkeypatch.setattr(GluonForm, "require", lambda *_: None)
@@ -111,7 +111,7 @@ def test_segments_that_look_back_agree_with_the_reference(weighted, on_hopper, m
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "steps and a skip"])
 @pytest.mark.parametrize("tile", tuning.STATE_STEPS["ssd"].values(), ids=str)
 def test_one_token(tile, weighted, monkeypatch):
-    (module,) = gluon.load("tokenmix_core", "ops.ssd.hopper.step")
+    (module,) = gluon_emulator.load("tokenmix_core", "ops.ssd.hopper.step")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(GluonForm, "require", lambda *_: None)
     monkeypatch.setattr(recurrent, "ssd_recurrent_kernel", None)

@@ -8,8 +8,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from tokenmix_core.ops.common import ScanOutput
 from tokenmix_core.ops.gated_delta_rule.plan import GLUON

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from tokenmix_core.ops import swiglu
-from tokenmix_core.testing.launches import no_launches, replays
+from tokenmix_core.testing.launch_spies import no_launches, replays
 from tokenmix_core.testing.operations import PROPERTIES, OpContract
 
 

@@ -1,8 +1,5 @@
 import json
-import shutil
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -136,33 +133,6 @@ def test_a_readme_is_filled_between_its_marks_only(tmp_path):
     readme.write_text("<!-- speed -->\nkept\n<!-- /speed -->\n<!-- recall, 4 -->\n<!-- /recall, 4 -->\n")
     assert results.fill(readme, "new", "recall, 4")
     assert "<!-- speed -->\nkept\n<!-- /speed -->\n<!-- recall, 4 -->\nnew\n<!-- /recall, 4 -->" in readme.read_text()
-
-
-REPOSITORY = Path(__file__).parents[4]
-
-
-@pytest.mark.skipif(not (REPOSITORY / "docs" / "tables.py").is_file(), reason="the documents are not here")
-def test_every_generated_cell_of_the_documents_is_that_of_a_committed_number(tmp_path):
-    shutil.copytree(REPOSITORY / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("plots", "__pycache__"))
-    shutil.copy(REPOSITORY / "README.md", tmp_path)
-    for package in (REPOSITORY / "packages").iterdir():
-        if (package / "benchmarks").is_dir():
-            shutil.copytree(package / "benchmarks", tmp_path / "packages" / package.name / "benchmarks")
-            shutil.copy(package / "README.md", tmp_path / "packages" / package.name)
-
-    def check() -> subprocess.CompletedProcess:
-        command = [sys.executable, str(tmp_path / "docs" / "tables.py"), "--check"]
-        return subprocess.run(command, capture_output=True, text=True)
-
-    done = check()
-    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
-    for name, cell, other in (("oryx", "| 4 | .715 /", "| 4 | .725 /"), ("nha", "| .684 |", "| .685 |")):
-        path = tmp_path / "docs" / f"{name}.md"
-        assert cell in path.read_text()
-        path.write_text(path.read_text().replace(cell, other))
-    done = check()
-    assert done.returncode == 1
-    assert done.stdout.splitlines() == ["docs/oryx.md, recall by chunks: stale", "docs/nha.md, search: stale"]
 
 
 def test_forms_of_several_versions_stand_side_by_side():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
-from tokenmix_core.testing.recording import graphs_everywhere
+from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "step.py"))
 
@@ -93,7 +93,7 @@ def test_a_step_s_products_and_operations_count_as_they_ran():
 
 
 @pytest.mark.parametrize(
-    "operation", ["ssd", "gated_delta_rule", "convolution", "softmax_attention", "sparse_attention"]
+    "operation", ["ssd", "gated_delta_rule", "causal_conv1d", "softmax_attention", "sparse_attention"]
 )
 def test_every_kernel_of_an_operation_counts_for_it(operation):
     launched = r"@cached_launch\n@(?:triton|gluon)\.jit(?:\([^)]*\))?\ndef (\w+)\("

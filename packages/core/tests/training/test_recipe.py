@@ -6,9 +6,9 @@ import pytest
 import yaml
 from runs import recipe
 
-from tokenmix_core.recipes import BASELINES, RECIPES, SIZES
+from tokenmix_core.training.baselines import BASELINES, RECIPES, SIZES
+from tokenmix_core.training.manifest import resumed
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe, Tokens, overridden
-from tokenmix_core.training.record import resumed
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -6,9 +6,19 @@ depth and head count, so their parameter counts differ.
 
 from __future__ import annotations
 
-from tokenmix_core.nn.mlp import swiglu_width
-from tokenmix_core.recipes import ATTENTION, GDN, LLAMA2, LLAMA2_VOCAB, corpus, language_model, model_fields
-from tokenmix_core.training.recipe import OptimizerRecipe, Recipe, Tokens
+from tokenmix_core.nn import swiglu_width
+from tokenmix_core.training import (
+    ATTENTION,
+    GDN,
+    LLAMA2,
+    LLAMA2_VOCAB,
+    OptimizerRecipe,
+    Recipe,
+    Tokens,
+    corpus,
+    language_model,
+    model_fields,
+)
 
 WINDOW = "window"
 # width, options of softmax attention

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenmix_core import cli
+from tokenmix_core import cli as core_cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    return cli.main(
+    return core_cli.main(
         argv,
         prog="tokenmix-lte",
         recipes="tokenmix_lte.recipes:RECIPES",
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def _add_commands(add: cli.AddCommand) -> None:
+def _add_commands(add: core_cli.AddCommand) -> None:
     sub = add(
         "convert",
         "replace attention in a pretrained transformer by learned token eviction, for further training",

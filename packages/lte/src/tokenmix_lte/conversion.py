@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tokenmix_core.files import check_new_folder
-from tokenmix_core.modeling.checkpoint import copy_companions
-from tokenmix_core.modeling.pretrained import FAMILIES, attention_options, own_fields, own_state
-from tokenmix_core.nn.head_weights import HeadWeights
+from tokenmix_core import check_new_folder
+from tokenmix_core.modeling import FAMILIES, attention_options, copy_companions, own_fields, own_state
+from tokenmix_core.nn import HeadWeights
 from tokenmix_lte.config import LteConfig
 from tokenmix_lte.mixer import FIRST_WEIGHT
 from tokenmix_lte.model import LteForCausalLM
@@ -85,7 +84,7 @@ def _new_scorer(options: dict[str, Any], prefix: str, model: PreTrainedModel) ->
 
 def command(args: argparse.Namespace, context: Any) -> None:
     """`tokenmix-lte convert`: convert a checkpoint in a folder."""
-    from tokenmix_core.commands import DTYPES, config_of, is_checkpoint, load_model
+    from tokenmix_core.cli import DTYPES, config_of, is_checkpoint, load_model
 
     source = Path(args.model)
     if not is_checkpoint(source):

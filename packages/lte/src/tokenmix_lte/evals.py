@@ -11,10 +11,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from tokenmix_core.evaluation import text
-from tokenmix_core.evaluation.options import EvalOptions, Suite, SuiteResult
-from tokenmix_core.evaluation.perplexity import cut_sequences
-from tokenmix_core.evaluation.suites import recall_suite
+from tokenmix_core.evaluation import (
+    BUILT_IN_TEXT,
+    EvalOptions,
+    Suite,
+    SuiteResult,
+    cut_sequences,
+    recall_suite,
+    text_tokens,
+)
 from tokenmix_lte.latency import latency_suite
 from tokenmix_lte.mixer import Lte
 
@@ -62,7 +67,7 @@ def retention_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteRe
     count = options.limit or 16
     rows, plots = [], []
     for length in lengths:
-        sequences = cut_sequences(text.tokens(options.text, tokenizer, 4 * count * length), length, count)
+        sequences = cut_sequences(text_tokens(options.text, tokenizer, 4 * count * length), length, count)
         shares = held_shares(model, sequences, batch_size=options.batch_size or 8, progress=options.progress)
         for i, share in zip(layers, shares, strict=True):
             row = {"tokens": length, "sequences": len(sequences), "layer": i, "mean": float(share.mean())}
@@ -77,7 +82,7 @@ def retention_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteRe
                 "y_labels": [str(layer) for layer in layers],
             }
         )
-    settings = {"text": options.text or text.BUILT_IN}
+    settings = {"text": options.text or BUILT_IN_TEXT}
     return {"suite": "retention", "settings": settings, "rows": rows, "plots": plots}
 
 

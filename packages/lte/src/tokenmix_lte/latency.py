@@ -13,10 +13,15 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from tokenmix_core.evaluation import text
-from tokenmix_core.evaluation.efficiency import curve, settings_of
-from tokenmix_core.evaluation.options import EvalOptions, SuiteResult
-from tokenmix_core.evaluation.perplexity import cut_sequences
+from tokenmix_core.evaluation import (
+    BUILT_IN_TEXT,
+    EvalOptions,
+    SuiteResult,
+    curve,
+    cut_sequences,
+    settings_of,
+    text_tokens,
+)
 from tokenmix_lte.mixer import Lte
 
 # defaults: lengths of prompts to prefill, in tokens
@@ -124,7 +129,7 @@ def latency_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResu
     prompt, steps = (lengths[-1] if options.lengths else PROMPT), STEPS
     longest = max(prompt + steps + steps // 2, lengths[-1])
     # repeat the text if it is too short for all rows
-    tokens = text.tokens(options.text, tokenizer, batch * longest)
+    tokens = text_tokens(options.text, tokenizer, batch * longest)
     found = cut_sequences(tokens, min(longest, len(tokens)), batch)
     ids = found.repeat(-(-batch // len(found)), -(-longest // found.shape[1]))[:batch, :longest].to(model.device)
     rows = []
@@ -134,5 +139,5 @@ def latency_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResu
     plots = [curve("Prefill, layers with a KV cache", "ms", rows, {"ms": "layers", "scoring ms": "of which scoring"})]
     if "decoding" in tasks:
         rows.append(decode_latency(model, ids[:, : prompt + steps + steps // 2], steps=steps))
-    settings = settings_of(model) | {"runs": options.limit or RUNS, "text": options.text or text.BUILT_IN}
+    settings = settings_of(model) | {"runs": options.limit or RUNS, "text": options.text or BUILT_IN_TEXT}
     return {"suite": "latency", "settings": settings, "rows": rows, "plots": plots if "prefill" in tasks else []}

@@ -10,19 +10,26 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from tokenmix_core.chunking import packed_positions, sequence_ids
-from tokenmix_core.nn.attention import mean_visible
-from tokenmix_core.nn.head_weights import HeadWeights
-from tokenmix_core.nn.heads import attention_heads
-from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
-from tokenmix_core.nn.norm import RMSNorm
-from tokenmix_core.nn.projections import output_linear, projected
-from tokenmix_core.nn.ragged import RaggedKVState
-from tokenmix_core.nn.rotary import Rotation, apply_rotary_to_both
-from tokenmix_core.nn.state import LayerState, Span, TensorState
-from tokenmix_core.ops import kept_attention
-from tokenmix_core.ops.common import Impl, unless_gluon
-from tokenmix_lte.cap import eviction_times
-from tokenmix_lte.inference import extend, step
+from tokenmix_core.nn import (
+    HeadWeights,
+    LayerState,
+    Mixer,
+    MixerOutput,
+    RaggedKVState,
+    RMSNorm,
+    Rotation,
+    Span,
+    TensorState,
+    apply_rotary_to_both,
+    attention_heads,
+    mean_visible,
+    output_linear,
+    projected,
+    stepping,
+)
+from tokenmix_core.ops import Impl, kept_attention, unless_gluon
+from tokenmix_lte.decoding import extend, step
+from tokenmix_lte.eviction import eviction_times
 from tokenmix_lte.ops.eviction.reference import uniform_ranks
 from tokenmix_lte.scorers import Scorers, make_scorer
 

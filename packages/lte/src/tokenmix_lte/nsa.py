@@ -10,15 +10,22 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.nn.attention import mean_visible
-from tokenmix_core.nn.heads import attention_heads
-from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
-from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.nn.projections import output_linear, projected
-from tokenmix_core.nn.rotary import Rotation, apply_rotary_to_both
-from tokenmix_core.nn.state import KVState, LayerState, TensorState
-from tokenmix_core.ops import attention, attention_decode
-from tokenmix_core.ops.common import Impl
+from tokenmix_core.nn import (
+    KVState,
+    LayerState,
+    Mixer,
+    MixerOutput,
+    Rotation,
+    TensorState,
+    apply_rotary_to_both,
+    at_least_float32,
+    attention_heads,
+    mean_visible,
+    output_linear,
+    projected,
+    stepping,
+)
+from tokenmix_core.ops import Impl, attention, attention_decode
 from tokenmix_lte.nsa_state import PooledKVState
 from tokenmix_lte.ops import block_attention, gated_sum, select_blocks
 from tokenmix_lte.ops.pooled_blocks import compressed_attention, pool_blocks

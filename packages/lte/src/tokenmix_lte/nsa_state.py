@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.nn.state import Bounds, KVState
+from tokenmix_core.nn import Bounds, KVState
 
 
 class PooledKVState(KVState):

@@ -11,9 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tokenmix_core.recipes import ATTENTION, GDN, recall
-from tokenmix_core.recipes import tiny as tiny_hybrid
-from tokenmix_core.training.recipe import Recipe
+from tokenmix_core.training import ATTENTION, GDN, Recipe, recall
+from tokenmix_core.training import tiny as tiny_hybrid
 from tokenmix_lte.baselines import BASELINES, SIZES, baseline
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tokenmix_core.fields import undefined
-from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.ops.common import Impl
+from tokenmix_core import undefined
+from tokenmix_core.nn import at_least_float32
+from tokenmix_core.ops import Impl
 from tokenmix_lte.ops import retention_logits
 from tokenmix_lte.ops.scorer.sizes import channels_of_layers
 

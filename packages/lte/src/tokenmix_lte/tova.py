@@ -12,12 +12,18 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tokenmix_core.nn.attention import Attention, mean_visible
-from tokenmix_core.nn.mixer import MixerOutput
-from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.nn.projections import output_linear, projected
-from tokenmix_core.nn.rotary import Rotation, apply_rotary
-from tokenmix_core.nn.state import LayerState, TensorState
+from tokenmix_core.nn import (
+    Attention,
+    LayerState,
+    MixerOutput,
+    Rotation,
+    TensorState,
+    apply_rotary,
+    at_least_float32,
+    mean_visible,
+    output_linear,
+    projected,
+)
 
 # tokens whose scores are computed at once
 _BLOCK = 64

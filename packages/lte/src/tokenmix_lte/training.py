@@ -10,8 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from tokenmix_core.training.callbacks import AdaptHeadWeights
-from tokenmix_core.training.recipe import Recipe
+from tokenmix_core.training import AdaptHeadWeights, Recipe
 from tokenmix_lte.mixer import FIRST_WEIGHT, Lte
 from tokenmix_lte.scorers import FIXED
 

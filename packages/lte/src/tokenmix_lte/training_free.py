@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from tokenmix_core.files import check_new_folder
+from tokenmix_core import check_new_folder
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_lte.config import LteConfig
 from tokenmix_lte.model import LteForCausalLM
@@ -61,7 +61,7 @@ def _options(attention: dict[str, Any], method: Method, held: int) -> dict[str, 
 
 def command(args: argparse.Namespace, context: Any) -> None:
     """`tokenmix-lte evict`: write a checkpoint whose attention evicts tokens, with its tokenizer."""
-    from tokenmix_core.commands import load_model, load_tokenizer
+    from tokenmix_core.cli import load_model, load_tokenizer
 
     check_new_folder(args.out)
     model = load_model(args.checkpoint, torch.device("cpu"), "auto")

@@ -37,7 +37,7 @@ def eviction(window=768, cap=512):
 
 
 def eviction_times():
-    from tokenmix_lte.cap import eviction_times
+    from tokenmix_lte.eviction import eviction_times
 
     eviction_times(torch.zeros(B, T, H), 512, 768, impl="triton")
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmix_core.ops.choice import device_limit
+from tokenmix_core.ops.dispatch import device_limit
 from tokenmix_core.testing.agreement import RoundedProducts, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_core.testing.operations import Call, KernelCase, OpContract

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tokenmix_core import tuning
-from tokenmix_core.ops.choice import GluonForm
-from tokenmix_core.testing import gluon
+from tokenmix_core.kernels import tuning
+from tokenmix_core.ops.dispatch import GluonForm
+from tokenmix_core.testing import gluon_emulator
 from tokenmix_core.testing.agreement import RoundedProducts, assert_agrees, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within
 from tokenmix_lte.ops import retention_logits
@@ -48,11 +48,11 @@ def on_hopper(monkeypatch):
         ran.add(name)
         return run(*args, **options)
 
-    (tile,) = gluon.load("tokenmix_core", "tile.hopper")
+    (tile,) = gluon_emulator.load("tokenmix_core", "kernels.gluon.hopper")
     monkeypatch.setitem(sys.modules, tile.__name__, tile)
-    for module in gluon.load(OP, "hopper.forward", "hopper.backward"):
+    for module in gluon_emulator.load(OP, "hopper.forward", "hopper.backward"):
         for name, run in list(vars(module).items()):
-            if name.startswith("hopper_") and not isinstance(run, gluon.Jit):
+            if name.startswith("hopper_") and not isinstance(run, gluon_emulator.Jit):
                 monkeypatch.setattr(module, name, partial(note, name, run))
         monkeypatch.setitem(sys.modules, module.__name__, module)
     # four SMs

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from tokenmix_core.launch.replay import Replayed
+from tokenmix_core.kernels.launch.cache.replay import Replayed
 from tokenmix_core.ops import attention
 from tokenmix_core.ops.common import AttentionOutput
 from tokenmix_core.testing.operations import Call, KernelCase, OpContract

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmix_core.launch.replay import Replayed
+from tokenmix_core.kernels.launch.cache.replay import Replayed
 from tokenmix_core.ops import attention
 from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_lte.ops import block_attention, select_blocks

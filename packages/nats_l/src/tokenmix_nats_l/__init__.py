@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tokenmix_core.families import announce
-from tokenmix_core.lazy import lazily
+from tokenmix_core import announce, lazily
 
 if TYPE_CHECKING:
     from tokenmix_nats_l.config import NatsLConfig

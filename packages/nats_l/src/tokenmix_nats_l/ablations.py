@@ -14,9 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, chunk_places, inverse, packed_positions, sequence_ids
-from tokenmix_core.nn.rows import moved
-from tokenmix_core.ops import kept_attention
-from tokenmix_core.ops.gated_delta_rule.reference import l2_normalise
+from tokenmix_core.nn import moved
+from tokenmix_core.ops import kept_attention, l2_normalise
 
 if TYPE_CHECKING:
     from tokenmix_nats_l.mixer import NatsL, Tokens

@@ -9,8 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, chunk_places, chunk_slots
-from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.nn.rows import moved
+from tokenmix_core.nn import at_least_float32, moved
 
 Types = Literal["learned", "softmax", "linear", "alternate"]
 

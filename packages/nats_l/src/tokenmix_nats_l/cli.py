@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from tokenmix_core import cli
+from tokenmix_core import cli as core_cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return cli.main(
+    return core_cli.main(
         argv, prog="tokenmix-nats-l", recipes="tokenmix_nats_l.recipes:RECIPES", suites="tokenmix_nats_l.evals:SUITES"
     )
 

@@ -12,10 +12,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from tokenmix_core.corpora.token_file import META
-from tokenmix_core.evaluation import text
-from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, Suite, SuiteResult
-from tokenmix_core.evaluation.perplexity import cut_sequences
+from tokenmix_core.data import META
+from tokenmix_core.evaluation import (
+    BUILT_IN_TEXT,
+    EvalOptions,
+    Plot,
+    Series,
+    Suite,
+    SuiteResult,
+    cut_sequences,
+    text_tokens,
+)
 from tokenmix_nats_l.mixer import NatsL
 
 
@@ -55,14 +62,14 @@ def chunk_types_suite(model: Any, tokenizer: Any, options: EvalOptions) -> Suite
     lengths, limit = sorted(options.lengths or (options.max_length or 2048,)), options.limit or 32
     rows, plots = [], []
     for (name, source), length in itertools.product(_texts(options.text).items(), lengths):
-        sequences = cut_sequences(text.tokens(source, tokenizer, 4 * limit * length), length, limit)
+        sequences = cut_sequences(text_tokens(source, tokenizer, 4 * limit * length), length, limit)
         shares = softmax_shares(model, sequences, batch_size=options.batch_size or 8, progress=options.progress)
         for layer, heads in zip(layers, shares, strict=True):
             row = {"text": name, "tokens": length, "sequences": len(sequences), "layer": layer}
             row["mean"] = float(heads.mean())
             rows.append(row | {f"head {h}": float(share) for h, share in enumerate(heads)})
         plots.append(_map(f"{name}, {length} tokens", layers, shares))
-    settings = {"text": options.text or text.BUILT_IN}
+    settings = {"text": options.text or BUILT_IN_TEXT}
     return {"suite": "chunk-types", "settings": settings, "rows": rows, "plots": plots}
 
 
@@ -70,7 +77,7 @@ def _texts(source: str | None) -> dict[str, str | None]:
     """The texts to measure on, by name: the files of a folder that is no token file, else the one text."""
     folder = None if source is None else Path(source)
     if folder is None or not folder.is_dir() or (folder / META).is_file():
-        return {source or text.BUILT_IN: source}
+        return {source or BUILT_IN_TEXT: source}
     # an empty folder is refused where it is read
     return {path.name: str(path) for path in sorted(folder.iterdir()) if path.is_file()} or {str(folder): source}
 
@@ -93,7 +100,7 @@ def held_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     options.choose("held", ("held",))
     layers = nats_l_layers(model)
     lengths = sorted(options.lengths or (1024, 2048, 4096))
-    tokens = text.tokens(options.text, tokenizer, lengths[-1])
+    tokens = text_tokens(options.text, tokenizer, lengths[-1])
     if len(tokens) < lengths[-1]:
         raise ValueError(f"a text of {len(tokens)} tokens is too short for a context of {lengths[-1]}")
     ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64)).unsqueeze(0).to(model.device)
@@ -126,7 +133,7 @@ def held_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
         "log_y": True,
         "series": series,
     }
-    settings = {"text": options.text or text.BUILT_IN}
+    settings = {"text": options.text or BUILT_IN_TEXT}
     return {"suite": "held", "settings": settings, "rows": rows, "plots": [plot]}
 
 

@@ -10,18 +10,28 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tokenmix_core.nn.heads import HeadFit
-from tokenmix_core.nn.init import init_decay_, init_time_step_
-from tokenmix_core.nn.mixer import Mixer, MixerOutput
-from tokenmix_core.nn.norm import RMSNorm
-from tokenmix_core.nn.plain import is_plain, warn_slower
-from tokenmix_core.nn.projections import is_plain_linear, output_linear, projected
-from tokenmix_core.nn.ragged import RaggedKVState
-from tokenmix_core.nn.rotary import Rotation, apply_rotary
-from tokenmix_core.nn.short_conv import ShortConv, convolved
-from tokenmix_core.nn.state import LayerState, Span, TensorState
-from tokenmix_core.ops import chunk_gated_delta_rule, delta_gates, kept_attention
-from tokenmix_core.ops.common import Impl, unless_gluon
+from tokenmix_core.nn import (
+    HeadFit,
+    LayerState,
+    Mixer,
+    MixerOutput,
+    RaggedKVState,
+    RMSNorm,
+    Rotation,
+    ShortConv,
+    Span,
+    TensorState,
+    apply_rotary,
+    convolved,
+    init_decay_,
+    init_time_step_,
+    is_plain,
+    is_plain_linear,
+    output_linear,
+    projected,
+    warn_slower,
+)
+from tokenmix_core.ops import Impl, chunk_gated_delta_rule, delta_gates, kept_attention, unless_gluon
 from tokenmix_nats_l.ablations import chunk_by_chunk, far_attention, far_delta_rule
 from tokenmix_nats_l.chunks import (
     ChunkTypes,
@@ -32,7 +42,7 @@ from tokenmix_nats_l.chunks import (
     learned_types,
     real_chunks,
 )
-from tokenmix_nats_l.open_chunk import go_on, hold_nothing, step
+from tokenmix_nats_l.decoding import go_on, hold_nothing, step
 from tokenmix_nats_l.ops import merge_operations
 from tokenmix_nats_l.ops.merge.reference import merge_by_norms
 

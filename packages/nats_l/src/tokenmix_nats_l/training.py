@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from tokenmix_core.training.recipe import Recipe
+from tokenmix_core.training import Recipe
 from tokenmix_nats_l.mixer import NatsL
 
 

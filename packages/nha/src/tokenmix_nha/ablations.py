@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import sequence_ids
-from tokenmix_core.ops.common import AttentionOutput, Impl
+from tokenmix_core.ops import AttentionOutput, Impl
 from tokenmix_nha.ops import SlotWindowState, slot_window_attention
 from tokenmix_nha.ops.gla.api import scanned_at_once
 from tokenmix_nha.ops.gla.scan import GatedScan

@@ -9,9 +9,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmix_core.nn.mlp import swiglu_width
-from tokenmix_core.recipes import ATTENTION, GDN, LLAMA2, LLAMA2_VOCAB, MAMBA2, corpus, language_model, model_fields
-from tokenmix_core.training.recipe import OptimizerRecipe, Recipe, Tokens
+from tokenmix_core.nn import swiglu_width
+from tokenmix_core.training import (
+    ATTENTION,
+    GDN,
+    LLAMA2,
+    LLAMA2_VOCAB,
+    MAMBA2,
+    OptimizerRecipe,
+    Recipe,
+    Tokens,
+    corpus,
+    language_model,
+    model_fields,
+)
 
 GLA = "gla"
 # width, layers, index of the full layer in every block of eight

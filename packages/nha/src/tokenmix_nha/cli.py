@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenmix_core import cli
+from tokenmix_core import cli as core_cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    return cli.main(
+    return core_cli.main(
         argv,
         prog="tokenmix-nha",
         recipes="tokenmix_nha.recipes:RECIPES",
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def _add_commands(add: cli.AddCommand) -> None:
+def _add_commands(add: core_cli.AddCommand) -> None:
     sub = add(
         "convert",
         "replace the attention of a pretrained transformer by NHA, or read FLA's GLA and GSA models",
@@ -76,7 +76,7 @@ def _add_commands(add: cli.AddCommand) -> None:
     )
     sub.add_argument(
         "--blocks",
-        type=cli.numbers,
+        type=core_cli.numbers,
         metavar="N,N",
         help="try one full layer in every N, at each position (default: those of 8,6,4,3,2 that fit the model)",
     )
@@ -90,13 +90,13 @@ def _add_commands(add: cli.AddCommand) -> None:
     sub.add_argument("--out", type=Path, metavar="DIR", help="folder for the results (default: CHECKPOINT/search)")
     sub.add_argument("--resume", action="store_true", help="reuse the scores of an interrupted search in the folder")
     sub.add_argument("--limit", type=int, metavar="N", help="examples for each task")
-    sub.add_argument("--lengths", type=cli.numbers, metavar="T,T", help="context lengths in tokens")
+    sub.add_argument("--lengths", type=core_cli.numbers, metavar="T,T", help="context lengths in tokens")
     sub.add_argument("--max-length", type=int, metavar="T", help="longest prompt with its answer; longer ones are cut")
     sub.add_argument("--batch-size", type=int, metavar="B", help="sequences in one forward pass")
     sub.add_argument("--text", metavar="PATH", help="a token file, or text, JSONL or parquet")
     sub.add_argument("--vocab-size", type=int, metavar="V", help="vocabulary size of synthetic sequences")
     sub.add_argument("--seed", type=int, default=0, metavar="S", help="seed of random data")
-    cli.add_device(sub)
+    core_cli.add_device(sub)
 
 
 def _indices(text: str) -> tuple[int, ...] | str:

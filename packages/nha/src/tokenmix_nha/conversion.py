@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tokenmix_core.files import check_new_folder
-from tokenmix_core.modeling.checkpoint import copy_companions
+from tokenmix_core import check_new_folder
+from tokenmix_core.modeling import copy_companions
 from tokenmix_nha.hybridized import FAMILIES
 from tokenmix_nha.model_windows import nha_mixers
 from tokenmix_nha.windows import FULL, Window, check_windows, hybrid_windows
@@ -91,17 +91,17 @@ def _restore_buffers(converted: Any, model: PreTrainedModel) -> None:
 
 def command(args: argparse.Namespace, context: Any) -> None:
     """Run `tokenmix-nha convert`: convert a checkpoint in a folder, or read one of FLA's GLA and GSA models."""
-    from tokenmix_core.commands import config_of, load_model
-    from tokenmix_core.integrations import checkpoints
+    from tokenmix_core.cli import config_of, load_model
+    from tokenmix_core.integrations import check_dtype, convert_folder, layout_of, read_fields
     from tokenmix_nha.layouts import LAYOUTS
 
     source = Path(args.model)
-    fields = checkpoints.read_fields(source)
+    fields = read_fields(source)
     check_new_folder(args.out)
-    checkpoints.check_dtype(args.dtype)
+    check_dtype(args.dtype)
     if any(layout.fits(fields) for layout in LAYOUTS):
-        model = checkpoints.convert_folder(source, args.out, LAYOUTS, dtype=args.dtype)
-        what = checkpoints.layout_of(fields, LAYOUTS).what
+        model = convert_folder(source, args.out, LAYOUTS, dtype=args.dtype)
+        what = layout_of(fields, LAYOUTS).what
         print(f"{args.out}: {what}, {model.num_parameters():,} parameters; import tokenmix_nha to load it")
         return
     config = config_of(str(source), context)

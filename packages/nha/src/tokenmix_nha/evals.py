@@ -8,11 +8,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.evaluation import text
-from tokenmix_core.evaluation.options import EvalOptions, Plot, Suite, SuiteResult, one_sequence
-from tokenmix_core.evaluation.perplexity import cut_sequences
-from tokenmix_core.evaluation.recall import MQAR_HELD_OUT, MQAR_LENGTHS
-from tokenmix_core.synthetic import mqar
+from tokenmix_core.data import mqar
+from tokenmix_core.evaluation import (
+    BUILT_IN_TEXT,
+    MQAR_HELD_OUT,
+    MQAR_LENGTHS,
+    EvalOptions,
+    Plot,
+    Suite,
+    SuiteResult,
+    cut_sequences,
+    one_sequence,
+    text_tokens,
+    text_vocab_size,
+)
 from tokenmix_nha import pretrained
 from tokenmix_nha.model_windows import nha_layer_indices, nha_mixers, windows_of
 from tokenmix_nha.shares import observed_shares
@@ -41,15 +50,15 @@ def share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult
     """Measure the share of the slots by layer, by layer and head, and by layer and position, on held-out text."""
     options.choose("slot-share", ("slot-share",))
     length, count = max(options.lengths or (options.max_length or 1024,)), options.limit or 16
-    sequences = cut_sequences(text.tokens(options.text, tokenizer, 4 * count * length), length, count)
-    return _result("slot-share", model, sequences, options, {"text": options.text or text.BUILT_IN})
+    sequences = cut_sequences(text_tokens(options.text, tokenizer, 4 * count * length), length, count)
+    return _result("slot-share", model, sequences, options, {"text": options.text or BUILT_IN_TEXT})
 
 
 def recall_share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """Measure the same on associative recall, with the most pairs a sequence can hold: first pairs, then queries."""
     options.choose("slot-share-mqar", ("slot-share-mqar",))
     length, count = max(options.lengths or MQAR_LENGTHS), options.limit or 16
-    size = options.vocab_size or min(8192, text.vocab_size(model))
+    size = options.vocab_size or min(8192, text_vocab_size(model))
     pairs = min(length // 4, size // 2 - 1)
     rows = mqar(count, seq_len=length, num_pairs=pairs, vocab_size=size, seed=options.seed, first=MQAR_HELD_OUT)
     return _result("slot-share-mqar", model, rows.input_ids, options, {"pairs": pairs, "vocab_size": size})

@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 # registers the families
 import tokenmix_nha.hybridized
 import tokenmix_nha.model  # noqa: F401
-from tokenmix_core.extras import require
-from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
-from tokenmix_core.trust import from_pretrained
+from tokenmix_core import from_pretrained, require
+from tokenmix_core.training import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
 from tokenmix_nha.config import NhaConfig
 from tokenmix_nha.model_windows import nha_mixers
 
@@ -124,7 +123,7 @@ def with_lora(model: Any, rank: int) -> Any:
 def merge_lora(checkpoint: str, adapter: str | Path, out: str | Path) -> Any:
     """Merge the adapter in a folder into the checkpoint's weights, and save the model with its tokenizer."""
     peft = require("peft", "peft")
-    from tokenmix_core.commands import load_tokenizer
+    from tokenmix_core.cli import load_tokenizer
 
     model = peft.PeftModel.from_pretrained(
         from_pretrained(AutoModelForCausalLM, checkpoint, local_files_only=True), adapter
@@ -137,10 +136,8 @@ def merge_lora(checkpoint: str, adapter: str | Path, out: str | Path) -> Any:
 
 def command(args: argparse.Namespace, context: Any) -> int:
     """Run `tokenmix-nha finetune`: one stage."""
-    from tokenmix_core.commands import is_checkpoint
-    from tokenmix_core.training import trainer
-    from tokenmix_core.training.recipe import overridden
-    from tokenmix_core.training.record import resumed
+    from tokenmix_core.cli import is_checkpoint
+    from tokenmix_core.training import overridden, resumed, run_lock, train_locked
 
     settings, out, fields = _arguments(args)
     checkpoint, stage, rank = settings["checkpoint"], settings["stage"], settings["rank"]
@@ -149,8 +146,8 @@ def command(args: argparse.Namespace, context: Any) -> int:
     recipe, resume = finetune(checkpoint, stage, rank=rank), bool(args.resume)
     recipe = resumed(recipe, out, fields, args.config) if resume else overridden(recipe, fields, args.config)
     # hold the lock until the merged model is written
-    with trainer.run_lock(out, resume=resume):
-        result = trainer.train_locked(recipe, out, resume=resume, recorded={"finetune": settings})
+    with run_lock(out, resume=resume):
+        result = train_locked(recipe, out, resume=resume, recorded={"finetune": settings})
         if result.interrupted:
             again = shlex.join([*args.parser.prog.split(), "--resume", str(out)])
             print(f"stopped at step {result.step}; go on with: {again}")
@@ -171,7 +168,7 @@ def _arguments(args: argparse.Namespace) -> tuple[dict[str, Any], Path, list[str
     Raises:
         ValueError: the folder, the checkpoint or the stage is neither given nor in the manifest.
     """
-    from tokenmix_core.training.record import read_record
+    from tokenmix_core.training import read_record
 
     fields = list(args.rest)
     given = {"checkpoint": fields.pop(0) if fields and not fields[0].startswith("-") else None}

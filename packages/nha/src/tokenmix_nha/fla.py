@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.integrations.fla import Result, as_float32, refuse_unknown, tokens_first
-from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.ops.common import Impl, bind_shapes, check_cu_seqlens
+from tokenmix_core.integrations import Result, as_float32, refuse_unknown, tokens_first
+from tokenmix_core.nn import at_least_float32
+from tokenmix_core.ops import Impl, bind_shapes, check_cu_seqlens
 from tokenmix_nha import ops
 from tokenmix_nha.ops import SlotWindowState
 

@@ -7,9 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tokenmix_core.modeling import LayerState, Mixer, MixerOutput, TensorState, register_mixer
-from tokenmix_core.nn.norm import GatedRMSNorm
-from tokenmix_core.nn.projections import output_linear, projected
-from tokenmix_core.nn.rotary import Rotation
+from tokenmix_core.nn import GatedRMSNorm, Rotation, output_linear, projected
 from tokenmix_nha.ops import chunk_gla, log_forget_gates
 
 _GATE_RANK = 16

@@ -7,12 +7,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tokenmix_core.modeling import LayerState, Mixer, MixerOutput, register_mixer
-from tokenmix_core.nn.heads import attention_heads
-from tokenmix_core.nn.mixer import stepping
-from tokenmix_core.nn.norm import RMSNorm
-from tokenmix_core.nn.projections import output_linear, projected
-from tokenmix_core.nn.rotary import Rotation
-from tokenmix_core.ops.common import Impl, unless_gluon
+from tokenmix_core.nn import RMSNorm, Rotation, attention_heads, output_linear, projected, stepping
+from tokenmix_core.ops import Impl, unless_gluon
 from tokenmix_nha.ops import log_forget_gates, slot_window_attention, slot_window_attention_step
 from tokenmix_nha.state import SlotWindowPart
 

@@ -38,20 +38,25 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
-from tokenmix_core.modeling import HybridCache, HybridForCausalLM, LayerState
-from tokenmix_core.modeling.attention_choice import ChoosesAttention, choose_attention
-from tokenmix_core.modeling.cache import settle
-from tokenmix_core.modeling.cache_name import CACHE, take_cache, takes_either_name
-from tokenmix_core.modeling.checkpoint import CheckedLoading
-from tokenmix_core.modeling.config import check_depth
-from tokenmix_core.modeling.generation import GeneratesInSteps, stepping_forward
-from tokenmix_core.modeling.packing import begin_call
-from tokenmix_core.modeling.rows import PacksRows, keeps_rows
-from tokenmix_core.nn.loss import IGNORE, at_least_one
-from tokenmix_core.nn.mlp import SwiGLU
-from tokenmix_core.nn.norm import RMSNorm, add_and_norm
-from tokenmix_core.nn.plain import is_plain
-from tokenmix_core.nn.rotary import Rotation
+from tokenmix_core.modeling import (
+    CACHE,
+    CheckedLoading,
+    ChoosesAttention,
+    GeneratesInSteps,
+    HybridCache,
+    HybridForCausalLM,
+    LayerState,
+    PacksRows,
+    begin_call,
+    check_depth,
+    choose_attention,
+    keeps_rows,
+    settle,
+    stepping_forward,
+    take_cache,
+    takes_either_name,
+)
+from tokenmix_core.nn import IGNORE, RMSNorm, Rotation, SwiGLU, add_and_norm, at_least_one, is_plain
 from tokenmix_nha.mixer import NhaMixer
 from tokenmix_nha.model_windows import nha_mixers
 from tokenmix_nha.windows import check_windows

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tokenmix_core.integrations.checkpoints import Fields, Layout, Names
-from tokenmix_core.integrations.layouts import fla_config, fla_names, hybrid_mixers
+from tokenmix_core.integrations import Fields, Layout, Names, fla_config, fla_names, hybrid_mixers
 from tokenmix_core.modeling import HybridConfig
 
 _NO_CONVOLUTION = "q, k and v are not convolved"

@@ -10,20 +10,24 @@ from torch import Tensor, nn
 
 from tokenmix_core.chunking import packed_positions
 from tokenmix_core.modeling import KVState, LayerState, Mixer, MixerOutput, register_mixer
-from tokenmix_core.nn.attention import cached_attention_lse, mean_visible
-from tokenmix_core.nn.heads import attention_heads
-from tokenmix_core.nn.mixer import stepping
-from tokenmix_core.nn.norm import RMSNorm
-from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.nn.projections import output_linear, projected
-from tokenmix_core.nn.rotary import Rotation, apply_rotary_to_both
-from tokenmix_core.ops import attention
-from tokenmix_core.ops.common import AttentionOutput, Impl, unless_gluon
+from tokenmix_core.nn import (
+    RMSNorm,
+    Rotation,
+    apply_rotary_to_both,
+    at_least_float32,
+    attention_heads,
+    cached_attention_lse,
+    mean_visible,
+    output_linear,
+    projected,
+    stepping,
+)
+from tokenmix_core.ops import AttentionOutput, Impl, attention, unless_gluon
 from tokenmix_nha.ablations import Entering, attend_jointly, attend_to_slots, delayed
-from tokenmix_nha.choices import Fusion, Positions, check_choices
 from tokenmix_nha.heads import Call, Heads
 from tokenmix_nha.ops import SlotWindowState, log_forget_gates, slot_window_attention, slot_window_attention_step
 from tokenmix_nha.ops.slot_window.prefix import with_zeros
+from tokenmix_nha.options import Fusion, Positions, check_choices
 from tokenmix_nha.shares import share_of_slots
 from tokenmix_nha.state import SlotWindowPart
 from tokenmix_nha.windows import FULL, WINDOW, Window

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tokenmix_core.evaluation.harness import run_tasks
-from tokenmix_core.evaluation.options import EvalOptions, Suite, SuiteResult
+from tokenmix_core.evaluation import EvalOptions, Suite, SuiteResult, run_tasks
 
 _SUBJECTS = """
 abstract_algebra anatomy astronomy business_ethics clinical_knowledge college_biology college_chemistry

@@ -12,9 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tokenmix_core.recipes import ATTENTION, BYTE_VOCAB, GDN
-from tokenmix_core.recipes import tiny as tiny_hybrid
-from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
+from tokenmix_core.training import ATTENTION, BYTE_VOCAB, GDN, DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
+from tokenmix_core.training import tiny as tiny_hybrid
 from tokenmix_nha.baselines import BASELINES, SIZES, baseline
 from tokenmix_nha.windows import FULL, Window, hybrid_windows, nha_layers
 

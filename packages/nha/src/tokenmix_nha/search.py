@@ -11,11 +11,21 @@ from typing import Any
 
 from tqdm import tqdm
 
-from tokenmix_core.evaluation.options import EvalOptions, Plot, Suite, SuiteResult
-from tokenmix_core.evaluation.report import format_rows, write_result
-from tokenmix_core.evaluation.suites import COMMONSENSE, LONGBENCH, RECALL, RULER, check_suites
-from tokenmix_core.files import write_atomically
-from tokenmix_core.training.callbacks import read_metrics
+from tokenmix_core import write_atomically
+from tokenmix_core.evaluation import (
+    COMMONSENSE,
+    LONGBENCH,
+    RECALL,
+    RULER,
+    EvalOptions,
+    Plot,
+    Suite,
+    SuiteResult,
+    check_suites,
+    format_rows,
+    write_result,
+)
+from tokenmix_core.training import read_metrics
 from tokenmix_nha.model_windows import nha_mixers, using_windows, windows_of
 from tokenmix_nha.windows import FULL, Window, check_window, hybrid_windows, layers_with_windows
 
@@ -231,7 +241,7 @@ def plot_of(y: str, tried: Sequence[tuple[str, int, float]], chosen: tuple[int, 
 
 def command(args: argparse.Namespace, context: Any) -> None:
     """Run `tokenmix-nha search`: write the table, the plot, and a configuration with the selected windows."""
-    from tokenmix_core.commands import device_and_dtype, load_model, load_tokenizer
+    from tokenmix_core.cli import device_and_dtype, load_model, load_tokenizer
 
     name, _, tasks = args.task.partition(":")
     check_suites([name], context.suites)

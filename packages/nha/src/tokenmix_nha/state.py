@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tokenmix_core.nn.state import Bounds, StatePart, copy_all
+from tokenmix_core.nn import Bounds, StatePart, copy_all
 from tokenmix_nha.ops import SlotWindowState
 
 

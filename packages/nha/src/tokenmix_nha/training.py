@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from tokenmix_core.streams import stream
+from tokenmix_core import stream
 from tokenmix_nha.model_windows import set_windows, windows_of
 from tokenmix_nha.windows import Window, check_window
 

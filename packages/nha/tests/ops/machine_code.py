@@ -36,7 +36,7 @@ def compiled_kernels(package: str) -> Iterator[tuple[str, Any]]:
     """Yield names and compiled forms of all kernels of a package that this process has launched."""
     from triton import JITFunction
 
-    from tokenmix_core.launch.private import kernels_of
+    from tokenmix_core.kernels.launch.compat import kernels_of
 
     for name in [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]:
         for kernel in vars(sys.modules[name]).values():

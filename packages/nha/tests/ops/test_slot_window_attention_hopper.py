@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 import torch
 
-from tokenmix_core.launch.compiling import NotCompiled
-from tokenmix_core.ops.choice import GluonForm
-from tokenmix_core.testing import gluon
+from tokenmix_core.kernels.launch.errors import NotCompiled
+from tokenmix_core.ops.dispatch import GluonForm
+from tokenmix_core.testing import gluon_emulator
 from tokenmix_core.testing.agreement import values_and_gradients
 from tokenmix_core.testing.closeness import assert_within
 from tokenmix_nha.ops import SlotWindowState, slot_window_attention
@@ -33,7 +33,7 @@ STATE = ("slots_k", "slots_v", "ring_k", "ring_v", "ring_f", "ring_k_slots")
 
 @pytest.fixture(scope="module")
 def kernels():
-    return gluon.load(hopper.__name__, *KERNELS, shared=("tokenmix_core.tile.hopper",))
+    return gluon_emulator.load(hopper.__name__, *KERNELS, shared=("tokenmix_core.kernels.gluon.hopper",))
 
 
 @pytest.fixture

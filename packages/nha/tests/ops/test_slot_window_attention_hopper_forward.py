@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from tokenmix_core.ops.choice import GluonForm
-from tokenmix_core.testing import gluon
+from tokenmix_core.ops.dispatch import GluonForm
+from tokenmix_core.testing import gluon_emulator
 from tokenmix_nha.ops import SlotWindowState, slot_window_attention
 from tokenmix_nha.ops.slot_window import tuning
 
@@ -36,10 +36,10 @@ CASES = {
 @pytest.fixture
 def on_hopper(monkeypatch):
     """Run the Hopper kernels instead of Triton's, in float32; return the names of those that ran."""
-    hopper = gluon.load("tokenmix_core", "tile.hopper")[0]
+    hopper = gluon_emulator.load("tokenmix_core", "kernels.gluon.hopper")[0]
     monkeypatch.setitem(sys.modules, hopper.__name__, hopper)
     ran = []
-    for module in gluon.load(f"{OP}.hopper", "gates", "states", "forward"):
+    for module in gluon_emulator.load(f"{OP}.hopper", "gates", "states", "forward"):
         monkeypatch.setitem(sys.modules, module.__name__, module)
         for name in ("hopper_slot_states", "hopper_window_outputs"):
             if run := vars(module).get(name):

@@ -6,16 +6,21 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tokenmix_core.modeling import Mixer, MixerOutput, register_mixer
-from tokenmix_core.nn.attention import cached_attention, mean_visible
-from tokenmix_core.nn.heads import attention_heads
-from tokenmix_core.nn.mixer import stepping
-from tokenmix_core.nn.norm import GatedRMSNorm
-from tokenmix_core.nn.projections import output_linear, projected
-from tokenmix_core.nn.rotary import Rotation, apply_rotary_to_both
-from tokenmix_core.nn.short_conv import ShortConv
-from tokenmix_core.nn.state import KVState, LayerState
-from tokenmix_core.ops import attention
-from tokenmix_core.ops.common import Impl
+from tokenmix_core.nn import (
+    GatedRMSNorm,
+    KVState,
+    LayerState,
+    Rotation,
+    ShortConv,
+    apply_rotary_to_both,
+    attention_heads,
+    cached_attention,
+    mean_visible,
+    output_linear,
+    projected,
+    stepping,
+)
+from tokenmix_core.ops import Impl, attention
 
 
 class NormedAttention(Mixer):

@@ -6,12 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from tokenmix_core import cli
+from tokenmix_core import cli as core_cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return cli.main(
+    return core_cli.main(
         argv,
         prog="tokenmix-oryx",
         recipes="tokenmix_oryx.recipes:RECIPES",

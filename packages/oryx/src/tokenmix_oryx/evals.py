@@ -12,22 +12,32 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from tokenmix_core.evaluation import text
-from tokenmix_core.evaluation.harness import run_tasks
-from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, Suite, SuiteResult, one_sequence
-from tokenmix_core.evaluation.perplexity import cut_sequences, perplexity_suite, smooth, token_losses
-from tokenmix_core.evaluation.recall import (
+from tokenmix_core.data import NIAH_TASKS, NiahExample
+from tokenmix_core.evaluation import (
+    BUILT_IN_TEXT,
     NIAH_LENGTHS,
+    EvalOptions,
+    Plot,
+    Series,
+    Suite,
+    SuiteResult,
     answer_loss,
+    commonsense_suite,
+    cut_sequences,
     generate_text,
     mqar_cases,
     mqar_suite,
     niah_examples,
     niah_haystack,
     niah_suite,
+    one_sequence,
+    perplexity_suite,
+    recall_suite,
+    run_tasks,
+    smooth,
+    text_tokens,
+    token_losses,
 )
-from tokenmix_core.evaluation.suites import commonsense_suite, recall_suite
-from tokenmix_core.synthetic import NIAH_TASKS, NiahExample
 from tokenmix_oryx.generation import PromptMode
 from tokenmix_oryx.modes import ATTENTION, LINEAR, MODES
 
@@ -86,7 +96,7 @@ def switch_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResul
     length = max(options.lengths or (options.max_length or 2048,))
     schedules = switch_schedules(length, model.config.mode_chunk_size)
     sequences = cut_sequences(
-        text.tokens(options.text, tokenizer, 4 * (options.limit or 64) * length), length, options.limit or 64
+        text_tokens(options.text, tokenizer, 4 * (options.limit or 64) * length), length, options.limit or 64
     )
     alone = {mode: _losses(model, sequences, [(0, mode)], options) for mode in MODES}
     rows = [_loss_row(f"{mode} alone", losses) for mode, losses in alone.items()]
@@ -99,7 +109,7 @@ def switch_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResul
         drawn.append(_switch_plot(plot, curves, length))
         if plot == "one switch":
             drawn.append(_excess_plot(curves, alone, schedules[plot]))
-    settings = {"length": length, "sequences": len(sequences), "text": options.text or text.BUILT_IN, **_BY_ROW}
+    settings = {"length": length, "sequences": len(sequences), "text": options.text or BUILT_IN_TEXT, **_BY_ROW}
     return {"suite": "switch-perplexity", "settings": settings, "rows": rows, "plots": drawn}
 
 

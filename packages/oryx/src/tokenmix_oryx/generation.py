@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tokenmix_core.modeling import Span
-from tokenmix_core.modeling.cache_name import CACHE
+from tokenmix_core.modeling import CACHE, Span
 from tokenmix_oryx.modes import ATTENTION, LINEAR, MODES, ModeInput, check_mode, resolve
 from tokenmix_oryx.state import OryxCache
 

@@ -11,29 +11,43 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from tokenmix_core.modeling import Mixer, MixerOutput, register_mixer
-from tokenmix_core.nn.attention import cached_attention, mean_visible
-from tokenmix_core.nn.init import init_decay_, init_time_step_
-from tokenmix_core.nn.mixer import stepping
-from tokenmix_core.nn.norm import GatedRMSNorm
-from tokenmix_core.nn.plain import is_plain, warn_slower
-from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.nn.projections import is_plain_linear, output_linear, projected
-from tokenmix_core.nn.rotary import Rotation, apply_rotary_to_both
-from tokenmix_core.nn.short_conv import ShortConv, convolved
-from tokenmix_core.nn.state import LayerState, Span, TensorState
+from tokenmix_core.nn import (
+    GatedRMSNorm,
+    LayerState,
+    Rotation,
+    ShortConv,
+    Span,
+    TensorState,
+    apply_rotary_to_both,
+    at_least_float32,
+    cached_attention,
+    convolved,
+    init_decay_,
+    init_time_step_,
+    is_plain,
+    is_plain_linear,
+    mean_visible,
+    output_linear,
+    projected,
+    stepping,
+    warn_slower,
+)
 from tokenmix_core.ops import (
+    GLUON,
+    Impl,
+    ScanOutput,
     attention,
     attention_decode,
     chunk_gated_delta_rule,
     chunk_ssd,
     gated_delta_rule_step,
+    resolve_impl,
     ssd_step,
+    unless_gluon,
 )
-from tokenmix_core.ops.common import Impl, ScanOutput, resolve_impl, unless_gluon
-from tokenmix_core.ops.softmax_attention.plan import GLUON
-from tokenmix_oryx.choices import FAMILIES, MAMBA2, Activation, LinearMixer, Normalised, Rotated
 from tokenmix_oryx.modes import ATTENTION, LINEAR, Modes, of_step, resolve
 from tokenmix_oryx.ops import MixOptions, mix, selected_attention
+from tokenmix_oryx.options import FAMILIES, MAMBA2, Activation, LinearMixer, Normalised, Rotated
 from tokenmix_oryx.projection import TokenOrder, can_group, project_by_mode, project_in_order
 from tokenmix_oryx.state import DroppableKV
 

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from tokenmix_core.modeling import HybridCache, HybridForCausalLM, HybridModel, Span, register_model
-from tokenmix_core.modeling.cache_name import CACHE
+from tokenmix_core.modeling import CACHE, HybridCache, HybridForCausalLM, HybridModel, Span, register_model
 from tokenmix_oryx.config import OryxConfig
 from tokenmix_oryx.generation import GenerationMode, ModePlan, PromptMode, check_generation
 from tokenmix_oryx.modes import ATTENTION, LINEAR, ModeInput, Modes, check_mode, said

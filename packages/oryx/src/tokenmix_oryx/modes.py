@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from tokenmix_core import stream
 from tokenmix_core.chunking import cdiv, packed_positions
-from tokenmix_core.nn.state import Span
-from tokenmix_core.streams import stream
+from tokenmix_core.nn import Span
 from tokenmix_oryx.projection import TokenOrder, token_order
 
 LINEAR, ATTENTION = "linear", "attention"

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from tokenmix_core.nn.projections import is_plain_linear
-from tokenmix_core.nn.rows import moved
+from tokenmix_core.nn import is_plain_linear, moved
 
 
 class TokenOrder(NamedTuple):

@@ -13,12 +13,22 @@ from typing import Any
 
 from torch import Tensor
 
-from tokenmix_core.recipes import ATTENTION, BASELINES, BYTE_VOCAB, SIZES, baseline
-from tokenmix_core.recipes import tiny as tiny_hybrid
-from tokenmix_core.training.data import RowInputs
-from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
-from tokenmix_oryx.choices import GDN, MAMBA2
+from tokenmix_core.training import (
+    ATTENTION,
+    BASELINES,
+    BYTE_VOCAB,
+    SIZES,
+    DataRecipe,
+    OptimizerRecipe,
+    Recipe,
+    RowInputs,
+    RunRecipe,
+    Tokens,
+    baseline,
+)
+from tokenmix_core.training import tiny as tiny_hybrid
 from tokenmix_oryx.modes import draw_modes
+from tokenmix_oryx.options import GDN, MAMBA2
 
 FAMILIES = {"tm": MAMBA2, "tg": GDN}
 WIDTHS = {size: (sizes.width, sizes.layers) for size, sizes in SIZES.items()}

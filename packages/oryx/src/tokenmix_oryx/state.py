@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tokenmix_core.modeling import HybridCache, KVState, Span
-from tokenmix_core.nn.state import Bounds
+from tokenmix_core.nn import Bounds
 
 
 class DroppableKV(KVState):

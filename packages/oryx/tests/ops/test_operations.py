@@ -5,15 +5,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from tokenmix_core import tuning
-from tokenmix_core.ops import choice, explain
+from tokenmix_core.kernels import tuning
+from tokenmix_core.ops import dispatch, explain
 from tokenmix_oryx.ops import mix, selected_attention
 
 
 @pytest.fixture
 def hopper_device(monkeypatch):
     """Every device is taken for a Hopper GPU of 132 SMs."""
-    monkeypatch.setattr(choice, "device_limit", lambda device: None)
+    monkeypatch.setattr(dispatch, "device_limit", lambda device: None)
     monkeypatch.setattr(tuning, "SMs", lambda device: 132)
 
 

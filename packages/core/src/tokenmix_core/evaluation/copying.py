@@ -88,7 +88,7 @@ def copy_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     cases = {f"copy-{length}-{distance}": distance for distance in distances}
     chosen = options.choose("copy", tuple(cases))
     wide = 2 * (length - passage)
-    windows = cut_sequences(text.tokens(options.text, tokenizer, 4 * limit * wide), wide, limit)
+    windows = cut_sequences(text.text_tokens(options.text, tokenizer, 4 * limit * wide), wide, limit)
     if len(windows) < 2:
         raise ValueError(
             f"copy compares passages of several windows of text, {wide} tokens each, got one; raise the limit above 1, "
@@ -118,5 +118,5 @@ def copy_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
         {"title": title, "x": "distance (tokens)", "y": y, "log_x": True, "series": by_distance},
         {"title": title, "x": "token of the passage", "y": y, "series": within},
     ]
-    settings = {"length": length, "passage": passage, "text": options.text or text.BUILT_IN}
+    settings = {"length": length, "passage": passage, "text": options.text or text.BUILT_IN_TEXT}
     return {"suite": "copy", "settings": settings, "rows": rows, "plots": plots}

@@ -135,7 +135,7 @@ def measure_inference(
     """
     device = model.device
     generator = torch.Generator().manual_seed(seed)
-    prompt = torch.randint(0, text.vocab_size(model), (batch_size, length), generator=generator).to(device)
+    prompt = torch.randint(0, text.text_vocab_size(model), (batch_size, length), generator=generator).to(device)
     watch, memory = Stopwatch(device), PeakMemory(device)
     prefills, steps = [], []
     held = 0
@@ -186,7 +186,7 @@ def measure_training(
     """Time a forward and backward pass over `batch_size` sequences of random tokens; a table row of the median."""
     device = model.device
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, text.vocab_size(model), (batch_size, length), generator=generator).to(device)
+    tokens = torch.randint(0, text.text_vocab_size(model), (batch_size, length), generator=generator).to(device)
     watch, memory = Stopwatch(device), PeakMemory(device)
     was_training = model.training
     model.train()

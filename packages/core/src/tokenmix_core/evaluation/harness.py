@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tokenmix_core._utils.optional import install_command, require
+from tokenmix_core._utils.trust import is_trusted
 from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, SuiteResult
-from tokenmix_core.extras import install_command, require
-from tokenmix_core.trust import is_trusted
 
 OWN_TASKS = Path(__file__).parent / "tasks"
 _RULER_SEED = 1234
@@ -70,7 +70,7 @@ def run_tasks(
     if options.include and not is_trusted():
         raise ValueError(
             f"task files can run Python code: read those in {', '.join(map(str, options.include))}, and if you trust "
-            "them, give --trust-remote-code, too (in Python: `with tokenmix_core.trust.trusting(True):`)"
+            "them, give --trust-remote-code, too (in Python: `with tokenmix_core._utils.trust.trusting(True):`)"
         )
     limit = options.limit
     batch_size = options.batch_size or 8

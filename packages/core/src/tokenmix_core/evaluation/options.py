@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
-from tokenmix_core.fields import check_fields
+from tokenmix_core._utils.validation import check_fields
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def token_losses(model: Any, input_ids: Int[Tensor, "B T"], *, piece: int | None
     on_gpu = input_ids.device.type == "cuda"
     budget = torch.cuda.get_device_properties(input_ids.device).total_memory // 8 if on_gpu else 2**30
     # float32 logits and their log-softmax
-    token_bytes = 8 * text.vocab_size(model)
+    token_bytes = 8 * text.text_vocab_size(model)
     piece = piece or max(16, budget // token_bytes)
     # fewer rows before shorter pieces: a whole sequence needs no cache
     rows = max(1, budget // (token_bytes * min(piece, length)))
@@ -134,7 +134,7 @@ def perplexity_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
     options.choose("perplexity-by-position", ("perplexity-by-position",))
     length = max(options.lengths or (options.max_length or 2048,))
     limit = options.limit or 64
-    sequences = cut_sequences(text.tokens(options.text, tokenizer, 4 * limit * length), length, limit)
+    sequences = cut_sequences(text.text_tokens(options.text, tokenizer, 4 * limit * length), length, limit)
     losses = loss_by_position(model, sequences, batch_size=options.batch_size or 8, progress=options.progress)
     rate = text.bytes_per_token(sequences.numpy(), tokenizer)
 
@@ -159,5 +159,5 @@ def perplexity_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
         series["bigram"] = ([1, len(losses)], [math.exp(nats)] * 2)
     title = f"Perplexity by position, {len(sequences)} sequences, smoothed"
     plot: Plot = {"title": title, "x": "position (tokens)", "y": "perplexity", "log_x": True, "series": series}
-    settings = {"length": length, "sequences": len(sequences), "text": options.text or text.BUILT_IN}
+    settings = {"length": length, "sequences": len(sequences), "text": options.text or text.BUILT_IN_TEXT}
     return {"suite": "perplexity-by-position", "settings": settings, "rows": rows, "plots": [plot]}

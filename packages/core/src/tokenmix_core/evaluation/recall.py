@@ -10,10 +10,19 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from tokenmix_core.data.synthetic import (
+    COPYING,
+    IGNORE_INDEX,
+    NIAH_TASKS,
+    NiahExample,
+    RecallExamples,
+    copying,
+    mqar,
+    niah,
+)
 from tokenmix_core.evaluation import text
 from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, SuiteResult
-from tokenmix_core.evaluation.text import BUILT_IN
-from tokenmix_core.synthetic import COPYING, IGNORE_INDEX, NIAH_TASKS, NiahExample, RecallExamples, copying, mqar, niah
+from tokenmix_core.evaluation.text import BUILT_IN_TEXT
 
 MQAR_LENGTHS = (64, 128, 256, 512)
 MQAR_PAIRS = (4, 8, 16, 32, 64, 128, 256, 512)
@@ -35,7 +44,7 @@ def score_recall(
     Raises:
         ValueError: tokens that lie outside the model's vocabulary, or no scored position.
     """
-    size = text.vocab_size(model)
+    size = text.text_vocab_size(model)
     if (top := int(examples.input_ids.max())) >= size:
         raise ValueError(f"token {top} does not lie in the model's vocabulary of {size}")
     right = loss = count = 0.0
@@ -55,7 +64,7 @@ def score_recall(
 
 def mqar_vocabulary(model: Any, options: EvalOptions) -> int:
     """Tokens that sequences are made of: Zoology's 8,192 by default, or the model's where it has fewer."""
-    return options.vocab_size or min(8192, text.vocab_size(model))
+    return options.vocab_size or min(8192, text.text_vocab_size(model))
 
 
 def mqar_cases(model: Any, options: EvalOptions) -> dict[str, tuple[int, int]]:
@@ -209,7 +218,7 @@ def niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     ]
     settings: dict[str, Any] = {"seed": options.seed}
     if haystack:
-        settings["haystack"] = options.text or BUILT_IN
+        settings["haystack"] = options.text or BUILT_IN_TEXT
     return {"suite": "niah", "settings": settings, "rows": rows, "plots": plots}
 
 

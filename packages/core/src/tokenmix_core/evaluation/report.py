@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenmix_core._utils.atomic_io import write_atomically
+from tokenmix_core._utils.locks import one_at_a_time
+from tokenmix_core._utils.optional import require
 from tokenmix_core.evaluation.options import Plot, SuiteResult
-from tokenmix_core.extras import require
-from tokenmix_core.files import write_atomically
-from tokenmix_core.locks import one_at_a_time
 
 REPORT = "report.md"
 _MARKERS = "osD^v<>ph*"

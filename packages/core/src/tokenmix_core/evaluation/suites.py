@@ -182,11 +182,12 @@ def check_options(names: Sequence[str], tokenizer: Any, options: EvalOptions, su
     """
     needed = {name: needs(options) for name in names if (needs := suites[name].needs) is not None}
     most = max(needed.values(), default=0)
-    there = len(text.tokens(options.text, tokenizer, most)) if most else 0
+    there = len(text.text_tokens(options.text, tokenizer, most)) if most else 0
     for name, tokens in needed.items():
         if there < tokens:
+            source = options.text or text.BUILT_IN_TEXT
             raise ValueError(
-                f"{name} needs {tokens:,} tokens of held-out text, and {options.text or text.BUILT_IN} has {there:,}; "
+                f"{name} needs {tokens:,} tokens of held-out text, and {source} has {there:,}; "
                 "prepare it with a larger --held-out, evaluate at shorter lengths (--evaluation_lengths), or choose "
                 "other evaluations (--evaluations, --no-eval)"
             )

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from tokenmix_core.corpora.prepare import BUILT_IN_HELD_OUT, built_in_corpus, is_held_out
-from tokenmix_core.corpora.sources import STDLIB, open_source, stdlib_source
-from tokenmix_core.corpora.token_file import META, TokenFile
-from tokenmix_core.corpora.tokenizer import byte_tokenizer, tokenizer_fingerprint
+from tokenmix_core.data.prepare import BUILT_IN_HELD_OUT, built_in_corpus, is_held_out
+from tokenmix_core.data.sources import STDLIB, open_source, stdlib_source
+from tokenmix_core.data.token_file import META, TokenFile
+from tokenmix_core.data.tokenizer import byte_tokenizer, tokenizer_fingerprint
 
-BUILT_IN = "built-in corpus, held-out part"
+BUILT_IN_TEXT = "built-in corpus, held-out part"
 
 
-def vocab_size(model: Any) -> int:
+def text_vocab_size(model: Any) -> int:
     """The number of logits of a causal language model."""
     return model.get_output_embeddings().weight.shape[0]
 
@@ -58,7 +58,7 @@ def words(text: str | None, tokenizer: Any, count: int) -> list[str]:
     return list(itertools.islice(stream, count))
 
 
-def tokens(text: str | None, tokenizer: Any, count: int) -> Int[np.ndarray, "n"]:
+def text_tokens(text: str | None, tokenizer: Any, count: int) -> Int[np.ndarray, "n"]:
     """The first `count` tokens of a text, fewer if it is shorter; each document is ended by the end token.
 
     Raises:
@@ -82,7 +82,7 @@ def tokens(text: str | None, tokenizer: Any, count: int) -> Int[np.ndarray, "n"]
 
 
 def training_tokens(text: str | None, tokenizer: Any) -> Int[np.ndarray, "n"] | None:
-    """The training part of a text whose held-out part `tokens` gives; None where there is no such split."""
+    """The training part of a text whose held-out part `text_tokens` gives; None where there is no such split."""
     path = as_token_file(text, tokenizer)
     return TokenFile(path, "train", fingerprint=tokenizer_fingerprint(tokenizer)).tokens if path else None
 

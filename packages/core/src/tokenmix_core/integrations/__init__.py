@@ -1,1 +1,41 @@
 """The field: other libraries' call signatures, other people's models on our kernels, other layouts of checkpoints."""
+
+from typing import TYPE_CHECKING
+
+from tokenmix_core._utils.lazy_imports import lazily
+
+if TYPE_CHECKING:
+    from tokenmix_core.integrations.checkpoints import Fields as Fields
+    from tokenmix_core.integrations.checkpoints import Layout as Layout
+    from tokenmix_core.integrations.checkpoints import Names as Names
+    from tokenmix_core.integrations.checkpoints import check_dtype as check_dtype
+    from tokenmix_core.integrations.checkpoints import convert_folder as convert_folder
+    from tokenmix_core.integrations.checkpoints import layout_of as layout_of
+    from tokenmix_core.integrations.checkpoints import read_fields as read_fields
+    from tokenmix_core.integrations.fla import Result as Result
+    from tokenmix_core.integrations.fla import as_float32 as as_float32
+    from tokenmix_core.integrations.fla import refuse_unknown as refuse_unknown
+    from tokenmix_core.integrations.fla import tokens_first as tokens_first
+    from tokenmix_core.integrations.layouts import fla_config as fla_config
+    from tokenmix_core.integrations.layouts import fla_names as fla_names
+    from tokenmix_core.integrations.layouts import hybrid_mixers as hybrid_mixers
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "read_fields": "checkpoints",
+        "check_dtype": "checkpoints",
+        "convert_folder": "checkpoints",
+        "layout_of": "checkpoints",
+        "Fields": "checkpoints",
+        "Layout": "checkpoints",
+        "Names": "checkpoints",
+        "Result": "fla",
+        "as_float32": "fla",
+        "refuse_unknown": "fla",
+        "tokens_first": "fla",
+        "fla_config": "layouts",
+        "fla_names": "layouts",
+        "hybrid_mixers": "layouts",
+    },
+)

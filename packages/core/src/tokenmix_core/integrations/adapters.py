@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tokenmix_core import ops
 from tokenmix_core.integrations import fitting
 from tokenmix_core.modeling.packing import boundaries_where
-from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn.dtypes import at_least_float32
 from tokenmix_core.ops.common import Impl, unless_gluon
 from tokenmix_core.ops.gated_delta_rule.api import HEAD_SIZES as DELTA_SIZES
 from tokenmix_core.ops.ssd.api import HEAD_SIZES as SSD_SIZES

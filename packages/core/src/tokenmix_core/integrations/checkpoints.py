@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tokenmix_core.files import check_new_folder
+from tokenmix_core._utils.atomic_io import check_new_folder
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.modeling.checkpoint import copy_companions, not_finite, some
 from tokenmix_core.nn.rotary import RotaryEmbedding, rope_frequencies

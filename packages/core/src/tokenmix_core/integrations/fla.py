@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tokenmix_core import ops
 from tokenmix_core.integrations import fitting
-from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn.dtypes import at_least_float32
 from tokenmix_core.ops.common import Impl, ScanOutput, bind_shapes
 
 Result = tuple[Tensor, Tensor | None]

@@ -1,5 +1,8 @@
 """The transformers-compatible shell around token mixers: configuration, cache, backbone and causal language model."""
 
+from typing import TYPE_CHECKING
+
+from tokenmix_core._utils.lazy_imports import lazily
 from tokenmix_core.modeling.backbone import HybridModel, HybridOutput
 from tokenmix_core.modeling.cache import HybridCache
 from tokenmix_core.modeling.causal_lm import HybridCausalLMOutput, HybridForCausalLM
@@ -27,3 +30,47 @@ __all__ = [
     "register_mixer",
     "register_model",
 ]
+
+if TYPE_CHECKING:
+    from tokenmix_core.modeling.attn_implementation import ChoosesAttention as ChoosesAttention
+    from tokenmix_core.modeling.attn_implementation import choose_attention as choose_attention
+    from tokenmix_core.modeling.cache import settle as settle
+    from tokenmix_core.modeling.cache_name import CACHE as CACHE
+    from tokenmix_core.modeling.cache_name import take_cache as take_cache
+    from tokenmix_core.modeling.cache_name import takes_either_name as takes_either_name
+    from tokenmix_core.modeling.checkpoint import CheckedLoading as CheckedLoading
+    from tokenmix_core.modeling.checkpoint import copy_companions as copy_companions
+    from tokenmix_core.modeling.config import check_depth as check_depth
+    from tokenmix_core.modeling.generation import GeneratesInSteps as GeneratesInSteps
+    from tokenmix_core.modeling.generation import stepping_forward as stepping_forward
+    from tokenmix_core.modeling.packing import begin_call as begin_call
+    from tokenmix_core.modeling.pretrained import FAMILIES as FAMILIES
+    from tokenmix_core.modeling.pretrained import attention_options as attention_options
+    from tokenmix_core.modeling.pretrained import own_fields as own_fields
+    from tokenmix_core.modeling.pretrained import own_state as own_state
+    from tokenmix_core.modeling.rows import PacksRows as PacksRows
+    from tokenmix_core.modeling.rows import keeps_rows as keeps_rows
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "ChoosesAttention": "attn_implementation",
+        "choose_attention": "attn_implementation",
+        "settle": "cache",
+        "CACHE": "cache_name",
+        "take_cache": "cache_name",
+        "takes_either_name": "cache_name",
+        "CheckedLoading": "checkpoint",
+        "copy_companions": "checkpoint",
+        "check_depth": "config",
+        "GeneratesInSteps": "generation",
+        "stepping_forward": "generation",
+        "begin_call": "packing",
+        "FAMILIES": "pretrained",
+        "attention_options": "pretrained",
+        "own_fields": "pretrained",
+        "own_state": "pretrained",
+        "PacksRows": "rows",
+        "keeps_rows": "rows",
+    },
+)

@@ -13,19 +13,19 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import can_return_tuple
 
-from tokenmix_core.modeling.attention_choice import ChoosesAttention, choose_attention
+from tokenmix_core.modeling.attn_implementation import ChoosesAttention, choose_attention
 from tokenmix_core.modeling.cache import HybridCache
 from tokenmix_core.modeling.cache_name import NAMES, CacheOutput, takes_either_name
 from tokenmix_core.modeling.checkpoint import CheckedLoading
 from tokenmix_core.modeling.config import HybridConfig
 from tokenmix_core.modeling.packing import begin_call
 from tokenmix_core.modeling.rows import keeps_rows, rows_for_hooks
+from tokenmix_core.nn.dtypes import KeepsFloat32
 from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.mlp import SwiGLU
 from tokenmix_core.nn.norm import RMSNorm, add_and_norm
 from tokenmix_core.nn.plain import is_plain, refuse_meta
-from tokenmix_core.nn.precision import KeepsFloat32
 from tokenmix_core.nn.registry import find_mixer
 from tokenmix_core.nn.rotary import RotaryEmbedding
 from tokenmix_core.nn.state import Bounds, Span

@@ -19,9 +19,9 @@ from tokenmix_core.modeling.cache_name import CACHE, NAMES, CacheOutput, take_ca
 from tokenmix_core.modeling.config import HybridConfig
 from tokenmix_core.modeling.generation import GeneratesInSteps, stepping_forward
 from tokenmix_core.modeling.lengths import is_given, round_up
+from tokenmix_core.nn.dtypes import at_least_float32
 from tokenmix_core.nn.loss import IGNORE, at_least_one, linear_cross_entropy
 from tokenmix_core.nn.plain import warn_slower
-from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.projections import is_plain_linear, output_linear
 from tokenmix_core.nn.state import Bounds
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from tokenmix_core.trust import is_trusted
+from tokenmix_core._utils.trust import is_trusted
 
 # what belongs to a checkpoint beside its model
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "added_tokens.json", "*.jinja")

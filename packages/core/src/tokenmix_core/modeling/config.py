@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedConfig
 
-from tokenmix_core import fields
+from tokenmix_core._utils import validation
 from tokenmix_core.modeling.cache_name import NAMES
 from tokenmix_core.nn.loss import LossImpl
 from tokenmix_core.nn.registry import find_mixer
@@ -106,7 +106,7 @@ class HybridConfig(PreTrainedConfig):
         self.mixer_options = {label: dict(options) for label, options in (self.mixer_options or {}).items()}
         # also in the form that older configurations have, which transformers takes before the other
         rope = kwargs.get("rope_scaling") or self.rope_parameters or {}
-        fields.check_value("rope_scaling", rope, dict[str, Any])
+        validation.check_value("rope_scaling", rope, dict[str, Any])
         check_rope({name: kwargs[name] for name in ("rope_theta",) if name in kwargs} | rope)
         super().__post_init__(**kwargs)
         self._check_mixers()
@@ -155,7 +155,7 @@ class HybridConfig(PreTrainedConfig):
 
     def check_fields(self) -> None:
         """Raise a ValueError for a field whose value is of another kind than its annotation says."""
-        fields.check_fields(self, HybridConfig)
+        validation.check_fields(self, HybridConfig)
 
     def _check_keys(self, kwargs: dict[str, Any]) -> None:
         known = {field.name for field in dataclasses.fields(self)}

@@ -20,11 +20,11 @@ from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaL
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from tokenmix_core.launch import graphs
+from tokenmix_core.kernels.launch import cuda_graphs
 from tokenmix_core.modeling.cache import HybridCache
 from tokenmix_core.modeling.cache_name import CACHE, name_of, take_cache
-from tokenmix_core.modeling.choosing import Sampler, choosing_needs_host, draw
-from tokenmix_core.modeling.steps import Steps, StepStore, why_not
+from tokenmix_core.modeling.decode_graph import Steps, StepStore, why_not
+from tokenmix_core.modeling.sampling import Sampler, choosing_needs_host, draw
 from tokenmix_core.nn.mixer import Mixer
 
 # the option of generate, and of its generation_config
@@ -108,7 +108,7 @@ class GeneratesInSteps:
         """The steps of a cache, where they can be recorded and are wanted."""
         if graph is not None and not isinstance(graph, bool):
             raise ValueError(f"{OPTION} must be None, True or False, got {graph!r}")
-        if graph is False or (graph is None and not graphs.wanted()):
+        if graph is False or (graph is None and not cuda_graphs.wanted()):
             yield None
             return
         why = why_not(self, cache)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.launch import private, switch
-from tokenmix_core.launch.replay import is_plain, on_gpu
+from tokenmix_core.kernels.launch import compat, flags
+from tokenmix_core.kernels.launch.cache.replay import is_plain, on_gpu
 from tokenmix_core.nn.loss import IGNORE
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.plain import has_hooks
@@ -65,7 +65,7 @@ def round_up(
 
 def can_round(model: nn.Module, input_ids: Tensor) -> bool:
     """True if nothing but time can tell that tokens follow: on a GPU in eager mode, and nothing watches a module."""
-    if not (switch.on and is_plain(input_ids) and on_gpu(input_ids)) or private.watches_all_modules():
+    if not (flags.on and is_plain(input_ids) and on_gpu(input_ids)) or compat.watches_all_modules():
         return False
     return all(_is_known(type(x)) and not has_hooks(x) and takes_more_tokens(x) for x in model.modules())
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenmix_core.launch import private
+from tokenmix_core.kernels.launch import compat
 from tokenmix_core.nn.plain import has_hooks, is_third_party
 from tokenmix_core.nn.state import Span
 
@@ -21,7 +21,7 @@ def keeps_rows(model: nn.Module, span: Span) -> bool:
     """
     if span.mask is None or span.keeps_padding or torch.compiler.is_compiling():
         return False
-    return private.watches_all_modules() or any(map(_is_watched, model.modules()))
+    return compat.watches_all_modules() or any(map(_is_watched, model.modules()))
 
 
 class PacksRows:
@@ -49,7 +49,7 @@ def rows_for_hooks(modules: Iterable[nn.Module], span: Span) -> Iterator[None]:
     is one that is given `cu_seqlens`, computes packed tokens inside of its hooks. A module of another library whose
     submodules are watched may flatten tokens before it calls them: it computes rows, too.
     """
-    everything = private.watches_all_modules()
+    everything = compat.watches_all_modules()
     with ExitStack() as stack:
         for module in modules:
             if (
@@ -57,7 +57,7 @@ def rows_for_hooks(modules: Iterable[nn.Module], span: Span) -> Iterator[None]:
                 or _is_watched(module)
                 or (is_third_party(module) and any(map(_is_watched, module.modules())))
             ):
-                stack.enter_context(private.call_replaced(module, lambda call, m=module: _in_rows(m, call, span)))
+                stack.enter_context(compat.call_replaced(module, lambda call, m=module: _in_rows(m, call, span)))
         yield
 
 

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tokenmix_core.nn.heads import attention_heads
+from tokenmix_core.nn.dtypes import at_least_float32
+from tokenmix_core.nn.head_padding import attention_heads
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.norm import RMSNorm
-from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.projections import output_linear, projected
 from tokenmix_core.nn.rotary import Rotation, apply_rotary, normed_for_step
 from tokenmix_core.nn.state import KVState, LayerState, Span

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tokenmix_core.nn.documents import as_one_sequence
-from tokenmix_core.nn.heads import HeadFit
+from tokenmix_core.nn.fold_documents import as_one_sequence
+from tokenmix_core.nn.head_padding import HeadFit
 from tokenmix_core.nn.init import init_decay_, init_time_step_
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.norm import GatedRMSNorm, RMSNorm

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tokenmix_core.nn.dtypes import KeepsFloat32
 from tokenmix_core.nn.init import is_loaded
-from tokenmix_core.nn.precision import KeepsFloat32
 
 
 class HeadWeights(KeepsFloat32):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.nn.precision import at_least_float32, gives_float32
+from tokenmix_core.nn.dtypes import at_least_float32, gives_float32
 from tokenmix_core.ops.common import refuse_graph
 
 IGNORE = -100

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.decay import LOG2_E
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.triton.decay import LOG2_E
 
 
 @cached_launch

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tokenmix_core.nn.documents import as_one_sequence
-from tokenmix_core.nn.heads import HeadFit
+from tokenmix_core.nn.dtypes import at_least_float32
+from tokenmix_core.nn.fold_documents import as_one_sequence
+from tokenmix_core.nn.head_padding import HeadFit
 from tokenmix_core.nn.init import init_decay_, init_time_step_
 from tokenmix_core.nn.mixer import Mixer, MixerOutput, stepping
 from tokenmix_core.nn.norm import GatedRMSNorm
-from tokenmix_core.nn.precision import at_least_float32
 from tokenmix_core.nn.projections import output_linear, split_linear
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.short_conv import ShortConv

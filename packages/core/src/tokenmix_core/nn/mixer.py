@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tokenmix_core.fields import check_arguments, undefined
-from tokenmix_core.nn.precision import KeepsFloat32
+from tokenmix_core._utils.validation import check_arguments, undefined
+from tokenmix_core.nn.dtypes import KeepsFloat32
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.state import Bounds, LayerState, Span
 

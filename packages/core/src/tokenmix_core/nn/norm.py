@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tokenmix_core.nn.dtypes import product_dtype
 from tokenmix_core.nn.plain import is_plain
-from tokenmix_core.nn.precision import product_dtype
 from tokenmix_core.ops import gated_rms_norm, rms_norm
-from tokenmix_core.ops.norms.reference import GatePlace
+from tokenmix_core.ops.fused.rms_norm.reference import GatePlace
 
 
 class RMSNorm(nn.Module):

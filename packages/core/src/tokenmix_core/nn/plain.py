@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenmix_core.launch import private
+from tokenmix_core.kernels.launch import compat
 
 # a weight of another class (quantised, sharded) computes in its own way
 _PLAIN_TENSORS = Tensor, nn.Parameter
@@ -25,7 +25,7 @@ def is_plain(kind: type[nn.Module] | tuple[type[nn.Module], ...], *modules: nn.M
 
     Every fused path asks this first and calls the modules otherwise. The cost is about a microsecond a module.
     """
-    if private.watches_all_modules():
+    if compat.watches_all_modules():
         return False
     kinds = kind if isinstance(kind, tuple) else (kind,)
     for module in modules:

@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tokenmix_core.launch import private, replay
+from tokenmix_core.kernels.launch import compat
+from tokenmix_core.kernels.launch.cache import replay
+from tokenmix_core.nn.dtypes import gives_float32
 from tokenmix_core.nn.plain import is_plain, refuse_meta
-from tokenmix_core.nn.precision import gives_float32
-from tokenmix_core.ops import fused_linears
+from tokenmix_core.ops import fused_fused_linears
 from tokenmix_core.ops.common import as_rows, refuse_graph
-from tokenmix_core.ops.projections.sizes import MOST_BYTES, MOST_ROWS, MOST_WEIGHTS
+from tokenmix_core.ops.fused.gemv.sizes import MOST_BYTES, MOST_ROWS, MOST_WEIGHTS
 
 # layers of fewer outputs share one product in training, of a multiple of _WHOLE outputs: rows of six heads are not
 # aligned, and products of their own take several times as long as reading x
@@ -28,7 +29,7 @@ def projected(x: Float[Tensor, "*tokens D"], *layers: nn.Module | None) -> tuple
     """The outputs of several linear layers, None for None: those of each, but that plain layers share launches.
 
     Without gradients up to six of them take one launch for one token, and for few if they are not large
-    (`fused_linears`).
+    (`fused_fused_linears`).
     On a GPU, where x has a gradient, the products that make it add to one tensor, where torch makes one for each layer
     and adds these, and thin layers share a product, also where torch compiles a model; gradients of gradients there are
     none of then, as of kernels.
@@ -42,7 +43,7 @@ def output_linear(x: Float[Tensor, "*tokens D"], layer: nn.Module) -> Tensor:
     if not _can_share(x, [layer]):
         refuse_meta(x, layer)
     elif _by_kernel(x, [weight := cast(Tensor, layer.weight)]):
-        return _by_fused_linears(x, [weight])[0]
+        return _by_fused_fused_linears(x, [weight])[0]
     return layer(x)
 
 
@@ -74,7 +75,7 @@ def _shares_gradient(x: Tensor) -> bool:
 
 def _forward_mode() -> bool:
     """Tell whether forward-mode derivatives may be asked for; where torch traces there are none."""
-    return not torch.compiler.is_compiling() and private.forward_mode()
+    return not torch.compiler.is_compiling() and compat.forward_mode()
 
 
 def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
@@ -85,11 +86,11 @@ def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     dtype = _dtype_of_products(x, weights)
     if dtype is not None and _shares_gradient(x):
         return _products(x, weights, dtype)
-    return _by_fused_linears(x, weights) if _by_kernel(x, weights) else tuple(layer(x) for layer in layers)
+    return _by_fused_fused_linears(x, weights) if _by_kernel(x, weights) else tuple(layer(x) for layer in layers)
 
 
 def _by_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Tell whether products are best made by `fused_linears`: of few tokens, without gradients."""
+    """Tell whether products are best made by `fused_fused_linears`: of few tokens, without gradients."""
     # what autocast makes of a layer is its own
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return False
@@ -104,8 +105,8 @@ def _by_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
     return rows == 1 or (number > 1 and sum(w.nbytes for w in weights) <= MOST_BYTES * number)
 
 
-def _by_fused_linears(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    found = fused_linears(x.reshape(-1, x.shape[-1]), weights)
+def _by_fused_fused_linears(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    found = fused_fused_linears(x.reshape(-1, x.shape[-1]), weights)
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in found)
 
 

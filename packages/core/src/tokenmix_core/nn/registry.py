@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from tokenmix_core.families import MIXERS as ANNOUNCED
+from tokenmix_core._utils.auto_registration import MIXERS as ANNOUNCED
 from tokenmix_core.nn.attention import Attention
 from tokenmix_core.nn.gated_delta_net import GatedDeltaNet
 from tokenmix_core.nn.mamba2 import Mamba2

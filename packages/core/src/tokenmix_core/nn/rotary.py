@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tokenmix_core.nn.dtypes import KeepsFloat32
 from tokenmix_core.nn.init import is_loaded
 from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.plain import is_plain
-from tokenmix_core.nn.precision import KeepsFloat32
 from tokenmix_core.ops import rotate, rotate_step
 
 # by type what it needs and what it may have beside rope_type and rope_theta

@@ -2,7 +2,7 @@
 
 A layer's `LayerState` is made of named parts, each with the batch as its first dimension: `TensorState` holds one
 tensor of constant size (a recurrent state, the last inputs of a convolution), `KVState` keys and values, all or a
-window of them, `RaggedKVState` (`nn/ragged.py`) of each head as many as were chosen. Sequences are stored without
+window of them, `RaggedKVState` (`nn/ragged_kv.py`) of each head as many as were chosen. Sequences are stored without
 padding, each from its own position 0 on, so that batches of unequal lengths need no masks.
 """
 
@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from tokenmix_core._utils.validation import undefined
 from tokenmix_core.chunking import cdiv, cu_seqlens_from_lengths
-from tokenmix_core.fields import undefined
 
 # where a token is in its sequence: of one token, or of several
 Position = TypeVar("Position", int, Tensor)

@@ -1,34 +1,41 @@
 """Operations: one public function for each mathematical operation and form of execution."""
 
+from typing import TYPE_CHECKING
+
 # what explain knows
-import tokenmix_core.ops.operations  # noqa: F401
-from tokenmix_core.ops.convolution.api import short_conv, short_conv_step, short_conv_steps, short_convs
-from tokenmix_core.ops.delta_layer.api import delta_layer_step
+import tokenmix_core.ops.registry  # noqa: F401
+from tokenmix_core._utils.lazy_imports import lazily
+from tokenmix_core.ops.causal_conv1d.api import short_conv, short_conv_step, short_conv_steps, short_convs
 from tokenmix_core.ops.explanation import Explanation, explain
+from tokenmix_core.ops.fused.gdn_decode.api import delta_layer_step
+from tokenmix_core.ops.fused.gdn_gates.api import delta_gates
+from tokenmix_core.ops.fused.gemv.api import fused_fused_linears
+from tokenmix_core.ops.fused.rms_norm.api import gated_rms_norm, rms_norm
+from tokenmix_core.ops.fused.rotary.api import rotate, rotate_step
+from tokenmix_core.ops.fused.swiglu.api import swiglu, swiglu_linear
 from tokenmix_core.ops.gated_delta_rule.api import (
     chunk_gated_delta_rule,
     gated_delta_rule_step,
     recurrent_gated_delta_rule,
 )
-from tokenmix_core.ops.gated_units.api import swiglu, swiglu_linear
-from tokenmix_core.ops.gates.api import delta_gates
-from tokenmix_core.ops.norms.api import gated_rms_norm, rms_norm
-from tokenmix_core.ops.projections.api import fused_linears
-from tokenmix_core.ops.rotary.api import rotate, rotate_step
 from tokenmix_core.ops.softmax_attention.api import attention, attention_decode, merge_attention
 from tokenmix_core.ops.sparse_attention.api import kept_attention
 from tokenmix_core.ops.ssd.api import chunk_ssd, recurrent_ssd, ssd_step
 
 __all__ = [
+    "DELTA_RULE_HEAD_SIZES",
+    "SSD_HEAD_SIZES",
     "Explanation",
     "attention",
+    "attention_autograd",
     "attention_decode",
     "chunk_gated_delta_rule",
     "chunk_ssd",
     "delta_gates",
     "delta_layer_step",
+    "delta_rule_autograd",
     "explain",
-    "fused_linears",
+    "fused_fused_linears",
     "gated_delta_rule_step",
     "gated_rms_norm",
     "kept_attention",
@@ -42,7 +49,146 @@ __all__ = [
     "short_conv_step",
     "short_conv_steps",
     "short_convs",
+    "ssd_autograd",
     "ssd_step",
     "swiglu",
     "swiglu_linear",
 ]
+
+if TYPE_CHECKING:
+    from tokenmix_core.ops.causal_conv1d.autograd import token_rows as token_rows
+    from tokenmix_core.ops.causal_conv1d.backward import short_conv_sums_kernel as short_conv_sums_kernel
+    from tokenmix_core.ops.causal_conv1d.forward import load_input as load_input
+    from tokenmix_core.ops.causal_conv1d.forward import within as within
+    from tokenmix_core.ops.common import AttentionOutput as AttentionOutput
+    from tokenmix_core.ops.common import Impl as Impl
+    from tokenmix_core.ops.common import ScanOutput as ScanOutput
+    from tokenmix_core.ops.common import aligned as aligned
+    from tokenmix_core.ops.common import as_rows as as_rows
+    from tokenmix_core.ops.common import bind_shapes as bind_shapes
+    from tokenmix_core.ops.common import check_cu_seqlens as check_cu_seqlens
+    from tokenmix_core.ops.common import check_dtype as check_dtype
+    from tokenmix_core.ops.common import check_multiple as check_multiple
+    from tokenmix_core.ops.common import check_same_device as check_same_device
+    from tokenmix_core.ops.common import check_same_dtype as check_same_dtype
+    from tokenmix_core.ops.common import check_scale as check_scale
+    from tokenmix_core.ops.common import check_tensors as check_tensors
+    from tokenmix_core.ops.common import differentiable as differentiable
+    from tokenmix_core.ops.common import direct_when_eager as direct_when_eager
+    from tokenmix_core.ops.common import eager_function as eager_function
+    from tokenmix_core.ops.common import of_fields as of_fields
+    from tokenmix_core.ops.common import parts_of as parts_of
+    from tokenmix_core.ops.common import recorded_op as recorded_op
+    from tokenmix_core.ops.common import resolve_impl as resolve_impl
+    from tokenmix_core.ops.common import retried as retried
+    from tokenmix_core.ops.common import room_for as room_for
+    from tokenmix_core.ops.common import row_impl as row_impl
+    from tokenmix_core.ops.common import unless_gluon as unless_gluon
+    from tokenmix_core.ops.dispatch import GluonForm as GluonForm
+    from tokenmix_core.ops.explanation import WHOLE as WHOLE
+    from tokenmix_core.ops.explanation import Operation as Operation
+    from tokenmix_core.ops.explanation import Tensors as Tensors
+    from tokenmix_core.ops.explanation import register_operation as register_operation
+    from tokenmix_core.ops.fused.swiglu.kernels import BD as BD
+    from tokenmix_core.ops.fused.swiglu.kernels import BM as BM
+    from tokenmix_core.ops.fused.swiglu.kernels import tile_of as tile_of
+    from tokenmix_core.ops.gated_delta_rule import autograd as delta_rule_autograd
+    from tokenmix_core.ops.gated_delta_rule.api import HEAD_SIZES as DELTA_RULE_HEAD_SIZES
+    from tokenmix_core.ops.gated_delta_rule.reference import l2_normalise as l2_normalise
+    from tokenmix_core.ops.registry import attention_steps as attention_steps
+    from tokenmix_core.ops.registry import delta_rule_steps as delta_rule_steps
+    from tokenmix_core.ops.registry import ssd_steps as ssd_steps
+    from tokenmix_core.ops.registry import whole as whole
+    from tokenmix_core.ops.softmax_attention import autograd as attention_autograd
+    from tokenmix_core.ops.softmax_attention.backends import Call as Call
+    from tokenmix_core.ops.softmax_attention.backends import Mask as Mask
+    from tokenmix_core.ops.softmax_attention.backends import by_cudnn as by_cudnn
+    from tokenmix_core.ops.softmax_attention.backends import choose_impl as choose_impl
+    from tokenmix_core.ops.softmax_attention.backward import attention_backward as attention_backward
+    from tokenmix_core.ops.softmax_attention.cudnn_plans import kernels_before_plan as kernels_before_plan
+    from tokenmix_core.ops.softmax_attention.forward import attention_forward as attention_forward
+    from tokenmix_core.ops.softmax_attention.forward import block_size as block_size
+    from tokenmix_core.ops.softmax_attention.forward import dense_rows as dense_rows
+    from tokenmix_core.ops.softmax_attention.forward import precision as precision
+    from tokenmix_core.ops.softmax_attention.forward import strides as strides
+    from tokenmix_core.ops.softmax_attention.kv_tiles import add_dot as add_dot
+    from tokenmix_core.ops.softmax_attention.kv_tiles import load_tile as load_tile
+    from tokenmix_core.ops.softmax_attention.kv_tiles import store_tile as store_tile
+    from tokenmix_core.ops.softmax_attention.plan import GLUON as GLUON
+    from tokenmix_core.ops.softmax_attention.plan import limit as limit
+    from tokenmix_core.ops.softmax_attention.reference import attended as attended
+    from tokenmix_core.ops.softmax_attention.reference import joined as joined
+    from tokenmix_core.ops.softmax_attention.reference import wide as wide
+    from tokenmix_core.ops.ssd import autograd as ssd_autograd
+    from tokenmix_core.ops.ssd.api import HEAD_SIZES as SSD_HEAD_SIZES
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "DELTA_RULE_HEAD_SIZES": "gated_delta_rule.api:HEAD_SIZES",
+        "SSD_HEAD_SIZES": "ssd.api:HEAD_SIZES",
+        "attention_autograd": "softmax_attention.autograd:",
+        "delta_rule_autograd": "gated_delta_rule.autograd:",
+        "ssd_autograd": "ssd.autograd:",
+        "token_rows": "causal_conv1d.autograd",
+        "short_conv_sums_kernel": "causal_conv1d.backward",
+        "load_input": "causal_conv1d.forward",
+        "within": "causal_conv1d.forward",
+        "AttentionOutput": "common",
+        "Impl": "common",
+        "ScanOutput": "common",
+        "aligned": "common",
+        "as_rows": "common",
+        "bind_shapes": "common",
+        "check_cu_seqlens": "common",
+        "check_dtype": "common",
+        "check_multiple": "common",
+        "check_same_device": "common",
+        "check_same_dtype": "common",
+        "check_scale": "common",
+        "check_tensors": "common",
+        "differentiable": "common",
+        "direct_when_eager": "common",
+        "eager_function": "common",
+        "of_fields": "common",
+        "parts_of": "common",
+        "recorded_op": "common",
+        "resolve_impl": "common",
+        "retried": "common",
+        "room_for": "common",
+        "row_impl": "common",
+        "unless_gluon": "common",
+        "GluonForm": "dispatch",
+        "Operation": "explanation",
+        "Tensors": "explanation",
+        "WHOLE": "explanation",
+        "register_operation": "explanation",
+        "BD": "fused.swiglu.kernels",
+        "BM": "fused.swiglu.kernels",
+        "tile_of": "fused.swiglu.kernels",
+        "l2_normalise": "gated_delta_rule.reference",
+        "attention_steps": "registry",
+        "delta_rule_steps": "registry",
+        "ssd_steps": "registry",
+        "whole": "registry",
+        "Call": "softmax_attention.backends",
+        "Mask": "softmax_attention.backends",
+        "by_cudnn": "softmax_attention.backends",
+        "choose_impl": "softmax_attention.backends",
+        "attention_backward": "softmax_attention.backward",
+        "kernels_before_plan": "softmax_attention.cudnn_plans",
+        "attention_forward": "softmax_attention.forward",
+        "block_size": "softmax_attention.forward",
+        "dense_rows": "softmax_attention.forward",
+        "precision": "softmax_attention.forward",
+        "strides": "softmax_attention.forward",
+        "add_dot": "softmax_attention.kv_tiles",
+        "load_tile": "softmax_attention.kv_tiles",
+        "store_tile": "softmax_attention.kv_tiles",
+        "GLUON": "softmax_attention.plan",
+        "limit": "softmax_attention.plan",
+        "attended": "softmax_attention.reference",
+        "joined": "softmax_attention.reference",
+        "wide": "softmax_attention.reference",
+    },
+)

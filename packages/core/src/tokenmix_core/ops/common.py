@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from tokenmix_core.launch import private
-from tokenmix_core.launch.replay import Replayed, is_plain, is_real
-from tokenmix_core.launch.replay_code import next_part
-from tokenmix_core.ops.choice import NOT_TO_BE_HAD, GluonForm, give_up
+from tokenmix_core.kernels.launch import compat
+from tokenmix_core.kernels.launch.cache.codegen import next_part
+from tokenmix_core.kernels.launch.cache.replay import Replayed, is_plain, is_real
+from tokenmix_core.ops.dispatch import NOT_TO_BE_HAD, GluonForm, give_up
 
 Impl = Literal["gluon", "triton", "reference"]
 
@@ -230,14 +230,14 @@ def differentiable(
             return *gradients(ctx, *output_gradients), None
 
     # what transforms of functions wrap matches nothing
-    apply = private.direct_apply(Eager)
+    apply = compat.direct_apply(Eager)
 
     def call(*inputs):
         if not is_plain(inputs[0]):
             output = op(*inputs)
             return output if outputs is None else output[:outputs]
         try:
-            if not torch.is_grad_enabled() and not private.forward_mode():
+            if not torch.is_grad_enabled() and not compat.forward_mode():
                 output = run(*inputs)
                 return output if outputs is None else output[:outputs]
             for match in keep.recent:
@@ -272,7 +272,7 @@ def eager_function(run: Callable, save: Callable, gradients: Callable) -> Callab
             refuse_graph()
             return gradients(ctx, *output_gradients)
 
-    apply = private.direct_apply(Eager)
+    apply = compat.direct_apply(Eager)
     return lambda *inputs: apply(*inputs) if torch.is_grad_enabled() else run(*inputs)
 
 

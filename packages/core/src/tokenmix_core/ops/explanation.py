@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.choice import GluonForm
 from tokenmix_core.ops.common import bind_shapes
+from tokenmix_core.ops.dispatch import GluonForm
 
 Tensors = Mapping[str, Tensor]
 # a call without a gradient, one for each step otherwise

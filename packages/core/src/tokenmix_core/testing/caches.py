@@ -10,7 +10,7 @@ import torch
 
 from tokenmix_core.modeling.cache_name import NAMES
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.recording import graphs_everywhere
+from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
 
 
 class CacheContract:

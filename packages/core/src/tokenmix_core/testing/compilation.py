@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from tokenmix_core.launch import private
-from tokenmix_core.launch.early import PDL
+from tokenmix_core.kernels.launch import compat
+from tokenmix_core.kernels.launch.pdl import PDL
 
 # bytes of shared memory that a block may have on Hopper
 _SHARED_MEMORY = 232_448
@@ -58,7 +58,7 @@ def compile_calls(calls: Mapping[str, Callable[[], object]], *packages: str, por
     A line is JSON with the call, the kernel, `shared`, its bytes of shared memory, and `error`, None where it compiled.
     `packages` hold the operations.
     """
-    from tokenmix_core.launch.kernels import Launch, taken
+    from tokenmix_core.kernels.launch.launcher import Launch, taken
 
     _pretend(packages)
     every, seen = os.environ.get(_EVERY) == "1", set()
@@ -87,7 +87,7 @@ def compile_calls(calls: Mapping[str, Callable[[], object]], *packages: str, por
 def _forms(kernel: Any, args: tuple, options: dict) -> Iterator[tuple[tuple, dict]]:
     """A launch, and the same where it may begin early."""
     yield args, options
-    if private.argument_names(kernel)[-1] == PDL:
+    if compat.argument_names(kernel)[-1] == PDL:
         yield (*args[:-1], True), {**options, "launch_pdl": True}
 
 
@@ -110,11 +110,11 @@ def _pretend(packages: tuple[str, ...]) -> None:
     """Let this process take its CPU for a Hopper GPU, wherever modules under these packages ask."""
     from triton.runtime.driver import driver
 
-    from tokenmix_core.ops import choice, common
+    from tokenmix_core.ops import common, dispatch
 
     driver.set_active(_Hopper())  # type: ignore[arg-type]
     # the first as tensors on a CPU are else refused
-    answers = {common.interpreting: lambda: True, choice.device_limit: lambda device: None}
+    answers = {common.interpreting: lambda: True, dispatch.device_limit: lambda device: None}
     for package in packages:
         for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
             importlib.import_module(module.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from tokenmix_core.corpora.prepare import prepare
+from tokenmix_core.data.prepare import prepare
 
 
 def token_file(folder: Path, documents: Iterable[str], *, held_out: float = 0.1) -> Path:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tokenmix_core.launch.replay import Replayed
+from tokenmix_core.kernels.launch.cache.replay import Replayed
 from tokenmix_core.testing.interpreter import hurry, steady
 
 if not torch.cuda.is_available():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokenmix_core.testing.agreement import granted, upstream_like
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.launches import replays
+from tokenmix_core.testing.launch_spies import replays
 from tokenmix_core.testing.layouts import LAYOUTS, Layout, Named, copies, laid_out
 
 # layouts in which a call is repeated until the launch cache replays it: fewer on a CPU, to save time

@@ -14,7 +14,7 @@ from tokenmix_core.modeling import HybridCache, Mixer
 from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.rotary import RotaryEmbedding
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.recording import record
+from tokenmix_core.testing.fake_cuda_graph import record
 
 
 def run_mixer(mixer: Mixer, x: Tensor, *, cu_seqlens: Tensor | None = None, **inputs) -> Tensor:

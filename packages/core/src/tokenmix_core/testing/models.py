@@ -14,13 +14,13 @@ from torch import Tensor
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, HybridModel
 from tokenmix_core.testing.caches import CacheContract
 from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
 from tokenmix_core.testing.lengths import LengthsContract
 from tokenmix_core.testing.mixers import addresses, random_pieces
 from tokenmix_core.testing.modules import ModulesContract
-from tokenmix_core.testing.recording import graphs_everywhere
 from tokenmix_core.testing.residual import ResidualContract
 from tokenmix_core.testing.tracing import CountedGraphs, by_kernels
-from tokenmix_core.training.recorded import GraphedStep, Losses
+from tokenmix_core.training.cuda_graph import GraphedStep, Losses
 
 
 def logits_in_pieces(model, ids: Tensor, pieces: list[int], mask: Tensor | None = None, **inputs) -> Tensor:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenmix_core.launch import recording
+from tokenmix_core.kernels.launch import recording
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
 from tokenmix_core.testing.calls import Call, KernelCase, Results, Sizes
 from tokenmix_core.testing.closeness import assert_within, relative_error
-from tokenmix_core.testing.launches import no_launches, replays
+from tokenmix_core.testing.launch_spies import no_launches, replays
 from tokenmix_core.testing.layout_contract import LayoutTests
 from tokenmix_core.testing.tracing import CountedGraphs
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tokenmix_core.files import write_atomically
+from tokenmix_core._utils.atomic_io import write_atomically
 from tokenmix_core.testing.benchmarking import table
 
 OURS = "tokenmix"

@@ -50,7 +50,7 @@ class SavedContract:
         assert torch.equal(tokens, expected["generated"])
 
     def test_a_saved_token_file_opens(self, saved):
-        from tokenmix_core.corpora.token_file import TokenFile
+        from tokenmix_core.data.token_file import TokenFile
 
         meta = json.loads((saved / "tokens" / "meta.json").read_text())
         file = TokenFile(saved / "tokens", "all")

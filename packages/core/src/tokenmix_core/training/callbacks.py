@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
-from tokenmix_core.files import write_atomically
+from tokenmix_core._utils.atomic_io import write_atomically
 from tokenmix_core.nn.head_weights import HeadWeights
 
 

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tokenmix_core.corpora.token_file import file_sha256
-from tokenmix_core.files import write_atomically
+from tokenmix_core._utils.atomic_io import write_atomically
+from tokenmix_core.data.token_file import file_sha256
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"

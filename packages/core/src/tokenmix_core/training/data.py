@@ -17,10 +17,10 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from tokenmix_core import synthetic
-from tokenmix_core.corpora.token_file import TokenFile
-from tokenmix_core.fields import undefined
-from tokenmix_core.streams import stream
+from tokenmix_core._utils.rng import stream
+from tokenmix_core._utils.validation import undefined
+from tokenmix_core.data import synthetic
+from tokenmix_core.data.token_file import TokenFile
 
 IGNORE_INDEX = synthetic.IGNORE_INDEX
 _BLOCK = 1000
@@ -144,7 +144,7 @@ class GrowingRows(Dataset):
 
 
 class MQARRows(GrowingRows):
-    """Multi-query associative recall; see `tokenmix_core.synthetic.mqar`. The size of an example is its pairs.
+    """Multi-query associative recall; see `tokenmix_core.data.synthetic.mqar`. The size of an example is its pairs.
 
     Args:
         seq_len, seed, packed, ramp_rows: see `GrowingRows`.
@@ -170,7 +170,7 @@ class MQARRows(GrowingRows):
 
 
 class CopyRows(GrowingRows):
-    """Copying and selective copying; see `tokenmix_core.synthetic.copying`.
+    """Copying and selective copying; see `tokenmix_core.data.synthetic.copying`.
 
     The size of an example is its tokens to copy.
 
@@ -209,7 +209,7 @@ class CopyRows(GrowingRows):
 class NiahRows(Dataset):
     """Facts hidden in haystacks, and a question for each behind them, without end; the answers are scored.
 
-    Facts and questions are those of S-NIAH (`tokenmix_core.synthetic.niah`). Its prompts hide one among many other
+    Facts and questions are those of S-NIAH (`tokenmix_core.data.synthetic.niah`). Its prompts hide one among many other
     words, too little to learn from: an example has 1, 2 or 4 facts, each as often, or as many as fit, in a haystack of
     any length, and an end token behind it. Over the first `ramp_rows` rows examples grow, faster and faster: from one
     fact and 256 tokens to four and T.

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from tokenmix_core.training import checkpoint
+from tokenmix_core.training.cuda_graph import GraphedStep, Losses
 from tokenmix_core.training.recipe import OptimizerRecipe
-from tokenmix_core.training.recorded import GraphedStep, Losses
 
 # dense bfloat16 FLOP/s by a part of the GPU's name, the first that fits
 PEAK_FLOPS = (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from tokenmix_core.fields import check_fields
+from tokenmix_core._utils.validation import check_fields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback

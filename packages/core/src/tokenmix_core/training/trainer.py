@@ -18,15 +18,16 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, TrainingArguments, set_seed
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
-from tokenmix_core import streams
-from tokenmix_core.corpora.prepare import built_in_corpus
-from tokenmix_core.corpora.sources import HUB_ALIASES, STDLIB
-from tokenmix_core.corpora.token_file import TokenFile
-from tokenmix_core.corpora.tokenizer import load_tokenizer, tokenizer_fingerprint
-from tokenmix_core.extras import install_command
-from tokenmix_core.files import write_atomically
-from tokenmix_core.locks import FolderLock, check_unused, contents
-from tokenmix_core.synthetic import COPYING, NIAH_TASKS
+from tokenmix_core._utils import rng
+from tokenmix_core._utils.atomic_io import write_atomically
+from tokenmix_core._utils.locks import FolderLock, check_unused, contents
+from tokenmix_core._utils.optional import install_command
+from tokenmix_core._utils.trust import from_config
+from tokenmix_core.data.prepare import built_in_corpus
+from tokenmix_core.data.sources import HUB_ALIASES, STDLIB
+from tokenmix_core.data.synthetic import COPYING, NIAH_TASKS
+from tokenmix_core.data.token_file import TokenFile
+from tokenmix_core.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from tokenmix_core.training import checkpoint
 from tokenmix_core.training.callbacks import MetricsFile, Progress, StopOnSignal
 from tokenmix_core.training.data import (
@@ -39,9 +40,8 @@ from tokenmix_core.training.data import (
     collate_separate,
 )
 from tokenmix_core.training.engine import RecipeTrainer, Record
+from tokenmix_core.training.manifest import RUN_RECORD, run_record
 from tokenmix_core.training.recipe import Recipe
-from tokenmix_core.training.record import RUN_RECORD, run_record
-from tokenmix_core.trust import from_config
 
 METRICS = "metrics.jsonl"
 MQAR = "mqar"
@@ -220,7 +220,7 @@ def build_trainer(recipe: Recipe, output_dir: Path, *, progress: bool = True) ->
     model = build_model(recipe, tokenizer)
     identity = {k: v for k, v in recipe.identity().items() if k != "sources"}
     identity |= {"data": fingerprints, "precision": "bf16" if args.bf16 else "fp32", "fsdp": recipe.run.fsdp}
-    identity |= {"streams": streams.VERSION}
+    identity |= {"streams": rng.VERSION}
     callbacks = [make(recipe) for make in recipe.callbacks]
     callbacks += [MetricsFile(output_dir / METRICS), StopOnSignal()]
     trainer = RecipeTrainer(

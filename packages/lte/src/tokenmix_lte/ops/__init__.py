@@ -1,7 +1,7 @@
 """Operations of learned token eviction and native sparse attention."""
 
 # registers the operations with `explain`
-import tokenmix_lte.ops.operations  # noqa: F401
+import tokenmix_lte.ops.registry  # noqa: F401
 from tokenmix_lte.ops.branches.api import gated_sum
 from tokenmix_lte.ops.eviction.api import evict_step
 from tokenmix_lte.ops.scorer.api import retention_logits

@@ -15,10 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, chunk_places, inverse
-from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.nn.rows import moved
-from tokenmix_core.ops import attention
-from tokenmix_core.ops.common import AttentionOutput, Impl
+from tokenmix_core.nn import at_least_float32, moved
+from tokenmix_core.ops import AttentionOutput, Impl, attention
 from tokenmix_lte.ops.selected_blocks.reference import first_slots, sequence_positions
 
 

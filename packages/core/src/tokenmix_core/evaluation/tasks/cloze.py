@@ -36,7 +36,7 @@ def _load(name: str, *, around_answer: bool, metadata: dict[str, Any]) -> dict[s
     from datasets import load_dataset
     from transformers import AutoTokenizer
 
-    from tokenmix_core.trust import from_pretrained
+    from tokenmix_core._utils.trust import from_pretrained
 
     # datasets runs no code of a repository since version 4
     rows = load_dataset(name, split="validation")

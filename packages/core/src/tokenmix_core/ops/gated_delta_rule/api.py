@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.launch.replay import Checked
+from tokenmix_core.kernels.launch.cache.replay import Checked
 from tokenmix_core.ops.common import (
     Impl,
     ScanOutput,
@@ -19,11 +19,11 @@ from tokenmix_core.ops.common import (
     check_scale,
     resolve_impl,
 )
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
+from tokenmix_core.ops.decode_tiles import step_limit
+from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
 from tokenmix_core.ops.gated_delta_rule.plan import GLUON, GLUON_STEP
 from tokenmix_core.ops.gated_delta_rule.reference import chunk_reference, recurrent_reference
-from tokenmix_core.ops.gated_delta_rule.steps import Inputs
-from tokenmix_core.ops.state_steps import step_limit
+from tokenmix_core.ops.gated_delta_rule.types import Inputs
 
 HEAD_SIZES = (64, 128, 256)
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.chunking import num_sequences
-from tokenmix_core.launch.replay import Replayed, is_plain
+from tokenmix_core.kernels.launch.cache.replay import Replayed, is_plain
 from tokenmix_core.ops.common import (
     aligned,
     differentiable,
@@ -16,16 +16,16 @@ from tokenmix_core.ops.common import (
     retried,
     room_for,
 )
+from tokenmix_core.ops.decode_tiles import step_tile
 from tokenmix_core.ops.gated_delta_rule.backward import backward
+from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, narrowed_heads, state_layouts, term_layouts
 from tokenmix_core.ops.gated_delta_rule.forward import forward, room_to_save
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, narrowed_heads, state_layouts, term_layouts
-from tokenmix_core.ops.gated_delta_rule.narrow import joined, joined_gradients, narrowed, narrowed_states
+from tokenmix_core.ops.gated_delta_rule.head_split import joined, joined_gradients, narrowed, narrowed_states
 from tokenmix_core.ops.gated_delta_rule.plan import GLUON_STEP, GDNPlan, forward_segment, narrow_heads, plan
 from tokenmix_core.ops.gated_delta_rule.prepare import prepare
 from tokenmix_core.ops.gated_delta_rule.recurrent import recurrent_forward
-from tokenmix_core.ops.gated_delta_rule.segments import segment_states
-from tokenmix_core.ops.gated_delta_rule.steps import Gradients, Inputs, Saved, Terms
-from tokenmix_core.ops.state_steps import step_tile
+from tokenmix_core.ops.gated_delta_rule.sequence_split import segment_states
+from tokenmix_core.ops.gated_delta_rule.types import Gradients, Inputs, Saved, Terms
 
 
 @retried

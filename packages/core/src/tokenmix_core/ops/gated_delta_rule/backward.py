@@ -6,10 +6,10 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.gated_delta_rule.backward_chunk import backward_chunk
 from tokenmix_core.ops.gated_delta_rule.backward_state import backward_state
-from tokenmix_core.ops.gated_delta_rule.groups import sum_groups
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
+from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
+from tokenmix_core.ops.gated_delta_rule.gqa_reduce import sum_groups
 from tokenmix_core.ops.gated_delta_rule.plan import GDNPlan
-from tokenmix_core.ops.gated_delta_rule.steps import Gradients, Inputs, Reverse, Saved, Terms
+from tokenmix_core.ops.gated_delta_rule.types import Gradients, Inputs, Reverse, Saved, Terms
 
 
 def backward(

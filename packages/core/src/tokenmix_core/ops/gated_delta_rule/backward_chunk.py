@@ -4,15 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.gated_delta_rule.groups import sum_groups
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision
-from tokenmix_core.ops.gated_delta_rule.plan import Form
-from tokenmix_core.ops.gated_delta_rule.steps import Gradients, OfStates, Reverse
-from tokenmix_core.tile.decay import LOG2_E, LOWEST, causal_decay, causal_decay_transposed
-from tokenmix_core.tile.memory import (
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.triton.decay import LOG2_E, LOWEST, causal_decay, causal_decay_transposed
+from tokenmix_core.kernels.triton.memory import (
     column,
     diagonal_inverse_norm,
     last_of,
@@ -21,7 +17,11 @@ from tokenmix_core.tile.memory import (
     store_rows,
     store_vector,
 )
-from tokenmix_core.tile.sequences import first_chunk, locate_chunk
+from tokenmix_core.kernels.triton.varlen import first_chunk, locate_chunk
+from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES, dot_precision
+from tokenmix_core.ops.gated_delta_rule.gqa_reduce import sum_groups
+from tokenmix_core.ops.gated_delta_rule.plan import Form
+from tokenmix_core.ops.gated_delta_rule.types import Gradients, OfStates, Reverse
 
 
 @triton.jit

@@ -4,15 +4,15 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.triton.decay import causal_decay_transposed
+from tokenmix_core.kernels.triton.memory import column, inverse_norm, last_of, load_rows, store_rows
+from tokenmix_core.kernels.triton.varlen import first_chunk, sequence_span
+from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES, dot_precision
 from tokenmix_core.ops.gated_delta_rule.plan import Form
-from tokenmix_core.ops.gated_delta_rule.steps import OfRuns, OfStates, Reverse
-from tokenmix_core.tile.decay import causal_decay_transposed
-from tokenmix_core.tile.memory import column, inverse_norm, last_of, load_rows, store_rows
-from tokenmix_core.tile.sequences import first_chunk, sequence_span
+from tokenmix_core.ops.gated_delta_rule.types import OfRuns, OfStates, Reverse
 
 
 @cached_launch

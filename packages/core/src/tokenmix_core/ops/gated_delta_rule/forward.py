@@ -10,16 +10,16 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import num_sequences
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision, state_layouts
-from tokenmix_core.ops.gated_delta_rule.order import longest_first
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.triton.decay import causal_decay_transposed
+from tokenmix_core.kernels.triton.memory import column, inverse_norm, last_of, load_rows, store_rows
+from tokenmix_core.kernels.triton.varlen import first_chunk, locate_chunk, sequence_span
+from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES, dot_precision, state_layouts
 from tokenmix_core.ops.gated_delta_rule.plan import Form
-from tokenmix_core.ops.gated_delta_rule.steps import Inputs, Saved, Terms
-from tokenmix_core.tile.decay import causal_decay_transposed
-from tokenmix_core.tile.memory import column, inverse_norm, last_of, load_rows, store_rows
-from tokenmix_core.tile.sequences import first_chunk, locate_chunk, sequence_span
+from tokenmix_core.ops.gated_delta_rule.tile_order import longest_first
+from tokenmix_core.ops.gated_delta_rule.types import Inputs, Saved, Terms
 
 # base-2 logarithm of a decay that leaves nothing of a state
 FORGOTTEN = tl.constexpr(-32.0)

@@ -11,11 +11,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
-from tokenmix_core.ops.choice import GluonForm
+from tokenmix_core.kernels import tuning
 from tokenmix_core.ops.common import room_for
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, state_layouts
+from tokenmix_core.ops.dispatch import GluonForm
+from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, state_layouts
 
 _HOPPER = "tokenmix_core.ops.gated_delta_rule.hopper"
 GLUON = GluonForm("gated_delta_rule", _HOPPER, slower="about 2 to 3 times slower")

@@ -6,15 +6,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES, dot_precision, solve_precision, term_layouts
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.triton.decay import causal_decay, load_decay
+from tokenmix_core.kernels.triton.memory import load_rows, load_vector, store_rows, store_vector
+from tokenmix_core.kernels.triton.solve import inverse_64
+from tokenmix_core.kernels.triton.varlen import locate_chunk
+from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES, dot_precision, solve_precision, term_layouts
 from tokenmix_core.ops.gated_delta_rule.plan import Form
-from tokenmix_core.tile.decay import causal_decay, load_decay
-from tokenmix_core.tile.memory import load_rows, load_vector, store_rows, store_vector
-from tokenmix_core.tile.sequences import locate_chunk
-from tokenmix_core.tile.solve import inverse_64
 
 
 @triton.jit

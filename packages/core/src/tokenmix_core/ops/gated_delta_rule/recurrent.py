@@ -5,13 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import num_sequences
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.gated_delta_rule.layout import SIZES
-from tokenmix_core.tile.early import gdc_launch_and_wait
-from tokenmix_core.tile.sequences import first_chunk, sequence_span
-from tokenmix_core.tuning import StateStep
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.pdl import gdc_launch_and_wait
+from tokenmix_core.kernels.triton.varlen import first_chunk, sequence_span
+from tokenmix_core.kernels.tuning import StateStep
+from tokenmix_core.ops.gated_delta_rule.constants import SIZES
 
 
 @triton.jit

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.launch import private
-from tokenmix_core.launch.replay import Checked, is_plain
+from tokenmix_core.kernels.launch import compat
+from tokenmix_core.kernels.launch.cache.replay import Checked, is_plain
 from tokenmix_core.ops.common import (
     AttentionOutput,
     Impl,
@@ -114,7 +114,7 @@ def merge_attention(outputs: Sequence[AttentionOutput], *, impl: Impl | None = N
     learning = torch.is_grad_enabled() and any(x.requires_grad for out in outputs for x in out)
     float32 = all(out.lse.dtype == torch.float32 for out in outputs)
     usable = len(outputs) > 1 and float32 and not learning and outputs[0].o.numel() > 0
-    if row_impl("merge_attention", impl, outputs[0].o) == "triton" and usable and not private.transformed():
+    if row_impl("merge_attention", impl, outputs[0].o) == "triton" and usable and not compat.transformed():
         return functools.reduce(lambda a, b: AttentionOutput(*autograd.merge_two(*a, *b)), outputs)
     lses = torch.stack([out.lse for out in outputs])
     top = lses.detach().amax(0)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmix_core.launch.replay import Replayed
+from tokenmix_core.kernels.launch.cache.replay import Replayed
 from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op, retried
 from tokenmix_core.ops.softmax_attention import backends
 

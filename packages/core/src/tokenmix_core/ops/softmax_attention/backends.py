@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from tokenmix_core._utils.optional import is_installed
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.extras import is_installed
-from tokenmix_core.launch.private import constant_when_traced
+from tokenmix_core.kernels.launch.compat import constant_when_traced
 from tokenmix_core.ops.common import interpreting
 
 _HALF = (torch.bfloat16, torch.float16)

@@ -11,13 +11,14 @@ import triton
 import triton.language as tl
 
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.triton.decay import LOG2_E
+from tokenmix_core.kernels.triton.masks import visible
+from tokenmix_core.kernels.triton.varlen import locate_chunk
 from tokenmix_core.ops.softmax_attention.backends import Mask
+from tokenmix_core.ops.softmax_attention.bias_columns import BIAS_COLUMNS, store_bias
 from tokenmix_core.ops.softmax_attention.forward import constants, dense_rows, sink_step, sizes, strides
-from tokenmix_core.ops.softmax_attention.plan import Form, limit, plan
-from tokenmix_core.ops.softmax_attention.selection import list_offset, list_tiles, listed, selected_rows
-from tokenmix_core.ops.softmax_attention.terms import BIAS_COLUMNS, store_bias
-from tokenmix_core.ops.softmax_attention.tiles import (
+from tokenmix_core.ops.softmax_attention.kv_tiles import (
     add_dot,
     key_tiles,
     load_tile,
@@ -26,9 +27,8 @@ from tokenmix_core.ops.softmax_attention.tiles import (
     store_tile,
     tile_of_queries,
 )
-from tokenmix_core.tile.decay import LOG2_E
-from tokenmix_core.tile.masks import visible
-from tokenmix_core.tile.sequences import locate_chunk
+from tokenmix_core.ops.softmax_attention.plan import Form, limit, plan
+from tokenmix_core.ops.softmax_attention.query_selection import list_offset, list_tiles, listed, selected_rows
 
 
 @triton.jit

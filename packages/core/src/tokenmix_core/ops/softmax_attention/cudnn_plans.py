@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tokenmix_core.launch.replay import is_plain, keep_last
+from tokenmix_core.kernels.launch.cache.replay import is_plain, keep_last
 from tokenmix_core.ops.softmax_attention.backends import OURS, Mask, call_of, limit
 
 # calls of a shape before a plan pays, and shapes whose calls are counted

@@ -12,15 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv, next_power_of_2
-from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.pdl import gdc_launch_and_wait
+from tokenmix_core.kernels.triton.decay import LOG2_E
+from tokenmix_core.kernels.triton.masks import visible
+from tokenmix_core.kernels.triton.softmax import finish_softmax, online_softmax
 from tokenmix_core.ops.softmax_attention.forward import block_size, dense_rows, precision, strides
-from tokenmix_core.ops.softmax_attention.tiles import add_dot, key_tiles, load_tile
-from tokenmix_core.tile.decay import LOG2_E
-from tokenmix_core.tile.early import gdc_launch_and_wait
-from tokenmix_core.tile.masks import visible
-from tokenmix_core.tile.softmax import finish_softmax, online_softmax
+from tokenmix_core.ops.softmax_attention.kv_tiles import add_dot, key_tiles, load_tile
 
 
 @cached_launch

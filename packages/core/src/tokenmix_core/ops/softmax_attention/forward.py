@@ -9,11 +9,13 @@ import triton
 import triton.language as tl
 
 from tokenmix_core.chunking import chunk_slots, next_power_of_2
-from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.triton.masks import visible
+from tokenmix_core.kernels.triton.softmax import finish_softmax, online_softmax
+from tokenmix_core.kernels.triton.varlen import locate_chunk
+from tokenmix_core.kernels.tuning import AttentionTile
 from tokenmix_core.ops.softmax_attention.backends import Mask
-from tokenmix_core.ops.softmax_attention.plan import Form, plan
-from tokenmix_core.ops.softmax_attention.selection import selected_rows
-from tokenmix_core.ops.softmax_attention.tiles import (
+from tokenmix_core.ops.softmax_attention.kv_tiles import (
     add_dot,
     key_tiles,
     load_tile,
@@ -21,10 +23,8 @@ from tokenmix_core.ops.softmax_attention.tiles import (
     store_tile,
     tile_of_queries,
 )
-from tokenmix_core.tile.masks import visible
-from tokenmix_core.tile.sequences import locate_chunk
-from tokenmix_core.tile.softmax import finish_softmax, online_softmax
-from tokenmix_core.tuning import AttentionTile
+from tokenmix_core.ops.softmax_attention.plan import Form, plan
+from tokenmix_core.ops.softmax_attention.query_selection import selected_rows
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None, fil
     tile = plan(q, k, v, mask, impl, cu_seqlens=cu_seqlens, chosen=selected is not None).forward
     if isinstance(tile, Form):
         if tile is Form.GROUPS:
-            from tokenmix_core.ops.softmax_attention.hopper.forward_groups import forward
+            from tokenmix_core.ops.softmax_attention.hopper.forward_ws import forward
         else:
             from tokenmix_core.ops.softmax_attention.hopper.forward import forward
 

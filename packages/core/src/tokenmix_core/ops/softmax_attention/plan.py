@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.launch.replay import is_real
-from tokenmix_core.ops.choice import HALF, GluonForm
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.launch.cache.replay import is_real
+from tokenmix_core.ops.dispatch import HALF, GluonForm
 from tokenmix_core.ops.softmax_attention.backends import Mask, on_hopper
 from tokenmix_core.ops.softmax_attention.hopper import ROWS, TILE
 
@@ -75,7 +75,7 @@ def plan(
 
     wide = K == 128 and _LONG * sequences <= TK and (mask.window is None or mask.window >= _WIDE)
     # a program by groups has a SM for itself
-    if wide and not chosen and 4 * B * HQ * cdiv(TQ, ROWS) >= 3 * tuning.SMs(q.device):
+    if wide and not chosen and 4 * B * HQ * cdiv(TQ, ROWS) >= 3 * tuning.sm_count(q.device):
         forward = Form.GROUPS
     elif not chosen:
         forward = Form.ONE

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.launch.replay import Checked
+from tokenmix_core.kernels.launch.cache.replay import Checked
 from tokenmix_core.ops.common import (
     AttentionOutput,
     Impl,
@@ -20,7 +20,7 @@ from tokenmix_core.ops.common import (
 )
 from tokenmix_core.ops.softmax_attention.backends import Call, Mask, limit
 from tokenmix_core.ops.sparse_attention import autograd, plan
-from tokenmix_core.ops.sparse_attention.stretches import kept_attention_by_stretches, takes_stretches
+from tokenmix_core.ops.sparse_attention.query_blocks import kept_attention_by_stretches, takes_stretches
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

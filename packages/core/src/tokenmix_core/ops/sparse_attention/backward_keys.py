@@ -11,15 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.triton.decay import LOG2_E
+from tokenmix_core.kernels.triton.varlen import locate_chunk
 from tokenmix_core.ops.common import aligned
 from tokenmix_core.ops.softmax_attention.forward import dense_rows, strides
-from tokenmix_core.ops.softmax_attention.tiles import add_dot, load_tile, masked_tile
+from tokenmix_core.ops.softmax_attention.kv_tiles import add_dot, load_tile, masked_tile
 from tokenmix_core.ops.sparse_attention.forward import constants, sizes
 from tokenmix_core.ops.sparse_attention.mask import away_from, list_first
-from tokenmix_core.ops.sparse_attention.pieces import (
+from tokenmix_core.ops.sparse_attention.tile_schedule import (
     FIRST_PARTIAL,
     FIRST_WORK,
     FULL_MAX,
@@ -34,8 +36,6 @@ from tokenmix_core.ops.sparse_attention.pieces import (
     schedule_tiles,
 )
 from tokenmix_core.ops.sparse_attention.tiles import listed_columns, load_rows
-from tokenmix_core.tile.decay import LOG2_E
-from tokenmix_core.tile.sequences import locate_chunk
 
 
 @triton.jit

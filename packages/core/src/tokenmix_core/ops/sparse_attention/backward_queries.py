@@ -7,14 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.triton.decay import LOG2_E
+from tokenmix_core.kernels.triton.varlen import locate_chunk
 from tokenmix_core.ops.common import aligned
+from tokenmix_core.ops.softmax_attention.bias_columns import BIAS_COLUMNS
 from tokenmix_core.ops.softmax_attention.forward import dense_rows, strides
+from tokenmix_core.ops.softmax_attention.kv_tiles import add_dot, load_tile, masked_tile, store_tile
 from tokenmix_core.ops.softmax_attention.plan import MIN_SCALE
-from tokenmix_core.ops.softmax_attention.terms import BIAS_COLUMNS
-from tokenmix_core.ops.softmax_attention.tiles import add_dot, load_tile, masked_tile, store_tile
 from tokenmix_core.ops.sparse_attention.forward import constants, sizes
 from tokenmix_core.ops.sparse_attention.mask import left_of
 from tokenmix_core.ops.sparse_attention.plan import takes_gluon
@@ -26,8 +28,6 @@ from tokenmix_core.ops.sparse_attention.tiles import (
     seen,
     tile_of_queries,
 )
-from tokenmix_core.tile.decay import LOG2_E
-from tokenmix_core.tile.sequences import locate_chunk
 
 
 @triton.jit

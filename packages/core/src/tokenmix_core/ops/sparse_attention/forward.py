@@ -7,11 +7,13 @@ import math
 import triton
 import triton.language as tl
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.triton.softmax import finish_softmax, online_softmax
+from tokenmix_core.kernels.triton.varlen import locate_chunk
 from tokenmix_core.ops.softmax_attention.forward import block_size, dense_rows, precision, strides
-from tokenmix_core.ops.softmax_attention.tiles import add_dot, load_tile, masked_tile, store_tile
+from tokenmix_core.ops.softmax_attention.kv_tiles import add_dot, load_tile, masked_tile, store_tile
 from tokenmix_core.ops.sparse_attention.mask import left_of
 from tokenmix_core.ops.sparse_attention.plan import takes_gluon
 from tokenmix_core.ops.sparse_attention.tiles import (
@@ -22,8 +24,6 @@ from tokenmix_core.ops.sparse_attention.tiles import (
     seen,
     tile_of_queries,
 )
-from tokenmix_core.tile.sequences import locate_chunk
-from tokenmix_core.tile.softmax import finish_softmax, online_softmax
 
 
 @triton.jit

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, num_sequences
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.sequences import sequence_span
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.triton.varlen import sequence_span
 
 # units that one program lists
 _BLOCK = 1024

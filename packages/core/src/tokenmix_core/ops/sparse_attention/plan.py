@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tokenmix_core.ops.choice import GluonForm
+from tokenmix_core.ops.dispatch import GluonForm
 from tokenmix_core.ops.softmax_attention.plan import unreadable
 
 GLUON = GluonForm(

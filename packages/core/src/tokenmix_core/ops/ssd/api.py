@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.launch.replay import Checked
+from tokenmix_core.kernels.launch.cache.replay import Checked
 from tokenmix_core.ops.common import (
     Impl,
     ScanOutput,
@@ -18,10 +18,10 @@ from tokenmix_core.ops.common import (
     check_scale,
     resolve_impl,
 )
+from tokenmix_core.ops.decode_tiles import step_limit
 from tokenmix_core.ops.ssd.plan import GLUON, GLUON_STEP, limit
 from tokenmix_core.ops.ssd.reference import chunk_ssd_reference, recurrent_ssd_reference, ssd_step_reference
-from tokenmix_core.ops.ssd.steps import Inputs
-from tokenmix_core.ops.state_steps import step_limit
+from tokenmix_core.ops.ssd.types import Inputs
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_SIZES = (16, 32, 64, 128, 256)

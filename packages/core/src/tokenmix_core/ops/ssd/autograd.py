@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmix_core.chunking import num_sequences
+from tokenmix_core.kernels.tuning import SSDStates
 from tokenmix_core.ops.common import ScanOutput, aligned, differentiable, direct_when_eager, recorded_op, retried
+from tokenmix_core.ops.decode_tiles import step_tile
 from tokenmix_core.ops.ssd.plan import GLUON_STEP, plan
-from tokenmix_core.ops.ssd.steps import Gradients, Inputs, token_rows
-from tokenmix_core.ops.state_steps import step_tile
-from tokenmix_core.tuning import SSDStates
+from tokenmix_core.ops.ssd.types import Gradients, Inputs, token_rows
 
 
 @retried

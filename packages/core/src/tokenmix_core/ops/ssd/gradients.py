@@ -8,12 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.ssd.steps import Gradients, Inputs
-from tokenmix_core.tile.decay import causal_decay, causal_decay_transposed, load_decay
-from tokenmix_core.tile.memory import last_of
-from tokenmix_core.tile.sequences import locate_chunk
-from tokenmix_core.tuning import SSDGradients
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.triton.decay import causal_decay, causal_decay_transposed, load_decay
+from tokenmix_core.kernels.triton.memory import last_of
+from tokenmix_core.kernels.triton.varlen import locate_chunk
+from tokenmix_core.kernels.tuning import SSDGradients
+from tokenmix_core.ops.ssd.types import Gradients, Inputs
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def ssd_gradients(x: Inputs, *, do: Tensor, states: Tensor, gradients: Tensor, c
 
 def ssd_walk(x: Inputs, *, do: Tensor, states: Tensor, after: Tensor | None, segment: int) -> Gradients:
     """All gradients, on Hopper: that of the states is carried along, not read."""
-    from tokenmix_core.ops.ssd.hopper.walk import walk_gradients
+    from tokenmix_core.ops.ssd.hopper.backward_scan import walk_gradients
 
     return of_inputs(x, walk_gradients(x, do=do, states=states, after=after, segment=segment))
 

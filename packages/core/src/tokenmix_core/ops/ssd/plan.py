@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import num_sequences
-from tokenmix_core.ops.choice import GluonForm
+from tokenmix_core.kernels import tuning
+from tokenmix_core.ops.dispatch import GluonForm
 
 _HOPPER = "tokenmix_core.ops.ssd.hopper"
 GLUON = GluonForm("ssd", _HOPPER, slower="about 1.8 times slower")

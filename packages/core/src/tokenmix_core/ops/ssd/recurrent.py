@@ -4,10 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmix_core import tuning
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.early import gdc_launch_and_wait
-from tokenmix_core.tile.sequences import sequence_span
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.pdl import gdc_launch_and_wait
+from tokenmix_core.kernels.triton.varlen import sequence_span
 
 
 @triton.jit

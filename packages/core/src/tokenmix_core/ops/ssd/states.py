@@ -6,12 +6,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.ssd.steps import Inputs
-from tokenmix_core.tile.decay import load_decay
-from tokenmix_core.tile.memory import last_of
-from tokenmix_core.tile.sequences import first_chunk, locate_chunk, sequence_span
-from tokenmix_core.tuning import SSDStates
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.triton.decay import load_decay
+from tokenmix_core.kernels.triton.memory import last_of
+from tokenmix_core.kernels.triton.varlen import first_chunk, locate_chunk, sequence_span
+from tokenmix_core.kernels.tuning import SSDStates
+from tokenmix_core.ops.ssd.types import Inputs
 
 
 @triton.jit

@@ -7,8 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, next_power_of_2
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.early import gdc_launch_and_wait
+from tokenmix_core.kernels import cached_launch, gdc_launch_and_wait
 
 # elements of a tile
 _TILE_ELEMENTS = 2048

@@ -8,15 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.launch.replay import Checked, is_plain
-from tokenmix_core.ops.common import (
-    Impl,
-    bind_shapes,
-    check_dtype,
-    check_same_dtype,
-    of_fields,
-    resolve_impl,
-)
+from tokenmix_core.kernels import Checked, is_plain
+from tokenmix_core.ops import Impl, bind_shapes, check_dtype, check_same_dtype, of_fields, resolve_impl
 from tokenmix_lte.ops.eviction.reference import evict_step_reference
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

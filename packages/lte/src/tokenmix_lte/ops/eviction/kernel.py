@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 
 from tokenmix_core.chunking import next_power_of_2
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.early import gdc_launch_and_wait
+from tokenmix_core.kernels import cached_launch, gdc_launch_and_wait
 
 # most retained slots that one warp holds in registers
 _SLOTS_PER_WARP = 512

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.kernels import cached_launch
 
 # keys of a program, and keys of the tile that they are compared with
 _BT, _BN = 64, 64

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.launch.replay import Checked
-from tokenmix_core.ops.common import (
+from tokenmix_core.kernels import Checked
+from tokenmix_core.ops import (
     Impl,
     bind_shapes,
     check_cu_seqlens,

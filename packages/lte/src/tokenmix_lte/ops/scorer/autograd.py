@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op, retried
+from tokenmix_core.ops import differentiable, direct_when_eager, of_fields, recorded_op, retried
 from tokenmix_lte.ops.scorer.steps import BackwardInputs, Inputs
 
 # number of differentiable fields of `Inputs` (k, v, three convolutions, the linear map), and of all its tensors

@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
-from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.kernels import cached_launch, sm_count
 from tokenmix_lte.ops.scorer.forward import load_tap
 from tokenmix_lte.ops.scorer.sizes import Sizes
 from tokenmix_lte.ops.scorer.steps import Inputs
@@ -98,7 +97,7 @@ def scorer_layer_backward(
     # only the first layer has two inputs
     (of, other), (dx, dother) = ((*tensors, None)[:2] for tensors in (inputs, grads))
     slots = chunk_slots(B, T, tile.BT, x.cu_seqlens)
-    tiles = cdiv(slots * H * len(inputs), _PROGRAMS_PER_SM * tuning.SMs(dz.device))
+    tiles = cdiv(slots * H * len(inputs), _PROGRAMS_PER_SM * sm_count(dz.device))
     programs, (TAPS, FIRST, STEP) = cdiv(slots, tiles), sizes.taps
     dw = dz.new_empty(programs, TAPS, H, len(inputs) * C, CO, dtype=torch.float32)
     dbias = dz.new_empty(programs, H, CO, dtype=torch.float32)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.kernels import cached_launch
 from tokenmix_lte.ops.scorer.sizes import Sizes
 from tokenmix_lte.ops.scorer.steps import Inputs
 from tokenmix_lte.ops.scorer.tokens import apply_dropout, load_channels, locate_tokens, store_channels

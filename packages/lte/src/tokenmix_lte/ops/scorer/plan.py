@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tokenmix_core.ops.choice import GluonForm
+from tokenmix_core.ops import GluonForm
 from tokenmix_lte.ops.scorer.sizes import BLOCK_STREAMS, INPUT_STAGES
 
 GLUON = GluonForm("retention_logits", "tokenmix_lte.ops.scorer.hopper", slower="about 2 to 2.4 times slower")

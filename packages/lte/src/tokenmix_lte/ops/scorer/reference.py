@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import sequence_ids
-from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn import at_least_float32
 
 # dropout probabilities are multiples of 1 / LEVELS
 LEVELS = 1 << 24

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.common import aligned
+from tokenmix_core.ops import aligned
 from tokenmix_lte.ops.scorer.plan import takes_gluon
 from tokenmix_lte.ops.scorer.sizes import Sizes, sizes
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tokenmix_core.tile.sequences import locate_chunk
+from tokenmix_core.kernels import locate_chunk
 
 
 @triton.jit

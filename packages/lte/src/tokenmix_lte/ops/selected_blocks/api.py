@@ -7,8 +7,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.launch.replay import Checked
-from tokenmix_core.ops.common import (
+from tokenmix_core.kernels import Checked
+from tokenmix_core.ops import (
     AttentionOutput,
     Impl,
     bind_shapes,

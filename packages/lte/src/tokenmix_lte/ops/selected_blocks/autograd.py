@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmix_core.launch.replay import Replayed, is_plain
-from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op
+from tokenmix_core.kernels import Replayed, is_plain
+from tokenmix_core.ops import differentiable, direct_when_eager, of_fields, recorded_op
 
 
 class Inputs(NamedTuple):

@@ -14,11 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.softmax_attention.forward import block_size as width
-from tokenmix_core.ops.softmax_attention.forward import dense_rows, strides
-from tokenmix_core.ops.softmax_attention.tiles import add_dot, load_tile, store_tile
-from tokenmix_core.tile.decay import LOG2_E
+from tokenmix_core.kernels import LOG2_E, cached_launch
+from tokenmix_core.ops import add_dot, dense_rows, load_tile, store_tile, strides
+from tokenmix_core.ops import block_size as width
 from tokenmix_lte.ops.selected_blocks.forward import constants, lists_of, load_heads, load_rows, sizes
 from tokenmix_lte.ops.selected_blocks.lists import Lists, block_of, boundaries, locate_split
 from tokenmix_lte.ops.selected_blocks.plan import query_runs

@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.sequences import locate_chunk
+from tokenmix_core.kernels import cached_launch, locate_chunk
 from tokenmix_lte.ops.selected_blocks.plan import pairs_per_run
 
 # pairs of a program's tile

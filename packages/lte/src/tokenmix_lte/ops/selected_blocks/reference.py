@@ -12,8 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, packed_positions, sequence_ids
-from tokenmix_core.ops.common import AttentionOutput
-from tokenmix_core.ops.softmax_attention.reference import attended, joined, wide
+from tokenmix_core.ops import AttentionOutput, attended, joined, wide
 
 # most scores of one run of queries: 64 MiB in float32
 _RUN_SCORES = 1 << 24

@@ -15,11 +15,9 @@ import triton
 import triton.language as tl
 
 from tokenmix_core.chunking import cdiv, next_power_of_2
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.softmax_attention.forward import block_size as width
-from tokenmix_core.ops.softmax_attention.forward import dense_rows, precision, strides
-from tokenmix_core.ops.softmax_attention.tiles import load_tile
-from tokenmix_core.tile.decay import LOG2_E
+from tokenmix_core.kernels import LOG2_E, cached_launch
+from tokenmix_core.ops import block_size as width
+from tokenmix_core.ops import dense_rows, load_tile, precision, strides
 from tokenmix_lte.ops.selected_blocks.lists import sequence_of
 from tokenmix_lte.ops.selected_blocks.plan import runs
 

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tokenmix_core.launch.replay import Checked
-from tokenmix_core.ops.common import Impl, bind_shapes, check_dtype, check_same_dtype, resolve_impl
+from tokenmix_core.kernels import Checked
+from tokenmix_core.ops import Impl, bind_shapes, check_dtype, check_same_dtype, resolve_impl
 from tokenmix_nats_l.ops.merge.reference import merge_reference
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

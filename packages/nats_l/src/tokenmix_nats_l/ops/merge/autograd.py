@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op
+from tokenmix_core.ops import differentiable, direct_when_eager, of_fields, recorded_op
 
 
 class Inputs(NamedTuple):

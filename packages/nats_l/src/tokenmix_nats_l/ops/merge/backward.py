@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.kernels import cached_launch, sm_count
 from tokenmix_nats_l.ops.merge.forward import inverse_rms, shares, tile
 
 # numbers of a tensor that a program holds at once: with twice as many, 254 registers leave room for half the programs
@@ -92,7 +91,7 @@ def merge_backward(
     dlinear, dsoftmax, dgate = (torch.empty_like(x) for x in (linear, softmax, gate))
     dlogits = None if logits is None else torch.empty_like(logits)
     BR, BV = tile(V, _NUMBERS)
-    tiles = cdiv(cdiv(rows, BR), _PROGRAMS * tuning.SMs(linear.device))
+    tiles = cdiv(cdiv(rows, BR), _PROGRAMS * sm_count(linear.device))
     programs = cdiv(rows, tiles * BR)
     dnorms = linear.new_empty(programs, 1 + each, V, dtype=torch.float32)
     merge_backward_kernel[(programs,)](

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tokenmix_core.ops.common import Impl, check_dtype, check_tensors, row_impl
+from tokenmix_core.ops import Impl, check_dtype, check_tensors, row_impl
 from tokenmix_nha.ops.forget_gates.reference import log_forget_gates_reference
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

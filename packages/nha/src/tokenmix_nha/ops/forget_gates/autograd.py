@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tokenmix_core.launch.replay import Replayed
-from tokenmix_core.ops.common import as_rows, eager_function
+from tokenmix_core.kernels import Replayed
+from tokenmix_core.ops import as_rows, eager_function
 from tokenmix_nha.ops.forget_gates.kernels import forget_gates_backward, forget_gates_forward
 
 

@@ -8,10 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.gated_units.kernels import BD, BM, tile_of
-from tokenmix_core.tile.decay import LOG2_E
-from tokenmix_core.tile.early import gdc_launch_and_wait
+from tokenmix_core.kernels import LOG2_E, cached_launch, gdc_launch_and_wait
+from tokenmix_core.ops import BD, BM, tile_of
 
 
 @triton.jit

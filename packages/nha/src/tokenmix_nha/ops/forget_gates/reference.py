@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmix_core.nn.precision import at_least_float32
+from tokenmix_core.nn import at_least_float32
 
 
 def log_forget_gates_reference(f: Tensor, normalizer: float) -> Tensor:

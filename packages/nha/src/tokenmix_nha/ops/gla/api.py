@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.ops.common import (
+from tokenmix_core.ops import (
     ScanOutput,
     bind_shapes,
     check_cu_seqlens,

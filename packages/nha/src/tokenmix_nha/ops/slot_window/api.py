@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.launch.replay import Checked
-from tokenmix_core.ops.common import (
+from tokenmix_core.kernels import Checked
+from tokenmix_core.ops import (
     Impl,
     ScanOutput,
     bind_shapes,
@@ -23,8 +23,8 @@ from tokenmix_nha.ops.forget_gates.reference import log_forget_gates_reference
 from tokenmix_nha.ops.slot_window import reference
 from tokenmix_nha.ops.slot_window.plan import GLUON, limit
 from tokenmix_nha.ops.slot_window.state import SlotWindowState, last_tokens, prepend
-from tokenmix_nha.ops.slot_window.steps import Inputs
 from tokenmix_nha.ops.slot_window.tuning import slot_tile
+from tokenmix_nha.ops.slot_window.types import Inputs
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 SLOTS = (16, 32, 64, 128)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmix_core.launch.kernels import compiled_together
-from tokenmix_core.ops.common import (
+from tokenmix_core.kernels import compiled_together
+from tokenmix_core.ops import (
     aligned,
     differentiable,
     direct_when_eager,
@@ -25,7 +25,7 @@ from tokenmix_nha.ops.slot_window.backward_values import value_gradients
 from tokenmix_nha.ops.slot_window.forward import window_outputs
 from tokenmix_nha.ops.slot_window.plan import plan
 from tokenmix_nha.ops.slot_window.states import chunk_gates, slot_gradients, slot_states
-from tokenmix_nha.ops.slot_window.steps import (
+from tokenmix_nha.ops.slot_window.types import (
     Backward,
     Gates,
     Gradients,

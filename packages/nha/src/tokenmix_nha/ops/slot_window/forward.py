@@ -9,11 +9,9 @@ import triton
 import triton.language as tl
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.decay import LOG2_E
+from tokenmix_core.kernels import LOG2_E, cached_launch
 from tokenmix_nha.ops.slot_window import tuning
-from tokenmix_nha.ops.slot_window.heads import each_head_of_queries
-from tokenmix_nha.ops.slot_window.steps import Gates, Inputs, Layout, Results, Saved
+from tokenmix_nha.ops.slot_window.head_padding import each_head_of_queries
 from tokenmix_nha.ops.slot_window.tile import (
     SIZES,
     as_factor,
@@ -32,6 +30,7 @@ from tokenmix_nha.ops.slot_window.tile import (
     opposite_pairs,
     store_rows,
 )
+from tokenmix_nha.ops.slot_window.types import Gates, Inputs, Layout, Results, Saved
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.choice import GluonForm
+from tokenmix_core.ops import GluonForm
 from tokenmix_nha.ops.slot_window import tuning
 
 GLUON = GluonForm(

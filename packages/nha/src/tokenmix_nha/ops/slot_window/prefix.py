@@ -14,11 +14,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.common import AttentionOutput, differentiable, of_fields, recorded_op
-from tokenmix_core.ops.softmax_attention import autograd
-from tokenmix_core.ops.softmax_attention.api import attention
-from tokenmix_core.ops.softmax_attention.backends import Call, Mask, by_cudnn, choose_impl
-from tokenmix_core.ops.softmax_attention.cudnn_plans import kernels_before_plan
+from tokenmix_core.ops import (
+    AttentionOutput,
+    Call,
+    Mask,
+    attention,
+    by_cudnn,
+    choose_impl,
+    differentiable,
+    kernels_before_plan,
+    of_fields,
+    recorded_op,
+)
+from tokenmix_core.ops import attention_autograd as autograd
 
 _CAUSAL = Mask(causal=True, window=None, sinks=0)
 

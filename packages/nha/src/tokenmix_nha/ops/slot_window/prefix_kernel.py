@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.decay import LOG2_E
+from tokenmix_core.kernels import LOG2_E, cached_launch
 
 
 def add_zeros(o: Tensor, lse: Tensor, slots: int) -> Tensor:

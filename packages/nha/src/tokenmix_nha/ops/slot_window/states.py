@@ -16,19 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.kernels import cached_launch
 from tokenmix_nha.ops.slot_window import tuning
-from tokenmix_nha.ops.slot_window.steps import (
-    Backward,
-    Gates,
-    Inputs,
-    Layout,
-    Results,
-    Saved,
-    SlotGradients,
-    Softmax,
-    empty,
-)
 from tokenmix_nha.ops.slot_window.tile import (
     SIZES,
     as_factor,
@@ -44,6 +33,17 @@ from tokenmix_nha.ops.slot_window.tile import (
     log2_gates,
     sequence_span,
     store_columns,
+)
+from tokenmix_nha.ops.slot_window.types import (
+    Backward,
+    Gates,
+    Inputs,
+    Layout,
+    Results,
+    Saved,
+    SlotGradients,
+    Softmax,
+    empty,
 )
 
 # rows of a tile of slots in a program of the carry kernel

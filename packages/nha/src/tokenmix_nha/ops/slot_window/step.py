@@ -8,10 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.common import AttentionOutput
-from tokenmix_core.ops.softmax_attention.api import attention_decode, merge_attention
-from tokenmix_core.tile.decay import LOG2_E
+from tokenmix_core.kernels import LOG2_E, cached_launch
+from tokenmix_core.ops import AttentionOutput, attention_decode, merge_attention
 from tokenmix_nha.ops.forget_gates.kernels import log_sigmoid
 from tokenmix_nha.ops.slot_window.state import SlotWindowState
 from tokenmix_nha.ops.slot_window.tile import LN_2, enter_weight

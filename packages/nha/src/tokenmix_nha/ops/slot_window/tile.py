@@ -10,7 +10,7 @@ to the boundary between the halves, both factors are at most 1.
 import triton
 import triton.language as tl
 
-from tokenmix_core.tile.decay import LOG2_E
+from tokenmix_core.kernels import LOG2_E
 
 # arguments that kernels do not specialise on; they depend on the length, so each new length would compile again
 SIZES = ["N", "NH", "chunks", "entries", "extra", "lead", "segments"]

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from tokenmix_core.changes import watch
-from tokenmix_core.tuning import one_round
+from tokenmix_core.kernels import one_round, watch
 
 
 class Tile(NamedTuple):

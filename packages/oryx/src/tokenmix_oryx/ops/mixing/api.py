@@ -8,8 +8,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tokenmix_core.nn.rotary import Rotation
-from tokenmix_core.ops.common import (
+from tokenmix_core.nn import Rotation
+from tokenmix_core.ops import (
+    DELTA_RULE_HEAD_SIZES,
+    SSD_HEAD_SIZES,
     Impl,
     bind_shapes,
     check_cu_seqlens,
@@ -18,9 +20,7 @@ from tokenmix_core.ops.common import (
     check_same_dtype,
     resolve_impl,
 )
-from tokenmix_core.ops.gated_delta_rule.api import HEAD_SIZES as DELTA_RULE_SIZES
-from tokenmix_core.ops.softmax_attention.plan import GLUON as ATTENTION
-from tokenmix_core.ops.ssd.api import HEAD_SIZES as SSD_SIZES
+from tokenmix_core.ops import GLUON as ATTENTION
 from tokenmix_oryx.ops.mixing.reference import mix_reference
 
 
@@ -130,7 +130,7 @@ def mix(
     )  # fmt: skip
     if chosen == "reference":
         return mix_reference(**given, rotation=rotation, options=options)
-    sizes = DELTA_RULE_SIZES if D is None else SSD_SIZES
+    sizes = DELTA_RULE_HEAD_SIZES if D is None else SSD_HEAD_SIZES
     if E // H not in sizes:
         raise ValueError(
             f"{op}: impl={chosen or 'triton'!r} takes head sizes of {', '.join(map(str, sizes))}, got {E // H}; "

@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op, retried
-from tokenmix_core.ops.convolution.autograd import token_rows
-from tokenmix_core.ops.gated_delta_rule import autograd as delta_rule
-from tokenmix_core.ops.ssd import autograd as ssd
+from tokenmix_core.ops import delta_rule_autograd as delta_rule
+from tokenmix_core.ops import differentiable, direct_when_eager, of_fields, recorded_op, retried, token_rows
+from tokenmix_core.ops import ssd_autograd as ssd
 from tokenmix_oryx.ops.selected_queries.autograd import CAUSAL
 
 # inputs that have gradients, the first ones, and inputs that are tensors, which come before all others
@@ -138,7 +137,7 @@ def _parts(shared: Tensor, E: int) -> tuple[Tensor, ...]:
 @of_fields
 def _forward(x: Inputs) -> Outputs:
     """Rates, queries, keys and values; both mixers; and of each token the output of its mode, gated and normalised."""
-    from tokenmix_core.ops.softmax_attention.forward import attention_forward
+    from tokenmix_core.ops import attention_forward
     from tokenmix_oryx.ops.mixing.output import output_forward
     from tokenmix_oryx.ops.mixing.queries import queries_forward
     from tokenmix_oryx.ops.mixing.rates import rates_forward
@@ -212,7 +211,7 @@ def _(x: Inputs) -> Outputs:
 @of_fields
 def _backward(given: BackwardInputs) -> list[Tensor]:
     """Gradients of the first eight inputs, those that there are: back through the steps of the forward pass."""
-    from tokenmix_core.ops.softmax_attention.backward import attention_backward
+    from tokenmix_core.ops import attention_backward
     from tokenmix_oryx.ops.mixing.output import output_backward
     from tokenmix_oryx.ops.mixing.queries import queries_backward
     from tokenmix_oryx.ops.mixing.rates import rates_backward

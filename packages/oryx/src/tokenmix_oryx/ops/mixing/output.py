@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv, next_power_of_2
-from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.kernels import cached_launch, sm_count
 from tokenmix_oryx.ops.mixing.queries import silu_gradient
 
 # tokens of a program, forward
@@ -128,7 +127,7 @@ def output_backward(
     """
     N, E = gate.shape
     do_attention, do_linear = (dy.new_empty(N, E) for _ in range(2))
-    tokens = max(8, cdiv(N, 16 * tuning.SMs(gate.device)))
+    tokens = max(8, cdiv(N, 16 * sm_count(gate.device)))
     programs = cdiv(N, tokens)
     dweights = gate.new_empty(programs, E, dtype=torch.float32)
     _output_backward[(programs,)](

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.kernels import cached_launch
 
 # tokens and heads of a program
 BT, HEADS = 16, 2

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, next_power_of_2
-from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.kernels import cached_launch
 
 # tokens of a program
 BT = 64

@@ -6,10 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmix_core.nn.precision import at_least_float32
-from tokenmix_core.nn.rotary import apply_rotary
-from tokenmix_core.ops import chunk_gated_delta_rule, chunk_ssd, short_conv
-from tokenmix_core.ops.common import Impl
+from tokenmix_core.nn import apply_rotary, at_least_float32
+from tokenmix_core.ops import Impl, chunk_gated_delta_rule, chunk_ssd, short_conv
 from tokenmix_oryx.ops.selected_queries.reference import selected_attention_by_runs
 
 

@@ -10,12 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv, chunk_slots
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.convolution.backward import short_conv_sums_kernel
-from tokenmix_core.ops.convolution.forward import load_input, within
-from tokenmix_core.tile.sequences import locate_chunk
+from tokenmix_core.kernels import cached_launch, locate_chunk, short_conv_backward_tiles
+from tokenmix_core.ops import load_input, short_conv_sums_kernel, within
 from tokenmix_oryx.ops.mixing.queries import silu_gradient
 
 # tokens of a program and of a step, forward
@@ -199,7 +196,7 @@ def shared_backward(
     W = weight.shape[1]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     cos, sin = angles
-    config = tuning.short_conv_backward(B * T, E)
+    config = short_conv_backward_tiles(B * T, E)
     runs = chunk_slots(B, T, config.BT, cu_seqlens)
     dsums = x.new_empty(runs, W + 1, E, dtype=torch.float32)
     _shared_backward[(runs * H,)](

@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tokenmix_core.ops.common import (
+from tokenmix_core.ops import (
+    GLUON,
     Impl,
     bind_shapes,
     check_cu_seqlens,
@@ -14,9 +15,9 @@ from tokenmix_core.ops.common import (
     check_multiple,
     check_same_dtype,
     check_scale,
+    limit,
     resolve_impl,
 )
-from tokenmix_core.ops.softmax_attention.plan import GLUON, limit
 from tokenmix_oryx.ops.selected_queries.reference import selected_attention_by_runs
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op, retried
-from tokenmix_core.ops.softmax_attention.backends import Mask
+from tokenmix_core.ops import Mask, differentiable, direct_when_eager, of_fields, recorded_op, retried
 
 CAUSAL = Mask(causal=True, window=None, sinks=0)
 
@@ -42,7 +41,7 @@ class BackwardInputs(NamedTuple):
 @of_fields
 def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
     """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`, +∞ for queries that are not selected."""
-    from tokenmix_core.ops.softmax_attention.forward import attention_forward
+    from tokenmix_core.ops import attention_forward
 
     return attention_forward(**x.readable(), mask=CAUSAL)
 
@@ -61,7 +60,7 @@ def _(x: Inputs):
 @of_fields
 def _backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv."""
-    from tokenmix_core.ops.softmax_attention.backward import attention_backward
+    from tokenmix_core.ops import attention_backward
 
     x, o, lse, do = given
     return attention_backward(**x.readable(), o=o, lse=lse, do=do, dlse=None, mask=CAUSAL)

@@ -10,7 +10,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.kernels.gluon.hopper import (
+    LOG2_E,
+    LOWEST,
+    add,
+    causal_decay,
+    first_chunk,
+    log2,
+    mma_layout,
+    opaque,
+    pointer_or,
+    scale_tile,
+    store_rows,
+    widen,
+)
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_chain import (
     BARRIERS,
     DS_READ,
@@ -42,23 +57,8 @@ from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import between_segments
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import room
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import locate_segment, start_after
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
-from tokenmix_core.ops.gated_delta_rule.order import longest_first
-from tokenmix_core.ops.gated_delta_rule.steps import Gradients, Reverse
-from tokenmix_core.tile.hopper import (
-    LOG2_E,
-    LOWEST,
-    add,
-    causal_decay,
-    first_chunk,
-    log2,
-    mma_layout,
-    opaque,
-    pointer_or,
-    scale_tile,
-    store_rows,
-    widen,
-)
+from tokenmix_core.ops.gated_delta_rule.tile_order import longest_first
+from tokenmix_core.ops.gated_delta_rule.types import Gradients, Reverse
 
 
 @gluon.jit

@@ -10,9 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import multiply
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, room
-from tokenmix_core.tile.hopper import (
+from tokenmix_core.kernels.gluon.hopper import (
     async_copy_rows,
     causal_decay,
     log2,
@@ -22,6 +20,8 @@ from tokenmix_core.tile.hopper import (
     store_rows,
     widen,
 )
+from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import multiply
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, room
 
 # chunks of q, k and dO that are in shared memory or on their way there
 PLACES = gl.constexpr(2)

@@ -9,11 +9,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, room
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
-from tokenmix_core.ops.gated_delta_rule.steps import OfStates, Reverse
-from tokenmix_core.tile.hopper import (
+from tokenmix_core.kernels.gluon.hopper import (
     LOG2_E,
     LOWEST,
     add,
@@ -26,6 +22,10 @@ from tokenmix_core.tile.hopper import (
     row_layout,
     store_rows,
 )
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, room
+from tokenmix_core.ops.gated_delta_rule.types import OfStates, Reverse
 
 # β up to which a token counts for nothing in the sums that cancel
 SMALLEST = gl.constexpr(2.0**-8)

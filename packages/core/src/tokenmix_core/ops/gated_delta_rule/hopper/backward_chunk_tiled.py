@@ -7,7 +7,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
-from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.kernels.gluon.hopper import (
+    async_copy_rows,
+    barrier,
+    causal_decay,
+    locate_chunk,
+    mma_layout_split_n,
+    reinterpret,
+    row_layout,
+    store_rows,
+    wait_async_copies,
+)
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.ops.gated_delta_rule.constants import SIZES
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
     Warps,
     accumulate,
@@ -21,18 +33,6 @@ from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
 )
 from tokenmix_core.ops.gated_delta_rule.hopper.forward_tiled import WARPS
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, room
-from tokenmix_core.ops.gated_delta_rule.layout import SIZES
-from tokenmix_core.tile.hopper import (
-    async_copy_rows,
-    barrier,
-    causal_decay,
-    locate_chunk,
-    mma_layout_split_n,
-    reinterpret,
-    row_layout,
-    store_rows,
-    wait_async_copies,
-)
 
 
 @cached_launch

@@ -9,14 +9,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import factors_of_scores, load_gates, room, share_gates, share_of
-from tokenmix_core.ops.gated_delta_rule.hopper.segments import locate_segment, start_after
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
-from tokenmix_core.ops.gated_delta_rule.order import longest_first
-from tokenmix_core.ops.gated_delta_rule.segments import pass_back
-from tokenmix_core.ops.gated_delta_rule.steps import OfStates, Reverse
-from tokenmix_core.tile.hopper import (
+from tokenmix_core.kernels.gluon.hopper import (
     async_copy_rows,
     first_chunk,
     mma_layout,
@@ -24,6 +17,13 @@ from tokenmix_core.tile.hopper import (
     pointer_or,
     store_rows,
 )
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import factors_of_scores, load_gates, room, share_gates, share_of
+from tokenmix_core.ops.gated_delta_rule.hopper.segments import locate_segment, start_after
+from tokenmix_core.ops.gated_delta_rule.sequence_split import pass_back
+from tokenmix_core.ops.gated_delta_rule.tile_order import longest_first
+from tokenmix_core.ops.gated_delta_rule.types import OfStates, Reverse
 
 
 @cached_launch

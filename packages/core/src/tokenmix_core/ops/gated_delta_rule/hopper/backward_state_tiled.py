@@ -7,13 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import Columns, backward_state
-from tokenmix_core.ops.gated_delta_rule.hopper.forward_tiled import COLUMNS, WARPS
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import factors_of_scores, load_gates, room, share_gates, share_of
-from tokenmix_core.ops.gated_delta_rule.hopper.segments import locate_segment, start_after
-from tokenmix_core.ops.gated_delta_rule.layout import SIZES
-from tokenmix_core.tile.hopper import (
+from tokenmix_core.kernels.gluon.hopper import (
     async_copy_rows,
     barrier,
     first_chunk,
@@ -22,6 +16,12 @@ from tokenmix_core.tile.hopper import (
     store_rows,
     wait_async_copies,
 )
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.ops.gated_delta_rule.constants import SIZES
+from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import Columns, backward_state
+from tokenmix_core.ops.gated_delta_rule.hopper.forward_tiled import COLUMNS, WARPS
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import factors_of_scores, load_gates, room, share_gates, share_of
+from tokenmix_core.ops.gated_delta_rule.hopper.segments import locate_segment, start_after
 
 
 @gluon.jit

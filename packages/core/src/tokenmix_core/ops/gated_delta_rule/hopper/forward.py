@@ -18,14 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
-from tokenmix_core.ops.gated_delta_rule.hopper.segments import begun_at, locate_segment
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
-from tokenmix_core.ops.gated_delta_rule.steps import Inputs, Saved, Terms
-from tokenmix_core.tile.hopper import (
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.gluon.hopper import (
     async_copy_rows,
     causal_decay,
     first_chunk,
@@ -33,6 +28,11 @@ from tokenmix_core.tile.hopper import (
     pointer_or,
     store_rows,
 )
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
+from tokenmix_core.ops.gated_delta_rule.hopper.segments import begun_at, locate_segment
+from tokenmix_core.ops.gated_delta_rule.types import Inputs, Saved, Terms
 
 # chunks that are in shared memory or on their way there
 PLACES = gl.constexpr(2)

@@ -7,12 +7,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gates, share_gates, share_of
-from tokenmix_core.ops.gated_delta_rule.hopper.segments import begun_at, locate_segment
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK, SIZES
-from tokenmix_core.ops.gated_delta_rule.steps import Inputs, Saved, Terms
-from tokenmix_core.tile.hopper import (
+from tokenmix_core.kernels.gluon.hopper import (
     async_copy_rows,
     barrier,
     first_chunk,
@@ -22,6 +17,11 @@ from tokenmix_core.tile.hopper import (
     store_rows,
     wait_async_copies,
 )
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gates, share_gates, share_of
+from tokenmix_core.ops.gated_delta_rule.hopper.segments import begun_at, locate_segment
+from tokenmix_core.ops.gated_delta_rule.types import Inputs, Saved, Terms
 
 # columns of V a program, the rows of its transposed state
 COLUMNS = 64

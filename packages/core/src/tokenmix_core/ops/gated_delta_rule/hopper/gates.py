@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tokenmix_core.tile.hopper import causal_decay, row_layout
+from tokenmix_core.kernels.gluon.hopper import causal_decay, row_layout
 
 
 @gluon.jit

@@ -10,11 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.gated_delta_rule.layout import CHUNK
-from tokenmix_core.tile.hopper import (
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.gluon.hopper import (
     LOG2_E,
     LOWEST,
     add,
@@ -24,6 +22,8 @@ from tokenmix_core.tile.hopper import (
     split_hi_lo,
     store_rows,
 )
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
 
 # warps that share a SM: its registers are enough for no more without spills
 WARPS = 8
@@ -236,7 +236,7 @@ def prepare(
     units = chunk_slots(B, T, CHUNK, cu_seqlens) * H
     # shared memory is enough for fewer where keys are long
     warps = WARPS if K < 256 else 5
-    prepare_kernel[(min(units, warps * tuning.SMs(k.device)),)](
+    prepare_kernel[(min(units, warps * tuning.sm_count(k.device)),)](
         k=k, g=g, beta=beta, cu_seqlens=cu_seqlens, inverse=inverse, gates=gates, T=T, N=num_sequences(k, cu_seqlens),
         tokens=B * T, units=units, H=H, HV=HV, K=K, BT=CHUNK, L2NORM=qk_l2norm, PACKED=cu_seqlens is not None,
         num_warps=1, maxnreg=255,

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tokenmix_core.tile.hopper import add, locate_chunk
+from tokenmix_core.kernels.gluon.hopper import add, locate_chunk
 
 # base-2 logarithm of a decay that leaves nothing beside the rounding of 16-bit operands
 FORGOTTEN = gl.constexpr(-32.0)

@@ -3,8 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.hopper import LOG2_E, async_copy, async_load, gdc_launch_and_wait, state_layout
+from tokenmix_core.kernels.gluon.hopper import LOG2_E, async_copy, async_load, gdc_launch_and_wait, state_layout
+from tokenmix_core.kernels.launch.launcher import cached_launch
 
 
 @gluon.jit

@@ -21,9 +21,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.gluon.hopper import (
+    LOG2_E,
+    async_copy_tile,
+    barrier,
+    locate_chunk,
+    mma_layout,
+    opaque_tile,
+    row_layout,
+    store_rows,
+    wait_async_copies,
+)
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.triton.masks import visible
 from tokenmix_core.ops.softmax_attention.forward import sizes, strides
 from tokenmix_core.ops.softmax_attention.hopper import TILE, constants
 from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
@@ -42,27 +54,10 @@ from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
     mma_scores_transposed,
     plus_columns,
 )
+from tokenmix_core.ops.softmax_attention.hopper.bias_columns import BIAS_COLUMNS, PARTS, bias_selector, store_bias
 from tokenmix_core.ops.softmax_attention.hopper.query_tile import Rows, load_delta, locate_query_tile, store_tile
-from tokenmix_core.ops.softmax_attention.hopper.terms import (
-    BIAS_COLUMNS,
-    PARTS,
-    bias_selector,
-    store_bias,
-)
-from tokenmix_core.ops.softmax_attention.selection import list_offset, list_tiles
-from tokenmix_core.ops.softmax_attention.tiles import key_tiles, query_tiles, tile_of_queries
-from tokenmix_core.tile.hopper import (
-    LOG2_E,
-    async_copy_tile,
-    barrier,
-    locate_chunk,
-    mma_layout,
-    opaque_tile,
-    row_layout,
-    store_rows,
-    wait_async_copies,
-)
-from tokenmix_core.tile.masks import visible
+from tokenmix_core.ops.softmax_attention.kv_tiles import key_tiles, query_tiles, tile_of_queries
+from tokenmix_core.ops.softmax_attention.query_selection import list_offset, list_tiles
 
 
 class KeySpan(NamedTuple):

@@ -8,9 +8,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
+from tokenmix_core.kernels.gluon.hopper import async_copy_tile, mma_layout, opaque, opaque_tile
+from tokenmix_core.ops.softmax_attention.hopper.bias_columns import allocate_bias
 from tokenmix_core.ops.softmax_attention.hopper.query_tile import Rows
-from tokenmix_core.ops.softmax_attention.hopper.terms import allocate_bias
-from tokenmix_core.tile.hopper import async_copy_tile, mma_layout, opaque, opaque_tile
 
 
 class KeyStage(NamedTuple):

@@ -10,7 +10,7 @@
     NUM_STAGES = 1: K of i − 1 is prefetched after S, V after P V, into the buffer just read: 3 CTAs per SM at D = 128.
 
 The row maxima of the first tile are the shift of all tiles; a CTA whose sums leave the safe range runs again with a
-running maximum (`tile/hopper_softmax.py`).
+running maximum (`kernels/gluon/online_softmax.py`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.gluon.hopper import async_copy_tile, barrier, mma_layout, wait_async_copies
+from tokenmix_core.kernels.gluon.online_softmax import (
+    finalize,
+    needs_running_max,
+    quad_row_sums,
+    softmax_step,
+    sums_in_range,
+)
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.triton.masks import visible
 from tokenmix_core.ops.softmax_attention.forward import sizes, strides
 from tokenmix_core.ops.softmax_attention.hopper import TILE, constants
 from tokenmix_core.ops.softmax_attention.hopper.query_tile import locate_query_tile, store_tile
-from tokenmix_core.ops.softmax_attention.tiles import key_tiles, tile_from_last, tile_of_queries
-from tokenmix_core.tile.hopper import async_copy_tile, barrier, mma_layout, wait_async_copies
-from tokenmix_core.tile.hopper_softmax import finalize, needs_running_max, quad_row_sums, softmax_step, sums_in_range
-from tokenmix_core.tile.masks import visible
+from tokenmix_core.ops.softmax_attention.kv_tiles import key_tiles, tile_from_last, tile_of_queries
 
 
 @cached_launch

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tokenmix_core.tile.hopper import barrier, locate_chunk, row_layout, store_rows, wait_async_copies
+from tokenmix_core.kernels.gluon.hopper import barrier, locate_chunk, row_layout, store_rows, wait_async_copies
 
 
 class Rows(NamedTuple):

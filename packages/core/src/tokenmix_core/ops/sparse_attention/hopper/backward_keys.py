@@ -17,8 +17,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core import tuning
-from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.gluon.hopper import (
+    LOG2_E,
+    barrier,
+    mma_layout,
+    opaque,
+    opaque_tile,
+    row_layout,
+    wait_async_copies,
+)
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.triton.masks import within
 from tokenmix_core.ops.softmax_attention.forward import strides
 from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
     Heads,
@@ -30,13 +40,13 @@ from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
     mma_scores_transposed,
     plus_columns,
 )
+from tokenmix_core.ops.softmax_attention.hopper.bias_columns import BIAS_COLUMNS, PARTS, bias_selector
 from tokenmix_core.ops.softmax_attention.hopper.query_tile import Rows
-from tokenmix_core.ops.softmax_attention.hopper.terms import BIAS_COLUMNS, PARTS, bias_selector
 from tokenmix_core.ops.sparse_attention.forward import sizes
 from tokenmix_core.ops.sparse_attention.hopper import constants
 from tokenmix_core.ops.sparse_attention.hopper.tiles import KeyList, async_gather_rows, listed_columns
 from tokenmix_core.ops.sparse_attention.mask import away_from
-from tokenmix_core.ops.sparse_attention.pieces import (
+from tokenmix_core.ops.sparse_attention.tile_schedule import (
     FIRST_PARTIAL,
     FIRST_WORK,
     FULL_MAX,
@@ -49,8 +59,6 @@ from tokenmix_core.ops.sparse_attention.pieces import (
     TileSchedule,
     find_tile,
 )
-from tokenmix_core.tile.hopper import LOG2_E, barrier, mma_layout, opaque, opaque_tile, row_layout, wait_async_copies
-from tokenmix_core.tile.masks import within
 
 
 class Visits(NamedTuple):

@@ -17,9 +17,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.gluon.hopper import (
+    LOG2_E,
+    async_copy_tile,
+    barrier,
+    mma_layout,
+    opaque_tile,
+    row_layout,
+    store_rows,
+    wait_async_copies,
+)
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.triton.masks import within
 from tokenmix_core.ops.softmax_attention.forward import strides
 from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
     KeyStage,
@@ -29,8 +40,8 @@ from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
     mma_dq,
     mma_scores,
 )
+from tokenmix_core.ops.softmax_attention.hopper.bias_columns import BIAS_COLUMNS, store_bias
 from tokenmix_core.ops.softmax_attention.hopper.query_tile import Rows, load_delta, locate_query_tile
-from tokenmix_core.ops.softmax_attention.hopper.terms import BIAS_COLUMNS, store_bias
 from tokenmix_core.ops.sparse_attention.forward import sizes
 from tokenmix_core.ops.sparse_attention.hopper import TILE, constants
 from tokenmix_core.ops.sparse_attention.hopper.tiles import (
@@ -42,17 +53,6 @@ from tokenmix_core.ops.sparse_attention.hopper.tiles import (
 )
 from tokenmix_core.ops.sparse_attention.mask import left_of
 from tokenmix_core.ops.sparse_attention.tiles import far_tiles, local_tiles, tile_of_queries
-from tokenmix_core.tile.hopper import (
-    LOG2_E,
-    async_copy_tile,
-    barrier,
-    mma_layout,
-    opaque_tile,
-    row_layout,
-    store_rows,
-    wait_async_copies,
-)
-from tokenmix_core.tile.masks import within
 
 
 class Columns(NamedTuple):

@@ -9,7 +9,7 @@
     epilogue   O / l → smem → global; lse
 
 As in dense attention (`softmax_attention/hopper/forward.py`), tiles are visited last to first, and the row maxima of
-the first one are the shift of all (`tile/hopper_softmax.py`).
+the first one are the shift of all (`kernels/gluon/online_softmax.py`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.launch.kernels import cached_launch
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.gluon.hopper import async_copy_tile, mma_layout, row_layout, wait_async_copies
+from tokenmix_core.kernels.gluon.online_softmax import (
+    finalize,
+    needs_running_max,
+    quad_row_sums,
+    softmax_step,
+    sums_in_range,
+)
+from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.softmax_attention.forward import strides
 from tokenmix_core.ops.softmax_attention.hopper.query_tile import locate_query_tile, store_tile
 from tokenmix_core.ops.sparse_attention.forward import sizes
 from tokenmix_core.ops.sparse_attention.hopper.tiles import KeyList, async_gather_rows, columns, seen
 from tokenmix_core.ops.sparse_attention.tiles import far_tiles, local_tiles, tile_of_queries
-from tokenmix_core.tile.hopper import async_copy_tile, mma_layout, row_layout, wait_async_copies
-from tokenmix_core.tile.hopper_softmax import finalize, needs_running_max, quad_row_sums, softmax_step, sums_in_range
 
 
 @cached_launch

@@ -7,9 +7,9 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tokenmix_core.kernels.gluon.hopper import async_load, row_layout
+from tokenmix_core.kernels.triton.masks import within
 from tokenmix_core.ops.sparse_attention.mask import left_of
-from tokenmix_core.tile.hopper import async_load, row_layout
-from tokenmix_core.tile.masks import within
 
 # as in `sparse_attention.tiles`
 NOWHERE = gl.constexpr(1 << 30)

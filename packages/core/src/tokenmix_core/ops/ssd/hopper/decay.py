@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tokenmix_core.tile.hopper import LOG2_E, LOWEST
+from tokenmix_core.kernels.gluon.hopper import LOG2_E, LOWEST
 
 
 @gluon.jit

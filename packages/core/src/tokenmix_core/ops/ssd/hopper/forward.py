@@ -14,10 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tokenmix_core.chunking import num_sequences
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.ssd.hopper.vectors import allocate_vectors, as_matrix, load_numbers, store_decays
-from tokenmix_core.ops.ssd.steps import Inputs
-from tokenmix_core.tile.hopper import (
+from tokenmix_core.kernels.gluon.hopper import (
     async_copy_rows,
     barrier,
     causal_decay,
@@ -29,6 +26,9 @@ from tokenmix_core.tile.hopper import (
     store_rows,
     wait_async_copies,
 )
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.ops.ssd.hopper.smem_vectors import allocate_vectors, as_matrix, load_numbers, store_decays
+from tokenmix_core.ops.ssd.types import Inputs
 
 
 @gluon.jit

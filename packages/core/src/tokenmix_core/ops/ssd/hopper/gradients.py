@@ -12,12 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.ops.ssd.hopper.decay import cumulative_decay, load_decay
-from tokenmix_core.ops.ssd.hopper.group import group_gradients_kernel
-from tokenmix_core.ops.ssd.hopper.products import multiply
-from tokenmix_core.ops.ssd.steps import Gradients, Inputs
-from tokenmix_core.tile.hopper import (
+from tokenmix_core.kernels.gluon.hopper import (
     async_copy_rows,
     barrier,
     causal_decay,
@@ -26,7 +21,12 @@ from tokenmix_core.tile.hopper import (
     store_rows,
     wait_async_copies,
 )
-from tokenmix_core.tuning import SSDHopper
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.tuning import SSDHopper
+from tokenmix_core.ops.ssd.hopper.backward_grouped import group_gradients_kernel
+from tokenmix_core.ops.ssd.hopper.decay import cumulative_decay, load_decay
+from tokenmix_core.ops.ssd.hopper.mma import multiply
+from tokenmix_core.ops.ssd.types import Gradients, Inputs
 
 CHUNK = gl.constexpr(64)
 

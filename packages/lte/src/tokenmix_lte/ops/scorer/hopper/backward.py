@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tokenmix_core.chunking import num_sequences
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.hopper import async_load, barrier, mma_layout_split_n, row_layout, wait_async_copies
+from tokenmix_core.kernels import cached_launch
+from tokenmix_core.kernels.gluon import async_load, barrier, mma_layout_split_n, row_layout, wait_async_copies
 from tokenmix_lte.ops.scorer.hopper.streams import (
     STREAMS,
     convert_streams,

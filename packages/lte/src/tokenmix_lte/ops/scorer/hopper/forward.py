@@ -9,8 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
 from tokenmix_core.chunking import num_sequences
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.hopper import mma_layout_split_n, row_layout, wait_async_copies
+from tokenmix_core.kernels import cached_launch
+from tokenmix_core.kernels.gluon import mma_layout_split_n, row_layout, wait_async_copies
 from tokenmix_lte.ops.scorer.hopper.streams import (
     STREAMS,
     convert_streams,

@@ -15,9 +15,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from tokenmix_core import tuning
 from tokenmix_core.chunking import cdiv, chunk_slots
-from tokenmix_core.tile.hopper import LOG2_E, async_load, row_layout, sequence_span
+from tokenmix_core.kernels import sm_count
+from tokenmix_core.kernels.gluon import LOG2_E, async_load, row_layout, sequence_span
 from tokenmix_lte.ops.scorer.sizes import BLOCK_STREAMS, Sizes
 from tokenmix_lte.ops.scorer.steps import Inputs
 
@@ -186,7 +186,7 @@ def stream_blocks(x: Inputs, sizes: Sizes, programs: float) -> tuple[int, int, i
     """
     B, T, H, _ = x.k.shape
     *_, step = sizes.taps
-    programs_per_head = max(1, int(programs * tuning.SMs(x.k.device)) // H)
+    programs_per_head = max(1, int(programs * sm_count(x.k.device)) // H)
     tokens = max(8, min(cdiv(B * T, programs_per_head * BLOCK_STREAMS), cdiv(T, step))) * step
     slots = chunk_slots(B, T, tokens, x.cu_seqlens)
     return tokens, slots, cdiv(slots * step, BLOCK_STREAMS)

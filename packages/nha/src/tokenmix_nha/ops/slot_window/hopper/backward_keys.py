@@ -4,9 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.hopper import LOG2_E, async_copy_rows, barrier, mma_layout, reinterpret, wait_async_copies
-from tokenmix_nha.ops.slot_window.hopper.backward_groups import add_slots_of_heads, add_window_of_heads
+from tokenmix_core.kernels import cached_launch
+from tokenmix_core.kernels.gluon import LOG2_E, async_copy_rows, barrier, mma_layout, reinterpret, wait_async_copies
+from tokenmix_nha.ops.slot_window.hopper.backward_gqa import add_slots_of_heads, add_window_of_heads
 from tokenmix_nha.ops.slot_window.hopper.gates import (
     as_left,
     async_copy_tokens,
@@ -20,7 +20,7 @@ from tokenmix_nha.ops.slot_window.hopper.gates import (
     sums_of_rows,
 )
 from tokenmix_nha.ops.slot_window.hopper.pairs import add_window, load_vectors, softmax
-from tokenmix_nha.ops.slot_window.steps import Backward, SlotGradients, Softmax
+from tokenmix_nha.ops.slot_window.types import Backward, SlotGradients, Softmax
 
 
 @cached_launch

@@ -4,8 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.hopper import (
+from tokenmix_core.kernels import cached_launch
+from tokenmix_core.kernels.gluon import (
     LOG2_E,
     async_copy_rows,
     barrier,
@@ -28,7 +28,7 @@ from tokenmix_nha.ops.slot_window.hopper.gates import (
     store,
     sums_of_rows,
 )
-from tokenmix_nha.ops.slot_window.steps import Backward, Softmax
+from tokenmix_nha.ops.slot_window.types import Backward, Softmax
 
 
 @gluon.jit

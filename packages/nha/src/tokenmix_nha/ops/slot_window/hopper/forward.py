@@ -11,8 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.hopper import LOG2_E, barrier, mma_layout, reinterpret, wait_async_copies
+from tokenmix_core.kernels import cached_launch
+from tokenmix_core.kernels.gluon import LOG2_E, barrier, mma_layout, reinterpret, wait_async_copies
 from tokenmix_nha.ops.slot_window.hopper.gates import (
     as_left,
     async_copy_tokens,
@@ -24,7 +24,7 @@ from tokenmix_nha.ops.slot_window.hopper.gates import (
     store,
     sums_of_rows,
 )
-from tokenmix_nha.ops.slot_window.steps import Inputs, Layout, Results, Saved
+from tokenmix_nha.ops.slot_window.types import Inputs, Layout, Results, Saved
 
 
 @gluon.jit

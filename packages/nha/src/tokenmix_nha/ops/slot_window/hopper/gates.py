@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.tile.hopper import LOG2_E, async_load, barrier, mma_layout, opaque, opaque_tile, row_layout
+from tokenmix_core.kernels.gluon import LOG2_E, async_load, barrier, mma_layout, opaque, opaque_tile, row_layout
 
 
 @gluon.jit

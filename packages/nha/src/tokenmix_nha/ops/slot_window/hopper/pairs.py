@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
-from tokenmix_core.tile.hopper import LOG2_E, barrier, mma_layout, wait_async_copies
+from tokenmix_core.kernels.gluon import LOG2_E, barrier, mma_layout, wait_async_copies
 from tokenmix_nha.ops.slot_window.hopper.gates import as_left, async_copy_tokens, mma_add_opaque, mma_opaque
 
 

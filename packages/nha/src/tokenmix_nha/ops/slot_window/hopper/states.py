@@ -17,12 +17,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tokenmix_core.launch.kernels import cached_launch
-from tokenmix_core.tile.hopper import LOG2_E, async_load, barrier, row_layout, wait_async_copies
+from tokenmix_core.kernels import cached_launch
+from tokenmix_core.kernels.gluon import LOG2_E, async_load, barrier, row_layout, wait_async_copies
 from tokenmix_nha.ops.slot_window import tuning
 from tokenmix_nha.ops.slot_window.hopper.gates import enter_weight, first_entry
 from tokenmix_nha.ops.slot_window.states import launch_scan
-from tokenmix_nha.ops.slot_window.steps import Inputs, Layout, Results, Saved
+from tokenmix_nha.ops.slot_window.types import Inputs, Layout, Results, Saved
 
 _LARGEST_FACTOR = gl.constexpr(80.0)
 _WARPS = gl.constexpr(8)

@@ -1,0 +1,63 @@
+"""Loading by transformers' auto classes without running Python code that a folder or repository brings.
+
+transformers asks on standard input whether to run such code, so that a pipe can say yes. Here nothing is asked: the
+code runs only inside `trusting(True)`, which the commands enter if `--trust-remote-code` is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+_trusted: ContextVar[bool] = ContextVar("trusted", default=False)
+
+
+def is_trusted() -> bool:
+    """Return whether code of folders and repositories may run."""
+    return _trusted.get()
+
+
+@contextmanager
+def trusting(trusted: bool) -> Iterator[None]:
+    """Let code of folders and repositories run, or not, inside of a `with`."""
+    before = _trusted.set(trusted)
+    try:
+        yield
+    finally:
+        _trusted.reset(before)
+
+
+def from_pretrained(auto_class: Any, source: Any, **options: Any) -> Any:
+    """Call `auto_class.from_pretrained`.
+
+    Raises:
+        ValueError: what is loaded brings its own code, and that is not trusted.
+    """
+    with _refusing(source):
+        return auto_class.from_pretrained(source, trust_remote_code=is_trusted(), **options)
+
+
+def from_config(auto_class: Any, config: Any, **options: Any) -> Any:
+    """Call `auto_class.from_config`.
+
+    Raises:
+        ValueError: the configuration names code of its own, and that is not trusted.
+    """
+    with _refusing(config.name_or_path or type(config).__name__):
+        return auto_class.from_config(config, trust_remote_code=is_trusted(), **options)
+
+
+@contextmanager
+def _refusing(source: Any) -> Iterator[None]:
+    """Tell transformers' refusal of code in terms of ours."""
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code=True" not in str(error):
+            raise
+        raise ValueError(
+            f"{source} needs Python code that it brings itself, which is not run; read that code, and if you trust it, "
+            "give --trust-remote-code (in Python: `with tokenmix_core._utils.trust.trusting(True):`)"
+        ) from error

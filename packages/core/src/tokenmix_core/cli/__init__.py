@@ -1,0 +1,33 @@
+"""The command line of every package."""
+
+from typing import TYPE_CHECKING
+
+from tokenmix_core._utils.lazy_imports import lazily
+
+if TYPE_CHECKING:
+    from tokenmix_core.cli.app import AddCommand as AddCommand
+    from tokenmix_core.cli.app import add_device as add_device
+    from tokenmix_core.cli.app import main as main
+    from tokenmix_core.cli.app import numbers as numbers
+    from tokenmix_core.cli.commands import DTYPES as DTYPES
+    from tokenmix_core.cli.commands import config_of as config_of
+    from tokenmix_core.cli.commands import device_and_dtype as device_and_dtype
+    from tokenmix_core.cli.commands import is_checkpoint as is_checkpoint
+    from tokenmix_core.cli.commands import load_model as load_model
+    from tokenmix_core.cli.commands import load_tokenizer as load_tokenizer
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "add_device": "app",
+        "numbers": "app",
+        "AddCommand": "app",
+        "main": "app",
+        "DTYPES": "commands",
+        "config_of": "commands",
+        "device_and_dtype": "commands",
+        "is_checkpoint": "commands",
+        "load_model": "commands",
+        "load_tokenizer": "commands",
+    },
+)

@@ -1,0 +1,459 @@
+"""The work of the commands; `tokenmix_core.cli` imports this when one of them runs.
+
+transformers is imported where a model is: `info` answers without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import platform
+import shlex
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from tokenmix_core._utils.trust import from_config, from_pretrained
+from tokenmix_core._utils.validation import described
+from tokenmix_core.data import prepare as corpora
+from tokenmix_core.data import tokenizer as tokenizers
+from tokenmix_core.evaluation.efficiency import BENCH_SUITES, device_name
+from tokenmix_core.evaluation.options import EvalOptions, Suite
+from tokenmix_core.evaluation.report import training_result, write_result
+from tokenmix_core.evaluation.suites import LM_EVAL, SUITES, check_options, check_suites, evaluate
+from tokenmix_core.nn.registry import known_mixers
+from tokenmix_core.ops.explanation import OPERATIONS, explain
+from tokenmix_core.training.manifest import RUN_RECORD, read_record, resumed
+from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, overridden
+
+RECIPES = "tokenmix_core.training.baselines:RECIPES"
+LIBRARIES = ("torch", "triton", "transformers", "accelerate")
+EXTRAS = (
+    "datasets",
+    "lm-eval",
+    "matplotlib",
+    "peft",
+    "tensorboard",
+    "wandb",
+    "liger-kernel",
+    "flash-attn",
+    "flash-attn-4",
+)
+ABSENT = "not installed"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def sentence(error: BaseException) -> str:
+    """The message of an error, on one line."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+class Context:
+    """The recipes and suites of the package whose command runs.
+
+    Args:
+        recipes, suites: by name, or "module:attribute"; see `tokenmix_core.cli.main`.
+        using: "module:function" of what the package's own arguments do with a model.
+    """
+
+    def __init__(
+        self,
+        recipes: Mapping[str, Any] | str | None,
+        suites: Mapping[str, Suite] | str | None,
+        using: str | None = None,
+    ) -> None:
+        self.recipes = self._load(recipes or RECIPES)
+        own = [x.partition(":")[0].partition(".")[0] for x in (recipes, suites) if isinstance(x, str)]
+        # whose versions `info` names
+        self.packages = list(dict.fromkeys(["tokenmix_core", *own]))
+        self.suites = {**SUITES, **self._load(suites or {})}
+        # the model as the arguments want it, for as long as a command uses it
+        self.using: Callable[[Any, argparse.Namespace], AbstractContextManager[Any]]
+        self.using = self._load(using) if using is not None else lambda model, args: nullcontext()
+
+    @staticmethod
+    def _load(registry: Any) -> Any:
+        if not isinstance(registry, str):
+            return registry
+        module, _, attribute = registry.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+    def recipe(self, name: str) -> Recipe:
+        """The recipe of a name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if name not in self.recipes:
+            near = difflib.get_close_matches(name, self.recipes, n=4, cutoff=0.0)
+            raise ValueError(f"there is no recipe {name!r}; the nearest are {', '.join(near)}; `info` lists all")
+        return self.recipes[name]()
+
+
+def train(args: argparse.Namespace, context: Context) -> int:
+    """Run a recipe, then its evaluations."""
+    from tokenmix_core.training import trainer
+    from tokenmix_core.training.callbacks import read_metrics
+
+    name, out, fields = _asked_for(args, context)
+    begun, evaluating = context.recipe(name), not args.no_eval
+    if args.resume:
+        recipe = resumed(begun, out, fields, args.config)
+        if (out / RUN_RECORD).is_file():
+            evaluating = evaluating and read_record(out).get("evaluate", True)
+    else:
+        recipe = overridden(begun, fields, args.config)
+    names = list(recipe.run.evaluations) if evaluating else []
+    if recipe.run.sample_prompt and evaluating and "samples" not in names:
+        names.append("samples")
+    check_suites(names, context.suites)
+    resume = bool(args.resume)
+    # kept until the evaluations are written
+    with trainer.run_lock(out, resume=resume):
+        trainer.check_sources(recipe)
+        if names:
+            check_options(names, tokenizers.load_tokenizer(recipe.data.tokenizer), options_of(recipe), context.suites)
+        result = trainer.train_locked(recipe, out, resume=resume, recorded={"evaluate": evaluating})
+        if torch.distributed.is_initialized():
+            # the first process goes on alone
+            torch.distributed.destroy_process_group()
+        if os.environ.get("RANK", "0") != "0":
+            return 0
+        if result.interrupted:
+            again = [*args.parser.prog.split(), "--resume", str(out)]
+            launched = ", launched as before," if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+            print(f"stopped at step {result.step}; go on{launched} with: {shlex.join(again)}")
+            return 130
+        print(f"trained {result.step} steps in {result.seconds:.0f} s; the model is in {result.model_dir}")
+        log = read_metrics(out / trainer.METRICS)
+        write_result(training_result(log, recipe.optimizer.batch_tokens), out / "evaluation")
+        if names:
+            model, tokenizer = load_model(result.model_dir), load_tokenizer(result.model_dir)
+            evaluate(model, tokenizer, names, options_of(recipe), out=out / "evaluation", suites=context.suites)
+    return 0
+
+
+def _asked_for(args: argparse.Namespace, context: Context) -> tuple[str, Path, list[str]]:
+    """Return the recipe that `train` is to run, its folder, and the flags that name fields.
+
+    Raises:
+        ValueError: neither a recipe nor a run is named, or two folders are.
+    """
+    fields = list(args.rest)
+    name = fields.pop(0) if fields and not fields[0].startswith("-") else None
+    folder: str | None = args.resume if isinstance(args.resume, str) else None
+    if name is None and folder is not None and folder in context.recipes and not Path(folder).is_dir():
+        # `train --resume RECIPE --out DIR`
+        name, folder = folder, None
+    if folder is not None and args.out is not None and Path(folder) != args.out:
+        raise ValueError(f"--resume and --out name two folders, {folder} and {args.out}; give the one of the run")
+    out: Path | None = args.out if folder is None else Path(folder)
+    if name is not None:
+        return name, out or Path("runs") / name, fields
+    if out is None or not args.resume:
+        raise ValueError("name a RECIPE, which `info` lists, or the folder of a run to go on with: --resume DIR")
+    name = read_record(out)["recipe"]
+    if name not in context.recipes:
+        raise ValueError(f"{out} holds a run of {name!r}, a recipe of another package than that of this command")
+    return name, out, fields
+
+
+def options_of(recipe: Recipe) -> EvalOptions:
+    """Evaluate where the recipe trained: at its lengths, with its vocabulary, on the held-out part of its text."""
+    texts = [source for source in recipe.data.sources if Path(source).is_dir()]
+    return EvalOptions(
+        limit=recipe.run.evaluation_limit,
+        lengths=tuple(recipe.run.evaluation_lengths) or None,
+        text=texts[0] if texts else None,
+        prompt=recipe.run.sample_prompt or None,
+        vocab_size=recipe.data.mqar_vocab_size if "mqar" in recipe.data.sources else None,
+        seed=recipe.run.seed,
+    )
+
+
+def eval(args: argparse.Namespace, context: Context) -> None:
+    """Evaluate a checkpoint."""
+    names = ("limit", "batch_size", "lengths", "max_length", "tasks", "include", "text", "vocab_size", "seed")
+    options = EvalOptions(**{name: getattr(args, name) for name in names})
+    if not args.suite and not args.tasks:
+        raise ValueError("name what to run: --suite NAME, or --tasks A,B for tasks of lm-eval")
+    suites = args.suite or [LM_EVAL]
+    check_suites(suites, context.suites)
+    device, dtype = device_and_dtype(args.device, args.dtype)
+    model, tokenizer = load_model(args.checkpoint, device, dtype), load_tokenizer(args.checkpoint)
+    out = args.out or Path(args.checkpoint) / "evaluation"
+    with context.using(model, args):
+        evaluate(model, tokenizer, suites, options, out=out, suites=context.suites)
+
+
+def generate(args: argparse.Namespace, context: Context) -> None:
+    """Continue a text, token by token."""
+    from transformers import TextStreamer
+
+    if args.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
+    if args.temperature < 0:
+        raise ValueError(f"--temperature must be at least 0, got {args.temperature}")
+    if args.top_k < 0 or not 0 < args.top_p <= 1:
+        raise ValueError(f"--top-k must be at least 0 and --top-p in (0, 1], got {args.top_k} and {args.top_p}")
+    device, dtype = device_and_dtype(args.device, args.dtype)
+    model, tokenizer = load_model(args.checkpoint, device, dtype), load_tokenizer(args.checkpoint)
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    ids = tokenizer(prompt)["input_ids"] or [tokenizer.bos_token_id]
+    if ids == [None]:
+        raise ValueError("--prompt is empty, and the tokenizer has no token that begins a text")
+    sampling: dict[str, Any] = {"do_sample": False}
+    if args.temperature:
+        sampling = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    torch.manual_seed(args.seed)
+    input_ids = torch.tensor([ids], device=device)
+    with torch.inference_mode(), context.using(model, args):
+        print(prompt, end="", flush=True)
+        model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=args.max_new_tokens,
+            pad_token_id=tokenizer.eos_token_id,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            **sampling,
+        )
+
+
+def bench(args: argparse.Namespace, context: Context) -> None:
+    """Measure a model's speed and memory on this machine."""
+    if args.repeats < 1:
+        raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
+    options = EvalOptions(limit=args.repeats, batch_size=args.batch_size, lengths=args.lengths)
+    device, dtype = device_and_dtype(args.device, args.dtype)
+    if is_checkpoint(args.target):
+        model = load_model(args.target, device, dtype)
+    else:
+        from transformers import AutoModelForCausalLM
+
+        model = from_config(AutoModelForCausalLM, config_of(args.target, context), dtype=dtype).to(device)
+    with context.using(model, args):
+        evaluate(model, None, list(BENCH_SUITES), options, out=args.out, suites=BENCH_SUITES)
+
+
+def prepare(args: argparse.Namespace, context: Context) -> None:
+    """Tokenize a corpus into one memory-mapped file."""
+    names = ("tokenizer", "text_field", "subset", "split", "held_out", "max_tokens", "on_bad_row")
+    meta = corpora.prepare(args.source, args.output, **{name: getattr(args, name) for name in names})
+    held_out = f"{meta.held_out_tokens:,} tokens of {meta.held_out_documents:,} documents"
+    skipped = f"; {n:,} bad rows were skipped" if (n := meta.source["skipped_rows"]) else ""
+    print(f"{args.output}: {meta.tokens:,} tokens of {meta.documents:,} documents; {held_out} are held out{skipped}")
+    if told := corpora.files_read(meta):
+        print(f"{args.output}: {told}")
+
+
+def convert(args: argparse.Namespace, context: Context) -> None:
+    """Read another library's model folder into ours, or write one of ours as FLA keeps it."""
+    from tokenmix_core.integrations import checkpoints, layouts
+    from tokenmix_core.modeling.checkpoint import copy_companions
+
+    if args.to is None:
+        model = checkpoints.convert_folder(args.source, args.out, layouts.LAYOUTS, dtype=args.dtype)
+        what = checkpoints.layout_of(checkpoints.read_fields(args.source), layouts.LAYOUTS).what
+    else:
+        model = checkpoints.load_ours(args.source, args.dtype)
+        layout = layouts.fla_layout(model.config)
+        checkpoints.export(model, layout, args.out)
+        copy_companions(args.source, args.out)
+        what = f"as {layout.what}"
+    print(f"{args.out}: {what}, {model.num_parameters():,} parameters, {str(model.dtype).removeprefix('torch.')}")
+
+
+def info(args: argparse.Namespace, context: Context) -> None:
+    """Show versions, recipes and suites, or what a model is."""
+    if args.fields:
+        if args.target not in context.recipes:
+            raise ValueError(f"--fields shows those of a recipe, got {args.target!r}; `info` lists the recipes")
+        print(describe_fields(context.recipe(args.target)))
+        return
+    if args.target is not None:
+        print(describe_model(args.target, args.lengths, context))
+        return
+    ours = {name.replace("_", "-"): getattr(sys.modules[name], "__version__", "") for name in context.packages}
+    versions = {**ours, "Python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}}
+    print(", ".join(f"{name} {number}".rstrip() for name, number in versions.items()))
+    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    print(f"device: {', '.join(map(device_name, gpus or [torch.device('cpu')]))}")
+    here = [name for name in EXTRAS if _version(name) != ABSENT]
+    absent = [name for name in EXTRAS if name not in here]
+    print(f"optional libraries: {', '.join(here) or 'none'}; absent: {', '.join(absent) or 'none'}")
+    for title, lines in (
+        ("recipes", {name: make().description for name, make in context.recipes.items()}),
+        ("suites", {name: suite.summary for name, suite in context.suites.items()}),
+        ("mixers", dict.fromkeys(known_mixers(), "")),
+        ("kernels that run here, of bfloat16 in usual sizes", kernels_here()),
+    ):
+        print(f"\n{title}")
+        width = max(map(len, lines), default=0)
+        for name, text in lines.items():
+            print(f"  {name:{width}}  {text}".rstrip())
+
+
+def kernels_here() -> dict[str, str]:
+    """Say what runs of each operation on this machine, and why; a paper's operations are those that it registered."""
+    found = {name: explain(name) for name in OPERATIONS}
+    return {name: f"{what.impl}, as {what.why}" for name, what in found.items()}
+
+
+def describe_fields(recipe: Recipe) -> str:
+    """A recipe's fields as the YAML that --config takes; comments say what each means, and which others a model has."""
+    values, config = recipe.values(), recipe.model_config()
+    texts = described(DataRecipe) | described(OptimizerRecipe) | described(RunRecipe)
+    model, of_model = values.pop("model"), described(type(config))
+    others = {name: getattr(config, name) for name in of_model if name not in model and hasattr(config, name)}
+    return "\n".join(
+        [
+            _commented(values, texts),
+            "model:",
+            textwrap.indent(_commented(model, of_model), "  "),
+            "  # further fields of the model:",
+            textwrap.indent(_commented(others, of_model, value_prefix="# "), "  "),
+        ]
+    )
+
+
+def _commented(values: Mapping[str, Any], texts: Mapping[str, str], *, value_prefix: str = "") -> str:
+    lines, before = [], ""
+    for name, value in values.items():
+        # what one text says of several fields stands above the first
+        if (text := texts.get(name, "")) != before:
+            lines += [f"# {line}" for line in textwrap.wrap(text, 110)]
+        before = text
+        shown = yaml.safe_dump({name: value}, sort_keys=False, allow_unicode=True).rstrip()
+        lines.append(textwrap.indent(shown, value_prefix))
+    return "\n".join(lines)
+
+
+def describe_model(target: str, lengths: tuple[int, ...], context: Context) -> str:
+    """Parameters, layers and cache bytes of a recipe's or checkpoint's model, found without making its weights."""
+    from transformers import AutoModelForCausalLM
+
+    config = config_of(target, context)
+    with torch.device("meta"):
+        model = from_config(AutoModelForCausalLM, config)
+    facts = {
+        "type": config.model_type,
+        "parameters": f"{model.num_parameters():,}",
+        "without embeddings": f"{model.num_parameters(exclude_embeddings=True):,}",
+        "layers": f"{config.num_hidden_layers} of width {config.hidden_size}",
+        "vocabulary": f"{config.vocab_size:,}",
+    }
+    if mixers := getattr(config, "mixers", None):
+        facts["mixers"] = ", ".join(mixers)
+    for length in lengths if hasattr(model, "state_bounds") else ():
+        least, most = model.state_bounds(length, 1, torch.bfloat16)
+        held = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+        facts[f"cache at {length:,}"] = f"{held} bytes for a sequence in bfloat16"
+    return "\n".join([target, *(f"  {name:20} {fact}" for name, fact in facts.items())])
+
+
+def device_and_dtype(device: str | None = None, dtype: str | None = None) -> tuple[torch.device, torch.dtype]:
+    """The device and dtype of these names; by default a GPU and bfloat16 where there is one, else the CPU and float32.
+
+    Raises:
+        ValueError: a name that does not exist, or a device that is not here.
+    """
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        chosen = torch.device("meta")
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {device!r}")
+    if chosen.type == "cuda" and (chosen.index or 0) >= (count := torch.cuda.device_count()):
+        raise ValueError(f"--device {device} is not here: this machine has {count} CUDA devices")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    return chosen, getattr(torch, dtype or ("bfloat16" if chosen.type == "cuda" else "float32"))
+
+
+def is_checkpoint(target: str | Path) -> bool:
+    """Tell whether this is a folder with a model's config."""
+    return (Path(target) / "config.json").is_file()
+
+
+def config_of(target: str, context: Context) -> Any:
+    """The config of a checkpoint's or a recipe's model.
+
+    Raises:
+        ValueError: there is no such recipe or model.
+    """
+    if not is_checkpoint(target):
+        if Path(target).exists():
+            raise ValueError(f"{target} holds no model: expected a folder with config.json")
+        return context.recipe(target).model_config()
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return from_pretrained(AutoConfig, target, local_files_only=True)
+    except (OSError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+        raise ValueError(f"{target} holds no config that can be read: {sentence(error)}") from error
+
+
+def load_model(folder: str | Path, device: torch.device | None = None, dtype: torch.dtype | str | None = None) -> Any:
+    """The causal language model of a folder, in evaluation mode; device and dtype as `device_and_dtype` chooses them.
+
+    With the dtype "auto" it is that of the weights.
+
+    Raises:
+        ValueError: no such folder, or none that holds a whole model.
+    """
+    if device is None or dtype is None:
+        device, dtype = device_and_dtype()
+    if not Path(folder).is_dir():
+        raise ValueError(
+            f"checkpoint {str(folder)!r} must be a folder with a model, and there is no such folder; a model of the "
+            "hub is fetched into one by: hf download NAME --local-dir FOLDER"
+        )
+    if not is_checkpoint(folder):
+        raise ValueError(f"{folder} holds no model: expected config.json and weights")
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoModelForCausalLM
+
+    from tokenmix_core.modeling.checkpoint import load_checked
+
+    try:
+        load = partial(from_pretrained, AutoModelForCausalLM)
+        # other people's models are held to what our own are
+        model: Any = load_checked(AutoModelForCausalLM, load, folder, strict=True, dtype=dtype, local_files_only=True)
+    except (OSError, KeyError, TypeError, AttributeError, RuntimeError, StrictDataclassError) as error:
+        raise ValueError(f"{folder} cannot be loaded as a causal language model: {sentence(error)}") from error
+    return model.to(device).eval()
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer of a folder.
+
+    Raises:
+        ValueError: there is none that can be loaded.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoTokenizer
+
+    try:
+        return from_pretrained(AutoTokenizer, folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+        raise ValueError(f"{folder} holds no tokenizer that can be loaded: {sentence(error)}") from error
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ABSENT

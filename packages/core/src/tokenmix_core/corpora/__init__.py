@@ -1,1 +1,0 @@
-"""Corpora: the byte tokenizer, token files, what they are made from, and the built-in corpus."""

@@ -1,0 +1,21 @@
+"""Corpora: the byte tokenizer, token files, what they are made from, and the built-in corpus."""
+
+from typing import TYPE_CHECKING
+
+from tokenmix_core._utils.lazy_imports import lazily
+
+if TYPE_CHECKING:
+    from tokenmix_core.data.synthetic import NIAH_TASKS as NIAH_TASKS
+    from tokenmix_core.data.synthetic import NiahExample as NiahExample
+    from tokenmix_core.data.synthetic import mqar as mqar
+    from tokenmix_core.data.token_file import META as META
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "NIAH_TASKS": "synthetic",
+        "NiahExample": "synthetic",
+        "mqar": "synthetic",
+        "META": "token_file",
+    },
+)

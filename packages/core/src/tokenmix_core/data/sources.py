@@ -1,0 +1,320 @@
+"""Where text comes from: the hub, local datasets, JSONL, parquet, text files, and Python's standard library."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import itertools
+import json
+import sysconfig
+import zlib
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenmix_core._utils.optional import require
+
+STDLIB = "stdlib"
+# short names for the corpora that the papers train on
+HUB_ALIASES: dict[str, tuple[str, str | None]] = {
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-100BT"),
+    "slimpajama": ("cerebras/SlimPajama-627B", None),
+}
+# kinds of files by the ends of their names; a text file is one document
+JSONL, PARQUET, TEXT = "JSONL", "parquet", "text"
+_KINDS = {
+    JSONL: (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz"),
+    PARQUET: (".parquet",),
+    TEXT: (".txt", ".md", ".rst", ".py", ".text"),
+}
+_READABLE = ", ".join(itertools.chain(*_KINDS.values()))
+# data that would decode as text, and is none
+_NO_TEXT = (".json", ".csv", ".tsv")
+# folders of the standard library that are not running text of its own, or do not come with every build
+_STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+# what Arrow raises for files that are damaged
+_DAMAGED_PARQUET = (OSError, ValueError, NotImplementedError)
+_PARQUET_ROWS = 1024
+
+
+class BadRow(ValueError):
+    """A row of a source that holds no text; it says which one and why. Sources yield it in the row's place."""
+
+
+class FileText(str):
+    """A document of a file.
+
+    Attributes:
+        kind: the kind of file that it is from.
+    """
+
+    kind: str
+
+    def __new__(cls, text: str, kind: str) -> FileText:
+        self = super().__new__(cls, text)
+        self.kind = kind
+        return self
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source of documents.
+
+    Attributes:
+        description: what it is, recorded with every token file made from it.
+        rows: `rows(n)` iterates over what comes after the first n rows: texts, and a `BadRow` where there is none.
+        total: number of rows, where it is known beforehand.
+    """
+
+    description: dict[str, Any]
+    rows: Callable[[int], Iterator[str | BadRow]]
+    total: int | None = None
+
+    def documents(self, skip: int = 0) -> Iterator[str]:
+        """The texts after the first `skip` rows.
+
+        Raises:
+            BadRow: at the first bad row.
+        """
+        for row in self.rows(skip):
+            if isinstance(row, BadRow):
+                raise row
+            yield row
+
+
+def open_source(spec: str, *, text_field: str = "text", subset: str | None = None, split: str = "train") -> Source:
+    """Open a source of documents.
+
+    Args:
+        spec: "stdlib" (the built-in corpus), a JSONL, parquet or text file, a folder of them, of several kinds, too
+            (a text file is one document), or one saved by `datasets`, "fineweb-edu", "slimpajama", or a dataset's name
+            on the hub.
+        text_field: the field that holds the text.
+        subset: the configuration of a hub dataset.
+        split: the split of a dataset.
+
+    Raises:
+        ValueError: nothing of that name, or nothing in it that can be read.
+        ImportError: `datasets` is needed and not installed.
+    """
+    if spec == STDLIB:
+        return stdlib_source()
+    path = Path(spec)
+    if path.is_dir() and any((path / f).is_file() for f in ("dataset_info.json", "dataset_dict.json")):
+        return _datasets_source(_load_from_disk(path, split), text_field, {"folder": path.name, "split": split})
+    if path.exists():
+        return _files_source(path, text_field)
+    name, default_subset = HUB_ALIASES.get(spec, (spec, None))
+    if spec not in HUB_ALIASES and (path.is_absolute() or spec.startswith(".") or _kind_of(path) is not None):
+        raise ValueError(f"source {spec!r} does not exist")
+    subset = subset if subset is not None else default_subset
+    datasets = require("datasets", "data")
+    if spec == "slimpajama":
+        # its files are compressed with Zstandard, which datasets itself does not ask for
+        require("zstandard", "data")
+    try:
+        # datasets runs no code of a repository since version 4
+        dataset = datasets.load_dataset(name, subset, split=split, streaming=True)
+    except Exception as error:
+        # the hub's client raises many kinds of errors for an unknown name, a missing network, a wrong subset or split
+        known = f"none of {', '.join([STDLIB, *HUB_ALIASES])}"
+        tried = f"stands for {name}, which" if spec in HUB_ALIASES else f"is no file or folder here, {known}, and"
+        raise ValueError(f"source {spec!r} {tried} could not be opened on the hub: {_first_line(error)}") from error
+    return _datasets_source(dataset, text_field, {"hub": name, "subset": subset, "split": split})
+
+
+def _load_from_disk(path: Path, split: str) -> Any:
+    datasets = require("datasets", "data")
+    try:
+        dataset = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} cannot be read as a saved dataset: {_first_line(error)}") from error
+    if isinstance(dataset, dict):
+        if split not in dataset:
+            raise ValueError(f"{path} has no split {split!r}; its splits are {', '.join(dataset)}")
+        return dataset[split]
+    return dataset
+
+
+def _datasets_source(dataset: Any, text_field: str, description: dict[str, Any]) -> Source:
+    fields = dataset.column_names
+    if fields is not None and text_field not in fields:
+        raise ValueError(f"the dataset has no field {text_field!r}; its fields are {', '.join(fields)}")
+    name = description.get("hub") or description["folder"]
+
+    def rows(skip: int) -> Iterator[str | BadRow]:
+        index = skip
+        try:
+            for row in dataset.skip(skip):
+                yield _text_of(row, text_field, f"row {index}")
+                index += 1
+        except (ValueError, TypeError, KeyError) as error:
+            # what Arrow and the hub's formats raise for data that is damaged
+            raise ValueError(f"{name} cannot be read from row {index} on: {_first_line(error)}") from error
+
+    total = len(dataset) if hasattr(dataset, "__len__") else None
+    return Source({**description, "text_field": text_field}, rows, total)
+
+
+def _text_of(row: Any, text_field: str, where: str) -> str | BadRow:
+    if not isinstance(row, dict) or text_field not in row:
+        fields = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
+        return BadRow(f"{where} has no field {text_field!r}; it has {fields}")
+    text = row[text_field]
+    if not isinstance(text, str):
+        got = "null" if text is None else type(text).__name__
+        return BadRow(f"{where}: field {text_field!r} must be text, got {got}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # JSON may escape one half of a pair of surrogates alone
+        return BadRow(f"{where}: field {text_field!r} holds half a character at place {error.start}")
+    return text
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _kind_of(file: Path) -> str | None:
+    return next((kind for kind, ends in _KINDS.items() if file.name.lower().endswith(ends)), None)
+
+
+def _files_source(path: Path, text_field: str) -> Source:
+    """Read a file, or all files of a folder that can be read, whatever their kinds, in the order of their paths."""
+    if path.is_file():
+        if path.suffix.lower() in _NO_TEXT:
+            raise ValueError(f"{path} is no running text, JSONL or parquet; expected one that ends in {_READABLE}")
+        found, kinds = [path], {path: _kind_of(path) or TEXT}
+    else:
+        found = sorted(p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
+        kinds = {file: kind for file in found if (kind := _kind_of(file)) is not None}
+    files = list(kinds)
+    if not files:
+        raise ValueError(f"{path} holds nothing to read: expected files that end in {_READABLE}")
+    description: dict[str, Any] = {
+        "files": [f.relative_to(path).as_posix() if path.is_dir() else f.name for f in files][:1000],
+        "file_kinds": dict(sorted(Counter(kinds.values()).items())),
+        "unread_files": dict(sorted(Counter(f.suffix or f.name for f in found if f not in kinds).items())),
+        "bytes": sum(f.stat().st_size for f in files),
+    }
+    if all(kind == TEXT for kind in kinds.values()):
+        total = len(files)
+    else:
+        description["text_field"], total = text_field, None
+    parquet = require("pyarrow.parquet", "data") if PARQUET in kinds.values() else None
+
+    def rows(skip: int) -> Iterator[str | BadRow]:
+        for file, kind in kinds.items():
+            if kind == PARQUET:
+                skip = yield from _parquet_rows(parquet, file, text_field, skip)
+                continue
+            count = 0
+            for row in [_text_file(file)] if kind == TEXT else _jsonl_rows(file, text_field):
+                count += 1
+                if count > skip:
+                    yield row
+            skip = max(0, skip - count)
+
+    return Source(description, rows, total)
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _jsonl_rows(file: Path, text_field: str) -> Iterator[str | BadRow]:
+    number = 0
+    try:
+        with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _json_row(line, text_field, f"{file}, line {number}")
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        yield BadRow(f"{file} is damaged or cut short after line {number}: {_first_line(error)}")
+
+
+def _json_row(line: bytes, text_field: str, where: str) -> str | BadRow:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return BadRow(f"{where}: not valid JSON ({error})")
+    text = _text_of(row, text_field, where)
+    return text if isinstance(text, BadRow) else FileText(text, JSONL)
+
+
+def _parquet_rows(parquet: Any, file: Path, text_field: str, skip: int) -> Generator[str | BadRow, None, int]:
+    """Yield the rows of a parquet file after the first `skip`, and return how many are left to skip.
+
+    A file that cannot be read at all is one bad row.
+    """
+    opened = _open_parquet(parquet, file, text_field)
+    if isinstance(opened, BadRow):
+        yield from [opened][skip:]
+        return max(0, skip - 1)
+    first = 0
+    for group in range(opened.num_row_groups):
+        rows = range(first, first + opened.metadata.row_group(group).num_rows)
+        if skip < len(rows):
+            yield from itertools.islice(_row_group(opened, group, rows, text_field, file), skip, None)
+        skip = max(0, skip - len(rows))
+        first = rows.stop
+    return skip
+
+
+def _open_parquet(parquet: Any, file: Path, text_field: str) -> Any:
+    try:
+        opened = parquet.ParquetFile(file)
+        fields = opened.schema_arrow.names
+    except _DAMAGED_PARQUET as error:
+        return BadRow(f"{file} is not readable as parquet: {_first_line(error)}")
+    return opened if text_field in fields else BadRow(f"{file} has no field {text_field!r}; it has {', '.join(fields)}")
+
+
+def _row_group(opened: Any, group: int, rows: range, text_field: str, file: Path) -> Iterator[str | BadRow]:
+    """The rows of a row group; of what is damaged, one bad row for each that is lost."""
+    places = iter(rows)
+    try:
+        for batch in opened.iter_batches(_PARQUET_ROWS, row_groups=[group], columns=[text_field]):
+            for row in batch.to_pylist():
+                text = _text_of(row, text_field, f"{file}, row {next(places)}")
+                yield text if isinstance(text, BadRow) else FileText(text, PARQUET)
+    except _DAMAGED_PARQUET as error:
+        for place in places:
+            yield BadRow(f"{file}, row {place} cannot be read as parquet: {_first_line(error)}")
+
+
+def _text_file(file: Path) -> str | BadRow:
+    try:
+        # as bytes: reading text would take \r\n for \n
+        return FileText(file.read_bytes().decode(), TEXT)
+    except UnicodeDecodeError as error:
+        return BadRow(f"{file} is not UTF-8 text: byte {error.start} cannot be decoded")
+
+
+def stdlib_source() -> Source:
+    """Python's own standard-library sources, one document a file, in the order of their paths.
+
+    Left out: tests, installed packages, and the files that record the paths of the machine Python was built on. What
+    remains depends on the Python build, so its sha256 is part of the description.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(
+        (path.relative_to(root).as_posix(), path)
+        for path in root.rglob("*.py")
+        if _STDLIB_LEFT_OUT.isdisjoint(path.relative_to(root).parts[:-1])
+        and not any(part.startswith(("_sysconfigdata", "config-")) for part in path.relative_to(root).parts)
+    )
+    texts: list[str] = []
+    digest = hashlib.sha256()
+    for name, path in files:
+        content = path.read_bytes()
+        try:
+            texts.append(content.decode("utf-8"))
+        except UnicodeDecodeError:
+            continue
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    description = {"corpus": STDLIB, "python": sysconfig.get_python_version(), "sha256": digest.hexdigest()}
+    return Source(description, lambda skip: iter(texts[skip:]), len(texts))

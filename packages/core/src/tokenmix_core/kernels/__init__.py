@@ -1,0 +1,42 @@
+"""Tools to write and launch kernels: the public surface for kernel authors.
+
+`triton/` and `gluon/` hold device functions, `launch/` launches kernels and caches calls, `tuning` chooses tiles.
+"""
+
+from typing import TYPE_CHECKING
+
+from tokenmix_core._utils.lazy_imports import lazily
+
+if TYPE_CHECKING:
+    from tokenmix_core.kernels.changes import watch as watch
+    from tokenmix_core.kernels.launch.async_read import Asked as Asked
+    from tokenmix_core.kernels.launch.cache.replay import Checked as Checked
+    from tokenmix_core.kernels.launch.cache.replay import Replayed as Replayed
+    from tokenmix_core.kernels.launch.cache.replay import is_plain as is_plain
+    from tokenmix_core.kernels.launch.launcher import cached_launch as cached_launch
+    from tokenmix_core.kernels.launch.launcher import compiled_together as compiled_together
+    from tokenmix_core.kernels.pdl import gdc_launch_and_wait as gdc_launch_and_wait
+    from tokenmix_core.kernels.triton.decay import LOG2_E as LOG2_E
+    from tokenmix_core.kernels.triton.varlen import locate_chunk as locate_chunk
+    from tokenmix_core.kernels.tuning import one_round as one_round
+    from tokenmix_core.kernels.tuning import short_conv_backward_tiles as short_conv_backward_tiles
+    from tokenmix_core.kernels.tuning import sm_count as sm_count
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "sm_count": "tuning",
+        "short_conv_backward_tiles": "tuning",
+        "watch": "changes",
+        "Asked": "launch.async_read",
+        "Checked": "launch.cache.replay",
+        "Replayed": "launch.cache.replay",
+        "is_plain": "launch.cache.replay",
+        "cached_launch": "launch.launcher",
+        "compiled_together": "launch.launcher",
+        "gdc_launch_and_wait": "pdl",
+        "LOG2_E": "triton.decay",
+        "locate_chunk": "triton.varlen",
+        "one_round": "tuning",
+    },
+)

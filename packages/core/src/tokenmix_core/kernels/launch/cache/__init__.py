@@ -1,0 +1,1 @@
+"""The launch cache: calls whose signature returns are captured once, then replayed."""

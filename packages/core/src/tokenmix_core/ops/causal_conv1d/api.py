@@ -1,0 +1,242 @@
+"""Public functions of the short convolution: shapes, validation and the choice of an implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tokenmix_core.kernels.launch.cache.replay import Checked
+from tokenmix_core.ops.causal_conv1d.reference import short_conv_reference, short_conv_step_reference
+from tokenmix_core.ops.common import (
+    Impl,
+    ScanOutput,
+    bind_shapes,
+    check_cu_seqlens,
+    check_dtype,
+    check_same_dtype,
+    resolve_impl,
+)
+
+Activation = Literal["silu"]
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def short_conv(
+    x: Float[Tensor, "B T D"],
+    weight: Float[Tensor, "D W"],
+    bias: Float[Tensor, "D"] | None = None,
+    *,
+    activation: Activation | None = None,
+    initial_state: Float[Tensor, "N D W_minus_1"] | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    impl: Impl | None = None,
+) -> ScanOutput:
+    r"""Causal depthwise convolution over time, with an optional SiLU; documents of a packed batch never mix.
+
+    .. math:: o_{t,d} = \phi\Big(\text{bias}_d + \sum_{w=0}^{W-1} \text{weight}_{d,w}\; x_{t-W+1+w,\,d}\Big)
+
+    Inputs before the first token come from `initial_state`, oldest first, or are zero. Differentiable in every tensor
+    argument and through both results.
+
+    Args:
+        x: `[B, T, D]`, bfloat16, float16 or float32 (the reference also float64).
+        weight: `[D, W]` with W from 2 to 8; its last column weighs the newest input.
+        bias: `[D]` or None. weight and bias share one float dtype, which may differ from x's.
+        activation: None or "silu".
+        initial_state: `[N, D, W − 1]` in x's dtype: the last inputs before each sequence, oldest first.
+        cu_seqlens: `[N + 1]` int32 or int64, the boundaries of N sequences packed into one row (B = 1).
+        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors, the reference for others. There are
+            no kernels in Gluon, as reading and writing is all that takes time here.
+
+    Returns:
+        ScanOutput: o `[B, T, D]` and final_state `[N, D, W − 1]`, the last inputs of each sequence, both in x's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, the activation or cu_seqlens do not fit.
+    """
+    impl = _check(x, weight, bias, activation, initial_state, cu_seqlens, impl)
+    if impl != "reference":
+        from tokenmix_core.ops.causal_conv1d.autograd import short_conv_triton
+
+        return short_conv_triton(x, weight, bias, activation, initial_state, cu_seqlens)
+    return short_conv_reference(
+        x, weight, bias, activation=activation, initial_state=initial_state, cu_seqlens=cu_seqlens
+    )
+
+
+def short_convs(
+    xs: Sequence[Float[Tensor, "B T _channels"]],
+    weights: Sequence[Float[Tensor, "_channels W"]],
+    *,
+    activation: Activation | None = None,
+    initial_states: Sequence[Float[Tensor, "N _channels W_minus_1"]] | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    impl: Impl | None = None,
+) -> tuple[ScanOutput, ...]:
+    """`short_conv` of two or three inputs of the same tokens, as of q, k and v, in one launch; without biases.
+
+    Args:
+        xs, weights: as for `short_conv`, of one dtype each and one W; D may differ.
+        initial_states: of each input, or None for all.
+        activation, cu_seqlens: as for `short_conv`.
+        impl: as for `short_conv`.
+
+    Returns:
+        ScanOutput of each input.
+
+    Raises:
+        ValueError: as `short_conv`, or another number of inputs, weights and states, or sizes that differ.
+    """
+    _check_number("short_convs", xs, weights, xs if initial_states is None else initial_states)
+    states = [None] * len(xs) if initial_states is None else initial_states
+    backend = _check_several(len(xs), activation, cu_seqlens, impl, *xs, *weights, *states)
+    if backend == "reference":
+        options = {"activation": activation, "cu_seqlens": cu_seqlens, "impl": impl}
+        inputs = zip(xs, weights, states, strict=True)
+        return tuple(short_conv(x, weight, initial_state=state, **options) for x, weight, state in inputs)
+    from tokenmix_core.ops.causal_conv1d.autograd import short_convs_triton
+
+    return short_convs_triton(xs, weights, activation, initial_states, cu_seqlens)
+
+
+@torch.no_grad()
+def short_conv_step(
+    x: Float[Tensor, "B D"],
+    weight: Float[Tensor, "D W"],
+    bias: Float[Tensor, "D"] | None,
+    state: Float[Tensor, "B D W_minus_1"],
+    *,
+    activation: Activation | None = None,
+    impl: Impl | None = None,
+) -> Float[Tensor, "B D"]:
+    """One decoding step: convolve the last inputs with `x` and push `x` into `state`, in place. Not differentiable.
+
+    Args:
+        x: `[B, D]`, one token.
+        weight, bias, activation, impl: as for `short_conv`.
+        state: `[B, D, W − 1]` in x's dtype, contiguous: the last inputs, oldest first; overwritten.
+
+    Returns:
+        o `[B, D]` in x's dtype.
+
+    Raises:
+        ValueError: as `short_conv`.
+    """
+    impl = _check_step(x, weight, bias, state, activation, impl)
+    if impl != "reference":
+        from tokenmix_core.ops.causal_conv1d.autograd import short_conv_step_triton
+
+        return short_conv_step_triton(x, weight, bias, state, activation)
+    return short_conv_step_reference(x, weight, bias, state, activation=activation)
+
+
+@torch.no_grad()
+def short_conv_steps(
+    xs: Sequence[Float[Tensor, "B _channels"]],
+    weights: Sequence[Float[Tensor, "_channels W"]],
+    states: Sequence[Float[Tensor, "B _channels W_minus_1"]],
+    *,
+    activation: Activation | None = None,
+    impl: Impl | None = None,
+) -> tuple[Tensor, ...]:
+    """`short_conv_step` of two or three inputs of one batch, as of q, k and v, in one launch; without biases.
+
+    Args:
+        xs, weights, states: as for `short_conv_step`, of one dtype each and one W; D may differ.
+        activation, impl: as for `short_conv`.
+
+    Returns:
+        o `[B, D]` of each input.
+
+    Raises:
+        ValueError: as `short_conv_step`, or another number of inputs, weights and states, or sizes that differ.
+    """
+    _check_number("short_conv_steps", xs, weights, states)
+    for x, weight, state in zip(xs, weights, states, strict=True):
+        backend = _check_step(x, weight, None, state, activation, impl)
+    _check_alike("short_conv_steps", xs, weights)
+    if backend != "reference":
+        from tokenmix_core.ops.causal_conv1d.autograd import short_conv_steps_triton
+
+        return short_conv_steps_triton(xs, weights, states, activation)
+    tokens = zip(xs, weights, states, strict=True)
+    return tuple(short_conv_step_reference(x, w, None, state, activation=activation) for x, w, state in tokens)
+
+
+def _check_number(op: str, xs: Sequence, weights: Sequence, states: Sequence) -> None:
+    """Raise a ValueError unless there are two or three inputs, and as much of what belongs to them."""
+    if not 2 <= len(xs) <= 3 or not len(xs) == len(weights) == len(states):
+        raise ValueError(
+            f"{op}: expected two or three inputs, with a weight and a state for each, "
+            f"got {len(xs)}, {len(weights)} and {len(states)}"
+        )
+
+
+def _check_alike(op: str, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    """Raise a ValueError unless one launch may take these inputs."""
+    # no set of them: where torch traces, sizes are symbols, which have no hash
+    kinds = [
+        (*x.shape[:-1], x.dtype, x.device, weight.shape[1], weight.dtype) for x, weight in zip(xs, weights, strict=True)
+    ]
+    if any(kind != kinds[0] for kind in kinds):
+        raise ValueError(
+            f"{op}: inputs must have one B, T, W, dtype and device, got {' and '.join(sorted(set(map(str, kinds))))}"
+        )
+
+
+@Checked
+def _check_several(number, activation, cu_seqlens, impl, *tensors) -> str | None:
+    """Validate a whole-sequence call of several inputs: these, then the weights, then the initial states."""
+    xs, weights, states = (tensors[i * number : (i + 1) * number] for i in range(3))
+    for x, weight, state in zip(xs, weights, states, strict=True):
+        backend = _check(x, weight, None, activation, state, cu_seqlens, impl)
+    _check_alike("short_convs", xs, weights)
+    return backend
+
+
+@Checked
+def _check(x, weight, bias, activation, initial_state, cu_seqlens, impl) -> str | None:
+    """Validate a whole-sequence call; return the implementation, as `resolve_impl` does."""
+    op = "short_conv"
+    dims = bind_shapes(op, {}, x=(x, "B T D"), weight=(weight, "D W"), bias=(bias, "D?"))
+    impl = resolve_impl(op, impl, x)
+    if dims["T"] < 1:
+        raise ValueError(f"{op}: x must hold at least one token, got T = {dims['T']}")
+    sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
+    dims["N"] = dims["B"] if sequences is None else sequences
+    _check_rest(op, impl, dims, x, weight, bias, activation, "N", initial_state=initial_state)
+    bind_shapes(op, dims, x=(x, "B T D"), cu_seqlens=(cu_seqlens, "_?"))
+    return impl
+
+
+@Checked
+def _check_step(x, weight, bias, state, activation, impl) -> str | None:
+    """Validate a call of one token; return the implementation, as `resolve_impl` does."""
+    op = "short_conv_step"
+    dims = bind_shapes(op, {}, x=(x, "B D"), weight=(weight, "D W"), bias=(bias, "D?"))
+    impl = resolve_impl(op, impl, x)
+    _check_rest(op, impl, dims, x, weight, bias, activation, "B", state=state)
+    if not state.is_contiguous():
+        raise ValueError(f"{op}: state must be contiguous, got strides {state.stride()}")
+    return impl
+
+
+def _check_rest(op, impl, dims, x, weight, bias, activation, rows, **state: Tensor | None) -> None:
+    """The width, the state's shape, dtypes and the activation."""
+    if not 2 <= dims["W"] <= 8:
+        raise ValueError(f"{op}: weight must have a width W from 2 to 8, got {list(weight.shape)}")
+    name, before = next(iter(state.items()))
+    # a number would be a text of letters where torch traces with sizes that are not known
+    dims["W-1"] = dims["W"] - 1
+    spec = f"{rows} D W-1" + ("?" if name == "initial_state" else "")
+    bind_shapes(op, dims, x=(x, "B T D" if x.dim() == 3 else "B D"), **{name: (before, spec)})
+    floats = (*FLOATS, torch.float64) if impl == "reference" else FLOATS
+    check_dtype(op, floats, x=x, weight=weight, bias=bias)
+    check_same_dtype(op, weight=weight, bias=bias)
+    check_same_dtype(op, x=x, **state)
+    if activation not in (None, "silu"):
+        raise ValueError(f"{op}: activation must be None or 'silu', got {activation!r}")

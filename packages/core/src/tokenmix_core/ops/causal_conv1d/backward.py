@@ -1,0 +1,209 @@
+"""Gradients of the convolution: of its inputs and both states, and partial sums of those of weight and bias."""
+
+# Triton knows no stars in tuples
+# ruff: noqa: RUF005
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.triton.varlen import locate_chunk
+from tokenmix_core.kernels.tuning import ShortConvRun
+from tokenmix_core.ops.causal_conv1d.forward import load_input, locate_channels, of_input, of_three, sigmoid, within
+
+
+@triton.jit
+def walk_back(
+    x, weight, bias, initial_state, do, final_gradient, dx, dsums, initial_gradient, i_c, i_n, begin, length, first,
+    i_d, stride_x, stride_do, BT, D, columns,
+    W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """One walk over BT tokens of BD channels, BU a step; the last W inputs and gradients of sums before the activation
+    are registers. Rows of `dsums` have so many columns.
+
+    A thread owns its channels: what is summed over tokens meets no other thread.
+    """
+    o_d = i_d * BD + tl.arange(0, BD)
+    m_d = o_d < D
+    end = tl.minimum(first + BT, length)
+    o_state = (tl.cast(i_n, tl.int64) * D + o_d) * (W - 1)
+    p_x = x + begin * stride_x + o_d
+    p_do = do + begin * stride_do + o_d
+    p_dx = dx + begin * D + o_d
+    p_initial = initial_state
+    if initial_state is not None:
+        p_initial += o_state
+    zero = tl.zeros([BD], tl.float32)
+    b_bias = tl.zeros([BD], tl.float32)
+    if bias is not None:
+        b_bias += tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32)
+    b_w = ()
+    b_x = ()
+    b_dz = ()
+    b_sums = (zero,)
+    for w in tl.static_range(W):
+        b_w = b_w + (tl.load(weight + o_d * W + w, mask=m_d, other=0.0).to(tl.float32),)
+        b_sums = b_sums + (zero,)
+        b_dz = b_dz + (zero,)
+        b_x = b_x + (load_input(p_x, p_initial, first - W + w, length, m_d, stride_x, W),)
+
+    # the last W − 1 gradients of inputs need those of sums after them
+    for i in range(0, tl.maximum(end - first, 0) + W - 1, BU):
+        o_t = first + i
+        b_xs = ()
+        b_dos = ()
+        for u in tl.static_range(BU):
+            m_t = within(o_t + u, 0, length, m_d)
+            b_xs = b_xs + (tl.load(p_x + (o_t + u).to(tl.int64) * stride_x, mask=m_t, other=0.0),)
+            b_dos = b_dos + (tl.load(p_do + (o_t + u).to(tl.int64) * stride_do, mask=m_t, other=0.0),)
+        for u in tl.static_range(BU):
+            b_x = b_x[1:] + (b_xs[u].to(tl.float32),)
+            b_new = b_dos[u].to(tl.float32)
+            if SILU:
+                b_z = b_bias
+                for w in tl.static_range(W):
+                    b_z += b_w[w] * b_x[w]
+                b_sigmoid = sigmoid(b_z)
+                b_new *= b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
+            b_dz = b_dz[1:] + (b_new,)
+            # later tokens are the next run's
+            b_own = tl.where(o_t + u < end, b_new, 0.0)
+            b_added = ()
+            for w in tl.static_range(W):
+                b_added = b_added + (b_sums[w] + b_own * b_x[w],)
+            b_sums = b_added + (b_sums[W] + b_own,)
+            b_dx = zero
+            for w in tl.static_range(W):
+                b_dx += b_w[W - 1 - w] * b_dz[w]
+            o_s = o_t + u - (W - 1)
+            if final_gradient is not None:
+                m_s = within(o_s, length - (W - 1), length, m_d)
+                b_dx += tl.load(final_gradient + o_state + (o_s - length + W - 1), mask=m_s, other=0.0).to(tl.float32)
+            p_s = p_dx + o_s.to(tl.int64) * D
+            tl.store(p_s, b_dx.to(dx.dtype.element_ty), mask=within(o_s, first, end, m_d))
+            if initial_gradient is not None:
+                # the first run alone has positions before 0
+                p_s = initial_gradient + o_state + (o_s + W - 1)
+                m_s = within(o_s, tl.where(first == 0, 1 - W, 0), 0, m_d)
+                tl.store(p_s, b_dx.to(initial_gradient.dtype.element_ty), mask=m_s)
+    # unused slots of a packed batch write zeros for the sum over slots
+    p_sums = dsums + tl.cast(i_c, tl.int64) * (W + 1) * columns + o_d
+    for w in tl.static_range(W + 1):
+        tl.store(p_sums + w * columns, b_sums[w], mask=m_d)
+
+
+@cached_launch
+@triton.jit(do_not_specialize=["T", "N", "BT"])
+def short_conv_backward_kernel(
+    x, weight, bias, initial_state, do, final_gradient, dx, dsums, initial_gradient, cu_seqlens,
+    stride_x, stride_do, T, N, BT, D,
+    W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """BT tokens of BD channels a program."""
+    i_c = tl.program_id(0)
+    i_n, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
+    walk_back(
+        x, weight, bias, initial_state, do, final_gradient, dx, dsums, initial_gradient, i_c, i_n, begin, length, first,
+        tl.program_id(1), stride_x, stride_do, BT, D, D, W, BD, BU, SILU,
+    )  # fmt: skip
+
+
+@cached_launch
+@triton.jit(do_not_specialize=["T", "N", "BT"])
+def short_convs_backward_kernel(
+    x0, x1, x2, weight0, weight1, weight2, initial0, initial1, initial2, do0, do1, do2, dfinal0, dfinal1, dfinal2,
+    dx0, dx1, dx2, dinitial0, dinitial1, dinitial2, dsums, cu_seqlens,
+    stride0, stride1, stride2, stride_do0, stride_do1, stride_do2, T, N, BT, D0, D1, D2,
+    W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """The same for the channels of three inputs, one after the other, in `dsums`, too; the last may have none."""
+    i_c = tl.program_id(0)
+    i_n, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
+    i_x, i_d = locate_channels(tl.program_id(1), tl.cdiv(D0, BD), tl.cdiv(D1, BD))
+    initial_state, initial_gradient, final_gradient = None, None, None
+    if initial0 is not None:
+        initial_state = of_input(i_x, initial0, initial1, initial2)
+        initial_gradient = of_input(i_x, dinitial0, dinitial1, dinitial2)
+    if dfinal0 is not None:
+        final_gradient = of_input(i_x, dfinal0, dfinal1, dfinal2)
+    walk_back(
+        of_input(i_x, x0, x1, x2), of_input(i_x, weight0, weight1, weight2), None, initial_state,
+        of_input(i_x, do0, do1, do2), final_gradient, of_input(i_x, dx0, dx1, dx2),
+        dsums + of_input(i_x, 0, D0, D0 + D1), initial_gradient, i_c, i_n, begin, length, first, i_d,
+        of_input(i_x, stride0, stride1, stride2), of_input(i_x, stride_do0, stride_do1, stride_do2), BT,
+        of_input(i_x, D0, D1, D2), D0 + D1 + D2, W, BD, BU, SILU,
+    )  # fmt: skip
+
+
+@cached_launch
+@triton.jit(do_not_specialize=["runs"])
+def short_conv_sums_kernel(dsums, dweight, dbias, runs, D, W: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """Sums over runs, BR at a time: for one tap, or for the bias."""
+    o_d, i_w = tl.program_id(0) * BD + tl.arange(0, BD), tl.program_id(1)
+    m_d = o_d < D
+    b_sum = tl.zeros([BR, BD], tl.float32)
+    for start in range(0, runs, BR):
+        o_r = start + tl.arange(0, BR)
+        p_sums = dsums + (o_r.to(tl.int64) * (W + 1) + i_w)[:, None] * D + o_d[None, :]
+        b_sum += tl.load(p_sums, mask=(o_r < runs)[:, None] & m_d[None, :], other=0.0)
+    b_sum = tl.sum(b_sum, 0)
+    if i_w < W:
+        tl.store(dweight + o_d * W + i_w, b_sum.to(dweight.dtype.element_ty), mask=m_d)
+    elif dbias is not None:
+        tl.store(dbias + o_d, b_sum.to(dbias.dtype.element_ty), mask=m_d)
+
+
+def short_conv_backward(
+    x, weight, bias, activation, initial_state, cu_seqlens, do, final_gradient, config: ShortConvRun
+):
+    """Gradients of x, weight, bias and the initial state; the latter two None where their tensors are."""
+    B, T, D = x.shape
+    W = weight.shape[1]
+    N = num_sequences(x, cu_seqlens)
+    runs = chunk_slots(B, T, config.BT, cu_seqlens)
+    dx = torch.empty((B, T, D), dtype=x.dtype, device=x.device)
+    # sums over the tokens of a run, then over runs: a fixed order, so the result never changes
+    dsums = torch.empty((runs, W + 1, D), dtype=torch.float32, device=x.device)
+    initial_gradient = None if initial_state is None else torch.empty_like(initial_state)
+    short_conv_backward_kernel[(runs, cdiv(D, config.BD))](
+        x=x, weight=weight, bias=bias, initial_state=initial_state, do=do, final_gradient=final_gradient, dx=dx,
+        dsums=dsums, initial_gradient=initial_gradient, cu_seqlens=cu_seqlens, stride_x=x.stride(1),
+        stride_do=do.stride(1), T=T, N=N, BT=config.BT, D=D, W=W, BD=config.BD, BU=config.BU,
+        SILU=activation == "silu", PACKED=cu_seqlens is not None, num_warps=1,
+    )  # fmt: skip
+    dweight = torch.empty_like(weight)
+    dbias = None if bias is None else torch.empty_like(bias)
+    sum_runs(dsums, dweight, dbias)
+    return dx, dweight, dbias, initial_gradient
+
+
+def short_convs_backward(xs, weights, activation, initial_states, cu_seqlens, dos, final_gradients, config):
+    """Gradients of the inputs, of all weights `[sum of D, W]`, and of the initial states, or None without these."""
+    (B, T, _), W = xs[0].shape, weights[0].shape[1]
+    N, device = num_sequences(xs[0], cu_seqlens), xs[0].device
+    sizes = [x.shape[2] for x in xs]
+    runs = chunk_slots(B, T, config.BT, cu_seqlens)
+    dxs = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in xs]
+    dsums = torch.empty((runs, W + 1, sum(sizes)), dtype=torch.float32, device=device)
+    initial_gradients = None if initial_states is None else [torch.empty_like(x) for x in initial_states]
+    short_convs_backward_kernel[(runs, sum(cdiv(D, config.BD) for D in sizes))](
+        **of_three(x=xs, weight=weights, initial=initial_states, do=dos, dfinal=final_gradients, dx=dxs),
+        **of_three(dinitial=initial_gradients, D=[*sizes, 0]),
+        **of_three(stride=[x.stride(1) for x in xs], stride_do=[x.stride(1) for x in dos]),
+        dsums=dsums, cu_seqlens=cu_seqlens, T=T, N=N, BT=config.BT, W=W, BD=config.BD, BU=config.BU,
+        SILU=activation == "silu", PACKED=cu_seqlens is not None, num_warps=1,
+    )  # fmt: skip
+    dweights = torch.empty((sum(sizes), W), dtype=weights[0].dtype, device=device)
+    sum_runs(dsums, dweights, None)
+    return dxs, dweights, initial_gradients
+
+
+def sum_runs(dsums, dweight, dbias) -> None:
+    """The sums `[runs, W + 1, D]` of runs, summed over them: of the weight, and of the bias, if there is one."""
+    (runs, _, D), W = dsums.shape, dweight.shape[1]
+    BR, BD = 128, 32
+    short_conv_sums_kernel[(cdiv(D, BD), W + 1)](
+        dsums=dsums, dweight=dweight, dbias=dbias, runs=runs, D=D, W=W, BR=BR, BD=BD, num_warps=4
+    )

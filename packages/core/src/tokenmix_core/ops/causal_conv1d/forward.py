@@ -1,0 +1,263 @@
+"""The convolution over whole sequences, and one step of decoding in place."""
+
+# Triton knows no stars in tuples
+# ruff: noqa: RUF005
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.pdl import gdc_launch_and_wait
+from tokenmix_core.kernels.triton.varlen import locate_chunk
+from tokenmix_core.kernels.tuning import ShortConvRun
+
+
+@triton.jit
+def within(o_t, low, high, m_d):
+    """The mask of channels where a position lies in `low` … `high` − 1, else none."""
+    # Triton 3.9's interpreter takes no number in a mask
+    b_t = o_t + tl.zeros(m_d.shape, tl.int32)
+    return (b_t >= low) & (b_t < high) & m_d
+
+
+@triton.jit
+def load_input(p_x, p_initial, o_t, length, m_d, stride_x, W: tl.constexpr):
+    """The input at position `o_t` of a sequence whose row 0 is at `p_x`, float32; before 0 lies the initial state."""
+    b_x = tl.load(p_x + o_t.to(tl.int64) * stride_x, mask=within(o_t, 0, length, m_d), other=0.0).to(tl.float32)
+    if p_initial is not None:
+        b_x += tl.load(p_initial + o_t + (W - 1), mask=within(o_t, 1 - W, 0, m_d), other=0.0).to(tl.float32)
+    return b_x
+
+
+@triton.jit
+def sigmoid(b_x):
+    """1 / (1 + e^−x)."""
+    # of two instructions: a division takes ten
+    b_r = tl.rsqrt(1.0 + tl.exp2(b_x * -1.4426950408889634))
+    return b_r * b_r
+
+
+@triton.jit
+def walk(
+    x, weight, bias, initial_state, o, final_state, i_n, begin, length, first, i_d, stride_x, BT, D,
+    W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """One walk over BT tokens of BD channels, BU a step; the last W inputs are registers: each is read once."""
+    o_d = i_d * BD + tl.arange(0, BD)
+    m_d = o_d < D
+    end = tl.minimum(first + BT, length)
+    o_state = (tl.cast(i_n, tl.int64) * D + o_d) * (W - 1)
+    p_x = x + begin * stride_x + o_d
+    p_o = o + begin * D + o_d
+    p_initial = initial_state
+    if initial_state is not None:
+        p_initial += o_state
+    b_bias = tl.zeros([BD], tl.float32)
+    if bias is not None:
+        b_bias += tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32)
+    b_w = ()
+    # the first of W inputs leaves before it is used
+    b_x = (b_bias,)
+    for w in tl.static_range(W):
+        b_w = b_w + (tl.load(weight + o_d * W + w, mask=m_d, other=0.0).to(tl.float32),)
+    for w in tl.static_range(W - 1):
+        b_x = b_x + (load_input(p_x, p_initial, first - (W - 1) + w, length, m_d, stride_x, W),)
+
+    for i in range(0, end - first, BU):
+        o_t = first + i
+        b_xs = ()
+        for u in tl.static_range(BU):
+            m_t = within(o_t + u, 0, end, m_d)
+            b_xs = b_xs + (tl.load(p_x + (o_t + u).to(tl.int64) * stride_x, mask=m_t, other=0.0),)
+        for u in tl.static_range(BU):
+            b_x = b_x[1:] + (b_xs[u].to(tl.float32),)
+            b_o = b_bias
+            for w in tl.static_range(W):
+                b_o += b_w[w] * b_x[w]
+            if SILU:
+                b_o *= sigmoid(b_o)
+            p_t = p_o + (o_t + u).to(tl.int64) * D
+            tl.store(p_t, b_o.to(o.dtype.element_ty), mask=within(o_t + u, 0, end, m_d))
+    if first + BT >= length:
+        for w in tl.static_range(W - 1):
+            b_last = load_input(p_x, p_initial, length - (W - 1) + w, length, m_d, stride_x, W)
+            tl.store(final_state + o_state + w, b_last.to(final_state.dtype.element_ty), mask=m_d)
+
+
+@cached_launch
+@triton.jit(do_not_specialize=["T", "N", "BT"])
+def short_conv_forward_kernel(
+    x, weight, bias, initial_state, o, final_state, cu_seqlens, stride_x, T, N, BT, D,
+    W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """BT tokens of BD channels a program."""
+    i_n, begin, length, first = locate_chunk(tl.program_id(0), T, BT, N, cu_seqlens, PACKED)
+    # an empty sequence has one chunk too, which hands its initial state on
+    if first >= tl.maximum(length, 1):
+        return
+    walk(
+        x, weight, bias, initial_state, o, final_state, i_n, begin, length, first, tl.program_id(1), stride_x, BT, D,
+        W, BD, BU, SILU,
+    )  # fmt: skip
+
+
+@triton.jit
+def locate_channels(i_d, n0, n1):
+    """Of block `i_d` of the channels of three inputs, one input's after the other's: whose it is, and its number."""
+    i_x = (i_d >= n0).to(tl.int32) + (i_d >= n0 + n1).to(tl.int32)
+    return i_x, i_d - tl.where(i_x > 0, n0, 0) - tl.where(i_x > 1, n1, 0)
+
+
+@triton.jit
+def of_input(i_x, x0, x1, x2):
+    """What belongs to one of three inputs: all pointers of one type, or all numbers."""
+    return tl.where(i_x == 0, x0, tl.where(i_x == 1, x1, x2))
+
+
+@cached_launch
+@triton.jit(do_not_specialize=["T", "N", "BT"])
+def short_convs_forward_kernel(
+    x0, x1, x2, weight0, weight1, weight2, initial0, initial1, initial2, o0, o1, o2, final0, final1, final2,
+    cu_seqlens, stride0, stride1, stride2, T, N, BT, D0, D1, D2,
+    W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """The same for the channels of three inputs, one after the other; the last may have none."""
+    i_n, begin, length, first = locate_chunk(tl.program_id(0), T, BT, N, cu_seqlens, PACKED)
+    if first >= tl.maximum(length, 1):
+        return
+    i_x, i_d = locate_channels(tl.program_id(1), tl.cdiv(D0, BD), tl.cdiv(D1, BD))
+    initial_state = None
+    if initial0 is not None:
+        initial_state = of_input(i_x, initial0, initial1, initial2)
+    walk(
+        of_input(i_x, x0, x1, x2), of_input(i_x, weight0, weight1, weight2), None, initial_state,
+        of_input(i_x, o0, o1, o2), of_input(i_x, final0, final1, final2), i_n, begin, length, first, i_d,
+        of_input(i_x, stride0, stride1, stride2), BT, of_input(i_x, D0, D1, D2), W, BD, BU, SILU,
+    )  # fmt: skip
+
+
+def short_conv_forward(x, weight, bias, activation, initial_state, cu_seqlens, config: ShortConvRun):
+    """o `[B, T, D]` and the last inputs of each sequence `[N, D, W − 1]`; the tokens of x lie at one stride."""
+    B, T, D = x.shape
+    W = weight.shape[1]
+    N = num_sequences(x, cu_seqlens)
+    o = torch.empty((B, T, D), dtype=x.dtype, device=x.device)
+    final_state = torch.empty((N, D, W - 1), dtype=x.dtype, device=x.device)
+    short_conv_forward_kernel[(chunk_slots(B, T, config.BT, cu_seqlens), cdiv(D, config.BD))](
+        x=x, weight=weight, bias=bias, initial_state=initial_state, o=o, final_state=final_state,
+        cu_seqlens=cu_seqlens, stride_x=x.stride(1), T=T, N=N, BT=config.BT, D=D, W=W, BD=config.BD, BU=config.BU,
+        SILU=activation == "silu", PACKED=cu_seqlens is not None, num_warps=1,
+    )  # fmt: skip
+    return o, final_state
+
+
+def of_three(**each: Sequence | None) -> dict[str, Any]:
+    """Arguments of three inputs by name and number; None stands for all three.
+
+    Where there are two, the first stands for the third, which has no channels and is never read.
+    """
+    given = {name: [None] if values is None else values for name, values in each.items()}
+    return {f"{name}{i}": x for name, v in given.items() for i, x in enumerate([*v, v[0], v[0]][:3])}
+
+
+def short_convs_forward(xs, weights, activation, initial_states, cu_seqlens, config: ShortConvRun):
+    """o `[B, T, D]` of two or three inputs, and the last inputs of each sequence `[N, D, W − 1]` of each."""
+    (B, T, _), W = xs[0].shape, weights[0].shape[1]
+    N, device = num_sequences(xs[0], cu_seqlens), xs[0].device
+    outputs = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in xs]
+    final_states = [torch.empty((N, x.shape[2], W - 1), dtype=x.dtype, device=device) for x in xs]
+    sizes = [x.shape[2] for x in xs]
+    channels = sum(cdiv(D, config.BD) for D in sizes)
+    short_convs_forward_kernel[(chunk_slots(B, T, config.BT, cu_seqlens), channels)](
+        **of_three(x=xs, weight=weights, initial=initial_states, o=outputs, final=final_states),
+        **of_three(stride=[x.stride(1) for x in xs], D=[*sizes, 0]), cu_seqlens=cu_seqlens, T=T, N=N, BT=config.BT,
+        W=W, BD=config.BD, BU=config.BU, SILU=activation == "silu", PACKED=cu_seqlens is not None, num_warps=1,
+    )  # fmt: skip
+    return outputs, final_states
+
+
+@triton.jit
+def step_channels(
+    x, weight, bias, state, o, i_b, i_d, stride_x, D, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr
+):
+    """One token of BD channels of a sequence: the last inputs move up by one."""
+    o_d = i_d * BD + tl.arange(0, BD)
+    m_d = o_d < D
+    p_s = state + (i_b * D + o_d) * (W - 1)
+    b_o = tl.zeros([BD], tl.float32)
+    if bias is not None:
+        b_o += tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32)
+    for w in tl.static_range(W - 1):
+        b_x = tl.load(p_s + w, mask=m_d, other=0.0)
+        b_o += b_x.to(tl.float32) * tl.load(weight + o_d * W + w, mask=m_d, other=0.0).to(tl.float32)
+        if w > 0:
+            tl.store(p_s + w - 1, b_x, mask=m_d)
+    b_x = tl.load(x + i_b * stride_x + o_d, mask=m_d, other=0.0)
+    b_o += b_x.to(tl.float32) * tl.load(weight + o_d * W + W - 1, mask=m_d, other=0.0).to(tl.float32)
+    tl.store(p_s + W - 2, b_x, mask=m_d)
+    if SILU:
+        b_o *= sigmoid(b_o)
+    tl.store(o + i_b * D + o_d, b_o.to(o.dtype.element_ty), mask=m_d)
+
+
+@cached_launch
+@triton.jit
+def short_conv_step_kernel(
+    x, weight, bias, state, o, stride_x, D, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
+    PDL: tl.constexpr = False,
+):  # fmt: skip
+    """A sequence and BD channels a program."""
+    gdc_launch_and_wait(PDL)
+    i_b, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    step_channels(x, weight, bias, state, o, i_b, i_d, stride_x, D, W, BD, SILU)
+
+
+@cached_launch
+@triton.jit
+def short_conv_steps_kernel(
+    x0, x1, x2, weight0, weight1, weight2, state0, state1, state2, o0, o1, o2,
+    stride0, stride1, stride2, D0, D1, D2, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
+    PDL: tl.constexpr = False,
+):  # fmt: skip
+    """The same for the channels of three inputs, one after the other; the last may have none."""
+    gdc_launch_and_wait(PDL)
+    i_b, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    n0, n1 = tl.cdiv(D0, BD), tl.cdiv(D1, BD)
+    if i_d < n0:
+        step_channels(x0, weight0, None, state0, o0, i_b, i_d, stride0, D0, W, BD, SILU)
+    elif i_d < n0 + n1:
+        step_channels(x1, weight1, None, state1, o1, i_b, i_d - n0, stride1, D1, W, BD, SILU)
+    else:
+        step_channels(x2, weight2, None, state2, o2, i_b, i_d - n0 - n1, stride2, D2, W, BD, SILU)
+
+
+def short_conv_steps(
+    xs: list[Tensor], weights: list[Tensor], states: list[Tensor], activation: str | None
+) -> list[Tensor]:
+    """o `[B, D]` of one token of each of two or three inputs; `states` take the tokens in."""
+    BD, W = 256, weights[0].shape[1]
+    outputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
+    sizes = [x.shape[1] for x in xs]
+    short_conv_steps_kernel[(len(xs[0]), sum(cdiv(D, BD) for D in sizes))](
+        **of_three(x=xs, weight=weights, state=states, o=outputs, stride=[x.stride(0) for x in xs], D=[*sizes, 0]),
+        W=W, BD=BD, SILU=activation == "silu", num_warps=2,
+    )  # fmt: skip
+    return outputs
+
+
+def short_conv_step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None) -> Tensor:
+    """o `[B, D]` of one token; `state` takes the token in."""
+    B, D = x.shape
+    o = torch.empty((B, D), dtype=x.dtype, device=x.device)
+    BD = 256
+    short_conv_step_kernel[(B, cdiv(D, BD))](
+        x=x, weight=weight, bias=bias, state=state, o=o, stride_x=x.stride(0), D=D, W=weight.shape[1], BD=BD,
+        SILU=activation == "silu", num_warps=2,
+    )  # fmt: skip
+    return o

@@ -1,0 +1,1 @@
+"""Small fused operations between matrix multiplications."""

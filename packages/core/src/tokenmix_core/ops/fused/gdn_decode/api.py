@@ -1,0 +1,141 @@
+"""The public function of a layer's step: shapes, checks and the choice of an implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tokenmix_core.kernels.launch.cache.replay import Checked
+from tokenmix_core.ops.common import (
+    Impl,
+    bind_shapes,
+    check_dtype,
+    check_multiple,
+    check_same_dtype,
+    check_scale,
+    resolve_impl,
+)
+from tokenmix_core.ops.fused.gdn_decode.reference import delta_layer_step_reference
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+# of a state's heads
+_SIZES = (64, 128, 256)
+
+
+@torch.no_grad()
+def delta_layer_step(
+    q: Float[Tensor, "B H K"],
+    k: Float[Tensor, "B H K"],
+    v: Float[Tensor, "B HV V"],
+    a: Float[Tensor, "B HV"],
+    b: Float[Tensor, "B HV"],
+    gate: Float[Tensor, "B HV V"] | None,
+    weights: Sequence[Float[Tensor, "_channels W"]],
+    inputs: Sequence[Float[Tensor, "B _channels W_minus_1"]],
+    A_log: Float[Tensor, "HV"],
+    dt_bias: Float[Tensor, "HV"],
+    norm_weight: Float[Tensor, "V"],
+    state: Float[Tensor, "B heads rows columns"],
+    arrivals: Int[Tensor, "B H"],
+    *,
+    scale: float | None = None,
+    max_beta: float = 1.0,
+    eps: float = 1e-6,
+    impl: Impl | None = None,
+) -> Float[Tensor, "B HV V"]:
+    r"""One decoding step of Gated DeltaNet between its projections, in one launch. Not differentiable.
+
+    Convolutions with SiLU, unit q and k, gates, the delta rule and the gated norm of each head (Yang et al. 2025):
+
+    .. math::
+
+        S \leftarrow e^{g} S + \beta\, \hat k\, (v - e^{g} S^\top \hat k)^\top, \qquad
+        y = \text{norm}(\text{scale} \cdot S^\top \hat q) \odot \text{norm\_weight} \odot \text{silu}(\text{gate})
+
+    Args:
+        q, k, v: the projections of one token of each sequence, before their convolutions. H divides HV.
+        a, b: projections that `delta_gates` makes g and β of.
+        gate: the projection that gates outputs; None for no gate.
+        weights: of the convolutions of q, k and v: `[H · K, W]` twice and `[HV · V, W]`, W from 2 to 8, of one dtype.
+        inputs: their last W − 1 inputs, oldest first, `[B, H · K, W − 1]` twice and `[B, HV · V, W − 1]`, contiguous;
+            this token's enter. q, k, v, gate and these share one dtype: bfloat16, float16 or float32 (the reference
+            also float64).
+        A_log, dt_bias: of the gates.
+        norm_weight: of the norm.
+        state: float32, contiguous, overwritten with the state after this token: HV heads `[K, V]`; or each with rows
+            padded with zeros, and with columns padded and cut into heads of equal size, as `nn.HeadFit` does.
+        arrivals: int32, contiguous, zeros; the programs of a launch count themselves there and leave zeros behind. Only
+            calls that share a state may share it.
+        scale: factor on the outputs before their norm; None is K ** −0.5.
+        max_beta: as for `delta_gates`.
+        eps: added to the mean square.
+        impl: "triton", where the state's heads have sizes of 64, 128 and 256, "reference" (any device), or None: Triton
+            for CUDA tensors, the reference for others.
+
+    Returns:
+        y, in v's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or sizes that do not fit.
+    """
+    op = "delta_layer_step"
+    if len(weights) != 3 or len(inputs) != 3:
+        raise ValueError(f"{op}: q, k and v take three weights and last inputs, got {len(weights)} and {len(inputs)}")
+    parameters = A_log, dt_bias, norm_weight
+    impl, scale = _check(op, q, k, v, a, b, gate, *weights, *inputs, *parameters, state, arrivals, scale, impl)
+    if impl == "reference":
+        return delta_layer_step_reference(
+            q, k, v, a, b, gate, weights, inputs, *parameters, state, scale, max_beta, eps
+        )
+    from tokenmix_core.ops.fused.gdn_decode.autograd import step
+
+    return step(q, k, v, a, b, gate, *weights, *inputs, *parameters, state, arrivals, scale, max_beta, eps)
+
+
+@Checked
+def _check(
+    op, q, k, v, a, b, gate, q_weight, k_weight, v_weight, q_inputs, k_inputs, v_inputs, A_log, dt_bias, norm_weight,
+    state, arrivals, scale, impl,
+) -> tuple[str | None, float]:  # fmt: skip
+    """Validate a call; return the implementation, as `resolve_impl` does, and the scale."""
+    tensors = {"q": (q, "B H K"), "k": (k, "B H K"), "v": (v, "B HV V"), "a": (a, "B HV"), "b": (b, "B HV")}
+    tensors |= {"gate": (gate, "B HV V?"), "q_weight": (q_weight, "keys W"), "k_weight": (k_weight, "keys W")}
+    tensors |= {"v_weight": (v_weight, "values W"), "A_log": (A_log, "HV"), "dt_bias": (dt_bias, "HV")}
+    tensors |= {"norm_weight": (norm_weight, "V"), "state": (state, "B heads rows columns")}
+    tensors |= {"arrivals": (arrivals, "B H")}
+    dims = bind_shapes(op, {}, q=(q, "B H K"), v=(v, "B HV V"))
+    dims |= {"keys": dims["H"] * dims["K"], "values": dims["HV"] * dims["V"]}
+    bind_shapes(op, dims, **tensors)
+    if not 2 <= dims["W"] <= 8:
+        raise ValueError(f"{op}: weights must have a width W from 2 to 8, got {dims['W']}")
+    dims["W-1"] = dims["W"] - 1
+    inputs = {"q_inputs": (q_inputs, "B keys W-1"), "k_inputs": (k_inputs, "B keys W-1")}
+    bind_shapes(op, dims, q=(q, "B H K"), **inputs, v_inputs=(v_inputs, "B values W-1"))
+    check_multiple(op, "HV", dims["HV"], "H", dims["H"])
+    check_multiple(op, "heads of the state", dims["heads"], "HV", dims["HV"])
+    if dims["rows"] < dims["K"] or dims["columns"] * (dims["heads"] // dims["HV"]) < dims["V"]:
+        raise ValueError(
+            f"{op}: state must have room for heads of {dims['K']} × {dims['V']}, got {list(state.shape)} for "
+            f"{dims['HV']} heads"
+        )
+    impl = resolve_impl(op, impl, q)
+    if impl != "reference" and not {dims["rows"], dims["columns"]} <= set(_SIZES):
+        raise ValueError(
+            f"{op}: impl='triton' takes a state of heads of 64, 128 or 256 by 64, 128 or 256, got {list(state.shape)}; "
+            "pad the heads, or pass impl='reference'"
+        )
+    wide = (torch.float64,) if impl == "reference" else ()
+    check_dtype(op, (*_FLOATS, *wide), q=q, a=a, b=b, q_weight=q_weight)
+    check_dtype(op, (*_FLOATS, *wide), A_log=A_log, dt_bias=dt_bias, norm_weight=norm_weight)
+    check_same_dtype(op, q=q, k=k, v=v, gate=gate, q_inputs=q_inputs, k_inputs=k_inputs, v_inputs=v_inputs)
+    check_same_dtype(op, q_weight=q_weight, k_weight=k_weight, v_weight=v_weight)
+    check_dtype(op, (torch.float32, *wide), state=state)
+    check_dtype(op, (torch.int32,), arrivals=arrivals)
+    written = {"q_inputs": q_inputs, "k_inputs": k_inputs, "v_inputs": v_inputs, "state": state, "arrivals": arrivals}
+    for name, x in written.items():
+        if not x.is_contiguous():
+            raise ValueError(f"{op}: {name} must be contiguous to be updated in place, got strides {x.stride()}")
+    return impl, dims["K"] ** -0.5 if scale is None else check_scale(op, scale)

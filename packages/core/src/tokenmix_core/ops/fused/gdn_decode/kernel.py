@@ -1,0 +1,123 @@
+"""The whole step in one kernel."""
+
+# Triton knows no stars in tuples
+# ruff: noqa: RUF005
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tokenmix_core.chunking import next_power_of_2
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.ops.causal_conv1d.forward import sigmoid
+from tokenmix_core.ops.fused.gdn_decode.types import Inputs
+from tokenmix_core.ops.fused.gdn_gates.kernels import softplus
+
+
+@triton.jit
+def convolve(x, weight, inputs, i_n, o_d, m_d, stride_x, D, W: tl.constexpr):
+    """The convolution and SiLU of one token's channels, float32; the last inputs stay as they are."""
+    p_x = inputs + (i_n * D + o_d) * (W - 1)
+    b_z = tl.zeros(o_d.shape, tl.float32)
+    for w in tl.static_range(W - 1):
+        b_x = tl.load(p_x + w, mask=m_d, other=0.0).to(tl.float32)
+        b_z += b_x * tl.load(weight + o_d * W + w, mask=m_d, other=0.0).to(tl.float32)
+    b_x = tl.load(x + i_n * stride_x + o_d, mask=m_d, other=0.0).to(tl.float32)
+    b_z += b_x * tl.load(weight + o_d * W + W - 1, mask=m_d, other=0.0).to(tl.float32)
+    return b_z * sigmoid(b_z)
+
+
+@triton.jit
+def take_in(x, inputs, i_n, o_d, m_d, stride_x, D, W: tl.constexpr):
+    """Move the last inputs of channels up by one; threads wait for each other between reading and writing them."""
+    p_x = inputs + (i_n * D + o_d) * (W - 1)
+    b_x = ()
+    for w in tl.static_range(W - 2):
+        b_x = b_x + (tl.load(p_x + w + 1, mask=m_d, other=0.0),)
+    b_x = b_x + (tl.load(x + i_n * stride_x + o_d, mask=m_d, other=0.0),)
+    tl.debug_barrier()
+    for w in tl.static_range(W - 1):
+        tl.store(p_x + w, b_x[w], mask=m_d)
+
+
+@cached_launch
+@triton.jit
+def delta_layer_step_kernel(
+    q, k, v, a, b, gate, q_weight, k_weight, v_weight, q_inputs, k_inputs, v_inputs, A_log, dt_bias, norm_weight,
+    state, arrivals, o, y, stride_q, stride_k, stride_v, stride_a, stride_b, stride_gate, scale, max_beta, eps,
+    H, group, parts, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    BD: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
+    """BV columns of a head's state a program; the last program of a sequence and key head does what waits for all."""
+    if PDL:
+        gdc_launch_dependents()
+    tiles = group * parts * (V // BV)
+    i_t, i_nh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    i_n, i_h = (i_nh // H).to(tl.int64), i_nh % H
+    HV = H * group
+    i_s = i_h * group * parts + i_t // (V // BV)
+    i_hv = i_s // parts
+    o_k, o_c = tl.arange(0, K), i_t % (V // BV) * BV + tl.arange(0, BV)
+    p_s = state + (i_n * HV * parts + i_s) * (K * V) + o_k[:, None] * V + o_c[None, :]
+    # no other kernel of a step writes it
+    b_s = tl.load(p_s)
+    if PDL:
+        gdc_wait()
+
+    m_k, o_k = o_k < HEAD_K, i_h * HEAD_K + o_k
+    o_v = i_s % parts * V + o_c
+    m_v, o_v = o_v < HEAD_V, i_hv * HEAD_V + o_v
+    b_q = convolve(q, q_weight, q_inputs, i_n, o_k, m_k, stride_q, H * HEAD_K, W)
+    b_k = convolve(k, k_weight, k_inputs, i_n, o_k, m_k, stride_k, H * HEAD_K, W)
+    b_v = convolve(v, v_weight, v_inputs, i_n, o_v, m_v, stride_v, HV * HEAD_V, W)
+    rate = softplus(tl.load(a + i_n * stride_a + i_hv).to(tl.float32) + tl.load(dt_bias + i_hv).to(tl.float32))
+    decay = tl.exp(-tl.exp(tl.load(A_log + i_hv).to(tl.float32)) * rate)
+    beta = max_beta * sigmoid(tl.load(b + i_n * stride_b + i_hv).to(tl.float32))
+    r_q = scale * tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6)
+    r_k = tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
+    # both read-outs of the old state; the output's part of the update is (k · q) u
+    b_sk, b_sq = tl.sum(b_s * b_k[:, None], 0), tl.sum(b_s * b_q[:, None], 0)
+    b_u = (b_v - decay * r_k * b_sk) * (beta * r_k)
+    b_o = r_q * (decay * b_sq + tl.sum(b_k * b_q, 0) * b_u)
+    tl.store(p_s, b_s * decay + b_k[:, None] * b_u[None, :])
+    tl.store(o + i_n * HV * HEAD_V + o_v, b_o, mask=m_v)
+    # no other program reads these channels
+    take_in(v, v_inputs, i_n, o_v, m_v, stride_v, HV * HEAD_V, W)
+
+    # what all threads have read and written comes before the arrival, and after the last one what others wrote is read
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals + i_n * H + i_h, 1, sem="acq_rel", scope="gpu") == tiles - 1:
+        tl.store(arrivals + i_n * H + i_h, 0)
+        take_in(q, q_inputs, i_n, o_k, m_k, stride_q, H * HEAD_K, W)
+        take_in(k, k_inputs, i_n, o_k, m_k, stride_k, H * HEAD_K, W)
+        o_d = tl.arange(0, BD)
+        m_d = o_d < HEAD_V
+        b_w = tl.load(norm_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
+        for i in range(group):
+            o_y = (i_h * group + i) * HEAD_V + o_d
+            b_y = tl.load(o + i_n * HV * HEAD_V + o_y, mask=m_d, other=0.0, cache_modifier=".cg")
+            b_y *= tl.rsqrt(tl.sum(b_y * b_y, 0) / HEAD_V + eps) * b_w
+            if gate is not None:
+                b_z = tl.load(gate + i_n * stride_gate + o_y, mask=m_d, other=0.0).to(tl.float32)
+                b_y *= b_z * sigmoid(b_z)
+            tl.store(y + i_n * HV * HEAD_V + o_y, b_y.to(y.dtype.element_ty), mask=m_d)
+
+
+def delta_layer_step(x: Inputs) -> Tensor:
+    """y `[B, HV, V]`; the last inputs, the state and, until the end, `arrivals` are written to."""
+    B, H, head_k = x.q.shape
+    HV, head_v = x.v.shape[1:]
+    heads, K, V = x.state.shape[1:]
+    tile = tuning.gated_delta_rule("step", K, V, x.q.element_size(), B * heads)
+    o = torch.empty((B, HV, head_v), dtype=torch.float32, device=x.v.device)
+    y = torch.empty((B, HV, head_v), dtype=x.v.dtype, device=x.v.device)
+    rows = dict(q=x.q, k=x.k, v=x.v, a=x.a, b=x.b, gate=x.gate)
+    delta_layer_step_kernel[(B * heads * (V // tile.BV),)](
+        **x._asdict(), o=o, y=y, **{f"stride_{name}": 0 if t is None else t.stride(0) for name, t in rows.items()},
+        H=H, group=HV // H, parts=heads // HV, HEAD_K=head_k, HEAD_V=head_v, K=K, V=V, BV=tile.BV,
+        BD=next_power_of_2(head_v), W=x.q_weight.shape[1], num_warps=tile.num_warps,
+    )  # fmt: skip
+    return y

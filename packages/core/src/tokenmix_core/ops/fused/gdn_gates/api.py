@@ -1,0 +1,59 @@
+"""The public function of the gates: shapes, checks and the choice of an implementation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tokenmix_core.ops.common import Impl, bind_shapes, check_dtype, row_impl
+from tokenmix_core.ops.fused.gdn_gates.reference import delta_gates_reference
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Gates(NamedTuple):
+    """The result of `delta_gates`.
+
+    Attributes:
+        g: natural logarithm of the decay, at most 0, `[B, T, HV]` float32.
+        beta: strength of the write, likewise.
+    """
+
+    g: Tensor
+    beta: Tensor
+
+
+def delta_gates(
+    a: Float[Tensor, "B T HV"],
+    b: Float[Tensor, "B T HV"],
+    A_log: Float[Tensor, "HV"],
+    dt_bias: Float[Tensor, "HV"],
+    *,
+    max_beta: float = 1.0,
+    impl: Impl | None = None,
+) -> Gates:
+    """g = −exp(A_log) · softplus(a + dt_bias) and β = max_beta · sigmoid(b), in float32; differentiable in all tensors.
+
+    Args:
+        a, b: `[B, T, HV]`, the projections; slices of a wider tensor are read where they lie.
+        A_log, dt_bias: `[HV]`.
+        max_beta: 2 lets a state be reflected.
+        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors in eager mode, the reference for
+            others, and where torch.compile traces, which fuses it with its neighbours.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    op = "delta_gates"
+    bind_shapes(
+        op, {}, a=(a, "B T HV"), b=(b, "B T HV"), A_log=(A_log, "HV"), dt_bias=(dt_bias, "HV")
+    )  # fmt: skip
+    check_dtype(op, _FLOATS, a=a, b=b, A_log=A_log, dt_bias=dt_bias)
+    if row_impl(op, impl, a) == "reference" or not a.numel():
+        return Gates(*delta_gates_reference(a, b, A_log, dt_bias, max_beta))
+    from tokenmix_core.ops.fused.gdn_gates.autograd import gates
+
+    return Gates(*gates(a, b, A_log, dt_bias, max_beta))

@@ -1,0 +1,163 @@
+"""Both norms, forward and backward: the sum with a branch and the gate are left out where there are none."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmix_core.chunking import cdiv
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.pdl import gdc_launch_and_wait
+from tokenmix_core.ops.causal_conv1d.forward import sigmoid
+
+
+@triton.jit
+def locate(i_block, rows, groups, i_g, BM: tl.constexpr, PARTS: tl.constexpr):
+    """Of a block of rows: their numbers among all, tokens, groups, and whether they exist.
+
+    Where the weight has parts, all rows of a block are of group `i_g`.
+    """
+    o_r = (i_block * BM + tl.arange(0, BM)).to(tl.int64)
+    m_r = o_r < rows
+    if PARTS:
+        return o_r * groups + i_g, o_r, tl.zeros([BM], tl.int64) + i_g, m_r
+    return o_r, o_r // groups, o_r % groups, m_r
+
+
+@triton.jit
+def norm_factor(b_h, eps, SIZE: tl.constexpr):
+    """(mean(h²) + eps)^−½ of each row of a tile, `[BM, 1]`."""
+    return tl.rsqrt(tl.sum(b_h * b_h, 1) / SIZE + eps)[:, None]
+
+
+@cached_launch
+@triton.jit(do_not_specialize=["rows"])
+def rms_norm_kernel(
+    x, branch, z, weight, total, y, stride_x, stride_branch, stride_z, rows, groups, eps,
+    SIZE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
+    BEFORE: tl.constexpr, AFTER: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
+    """A block of rows; the sum is written, too, where there is a branch."""
+    gdc_launch_and_wait(PDL)
+    i_g = tl.program_id(1)
+    o_row, o_t, o_g, m_r = locate(tl.program_id(0), rows, groups, i_g, BM, PARTS)
+    o_d = tl.arange(0, BD)
+    mask = m_r[:, None] & (o_d < SIZE)[None, :]
+    columns = (o_g * SIZE)[:, None] + o_d[None, :]
+    flat = (o_row * SIZE)[:, None] + o_d[None, :]
+    b_h = tl.load(x + (o_t * stride_x)[:, None] + columns, mask=mask, other=0.0).to(tl.float32)
+    if branch is not None:
+        b_h += tl.load(branch + (o_t * stride_branch)[:, None] + columns, mask=mask, other=0.0).to(tl.float32)
+        b_total = b_h.to(total.dtype.element_ty)
+        tl.store(total + flat, b_total, mask=mask)
+        # what is kept is what is normalised
+        b_h = b_total.to(tl.float32)
+    if z is not None:
+        b_z = tl.load(z + (o_t * stride_z)[:, None] + columns, mask=mask, other=0.0).to(tl.float32)
+        b_gate = b_z * sigmoid(b_z)
+        if BEFORE:
+            b_h *= b_gate
+    b_w = tl.load(weight + (i_g * SIZE if PARTS else 0) + o_d, mask=o_d < SIZE, other=0.0).to(tl.float32)
+    b_y = b_h * norm_factor(b_h, eps, SIZE) * b_w[None, :]
+    if AFTER:
+        b_y *= b_gate
+    tl.store(y + flat, b_y.to(y.dtype.element_ty), mask=mask)
+
+
+@cached_launch
+@triton.jit(do_not_specialize=["rows"])
+def rms_norm_backward_kernel(
+    h, z, weight, dy, dtotal, dx, dbranch, dz, dweights, stride_h, stride_z, stride_dy, stride_dtotal, rows, groups,
+    eps, SIZE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
+    BEFORE: tl.constexpr, AFTER: tl.constexpr,
+):  # fmt: skip
+    """Every so-manieth block of rows, with this program's part of the weight's gradient in registers."""
+    i_p, i_g = tl.program_id(0), tl.program_id(1)
+    o_d = tl.arange(0, BD)
+    m_d = o_d < SIZE
+    b_w = tl.load(weight + (i_g * SIZE if PARTS else 0) + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
+    b_dw = tl.zeros([BM, BD], tl.float32)
+    for i_block in range(i_p, tl.cdiv(rows, BM), tl.num_programs(0)):
+        o_row, o_t, o_g, m_r = locate(i_block, rows, groups, i_g, BM, PARTS)
+        mask = m_r[:, None] & m_d[None, :]
+        columns = (o_g * SIZE)[:, None] + o_d[None, :]
+        flat = (o_row * SIZE)[:, None] + o_d[None, :]
+        b_x = tl.load(h + (o_t * stride_h)[:, None] + columns, mask=mask, other=0.0).to(tl.float32)
+        b_dy = tl.load(dy + (o_t * stride_dy)[:, None] + columns, mask=mask, other=0.0).to(tl.float32)
+        b_h = b_x
+        if z is not None:
+            b_z = tl.load(z + (o_t * stride_z)[:, None] + columns, mask=mask, other=0.0).to(tl.float32)
+            b_sigmoid = sigmoid(b_z)
+            b_gate = b_z * b_sigmoid
+            b_slope = b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
+            if BEFORE:
+                b_h = b_x * b_gate
+        b_r = norm_factor(b_h, eps, SIZE)
+        b_n = b_h * b_r
+        if AFTER:
+            tl.store(dz + flat, (b_dy * b_w * b_n * b_slope).to(dz.dtype.element_ty), mask=mask)
+            b_dy *= b_gate
+        b_dw += b_dy * b_n
+        b_dn = b_dy * b_w
+        b_dh = b_r * (b_dn - b_n * (tl.sum(b_dn * b_n, 1) / SIZE)[:, None])
+        if BEFORE:
+            tl.store(dz + flat, (b_dh * b_x * b_slope).to(dz.dtype.element_ty), mask=mask)
+            b_dh *= b_gate
+        if dtotal is not None:
+            b_dh += tl.load(dtotal + (o_t * stride_dtotal)[:, None] + columns, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + flat, b_dh.to(dx.dtype.element_ty), mask=mask)
+        if dbranch is not None:
+            tl.store(dbranch + flat, b_dh.to(dbranch.dtype.element_ty), mask=mask)
+    p_dw = dweights + (i_p * tl.num_programs(1) + i_g) * SIZE + o_d
+    tl.store(p_dw, tl.sum(b_dw, 0), mask=m_d)
+
+
+def rms_norm_forward(
+    x: Tensor, branch: Tensor | None, z: Tensor | None, weight: Tensor, eps: float, size: int, before: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """y and, with a branch, the sum; all `[tokens, groups · size]`, rows of one stride."""
+    before = before and z is not None
+    tokens, width = x.shape
+    groups, parts = width // size, len(weight) // size
+    y = torch.empty((tokens, width), dtype=dtype, device=x.device)
+    total = None
+    if branch is not None:
+        total = torch.empty((tokens, width), dtype=torch.promote_types(x.dtype, branch.dtype), device=x.device)
+    rows, tile = tokens * groups // parts, tuning.row_tile(size)
+    rms_norm_kernel[(cdiv(rows, tile.BM), parts)](
+        x=x, branch=branch, z=z, weight=weight, total=total, y=y, stride_x=x.stride(0),
+        stride_branch=0 if branch is None else branch.stride(0), stride_z=0 if z is None else z.stride(0), rows=rows,
+        groups=groups, eps=eps, SIZE=size, BM=tile.BM, BD=tile.BD, PARTS=parts > 1, BEFORE=before,
+        AFTER=z is not None and not before, num_warps=tile.num_warps,
+    )  # fmt: skip
+    return y, total
+
+
+def rms_norm_backward(
+    h: Tensor, z: Tensor | None, weight: Tensor, dy: Tensor, dtotal: Tensor | None, eps: float, size: int, before: bool,
+    dtype: torch.dtype, branch_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    """dx in `dtype`, dbranch in `branch_dtype` (dx itself where both are one), dz and dweight; h is x or the sum."""
+    before = before and z is not None
+    tokens, width = h.shape
+    groups, parts = width // size, len(weight) // size
+    dx = torch.empty((tokens, width), dtype=dtype, device=h.device)
+    dz = None if z is None else torch.empty((tokens, width), dtype=z.dtype, device=h.device)
+    dbranch = None
+    if branch_dtype is not None and branch_dtype != dtype:
+        dbranch = torch.empty((tokens, width), dtype=branch_dtype, device=h.device)
+    rows, tile = tokens * groups // parts, tuning.row_tile(size)
+    programs = tuning.row_programs(cdiv(rows, tile.BM) * parts) // parts or 1
+    dweights = torch.empty((programs, len(weight)), dtype=torch.float32, device=h.device)
+    rms_norm_backward_kernel[(programs, parts)](
+        h=h, z=z, weight=weight, dy=dy, dtotal=dtotal, dx=dx, dbranch=dbranch, dz=dz, dweights=dweights,
+        stride_h=h.stride(0), stride_z=0 if z is None else z.stride(0), stride_dy=dy.stride(0),
+        stride_dtotal=0 if dtotal is None else dtotal.stride(0), rows=rows, groups=groups, eps=eps, SIZE=size,
+        BM=tile.BM, BD=tile.BD, PARTS=parts > 1, BEFORE=before, AFTER=z is not None and not before,
+        num_warps=tile.num_warps,
+    )  # fmt: skip
+    if branch_dtype is not None and dbranch is None:
+        dbranch = dx
+    return dx, dbranch, dz, dweights.sum(0).to(weight.dtype)

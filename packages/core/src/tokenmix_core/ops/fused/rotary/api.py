@@ -1,0 +1,129 @@
+"""The public function of the rotation: shapes, checks and the choice of an implementation."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tokenmix_core.kernels.launch.cache.replay import Checked
+from tokenmix_core.ops.common import Impl, bind_shapes, check_dtype, check_same_dtype, check_tensors, row_impl
+from tokenmix_core.ops.fused.rotary.reference import rotate_reference, rotate_step_reference
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def rotate(
+    x: Float[Tensor, "B T H K"],
+    cos: Float[Tensor, "B_or_1 T K_over_2"],
+    sin: Float[Tensor, "B_or_1 T K_over_2"],
+    weight: Float[Tensor, "K"] | None = None,
+    *,
+    eps: float = 1e-6,
+    impl: Impl | None = None,
+) -> Float[Tensor, "B T H K"]:
+    """Channels i and i + K/2 of every head rotated by its token's angles, after an RMS norm of the head with `weight`.
+
+    Computed in float32, returned in x's dtype; differentiable in x and weight.
+
+    Args:
+        x: `[B, T, H, K]`, K even.
+        cos, sin: of the angles, float32 `[B or 1, T, K / 2]`.
+        weight: the norm's; None for no norm.
+        eps: the norm's.
+        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors in eager mode, the reference for
+            others, and where torch.compile traces, which fuses it with its neighbours.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    op = "rotate"
+    dims = bind_shapes(op, {}, x=(x, "B T H K"), weight=(weight, "K?"))
+    check_dtype(op, _FLOATS, x=x, weight=weight)
+    check_tensors(op, cos=cos, sin=sin)
+    dims |= _angles_of(op, dims, cos, x=x)
+    bind_shapes(op, dims, x=(x, "B T H K"), cos=(cos, "R T half"), sin=(sin, "R T half"))
+    if row_impl(op, impl, x) == "reference" or not x.numel():
+        return rotate_reference(x, cos, sin, weight, eps)
+    from tokenmix_core.ops.fused.rotary.autograd import rotate
+
+    return rotate(x, weight, cos, sin, eps)
+
+
+@torch.no_grad()
+def rotate_step(
+    q: Float[Tensor, "B HQ K"],
+    k: Float[Tensor, "B H K"],
+    v: Float[Tensor, "B H V"] | None,
+    cos: Float[Tensor, "B_or_1 K_over_2"] | None,
+    sin: Float[Tensor, "B_or_1 K_over_2"] | None,
+    keys: Float[Tensor, "B S H K"],
+    values: Float[Tensor, "B S H V"] | None,
+    places: Int[Tensor, "B"] | None,
+    q_weight: Float[Tensor, "K"] | None = None,
+    k_weight: Float[Tensor, "K"] | None = None,
+    *,
+    eps: float = 1e-6,
+    impl: Impl | None = None,
+) -> Float[Tensor, "B HQ K"]:
+    """`rotate` of one token's q and k, the latter and v stored in a cache, all in one launch. Not differentiable.
+
+    Args:
+        q, k, v: of one token of each sequence; v and `values` may both be None.
+        cos, sin: of its angles, float32; both None for a token that is not rotated.
+        keys, values: of the cache, of q's dtype, with channels side by side; overwritten at `places`.
+        places: int64, each from 0 to S − 1, which nobody checks; None for 0.
+        q_weight, k_weight: of the norms of q and k; None for no norm.
+        eps: the norms'.
+        impl: as for `rotate`.
+
+    Returns:
+        q, rotated.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    given = q, k, v, q_weight, k_weight, cos, sin, keys, values, places
+    if _check_step(impl, *given) == "reference":
+        return rotate_step_reference(*given, eps)
+    from tokenmix_core.ops.fused.rotary.autograd import rotate_step
+
+    return rotate_step(*given, eps)
+
+
+@Checked
+def _check_step(impl, q, k, v, q_weight, k_weight, cos, sin, keys, values, places) -> str:
+    """Validate a call; return the implementation."""
+    op = "rotate_step"
+    dims = bind_shapes(op, {}, q=(q, "B HQ K"), k=(k, "B H K"), v=(v, "B H V?"), q_weight=(q_weight, "K?"))
+    check_dtype(op, _FLOATS, q=q, q_weight=q_weight, k_weight=k_weight)
+    check_same_dtype(op, q=q, k=k, v=v, keys=keys, values=values)
+    for (name, x), (other, y) in ((("cos", cos), ("sin", sin)), (("v", v), ("values", values))):
+        if (x is None) != (y is None):
+            raise ValueError(f"{op}: {name} and {other} go together, got only {other if x is None else name}")
+    if cos is not None:
+        check_tensors(op, cos=cos, sin=sin)
+    dims |= _angles_of(op, dims, cos, q=q)
+    bind_shapes(
+        op, dims, q=(q, "B HQ K"), k_weight=(k_weight, "K?"), cos=(cos, "R half?"), sin=(sin, "R half?"),
+        keys=(keys, "B S H K"), values=(values, "B S H V?"), places=(places, "B?"),
+    )  # fmt: skip
+    check_dtype(op, (torch.int64,), places=places)
+    if not dims["S"]:
+        raise ValueError(f"{op}: keys must have a place at least, got {list(keys.shape)}")
+    for name, x in (("keys", keys), ("values", values)):
+        if x is not None and x.stride(3) != 1:
+            raise ValueError(f"{op}: {name} must have channels side by side, got strides {x.stride()}")
+    return "reference" if not q.numel() else row_impl(op, impl, q)
+
+
+def _angles_of(op: str, dims: dict[str, int], cos: Tensor | None, **rotated: Tensor) -> dict[str, int]:
+    """The sizes of cosines; a ValueError where what is `rotated`, a tensor by name, cannot have them."""
+    rows = 1 if cos is None else len(cos)
+    if dims["K"] % 2 or rows not in (1, dims["B"]):
+        ((name, x),) = rotated.items()
+        raise ValueError(
+            f"{op}: {name} must have an even K and cos B or 1 rows, got {list(x.shape)} and "
+            f"{None if cos is None else list(cos.shape)}"
+        )
+    return {"R": rows, "half": dims["K"] // 2}

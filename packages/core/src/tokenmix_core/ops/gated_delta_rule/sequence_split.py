@@ -1,0 +1,276 @@
+"""Sequences split into segments, so that few heads keep many SMs busy.
+
+A segment takes the state S that enters it to M S + L. `segment_states` finds L and M of all segments at once, then runs
+along a sequence's segments to find what enters each.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmix_core.chunking import chunk_slots, num_sequences
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.triton.memory import load_rows
+from tokenmix_core.kernels.triton.varlen import first_chunk, locate_chunk, sequence_span
+from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES, dot_precision
+from tokenmix_core.ops.gated_delta_rule.forward import (
+    bounded,
+    chunk_gates,
+    first_run,
+    forgotten,
+    next_state,
+    residual_of,
+)
+from tokenmix_core.ops.gated_delta_rule.types import Inputs
+
+# The forward step asks for the state that enters a segment where less than 2^-32 of the one a segment before is left
+# of it: what it may ask for is computed in good time, as sums of decays are rounded differently everywhere.
+FORGOTTEN = tl.constexpr(-33.0)
+# what the reverse pass, or the step along the segments, may ask for
+ASKED = tl.constexpr(-32.5)
+
+
+@cached_launch
+@triton.jit(do_not_specialize=(*SIZES, "segment"))
+def segment_kernel(
+    k, v, inverse, gates, writes, initial_state, cu_seqlens, states, transitions, T, N, H, group, tokens, segment,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, L2NORM: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """L, which for a sequence's first segment is the state it leaves, and M: a tile of BV columns of either a program.
+
+    M's columns follow the recurrence from those of the identity, with values of 0. Nothing needs L and M of a segment
+    that forgets, but L if the next one does not; nor those of the last segment: all chunks are full.
+    """
+    i_tile, i_sh = tl.program_id(0) % ((K + V) // BV), tl.program_id(0) // ((K + V) // BV)
+    HV = H * group
+    i_s, i_hv = i_sh // HV, i_sh % HV
+    i_n, begin, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED)
+    i_m = i_tile - V // BV
+    if (first + segment >= length) | ((i_m >= 0) & (first == 0)):
+        return
+    p_gates = gates + (i_hv.to(tl.int64) * tokens + begin + first) * 4
+    skipped = forgotten(p_gates, segment, BT, L2NORM, FORGOTTEN)
+    if WRITES:
+        p_w = writes + first_run(i_n, begin, T, BT, WRITES, PACKED) * HV + i_hv
+        skipped = bounded(skipped, p_w, HV, first, segment, BT, WRITES)
+    if skipped > 0:
+        if (i_m >= 0) | (first + 2 * segment >= length):
+            return
+        after = forgotten(p_gates + segment * 4, segment, BT, L2NORM, FORGOTTEN)
+        if WRITES:
+            after = bounded(after, p_w, HV, first + segment, segment, BT, WRITES)
+        if after > 0:
+            return
+    o_k, o_v = tl.arange(0, K), tl.arange(0, BV)
+    p_tile = o_k[None, :] * V + i_tile * BV + o_v[:, None]
+    if initial_state is not None:
+        p_initial = initial_state + (i_n.to(tl.int64) * HV + i_hv) * K * V + p_tile
+        rows = tl.where((first == 0) & (skipped == 0), BV, 0)
+        b_s = tl.load(p_initial, mask=o_v[:, None] < rows, other=0.0).to(tl.float32)
+    else:
+        b_s = tl.zeros([BV, K], tl.float32)
+    # a value's row is read for no token where the values are 0
+    b_s = tl.where((i_m >= 0) & (i_m * BV + o_v[:, None] == o_k[None, :]), 1.0, b_s)
+    value_rows = tl.where(i_m >= 0, 0, BT)
+
+    row = begin + first + skipped * BT
+    p_k = k + (row * H + i_hv // group) * K
+    p_v = v + (row * HV + i_hv) * V + i_tile * BV
+    p_a = inverse + (row * HV + i_hv) * BT
+    p_gates += skipped * BT * 4
+    if WRITES > 1:
+        b_bare = b_s
+    for i_c in range(skipped, segment // BT):
+        b_k = load_rows(p_k, H * K, BT, BT, K)
+        b_v = load_rows(p_v, HV * V, value_rows, BT, BV)
+        b_a = load_rows(p_a, HV * BT, BT, BT, BT)
+        b_b, b_w, r_k, b_last = chunk_gates(p_gates, BT, BT)
+        b_r = residual_of(b_s.to(k.dtype.element_ty), b_k, b_v, b_a, b_b, r_k, DOT)
+        if WRITES:
+            share = tl.load(p_w + ((first // BT + i_c) // WRITES).to(tl.int64) * HV).to(tl.float32)
+        if WRITES == 1:
+            b_w *= share
+        b_s = next_state(b_s, b_r, b_k, b_b, b_w, b_last, DOT)
+        if WRITES > 1:
+            b_bare *= tl.exp2(b_last)
+            if (i_c + 1) % WRITES == 0:
+                b_s = b_bare + share * (b_s - b_bare)
+                b_bare = b_s
+        p_k += BT * H * K
+        p_v += BT * HV * V
+        p_a += BT * HV * BT
+        p_gates += BT * 4
+
+    if i_m >= 0:
+        p_out = transitions + i_sh.to(tl.int64) * K * K + o_k[None, :] * K + i_m * BV + o_v[:, None]
+    else:
+        p_out = states + i_sh.to(tl.int64) * K * V + p_tile
+    tl.store(p_out, b_s)
+
+
+@triton.jit
+def all_forget(p_gates, segments, segment, BT: tl.constexpr):
+    """Tell whether `forgotten` finds something in every segment, all of which are looked at together."""
+    BS: tl.constexpr = 16
+    BC: tl.constexpr = 128
+    chunks = segment // BT
+    o_c = tl.maximum(chunks - BC, 0) + tl.arange(0, BC)
+    kept = 0
+    for i in range(0, segments, BS):
+        o_s = i + tl.arange(0, BS)
+        p_b = p_gates + (o_s[:, None].to(tl.int64) * segment + o_c[None, :] * BT + BT - 1) * 4
+        b_b = tl.load(p_b, mask=(o_s < segments)[:, None] & (o_c < chunks)[None, :], other=0.0)
+        # the first chunk is always run
+        b_left = tl.sum(tl.where(o_c > 0, b_b, 0.0), 1)
+        kept += tl.sum(((b_left >= ASKED) & (o_s < segments)).to(tl.int32), 0)
+    return kept == 0
+
+
+@cached_launch
+@triton.jit(do_not_specialize=(*SIZES, "segment"))
+def entering_kernel(
+    gates, writes, cu_seqlens, states, transitions, entering, T, H, group, tokens, segment,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr,
+    L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """The state that enters a segment, from L and M of those before it, where that or the next one forgets nothing."""
+    i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
+    HV = H * group
+    i_n, i_hv = i_nh // HV, i_nh % HV
+    begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+    segments = tl.cdiv(length, segment)
+    if segments < 2:
+        return
+    p_gates = gates + (i_hv.to(tl.int64) * tokens + begin) * 4
+    if L2NORM and WRITES == 0:  # noqa: SIM102
+        if all_forget(p_gates, segments - 1, segment, BT):
+            return
+    i_sh = first_chunk(i_n, begin, T, segment, PACKED).to(tl.int64) * HV + i_hv
+    o_k, o_b, o_v = tl.arange(0, K), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    p_l, p_s = states + i_sh * K * V, entering + i_sh * K * V
+    p_m = transitions + i_sh * K * K + o_k[:, None] * K + o_b[None, :]
+    p_tile, p_part = o_k[:, None] * V + o_v[None, :], o_b[:, None] * V + o_v[None, :]
+    skipped = forgotten(p_gates, segment, BT, L2NORM, ASKED)
+    if WRITES:
+        p_w = writes + first_run(i_n, begin, T, BT, WRITES, PACKED) * HV + i_hv
+        skipped = bounded(skipped, p_w, HV, 0, segment, BT, WRITES)
+    before = skipped == 0
+    for i in range(1, segments):
+        p_gates += segment * 4
+        here = False
+        if i + 1 < segments:
+            skipped = forgotten(p_gates, segment, BT, L2NORM, ASKED)
+            if WRITES:
+                skipped = bounded(skipped, p_w, HV, i * segment, segment, BT, WRITES)
+            here = skipped == 0
+        if before | here:
+            b_s = tl.load(p_l + p_tile)
+            if before & (i > 1):
+                # S is read back by parts, each by all threads
+                tl.debug_barrier()
+                for i_k in range(K // BK):
+                    b_part = tl.load(p_s + i_k * BK * V + p_part)
+                    b_s = tl.dot(tl.load(p_m + i_k * BK), b_part, b_s, input_precision=DOT)
+            tl.store(p_s + HV * K * V + p_tile, b_s)
+        before = here
+        p_l += HV * K * V
+        p_s += HV * K * V
+        p_m += HV * K * K
+
+
+@cached_launch
+@triton.jit(do_not_specialize=(*SIZES, "segment"))
+def pass_back_kernel(
+    gates, writes, cu_seqlens, transitions, passed, T, HV, tokens, segment,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Adds to what each segment passes back by itself Mᵀ times what the next one passes back to it."""
+    BC: tl.constexpr = 128
+    i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
+    i_n, i_hv = i_nh // HV, i_nh % HV
+    begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+    segments = tl.cdiv(length, segment)
+    i_sh = first_chunk(i_n, begin, T, segment, PACKED).to(tl.int64) * HV + i_hv
+    o_k, o_b, o_v = tl.arange(0, K), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    p_gates = gates + (i_hv.to(tl.int64) * tokens + begin) * 4
+    if WRITES:
+        p_w = writes + first_run(i_n, begin, T, BT, WRITES, PACKED) * HV + i_hv
+    # the first segment passes nothing on, and to the last nothing is passed
+    for i in range(2, segments):
+        i_s = segments - i
+        decay = 0.0
+        for i_c in range(0, segment // BT, BC):
+            o_c = i_c + tl.arange(0, BC)
+            p_c = p_gates + (i_s * segment + o_c * BT + BT - 1).to(tl.int64) * 4
+            decay += tl.sum(tl.load(p_c, mask=o_c < segment // BT, other=0.0), 0)
+        remembers = decay > ASKED
+        if WRITES:
+            remembers |= bounded(1, p_w, HV, i_s * segment, segment, BT, WRITES) == 0
+        if remembers:
+            # what the next segment passes is read by parts, each by all threads
+            tl.debug_barrier()
+            p_s, p_m = passed + (i_sh + i_s * HV) * K * V, transitions + (i_sh + i_s * HV) * K * K
+            b_ds = tl.load(p_s + o_k[:, None] * V + o_v[None, :])
+            for i_k in range(K // BK):
+                o_row = i_k * BK + o_b
+                b_part = tl.load(p_s + HV * K * V + o_row[:, None] * V + o_v[None, :])
+                b_ds = tl.dot(tl.load(p_m + o_row[None, :] * K + o_k[:, None]), b_part, b_ds, input_precision=DOT)
+            tl.store(p_s + o_k[:, None] * V + o_v[None, :], b_ds)
+
+
+def pass_back(
+    gates: Tensor,
+    transitions: Tensor,
+    passed: Tensor,
+    T: int,
+    N: int,
+    HV: int,
+    segment: int,
+    cu_seqlens: Tensor | None,
+    writes: Tensor | None,
+    run: int,
+) -> None:
+    """Turn the gradients that segments pass back if nothing is passed to them, `passed`, into those that they do."""
+    K, V = passed.shape[2:]
+    launch = tuning.gated_delta_rule("entering", K, V, 4, N * HV)
+    pass_back_kernel[(N * HV * (V // launch.BV),)](
+        gates=gates, writes=writes, cu_seqlens=cu_seqlens, transitions=transitions, passed=passed, T=T, HV=HV,
+        tokens=gates.shape[1], segment=segment, K=K, V=V, BT=CHUNK, BK=launch.BK, BV=launch.BV, WRITES=run,
+        PACKED=cu_seqlens is not None, DOT="tf32x3", num_warps=launch.num_warps, num_stages=launch.num_stages,
+    )  # fmt: skip
+
+
+def segment_states(x: Inputs, inverse: Tensor, gates: Tensor, segment: int) -> tuple[Tensor | None, Tensor | None]:
+    """The state that enters each segment and its M, float32 `[slots, HV, K, …]`, numbered as `tile.sequences` does.
+
+    None where sequences are not split. A sequence's first segment has neither: it starts from the initial state. Nor
+    has the last an M, or one that forgets.
+    """
+    if not segment:
+        return None, None
+    B, T, H, K = x.k.shape
+    HV, V = x.v.shape[2:]
+    N = num_sequences(x.k, x.cu_seqlens)
+    slots = chunk_slots(B, T, segment, x.cu_seqlens)
+    entering, states = (x.k.new_empty(slots, HV, K, V, dtype=torch.float32) for _ in range(2))
+    transitions = x.k.new_empty(slots, HV, K, K, dtype=torch.float32)
+    launch = tuning.gated_delta_rule("segment", K, V, x.k.element_size(), slots * HV)
+    BV = min(K, V, launch.BV)
+    segment_kernel[(slots * HV * ((K + V) // BV),)](
+        k=x.k, v=x.v, inverse=inverse, gates=gates, writes=x.writes, initial_state=x.initial_state,
+        cu_seqlens=x.cu_seqlens, states=states, transitions=transitions, T=T, N=N, H=H, group=HV // H, tokens=B * T,
+        segment=segment, K=K, V=V, BT=CHUNK, BV=BV, WRITES=x.run, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None,
+        DOT=dot_precision(x.k), num_warps=launch.num_warps, num_stages=launch.num_stages, maxnreg=launch.maxnreg,
+    )  # fmt: skip
+    launch = tuning.gated_delta_rule("entering", K, V, x.k.element_size(), N * HV)
+    entering_kernel[(N * HV * (V // launch.BV),)](
+        gates=gates, writes=x.writes, cu_seqlens=x.cu_seqlens, states=states, transitions=transitions,
+        entering=entering, T=T, H=H, group=HV // H, tokens=B * T, segment=segment, K=K, V=V, BT=CHUNK, BK=launch.BK,
+        BV=launch.BV, WRITES=x.run, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None, DOT="tf32x3",
+        num_warps=launch.num_warps, num_stages=launch.num_stages,
+    )  # fmt: skip
+    return entering, transitions

@@ -1,0 +1,211 @@
+"""Core's operations as `explain` knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from tokenmix_core.ops.causal_conv1d.api import short_conv, short_conv_step
+from tokenmix_core.ops.common import resolve_impl
+from tokenmix_core.ops.decode_tiles import step_limit, step_tile
+from tokenmix_core.ops.dispatch import GluonForm
+from tokenmix_core.ops.explanation import WHOLE, Operation, Tensors, register_operation
+from tokenmix_core.ops.fused.gdn_decode.api import delta_layer_step
+from tokenmix_core.ops.fused.gemv.api import fused_fused_linears
+from tokenmix_core.ops.fused.gemv.sizes import DTYPES
+from tokenmix_core.ops.gated_delta_rule import plan as delta_rule_plan
+from tokenmix_core.ops.gated_delta_rule.api import (
+    chunk_gated_delta_rule,
+    gated_delta_rule_step,
+    recurrent_gated_delta_rule,
+)
+from tokenmix_core.ops.gated_delta_rule.constants import narrowed_heads
+from tokenmix_core.ops.softmax_attention import plan as attention_plan
+from tokenmix_core.ops.softmax_attention.api import attention, attention_decode
+from tokenmix_core.ops.softmax_attention.api import implementation as implementation_of_attention
+from tokenmix_core.ops.softmax_attention.backends import Mask, backward_impl, call_of
+from tokenmix_core.ops.sparse_attention import plan as kept_plan
+from tokenmix_core.ops.sparse_attention.api import kept_attention
+from tokenmix_core.ops.ssd import plan as ssd_plan
+from tokenmix_core.ops.ssd.api import chunk_ssd, recurrent_ssd, ssd_step
+
+
+def whole(op: str, tensors: Tensors, impl: str | None, gluon: GluonForm | None = None) -> Mapping[str, str]:
+    """One kernel, or the reference."""
+    impl = resolve_impl(op, impl, next(iter(tensors.values())), gluon)
+    return {WHOLE: impl or "triton"}
+
+
+def delta_rule_steps(k: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str]:
+    """Name the kernels of each step of the chunkwise gated delta rule."""
+    v = narrowed_heads(v, delta_rule_plan.narrow_heads(k, v, impl))
+    plan = delta_rule_plan.plan(k, v, None, True, impl)
+    steps = {"chunks' terms": plan.prepare, "outputs": plan.outputs, "states for the gradients": plan.states}
+    if plan.at_once:
+        return steps | {"gradients": "gluon, in one step"}
+    return steps | {"gradients of states": plan.reverse, "other gradients": plan.chunks}
+
+
+def ssd_steps(q: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str]:
+    """Name the kernels of each step of chunkwise SSD."""
+    plan = ssd_plan.plan(q, v, None, impl)
+    gradients = "triton" if plan.gradients.hopper is None else "gluon"
+    return {
+        "states of segments and boundaries": "triton",
+        "outputs": "gluon" if plan.forward.hopper else "triton",
+        "gradients": f"{gradients}, in a walk" if plan.gradients.walks else gradients,
+    }
+
+
+def attention_steps(q: Tensor, k: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str]:
+    """Name our kernels of each step of causal attention."""
+    plan = attention_plan.plan(q, k, v, Mask(True, None, 0), impl, v)
+    steps = "outputs", "gradients of queries", "gradients of keys and values"
+    return {
+        name: "gluon" if isinstance(made, attention_plan.Form) else "triton"
+        for name, made in zip(steps, plan, strict=True)
+    }
+
+
+def _delta_rule(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
+    found = whole("chunk_gated_delta_rule", tensors, impl, delta_rule_plan.GLUON)
+    return found if found[WHOLE] == "reference" else delta_rule_steps(tensors["k"], tensors["v"], impl)
+
+
+def _ssd(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
+    found = whole("chunk_ssd", tensors, impl, ssd_plan.GLUON)
+    return found if found[WHOLE] == "reference" else ssd_steps(tensors["q"], tensors["v"], impl)
+
+
+def _state_step(op: str, gluon: GluonForm) -> Callable[[Tensors, str | None], Mapping[str, str]]:
+    """The kernel of one token of an operation."""
+
+    def steps(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
+        found = whole(f"{op}_step", tensors, impl, gluon)
+        if found[WHOLE] == "reference":
+            return found
+        tile = step_tile(op, gluon, tensors["state"], tensors["q"], impl)
+        return {WHOLE: "triton" if tile is None else "gluon"}
+
+    return steps
+
+
+def _attention(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
+    q, k, v = (tensors[name] for name in "qkv")
+    mask = Mask(True, None, 0)
+    chosen = implementation_of_attention("attention", q, k, v, mask, False, impl)
+    if chosen not in (None, "gluon", "triton"):
+        return {WHOLE: chosen}
+    outputs, *gradients = attention_steps(q, k, v, chosen).items()
+    whose = backward_impl(chosen, call_of(q, k, v, mask, False), False)
+    return dict([outputs, *(gradients if whose == chosen else [("gradients", str(whose))])])
+
+
+def _kept_attention(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
+    q, k, v = (tensors[name] for name in "qkv")
+    found = whole("kept_attention", tensors, impl, kept_plan.GLUON)
+    return {WHOLE: "gluon"} if found[WHOLE] == "triton" and kept_plan.takes_gluon(impl, q, k, v, None) else found
+
+
+def _step_limit(tensors: Tensors) -> str | None:
+    return step_limit(*tensors["state"].shape[2:])
+
+
+_CHUNKS = {"B": 8, "T": 4096, "H": 16, "HV": 16, "K": 128, "V": 128}
+_GROUPS = {"B": 8, "T": 4096, "G": 16, "HV": 16, "K": 128, "V": 128}
+_KEYS = {"q": "B T H K", "k": "B T H K", "v": "B T HV V"}
+_GROUPED = {"q": "B T G K", "k": "B T G K", "v": "B T HV V"}
+_ONE = {"B": 8, "HV": 16, "K": 128, "V": 128}
+_STATE = "B HV K V"
+
+register_operation(Operation(chunk_gated_delta_rule, _KEYS, _CHUNKS, _delta_rule, delta_rule_plan.GLUON))
+register_operation(
+    Operation(recurrent_gated_delta_rule, _KEYS, _CHUNKS, lambda x, impl: whole("recurrent_gated_delta_rule", x, impl))
+)
+register_operation(
+    Operation(
+        gated_delta_rule_step,
+        {"q": "B H K", "k": "B H K", "v": "B HV V", "g": "B HV", "beta": "B HV", "state": _STATE},
+        {"H": 16, **_ONE},
+        _state_step("gated_delta_rule", delta_rule_plan.GLUON_STEP),
+        delta_rule_plan.GLUON_STEP,
+        _step_limit,
+    )
+)
+register_operation(
+    Operation(
+        delta_layer_step,
+        {"q": "B H K", "k": "B H K", "v": "B HV V"},
+        {"H": 16, **_ONE},
+        lambda x, impl: whole("delta_layer_step", x, impl),
+    )
+)
+register_operation(
+    Operation(
+        chunk_ssd, _GROUPED, _GROUPS, _ssd, ssd_plan.GLUON, lambda x: ssd_plan.limit(x["q"].shape[3], x["v"].shape[3])
+    )
+)
+register_operation(Operation(recurrent_ssd, _GROUPED, _GROUPS, lambda x, impl: whole("recurrent_ssd", x, impl)))
+register_operation(
+    Operation(
+        ssd_step,
+        {"q": "B G K", "k": "B G K", "v": "B HV V", "g": "B HV", "state": _STATE},
+        {"G": 16, **_ONE},
+        _state_step("ssd", ssd_plan.GLUON_STEP),
+        ssd_plan.GLUON_STEP,
+        _step_limit,
+    )
+)
+register_operation(
+    Operation(
+        attention,
+        {"q": "B T HQ K", "k": "B T H K", "v": "B T H V"},
+        {"B": 8, "T": 4096, "HQ": 16, "H": 16, "K": 128, "V": 128},
+        _attention,
+        attention_plan.GLUON,
+        lambda x: attention_plan.limit(x["q"], x["k"], x["v"]),
+    )
+)
+register_operation(
+    Operation(
+        kept_attention,
+        {"q": "B T HQ K", "k": "B T H K", "v": "B T H V"},
+        {"B": 8, "T": 4096, "HQ": 32, "H": 8, "K": 64, "V": 64},
+        _kept_attention,
+        kept_plan.GLUON,
+        lambda x: kept_plan.limit(x["q"], x["k"], x["v"], None),
+    )
+)
+register_operation(
+    Operation(
+        attention_decode,
+        {"q": "B TQ HQ K", "k_cache": "B S H K", "v_cache": "B S H V"},
+        {"B": 8, "TQ": 1, "S": 4096, "HQ": 16, "H": 16, "K": 128, "V": 128},
+        lambda x, impl: whole("attention_decode", x, impl),
+    )
+)
+register_operation(
+    Operation(
+        short_conv,
+        {"x": "B T D", "weight": "D W"},
+        {"B": 8, "T": 4096, "D": 2048, "W": 4},
+        lambda x, impl: whole("short_conv", x, impl),
+    )
+)
+register_operation(
+    Operation(
+        short_conv_step,
+        {"x": "B D", "weight": "D W"},
+        {"B": 8, "D": 2048, "W": 4},
+        lambda x, impl: whole("short_conv_step", x, impl),
+    )
+)
+register_operation(
+    Operation(
+        fused_fused_linears,
+        {"x": "B D"},
+        {"B": 8, "D": 2048},
+        lambda x, impl: whole("fused_fused_linears", x, impl or (None if x["x"].dtype in DTYPES else "reference")),
+    )
+)

@@ -1,0 +1,273 @@
+"""Tile schedule of the dK/dV kernel: which query tiles read each tile of columns, and how that work is split over CTAs.
+
+Each key is in one of two lists: retained keys, which all later queries see, or the others, which only nearby queries
+see. Tiles of columns are cut from the lists. Their work may differ a thousandfold, so tiles are split, as in stream-K,
+into **work tiles**: runs of query tiles, enough of them to fill the device, none longer than a CTA's share of all work.
+A tile with one work tile is written by its CTA. The work tiles of a split tile leave partial sums, which a second
+kernel adds in order. So the time follows the work for lists of any length, results are deterministic, and the workspace
+is bounded by the device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmix_core.chunking import cdiv
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.ops.sparse_attention.mask import away_from, first_unit
+from tokenmix_core.ops.sparse_attention.tiles import listed_columns
+
+# rows of the table of tiles: query tiles (masked [M_MIN, FULL_MIN), unmasked [FULL_MIN, FULL_MAX), masked [FULL_MAX,
+# M_MAX)), first column and end of the list, the sequence's first row, length and first unit, whether its keys are
+# retained, the number of work tiles, and the first one of them and of their partial sums
+M_MIN = tl.constexpr(0)
+FULL_MIN = tl.constexpr(1)
+FULL_MAX = tl.constexpr(2)
+M_MAX = tl.constexpr(3)
+COLUMN = tl.constexpr(4)
+COLUMNS = tl.constexpr(5)
+START = tl.constexpr(6)
+LENGTH = tl.constexpr(7)
+BEGIN = tl.constexpr(8)
+KEPT = tl.constexpr(9)
+SPLITS = tl.constexpr(10)
+FIRST_WORK = tl.constexpr(11)
+FIRST_PARTIAL = tl.constexpr(12)
+_FACTS = 13
+
+# totals: query tiles of a work tile, work tiles, and partial sums
+SPLIT_SIZE = tl.constexpr(0)
+NUM_WORK = tl.constexpr(1)
+NUM_PARTIALS = tl.constexpr(2)
+
+# least query tiles of a work tile: fewer are not worth a CTA
+_LEAST = 8
+
+
+class TileSchedule(NamedTuple):
+    """The schedule on the device; sizes are upper bounds.
+
+    Attributes:
+        facts: table of tiles `[13, tiles]`, int32.
+        work_tiles: the tile of each work tile.
+        partial_tiles: the tile of each partial sum.
+        totals: `SPLIT_SIZE`, `NUM_WORK` and `NUM_PARTIALS`.
+        tiles: columns of `facts`.
+    """
+
+    facts: Tensor
+    work_tiles: Tensor
+    partial_tiles: Tensor
+    totals: Tensor
+    tiles: int
+
+
+@triton.jit
+def list_of(ranks, lists, i_b, i_m, U, HM, kept):
+    """Return the list of retained units of a batch row and head, or of the others, and the ranks of retained units."""
+    o_row = i_b * HM + i_m
+    p_rank = ranks + o_row * (U + 1)
+    return lists + o_row * U + tl.where(kept, 0, tl.load(p_rank + U)), p_rank
+
+
+@triton.jit
+def find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM):
+    """Find the columns of tile `i_x`.
+
+    Returns:
+        the batch row, head and sequence's first row (int64), the sequence's length, whether its keys are retained,
+        their list, the number of the sequence's first unit, the tile's first column and the end of the list.
+    """
+    slots = tiles // (B * H)
+    i_b = (i_x // slots // H).to(tl.int64)
+    i_h = (i_x // slots % H).to(tl.int64)
+    p_fact = facts + i_x
+    kept = tl.load(p_fact + KEPT * tiles) != 0
+    p_list, _ = list_of(ranks, lists, i_b, i_h // (H // HM), U, HM, kept)
+    start = tl.load(p_fact + START * tiles).to(tl.int64)
+    length = tl.load(p_fact + LENGTH * tiles)
+    begin = tl.load(p_fact + BEGIN * tiles)
+    column = tl.load(p_fact + COLUMN * tiles)
+    return i_b, i_h, start, length, kept, p_list, begin, column, tl.load(p_fact + COLUMNS * tiles)
+
+
+@triton.jit
+def _place(p_rank, o_u, kept):
+    """Return the number of listed units before unit `o_u`."""
+    b_rank = tl.load(p_rank + o_u)
+    return tl.where(kept, b_rank, o_u - b_rank)
+
+
+@triton.jit
+def _locate_columns(p_rank, i_s, T, U, N, cu_seqlens, kept, BN: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr):
+    """Find the tile of columns in slot `i_s` of a list: sequence n's tiles begin at ⌊its first column / BN⌋ + n.
+
+    Returns:
+        the sequence's first row and length, the number of its first unit, the tile's first column, and the end of the
+        list, which precedes the first column if the slot is unused.
+    """
+    if PACKED:
+        sequences = 0
+        for i in range(0, N, 256):
+            o_n = i + tl.arange(0, 256)
+            b_unit = first_unit(tl.load(cu_seqlens + o_n, mask=o_n < N, other=0).to(tl.int32), o_n, UNIT)
+            b_place = _place(p_rank, tl.where(o_n < N, b_unit, 0), kept)
+            sequences += tl.sum(((b_place * UNIT // BN + o_n <= i_s) & (o_n < N)).to(tl.int32), 0)
+        i_n = sequences - 1
+        start = tl.load(cu_seqlens + i_n).to(tl.int32)
+        length = tl.load(cu_seqlens + i_n + 1).to(tl.int32) - start
+        begin = first_unit(start, i_n, UNIT)
+        place = _place(p_rank, begin, kept) * UNIT
+        column = place + (i_s - place // BN - i_n) * BN
+    else:
+        start = i_s * 0
+        length = T + start
+        begin = start
+        column = i_s * BN
+    return start, length, begin, column, _place(p_rank, begin + tl.cdiv(length, UNIT), kept) * UNIT
+
+
+@cached_launch
+@triton.jit
+def _find_query_tiles(
+    facts, ranks, lists, until, cu_seqlens, s_ub, s_ut, s_uh, B, TQ, TK, U, H, HM, N, slots, window,
+    BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
+    OTHERS: tl.constexpr,
+):  # fmt: skip
+    """Compute the facts of a tile of columns except its work tiles.
+
+    Retained keys take slots from the first on; with `OTHERS`, the other keys take slots from the last on.
+    """
+    i_x = tl.program_id(0)
+    tiles = tl.num_programs(0)
+    i_s = i_x % slots
+    i_b = (i_x // slots // H).to(tl.int64)
+    i_h = i_x // slots % H
+    kept = i_s >= 0
+    _, p_rank = list_of(ranks, lists, i_b, i_h // (H // HM), U, HM, kept)
+    start, length, begin, column, columns = _locate_columns(p_rank, i_s, TK, U, N, cu_seqlens, kept, BN, UNIT, PACKED)
+    if OTHERS and column >= columns:
+        kept = i_s < 0
+        start, length, begin, column, columns = _locate_columns(
+            p_rank, slots - 1 - i_s, TK, U, N, cu_seqlens, kept, BN, UNIT, PACKED
+        )
+    p_list, _ = list_of(ranks, lists, i_b, i_h // (H // HM), U, HM, kept)
+    o_k = listed_columns(p_list, begin, column, columns, BN, UNIT)
+    m_k = o_k < length
+    shift = 0 if PACKED else TK - TQ
+    queries = length - shift
+    b_end = away_from(o_k, window, UNIT, WINDOW)
+    if until is not None:
+        p_until = until + i_b * s_ub + start.to(tl.int64) * s_ut + i_h * s_uh
+        b_until = tl.minimum(tl.load(p_until + o_k * s_ut, mask=m_k, other=0), length).to(tl.int32)
+        b_end = tl.where(kept, tl.maximum(b_end, b_until), b_end)
+    else:
+        b_end = tl.where(kept, length, b_end)
+    first = tl.min(tl.where(m_k, o_k, length), 0)
+    last = tl.max(tl.where(m_k, o_k, 0), 0)
+    least = tl.min(tl.where(m_k, b_end, length), 0)
+    most = tl.max(tl.where(m_k, b_end, 0), 0)
+    used = tl.max(m_k.to(tl.int32), 0) != 0
+
+    m_max = tl.minimum(tl.cdiv(queries, BM), tl.cdiv(tl.maximum(most - shift, 0), BM))
+    full_max = tl.minimum(queries // BM, tl.maximum(least - shift, 0) // BM)
+    m_min = tl.minimum(tl.maximum(first - shift, 0) // BM, m_max)
+    full_min = tl.minimum(tl.cdiv(tl.maximum(last - shift, 0), BM), m_max)
+    full_max = tl.minimum(tl.maximum(full_max, full_min), m_max)
+    p_fact = facts + i_x
+    tl.store(p_fact + M_MIN * tiles, m_min)
+    tl.store(p_fact + FULL_MIN * tiles, full_min)
+    tl.store(p_fact + FULL_MAX * tiles, full_max)
+    tl.store(p_fact + M_MAX * tiles, m_max)
+    tl.store(p_fact + COLUMN * tiles, column)
+    tl.store(p_fact + COLUMNS * tiles, columns)
+    tl.store(p_fact + START * tiles, start)
+    tl.store(p_fact + LENGTH * tiles, length)
+    tl.store(p_fact + BEGIN * tiles, begin)
+    tl.store(p_fact + KEPT * tiles, kept.to(tl.int32))
+    # until work tiles are counted: whether the tile has columns
+    tl.store(p_fact + SPLITS * tiles, used.to(tl.int32))
+
+
+@cached_launch
+@triton.jit
+def _split_work(
+    facts, work_tiles, partial_tiles, totals, slots, tiles, programs, LEAST: tl.constexpr, BT: tl.constexpr
+):  # fmt: skip
+    """Split the tiles into work tiles of at most a `programs`-th of all work; runs as one program."""
+    work = tl.zeros([], tl.int64)
+    for i in range(0, tiles, BT):
+        o_x = i + tl.arange(0, BT)
+        m_x = o_x < tiles
+        b_work = tl.load(facts + M_MAX * tiles + o_x, mask=m_x, other=0)
+        b_work -= tl.load(facts + M_MIN * tiles + o_x, mask=m_x, other=0)
+        work += tl.sum(b_work, 0)
+    split_size = tl.maximum(LEAST, tl.cdiv(work, programs).to(tl.int32))
+    work_tile = 0
+    partial = 0
+    # retained keys first, across heads, as early keys have most queries; then the others head by head, as neighbours
+    # have the same queries
+    for kept in tl.static_range(1, -1, -1):
+        for i in range(0, tiles, BT):
+            o_x = i + tl.arange(0, BT)
+            m_x = o_x < tiles
+            if kept == 1:
+                o_x = o_x % (tiles // slots) * slots + o_x // (tiles // slots)
+            m_x = m_x & (tl.load(facts + KEPT * tiles + o_x, mask=m_x, other=0) == kept)
+            b_work = tl.load(facts + M_MAX * tiles + o_x, mask=m_x, other=0)
+            b_work -= tl.load(facts + M_MIN * tiles + o_x, mask=m_x, other=0)
+            m_used = tl.load(facts + SPLITS * tiles + o_x, mask=m_x, other=0) != 0
+            # a tile without queries has a work tile that writes zeros
+            b_splits = tl.where(m_used, tl.maximum(tl.cdiv(b_work, split_size), 1), 0)
+            b_partials = tl.where(b_splits > 1, b_splits, 0)
+            b_work_tile = work_tile + tl.cumsum(b_splits, 0) - b_splits
+            b_partial = partial + tl.cumsum(b_partials, 0) - b_partials
+            tl.store(facts + SPLITS * tiles + o_x, b_splits, mask=m_x)
+            tl.store(facts + FIRST_WORK * tiles + o_x, b_work_tile, mask=m_x)
+            tl.store(facts + FIRST_PARTIAL * tiles + o_x, b_partial, mask=m_x)
+            for j in range(0, tl.max(b_splits, 0)):
+                tl.store(work_tiles + b_work_tile + j, o_x, mask=j < b_splits)
+                tl.store(partial_tiles + b_partial + j, o_x, mask=j < b_partials)
+            work_tile += tl.sum(b_splits, 0)
+            partial += tl.sum(b_partials, 0)
+    tl.store(totals + SPLIT_SIZE, split_size)
+    tl.store(totals + NUM_WORK, work_tile)
+    tl.store(totals + NUM_PARTIALS, partial)
+
+
+def schedule_tiles(
+    ranks, lists, until, cu_seqlens, *, TQ, TK, H, BM, BN, unit, window, until_strides, most=None
+) -> TileSchedule:
+    """Schedule tiles of BN columns of both lists, by query tiles of BM queries.
+
+    With `most`, schedule the first list alone, which holds at most `most` columns per sequence.
+    """
+    B, HM, U = ranks.shape
+    U -= 1
+    N = 1 if cu_seqlens is None else len(cu_seqlens) - 1
+    # whole tiles, and a partial one of each sequence and list; packed sequences leave gaps
+    if most is not None:
+        slots = cdiv(most, BN) if cu_seqlens is None else min(N * most, U) // BN + N
+    else:
+        slots = cdiv(U * unit, BN) + 1 if cu_seqlens is None else U * unit // BN + 2 * N
+    tiles = slots * B * H
+    programs = tuning.kept_attention_pieces(tiles, ranks.device)
+    facts = ranks.new_empty(_FACTS, tiles)
+    # bounds: each tile has one work tile, and each program's share adds one
+    work_tiles, partial_tiles, totals = (ranks.new_empty(n) for n in (tiles + programs, 2 * programs, 3))
+    _find_query_tiles[(tiles,)](
+        facts=facts, ranks=ranks, lists=lists, until=until, cu_seqlens=cu_seqlens, **until_strides,
+        B=B, TQ=TQ, TK=TK, U=U, H=H, HM=HM, N=N, slots=slots,
+        window=window or 0, BM=BM, BN=BN, UNIT=unit, WINDOW=window is not None, PACKED=cu_seqlens is not None,
+        OTHERS=most is None, num_warps=1,
+    )  # fmt: skip
+    _split_work[(1,)](
+        facts=facts, work_tiles=work_tiles, partial_tiles=partial_tiles, totals=totals, slots=slots, tiles=tiles,
+        programs=programs, LEAST=_LEAST, BT=1024, num_warps=4,
+    )  # fmt: skip
+    return TileSchedule(facts, work_tiles, partial_tiles, totals, tiles)

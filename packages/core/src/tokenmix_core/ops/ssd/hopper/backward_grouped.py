@@ -1,0 +1,179 @@
+"""`gradients` on Hopper for large groups: a chunk and R value heads of one group a program, which sums their dq and dk.
+
+What all heads of the group share leaves the loop over them: Σ dQ = Σ_h diag(scale e^b_h) dO_h S_hᵀ + (Σ_h dP_h) K, and
+so for dK. Sums that dg needs stay apart, by warp or warp group, until all heads are done: no warp waits for another's.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tokenmix_core.kernels.gluon.hopper import (
+    async_copy_rows,
+    barrier,
+    locate_chunk,
+    mma_layout_split_n,
+    row_layout,
+    store_rows,
+    wait_async_copies,
+)
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.ops.ssd.hopper.intra_chunk import inner_gradients
+from tokenmix_core.ops.ssd.hopper.mma import multiply
+from tokenmix_core.ops.ssd.hopper.smem_vectors import (
+    allocate_parts,
+    allocate_vectors,
+    as_matrix,
+    column,
+    gather,
+    head_rows,
+    load_numbers,
+    store_decay_gradients,
+    store_decays,
+    store_row_sums,
+)
+
+CHUNK = gl.constexpr(64)
+
+
+@cached_launch
+@gluon.jit(do_not_specialize=["T", "N", "G", "HV"])
+def group_gradients_kernel(
+    q, k, v, do, g, dt, skip, states, gradients, dq, dk, dv, dg, ddt, dskip, cu_seqlens,
+    stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV,
+    K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """Vectors by row are `x_i`, by column `x_j`, of all heads in shared memory `x_h`; strides count 16 bytes."""
+    BT: gl.constexpr = CHUNK
+    W: gl.constexpr = gl.num_warps()
+    dtype: gl.constexpr = q.dtype.element_ty
+    wide: gl.constexpr = mma_layout_split_n(K, W)
+    narrow: gl.constexpr = mma_layout_split_n(V, W)
+    left: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
+    lines: gl.constexpr = row_layout(V, W)
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    parts = HV // R
+    i_c, i_r = gl.program_id(0) // parts, gl.program_id(0) % parts
+    _, begin, length, start = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED, W)
+    if start >= length:
+        return
+    first, rows = begin + start, length - start
+    # rows begin at multiples of 16 bytes
+    stride_q, stride_k, stride_v, stride_do = stride_q * 8, stride_k * 8, stride_v * 8, stride_do * 8
+    i_g = i_r * R // (HV // G)
+
+    s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
+    s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
+    v_2 = gl.allocate_shared_memory(dtype, [2, BT, V], shared)
+    do_2 = gl.allocate_shared_memory(dtype, [2, BT, V], shared)
+    s_2 = gl.allocate_shared_memory(dtype, [2, K, V], shared)
+    d_2 = gl.allocate_shared_memory(dtype, [2, K, V], shared)
+    s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
+    # dV takes P's place
+    s_dv = s_p if V == BT else gl.allocate_shared_memory(dtype, [BT, V], shared)
+    b_h, from_h, to_h = allocate_vectors(R, BT), allocate_vectors(R, BT), allocate_vectors(R, BT)
+    row_h, query_h, key_h = allocate_parts(R, W // 4), allocate_parts(R, W // 4), allocate_parts(R, W // 4)
+    column_h, end_h = allocate_parts(R, 4), allocate_vectors(R, K)
+    own_h, skip_h = allocate_parts(R, W // 4), allocate_parts(R, W // 4)
+    o_s = (i_c.to(gl.int64) * HV + i_r * R) * K * V
+    p_v, p_do = v + first * stride_v + i_r * R * V, do + first * stride_do + i_r * R * V
+    async_copy_rows(s_q, q + first * stride_q + i_g * K, stride_q, rows, W)
+    async_copy_rows(s_k, k + first * stride_k + i_g * K, stride_k, rows, W)
+    async_copy_rows(v_2.index(0), p_v, stride_v, rows, W)
+    async_copy_rows(do_2.index(0), p_do, stride_do, rows, W)
+    async_copy_rows(s_2.index(0), states + o_s, V, K, W)
+    async_copy_rows(d_2.index(0), gradients + o_s, V, K, W)
+    async_copy.commit_group()
+    store_decays(b_h, from_h, to_h, load_numbers(g + first * HV + i_r * R, HV, rows, R), scale)
+    if dt is not None:
+        dt_h = allocate_vectors(R, BT)
+        as_matrix(dt_h, R, BT).store(load_numbers(dt + first * HV + i_r * R, HV, rows, R))
+    b_dq, b_dk = gl.zeros([BT, K], gl.float32, wide), gl.zeros([BT, K], gl.float32, wide)
+    sum_dp = gl.zeros([BT, BT], gl.float32, mma_layout_split_n(BT, W))
+    for r in range(R):
+        here, then = r % 2, (r + 1) % 2
+        s_v, s_do, s_s, s_d = v_2.index(here), do_2.index(here), s_2.index(here), d_2.index(here)
+        wait_async_copies(0)
+        if r + 1 < R:
+            p_v, p_do, o_s = p_v + V, p_do + V, o_s + K * V
+            async_copy_rows(v_2.index(then), p_v, stride_v, rows, W)
+            async_copy_rows(do_2.index(then), p_do, stride_do, rows, W)
+            async_copy_rows(s_2.index(then), states + o_s, V, K, W)
+            async_copy_rows(d_2.index(then), gradients + o_s, V, K, W)
+            async_copy.commit_group()
+        end_h.index(r).store(gl.sum(s_s.load(lines).to(gl.float32) * s_d.load(lines).to(gl.float32), 1))
+
+        # P, dP and M = P ⊙ dP, whose sums by row and column are paths inside the chunk
+        b_qk, b_dp = multiply(s_q, s_k.permute((1, 0)), BT), multiply(s_do, s_v.permute((1, 0)), BT)
+        b_kd = multiply(s_k, s_d, V)
+        b_qk, b_dp = warpgroup_mma_wait(1, deps=[b_qk, b_dp])
+        b_p, b_dp = inner_gradients(
+            b_qk, b_dp, b_h.index(r), None if dt is None else dt_h.index(r),
+            None if skip is None else gl.load(skip + i_r * R + r).to(gl.float32),
+            row_h, column_h, own_h, skip_h, r, scale,
+        )  # fmt: skip
+        s_p.store(b_p.to(dtype))
+        sum_dp += b_dp
+        fence_async_shared()
+        barrier()
+
+        # dV = Pᵀ dO + e^(b_C − b) K D; dK += e^(b_C − b) V Dᵀ
+        b_kd = warpgroup_mma_wait(0, deps=[b_kd])
+        b_kd *= column(to_h, r, narrow)
+        store_row_sums(key_h, r, b_kd * s_v.load(narrow).to(gl.float32))
+        to_k = column(to_h, r, left)
+        if dt is not None:
+            b_kd *= column(dt_h, r, narrow)
+            to_k *= column(dt_h, r, left)
+        b_dv = warpgroup_mma(s_p.permute((1, 0)), s_do, b_kd, is_async=True)
+        b_v = (s_v.load(left).to(gl.float32) * to_k).to(dtype)
+        b_dk = warpgroup_mma(b_v, s_d.permute((1, 0)), b_dk, is_async=True)
+        b_dv = warpgroup_mma_wait(1, deps=[b_dv])
+        barrier()
+        s_dv.store(b_dv.to(dtype))
+
+        # dQ += scale e^b dO Sᵀ, and q_i · S do_i
+        b_qs = multiply(s_q, s_s, V)
+        b_qs, b_dk, b_v = warpgroup_mma_wait(0, deps=[b_qs, b_dk, b_v])
+        b_do = (s_do.load(left).to(gl.float32) * column(from_h, r, left)).to(dtype)
+        b_dq = warpgroup_mma(b_do, s_s.permute((1, 0)), b_dq, is_async=True)
+        store_row_sums(query_h, r, b_qs * s_do.load(narrow).to(gl.float32) * column(from_h, r, narrow))
+        barrier()
+        store_rows(dv + (first * HV + i_r * R + r) * V, s_dv, HV * V, rows, W)
+        b_dq, b_do = warpgroup_mma_wait(0, deps=[b_dq, b_do])
+    barrier()
+    s_p.store(sum_dp.to(dtype))
+    fence_async_shared()
+    barrier()
+    b_dq = warpgroup_mma(s_p, s_k, b_dq, is_async=True)
+    b_dk = warpgroup_mma(s_p.permute((1, 0)), s_q, b_dk, is_async=True)
+    # what crosses the whole chunk crosses its last decay, as all others
+    by_head: gl.constexpr = head_rows(W)
+    b_end = gl.sum(as_matrix(end_h, R, K).load(by_head), 1)[:, None] * as_matrix(from_h, R, BT).load(by_head) / scale
+    b_last = gl.where(gl.arange(0, BT, gl.SliceLayout(0, by_head))[None, :] == BT - 1, b_end, 0.0)
+    b_column, b_later = gather(column_h), gather(key_h)
+    o_h = gl.arange(0, R, gl.SliceLayout(1, by_head))
+    if dt is not None:
+        o_t = gl.arange(0, BT, gl.SliceLayout(0, by_head))[None, :]
+        p_ddt = ddt + first * HV + i_r * R + o_t.to(gl.int64) * HV + o_h[:, None]
+        gl.store(p_ddt, b_column + b_later + gather(own_h), mask=o_t < rows)
+        b_delta = as_matrix(dt_h, R, BT).load(by_head)
+        b_column, b_later = b_column * b_delta, b_later * b_delta
+    if skip is not None:
+        gl.store(dskip + i_c.to(gl.int64) * HV + i_r * R + o_h, gl.sum(gather(skip_h), 1))
+    as_matrix(b_h, R, BT).store(gather(row_h) - b_column + gather(query_h) + b_last)
+    as_matrix(to_h, R, BT).store(b_later)
+    barrier()
+    store_decay_gradients(dg + first * HV + i_r * R, HV, rows, b_h, to_h)
+    b_dq, b_dk = warpgroup_mma_wait(0, deps=[b_dq, b_dk])
+    barrier()
+    s_q.store(b_dq.to(dtype))
+    s_k.store(b_dk.to(dtype))
+    barrier()
+    store_rows(dq + (first * parts + i_r) * K, s_q, parts * K, rows, W)
+    store_rows(dk + (first * parts + i_r) * K, s_k, parts * K, rows, W)

@@ -1,0 +1,89 @@
+"""Vectors of a chunk, a number a token, of one or several heads, in shared memory: every layout reads them from there.
+
+Sums over rows are kept in parts, by warp or warp group, until they are gathered: no warp waits for another's.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tokenmix_core.kernels.gluon.hopper import LOG2_E, LOWEST, add, reinterpret
+
+
+@gluon.constexpr_function
+def head_rows(warps):
+    """`[R, 64]`: a head's vector a warp."""
+    return gl.BlockedLayout([1, 2], [1, 32], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def allocate_vectors(R: gl.constexpr, C: gl.constexpr):
+    """A vector of C elements for each head."""
+    return gl.allocate_shared_memory(gl.float32, [R, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def allocate_parts(R: gl.constexpr, P: gl.constexpr):
+    """A vector of a chunk for each head, in P parts to be summed."""
+    return gl.allocate_shared_memory(gl.float32, [R, P, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def as_matrix(x_h, R: gl.constexpr, C: gl.constexpr):
+    """The vectors of all heads as rows."""
+    return reinterpret(x_h, gl.float32, [R, C], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def load_numbers(p_x, stride, rows, R: gl.constexpr):
+    """A number for each token of a chunk and each of R heads, `[R, 64]`; 0 from `rows` on."""
+    layout: gl.constexpr = head_rows(gl.num_warps())
+    o_h = gl.arange(0, R, gl.SliceLayout(1, layout))[:, None]
+    o_t = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+    return gl.load(p_x + o_t.to(gl.int64) * stride + o_h, mask=o_t < rows, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def store_decays(b_h, from_h, to_h, b_g, scale):
+    """Each head's sums of decays b, and `scale e^b` and `e^(b_C − b)`; returns b_C and the latter."""
+    R: gl.constexpr = b_g.shape[0]
+    b_g = gl.maximum(b_g * LOG2_E, LOWEST)
+    b_b, b_total = gl.associative_scan(b_g, 1, add), gl.sum(b_g, 1)
+    as_matrix(b_h, R, 64).store(b_b)
+    as_matrix(from_h, R, 64).store(gl.exp2(b_b) * scale)
+    b_to = gl.exp2(b_total[:, None] - b_b)
+    as_matrix(to_h, R, 64).store(b_to)
+    return b_total, b_to
+
+
+@gluon.jit
+def column(x_h, r, layout: gl.constexpr):
+    """A head's vector as a column."""
+    return x_h.index(r).load(gl.SliceLayout(1, layout))[:, None]
+
+
+@gluon.jit
+def store_row_sums(x_h, r, b_x):
+    """Each row's sum over a warp group's columns."""
+    P: gl.constexpr = x_h.shape[1]
+    x_h.index(r).permute((1, 0)).store(gl.sum(b_x.reshape([b_x.shape[0], P, b_x.shape[1] // P]), 2))
+
+
+@gluon.jit
+def gather(x_h):
+    """The sum of all warps' parts, `[R, 64]`."""
+    R: gl.constexpr = x_h.shape[0]
+    P: gl.constexpr = x_h.shape[1]
+    b_x = as_matrix(x_h, R, P * 64).load(head_rows(gl.num_warps()))
+    return gl.convert_layout(gl.sum(b_x.reshape([R, P, 64]), 1), head_rows(gl.num_warps()))
+
+
+@gluon.jit
+def store_decay_gradients(p_dg, HV, rows, crossing_h, later_h):
+    """dg_t = Σ_{i ≥ t} crossing_i + Σ_{j < t} later_j of each head."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [gl.num_warps(), 1], [1, 0])
+    col: gl.constexpr = gl.SliceLayout(0, layout)
+    o_i, o_j = gl.arange(0, 64, gl.SliceLayout(1, layout)), gl.arange(0, 64, col)
+    for r in range(crossing_h.shape[0]):
+        crossing_j, later_j = crossing_h.index(r).load(col), later_h.index(r).load(col)
+        dg_i = gl.sum(gl.where(o_i[:, None] <= o_j[None, :], crossing_j[None, :], later_j[None, :]), 1)
+        gl.store(p_dg + o_i.to(gl.int64) * HV + r, dg_i, mask=o_i < rows)

@@ -1,0 +1,135 @@
+"""Launches refused, and calls recorded and replayed, by kernels of a GPU or, on a CPU, by those of the interpreter."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenmix_core.kernels.launch import compat
+from tokenmix_core.kernels.launch.cache import codegen, replay
+from tokenmix_core.kernels.launch.pdl import PDL
+
+
+@contextmanager
+def no_launches() -> Iterator[None]:
+    """Within it, a launch of a kernel is an AssertionError."""
+    from tokenmix_core.kernels.launch import launcher
+
+    def refuse(launch: tuple) -> NoReturn:
+        raise AssertionError(f"{launch[0].fn.__name__} was launched")
+
+    with pytest.MonkeyPatch.context() as patch, launcher.taken(refuse):
+        _let_launches_be_taken(patch)
+        yield
+
+
+@contextmanager
+def replays() -> Iterator[list[int]]:
+    """Gives a list of one number: how many calls were replayed within it, on a CPU by kernels of the interpreter."""
+    made, compiled = [0], codegen.compiled
+
+    def counted(*recorded: Any) -> Callable:
+        call = compiled(*recorded)
+
+        def count(*inputs: Any) -> Any:
+            made[0] += 1
+            return call(*inputs)
+
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "compiled", counted)
+        if not torch.cuda.is_available():
+            _take_for_a_gpu(patch)
+        replay.Replayed.forget()
+        yield made
+    replay.Replayed.forget()
+
+
+def _take_for_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    """Let a CPU pass for a device that kernels are launched on by their addresses."""
+    from tokenmix_core.kernels.launch import launcher
+
+    patch.setattr(replay, "on_gpu", lambda x: True)
+    patch.setattr(compat, "empty", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))
+    patch.setattr(launcher, "current_device", lambda: -1)
+    patch.setattr(launcher, "current_stream", lambda device: 0)
+    launches: list[_Packed] = []
+    patch.setattr(launcher, "launch", lambda: lambda packed, *addresses: _launch(launches, packed, addresses))
+    _let_launches_be_taken(patch, launches)
+
+
+def _let_launches_be_taken(patch: pytest.MonkeyPatch, launches: list | None = None) -> None:
+    """Let launches of the interpreter's kernels be handed to whoever takes those of `cached_launch`."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from tokenmix_core.kernels.launch import launcher
+
+    def getitem(kernel: Any, grid: tuple) -> Callable:
+        def launch(*args: Any, **options: Any) -> None:
+            take = launcher._taker.take
+            if take is None:
+                kernel.run(*args, grid=grid, warmup=False, **options)
+            else:
+                # all arguments in their places, and nothing begins early; what remains are options of a compiler
+                options = {PDL: False, **options}
+                args = (*args, *(options[name] for name in kernel.arg_names[len(args) :]))
+                take((_Interpreted(kernel, launches), grid, args, {}))
+
+        return launch
+
+    patch.setattr(InterpretedFunction, "__getitem__", getitem, raising=False)
+
+
+class _Packed:
+    """A launch without its tensors: of these the dtypes, and which address each has."""
+
+    def __init__(self, kernel: Any, grid: tuple, args: tuple, places: dict[int, tuple[int, int]]) -> None:
+        self.kernel, self.grid, self.places = kernel, grid, places
+        self.args = [x.dtype if isinstance(x, Tensor) else x for x in args]
+        self.tensors = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
+
+
+class _Interpreted:
+    """A kernel of the interpreter in the place of a launcher of `cached_launch`."""
+
+    def __init__(self, kernel: Any, launches: list[_Packed] | None) -> None:
+        self.fn, self._launches = kernel, launches
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        return self.fn[grid]
+
+    def packing(self, grid: tuple, args: tuple, options: dict) -> Callable[[dict], bytes]:
+        """`pack(places)`: the launch's number."""
+
+        def pack(places: dict) -> bytes:
+            assert self._launches is not None
+            self._launches.append(_Packed(self.fn, grid, args, places))
+            return struct.pack("q", len(self._launches) - 1)
+
+        return pack
+
+
+def _launch(launches: list[_Packed], packed: bytes, addresses: tuple) -> None:
+    """What the launcher in C does, for kernels of the interpreter."""
+    for (number,) in struct.iter_unpack("q", packed):
+        found = launches[number]
+        args, known = list(found.args), {}
+        for i in found.tensors:
+            name, offset = found.places.get(i, (None, 0))
+            if name is None:
+                args[i] = torch.empty(0, dtype=args[i])
+                continue
+            address = addresses[name] + offset
+            # one storage for each address, as the interpreter tells memory apart
+            if address not in known:
+                known[address] = torch.frombuffer((ctypes.c_char * 8).from_address(address), dtype=torch.uint8)
+            args[i] = known[address].view(args[i])
+        found.kernel[found.grid](*args)

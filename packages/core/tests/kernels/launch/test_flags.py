@@ -1,0 +1,98 @@
+"""Replays end with other tiles, and by the switch that users have."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.launch import flags, recording
+from tokenmix_core.kernels.launch.cache.replay import Checked, Replayed
+
+
+class Calls:
+    """Calls of a recorded sum and of a check; counts how many of each were run."""
+
+    def __init__(self, add):
+        self.add, self.sums, self.checks = add, 0, 0
+        self.replayed, self.checked = Replayed(self._sum), Checked(self._check)
+
+    def _sum(self, a, b):
+        self.sums += 1
+        out = torch.empty_like(a)
+        self.add[(1,)](a, b, out, len(a))
+        return out
+
+    def _check(self, a):
+        self.checks += 1
+
+    def __call__(self):
+        a, b = torch.randn(6), torch.randn(6)
+        self.checked(a)
+        torch.testing.assert_close(self.replayed(a, b), a + b)
+        return self.sums, self.checks
+
+
+@pytest.fixture
+def call(add):
+    return Calls(add)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setattr(tuning, "splits", lambda *_: 1),
+        lambda patch: patch.setattr(tuning, "GATED_DELTA_RULE_KEEPS", 0),
+        lambda patch: patch.setitem(tuning.STATE_STEPS, "ssd", {}),
+        lambda patch: patch.setitem(tuning.STATE_STEPS["ssd"], 0, tuning.StateStep(64, 64, 4)),
+    ],
+    ids=["function", "number", "table", "tile"],
+)
+def test_with_other_tiles_calls_are_run(call, change):
+    assert [call(), call()] == [(1, 1)] * 2
+    with pytest.MonkeyPatch.context() as patch:
+        change(patch)
+        assert [call(), call()] == [(2, 2)] * 2
+    # and with the old ones again
+    assert [call(), call()] == [(3, 3)] * 2
+
+
+def test_where_recording_is_off_every_call_is_run(call):
+    assert [call(), call()] == [(1, 1)] * 2
+    with recording(False):
+        assert [call(), call()] == [(2, 2), (3, 3)]
+        with recording(True):
+            assert call() == (3, 3)
+        assert call() == (4, 4)
+    # what was recorded before is there
+    assert call() == (4, 4)
+    with pytest.raises(RuntimeError, match="mine"), recording(False):
+        raise RuntimeError("mine")
+    assert call() == (4, 4)
+
+
+@pytest.mark.parametrize(("value", "on"), [("0", False), ("1", True), (None, True)])
+def test_an_environment_variable_turns_recording_off(value, on, monkeypatch):
+    monkeypatch.delenv("TOKENMIX_RECORD", raising=False)
+    if value is not None:
+        monkeypatch.setenv("TOKENMIX_RECORD", value)
+    assert flags.wanted() is on
+
+
+def test_another_value_of_the_variable_is_refused(monkeypatch):
+    monkeypatch.setenv("TOKENMIX_RECORD", "off")
+    with pytest.raises(ValueError, match=r"TOKENMIX_RECORD must be 0 .* or 1 .*, got 'off'"):
+        flags.wanted()
+
+
+def test_the_switch_is_imported_without_torch():
+    script = """if True:
+        import sys
+        from tokenmix_core.kernels.launch import flags as switch, recording
+        assert not switch.on
+        assert "torch" not in sys.modules
+    """
+    environment = {**os.environ, "TOKENMIX_RECORD": "0"}
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=250, env=environment)

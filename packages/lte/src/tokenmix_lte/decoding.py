@@ -1,0 +1,216 @@
+"""Decoding with LTE: continue from a layer's state by one token of each sequence, or by many, in constant memory.
+
+A head has W + cap slots: a ring buffer for the window, where the token at position p has slot p mod W, and behind it
+the slots of retained tokens. A logit is final once the tokens that the scorer looks ahead to are known, which is before
+its token leaves the ring. That token then moves to a free retained slot, replaces the worst retained token, or is
+evicted.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tokenmix_core.nn import LayerState, RaggedKVState, first_taken
+from tokenmix_core.ops import kept_attention, unless_gluon
+from tokenmix_lte.eviction import eviction_times
+from tokenmix_lte.ops import evict_step
+
+if TYPE_CHECKING:
+    from tokenmix_lte.mixer import Lte, Tokens
+
+
+class Held(NamedTuple):
+    """Tensors of a state, with S = W + cap slots per head."""
+
+    # [N, H, S, K], [N, H, S, K], [N, H]
+    keys: Tensor
+    values: Tensor
+    lengths: Tensor
+    # [N, H, S], [N, H, cap]
+    scores: Tensor
+    ages: Tensor
+    # [N, reach, H, K], a ring buffer: the token at position p at p mod reach
+    raw: Tensor
+
+
+def step(layer: Lte, tokens: Tokens, state: LayerState) -> Float[Tensor, "N 1 HQ K"]:
+    """Return outputs for one token of each sequence; update the state without synchronisation."""
+    q, k, raw, v = tokens
+    _prepare(layer, tokens, state, len(k))
+    kv: RaggedKVState = state.kv
+    if layer.step_form(state.span):
+        _score(layer, state)
+    evict_step(
+        k.squeeze(1),
+        v.squeeze(1),
+        raw.squeeze(1),
+        kv.keys,
+        kv.values,
+        kv.lengths,
+        state.scores.value,
+        state.ages.value,
+        state.raw.value,
+        state.span.before,
+        window=layer.window,
+        sinks=layer.sinks,
+        uniform=layer.uniform,
+        impl=unless_gluon(layer.impl),
+    )
+    return kv.attend(q.squeeze(1), impl=layer.impl).o
+
+
+def extend(layer: Lte, tokens: Tokens, state: LayerState) -> Float[Tensor, "B T HQ K"]:
+    """Return outputs for the tokens of a call, in its layout, and add the tokens to the state."""
+    span = state.span
+    if span.uniform:
+        o, held = _advance(layer, tokens, _held(state) if span.past else None, span.past)
+    else:
+        _prepare(layer, tokens, state, span.sequences)
+        before = _held(state)
+        # sequences of different lengths are handled one by one
+        packed = span.cu_seqlens is not None
+        boundaries = pairwise(span.cu_seqlens.tolist() if packed else range(span.sequences + 1))
+        parts = [type(tokens)(*(x[:, i:j] if packed else x[i:j] for x in tokens)) for i, j in boundaries]
+        outputs, rows = [], []
+        for n, (part, past) in enumerate(zip(parts, span.before.tolist(), strict=True)):
+            row = Held(*(x[n : n + 1] for x in before))
+            if part.k.shape[1]:
+                o, row = _advance(layer, part, row, past)
+                outputs.append(o)
+            rows.append(row)
+        o = torch.cat(outputs, 1 if packed else 0)
+        held = Held(*(torch.cat(x) for x in zip(*rows, strict=True)))
+    state.kv.hold(held.keys, held.values, held.lengths)
+    # later steps mutate these tensors
+    state.scores.set(held.scores)
+    state.ages.set(held.ages)
+    state.raw.set(held.raw)
+    return o
+
+
+def _advance(layer: Lte, tokens: Tokens, held: Held | None, past: int) -> tuple[Tensor, Held]:
+    """Return outputs for T tokens of sequences that each hold `past` tokens, and the tensors they hold afterwards.
+
+    Retained keys, the ring and the new tokens are concatenated, oldest first, and handled as one sequence. Retained
+    keys are in front, beyond every window, because there are none before the ring is full. Nothing is copied for an
+    empty state.
+    """
+    q, keys, raws, values = tokens
+    W, total, device = layer.window, past + keys.shape[1], keys.device
+    ring, reach, known = min(past, W), min(past, layer.reach), 0
+    if held is not None and past:
+        slots = torch.arange(past - ring, past, device=device) % W
+        keys, values = (
+            torch.cat((x[:, :, slots].transpose(1, 2), new), 1) for x, new in ((held.keys, keys), (held.values, values))
+        )
+        last = torch.arange(past - reach, past, device=device) % max(1, layer.reach)
+        raws = torch.cat((held.raw[:, last], raws), 1)
+        # the first logits lack their past context; the state has their scores
+        known = 0 if reach == past else layer.behind
+    scores = layer.logits(raws, values[:, ring - reach :]).detach()
+    if held is not None and past:
+        scored = held.scores[:, :, slots].transpose(1, 2)[:, : ring - reach + known]
+        scores = torch.cat((scored, scores[:, known:].to(scored.dtype)), 1)
+    positions = torch.arange(past - ring, total, device=device)
+    ranks = layer.ranks(scores, positions)
+    ages = None
+    if held is not None and past > W:
+        ages = positions.to(held.ages.dtype).view(1, -1, 1).expand_as(ranks)
+        keys, values, ranks, ages = (
+            torch.cat(pair, 1) for pair in zip(_retained(layer, held), (keys, values, ranks, ages), strict=True)
+        )
+    keep = ranks > -torch.inf
+    until = eviction_times(ranks, layer.cap, W, impl=unless_gluon(layer.impl))
+    o = kept_attention(q, keys, values, keep, window=W, until=until, impl=layer.impl).o
+    with torch.no_grad():
+        left = keys.shape[1] - min(total, W)
+        stays = keep[:, :left] & (until[:, :left] >= keys.shape[1])
+        retained, lengths = _first_retained(stays.transpose(1, 2), layer.cap)
+        at = torch.cat((_newest(keys.shape[1], W, total, device).expand(*retained.shape[:2], -1), retained), 2)
+        at = at.unsqueeze(-1).expand(-1, -1, -1, layer.head_dim)
+        retained_scores = ranks.transpose(1, 2).gather(2, retained)
+        return o, Held(
+            keys.transpose(1, 2).gather(2, at),
+            values.transpose(1, 2).gather(2, at),
+            (lengths + min(total, W)).to(torch.int32),
+            torch.cat((_ring(scores, W, total).transpose(1, 2), retained_scores), 2),
+            # without earlier retained keys a token's index is its position
+            retained.to(torch.int32) if ages is None else ages.transpose(1, 2).gather(2, retained),
+            _ring(raws, layer.reach, total),
+        )
+
+
+def _retained(layer: Lte, held: Held) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return keys, values, ranks and ages of the retained tokens `[N, cap, H, ...]`, by age; empty slots rank −∞."""
+    filled = torch.arange(layer.cap, device=held.ages.device) < (held.lengths - layer.window).unsqueeze(-1)
+    order = held.ages.masked_fill(~filled, torch.iinfo(held.ages.dtype).max).argsort(-1)
+    ranks = held.scores[:, :, layer.window :].masked_fill(~filled, -torch.inf)
+    of_tokens = order.unsqueeze(-1).expand(-1, -1, -1, layer.head_dim)
+    keys, values = (x[:, :, layer.window :].gather(2, of_tokens).transpose(1, 2) for x in (held.keys, held.values))
+    return keys, values, ranks.gather(-1, order).transpose(1, 2), held.ages.gather(-1, order).transpose(1, 2)
+
+
+def _first_retained(stays: Bool[Tensor, "N H left"], cap: int) -> tuple[Int[Tensor, "N H cap"], Int[Tensor, "N H"]]:
+    """Call `first_taken`; return zeros if there are no tokens."""
+    if stays.shape[2]:
+        return first_taken(stays, cap)
+    zeros = torch.zeros(*stays.shape[:2], cap + 1, dtype=torch.int64, device=stays.device)
+    return zeros[..., 1:], zeros[..., 0]
+
+
+def _newest(length: int, size: int, total: int, device: torch.device) -> Int[Tensor, "size"]:
+    """Return the index, among `length` tokens, of the token in each slot of `_ring`; arbitrary for empty slots."""
+    if total < size:
+        return torch.arange(length - total, length - total + size, device=device).clamp(max=length - 1)
+    return torch.arange(length - size, length, device=device).roll(total % size)
+
+
+def _ring(x: Float[Tensor, "N L *rest"], size: int, total: int) -> Float[Tensor, "N size *rest"]:
+    """Return a ring buffer of the newest tokens of sequences of `total` tokens, each at its position mod `size`."""
+    held = min(total, size)
+    newest = x[:, x.shape[1] - held :]
+    if held < size:
+        return torch.cat((newest, x.new_zeros(len(x), size - held, *x.shape[2:])), 1)
+    return newest.roll(total % size, 1) if size else newest
+
+
+def _score(layer: Lte, state: LayerState) -> None:
+    """Write the final logits of the newest tokens; some may have been written before."""
+    assert layer.scorer is not None
+    before, reach, W = state.span.before, layer.reach, layer.window
+    N, H = len(before), layer.num_kv_heads
+    positions = before.unsqueeze(1) - reach + torch.arange(reach, device=before.device)
+    at = (positions % reach)[..., None, None]
+    raw = state.raw.value
+    raw = raw.gather(1, at.expand_as(raw))
+    slots = (positions % W).unsqueeze(1).expand(N, H, reach)
+    values = state.kv.values.gather(2, slots.unsqueeze(-1).expand(-1, -1, -1, layer.head_dim)).transpose(1, 2)
+    begin = (reach - before).clamp(min=0)
+    final = slice(layer.behind, reach - layer.ahead)
+    logits = layer.scorer(raw, values, begin=begin)[:, final].transpose(1, 2)
+    slots = slots[:, :, final]
+    scores = state.scores.value
+    exists = (positions[:, final] >= 0).unsqueeze(1)
+    scores.scatter_(2, slots, torch.where(exists, logits.to(scores.dtype), scores.gather(2, slots)))
+
+
+def _prepare(layer: Lte, tokens: Tokens, state: LayerState, batch: int) -> None:
+    """Allocate the state's tensors before the first call."""
+    if state.kv.places:
+        return
+    k = tokens.k.detach()
+    empty = k.new_zeros(batch, 0, layer.num_kv_heads, layer.head_dim)
+    state.kv.append(empty, empty, empty[..., 0].bool())
+    state.scores.get(batch, k)
+    state.raw.get(batch, k)
+    state.ages.value = torch.zeros(batch, *state.ages.shape, dtype=state.ages.dtype, device=k.device)
+
+
+def _held(state: LayerState) -> Held:
+    kv = state.kv
+    return Held(kv.keys, kv.values, kv.lengths, state.scores.value, state.ages.value, state.raw.value)

@@ -1,0 +1,146 @@
+"""Eviction times: at any time a head retains the best `cap` of the keys that have left the window so far.
+
+One key is better than another if its score is higher, or if the scores are equal and it is older. A key is evicted when
+the cap-th better key leaves the window. An evicted key never returns, so one number per key, the first query that no
+longer sees it, describes all evictions: a decoder that evicts one key at a time and a forward pass over the whole
+sequence retain the same keys.
+"""
+
+from __future__ import annotations
+
+import heapq
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tokenmix_core.chunking import sequence_ids
+from tokenmix_core.ops import Impl, resolve_impl
+
+# most pairs of keys, over all rows and heads, that the kernel compares: about 2 ms of instructions on an H200, as long
+# as the launches of the wavelet matrix take
+_MAX_PAIRS = 1 << 33
+# most keys that are ranked at once: their indices need about ten tensors of 8 bytes a key
+_MAX_RANKED_KEYS = 1 << 22
+
+
+def eviction_times(
+    scores: Float[Tensor, "B T H"],
+    cap: int,
+    window: int,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    *,
+    impl: Impl | None = None,
+) -> Int[Tensor, "B T H"]:
+    """Return the first query that no longer sees each key beyond the window, int32; T + window for keys that stay.
+
+    A key's eviction time is the window plus the position of the cap-th better key, the cap-th smallest position among
+    the keys that rank before it. A wavelet matrix finds this order statistic of a prefix for all keys at once in
+    ⌈log₂ T⌉ steps, without a loop over tokens and without pairs of tokens. On a GPU these steps are about 270 launches
+    for 16,384 tokens, so one kernel that compares pairs replaces them up to 2³³ pairs (32,768 tokens of 8 heads).
+
+    Args:
+        scores: −∞ for keys that are not retained, whose result has no meaning; +∞ for keys that must stay.
+        cap: keys beyond the window that a head retains, at least 1.
+        window: tokens of the window; the key at position p leaves it when query p + window comes.
+        cu_seqlens: boundaries of packed sequences; positions count from each sequence's start.
+        impl: "triton", "reference" (any device), or None: the kernel for CUDA tensors. Packed rows, more than 2³³ pairs
+            and float64 always use the reference.
+    """
+    # the number of the reference's steps depends on T: a graph that torch.compile makes has one operator instead
+    find = _custom_op if torch.compiler.is_compiling() else _eviction_times
+    return find(scores, cap, window, cu_seqlens, resolve_impl("eviction_times", impl, scores))
+
+
+def _eviction_times(scores: Tensor, cap: int, window: int, cu_seqlens: Tensor | None, impl: str | None) -> Tensor:
+    B, T, H = scores.shape
+    if impl != "reference" and cu_seqlens is None and 0 < B * H * T * T <= _MAX_PAIRS and scores.dtype == torch.float32:
+        from tokenmix_lte.ops.eviction.times import eviction_times_triton
+
+        return eviction_times_triton(scores, cap, window)
+    flat = scores.transpose(1, 2).reshape(B * H, T)
+    starts = torch.zeros(T, dtype=torch.int64, device=scores.device)
+    ids = None
+    if cu_seqlens is not None:
+        ids = sequence_ids(cu_seqlens, T)
+        starts = cu_seqlens.long()[ids]
+    rows = max(1, _MAX_RANKED_KEYS // max(1, T))
+    times = [_times(part, cap, window, starts, ids) for part in flat.split(rows)]
+    return torch.cat(times).view(B, H, T).transpose(1, 2).contiguous()
+
+
+_custom_op = torch.library.custom_op("tokenmix_lte::eviction_times", _eviction_times, mutates_args=())
+
+
+@_custom_op.register_fake
+def _(scores, cap, window, cu_seqlens, impl):
+    return scores.new_empty(scores.shape, dtype=torch.int32)
+
+
+def _times(
+    scores: Float[Tensor, "R T"], cap: int, window: int, starts: Int[Tensor, "T"], ids: Int[Tensor, "T"] | None
+) -> Int[Tensor, "R T"]:
+    """Return the eviction times of rows by the wavelet matrix; `starts` and `ids` give each token's packed sequence."""
+    T = scores.shape[1]
+    # by descending score, equal scores by age, inside each sequence
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    if ids is not None:
+        order = order.gather(1, ids[order].argsort(dim=1, stable=True))
+    ranks = torch.arange(T, device=scores.device)
+    evicted = ranks - starts >= cap
+    last = _smallest(order, starts.expand_as(order), ranks.expand_as(order), cap - 1)
+    times = torch.where(evicted, last - starts, T) + window
+    return torch.empty_like(times).scatter_(1, order, times).to(torch.int32)
+
+
+def _smallest(
+    values: Int[Tensor, "R T"], first: Int[Tensor, "R T"], stop: Int[Tensor, "R T"], k: int
+) -> Int[Tensor, "R T"]:
+    """Return the k-th smallest (from 0) of values[first:stop] of a row, for each pair of offsets.
+
+    The wavelet matrix goes from the highest bit to the lowest: a stable partition moves values without the bit in front
+    of values with it, and both offsets follow the part that holds the k-th smallest. If fewer than k + 1 values lie
+    between the offsets, the result has no meaning.
+    """
+    T = values.shape[1]
+    indices = torch.arange(T, device=values.device)
+    rest, found = torch.full_like(values, k), torch.zeros_like(values)
+    for bit in reversed(range(max(1, (T - 1).bit_length()))):
+        zero = (values >> bit) & 1 == 0
+        # values without the bit before each index
+        before = F.pad(zero.cumsum(1), (1, 0))
+        zeros = before[:, -1:]
+        low, high = before.gather(1, first), before.gather(1, stop)
+        among_zeros = rest < high - low
+        found = torch.where(among_zeros, found, found | 1 << bit)
+        rest = torch.where(among_zeros, rest, rest - (high - low))
+        first = torch.where(among_zeros, low, zeros + first - low)
+        stop = torch.where(among_zeros, high, zeros + stop - high)
+        to = torch.where(zero, before[:, :-1], zeros + indices - before[:, :-1])
+        values = torch.empty_like(values).scatter_(1, to, values)
+    return found
+
+
+def eviction_times_by_heap(
+    scores: Float[Tensor, "B T H"], cap: int, window: int, cu_seqlens: Int[Tensor, "N_plus_1"] | None = None
+) -> Int[Tensor, "B T H"]:
+    """Compute `eviction_times` on the CPU like a decoder: push each key on a heap of `cap` keys and pop the worst."""
+    B, T, H = scores.shape
+    times = torch.full((B, T, H), T + window, dtype=torch.int32)
+    boundaries = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
+    values = scores.tolist()
+    for b in range(B):
+        for h in range(H):
+            for start, stop in pairwise(boundaries):
+                retained: list[tuple[float, int]] = []
+                for j in range(start, stop):
+                    if values[b][j][h] == -torch.inf:
+                        continue
+                    # the worst is popped first: the lowest score, and among equal scores the youngest key
+                    heapq.heappush(retained, (values[b][j][h], -j))
+                    if len(retained) > cap:
+                        _, worst = heapq.heappop(retained)
+                        times[b, -worst, h] = j - start + window
+    return times

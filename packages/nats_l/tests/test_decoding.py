@@ -1,0 +1,237 @@
+"""Inference: whatever the types, lengths and pieces, the outputs are the full forward pass's; linear chunks leave."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tokenmix_core.modeling import HybridCache
+from tokenmix_core.nn.init import init_weights_
+from tokenmix_core.nn.state import Span
+from tokenmix_core.ops.common import AttentionOutput
+from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.fake_cuda_graph import Watched
+from tokenmix_core.testing.mixers import run_in_pieces
+from tokenmix_core.testing.models import left_padded, logits_in_pieces
+from tokenmix_nats_l import decoding
+from tokenmix_nats_l.config import NatsLConfig
+from tokenmix_nats_l.mixer import NatsL
+from tokenmix_nats_l.model import NatsLForCausalLM
+
+LAYER = partial(NatsL, 16, num_heads=2, head_dim=8, num_softmax_heads=4)
+
+
+def build(**options) -> NatsLForCausalLM:
+    torch.manual_seed(0)
+    config = NatsLConfig(
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=2,
+        intermediate_size=32,
+        initializer_range=0.2,
+        mixer_options={"nats_l": {"num_heads": 2, "head_dim": 8, "num_softmax_heads": 4, "rope": True, **options}},
+    )
+    return NatsLForCausalLM(config).double().eval()
+
+
+def drawn_pieces(total: int, rng: random.Random) -> list[int]:
+    """A split into single tokens, a few, and several chunks."""
+    pieces = []
+    while total:
+        pieces.append(min(total, rng.choice([1, 1, 2, 7, 63, 64, 65, 130])))
+        total -= pieces[-1]
+    return pieces
+
+
+def drawn_ids(rng: random.Random, batch: int, tokens: int) -> torch.Tensor:
+    return torch.randint(3, 61, (batch, tokens), generator=torch.Generator().manual_seed(rng.randrange(2**31)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [64, 128])
+@pytest.mark.parametrize("types", ["learned", "alternate"])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_length_in_any_pieces_gives_what_the_whole_gives(chunk, types, seed):
+    rng, model = random.Random(seed), build(chunk=chunk, types=types)
+    tokens = rng.randrange(1, 5 * chunk)
+    ids = drawn_ids(rng, 2, tokens)
+    whole = model(ids, use_cache=False)
+    if tokens > 2 * chunk and types == "learned":
+        assert 0 < whole.auxiliary["softmax_share"].mean() < 1
+    for _ in range(2):
+        pieces = drawn_pieces(tokens, rng)
+        assert relative_error(logits_in_pieces(model, ids, pieces), whole.logits) < 1e-11, pieces
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [64, 128])
+@pytest.mark.parametrize("seed", range(3))
+def test_padded_rows_of_any_lengths_give_what_they_give_alone(chunk, seed):
+    rng, model = random.Random(seed), build(chunk=chunk)
+    tokens = 3 * chunk + rng.randrange(chunk)
+    lengths = [tokens, rng.randrange(1, tokens), rng.randrange(1, chunk)]
+    ids, mask = drawn_ids(rng, 3, tokens), left_padded(lengths, tokens)
+    alone = [model(ids[i : i + 1, -n:], use_cache=False).logits[0] for i, n in enumerate(lengths)]
+    # a prompt with padding, a few tokens at once, steps that end each row's chunk at another time
+    last = rng.randrange(1, 70)
+    for pieces in ([tokens], [tokens - 75, 5, *[1] * 70], [tokens - last, *[1] * last], drawn_pieces(tokens, rng)):
+        padded = logits_in_pieces(model, ids, pieces, mask)
+        for row, n, exact in zip(padded, lengths, alone, strict=True):
+            assert relative_error(row[-n:], exact) < 1e-11, (pieces, n)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{"own_chunk": "linear"}, {"own_chunk": "softmax"}, {"types": "alternate"}])
+def test_padded_prompts_of_any_variant_go_on_as_they_would_alone(options):
+    model, lengths = build(**options), [140, 64, 3, 70]
+    ids, mask = drawn_ids(random.Random(0), 4, 142), left_padded([n + 2 for n in lengths], 142)
+    padded = logits_in_pieces(model, ids, [140, 1, 1], mask)
+    for row, tokens, n in zip(padded, ids, lengths, strict=True):
+        alone = model(tokens[None, -n - 2 :], use_cache=False).logits[0]
+        assert relative_error(row[-n - 2 :], alone) < 1e-11
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "options", [{}, {"types": "alternate"}, {"own_chunk": "linear"}, {"own_chunk": "softmax"}, {"decay": False}]
+)
+def test_rows_whose_chunks_are_filled_alike_go_on_together(options, monkeypatch):
+    model, rng = build(**options), random.Random(0)
+    # the first and the last of one length, the second a chunk behind them, and one of its own
+    lengths, groups = [150, 86, 33, 150], []
+    evenly = decoding._go_on_evenly
+    monkeypatch.setattr(decoding, "_go_on_evenly", lambda *x: groups.append(len(x[1])) or evenly(*x))
+    for pieces in ([110, 20, 1, 19], [100, *drawn_pieces(50, rng)]):
+        total = sum(pieces)
+        ids, mask = drawn_ids(rng, 4, total), left_padded(lengths, total)
+        groups.clear()
+        padded = logits_in_pieces(model, ids, pieces, mask)
+        assert max(groups) >= 3
+        for row, tokens, n in zip(padded, ids, lengths, strict=True):
+            alone = model(tokens[None, -n:], use_cache=False).logits[0]
+            assert relative_error(row[-n:], alone) < 1e-11, (pieces, n)
+
+
+@torch.no_grad()
+def test_turns_of_a_conversation_go_on_where_the_last_ended():
+    model, rng = build(), random.Random(0)
+    ids, cache = drawn_ids(rng, 1, 120), None
+    for turn in range(3):
+        cache = model.make_cache() if cache is None else cache
+        with_cache = model.generate(ids, past_key_values=cache, max_new_tokens=25, do_sample=False, pad_token_id=0)
+        without = model.generate(ids, use_cache=False, max_new_tokens=25, do_sample=False, pad_token_id=0)
+        assert torch.equal(with_cache, without), turn
+        ids = torch.cat((with_cache, drawn_ids(rng, 1, 50)), 1)
+
+
+@torch.no_grad()
+def test_beams_across_the_ends_of_chunks_give_what_they_give_without_a_cache():
+    model, rng = build(), random.Random(0)
+    ids, mask = drawn_ids(rng, 2, 70), left_padded([70, 50], 70)
+    options = {"num_beams": 2, "max_new_tokens": 66, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
+    outputs = [model.generate(ids, use_cache=use_cache, **options) for use_cache in (True, False)]
+    assert torch.equal(*outputs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("chunk", "piece"), [(64, 64), (128, 128), (64, 1)])
+@pytest.mark.parametrize(("types", "kept"), [("linear", [0, 0, 0]), ("softmax", [1, 2, 3]), ("alternate", [0, 1, 1])])
+def test_a_linear_chunk_leaves_nothing_behind_and_a_softmax_one_its_keys_and_values(chunk, piece, types, kept):
+    layer = LAYER(chunk=chunk, types=types).double()
+    x = torch.randn(2, 3 * chunk, 16, dtype=torch.float64)
+    # of two sequences and four heads
+    per_chunk = 2 * 4 * chunk * (4 + 8) * x.element_size()
+    cache = HybridCache([layer.make_state()])
+    part = cache.layers[0].kept
+    for start in range(0, 3 * chunk, piece):
+        cache.begin(2, piece, x.device)
+        layer(x[:, start : start + piece], state=cache.layers[0])
+        cache.end()
+        chunks = (start + piece) // chunk
+        if chunks:
+            assert part.held(0) == kept[chunks - 1] * per_chunk + part.lengths.nbytes
+            # room for one chunk stays, or half as much again as is kept
+            assert part.allocated <= 1.5 * (kept[chunks - 1] + 1) * per_chunk + part.lengths.nbytes
+        else:
+            assert part.allocated == 0
+
+
+@torch.no_grad()
+def test_heads_hold_different_tokens_and_their_room_follows_the_longest():
+    torch.manual_seed(0)
+    layer = LAYER()
+    for module in layer.modules():
+        init_weights_(module, 0.2)
+    layer = layer.double()
+    x = torch.randn(1, 40 * 64, 16, dtype=torch.float64)
+    _, cache = run_in_pieces(layer, x, [40 * 64])
+    lengths = layer.held_tokens(cache.layers[0])[0]
+    # two softmax heads share the types of one head of the delta rule
+    assert lengths[0] == lengths[1] != lengths[2] == lengths[3]
+    softmax = layer.types_of(x, None).softmax.sum(1)[0] * 64
+    assert lengths[::2].tolist() == softmax.tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"types": "alternate"}, {"own_chunk": "softmax"}])
+def test_room_that_is_asked_for_is_that_of_the_longest_list(options, monkeypatch):
+    # no chunks are kept without asking
+    monkeypatch.setattr(decoding, "_PIECE", 0)
+    model, ids = build(**options), drawn_ids(random.Random(0), 2, 720)
+    whole = model(ids, use_cache=False).logits
+    for pieces in ([700, 20], [70, 260, 1, 63, 326]):
+        assert relative_error(logits_in_pieces(model, ids, pieces), whole) < 1e-11, pieces
+    cache = model(ids, use_cache=True).past_key_values
+    for layer in cache.layers:
+        assert layer.parts["kept"].places == max(64, int(layer.parts["kept"].lengths.max()))
+
+
+@torch.no_grad()
+def test_a_prompt_takes_the_same_few_operations_whatever_its_length_and_asks_the_device_once(monkeypatch):
+    layer = LAYER(head_dim=64).eval()
+    asked = []
+    # two operations with kernels of their own, and what the device would answer
+    monkeypatch.setattr(decoding, "kept_attention", lambda q, k, v, *_, **options: AttentionOutput(v, v[..., 0]))
+    monkeypatch.setattr(layer, "delta_rule", lambda tokens, *_: (tokens.softmax_v, torch.zeros(1, 2, 64, 128)))
+    monkeypatch.setattr(decoding, "Asked", lambda x: asked.append(x) or SimpleNamespace(read=lambda: 64 * 40))
+
+    def operations(T):
+        state, seen, x = layer.make_state(), [], torch.randn(1, T, 16)
+        state.span = Span(1, T, torch.device("cpu"))
+        tokens, _ = layer.project(x, None, None, None, step=False)
+        with Watched(lambda func, *_: seen.append(func) if not func.is_view else None):
+            decoding.go_on(layer, x, tokens, state)
+        return len(seen)
+
+    assert operations(2 * 64) == operations(32 * 64) <= 35
+    assert not asked
+    assert operations(33 * 64) == operations(40 * 64) <= 40
+    assert [x.numel() for x in asked] == [1, 1]
+
+
+def test_a_cached_call_has_the_gradients_of_one_without():
+    model, ids = build(), drawn_ids(random.Random(0), 2, 150)
+    found = []
+    for use_cache in (True, False):
+        model.zero_grad()
+        logits = model(ids, use_cache=use_cache).logits
+        logits.square().sum().backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, exact in found[1].items():
+        assert exact.any(), name
+        assert relative_error(found[0][name], exact) < 1e-9, name
+
+
+def test_no_gradient_crosses_calls():
+    model, ids, cache = build(), drawn_ids(random.Random(0), 2, 150), None
+    cache = model.make_cache()
+    for piece in ids.split([100, 1, 49], 1):
+        model(piece, past_key_values=cache).logits.sum().backward()
+    for layer in cache.layers:
+        for name in ("recurrent", "start", "decay", "inputs", "open_keys", "open_values"):
+            assert not layer.parts[name].value.requires_grad, name
+        assert not layer.parts["kept"].keys.requires_grad
