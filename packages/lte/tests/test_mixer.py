@@ -21,7 +21,8 @@ from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.fake_cuda_graph import Watched
 from tokenmix_core.testing.mixers import MixerContract, run_in_pieces, run_mixer
 from tokenmix_lte import decoding
-from tokenmix_lte.mixer import Lte, Tokens
+from tokenmix_lte.mixer import Lte
+from tokenmix_lte.retention import Retention, Tokens
 
 # windows, caps and sinks so small that keys are evicted
 SMALL = partial(Lte, 32, num_heads=4, num_kv_heads=2, head_dim=8, window=16, cap=5, sinks=2, dropout=0.0)
@@ -67,7 +68,7 @@ def heads(layer: Lte, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def literal(layer: Lte, x: Tensor, *, cap: int | None) -> tuple[Tensor, int]:
     """Compute the paper's definition token by token, with a list of retained keys; return the number evicted, too."""
     q, k, raw, v = heads(layer, x)
-    logits, (B, T, H, K) = layer.logits(raw, v), k.shape
+    logits, (B, T, H, K) = layer.retention.logits(raw, v), k.shape
     group, out, evicted = q.shape[2] // H, torch.zeros_like(q), 0
     for b in range(B):
         for h in range(H):
@@ -131,7 +132,7 @@ def test_logits_get_the_straight_through_gradient_of_values():
     layer, x = build(), inputs()
     layer.train()
     q, k, raw, v = heads(layer, x)
-    logits, seen = layer.logits(raw.detach(), v.detach()), v.detach().requires_grad_()
+    logits, seen = layer.retention.logits(raw.detach(), v.detach()), v.detach().requires_grad_()
     keep = (logits > 0) | (torch.arange(60)[:, None] < 2)
     do = torch.randn(2, 60, 4, 8, dtype=torch.float64)
     dv = torch.autograd.grad((kept_attention(q, k, seen, keep, window=16).o * do).sum(), seen)[0]
@@ -167,7 +168,7 @@ def test_the_sparsity_loss_is_the_excess_of_final_scores(boundaries):
     rotary = RotaryEmbedding(8, {"rope_theta": 10_000.0})(positions.unsqueeze(0))
     _, auxiliary = layer(x, cu_seqlens=cu_seqlens, rotary=rotary)
     _, _, raw, v = heads(layer, x)
-    logits = layer.logits(raw, v, cu_seqlens=cu_seqlens)[0]
+    logits = layer.retention.logits(raw, v, cu_seqlens=cu_seqlens)[0]
     counted = torch.zeros(60, dtype=torch.bool)
     for start, stop in ((0, 60),) if boundaries is None else ((0, 5), (5, 20), (20, 60)):
         counted[start : max(start, stop - 6)] = True
@@ -295,14 +296,14 @@ def test_a_prompt_of_any_length_takes_at_most_40_operations_without_synchronisat
     # exclude two operations that have their own kernels
     monkeypatch.setattr(decoding, "kept_attention", lambda q, *_, **options: AttentionOutput(q, q[..., 0]))
     monkeypatch.setattr(decoding, "eviction_times", lambda ranks, *_, **options: ranks.to(torch.int32))
-    monkeypatch.setattr(layer, "logits", lambda raw, v: raw[..., 0])
+    monkeypatch.setattr(Retention, "logits", lambda _, raw, v: raw[..., 0])
 
     def operations(T):
         state, seen = layer.make_state(), []
         state.span = Span(2, T, torch.device("cpu"))
         q, k, raw, v = heads(layer, inputs(T=T))
         with Watched(lambda func, *_: seen.append(func) if not func.is_view else None):
-            decoding.extend(layer, Tokens(q, k, raw, v), state)
+            decoding.extend(layer.retention, Tokens(q, k, raw, v), state)
         return seen
 
     assert len(operations(22)) == len(operations(300)) <= 40

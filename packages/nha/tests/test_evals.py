@@ -9,10 +9,9 @@ from tokenmix_core.evaluation.options import EvalOptions
 from tokenmix_core.evaluation.recall import MQAR_HELD_OUT
 from tokenmix_core.evaluation.report import write_result
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_nha.evals import recall_share_suite, share_suite, slot_shares
+from tokenmix_nha.evals import observed_shares, recall_share_suite, share_suite, slot_shares
 from tokenmix_nha.model import NhaConfig, NhaForCausalLM
 from tokenmix_nha.model_windows import nha_mixers
-from tokenmix_nha.shares import observed_shares
 from tokenmix_nha.windows import nha_layers
 
 

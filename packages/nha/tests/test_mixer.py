@@ -10,8 +10,8 @@ from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.mixers import MixerContract, run_mixer
 from tokenmix_nha.config import NhaConfig
+from tokenmix_nha.evals import observed_shares
 from tokenmix_nha.mixer import NhaMixer
-from tokenmix_nha.shares import observed_shares
 
 WIDTH, HEADS, KV_HEADS, K, M, W, TOKENS = 32, 4, 2, 8, 5, 6, 21
 SIZES = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "slots": M, "window": W, "gate_normalizer": 2.0}

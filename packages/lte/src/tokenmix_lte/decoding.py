@@ -9,7 +9,7 @@ evicted.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,9 +19,7 @@ from tokenmix_core.nn import LayerState, RaggedKVState, first_taken
 from tokenmix_core.ops import kept_attention, unless_gluon
 from tokenmix_lte.eviction import eviction_times
 from tokenmix_lte.ops import evict_step
-
-if TYPE_CHECKING:
-    from tokenmix_lte.mixer import Lte, Tokens
+from tokenmix_lte.retention import Retention, Tokens
 
 
 class Held(NamedTuple):
@@ -38,13 +36,13 @@ class Held(NamedTuple):
     raw: Tensor
 
 
-def step(layer: Lte, tokens: Tokens, state: LayerState) -> Float[Tensor, "N 1 HQ K"]:
+def step(rule: Retention, tokens: Tokens, state: LayerState) -> Float[Tensor, "N 1 HQ K"]:
     """Return outputs for one token of each sequence; update the state without synchronisation."""
     q, k, raw, v = tokens
-    _prepare(layer, tokens, state, len(k))
+    _prepare(k, state, len(k))
     kv: RaggedKVState = state.kv
-    if layer.step_form(state.span):
-        _score(layer, state)
+    if rule.scores_at(state.span):
+        _score(rule, state)
     evict_step(
         k.squeeze(1),
         v.squeeze(1),
@@ -56,31 +54,31 @@ def step(layer: Lte, tokens: Tokens, state: LayerState) -> Float[Tensor, "N 1 HQ
         state.ages.value,
         state.raw.value,
         state.span.before,
-        window=layer.window,
-        sinks=layer.sinks,
-        uniform=layer.uniform,
-        impl=unless_gluon(layer.impl),
+        window=rule.window,
+        sinks=rule.sinks,
+        uniform=rule.uniform,
+        impl=unless_gluon(rule.impl),
     )
-    return kv.attend(q.squeeze(1), impl=layer.impl).o
+    return kv.attend(q.squeeze(1), impl=rule.impl).o
 
 
-def extend(layer: Lte, tokens: Tokens, state: LayerState) -> Float[Tensor, "B T HQ K"]:
+def extend(rule: Retention, tokens: Tokens, state: LayerState) -> Float[Tensor, "B T HQ K"]:
     """Return outputs for the tokens of a call, in its layout, and add the tokens to the state."""
     span = state.span
     if span.uniform:
-        o, held = _advance(layer, tokens, _held(state) if span.past else None, span.past)
+        o, held = _advance(rule, tokens, _held(state) if span.past else None, span.past)
     else:
-        _prepare(layer, tokens, state, span.sequences)
+        _prepare(tokens.k, state, span.sequences)
         before = _held(state)
         # sequences of different lengths are handled one by one
         packed = span.cu_seqlens is not None
         boundaries = pairwise(span.cu_seqlens.tolist() if packed else range(span.sequences + 1))
-        parts = [type(tokens)(*(x[:, i:j] if packed else x[i:j] for x in tokens)) for i, j in boundaries]
+        parts = [Tokens(*(x[:, i:j] if packed else x[i:j] for x in tokens)) for i, j in boundaries]
         outputs, rows = [], []
         for n, (part, past) in enumerate(zip(parts, span.before.tolist(), strict=True)):
             row = Held(*(x[n : n + 1] for x in before))
             if part.k.shape[1]:
-                o, row = _advance(layer, part, row, past)
+                o, row = _advance(rule, part, row, past)
                 outputs.append(o)
             rows.append(row)
         o = torch.cat(outputs, 1 if packed else 0)
@@ -93,7 +91,7 @@ def extend(layer: Lte, tokens: Tokens, state: LayerState) -> Float[Tensor, "B T 
     return o
 
 
-def _advance(layer: Lte, tokens: Tokens, held: Held | None, past: int) -> tuple[Tensor, Held]:
+def _advance(rule: Retention, tokens: Tokens, held: Held | None, past: int) -> tuple[Tensor, Held]:
     """Return outputs for T tokens of sequences that each hold `past` tokens, and the tensors they hold afterwards.
 
     Retained keys, the ring and the new tokens are concatenated, oldest first, and handled as one sequence. Retained
@@ -101,38 +99,38 @@ def _advance(layer: Lte, tokens: Tokens, held: Held | None, past: int) -> tuple[
     empty state.
     """
     q, keys, raws, values = tokens
-    W, total, device = layer.window, past + keys.shape[1], keys.device
-    ring, reach, known = min(past, W), min(past, layer.reach), 0
+    W, total, device = rule.window, past + keys.shape[1], keys.device
+    ring, reach, known = min(past, W), min(past, rule.reach), 0
     if held is not None and past:
         slots = torch.arange(past - ring, past, device=device) % W
         keys, values = (
             torch.cat((x[:, :, slots].transpose(1, 2), new), 1) for x, new in ((held.keys, keys), (held.values, values))
         )
-        last = torch.arange(past - reach, past, device=device) % max(1, layer.reach)
+        last = torch.arange(past - reach, past, device=device) % max(1, rule.reach)
         raws = torch.cat((held.raw[:, last], raws), 1)
         # the first logits lack their past context; the state has their scores
-        known = 0 if reach == past else layer.behind
-    scores = layer.logits(raws, values[:, ring - reach :]).detach()
+        known = 0 if reach == past else rule.context[0]
+    scores = rule.logits(raws, values[:, ring - reach :]).detach()
     if held is not None and past:
         scored = held.scores[:, :, slots].transpose(1, 2)[:, : ring - reach + known]
         scores = torch.cat((scored, scores[:, known:].to(scored.dtype)), 1)
     positions = torch.arange(past - ring, total, device=device)
-    ranks = layer.ranks(scores, positions)
+    ranks = rule.ranks(scores, positions)
     ages = None
     if held is not None and past > W:
         ages = positions.to(held.ages.dtype).view(1, -1, 1).expand_as(ranks)
         keys, values, ranks, ages = (
-            torch.cat(pair, 1) for pair in zip(_retained(layer, held), (keys, values, ranks, ages), strict=True)
+            torch.cat(pair, 1) for pair in zip(_retained(rule, held), (keys, values, ranks, ages), strict=True)
         )
     keep = ranks > -torch.inf
-    until = eviction_times(ranks, layer.cap, W, impl=unless_gluon(layer.impl))
-    o = kept_attention(q, keys, values, keep, window=W, until=until, impl=layer.impl).o
+    until = eviction_times(ranks, rule.cap, W, impl=unless_gluon(rule.impl))
+    o = kept_attention(q, keys, values, keep, window=W, until=until, impl=rule.impl).o
     with torch.no_grad():
         left = keys.shape[1] - min(total, W)
         stays = keep[:, :left] & (until[:, :left] >= keys.shape[1])
-        retained, lengths = _first_retained(stays.transpose(1, 2), layer.cap)
+        retained, lengths = _first_retained(stays.transpose(1, 2), rule.cap)
         at = torch.cat((_newest(keys.shape[1], W, total, device).expand(*retained.shape[:2], -1), retained), 2)
-        at = at.unsqueeze(-1).expand(-1, -1, -1, layer.head_dim)
+        at = at.unsqueeze(-1).expand(-1, -1, -1, keys.shape[-1])
         retained_scores = ranks.transpose(1, 2).gather(2, retained)
         return o, Held(
             keys.transpose(1, 2).gather(2, at),
@@ -141,17 +139,17 @@ def _advance(layer: Lte, tokens: Tokens, held: Held | None, past: int) -> tuple[
             torch.cat((_ring(scores, W, total).transpose(1, 2), retained_scores), 2),
             # without earlier retained keys a token's index is its position
             retained.to(torch.int32) if ages is None else ages.transpose(1, 2).gather(2, retained),
-            _ring(raws, layer.reach, total),
+            _ring(raws, rule.reach, total),
         )
 
 
-def _retained(layer: Lte, held: Held) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _retained(rule: Retention, held: Held) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return keys, values, ranks and ages of the retained tokens `[N, cap, H, ...]`, by age; empty slots rank −∞."""
-    filled = torch.arange(layer.cap, device=held.ages.device) < (held.lengths - layer.window).unsqueeze(-1)
+    filled = torch.arange(rule.cap, device=held.ages.device) < (held.lengths - rule.window).unsqueeze(-1)
     order = held.ages.masked_fill(~filled, torch.iinfo(held.ages.dtype).max).argsort(-1)
-    ranks = held.scores[:, :, layer.window :].masked_fill(~filled, -torch.inf)
-    of_tokens = order.unsqueeze(-1).expand(-1, -1, -1, layer.head_dim)
-    keys, values = (x[:, :, layer.window :].gather(2, of_tokens).transpose(1, 2) for x in (held.keys, held.values))
+    ranks = held.scores[:, :, rule.window :].masked_fill(~filled, -torch.inf)
+    of_tokens = order.unsqueeze(-1).expand(-1, -1, -1, held.keys.shape[-1])
+    keys, values = (x[:, :, rule.window :].gather(2, of_tokens).transpose(1, 2) for x in (held.keys, held.values))
     return keys, values, ranks.gather(-1, order).transpose(1, 2), held.ages.gather(-1, order).transpose(1, 2)
 
 
@@ -179,32 +177,32 @@ def _ring(x: Float[Tensor, "N L *rest"], size: int, total: int) -> Float[Tensor,
     return newest.roll(total % size, 1) if size else newest
 
 
-def _score(layer: Lte, state: LayerState) -> None:
+def _score(rule: Retention, state: LayerState) -> None:
     """Write the final logits of the newest tokens; some may have been written before."""
-    assert layer.scorer is not None
-    before, reach, W = state.span.before, layer.reach, layer.window
-    N, H = len(before), layer.num_kv_heads
+    assert rule.scorer is not None
+    before, reach, W = state.span.before, rule.reach, rule.window
+    (N, H, _, K), (behind, ahead) = state.kv.keys.shape, rule.context
     positions = before.unsqueeze(1) - reach + torch.arange(reach, device=before.device)
     at = (positions % reach)[..., None, None]
     raw = state.raw.value
     raw = raw.gather(1, at.expand_as(raw))
     slots = (positions % W).unsqueeze(1).expand(N, H, reach)
-    values = state.kv.values.gather(2, slots.unsqueeze(-1).expand(-1, -1, -1, layer.head_dim)).transpose(1, 2)
+    values = state.kv.values.gather(2, slots.unsqueeze(-1).expand(-1, -1, -1, K)).transpose(1, 2)
     begin = (reach - before).clamp(min=0)
-    final = slice(layer.behind, reach - layer.ahead)
-    logits = layer.scorer(raw, values, begin=begin)[:, final].transpose(1, 2)
+    final = slice(behind, reach - ahead)
+    logits = rule.scorer(raw, values, begin=begin)[:, final].transpose(1, 2)
     slots = slots[:, :, final]
     scores = state.scores.value
     exists = (positions[:, final] >= 0).unsqueeze(1)
     scores.scatter_(2, slots, torch.where(exists, logits.to(scores.dtype), scores.gather(2, slots)))
 
 
-def _prepare(layer: Lte, tokens: Tokens, state: LayerState, batch: int) -> None:
+def _prepare(k: Tensor, state: LayerState, batch: int) -> None:
     """Allocate the state's tensors before the first call."""
     if state.kv.places:
         return
-    k = tokens.k.detach()
-    empty = k.new_zeros(batch, 0, layer.num_kv_heads, layer.head_dim)
+    k = k.detach()
+    empty = k.new_zeros(batch, 0, *k.shape[2:])
     state.kv.append(empty, empty, empty[..., 0].bool())
     state.scores.get(batch, k)
     state.raw.get(batch, k)

@@ -30,7 +30,7 @@ from tokenmix_core.nn import (
 from tokenmix_core.ops import Impl, kept_attention, unless_gluon
 from tokenmix_lte.decoding import extend, step
 from tokenmix_lte.eviction import eviction_times
-from tokenmix_lte.ops.eviction.reference import uniform_ranks
+from tokenmix_lte.retention import Retention, Tokens
 from tokenmix_lte.scorers import Scorers, make_scorer
 
 Estimator = Literal["values", "inside"]
@@ -38,18 +38,6 @@ Estimator = Literal["values", "inside"]
 FIRST_WEIGHT = 1e-9
 # decoded tokens between two runs of the scorer
 _SCORE_EVERY = 64
-
-
-class Tokens(NamedTuple):
-    """Inputs of attention and of the scorer for the tokens of a call."""
-
-    # [B, T, HQ, K], [B, T, H, K], both rotated
-    q: Tensor
-    k: Tensor
-    # [B, T, H, K]: k before it is rotated
-    raw: Tensor
-    # [B, T, H, K]
-    v: Tensor
 
 
 class Positions(NamedTuple):
@@ -140,13 +128,13 @@ class Lte(Mixer):
         # without scores only sinks are retained
         self.cap = max(1, sinks) if scorer == "none" else cap
         self.uniform = scorer == "uniform"
-        self.behind, self.ahead = (0, 0) if self.scorer is None else (self.scorer.behind, self.scorer.ahead)
-        if window < self.behind + self.ahead + 1:
+        behind, ahead = (0, 0) if self.scorer is None else (self.scorer.behind, self.scorer.ahead)
+        if window < behind + ahead + 1:
             raise ValueError(
-                f"Lte: window must be at least {self.behind + self.ahead + 1}, the tokens that the {scorer!r} scorer "
-                f"reads, got {window}"
+                f"Lte: window must be at least {behind + ahead + 1}, the tokens that the {scorer!r} scorer reads, "
+                f"got {window}"
             )
-        self.score_every = min(_SCORE_EVERY, window - self.behind - self.ahead)
+        self.score_every = min(_SCORE_EVERY, window - behind - ahead)
         self.sparsity = None if self.scorer is None else HeadWeights(num_kv_heads, initial=FIRST_WEIGHT)
         # layers over which the model's sparsity loss is a mean
         self.num_lte_layers = 1
@@ -170,17 +158,18 @@ class Lte(Mixer):
             kv=RaggedKVState(self.num_kv_heads, self.head_dim, self.head_dim, capacity=slots[1]),
             scores=TensorState(*slots, dtype=torch.float32),
             ages=TensorState(self.num_kv_heads, self.cap, dtype=torch.int32),
-            raw=TensorState(self.reach, self.num_kv_heads, self.head_dim),
+            raw=TensorState(self.retention.reach, self.num_kv_heads, self.head_dim),
         )
 
     def step_form(self, span: Span) -> bool:
         """Return True if this step runs the scorer on the newest tokens."""
-        return self.scorer is not None and span.count > 0 and span.count % self.score_every == 0
+        return self.retention.scores_at(span)
 
     @property
-    def reach(self) -> int:
-        """Number of newest tokens whose unrotated keys are held: those scored at once, and their context."""
-        return 0 if self.scorer is None else self.score_every + self.behind + self.ahead
+    def retention(self) -> Retention:
+        """The rule by which the layer's heads retain keys."""
+        sizes = self.window, self.cap, self.sinks, self.score_every
+        return Retention(self.scorer, *sizes, uniform=self.uniform, impl=self.impl)
 
     def forward(
         self,
@@ -199,32 +188,16 @@ class Lte(Mixer):
         if state is None:
             o, auxiliary = self._whole(tokens, cu_seqlens)
         else:
-            o = (step if stepping(x, state) else extend)(self, tokens, state)
+            o = (step if stepping(x, state) else extend)(self.retention, tokens, state)
         return output_linear(o.flatten(-2), self.o_proj), auxiliary
-
-    def logits(
-        self, raw: Tensor, v: Tensor, *, begin: Tensor | None = None, cu_seqlens: Tensor | None = None
-    ) -> Float[Tensor, "B T H"]:
-        """Return the retention logits, −1 without a scorer; those of the last `ahead` tokens are not final."""
-        if self.scorer is None:
-            dtype = torch.promote_types(raw.dtype, torch.float32)
-            return torch.full(raw.shape[:3], -1.0, dtype=dtype, device=raw.device)
-        return self.scorer(raw, v, begin=begin, cu_seqlens=cu_seqlens)
-
-    def ranks(self, logits: Float[Tensor, "B T H"], position: Int[Tensor, "T"]) -> Float[Tensor, "B T H"]:
-        """Return the ranks that decide which keys are retained: positive logits, −∞ for other keys, +∞ for sinks."""
-        if self.uniform:
-            ranks = uniform_ranks(position).to(logits.dtype).view(1, -1, 1).expand_as(logits)
-        else:
-            ranks = logits.detach().masked_fill(~(logits > 0), -torch.inf)
-        return ranks.masked_fill((position < self.sinks).unsqueeze(-1), torch.inf)
 
     def _whole(self, tokens: Tokens, cu_seqlens: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return outputs `[B, T, HQ, K]` of whole sequences, and the layer's auxiliary losses and statistics."""
         q, k, raw, v = tokens
         positions = _positions(v, cu_seqlens)
-        logits = self.logits(raw, v, cu_seqlens=cu_seqlens)
-        ranks = self.ranks(logits, positions.position)
+        rule = self.retention
+        logits = rule.logits(raw, v, cu_seqlens=cu_seqlens)
+        ranks = rule.ranks(logits, positions.position)
         keep = ranks > -torch.inf
         until = None
         if not self.training:
@@ -246,7 +219,8 @@ class Lte(Mixer):
 
         The last tokens are excluded, because their logits are not final.
         """
-        counted = (positions.after >= self.ahead).unsqueeze(-1)
+        ahead = self.retention.context[1]
+        counted = (positions.after >= ahead).unsqueeze(-1)
         kept = ((logits.detach() > 0) & counted).sum(1, dtype=share.dtype) / counted.sum().clamp(min=1)
         found = {"kept_share": kept.mean(0)}
         if self.sparsity is not None:

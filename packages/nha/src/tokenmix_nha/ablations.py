@@ -1,4 +1,4 @@
-"""The ablations of Table 6: a weighted sum of separate outputs of slots and window, and no token shift.
+"""The ablations of Table 6, a weighted sum of separate outputs of slots and window, and no token shift; slots' shares.
 
 The weighted sum runs the fused operation with `window=0` for the slots. Without the token shift, slots and window may
 hold the same token, which the fused operation does not support; then a recurrence for the keys' slots, a softmax and a
@@ -121,3 +121,20 @@ def attend_jointly(
         return o, None
     k, v, f, length = entering.ring
     return o, SlotWindowState(torch.cat(slots_k), torch.cat(slots_v), k, v, f, None, length)
+
+
+def share_of_slots(
+    q: Float[Tensor, "B T HQ K"],
+    entering: Entering,
+    lse: Float[Tensor, "B T HQ"],
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None,
+) -> Float[Tensor, "B T HQ"]:
+    """Return the slots' share of one softmax over slots and window, given the window's log-sum-exp.
+
+    The fused operation does not return this share, so a recurrence computes the slots' logits again, without an initial
+    state.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    b_q, b_k, b_f = (x.to(wide) for x in (q, entering.k, entering.f))
+    logits = q.shape[-1] ** -0.5 * GatedScan(-b_f.expm1(), b_k, b_f, None, cu_seqlens).columns(b_q)
+    return (logits.logsumexp(-1) - lse.to(wide)).sigmoid()

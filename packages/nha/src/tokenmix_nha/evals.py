@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,11 +25,23 @@ from tokenmix_core.evaluation import (
     text_vocab_size,
 )
 from tokenmix_nha import pretrained
+from tokenmix_nha.mixer import NhaMixer
 from tokenmix_nha.model_windows import nha_layer_indices, nha_mixers, windows_of
-from tokenmix_nha.shares import observed_shares
 
 # columns of the heatmap by position
 _BINS = 64
+
+
+@contextmanager
+def observed_shares(mixers: list[NhaMixer]) -> Iterator[list[list[Tensor]]]:
+    """Collect ω_L `[B, T, HQ]` of calls without a cache inside the `with`: one list per mixer, one entry per call."""
+    for mixer in mixers:
+        mixer.shares = []
+    try:
+        yield [mixer.shares for mixer in mixers if mixer.shares is not None]
+    finally:
+        for mixer in mixers:
+            mixer.shares = None
 
 
 @torch.inference_mode()

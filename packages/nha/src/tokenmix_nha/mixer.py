@@ -23,12 +23,11 @@ from tokenmix_core.nn import (
     stepping,
 )
 from tokenmix_core.ops import AttentionOutput, Impl, attention, unless_gluon
-from tokenmix_nha.ablations import Entering, attend_jointly, attend_to_slots, delayed
+from tokenmix_nha.ablations import Entering, attend_jointly, attend_to_slots, delayed, share_of_slots
 from tokenmix_nha.heads import Call, Heads
 from tokenmix_nha.ops import SlotWindowState, log_forget_gates, slot_window_attention, slot_window_attention_step
-from tokenmix_nha.ops.slot_window.prefix import with_zeros
+from tokenmix_nha.ops.slot_window.prefix import share_of_zeros, with_zeros
 from tokenmix_nha.options import Fusion, Positions, check_choices
-from tokenmix_nha.shares import share_of_slots
 from tokenmix_nha.state import SlotWindowPart
 from tokenmix_nha.windows import FULL, WINDOW, Window
 
@@ -181,7 +180,7 @@ class NhaMixer(Mixer):
         else:
             o = self._attend_separately(heads, call)
         if self.shares is not None and state is None:
-            self.shares.append(share_of_slots(self, heads, call).detach())
+            self.shares.append(self._share_of_slots(heads, call).detach())
         return self._keep_in_graph(output_linear(o.flatten(-2), self.o_proj)), None
 
     def _project(self, x: Tensor, call: Call, rotary: Rotation | None) -> Heads:
@@ -267,12 +266,12 @@ class NhaMixer(Mixer):
             closed = v.new_zeros(1, 1, 1, 1).expand(*v.shape[:3], self.slots)
             options = {"cu_seqlens": call.cu_seqlens, "output_final_state": False, "impl": self.impl}
             return slot_window_attention(q, k, v, closed, window=q.shape[1], **options).o
-        return with_zeros(self.attend_to_window(heads, call), self.slots)
+        return with_zeros(self._attend_to_window(heads, call), self.slots)
 
     def _attend_separately(self, heads: Heads, call: Call) -> Float[Tensor, "B T HQ V"]:
         """Compute the ablations: a weighted sum of the outputs of slots and window, or no token shift."""
-        window = self.attend_to_window(heads, call)
-        before, entering = self.entering(heads, call)
+        window = self._attend_to_window(heads, call)
+        before, entering = self._entering(heads, call)
         if heads.weight is None:
             carried = call.state is not None
             o, after = attend_jointly(heads.q_slots, entering, before, call.cu_seqlens, window, carried=carried)
@@ -285,20 +284,32 @@ class NhaMixer(Mixer):
             call.state.slots.set(after)
         return o
 
-    def attend_to_window(self, heads: Heads, call: Call) -> AttentionOutput:
+    def _attend_to_window(self, heads: Heads, call: Call) -> AttentionOutput:
         """Attend to the window alone."""
         q, k, v = heads.q, heads.k, heads.v
         if call.state is not None:
             return cached_attention_lse(q, k, v, call.state.kv, call.state.span, step=call.step, impl=self.impl)
         return attention(q, k, v, window=self.seen, cu_seqlens=call.cu_seqlens, impl=self.impl)
 
-    def entering(self, heads: Heads, call: Call) -> tuple[SlotWindowState, Entering]:
+    def _entering(self, heads: Heads, call: Call) -> tuple[SlotWindowState, Entering]:
         """Return the slots before the call and the tokens that enter them, for the ablations."""
         sequences = len(heads.v) if call.cu_seqlens is None else len(call.cu_seqlens) - 1
         part = self._slots_part() if call.state is None else call.state.slots
         before = part.get(sequences, heads.v)
         assert heads.f is not None
         return before, delayed(heads.k_slots, heads.v, heads.f, before, call.cu_seqlens)
+
+    def _share_of_slots(self, heads: Heads, call: Call) -> Float[Tensor, "B T HQ"]:
+        """Return ω_L of a call without a cache: the slots' share of one softmax, or their weight in a sum."""
+        shape = heads.q.shape[:3]
+        if not self.slots or self.window == 0:
+            return heads.q.new_full(shape, 1.0 if self.slots else 0.0)
+        if heads.weight is not None:
+            return heads.weight.expand(shape)
+        lse = self._attend_to_window(heads, call).lse
+        if heads.f is None:
+            return share_of_zeros(lse, self.slots)
+        return share_of_slots(heads.q_slots, self._entering(heads, call)[1], lse, call.cu_seqlens)
 
     def _keep_in_graph(self, o: Tensor) -> Tensor:
         """Add zero to o so that parameters that this window does not use get zero gradients, as DDP requires.
