@@ -187,7 +187,7 @@ def test_room_that_is_asked_for_is_that_of_the_longest_list(options, monkeypatch
         assert relative_error(logits_in_pieces(model, ids, pieces), whole) < 1e-11, pieces
     cache = model(ids, use_cache=True).past_key_values
     for layer in cache.layers:
-        assert layer.parts["kept"].places == max(64, int(layer.parts["kept"].lengths.max()))
+        assert layer.parts["kept"].num_slots == max(64, int(layer.parts["kept"].lengths.max()))
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmix_core.nn.ragged_kv import RaggedKVState
+from tokenmix_core.nn.state import RaggedKVState
 from tokenmix_core.ops import attention
 from tokenmix_core.testing.closeness import relative_error
 
@@ -50,7 +50,7 @@ def test_room_is_made_for_the_longest_list_where_the_host_knows_it():
         for got, expected in zip(lists(kv), lists(looks), strict=True):
             for pair in zip(got, expected, strict=True):
                 assert all(map(torch.equal, *pair))
-    assert longest < kv.places <= longest + 64
+    assert longest < kv.num_slots <= longest + 64
 
 
 def test_lists_that_are_held_are_those_that_were_given():
@@ -72,13 +72,13 @@ def test_room_follows_what_is_kept():
     for _ in range(100):
         kv.append(k, v, nothing)
     # room for the newest call alone, though 6,400 tokens came by
-    assert kv.places <= 128
+    assert kv.num_slots <= 128
     for _ in range(20):
         kv.append(k, v, everything)
     assert kv.lengths.unique().tolist() == [1280]
-    kv.compact(torch.zeros(N, H, kv.places, dtype=torch.bool))
+    kv.compact(torch.zeros(N, H, kv.num_slots, dtype=torch.bool))
     assert kv.lengths.unique().tolist() == [0]
-    assert kv.places == 64
+    assert kv.num_slots == 64
 
 
 def test_bytes_lie_between_the_bounds():
@@ -113,7 +113,7 @@ def test_compacting_keeps_the_order():
     kv = RaggedKVState(H, K, V)
     kv.append(*tokens(100, 0))
     before = lists(kv)
-    keep = torch.rand(N, H, kv.places, generator=torch.Generator().manual_seed(1)) < 0.5
+    keep = torch.rand(N, H, kv.num_slots, generator=torch.Generator().manual_seed(1)) < 0.5
     kv.compact(keep)
     for n, rows in enumerate(lists(kv)):
         for h, (keys, values) in enumerate(rows):
@@ -160,7 +160,7 @@ def test_rows_apart_go_on_by_themselves_and_join_again():
     take[0] = False
     parts = [(rows, kv.rows(rows)) for rows in (torch.tensor([1]), torch.tensor([0]))]
     parts[0][1].append(k[1:], v[1:], take[1:])
-    assert parts[0][1].places > parts[1][1].places
+    assert parts[0][1].num_slots > parts[1][1].num_slots
     kv.join(parts)
     whole.append(k, v, take)
     assert torch.equal(kv.lengths, whole.lengths)

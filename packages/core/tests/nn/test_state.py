@@ -75,7 +75,7 @@ def test_room_grows_seldom():
         for t in range(600):
             x = torch.full((1, 1, 1, 1), float(t))
             kv.write(x, x, Span(1, 1, torch.device("cpu"), past=t))
-            sizes.add(kv.places)
+            sizes.add(kv.num_slots)
         assert kv.keys.flatten()[:600].tolist() == list(range(600))
         # each time by half; a known length is not passed
         assert len(sizes) <= 8

@@ -199,7 +199,7 @@ def _score(rule: Retention, state: LayerState) -> None:
 
 def _prepare(k: Tensor, state: LayerState, batch: int) -> None:
     """Allocate the state's tensors before the first call."""
-    if state.kv.places:
+    if state.kv.num_slots:
         return
     k = k.detach()
     empty = k.new_zeros(batch, 0, *k.shape[2:])

@@ -29,13 +29,13 @@ class PooledKVState(KVState):
 
     def grow(self, like: Float[Tensor, "_ _ H K"], rows: int, blocks: int) -> None:
         """Ensure capacity for `blocks` blocks of each of `rows` sequences, in the dtype of `like`."""
-        if blocks > self.places or self._stored is None:
+        if blocks > self.num_slots or self._stored is None:
             capacity = max(blocks + blocks // 2, self._expected, 1)
             grown = []
             for i, size in enumerate((self.key_size, self.value_size)):
                 x = like.new_zeros(rows, capacity, self.heads, size)
                 if self._stored is not None:
-                    x[:, : self.places] = self._stored[i]
+                    x[:, : self.num_slots] = self._stored[i]
                 grown.append(x)
             self._stored = grown[0], grown[1]
 
@@ -45,8 +45,8 @@ class PooledKVState(KVState):
         for held, new in ((self.keys, k), (self.values, v)):
             held.scatter_(1, index.expand(-1, 1, *held.shape[2:]), new.unsqueeze(1).to(held.dtype))
 
-    def _widen(self, room: int, more: int) -> None:
-        super()._widen(cdiv(room, self.block), more)
+    def _resize(self, max_length: int, more: int) -> None:
+        super()._resize(cdiv(max_length, self.block), more)
 
     def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
         """Return the bytes of the complete blocks of `batch_size` sequences of `seq_len` tokens."""

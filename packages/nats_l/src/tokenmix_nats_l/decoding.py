@@ -66,7 +66,7 @@ def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, rotary: Rot
     seen = []
     if layer.own_chunk != "linear":
         seen.append(attention_decode(softmax_q.unsqueeze(1), keys, values, filled, impl=layer.impl))
-    if state.kept.places:
+    if state.kept.num_slots:
         seen.append(state.kept.attend(softmax_q, impl=layer.impl))
     softmax = merge_attention(seen, impl=unless_gluon(layer.impl)).o if seen else torch.zeros_like(tokens.softmax_v)
 
@@ -242,11 +242,11 @@ def _attend(layer: NatsL, tokens: Tokens, types: ChunkTypes, state: LayerState, 
     if fill:
         keys.insert(0, state.open_keys.value[:, :fill])
         values.insert(0, state.open_values.value[:, :fill])
-    if kept.places:
+    if kept.num_slots:
         # lists are made of whole chunks
         keys.insert(0, kept.keys.transpose(1, 2))
         values.insert(0, kept.values.transpose(1, 2))
-        held = torch.arange(0, kept.places, C, device=kept.keys.device) < kept.lengths[:, :: layer.group, None]
+        held = torch.arange(0, kept.num_slots, C, device=kept.keys.device) < kept.lengths[:, :: layer.group, None]
         marks.insert(0, held.transpose(1, 2).to(types.softmax.dtype))
     k, v, keep = (_joined(y) for y in (keys, values, marks))
     if layer.own_chunk == "linear":
@@ -280,7 +280,7 @@ def _longest(layer: NatsL, state: LayerState, types: ChunkTypes, ending: int) ->
     if ending <= _PIECE:
         return None
     tokens = layer.chunk * types.softmax[:, :ending].sum(1, dtype=torch.int32)
-    if state.kept.places:
+    if state.kept.num_slots:
         tokens = tokens + state.kept.lengths[:, :: layer.group]
     return Asked(tokens.max())
 
@@ -330,7 +330,7 @@ def _prepare(state: LayerState, like: Tensor, batch: int) -> None:
 
 def hold_nothing(state: LayerState) -> None:
     """Make the lists of kept tokens, of no length, where there are none yet."""
-    if not state.kept.places:
+    if not state.kept.num_slots:
         keys, values = state.open_keys.value[:, :0], state.open_values.value[:, :0]
         state.kept.append(keys, values, torch.zeros(keys.shape[:3], dtype=torch.bool, device=keys.device))
 

@@ -382,4 +382,4 @@ class NatsL(Mixer):
     def held_tokens(self, state: LayerState) -> Int[Tensor, "N HA"] | None:
         """How many tokens of softmax chunks each row and head holds; None before the first."""
         kept: Any = state.kept
-        return kept.lengths if kept.places else None
+        return kept.lengths if kept.num_slots else None

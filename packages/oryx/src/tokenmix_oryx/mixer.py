@@ -385,7 +385,7 @@ class OryxMixer(Mixer):
             return selected_attention(q, keys, values, mode.attention, impl=self.impl)
         kv.write(k, v, span)
         if step:
-            places = min(span.past + 1, kv.places)
+            places = min(span.past + 1, kv.num_slots)
             # a sequence in linear mode reads no keys
             seen = kv.filled(span) * mode.attention.squeeze(1)
             return attention_decode(q, kv.keys[:, :places], kv.values[:, :places], seen, impl=unless_gluon(self.impl)).o

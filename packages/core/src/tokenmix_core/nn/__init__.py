@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from tokenmix_core.nn.projections import is_plain_linear as is_plain_linear
     from tokenmix_core.nn.projections import output_linear as output_linear
     from tokenmix_core.nn.projections import projected as projected
-    from tokenmix_core.nn.ragged_kv import RaggedKVState as RaggedKVState
-    from tokenmix_core.nn.ragged_kv import first_taken as first_taken
     from tokenmix_core.nn.rotary import Rotation as Rotation
     from tokenmix_core.nn.rotary import apply_rotary as apply_rotary
     from tokenmix_core.nn.rotary import apply_rotary_to_both as apply_rotary_to_both
@@ -42,10 +40,12 @@ if TYPE_CHECKING:
     from tokenmix_core.nn.state import Bounds as Bounds
     from tokenmix_core.nn.state import KVState as KVState
     from tokenmix_core.nn.state import LayerState as LayerState
+    from tokenmix_core.nn.state import RaggedKVState as RaggedKVState
     from tokenmix_core.nn.state import Span as Span
     from tokenmix_core.nn.state import StatePart as StatePart
     from tokenmix_core.nn.state import TensorState as TensorState
     from tokenmix_core.nn.state import copy_all as copy_all
+    from tokenmix_core.nn.state import first_taken as first_taken
 
 __getattr__ = lazily(
     __name__,
@@ -76,8 +76,8 @@ __getattr__ = lazily(
         "is_plain_linear": "projections",
         "output_linear": "projections",
         "projected": "projections",
-        "RaggedKVState": "ragged_kv",
-        "first_taken": "ragged_kv",
+        "RaggedKVState": "state",
+        "first_taken": "state",
         "Rotation": "rotary",
         "apply_rotary": "rotary",
         "apply_rotary_to_both": "rotary",

@@ -127,8 +127,8 @@ class Attention(Mixer):
         if self.q_norm is not None and self.k_norm is not None:
             q, k, norms = normed_for_step(q, k, self.q_norm, self.k_norm)
         q, k, v, cos, sin = (x.squeeze(1) for x in (q, k, v, *rotary))
-        kv, places = state.kv, state.kv.place(state.span.positions)
-        return rotate_step(q, k, v, cos, sin, kv.keys, kv.values, places, **norms).unsqueeze(1)
+        kv, slots = state.kv, state.kv.slot(state.span.positions)
+        return rotate_step(q, k, v, cos, sin, kv.keys, kv.values, slots, **norms).unsqueeze(1)
 
     def mixing_flops(self, seq_len: int) -> float:
         # scores and weighted values: 2 · 2 · K operations a visible key and head
@@ -179,8 +179,8 @@ def cached_attention_lse(
         return decoded(q, kv, span, scale=scale, impl=impl)
     if span.uniform and span.past and kv.window is None and not k.requires_grad:
         kv.write(k, v, span)
-        places = span.past + span.tokens
-        return attention(q, kv.keys[:, :places], kv.values[:, :places], **options)
+        length = span.past + span.tokens
+        return attention(q, kv.keys[:, :length], kv.values[:, :length], **options)
     if span.past == 0:
         out = attention(q, k, v, cu_seqlens=span.cu_seqlens, **options)
     elif span.uniform:
@@ -201,11 +201,11 @@ def decoded(
     impl: AttentionImpl | None = None,
 ) -> AttentionOutput:
     """Attention of one token of each sequence over what `kv` holds, its own key and value included."""
-    # the places that may be filled, known without asking the device; a ring's order does not matter
-    places = min(span.past + 1, kv.places)
+    # upper bound of the filled slots, known to the host; the order within a ring buffer does not matter
+    slots = min(span.past + 1, kv.num_slots)
     # the other names have no form for one token
     kernel = impl if impl in ("triton", "reference") else None
-    return attention_decode(q, kv.keys[:, :places], kv.values[:, :places], kv.filled(span), scale=scale, impl=kernel)
+    return attention_decode(q, kv.keys[:, :slots], kv.values[:, :slots], kv.filled(span), scale=scale, impl=kernel)
 
 
 def _ragged_attention(q: Tensor, k: Tensor, v: Tensor, kv: KVState, span: Span, scale: float | None) -> AttentionOutput:

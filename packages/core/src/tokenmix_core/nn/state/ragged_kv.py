@@ -1,4 +1,4 @@
-"""Keys and values of tokens that were chosen head by head: lists of unequal lengths, which grow and shrink."""
+"""Keys and values of tokens selected per head: lists of unequal lengths, which grow and shrink."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.nn.state import Bounds, StatePart, copy_all
+from tokenmix_core.nn.state.parts import Bounds, StatePart, copy_all
 from tokenmix_core.ops import attention_decode
 from tokenmix_core.ops.common import AttentionOutput, Impl
 
 
-def first_taken(take: Bool[Tensor, "N H C"], room: int) -> tuple[Int[Tensor, "N H room"], Int[Tensor, "N H"]]:
-    """Which of C ≥ 1 tokens are the first `room` that each head takes, in their order, and how many it takes in all.
+def first_taken(take: Bool[Tensor, "N H C"], most: int) -> tuple[Int[Tensor, "N H most"], Int[Tensor, "N H"]]:
+    """Return the indices of the first `most` of C ≥ 1 tokens that each head takes, and how many it takes in all.
 
-    Where it takes fewer the last one is repeated, and the first token of all where it takes none.
+    If a head takes fewer, its last index is repeated; if it takes none, the index is 0.
     """
     counts = take.contiguous().cumsum(-1)
     lengths = counts[..., -1]
-    ranks = torch.arange(1, room + 1, device=take.device).minimum(lengths.unsqueeze(-1))
+    ranks = torch.arange(1, most + 1, device=take.device).minimum(lengths.unsqueeze(-1))
     return torch.searchsorted(counts, ranks), lengths
 
 
 class RaggedKVState(StatePart):
-    """Keys `[N, H, places, K]` and values `[N, H, places, V]`, of which row n's head h fills the first `lengths[n, h]`.
+    """Keys `[N, H, slots, K]` and values `[N, H, slots, V]`; head h of row n fills the first `lengths[n, h]` slots.
 
-    Lengths live on the device. The host knows a bound of the longest, which calls raise without looking; only where the
-    bound outgrows the room is the device asked how long the longest really is, and room is made or given back for that.
+    Lengths are stored on the device. The host knows an upper bound of the longest, which each call raises without a
+    synchronisation. Only if the bound exceeds the number of slots does the host read the longest length from the
+    device, and then allocates or frees slots accordingly.
 
     Args:
         heads: H.
         key_size: K.
         value_size: V.
-        capacity: tokens that a head keeps at the most, with room for them from the first on; None for no such limit.
-        unit: room is made in multiples of so many places.
+        capacity: most tokens that a head keeps, allocated at the first write; None for no limit.
+        unit: slots are allocated in multiples of this.
     """
 
     keeps_tokens = True
@@ -45,22 +46,22 @@ class RaggedKVState(StatePart):
         self.heads, self.key_size, self.value_size, self.capacity = heads, key_size, value_size, capacity
         self.unit = unit
         self._stored: tuple[Tensor, Tensor, Tensor] | None = None
-        # the longest list is not longer
+        # upper bound of the longest list
         self._bound = 0
 
     @property
-    def places(self) -> int:
-        """Tokens that each head has room for."""
+    def num_slots(self) -> int:
+        """Number of slots allocated for each head."""
         return 0 if self._stored is None else self.keys.shape[2]
 
     @property
-    def keys(self) -> Float[Tensor, "N H places K"]:
-        """The keys; there are none before the first write."""
+    def keys(self) -> Float[Tensor, "N H slots K"]:
+        """The keys; a ValueError before the first write."""
         return self._held()[0]
 
     @property
-    def values(self) -> Float[Tensor, "N H places V"]:
-        """The values; there are none before the first write."""
+    def values(self) -> Float[Tensor, "N H slots V"]:
+        """The values; a ValueError before the first write."""
         return self._held()[1]
 
     @property
@@ -81,61 +82,61 @@ class RaggedKVState(StatePart):
         *,
         longest: int | None = None,
     ) -> None:
-        """Put those of the tokens that a head takes behind what it holds, in their order.
+        """Append to each head's list the tokens that the head takes, in their order.
 
         Args:
-            k, v: of the tokens.
-            take: which of them each head takes.
-            longest: what the longest list holds then, or more, if the host knows: room is made for that, without
-                looking. None: room for all tokens is made.
+            k, v: keys and values of the tokens.
+            take: True if the head takes the token.
+            longest: an upper bound of the longest list afterwards, if the host knows one: slots are allocated for it
+                without a synchronisation. None allocates slots for all C tokens.
 
         Raises:
-            ValueError: more tokens than `capacity` (seen where the host knows: for tensors on a CPU).
+            ValueError: more tokens than `capacity` (checked on a CPU only, as a GPU would have to synchronise).
         """
         k, v, take = (x.detach().transpose(1, 2) for x in (k, v, take))
         if self._stored is None and take.shape[2]:
             self._begin(k, v, take, longest)
             return
-        self._make_room(k, v, longest)
+        self._ensure_slots(k, v, longest)
         if not take.shape[2]:
             return
         lengths = self.lengths
         if take.shape[2] == 1:
-            one, fits = take.squeeze(2), lengths < self.places
+            one, fits = take.squeeze(2), lengths < self.num_slots
             self._refuse(one & ~fits)
-            self.replace(lengths.clamp(max=self.places - 1), k.squeeze(2), v.squeeze(2), one & fits)
+            self.replace(lengths.clamp(max=self.num_slots - 1), k.squeeze(2), v.squeeze(2), one & fits)
             lengths += one & fits
             return
         at = lengths.unsqueeze(-1) + take.cumsum(-1, dtype=torch.int32) - 1
-        self._refuse((at >= self.places) & take)
-        # what is not taken goes to a place of its own behind all others
-        at = at.masked_fill(~take, self.places).long().unsqueeze(-1)
+        self._refuse((at >= self.num_slots) & take)
+        # tokens that are not taken are written to one extra slot, which is cut off
+        at = at.masked_fill(~take, self.num_slots).long().unsqueeze(-1)
         for held, new in ((self.keys, k), (self.values, v)):
-            room = torch.cat((held, held[:, :, :1]), 2)
-            held.copy_(room.scatter_(2, at.expand_as(new), new)[:, :, :-1])
+            extended = torch.cat((held, held[:, :, :1]), 2)
+            held.copy_(extended.scatter_(2, at.expand_as(new), new)[:, :, :-1])
         lengths += take.sum(-1, dtype=torch.int32)
 
     def hold(self, keys: Tensor, values: Tensor, lengths: Int[Tensor, "N H"]) -> None:
-        """Hold these lists alone: `[N, H, places, K]`, `[N, H, places, V]` and int32 lengths; nothing is copied."""
+        """Replace the contents by `[N, H, slots, K]`, `[N, H, slots, V]` and int32 lengths, without a copy."""
         self._stored, self._bound = (keys, values, lengths), keys.shape[2]
 
     def replace(
         self,
-        place: Int[Tensor, "N H"],
+        slot: Int[Tensor, "N H"],
         k: Float[Tensor, "N H K"],
         v: Float[Tensor, "N H V"],
         where: Bool[Tensor, "N H"],
     ) -> None:
-        """Put a token in another's place in those heads that `where` names: the other is evicted."""
-        place = place.long()[..., None, None]
+        """Overwrite the token in `slot` by another one, in the heads where `where` is True: the old one is evicted."""
+        slot = slot.long()[..., None, None]
         for held, new in ((self.keys, k), (self.values, v)):
-            index = place.expand(*place.shape[:3], held.shape[-1])
+            index = slot.expand(*slot.shape[:3], held.shape[-1])
             kept = held.gather(2, index)
             held.scatter_(2, index, torch.where(where[..., None, None], new.detach().unsqueeze(2), kept))
 
-    def compact(self, keep: Bool[Tensor, "N H places"]) -> None:
-        """Drop the tokens that `keep` does not name, keep the order of the others, and give room back."""
-        filled = torch.arange(self.places, device=keep.device) < self.lengths.unsqueeze(-1)
+    def compact(self, keep: Bool[Tensor, "N H slots"]) -> None:
+        """Drop the tokens where `keep` is False, keep the order of the others, and free memory."""
+        filled = torch.arange(self.num_slots, device=keep.device) < self.lengths.unsqueeze(-1)
         keep = keep & filled
         order = (~keep).to(torch.int8).argsort(dim=-1, stable=True).unsqueeze(-1)
         keys, values = (x.gather(2, order.expand_as(x)) for x in (self.keys, self.values))
@@ -147,28 +148,29 @@ class RaggedKVState(StatePart):
             self._fit(0)
 
     def rows(self, rows: Int[Tensor, "n"]) -> RaggedKVState:
-        """The lists of some rows, as a state of their own."""
+        """Return a new state that holds copies of the lists of some rows."""
         apart = RaggedKVState(self.heads, self.key_size, self.value_size, capacity=self.capacity, unit=self.unit)
         keys, values, lengths = (x[rows] for x in self._held())
         apart._stored, apart._bound = (keys, values, lengths), self._bound
         return apart
 
     def join(self, parts: Sequence[tuple[Tensor, RaggedKVState]]) -> None:
-        """Hold in these rows, each of which is named once, what these states hold."""
-        N, room = sum(len(rows) for rows, _ in parts), max(part.places for _, part in parts)
-        keys, values = (x.new_zeros(N, self.heads, room, x.shape[3]) for x in (self.keys, self.values))
+        """Replace the contents by those of other states, each with the rows it is stored in; every row occurs once."""
+        N, slots = sum(len(rows) for rows, _ in parts), max(part.num_slots for _, part in parts)
+        keys, values = (x.new_zeros(N, self.heads, slots, x.shape[3]) for x in (self.keys, self.values))
         lengths = self.lengths.new_empty(N, self.heads)
         for rows, part in parts:
-            keys[rows, :, : part.places], values[rows, :, : part.places] = part.keys, part.values
+            keys[rows, :, : part.num_slots], values[rows, :, : part.num_slots] = part.keys, part.values
             lengths[rows] = part.lengths
         self._stored, self._bound = (keys, values, lengths), max(part._bound for _, part in parts)
 
     def attend(
         self, q: Float[Tensor, "N HQ K"], *, scale: float | None = None, impl: Impl | None = None
     ) -> AttentionOutput:
-        """Attend from one query a row to its keys: o `[N, 1, HQ, V]` and the log-sum-exp `[N, 1, HQ]`, −∞ for none.
+        """Attend from one query per row to its head's keys.
 
-        Each head reads its own tokens alone.
+        Returns:
+            o `[N, 1, HQ, V]` and the log-sum-exp `[N, 1, HQ]`, −∞ for a head without keys.
         """
         N, HQ, K = q.shape
         keys, values, lengths = self._held()
@@ -184,17 +186,17 @@ class RaggedKVState(StatePart):
             self._stored = keys, values, lengths
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all tokens."""
         self._stored, self._bound = None, 0
 
     def loosen(self) -> None:
-        """Be free to move again."""
+        """End `fix`: tensors may be reallocated again."""
         if self.fixed and self.capacity is None:
-            self._bound = self.places
+            self._bound = self.num_slots
         super().loosen()
 
     def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
-        """From nothing kept, or all room of a `capacity`, to every token kept."""
+        """Return the bytes with no token kept (with `capacity`: all its slots) and with every token kept."""
         token = self.heads * (self.key_size + self.value_size) * dtype.itemsize
         lengths = self.heads * torch.int32.itemsize
         if self.capacity is not None:
@@ -203,7 +205,7 @@ class RaggedKVState(StatePart):
         return Bounds(0, batch_size * (seq_len * token + lengths))
 
     def held(self, seq_len: int) -> int:
-        """Bytes of the tokens now held; waits for the device where there is no `capacity`."""
+        """Return the bytes of the tokens stored; waits for the device if there is no `capacity`."""
         if self._stored is None:
             return 0
         if self.capacity is not None:
@@ -213,7 +215,7 @@ class RaggedKVState(StatePart):
 
     @property
     def allocated(self) -> int:
-        """Bytes of memory taken, spare room included."""
+        """Bytes of memory allocated, spare slots included."""
         return 0 if self._stored is None else sum(x.nbytes for x in self._stored)
 
     def _held(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -222,64 +224,64 @@ class RaggedKVState(StatePart):
         return self._stored
 
     def _refuse(self, beyond: Bool[Tensor, "N H ..."]) -> None:
-        """Refuse tokens beyond the capacity, where looking does not wait."""
+        """Raise for tokens beyond the capacity, unless that would wait for the device."""
         if self.capacity is not None and not beyond.is_cuda and bool(beyond.any()):
             raise ValueError(f"RaggedKVState: heads keep at most {self.capacity} tokens, got more")
 
     def _begin(self, k: Tensor, v: Tensor, take: Tensor, longest: int | None) -> None:
-        """The first tokens: every place looks for its own."""
+        """Store the first tokens: each slot gathers its token."""
         bound = take.shape[2] if longest is None else longest
-        room = self.capacity or self._room(bound)
-        # behind the last token it is repeated: a place that was never written may be read under a mask
-        at, lengths = first_taken(take, room)
+        slots = self.capacity or self._rounded(bound)
+        # spare slots repeat the last token: kernels may load an unwritten slot under a mask, and it must not be NaN
+        at, lengths = first_taken(take, slots)
         if self.capacity is not None:
-            self._refuse(lengths > room)
+            self._refuse(lengths > slots)
         at = at.unsqueeze(-1)
         keys, values = (x.gather(2, at.expand(-1, -1, -1, x.shape[3])) for x in (k, v))
         self._stored, self._bound = (keys, values, lengths.to(torch.int32)), bound
 
-    def _make_room(self, k: Tensor, v: Tensor, longest: int | None) -> None:
+    def _ensure_slots(self, k: Tensor, v: Tensor, longest: int | None) -> None:
         if self._stored is None:
-            room = self.capacity or self._room(k.shape[2])
-            keys, values = (x.new_zeros(*x.shape[:2], room, x.shape[3]) for x in (k, v))
+            slots = self.capacity or self._rounded(k.shape[2])
+            keys, values = (x.new_zeros(*x.shape[:2], slots, x.shape[3]) for x in (k, v))
             self._stored = keys, values, torch.zeros(k.shape[:2], dtype=torch.int32, device=k.device)
         if self.capacity is not None or self.fixed:
             return
         self._bound = self._bound + k.shape[2] if longest is None else longest
-        if self._bound > self.places:
+        if self._bound > self.num_slots:
             if longest is None:
                 self._fit(k.shape[2])
             else:
-                self._lengthen(self._room(longest))
+                self._set_slots(self._rounded(longest))
 
     def _fit(self, more: int) -> None:
-        """Room for the longest list and `more` tokens; much spare room is given back."""
+        """Allocate slots for the longest list and `more` tokens; free slots if more than half are spare."""
         keys, values, lengths = self._held()
         longest = int(lengths.max()) if lengths.numel() else 0
         self._bound = longest + more
-        if self.capacity is not None or self._bound <= self.places <= 2 * self._room(self._bound):
+        if self.capacity is not None or self._bound <= self.num_slots <= 2 * self._rounded(self._bound):
             return
-        room = self._room(self._bound + self._bound // 2 if self._bound > self.places else self._bound)
+        slots = self._rounded(self._bound + self._bound // 2 if self._bound > self.num_slots else self._bound)
         grown = []
         for x in (keys, values):
-            # zeros: a place that was never written may be read under a mask, and must not be NaN
-            y = x.new_zeros(*x.shape[:2], room, x.shape[3])
+            # zeros: kernels may load an unwritten slot under a mask, and it must not be NaN
+            y = x.new_zeros(*x.shape[:2], slots, x.shape[3])
             y[:, :, :longest] = x[:, :, :longest]
             grown.append(y)
         self._stored = grown[0], grown[1], lengths
 
-    def _widen(self, room: int, more: int) -> None:
+    def _resize(self, max_length: int, more: int) -> None:
         if self._stored is None or self.capacity is not None:
             return
-        # what steps fill by and by is as long as the longest list and all tokens to come
-        needed = self._room(int(self.lengths.max()) + more)
-        if needed != self.places:
-            self._lengthen(needed)
+        # every head may take all tokens to come
+        needed = self._rounded(int(self.lengths.max()) + more)
+        if needed != self.num_slots:
+            self._set_slots(needed)
 
-    def _lengthen(self, room: int) -> None:
-        """Have so many places, fewer than now where the last ones are free."""
+    def _set_slots(self, slots: int) -> None:
+        """Reallocate to `slots` slots; fewer than now only if the last ones are empty."""
         keys, values, lengths = self._held()
-        pad = (0, 0, 0, room - self.places)
+        pad = (0, 0, 0, slots - self.num_slots)
         self._stored = torch.nn.functional.pad(keys, pad), torch.nn.functional.pad(values, pad), lengths
 
     def _move(self, storage: Sequence[Tensor], more: int) -> None:
@@ -289,12 +291,12 @@ class RaggedKVState(StatePart):
         keys, values, lengths = self._stored
         longest = int(lengths.max())
         if longest + more > storage[0].shape[2]:
-            raise ValueError(f"the storage has {storage[0].shape[2]} places for {longest + more} tokens")
+            raise ValueError(f"the storage has {storage[0].shape[2]} slots for {longest + more} tokens")
         copy_all(
             (keys[:, :, :longest], values[:, :, :longest], lengths),
             (storage[0][:, :, :longest], storage[1][:, :, :longest], storage[2]),
         )
         self._stored = storage[0], storage[1], storage[2]
 
-    def _room(self, tokens: int) -> int:
+    def _rounded(self, tokens: int) -> int:
         return max(1, cdiv(tokens, self.unit)) * self.unit

@@ -1,0 +1,199 @@
+"""Base class of the parts of a layer's state, and the parts of constant size (recurrent states, convolution inputs)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenmix_core._utils.validation import undefined
+from tokenmix_core.nn.state.layout import Span
+
+
+class Bounds(NamedTuple):
+    """Least and most bytes of a state; equal if its size does not depend on data."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def sum(cls, bounds: Iterable[Bounds]) -> Bounds:
+        """Return the bounds of several states together."""
+        pairs = list(bounds)
+        return cls(sum(x.least for x in pairs), sum(x.most for x in pairs))
+
+
+class StatePart:
+    """One part of a layer's state: `TensorState`, `KVState`, `RaggedKVState`, or a class of the mixer's own.
+
+    Attributes:
+        window: tokens kept; None if tokens never leave because of their age.
+        keeps_tokens: whether single tokens are stored, as keys and values are.
+        fixed: whether the tensors keep their addresses between decoding steps; see `fix`.
+    """
+
+    window: int | None = None
+    keeps_tokens: bool = False
+    fixed: bool = False
+
+    def reserve(self, max_length: int) -> None:
+        """Announce that sequences will reach `max_length` tokens, so that memory can be allocated at once."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of the state, each `[N, ...]`: all that a decoding step reads and writes."""
+        raise undefined(self, "tensors", "the property that holds all tensors of the state")
+
+    def fix(self, max_length: int, more: int, storage: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
+        """Keep the addresses of all tensors until `loosen`: decoding steps then change values in place only.
+
+        Args:
+            max_length: tokens that the longest sequence may reach.
+            more: tokens that each sequence may still receive until then.
+            storage: tensors returned by `fix` of a state of the same shapes, to copy the values to; None to use the
+                state's own.
+
+        Returns:
+            The tensors that hold the state.
+
+        Raises:
+            ValueError: storage of other shapes or dtypes, or too small.
+        """
+        if storage is None:
+            self._resize(max_length, more)
+            storage = self.tensors
+        else:
+            self._move(storage, more)
+        self.fixed = True
+        return tuple(storage)
+
+    def loosen(self) -> None:
+        """End `fix`: tensors may be reallocated again."""
+        self.fixed = False
+
+    def _resize(self, max_length: int, more: int) -> None:
+        """Allocate memory for sequences of `max_length` tokens, `more` than now; a no-op for a constant size."""
+
+    def _move(self, storage: Sequence[Tensor], more: int) -> None:
+        """Copy the values to `storage` and use it from now on."""
+        copy_all(self.tensors, storage)
+        targets = iter(storage)
+        self.map_(lambda _: next(targets))
+
+    def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor, `[N, ...]`, by a function of it, in the order of `tensors`."""
+        raise undefined(self, "map_(fn)", "which replaces every tensor by a function of it")
+
+    def clear(self) -> None:
+        """Drop all contents."""
+        raise undefined(self, "clear()", "which drops all contents")
+
+    def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
+        """Return the least and most bytes of the state of `batch_size` sequences of `seq_len` tokens."""
+        raise undefined(
+            self, "bounds(seq_len, batch_size, dtype)", "which returns the least and most bytes of the state"
+        )
+
+    def held(self, seq_len: int) -> int:
+        """Return the bytes in use by sequences of `seq_len` tokens, without spare capacity."""
+        raise undefined(self, "held(seq_len)", "which returns the bytes that are held")
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of memory allocated."""
+        raise undefined(self, "allocated", "the property that holds the bytes of memory taken")
+
+
+class TensorState(StatePart):
+    """One tensor of constant size, `[N, *shape]`.
+
+    Args:
+        shape: without the batch.
+        dtype: the least floating-point dtype, or the exact integer dtype; None for the dtype of the activations.
+    """
+
+    def __init__(self, *shape: int, dtype: torch.dtype | None = None):
+        self.shape, self.dtype = shape, dtype
+        self.value: Tensor | None = None
+
+    def get(self, batch: int, like: Tensor) -> Tensor:
+        """Return the value; zeros before the first `set`."""
+        if self.value is None:
+            dtype = like.dtype if self.dtype is None else self.dtype
+            if dtype.is_floating_point:
+                dtype = torch.promote_types(dtype, like.dtype)
+            self.value = like.new_zeros(batch, *self.shape, dtype=dtype)
+        return self.value
+
+    def set(self, value: Tensor) -> None:
+        """Store a value for the next call; gradients do not cross calls."""
+        self.put(value.detach().contiguous())
+
+    def put(self, value: Tensor) -> None:
+        """Store a value within a call, gradients included; fixed storage is overwritten."""
+        if self.fixed and self.value is not None:
+            self.value.copy_(value)
+        else:
+            self.value = value
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensor, if there is one."""
+        return () if self.value is None else (self.value,)
+
+    def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace the tensor by a function of it."""
+        if self.value is not None:
+            self.value = fn(self.value)
+
+    def clear(self) -> None:
+        """Drop the tensor."""
+        self.value = None
+
+    def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
+        """Return the bytes of the state of `batch_size` sequences of any length."""
+        size = batch_size * math.prod(self.shape) * (self.dtype or dtype).itemsize
+        return Bounds(size, size)
+
+    def held(self, seq_len: int) -> int:
+        """Return the bytes in use."""
+        return 0 if self.value is None else self.value.nbytes
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of memory allocated."""
+        return self.held(0)
+
+
+class LayerState:
+    """The named parts of a layer's state: `LayerState(kv=KVState(...))`, then `state.kv`; `state.span` for the call."""
+
+    span: Span
+
+    def __init__(self, **parts: StatePart):
+        self.parts = parts
+
+    def __getattr__(self, name: str):
+        try:
+            return self.__dict__["parts"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __repr__(self) -> str:
+        return f"LayerState({', '.join(f'{name}={type(part).__name__}' for name, part in self.parts.items())})"
+
+
+def copy_all(values: Sequence[Tensor], storage: Sequence[Tensor]) -> None:
+    """Copy each value to its tensor in `storage`.
+
+    Raises:
+        ValueError: the numbers of tensors, shapes, dtypes or devices differ.
+    """
+    found, expected = ([(x.shape, x.dtype, x.device) for x in tensors] for tensors in (values, storage))
+    if found != expected:
+        raise ValueError(f"the storage holds {expected}, which does not fit a state of {found}")
+    for value, target in zip(values, storage, strict=True):
+        target.copy_(value)
