@@ -77,7 +77,7 @@ LENGTHS = {"square": (20, 20), "fewer queries": (5, 20), "fewer keys": (20, 13),
 def in_small_tiles(monkeypatch):
     """Tiles of 16 x 32: many tiles in a short sequence."""
     monkeypatch.setattr(tuning, "attention", lambda kernel, head, dtype: tuning.AttentionTile(16, 32, 4, 1))
-    monkeypatch.setattr(tuning, "SMs", lambda device: 6)
+    monkeypatch.setattr(tuning, "sm_count", lambda device: 6)
 
 
 @pytest.fixture

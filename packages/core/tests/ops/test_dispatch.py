@@ -50,7 +50,7 @@ def empty(*shape, dtype=BFLOAT16):
 def hopper_device(monkeypatch):
     """Every device is taken for a Hopper GPU of 132 SMs."""
     monkeypatch.setattr(dispatch, "device_limit", lambda device: None)
-    monkeypatch.setattr(tuning, "SMs", lambda device: 132)
+    monkeypatch.setattr(tuning, "sm_count", lambda device: 132)
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step, recurrent_gated_delta_rule
 from tokenmix_core.ops.common import ScanOutput
+from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.gqa_reduce import sum_groups
 from tokenmix_core.testing.agreement import assert_agrees, gradients_through, values_and_gradients, watched
 from tokenmix_core.testing.closeness import relative_error
@@ -184,7 +184,7 @@ def test_kernels_agree_for_extreme_gates(device):
 # decays that are forgotten within a segment, that are not, and the first followed by the second
 @pytest.mark.parametrize("slow", [slice(0), slice(None), slice(130, None)], ids=["fast", "slow", "mixed"])
 def test_sequences_split_into_segments_agree(slow, device, monkeypatch):
-    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *_: 64)
+    monkeypatch.setattr(tuning, "segment_tokens", lambda *_: 64)
     x = inputs(B=1, T=200, HV=1, K=64, V=64, N=1, dtype=torch.float32, device=device)
     x["g"] *= 4
     x["g"][:, slow] *= 0.01
@@ -194,7 +194,7 @@ def test_sequences_split_into_segments_agree(slow, device, monkeypatch):
 # what each step takes as forgotten differs by half a power of two, so that none asks for what another left out
 @pytest.mark.parametrize("left", [-31.5, -32.25, -32.75, -33.5])
 def test_segments_that_barely_forget_agree(left, device, monkeypatch):
-    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *_: 128)
+    monkeypatch.setattr(tuning, "segment_tokens", lambda *_: 128)
     x = inputs(B=1, T=400, HV=1, K=64, V=64, N=1, dtype=torch.float32, device=device)
     # what a chunk of 64 tokens leaves of a state, as a base-2 logarithm
     x["g"][:] = left / 64 * math.log(2)
@@ -202,7 +202,7 @@ def test_segments_that_barely_forget_agree(left, device, monkeypatch):
 
 
 def test_segments_follow_the_boundaries_of_packed_sequences(device, monkeypatch):
-    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *_: 128)
+    monkeypatch.setattr(tuning, "segment_tokens", lambda *_: 128)
     x = inputs(B=1, T=270, HV=1, K=64, V=64, dtype=torch.float32, device=device)
     x["g"] *= 0.1
     x["initial_state"] = torch.randn(4, 1, 64, 64, device=device)

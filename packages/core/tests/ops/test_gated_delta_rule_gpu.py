@@ -8,11 +8,10 @@ from functools import partial
 import pytest
 import torch
 
-from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.launch.cache.replay import Replayed
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step, recurrent_gated_delta_rule
 from tokenmix_core.ops.dispatch import GluonForm
-from tokenmix_core.ops.gated_delta_rule import plan
+from tokenmix_core.ops.gated_delta_rule import plan, tuning
 from tokenmix_core.testing.agreement import RoundedProducts, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_core.testing.streams import assert_replays, stalls_forbidden
@@ -76,19 +75,19 @@ def use_tile(monkeypatch, index):
     """
 
     def choose(step, K, V, size, heads):
-        table = tuning.gated_delta_rule_tiles(step, K, size)
+        table = tuning.all_tiles(step, K, size)
         return table[min(index, len(table) - 1)]
 
-    monkeypatch.setattr(tuning, "gated_delta_rule", choose)
+    monkeypatch.setattr(tuning, "scan_tile", choose)
     if index == 0:
-        monkeypatch.setattr(tuning, "gated_delta_rule_columns", lambda programs, V: V)
+        monkeypatch.setattr(tuning, "forward_columns", lambda programs, V: V)
 
 
 def tiles(dtype):
     """Places that reach every tile of the tables; both 16-bit types have the same ones, so one of them takes all."""
     if dtype == torch.float16:
         return [0]
-    return range(max(len(tuning.gated_delta_rule_tiles(step, K, dtype.itemsize)) for step in STEPS for K in SIZES))
+    return range(max(len(tuning.all_tiles(step, K, dtype.itemsize)) for step in STEPS for K in SIZES))
 
 
 @pytest.mark.parametrize(("dtype", "index"), [(d, i) for d in DTYPES for i in tiles(d)], ids=str)
@@ -99,7 +98,7 @@ def test_every_tile_and_head_size(K, V, dtype, index, monkeypatch):
     x = inputs(1, 300, 1, 2, K, V, N=SEQUENCES, dtype=dtype)
     check(x, cu_seqlens=boundaries())
     check(x | inputs(1, 300, 1, 2, K, V, dtype=dtype, kind="extreme", seed=1), cu_seqlens=boundaries())
-    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *_: 64)
+    monkeypatch.setattr(tuning, "segment_tokens", lambda *_: 64)
     x["g"] *= 0.3
     check(x, cu_seqlens=boundaries())
 
@@ -111,7 +110,7 @@ def test_kernels_of_other_devices(K, V, index, monkeypatch):
     use_tile(monkeypatch, index)
     x = inputs(1, 300, 1, 2, K, V, N=SEQUENCES)
     check(x, cu_seqlens=boundaries())
-    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *_: 64)
+    monkeypatch.setattr(tuning, "segment_tokens", lambda *_: 64)
     check(x, cu_seqlens=boundaries())
 
 
@@ -188,13 +187,13 @@ def test_decoding_updates_the_state_in_place(batch, K, V, on_hopper):
 def test_131072_tokens(decay):
     x = inputs(1, 131_072, 1, 1, 64, 64, N=1)
     x["g"] *= decay
-    assert tuning.gated_delta_rule_segment(1, 1, 131_072) > 0
+    assert tuning.segment_tokens(1, 1, 131_072) > 0
     check(x)
 
 
 @pytest.mark.parametrize("T", [1000, 1024, 1025])
 def test_segments_of_every_length(T, monkeypatch):
-    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *_: 256)
+    monkeypatch.setattr(tuning, "segment_tokens", lambda *_: 256)
     x = inputs(2, T, 2, 4, 128, 128, N=2)
     x["g"][1] *= 0.01
     check(x)

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step
 from tokenmix_core.ops.dispatch import GluonForm
-from tokenmix_core.ops.gated_delta_rule import autograd, hopper, plan, recurrent
+from tokenmix_core.ops.gated_delta_rule import autograd, hopper, plan, recurrent, tuning
 from tokenmix_core.testing import gluon_emulator
 from tokenmix_core.testing.agreement import RoundedProducts, assert_agrees, granted_to_sums, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
@@ -160,7 +159,7 @@ def test_heads_of_256_without_norm_or_states(on_hopper):
 @pytest.mark.parametrize(("K", "V"), [(64, 128), (128, 64)])
 @pytest.mark.parametrize("decay", [0.5, 0.001])
 def test_segments_of_heads_whose_keys_and_values_differ_in_size(decay, K, V, on_hopper, monkeypatch):
-    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *shape: 128)
+    monkeypatch.setattr(tuning, "segment_tokens", lambda *shape: 128)
     x = inputs(1, 300, 1, 2, K, V, N=3, decay=decay)
     check(x, cu_seqlens=torch.tensor([0, 40, 40, 300], dtype=torch.int32))
 
@@ -187,7 +186,7 @@ WITHHELD = {
 ])  # fmt: skip
 def test_withheld_writes(case, decay, signed, on_hopper, monkeypatch):
     # segments begin from states before them that decays have forgotten, where factors let decays bound them
-    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *shape: 128)
+    monkeypatch.setattr(tuning, "segment_tokens", lambda *shape: 128)
     sizes, ran = WITHHELD[case]
     sizes = dict(sizes)
     norm = sizes.pop("norm", True)
@@ -208,8 +207,8 @@ def test_withheld_writes(case, decay, signed, on_hopper, monkeypatch):
     (0.5, 0.5, "no factor", 0), (0.5, 0.5, "one factor", 0), (0.5, 0.001, "one factor", 0),
 ])  # fmt: skip
 def test_segments_with_withheld_writes(decay, then, beyond, forward, on_hopper, monkeypatch):
-    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *shape: forward)
-    monkeypatch.setattr(tuning, "gated_delta_rule_backward_segment", lambda *shape: 128)
+    monkeypatch.setattr(tuning, "segment_tokens", lambda *shape: forward)
+    monkeypatch.setattr(tuning, "backward_segment_tokens", lambda *shape: 128)
     x = inputs(1, 540, 1, 1, 64, N=3, decay=decay)
     x["g"][:, 256:] *= then / decay
     x["writes"] = torch.rand(1, 540 // 64 + 3, 1, generator=torch.Generator().manual_seed(2))
@@ -239,7 +238,7 @@ def test_without_norm_or_states(D, on_hopper):
 @pytest.mark.parametrize(("decay", "then"), DECAYS)
 @pytest.mark.parametrize("boundaries", [None, [0, 40, 40, 540]])
 def test_segments(decay, then, boundaries, on_hopper, monkeypatch):
-    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *shape: 128)
+    monkeypatch.setattr(tuning, "segment_tokens", lambda *shape: 128)
     sequences = 1 if boundaries is None else len(boundaries) - 1
     cu_seqlens = None if boundaries is None else torch.tensor(boundaries, dtype=torch.int32)
     x = inputs(1, 540, 1, 1, 64, N=sequences, decay=decay)
@@ -249,13 +248,13 @@ def test_segments(decay, then, boundaries, on_hopper, monkeypatch):
 
 @pytest.mark.parametrize("segment", [0, 128])
 def test_states_kept_by_the_forward_pass_give_the_gradients_of_those_made_anew(segment, on_hopper, monkeypatch):
-    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *shape: segment)
+    monkeypatch.setattr(tuning, "segment_tokens", lambda *shape: segment)
     x = inputs(1, 200, 1, 2, 128, N=3)
     x = {name: (value.half() if name in "qkv" else value).requires_grad_() for name, value in x.items()}
     cu_seqlens = torch.tensor([0, 40, 40, 200], dtype=torch.int32)
     gradients, kept = [], []
     for room in (0, 1 << 20):
-        monkeypatch.setattr(tuning, "GATED_DELTA_RULE_KEEPS", room)
+        monkeypatch.setattr(tuning, "MOST_SAVED_BYTES", room)
         output = chunk_gated_delta_rule(**x, cu_seqlens=cu_seqlens, qk_l2norm=True, impl="gluon")
         kept.append(output.o.grad_fn.saved_tensors[8].numel())
         upstream = [value.detach().cos() for value in output]
@@ -269,8 +268,8 @@ def test_states_kept_by_the_forward_pass_give_the_gradients_of_those_made_anew(s
 @pytest.mark.parametrize("columns", [64, 128])
 @pytest.mark.parametrize("decay", [0.5, 0.001])
 def test_segments_of_heads_that_groups_of_warps_share(decay, columns, on_hopper, monkeypatch):
-    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *shape: 128)
-    monkeypatch.setattr(tuning, "gated_delta_rule_columns", lambda *programs: columns)
+    monkeypatch.setattr(tuning, "segment_tokens", lambda *shape: 128)
+    monkeypatch.setattr(tuning, "forward_columns", lambda *programs: columns)
     x = inputs(1, 300, 1, 2, 128, N=3, decay=decay)
     check(x, cu_seqlens=torch.tensor([0, 40, 40, 300], dtype=torch.int32))
     assert on_hopper >= {"forward", "backward"}
@@ -285,8 +284,8 @@ def test_one_token(V, qk_l2norm, monkeypatch):
     monkeypatch.setattr(recurrent, "recurrent_kernel", None)
     x = {name: value.squeeze(1) for name, value in inputs(3, 1, 1, 2, 128, V, N=3).items()}
     x["k"] *= 128**-0.5
-    for tile in tuning.STATE_STEPS["gated_delta_rule"].values():
-        monkeypatch.setattr(tuning, "state_step", lambda *shape, tile=tile: tile)
+    for tile in tuning.STATE_STEPS.values():
+        monkeypatch.setattr(tuning, "STATE_STEPS", {0: tile})
         results = []
         for dtype, impl in ((torch.float32, "gluon"), (torch.float64, "reference"), (torch.float32, "reference")):
             token = {name: value.to(dtype, copy=True) for name, value in x.items()}

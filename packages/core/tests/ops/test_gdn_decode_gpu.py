@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmix_core.kernels import tuning
 from tokenmix_core.nn.head_padding import HeadFit
 from tokenmix_core.ops import delta_layer_step
+from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.testing.closeness import assert_within
 from tokenmix_core.testing.streams import assert_replays, stalls_forbidden
 
@@ -60,8 +60,8 @@ def check(x):
 @pytest.mark.parametrize("V", [64, 128, 256, 512])
 def test_every_tile(K, V, dtype, monkeypatch):
     x = inputs(K=K, V=V, dtype=dtype)
-    for tile in tuning.gated_delta_rule_tiles("step", K, x[0].element_size()):
-        monkeypatch.setattr(tuning, "gated_delta_rule", lambda *args, tile=tile: tile)
+    for tile in tuning.all_tiles("step", K, x[0].element_size()):
+        monkeypatch.setattr(tuning, "scan_tile", lambda *args, tile=tile: tile)
         check(x)
 
 

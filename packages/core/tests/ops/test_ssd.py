@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import chunk_ssd, recurrent_ssd, ssd_step
 from tokenmix_core.ops.common import ScanOutput
+from tokenmix_core.ops.ssd import tuning
 from tokenmix_core.testing.agreement import assert_agrees, gradients_through, values_and_gradients, with_scanned_sums
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.operations import Call, KernelCase, OpContract
@@ -41,8 +41,8 @@ def z(*shape: int, dtype=torch.float32) -> Tensor:
 
 def segments(monkeypatch):
     """Sequences in segments of one chunk."""
-    original = tuning.ssd
-    monkeypatch.setattr(tuning, "ssd", lambda *shape: original(*shape)._replace(segment=64))
+    original = tuning.ssd_plan
+    monkeypatch.setattr(tuning, "ssd_plan", lambda *shape: original(*shape)._replace(segment=64))
 
 
 def widened(monkeypatch):
@@ -246,7 +246,7 @@ def test_slices_of_a_wider_tensor_are_read_in_place(device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 def test_tiles_divide_what_they_tile(K, V, dtype):
     for G, HV in (1, 64), (16, 16), (1, 6):
-        segment, forward, states, gradients = tuning.ssd(2, 4096, 2, G, HV, K, V, dtype)
+        segment, forward, states, gradients = tuning.ssd_plan(2, 4096, 2, G, HV, K, V, dtype)
         assert segment % 64 == 0
         assert forward.BT == states.BT == gradients.BT
         assert V % forward.BV == V % states.BV == V % gradients.BV == 0

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import chunk_ssd, recurrent_ssd, ssd_step
+from tokenmix_core.ops.ssd import tuning
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients, with_scanned_sums
 from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_core.testing.streams import assert_replays, stalls_forbidden
@@ -43,13 +43,13 @@ def boundaries(values=PACKED):
 
 def plan_with(monkeypatch, **changes):
     """Let every call use the shape's plan with `changes`, segments with states made beforehand."""
-    original = tuning.ssd
+    original = tuning.ssd_plan
 
     def plan(*shape):
         plan = original(*shape)._replace(**changes)
         return plan._replace(forward=plan.forward._replace(lookback=0)) if "segment" in changes else plan
 
-    monkeypatch.setattr(tuning, "ssd", plan)
+    monkeypatch.setattr(tuning, "ssd_plan", plan)
 
 
 def check(x, **options):
@@ -78,7 +78,7 @@ def test_gradients_of_several_heads_a_program(heads, K, V, dtype, monkeypatch):
     if heads[0] > 1 and K == V == 128:
         pytest.skip("two states of such heads do not fit")
     B, T, G, HV = 2, 1000, 1, 16
-    gradients = tuning.ssd(B, T, B, G, HV, K, V, dtype).gradients._replace(hopper=tuning.SSDHopper(*heads))
+    gradients = tuning.ssd_plan(B, T, B, G, HV, K, V, dtype).gradients._replace(hopper=tuning.SSDHopper(*heads))
     plan_with(monkeypatch, gradients=gradients)
     check(inputs(B, T, G, HV, K, V, N=B, dtype=dtype))
 
@@ -87,7 +87,7 @@ def test_gradients_of_several_heads_a_program(heads, K, V, dtype, monkeypatch):
 @pytest.mark.parametrize(("K", "V"), [(128, 64), (64, 128), (64, 64), (128, 128), (128, 256)])
 @pytest.mark.parametrize("lookback", [64, 128])
 def test_segments_that_look_back(lookback, K, V, dtype, monkeypatch):
-    forward = tuning.ssd(2, 450, 2, 1, 2, K, V, dtype).forward._replace(lookback=lookback)
+    forward = tuning.ssd_plan(2, 450, 2, 1, 2, K, V, dtype).forward._replace(lookback=lookback)
     plan_with(monkeypatch, forward=forward)
     check(inputs(2, 450, 1, 2, K, V, N=2, dtype=dtype, steps=lookback == 64))
 
@@ -102,7 +102,9 @@ def test_segments_that_look_back(lookback, K, V, dtype, monkeypatch):
 )
 def test_gradients_by_a_walk(K, V, dtype, packed, segment, steps, monkeypatch):
     T = 1000 if packed else 300
-    gradients = tuning.ssd(1, T, 1, 1, 2, K, V, dtype).gradients._replace(hopper=tuning.SSDHopper(1, 4), walks=True)
+    gradients = tuning.ssd_plan(1, T, 1, 1, 2, K, V, dtype).gradients._replace(
+        hopper=tuning.SSDHopper(1, 4), scans=True
+    )
     plan_with(monkeypatch, gradients=gradients, segment=segment)
     shape = (1, T, 1, 2, K, V, 7) if packed else (3, T, 1, 2, K, V, 3)
     x = inputs(*shape, dtype=dtype, decay="extreme" if packed else "mild", steps=steps)
@@ -113,7 +115,7 @@ def test_gradients_by_a_walk(K, V, dtype, packed, segment, steps, monkeypatch):
 @pytest.mark.parametrize("segment", [0, 64], ids=["whole", "segments"])
 @pytest.mark.parametrize(("K", "V"), [(16, 32), (128, 64), (128, 128)])
 def test_steps_and_a_skip(K, V, dtype, segment, monkeypatch):
-    gradients = tuning.ssd(2, 200, 2, 1, 2, K, V, dtype).gradients._replace(walks=False)
+    gradients = tuning.ssd_plan(2, 200, 2, 1, 2, K, V, dtype).gradients._replace(scans=False)
     plan_with(monkeypatch, gradients=gradients, segment=segment)
     check(inputs(2, 200, 1, 2, K, V, N=2, dtype=dtype, steps=True))
 
@@ -129,7 +131,7 @@ def test_steps_and_a_skip(K, V, dtype, segment, monkeypatch):
     ],
 )  # fmt: skip
 def test_outputs_of_some_columns_a_program(K, V, columns, dtype, packed, segment, monkeypatch):
-    forward = tuning.ssd(1, 1000, 1, 1, 2, K, V, dtype).forward._replace(hopper=columns)
+    forward = tuning.ssd_plan(1, 1000, 1, 1, 2, K, V, dtype).forward._replace(hopper=columns)
     plan_with(monkeypatch, forward=forward, segment=segment)
     x = inputs(1, 1000, 1, 2, K, V, N=7 if packed else 1, dtype=dtype, steps=K == 256)
     check(x, **({"cu_seqlens": boundaries()} if packed else {}))

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import chunk_ssd, ssd_step
 from tokenmix_core.ops.dispatch import GluonForm
-from tokenmix_core.ops.ssd import recurrent
+from tokenmix_core.ops.ssd import recurrent, tuning
 from tokenmix_core.testing import gluon_emulator
 from tokenmix_core.testing.agreement import assert_agrees
 from tokenmix_core.testing.closeness import assert_within
@@ -75,15 +74,15 @@ def inputs(B, T, G, HV, K=64, V=64, N=None, steps=False):
 
 def plan_with(monkeypatch, heads, columns, segment, walks, lookback=0):
     """Let every call use the shape's plan with these steps."""
-    original = tuning.ssd
+    original = tuning.ssd_plan
 
     def plan(*shape):
         plan = original(*shape)
         forward = plan.forward._replace(hopper=columns, lookback=lookback)
-        gradients = plan.gradients._replace(hopper=tuning.SSDHopper(heads, 4), walks=walks)
+        gradients = plan.gradients._replace(hopper=tuning.SSDHopper(heads, 4), scans=walks)
         return plan._replace(forward=forward, gradients=gradients, segment=segment)
 
-    monkeypatch.setattr(tuning, "ssd", plan)
+    monkeypatch.setattr(tuning, "ssd_plan", plan)
 
 
 @pytest.mark.parametrize("segment", [0, 64], ids=["whole", "segments"])
@@ -109,13 +108,13 @@ def test_segments_that_look_back_agree_with_the_reference(weighted, on_hopper, m
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "steps and a skip"])
-@pytest.mark.parametrize("tile", tuning.STATE_STEPS["ssd"].values(), ids=str)
+@pytest.mark.parametrize("tile", tuning.STATE_STEPS.values(), ids=str)
 def test_one_token(tile, weighted, monkeypatch):
     (module,) = gluon_emulator.load("tokenmix_core", "ops.ssd.hopper.step")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(GluonForm, "require", lambda *_: None)
     monkeypatch.setattr(recurrent, "ssd_recurrent_kernel", None)
-    monkeypatch.setattr(tuning, "state_step", lambda *shape: tile)
+    monkeypatch.setattr(tuning, "STATE_STEPS", {0: tile})
     x = inputs(B=3, T=1, G=2, HV=4, K=128, N=3, steps=weighted)
     x = {name: value if name in ("initial_state", "D") else value.squeeze(1) for name, value in x.items()}
     results = []

@@ -8,13 +8,14 @@ from torch import Tensor
 
 from tokenmix_core.ops.causal_conv1d.api import short_conv, short_conv_step
 from tokenmix_core.ops.common import resolve_impl
-from tokenmix_core.ops.decode_tiles import step_limit, step_tile
+from tokenmix_core.ops.decode_tiles import StateStep, gluon_step_tile, step_limit
 from tokenmix_core.ops.dispatch import GluonForm
 from tokenmix_core.ops.explanation import WHOLE, Operation, Tensors, register_operation
 from tokenmix_core.ops.fused.gdn_decode.api import delta_layer_step
 from tokenmix_core.ops.fused.gemv.api import fused_fused_linears
 from tokenmix_core.ops.fused.gemv.sizes import DTYPES
 from tokenmix_core.ops.gated_delta_rule import plan as delta_rule_plan
+from tokenmix_core.ops.gated_delta_rule import tuning as delta_rule_tuning
 from tokenmix_core.ops.gated_delta_rule.api import (
     chunk_gated_delta_rule,
     gated_delta_rule_step,
@@ -28,6 +29,7 @@ from tokenmix_core.ops.softmax_attention.backends import Mask, backward_impl, ca
 from tokenmix_core.ops.sparse_attention import plan as kept_plan
 from tokenmix_core.ops.sparse_attention.api import kept_attention
 from tokenmix_core.ops.ssd import plan as ssd_plan
+from tokenmix_core.ops.ssd import tuning as ssd_tuning
 from tokenmix_core.ops.ssd.api import chunk_ssd, recurrent_ssd, ssd_step
 
 
@@ -54,7 +56,7 @@ def ssd_steps(q: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str]:
     return {
         "states of segments and boundaries": "triton",
         "outputs": "gluon" if plan.forward.hopper else "triton",
-        "gradients": f"{gradients}, in a walk" if plan.gradients.walks else gradients,
+        "gradients": f"{gradients}, in a reverse scan" if plan.gradients.scans else gradients,
     }
 
 
@@ -78,14 +80,16 @@ def _ssd(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
     return found if found[WHOLE] == "reference" else ssd_steps(tensors["q"], tensors["v"], impl)
 
 
-def _state_step(op: str, gluon: GluonForm) -> Callable[[Tensors, str | None], Mapping[str, str]]:
-    """The kernel of one token of an operation."""
+def _state_step(
+    op: str, gluon: GluonForm, tiles: Mapping[int, StateStep]
+) -> Callable[[Tensors, str | None], Mapping[str, str]]:
+    """Return the function that names an operation's kernel of one token."""
 
     def steps(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
         found = whole(f"{op}_step", tensors, impl, gluon)
         if found[WHOLE] == "reference":
             return found
-        tile = step_tile(op, gluon, tensors["state"], tensors["q"], impl)
+        tile = gluon_step_tile(tiles, gluon, tensors["state"], tensors["q"], impl)
         return {WHOLE: "triton" if tile is None else "gluon"}
 
     return steps
@@ -128,7 +132,7 @@ register_operation(
         gated_delta_rule_step,
         {"q": "B H K", "k": "B H K", "v": "B HV V", "g": "B HV", "beta": "B HV", "state": _STATE},
         {"H": 16, **_ONE},
-        _state_step("gated_delta_rule", delta_rule_plan.GLUON_STEP),
+        _state_step("gated_delta_rule", delta_rule_plan.GLUON_STEP, delta_rule_tuning.STATE_STEPS),
         delta_rule_plan.GLUON_STEP,
         _step_limit,
     )
@@ -152,7 +156,7 @@ register_operation(
         ssd_step,
         {"q": "B G K", "k": "B G K", "v": "B HV V", "g": "B HV", "state": _STATE},
         {"G": 16, **_ONE},
-        _state_step("ssd", ssd_plan.GLUON_STEP),
+        _state_step("ssd", ssd_plan.GLUON_STEP, ssd_tuning.STATE_STEPS),
         ssd_plan.GLUON_STEP,
         _step_limit,
     )

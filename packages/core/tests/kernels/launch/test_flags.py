@@ -10,6 +10,8 @@ import torch
 from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.launch import flags, recording
 from tokenmix_core.kernels.launch.cache.replay import Checked, Replayed
+from tokenmix_core.ops.gated_delta_rule import tuning as gated_delta_rule
+from tokenmix_core.ops.ssd import tuning as ssd
 
 
 class Calls:
@@ -44,9 +46,9 @@ def call(add):
     "change",
     [
         lambda patch: patch.setattr(tuning, "splits", lambda *_: 1),
-        lambda patch: patch.setattr(tuning, "GATED_DELTA_RULE_KEEPS", 0),
-        lambda patch: patch.setitem(tuning.STATE_STEPS, "ssd", {}),
-        lambda patch: patch.setitem(tuning.STATE_STEPS["ssd"], 0, tuning.StateStep(64, 64, 4)),
+        lambda patch: patch.setattr(gated_delta_rule, "MOST_SAVED_BYTES", 0),
+        lambda patch: patch.setattr(ssd, "STATE_STEPS", {}),
+        lambda patch: patch.setitem(ssd.STATE_STEPS, 0, gated_delta_rule.STATE_STEPS[0]),
     ],
     ids=["function", "number", "table", "tile"],
 )

@@ -16,7 +16,8 @@ from tokenmix_core.ops.common import (
     retried,
     room_for,
 )
-from tokenmix_core.ops.decode_tiles import step_tile
+from tokenmix_core.ops.decode_tiles import gluon_step_tile
+from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.backward import backward
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, narrowed_heads, state_layouts, term_layouts
 from tokenmix_core.ops.gated_delta_rule.forward import forward, room_to_save
@@ -181,7 +182,7 @@ def _step(
     impl: str | None = None,
 ) -> Tensor:  # fmt: skip
     """The outputs of one token; updates the state."""
-    tile = step_tile("gated_delta_rule", GLUON_STEP, state, q, impl)
+    tile = gluon_step_tile(tuning.STATE_STEPS, GLUON_STEP, state, q, impl)
     q, k, v, g, beta = (x.unsqueeze(1) for x in (q, k, v, g, beta))
     o, _ = recurrent_forward(
         q=q, k=k, v=v, g=g, beta=beta, initial_state=state, cu_seqlens=None, scale=scale, qk_l2norm=qk_l2norm,

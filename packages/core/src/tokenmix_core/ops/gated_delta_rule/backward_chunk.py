@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.decay import LOG2_E, LOWEST, causal_decay, causal_decay_transposed
 from tokenmix_core.kernels.triton.memory import (
@@ -18,6 +17,7 @@ from tokenmix_core.kernels.triton.memory import (
     store_vector,
 )
 from tokenmix_core.kernels.triton.varlen import first_chunk, locate_chunk
+from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES, dot_precision
 from tokenmix_core.ops.gated_delta_rule.gqa_reduce import sum_groups
 from tokenmix_core.ops.gated_delta_rule.plan import Form
@@ -187,7 +187,7 @@ def backward_chunk(reverse: Reverse, of_states: OfStates, spare: bool, form: For
 
         by_tiles.backward_chunk_tiled(reverse, of_states, dq=dq, dk=dk, dg=dg, dbeta=dbeta, dwrites=dwrites)
     else:
-        launch = tuning.gated_delta_rule("backward_chunk", K, V, x.q.element_size(), B * HV)
+        launch = tuning.scan_tile("backward_chunk", K, V, x.q.element_size(), B * HV)
         bare_ends = None if of_states.of_runs is None else of_states.of_runs.decay
         backward_chunk_kernel[(chunk_slots(B, T, CHUNK, x.cu_seqlens), HV)](
             q=x.q, k=x.k, g=x.g, gates=terms.gates, writes=x.writes, cu_seqlens=x.cu_seqlens, do=do, dv=of_states.dv,

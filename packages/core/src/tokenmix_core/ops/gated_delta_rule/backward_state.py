@@ -5,11 +5,11 @@ import triton
 import triton.language as tl
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.decay import causal_decay_transposed
 from tokenmix_core.kernels.triton.memory import column, inverse_norm, last_of, load_rows, store_rows
 from tokenmix_core.kernels.triton.varlen import first_chunk, sequence_span
+from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES, dot_precision
 from tokenmix_core.ops.gated_delta_rule.plan import Form
 from tokenmix_core.ops.gated_delta_rule.types import OfRuns, OfStates, Reverse
@@ -136,7 +136,7 @@ def backward_state(reverse: Reverse, form: Form) -> OfStates:
 
             by_tiles.backward_state_tiled(reverse, of_states)
         return of_states
-    launch = tuning.gated_delta_rule("backward_state", K, V, x.q.element_size(), N * HV)
+    launch = tuning.scan_tile("backward_state", K, V, x.q.element_size(), N * HV)
     parts = V // launch.BV
     ends, of_runs = terms.gates.new_empty(len(dstates), HV, parts), None
     if x.writes is not None and x.run > 1:

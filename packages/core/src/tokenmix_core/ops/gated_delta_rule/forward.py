@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 
 from tokenmix_core.chunking import num_sequences
-from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.decay import causal_decay_transposed
 from tokenmix_core.kernels.triton.memory import column, inverse_norm, last_of, load_rows, store_rows
 from tokenmix_core.kernels.triton.varlen import first_chunk, locate_chunk, sequence_span
+from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES, dot_precision, state_layouts
 from tokenmix_core.ops.gated_delta_rule.plan import Form
 from tokenmix_core.ops.gated_delta_rule.tile_order import longest_first
@@ -260,7 +260,7 @@ def forward(
 
         by_tiles.forward_tiled(x, terms, order=order, segment=segment, o=o, final_state=final_state, saved=saved)
         return o, final_state
-    launch = tuning.gated_delta_rule("forward" if output else "states", K, V, x.q.element_size(), programs * HV)
+    launch = tuning.scan_tile("forward" if output else "states", K, V, x.q.element_size(), programs * HV)
     BV = min(V, launch.BV)
     forward_kernel[(programs * HV * (V // BV),)](
         q=x.q, k=x.k, v=x.v, inverse=terms.inverse, gates=terms.gates, writes=x.writes, initial_state=x.initial_state,

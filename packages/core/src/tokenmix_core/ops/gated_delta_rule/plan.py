@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
-from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.tuning import one_round
 from tokenmix_core.ops.common import room_for
 from tokenmix_core.ops.dispatch import GluonForm
+from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, state_layouts
 
 _HOPPER = "tokenmix_core.ops.gated_delta_rule.hopper"
@@ -96,7 +97,7 @@ def plan(
     parts = walks(k, v, "triton" if run > 1 else impl)
     shape = num_sequences(k, cu_seqlens), HV, B * T
     # only norms of 1 bound what a segment of the reverse pass may leave out
-    reverse_segment = tuning.gated_delta_rule_backward_segment(*shape, packed, parts) if qk_l2norm else 0
+    reverse_segment = tuning.backward_segment_tokens(*shape, packed, parts) if qk_l2norm else 0
     programs = chunk_slots(B, T, reverse_segment or cdiv(T, CHUNK) * CHUNK, cu_seqlens) * HV
     segment = forward_segment(k, v, cu_seqlens, impl, run)
     portable = GDNPlan(
@@ -129,7 +130,7 @@ def plan(
         reverse_segment=reverse_segment,
         prepare="gluon",
         outputs=outputs,
-        keeps=K == V == 128 and room_for(state_layouts(k, v, cu_seqlens)) <= tuning.GATED_DELTA_RULE_KEEPS,
+        keeps=K == V == 128 and room_for(state_layouts(k, v, cu_seqlens)) <= tuning.MOST_SAVED_BYTES,
         states=states,
         remainders=remainders,
         # of normalised heads of 128, where programs keep a GPU busy; it knows no writes
@@ -141,7 +142,7 @@ def plan(
 
 def _busy(programs: int) -> bool:
     """Tell whether rounds of a program a SM keep enough of them busy."""
-    return programs >= _BUSY * tuning.one_round() * cdiv(programs, tuning.one_round())
+    return programs >= _BUSY * one_round() * cdiv(programs, one_round())
 
 
 def narrow_heads(k: Tensor, v: Tensor, impl: str | None, run: int = 0) -> int:
@@ -168,7 +169,7 @@ def forward_segment(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, impl: str |
     """`GDNPlan.segment` alone: what the shapes of a call's results depend on. Segments are whole runs of `writes`."""
     N, tokens = num_sequences(k, cu_seqlens), k.shape[0] * k.shape[1]
     parts = walks(k, v, "triton" if run > 1 else impl)
-    segment = tuning.gated_delta_rule_segment(N, v.shape[2], tokens, parts)
+    segment = tuning.segment_tokens(N, v.shape[2], tokens, parts)
     whole = CHUNK * max(1, run)
     segment = cdiv(segment, whole) * whole
     return segment if segment < tokens else 0

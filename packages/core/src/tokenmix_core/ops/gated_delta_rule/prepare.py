@@ -7,12 +7,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.decay import causal_decay, load_decay
 from tokenmix_core.kernels.triton.memory import load_rows, load_vector, store_rows, store_vector
 from tokenmix_core.kernels.triton.solve import inverse_64
 from tokenmix_core.kernels.triton.varlen import locate_chunk
+from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES, dot_precision, solve_precision, term_layouts
 from tokenmix_core.ops.gated_delta_rule.plan import Form
 
@@ -157,7 +157,7 @@ def prepare(
 
         on_hopper.prepare(k=k, g=g, beta=beta, cu_seqlens=cu_seqlens, qk_l2norm=qk_l2norm, inverse=inverse, gates=gates)
         return inverse, gates
-    launch = tuning.gated_delta_rule("prepare", K, K, k.element_size(), B * HV)
+    launch = tuning.scan_tile("prepare", K, K, k.element_size(), B * HV)
     prepare_kernel[(chunk_slots(B, T, CHUNK, cu_seqlens), H)](
         k=k, g=g, beta=beta, cu_seqlens=cu_seqlens, inverse=inverse, gates=gates, T=T, N=num_sequences(k, cu_seqlens),
         H=H, group=HV // H, tokens=B * T, K=K, BK=launch.BV, BT=CHUNK, L2NORM=qk_l2norm, PACKED=cu_seqlens is not None,

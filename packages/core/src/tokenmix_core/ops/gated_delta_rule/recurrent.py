@@ -6,11 +6,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import num_sequences
-from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.pdl import gdc_launch_and_wait
 from tokenmix_core.kernels.triton.varlen import first_chunk, sequence_span
-from tokenmix_core.kernels.tuning import StateStep
+from tokenmix_core.ops.decode_tiles import StateStep
+from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import SIZES
 
 
@@ -119,7 +119,7 @@ def recurrent_forward(
             BK=tile.BK, L2NORM=qk_l2norm, num_warps=tile.num_warps,
         )  # fmt: skip
         return o, state_out
-    launch = tuning.gated_delta_rule("step" if step else "recurrent", K, V, q.element_size(), N * HV)
+    launch = tuning.scan_tile("step" if step else "recurrent", K, V, q.element_size(), N * HV)
     recurrent_kernel[(N * HV * (V // launch.BV),)](
         q=q, k=k, v=v, g=g, beta=beta, writes=factors, cu_seqlens=cu_seqlens, o=o, state_in=initial_state,
         state_out=state_out, scale=scale, T=T, H=H, group=HV // H, K=K, V=V, BV=launch.BV, WRITES=run,

@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.memory import load_rows
 from tokenmix_core.kernels.triton.varlen import first_chunk, locate_chunk, sequence_span
+from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES, dot_precision
 from tokenmix_core.ops.gated_delta_rule.forward import (
     bounded,
@@ -236,7 +236,7 @@ def pass_back(
 ) -> None:
     """Turn the gradients that segments pass back if nothing is passed to them, `passed`, into those that they do."""
     K, V = passed.shape[2:]
-    launch = tuning.gated_delta_rule("entering", K, V, 4, N * HV)
+    launch = tuning.scan_tile("entering", K, V, 4, N * HV)
     pass_back_kernel[(N * HV * (V // launch.BV),)](
         gates=gates, writes=writes, cu_seqlens=cu_seqlens, transitions=transitions, passed=passed, T=T, HV=HV,
         tokens=gates.shape[1], segment=segment, K=K, V=V, BT=CHUNK, BK=launch.BK, BV=launch.BV, WRITES=run,
@@ -258,7 +258,7 @@ def segment_states(x: Inputs, inverse: Tensor, gates: Tensor, segment: int) -> t
     slots = chunk_slots(B, T, segment, x.cu_seqlens)
     entering, states = (x.k.new_empty(slots, HV, K, V, dtype=torch.float32) for _ in range(2))
     transitions = x.k.new_empty(slots, HV, K, K, dtype=torch.float32)
-    launch = tuning.gated_delta_rule("segment", K, V, x.k.element_size(), slots * HV)
+    launch = tuning.scan_tile("segment", K, V, x.k.element_size(), slots * HV)
     BV = min(K, V, launch.BV)
     segment_kernel[(slots * HV * ((K + V) // BV),)](
         k=x.k, v=x.v, inverse=inverse, gates=gates, writes=x.writes, initial_state=x.initial_state,
@@ -266,7 +266,7 @@ def segment_states(x: Inputs, inverse: Tensor, gates: Tensor, segment: int) -> t
         segment=segment, K=K, V=V, BT=CHUNK, BV=BV, WRITES=x.run, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None,
         DOT=dot_precision(x.k), num_warps=launch.num_warps, num_stages=launch.num_stages, maxnreg=launch.maxnreg,
     )  # fmt: skip
-    launch = tuning.gated_delta_rule("entering", K, V, x.k.element_size(), N * HV)
+    launch = tuning.scan_tile("entering", K, V, x.k.element_size(), N * HV)
     entering_kernel[(N * HV * (V // launch.BV),)](
         gates=gates, writes=x.writes, cu_seqlens=x.cu_seqlens, states=states, transitions=transitions,
         entering=entering, T=T, H=H, group=HV // H, tokens=B * T, segment=segment, K=K, V=V, BT=CHUNK, BK=launch.BK,

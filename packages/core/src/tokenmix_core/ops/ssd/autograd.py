@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmix_core.chunking import num_sequences
-from tokenmix_core.kernels.tuning import SSDStates
 from tokenmix_core.ops.common import ScanOutput, aligned, differentiable, direct_when_eager, recorded_op, retried
-from tokenmix_core.ops.decode_tiles import step_tile
+from tokenmix_core.ops.decode_tiles import gluon_step_tile
+from tokenmix_core.ops.ssd import tuning
 from tokenmix_core.ops.ssd.plan import GLUON_STEP, plan
+from tokenmix_core.ops.ssd.tuning import SSDStates
 from tokenmix_core.ops.ssd.types import Gradients, Inputs, token_rows
 
 
@@ -69,7 +70,7 @@ def run_backward(
     )
     by = plan(q, v, cu_seqlens, impl)
     fused = by.gradients.hopper is not None
-    walks = fused and by.gradients.walks
+    walks = fused and by.gradients.scans
     if not fused and not (dt is None and D is None):
         return _composed_backward(inputs, before, do, final_gradient)
     x, do, after, initial_gradient = inputs.aligned(), token_rows(do), aligned(final_gradient), None
@@ -134,7 +135,7 @@ def run_step(
     """o of one token; `state` is overwritten."""
     from tokenmix_core.ops.ssd.recurrent import ssd_recurrent
 
-    tile = step_tile("ssd", GLUON_STEP, state, q, impl)
+    tile = gluon_step_tile(tuning.STATE_STEPS, GLUON_STEP, state, q, impl)
     q, k, v = (token_rows(x.unsqueeze(1)) for x in (q, k, v))
     g, dt, D = map(aligned, (g, dt, D))
     g, dt = (x if x is None else x.unsqueeze(1) for x in (g, dt))

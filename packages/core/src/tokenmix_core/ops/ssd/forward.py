@@ -10,7 +10,7 @@ from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.decay import causal_decay_transposed, load_decay
 from tokenmix_core.kernels.triton.memory import last_of
 from tokenmix_core.kernels.triton.varlen import locate_chunk, sequence_span
-from tokenmix_core.kernels.tuning import SSDForward
+from tokenmix_core.ops.ssd.tuning import SSDForward
 from tokenmix_core.ops.ssd.types import Inputs
 
 

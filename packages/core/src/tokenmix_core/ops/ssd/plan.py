@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.chunking import num_sequences
-from tokenmix_core.kernels import tuning
 from tokenmix_core.ops.dispatch import GluonForm
+from tokenmix_core.ops.ssd import tuning
 
 _HOPPER = "tokenmix_core.ops.ssd.hopper"
 GLUON = GluonForm("ssd", _HOPPER, slower="about 1.8 times slower")
@@ -26,7 +26,7 @@ def plan(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, impl: str | None) -> t
         ValueError: `impl` is "gluon" and kernels in Gluon do not run.
     """
     gluon = GLUON.runs(impl, q.device, q.dtype, limit(q.shape[3], v.shape[3]))
-    return tuning.ssd(*_sizes(q, v, cu_seqlens), gluon)
+    return tuning.ssd_plan(*_sizes(q, v, cu_seqlens), gluon)
 
 
 def limit(K: int, V: int) -> str | None:

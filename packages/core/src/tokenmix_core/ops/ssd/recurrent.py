@@ -4,10 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.pdl import gdc_launch_and_wait
 from tokenmix_core.kernels.triton.varlen import sequence_span
+from tokenmix_core.ops.ssd import tuning
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def ssd_recurrent(q, k, v, g, dt, D, scale, initial_state, final_state, cu_seqle
             stride_v=v.stride(1), scale=scale, G=G, HV=HV, K=K, V=V, BV=tile.BV, BK=tile.BK, num_warps=tile.num_warps,
         )  # fmt: skip
         return o
-    config = tuning.ssd_step(N * HV, K, V) if step else tuning.ssd_recurrent(N * HV, K, V)
+    config = tuning.step_tile(N * HV, K, V) if step else tuning.recurrent_tile(N * HV, K, V)
     ssd_recurrent_kernel[(N * HV * (V // config.BV),)](
         q=q, k=k, v=v, g=g, dt=dt, D=D, o=o, initial_state=initial_state, final_state=final_state,
         cu_seqlens=cu_seqlens, stride_q=q.stride(1), stride_k=k.stride(1), stride_v=v.stride(1), scale=scale, T=T, G=G,

@@ -10,11 +10,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenmix_core.chunking import next_power_of_2
-from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.causal_conv1d.forward import sigmoid
 from tokenmix_core.ops.fused.gdn_decode.types import Inputs
 from tokenmix_core.ops.fused.gdn_gates.kernels import softplus
+from tokenmix_core.ops.gated_delta_rule import tuning
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def delta_layer_step(x: Inputs) -> Tensor:
     B, H, head_k = x.q.shape
     HV, head_v = x.v.shape[1:]
     heads, K, V = x.state.shape[1:]
-    tile = tuning.gated_delta_rule("step", K, V, x.q.element_size(), B * heads)
+    tile = tuning.scan_tile("step", K, V, x.q.element_size(), B * heads)
     o = torch.empty((B, HV, head_v), dtype=torch.float32, device=x.v.device)
     y = torch.empty((B, HV, head_v), dtype=x.v.dtype, device=x.v.device)
     rows = dict(q=x.q, k=x.k, v=x.v, a=x.a, b=x.b, gate=x.gate)

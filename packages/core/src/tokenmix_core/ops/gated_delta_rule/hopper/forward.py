@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.gluon.hopper import (
     async_copy_rows,
     causal_decay,
@@ -29,6 +28,7 @@ from tokenmix_core.kernels.gluon.hopper import (
     store_rows,
 )
 from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import begun_at, locate_segment
@@ -364,7 +364,7 @@ def forward(
     # one that no sequence exceeds
     segment = segment or (T // CHUNK + 1) * CHUNK
     programs = chunk_slots(B, T, segment, x.cu_seqlens) * HV
-    BV = tuning.gated_delta_rule_columns(programs, V)
+    BV = tuning.forward_columns(programs, V)
     residual, states, _ = saved or (None, None, None)
     forward_kernel[(programs * (V // BV),)](
         q=x.q, k=x.k, v=x.v, inverse=terms.inverse, gates=terms.gates, writes=x.writes, entering=terms.entering,

@@ -22,10 +22,10 @@ from tokenmix_core.kernels.gluon.hopper import (
     wait_async_copies,
 )
 from tokenmix_core.kernels.launch.launcher import cached_launch
-from tokenmix_core.kernels.tuning import SSDHopper
 from tokenmix_core.ops.ssd.hopper.backward_grouped import group_gradients_kernel
 from tokenmix_core.ops.ssd.hopper.decay import cumulative_decay, load_decay
 from tokenmix_core.ops.ssd.hopper.mma import multiply
+from tokenmix_core.ops.ssd.tuning import SSDHopper
 from tokenmix_core.ops.ssd.types import Gradients, Inputs
 
 CHUNK = gl.constexpr(64)

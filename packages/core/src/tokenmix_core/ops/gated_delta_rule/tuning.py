@@ -1,0 +1,122 @@
+"""Tiles of the gated delta rule's kernels, and tokens of the segments that sequences are split into."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tokenmix_core.chunking import cdiv
+from tokenmix_core.kernels.changes import watch
+from tokenmix_core.kernels.tuning import ALL_REGISTERS, one_round
+from tokenmix_core.ops.decode_tiles import MANY_PROGRAMS, StateStep
+
+
+class ScanTile(NamedTuple):
+    """BV columns of the state a program; kernels that are not split along V loop over V by BV columns.
+
+    `maxnreg` limits the registers of a thread.
+    """
+
+    BV: int
+    num_warps: int
+    num_stages: int
+    BK: int = 256
+    maxnreg: int | None = None
+
+
+# by element size in bytes and K, from wide to narrow, for the kernels that scan a sequence
+_SEQUENCE: dict[tuple[int, int], tuple[ScanTile, ...]] = {
+    (2, 64): (ScanTile(64, 4, 2), ScanTile(32, 4, 3)),
+    (2, 128): (ScanTile(64, 4, 2), ScanTile(32, 4, 3)),
+    (2, 256): (ScanTile(32, 8, 2), ScanTile(16, 8, 2)),
+    # float32 operands are split in parts, and 8 warps read past their tile where K is 256
+    (4, 64): (ScanTile(32, 4, 1),),
+    (4, 128): (ScanTile(32, 4, 1),),
+    (4, 256): (ScanTile(32, 4, 1, maxnreg=ALL_REGISTERS),),
+}
+# the same for a transposed state: 64 columns are the rows of one warpgroup
+_TRANSPOSED = _SEQUENCE | {
+    (2, 64): (ScanTile(64, 4, 3),),
+    (2, 128): (ScanTile(64, 4, 3),),
+    (2, 256): (ScanTile(64, 4, 2),),
+}
+_TILES: dict[str, dict[tuple[int, int], tuple[ScanTile, ...]]] = {
+    # here the tile is one of K columns
+    "prepare": {(size, K): (ScanTile(128 // size, 1, size // 2),) for size in (2, 4) for K in (64, 128, 256)},
+    "forward": _TRANSPOSED | {(2, 128): (ScanTile(64, 4, 2),), (2, 256): (ScanTile(128, 8, 2),)},
+    "states": _TRANSPOSED,
+    "segment": _TRANSPOSED,
+    "entering": {(size, K): (ScanTile(16, 4, 2, 32),) for size in (2, 4) for K in (64, 128, 256)},
+    "backward_state": _SEQUENCE,
+    "backward_chunk": {
+        (2, 64): (ScanTile(32, 4, 2),),
+        (2, 128): (ScanTile(64, 8, 2),),
+        (2, 256): (ScanTile(64, 8, 2, 128),),
+        (4, 64): (ScanTile(32, 8, 1, 64),),
+        (4, 128): (ScanTile(32, 8, 1, 64),),
+        (4, 256): (ScanTile(32, 8, 1, 64),),
+    },
+    "recurrent": {(size, K): (ScanTile(4096 // K, 1, 1),) for size in (2, 4) for K in (64, 128, 256)},
+    # one token
+    "step": {
+        (size, K): tiles
+        for size in (2, 4)
+        for K, tiles in (
+            (64, (ScanTile(32, 1, 1),)),
+            (128, (ScanTile(64, 4, 1), ScanTile(32, 2, 1))),
+            (256, (ScanTile(16, 2, 1),)),
+        )
+    },
+}
+
+
+def scan_tile(step: str, K: int, V: int, element_size: int, heads: int) -> ScanTile:
+    """Return the tile of a step for `heads` sequence-heads: the widest that still gives every SM a program.
+
+    A step of one token has short programs: it takes wide tiles only if they make many waves.
+    """
+    tiles, least = _TILES[step][element_size, K], MANY_PROGRAMS if step == "step" else 128
+    return next((tile for tile in tiles if heads * (V // tile.BV) >= least), tiles[-1])
+
+
+def all_tiles(step: str, K: int, element_size: int) -> tuple[ScanTile, ...]:
+    """Return every tile that `scan_tile` can choose: a test has to cover them."""
+    return _TILES[step][element_size, K]
+
+
+# of the Gluon kernel of one token, by the least number of programs of 64 columns: long rows pay if there are many waves
+STATE_STEPS: dict[int, StateStep] = {1024: StateStep(64, 64, 4), 0: StateStep(32, 32, 2)}
+
+# the forward pass saves R and the chunk states up to this size; beyond it the backward pass computes them again
+MOST_SAVED_BYTES = 8 << 20
+
+
+def segment_tokens(sequences: int, HV: int, tokens: int, programs: int = 1) -> int:
+    """Return the tokens of the segments that sequences are split into, a multiple of 64; 0 for whole sequences.
+
+    If several `programs` share a value head, one wave of them is better than several, unless it leaves no segments.
+    """
+    length = cdiv(tokens, sequences)
+    segments = one_round() // (sequences * HV)
+    segments = segments // programs if segments >= 2 * programs else segments
+    segment = max(1024, cdiv(cdiv(length, segments), 64) * 64) if segments > 1 else length
+    return segment if segment < length else 0
+
+
+def backward_segment_tokens(sequences: int, HV: int, tokens: int, packed: bool, programs: int = 1) -> int:
+    """Return the tokens of the segments of the reverse scan on Hopper, which cost only some chunks more.
+
+    Packed sequences may be of any length: no segment is longer than a SM's share of the work.
+    """
+    segment = segment_tokens(sequences, HV, tokens, programs)
+    if packed:
+        segment = segment or max(1024, cdiv(cdiv(tokens * HV, one_round()), 64) * 64)
+    return segment if segment < tokens else 0
+
+
+def forward_columns(programs: int, V: int) -> int:
+    """Return the columns of the state a program of the Hopper forward kernel: half of V if that makes one wave."""
+    return V // 2 if 2 * programs <= one_round() else V
+
+
+# cached calls are invalidated by every change of these
+watch(__name__)

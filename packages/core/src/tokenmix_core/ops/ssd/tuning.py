@@ -1,0 +1,174 @@
+"""Tiles of SSD's kernels, and tokens of the segments that sequences are split into."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tokenmix_core.chunking import cdiv, next_power_of_2
+from tokenmix_core.kernels.changes import watch
+from tokenmix_core.kernels.tuning import one_round
+from tokenmix_core.ops.decode_tiles import MANY_PROGRAMS, StateStep
+
+
+class SSDForward(NamedTuple):
+    """Chunks of BT tokens, BV columns of the state a program; in Gluon `hopper` columns and chunks of 64, unless 0.
+
+    With `lookback` each Gluon program takes so many tokens of a sequence and computes the state before them itself.
+    """
+
+    BT: int
+    BV: int
+    num_warps: int
+    num_stages: int
+    hopper: int = 0
+    lookback: int = 0
+
+
+class SSDStates(NamedTuple):
+    """Chunks of BT tokens, a tile `[BK, BV]` of the state a program."""
+
+    BT: int
+    BK: int
+    BV: int
+    num_warps: int
+    num_stages: int
+
+
+class SSDHopper(NamedTuple):
+    """Value heads a program, which sums their dq and dk."""
+
+    heads: int
+    num_warps: int
+
+
+class SSDGradients(NamedTuple):
+    """Chunks of BT tokens, V in steps of BV; with `hopper` the Gluon kernel, of chunks of 64.
+
+    With `scans` a Gluon program takes all chunks of a sequence or segment in reverse.
+    """
+
+    BT: int
+    BV: int
+    num_warps: int
+    num_stages: int
+    hopper: SSDHopper | None = None
+    scans: bool = False
+
+
+class SSDRecurrent(NamedTuple):
+    """BV columns of the state a program."""
+
+    BV: int
+    num_warps: int
+
+
+class SSDPlan(NamedTuple):
+    """`segment` tokens a program, 0 for whole sequences, and the tiles of each kernel.
+
+    A step runs in Gluon if its part of the plan has a `hopper`, else as a portable kernel.
+    """
+
+    segment: int
+    forward: SSDForward
+    states: SSDStates
+    gradients: SSDGradients
+
+
+# of the Gluon kernel of one token, by the least number of programs of 64 columns: long rows pay if there are many waves
+STATE_STEPS: dict[int, StateStep] = {
+    2048: StateStep(64, 32, 4),
+    1024: StateStep(32, 128, 2),
+    0: StateStep(32, 32, 2),
+}
+
+
+def ssd_plan(
+    B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dtype, gluon: bool = True
+) -> SSDPlan:
+    """Return the plan of a call with N sequences in `[B, T]` tokens; segments are the same with and without Gluon."""
+    if dtype == torch.float32:
+        forward = SSDForward(64, min(V, 32), 4, 1)
+        states = SSDStates(64, min(K, 64), min(V, 64), 4, 1)
+        gradients = SSDGradients(64, min(V, 32), 8, 1)
+    else:
+        hopper = K in (64, 128) and V in (64, 128)
+        forward = SSDForward(64, min(V, 64), 8 if K == 256 else 4, 2, _columns(K, V))
+        states = SSDStates(64, min(K, 128), min(V, 128), 8 if min(K, V) >= 128 else 4, 3)
+        gradients = SSDGradients(
+            64,
+            min(V, 64 if max(K, V) == 256 else 128),
+            8 if min(K, V) >= 128 or K == 256 else 4,
+            1,
+            _heads_together(B * T, HV // G, HV, K, V) if hopper else None,
+        )
+
+    # short sequences in one launch: twice as many programs fit as there are SMs
+    programs = N * HV * (V // (forward.hopper or forward.BV))
+    if B == N and T <= 512 and forward.hopper and K <= 128:
+        spans = (tokens for tokens in (64, 128) if tokens < T and programs * cdiv(T, tokens) <= 2 * one_round())
+        forward = forward._replace(lookback=next(spans, 0))
+
+    wide = forward.hopper > 0 and K >= 128
+    segment = 0 if forward.lookback else _segment_tokens(programs, T, K, wide and B == N)
+
+    # the reverse scan is faster if whole sequences of wide heads fill the device; other shapes were not timed
+    if B == N and not segment and gradients.hopper is not None and K == V == 128 and _fills(N * HV):
+        gradients = gradients._replace(scans=True)
+    if not gluon:
+        forward, gradients = forward._replace(hopper=0, lookback=0), gradients._replace(hopper=None, scans=False)
+    return SSDPlan(segment, forward, states, gradients)
+
+
+def _columns(K: int, V: int) -> int:
+    """Return the columns of the state a program of the Hopper forward kernel; 0 for the portable kernel."""
+    if K < 64 or V < 64:
+        return 0
+    return min(V, 128) if K == 256 else 64
+
+
+def _segment_tokens(programs: int, T: int, K: int, wide: bool) -> int:
+    """Return the tokens of the segments of sequences of T tokens; 0 if whole ones are programs enough.
+
+    Segments read k and v once more and take more launches. With `wide` states there is one wave of programs, as more
+    cost more than they gain; and, if T is short, segments only if half of the SMs would idle.
+    """
+    if programs >= one_round() or (wide and T <= 2048 and 2 * programs > one_round()):
+        return 0
+    # a SM holds one program of states of 256 keys
+    at_once = one_round() * (1 if K == 256 else 2)
+    segments = at_once // programs if wide else next_power_of_2(cdiv(at_once, programs))
+    segment = max(256, next_power_of_2(cdiv(T, segments)))
+    return segment if segment < T else 0
+
+
+def _fills(programs: int) -> bool:
+    """True if waves of a program a SM leave few SMs idle."""
+    return programs >= 0.9 * cdiv(programs, one_round()) * one_round()
+
+
+def _heads_together(tokens: int, group: int, HV: int, K: int, V: int) -> SSDHopper:
+    """Return how many heads of a group, 16, 8, 4, 2 or 1, a program takes, which share MMAs: the fewest waves' work."""
+    sizes = [heads for heads in (16, 8, 4, 2) if group % heads == 0 and K * V <= 128 * 64]
+    if not sizes:
+        return SSDHopper(1, 4)
+    chunks = cdiv(tokens, 64) * HV
+    # one program a SM; its work for all heads takes as long as half a head
+    return SSDHopper(min(sizes, key=lambda heads: cdiv(chunks // heads, one_round()) * (2 * heads + 1)), 8)
+
+
+def recurrent_tile(sequence_heads: int, K: int, V: int) -> SSDRecurrent:
+    """Return the tile of the token-by-token kernel."""
+    columns = 8 if sequence_heads < one_round() else 32
+    return SSDRecurrent(min(V, columns), 4 if K * columns >= 2048 else 1)
+
+
+def step_tile(sequence_heads: int, K: int, V: int) -> SSDRecurrent:
+    """Return the portable tile of one token: wide tiles, which read longer rows, if they make many waves."""
+    columns = 64 if K == 128 and sequence_heads * V >= 64 * MANY_PROGRAMS else 32
+    return SSDRecurrent(min(V, columns), min(4, max(1, K // 32)))
+
+
+# cached calls are invalidated by every change of these
+watch(__name__)
