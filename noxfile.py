@@ -198,7 +198,7 @@ def arena(session: nox.Session) -> None:
 def tables(session: nox.Session) -> None:
     """Write the committed measurements into the READMEs; `-- --check` only says whether they are there."""
     sync(session, "--all-packages", "--all-groups")
-    session.run("python", "docs/tables.py", *session.posargs)
+    session.run("python", "tools/tables.py", *session.posargs)
 
 
 @nox.session

@@ -77,9 +77,9 @@ def build() -> Site:
         {
             "Measurements": [
                 {"Speed": _readme(site, "docs/speed.md")},
-                {"Training steps": _readme(site, "docs/steps.md")},
-                {"Other people's models": _readme(site, "docs/field.md")},
-                {"Versions of Triton": _readme(site, "docs/tritons.md")},
+                {"Training steps": _readme(site, "docs/step_time.md")},
+                {"Other people's models": _readme(site, "docs/integrations.md")},
+                {"Versions of Triton": _readme(site, "docs/triton_versions.md")},
                 {"Hopper and its compilers": _readme(site, "docs/hopper.md")},
                 {"Log": [{"What it holds": _readme(site, "docs/log.md")}, *_log(site)]},
             ]
@@ -109,9 +109,9 @@ def addresses() -> dict[str, str]:
             "notation",
             "architecture",
             "speed",
-            "steps",
-            "field",
-            "tritons",
+            "step_time",
+            "integrations",
+            "triton_versions",
             "hopper",
             "log",
         )
@@ -287,6 +287,8 @@ def _functions(package: str, folder: str | None) -> list[tuple[str, Any]]:
     found = []
     for name in module.__all__:
         value = getattr(module, name)
+        if not callable(value):
+            continue
         parts = value.__module__.split(".")
         if len(parts) > 3 and (folder is None or parts[2] == folder):
             found.append((parts[2], value))

@@ -41,7 +41,7 @@ PEAK_FLOPS = (
 # what becomes of passes that could be recorded
 Record = Literal["auto", "always", "never"]
 # operations of a micro-batch and layer, below which a GPU waits for the host that launches them: with .84e12 graphs
-# made steps 1.6 times as fast, with 3.4e12 1.01 times (docs/steps.md)
+# made steps 1.6 times as fast, with 3.4e12 1.01 times (docs/step_time.md)
 WAITED_FOR = 2e12
 
 

@@ -197,10 +197,10 @@ class RunRecipe:
         precision: "bf16" is bfloat16 autocast with float32 weights; "auto" is that where the GPU has it, else "fp32".
         seed: the seed of the weights and of dropout.
         gradient_checkpointing: recompute activations in the backward pass.
-        torch_compile: compile the model; on an H200 steps were faster without, in less memory (docs/steps.md).
+        torch_compile: compile the model; on an H200 steps were faster without, in less memory (docs/step_time.md).
         training_graph: on one GPU, record forward and backward passes as a CUDA graph and repeat it, as far as
-            micro-batches are of few kinds (docs/steps.md); "auto" does so where layers are so small that the GPU would
-            wait for the host. Goes with neither of the two above, nor `fsdp`.
+            micro-batches are of few kinds (docs/step_time.md); "auto" does so where layers are so small that the GPU
+            would wait for the host. Goes with neither of the two above, nor `fsdp`.
         fsdp: shard parameters, gradients and optimizer states over the processes (FSDP2).
         dataloader_num_workers: processes that read data; 0 reads in the training process.
         logging_steps: steps between two lines of the log.

@@ -1,4 +1,4 @@
-"""The tables and figures of documents from the runs kept in `docs/results`; `docs/tables.py` writes them."""
+"""The tables and figures of documents from the runs kept in `docs/results`; `tools/tables.py` writes them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 from tokenmix_core.evaluation.report import draw
 from tokenmix_nha.search import plot_of
 
-RESULTS = Path(__file__).parent / "results"
-MEASURED = RESULTS.parents[1] / "packages" / "core" / "benchmarks" / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results"
+MEASURED = ROOT / "packages" / "core" / "benchmarks" / "results"
 PAIRS = ("linear → linear", "attention → linear", "linear → attention", "attention → attention")
 SWITCHES = ("attention → linear", "linear → attention")
 AFTER = ("0-16", "16-64", "64-128")
@@ -52,7 +53,7 @@ def draw_plots() -> None:
         [(choice["pattern"], len(choice["full"]), choice["score"]) for choice in tried],
         (len(chosen["full layers"]), chosen["score"]),
     )
-    draw(plot, RESULTS.parents[1] / "packages" / "nha" / "figures" / "search-100m.png")
+    draw(plot, ROOT / "packages" / "nha" / "figures" / "search-100m.png")
 
 
 def _read(name: str) -> Any:

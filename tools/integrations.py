@@ -1,4 +1,4 @@
-"""The table of docs/field.md: transformers' models on our kernels beside others; `docs/tables.py` fills it in."""
+"""Make the table of docs/integrations.md: transformers' models on our kernels and on others (see `tables.py`)."""
 
 from __future__ import annotations
 

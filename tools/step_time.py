@@ -1,4 +1,4 @@
-"""The tables of docs/steps.md: floors of training steps, and what was measured; `docs/tables.py` fills them in."""
+"""The tables of docs/step_time.md: floors of training steps, and what was measured; `tools/tables.py` fills them in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 BENCHMARKS = Path(__file__).parents[1] / "packages" / "core" / "benchmarks"
-GPUS = Path(__file__).parent / "results" / "gpus.json"
+GPUS = Path(__file__).parents[1] / "docs" / "results" / "gpus.json"
 ROWS, LENGTH = 8, 4096
 # by title, the recipe of one size of each kind of model
 MODELS = {
@@ -36,7 +36,7 @@ def tables() -> dict[str, str]:
     found = {"measured": _measured(measured), "gpus": _gpus(_read(GPUS))}
     packages = {name.partition(".")[0] for name in MODELS.values()}
     if missing := sorted(name for name in packages if importlib.util.find_spec(name) is None):
-        print(f"docs/steps.md: floors are left as they are without {', '.join(missing)}", file=sys.stderr)
+        print(f"docs/step_time.md: floors are left as they are without {', '.join(missing)}", file=sys.stderr)
         return found
     return found | {"floors": _floors(_benchmark())}
 

@@ -1,4 +1,4 @@
-"""Sentences of pages that state measurements, made from the committed rows; `docs/tables.py` writes them.
+"""Sentences of pages that state measurements, made from the committed rows; `tools/tables.py` writes them.
 
 Prose that repeats a table by hand differs from the table after the next measurement. A sentence with measurements
 therefore stands between marks, as tables do.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import seen
+import model_results
 
 ROOT = Path(__file__).parent.parent
 Row = dict[str, Any]
@@ -19,14 +19,14 @@ Row = dict[str, Any]
 
 def sentences() -> dict[tuple[Path, str], str]:
     """Return, by page and mark, the sentences and tables that repeat measurements of other pages."""
-    tokens = _rows(seen.RESULTS / "tokens.json")
+    tokens = _rows(model_results.RESULTS / "tokens.json")
     nha = [row for row in tokens if row["model"].startswith("NHA")]
     lte = [row for row in tokens if row["size"] == "1.4B"]
     return {
         (ROOT / "README.md", "measured"): "\n".join([_slots(), _mixed(), _constant(lte), _layers()]),
         (ROOT / "packages" / "nha" / "README.md", "gsa"): _gsa(),
-        (ROOT / "docs" / "nha.md", "decoding"): seen.tokens_table(nha),
-        (ROOT / "docs" / "lte.md", "decoding"): seen.tokens_table(lte),
+        (ROOT / "docs" / "nha.md", "decoding"): model_results.tokens_table(nha),
+        (ROOT / "docs" / "lte.md", "decoding"): model_results.tokens_table(lte),
     }
 
 
@@ -126,5 +126,5 @@ def _layers() -> str:
     return (
         f"- Layers of transformers' hybrid families on our kernels, forward and backward: "
         f"{_pair(min(shares), max(shares))} of the time with FLA's and mamba_ssm's "
-        f"({_device(layers[0])}; [table](docs/field.md))."
+        f"({_device(layers[0])}; [table](docs/integrations.md))."
     )

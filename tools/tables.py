@@ -1,10 +1,10 @@
 """Fill the tables of the READMEs and of docs from committed measurements; `--check` fails on stale ones.
 
-Speeds go to the READMEs and docs/speed.md, training steps and their floors to docs/steps.md (`steps.py`), other
-people's models to docs/field.md (`field.py`), what models were seen to do to docs/nha.md and docs/oryx.md (`seen.py`),
-sentences that repeat measurements to the pages that `claims.py` names.
+Speeds go to the READMEs and docs/speed.md, training steps and their floors to docs/step_time.md (`step_time.py`),
+third-party models to docs/integrations.md (`integrations.py`), measurements of trained models to the papers' pages in
+docs (`model_results.py`), and sentences that repeat measurements to the pages that `claims.py` names.
 
-The rows of the sweeps over shapes stand in no table: they are plotted, and those slower than a peer are printed.
+The rows of the sweeps over shapes are in no table: the script plots them and prints those slower than a baseline.
 """
 
 import json
@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 import claims
-import field
 import goals
-import seen
-import steps
+import integrations
+import model_results
+import step_time
 
 from tokenmix_core.testing import results
 
@@ -41,14 +41,14 @@ def main(check: bool) -> int:
     if everything:
         tables[ROOT / "README.md", "speed"] = results.markdown(results.headlines(everything))
         tables[ROOT / "docs" / "speed.md", "speed"] = goals.table(everything, sweeps)
-    for document, found in seen.tables().items():
+    for document, found in model_results.tables().items():
         tables |= {(ROOT / "docs" / document, mark): table for mark, table in found.items()}
-    tables |= {(ROOT / "docs" / "steps.md", mark): table for mark, table in steps.tables().items()}
-    tables |= {(ROOT / "docs" / "field.md", mark): table for mark, table in field.tables().items()}
+    tables |= {(ROOT / "docs" / "step_time.md", mark): table for mark, table in step_time.tables().items()}
+    tables |= {(ROOT / "docs" / "integrations.md", mark): table for mark, table in integrations.tables().items()}
     tables |= claims.sentences()
     versions = [row for rows in measurements("results/versions").values() for row in rows]
     if versions:
-        tables[ROOT / "docs" / "tritons.md", "speed"] = results.by_version(versions)
+        tables[ROOT / "docs" / "triton_versions.md", "speed"] = results.by_version(versions)
     stale = 0
     for (readme, mark), table in tables.items():
         before = readme.read_text()
@@ -58,7 +58,7 @@ def main(check: bool) -> int:
             if check:
                 readme.write_text(before)
     if not check:
-        seen.draw_plots()
+        model_results.draw_plots()
     if everything and not check:
         results.plot(goals.of(everything), ROOT / "docs" / "plots" / "speed.png")
         results.plot(everything, ROOT / "docs" / "plots" / "shapes.png")

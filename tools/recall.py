@@ -1,6 +1,6 @@
 """Keep what recall runs logged in `docs/results/recall-SIZE.json` and plot it; without arguments, plot what is kept.
 
-usage: python docs/recall.py SIZE NAME=RUN ...     with RUN the folder of `tokenmix train recall-*`
+usage: python tools/recall.py SIZE NAME=RUN ...     with RUN the folder of `tokenmix train recall-*`
 """
 
 import json
@@ -11,7 +11,7 @@ from statistics import median
 from tokenmix_core.evaluation.report import draw
 from tokenmix_core.training.callbacks import read_metrics
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).parents[1] / "docs"
 # titles of plots by size
 TITLES = {"340m": "340M parameters", "nha-100m": "86M parameters", "nha-small": "two layers", "small": "two layers"}
 
