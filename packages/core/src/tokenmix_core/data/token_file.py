@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from tokenmix_core._utils.atomic_io import write_atomically
-from tokenmix_core._utils.locks import LOCK_FILES, FolderLock
+from tokenmix_core._utils.atomic_io import remove, sync, sync_tree, write_atomically
+from tokenmix_core._utils.locks import FolderLock
 from tokenmix_core._utils.validation import check_fields
 
 FORMAT = "tokenmix-tokens-1"
@@ -235,7 +235,7 @@ class TokenFileWriter:
         self.dtype = np.dtype(_DTYPES[vocab_size > 2**16])
         self.consumed = self.skipped = 0
         self.kinds: Counter[str] = Counter()
-        if self.path.exists():
+        if self.path.exists() or self.path.is_symlink():
             raise ValueError(f"{self.path} exists already; choose another folder or remove it")
         self._lock = FolderLock(self.partial, "preparing a corpus")
         self._lock.acquire()
@@ -308,23 +308,24 @@ class TokenFileWriter:
         """
         self._close_files()
         lengths = {s: np.fromfile(self.partial / f"{s}.lengths", "<i8") for s in ("train", "held_out")}
-        pieces = {split: [_map(self.partial / f"{split}.tokens", self.dtype)] for split in lengths}
+        parts = {split: [_map(self.partial / f"{split}.tokens", self.dtype)] for split in lengths}
         if hold_out_one and not len(lengths["held_out"]):
             ends = np.cumsum(lengths["train"])
             edges = np.stack([ends - lengths["train"], ends], 1)
-            moved = _least(pieces["train"][0], edges)
+            moved = _least(parts["train"][0], edges)
             # by turns what stays and what goes
-            cut = np.split(pieces["train"][0], edges[moved].ravel())
-            pieces = {"train": cut[0::2], "held_out": cut[1::2]}
+            cut = np.split(parts["train"][0], edges[moved].ravel())
+            parts = {"train": cut[0::2], "held_out": cut[1::2]}
             lengths = {"train": lengths["train"][~moved], "held_out": lengths["train"][moved]}
-        # a new file, so that a kill from here on leaves what commit() recorded
-        with open(self.partial / TOKENS, "wb") as whole:
-            for piece in itertools.chain(*pieces.values()):
-                piece.tofile(whole)
-            whole.flush()
-            os.fsync(whole.fileno())
+        # aside, so that a kill from here on leaves what commit() wrote
+        whole = self.partial / "whole"
+        remove(whole)
+        whole.mkdir()
+        with open(whole / TOKENS, "wb") as file:
+            for part in itertools.chain(*parts.values()):
+                part.tofile(file)
         offsets = np.concatenate([[0], np.cumsum(np.concatenate(list(lengths.values())))])
-        np.save(self.partial / DOCUMENTS, offsets.astype(np.int64))
+        np.save(whole / DOCUMENTS, offsets.astype(np.int64))
         meta = TokenFileMeta(
             format=FORMAT,
             dtype=self.dtype.str,
@@ -337,12 +338,14 @@ class TokenFileWriter:
             tokenizer=tokenizer,
             tokenizer_fingerprint=fingerprint,
             source=dict(source),
-            sha256={name: file_sha256(self.partial / name) for name in (TOKENS, DOCUMENTS)},
+            sha256={name: file_sha256(whole / name) for name in (TOKENS, DOCUMENTS)},
         )
-        write_atomically(self.partial / META, json.dumps(asdict(meta), indent=2) + "\n")
-        for name in (*self._PARTS, "progress.json", *LOCK_FILES):
-            (self.partial / name).unlink(missing_ok=True)
-        os.rename(self.partial, self.path)
+        write_atomically(whole / META, json.dumps(asdict(meta), indent=2) + "\n")
+        sync_tree(whole)
+        os.rename(whole, self.path)
+        # the parts are removed only after the whole file is on the disk
+        sync(self.path.parent)
+        shutil.rmtree(self.partial)
         self._lock.release()
         return meta
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tokenmix_core._utils.atomic_io import write_atomically
+from tokenmix_core._utils.atomic_io import remove, sync, sync_tree, write_atomically
 from tokenmix_core.data.token_file import file_sha256
 
 MANIFEST = "manifest.json"
@@ -109,17 +108,27 @@ def checkpoint_to_resume(output_dir: Path, identity: Mapping[str, Any]) -> Path:
 
 
 def publish(partial: Path, output_dir: Path) -> None:
-    """Give everything that was written into `partial` its place in `output_dir`; folders come whole or not at all."""
+    """Move everything in `partial` to `output_dir`; each folder appears whole or not at all, also after a power loss.
+
+    config.json is moved last, so that a folder with it holds a whole model.
+    """
+    sync_tree(partial)
     for path in sorted(partial.iterdir(), key=lambda p: p.name == "config.json"):
         target = output_dir / path.name
         if target.is_dir():
-            # the same step once more
-            shutil.rmtree(target)
-        os.replace(path, target)
+            # the same step was saved before: keep it until the new one has its name
+            replaced = partial / f"{path.name}.replaced"
+            os.replace(target, replaced)
+            os.replace(path, target)
+            sync(output_dir)
+            remove(replaced)
+        else:
+            os.replace(path, target)
     partial.rmdir()
+    sync(output_dir)
 
 
 def remove_old_checkpoints(output_dir: Path, keep: int) -> None:
-    """Remove all but the last `keep` checkpoints."""
+    """Remove all but the last `keep` checkpoints; `publish` has synchronised those that stay."""
     for path in list(checkpoint_steps(output_dir).values())[:-keep]:
-        shutil.rmtree(path)
+        remove(path)

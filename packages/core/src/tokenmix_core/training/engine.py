@@ -221,6 +221,9 @@ class RecipeTrainer(Trainer):
                 super()._save_checkpoint(model, trial)
             finally:
                 self._redirected = None
+            if aside.is_dir():
+                # on a network file system, only the writer of a file can wait for it
+                checkpoint.sync_tree(aside)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             with self._writing(f"the checkpoint of step {step}"):
