@@ -1,9 +1,10 @@
 """Kernels run on the GPU where there is one, else in Triton's interpreter; tests marked `gpu` need one."""
 
 from tokenmix_core.testing.fixtures import (  # noqa: F401
-    calls_are_recorded_anew,
     device,
     kernels_are_interpreted_quickly,
+    launch_cache_is_empty,
+    override,
     pytest_collection_modifyitems,
     unwritten_memory_is_nan,
 )

@@ -74,15 +74,15 @@ MASKS = {
 LENGTHS = {"square": (20, 20), "fewer queries": (5, 20), "fewer keys": (20, 13), "one query": (1, 20), "one": (1, 1)}
 
 
-def in_small_tiles(monkeypatch):
+def in_small_tiles(override):
     """Tiles of 16 x 32: many tiles in a short sequence."""
-    monkeypatch.setattr(tuning, "attention", lambda kernel, head, dtype: tuning.AttentionTile(16, 32, 4, 1))
-    monkeypatch.setattr(tuning, "sm_count", lambda device: 6)
+    override(tuning, attention=lambda kernel, head, dtype: tuning.AttentionTile(16, 32, 4, 1))
+    override(tuning, sm_count=lambda device: 6)
 
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    in_small_tiles(monkeypatch)
+    in_small_tiles(override)
 
 
 def z(*shape, dtype=torch.float32):

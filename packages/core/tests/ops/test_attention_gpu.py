@@ -108,9 +108,9 @@ def test_kernels_for_other_devices_answer_to_float64(K, case):
 
 
 @pytest.fixture(params=[True, False], ids=["by groups", "by one group"])
-def many_blocks(monkeypatch, request):
+def many_blocks(monkeypatch, override, request):
     """What kernels for many blocks, of groups of warps or of one, take: these are many for one SM."""
-    monkeypatch.setattr(tuning, "sm_count", lambda device: 1)
+    override(tuning, sm_count=lambda device: 1)
     for name in ("_LONG", "_WIDE"):
         monkeypatch.setattr(plan, name, 1 if request.param else 1 << 30)
 

@@ -47,10 +47,10 @@ def empty(*shape, dtype=BFLOAT16):
 
 
 @pytest.fixture
-def hopper_device(monkeypatch):
+def hopper_device(monkeypatch, override):
     """Every device is taken for a Hopper GPU of 132 SMs."""
     monkeypatch.setattr(dispatch, "device_limit", lambda device: None)
-    monkeypatch.setattr(tuning, "sm_count", lambda device: 132)
+    override(tuning, sm_count=lambda device: 132)
 
 
 @pytest.fixture(autouse=True)

@@ -183,8 +183,8 @@ def test_kernels_agree_for_extreme_gates(device):
 
 # decays that are forgotten within a segment, that are not, and the first followed by the second
 @pytest.mark.parametrize("slow", [slice(0), slice(None), slice(130, None)], ids=["fast", "slow", "mixed"])
-def test_sequences_split_into_segments_agree(slow, device, monkeypatch):
-    monkeypatch.setattr(tuning, "segment_tokens", lambda *_: 64)
+def test_sequences_split_into_segments_agree(slow, device, override):
+    override(tuning, segment_tokens=lambda *_: 64)
     x = inputs(B=1, T=200, HV=1, K=64, V=64, N=1, dtype=torch.float32, device=device)
     x["g"] *= 4
     x["g"][:, slow] *= 0.01
@@ -193,16 +193,16 @@ def test_sequences_split_into_segments_agree(slow, device, monkeypatch):
 
 # what each step takes as forgotten differs by half a power of two, so that none asks for what another left out
 @pytest.mark.parametrize("left", [-31.5, -32.25, -32.75, -33.5])
-def test_segments_that_barely_forget_agree(left, device, monkeypatch):
-    monkeypatch.setattr(tuning, "segment_tokens", lambda *_: 128)
+def test_segments_that_barely_forget_agree(left, device, override):
+    override(tuning, segment_tokens=lambda *_: 128)
     x = inputs(B=1, T=400, HV=1, K=64, V=64, N=1, dtype=torch.float32, device=device)
     # what a chunk of 64 tokens leaves of a state, as a base-2 logarithm
     x["g"][:] = left / 64 * math.log(2)
     check(x)
 
 
-def test_segments_follow_the_boundaries_of_packed_sequences(device, monkeypatch):
-    monkeypatch.setattr(tuning, "segment_tokens", lambda *_: 128)
+def test_segments_follow_the_boundaries_of_packed_sequences(device, override):
+    override(tuning, segment_tokens=lambda *_: 128)
     x = inputs(B=1, T=270, HV=1, K=64, V=64, dtype=torch.float32, device=device)
     x["g"] *= 0.1
     x["initial_state"] = torch.randn(4, 1, 64, 64, device=device)

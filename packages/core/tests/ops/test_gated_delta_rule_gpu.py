@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from tokenmix_core.kernels.launch.cache.replay import Replayed
+from tokenmix_core.kernels.launch.cache.replay import invalidate
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step, recurrent_gated_delta_rule
 from tokenmix_core.ops.dispatch import GluonForm
 from tokenmix_core.ops.gated_delta_rule import plan, tuning
@@ -51,7 +51,7 @@ def check(x, form=chunk_gated_delta_rule, factor=2.0, upstream=None, **options):
     reference = partial(chunk_gated_delta_rule, impl="reference", **options)
     dtype = x["q"].dtype
     # a test may choose other tiles or segments between its calls: those recorded before would be replayed
-    Replayed.forget()
+    invalidate()
     got, upstream = values_and_gradients(function, x, upstream)
     exact, _ = values_and_gradients(reference, x, upstream, dtype=torch.float64)
     with RoundedProducts(dtype) if dtype.itemsize == 2 else nullcontext():
@@ -68,7 +68,7 @@ def one_step(monkeypatch):
     monkeypatch.setattr(plan, "_BUSY", 0)
 
 
-def use_tile(monkeypatch, index):
+def use_tile(override, index):
     """Let every step take the tile of this place in its table (or its last), whatever the number of heads.
 
     Few heads are shared out by columns on Hopper, but not in the first place.
@@ -78,9 +78,9 @@ def use_tile(monkeypatch, index):
         table = tuning.all_tiles(step, K, size)
         return table[min(index, len(table) - 1)]
 
-    monkeypatch.setattr(tuning, "scan_tile", choose)
+    override(tuning, scan_tile=choose)
     if index == 0:
-        monkeypatch.setattr(tuning, "forward_columns", lambda programs, V: V)
+        override(tuning, forward_columns=lambda programs, V: V)
 
 
 def tiles(dtype):
@@ -93,24 +93,24 @@ def tiles(dtype):
 @pytest.mark.parametrize(("dtype", "index"), [(d, i) for d in DTYPES for i in tiles(d)], ids=str)
 @pytest.mark.parametrize("V", SIZES)
 @pytest.mark.parametrize("K", SIZES)
-def test_every_tile_and_head_size(K, V, dtype, index, monkeypatch):
-    use_tile(monkeypatch, index)
+def test_every_tile_and_head_size(K, V, dtype, index, override):
+    use_tile(override, index)
     x = inputs(1, 300, 1, 2, K, V, N=SEQUENCES, dtype=dtype)
     check(x, cu_seqlens=boundaries())
     check(x | inputs(1, 300, 1, 2, K, V, dtype=dtype, kind="extreme", seed=1), cu_seqlens=boundaries())
-    monkeypatch.setattr(tuning, "segment_tokens", lambda *_: 64)
+    override(tuning, segment_tokens=lambda *_: 64)
     x["g"] *= 0.3
     check(x, cu_seqlens=boundaries())
 
 
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize(("K", "V"), [(64, 128), (128, 64), (256, 128)])
-def test_kernels_of_other_devices(K, V, index, monkeypatch):
+def test_kernels_of_other_devices(K, V, index, monkeypatch, override):
     monkeypatch.setattr(GluonForm, "limit", lambda *_: "is left out")
-    use_tile(monkeypatch, index)
+    use_tile(override, index)
     x = inputs(1, 300, 1, 2, K, V, N=SEQUENCES)
     check(x, cu_seqlens=boundaries())
-    monkeypatch.setattr(tuning, "segment_tokens", lambda *_: 64)
+    override(tuning, segment_tokens=lambda *_: 64)
     check(x, cu_seqlens=boundaries())
 
 
@@ -192,8 +192,8 @@ def test_131072_tokens(decay):
 
 
 @pytest.mark.parametrize("T", [1000, 1024, 1025])
-def test_segments_of_every_length(T, monkeypatch):
-    monkeypatch.setattr(tuning, "segment_tokens", lambda *_: 256)
+def test_segments_of_every_length(T, override):
+    override(tuning, segment_tokens=lambda *_: 256)
     x = inputs(2, T, 2, 4, 128, 128, N=2)
     x["g"][1] *= 0.01
     check(x)

@@ -158,8 +158,8 @@ def test_heads_of_256_without_norm_or_states(on_hopper):
 
 @pytest.mark.parametrize(("K", "V"), [(64, 128), (128, 64)])
 @pytest.mark.parametrize("decay", [0.5, 0.001])
-def test_segments_of_heads_whose_keys_and_values_differ_in_size(decay, K, V, on_hopper, monkeypatch):
-    monkeypatch.setattr(tuning, "segment_tokens", lambda *shape: 128)
+def test_segments_of_heads_whose_keys_and_values_differ_in_size(decay, K, V, on_hopper, override):
+    override(tuning, segment_tokens=lambda *shape: 128)
     x = inputs(1, 300, 1, 2, K, V, N=3, decay=decay)
     check(x, cu_seqlens=torch.tensor([0, 40, 40, 300], dtype=torch.int32))
 
@@ -184,9 +184,9 @@ WITHHELD = {
 @pytest.mark.parametrize(("case", "decay", "signed"), [
     *((case, 0.5, True) for case in WITHHELD), ("heads of 128", 0.5, False), ("wide keys", 0.001, False),
 ])  # fmt: skip
-def test_withheld_writes(case, decay, signed, on_hopper, monkeypatch):
+def test_withheld_writes(case, decay, signed, on_hopper, override):
     # segments begin from states before them that decays have forgotten, where factors let decays bound them
-    monkeypatch.setattr(tuning, "segment_tokens", lambda *shape: 128)
+    override(tuning, segment_tokens=lambda *shape: 128)
     sizes, ran = WITHHELD[case]
     sizes = dict(sizes)
     norm = sizes.pop("norm", True)
@@ -206,9 +206,9 @@ def test_withheld_writes(case, decay, signed, on_hopper, monkeypatch):
     # without segments of the forward pass there are no M
     (0.5, 0.5, "no factor", 0), (0.5, 0.5, "one factor", 0), (0.5, 0.001, "one factor", 0),
 ])  # fmt: skip
-def test_segments_with_withheld_writes(decay, then, beyond, forward, on_hopper, monkeypatch):
-    monkeypatch.setattr(tuning, "segment_tokens", lambda *shape: forward)
-    monkeypatch.setattr(tuning, "backward_segment_tokens", lambda *shape: 128)
+def test_segments_with_withheld_writes(decay, then, beyond, forward, on_hopper, override):
+    override(tuning, segment_tokens=lambda *shape: forward)
+    override(tuning, backward_segment_tokens=lambda *shape: 128)
     x = inputs(1, 540, 1, 1, 64, N=3, decay=decay)
     x["g"][:, 256:] *= then / decay
     x["writes"] = torch.rand(1, 540 // 64 + 3, 1, generator=torch.Generator().manual_seed(2))
@@ -237,8 +237,8 @@ def test_without_norm_or_states(D, on_hopper):
 
 @pytest.mark.parametrize(("decay", "then"), DECAYS)
 @pytest.mark.parametrize("boundaries", [None, [0, 40, 40, 540]])
-def test_segments(decay, then, boundaries, on_hopper, monkeypatch):
-    monkeypatch.setattr(tuning, "segment_tokens", lambda *shape: 128)
+def test_segments(decay, then, boundaries, on_hopper, override):
+    override(tuning, segment_tokens=lambda *shape: 128)
     sequences = 1 if boundaries is None else len(boundaries) - 1
     cu_seqlens = None if boundaries is None else torch.tensor(boundaries, dtype=torch.int32)
     x = inputs(1, 540, 1, 1, 64, N=sequences, decay=decay)
@@ -247,14 +247,14 @@ def test_segments(decay, then, boundaries, on_hopper, monkeypatch):
 
 
 @pytest.mark.parametrize("segment", [0, 128])
-def test_states_kept_by_the_forward_pass_give_the_gradients_of_those_made_anew(segment, on_hopper, monkeypatch):
-    monkeypatch.setattr(tuning, "segment_tokens", lambda *shape: segment)
+def test_states_kept_by_the_forward_pass_give_the_gradients_of_those_made_anew(segment, on_hopper, override):
+    override(tuning, segment_tokens=lambda *shape: segment)
     x = inputs(1, 200, 1, 2, 128, N=3)
     x = {name: (value.half() if name in "qkv" else value).requires_grad_() for name, value in x.items()}
     cu_seqlens = torch.tensor([0, 40, 40, 200], dtype=torch.int32)
     gradients, kept = [], []
     for room in (0, 1 << 20):
-        monkeypatch.setattr(tuning, "MOST_SAVED_BYTES", room)
+        override(tuning, MOST_SAVED_BYTES=room)
         output = chunk_gated_delta_rule(**x, cu_seqlens=cu_seqlens, qk_l2norm=True, impl="gluon")
         kept.append(output.o.grad_fn.saved_tensors[8].numel())
         upstream = [value.detach().cos() for value in output]
@@ -267,9 +267,9 @@ def test_states_kept_by_the_forward_pass_give_the_gradients_of_those_made_anew(s
 
 @pytest.mark.parametrize("columns", [64, 128])
 @pytest.mark.parametrize("decay", [0.5, 0.001])
-def test_segments_of_heads_that_groups_of_warps_share(decay, columns, on_hopper, monkeypatch):
-    monkeypatch.setattr(tuning, "segment_tokens", lambda *shape: 128)
-    monkeypatch.setattr(tuning, "forward_columns", lambda *programs: columns)
+def test_segments_of_heads_that_groups_of_warps_share(decay, columns, on_hopper, override):
+    override(tuning, segment_tokens=lambda *shape: 128)
+    override(tuning, forward_columns=lambda *programs: columns)
     x = inputs(1, 300, 1, 2, 128, N=3, decay=decay)
     check(x, cu_seqlens=torch.tensor([0, 40, 40, 300], dtype=torch.int32))
     assert on_hopper >= {"forward", "backward"}
@@ -277,7 +277,7 @@ def test_segments_of_heads_that_groups_of_warps_share(decay, columns, on_hopper,
 
 @pytest.mark.parametrize("qk_l2norm", [False, True])
 @pytest.mark.parametrize("V", [64, 128])
-def test_one_token(V, qk_l2norm, monkeypatch):
+def test_one_token(V, qk_l2norm, monkeypatch, override):
     (module,) = gluon_emulator.load(hopper.__name__, "step")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(GluonForm, "require", lambda *_: None)
@@ -285,7 +285,7 @@ def test_one_token(V, qk_l2norm, monkeypatch):
     x = {name: value.squeeze(1) for name, value in inputs(3, 1, 1, 2, 128, V, N=3).items()}
     x["k"] *= 128**-0.5
     for tile in tuning.STATE_STEPS.values():
-        monkeypatch.setattr(tuning, "STATE_STEPS", {0: tile})
+        override(tuning, STATE_STEPS={0: tile})
         results = []
         for dtype, impl in ((torch.float32, "gluon"), (torch.float64, "reference"), (torch.float32, "reference")):
             token = {name: value.to(dtype, copy=True) for name, value in x.items()}

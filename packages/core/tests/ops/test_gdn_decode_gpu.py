@@ -58,10 +58,10 @@ def check(x):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("K", [64, 128, 256])
 @pytest.mark.parametrize("V", [64, 128, 256, 512])
-def test_every_tile(K, V, dtype, monkeypatch):
+def test_every_tile(K, V, dtype, override):
     x = inputs(K=K, V=V, dtype=dtype)
     for tile in tuning.all_tiles("step", K, x[0].element_size()):
-        monkeypatch.setattr(tuning, "scan_tile", lambda *args, tile=tile: tile)
+        override(tuning, scan_tile=lambda *args, tile=tile: tile)
         check(x)
 
 

@@ -27,11 +27,11 @@ def angles(T, half, device, rows=1, seed=0):
     return {"cos": rotated.cos(), "sin": rotated.sin()}
 
 
-def few_programs(monkeypatch):
+def few_programs(override):
     """Two programs walk many small blocks of rows."""
     whole = tuning.row_tile
-    monkeypatch.setattr(tuning, "row_tile", lambda size: whole(size)._replace(BM=2))
-    monkeypatch.setattr(tuning, "row_programs", lambda blocks: min(blocks, 2))
+    override(tuning, row_tile=lambda size: whole(size)._replace(BM=2))
+    override(tuning, row_programs=lambda blocks: min(blocks, 2))
 
 
 def z(*shape: int, dtype=torch.float32) -> Tensor:

@@ -51,10 +51,10 @@ def test_every_length(T):
 
 @pytest.mark.parametrize("BT", [4, 8, 16, 32, 64, 128])
 @pytest.mark.parametrize("packed", [False, True])
-def test_every_length_of_a_run(packed, BT, monkeypatch):
+def test_every_length_of_a_run(packed, BT, override):
     for run in "short_conv", "short_conv_backward":
         tile = getattr(tuning, run)(1000, 260)._replace(BT=BT)
-        monkeypatch.setattr(tuning, run, lambda tokens, channels, tile=tile: tile)
+        override(tuning, {run: lambda tokens, channels, tile=tile: tile})
     conv = partial(short_conv, activation="silu", **({"cu_seqlens": boundaries()} if packed else {}))
     x = inputs(1, 1000, 260, 4, N=6 if packed else 1)
     assert_agrees(partial(conv, impl="triton"), partial(conv, impl="reference"), x)
@@ -63,11 +63,11 @@ def test_every_length_of_a_run(packed, BT, monkeypatch):
 @pytest.mark.parametrize(("W", "dtype"), zip(range(2, 9), itertools.cycle(DTYPES), strict=False), ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("channels", [(260, 260, 520), (256, 128, 1024), (7, 130)], ids=str)
-def test_several_inputs_are_each_of_them(channels, packed, W, dtype, monkeypatch):
+def test_several_inputs_are_each_of_them(channels, packed, W, dtype, override):
     # runs of one length, as sums are taken over them
     for run in "short_conv", "short_conv_backward":
         tile = getattr(tuning, run)(1000, 260)
-        monkeypatch.setattr(tuning, run, lambda tokens, channels, tile=tile: tile)
+        override(tuning, {run: lambda tokens, channels, tile=tile: tile})
     options = {"activation": "silu", "impl": "triton"} | ({"cu_seqlens": boundaries()} if packed else {})
     parts = [inputs(1 if packed else 3, 1000, D, W, N=6 if packed else 3, dtype=dtype) for D in channels]
     leaves = {n: [x[n].requires_grad_() for x in parts] for n in ("x", "weight", "initial_state")}

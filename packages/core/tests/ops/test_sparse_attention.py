@@ -92,15 +92,15 @@ HEADS = dict(HQ=4, H=2, HM=1)
 LOCAL = ("window", "scale")
 
 
-def in_small_tiles(monkeypatch):
+def in_small_tiles(override):
     """Tiles of 16 x 32 and few pieces a device: many tiles in a short sequence, whose sums are made in parts."""
-    monkeypatch.setattr(tuning, "kept_attention", lambda *call: tuning.KeptAttentionTile(16, 32, 4, 1))
-    monkeypatch.setattr(tuning, "kept_attention_pieces", lambda *call: 5)
+    override(tuning, kept_attention=lambda *call: tuning.KeptAttentionTile(16, 32, 4, 1))
+    override(tuning, kept_attention_pieces=lambda *call: 5)
 
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    in_small_tiles(monkeypatch)
+    in_small_tiles(override)
 
 
 def unequal(B, U, HM):
@@ -366,10 +366,10 @@ def test_lists_hold_every_unit_once_and_in_order(blocks, device, monkeypatch):
 
 
 @pytest.mark.parametrize("programs", [1, 3, 1000])
-def test_work_tiles_cover_all_query_tiles_once_and_split_the_work(programs, device, monkeypatch):
+def test_work_tiles_cover_all_query_tiles_once_and_split_the_work(programs, device, monkeypatch, override):
     from tokenmix_core.ops.sparse_attention import mask, tile_schedule
 
-    monkeypatch.setattr(tuning, "kept_attention_pieces", lambda *call: programs)
+    override(tuning, kept_attention_pieces=lambda *call: programs)
     monkeypatch.setattr(tile_schedule, "_LEAST", 1)
     T, H, BM, BN, window = 150, 2, 16, 32, 20
     keep = unequal(1, T, H).to(device)

@@ -131,8 +131,8 @@ def test_kernels_for_hopper_answer_to_float64(K, V, dtype, sizes, mask):
 @needs_hopper
 @pytest.mark.parametrize("tile", [(64, 64, 4, 1, 168), (128, 64, 8, 1, 128), (128, 64, 4, 1, 255)], ids=str)
 @pytest.mark.parametrize("case", ["tokens", "fewer queries", "chunks", "packed"])
-def test_other_tiles_for_hopper_answer_to_float64(case, tile, monkeypatch):
-    monkeypatch.setitem(tuning.KEPT_ATTENTION_HOPPER, (64, 64), tuning.KeptAttentionTile(*tile))
+def test_other_tiles_for_hopper_answer_to_float64(case, tile, override):
+    override(tuning.KEPT_ATTENTION_HOPPER, {(64, 64): tuning.KeptAttentionTile(*tile)})
     answers_to_float64(*CASES[case], torch.bfloat16, 64, impl="gluon")
 
 
@@ -158,10 +158,10 @@ def test_kernels_take_wide_and_odd_head_sizes(K, V, dtype, case):
 @pytest.mark.parametrize("impl", ["triton", pytest.param("gluon", marks=needs_hopper)])
 @pytest.mark.parametrize("programs", [3, 40])
 @pytest.mark.parametrize("case", ["tokens", "tokens, until", "chunks", "packed", "packed chunks"])
-def test_sums_in_parts_answer_to_float64(case, programs, impl, monkeypatch):
+def test_sums_in_parts_answer_to_float64(case, programs, impl, override):
     if impl == "gluon" and case not in GLUON_CASES:
         pytest.skip("kernels in Gluon take no until")
-    monkeypatch.setattr(tuning, "kept_attention_pieces", lambda *call: programs)
+    override(tuning, kept_attention_pieces=lambda *call: programs)
     answers_to_float64(*CASES[case], torch.bfloat16, 64, impl=impl)
 
 

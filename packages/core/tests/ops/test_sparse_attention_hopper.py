@@ -70,11 +70,11 @@ for case in ("tokens", "fewer queries", "packed"):
 @pytest.mark.parametrize(
     ("case", "rows", "programs"), [(case, *shape) for case, shapes in SHAPES.items() for shape in shapes]
 )
-def test_values_and_gradients_answer_to_float64(by_gluon, monkeypatch, case, rows, programs):
-    monkeypatch.setattr(tuning, "kept_attention_pieces", lambda *call: programs)
+def test_values_and_gradients_answer_to_float64(by_gluon, override, case, rows, programs):
+    override(tuning, kept_attention_pieces=lambda *call: programs)
     # the module that the stand-in has imported anew
     tile = tuning.KeptAttentionTile(rows, TILE, 4, 1)
-    monkeypatch.setattr(by_gluon[0].tuning, "kept_attention_hopper", lambda K, V: tile)
+    override(by_gluon[0].tuning, kept_attention_hopper=lambda K, V: tile)
     case = CASES[case]
     case = (
         dict(B=1, HQ=1, H=1, HM=1, K=64, V=64, unit=1, kept=0.3, window=None, boundaries=None, through_lse=False) | case

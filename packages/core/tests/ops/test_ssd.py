@@ -39,17 +39,17 @@ def z(*shape: int, dtype=torch.float32) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def segments(monkeypatch):
+def segments(override):
     """Sequences in segments of one chunk."""
     original = tuning.ssd_plan
-    monkeypatch.setattr(tuning, "ssd_plan", lambda *shape: original(*shape)._replace(segment=64))
+    override(tuning, ssd_plan=lambda *shape: original(*shape)._replace(segment=64))
 
 
-def widened(monkeypatch):
+def widened(override):
     """What kernels get wrong on a GPU, they get right in the interpreter."""
     from tokenmix_core.ops.ssd import autograd
 
-    monkeypatch.setattr(autograd, "needs_widening", lambda x, *sizes: True)
+    override(autograd, needs_widening=lambda x, *sizes: True)
 
 
 class TestSSD(OpContract):

@@ -41,7 +41,7 @@ def boundaries(values=PACKED):
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
-def plan_with(monkeypatch, **changes):
+def plan_with(override, **changes):
     """Let every call use the shape's plan with `changes`, segments with states made beforehand."""
     original = tuning.ssd_plan
 
@@ -49,7 +49,7 @@ def plan_with(monkeypatch, **changes):
         plan = original(*shape)._replace(**changes)
         return plan._replace(forward=plan.forward._replace(lookback=0)) if "segment" in changes else plan
 
-    monkeypatch.setattr(tuning, "ssd_plan", plan)
+    override(tuning, ssd_plan=plan)
 
 
 def check(x, **options):
@@ -64,8 +64,8 @@ HEAD_SIZES += [(dtype, K, V) for dtype in DTYPES[1:] for K in (64, 128, 256) for
 
 @pytest.mark.parametrize(("dtype", "K", "V"), HEAD_SIZES, ids=lambda x: str(x).removeprefix("torch."))
 @pytest.mark.parametrize("segment", [0, 64], ids=["whole", "segments"])
-def test_every_head_size(K, V, dtype, segment, monkeypatch):
-    plan_with(monkeypatch, segment=segment)
+def test_every_head_size(K, V, dtype, segment, override):
+    plan_with(override, segment=segment)
     check(inputs(2, 200, 1, 2, K, V, N=2, dtype=dtype))
 
 
@@ -74,21 +74,21 @@ def test_every_head_size(K, V, dtype, segment, monkeypatch):
 @pytest.mark.parametrize(
     "heads", [(1, 4), (1, 8), (2, 8), (4, 8), (8, 8), (16, 8)], ids=lambda x: f"{x[0]} heads, {x[1]} warps"
 )
-def test_gradients_of_several_heads_a_program(heads, K, V, dtype, monkeypatch):
+def test_gradients_of_several_heads_a_program(heads, K, V, dtype, override):
     if heads[0] > 1 and K == V == 128:
         pytest.skip("two states of such heads do not fit")
     B, T, G, HV = 2, 1000, 1, 16
     gradients = tuning.ssd_plan(B, T, B, G, HV, K, V, dtype).gradients._replace(hopper=tuning.SSDHopper(*heads))
-    plan_with(monkeypatch, gradients=gradients)
+    plan_with(override, gradients=gradients)
     check(inputs(B, T, G, HV, K, V, N=B, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize(("K", "V"), [(128, 64), (64, 128), (64, 64), (128, 128), (128, 256)])
 @pytest.mark.parametrize("lookback", [64, 128])
-def test_segments_that_look_back(lookback, K, V, dtype, monkeypatch):
+def test_segments_that_look_back(lookback, K, V, dtype, override):
     forward = tuning.ssd_plan(2, 450, 2, 1, 2, K, V, dtype).forward._replace(lookback=lookback)
-    plan_with(monkeypatch, forward=forward)
+    plan_with(override, forward=forward)
     check(inputs(2, 450, 1, 2, K, V, N=2, dtype=dtype, steps=lookback == 64))
 
 
@@ -100,12 +100,12 @@ def test_segments_that_look_back(lookback, K, V, dtype, monkeypatch):
     [(K, V, torch.bfloat16) for K in (64, 128) for V in (64, 128)] + [(128, 128, torch.float16)],
     ids=lambda x: str(x).removeprefix("torch."),
 )
-def test_gradients_by_a_walk(K, V, dtype, packed, segment, steps, monkeypatch):
+def test_gradients_by_a_walk(K, V, dtype, packed, segment, steps, override):
     T = 1000 if packed else 300
     gradients = tuning.ssd_plan(1, T, 1, 1, 2, K, V, dtype).gradients._replace(
         hopper=tuning.SSDHopper(1, 4), scans=True
     )
-    plan_with(monkeypatch, gradients=gradients, segment=segment)
+    plan_with(override, gradients=gradients, segment=segment)
     shape = (1, T, 1, 2, K, V, 7) if packed else (3, T, 1, 2, K, V, 3)
     x = inputs(*shape, dtype=dtype, decay="extreme" if packed else "mild", steps=steps)
     check(x, **({"cu_seqlens": boundaries()} if packed else {}))
@@ -114,9 +114,9 @@ def test_gradients_by_a_walk(K, V, dtype, packed, segment, steps, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("segment", [0, 64], ids=["whole", "segments"])
 @pytest.mark.parametrize(("K", "V"), [(16, 32), (128, 64), (128, 128)])
-def test_steps_and_a_skip(K, V, dtype, segment, monkeypatch):
+def test_steps_and_a_skip(K, V, dtype, segment, override):
     gradients = tuning.ssd_plan(2, 200, 2, 1, 2, K, V, dtype).gradients._replace(scans=False)
-    plan_with(monkeypatch, gradients=gradients, segment=segment)
+    plan_with(override, gradients=gradients, segment=segment)
     check(inputs(2, 200, 1, 2, K, V, N=2, dtype=dtype, steps=True))
 
 
@@ -130,9 +130,9 @@ def test_steps_and_a_skip(K, V, dtype, segment, monkeypatch):
         (64, 256, 64), (128, 256, 64), (256, 64, 64), (256, 128, 128), (256, 256, 128),
     ],
 )  # fmt: skip
-def test_outputs_of_some_columns_a_program(K, V, columns, dtype, packed, segment, monkeypatch):
+def test_outputs_of_some_columns_a_program(K, V, columns, dtype, packed, segment, override):
     forward = tuning.ssd_plan(1, 1000, 1, 1, 2, K, V, dtype).forward._replace(hopper=columns)
-    plan_with(monkeypatch, forward=forward, segment=segment)
+    plan_with(override, forward=forward, segment=segment)
     x = inputs(1, 1000, 1, 2, K, V, N=7 if packed else 1, dtype=dtype, steps=K == 256)
     check(x, **({"cu_seqlens": boundaries()} if packed else {}))
 
@@ -153,8 +153,8 @@ def test_heads_that_share_a_group(G, HV):
 @pytest.mark.parametrize("segment", [0, 64, 256])
 @pytest.mark.parametrize("decay", ["mild", "extreme"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_packed_batches_with_empty_sequences(dtype, decay, segment, monkeypatch):
-    plan_with(monkeypatch, segment=segment)
+def test_packed_batches_with_empty_sequences(dtype, decay, segment, override):
+    plan_with(override, segment=segment)
     check(inputs(1, 1000, 1, 2, 128, 64, N=7, dtype=dtype, decay=decay), cu_seqlens=boundaries())
 
 
@@ -285,14 +285,14 @@ def test_training_and_decoding_never_stall_the_stream(packed):
 
 
 @pytest.mark.parametrize("segment", [0, 256])
-def test_forward_and_backward_replay_from_a_graph(segment, monkeypatch):
-    plan_with(monkeypatch, segment=segment)
+def test_forward_and_backward_replay_from_a_graph(segment, override):
+    plan_with(override, segment=segment)
     x = {name: value.requires_grad_() for name, value in inputs(1, 1000, 1, 4, 64, 64, N=1).items()}
     upstream = [torch.randn_like(y) for y in chunk_ssd(**x, impl=None)]
     assert_replays(partial(train_step, x, upstream))
 
 
-def test_every_element_is_written(monkeypatch):
+def test_every_element_is_written(monkeypatch, override):
     empty, empty_like = torch.empty, torch.empty_like
     poisoned = {
         "empty": lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")),
@@ -302,7 +302,7 @@ def test_every_element_is_written(monkeypatch):
     cu_seqlens = boundaries()
     upstream = [torch.randn_like(y) for y in chunk_ssd(**x, cu_seqlens=cu_seqlens, impl=None)]
     for segment in 0, 64:
-        plan_with(monkeypatch, segment=segment)
+        plan_with(override, segment=segment)
         with monkeypatch.context() as patch:
             for name, function in poisoned.items():
                 patch.setattr(torch, name, function)

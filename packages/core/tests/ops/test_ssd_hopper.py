@@ -72,7 +72,7 @@ def inputs(B, T, G, HV, K=64, V=64, N=None, steps=False):
     return x | ({"initial_state": randn(N, HV, K, V)} if N else {})
 
 
-def plan_with(monkeypatch, heads, columns, segment, walks, lookback=0):
+def plan_with(override, heads, columns, segment, walks, lookback=0):
     """Let every call use the shape's plan with these steps."""
     original = tuning.ssd_plan
 
@@ -82,15 +82,15 @@ def plan_with(monkeypatch, heads, columns, segment, walks, lookback=0):
         gradients = plan.gradients._replace(hopper=tuning.SSDHopper(heads, 4), scans=walks)
         return plan._replace(forward=forward, gradients=gradients, segment=segment)
 
-    monkeypatch.setattr(tuning, "ssd_plan", plan)
+    override(tuning, ssd_plan=plan)
 
 
 @pytest.mark.parametrize("segment", [0, 64], ids=["whole", "segments"])
 @pytest.mark.parametrize("walks", [False, True], ids=["chunks", "a walk"])
 @pytest.mark.parametrize("case", CASES)
-def test_steps_agree_with_the_reference(case, walks, segment, on_hopper, monkeypatch):
+def test_steps_agree_with_the_reference(case, walks, segment, on_hopper, override):
     shape, heads, columns, options = CASES[case]
-    plan_with(monkeypatch, heads, columns, segment, walks)
+    plan_with(override, heads, columns, segment, walks)
     if "cu_seqlens" in options:
         options = {"cu_seqlens": torch.tensor(options["cu_seqlens"], dtype=torch.int32)}
     ssd = partial(chunk_ssd, scale=0.7, **options)
@@ -99,8 +99,8 @@ def test_steps_agree_with_the_reference(case, walks, segment, on_hopper, monkeyp
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "steps and a skip"])
-def test_segments_that_look_back_agree_with_the_reference(weighted, on_hopper, monkeypatch):
-    plan_with(monkeypatch, 1, 64, 64, False, lookback=128)
+def test_segments_that_look_back_agree_with_the_reference(weighted, on_hopper, override):
+    plan_with(override, 1, 64, 64, False, lookback=128)
     x = inputs(B=2, T=200, G=1, HV=2, N=2, steps=weighted)
     ssd = partial(chunk_ssd, scale=0.7)
     assert_agrees(partial(ssd, impl="gluon"), partial(ssd, impl="reference"), x)
@@ -109,12 +109,12 @@ def test_segments_that_look_back_agree_with_the_reference(weighted, on_hopper, m
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "steps and a skip"])
 @pytest.mark.parametrize("tile", tuning.STATE_STEPS.values(), ids=str)
-def test_one_token(tile, weighted, monkeypatch):
+def test_one_token(tile, weighted, monkeypatch, override):
     (module,) = gluon_emulator.load("tokenmix_core", "ops.ssd.hopper.step")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(GluonForm, "require", lambda *_: None)
     monkeypatch.setattr(recurrent, "ssd_recurrent_kernel", None)
-    monkeypatch.setattr(tuning, "STATE_STEPS", {0: tile})
+    override(tuning, STATE_STEPS={0: tile})
     x = inputs(B=3, T=1, G=2, HV=4, K=128, N=3, steps=weighted)
     x = {name: value if name in ("initial_state", "D") else value.squeeze(1) for name, value in x.items()}
     results = []

@@ -171,9 +171,9 @@ def check(x, form=chunk_gated_delta_rule, impl="triton", **options):
 @pytest.mark.parametrize("chunk", [64, 128])
 @pytest.mark.parametrize("qk_l2norm", [False, True])
 @pytest.mark.parametrize("within", [False, True])
-def test_segments_do_not_change_what_is_withheld(chunk, qk_l2norm, within, device, monkeypatch):
+def test_segments_do_not_change_what_is_withheld(chunk, qk_l2norm, within, device, override):
     """Cut into segments; factors beyond 0 and 1 are not forgotten as early as those within."""
-    monkeypatch.setattr(tuning, "gated_delta_rule_segment", lambda *_: 256)
+    override(tuning, gated_delta_rule_segment=lambda *_: 256)
     x = inputs(B=1, T=700, H=1, HV=1, K=64, V=64, N=1, chunk=chunk, dtype=torch.float32, device=device)
     if within:
         x["writes"] = x["writes"].sigmoid()

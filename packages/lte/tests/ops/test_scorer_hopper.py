@@ -40,7 +40,7 @@ class Scored(NamedTuple):
 
 
 @pytest.fixture
-def on_hopper(monkeypatch):
+def on_hopper(monkeypatch, override):
     """Run the Hopper kernels on the emulator; return the set of names of launched kernels."""
     ran = set()
 
@@ -56,7 +56,7 @@ def on_hopper(monkeypatch):
                 monkeypatch.setattr(module, name, partial(note, name, run))
         monkeypatch.setitem(sys.modules, module.__name__, module)
     # four SMs
-    monkeypatch.setattr(tuning, "SMs", lambda device: 4)
+    override(tuning, sm_count=lambda device: 4)
     monkeypatch.setattr(GluonForm, "require", lambda *_: None)
     return ran
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from tokenmix_core.kernels.launch.cache.replay import Replayed
+from tokenmix_core.kernels.launch.cache.replay import invalidate
 from tokenmix_core.ops import attention
 from tokenmix_core.ops.common import AttentionOutput
 from tokenmix_core.testing.operations import Call, KernelCase, OpContract
@@ -262,7 +262,7 @@ def test_lists_are_made_once_for_a_call_and_its_gradient(monkeypatch, device):
     monkeypatch.setattr(forward, "make_lists", lambda *x, **named: made.append(named) or make(*x, **named))
     tensors, options = inputs(TQ=40, size=16, dtype=torch.float32, device=device)
     monkeypatch.setattr(plan, "_MAX_WORKSPACE", _WORKSPACE)
-    Replayed.forget()
+    invalidate()
     run(block_attention, tensors, options | {"impl": "triton"})
     assert [x["first"] for x in made] == [0, 14, 28]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmix_core.kernels.launch.cache.replay import Replayed
+from tokenmix_core.kernels.launch.cache.replay import invalidate
 from tokenmix_core.ops import attention
 from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_lte.ops import block_attention, select_blocks
@@ -61,7 +61,7 @@ def test_results_are_bit_identical_in_every_run_and_agree_for_split_queries(monk
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     monkeypatch.setattr(plan, "_MAX_WORKSPACE", 1 << 24)
     assert len(list(plan.query_runs(tensors[0], 64, 8))) > 3
-    Replayed.forget()
+    invalidate()
     for a, b in zip(first, run(tensors, options), strict=True):
         assert relative_error(a, b) < 1e-2
 

@@ -79,26 +79,26 @@ def z(*shape, dtype=torch.float32):
     return torch.zeros(shape, dtype=dtype)
 
 
-def scans_of_segments(monkeypatch):
-    monkeypatch.setattr(tuning, "scan_config", lambda *_: tuning.ScanConfig(2, 3, 4, 1))
+def scans_of_segments(override):
+    override(tuning, scan_config=lambda *_: tuning.ScanConfig(2, 3, 4, 1))
 
 
-def tiles_wider_than_the_slots(monkeypatch):
-    monkeypatch.setattr(tuning, "slot_tile", lambda slots, *_: 2 * slots)
+def tiles_wider_than_the_slots(override):
+    override(tuning, slot_tile=lambda slots, *_: 2 * slots)
 
 
-def slots_part_by_part(monkeypatch):
-    monkeypatch.setattr(tuning, "_SLOT_TILE", 16)
+def slots_part_by_part(override):
+    override(tuning, _SLOT_TILE=16)
 
 
-def tiles_wider_than_memory(monkeypatch):
-    monkeypatch.setattr(tuning, "whole_tile", lambda *_: 32)
-    monkeypatch.setattr(tuning, "tile", lambda *_: tuning.Tile(16, 32, 16, 4, 1))
-    scans_of_segments(monkeypatch)
+def tiles_wider_than_memory(override):
+    override(tuning, whole_tile=lambda *_: 32)
+    override(tuning, tile=lambda *_: tuning.Tile(16, 32, 16, 4, 1))
+    scans_of_segments(override)
 
 
-def programs_of_several_heads(monkeypatch):
-    monkeypatch.setattr(tuning, "strong_heads", lambda *_: 2)
+def programs_of_several_heads(override):
+    override(tuning, strong_heads=lambda *_: 2)
 
 
 KERNELS = dict(B=1, HQ=1, H=1, K=64, V=64, M=16)

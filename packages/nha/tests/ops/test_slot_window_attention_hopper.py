@@ -37,7 +37,7 @@ def kernels():
 
 
 @pytest.fixture
-def on_hopper(kernels, monkeypatch):
+def on_hopper(kernels, monkeypatch, override):
     """Run these kernels for `impl="gluon"`, with the tile sizes of 16-bit inputs; return the names of kernels run."""
     ran = set()
 
@@ -54,9 +54,9 @@ def on_hopper(kernels, monkeypatch):
         kernel = KERNELS[name]
         monkeypatch.setattr(module, kernel, Counted(name, getattr(module, kernel)))
     monkeypatch.setattr(GluonForm, "require", lambda *_: None)
-    monkeypatch.setattr(tuning, "chunk_size", lambda dtype: 64)
+    override(tuning, chunk_size=lambda dtype: 64)
     slot_tile = tuning.slot_tile
-    monkeypatch.setattr(tuning, "slot_tile", lambda slots, dtype, *shape: slot_tile(slots, torch.bfloat16, *shape))
+    override(tuning, slot_tile=lambda slots, dtype, *shape: slot_tile(slots, torch.bfloat16, *shape))
     return ran
 
 

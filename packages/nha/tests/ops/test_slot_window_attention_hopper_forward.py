@@ -34,7 +34,7 @@ CASES = {
 
 
 @pytest.fixture
-def on_hopper(monkeypatch):
+def on_hopper(monkeypatch, override):
     """Run the Hopper kernels instead of Triton's, in float32; return the names of those that ran."""
     hopper = gluon_emulator.load("tokenmix_core", "kernels.gluon.hopper")[0]
     monkeypatch.setitem(sys.modules, hopper.__name__, hopper)
@@ -45,7 +45,7 @@ def on_hopper(monkeypatch):
             if run := vars(module).get(name):
                 monkeypatch.setattr(module, name, lambda *args, name=name, run=run: (ran.append(name), run(*args))[1])
     monkeypatch.setattr(GluonForm, "require", lambda *_: None)
-    monkeypatch.setattr(tuning, "chunk_size", lambda dtype: 64)
+    override(tuning, chunk_size=lambda dtype: 64)
     return ran
 
 

@@ -11,10 +11,10 @@ from tokenmix_oryx.ops import mix, selected_attention
 
 
 @pytest.fixture
-def hopper_device(monkeypatch):
+def hopper_device(monkeypatch, override):
     """Every device is taken for a Hopper GPU of 132 SMs."""
     monkeypatch.setattr(dispatch, "device_limit", lambda device: None)
-    monkeypatch.setattr(tuning, "SMs", lambda device: 132)
+    override(tuning, sm_count=lambda device: 132)
 
 
 def test_a_mixed_call_is_explained_mixer_by_mixer(hopper_device):

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from tokenmix_core._utils.lazy_imports import lazily
 
 if TYPE_CHECKING:
-    from tokenmix_core.kernels.changes import watch as watch
     from tokenmix_core.kernels.launch.async_read import Asked as Asked
     from tokenmix_core.kernels.launch.cache.replay import Checked as Checked
     from tokenmix_core.kernels.launch.cache.replay import Replayed as Replayed
@@ -27,7 +26,6 @@ __getattr__ = lazily(
     {
         "sm_count": "tuning",
         "short_conv_backward_tiles": "tuning",
-        "watch": "changes",
         "Asked": "launch.async_read",
         "Checked": "launch.cache.replay",
         "Replayed": "launch.cache.replay",

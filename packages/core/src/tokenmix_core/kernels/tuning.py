@@ -3,12 +3,45 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
 from tokenmix_core.chunking import cdiv, next_power_of_2
-from tokenmix_core.kernels.changes import watch
+from tokenmix_core.kernels.launch.cache.replay import invalidate
+
+
+@contextmanager
+def override(
+    table: ModuleType | MutableMapping[Any, Any], entries: Mapping[Any, Any] | None = None, **named: Any
+) -> Iterator[None]:
+    """Replace entries of a tuning table, or names of a module of such tables, inside the block.
+
+    Cached launches follow from these values, so the launch cache is invalidated on entry and on exit.
+
+    Args:
+        table: a dict such as `STATE_STEPS` of an operation, or a module.
+        entries: the new values by key, or by name in the module.
+        named: more of them, by name.
+
+    Raises:
+        ValueError: the table or module has no such entry.
+    """
+    values = vars(table) if isinstance(table, ModuleType) else table
+    entries = dict(entries or {}, **named)
+    if unknown := [key for key in entries if key not in values]:
+        raise ValueError(f"override: {unknown[0]!r} is not an entry of {getattr(table, '__name__', 'the table')}")
+    before = {key: values[key] for key in entries}
+    try:
+        values.update(entries)
+        invalidate()
+        yield
+    finally:
+        values.update(before)
+        invalidate()
 
 
 class AttentionTile(NamedTuple):
@@ -223,7 +256,3 @@ def row_tile(size: int) -> RowTile:
 def row_programs(blocks: int) -> int:
     """Programs that walk so many blocks of rows, each with a sum of its own: two a SM."""
     return min(blocks, 2 * one_round())
-
-
-# recorded calls are forgotten with every change of these
-watch(__name__)

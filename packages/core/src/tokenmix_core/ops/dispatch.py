@@ -14,7 +14,7 @@ from types import TracebackType
 
 import torch
 
-from tokenmix_core.kernels.launch.cache.replay import Replayed
+from tokenmix_core.kernels.launch.cache.replay import invalidate
 from tokenmix_core.kernels.launch.errors import NotCompiled
 
 HALF = (torch.bfloat16, torch.float16)
@@ -122,8 +122,8 @@ def give_up(error: Exception) -> None:
         raise error
     # not the error itself, whose frames hold tensors
     form.failure = " ".join(str(error).split())
-    # recorded calls launch what is given up
-    Replayed.forget()
+    # cached calls would launch it
+    invalidate()
 
 
 def _imported(traceback: TracebackType | None) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import pytest
 from torch import Tensor
 
 Sizes = Mapping[str, Any]
@@ -29,13 +28,13 @@ class KernelCase(NamedTuple):
     Attributes:
         sizes: as `make` takes them.
         form: of which form of execution the kernels are; the first one's by default.
-        patch: what chooses this way, such as tiles of other sizes.
+        patch: `patch(override)`, selects this way, such as tiles of other sizes, by `tuning.override`.
         dtypes: by name, those that the case is run in; the contract's by default.
     """
 
     sizes: Sizes
     form: str | None = None
-    patch: Callable[[pytest.MonkeyPatch], Any] | None = None
+    patch: Callable[[Callable[..., None]], Any] | None = None
     dtypes: tuple[str, ...] | None = None
 
 

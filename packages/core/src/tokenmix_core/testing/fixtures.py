@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
 
-from tokenmix_core.kernels.launch.cache.replay import Replayed
+from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.launch.cache.replay import invalidate
 from tokenmix_core.testing.interpreter import hurry, steady
 
 if not torch.cuda.is_available():
@@ -56,9 +58,16 @@ def kernels_are_interpreted_quickly() -> None:
 
 
 @pytest.fixture(autouse=True)
-def calls_are_recorded_anew() -> None:
-    """Forget recorded calls before a test: another may have chosen other kernels."""
-    Replayed.forget()
+def launch_cache_is_empty() -> None:
+    """Invalidate the launch cache before a test: another test may have selected other kernels."""
+    invalidate()
+
+
+@pytest.fixture
+def override() -> Iterator[Callable[..., None]]:
+    """`tuning.override` until the end of the test."""
+    with ExitStack() as stack:
+        yield lambda *table, **values: stack.enter_context(tuning.override(*table, **values))
 
 
 @pytest.fixture(autouse=True)

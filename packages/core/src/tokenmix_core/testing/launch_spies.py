@@ -48,9 +48,9 @@ def replays() -> Iterator[list[int]]:
         patch.setattr(replay, "compiled", counted)
         if not torch.cuda.is_available():
             _take_for_a_gpu(patch)
-        replay.Replayed.forget()
+        replay.invalidate()
         yield made
-    replay.Replayed.forget()
+    replay.invalidate()
 
 
 def _take_for_a_gpu(patch: pytest.MonkeyPatch) -> None:

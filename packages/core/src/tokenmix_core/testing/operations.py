@@ -236,11 +236,11 @@ class OpContract(LayoutTests):
     def test_ragged_lengths_give_what_the_definition_gives(self, form, eager_impl, length):
         self._assert_defined(form, eager_impl, {"T": length})
 
-    def test_kernels_err_at_most_twice_as_much_as_the_reference(self, kernel, device, monkeypatch):
+    def test_kernels_err_at_most_twice_as_much_as_the_reference(self, kernel, device, override):
         case, dtype = self.kernels[kernel[0]], DTYPES[kernel[1]]
         form = case.form or next(iter(self.forms))
         if case.patch is not None:
-            case.patch(monkeypatch)
+            case.patch(override)
         call = self.make(dtype, device, **case.sizes)
         kernels, reference = (self._function(form, call.options, impl) for impl in ("triton", "reference"))
         self.assert_kernels_agree(kernels, reference, call)

@@ -45,17 +45,16 @@ def call(add):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda patch: patch.setattr(tuning, "splits", lambda *_: 1),
-        lambda patch: patch.setattr(gated_delta_rule, "MOST_SAVED_BYTES", 0),
-        lambda patch: patch.setattr(ssd, "STATE_STEPS", {}),
-        lambda patch: patch.setitem(ssd.STATE_STEPS, 0, gated_delta_rule.STATE_STEPS[0]),
+        (tuning, {"one_round": lambda *_: 1}),
+        (gated_delta_rule, {"MOST_SAVED_BYTES": 0}),
+        (ssd, {"STATE_STEPS": {}}),
+        (ssd.STATE_STEPS, {0: gated_delta_rule.STATE_STEPS[0]}),
     ],
     ids=["function", "number", "table", "tile"],
 )
 def test_with_other_tiles_calls_are_run(call, change):
     assert [call(), call()] == [(1, 1)] * 2
-    with pytest.MonkeyPatch.context() as patch:
-        change(patch)
+    with tuning.override(*change):
         assert [call(), call()] == [(2, 2)] * 2
     # and with the old ones again
     assert [call(), call()] == [(3, 3)] * 2

@@ -9,7 +9,7 @@ import torch
 
 from tokenmix_core.kernels.launch import compat, forms
 from tokenmix_core.kernels.launch.cache import codegen, replay
-from tokenmix_core.kernels.launch.cache.replay import Checked, Replayed
+from tokenmix_core.kernels.launch.cache.replay import Checked, Replayed, invalidate
 from tokenmix_core.kernels.launch.errors import NotCompiled
 from tokenmix_core.ops import gated_delta_rule_step, short_conv_step, ssd_step
 
@@ -474,7 +474,7 @@ def test_what_was_checked_is_not_checked_again(monkeypatch):
     for _ in range(3):
         assert again(torch.randn(5), None, 2) == (5, 2)
     assert check.runs == 1
-    Replayed.forget()
+    invalidate()
     again(torch.randn(5), None, 2)
     assert check.runs == 2
 
@@ -542,7 +542,7 @@ def test_after_forget_calls_are_run(add):
     function, replayed = three_sums(add)
     inputs = torch.randn(6), torch.randn(6), 1.0
     replayed(*inputs)
-    Replayed.forget()
+    invalidate()
     replayed(*inputs)
     assert function.runs == 2
 

@@ -5,7 +5,7 @@ import torch
 
 from tokenmix_core.kernels.launch import launcher, recording
 from tokenmix_core.kernels.launch.cache import replay
-from tokenmix_core.kernels.launch.cache.replay import Replayed
+from tokenmix_core.kernels.launch.cache.replay import invalidate
 from tokenmix_core.ops import attention, chunk_gated_delta_rule, chunk_ssd, short_conv
 from tokenmix_core.testing.closeness import relative_error
 
@@ -81,10 +81,10 @@ def replays(monkeypatch):
 
         return count
 
-    Replayed.forget()
+    invalidate()
     monkeypatch.setattr(replay, "compiled", counted)
     yield made
-    Replayed.forget()
+    invalidate()
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -220,10 +220,10 @@ def test_steps_change_the_state_they_are_given():
     q, k, v, g = (x.detach() for x in inputs())
     state = torch.zeros(1, H, D, D, device="cuda")
     outputs = [gated_delta_rule_step(q[:, t], k[:, t], v[:, t], g[:, t], g[:, t].exp(), state) for t in range(9)]
-    Replayed.forget()
+    invalidate()
     again = torch.zeros_like(state)
     for t, o in enumerate(outputs):
-        Replayed.forget()
+        invalidate()
         assert torch.equal(o, gated_delta_rule_step(q[:, t], k[:, t], v[:, t], g[:, t], g[:, t].exp(), again))
     assert torch.equal(state, again)
 
@@ -238,7 +238,7 @@ def made(monkeypatch):
         foreseen.extend((kernel.fn, options) for kernel, _, _, options in later)
         return together(launches, later)
 
-    Replayed.forget()
+    invalidate()
     monkeypatch.setattr(launcher, "launch_together", seen)
     return launched, foreseen
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.kernels.changes import watch
 from tokenmix_core.kernels.tuning import ALL_REGISTERS, one_round
 from tokenmix_core.ops.decode_tiles import MANY_PROGRAMS, StateStep
 
@@ -116,7 +115,3 @@ def backward_segment_tokens(sequences: int, HV: int, tokens: int, packed: bool, 
 def forward_columns(programs: int, V: int) -> int:
     """Return the columns of the state a program of the Hopper forward kernel: half of V if that makes one wave."""
     return V // 2 if 2 * programs <= one_round() else V
-
-
-# cached calls are invalidated by every change of these
-watch(__name__)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from tokenmix_core.chunking import cdiv, next_power_of_2
-from tokenmix_core.kernels.changes import watch
 from tokenmix_core.kernels.tuning import one_round
 from tokenmix_core.ops.decode_tiles import MANY_PROGRAMS, StateStep
 
@@ -168,7 +167,3 @@ def step_tile(sequence_heads: int, K: int, V: int) -> SSDRecurrent:
     """Return the portable tile of one token: wide tiles, which read longer rows, if they make many waves."""
     columns = 64 if K == 128 and sequence_heads * V >= 64 * MANY_PROGRAMS else 32
     return SSDRecurrent(min(V, columns), min(4, max(1, K // 32)))
-
-
-# cached calls are invalidated by every change of these
-watch(__name__)

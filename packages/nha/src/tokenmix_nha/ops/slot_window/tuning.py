@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from tokenmix_core.kernels import one_round, watch
+from tokenmix_core.kernels import one_round
 
 
 class Tile(NamedTuple):
@@ -83,7 +83,3 @@ def strong_heads(chunks: int, heads: int) -> int:
 
 def _num_segments(programs: int, chunks: int) -> int:
     return max(1, min(_MAX_SEGMENTS, 2 * one_round() // programs, chunks // 8))
-
-
-# a change of this module's values invalidates the launch cache
-watch(__name__)

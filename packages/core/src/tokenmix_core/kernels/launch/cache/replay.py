@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmix_core.kernels import changes
 from tokenmix_core.kernels.launch import compat, flags, forms
 from tokenmix_core.kernels.launch.cache.codegen import Step, alike, compiled, matching, renew
 from tokenmix_core.kernels.launch.compat import storage
@@ -47,7 +46,7 @@ _SPECIALISED = 512
 _PATIENCE = 8
 # kinds that a call is compared with before its own is found
 _TRIED = 4
-# what `Replayed.forget` clears
+# cleared by `invalidate`
 _remembering: list[Any] = []
 # whether a tensor is where kernels are launched
 on_gpu = attrgetter("is_cuda")
@@ -79,10 +78,9 @@ class Replayed:
 
     A call's signature is all that it may depend on: shapes, strides, dtypes and alignment of tensors, and the values of
     other arguments. It can be replayed if `run` only makes buffers, views them, launches kernels of `cached_launch` and
-    calls simple operations of torch; else every call is run. What chooses tiles is not asked again: a change of tables
-    and modules that tell of it (`changes`) lets all calls be forgotten, and whoever changes something else calls
-    `forget`. The kernels of a recorded call are compiled side by side; for their sake the first call of each magnitude
-    of sizes is recorded at once.
+    calls simple operations of torch; else every call is run. Tiles are not selected again: `tuning.override`
+    invalidates the cache, and code that changes another choice calls `invalidate`. The kernels of a captured call are
+    compiled in parallel; for this purpose the first call of each magnitude of sizes is captured at once.
     """
 
     def __init__(self, run: Callable) -> None:
@@ -176,14 +174,11 @@ class Replayed:
         self.recent = ()
         self._due = _Due()
 
-    @staticmethod
-    def forget() -> None:
-        """Forget all recorded calls, and all checks."""
-        for x in _remembering:
-            x.clear()
 
-
-changes.on_change(Replayed.forget)
+def invalidate() -> None:
+    """Drop all cached calls and checks: the values that they follow from have changed."""
+    for x in _remembering:
+        x.clear()
 
 
 class _Replay(NamedTuple):
