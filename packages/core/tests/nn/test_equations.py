@@ -135,7 +135,7 @@ def test_swiglu(x):
     ],
 )
 @torch.no_grad()
-def test_fitted_heads_change_no_result(key, value, shape):
+def test_head_fit_does_not_change_results(key, value, shape):
     fit = HeadFit(key, value, (64, 128, 256))
     assert fit.state_shape(1) == shape
     generator = torch.Generator().manual_seed(0)
@@ -154,7 +154,7 @@ def test_fitted_heads_change_no_result(key, value, shape):
         assert relative_error(fit.outputs(o, 4), op(q, k, v, g, *extra, scale=key**-0.5).o) < 1e-12
 
 
-def test_decay_rates_and_time_steps_start_in_their_ranges():
+def test_initial_decays_and_time_steps_lie_in_their_ranges():
     torch.manual_seed(0)
     rates = init_decay_(torch.empty(20_000)).exp()
     assert 1 <= rates.min() < 1.01
@@ -168,7 +168,7 @@ def test_decay_rates_and_time_steps_start_in_their_ranges():
     torch.testing.assert_close(floored, torch.full_like(floored, 1e-4))
 
 
-def test_loaded_values_stay():
+def test_initialisation_keeps_loaded_values():
     loaded = torch.full((4,), 7.0)
     loaded._is_hf_initialized = True
     assert torch.equal(init_decay_(loaded), torch.full((4,), 7.0))
@@ -176,7 +176,7 @@ def test_loaded_values_stay():
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(None, 0), (5, 0), (5, 2), (1, 0), (40, 3)])
-def test_the_mean_number_of_visible_keys_is_counted(window, sinks):
+def test_mean_visible_counts_keys(window, sinks):
     for n in (1, 2, 7, 30):
         visible = [sum(window is None or t - j < window or j < sinks for j in range(t + 1)) for t in range(n)]
         assert mean_visible(n, window, sinks) == pytest.approx(sum(visible) / n)

@@ -1,4 +1,4 @@
-"""Short packed documents run as one sequence give what they give alone."""
+"""Short packed documents, folded into one sequence, give the same results as separate documents."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tokenmix_core.nn.mamba2 import Mamba2
 from tokenmix_core.ops import chunk_gated_delta_rule, chunk_ssd
 from tokenmix_core.testing.closeness import relative_error
 
-# empty ones at the front, in between and at the end
+# empty documents at the front, in between and at the end
 LENGTHS = [0, 3, 1, 17, 0, 40, 2, 9, 0]
 
 
@@ -20,7 +20,7 @@ def boundaries(lengths=LENGTHS):
 def inputs(dtype, K=64):
     generator = torch.Generator().manual_seed(0)
     q, k, v, gates = (torch.randn(1, sum(LENGTHS), 1, n, generator=generator) for n in (K, K, K, 2))
-    # memories that last, so that what is not forgotten would show
+    # slow decay, so that leakage between documents is visible
     g, beta = -0.05 * gates[..., 0].abs(), gates[..., 1].sigmoid()
     return [x.to(dtype).requires_grad_() for x in (q, k, v)] + [
         x.to(torch.promote_types(dtype, torch.float32)).requires_grad_() for x in (g, beta)
@@ -46,7 +46,7 @@ def results(form, dtype, folded, impl):
 
 
 @pytest.mark.parametrize("form", [delta_rule, ssd])
-def test_in_exact_numbers_nothing_of_other_documents_is_left(form):
+def test_folding_is_exact_in_float64(form):
     for got, exact in zip(
         *(results(form, torch.float64, folded, "reference") for folded in (True, False)), strict=True
     ):
@@ -54,7 +54,7 @@ def test_in_exact_numbers_nothing_of_other_documents_is_left(form):
 
 
 @pytest.mark.parametrize("form", [delta_rule, ssd])
-def test_kernels_err_as_they_do_with_boundaries(form):
+def test_kernel_errors_with_and_without_folding_are_equal(form):
     exact = results(form, torch.float64, False, "reference")
     apart, together = (results(form, torch.float16, folded, "triton") for folded in (False, True))
     for wanted, by_boundaries, got in zip(exact, apart, together, strict=True):
@@ -70,7 +70,7 @@ def test_kernels_err_as_they_do_with_boundaries(form):
     ids=["gated delta net", "mamba2"],
 )
 @torch.no_grad()
-def test_layers_tell_short_documents_apart(make):
+def test_layers_separate_short_documents(make):
     torch.manual_seed(0)
     layer = make().to(torch.bfloat16).eval()
     x = torch.randn(1, sum(LENGTHS), 32, dtype=torch.bfloat16)
@@ -79,7 +79,7 @@ def test_layers_tell_short_documents_apart(make):
     assert relative_error(together.float(), apart.float()) < 2e-2
 
 
-def test_long_documents_and_wide_numbers_keep_their_boundaries():
+def test_long_documents_and_float32_keep_boundaries():
     g = torch.zeros(1, 72, 2)
     for cu_seqlens, dtype in (
         (boundaries([72]), torch.bfloat16),

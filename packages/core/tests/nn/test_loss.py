@@ -1,4 +1,4 @@
-"""The blockwise loss: the value and the gradients of plain cross-entropy, without its logits."""
+"""The blockwise loss has the value and gradients of plain cross-entropy."""
 
 import itertools
 import sys
@@ -44,7 +44,7 @@ def test_value_and_gradients_are_exact(data, block_size):
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_narrow_dtypes_err_no_more_than_plain_cross_entropy(data, dtype, impl, device):
+def test_16_bit_errors_do_not_exceed_plain_cross_entropy(data, dtype, impl, device):
     data = tuple(x.to(device) for x in data)
     hidden, weight, labels = data[0].to(dtype), data[1].to(dtype), data[2]
     exact = value_and_gradients(plain, hidden.double(), weight.double(), labels)
@@ -55,7 +55,7 @@ def test_narrow_dtypes_err_no_more_than_plain_cross_entropy(data, dtype, impl, d
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
-def test_the_kernel_takes_logits_of_any_size_and_words_past_one_tile(scale, device):
+def test_kernel_supports_large_logits_and_several_vocabulary_tiles(scale, device):
     generator = torch.Generator().manual_seed(1)
     # 4,099 words are one tile and three
     hidden, weight = (torch.randn(n, 8, generator=generator).to(device) for n in (5, 4099))
@@ -68,7 +68,7 @@ def test_the_kernel_takes_logits_of_any_size_and_words_past_one_tile(scale, devi
     assert not got[1][2].any()
 
 
-def test_nothing_of_the_size_of_the_logits_exists(data):
+def test_no_tensor_has_the_size_of_all_logits(data):
     class Largest(TorchDispatchMode):
         size = 0
 
@@ -84,7 +84,7 @@ def test_nothing_of_the_size_of_the_logits_exists(data):
     assert 0 < largest.size <= 256 * WIDTH < TOKENS * VOCAB
 
 
-def test_a_frozen_side_gets_no_gradient(data):
+def test_frozen_inputs_get_no_gradient(data):
     hidden, weight, labels = data
     for frozen in (0, 1):
         tensors = [hidden.clone(), weight.clone()]
@@ -95,20 +95,20 @@ def test_a_frozen_side_gets_no_gradient(data):
         assert relative_error(tensors[1 - frozen].grad, exact) < 1e-13
 
 
-def test_no_predicted_token_gives_zero(data):
+def test_loss_without_predicted_tokens_is_zero(data):
     value, *gradients = value_and_gradients(linear_cross_entropy, data[0], data[1], torch.full_like(data[2], -100))
     assert value == 0
     assert not any(g.any() for g in gradients)
 
 
-def test_another_ignored_label(data):
+def test_ignore_index_may_be_any_label(data):
     labels = data[2].masked_fill(data[2] == -100, 3)
     kept = labels != 3
     exact = plain(data[0][kept], data[1], labels[kept])
     assert relative_error(linear_cross_entropy(data[0], data[1], labels, ignore_index=3), exact) < 1e-13
 
 
-def test_autocast_decides_the_dtype_of_the_products(data):
+def test_gemms_run_in_autocast_dtype(data):
     hidden, weight, labels = data[0].float(), data[1].float(), data[2]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = value_and_gradients(linear_cross_entropy, hidden, weight, labels, block_size=8)
@@ -118,7 +118,7 @@ def test_autocast_decides_the_dtype_of_the_products(data):
     assert relative_error(got[2], narrow[2]) < 2**-8
 
 
-def test_it_compiles_into_one_graph(data):
+def test_compiles_into_one_graph(data):
     hidden, weight, labels = data[0].float(), data[1].float(), data[2]
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
     exact = value_and_gradients(linear_cross_entropy, hidden, weight, labels)
@@ -126,21 +126,21 @@ def test_it_compiles_into_one_graph(data):
         torch.testing.assert_close(x, y)
 
 
-def test_torch_checks_the_operator_of_graphs(data):
+def test_custom_operator_passes_opcheck(data):
     hidden, weight, labels = data[0].float(), data[1].float(), data[2]
     for wanted in itertools.product((True, False), repeat=2):
         given = (hidden, weight, labels, -100, 8, False, *wanted)
         torch.library.opcheck(_blockwise, given, test_utils=("test_schema", "test_faketensor"))
 
 
-def test_losses_of_single_tokens(data):
+def test_token_losses_equal_cross_entropy(data):
     exact = F.cross_entropy(data[0] @ data[1].T, data[2], ignore_index=-100, reduction="none")
     assert relative_error(token_losses(*data, block_size=8), exact) < 1e-13
     assert token_losses(data[0][:0], data[1], data[2][:0]).shape == (0,)
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
-def test_labels_may_lie_apart(data, impl, device):
+def test_labels_may_be_strided(data, impl, device):
     hidden, weight, labels = (x.to(device) for x in (data[0].float(), data[1].float(), data[2]))
     got = value_and_gradients(linear_cross_entropy, hidden, weight, labels.repeat_interleave(3)[::3], impl=impl)
     for x, y in zip(got, value_and_gradients(linear_cross_entropy, hidden, weight, labels, impl=impl), strict=True):
@@ -148,13 +148,13 @@ def test_labels_may_lie_apart(data, impl, device):
 
 
 @pytest.mark.parametrize("label", [-1, VOCAB])
-def test_a_label_that_is_no_word_shows(data, label, device):
+def test_label_outside_the_vocabulary_gives_nan(data, label, device):
     hidden, weight, labels = (x.to(device) for x in (data[0].float(), data[1].float(), data[2].clone()))
     labels[3] = label
     assert linear_cross_entropy(hidden, weight, labels, impl="triton").isnan()
 
 
-def test_gradients_of_gradients_are_refused(data):
+def test_second_derivatives_raise(data):
     hidden = data[0].clone().requires_grad_()
     # also where the gradient that arrives is a constant: a penalty on gradients would silently pass for one
     for change in (lambda loss: loss, torch.square):
@@ -176,14 +176,14 @@ def test_gradients_of_gradients_are_refused(data):
         ({"impl": "triton"}, "takes no float64"),
     ],
 )
-def test_wrong_calls_are_named(data, change, message):
+def test_invalid_arguments_raise(data, change, message):
     call = dict(zip(("hidden", "weight", "labels"), data, strict=True)) | change
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(call.pop("hidden"), call.pop("weight"), call.pop("labels"), **call)
 
 
 @pytest.mark.gpu
-def test_liger_gives_the_same_loss(data):
+def test_liger_loss_is_equal(data):
     hidden, weight, labels = (x.to("cuda") for x in (data[0].float(), data[1].float(), data[2]))
     pytest.importorskip("liger_kernel")
     got = value_and_gradients(linear_cross_entropy, hidden, weight, labels, impl="liger")
@@ -192,7 +192,7 @@ def test_liger_gives_the_same_loss(data):
 
 
 @pytest.mark.gpu
-def test_liger_is_asked_for_by_name_when_it_is_absent(data, monkeypatch):
+def test_missing_liger_raises(data, monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", None)
     hidden, weight, labels = (x.to("cuda") for x in data)
     with pytest.raises(ValueError, match="extra 'fast'"):
@@ -201,7 +201,7 @@ def test_liger_is_asked_for_by_name_when_it_is_absent(data, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_it_runs_on_the_device_of_its_tensors(data):
+def test_runs_on_the_device_of_its_tensors(data):
     exact = value_and_gradients(plain, *data)
     hidden, weight, labels = (x.to("cuda:1") for x in (data[0].float(), data[1].float(), data[2]))
     for _ in range(2):

@@ -44,24 +44,24 @@ class TestMamba2(MixerContract):
 
 @torch.no_grad()
 @pytest.mark.parametrize("window", [None, 3])
-def test_cached_attention_gives_the_log_sum_exp_in_any_split_and_under_padding(window):
+def test_cached_attention_returns_log_sum_exp_for_any_split_and_padding(window):
     q, k, v = (torch.randn(2, 9, h, 8, dtype=torch.float64) for h in (4, 2, 2))
     whole = attention(q, k, v, window=window)
     # sequence 1 begins two tokens later
     whole_late = attention(q[1:, 2:], k[1:, 2:], v[1:, 2:], window=window)
-    for pieces in ([9], [1] * 9, [4, 1, 4]):
+    for chunks in ([9], [1] * 9, [4, 1, 4]):
         for mask in (None, torch.arange(9) >= torch.tensor([[0], [2]])):
             cache, outputs, start = HybridCache([LayerState(kv=KVState(2, 8, 8, window=window))]), [], 0
-            for piece in pieces:
-                part = slice(start, start + piece)
+            for chunk in chunks:
+                part = slice(start, start + chunk)
                 real = None if mask is None or bool(mask[:, part].all()) else mask[:, part]
-                span = cache.begin(2, piece, q.device, real)
+                span = cache.begin(2, chunk, q.device, real)
                 args = (span.pack(x[:, part]) for x in (q, k, v))
-                step = piece == 1 and real is None
+                step = chunk == 1 and real is None
                 out = cached_attention_lse(*args, cache.layers[0].kv, span, step=step)
                 outputs.append([span.unpack(x) for x in out])
                 cache.end()
-                start += piece
+                start += chunk
             o, lse = (torch.cat(x, 1) for x in zip(*outputs, strict=True))
             torch.testing.assert_close((o[0], lse[0]), (whole.o[0], whole.lse[0]))
             late = (whole.o[1], whole.lse[1]) if mask is None else (whole_late.o[0], whole_late.lse[0])
@@ -84,7 +84,7 @@ def test_cached_attention_gives_the_log_sum_exp_in_any_split_and_under_padding(w
         (lambda: Mamba2(32, head_dim=16, num_groups=3), "num_groups must divide the 4 heads"),
     ],
 )
-def test_sizes_that_do_not_fit_are_named(make, message):
+def test_invalid_sizes_raise(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -105,15 +105,15 @@ class Sum(Mixer):
         (lambda mixer: mixer.make_state(), r"Sum must define make_state\(\), .* use_cache=False\) does without"),
         (lambda mixer: mixer.mixing_flops(8), r"Sum must define mixing_flops\(seq_len\), which returns"),
         (lambda mixer: Mixer.forward(mixer, torch.zeros(1, 1, 4)), r"Sum must define forward\(hidden_states"),
-        (lambda mixer: StatePart().clear(), r"StatePart must define clear\(\), which forgets everything"),
+        (lambda mixer: StatePart().clear(), r"StatePart must define clear\(\), which drops all contents"),
     ],
 )
-def test_a_member_that_a_subclass_lacks_is_named_with_its_purpose(call, told):
+def test_missing_method_of_a_subclass_raises_with_its_purpose(call, told):
     with pytest.raises(ValueError, match=told):
         call(Sum(4))
 
 
-def test_a_mixer_without_a_state_generates_without_a_cache_and_else_says_what_is_missing(monkeypatch):
+def test_mixer_without_state_generates_without_cache_only(monkeypatch):
     monkeypatch.setitem(registry._MIXERS, "sum", Sum)
     sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     model = HybridForCausalLM(HybridConfig(**sizes, mixers=["sum"])).eval()

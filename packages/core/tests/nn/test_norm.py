@@ -18,13 +18,13 @@ def data():
     return [torch.randn(5, 7, 24, dtype=torch.float64, generator=generator) for _ in range(2)]
 
 
-def test_plain_norm_has_unit_mean_square_times_the_weight(data):
+def test_rms_norm_has_unit_mean_square_times_the_weight(data):
     norm = RMSNorm(24).double()
     torch.nn.init.uniform_(norm.weight, 0.5, 2.0)
     assert relative_error(norm(data[0]), exact_norm(data[0], norm.weight)) < 1e-14
 
 
-def test_the_gate_acts_after_the_norm_or_before_it(data):
+def test_gate_acts_after_or_before_the_norm(data):
     x, z = data
     after, before = GatedRMSNorm(24, gate="after").double(), GatedRMSNorm(24, gate="before").double()
     torch.nn.init.uniform_(after.weight, 0.5, 2.0)
@@ -34,13 +34,13 @@ def test_the_gate_acts_after_the_norm_or_before_it(data):
 
 
 @pytest.mark.parametrize("gate", ["before", "after"])
-def test_without_a_gate_the_norm_remains(data, gate):
+def test_gate_of_none_equals_the_norm(data, gate):
     norm = GatedRMSNorm(24, gate=gate).double()
     torch.nn.init.uniform_(norm.weight, 0.5, 2.0)
     assert relative_error(norm(data[0], None), exact_norm(data[0], norm.weight)) < 1e-14
 
 
-def test_groups_are_normalised_on_their_own(data):
+def test_groups_are_normalised_separately(data):
     x, z = data
     norm = GatedRMSNorm(24, gate="before", groups=3).double()
     torch.nn.init.uniform_(norm.weight, 0.5, 2.0)
@@ -52,18 +52,18 @@ def test_groups_are_normalised_on_their_own(data):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("gate", ["before", "after"])
-def test_sums_are_taken_in_float32(data, dtype, gate):
+def test_sums_are_float32(data, dtype, gate):
     # a mean square far outside float16 when it is summed in it
     x, z = (200 * data[0]).to(dtype), data[1].to(dtype)
     norm = GatedRMSNorm(24, gate=gate)
     exact = norm.double()(x.double(), z.double())
     wide = x.float() * F.silu(z.float()) if gate == "before" else x.float()
     once = exact_norm(wide, 1.0) * (F.silu(z.float()) if gate == "after" else 1.0)
-    # the gate, the product and the norm round once each, where the baseline rounds its result alone
+    # gate, multiplication and norm round once each, whereas the baseline rounds only its result
     assert_within("gated norm", norm.to(dtype)(x, z), exact, once.to(dtype), factor=3.0)
 
 
-def test_gradients_are_those_of_the_equation(data):
+def test_gradients_equal_those_of_the_equation(data):
     x, z = (t[0, :2].clone().requires_grad_() for t in data)
     for norm in (GatedRMSNorm(24, gate="after"), GatedRMSNorm(24, gate="before", groups=2)):
         norm = norm.double()
@@ -71,6 +71,6 @@ def test_gradients_are_those_of_the_equation(data):
 
 
 @pytest.mark.parametrize("options", [{"gate": "beside"}, {"groups": 5}, {"groups": 0}])
-def test_wrong_options_are_named(options):
+def test_invalid_options_raise(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         GatedRMSNorm(24, **options)

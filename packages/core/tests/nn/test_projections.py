@@ -1,4 +1,4 @@
-"""Linear layers of one input, with gradients."""
+"""Linear layers that share an input, with gradients."""
 
 import pytest
 import torch
@@ -7,18 +7,18 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from tokenmix_core.nn import projections
-from tokenmix_core.nn.projections import projected, split_linear, sum_of_products_op
+from tokenmix_core.nn.projections import projected, split_linear, sum_of_matmuls_op
 from tokenmix_core.ops import fused_fused_linears
 
 pytestmark = pytest.mark.operation
 
-# thin layers, which share a product, first, last and between
+# layers with few outputs, which share a GEMM, first, last and between
 SIZES = ((64, 96), (6, 96, 6, 64), (3,), (16, 70, 1), (65, 63))
 
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
-    """Let layers share products on a CPU, too."""
+    """Let layers share GEMMs on a CPU, too."""
     monkeypatch.setattr(projections, "on_gpu", lambda x: True)
 
 
@@ -33,7 +33,7 @@ def gradients(outputs, upstream, inputs):
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("shape", [(2, 5), (7,), (2, 1, 3), ()])
-def test_outputs_and_gradients_are_those_of_the_layers(sizes, shape):
+def test_outputs_and_gradients_equal_those_of_the_layers(sizes, shape):
     layers = layers_of(sizes)
     x = torch.randn(*shape, 24, dtype=torch.float64, requires_grad=True)
     found, wanted = projected(x, *layers), [layer(x) for layer in layers]
@@ -44,7 +44,7 @@ def test_outputs_and_gradients_are_those_of_the_layers(sizes, shape):
 
 @pytest.mark.parametrize("learned", [(0,), (1,), (2,), (0, 3), (1, 2, 3, 4)])
 @pytest.mark.parametrize("used", [(0, 1, 2, 3), (0, 3), (1, 2)])
-def test_frozen_weights_and_outputs_that_nothing_reads(learned, used):
+def test_frozen_weights_and_unused_outputs(learned, used):
     layers = layers_of((6, 96, 6, 64))
     inputs = [torch.randn(5, 24, dtype=torch.float64), *layers.parameters()]
     for i, tensor in enumerate(inputs):
@@ -60,7 +60,7 @@ def test_frozen_weights_and_outputs_that_nothing_reads(learned, used):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_multiplies_in_its_dtype_and_errs_no_more_than_torch(dtype, device):
+def test_autocast_dtype_and_errors_equal_those_of_torch(dtype, device):
     layers = layers_of((6, 96, 6, 160), 64, torch.float32, device)
     x = torch.randn(40, 64, device=device).to(dtype).requires_grad_()
     inputs = (x, *layers.parameters())
@@ -77,7 +77,7 @@ def test_autocast_multiplies_in_its_dtype_and_errs_no_more_than_torch(dtype, dev
         assert (a - c).norm() <= 1.5 * (b - c).norm() + 1e-6 * c.norm()
 
 
-def test_a_checkpointed_call_has_the_same_gradients(device):
+def test_checkpointing_keeps_gradients(device):
     layers = layers_of((6, 96), device=device)
     x = torch.randn(3, 24, dtype=torch.float64, device=device, requires_grad=True)
     for wanted, got in zip(
@@ -90,7 +90,7 @@ def test_a_checkpointed_call_has_the_same_gradients(device):
         torch.testing.assert_close(got, wanted)
 
 
-def test_the_backward_pass_may_be_called_under_autocast(device):
+def test_backward_under_autocast(device):
     layers = layers_of((64, 96, 6), dtype=torch.float32, device=device)
     x = torch.randn(5, 24, device=device, requires_grad=True)
     found, wanted = projected(x, *layers), [layer(x) for layer in layers]
@@ -100,7 +100,7 @@ def test_the_backward_pass_may_be_called_under_autocast(device):
     torch.testing.assert_close(got, gradients(wanted, upstream, inputs))
 
 
-def test_outputs_may_be_changed_in_place(device):
+def test_outputs_may_be_overwritten(device):
     layers = layers_of((64, 96), device=device)
     x = torch.randn(2, 5, 24, dtype=torch.float64, device=device, requires_grad=True)
     found = sum(y.mul_(2).sum() for y in projected(x, *layers))
@@ -108,8 +108,8 @@ def test_outputs_may_be_changed_in_place(device):
     torch.testing.assert_close(torch.autograd.grad(found, x), torch.autograd.grad(wanted, x))
 
 
-def test_layers_are_called_where_products_would_lose_something(device, monkeypatch):
-    monkeypatch.setattr(projections, "_products", None)
+def test_layers_are_called_if_they_do_more_than_multiply(device, monkeypatch):
+    monkeypatch.setattr(projections, "_linears", None)
     layers = layers_of((8, 80), device=device)
     x, learned = torch.randn(3, 24, dtype=torch.float64, device=device), [*layers.parameters()][1]
     # nothing of frozen layers is asked for
@@ -135,14 +135,14 @@ def test_layers_are_called_where_products_would_lose_something(device, monkeypat
     assert torch.autograd.grad(first.sum(), leaf)[0].shape == x.shape
 
 
-def test_a_gradient_of_gradients_is_refused():
+def test_second_derivatives_raise():
     layers = layers_of((8, 80))
     x = torch.randn(3, 24, dtype=torch.float64, requires_grad=True)
     with pytest.raises(RuntimeError, match="gradient"):
         torch.autograd.grad(sum(y.square().sum() for y in projected(x, *layers)), x, create_graph=True)
 
 
-def test_a_layer_that_is_not_there_gives_none(device):
+def test_missing_layers_give_none(device):
     (layer,) = layers_of((96,), device=device)
     x = torch.randn(3, 24, dtype=torch.float64, device=device, requires_grad=True)
     first, absent, last = projected(x, layer, None, layer)
@@ -151,7 +151,7 @@ def test_a_layer_that_is_not_there_gives_none(device):
         torch.testing.assert_close(y, layer(x))
 
 
-def test_a_traced_call_is_the_layers(device):
+def test_compiled_call_equals_the_layers(device):
     layers = layers_of((6, 96), device=device, dtype=torch.float32)
     x = torch.randn(3, 24, device=device)
     compiled = torch.compile(lambda x: projected(x, *layers), fullgraph=True, backend="aot_eager")
@@ -159,7 +159,7 @@ def test_a_traced_call_is_the_layers(device):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_traced_call_shares_products_for_any_number_of_tokens(device, autocast):
+def test_compiled_call_shares_gemms_for_any_number_of_tokens(device, autocast):
     layers = layers_of((6, 96, 6, 160), 64, torch.float32, device)
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -174,11 +174,11 @@ def test_a_traced_call_shares_products_for_any_number_of_tokens(device, autocast
             got, wanted = compiled(x), called(x)
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
         upstream, inputs = [torch.randn_like(y) for y in wanted], (x, *layers.parameters())
-        # a GPU's products give eager calls gradients of weights that were never rounded to 16 bits; of these two terms
+        # GEMMs on a GPU give eager calls gradients of weights that were never rounded to 16 bits; of these two terms
         # are summed, which may cancel
-        bar = 2**-8 if autocast and x.is_cuda else 0
+        atol = 2**-8 if autocast and x.is_cuda else 0
         for a, b in zip(gradients(got, upstream, inputs), gradients(wanted, upstream, inputs), strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=bar * b.abs().max().item())
+            torch.testing.assert_close(a, b, rtol=0, atol=atol * b.abs().max().item())
     # the second call finds that lengths change
     assert counter.frame_count <= 2
     assert any("autograd_function_apply" in str(node.target) for node in counter.graphs[0].graph.nodes)
@@ -187,7 +187,7 @@ def test_a_traced_call_shares_products_for_any_number_of_tokens(device, autocast
 @pytest.mark.parametrize("outer", [False, True])
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("around", [False, True])
-def test_a_traced_call_may_be_anywhere_beside_autocast(device, outer, inner, around):
+def test_compiled_call_in_any_autocast_context(device, outer, inner, around):
     layers = layers_of((6, 96, 160), 64, torch.float32, device)
     x = torch.randn(8, 64, device=device, requires_grad=True)
     kind = x.device.type
@@ -204,11 +204,11 @@ def test_a_traced_call_may_be_anywhere_beside_autocast(device, outer, inner, aro
         found = gradients(got, upstream, inputs)
     for a, b in zip((*got, *found), (*wanted, *gradients(wanted, upstream, inputs)), strict=True):
         assert a.dtype == b.dtype
-        # traced, products of float32 may be narrowed by autocast around them, as those of torch's layers are
+        # under torch.compile, autocast casts float32 GEMMs as it casts torch's layers
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-1)
 
 
-def test_a_traced_call_of_tensors_with_a_class_of_their_own_is_the_layers(device):
+def test_compiled_call_with_tensor_subclasses_equals_the_layers(device):
     layers = layers_of((6, 96), device=device, dtype=torch.float32)
     nested = torch.nested.nested_tensor(
         [torch.randn(n, 24) for n in (2, 3)], layout=torch.jagged, device=device, requires_grad=True
@@ -220,7 +220,7 @@ def test_a_traced_call_of_tensors_with_a_class_of_their_own_is_the_layers(device
 
 @pytest.mark.parametrize("sizes", [(64, 70, 3), (65,), (3, 2)])
 @pytest.mark.parametrize("traced", [False, True])
-def test_parts_of_a_layer_and_their_gradients_are_the_layers(sizes, traced):
+def test_split_linear_equals_the_layer(sizes, traced):
     (layer,), x = layers_of((sum(sizes),)), torch.randn(2, 5, 24, dtype=torch.float64, requires_grad=True)
 
     def run(x):
@@ -233,7 +233,7 @@ def test_parts_of_a_layer_and_their_gradients_are_the_layers(sizes, traced):
     torch.testing.assert_close(gradients(found, upstream, inputs), gradients(wanted, upstream, inputs))
 
 
-def test_a_layer_that_somebody_watches_is_called_and_parted():
+def test_split_linear_calls_a_layer_with_hooks():
     (layer,), x, seen = layers_of((6,)), torch.randn(2, 24, dtype=torch.float64, requires_grad=True), []
     layer.register_forward_hook(lambda *given: seen.append(given))
     assert [y.shape[-1] for y in split_linear(x, layer, (4, 2))] == [4, 2]
@@ -241,17 +241,17 @@ def test_a_layer_that_somebody_watches_is_called_and_parted():
 
 
 @pytest.mark.parametrize("terms", [1, 3])
-def test_torch_checks_the_sum_of_products(terms, device):
+def test_custom_operator_passes_opcheck(terms, device):
     a, b = (
         [torch.randn(shape, dtype=torch.float64, device=device) for _ in range(terms)] for shape in ((4, 3), (3, 5))
     )
-    torch.testing.assert_close(sum_of_products_op(a, b), sum(x @ y for x, y in zip(a, b, strict=True)))
-    torch.library.opcheck(sum_of_products_op, (a, b), test_utils=("test_schema", "test_faketensor"))
+    torch.testing.assert_close(sum_of_matmuls_op(a, b), sum(x @ y for x, y in zip(a, b, strict=True)))
+    torch.library.opcheck(sum_of_matmuls_op, (a, b), test_utils=("test_schema", "test_faketensor"))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("most", "calls"), [(24 * 6 * 8, 1), (24 * 6 * 8 - 1, 0)])
-def test_large_weights_are_left_to_the_library(most, calls, monkeypatch):
+def test_large_weights_use_the_library(most, calls, monkeypatch):
     shared = []
     monkeypatch.setattr(projections, "MOST_BYTES", most)
     monkeypatch.setattr(
@@ -262,7 +262,7 @@ def test_large_weights_are_left_to_the_library(most, calls, monkeypatch):
     assert len(shared) == calls
 
 
-def test_weights_of_another_class_are_left_to_their_layer():
+def test_weight_subclasses_call_their_layer():
     class Own(torch.Tensor):
         pass
 

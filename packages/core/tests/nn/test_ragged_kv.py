@@ -1,4 +1,4 @@
-"""Keys and values chosen head by head, beside lists in Python."""
+"""RaggedKVState against lists in Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def lists(kv):
     return [[(kv.keys[n, h, :m], kv.values[n, h, :m]) for h, m in enumerate(kv.lengths[n].tolist())] for n in range(N)]
 
 
-def test_heads_keep_what_they_took_in_order():
+def test_heads_keep_their_tokens_in_order():
     kv = RaggedKVState(H, K, V)
     expected = [[([], []) for _ in range(H)] for _ in range(N)]
     for seed, C in enumerate((1, 64, 1, 5, 200, 64, 1, 64)):
@@ -38,7 +38,7 @@ def test_heads_keep_what_they_took_in_order():
             assert torch.equal(values, torch.stack(v))
 
 
-def test_room_is_made_for_the_longest_list_where_the_host_knows_it():
+def test_slots_follow_the_longest_list_given_by_the_host():
     kv, looks = RaggedKVState(H, K, V), RaggedKVState(H, K, V)
     longest = 0
     for seed, C in enumerate((300, 1, 500, 64)):
@@ -53,7 +53,7 @@ def test_room_is_made_for_the_longest_list_where_the_host_knows_it():
     assert longest < kv.num_slots <= longest + 64
 
 
-def test_lists_that_are_held_are_those_that_were_given():
+def test_hold_replaces_the_contents():
     kv, other = RaggedKVState(H, K, V), RaggedKVState(H, K, V)
     kv.append(*tokens(100, 0))
     other.hold(*(x.clone() for x in kv.tensors))
@@ -65,13 +65,13 @@ def test_lists_that_are_held_are_those_that_were_given():
             assert all(map(torch.equal, *pair))
 
 
-def test_room_follows_what_is_kept():
+def test_slots_follow_the_number_of_tokens():
     kv = RaggedKVState(H, K, V)
     k, v, _ = tokens(64, 0)
     nothing, everything = (torch.full((N, 64, H), x) for x in (False, True))
     for _ in range(100):
         kv.append(k, v, nothing)
-    # room for the newest call alone, though 6,400 tokens came by
+    # slots for the newest call only, after 6,400 tokens
     assert kv.num_slots <= 128
     for _ in range(20):
         kv.append(k, v, everything)
@@ -81,7 +81,7 @@ def test_room_follows_what_is_kept():
     assert kv.num_slots == 64
 
 
-def test_bytes_lie_between_the_bounds():
+def test_held_bytes_lie_within_the_bounds():
     kv = RaggedKVState(H, K, V)
     seen = 0
     for seed, C in enumerate((3, 64, 100)):
@@ -95,7 +95,7 @@ def test_bytes_lie_between_the_bounds():
 
 
 @pytest.mark.parametrize("C", [1, 3])
-def test_what_goes_beyond_the_capacity_is_refused_and_changes_nothing(C):
+def test_tokens_beyond_the_capacity_raise_and_change_nothing(C):
     kv = RaggedKVState(H, K, V, capacity=4)
     k, v, _ = tokens(4, 0)
     kv.append(k, v, torch.ones(N, 4, H, dtype=torch.bool))
@@ -122,23 +122,23 @@ def test_compacting_keeps_the_order():
             assert torch.equal(values, old_values[keep[n, h, : len(old_values)]])
 
 
-def test_a_token_takes_anothers_place_where_it_is_told_to():
+def test_replace_overwrites_the_slot_in_selected_heads():
     kv = RaggedKVState(H, K, V, capacity=16)
     k, v, _ = tokens(16, 0)
     kv.append(k, v, torch.ones(N, 16, H, dtype=torch.bool))
-    place, where = torch.tensor([[0, 3, 15], [7, 7, 7]]), torch.tensor([[True, False, True], [False, True, False]])
+    slot, where = torch.tensor([[0, 3, 15], [7, 7, 7]]), torch.tensor([[True, False, True], [False, True, False]])
     new_k, new_v = torch.ones(N, H, K, dtype=torch.float64), torch.full((N, H, V), 2.0, dtype=torch.float64)
-    kv.replace(place, new_k, new_v, where)
+    kv.replace(slot, new_k, new_v, where)
     for n in range(N):
         for h in range(H):
             expected = k[n, :, h].clone()
             if where[n, h]:
-                expected[place[n, h]] = 1.0
+                expected[slot[n, h]] = 1.0
             assert torch.equal(kv.keys[n, h], expected)
-            assert bool((kv.values[n, h, place[n, h]] == 2.0).all()) == bool(where[n, h])
+            assert bool((kv.values[n, h, slot[n, h]] == 2.0).all()) == bool(where[n, h])
 
 
-def test_a_query_sees_its_heads_tokens_alone():
+def test_a_query_attends_to_its_own_head_only():
     kv = RaggedKVState(H, K, V)
     kv.append(*tokens(90, 0))
     q = torch.randn(N, 2 * H, K, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -151,11 +151,11 @@ def test_a_query_sees_its_heads_tokens_alone():
             assert relative_error(lse[n, :, group], alone.lse[0]) < 1e-6
 
 
-def test_rows_apart_go_on_by_themselves_and_join_again():
+def test_split_rows_continue_separately_and_join():
     kv, whole = RaggedKVState(H, K, V), RaggedKVState(H, K, V)
     for state in (kv, whole):
         state.append(*tokens(50, 0))
-    # more for row 1 alone, which makes its room the larger one
+    # more tokens for row 1 only, which then has more slots
     k, v, take = tokens(300, 1)
     take[0] = False
     parts = [(rows, kv.rows(rows)) for rows in (torch.tensor([1]), torch.tensor([0]))]
@@ -169,7 +169,7 @@ def test_rows_apart_go_on_by_themselves_and_join_again():
             assert all(map(torch.equal, *pair))
 
 
-def test_reordered_rows_take_their_lists_along():
+def test_reordering_rows_reorders_their_lists():
     kv = RaggedKVState(H, K, V)
     kv.append(*tokens(50, 0))
     before = lists(kv)

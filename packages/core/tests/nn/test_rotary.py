@@ -24,7 +24,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rotations_are_those_of_transformers(kind):
+def test_rotations_equal_transformers(kind):
     config = LlamaConfig(
         hidden_size=64, num_attention_heads=2, rope_parameters=dict(KINDS[kind]), max_position_embeddings=256
     )
@@ -37,7 +37,7 @@ def test_rotations_are_those_of_transformers(kind):
         assert relative_error(apply_rotary(x, rotation).transpose(1, 2), y) < 1e-6
 
 
-def test_scores_depend_on_distances_alone():
+def test_scores_depend_on_distances_only():
     q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
     table = RotaryEmbedding(16, KINDS["default"])
 
@@ -48,7 +48,7 @@ def test_scores_depend_on_distances_alone():
     assert not torch.isclose(score(5, 3), score(5, 4), rtol=1e-3)
 
 
-def test_narrow_models_and_autocast_keep_the_angles():
+def test_angles_stay_float32_in_bfloat16_and_autocast():
     positions = torch.arange(3000, 3008).unsqueeze(0)
     table = RotaryEmbedding(16, KINDS["default"])
     exact = table(positions)
@@ -65,7 +65,7 @@ def test_narrow_models_and_autocast_keep_the_angles():
 @pytest.mark.parametrize(
     ("dim", "parameters", "message"), [(7, {}, "even and positive, got 7"), (8, {"rope_type": "dynamic"}, "'dynamic'")]
 )
-def test_what_is_not_there_is_refused(dim, parameters, message):
+def test_invalid_parameters_raise(dim, parameters, message):
     with pytest.raises(ValueError, match=message):
         RotaryEmbedding(dim, parameters)
 
@@ -73,7 +73,7 @@ def test_what_is_not_there_is_refused(dim, parameters, message):
 @torch.no_grad()
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_both_are_rotated_as_each_alone(tokens, rows):
+def test_apply_rotary_to_both_equals_two_calls(tokens, rows):
     torch.manual_seed(0)
     angles = torch.rand(rows, tokens, 4)
     rotation = Rotation(angles.cos(), angles.sin())

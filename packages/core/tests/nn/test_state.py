@@ -1,4 +1,4 @@
-"""Key-value stores hold what a list of tokens would hold, for any order of calls."""
+"""KVState and Span against lists of tokens, for any sequence of calls."""
 
 import random
 
@@ -25,7 +25,7 @@ def stored(kv, span):
 
 @pytest.mark.parametrize(("window", "sinks"), [(None, 0), (4, 0), (4, 2), (1, 0), (1, 3), (6, 6)])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_a_store_holds_the_kept_tokens_at_their_positions(window, sinks, ragged):
+def test_kv_state_holds_the_kept_tokens_at_their_positions(window, sinks, ragged):
     for seed in range(6):
         rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         kv = KVState(HEADS, KEY, VALUE, window=window, sinks=sinks)
@@ -57,7 +57,7 @@ def test_a_store_holds_the_kept_tokens_at_their_positions(window, sinks, ragged)
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(None, 0), (4, 0), (4, 2), (1, 0)])
-def test_a_read_gives_what_the_next_token_may_see_in_order(window, sinks):
+def test_read_returns_the_visible_tokens_in_order(window, sinks):
     for past in range(1, 12):
         kv = KVState(1, 1, 1, window=window, sinks=sinks)
         x = torch.arange(past).float().view(1, past, 1, 1)
@@ -68,7 +68,7 @@ def test_a_read_gives_what_the_next_token_may_see_in_order(window, sinks):
         assert torch.equal(values, -keys)
 
 
-def test_room_grows_seldom():
+def test_number_of_slots_grows_by_half():
     for expected in (0, 600):
         kv, sizes = KVState(1, 1, 1), set()
         kv.reserve(expected)
@@ -82,7 +82,7 @@ def test_room_grows_seldom():
         assert 600 <= max(sizes) <= (expected or 900 + 64)
 
 
-def test_packing_and_unpacking_undo_each_other():
+def test_unpack_inverts_pack():
     mask = torch.tensor([[0, 1, 1], [1, 0, 0], [0, 0, 0]]).bool()
     span = Span(3, 3, torch.device("cpu"), mask=mask)
     x = torch.randn(3, 3, 2)
@@ -93,7 +93,7 @@ def test_packing_and_unpacking_undo_each_other():
     assert span.rows.tolist() == [0, 0, 1]
 
 
-def test_states_take_no_gradients_along():
+def test_states_are_detached():
     state = TensorState(3)
     x = torch.randn(2, 3, requires_grad=True)
     state.set(x * 2)
@@ -103,7 +103,7 @@ def test_states_take_no_gradients_along():
     assert not kv.keys.requires_grad
 
 
-def test_a_part_that_is_not_there_is_an_attribute_error():
+def test_a_missing_part_raises_attribute_error():
     state = LayerState(conv=TensorState(2))
     assert state.conv is state.parts["conv"]
     with pytest.raises(AttributeError, match="recurrent"):
@@ -111,11 +111,11 @@ def test_a_part_that_is_not_there_is_an_attribute_error():
 
 
 @pytest.mark.parametrize("sinks", [0, 2])
-@pytest.mark.parametrize("pieces", [[1] * 12, [5, 7], [12], [3, 1, 6, 2]])
-def test_what_leaves_a_window_is_handed_out_once_and_in_order(sinks, pieces):
+@pytest.mark.parametrize("parts", [[1] * 12, [5, 7], [12], [3, 1, 6, 2]])
+def test_leaving_returns_each_token_once_and_in_order(sinks, parts):
     window, past, gone = 4, 0, []
     kv = KVState(1, 1, 1, window=window, sinks=sinks)
-    for tokens in pieces:
+    for tokens in parts:
         x = torch.arange(past, past + tokens).float().view(1, tokens, 1, 1)
         span = Span(1, tokens, torch.device("cpu"), past=past)
         keys, values, positions = kv.leaving(x, -x, span)
@@ -126,11 +126,11 @@ def test_what_leaves_a_window_is_handed_out_once_and_in_order(sinks, pieces):
     assert gone == list(range(sinks, past - window))
 
 
-def test_the_fill_of_a_run_is_made_once_a_call():
+def test_fill_is_computed_once_per_call():
     span = Span(3, 1, torch.device("cpu"), past=7, lengths=torch.tensor([0, 3, 7]))
-    place, filled = span.fill(4)
-    assert place.tolist() == [0, 3, 3]
+    index, filled = span.fill(4)
+    assert index.tolist() == [0, 3, 3]
     assert filled.tolist() == [1, 4, 4]
     assert filled.dtype == torch.int32
-    assert span.fill(4)[0] is place
+    assert span.fill(4)[0] is index
     assert span.fill(8)[0].tolist() == [0, 3, 7]

@@ -28,13 +28,13 @@ class Attention(Mixer):
         num_heads: query heads HQ.
         num_kv_heads: key and value heads H, a divisor of HQ; None for HQ.
         head_dim: K; None for D / HQ.
-        window: a token sees itself and the window − 1 before it; None for all.
-        sinks: first tokens that stay visible beside a window.
+        window: tokens that a token sees, itself included; None for all.
+        sinks: first tokens that stay visible in addition to a window.
         rope: rotate queries and keys by position.
         qk_norm: RMS-normalise every head of q and k before rotating (Qwen3).
         qkv_bias: biases of the q, k and v projections (Qwen2).
         norm_eps: of the q/k norms.
-        qk_norm_eps: of the q/k norms, where it is not that of the model's other norms.
+        qk_norm_eps: of the q/k norms, if it differs from that of the model's other norms.
         impl: implementation of the operation, as for `tokenmix_core.ops.attention`.
 
     Raises:
@@ -105,8 +105,8 @@ class Attention(Mixer):
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k, v = (x.unflatten(-1, (self.num_kv_heads, self.head_dim)) for x in (k, v))
         if state is not None and state.kv.fixed and self.rotary_dim is not None:
-            # which is one token of each sequence
-            q = self._take_in(q, k, v, state, rotary)
+            # fixed states receive one token of each sequence
+            q = self._store(q, k, v, state, rotary)
             return output_linear(decoded(q, state.kv, state.span, impl=self.impl).o.flatten(-2), self.o_proj), None
         if self.rotary_dim is not None:
             assert rotary is not None
@@ -120,8 +120,8 @@ class Attention(Mixer):
             o = cached_attention(q, k, v, state.kv, state.span, step=step, impl=self.impl)
         return output_linear(o.flatten(-2), self.o_proj), None
 
-    def _take_in(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState, rotary: Rotation | None) -> Tensor:
-        """q of one token of each sequence, rotated; k, rotated, and v are stored."""
+    def _store(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState, rotary: Rotation | None) -> Tensor:
+        """Store rotated k and v of one token of each sequence; return rotated q."""
         assert rotary is not None
         norms: dict[str, Any] = {}
         if self.q_norm is not None and self.k_norm is not None:
@@ -131,12 +131,12 @@ class Attention(Mixer):
         return rotate_step(q, k, v, cos, sin, kv.keys, kv.values, slots, **norms).unsqueeze(1)
 
     def mixing_flops(self, seq_len: int) -> float:
-        # scores and weighted values: 2 · 2 · K operations a visible key and head
+        # scores and weighted values: 2 · 2 · K operations per visible key and head
         return 4.0 * self.num_heads * self.head_dim * mean_visible(seq_len, self.window, self.sinks)
 
 
 def mean_visible(seq_len: int, window: int | None = None, sinks: int = 0) -> float:
-    """Keys that a token sees, mean over the positions of a causal sequence."""
+    """Return the number of keys that a token sees, averaged over the positions of a causal sequence."""
     if window is None or seq_len <= window + sinks:
         return (seq_len + 1) / 2
     reach = window + sinks
@@ -154,7 +154,7 @@ def cached_attention(
     scale: float | None = None,
     impl: AttentionImpl | None = None,
 ) -> Float[Tensor, "B T HQ V"]:
-    """The outputs of `cached_attention_lse`."""
+    """Return the outputs of `cached_attention_lse`."""
     return cached_attention_lse(q, k, v, kv, span, step=step, scale=scale, impl=impl).o
 
 
@@ -169,9 +169,9 @@ def cached_attention_lse(
     scale: float | None = None,
     impl: AttentionImpl | None = None,
 ) -> AttentionOutput:
-    """Causal attention over what `kv` holds and over the call's own tokens, which are then stored.
+    """Attend causally over the cached keys and the call's own tokens, and store the latter in `kv`.
 
-    The window and the sinks are those of `kv`. `step` takes the decoding kernel, for one token of each sequence.
+    Window and sinks are those of `kv`. `step` selects the decoding kernel, for one token of each sequence.
     """
     options = {"window": kv.window, "sinks": kv.sinks, "scale": scale, "impl": impl}
     if step:
@@ -200,16 +200,16 @@ def decoded(
     scale: float | None = None,
     impl: AttentionImpl | None = None,
 ) -> AttentionOutput:
-    """Attention of one token of each sequence over what `kv` holds, its own key and value included."""
+    """Attend with one token of each sequence over the cached keys, which include its own."""
     # upper bound of the filled slots, known to the host; the order within a ring buffer does not matter
     slots = min(span.past + 1, kv.num_slots)
-    # the other names have no form for one token
+    # the other implementations have no decoding kernel
     kernel = impl if impl in ("triton", "reference") else None
     return attention_decode(q, kv.keys[:, :slots], kv.values[:, :slots], kv.filled(span), scale=scale, impl=kernel)
 
 
 def _ragged_attention(q: Tensor, k: Tensor, v: Tensor, kv: KVState, span: Span, scale: float | None) -> AttentionOutput:
-    """Several tokens of sequences of unequal lengths, as of a padded prompt in pieces; rare, so by a mask."""
+    """Attend with an explicit mask: several tokens of sequences of unequal lengths, as in a chunked padded prompt."""
     q, k, v = (span.unpack(x) for x in (q, k, v))
     positions = span.unpack(span.positions.view(span.layout))
     real = torch.ones_like(positions, dtype=torch.bool) if span.mask is None else span.mask
@@ -218,7 +218,7 @@ def _ragged_attention(q: Tensor, k: Tensor, v: Tensor, kv: KVState, span: Span, 
     visible = (key_positions.unsqueeze(1) >= 0) & (distance >= 0)
     if kv.window is not None:
         visible &= (distance < kv.window) | (key_positions.unsqueeze(1) < kv.sinks)
-    # a padding query would see nothing, which softmax answers with NaN
+    # softmax over no key would be NaN, so padding queries see all keys
     visible |= ~real.unsqueeze(2)
     keys, values = torch.cat((kv.keys[: span.batch], k), 1), torch.cat((kv.values[: span.batch], v), 1)
     factor = q.shape[-1] ** -0.5 if scale is None else scale

@@ -1,4 +1,4 @@
-"""Parameters that stay in float32 whatever the rest of the model is converted to."""
+"""Compute dtypes, and parameters that stay in float32 when the rest of the model is converted."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from torch import Tensor, nn
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """x in float32, or as it is when it is already float64."""
+    """Return x in float32, unless it is float64."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that matrix products take x in: autocast's, where it is on and x is float32, else x's own.
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which matmuls read x: autocast's if it is on and x is float32, else x's own.
 
-    What is handed to several of them is rounded once by whoever makes it, and not by each.
+    A producer of an input of several linear layers rounds it once, instead of once per layer.
     """
     device = x.device.type
     narrowed = x.dtype == torch.float32 and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if narrowed else x.dtype
 
 
-def gives_float32(x: Tensor) -> bool:
-    """Tell whether products of x can be had as they were summed, in float32: those of 16 bits on a GPU."""
+def has_float32_output(x: Tensor) -> bool:
+    """Return whether a matmul of x can return its float32 sums: 16-bit operands on a GPU."""
     return x.is_cuda and x.element_size() == 2
 
 
 class KeepsFloat32(nn.Module):
-    """A module some of whose own parameters and buffers stay in float32 through `.to(torch.bfloat16)` and the like.
+    """Base class that keeps the parameters and buffers named in `float32` in that dtype through `.to(torch.bfloat16)`.
 
-    Decay rates lose whole percents in bfloat16, and rotary frequencies lose positions.
+    bfloat16 changes decay rates by whole percents and rotary angles by whole positions.
     """
 
     float32: tuple[str, ...] = ()

@@ -35,14 +35,14 @@ class GatedDeltaNet(Mixer):
         expand_v: V = expand_v · K.
         num_v_heads: heads HV of v, gates and state, a multiple of H; None for H.
         conv_size: width of the convolutions.
-        allow_neg_eigval: β in [0, 2], so that a state can be reflected.
+        allow_neg_eigval: β in [0, 2], which allows negative eigenvalues of the transition.
         output_gate: gate the outputs; without it they are only normalised.
         norm_eps: of the output norm.
-        impl: implementation of the operations, None, "gluon", "triton" or "reference"; Gluon's is that of whole
-            sequences, beside which single tokens and the convolution take the fastest kernels.
+        impl: implementation of the operations, None, "gluon", "triton" or "reference". "gluon" applies to whole
+            sequences; single tokens and the convolution then take the default.
 
     Raises:
-        ValueError: head counts that do not divide, sizes that are not whole.
+        ValueError: head counts that do not divide, or sizes that are not integers.
     """
 
     takes_more_tokens = True
@@ -159,11 +159,11 @@ class GatedDeltaNet(Mixer):
         return output_linear(o.flatten(-2), self.o_proj), None
 
     def _projected(self, x: Tensor) -> tuple[Any, ...]:
-        """q, k and v before their convolutions, what decay and β are made of, and the gate of outputs, if any."""
+        """Return q, k and v before their convolutions, the inputs of decay and β, and the output gate or None."""
         return projected(x, self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj)
 
     def _in_one_launch(self, x: Tensor) -> bool:
-        """Tell whether a decoding step takes one kernel between its projections."""
+        """Return whether a decoding step takes one kernel between its projections."""
         if self.impl == "reference" or not (x.is_cuda or self.impl == "triton"):
             return False
         plain = is_plain(ShortConv, self.q_conv, self.k_conv, self.v_conv)
@@ -173,7 +173,7 @@ class GatedDeltaNet(Mixer):
         return False
 
     def _step(self, x: Float[Tensor, "B 1 D"], state: LayerState) -> Float[Tensor, "B 1 values"]:
-        """The gated outputs of one token of each sequence."""
+        """Return the gated outputs of one token of each sequence."""
         x, heads, values = x.squeeze(1), (self.num_heads, self.head_dim), (self.num_v_heads, self.value_dim)
         q, k, v, a, b, z = self._projected(x)
         convs, last = (self.q_conv, self.k_conv, self.v_conv), (state.q_conv, state.k_conv, state.v_conv)
@@ -199,6 +199,6 @@ class GatedDeltaNet(Mixer):
         return y.flatten(1).unsqueeze(1)
 
     def mixing_flops(self, seq_len: int) -> float:
-        # Sᵀk, the outer product and Sᵀq: 2KV each; the convolutions: 2W a channel
+        # Sᵀk, the update k vᵀ and Sᵀq: 2KV each; the convolutions: 2W per channel
         convs = sum(2 * conv.weight.numel() for conv in (self.q_conv, self.k_conv, self.v_conv))
         return 6.0 * self.num_v_heads * self.head_dim * self.value_dim + convs

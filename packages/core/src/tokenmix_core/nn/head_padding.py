@@ -1,4 +1,4 @@
-"""Numbers of heads and their sizes; sizes that kernels do not have, as heads of sizes that they have."""
+"""Head counts and sizes, and the padding or splitting of heads to the sizes that kernels support."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tokenmix_core.chunking import cdiv
 def attention_heads(
     name: str, hidden_size: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
 ) -> tuple[int, int]:
-    """The heads of keys and values, by default as many as of queries, and a head's size, by default their share of D.
+    """Return the number of key-value heads (default: the query heads) and the head size (default: D / query heads).
 
     Raises:
-        ValueError: heads that do not divide; it begins with `name`.
+        ValueError: head counts that do not divide; the message begins with `name`.
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
@@ -28,16 +28,16 @@ def attention_heads(
 
 
 class HeadFit:
-    """Fits the heads of a linear recurrence to the sizes of a kernel, exactly.
+    """Fit the heads of a linear recurrence to the sizes that a kernel supports, without changing the result.
 
-    A key size K between two sizes is padded with zeros, which add nothing to any product. Columns of the state do not
-    mix, so a value head of size V is cut into equal heads of the largest size that divides V, each with the gates of
-    the whole, or padded when none divides it.
+    A key size K between two sizes is padded with zeros, which do not change the scores. Columns of the state do
+    not interact, so a value head of size V is split into equal heads of the largest supported size that divides V, each
+    with the gates of the original head; if no size divides V, it is padded.
 
     Args:
         key_size: K.
         value_size: V.
-        sizes: what the kernel takes, ascending.
+        sizes: head sizes that the kernel supports, ascending.
 
     Raises:
         ValueError: a key size above the largest.
@@ -57,35 +57,35 @@ class HeadFit:
             self.parts = value_size // self.kernel_value_size
 
     def state_shape(self, heads: int) -> tuple[int, int, int]:
-        """The shape of the recurrent state of `heads` value heads, without the batch."""
+        """Return the shape of the recurrent state of `heads` value heads, without the batch."""
         return heads * self.parts, self.kernel_key_size, self.kernel_value_size
 
     def keys(self, x: Float[Tensor, "B T H K"]) -> Tensor:
-        """q or k with its channels padded."""
+        """Pad the channels of q or k."""
         return _pad(x, self.kernel_key_size)
 
     def values(self, x: Float[Tensor, "B T HV V"]) -> Tensor:
-        """v with its heads padded and cut."""
+        """Pad and split the heads of v."""
         x = _pad(x, self.parts * self.kernel_value_size)
         return x if self.parts == 1 else x.unflatten(-1, (self.parts, -1)).flatten(-3, -2)
 
-    def gates(self, x: Shaped[Tensor, "*places HV"]) -> Shaped[Tensor, "*places parts_HV"]:
-        """Values of heads, such as gates, of tokens or of one token of each row, repeated for the heads' parts."""
+    def gates(self, x: Shaped[Tensor, "*tokens HV"]) -> Shaped[Tensor, "*tokens parts_HV"]:
+        """Repeat values per head, such as gates, for the parts of each head."""
         return x if self.parts == 1 else x.repeat_interleave(self.parts, -1)
 
     def outputs(self, x: Float[Tensor, "B T parts_HV size"], heads: int) -> Float[Tensor, "B T HV V"]:
-        """The outputs of `heads` value heads, put together again."""
+        """Invert `values` for the outputs of `heads` value heads."""
         x = x if self.parts == 1 else x.unflatten(-2, (heads, self.parts)).flatten(-2)
         return x if x.shape[-1] == self.value_size else x[..., : self.value_size]
 
     def states(self, x: Float[Tensor, "N HV K V"]) -> Tensor:
-        """A recurrent state in `state_shape`."""
+        """Convert a recurrent state to `state_shape`."""
         if x.shape[-2] != self.kernel_key_size:
             x = F.pad(x, (0, 0, 0, self.kernel_key_size - x.shape[-2]))
         return self.values(x.transpose(1, 2)).transpose(1, 2).contiguous()
 
     def whole_states(self, x: Float[Tensor, "N parts_HV K V"], heads: int) -> Float[Tensor, "N HV K V"]:
-        """The recurrent state of `heads` value heads, put together again."""
+        """Invert `states` for `heads` value heads."""
         x = x if x.shape[-2] == self.key_size else x[..., : self.key_size, :]
         return self.outputs(x.transpose(1, 2), heads).transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""Per-head weights of a loss term, and the statistics by which they are adapted during training."""
+"""Per-head weights of a loss term, and the statistics that adapt them during training."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from tokenmix_core.nn.init import is_loaded
 
 
 class HeadWeights(KeepsFloat32):
-    """One weight a head, held in buffers: saved with the model, equal on all processes, never seen by the optimizer.
+    """One weight per head, stored in buffers: saved with the model, equal on all processes, invisible to the optimizer.
 
-    The forward pass of the owner reads `weight` and, in training, hands what it observed to `observe`. A callback
-    turns that into new weights between optimizer steps.
+    The owner's forward pass reads `weight` and, in training, passes its observations to `observe`. A callback updates
+    the weights from them between optimizer steps.
 
     Args:
         num_heads: H.
-        initial: the weights to begin with.
+        initial: initial value of the weights.
 
     Attributes:
         weight: the weights, float32, `[H]`.
         average: the moving average of the observed mean, `[H]`.
-        total, count: sum and number of the observations since the last optimizer step, `[H]` and `[]`.
+        total, count: sum and count of the observations since the last optimizer step, `[H]` and `[]`.
     """
 
-    # bfloat16 counts to 256
+    # bfloat16 represents integers exactly only up to 256
     float32 = ("weight", "average", "total", "count")
     weight: Tensor
     average: Tensor
@@ -43,7 +43,7 @@ class HeadWeights(KeepsFloat32):
 
     @torch.no_grad()
     def init_weights_(self) -> None:
-        """Set every buffer that was not loaded to where training begins."""
+        """Reset every buffer that was not loaded from a checkpoint."""
         for name, buffer in self.named_buffers():
             if not is_loaded(buffer):
                 buffer.fill_(self.initial if name == "weight" else 0.0)

@@ -1,8 +1,8 @@
-"""Initial values of the parameters that are more than a normal draw.
+"""Initialisation of parameters.
 
-Every function works in place, with random and pointwise operations only, so that it is safe on the meta device (where
-it does nothing) and on the sharded tensors of FSDP2. A parameter that was loaded from a checkpoint carries the mark
-`_is_hf_initialized` of transformers and is left as it is.
+Every function overwrites its argument by random and pointwise operations only, so that it is safe on the meta device
+(where it does nothing) and on the sharded tensors of FSDP2. A parameter that was loaded from a checkpoint carries the
+mark `_is_hf_initialized` of transformers and stays unchanged.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from torch import Tensor, nn
 
 
 def is_loaded(x: Tensor) -> bool:
-    """Tell whether transformers has filled this tensor from a checkpoint."""
+    """Return whether transformers has loaded this tensor from a checkpoint."""
     return getattr(x, "_is_hf_initialized", False)
 
 
 @torch.no_grad()
 def init_decay_(A_log: Tensor, *, low: float = 1.0, high: float = 16.0) -> Tensor:
-    """A ~ Uniform(low, high), kept as its natural log: the decay rate of a head is −exp(A_log)."""
+    """Draw A ~ Uniform(low, high), stored as its natural log: the decay rate of a head is −exp(A_log)."""
     return A_log if is_loaded(A_log) else A_log.uniform_(low, high).log_()
 
 
 @torch.no_grad()
 def init_time_step_(dt_bias: Tensor, *, low: float = 1e-3, high: float = 1e-1, floor: float = 1e-4) -> Tensor:
-    """Δ = max(exp(Uniform(log low, log high)), floor), kept as softplus⁻¹(Δ) = log(exp(Δ) − 1)."""
+    """Draw Δ = max(exp(Uniform(log low, log high)), floor), stored as softplus⁻¹(Δ) = log(exp(Δ) − 1)."""
     if is_loaded(dt_bias):
         return dt_bias
     return dt_bias.uniform_(math.log(low), math.log(high)).exp_().clamp_(min=floor).expm1_().log_()
 
 
 def init_short_conv_(weight: Tensor, bias: Tensor | None = None) -> None:
-    """Uniform(−1/√W, 1/√W) for a depthwise kernel `[D, W]`, torch's default for fan-in W; zero for the bias."""
+    """Draw a depthwise kernel `[D, W]` from Uniform(−1/√W, 1/√W), torch's default for fan-in W; zero the bias."""
     bound = weight.shape[1] ** -0.5
     nn.init.uniform_(weight, -bound, bound)
     if bias is not None:
@@ -44,7 +44,8 @@ def init_short_conv_(weight: Tensor, bias: Tensor | None = None) -> None:
 def init_weights_(module: nn.Module, std: float) -> None:
     """Initialise one module's own parameters and non-persistent buffers, not those of its children.
 
-    A module with an `init_weights_` method knows how; linear and embedding weights are Normal(0, std), biases zero.
+    An `init_weights_` method of the module takes precedence; else linear and embedding weights are Normal(0, std) and
+    biases zero.
     """
     own = getattr(module, "init_weights_", None)
     if own is not None:

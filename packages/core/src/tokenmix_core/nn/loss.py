@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer's outputs, a block of tokens at a time: the whole `[tokens, vocab]` never exists."""
+"""Cross-entropy of a linear layer's outputs, block by block: the whole `[tokens, vocab]` never exists in memory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.nn.dtypes import at_least_float32, gives_float32
+from tokenmix_core.nn.dtypes import at_least_float32, has_float32_output
 from tokenmix_core.ops.common import refuse_graph
 
 IGNORE = -100
-# tokens a block: with 50,000 words their bfloat16 logits take 200 MB
+# tokens per block: at a vocabulary of 50,000, its bfloat16 logits take 200 MB
 BLOCK = 2048
-# rows of logits have a multiple of so many words: where they begin at any byte, products on a GPU are slow
-_WHOLE = 64
+# row lengths of logits are padded to a multiple of this many words: GEMMs with unaligned rows are slow on a GPU
+_MULTIPLE = 64
 LossImpl = Literal["triton", "torch", "liger"]
 LOSS_IMPLS = (None, *get_args(LossImpl))
 
@@ -30,18 +30,19 @@ def linear_cross_entropy(
     block_size: int = BLOCK,
     impl: LossImpl | None = None,
 ) -> Float[Tensor, ""]:
-    r"""The sum over tokens of −log softmax(weight · hidden)[label], float32 (float64 for float64 inputs).
+    r"""Return the sum over tokens of −log softmax(weight · hidden)[label], float32 (float64 for float64 inputs).
 
     .. math:: L = \sum_{t:\, y_t \ne \text{ignore}} \Big(\log \sum_w e^{W_w \cdot h_t} - W_{y_t} \cdot h_t\Big)
 
-    Gradients of hidden and weight are computed together with the loss, block by block, and kept instead of logits; that
-    of the weight is summed in float32. Under autocast the products run in autocast's dtype.
+    The forward pass computes the gradients of hidden and weight together with the loss, block by block, and saves them
+    instead of logits; the weight's gradient is accumulated in float32. Under autocast the GEMMs run in autocast's
+    dtype.
 
     Args:
         hidden: `[tokens, D]`.
         weight: `[vocab, D]`.
-        labels: `[tokens]` int64; tokens with the label `ignore_index` count nothing.
-        block_size: tokens whose logits exist at one time.
+        labels: `[tokens]` int64; tokens with the label `ignore_index` are skipped.
+        block_size: tokens whose logits exist at the same time.
         impl: "triton", "torch", "liger" (needs the extra `fast` and CUDA tensors), or None: "triton" for CUDA tensors
             that are not float64, else "torch".
 
@@ -84,7 +85,7 @@ def linear_cross_entropy(
 
 
 def at_least_one(items: Tensor | int) -> Tensor | int:
-    """The divisor of a sum over so many predicted tokens: where there are none the loss is zero, not NaN."""
+    """Clamp a number of predicted tokens to at least 1, so that a mean loss over none is zero instead of NaN."""
     return items.clamp(min=1) if isinstance(items, Tensor) else max(items, 1)
 
 
@@ -97,8 +98,8 @@ def token_losses(
     ignore_index: int = IGNORE,
     block_size: int = BLOCK,
 ) -> Float[Tensor, "tokens"]:
-    """−log softmax(weight · hidden)[label] of each token, zero where the label is `ignore_index`; without gradients."""
-    words, weight = len(weight), _whole(weight, hidden.dtype)
+    """Return −log softmax(weight · hidden)[label] of each token, 0 at `ignore_index`; without gradients."""
+    words, weight = len(weight), _padded(weight, hidden.dtype)
     losses = [
         F.cross_entropy(at_least_float32((h @ weight.T)[:, :words]), y, ignore_index=ignore_index, reduction="none")
         for h, y in zip(hidden.split(block_size), labels.split(block_size), strict=True)
@@ -138,7 +139,7 @@ def _blockwise(
     needs_d_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    words, w = len(weight), _whole(weight, hidden.dtype)
+    words, w = len(weight), _padded(weight, hidden.dtype)
     loss = hidden.new_zeros((), dtype=wide)
     d_hidden, d_weight = _gradients(hidden, w, weight.dtype, needs_d_hidden, needs_d_weight, zero=True)
     gradient_ = _fused_gradient_ if fused else _eager_gradient_
@@ -150,34 +151,34 @@ def _blockwise(
         if needs_d_hidden:
             torch.mm(logits, w, out=d_hidden[rows])
         if needs_d_weight:
-            _add_product(d_weight, logits.T, h)
+            _add_matmul(d_weight, logits.T, h)
     return loss, d_hidden, d_weight[:words]
 
 
-def _whole(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in `dtype`, with rows of zeros after its own up to a multiple of `_WHOLE`."""
-    spare = -len(weight) % _WHOLE
+def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weight in `dtype`, padded with zero rows to a multiple of `_MULTIPLE`."""
+    spare = -len(weight) % _MULTIPLE
     weight = weight.to(dtype)
     return F.pad(weight, (0, 0, 0, spare)) if spare else weight
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b: in one product where a device's products of 16 bits can add to float32."""
-    if total.dtype == torch.float32 and gives_float32(a):
+def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a b to total: one GEMM if a 16-bit GEMM of the device can accumulate into float32."""
+    if total.dtype == torch.float32 and has_float32_output(a):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total += a @ b
 
 
 def _eager_gradient_(logits: Tensor, words: int, labels: Tensor, ignore_index: int, wanted: bool) -> Tensor:
-    """The summed loss of a block of logits; if their gradient is wanted, it takes their place, zero past the words."""
+    """Return the summed loss of a block of logits; if `wanted`, overwrite the logits by their gradient (padding: 0)."""
     counts = (labels != ignore_index).unsqueeze(1)
     target = labels.unsqueeze(1).masked_fill(~counts, 0)
     wide = at_least_float32(logits[:, :words])
     lse = wide.logsumexp(1, keepdim=True)
     loss = ((lse - wide.gather(1, target)) * counts).sum()
     if wanted:
-        # softmax − onehot; where the logits are wide already, in their own place
+        # softmax − onehot, overwrites the logits if they are float32 already
         wide.sub_(lse).exp_().mul_(counts)
         wide.scatter_add_(1, target, -counts.to(wide.dtype))
         logits[:, :words] = wide
@@ -186,11 +187,11 @@ def _eager_gradient_(logits: Tensor, words: int, labels: Tensor, ignore_index: i
 
 
 def _fused_gradient_(logits: Tensor, words: int, labels: Tensor, ignore_index: int, wanted: bool) -> Tensor:
-    """As `_eager_gradient_`, in one kernel."""
+    """`_eager_gradient_` as one kernel."""
     from tokenmix_core.nn.loss_kernel import softmax_gradient_
 
     losses = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
-    # kernels are launched on the current device, which need not be that of the tensors
+    # Triton launches on the current device, which may differ from the tensors'
     with torch.cuda.device_of(logits):
         softmax_gradient_(logits, words, labels.contiguous(), losses, ignore_index, gradient=wanted)
     return losses.sum()
@@ -206,7 +207,7 @@ def _(hidden, weight, labels, ignore_index, block_size, fused, needs_d_hidden, n
 def _gradients(
     hidden: Tensor, weight: Tensor, dtype: torch.dtype, needs_d_hidden: bool, needs_d_weight: bool, zero: bool
 ):
-    """Room for both gradients, empty for one that nobody asks for; the weight's is wide, `dtype` its parameter's."""
+    """Allocate both gradients, empty if not needed; the weight's is at least float32, `dtype` its parameter's."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     d_hidden = torch.empty_like(hidden) if needs_d_hidden else hidden.new_empty(0)
     shape = weight.shape if needs_d_weight else (0,)
@@ -228,6 +229,6 @@ def _liger(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) ->
             "linear_cross_entropy: impl='liger' needs the extra 'fast' (liger-kernel), which is not installed; "
             "install tokenmix-core[fast] or use impl='torch'"
         ) from error
-    # its annotation has what it returns with further options, too
+    # its annotation covers the return values with further options, too
     summed: Any = liger_fused_linear_cross_entropy(hidden, weight, labels, ignore_index=ignore_index, reduction="sum")
     return summed

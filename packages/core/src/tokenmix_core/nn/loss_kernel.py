@@ -1,4 +1,4 @@
-"""Logits into losses and gradients, in place: a row is read twice, the second time from the cache, and written once."""
+"""Losses of logits, which their gradients overwrite: a row is read twice, the second time from L2, and written once."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ from tokenmix_core.kernels.triton.decay import LOG2_E
 def softmax_gradient_kernel(
     logits, labels, losses, stride, V, W, ignore_index, BV: tl.constexpr, GRADIENT: tl.constexpr
 ):  # fmt: skip
-    """A token a program. Masks are those of W, whose factor is known, as those of V would part the loads."""
+    """One program per token. Masks use W, a known multiple of 64; masks by V would prevent vectorised loads."""
     i_t = tl.program_id(0).to(tl.int64)
     p_l = logits + i_t * stride
     label = tl.load(labels + i_t)
@@ -24,7 +24,7 @@ def softmax_gradient_kernel(
             for first in range(0, W, BV):
                 tl.store(p_l + first + o_v, tl.zeros([BV], logits.dtype.element_ty), mask=first + o_v < W)
         return
-    # a label that is none of the words makes the loss NaN
+    # a label outside the vocabulary makes the loss NaN
     target = tl.load(p_l + label, mask=(label >= 0) & (label < V), other=float("nan")).to(tl.float32)
     # the largest logit so far, and the sum of exponentials relative to it
     top, total = target, 0.0
@@ -46,10 +46,10 @@ def softmax_gradient_kernel(
 def softmax_gradient_(
     logits: Tensor, words: int, labels: Tensor, losses: Tensor, ignore_index: int, *, gradient: bool
 ) -> None:
-    """losses ← lse(logits) − logits[label], 0 where the label is `ignore_index`; logits ← their gradient if wanted.
+    """Write lse(logits) − logits[label] to losses (0 at `ignore_index`), and the gradient to logits if `gradient`.
 
     Args:
-        logits: `[tokens, W]`, rows of one stride; of those past the words only the gradient is written, zeros.
+        logits: `[tokens, W]`, rows of one stride; columns from V on are padding, whose gradient is 0.
         words: V ≤ W.
         labels: `[tokens]` int64.
         losses: `[tokens]` float32.

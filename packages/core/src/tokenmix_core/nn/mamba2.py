@@ -34,9 +34,9 @@ class Mamba2(Mixer):
         state_size: N, channels of B and C.
         num_groups: groups G of B and C, which the heads share.
         conv_size: width of the convolution, which has a bias.
-        norm_eps: of the output norm, which normalises each group on its own.
-        impl: implementation of the operations, None, "gluon", "triton" or "reference"; Gluon's is that of whole
-            sequences, beside which single tokens and the convolution take the fastest kernels.
+        norm_eps: of the output norm, which normalises each group separately.
+        impl: implementation of the operations, None, "gluon", "triton" or "reference". "gluon" applies to whole
+            sequences; single tokens and the convolution then take the default.
 
     Raises:
         ValueError: sizes that do not divide.
@@ -131,5 +131,5 @@ class Mamba2(Mixer):
         return output_linear(self.norm(y, z), self.out_proj), None
 
     def mixing_flops(self, seq_len: int) -> float:
-        # the outer product and Sᵀc: 2NP each; the convolution: 2W a channel
+        # the update b xᵀ and Sᵀc: 2NP each; the convolution: 2W per channel
         return 4.0 * self.num_heads * self.head_dim * self.state_size + 2 * self.conv.weight.numel()

@@ -21,19 +21,19 @@ MixerOutput = tuple[Tensor, dict[str, Tensor] | None]
 class Mixer(KeepsFloat32):
     """Base class of token mixers.
 
-    A subclass takes `hidden_size` and `norm_eps` and its own keyword options, which are those that `mixer_options` of a
-    configuration accepts; it defines `forward`, `make_state` and `mixing_flops`, and `init_weights_` if it owns
-    parameters or non-persistent buffers. It is causal, and never meets padding: batches with padding reach it packed,
-    or, in a graph that torch.compile traces, with padding where no real token sees it.
+    A subclass takes `hidden_size`, `norm_eps` and its own keyword options, which `mixer_options` of a configuration
+    then accepts. It defines `forward`, `make_state` and `mixing_flops`, and `init_weights_` if it owns parameters or
+    non-persistent buffers. It must be causal, and does not handle padding: the backbone packs batches with padding, or,
+    under torch.compile, moves padding behind the real tokens.
 
     Attributes:
-        inputs: names of the extra inputs of the model's `forward` that this mixer takes, where they are given.
-        rotary_dim: rotated channels of a head; None when it needs no `rotary`.
-        attention_impls: by transformers' name of an implementation of attention, the value of the mixer's `impl`; empty
-            where the mixer does not attend.
-        takes_more_tokens: whether training may append tokens to each row (`modeling.lengths`), which shapes then have:
-            no output depends on later tokens or on their number, and nothing is returned beside the outputs. A subclass
-            does not inherit it.
+        inputs: names of extra inputs of the model's `forward` that this mixer takes, if the caller gives them.
+        rotary_dim: rotated channels of a head; None if it needs no `rotary`.
+        attention_impls: maps transformers' name of an attention implementation to a value of the mixer's `impl`; empty
+            if the mixer has no attention.
+        takes_more_tokens: whether training may pad each row by extra tokens (`modeling.lengths`): no output depends on
+            later tokens or on their number, and the mixer returns nothing but its outputs. Subclasses do not inherit
+            it.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()
@@ -43,12 +43,12 @@ class Mixer(KeepsFloat32):
 
     @classmethod
     def from_config(cls, config: Any, layer_idx: int, **options: Any) -> Mixer:
-        """The mixer of a layer; override it to use more of the configuration, or the layer's index."""
+        """Build the mixer of a layer; override to use more of the configuration, or the layer's index."""
         return cls(config.hidden_size, norm_eps=config.norm_eps, **options)
 
     @classmethod
     def check_options(cls, label: str, options: dict[str, Any]) -> None:
-        """Raise a ValueError for an option that the constructor does not know, or a value of another kind than its."""
+        """Raise a ValueError for an option that the constructor does not have, or a value of the wrong type."""
         known = [name for name in inspect.signature(cls.__init__).parameters if name not in _GIVEN]
         unknown = sorted(set(options) - set(known))
         if unknown:
@@ -60,12 +60,12 @@ class Mixer(KeepsFloat32):
 
     @classmethod
     def prepare_input(cls, name: str, value: Any, span: Span, cu_seqlens: Tensor | None) -> Any:
-        """One of the extra inputs as the layers take it, made once a call; override it for other forms.
+        """Convert an extra input to the form that the layers take, once per call; override for other forms.
 
         Args:
             name: one of `inputs`.
-            value: what the caller gave. A tensor `[B, T, ...]` is taken as one value a token, and packed as they are.
-            span: where the call's tokens lie.
+            value: the caller's value. A tensor `[B, T, ...]` has one value per token, and is packed like the tokens.
+            span: token layout of the call.
             cu_seqlens: boundaries of packed sequences.
         """
         per_token = isinstance(value, Tensor) and value.dim() >= 2 and value.shape[:2] == (span.batch, span.tokens)
@@ -73,15 +73,15 @@ class Mixer(KeepsFloat32):
 
     @classmethod
     def step_input(cls, name: str, value: Any, lengths: Callable[[], list[int]]) -> Any:
-        """One of the extra inputs of a decoding step, as what is recorded takes it; override it for what changes.
+        """Convert an extra input of a decoding step to the form that a CUDA graph takes; override if it varies by step.
 
         Args:
             name: one of `inputs`.
-            value: what the caller gave.
-            lengths: gives the tokens that each sequence holds, one number where all are alike.
+            value: the caller's value.
+            lengths: returns the length of each sequence, or a single one if all are equal.
 
         Returns:
-            A tensor, always of one shape, or a value for which steps are recorded on their own.
+            A tensor of constant shape, or a value; a graph is captured for each value.
         """
         return value
 
@@ -98,14 +98,15 @@ class Mixer(KeepsFloat32):
 
         Args:
             hidden_states: `[B, T, D]`; packed sequences have B = 1.
-            state: what the layer keeps; read and updated. `state.span` says where the tokens lie. None without a cache.
+            state: the layer's state, read and updated; `state.span` is the token layout. None without a cache.
             cu_seqlens: boundaries of packed sequences.
-            rotary: angles of the tokens, when `rotary_dim` is set.
+            rotary: angles of the tokens, if `rotary_dim` is set.
             inputs: the extra inputs named by `inputs`.
 
         Returns:
-            The outputs `[B, T, D]`, and None or named tensors. Those whose name ends in `_loss` are sums over tokens,
-            which the causal LM divides by the number of predicted tokens and adds to its loss; others are passed on.
+            The outputs `[B, T, D]`, and None or a dictionary of tensors. A tensor whose name ends in `_loss` is a sum
+            over tokens, which the causal LM divides by the number of predicted tokens and adds to its loss; others are
+            returned to the caller.
         """
         raise undefined(
             self, "forward(hidden_states, *, state, cu_seqlens, rotary, **inputs)", "which mixes along time"
@@ -125,29 +126,28 @@ class Mixer(KeepsFloat32):
         )
 
     def prepare_steps(self, state: LayerState) -> None:
-        """Make what a decoding step might make, before the state is fixed in memory; by default there is nothing."""
+        """Allocate the tensors that a decoding step may allocate, before `fix`; the default has none."""
 
     def step_form(self, span: Span) -> Hashable:
-        """Which of several forms a decoding step takes that `state.span` would be of; by default there is one.
+        """Return a key of the decoding step with this layout: steps with equal keys run the same kernels.
 
-        Steps of one form do the same on the device, whatever it holds, so that one of them can be recorded and
-        repeated. `span.count` and `span.ends` may be asked, as what they tell is known to the host.
+        A CUDA graph is captured for each key. `span.count` and `span.ends` are known to the host.
         """
         return None
 
     def state_bounds(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype = torch.bfloat16) -> Bounds:
-        """Between how many bytes the layer keeps of `batch_size` sequences of `seq_len` tokens.
+        """Return the least and most bytes of the layer's state for `batch_size` sequences of `seq_len` tokens.
 
-        Activations are of `dtype`; the bounds differ where data decide what is kept.
+        `dtype` is that of the activations. The bounds differ if the state's size depends on data.
         """
         return Bounds.sum(part.bounds(seq_len, batch_size, dtype) for part in self.make_state().parts.values())
 
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Bytes the layer keeps at the most; see `state_bounds`."""
+        """Return the most bytes of the layer's state; see `state_bounds`."""
         return self.state_bounds(seq_len, batch_size, dtype).most
 
     def mixing_flops(self, seq_len: int) -> float:
-        """Forward floating-point operations of mixing a token, linear layers left out, mean over a causal sequence."""
+        """Return the forward FLOPs of mixing a token without linear layers, averaged over a causal sequence."""
         raise undefined(
             self,
             "mixing_flops(seq_len)",
@@ -155,7 +155,7 @@ class Mixer(KeepsFloat32):
         )
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Forward floating-point operations per token: two a weight of every linear layer, plus the mixing."""
+        """Return the forward FLOPs per token: two per weight of every linear layer, plus the mixing."""
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         return 2.0 * weights + self.mixing_flops(seq_len)
 
@@ -164,6 +164,6 @@ _GIVEN = ("self", "hidden_size", "norm_eps")
 
 
 def stepping(x: Tensor, state: LayerState | None) -> bool:
-    """Tell whether a call is a decoding step: one token of each sequence, a state to update in place, no gradients."""
+    """Return whether a call is a decoding step: one token of each sequence, a state to overwrite, no gradients."""
     one = state is not None and state.span.tokens == 1 and state.span.mask is None
     return one and not (torch.is_grad_enabled() and x.requires_grad)

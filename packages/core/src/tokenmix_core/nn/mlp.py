@@ -12,7 +12,7 @@ from tokenmix_core.ops import swiglu, swiglu_linear
 
 
 def swiglu_width(hidden_size: int, ratio: float = 4.0, multiple: int = 256) -> int:
-    """The width of a SwiGLU with the parameters of a plain MLP of width `ratio` · `hidden_size`, rounded up."""
+    """Return the width of a SwiGLU with as many parameters as an MLP of width `ratio` · `hidden_size`, rounded up."""
     return cdiv(int(hidden_size * ratio * 2 / 3), multiple) * multiple
 
 
@@ -28,14 +28,14 @@ class SwiGLU(nn.Module):
     def forward(
         self, x: Float[Tensor, "*rows D"], residual: Float[Tensor, "*rows D"] | None = None
     ) -> Float[Tensor, "*rows D"]:
-        """The output, added to a residual stream where one is given."""
+        """Return the output, added to `residual` if given."""
         gate, up = projected(x, self.gate_proj, self.up_proj)
         autocast = torch.is_autocast_enabled(gate.device.type)
         if not is_plain_linear(self.down_proj) or (autocast and not torch.is_grad_enabled()):
             y = output_linear(swiglu(gate, up), self.down_proj)
             return y if residual is None else residual + y
         weight = self.down_proj.weight
-        # what autocast would do at the layer
+        # autocast would cast the weight at the layer
         weight = weight.to(gate.dtype) if autocast else weight
         if residual is None or residual.dtype == gate.dtype:
             return swiglu_linear(gate, up, weight, residual)

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tokenmix_core.nn.dtypes import product_dtype
+from tokenmix_core.nn.dtypes import matmul_dtype
 from tokenmix_core.nn.plain import is_plain
 from tokenmix_core.ops import gated_rms_norm, rms_norm
 from tokenmix_core.ops.fused.rms_norm.reference import GatePlace
@@ -15,7 +15,7 @@ from tokenmix_core.ops.fused.rms_norm.reference import GatePlace
 class RMSNorm(nn.Module):
     """y = x / √(mean(x²) + eps) · weight over the last dimension; sums are taken in float32.
 
-    y is in the dtype that matrix products take x in: under autocast, autocast's.
+    y has the dtype in which matmuls read x: under autocast, autocast's.
 
     Args:
         size: length of the last dimension.
@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
-        return rms_norm(x, self.weight, eps=self.eps, dtype=product_dtype(x)).y
+        return rms_norm(x, self.weight, eps=self.eps, dtype=matmul_dtype(x)).y
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -41,9 +41,9 @@ class RMSNorm(nn.Module):
 def add_and_norm(
     norm: RMSNorm, x: Float[Tensor, "*rows size"], branch: Float[Tensor, "*rows size"] | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm of x + branch and that sum; without a branch, the norm of x and x. A plain norm adds, too."""
+    """Return (norm(x + branch), x + branch), or (norm(x), x) without a branch; one kernel for a plain norm."""
     if is_plain(RMSNorm, norm):
-        y, total = rms_norm(x, norm.weight, branch, eps=norm.eps, dtype=product_dtype(x))
+        y, total = rms_norm(x, norm.weight, branch, eps=norm.eps, dtype=matmul_dtype(x))
         return y, total
     total = x if branch is None else x + branch
     return norm(total), total
@@ -59,10 +59,10 @@ class GatedRMSNorm(nn.Module):
         size: length of the last dimension and of the weight.
         eps: added to the mean square.
         gate: whether the gate acts before or after the normalisation.
-        groups: the last dimension is normalised in this many equal parts, each on its own.
+        groups: number of equal parts of the last dimension that are normalised separately.
 
     Raises:
-        ValueError: an unknown gate place, or groups that do not divide the size.
+        ValueError: an unknown gate, or groups that do not divide the size.
     """
 
     def __init__(self, size: int, eps: float = 1e-6, *, gate: GatePlace = "after", groups: int = 1):

@@ -1,4 +1,4 @@
-"""Rows in other places, whose gradient goes back by the inverse map: nothing is sorted and no two rows are added."""
+"""Row permutation whose backward gathers by the inverse map, without the sort or atomics of an index backward."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from torch import Tensor
 
 
 def moved(
-    x: Float[Tensor, "R ..."], places: Int[Tensor, "..."], back: Int[Tensor, "R"], *, holes: bool = False
+    x: Float[Tensor, "R ..."], source: Int[Tensor, "..."], back: Int[Tensor, "R"], *, holes: bool = False
 ) -> Float[Tensor, "..."]:
-    """x[places], for rows that are read once each, or, with `holes`, once at the most.
+    """Return x[source], for rows that are each read once, or at most once with `holes`.
 
     Args:
         x: rows, of any shape.
-        places: the row to read for each row of the result, which has these dimensions in the place of x's first; −1
-            for none, which reads 0.
-        back: for each row of x, where it went, counted through all dimensions of `places`; −1 for a row that is not
-            read, whose gradient is 0.
-        holes: whether there may be a −1.
+        source: row of x for each row of the result, whose leading dimensions are those of `source`; −1 gives zeros.
+        back: for each row of x, its index in the flattened `source`; −1 for a row that is not read, whose gradient is
+            0.
+        holes: whether `source` or `back` may contain −1.
     """
-    return _Moved.apply(x, places, back, holes)
+    return _Moved.apply(x, source, back, holes)
 
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, places: Tensor, back: Tensor, holes: bool) -> Tensor:
+    def forward(ctx, x: Tensor, source: Tensor, back: Tensor, holes: bool) -> Tensor:
         ctx.save_for_backward(back)
-        ctx.dims, ctx.holes = places.ndim, holes
-        return _read(x, places, holes)
+        ctx.dims, ctx.holes = source.ndim, holes
+        return _read(x, source, holes)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -36,8 +35,8 @@ class _Moved(torch.autograd.Function):
         return _read(grad.flatten(0, ctx.dims - 1), back, ctx.holes), None, None, None
 
 
-def _read(x: Tensor, places: Tensor, holes: bool) -> Tensor:
+def _read(x: Tensor, source: Tensor, holes: bool) -> Tensor:
     if not holes:
-        return x[places]
-    none = (places < 0).view(*places.shape, *[1] * (x.ndim - 1))
-    return x[places.clamp(min=0)].masked_fill_(none, 0)
+        return x[source]
+    none = (source < 0).view(*source.shape, *[1] * (x.ndim - 1))
+    return x[source.clamp(min=0)].masked_fill_(none, 0)

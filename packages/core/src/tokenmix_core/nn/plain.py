@@ -1,4 +1,4 @@
-"""The rule by which fused paths decide whether they may read a module's parameters in place of calling the module."""
+"""The rule by which fused paths decide whether to read a module's parameters instead of calling the module."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _PLAIN_TENSORS = Tensor, nn.Parameter
 
 
 def is_plain(kind: type[nn.Module] | tuple[type[nn.Module], ...], *modules: nn.Module | None) -> bool:
-    """True if reading the modules' tensors gives what calling the modules gives.
+    """True if a fused path may read the modules' tensors instead of calling the modules.
 
-    Each module must be exactly of the class `kind` or one of them: adapters, quantised layers and parametrisations are
-    of other classes. It must have no hooks, no `forward` of its own (accelerate's offloading sets one) and only plain
-    tensors, none of them on the meta device. None stands for an absent module and is plain.
+    Each module's class must be exactly `kind`, or in it: adapters, quantised layers and parametrisations have other
+    classes. It must have no hooks, no `forward` of its own (accelerate's offloading sets one) and only plain tensors,
+    none of them on the meta device. None stands for an absent module and is plain.
 
-    Every fused path asks this first and calls the modules otherwise. The cost is about a microsecond a module.
+    Every fused path asks this first and calls the modules otherwise. The check takes about 1 µs per module.
     """
     if compat.watches_all_modules():
         return False
@@ -60,7 +60,7 @@ def is_third_party(module: nn.Module) -> bool:
 
 
 def settings_of(modules: Iterable[nn.Module]) -> Hashable:
-    """Return what modules are set to: their attributes of plain Python, such as the active adapter, and own forwards.
+    """Return the modules' settings: attributes of plain Python types, such as the active adapter, and own forwards.
 
     A graph that was captured before an adapter was switched must not be replayed afterwards.
     """
@@ -78,16 +78,16 @@ def _is_setting(x: Any) -> bool:
 
 
 def refuse_meta(x: Tensor, *modules: nn.Module) -> None:
-    """Raise a ValueError for a module on the meta device that nothing would bring its weights, given a real x.
+    """Raise a ValueError for a module on the meta device without a hook that loads its weights, given a real x.
 
-    torch's own layers return memory that was never written in that case.
+    torch's own layers return uninitialised memory in that case.
     """
     for module in modules:
         meta = any(p is not None and p.is_meta for p in module._parameters.values())
         if meta and not x.is_meta and not has_hooks(module) and "forward" not in module.__dict__:
             raise ValueError(
                 f"{type(module).__name__}: the weights are on the meta device and the input is on {x.device}; load the "
-                "weights (from_pretrained, to_empty), or let accelerate's hooks bring them"
+                "weights (from_pretrained, to_empty), or let accelerate's hooks load them"
             )
 
 

@@ -1,4 +1,4 @@
-"""Linear layers of one input: for few tokens they are one launch, and their gradients of it are one sum."""
+"""Linear layers that share an input: one launch for few tokens, and one buffer for the input's gradient."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ from torch import Tensor, nn
 
 from tokenmix_core.kernels.launch import compat
 from tokenmix_core.kernels.launch.cache import replay
-from tokenmix_core.nn.dtypes import gives_float32
+from tokenmix_core.nn.dtypes import has_float32_output
 from tokenmix_core.nn.plain import is_plain, refuse_meta
 from tokenmix_core.ops import fused_fused_linears
 from tokenmix_core.ops.common import as_rows, refuse_graph
 from tokenmix_core.ops.fused.gemv.sizes import MOST_BYTES, MOST_ROWS, MOST_WEIGHTS
 
-# layers of fewer outputs share one product in training, of a multiple of _WHOLE outputs: rows of six heads are not
-# aligned, and products of their own take several times as long as reading x
-_THIN, _WHOLE = 64, 16
-# tensors without a class of their own, which may compute otherwise
+# layers with fewer than _THIN outputs share one GEMM in training, padded to a multiple of _MULTIPLE outputs: rows of
+# six heads are not aligned, and separate GEMMs take several times as long as reading x
+_THIN, _MULTIPLE = 64, 16
+# tensor subclasses may compute otherwise
 _ORDINARY = Tensor, nn.Parameter
 
 
 def projected(x: Float[Tensor, "*tokens D"], *layers: nn.Module | None) -> tuple[Any, ...]:
-    """The outputs of several linear layers, None for None: those of each, but that plain layers share launches.
+    """Return the outputs of several linear layers of x, None for a layer that is None.
 
-    Without gradients up to six of them take one launch for one token, and for few if they are not large
-    (`fused_fused_linears`).
-    On a GPU, where x has a gradient, the products that make it add to one tensor, where torch makes one for each layer
-    and adds these, and thin layers share a product, also where torch compiles a model; gradients of gradients there are
-    none of then, as of kernels.
+    Without gradients, up to six plain layers take one launch for one token, and for a few tokens if their weights are
+    small (`fused_fused_linears`). On a GPU, if x requires a gradient, the GEMMs of the backward accumulate into one
+    gradient of x (torch allocates one per layer and adds them), and layers with few outputs share a GEMM, also under
+    torch.compile. Second derivatives are then not available, as for kernels.
     """
     found = iter(_outputs(x, [layer for layer in layers if layer is not None]))
     return tuple(None if layer is None else next(found) for layer in layers)
 
 
 def output_linear(x: Float[Tensor, "*tokens D"], layer: nn.Module) -> Tensor:
-    """The output of one linear layer: for one token, without gradients, by a kernel that reads its weight sooner."""
+    """Return the output of one linear layer; one token without gradients takes a GEMV that prefetches the weight."""
     if not _can_share(x, [layer]):
         refuse_meta(x, layer)
     elif _by_kernel(x, [weight := cast(Tensor, layer.weight)]):
@@ -48,33 +47,33 @@ def output_linear(x: Float[Tensor, "*tokens D"], layer: nn.Module) -> Tensor:
 
 
 def split_linear(x: Float[Tensor, "*tokens D"], layer: nn.Module, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """The output of a linear layer in parts of so many features, side by side.
+    """Return the output of a linear layer, split into parts of `sizes` features.
 
-    On a GPU, where x has a gradient, each part is a product of its own: gradients of parts of one tensor would be
-    copied into the gradient of the whole, a tensor as wide as the layer.
+    On a GPU, if x requires a gradient, each part is a separate GEMM: autograd would copy the gradients of slices into a
+    tensor as wide as the layer.
     """
     if _can_share(x, [layer]) and _shares_gradient(x):
         weight: Any = layer.weight
-        dtype = _dtype_of_products(x, [weight])
+        dtype = _matmul_dtype(x, [weight])
         if dtype is not None:
-            return _products(x, weight.split(list(sizes)), dtype)
+            return _linears(x, weight.split(list(sizes)), dtype)
     return output_linear(x, layer).split(list(sizes), -1)
 
 
 def _can_share(x: Tensor, layers: Sequence[nn.Module]) -> bool:
-    """Tell whether products with the layers' weights are all that the layers do."""
-    # where torch traces, the number of tokens, asked for, would make a graph for either answer
+    """Return whether calling the layers equals multiplying by their weights."""
+    # under torch.compile, a test of the number of tokens would trace a graph per answer
     usable = type(x) in _ORDINARY and (torch.compiler.is_compiling() or (replay.is_plain(x) and x.numel() > 0))
     return usable and all(is_plain_linear(layer) for layer in layers)
 
 
 def _shares_gradient(x: Tensor) -> bool:
-    """Tell whether products of x are to add to one gradient of it."""
+    """Return whether the backward accumulates into one gradient of x."""
     return torch.is_grad_enabled() and x.requires_grad and on_gpu(x) and not _forward_mode()
 
 
 def _forward_mode() -> bool:
-    """Tell whether forward-mode derivatives may be asked for; where torch traces there are none."""
+    """Return whether forward-mode derivatives may be requested; never under torch.compile."""
     return not torch.compiler.is_compiling() and compat.forward_mode()
 
 
@@ -83,26 +82,21 @@ def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
         refuse_meta(x, *layers)
         return tuple(layer(x) for layer in layers)
     weights: list[Tensor] = [layer.weight for layer in layers]  # type: ignore[misc]
-    dtype = _dtype_of_products(x, weights)
+    dtype = _matmul_dtype(x, weights)
     if dtype is not None and _shares_gradient(x):
-        return _products(x, weights, dtype)
+        return _linears(x, weights, dtype)
     return _by_fused_fused_linears(x, weights) if _by_kernel(x, weights) else tuple(layer(x) for layer in layers)
 
 
 def _by_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Tell whether products are best made by `fused_fused_linears`: of few tokens, without gradients."""
-    # what autocast makes of a layer is its own
+    """Return whether `fused_fused_linears` is the fastest form: few tokens, no gradients."""
+    # under autocast, layers cast their inputs
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return False
-    rows, number = x.numel() // x.shape[-1], len(weights)
-    if (
-        not 0 < number <= MOST_WEIGHTS
-        or rows > MOST_ROWS
-        or _forward_mode()
-        or any(w.dtype != x.dtype for w in weights)
-    ):
+    rows, count = x.numel() // x.shape[-1], len(weights)
+    if not 0 < count <= MOST_WEIGHTS or rows > MOST_ROWS or _forward_mode() or any(w.dtype != x.dtype for w in weights):
         return False
-    return rows == 1 or (number > 1 and sum(w.nbytes for w in weights) <= MOST_BYTES * number)
+    return rows == 1 or (count > 1 and sum(w.nbytes for w in weights) <= MOST_BYTES * count)
 
 
 def _by_fused_fused_linears(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -111,32 +105,32 @@ def _by_fused_fused_linears(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tenso
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Tell whether kernels are launched for x, by a function that torch's compiler reads, unlike `replay.on_gpu`."""
+    """Return whether kernels are launched for x; torch.compile can trace this function, unlike `replay.on_gpu`."""
     return x.is_cuda
 
 
-def _dtype_of_products(x: Tensor, weights: Sequence[Tensor]) -> torch.dtype | None:
-    """The dtype in which torch would multiply; None where layers do not multiply numbers of one dtype."""
+def _matmul_dtype(x: Tensor, weights: Sequence[Tensor]) -> torch.dtype | None:
+    """Return the dtype in which torch would multiply; None if input and weights have different dtypes."""
     dtypes = {x.dtype, *(weight.dtype for weight in weights)}
     if torch.is_autocast_enabled(x.device.type) and torch.float64 not in dtypes:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype if len(dtypes) == 1 else None
 
 
-def _products(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """x Wᵀ of each weight, multiplied in `dtype`, with gradients."""
+def _linears(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return x Wᵀ of each weight, multiplied in `dtype`, with gradients."""
     thin, wide = [w for w in weights if len(w) < _THIN], [w for w in weights if len(w) >= _THIN]
     if not thin:
-        return _Products.apply(x, dtype, *wide)  # type: ignore[return-value]
+        return _Linears.apply(x, dtype, *wide)  # type: ignore[return-value]
     rows = [len(w) for w in thin]
-    spare = -sum(rows) % _WHOLE
-    shared, *own = _Products.apply(x, dtype, F.pad(torch.cat(thin), (0, 0, 0, spare)), *wide)  # type: ignore[misc]
+    spare = -sum(rows) % _MULTIPLE
+    shared, *own = _Linears.apply(x, dtype, F.pad(torch.cat(thin), (0, 0, 0, spare)), *wide)  # type: ignore[misc]
     parts, own = iter(shared.split([*rows, spare], -1)), iter(own)
     return tuple(next(parts) if len(w) < _THIN else next(own) for w in weights)
 
 
-class _Products(torch.autograd.Function):
-    """x Wᵀ of weights `[N, D]`; the products that make x's gradient add to one tensor, in this order."""
+class _Linears(torch.autograd.Function):
+    """x Wᵀ of weights `[N, D]`; the backward adds to one gradient of x, in the order of the weights."""
 
     @staticmethod
     def forward(ctx, x, dtype, *weights):
@@ -145,65 +139,65 @@ class _Products(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.of_x, ctx.of_weights = (x.shape, x.dtype), [weight.dtype for weight in weights]
         ctx.device_type = x.device.type
-        # the wide ones are no views, which nobody could change in place
+        # wide outputs are not views, so that callers may overwrite them
         return tuple(F.linear(factor, w) for w in factors)
 
     @staticmethod
     def backward(ctx, *dys):
         refuse_graph()
         if torch.compiler.is_compiling():
-            # a context in here would end, for torch's compiler, that of the model around it
-            return _Products._gradients(ctx, dys)
-        # dtypes are as the forward pass had them, wherever `backward` is called
+            # torch.compile ends the model's own autocast context at the end of a nested one
+            return _Linears._gradients(ctx, dys)
+        # use the forward's dtypes, also if `backward` is called under autocast
         with torch.autocast(ctx.device_type, enabled=False):
-            return _Products._gradients(ctx, dys)
+            return _Linears._gradients(ctx, dys)
 
     @staticmethod
     def _gradients(ctx, dys):
         rows, *factors = ctx.saved_tensors
         dys = [None if dy is None else as_rows(dy) for dy in dys]
         dweights: list[Tensor | None] = [
-            None if dy is None or not needed else _product(dy.t(), rows, dtype)
+            None if dy is None or not needed else _matmul(dy.t(), rows, dtype)
             for dy, needed, dtype in zip(dys, ctx.needs_input_grad[2:], ctx.of_weights, strict=True)
         ]
         terms = [(dy, factor) for dy, factor in zip(dys, factors, strict=True) if dy is not None]
         if not ctx.needs_input_grad[0] or not terms:
             return None, None, *dweights
-        add = sum_of_products_op if torch.compiler.is_compiling() else _sum_of_products
+        add = sum_of_matmuls_op if torch.compiler.is_compiling() else _sum_of_matmuls
         shape, dtype = ctx.of_x
         return add(*map(list, zip(*terms, strict=True))).view(shape).to(dtype), None, *dweights
 
 
-def _sum_of_products(a: list[Tensor], b: list[Tensor]) -> Tensor:
-    """Σ a b of matrices `[T, N]` and `[N, D]`, for which one tensor is made."""
+def _sum_of_matmuls(a: list[Tensor], b: list[Tensor]) -> Tensor:
+    """Return Σ a b of matrices `[T, N]` and `[N, D]`, accumulated in one tensor."""
     total = torch.mm(a[0], b[0])
     for x, y in zip(a[1:], b[1:], strict=True):
         total.addmm_(x, y)
     return total
 
 
-@torch.library.custom_op("tokenmix_core::sum_of_products", mutates_args=())
-def sum_of_products_op(a: list[Tensor], b: list[Tensor]) -> Tensor:
-    """The same where torch traces: its compiler would copy the sum so far before each product that it adds."""
+@torch.library.custom_op("tokenmix_core::sum_of_matmuls", mutates_args=())
+def sum_of_matmuls_op(a: list[Tensor], b: list[Tensor]) -> Tensor:
+    """`_sum_of_matmuls` for torch.compile, which would copy the partial sum before each addmm."""
     with torch.autocast(a[0].device.type, enabled=False):
-        return _sum_of_products(a, b)
+        return _sum_of_matmuls(a, b)
 
 
-@sum_of_products_op.register_fake
+@sum_of_matmuls_op.register_fake
 def _(a, b):
     return a[0].new_empty(a[0].shape[0], b[0].shape[1])
 
 
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a b in `dtype`; sums in float32 are not rounded on their way to it where a device's products can give them.
+def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a b in `dtype`, float32 sums of a 16-bit GEMM unrounded.
 
-    In models that torch compiles they are, as those of its layers.
+    Under torch.compile they are rounded, as in torch's layers.
     """
-    if dtype == torch.float32 and gives_float32(a) and not torch.compiler.is_compiling():
+    if dtype == torch.float32 and has_float32_output(a) and not torch.compiler.is_compiling():
         return torch.mm(a, b, out_dtype=dtype)
     return torch.mm(a, b).to(dtype)
 
 
 def is_plain_linear(layer: nn.Module) -> bool:
-    """True if a layer is torch's own without a bias, and reading its weight gives what calling it gives."""
+    """True if a layer is torch's own without a bias, and calling it equals multiplying by its weight."""
     return is_plain(nn.Linear, layer) and layer.bias is None

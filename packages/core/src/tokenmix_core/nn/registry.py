@@ -1,4 +1,4 @@
-"""The registry of token mixers: a name in a configuration, a class here."""
+"""Registry of token mixers by their name in configurations."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MIXERS: dict[str, type[Mixer]] = {"attention": Attention, "gated_delta_net": Ga
 
 
 def register_mixer(name: str, mixer: type[Mixer]) -> None:
-    """Make a mixer known under the name that configurations use; a package does so when it is imported.
+    """Register a mixer under the name that configurations use; packages call this at import.
 
     Raises:
-        ValueError: no subclass of Mixer, or a name that another class has.
+        ValueError: not a subclass of Mixer, or a name of another class.
     """
     if not (isinstance(mixer, type) and issubclass(mixer, Mixer)):
         raise ValueError(f"register_mixer: expected a subclass of Mixer for {name!r}, got {mixer!r}")
@@ -26,12 +26,12 @@ def register_mixer(name: str, mixer: type[Mixer]) -> None:
 
 
 def known_mixers() -> list[str]:
-    """The names that are registered, or announced by a package that is imported."""
+    """Return the registered names, and those announced for registration by installed packages."""
     return sorted({*_MIXERS, *ANNOUNCED})
 
 
 def find_mixer(name: str) -> type[Mixer]:
-    """The mixer registered under a name.
+    """Return the mixer registered under a name.
 
     Raises:
         ValueError: an unknown name.

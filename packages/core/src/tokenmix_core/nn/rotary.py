@@ -15,8 +15,8 @@ from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.plain import is_plain
 from tokenmix_core.ops import rotate, rotate_step
 
-# by type what it needs and what it may have beside rope_type and rope_theta
-_NEEDED: dict[str, tuple[str, ...]] = {
+# required and optional parameters of each rope_type, besides rope_type and rope_theta
+_REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -29,37 +29,37 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "llama3": (_ORIGINAL,),
     "yarn": (_ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 }
-ROPE_TYPES = tuple(_NEEDED)
+ROPE_TYPES = tuple(_REQUIRED)
 
 
 def check_rope(rope_parameters: dict[str, Any]) -> None:
-    """Raise a ValueError for rotary parameters that no model can have, with what was got and what was expected."""
-    # the type had another name once
+    """Raise a ValueError for invalid rotary parameters; the message names the value and the expected one."""
+    # older configurations call it "type"
     kind = rope_parameters.get("rope_type", rope_parameters.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise ValueError(f"rope_parameters: rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}")
-    numbers = ("rope_theta", *_NEEDED[kind], *_OPTIONAL[kind])
-    # what transformers writes where a part of each head is rotated: here it is all of it
+    names = ("rope_theta", *_REQUIRED[kind], *_OPTIONAL[kind])
+    # transformers writes this field if only a part of each head is rotated
     if rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
             f"rope_parameters: whole heads are rotated, got partial_rotary_factor="
             f"{rope_parameters['partial_rotary_factor']!r}"
         )
-    if unknown := sorted(set(rope_parameters) - {"rope_type", "type", "partial_rotary_factor", *numbers}):
+    if unknown := sorted(set(rope_parameters) - {"rope_type", "type", "partial_rotary_factor", *names}):
         raise ValueError(
-            f"rope_parameters: rope_type {kind!r} has no {', '.join(map(repr, unknown))}; it has {', '.join(numbers)}"
+            f"rope_parameters: rope_type {kind!r} has no {', '.join(map(repr, unknown))}; it has {', '.join(names)}"
         )
-    if missing := [name for name in _NEEDED[kind] if rope_parameters.get(name) is None]:
+    if missing := [name for name in _REQUIRED[kind] if rope_parameters.get(name) is None]:
         raise ValueError(f"rope_parameters: rope_type {kind!r} needs {', '.join(missing)}")
-    for name in numbers:
+    for name in names:
         value = rope_parameters.get(name)
         if name == "truncate":
-            right, wanted = value is None or isinstance(value, bool), "True or False"
+            valid, expected = value is None or isinstance(value, bool), "True or False"
         else:
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            right, wanted = value is None or (number and math.isfinite(value) and value > 0), "a positive number"
-        if not right:
-            raise ValueError(f"rope_parameters: {name} must be {wanted}, got {value!r}")
+            valid, expected = value is None or (number and math.isfinite(value) and value > 0), "a positive number"
+        if not valid:
+            raise ValueError(f"rope_parameters: {name} must be {expected}, got {value!r}")
     for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
         a, b = rope_parameters.get(low), rope_parameters.get(high)
         if a is not None and b is not None and a >= b:
@@ -76,13 +76,13 @@ class Rotation(NamedTuple):
 def rope_frequencies(
     dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int
 ) -> tuple[Float[Tensor, "half"], float]:
-    """Radians per position of each pair of channels, and the factor on cosines and sines.
+    """Return the radians per position of each channel pair, and the factor on cosines and sines.
 
     Args:
         dim: rotated channels of a head, even.
-        rope_parameters: transformers' convention: `rope_type` (one of `ROPE_TYPES`), `rope_theta`, and what the type
-            needs.
-        max_position_embeddings: the context length the model is made for.
+        rope_parameters: transformers' convention: `rope_type` (one of `ROPE_TYPES`), `rope_theta`, and the type's
+            parameters.
+        max_position_embeddings: context length that the model was trained for.
 
     Raises:
         ValueError: an odd dim, or parameters that `check_rope` refuses.
@@ -94,7 +94,7 @@ def rope_frequencies(
     theta = float(rope_parameters.get("rope_theta", 10_000.0))
     if kind == "default":
         return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim), 1.0
-    # transformers knows the other scalings; it reads them from a configuration object
+    # transformers implements the other scalings; it reads them from a configuration object
     from transformers import PreTrainedConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -114,7 +114,7 @@ class RotaryEmbedding(KeepsFloat32):
     Args:
         dim: rotated channels of a head.
         rope_parameters: as for `rope_frequencies`.
-        max_position_embeddings: the context length the model is made for.
+        max_position_embeddings: context length that the model was trained for.
     """
 
     float32 = ("inv_freq",)
@@ -135,7 +135,7 @@ class RotaryEmbedding(KeepsFloat32):
 
     @torch.no_grad()
     def forward(self, position_ids: Int[Tensor, "B T"]) -> Rotation:
-        # outside autocast: a bfloat16 angle is off by whole turns
+        # without autocast: a bfloat16 angle has errors of whole revolutions
         with torch.autocast(position_ids.device.type, enabled=False):
             angles = position_ids.unsqueeze(-1).float() * self.inv_freq.float()
             return Rotation(angles.cos() * self.factor, angles.sin() * self.factor)
@@ -144,7 +144,7 @@ class RotaryEmbedding(KeepsFloat32):
 def apply_rotary(
     x: Float[Tensor, "B T H K"], rotation: Rotation, norm: RMSNorm | None = None
 ) -> Float[Tensor, "B T H K"]:
-    """Rotate channels i and i + K/2 of every head by the token's angles, after `norm` of each head where there is one.
+    """Rotate channels i and i + K/2 of every head by the token's angles, after `norm` of each head if given.
 
     Computed in float32, returned in x's dtype.
     """
@@ -154,7 +154,7 @@ def apply_rotary(
 
 
 def normed_for_step(q: Tensor, k: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return q and k for `rotate_step`, and its arguments that norm them; norms that are not plain are called here."""
+    """Return q, k and the norm arguments of `rotate_step`; norms that are not plain are called here."""
     if not is_plain(RMSNorm, q_norm, k_norm):
         return q_norm(q), k_norm(k), {}
     return q, k, {"q_weight": q_norm.weight, "k_weight": k_norm.weight, "eps": q_norm.eps}
@@ -163,8 +163,8 @@ def normed_for_step(q: Tensor, k: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> t
 def apply_rotary_to_both(
     q: Float[Tensor, "B T HQ K"], k: Float[Tensor, "B T H K"], rotation: Rotation
 ) -> tuple[Tensor, Tensor]:
-    """`apply_rotary` of q and k; of one token of each sequence, without gradients, in one launch."""
-    # where torch traces, the number of tokens, asked for, would make a graph for either answer
+    """Apply `apply_rotary` to q and k; one launch for one token of each sequence without gradients."""
+    # under torch.compile, a test of the number of tokens would trace a graph per answer
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or q.shape[1] != 1 or q.dtype != k.dtype:
         return apply_rotary(q, rotation), apply_rotary(k, rotation)
     rotated = torch.empty_like(k, memory_format=torch.contiguous_format)

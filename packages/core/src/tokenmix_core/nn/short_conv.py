@@ -52,7 +52,7 @@ class ShortConv(nn.Module):
         init_short_conv_(self.weight, self.bias)
 
     def make_state(self) -> TensorState:
-        """The last W − 1 inputs of each sequence, oldest first."""
+        """Return the state: the last W − 1 inputs of each sequence, oldest first."""
         channels, width = self.weight.shape
         return TensorState(channels, width - 1)
 
@@ -64,7 +64,7 @@ class ShortConv(nn.Module):
         cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
         step: bool = False,
     ) -> Float[Tensor, "B T D"]:
-        """Convolve; with a state, after its inputs and updating it; `step` updates it in place for T = 1."""
+        """Convolve; with a state, continue after its inputs and update it; `step` overwrites it, for T = 1."""
         if step and state is not None:
             last = state.get(x.shape[0], x)
             y = short_conv_step(x.squeeze(1), self.weight, self.bias, last, activation=self.activation, impl=self.impl)
@@ -96,9 +96,9 @@ def convolved(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     step: bool = False,
 ) -> tuple[Tensor, ...]:
-    """The outputs of convolutions, each of its input: one launch for those alike but for their channels.
+    """Return the outputs of several convolutions, each of its own input; one launch if they differ only in channels.
 
-    With states, as `ShortConv`: of all of them or of none.
+    States are given for all of them or for none, and are updated as by `ShortConv`.
     """
     if not is_plain(ShortConv, *convs):
         return _one_by_one(convs, xs, states, cu_seqlens, step)

@@ -48,7 +48,7 @@ class StatePart:
         raise undefined(self, "tensors", "the property that holds all tensors of the state")
 
     def fix(self, max_length: int, more: int, storage: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
-        """Keep the addresses of all tensors until `loosen`: decoding steps then change values in place only.
+        """Keep the addresses of all tensors until `loosen`: decoding steps then only overwrite values.
 
         Args:
             max_length: tokens that the longest sequence may reach.
@@ -190,7 +190,7 @@ def copy_all(values: Sequence[Tensor], storage: Sequence[Tensor]) -> None:
     """Copy each value to its tensor in `storage`.
 
     Raises:
-        ValueError: the numbers of tensors, shapes, dtypes or devices differ.
+        ValueError: the counts, shapes, dtypes or devices differ.
     """
     found, expected = ([(x.shape, x.dtype, x.device) for x in tensors] for tensors in (values, storage))
     if found != expected:
