@@ -127,4 +127,4 @@ def test_only_one_module_calls_the_auto_classes():
                 owner = node.value.id if isinstance(node.value, ast.Name) else ""
                 if owner.startswith("Auto") or owner == "auto_class":
                     calls.append(path.name)
-    assert calls == ["_utils/trust.py", "_utils/trust.py"]
+    assert calls == ["trust.py", "trust.py"]
