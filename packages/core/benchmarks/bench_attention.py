@@ -14,7 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tokenmix_core._utils.optional import is_installed
 from tokenmix_core.chunking import cu_seqlens_from_lengths
 from tokenmix_core.ops import attention, attention_decode
-from tokenmix_core.ops.softmax_attention.backends import Mask, flash_attention, load
+from tokenmix_core.ops.softmax_attention.backends import flash_attention
+from tokenmix_core.ops.softmax_attention.implementations import load
+from tokenmix_core.ops.softmax_attention.types import Mask
 from tokenmix_core.testing.benchmarking import (
     document_boundaries,
     first_call_seconds,

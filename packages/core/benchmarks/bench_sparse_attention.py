@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.tuning import override
 from tokenmix_core.ops import attention, kept_attention
 from tokenmix_core.ops.softmax_attention.backends import flash_attention
+from tokenmix_core.ops.sparse_attention import tuning
 from tokenmix_core.testing.benchmarking import first_call_seconds, measure, measure_forms, table
 
 
@@ -52,9 +53,9 @@ CPU_CASES = [
 ]
 # queries and columns that meet, warps and registers a thread: what was not timed yet
 TILES = [
-    tuning.KeptAttentionTile(64, 64, 4, 1, 168),
-    tuning.KeptAttentionTile(128, 64, 8, 1, 128),
-    tuning.KeptAttentionTile(128, 64, 4, 1, 255),
+    tuning.AttentionTile(64, 64, 4, 1, 168),
+    tuning.AttentionTile(128, 64, 8, 1, 128),
+    tuning.AttentionTile(128, 64, 4, 1, 255),
 ]
 # list lengths; lists of unequal length beside even ones with as many pairs; other heads
 SWEEP = [
@@ -117,7 +118,7 @@ def versions(device: str) -> Iterator[dict]:
 
 def tiles(device: str) -> Iterator[dict]:
     """The forward kernel in Gluon with other tiles than those of `tuning`, at the goals' shapes of tokens."""
-    known = tuning.KEPT_ATTENTION_HOPPER
+    known = tuning.HOPPER_FORWARD
     first = known[64, 64]
     for case in (CASES[0], CASES[2], CASES[3]) if device != "cpu" else CPU_CASES[:1]:
         q, k, v, keep = _inputs(case, device)
@@ -126,7 +127,7 @@ def tiles(device: str) -> Iterator[dict]:
             forwards = {f"{tile[:3]}, {tile.maxnreg}": lambda: kept_attention(
                 q, k, v, keep, unit=case.unit, window=case.window, impl=impl  # noqa: B023
             ).o}  # fmt: skip
-            with tuning.override(known, {(64, 64): tile}):
+            with override(known, {(64, 64): tile}):
                 yield from measure("kept_attention, tiles", _name(case), device, forwards, (q, k, v))
 
 

@@ -12,9 +12,11 @@ from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import attention, attention_decode, merge_attention
 from tokenmix_core.ops.common import AttentionOutput, interpreting
 from tokenmix_core.ops.softmax_attention import attention_reference, backends, choose_impl
+from tokenmix_core.ops.softmax_attention import tuning as attention_tuning
 from tokenmix_core.ops.softmax_attention.autograd import attention_backward_op, attention_decode_op, attention_op
-from tokenmix_core.ops.softmax_attention.backends import Call as Choice
-from tokenmix_core.ops.softmax_attention.backends import Mask, limit
+from tokenmix_core.ops.softmax_attention.backends import limit
+from tokenmix_core.ops.softmax_attention.types import Call as Choice
+from tokenmix_core.ops.softmax_attention.types import Mask
 from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_core.testing.operations import HALF, Call, KernelCase, OpContract
 
@@ -76,7 +78,7 @@ LENGTHS = {"square": (20, 20), "fewer queries": (5, 20), "fewer keys": (20, 13),
 
 def in_small_tiles(override):
     """Tiles of 16 x 32: many tiles in a short sequence."""
-    override(tuning, attention=lambda kernel, head, dtype: tuning.AttentionTile(16, 32, 4, 1))
+    override(attention_tuning, attention=lambda *call: attention_tuning.AttentionTile(16, 32, 4, 1))
     override(tuning, sm_count=lambda device: 6)
 
 

@@ -9,8 +9,9 @@ from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import attention, attention_decode, merge_attention
 from tokenmix_core.ops.softmax_attention import attention_reference, choose_impl, plan
 from tokenmix_core.ops.softmax_attention.autograd import attention_backward_op, attention_decode_op, attention_op
-from tokenmix_core.ops.softmax_attention.backends import Call, Mask, cudnn_heads, flash_attention, limit, on_hopper
+from tokenmix_core.ops.softmax_attention.backends import cudnn_heads, flash_attention, limit, on_hopper
 from tokenmix_core.ops.softmax_attention.plan import GLUON
+from tokenmix_core.ops.softmax_attention.types import Call, Mask
 from tokenmix_core.testing.closeness import assert_within, relative_error
 
 pytestmark = pytest.mark.gpu

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tokenmix_core.ops.softmax_attention import attention_reference
-from tokenmix_core.ops.softmax_attention.backends import Mask
 from tokenmix_core.ops.softmax_attention.bias_columns import BIAS_COLUMNS
 from tokenmix_core.ops.softmax_attention.reference import attention_reference_backward
+from tokenmix_core.ops.softmax_attention.types import Mask
 from tokenmix_core.testing import gluon_emulator
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
@@ -98,7 +98,7 @@ def test_gradients_answer_to_the_reference(hopper, case):
 @pytest.mark.parametrize("case", [case for case in CASES if "chosen" not in CASES[case]])
 def test_outputs_answer_to_the_reference(hopper, override, case, count):
     # places for tiles of keys
-    override(hopper[1].tuning, attention_stages=lambda head_size, programs: (count, 128))
+    override(hopper[1].tuning, hopper_forward=lambda head_size, programs: (count, 128))
     generator = torch.Generator().manual_seed(0)
     B, HQ, H, TQ = (CASES[case].get(name, size) for name, size in (("B", 1), ("HQ", 2), ("H", 2), ("TQ", 70)))
     TK = CASES[case].get("TK", TQ)
@@ -132,7 +132,7 @@ def far_above(mask: Mask, T: int, D: int):
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("mask", FAR_ABOVE.values(), ids=FAR_ABOVE)
 def test_scores_far_above_those_of_the_own_tile_are_met_once_more(hopper, override, mask, count):
-    override(hopper[1].tuning, attention_stages=lambda head_size, programs: (count, 128))
+    override(hopper[1].tuning, hopper_forward=lambda head_size, programs: (count, 128))
     inputs, outputs, exact = far_above(mask, 70, 64)
     hopper[1].forward(*inputs, *outputs, None, mask, 0.25)
     torch.testing.assert_close(outputs, exact, rtol=1e-4, atol=1e-4, equal_nan=True)

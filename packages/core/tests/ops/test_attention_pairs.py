@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from tokenmix_core.ops.softmax_attention import attention_reference
-from tokenmix_core.ops.softmax_attention.backends import IMPLS, Mask, call_of, flash_attention, limit, load
+from tokenmix_core.ops.softmax_attention.backends import IMPLS, flash_attention, limit
+from tokenmix_core.ops.softmax_attention.implementations import load
 from tokenmix_core.ops.softmax_attention.plan import GLUON
 from tokenmix_core.ops.softmax_attention.plan import limit as limit_of_gluon
+from tokenmix_core.ops.softmax_attention.types import Mask, call_of
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.layouts import LAYOUTS, copies
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from tokenmix_core.ops.softmax_attention import backends, cudnn_plans
-from tokenmix_core.ops.softmax_attention.backends import OURS, Mask, by_cudnn
+from tokenmix_core.ops.softmax_attention.backends import OURS, by_cudnn
 from tokenmix_core.ops.softmax_attention.cudnn_plans import kernels_before_plan
+from tokenmix_core.ops.softmax_attention.implementations import load
+from tokenmix_core.ops.softmax_attention.types import Mask, call_of
 
 MASK = Mask(True, None, 0)
 
@@ -52,13 +54,13 @@ def test_gradients_behind_our_kernels_are_ours_where_cudnn_would_lead(monkeypatc
     monkeypatch.setattr(backends, "cudnn_heads", lambda: 256)
     monkeypatch.setattr(backends, "_is_for_flash_attention_4", lambda call: False)
     q, k, v = (torch.zeros(2, 8192, 16, 128, dtype=torch.bfloat16) for _ in range(3))
-    call = backends.call_of(q, k, v, MASK, False)
+    call = call_of(q, k, v, MASK, False)
     assert backends.backward_impl(None, call, False) == "sdpa"
     assert backends.backward_impl(OURS, call, False) == OURS
     assert by_cudnn(None, q, k, v, MASK, False)
     assert by_cudnn("sdpa", q, k, v, MASK, False)
     assert not by_cudnn(None, q, k, v, Mask(True, 100, 0), False)
     assert not by_cudnn(None, q[..., :64], k[..., :64], v[..., :64], MASK, False)
-    ours, default = (backends.load(x) for x in (OURS, None))
+    ours, default = (load(x) for x in (OURS, None))
     assert ours.forward.keywords == default.forward.keywords
     assert ours.backward.keywords == default.backward.keywords

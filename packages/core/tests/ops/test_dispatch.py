@@ -33,7 +33,8 @@ from tokenmix_core.ops.gated_delta_rule import autograd, hopper
 from tokenmix_core.ops.gated_delta_rule import plan as delta_rule_plan
 from tokenmix_core.ops.gated_delta_rule.prepare import prepare as portable_prepare
 from tokenmix_core.ops.softmax_attention import plan as attention_plan
-from tokenmix_core.ops.softmax_attention.backends import Mask
+from tokenmix_core.ops.softmax_attention.tuning import attention as attention_tile
+from tokenmix_core.ops.softmax_attention.types import Mask
 from tokenmix_core.ops.sparse_attention import plan as kept_plan
 from tokenmix_core.ops.ssd import plan as ssd_plan
 
@@ -152,7 +153,7 @@ def test_attentions_kernels_on_hopper_follow_heads_windows_and_blocks(call, form
     plan = attention_plan.plan(*x[:3], mask, None, x[3])
     assert tuple(made if isinstance(made, attention_plan.Form) else None for made in plan) == forms
     portable = attention_plan.plan(*x[:3], mask, "triton", x[3])
-    assert portable.forward == tuning.attention("forward", K, BFLOAT16)
+    assert portable.forward == attention_tile("forward", K, BFLOAT16)
     # a scale that terms of 16 bits cannot be divided by
     assert not isinstance(attention_plan.plan(*x[:3], mask, None, x[3], scale=1e-30).keys, attention_plan.Form)
     # of chosen queries these kernels know nothing, and many short sequences are not long ones

@@ -12,8 +12,10 @@ import torch
 
 from tokenmix_core.chunking import cu_seqlens_from_lengths
 from tokenmix_core.ops.softmax_attention import attention_reference, backends, flash4
-from tokenmix_core.ops.softmax_attention.backends import Call, Mask, backward_impl, choose_impl, limit
+from tokenmix_core.ops.softmax_attention.backends import backward_impl, choose_impl, limit
+from tokenmix_core.ops.softmax_attention.implementations import load
 from tokenmix_core.ops.softmax_attention.reference import attention_reference_backward
+from tokenmix_core.ops.softmax_attention.types import Call, Mask
 
 # fmt: off
 FORWARD = [
@@ -217,7 +219,7 @@ def test_its_own_gradients_carry_those_of_the_log_sum_exp(monkeypatch):
     for version, through_lse, whose in ((4, True, "flash_attn"), (2, True, None), (2, False, "flash_attn")):
         monkeypatch.setattr(backends, "flash_attention", lambda version=version: version)
         assert backward_impl("flash_attn", call(), through_lse) == whose
-        assert backends.load("flash_attn").forward.__module__.endswith("flash4" if version == 4 else "flash")
+        assert load("flash_attn").forward.__module__.endswith("flash4" if version == 4 else "flash")
 
 
 def test_the_choice_can_be_traced():

@@ -55,9 +55,9 @@ def attention(
     B=8, T=4096, H=16, D=128, window=None, sinks=0, boundaries=None, dtype=torch.bfloat16, group=1, impl=None
 ):
     """What the operation runs: it takes no bfloat16 on a CPU itself."""
-    from tokenmix_core.ops.softmax_attention.backends import Mask
     from tokenmix_core.ops.softmax_attention.backward import attention_backward
     from tokenmix_core.ops.softmax_attention.forward import attention_forward
+    from tokenmix_core.ops.softmax_attention.types import Mask
 
     q, do = (torch.empty(B, T, H * group, D, dtype=dtype) for _ in range(2))
     k, v = (torch.empty(B, T, H, D, dtype=dtype) for _ in range(2))

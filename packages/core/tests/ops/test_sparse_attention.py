@@ -8,9 +8,10 @@ from typing import ClassVar
 import pytest
 import torch
 
-from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import attention, kept_attention
 from tokenmix_core.ops.common import AttentionOutput
+from tokenmix_core.ops.softmax_attention import tuning as dense_tuning
+from tokenmix_core.ops.sparse_attention import tuning
 from tokenmix_core.ops.sparse_attention.autograd import kept_attention_backward_op, kept_attention_op
 from tokenmix_core.ops.sparse_attention.reference import units_of_tokens
 from tokenmix_core.testing.operations import Call, KernelCase, OpContract
@@ -94,8 +95,9 @@ LOCAL = ("window", "scale")
 
 def in_small_tiles(override):
     """Tiles of 16 x 32 and few pieces a device: many tiles in a short sequence, whose sums are made in parts."""
-    override(tuning, kept_attention=lambda *call: tuning.KeptAttentionTile(16, 32, 4, 1))
-    override(tuning, kept_attention_pieces=lambda *call: 5)
+    tile = dense_tuning.AttentionTile(16, 32, 4, 1)
+    override(tuning, kept_attention=lambda *call: tile)
+    override(dense_tuning, listed_keys=lambda *call: tile, work_tiles=lambda *call: 5)
 
 
 @pytest.fixture
@@ -369,16 +371,14 @@ def test_lists_hold_every_unit_once_and_in_order(blocks, device, monkeypatch):
 def test_work_tiles_cover_all_query_tiles_once_and_split_the_work(programs, device, monkeypatch, override):
     from tokenmix_core.ops.sparse_attention import mask, tile_schedule
 
-    override(tuning, kept_attention_pieces=lambda *call: programs)
+    override(dense_tuning, work_tiles=lambda *call: programs)
     monkeypatch.setattr(tile_schedule, "_LEAST", 1)
     T, H, BM, BN, window = 150, 2, 16, 32, 20
     keep = unequal(1, T, H).to(device)
     ranks, lists = (torch.empty(s, dtype=torch.int32, device=device) for s in ((1, H, T + 1), (1, H, T)))
     mask.list_units(keep, ranks, lists)
-    strides = dict.fromkeys(("s_ub", "s_ut", "s_uh"), 0)
-    made = tile_schedule.schedule_tiles(
-        ranks, lists, None, None, TQ=T, TK=T, H=H, BM=BM, BN=BN, unit=1, window=window, until_strides=strides
-    )
+    q = k = torch.empty(1, T, H, 1, device=device)
+    made = tile_schedule.schedule_tiles(KeyLists(ranks, lists, None, None, 1, window), q, k, BM, BN, None)
     m_min, _, _, m_max, *_, splits, first_work, first_partial = made.facts.tolist()
     split_size, num_work, num_partials = made.totals.tolist()
     # all of the first head is kept, nothing of the second

@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import attention, kept_attention
-from tokenmix_core.ops.sparse_attention import kept_attention_reference
+from tokenmix_core.ops.softmax_attention import tuning as dense_tuning
+from tokenmix_core.ops.sparse_attention import kept_attention_reference, tuning
 from tokenmix_core.ops.sparse_attention.autograd import kept_attention_backward_op, kept_attention_op
 from tokenmix_core.ops.sparse_attention.plan import GLUON
 from tokenmix_core.testing.closeness import assert_within, relative_error
@@ -132,7 +132,7 @@ def test_kernels_for_hopper_answer_to_float64(K, V, dtype, sizes, mask):
 @pytest.mark.parametrize("tile", [(64, 64, 4, 1, 168), (128, 64, 8, 1, 128), (128, 64, 4, 1, 255)], ids=str)
 @pytest.mark.parametrize("case", ["tokens", "fewer queries", "chunks", "packed"])
 def test_other_tiles_for_hopper_answer_to_float64(case, tile, override):
-    override(tuning.KEPT_ATTENTION_HOPPER, {(64, 64): tuning.KeptAttentionTile(*tile)})
+    override(tuning.HOPPER_FORWARD, {(64, 64): tuning.AttentionTile(*tile)})
     answers_to_float64(*CASES[case], torch.bfloat16, 64, impl="gluon")
 
 
@@ -161,7 +161,7 @@ def test_kernels_take_wide_and_odd_head_sizes(K, V, dtype, case):
 def test_sums_in_parts_answer_to_float64(case, programs, impl, override):
     if impl == "gluon" and case not in GLUON_CASES:
         pytest.skip("kernels in Gluon take no until")
-    override(tuning, kept_attention_pieces=lambda *call: programs)
+    override(dense_tuning, work_tiles=lambda *call: programs)
     answers_to_float64(*CASES[case], torch.bfloat16, 64, impl=impl)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 
 import pytest
 import torch
 
-from tokenmix_core.kernels import tuning
+from tokenmix_core.ops.softmax_attention import tuning
 from tokenmix_core.ops.sparse_attention import (
     autograd,
     backward_queries,
@@ -71,10 +72,10 @@ for case in ("tokens", "fewer queries", "packed"):
     ("case", "rows", "programs"), [(case, *shape) for case, shapes in SHAPES.items() for shape in shapes]
 )
 def test_values_and_gradients_answer_to_float64(by_gluon, override, case, rows, programs):
-    override(tuning, kept_attention_pieces=lambda *call: programs)
+    override(tuning, work_tiles=lambda *call: programs)
     # the module that the stand-in has imported anew
-    tile = tuning.KeptAttentionTile(rows, TILE, 4, 1)
-    override(by_gluon[0].tuning, kept_attention_hopper=lambda K, V: tile)
+    tile = tuning.AttentionTile(rows, TILE, 4, 1)
+    override(by_gluon[0].tuning, HOPPER_FORWARD=defaultdict(lambda: tile))
     case = CASES[case]
     case = (
         dict(B=1, HQ=1, H=1, HM=1, K=64, V=64, unit=1, kept=0.3, window=None, boundaries=None, through_lse=False) | case

@@ -100,25 +100,25 @@ if TYPE_CHECKING:
     from tokenmix_core.ops.registry import ssd_steps as ssd_steps
     from tokenmix_core.ops.registry import whole as whole
     from tokenmix_core.ops.softmax_attention import autograd as attention_autograd
-    from tokenmix_core.ops.softmax_attention.backends import Call as Call
-    from tokenmix_core.ops.softmax_attention.backends import Mask as Mask
     from tokenmix_core.ops.softmax_attention.backends import by_cudnn as by_cudnn
     from tokenmix_core.ops.softmax_attention.backends import choose_impl as choose_impl
     from tokenmix_core.ops.softmax_attention.backward import attention_backward as attention_backward
     from tokenmix_core.ops.softmax_attention.cudnn_plans import kernels_before_plan as kernels_before_plan
     from tokenmix_core.ops.softmax_attention.forward import attention_forward as attention_forward
-    from tokenmix_core.ops.softmax_attention.forward import block_size as block_size
-    from tokenmix_core.ops.softmax_attention.forward import dense_rows as dense_rows
-    from tokenmix_core.ops.softmax_attention.forward import precision as precision
-    from tokenmix_core.ops.softmax_attention.forward import strides as strides
     from tokenmix_core.ops.softmax_attention.kv_tiles import add_dot as add_dot
     from tokenmix_core.ops.softmax_attention.kv_tiles import load_tile as load_tile
     from tokenmix_core.ops.softmax_attention.kv_tiles import store_tile as store_tile
+    from tokenmix_core.ops.softmax_attention.launch_args import block_size as block_size
+    from tokenmix_core.ops.softmax_attention.launch_args import dense_rows as dense_rows
+    from tokenmix_core.ops.softmax_attention.launch_args import precision as precision
+    from tokenmix_core.ops.softmax_attention.launch_args import strides as strides
     from tokenmix_core.ops.softmax_attention.plan import GLUON as GLUON
     from tokenmix_core.ops.softmax_attention.plan import limit as limit
     from tokenmix_core.ops.softmax_attention.reference import attended as attended
     from tokenmix_core.ops.softmax_attention.reference import joined as joined
     from tokenmix_core.ops.softmax_attention.reference import wide as wide
+    from tokenmix_core.ops.softmax_attention.types import Call as Call
+    from tokenmix_core.ops.softmax_attention.types import Mask as Mask
     from tokenmix_core.ops.ssd import autograd as ssd_autograd
     from tokenmix_core.ops.ssd.api import HEAD_SIZES as SSD_HEAD_SIZES
 
@@ -171,17 +171,17 @@ __getattr__ = lazily(
         "delta_rule_steps": "registry",
         "ssd_steps": "registry",
         "whole": "registry",
-        "Call": "softmax_attention.backends",
-        "Mask": "softmax_attention.backends",
+        "Call": "softmax_attention.types",
+        "Mask": "softmax_attention.types",
         "by_cudnn": "softmax_attention.backends",
         "choose_impl": "softmax_attention.backends",
         "attention_backward": "softmax_attention.backward",
         "kernels_before_plan": "softmax_attention.cudnn_plans",
         "attention_forward": "softmax_attention.forward",
-        "block_size": "softmax_attention.forward",
-        "dense_rows": "softmax_attention.forward",
-        "precision": "softmax_attention.forward",
-        "strides": "softmax_attention.forward",
+        "block_size": "softmax_attention.launch_args",
+        "dense_rows": "softmax_attention.launch_args",
+        "precision": "softmax_attention.launch_args",
+        "strides": "softmax_attention.launch_args",
         "add_dot": "softmax_attention.kv_tiles",
         "load_tile": "softmax_attention.kv_tiles",
         "store_tile": "softmax_attention.kv_tiles",

@@ -25,7 +25,8 @@ from tokenmix_core.ops.gated_delta_rule.constants import narrowed_heads
 from tokenmix_core.ops.softmax_attention import plan as attention_plan
 from tokenmix_core.ops.softmax_attention.api import attention, attention_decode
 from tokenmix_core.ops.softmax_attention.api import implementation as implementation_of_attention
-from tokenmix_core.ops.softmax_attention.backends import Mask, backward_impl, call_of
+from tokenmix_core.ops.softmax_attention.backends import backward_impl
+from tokenmix_core.ops.softmax_attention.types import Mask, call_of
 from tokenmix_core.ops.sparse_attention import plan as kept_plan
 from tokenmix_core.ops.sparse_attention.api import kept_attention
 from tokenmix_core.ops.ssd import plan as ssd_plan

@@ -27,16 +27,14 @@ from tokenmix_core.ops.softmax_attention import autograd
 from tokenmix_core.ops.softmax_attention.backends import (
     IMPLS,
     AttentionImpl,
-    Call,
-    Mask,
     by_cudnn,
-    call_of,
     choose_impl,
     limit,
 )
 from tokenmix_core.ops.softmax_attention.cudnn_plans import kernels_before_plan
 from tokenmix_core.ops.softmax_attention.plan import GLUON, takes_gluon
 from tokenmix_core.ops.softmax_attention.plan import limit as limit_of_gluon
+from tokenmix_core.ops.softmax_attention.types import Call, Mask, call_of
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from tokenmix_core.kernels.launch.cache.replay import Replayed
 from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op, retried
-from tokenmix_core.ops.softmax_attention import backends
+from tokenmix_core.ops.softmax_attention import implementations
+from tokenmix_core.ops.softmax_attention.backends import backward_impl
+from tokenmix_core.ops.softmax_attention.types import Mask, call_of
 
 
 class Inputs(NamedTuple):
@@ -62,8 +64,8 @@ def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
     if x.q.numel() == 0 or x.k.numel() == 0:
         o, lse = _empty_outputs(x.q, x.v)
         return o.zero_(), lse.fill_(float("-inf"))
-    mask = backends.Mask(x.causal, x.window, x.sinks)
-    o, lse = backends.load(x.impl).forward(
+    mask = Mask(x.causal, x.window, x.sinks)
+    o, lse = implementations.load(x.impl).forward(
         q=x.q, k=x.k, v=x.v, cu_seqlens=x.cu_seqlens, mask=mask, scale=x.scale
     )  # fmt: skip
     return o.contiguous(), lse.contiguous()
@@ -86,9 +88,9 @@ def _backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     x, o, lse, do, dlse = given
     if x.q.numel() == 0 or x.k.numel() == 0:
         return _zeros(x.q), _zeros(x.k), _zeros(x.v)
-    mask = backends.Mask(x.causal, x.window, x.sinks)
-    call = backends.call_of(x.q, x.k, x.v, mask, x.cu_seqlens is not None)
-    backend = backends.load(backends.backward_impl(x.impl, call, dlse is not None))
+    mask = Mask(x.causal, x.window, x.sinks)
+    call = call_of(x.q, x.k, x.v, mask, x.cu_seqlens is not None)
+    backend = implementations.load(backward_impl(x.impl, call, dlse is not None))
     dq, dk, dv = backend.backward(
         q=x.q, k=x.k, v=x.v, o=o, lse=lse, do=torch.zeros_like(o) if do is None else do, dlse=dlse,
         cu_seqlens=x.cu_seqlens, mask=mask, scale=x.scale,
@@ -133,7 +135,7 @@ def _decode(x: DecodeInputs) -> tuple[Tensor, Tensor]:
     if x.q.numel() == 0 or x.k_cache.numel() == 0:
         o, lse = _empty_decode_outputs(x.q, x.v_cache)
         return o.zero_(), lse.fill_(float("-inf"))
-    decode = backends.load_decode(x.impl)
+    decode = implementations.load_decode(x.impl)
     lengths = x.cache_seqlens.contiguous()
     return decode(x.q, x.k_cache, x.v_cache, lengths, window=x.window, sinks=x.sinks, scale=x.scale)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from tokenmix_core._utils.optional import is_installed
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels.launch.compat import constant_when_traced
 from tokenmix_core.ops.common import interpreting
+from tokenmix_core.ops.softmax_attention.types import Call, Mask, call_of
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -32,47 +33,6 @@ _WIDE = 1024
 _MASK_ELEMENTS = 1 << 24
 
 _REFERENCE = "pass impl='reference'"
-
-
-class Mask(NamedTuple):
-    """Which keys a query sees."""
-
-    causal: bool
-    window: int | None
-    sinks: int
-
-
-class Backend(NamedTuple):
-    """`forward(q, k, v, cu_seqlens, mask, scale) -> (o, lse [B, HQ, TQ])` and
-    `backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask, scale) -> (dq, dk, dv)`."""
-
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, ...]]
-
-
-class Call(NamedTuple):
-    """A call as the choice of an implementation sees it: the device, the dtype, sizes, and the mask; no values."""
-
-    device: str
-    dtype: torch.dtype
-    tq: int
-    tk: int
-    head_k: int
-    head_v: int
-    mask: Mask
-    packed: bool = False
-    # B · HQ where every query head has keys of its own; None where heads share keys
-    heads: int | None = None
-    # B · HQ in any case; 0 where it does not matter
-    query_heads: int = 0
-    # kernels in Gluon run here and take such tensors
-    gluon: bool = False
-
-
-def call_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed: bool, gluon: bool = False) -> Call:
-    """A call with these tensors, as the choice of an implementation sees it."""
-    (B, TQ, HQ, K), (TK, H), V = q.shape, k.shape[1:3], v.shape[3]
-    return Call(q.device.type, q.dtype, TQ, TK, K, V, mask, packed, B * H if HQ == H else None, B * HQ, gluon)
 
 
 @functools.cache
@@ -184,42 +144,6 @@ def backward_impl(impl: str | None, call: Call, through_lse: bool) -> str | None
     return impl
 
 
-def load(impl: str | None) -> Backend:
-    """Import the implementation, None for our kernels; Triton and optional libraries are imported here at the earliest.
-
-    None lets kernels in Gluon run where they can.
-    """
-    if impl in (None, OURS, "gluon", "triton"):
-        impl = None if impl == OURS else impl
-        from tokenmix_core.ops.softmax_attention import backward, forward
-
-        return Backend(
-            functools.partial(forward.attention_forward, impl=impl),
-            functools.partial(backward.attention_backward, impl=impl),
-        )
-    if impl == "sdpa":
-        from tokenmix_core.ops.softmax_attention import sdpa
-
-        return Backend(sdpa.forward, sdpa.backward)
-    if impl == "flash_attn":
-        from tokenmix_core.ops.softmax_attention import flash, flash4
-
-        library = flash4 if flash_attention() == 4 else flash
-        return Backend(library.forward, library.backward)
-    return Backend(_reference_forward, _reference_backward)
-
-
-def load_decode(impl: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Import the decoding function of "triton" or "reference"."""
-    if impl == "triton":
-        from tokenmix_core.ops.softmax_attention.decode import attention_decode
-
-        return attention_decode
-    from tokenmix_core.ops.softmax_attention.reference import attention_decode_reference
-
-    return attention_decode_reference
-
-
 def _triton_limit(call: Call) -> str | None:
     if call.device != "cuda" and not interpreting():
         return (
@@ -290,17 +214,3 @@ _LIMITS: dict[str, Callable[[Call], str | None]] = {
     "flash_attn": _flash_attn_limit,
     "reference": lambda call: None,
 }
-
-
-def _reference_forward(q, k, v, cu_seqlens, mask: Mask, scale):
-    from tokenmix_core.ops.softmax_attention.reference import attention_reference
-
-    o, lse = attention_reference(q, k, v, scale=scale, cu_seqlens=cu_seqlens, **mask._asdict())
-    return o, lse.transpose(1, 2)
-
-
-def _reference_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
-    from tokenmix_core.ops.softmax_attention.reference import attention_reference_backward
-
-    dlse = None if dlse is None else dlse.transpose(1, 2)
-    return attention_reference_backward(q, k, v, o, do, dlse, scale=scale, cu_seqlens=cu_seqlens, **mask._asdict())

@@ -15,9 +15,7 @@ from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.decay import LOG2_E
 from tokenmix_core.kernels.triton.masks import visible
 from tokenmix_core.kernels.triton.varlen import locate_chunk
-from tokenmix_core.ops.softmax_attention.backends import Mask
 from tokenmix_core.ops.softmax_attention.bias_columns import BIAS_COLUMNS, store_bias
-from tokenmix_core.ops.softmax_attention.forward import constants, dense_rows, sink_step, sizes, strides
 from tokenmix_core.ops.softmax_attention.kv_tiles import (
     add_dot,
     key_tiles,
@@ -27,8 +25,11 @@ from tokenmix_core.ops.softmax_attention.kv_tiles import (
     store_tile,
     tile_of_queries,
 )
+from tokenmix_core.ops.softmax_attention.launch_args import constants, dense_rows, sink_step, sizes, strides
+from tokenmix_core.ops.softmax_attention.listed_keys.backward import first_keys_backward
 from tokenmix_core.ops.softmax_attention.plan import Form, limit, plan
 from tokenmix_core.ops.softmax_attention.query_selection import list_offset, list_tiles, listed, selected_rows
+from tokenmix_core.ops.softmax_attention.types import Mask
 
 
 @triton.jit
@@ -254,7 +255,5 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
             **sizes(q, k, cu_seqlens, mask), tiles=tiles, scale=scale, **constants(q, v, cu_seqlens, mask, by.keys),
         )  # fmt: skip
     if sinks:
-        from tokenmix_core.ops.sparse_attention.backward_keys import first_keys_backward
-
         first_keys_backward(**given, dk=dk, dv=dv, count=sinks, window=mask.window, scale=scale)
     return dq, dk, dv

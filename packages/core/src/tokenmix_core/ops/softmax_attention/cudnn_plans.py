@@ -9,7 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from tokenmix_core.kernels.launch.cache.replay import is_plain, keep_last
-from tokenmix_core.ops.softmax_attention.backends import OURS, Mask, call_of, limit
+from tokenmix_core.ops.softmax_attention.backends import OURS, limit
+from tokenmix_core.ops.softmax_attention.types import Mask, call_of
 
 # calls of a shape before a plan pays, and shapes whose calls are counted
 _CALLS, _SHAPES = 100, 16

@@ -19,8 +19,9 @@ from tokenmix_core.kernels.pdl import gdc_launch_and_wait
 from tokenmix_core.kernels.triton.decay import LOG2_E
 from tokenmix_core.kernels.triton.masks import visible
 from tokenmix_core.kernels.triton.softmax import finish_softmax, online_softmax
-from tokenmix_core.ops.softmax_attention.forward import block_size, dense_rows, precision, strides
 from tokenmix_core.ops.softmax_attention.kv_tiles import add_dot, key_tiles, load_tile
+from tokenmix_core.ops.softmax_attention.launch_args import block_size, dense_rows, precision, strides
+from tokenmix_core.ops.softmax_attention.tuning import attention_decode as decode_tile
 
 
 @cached_launch
@@ -143,7 +144,7 @@ def attention_decode(q, k_cache, v_cache, cache_seqlens, *, window, sinks, scale
     rows = TQ * HQ // H
     BM = min(64, block_size(rows))
     row_tiles = cdiv(rows, BM)
-    BN, warps, stages, maxnreg = tuning.attention_decode(max(K, V), q.dtype)
+    BN, warps, stages, maxnreg = decode_tile(max(K, V), q.dtype)
     seen = S if window is None else min(S, window + TQ + sinks)
     splits = tuning.splits(B * H * row_tiles, cdiv(seen, BN), q.device)
     o, lse = q.new_empty(B, TQ, HQ, V), q.new_empty(B, TQ, HQ, dtype=torch.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.softmax_attention.backends import Mask
+from tokenmix_core.ops.softmax_attention.types import Mask
 
 
 def forward(q, k, v, cu_seqlens, mask: Mask, scale):

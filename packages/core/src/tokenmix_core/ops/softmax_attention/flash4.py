@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.kernels.launch.cache.replay import launches_unseen
-from tokenmix_core.ops.softmax_attention.backends import Mask
 from tokenmix_core.ops.softmax_attention.flash import boundaries, readable, window_sides
+from tokenmix_core.ops.softmax_attention.types import Mask
 
 # of the functions that are called here, which nobody promises
 _PARAMETERS = {

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels import tuning as device_tuning
 from tokenmix_core.kernels.launch.cache.replay import is_real
 from tokenmix_core.ops.dispatch import HALF, GluonForm
-from tokenmix_core.ops.softmax_attention.backends import Mask, on_hopper
+from tokenmix_core.ops.softmax_attention import tuning
+from tokenmix_core.ops.softmax_attention.backends import on_hopper
 from tokenmix_core.ops.softmax_attention.hopper import ROWS, TILE
+from tokenmix_core.ops.softmax_attention.types import Mask
 
 GLUON = GluonForm("attention", "tokenmix_core.ops.softmax_attention.hopper", slower="about 1.2 to 1.4 times slower")
 
@@ -75,7 +77,7 @@ def plan(
 
     wide = K == 128 and _LONG * sequences <= TK and (mask.window is None or mask.window >= _WIDE)
     # a program by groups has a SM for itself
-    if wide and not chosen and 4 * B * HQ * cdiv(TQ, ROWS) >= 3 * tuning.sm_count(q.device):
+    if wide and not chosen and 4 * B * HQ * cdiv(TQ, ROWS) >= 3 * device_tuning.sm_count(q.device):
         forward = Form.GROUPS
     elif not chosen:
         forward = Form.ONE
@@ -83,7 +85,7 @@ def plan(
         keys = Form.ONE
     # with heads of 64 packed and few rows were not timed; without a window it gains 1 %, and spills on Triton 3.9
     dense = cu_seqlens is None and not chosen
-    timed = mask.window is not None and dense and tuning.crowded(B * HQ * cdiv(TQ, TILE))
+    timed = mask.window is not None and dense and device_tuning.crowded(B * HQ * cdiv(TQ, TILE))
     return AttentionPlan(forward, Form.ONE if K == 128 or timed else queries, keys)
 
 

@@ -11,9 +11,10 @@ import itertools
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.softmax_attention.backends import Mask, takes_cudnn
+from tokenmix_core.ops.softmax_attention.backends import takes_cudnn
 from tokenmix_core.ops.softmax_attention.flash import boundaries, readable, window_sides
 from tokenmix_core.ops.softmax_attention.reference import visible
+from tokenmix_core.ops.softmax_attention.types import Mask
 
 _aten = torch.ops.aten
 

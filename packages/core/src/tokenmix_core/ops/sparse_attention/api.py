@@ -18,7 +18,8 @@ from tokenmix_core.ops.common import (
     check_same_dtype,
     check_scale,
 )
-from tokenmix_core.ops.softmax_attention.backends import Call, Mask, limit
+from tokenmix_core.ops.softmax_attention.backends import limit
+from tokenmix_core.ops.softmax_attention.types import Call, Mask
 from tokenmix_core.ops.sparse_attention import autograd, plan
 from tokenmix_core.ops.sparse_attention.query_blocks import kept_attention_by_stretches, takes_stretches
 

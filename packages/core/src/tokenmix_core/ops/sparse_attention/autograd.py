@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op, retried
+from tokenmix_core.ops.softmax_attention.types import KeyLists
 
 
 class Inputs(NamedTuple):
@@ -71,10 +72,7 @@ def _forward(x: Inputs) -> Outputs:
     from tokenmix_core.ops.sparse_attention.mask import list_units
 
     list_units(x.keep, out.ranks, out.lists)
-    kept_attention_forward(
-        q=x.q, k=x.k, v=x.v, **out._asdict(), until=x.until, cu_seqlens=x.cu_seqlens, unit=x.unit, window=x.window,
-        scale=x.scale, impl=x.impl,
-    )  # fmt: skip
+    kept_attention_forward(x.q, x.k, x.v, out.o, out.lse, _key_lists(x, out), x.scale, x.impl)
     return out
 
 
@@ -95,26 +93,23 @@ def _backward(given: BackwardInputs) -> Gradients:
     if x.q.numel() == 0 or x.k.numel() == 0:
         return Gradients(*(grad.zero_() for grad in _empty_gradients(x, through_keep)))
     do = torch.zeros_like(out.o) if do is None else do
-    options = dict(until=x.until, cu_seqlens=x.cu_seqlens, unit=x.unit, window=x.window, scale=x.scale)
     if x.impl == "reference":
         from tokenmix_core.ops.sparse_attention.reference import kept_attention_reference_backward
 
         dlse = None if dlse is None else dlse.transpose(1, 2)
         *grads, d_keep = kept_attention_reference_backward(
-            q=x.q, k=x.k, v=x.v, keep=x.keep, o=out.o, do=do, dlse=dlse, **options
-        )
+            q=x.q, k=x.k, v=x.v, keep=x.keep, o=out.o, do=do, dlse=dlse, until=x.until, cu_seqlens=x.cu_seqlens,
+            unit=x.unit, window=x.window, scale=x.scale,
+        )  # fmt: skip
         d_keep = d_keep.to(x.keep.dtype) if through_keep else x.keep.new_empty(0)
         return Gradients(*(grad.contiguous() for grad in (*grads, d_keep)))
     from tokenmix_core.ops.sparse_attention.backward_keys import kept_attention_backward_keys
     from tokenmix_core.ops.sparse_attention.backward_queries import kept_attention_backward_queries
 
-    options |= dict(ranks=out.ranks, lists=out.lists, impl=x.impl)
-    dq, delta, bias = kept_attention_backward_queries(
-        q=x.q, k=x.k, v=x.v, o=out.o, do=do, lse=out.lse, dlse=dlse, **options
-    )  # fmt: skip
+    keys, keep = _key_lists(x, out), x.keep if through_keep else None
+    dq, delta, bias = kept_attention_backward_queries(x.q, x.k, x.v, out.o, do, out.lse, dlse, keys, x.scale, x.impl)
     dk, dv, d_keep = kept_attention_backward_keys(
-        q=x.q, k=x.k, v=x.v, do=do, lse=out.lse, delta=delta, bias=bias,
-        keep=x.keep if through_keep else None, **options,
+        x.q, x.k, x.v, do, out.lse, delta, bias, keys, x.scale, keep=keep
     )  # fmt: skip
     return Gradients(dq, dk, dv, x.keep.new_empty(0) if d_keep is None else d_keep)
 
@@ -147,6 +142,10 @@ def _gradients(ctx, do, dlse, *_unused):
 
 
 kept_attention = differentiable(kept_attention_op, _forward, _save, _gradients, outputs=2)
+
+
+def _key_lists(x: Inputs, out: Outputs) -> KeyLists:
+    return KeyLists(out.ranks, out.lists, x.until, x.cu_seqlens, x.unit, x.window)
 
 
 def _outputs(x: Inputs) -> Outputs:

@@ -1,10 +1,8 @@
-"""The dK/dV kernel: dk, dv and the gradient of `keep`, by work tiles of listed columns.
-
-A tile gathers keys of one list, retained or not. The queries that see a key, local or far, are an interval (README.md).
-So each key's gradients are one sum, written once.
-"""
+"""dk, dv and the gradient of `keep`: the dK/dV kernel over listed keys, then sums over the heads that share `keep`."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -12,181 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.launch.launcher import cached_launch
-from tokenmix_core.kernels.triton.decay import LOG2_E
 from tokenmix_core.kernels.triton.varlen import locate_chunk
 from tokenmix_core.ops.common import aligned
-from tokenmix_core.ops.softmax_attention.forward import dense_rows, strides
-from tokenmix_core.ops.softmax_attention.kv_tiles import add_dot, load_tile, masked_tile
-from tokenmix_core.ops.sparse_attention.forward import constants, sizes
-from tokenmix_core.ops.sparse_attention.mask import away_from, list_first
-from tokenmix_core.ops.sparse_attention.tile_schedule import (
-    FIRST_PARTIAL,
-    FIRST_WORK,
-    FULL_MAX,
-    FULL_MIN,
-    M_MAX,
-    M_MIN,
-    NUM_PARTIALS,
-    NUM_WORK,
-    SPLIT_SIZE,
-    SPLITS,
-    find_tile,
-    schedule_tiles,
-)
-from tokenmix_core.ops.sparse_attention.tiles import listed_columns, load_rows
-
-
-@triton.jit
-def dkdv_step(
-    b_dk, b_dv, b_dm, b_k, b_v, p_q, p_do, p_lse, p_delta, s_qt, s_dt, i_q, o_k, b_away, b_end, queries, shift, scale,
-    K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    MASKED: tl.constexpr, THROUGH_KEEP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Accumulate dk, dv and, over far pairs, the gradient of a key's factor, by one query tile."""
-    o_q = i_q * BM + tl.arange(0, BM)
-    m_q = o_q < queries
-    b_q = load_tile(p_q, i_q * BM, queries, s_qt, K, BM, BK, MASKED)
-    b_do = load_tile(p_do, i_q * BM, queries, s_dt, V, BM, BV, MASKED)
-    b_lse = tl.load(p_lse + o_q, mask=m_q, other=0.0) * LOG2_E
-    b_delta = tl.load(p_delta + o_q, mask=m_q, other=0.0)
-    b_pt = tl.exp2(tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale - b_lse[None, :])
-    if MASKED:
-        m_s = (o_q[None, :] + shift >= o_k[:, None]) & (o_q[None, :] + shift < b_end[:, None])
-        b_pt = tl.where(m_s & m_q[None, :], b_pt, 0.0)
-    b_dv = add_dot(b_pt.to(b_do.dtype), b_do, b_dv, PRECISION)
-    b_dpt = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-    b_dst = b_pt * (b_dpt - b_delta[None, :])
-    if THROUGH_KEEP:
-        b_dm += tl.sum(tl.where(o_q[None, :] + shift >= b_away[:, None], b_dst, 0.0), 1)
-    b_dk = add_dot(b_dst.to(b_q.dtype), b_q, b_dk, PRECISION)
-    return b_dk, b_dv, b_dm
-
-
-@triton.jit
-def store_rows(p_x, b_x, o_t, m_t, stride, D: tl.constexpr, BD: tl.constexpr):
-    """Write the rows `o_t` where `m_t`."""
-    o_d = tl.arange(0, BD)
-    p_x += o_t.to(tl.int64)[:, None] * stride + o_d[None, :]
-    tl.store(p_x, b_x.to(p_x.dtype.element_ty), mask=m_t[:, None] & (o_d < D)[None, :])
-
-
-@triton.jit
-def store_gradients(
-    dk, dv, dm, b_dk, b_dv, b_dm, i_b, i_h, start, o_k, m_k, kept, TK, H, scale,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    """Write the gradients of the keys at positions `o_k` where `m_k`."""
-    o_row = i_b * TK + start
-    store_rows(dk + (o_row * H + i_h) * K, b_dk * scale, o_k, m_k, H * K, K, BK)
-    store_rows(dv + (o_row * H + i_h) * V, b_dv, o_k, m_k, H * V, V, BV)
-    if dm is not None:
-        tl.store(dm + (i_b * H + i_h) * TK + start + o_k, tl.where(kept, b_dm, 0.0), mask=m_k)
-
-
-@cached_launch
-@triton.jit
-def _kept_attention_backward_keys(
-    q, k, v, do, lse, delta, dk, dv, dm, partial_k, partial_v, partial_m, ranks, lists, until, facts, work_tiles,
-    totals, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_db, s_dt, s_dh, s_ub, s_ut, s_uh,
-    B, TQ, TK, U, HQ, H, HM, N, tiles, window, scale,
-    K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    UNIT: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute one work tile per program: a tile of columns by some of its query tiles, for all heads of the group."""
-    i_w = tl.program_id(0)
-    if i_w >= tl.load(totals + NUM_WORK):
-        return
-    i_x = tl.load(work_tiles + i_w)
-    i_b, i_h, start, keys, kept, p_list, begin, column, count = find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM)
-    o_k = listed_columns(p_list, begin, column, count, BN, UNIT)
-    p_fact = facts + i_x
-    queries = TQ
-    if PACKED:
-        queries = keys
-    shift = keys - queries
-    split_size = tl.load(totals + SPLIT_SIZE)
-    split = i_w - tl.load(p_fact + FIRST_WORK * tiles)
-    m_min = tl.load(p_fact + M_MIN * tiles) + split * split_size
-    m_max = tl.minimum(m_min + split_size, tl.load(p_fact + M_MAX * tiles))
-    full_min = tl.minimum(tl.maximum(tl.load(p_fact + FULL_MIN * tiles), m_min), m_max)
-    full_max = tl.minimum(tl.maximum(tl.load(p_fact + FULL_MAX * tiles), full_min), m_max)
-
-    m_k = o_k < keys
-    b_k = load_rows(k + i_b * s_kb + start * s_kt + i_h * s_kh, o_k, keys, s_kt, K, BK, True)
-    b_v = load_rows(v + i_b * s_vb + start * s_vt + i_h * s_vh, o_k, keys, s_vt, V, BV, True)
-    b_away = away_from(o_k, window, UNIT, WINDOW)
-    b_end = b_away
-    if until is not None:
-        p_until = until + i_b * s_ub + start * s_ut + i_h * s_uh
-        b_until = tl.minimum(tl.load(p_until + o_k * s_ut, mask=m_k, other=0), keys).to(tl.int32)
-        b_end = tl.where(kept, tl.maximum(b_away, b_until), b_away)
-    else:
-        b_end = tl.where(kept, keys, b_away)
-    b_dk = tl.zeros([BN, BK], tl.float32)
-    b_dv = tl.zeros([BN, BV], tl.float32)
-    b_dm = tl.zeros([BN], tl.float32)
-    # one loop over all heads of the group, long enough to pipeline its copies
-    i_hq = i_h * (HQ // H)
-    p_q = q + i_b * s_qb + start * s_qt + i_hq * s_qh
-    p_do = do + i_b * s_db + start * s_dt + i_hq * s_dh
-    o_row = (i_b * HQ + i_hq) * TQ + start
-    clear = tl.maximum(full_max - full_min, 1)
-    for i in range(0, (full_max - full_min) * (HQ // H)):
-        i_g = (i // clear).to(tl.int64)
-        b_dk, b_dv, b_dm = dkdv_step(
-            b_dk, b_dv, b_dm, b_k, b_v, p_q + i_g * s_qh, p_do + i_g * s_dh, lse + o_row + i_g * TQ,
-            delta + o_row + i_g * TQ, s_qt, s_dt, full_min + i % clear, o_k, b_away, b_end, queries, shift,
-            scale * LOG2_E, K, V, BM, BK, BV, False, dm is not None, PRECISION,
-        )  # fmt: skip
-    masked = tl.maximum(full_min - m_min + m_max - full_max, 1)
-    for i in range(0, (full_min - m_min + m_max - full_max) * (HQ // H)):
-        i_g = (i // masked).to(tl.int64)
-        b_dk, b_dv, b_dm = dkdv_step(
-            b_dk, b_dv, b_dm, b_k, b_v, p_q + i_g * s_qh, p_do + i_g * s_dh, lse + o_row + i_g * TQ,
-            delta + o_row + i_g * TQ, s_qt, s_dt, masked_tile(i % masked, 0, m_min, full_min, full_max), o_k, b_away,
-            b_end, queries, shift, scale * LOG2_E, K, V, BM, BK, BV, True, dm is not None, PRECISION,
-        )  # fmt: skip
-    if tl.load(p_fact + SPLITS * tiles) == 1:
-        store_gradients(
-            dk, dv, dm, b_dk, b_dv, b_dm, i_b, i_h, start, o_k, m_k, kept, TK, H, scale, K, V, BK, BV
-        )  # fmt: skip
-    else:
-        o_n = tl.arange(0, BN)
-        o_partial = (tl.load(p_fact + FIRST_PARTIAL * tiles) + split).to(tl.int64) * BN
-        store_rows(partial_k + o_partial * BK, b_dk, o_n, m_k, BK, BK, BK)
-        store_rows(partial_v + o_partial * BV, b_dv, o_n, m_k, BV, BV, BV)
-        if dm is not None:
-            tl.store(partial_m + o_partial + o_n, b_dm, mask=m_k)
-
-
-@cached_launch
-@triton.jit
-def _sum_partials(
-    dk, dv, dm, partial_k, partial_v, partial_m, ranks, lists, facts, partial_tiles, totals, B, TK, U, H, HM, tiles,
-    scale, K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """Add the partial sums of a tile in order: one program per partial sum; all but the tile's first exit."""
-    i_w = tl.program_id(0)
-    if i_w >= tl.load(totals + NUM_PARTIALS):
-        return
-    i_x = tl.load(partial_tiles + i_w)
-    if i_w != tl.load(facts + FIRST_PARTIAL * tiles + i_x):
-        return
-    i_b, i_h, start, keys, kept, p_list, begin, column, count = find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM)
-    o_k = listed_columns(p_list, begin, column, count, BN, UNIT)
-    b_dk = tl.zeros([BN, BK], tl.float32)
-    b_dv = tl.zeros([BN, BV], tl.float32)
-    b_dm = tl.zeros([BN], tl.float32)
-    for i in range(i_w, i_w + tl.load(facts + SPLITS * tiles + i_x)):
-        b_dk += load_tile(partial_k, i * BN, 0, BK, BK, BN, BK, False)
-        b_dv += load_tile(partial_v, i * BN, 0, BV, BV, BN, BV, False)
-        if dm is not None:
-            b_dm += tl.load(partial_m + i * BN + tl.arange(0, BN))
-    store_gradients(
-        dk, dv, dm, b_dk, b_dv, b_dm, i_b, i_h, start, o_k, o_k < keys, kept, TK, H, scale, K, V, BK, BV
-    )  # fmt: skip
+from tokenmix_core.ops.softmax_attention.launch_args import dense_rows
+from tokenmix_core.ops.softmax_attention.listed_keys.backward import listed_keys_backward
+from tokenmix_core.ops.softmax_attention.tuning import AttentionTile
+from tokenmix_core.ops.softmax_attention.types import KeyLists
 
 
 @cached_launch
@@ -220,79 +50,32 @@ def _sum_keep(dm, d_keep, cu_seqlens, TK, U, H, HM, N, UNIT: tl.constexpr, BU: t
 
 
 def kept_attention_backward_keys(
-    q, k, v, do, lse, delta, bias, ranks, lists, until, cu_seqlens, *, keep, unit, window, scale, impl
+    q, k, v, do, lse, delta, bias, keys: KeyLists, scale, *, keep: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return dk and dv, and the gradient of `keep` unless it is None."""
-    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-    d_keep = _write_gradients(
-        q=q, k=k, v=v, do=do, lse=lse, delta=delta, bias=bias, dk=dk, dv=dv, ranks=ranks, lists=lists, until=until,
-        cu_seqlens=cu_seqlens, keep=keep, unit=unit, window=window, scale=scale,
-    )  # fmt: skip
-    return dk, dv, d_keep
-
-
-def first_keys_backward(q, k, v, do, lse, delta, dk, dv, cu_seqlens, *, count, window, scale) -> None:
-    """Overwrite the rows of dk and dv of each sequence's first `count` keys, which all queries see."""
-    count = min(count, k.shape[1])
-    ranks, lists = list_first(k, count, cu_seqlens)
-    _write_gradients(
-        q=q, k=k, v=v, do=do, lse=lse, delta=delta, bias=None, dk=dk, dv=dv, ranks=ranks, lists=lists, until=None,
-        cu_seqlens=cu_seqlens, keep=None, unit=1, window=window, scale=scale, most=count,
-    )  # fmt: skip
-
-
-def _write_gradients(
-    *, q, k, v, do, lse, delta, bias, dk, dv, ranks, lists, until, cu_seqlens, keep, unit, window, scale, most=None
-) -> Tensor | None:
-    """Write dk and dv of both lists or, with `most`, of the first; return the gradient of `keep`, if any.
+    """Return dk and dv, and the gradient of `keep` unless it is None.
 
     The Gluon kernel runs if the dQ kernel left `bias` columns for it.
     """
+    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
-    (B, TQ, _, K), (_, TK, H, V) = q.shape, v.shape
-    tile = tuning.kept_attention("backward_keys", max(K, V), q.dtype, unit)
+    (B, TK, H, _), unit = k.shape, keys.unit
+    dm = None if keep is None else lse.new_empty(B, H, TK)
+    other = {}
     if bias is not None:
         from tokenmix_core.ops.sparse_attention.hopper import TILE
-
-        tile = tile._replace(BM=TILE, BN=TILE)
-    shape = sizes(q, k, ranks, cu_seqlens)
-    compiled_for = constants(q, v, tile, unit, window, cu_seqlens)
-    schedule = schedule_tiles(
-        ranks, lists, until, cu_seqlens, TQ=TQ, TK=TK, H=H, BM=tile.BM, BN=tile.BN, unit=unit, window=window,
-        until_strides=strides(u=until), most=most,
-    )  # fmt: skip
-    partials = len(schedule.partial_tiles) * tile.BN
-    partial_k, partial_v = (lse.new_empty(partials, compiled_for[size]) for size in ("BK", "BV"))
-    dm, partial_m = (None, None) if keep is None else (lse.new_empty(B, H, TK), lse.new_empty(partials))
-    # gradients and partial sums, and the lists that place them
-    written = dict(
-        dk=dk, dv=dv, dm=dm, partial_k=partial_k, partial_v=partial_v, partial_m=partial_m, ranks=ranks, lists=lists
-    )
-    if bias is not None:
         from tokenmix_core.ops.sparse_attention.hopper.backward_keys import backward_keys
 
-        backward_keys(
-            q=q, k=k, v=v, do=aligned(do), bias=bias, **written, cu_seqlens=cu_seqlens, schedule=schedule,
-            unit=unit, window=window, scale=scale,
-        )  # fmt: skip
-    else:
-        _kept_attention_backward_keys[(len(schedule.work_tiles),)](
-            q=q, k=k, v=v, do=do, lse=lse, delta=delta, **written, until=until, facts=schedule.facts,
-            work_tiles=schedule.work_tiles, totals=schedule.totals, **strides(q=q, k=k, v=v, d=do, u=until), B=B,
-            **shape, tiles=schedule.tiles, window=window or 0, scale=scale, **compiled_for,
-        )  # fmt: skip
-    _sum_partials[(len(schedule.partial_tiles),)](
-        **written, facts=schedule.facts, partial_tiles=schedule.partial_tiles, totals=schedule.totals,
-        B=B, TK=TK, U=shape["U"], H=H, HM=shape["HM"], tiles=schedule.tiles, scale=scale,
-        **{name: compiled_for[name] for name in ("K", "V", "BN", "BK", "BV", "UNIT")}, num_warps=8,
-    )  # fmt: skip
-    if keep is None or dm is None:
-        return None
+        launch = functools.partial(backward_keys, q=q, k=k, v=v, do=aligned(do), bias=bias, keys=keys, scale=scale)
+        other = dict(tile=AttentionTile(TILE, TILE, 4, 2), launch=launch)
+    listed_keys_backward(q, k, v, do, lse, delta, dk, dv, keys, scale, dm=dm, **other)
+    if keep is None:
+        return dk, dv, None
     d_keep = torch.empty_like(keep, memory_format=torch.contiguous_format)
-    U, HM = shape["U"], shape["HM"]
+    U, HM = keep.shape[1:]
     BU = 256 if unit == 1 else 64
+    N = 0 if keys.cu_seqlens is None else len(keys.cu_seqlens) - 1
     _sum_keep[(B * HM * (cdiv(U, BU) if unit == 1 else U),)](
-        dm=dm, d_keep=d_keep, cu_seqlens=cu_seqlens, TK=TK, U=U, H=H, HM=HM, N=shape["N"], UNIT=unit, BU=BU,
-        PACKED=cu_seqlens is not None,
+        dm=dm, d_keep=d_keep, cu_seqlens=keys.cu_seqlens, TK=TK, U=U, H=H, HM=HM, N=N, UNIT=unit, BU=BU,
+        PACKED=keys.cu_seqlens is not None,
     )  # fmt: skip
-    return d_keep
+    return dk, dv, d_keep

@@ -8,22 +8,22 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.decay import LOG2_E
 from tokenmix_core.kernels.triton.varlen import locate_chunk
 from tokenmix_core.ops.common import aligned
 from tokenmix_core.ops.softmax_attention.bias_columns import BIAS_COLUMNS
-from tokenmix_core.ops.softmax_attention.forward import dense_rows, strides
 from tokenmix_core.ops.softmax_attention.kv_tiles import add_dot, load_tile, masked_tile, store_tile
+from tokenmix_core.ops.softmax_attention.launch_args import dense_rows, listed_constants, listed_sizes, strides
+from tokenmix_core.ops.softmax_attention.listed_keys.lists import load_rows
 from tokenmix_core.ops.softmax_attention.plan import MIN_SCALE
-from tokenmix_core.ops.sparse_attention.forward import constants, sizes
+from tokenmix_core.ops.softmax_attention.types import KeyLists
+from tokenmix_core.ops.sparse_attention import tuning
 from tokenmix_core.ops.sparse_attention.mask import left_of
 from tokenmix_core.ops.sparse_attention.plan import takes_gluon
 from tokenmix_core.ops.sparse_attention.tiles import (
     columns,
     far_tiles,
-    load_rows,
     local_tiles,
     seen,
     tile_of_queries,
@@ -114,28 +114,25 @@ def _kept_attention_backward_queries(
 
 
 def kept_attention_backward_queries(
-    q, k, v, o, do, lse, dlse, ranks, lists, until, cu_seqlens, *, unit, window, scale, impl
+    q, k, v, o, do, lse, dlse, keys: KeyLists, scale, impl
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return dq `[B, TQ, HQ, K]` and, for the dK/dV kernel, delta `[B, HQ, TQ]`, or bias columns if it is in Gluon."""
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
     dlse = None if dlse is None else dlse.contiguous()
     (B, TQ, HQ, K), V = q.shape, v.shape[3]
     dq = q.new_empty(q.shape)
-    if scale >= MIN_SCALE and takes_gluon(impl, q, k, v, until):
+    if scale >= MIN_SCALE and takes_gluon(impl, q, k, v, keys.until):
         from tokenmix_core.ops.sparse_attention.hopper.backward_queries import backward_queries
 
         bias = lse.new_empty(*lse.shape, BIAS_COLUMNS.value, dtype=torch.bfloat16)
-        backward_queries(
-            q=q, k=k, v=v, o=o, do=aligned(do), lse=lse, dlse=dlse, bias=bias, dq=dq, ranks=ranks, lists=lists,
-            cu_seqlens=cu_seqlens, unit=unit, window=window, scale=scale,
-        )  # fmt: skip
+        backward_queries(q, k, v, o, aligned(do), lse, dlse, bias, dq, keys, scale)
         return dq, None, bias
     delta = torch.empty_like(lse)
-    tile = tuning.kept_attention("backward_queries", max(K, V), q.dtype, unit)
-    tiles = chunk_slots(1, TQ, tile.BM, cu_seqlens)
+    tile = tuning.kept_attention("backward_queries", max(K, V), q.dtype, keys.unit)
+    tiles = chunk_slots(1, TQ, tile.BM, keys.cu_seqlens)
     _kept_attention_backward_queries[(tiles * HQ * B,)](
-        q=q, k=k, v=v, o=o, do=do, lse=lse, dlse=dlse, delta=delta, dq=dq, ranks=ranks, lists=lists, until=until,
-        cu_seqlens=cu_seqlens, **strides(q=q, k=k, v=v, d=do, u=until), **sizes(q, k, ranks, cu_seqlens), tiles=tiles,
-        window=window or 0, scale=scale, **constants(q, v, tile, unit, window, cu_seqlens),
+        q=q, k=k, v=v, o=o, do=do, lse=lse, dlse=dlse, delta=delta, dq=dq, ranks=keys.ranks, lists=keys.lists,
+        until=keys.until, cu_seqlens=keys.cu_seqlens, **strides(q=q, k=k, v=v, d=do, u=keys.until),
+        **listed_sizes(q, k, keys), tiles=tiles, scale=scale, **listed_constants(q, v, tile, keys),
     )  # fmt: skip
     return dq, delta, None

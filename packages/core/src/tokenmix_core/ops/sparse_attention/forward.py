@@ -8,18 +8,19 @@ import triton
 import triton.language as tl
 
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.softmax import finish_softmax, online_softmax
 from tokenmix_core.kernels.triton.varlen import locate_chunk
-from tokenmix_core.ops.softmax_attention.forward import block_size, dense_rows, precision, strides
 from tokenmix_core.ops.softmax_attention.kv_tiles import add_dot, load_tile, masked_tile, store_tile
+from tokenmix_core.ops.softmax_attention.launch_args import dense_rows, listed_constants, listed_sizes, strides
+from tokenmix_core.ops.softmax_attention.listed_keys.lists import load_rows
+from tokenmix_core.ops.softmax_attention.types import KeyLists
+from tokenmix_core.ops.sparse_attention import tuning
 from tokenmix_core.ops.sparse_attention.mask import left_of
 from tokenmix_core.ops.sparse_attention.plan import takes_gluon
 from tokenmix_core.ops.sparse_attention.tiles import (
     columns,
     far_tiles,
-    load_rows,
     local_tiles,
     seen,
     tile_of_queries,
@@ -108,41 +109,19 @@ def _kept_attention_forward(
     tl.store(lse + (i_b * HQ + i_h) * TQ + start + o_t, b_lse, mask=o_t < queries)
 
 
-def kept_attention_forward(q, k, v, o, lse, ranks, lists, until, cu_seqlens, *, unit, window, scale, impl) -> None:
+def kept_attention_forward(q, k, v, o, lse, keys: KeyLists, scale, impl) -> None:
     """Write o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
     q, k, v = (dense_rows(x) for x in (q, k, v))
-    if takes_gluon(impl, q, k, v, until):
+    if takes_gluon(impl, q, k, v, keys.until):
         from tokenmix_core.ops.sparse_attention.hopper.forward import forward
 
-        forward(
-            q=q, k=k, v=v, o=o, lse=lse, ranks=ranks, lists=lists, cu_seqlens=cu_seqlens, unit=unit, window=window,
-            scale=scale,
-        )  # fmt: skip
+        forward(q, k, v, o, lse, keys, scale)
         return
     (B, TQ, HQ, K), V = q.shape, v.shape[3]
-    tile = tuning.kept_attention("forward", max(K, V), q.dtype, unit)
-    tiles = chunk_slots(1, TQ, tile.BM, cu_seqlens)
+    tile = tuning.kept_attention("forward", max(K, V), q.dtype, keys.unit)
+    tiles = chunk_slots(1, TQ, tile.BM, keys.cu_seqlens)
     _kept_attention_forward[(tiles * HQ * B,)](
-        q=q, k=k, v=v, o=o, lse=lse, ranks=ranks, lists=lists, until=until, cu_seqlens=cu_seqlens,
-        **strides(q=q, k=k, v=v, u=until),
-        **sizes(q, k, ranks, cu_seqlens), tiles=tiles, window=window or 0, scale=scale * math.log2(math.e),
-        **constants(q, v, tile, unit, window, cu_seqlens),
+        q=q, k=k, v=v, o=o, lse=lse, ranks=keys.ranks, lists=keys.lists, until=keys.until, cu_seqlens=keys.cu_seqlens,
+        **strides(q=q, k=k, v=v, u=keys.until), **listed_sizes(q, k, keys), tiles=tiles,
+        scale=scale * math.log2(math.e), **listed_constants(q, v, tile, keys),
     )  # fmt: skip
-
-
-def sizes(q, k, ranks, cu_seqlens) -> dict[str, int]:
-    """Return the sizes of a call by the kernels' parameter names."""
-    (_, TQ, HQ, _), (_, TK, H, _), (_, HM, U) = q.shape, k.shape, ranks.shape
-    N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
-    return {"TQ": TQ, "TK": TK, "U": U - 1, "HQ": HQ, "H": H, "HM": HM, "N": N}
-
-
-def constants(q, v, tile: tuning.KeptAttentionTile, unit: int, window: int | None, cu_seqlens) -> dict:
-    """Return the constexprs that all kernels of a call share."""
-    K, V = q.shape[3], v.shape[3]
-    return {
-        **{"K": K, "V": V, "BM": tile.BM, "BN": tile.BN, "BK": block_size(K), "BV": block_size(V)},
-        **{"UNIT": unit, "WINDOW": window is not None, "PACKED": cu_seqlens is not None},
-        **{"PRECISION": precision(q.dtype), "num_warps": tile.num_warps, "num_stages": tile.num_stages},
-        "maxnreg": tile.maxnreg,
-    }

@@ -3,10 +3,8 @@
 import triton
 import triton.language as tl
 
-from tokenmix_core.ops.sparse_attention.mask import first_unit, left_of
-
-# position of an absent column
-NOWHERE = tl.constexpr(1 << 30)
+from tokenmix_core.ops.softmax_attention.listed_keys.lists import first_unit, listed_columns
+from tokenmix_core.ops.sparse_attention.mask import left_of
 
 
 @triton.jit
@@ -58,42 +56,10 @@ def far_tiles(ranks, lists, row, first, last, window, sizes, UNIT: tl.constexpr,
 
 
 @triton.jit
-def listed_columns(p_list, begin, o_c, count, BN: tl.constexpr, UNIT: tl.constexpr):
-    """Return the positions of the listed columns `o_c` … `o_c + BN − 1`; `NOWHERE` from `count` on."""
-    o_n = tl.arange(0, BN)
-    if UNIT == 1:
-        m_n = o_c + o_n < count
-        return tl.where(m_n, tl.load(p_list + o_c + o_n, mask=m_n, other=0) - begin, NOWHERE)
-    else:
-        # a tile lies in one unit
-        first = tl.load(p_list + o_c // UNIT, mask=o_c < count, other=0) - begin
-        return tl.where(o_c < count, first * UNIT + o_c % UNIT, NOWHERE) + o_n
-
-
-@triton.jit
 def columns(p_list, begin, i, far, count, first, BN: tl.constexpr, UNIT: tl.constexpr):
     """Return the positions of the i-th tile: of the list if it is `far`, else of the keys from `first` on."""
     o_k = listed_columns(p_list, begin, i * BN, tl.where(far, count, 0), BN, UNIT)
     return tl.where(far, o_k, first + tl.arange(0, BN))
-
-
-@triton.jit
-def load_rows(p_x, o_t, rows, stride, D: tl.constexpr, BD: tl.constexpr, CHECK: tl.constexpr):
-    """Gather the rows `o_t` of a matrix of `rows` rows and D columns into a tile `[len(o_t), BD]`.
-
-    Columns beyond D are 0; with `CHECK`, rows beyond the last one are 0, too.
-    """
-    o_d = tl.arange(0, BD)
-    p_x += o_t.to(tl.int64)[:, None] * stride + o_d[None, :]
-    if CHECK:
-        if D == BD:
-            return tl.load(p_x, mask=(o_t < rows)[:, None], other=0.0)
-        else:
-            return tl.load(p_x, mask=(o_t < rows)[:, None] & (o_d < D)[None, :], other=0.0)
-    elif D == BD:
-        return tl.load(p_x)
-    else:
-        return tl.load(p_x, mask=(o_d < D)[None, :], other=0.0)
 
 
 @triton.jit

@@ -22,7 +22,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.gluon.hopper import (
     LOG2_E,
     async_copy_tile,
@@ -36,7 +35,7 @@ from tokenmix_core.kernels.gluon.hopper import (
 )
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.masks import visible
-from tokenmix_core.ops.softmax_attention.forward import sizes, strides
+from tokenmix_core.kernels.tuning import registers_of_many
 from tokenmix_core.ops.softmax_attention.hopper import TILE, constants
 from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
     Heads,
@@ -57,6 +56,7 @@ from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
 from tokenmix_core.ops.softmax_attention.hopper.bias_columns import BIAS_COLUMNS, PARTS, bias_selector, store_bias
 from tokenmix_core.ops.softmax_attention.hopper.query_tile import Rows, load_delta, locate_query_tile, store_tile
 from tokenmix_core.ops.softmax_attention.kv_tiles import key_tiles, query_tiles, tile_of_queries
+from tokenmix_core.ops.softmax_attention.launch_args import sizes, strides
 from tokenmix_core.ops.softmax_attention.query_selection import list_offset, list_tiles
 
 
@@ -342,7 +342,7 @@ def backward_queries(q, k, v, o, do, lse, dlse, delta, bias, dq, cu_seqlens, mas
         selected=selected,
         **strides(q=q, k=k, v=v, d=do), **sizes(q, k, cu_seqlens, mask), tiles=tiles, scale=scale,
         BT=TILE, **constants(q, cu_seqlens, mask), FILL=fill,
-        maxnreg=tuning.registers_of_many(tiles * HQ * B, 128) if q.shape[3] == 64 else None,
+        maxnreg=registers_of_many(tiles * HQ * B, 128) if q.shape[3] == 64 else None,
     )  # fmt: skip
 
 
@@ -355,5 +355,5 @@ def backward_keys(q, k, v, do, bias, dk, dv, cu_seqlens, mask, scale, selected) 
         q=q, k=k, v=v, do=do, bias=bias, dk=dk, dv=dv, cu_seqlens=cu_seqlens, ranks=ranks, order=order,
         **strides(q=q, k=k, v=v, d=do), **sizes(q, k, cu_seqlens, mask), tiles=tiles, scale=scale,
         BT=TILE, **constants(q, cu_seqlens, mask),
-        maxnreg=tuning.registers_of_many(tiles * H * B, 168) if q.shape[3] == 64 else None,
+        maxnreg=registers_of_many(tiles * H * B, 168) if q.shape[3] == 64 else None,
     )  # fmt: skip

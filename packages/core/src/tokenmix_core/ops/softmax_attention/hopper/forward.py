@@ -22,7 +22,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.gluon.hopper import async_copy_tile, barrier, mma_layout, wait_async_copies
 from tokenmix_core.kernels.gluon.online_softmax import (
     finalize,
@@ -33,10 +32,11 @@ from tokenmix_core.kernels.gluon.online_softmax import (
 )
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.masks import visible
-from tokenmix_core.ops.softmax_attention.forward import sizes, strides
+from tokenmix_core.ops.softmax_attention import tuning
 from tokenmix_core.ops.softmax_attention.hopper import TILE, constants
 from tokenmix_core.ops.softmax_attention.hopper.query_tile import locate_query_tile, store_tile
 from tokenmix_core.ops.softmax_attention.kv_tiles import key_tiles, tile_from_last, tile_of_queries
+from tokenmix_core.ops.softmax_attention.launch_args import sizes, strides
 
 
 @cached_launch
@@ -145,7 +145,7 @@ def forward(q, k, v, o, lse, cu_seqlens, mask, scale) -> None:
     """Write o and the log-sum-exp."""
     B, TQ, HQ, D = q.shape
     tiles = chunk_slots(1, TQ, TILE, cu_seqlens)
-    stages, registers = tuning.attention_stages(D, tiles * HQ * B)
+    stages, registers = tuning.hopper_forward(D, tiles * HQ * B)
     _forward[(tiles * HQ * B,)](
         q=q, k=k, v=v, o=o, lse=lse, cu_seqlens=cu_seqlens, **strides(q=q, k=k, v=v), **sizes(q, k, cu_seqlens, mask),
         tiles=tiles, scale=scale * math.log2(math.e), BT=TILE, NUM_STAGES=stages, **constants(q, cu_seqlens, mask),

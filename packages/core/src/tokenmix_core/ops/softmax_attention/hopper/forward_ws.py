@@ -47,10 +47,10 @@ from tokenmix_core.kernels.gluon.online_softmax import (
 )
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.masks import visible
-from tokenmix_core.ops.softmax_attention.forward import sizes, strides
 from tokenmix_core.ops.softmax_attention.hopper import ROWS, constants
 from tokenmix_core.ops.softmax_attention.hopper.query_tile import Rows, locate_query_tile
 from tokenmix_core.ops.softmax_attention.kv_tiles import key_tiles, tile_from_last, tile_of_queries
+from tokenmix_core.ops.softmax_attention.launch_args import sizes, strides
 
 NUM_STAGES = gl.constexpr(2)
 # keys of a KV tile

@@ -17,7 +17,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.gluon.hopper import (
     LOG2_E,
     barrier,
@@ -29,7 +28,7 @@ from tokenmix_core.kernels.gluon.hopper import (
 )
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.masks import within
-from tokenmix_core.ops.softmax_attention.forward import strides
+from tokenmix_core.kernels.tuning import registers_of_many
 from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
     Heads,
     Keys,
@@ -42,11 +41,9 @@ from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
 )
 from tokenmix_core.ops.softmax_attention.hopper.bias_columns import BIAS_COLUMNS, PARTS, bias_selector
 from tokenmix_core.ops.softmax_attention.hopper.query_tile import Rows
-from tokenmix_core.ops.sparse_attention.forward import sizes
-from tokenmix_core.ops.sparse_attention.hopper import constants
-from tokenmix_core.ops.sparse_attention.hopper.tiles import KeyList, async_gather_rows, listed_columns
-from tokenmix_core.ops.sparse_attention.mask import away_from
-from tokenmix_core.ops.sparse_attention.tile_schedule import (
+from tokenmix_core.ops.softmax_attention.launch_args import listed_sizes, strides
+from tokenmix_core.ops.softmax_attention.listed_keys.lists import away_from
+from tokenmix_core.ops.softmax_attention.listed_keys.tile_schedule import (
     FIRST_PARTIAL,
     FIRST_WORK,
     FULL_MAX,
@@ -59,6 +56,9 @@ from tokenmix_core.ops.sparse_attention.tile_schedule import (
     TileSchedule,
     find_tile,
 )
+from tokenmix_core.ops.softmax_attention.types import KeyLists
+from tokenmix_core.ops.sparse_attention.hopper import constants
+from tokenmix_core.ops.sparse_attention.hopper.tiles import KeyList, async_gather_rows, listed_columns
 
 
 class Visits(NamedTuple):
@@ -250,16 +250,16 @@ def _kept_attention_backward_keys(
 
 
 def backward_keys(
-    q, k, v, do, bias, dk, dv, dm, partial_k, partial_v, partial_m, ranks, lists, cu_seqlens, schedule: TileSchedule,
-    *, unit, window, scale,
+    q, k, v, do, bias, keys: KeyLists, scale, dk, dv, dm, partial_k, partial_v, partial_m, ranks, lists,
+    schedule: TileSchedule,
 ) -> None:  # fmt: skip
     """Write dk, dv and, unless `dm` is None, the keys' share of d(keep); of split tiles, write partial sums."""
     small = q.shape[3] == v.shape[3] == 64 and dm is None
-    _kept_attention_backward_keys[(len(schedule.work_tiles),)](
+    programs = len(schedule.work_tiles)
+    _kept_attention_backward_keys[(programs,)](
         q=q, k=k, v=v, do=do, bias=bias, dk=dk, dv=dv, dm=dm, partial_k=partial_k, partial_v=partial_v,
         partial_m=partial_m, ranks=ranks, lists=lists, facts=schedule.facts, work_tiles=schedule.work_tiles,
-        totals=schedule.totals, **strides(q=q, k=k, v=v, d=do), B=q.shape[0],
-        **sizes(q, k, ranks, cu_seqlens), tiles=schedule.tiles, window=window or 0, scale=scale,
-        **constants(q, v, unit, window, cu_seqlens),
-        maxnreg=tuning.registers_of_many(len(schedule.work_tiles), 168) if small else None,
+        totals=schedule.totals, **strides(q=q, k=k, v=v, d=do), B=q.shape[0], **listed_sizes(q, k, keys),
+        tiles=schedule.tiles, scale=scale, **constants(q, v, keys),
+        maxnreg=registers_of_many(programs, 168) if small else None,
     )  # fmt: skip

@@ -18,7 +18,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.gluon.hopper import (
     LOG2_E,
     async_copy_tile,
@@ -31,7 +30,7 @@ from tokenmix_core.kernels.gluon.hopper import (
 )
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.masks import within
-from tokenmix_core.ops.softmax_attention.forward import strides
+from tokenmix_core.kernels.tuning import registers_of_many
 from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
     KeyStage,
     Queries,
@@ -42,7 +41,8 @@ from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
 )
 from tokenmix_core.ops.softmax_attention.hopper.bias_columns import BIAS_COLUMNS, store_bias
 from tokenmix_core.ops.softmax_attention.hopper.query_tile import Rows, load_delta, locate_query_tile
-from tokenmix_core.ops.sparse_attention.forward import sizes
+from tokenmix_core.ops.softmax_attention.launch_args import listed_sizes, strides
+from tokenmix_core.ops.softmax_attention.types import KeyLists
 from tokenmix_core.ops.sparse_attention.hopper import TILE, constants
 from tokenmix_core.ops.sparse_attention.hopper.tiles import (
     KeyList,
@@ -205,13 +205,12 @@ def _kept_attention_backward_queries(
         store_rows(p_dq, q_s, HQ * K, queries - i_t * BT, gl.num_warps())
 
 
-def backward_queries(q, k, v, o, do, lse, dlse, bias, dq, ranks, lists, cu_seqlens, *, unit, window, scale) -> None:
+def backward_queries(q, k, v, o, do, lse, dlse, bias, dq, keys: KeyLists, scale) -> None:
     """Write dq, and the bias columns of queries for the dK/dV kernel."""
-    tiles = chunk_slots(1, q.shape[1], TILE, cu_seqlens)
-    _kept_attention_backward_queries[(tiles * q.shape[2] * q.shape[0],)](
-        q=q, k=k, v=v, o=o, do=do, lse=lse, dlse=dlse, bias=bias, dq=dq, ranks=ranks, lists=lists,
-        cu_seqlens=cu_seqlens, **strides(q=q, k=k, v=v, d=do),
-        **sizes(q, k, ranks, cu_seqlens), tiles=tiles, window=window or 0, scale=scale,
-        **constants(q, v, unit, window, cu_seqlens),
-        maxnreg=tuning.registers_of_many(tiles * q.shape[2] * q.shape[0], 168) if q.shape[3] == 64 else None,
+    B, TQ, HQ, K = q.shape
+    tiles = chunk_slots(1, TQ, TILE, keys.cu_seqlens)
+    _kept_attention_backward_queries[(tiles * HQ * B,)](
+        q=q, k=k, v=v, o=o, do=do, lse=lse, dlse=dlse, bias=bias, dq=dq, ranks=keys.ranks, lists=keys.lists,
+        cu_seqlens=keys.cu_seqlens, **strides(q=q, k=k, v=v, d=do), **listed_sizes(q, k, keys), tiles=tiles,
+        scale=scale, **constants(q, v, keys), maxnreg=registers_of_many(tiles * HQ * B, 168) if K == 64 else None,
     )  # fmt: skip

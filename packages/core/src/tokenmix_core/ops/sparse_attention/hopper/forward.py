@@ -21,7 +21,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.gluon.hopper import async_copy_tile, mma_layout, row_layout, wait_async_copies
 from tokenmix_core.kernels.gluon.online_softmax import (
     finalize,
@@ -31,9 +30,10 @@ from tokenmix_core.kernels.gluon.online_softmax import (
     sums_in_range,
 )
 from tokenmix_core.kernels.launch.launcher import cached_launch
-from tokenmix_core.ops.softmax_attention.forward import strides
 from tokenmix_core.ops.softmax_attention.hopper.query_tile import locate_query_tile, store_tile
-from tokenmix_core.ops.sparse_attention.forward import sizes
+from tokenmix_core.ops.softmax_attention.launch_args import listed_sizes, strides
+from tokenmix_core.ops.softmax_attention.types import KeyLists
+from tokenmix_core.ops.sparse_attention import tuning
 from tokenmix_core.ops.sparse_attention.hopper.tiles import KeyList, async_gather_rows, columns, seen
 from tokenmix_core.ops.sparse_attention.tiles import far_tiles, local_tiles, tile_of_queries
 
@@ -138,13 +138,14 @@ def _kept_attention_forward(
         store_tile(p_o, o_s, b_o, HQ * V, queries - i_t * BM)
 
 
-def forward(q, k, v, o, lse, ranks, lists, cu_seqlens, *, unit, window, scale) -> None:
+def forward(q, k, v, o, lse, keys: KeyLists, scale) -> None:
     """Write o and the log-sum-exp."""
-    BM, BN, warps, _, registers = tuning.kept_attention_hopper(q.shape[3], v.shape[3])
-    tiles = chunk_slots(1, q.shape[1], BM, cu_seqlens)
-    _kept_attention_forward[(tiles * q.shape[2] * q.shape[0],)](
-        q=q, k=k, v=v, o=o, lse=lse, ranks=ranks, lists=lists, cu_seqlens=cu_seqlens, **strides(q=q, k=k, v=v),
-        **sizes(q, k, ranks, cu_seqlens),
-        tiles=tiles, window=window or 0, scale=scale * math.log2(math.e), K=q.shape[3], V=v.shape[3], BM=BM, BN=BN,
-        UNIT=unit, WINDOW=window is not None, PACKED=cu_seqlens is not None, num_warps=warps, maxnreg=registers,
+    (B, TQ, HQ, K), V = q.shape, v.shape[3]
+    BM, BN, warps, _, registers = tuning.HOPPER_FORWARD[K, V]
+    tiles = chunk_slots(1, TQ, BM, keys.cu_seqlens)
+    _kept_attention_forward[(tiles * HQ * B,)](
+        q=q, k=k, v=v, o=o, lse=lse, ranks=keys.ranks, lists=keys.lists, cu_seqlens=keys.cu_seqlens,
+        **strides(q=q, k=k, v=v), **listed_sizes(q, k, keys), tiles=tiles, scale=scale * math.log2(math.e), K=K, V=V,
+        BM=BM, BN=BN, UNIT=keys.unit, WINDOW=keys.window is not None, PACKED=keys.cu_seqlens is not None,
+        num_warps=warps, maxnreg=registers,
     )  # fmt: skip

@@ -17,10 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.launch.launcher import cached_launch
-from tokenmix_core.ops.sparse_attention.mask import away_from, first_unit
-from tokenmix_core.ops.sparse_attention.tiles import listed_columns
+from tokenmix_core.ops.softmax_attention import tuning
+from tokenmix_core.ops.softmax_attention.launch_args import listed_sizes, strides
+from tokenmix_core.ops.softmax_attention.listed_keys.lists import away_from, first_unit, listed_columns
+from tokenmix_core.ops.softmax_attention.types import KeyLists
 
 # rows of the table of tiles: query tiles (masked [M_MIN, FULL_MIN), unmasked [FULL_MIN, FULL_MAX), masked [FULL_MAX,
 # M_MAX)), first column and end of the list, the sequence's first row, length and first unit, whether its keys are
@@ -240,31 +241,29 @@ def _split_work(
     tl.store(totals + NUM_PARTIALS, partial)
 
 
-def schedule_tiles(
-    ranks, lists, until, cu_seqlens, *, TQ, TK, H, BM, BN, unit, window, until_strides, most=None
-) -> TileSchedule:
+def schedule_tiles(keys: KeyLists, q: Tensor, k: Tensor, BM: int, BN: int, most: int | None) -> TileSchedule:
     """Schedule tiles of BN columns of both lists, by query tiles of BM queries.
 
     With `most`, schedule the first list alone, which holds at most `most` columns per sequence.
     """
-    B, HM, U = ranks.shape
-    U -= 1
-    N = 1 if cu_seqlens is None else len(cu_seqlens) - 1
+    ranks, unit, packed = keys.ranks, keys.unit, keys.cu_seqlens is not None
+    shape = listed_sizes(q, k, keys)
+    B, U, N = q.shape[0], shape["U"], max(shape["N"], 1)
     # whole tiles, and a partial one of each sequence and list; packed sequences leave gaps
     if most is not None:
-        slots = cdiv(most, BN) if cu_seqlens is None else min(N * most, U) // BN + N
+        slots = min(N * most, U) // BN + N if packed else cdiv(most, BN)
     else:
-        slots = cdiv(U * unit, BN) + 1 if cu_seqlens is None else U * unit // BN + 2 * N
-    tiles = slots * B * H
-    programs = tuning.kept_attention_pieces(tiles, ranks.device)
+        slots = U * unit // BN + 2 * N if packed else cdiv(U * unit, BN) + 1
+    tiles = slots * B * shape["H"]
+    programs = tuning.work_tiles(tiles, ranks.device)
     facts = ranks.new_empty(_FACTS, tiles)
     # bounds: each tile has one work tile, and each program's share adds one
     work_tiles, partial_tiles, totals = (ranks.new_empty(n) for n in (tiles + programs, 2 * programs, 3))
     _find_query_tiles[(tiles,)](
-        facts=facts, ranks=ranks, lists=lists, until=until, cu_seqlens=cu_seqlens, **until_strides,
-        B=B, TQ=TQ, TK=TK, U=U, H=H, HM=HM, N=N, slots=slots,
-        window=window or 0, BM=BM, BN=BN, UNIT=unit, WINDOW=window is not None, PACKED=cu_seqlens is not None,
-        OTHERS=most is None, num_warps=1,
+        facts=facts, ranks=ranks, lists=keys.lists, until=keys.until, cu_seqlens=keys.cu_seqlens,
+        **strides(u=keys.until), B=B, **{name: shape[name] for name in ("TQ", "TK", "U", "H", "HM", "window")}, N=N,
+        slots=slots, BM=BM, BN=BN, UNIT=unit, WINDOW=keys.window is not None, PACKED=packed, OTHERS=most is None,
+        num_warps=1,
     )  # fmt: skip
     _split_work[(1,)](
         facts=facts, work_tiles=work_tiles, partial_tiles=partial_tiles, totals=totals, slots=slots, tiles=tiles,

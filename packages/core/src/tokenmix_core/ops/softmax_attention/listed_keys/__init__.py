@@ -1,0 +1,1 @@
+"""Gradients of listed keys: a window's sinks, and the retained and other keys of sparse attention."""

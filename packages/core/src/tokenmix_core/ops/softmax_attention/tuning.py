@@ -1,0 +1,79 @@
+"""Tiles of the attention kernels by head size and dtype, measured once on an H200 (docs/log/attention.md)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tokenmix_core.kernels.tuning import ALL_REGISTERS, crowded, sm_count
+
+
+class AttentionTile(NamedTuple):
+    """BM queries by BN keys; `maxnreg` limits the registers of a thread unless it is None."""
+
+    BM: int
+    BN: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None
+
+
+# by kernel and largest head size
+ATTENTION: dict[str, dict[int, AttentionTile]] = {
+    "forward": {64: AttentionTile(64, 64, 4, 3), 128: AttentionTile(64, 64, 4, 3), 256: AttentionTile(128, 64, 8, 2)},
+    "backward_queries": {
+        64: AttentionTile(64, 64, 4, 3),
+        128: AttentionTile(64, 64, 4, 2),
+        256: AttentionTile(64, 32, 4, 2),
+    },
+    "backward_keys": {
+        64: AttentionTile(64, 64, 4, 2),
+        128: AttentionTile(32, 64, 4, 3),
+        256: AttentionTile(32, 64, 8, 2),
+    },
+}
+# float32 is multiplied without Tensor Cores and takes twice the shared memory
+_FLOAT32: dict[int, AttentionTile] = {
+    64: AttentionTile(32, 32, 4, 2),
+    128: AttentionTile(32, 32, 8, 1),
+    256: AttentionTile(16, 16, 4, 1),
+}
+
+
+def attention(kernel: str, head_size: int, dtype: torch.dtype) -> AttentionTile:
+    """Return the tile of a portable kernel: "forward", "backward_keys" or "backward_queries"."""
+    table = _FLOAT32 if dtype == torch.float32 else ATTENTION[kernel]
+    return next(tile for bound, tile in table.items() if head_size <= bound)
+
+
+def listed_keys(head_size: int, dtype: torch.dtype) -> AttentionTile:
+    """Return the tile of the portable dK/dV kernel over listed keys; BN divides 64."""
+    tile = attention("backward_keys", head_size, dtype)
+    return tile._replace(maxnreg=ALL_REGISTERS) if dtype == torch.float32 and head_size > 128 else tile
+
+
+def work_tiles(tiles: int, device: torch.device) -> int:
+    """Return how many work tiles the dK/dV kernel over `tiles` tiles of listed keys gets beyond one per tile.
+
+    Eight waves balance the load; few tiles get fewer work tiles, since partial sums take memory.
+    """
+    return min(8 * sm_count(device), max(2 * sm_count(device), tiles // 4))
+
+
+def hopper_forward(head_size: int, programs: int) -> tuple[int, int]:
+    """Return the pipeline stages of K and V of the forward kernel for Hopper, and its registers per thread.
+
+    They let an SM hold four CTAs with heads of 64, and two with heads of 128, or three with one stage, which is faster
+    if many CTAs wait.
+    """
+    if head_size == 64:
+        return 2, 128
+    return (1, 168) if crowded(programs) else (2, ALL_REGISTERS)
+
+
+def attention_decode(head_size: int, dtype: torch.dtype) -> tuple[int, int, int, int | None]:
+    """Return BN, num_warps, num_stages and maxnreg of the decoding kernel, which is bound by reading the cache."""
+    if dtype == torch.float32 or head_size > 128:
+        return 32, 4, 2, ALL_REGISTERS if dtype == torch.float32 and head_size > 128 else None
+    return 64, 4, 3, None

@@ -1,0 +1,61 @@
+"""The mask of attention, and the facts of a call that decide which implementation runs it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Mask(NamedTuple):
+    """Which keys a query sees."""
+
+    causal: bool
+    window: int | None
+    sinks: int
+
+
+class Call(NamedTuple):
+    """A call as the choice of an implementation sees it: the device, the dtype, sizes, and the mask; no values."""
+
+    device: str
+    dtype: torch.dtype
+    tq: int
+    tk: int
+    head_k: int
+    head_v: int
+    mask: Mask
+    packed: bool = False
+    # B · HQ where every query head has keys of its own; None where heads share keys
+    heads: int | None = None
+    # B · HQ in any case; 0 where it does not matter
+    query_heads: int = 0
+    # kernels in Gluon run here and take such tensors
+    gluon: bool = False
+
+
+def call_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed: bool, gluon: bool = False) -> Call:
+    """A call with these tensors, as the choice of an implementation sees it."""
+    (B, TQ, HQ, K), (TK, H), V = q.shape, k.shape[1:3], v.shape[3]
+    return Call(q.device.type, q.dtype, TQ, TK, K, V, mask, packed, B * H if HQ == H else None, B * HQ, gluon)
+
+
+class KeyLists(NamedTuple):
+    """Listed keys, and the mask of attention to them and to a local part.
+
+    Attributes:
+        ranks: listed units before each unit, and in all, `[B, HM, U + 1]`, int32.
+        lists: listed units, then the others, in order, `[B, HM, U]`, int32.
+        until: first query that no longer sees a listed key, `[B, TK, H]`; None: no key is evicted.
+        cu_seqlens: boundaries of packed sequences, or None.
+        unit: tokens of a unit: 1, or a multiple of 64.
+        window: keys of the local part; None: the query's own unit up to itself.
+    """
+
+    ranks: Tensor
+    lists: Tensor
+    until: Tensor | None
+    cu_seqlens: Tensor | None
+    unit: int
+    window: int | None
