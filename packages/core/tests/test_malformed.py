@@ -23,7 +23,7 @@ from tokenmix_core.modeling import (
     register_mixer,
     register_model,
 )
-from tokenmix_core.ops.common import AttentionOutput
+from tokenmix_core.ops.types import AttentionOutput
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens, overridden
 
 SIZES = {"vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

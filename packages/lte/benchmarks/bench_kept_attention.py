@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.ops import attention, kept_attention
-from tokenmix_core.ops.common import Impl
+from tokenmix_core.ops.types import Impl
 from tokenmix_core.testing.benchmarking import measure
 from tokenmix_lte.eviction import eviction_times
 

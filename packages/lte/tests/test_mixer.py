@@ -16,7 +16,7 @@ from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.rotary import RotaryEmbedding, apply_rotary
 from tokenmix_core.nn.state import Span
 from tokenmix_core.ops import kept_attention
-from tokenmix_core.ops.common import AttentionOutput
+from tokenmix_core.ops.types import AttentionOutput
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.fake_cuda_graph import Watched
 from tokenmix_core.testing.mixers import MixerContract, run_in_pieces, run_mixer

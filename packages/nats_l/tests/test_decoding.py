@@ -12,7 +12,7 @@ import torch
 from tokenmix_core.modeling import HybridCache
 from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.state import Span
-from tokenmix_core.ops.common import AttentionOutput
+from tokenmix_core.ops.types import AttentionOutput
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.fake_cuda_graph import Watched
 from tokenmix_core.testing.mixers import run_in_pieces

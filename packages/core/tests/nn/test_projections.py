@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tokenmix_core.nn import projections
 from tokenmix_core.nn.projections import projected, split_linear, sum_of_matmuls_op
-from tokenmix_core.ops import fused_fused_linears
+from tokenmix_core.ops import fused_linears
 
 pytestmark = pytest.mark.operation
 
@@ -254,9 +254,7 @@ def test_custom_operator_passes_opcheck(terms, device):
 def test_large_weights_use_the_library(most, calls, monkeypatch):
     shared = []
     monkeypatch.setattr(projections, "MOST_BYTES", most)
-    monkeypatch.setattr(
-        projections, "fused_fused_linears", lambda x, weights: shared.append(x) or fused_fused_linears(x, weights)
-    )
+    monkeypatch.setattr(projections, "fused_linears", lambda x, weights: shared.append(x) or fused_linears(x, weights))
     layers, x = layers_of((4, 8)), torch.randn(2, 24, dtype=torch.float64)
     torch.testing.assert_close(projected(x, *layers), tuple(layer(x) for layer in layers))
     assert len(shared) == calls

@@ -10,13 +10,14 @@ import torch
 
 from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import attention, attention_decode, merge_attention
-from tokenmix_core.ops.common import AttentionOutput, interpreting
+from tokenmix_core.ops.dispatch import interpreting
 from tokenmix_core.ops.softmax_attention import attention_reference, backends, choose_impl
 from tokenmix_core.ops.softmax_attention import tuning as attention_tuning
 from tokenmix_core.ops.softmax_attention.autograd import attention_backward_op, attention_decode_op, attention_op
 from tokenmix_core.ops.softmax_attention.backends import limit
 from tokenmix_core.ops.softmax_attention.types import Call as Choice
 from tokenmix_core.ops.softmax_attention.types import Mask
+from tokenmix_core.ops.types import AttentionOutput
 from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_core.testing.operations import HALF, Call, KernelCase, OpContract
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step, recurrent_gated_delta_rule
-from tokenmix_core.ops.common import ScanOutput
 from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.gqa_reduce import sum_groups
+from tokenmix_core.ops.types import ScanOutput
 from tokenmix_core.testing.agreement import assert_agrees, gradients_through, values_and_gradients, watched
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.operations import Call, KernelCase, OpContract

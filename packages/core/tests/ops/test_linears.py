@@ -10,7 +10,7 @@ from torch import nn
 
 from tokenmix_core.nn import projections
 from tokenmix_core.nn.projections import output_linear, projected
-from tokenmix_core.ops import fused_fused_linears, swiglu_linear
+from tokenmix_core.ops import fused_linears, swiglu_linear
 from tokenmix_core.ops.fused.gemv import kernel
 from tokenmix_core.testing.closeness import assert_within
 from tokenmix_core.testing.operations import HALF, Call, KernelCase, OpContract, Results
@@ -20,11 +20,11 @@ SIZES = (20, 3, 16)
 
 def products(x, w0, w1, w2, impl=None):
     """By name."""
-    return Results({f"y{i}": y for i, y in enumerate(fused_fused_linears(x, [w0, w1, w2], impl=impl))})
+    return Results({f"y{i}": y for i, y in enumerate(fused_linears(x, [w0, w1, w2], impl=impl))})
 
 
 class TestLinears(OpContract):
-    covers = (fused_fused_linears,)
+    covers = (fused_linears,)
     absent: ClassVar = {
         "lengths": "a row stands alone: sizes of tiles are among the kernels' cases",
         "pieces": "a row stands alone, without a state",
@@ -75,10 +75,10 @@ class TestLinears(OpContract):
         return 2 * eps
 
     def operators(self, device):
-        from tokenmix_core.ops.fused.gemv.autograd import fused_fused_linears_op
+        from tokenmix_core.ops.fused.gemv.autograd import fused_linears_op
 
         x, *weights = self.make(HALF, device).tensors.values()
-        yield fused_fused_linears_op, (x, *weights, None, None, None), "test_schema", "test_faketensor"
+        yield fused_linears_op, (x, *weights, None, None, None), "test_schema", "test_faketensor"
 
 
 @pytest.mark.operation
@@ -86,29 +86,27 @@ def test_one_graph_serves_all_numbers_of_rows(device):
     impl = "triton" if device == "cuda" else "reference"
     weight, other = (torch.randn(N, 16, device=device, dtype=HALF) for N in (4, 5))
     compiled = torch.compile(
-        lambda x: fused_fused_linears(x, [weight, other], impl=impl), fullgraph=True, backend="aot_eager"
+        lambda x: fused_linears(x, [weight, other], impl=impl), fullgraph=True, backend="aot_eager"
     )
     for rows in (2, 3, 5):
         x = torch.randn(rows, 16, device=device, dtype=HALF)
         torch._dynamo.mark_dynamic(x, 0)
-        for y, wanted in zip(compiled(x), fused_fused_linears(x, [weight, other], impl=impl), strict=True):
+        for y, wanted in zip(compiled(x), fused_linears(x, [weight, other], impl=impl), strict=True):
             torch.testing.assert_close(y, wanted)
 
 
 def test_numbers_of_weights_are_bounded():
     x, weight = torch.zeros(1, 4), torch.zeros(2, 4)
     for number in (0, 7):
-        with pytest.raises(ValueError, match=f"fused_fused_linears: expected one to 6 weights, got {number}"):
-            fused_fused_linears(x, [weight] * number)
+        with pytest.raises(ValueError, match=f"fused_linears: expected one to 6 weights, got {number}"):
+            fused_linears(x, [weight] * number)
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    """How many calls of `fused_fused_linears` were made."""
+    """How many calls of `fused_linears` were made."""
     calls = []
-    monkeypatch.setattr(
-        projections, "fused_fused_linears", lambda *args: calls.append(args) or fused_fused_linears(*args)
-    )
+    monkeypatch.setattr(projections, "fused_linears", lambda *args: calls.append(args) or fused_linears(*args))
     return calls
 
 
@@ -195,7 +193,7 @@ def test_a_weight_that_is_copied_for_a_call_is_not_read_before_the_copy_has_ende
     monkeypatch.setattr(kernel, "one_row_kernel", told)
     x, wide = torch.zeros(1, 40), torch.zeros(40, 12)
     for weights in ([wide.t()], [wide.t().contiguous()], [wide.t().contiguous(), wide.t()]):
-        kernel.fused_fused_linears_forward(x, weights)
+        kernel.fused_linears_forward(x, weights)
     # the launcher decides where nothing is said
     assert [options.get("PDL") for options in told.options] == [False, None, False]
     assert all(options["w0"].is_contiguous() for options in told.options)
@@ -205,5 +203,5 @@ def test_a_weight_that_is_copied_for_a_call_is_not_read_before_the_copy_has_ende
 def test_weights_that_lie_apart_are_multiplied_as_others(device):
     rng = torch.Generator().manual_seed(0)
     x, wide = (torch.randn(*shape, generator=rng).to(device, HALF) for shape in ((1, 40), (40, 12)))
-    found, wanted = (fused_fused_linears(x, [w], impl="triton")[0] for w in (wide.t(), wide.t().contiguous()))
+    found, wanted = (fused_linears(x, [w], impl="triton")[0] for w in (wide.t(), wide.t().contiguous()))
     assert torch.equal(found, wanted)

@@ -94,11 +94,11 @@ def sinks():
 
 
 def layers():
-    from tokenmix_core.ops import fused_fused_linears
+    from tokenmix_core.ops import fused_linears
 
     x, *weights = (torch.empty(N, 1024, dtype=torch.float16) for N in (8, 768, 768, 1536, 6, 6, 1536))
-    fused_fused_linears(x, weights, impl="triton")
-    fused_fused_linears(x[:1], weights, impl="triton")
+    fused_linears(x, weights, impl="triton")
+    fused_linears(x[:1], weights, impl="triton")
 
 
 def rotation_step():
@@ -113,7 +113,7 @@ def rotation_step():
 
 def merging():
     from tokenmix_core.ops import merge_attention
-    from tokenmix_core.ops.common import AttentionOutput
+    from tokenmix_core.ops.types import AttentionOutput
 
     merge_attention([AttentionOutput(half(B, 1, H, 128), long(B, 1, H)) for _ in range(2)], impl="triton")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.ops import short_conv, short_conv_step, short_conv_steps, short_convs
-from tokenmix_core.ops.common import ScanOutput
+from tokenmix_core.ops.types import ScanOutput
 from tokenmix_core.testing.agreement import assert_agrees, gradients_through, values_and_gradients, watched
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.layout_contract import differently_laid

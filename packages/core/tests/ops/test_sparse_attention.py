@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tokenmix_core.ops import attention, kept_attention
-from tokenmix_core.ops.common import AttentionOutput
 from tokenmix_core.ops.softmax_attention import tuning as dense_tuning
 from tokenmix_core.ops.sparse_attention import tuning
 from tokenmix_core.ops.sparse_attention.autograd import kept_attention_backward_op, kept_attention_op
 from tokenmix_core.ops.sparse_attention.reference import units_of_tokens
+from tokenmix_core.ops.types import AttentionOutput
 from tokenmix_core.testing.operations import Call, KernelCase, OpContract
 
 NEG_INF = float("-inf")

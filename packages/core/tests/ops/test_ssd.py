@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.ops import chunk_ssd, recurrent_ssd, ssd_step
-from tokenmix_core.ops.common import ScanOutput
 from tokenmix_core.ops.ssd import tuning
+from tokenmix_core.ops.types import ScanOutput
 from tokenmix_core.testing.agreement import assert_agrees, gradients_through, values_and_gradients, with_scanned_sums
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.operations import Call, KernelCase, OpContract

@@ -11,8 +11,8 @@ import torch
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import chunk_gated_delta_rule, recurrent_gated_delta_rule
-from tokenmix_core.ops.common import ScanOutput
 from tokenmix_core.ops.gated_delta_rule.plan import GLUON
+from tokenmix_core.ops.types import ScanOutput
 from tokenmix_core.testing.agreement import RoundedProducts, assert_agrees, granted_to_sums, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_core.testing.operations import Call, KernelCase, OpContract

@@ -10,7 +10,7 @@ import torch
 
 from tokenmix_core.kernels.launch.cache.replay import invalidate
 from tokenmix_core.ops import attention
-from tokenmix_core.ops.common import AttentionOutput
+from tokenmix_core.ops.types import AttentionOutput
 from tokenmix_core.testing.operations import Call, KernelCase, OpContract
 from tokenmix_lte.ops import block_attention, select_blocks
 from tokenmix_lte.ops.selected_blocks import plan

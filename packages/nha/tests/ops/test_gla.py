@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.common import ScanOutput
+from tokenmix_core.ops.types import ScanOutput
 from tokenmix_core.testing.closeness import assert_within
 from tokenmix_core.testing.operations import Call, OpContract
 from tokenmix_nha.ops import chunk_gla

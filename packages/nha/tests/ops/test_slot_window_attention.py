@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tokenmix_core.ops import attention
-from tokenmix_core.ops.common import ScanOutput
+from tokenmix_core.ops.types import ScanOutput
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients, watched
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.operations import Call, KernelCase, OpContract, Results

@@ -18,9 +18,10 @@ from tokenmix_core import ops
 from tokenmix_core.integrations import fitting
 from tokenmix_core.modeling.packing import boundaries_where
 from tokenmix_core.nn.dtypes import at_least_float32
-from tokenmix_core.ops.common import Impl, unless_gluon
+from tokenmix_core.ops.dispatch import unless_gluon
 from tokenmix_core.ops.gated_delta_rule.api import HEAD_SIZES as DELTA_SIZES
 from tokenmix_core.ops.ssd.api import HEAD_SIZES as SSD_SIZES
+from tokenmix_core.ops.types import Impl
 
 _SILU = ("silu", "swish")
 

@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from tokenmix_core.nn.head_padding import HeadFit
-from tokenmix_core.ops.common import Impl, ScanOutput, resolve_impl, unless_gluon
+from tokenmix_core.ops.dispatch import resolve_impl, unless_gluon
 from tokenmix_core.ops.gated_delta_rule.api import HEAD_SIZES as DELTA_SIZES
 from tokenmix_core.ops.ssd.api import HEAD_SIZES as SSD_SIZES
+from tokenmix_core.ops.types import Impl, ScanOutput
 
 
 def fits(q: Tensor, v: Tensor, sizes: tuple[int, ...], impl: Impl | None) -> bool:

@@ -19,7 +19,8 @@ from torch import Tensor
 from tokenmix_core import ops
 from tokenmix_core.integrations import fitting
 from tokenmix_core.nn.dtypes import at_least_float32
-from tokenmix_core.ops.common import Impl, ScanOutput, bind_shapes
+from tokenmix_core.ops.checks import bind_shapes
+from tokenmix_core.ops.types import Impl, ScanOutput
 
 Result = tuple[Tensor, Tensor | None]
 # what chooses how FLA's kernels run, and changes no result

@@ -22,7 +22,7 @@ from typing import Any, get_args
 from torch import nn
 
 from tokenmix_core.integrations.adapters import FUNCTIONS, gated_norm, norm_of_gated
-from tokenmix_core.ops.common import Impl
+from tokenmix_core.ops.types import Impl
 
 _DELTA = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 _SSD = ("mamba2_chunk_scan", "mamba2_selective_state_update", "mamba2_split_conv1d_scan_combined")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tokenmix_core.kernels.triton.decay import LOG2_E as LOG2_E
     from tokenmix_core.kernels.triton.varlen import locate_chunk as locate_chunk
     from tokenmix_core.kernels.tuning import one_round as one_round
+    from tokenmix_core.kernels.tuning import override as override
     from tokenmix_core.kernels.tuning import short_conv_backward_tiles as short_conv_backward_tiles
     from tokenmix_core.kernels.tuning import sm_count as sm_count
 
@@ -36,5 +37,6 @@ __getattr__ = lazily(
         "LOG2_E": "triton.decay",
         "locate_chunk": "triton.varlen",
         "one_round": "tuning",
+        "override": "tuning",
     },
 )

@@ -118,7 +118,7 @@ class LinearsTile(NamedTuple):
     num_stages: int
 
 
-def fused_fused_linears(B: int, D: int, rows: int) -> LinearsTile:
+def fused_linears(B: int, D: int, rows: int) -> LinearsTile:
     """The tile of products of B rows of x with weights of D columns and `rows` rows in all."""
     if B == 1:
         # a last round of few programs takes as long as another, where columns are many

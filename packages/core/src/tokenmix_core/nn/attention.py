@@ -16,8 +16,8 @@ from tokenmix_core.nn.projections import output_linear, projected
 from tokenmix_core.nn.rotary import Rotation, apply_rotary, normed_for_step
 from tokenmix_core.nn.state import KVState, LayerState, Span
 from tokenmix_core.ops import attention, attention_decode, rotate_step
-from tokenmix_core.ops.common import AttentionOutput
 from tokenmix_core.ops.softmax_attention.backends import AttentionImpl
+from tokenmix_core.ops.types import AttentionOutput
 
 
 class Attention(Mixer):

@@ -19,7 +19,8 @@ from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.short_conv import ShortConv, convolved
 from tokenmix_core.nn.state import LayerState, TensorState
 from tokenmix_core.ops import chunk_gated_delta_rule, delta_gates, delta_layer_step, gated_delta_rule_step
-from tokenmix_core.ops.common import Impl, unless_gluon
+from tokenmix_core.ops.dispatch import unless_gluon
+from tokenmix_core.ops.types import Impl
 
 
 class GatedDeltaNet(Mixer):

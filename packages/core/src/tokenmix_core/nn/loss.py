@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.nn.dtypes import at_least_float32, has_float32_output
-from tokenmix_core.ops.common import refuse_graph
+from tokenmix_core.ops.autograd import refuse_graph
 
 IGNORE = -100
 # tokens per block: at a vocabulary of 50,000, its bfloat16 logits take 200 MB

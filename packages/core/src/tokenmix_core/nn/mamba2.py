@@ -18,7 +18,8 @@ from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.short_conv import ShortConv
 from tokenmix_core.nn.state import LayerState, TensorState
 from tokenmix_core.ops import chunk_ssd, ssd_step
-from tokenmix_core.ops.common import Impl, unless_gluon
+from tokenmix_core.ops.dispatch import unless_gluon
+from tokenmix_core.ops.types import Impl
 
 
 class Mamba2(Mixer):

@@ -14,8 +14,9 @@ from tokenmix_core.kernels.launch import compat
 from tokenmix_core.kernels.launch.cache import replay
 from tokenmix_core.nn.dtypes import has_float32_output
 from tokenmix_core.nn.plain import is_plain, refuse_meta
-from tokenmix_core.ops import fused_fused_linears
-from tokenmix_core.ops.common import as_rows, refuse_graph
+from tokenmix_core.ops import fused_linears
+from tokenmix_core.ops.autograd import refuse_graph
+from tokenmix_core.ops.buffers import as_rows
 from tokenmix_core.ops.fused.gemv.sizes import MOST_BYTES, MOST_ROWS, MOST_WEIGHTS
 
 # layers with fewer than _THIN outputs share one GEMM in training, padded to a multiple of _MULTIPLE outputs: rows of
@@ -29,7 +30,7 @@ def projected(x: Float[Tensor, "*tokens D"], *layers: nn.Module | None) -> tuple
     """Return the outputs of several linear layers of x, None for a layer that is None.
 
     Without gradients, up to six plain layers take one launch for one token, and for a few tokens if their weights are
-    small (`fused_fused_linears`). On a GPU, if x requires a gradient, the GEMMs of the backward accumulate into one
+    small (`fused_linears`). On a GPU, if x requires a gradient, the GEMMs of the backward accumulate into one
     gradient of x (torch allocates one per layer and adds them), and layers with few outputs share a GEMM, also under
     torch.compile. Second derivatives are then not available, as for kernels.
     """
@@ -89,7 +90,7 @@ def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
 
 
 def _by_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Return whether `fused_fused_linears` is the fastest form: few tokens, no gradients."""
+    """Return whether `fused_linears` is the fastest form: few tokens, no gradients."""
     # under autocast, layers cast their inputs
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return False
@@ -100,7 +101,7 @@ def _by_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def _by_fused_fused_linears(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    found = fused_fused_linears(x.reshape(-1, x.shape[-1]), weights)
+    found = fused_linears(x.reshape(-1, x.shape[-1]), weights)
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in found)
 
 

@@ -13,7 +13,7 @@ from tokenmix_core.nn.init import init_short_conv_
 from tokenmix_core.nn.plain import is_plain
 from tokenmix_core.nn.state import TensorState
 from tokenmix_core.ops import short_conv, short_conv_step, short_conv_steps, short_convs
-from tokenmix_core.ops.common import Impl
+from tokenmix_core.ops.types import Impl
 
 
 class ShortConv(nn.Module):

@@ -9,7 +9,7 @@ from tokenmix_core.ops.causal_conv1d.api import short_conv, short_conv_step, sho
 from tokenmix_core.ops.explanation import Explanation, explain
 from tokenmix_core.ops.fused.gdn_decode.api import delta_layer_step
 from tokenmix_core.ops.fused.gdn_gates.api import delta_gates
-from tokenmix_core.ops.fused.gemv.api import fused_fused_linears
+from tokenmix_core.ops.fused.gemv.api import fused_linears
 from tokenmix_core.ops.fused.rms_norm.api import gated_rms_norm, rms_norm
 from tokenmix_core.ops.fused.rotary.api import rotate, rotate_step
 from tokenmix_core.ops.fused.swiglu.api import swiglu, swiglu_linear
@@ -35,7 +35,7 @@ __all__ = [
     "delta_layer_step",
     "delta_rule_autograd",
     "explain",
-    "fused_fused_linears",
+    "fused_linears",
     "gated_delta_rule_step",
     "gated_rms_norm",
     "kept_attention",
@@ -56,35 +56,32 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from tokenmix_core.ops.autograd import cached_op as cached_op
+    from tokenmix_core.ops.autograd import differentiable as differentiable
+    from tokenmix_core.ops.autograd import direct_when_eager as direct_when_eager
+    from tokenmix_core.ops.autograd import eager_function as eager_function
+    from tokenmix_core.ops.autograd import of_fields as of_fields
+    from tokenmix_core.ops.autograd import retried as retried
+    from tokenmix_core.ops.buffers import aligned as aligned
+    from tokenmix_core.ops.buffers import as_rows as as_rows
+    from tokenmix_core.ops.buffers import buffer_bytes as buffer_bytes
+    from tokenmix_core.ops.buffers import buffer_views as buffer_views
     from tokenmix_core.ops.causal_conv1d.autograd import token_rows as token_rows
     from tokenmix_core.ops.causal_conv1d.backward import short_conv_sums_kernel as short_conv_sums_kernel
     from tokenmix_core.ops.causal_conv1d.forward import load_input as load_input
     from tokenmix_core.ops.causal_conv1d.forward import within as within
-    from tokenmix_core.ops.common import AttentionOutput as AttentionOutput
-    from tokenmix_core.ops.common import Impl as Impl
-    from tokenmix_core.ops.common import ScanOutput as ScanOutput
-    from tokenmix_core.ops.common import aligned as aligned
-    from tokenmix_core.ops.common import as_rows as as_rows
-    from tokenmix_core.ops.common import bind_shapes as bind_shapes
-    from tokenmix_core.ops.common import check_cu_seqlens as check_cu_seqlens
-    from tokenmix_core.ops.common import check_dtype as check_dtype
-    from tokenmix_core.ops.common import check_multiple as check_multiple
-    from tokenmix_core.ops.common import check_same_device as check_same_device
-    from tokenmix_core.ops.common import check_same_dtype as check_same_dtype
-    from tokenmix_core.ops.common import check_scale as check_scale
-    from tokenmix_core.ops.common import check_tensors as check_tensors
-    from tokenmix_core.ops.common import differentiable as differentiable
-    from tokenmix_core.ops.common import direct_when_eager as direct_when_eager
-    from tokenmix_core.ops.common import eager_function as eager_function
-    from tokenmix_core.ops.common import of_fields as of_fields
-    from tokenmix_core.ops.common import parts_of as parts_of
-    from tokenmix_core.ops.common import recorded_op as recorded_op
-    from tokenmix_core.ops.common import resolve_impl as resolve_impl
-    from tokenmix_core.ops.common import retried as retried
-    from tokenmix_core.ops.common import room_for as room_for
-    from tokenmix_core.ops.common import row_impl as row_impl
-    from tokenmix_core.ops.common import unless_gluon as unless_gluon
+    from tokenmix_core.ops.checks import bind_shapes as bind_shapes
+    from tokenmix_core.ops.checks import check_cu_seqlens as check_cu_seqlens
+    from tokenmix_core.ops.checks import check_dtype as check_dtype
+    from tokenmix_core.ops.checks import check_multiple as check_multiple
+    from tokenmix_core.ops.checks import check_same_device as check_same_device
+    from tokenmix_core.ops.checks import check_same_dtype as check_same_dtype
+    from tokenmix_core.ops.checks import check_scale as check_scale
+    from tokenmix_core.ops.checks import check_tensors as check_tensors
     from tokenmix_core.ops.dispatch import GluonForm as GluonForm
+    from tokenmix_core.ops.dispatch import resolve_impl as resolve_impl
+    from tokenmix_core.ops.dispatch import row_impl as row_impl
+    from tokenmix_core.ops.dispatch import unless_gluon as unless_gluon
     from tokenmix_core.ops.explanation import WHOLE as WHOLE
     from tokenmix_core.ops.explanation import Operation as Operation
     from tokenmix_core.ops.explanation import Tensors as Tensors
@@ -121,6 +118,9 @@ if TYPE_CHECKING:
     from tokenmix_core.ops.softmax_attention.types import Mask as Mask
     from tokenmix_core.ops.ssd import autograd as ssd_autograd
     from tokenmix_core.ops.ssd.api import HEAD_SIZES as SSD_HEAD_SIZES
+    from tokenmix_core.ops.types import AttentionOutput as AttentionOutput
+    from tokenmix_core.ops.types import Impl as Impl
+    from tokenmix_core.ops.types import ScanOutput as ScanOutput
 
 __getattr__ = lazily(
     __name__,
@@ -134,30 +134,30 @@ __getattr__ = lazily(
         "short_conv_sums_kernel": "causal_conv1d.backward",
         "load_input": "causal_conv1d.forward",
         "within": "causal_conv1d.forward",
-        "AttentionOutput": "common",
-        "Impl": "common",
-        "ScanOutput": "common",
-        "aligned": "common",
-        "as_rows": "common",
-        "bind_shapes": "common",
-        "check_cu_seqlens": "common",
-        "check_dtype": "common",
-        "check_multiple": "common",
-        "check_same_device": "common",
-        "check_same_dtype": "common",
-        "check_scale": "common",
-        "check_tensors": "common",
-        "differentiable": "common",
-        "direct_when_eager": "common",
-        "eager_function": "common",
-        "of_fields": "common",
-        "parts_of": "common",
-        "recorded_op": "common",
-        "resolve_impl": "common",
-        "retried": "common",
-        "room_for": "common",
-        "row_impl": "common",
-        "unless_gluon": "common",
+        "AttentionOutput": "types",
+        "Impl": "types",
+        "ScanOutput": "types",
+        "aligned": "buffers",
+        "as_rows": "buffers",
+        "bind_shapes": "checks",
+        "check_cu_seqlens": "checks",
+        "check_dtype": "checks",
+        "check_multiple": "checks",
+        "check_same_device": "checks",
+        "check_same_dtype": "checks",
+        "check_scale": "checks",
+        "check_tensors": "checks",
+        "differentiable": "autograd",
+        "direct_when_eager": "autograd",
+        "eager_function": "autograd",
+        "of_fields": "autograd",
+        "buffer_views": "buffers",
+        "cached_op": "autograd",
+        "resolve_impl": "dispatch",
+        "retried": "autograd",
+        "buffer_bytes": "buffers",
+        "row_impl": "dispatch",
+        "unless_gluon": "dispatch",
         "GluonForm": "dispatch",
         "Operation": "explanation",
         "Tensors": "explanation",

@@ -1,50 +1,54 @@
-"""Tell whether an operation's kernels in Gluon run: decided here for all operations, and what if one does not compile.
+"""Select the implementation of a call: reference, portable Triton kernels, or Gluon kernels for Hopper.
 
-Gluon is the part of Triton that speaks to Hopper's matrix units directly. It still changes between versions, so that
-kernels in it are tried, and where one does not compile the operation's portable kernels take over for the process.
+Gluon is the part of Triton with direct access to WGMMA. It changes between Triton versions: if one of an operation's
+Gluon kernels does not compile, the operation's portable kernels run instead for the rest of the process.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 from types import TracebackType
+from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
-from tokenmix_core.kernels.launch.cache.replay import invalidate
+from tokenmix_core.kernels.launch.cache.replay import invalidate, is_plain
 from tokenmix_core.kernels.launch.errors import NotCompiled
+from tokenmix_core.ops.types import Impl
 
 HALF = (torch.bfloat16, torch.float16)
-# of Triton, whose Gluon has all that the kernels are written with
+# the first Triton version whose Gluon has all functions that the kernels use
 OLDEST = (3, 6)
-# what a call raises where a kernel in Gluon is not to be had: a module of them may fail where names are gone
-NOT_TO_BE_HAD = (NotCompiled, ImportError, AttributeError)
+# errors of a call whose Gluon kernel does not compile, or whose module lacks a name in this Triton version
+GLUON_ERRORS = (NotCompiled, ImportError, AttributeError)
 
 _forms: list[GluonForm] = []
 
 
 class GluonForm:
-    """An operation's kernels in Gluon: where they run, and whether they compiled.
+    """The Gluon kernels of an operation: on which devices they run, and whether they compiled.
 
     Args:
-        op: the operation, as warnings and errors name it.
-        package: the name of the package, or module, that the kernels are defined in.
-        dtypes: of the inputs that they take.
-        slower: how the portable kernels compare, such as "about 2 to 3 times slower".
+        op: the operation's name in warnings and errors.
+        package: the name of the package or module that defines the kernels.
+        dtypes: supported dtypes of the inputs.
+        slower: the speed of the portable kernels in comparison, such as "about 2 to 3 times slower".
     """
 
     def __init__(self, op: str, package: str, *, dtypes: Sequence[torch.dtype] = HALF, slower: str) -> None:
         self.op, self.package, self.dtypes, self.slower = op, package, tuple(dtypes), slower
-        # why the kernels were given up in this process
+        # the error that disabled the kernels in this process
         self.failure: str | None = None
         self._warned = False
         _forms.append(self)
 
     def limit(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why the kernels take no tensors like these, as a clause; None where they do. What compiles is not asked."""
+        """Return why the kernels do not support such tensors, as a clause; None if they do. Nothing is compiled."""
         if (why := device_limit(device)) is not None:
             return why
         if dtype not in self.dtypes:
@@ -52,8 +56,8 @@ class GluonForm:
         return None
 
     def require(self, op: str, device: torch.device, dtype: torch.dtype, limit: str | None = None) -> None:
-        """Raise a ValueError, beginning with `op`, if the kernels do not take such tensors or there is a `limit`."""
-        # a call that is traced asks when it runs
+        """Raise a ValueError, beginning with `op`, if the kernels do not support such tensors or there is a `limit`."""
+        # a traced call checks this at run time
         if torch.compiler.is_compiling():
             return
         why = self.limit(device, dtype) or limit
@@ -65,11 +69,11 @@ class GluonForm:
     def runs(
         self, impl: str | None, device: torch.device, dtype: torch.dtype, limit: str | None = None, op: str = ""
     ) -> bool:
-        """Tell whether kernels in Gluon are to be launched for a call that asks for `impl`: None, "gluon" or "triton".
+        """Tell whether a call with `impl` (None, "gluon" or "triton") launches Gluon kernels.
 
         Raises:
-            ValueError: "gluon" where the kernels do not run, or there is a `limit` of their own.
-            NotCompiled: "gluon" where they did not compile.
+            ValueError: `impl` is "gluon" and the kernels do not run here, or there is a `limit`.
+            NotCompiled: `impl` is "gluon" and the kernels did not compile.
         """
         if impl == "triton":
             return False
@@ -97,7 +101,7 @@ class GluonForm:
 
 @functools.cache
 def device_limit(device: torch.device) -> str | None:
-    """Why kernels in Gluon do not run on a device, as a clause; None where they do."""
+    """Return why Gluon kernels do not run on a device, as a clause; None if they do."""
     if device.type != "cuda":
         return f"needs a CUDA device of compute capability 9 (Hopper), got {device}"
     major, minor = torch.cuda.get_device_capability(device)
@@ -112,22 +116,22 @@ def device_limit(device: torch.device) -> str | None:
 
 
 def give_up(error: Exception) -> None:
-    """Let portable kernels run from now on in place of those that raised one of `NOT_TO_BE_HAD`.
+    """Disable the Gluon kernels that raised one of `GLUON_ERRORS`: portable kernels run from now on.
 
-    Raises the error itself where it says nothing of kernels in Gluon, or of some that were given up before.
+    Raises the error again if it does not come from Gluon kernels, or from kernels that are disabled already.
     """
     module = error.module if isinstance(error, NotCompiled) else _imported(error.__traceback__)
     form = max((x for x in _forms if f"{module}.".startswith(f"{x.package}.")), key=lambda x: x.package, default=None)
     if form is None or form.failure is not None:
         raise error
-    # not the error itself, whose frames hold tensors
+    # the text alone: the error's frames hold tensors
     form.failure = " ".join(str(error).split())
-    # cached calls would launch it
+    # cached calls would launch them
     invalidate()
 
 
 def _imported(traceback: TracebackType | None) -> str:
-    """The module whose import failed below a call; empty if none did."""
+    """Return the name of the kernels' module whose import failed below a call; empty if none did."""
     name = ""
     while traceback is not None:
         frame = traceback.tb_frame
@@ -135,6 +139,57 @@ def _imported(traceback: TracebackType | None) -> str:
             name = frame.f_globals["__name__"]
         traceback = traceback.tb_next
     return name
+
+
+def interpreting() -> bool:
+    """Tell whether Triton kernels run in Triton's interpreter (`TRITON_INTERPRET=1`)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def resolve_impl(op: str, impl: str | None, x: Tensor, gluon: GluonForm | None = None) -> str | None:
+    """Return the implementation of a call: `impl`, or "reference" for None and tensors on a CPU.
+
+    None stays None for CUDA tensors: the operation's kernels, in Gluon if they run.
+
+    Args:
+        gluon: the operation's Gluon kernels, if it has any.
+
+    Raises:
+        ValueError: an unknown name, "gluon" without such kernels, or "triton" for tensors on a CPU outside Triton's
+            interpreter.
+    """
+    if impl is None:
+        return None if x.is_cuda else "reference"
+    if impl not in get_args(Impl):
+        raise ValueError(f"{op}: impl must be None or one of {', '.join(map(repr, get_args(Impl)))}, got {impl!r}")
+    if impl == "gluon":
+        if gluon is None:
+            raise ValueError(f"{op}: impl='gluon' is not there, as it has no kernels in Gluon; pass impl='triton'")
+        gluon.require(op, x.device, x.dtype)
+    if impl == "triton" and not x.is_cuda and not interpreting():
+        raise ValueError(
+            f"{op}: impl='triton' needs CUDA tensors, got tensors on {x.device}; "
+            "pass impl='reference', or set TRITON_INTERPRET=1 to run the kernels on a CPU"
+        )
+    return impl
+
+
+def unless_gluon(impl: Any) -> Any:
+    """Return `impl`, or None for "gluon": modules pass it to operations that may have no Gluon kernels."""
+    return None if impl == "gluon" else impl
+
+
+def row_impl(op: str, impl: str | None, x: Tensor) -> str:
+    """Return "triton" or "reference" for an operation on rows, such as a norm between two matmuls.
+
+    None is "triton" for CUDA tensors in eager mode. Under tracing or a dispatch mode the result is "reference", also
+    for `impl="triton"`, because compilers fuse the operation with its neighbours.
+
+    Raises:
+        ValueError: see `resolve_impl`.
+    """
+    found = resolve_impl(op, impl, x)
+    return "reference" if found == "reference" or x.dtype == torch.float64 or not is_plain(x) else "triton"
 
 
 def _name(dtype: torch.dtype) -> str:

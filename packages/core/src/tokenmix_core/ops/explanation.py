@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.common import bind_shapes
+from tokenmix_core.ops.checks import bind_shapes
 from tokenmix_core.ops.dispatch import GluonForm
 
 Tensors = Mapping[str, Tensor]

@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from tokenmix_core.ops.causal_conv1d.api import short_conv, short_conv_step
-from tokenmix_core.ops.common import resolve_impl
 from tokenmix_core.ops.decode_tiles import StateStep, gluon_step_tile, step_limit
-from tokenmix_core.ops.dispatch import GluonForm
+from tokenmix_core.ops.dispatch import GluonForm, resolve_impl
 from tokenmix_core.ops.explanation import WHOLE, Operation, Tensors, register_operation
 from tokenmix_core.ops.fused.gdn_decode.api import delta_layer_step
-from tokenmix_core.ops.fused.gemv.api import fused_fused_linears
+from tokenmix_core.ops.fused.gemv.api import fused_linears
 from tokenmix_core.ops.fused.gemv.sizes import DTYPES
 from tokenmix_core.ops.gated_delta_rule import plan as delta_rule_plan
 from tokenmix_core.ops.gated_delta_rule import tuning as delta_rule_tuning
@@ -208,9 +207,9 @@ register_operation(
 )
 register_operation(
     Operation(
-        fused_fused_linears,
+        fused_linears,
         {"x": "B D"},
         {"B": 8, "D": 2048},
-        lambda x, impl: whole("fused_fused_linears", x, impl or (None if x["x"].dtype in DTYPES else "reference")),
+        lambda x, impl: whole("fused_linears", x, impl or (None if x["x"].dtype in DTYPES else "reference")),
     )
 )

@@ -110,11 +110,11 @@ def _pretend(packages: tuple[str, ...]) -> None:
     """Let this process take its CPU for a Hopper GPU, wherever modules under these packages ask."""
     from triton.runtime.driver import driver
 
-    from tokenmix_core.ops import common, dispatch
+    from tokenmix_core.ops import dispatch
 
     driver.set_active(_Hopper())  # type: ignore[arg-type]
     # the first as tensors on a CPU are else refused
-    answers = {common.interpreting: lambda: True, dispatch.device_limit: lambda device: None}
+    answers = {dispatch.interpreting: lambda: True, dispatch.device_limit: lambda device: None}
     for package in packages:
         for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
             importlib.import_module(module.name)

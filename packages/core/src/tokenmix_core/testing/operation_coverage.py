@@ -48,7 +48,7 @@ def unchecked(package: ModuleType, tests: Path) -> set[str]:
 
 
 def _makes_an_op(x: ast.AST) -> bool:
-    return _calls(x, "recorded_op", "custom_op")
+    return _calls(x, "cached_op", "custom_op")
 
 
 def _calls(x: ast.AST, *names: str) -> bool:

@@ -20,7 +20,7 @@ from tokenmix_core.kernels.launch.compat import NAMES
 
 LAUNCH = ("compat", "flags", "cache.codegen", "cache.replay", "cache.driver", "launcher")
 MODULES = [f"tokenmix_core.kernels.launch.{x}" for x in LAUNCH]
-MODULES += ["tokenmix_core.ops.common"]
+MODULES += ["tokenmix_core.ops.autograd"]
 
 
 def test_no_name_is_missing():
@@ -128,7 +128,7 @@ def test_nothing_else_touches_such_names():
 
 @pytest.fixture
 def anew(monkeypatch):
-    """Modules of `launch` and `ops.common`, imported anew where `find` misses a name."""
+    """Modules of `launch` and `ops.autograd`, imported anew where `find` misses a name."""
 
     def load(name):
         # as they are, before
@@ -168,9 +168,9 @@ def test_without_a_name_results_are_the_same(name, anew, stand_in):
         add[(1,)](once, b, twice, len(a))
         return twice, once.clone()
 
-    op = launch.common.recorded_op(f"tokenmix_tests::{_word(name)}", run, mutates_args=())
+    op = launch.autograd.cached_op(f"tokenmix_tests::{_word(name)}", run, mutates_args=())
     op.register_fake(lambda a, b: (torch.empty_like(a), torch.empty_like(b)))
-    add_twice = launch.common.differentiable(
+    add_twice = launch.autograd.differentiable(
         op, run, lambda ctx, inputs, output: None, lambda ctx, do, *_: (do, 2 * do), outputs=1
     )
     for grad in (True, False):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.kernels.launch import recording
-from tokenmix_core.ops import common
-from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op
+from tokenmix_core.ops import autograd
+from tokenmix_core.ops.autograd import cached_op, differentiable, direct_when_eager, of_fields
 from tokenmix_core.testing.agreement import watched
 
 RUNS = {"forward": 0, "backward": 0, "step": 0}
@@ -43,10 +43,10 @@ def _step(x: Tensor, state: Tensor) -> Tensor:
 def operators():
     """a + 2 b with gradients, and the step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "_LAUNCHED_ON", "cpu")
-        sum_op = recorded_op("tokenmix_tests::sum", _sum, mutates_args=())
-        double_op = recorded_op("tokenmix_tests::double", _double, mutates_args=())
-        step_op = recorded_op("tokenmix_tests::step", mutates_args={"state"})(_step)
+        patch.setattr(autograd, "_LAUNCHED_ON", "cpu")
+        sum_op = cached_op("tokenmix_tests::sum", _sum, mutates_args=())
+        double_op = cached_op("tokenmix_tests::double", _double, mutates_args=())
+        step_op = cached_op("tokenmix_tests::step", mutates_args={"state"})(_step)
     sum_op.register_fake(lambda a, b, nothing=None: (torch.empty_like(a), torch.empty_like(a)))
     double_op.register_fake(lambda nothing, x: [torch.empty_like(x)])
     step_op.register_fake(lambda x, state: torch.empty_like(x))

@@ -7,7 +7,7 @@ import torch
 
 from tokenmix_core.kernels.launch import launcher, pdl
 from tokenmix_core.kernels.launch.pdl import beginning_early
-from tokenmix_core.ops import fused_fused_linears, rms_norm, swiglu_linear
+from tokenmix_core.ops import fused_linears, rms_norm, swiglu_linear
 
 
 class Kernel:
@@ -99,10 +99,10 @@ def test_the_switch_takes_two_values(monkeypatch):
 def chain(x, weights, norm):
     """Layers each of which reads what the one before has just written."""
     for up, gate, down in weights:
-        a, b = fused_fused_linears(rms_norm(x, norm).y, [gate, up])
+        a, b = fused_linears(rms_norm(x, norm).y, [gate, up])
         x = swiglu_linear(a, b, down)
-        (y,) = fused_fused_linears(rms_norm(x, norm).y, [up])
-        x = fused_fused_linears(y, [down])[0] + x
+        (y,) = fused_linears(rms_norm(x, norm).y, [up])
+        x = fused_linears(y, [down])[0] + x
     return x
 
 

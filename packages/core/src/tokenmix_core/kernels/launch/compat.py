@@ -1,7 +1,7 @@
 """Names of torch and Triton that no documentation promises: nothing else in the packages touches them.
 
 Each can be missing: then results stay what they are, and what is slower is said once, by a warning at the first launch
-on a GPU. Gluon, the language that kernels for Hopper are written in, is none of them: see `ops.common.on_hopper`.
+on a GPU. Gluon, the language that kernels for Hopper are written in, is none of them: see `ops.dispatch`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.nn.state.parts import Bounds, StatePart, copy_all
 from tokenmix_core.ops import attention_decode
-from tokenmix_core.ops.common import AttentionOutput, Impl
+from tokenmix_core.ops.types import AttentionOutput, Impl
 
 
 def first_taken(take: Bool[Tensor, "N H C"], most: int) -> tuple[Int[Tensor, "N H most"], Int[Tensor, "N H"]]:

@@ -11,15 +11,9 @@ from torch import Tensor
 
 from tokenmix_core.kernels.launch.cache.replay import Checked
 from tokenmix_core.ops.causal_conv1d.reference import short_conv_reference, short_conv_step_reference
-from tokenmix_core.ops.common import (
-    Impl,
-    ScanOutput,
-    bind_shapes,
-    check_cu_seqlens,
-    check_dtype,
-    check_same_dtype,
-    resolve_impl,
-)
+from tokenmix_core.ops.checks import bind_shapes, check_cu_seqlens, check_dtype, check_same_dtype
+from tokenmix_core.ops.dispatch import resolve_impl
+from tokenmix_core.ops.types import Impl, ScanOutput
 
 Activation = Literal["silu"]
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tokenmix_core.chunking import num_sequences
 from tokenmix_core.kernels import tuning
-from tokenmix_core.ops.common import ScanOutput, differentiable, direct_when_eager, of_fields, recorded_op
+from tokenmix_core.ops.autograd import cached_op, differentiable, direct_when_eager, of_fields
+from tokenmix_core.ops.types import ScanOutput
 
 
 class Inputs(NamedTuple):
@@ -123,7 +124,7 @@ def _forward(given: Inputs) -> tuple[Tensor, Tensor]:
     return short_conv_forward(token_rows(x), weight, bias, activation, state, cu_seqlens, config)
 
 
-short_conv_forward_op = recorded_op("tokenmix_core::short_conv_forward", _forward, mutates_args=())
+short_conv_forward_op = cached_op("tokenmix_core::short_conv_forward", _forward, mutates_args=())
 
 
 @short_conv_forward_op.register_fake
@@ -147,7 +148,7 @@ def _backward(given: BackwardInputs) -> list[Tensor]:
     return [grad for grad in grads if grad is not None]
 
 
-short_conv_backward_op = recorded_op("tokenmix_core::short_conv_backward", _backward, mutates_args=())
+short_conv_backward_op = cached_op("tokenmix_core::short_conv_backward", _backward, mutates_args=())
 backward = direct_when_eager(short_conv_backward_op, _backward)
 
 
@@ -172,7 +173,7 @@ def _several(given: SeveralInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
     return *_three(outputs), *_three(final_states)  # type: ignore[return-value]
 
 
-short_convs_forward_op = recorded_op("tokenmix_core::short_convs_forward", _several, mutates_args=())
+short_convs_forward_op = cached_op("tokenmix_core::short_convs_forward", _several, mutates_args=())
 
 
 @short_convs_forward_op.register_fake
@@ -201,7 +202,7 @@ def _several_backward(given: SeveralBackwardInputs) -> list[Tensor]:
     return [*dxs, dweights, *(initial_gradients or ())]
 
 
-short_convs_backward_op = recorded_op("tokenmix_core::short_convs_backward", _several_backward, mutates_args=())
+short_convs_backward_op = cached_op("tokenmix_core::short_convs_backward", _several_backward, mutates_args=())
 several_backward = direct_when_eager(short_convs_backward_op, _several_backward)
 
 
@@ -225,7 +226,7 @@ def _step(given: StepInputs) -> Tensor:
     return short_conv_step(x, weight.contiguous(), _contiguous(bias), state, activation)
 
 
-short_conv_step_op = recorded_op("tokenmix_core::short_conv_step", _step, mutates_args={"state"})
+short_conv_step_op = cached_op("tokenmix_core::short_conv_step", _step, mutates_args={"state"})
 
 
 @short_conv_step_op.register_fake
@@ -244,9 +245,7 @@ def _steps(given: StepsInputs) -> tuple[Tensor, Tensor, Tensor]:
     return o0, o1, o2
 
 
-short_conv_steps_op = recorded_op(
-    "tokenmix_core::short_conv_steps", _steps, mutates_args={"state0", "state1", "state2"}
-)
+short_conv_steps_op = cached_op("tokenmix_core::short_conv_steps", _steps, mutates_args={"state0", "state1", "state2"})
 
 
 @short_conv_steps_op.register_fake

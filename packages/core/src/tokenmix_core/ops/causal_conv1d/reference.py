@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.ops.common import ScanOutput
+from tokenmix_core.ops.types import ScanOutput
 
 
 def short_conv_reference(

@@ -8,22 +8,21 @@ from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.kernels.launch.cache.replay import Checked
-from tokenmix_core.ops.common import (
-    Impl,
-    ScanOutput,
+from tokenmix_core.ops.checks import (
     bind_shapes,
     check_cu_seqlens,
     check_dtype,
     check_multiple,
     check_same_dtype,
     check_scale,
-    resolve_impl,
 )
 from tokenmix_core.ops.decode_tiles import step_limit
+from tokenmix_core.ops.dispatch import resolve_impl
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
 from tokenmix_core.ops.gated_delta_rule.plan import GLUON, GLUON_STEP
 from tokenmix_core.ops.gated_delta_rule.reference import chunk_reference, recurrent_reference
 from tokenmix_core.ops.gated_delta_rule.types import Inputs
+from tokenmix_core.ops.types import Impl, ScanOutput
 
 HEAD_SIZES = (64, 128, 256)
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)

@@ -7,15 +7,8 @@ from torch import Tensor
 
 from tokenmix_core.chunking import num_sequences
 from tokenmix_core.kernels.launch.cache.replay import Replayed, is_plain
-from tokenmix_core.ops.common import (
-    aligned,
-    differentiable,
-    direct_when_eager,
-    parts_of,
-    recorded_op,
-    retried,
-    room_for,
-)
+from tokenmix_core.ops.autograd import cached_op, differentiable, direct_when_eager, retried
+from tokenmix_core.ops.buffers import aligned, buffer_bytes, buffer_views
 from tokenmix_core.ops.decode_tiles import gluon_step_tile
 from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.backward import backward
@@ -133,8 +126,8 @@ def _keep(*inputs):
     layouts = term_layouts(x.k, x.v.shape[2])
     if by.keeps:
         layouts += state_layouts(x.k, x.v, x.cu_seqlens)
-    kept = x.k.new_empty(room_for(layouts), dtype=torch.uint8)
-    inverse, gates, *states = parts_of(kept, layouts)
+    kept = x.k.new_empty(buffer_bytes(layouts), dtype=torch.uint8)
+    inverse, gates, *states = buffer_views(kept, layouts)
     terms = _chunk_terms(x, by, into=(inverse, gates))
     saved = Saved(*states) if states else None
     o, final_state = forward(x, terms, segment=by.segment, form=by.outputs, saved=saved)
@@ -147,9 +140,9 @@ def _kept(x: Inputs, kept: Tensor, entering: Tensor | None, transitions: Tensor 
     """What `_keep` has kept; of x shapes alone are asked, before or after it is narrowed."""
     v = narrowed_heads(x.v, narrow_heads(x.k, x.v, x.impl, x.run))
     layouts = term_layouts(x.k, v.shape[2])
-    if len(kept) > room_for(layouts):
+    if len(kept) > buffer_bytes(layouts):
         layouts += state_layouts(x.k, v, x.cu_seqlens)
-    inverse, gates, *states = parts_of(kept, layouts)
+    inverse, gates, *states = buffer_views(kept, layouts)
     return Terms(inverse, gates, entering, transitions), Saved(*states) if states else None
 
 
@@ -191,10 +184,10 @@ def _step(
     return o.squeeze(1)
 
 
-chunk_op = recorded_op("tokenmix::gated_delta_rule", run_forward, mutates_args=())
-backward_op = recorded_op("tokenmix::gated_delta_rule_backward", run_whole_backward, mutates_args=())
-recurrent_op = recorded_op("tokenmix::gated_delta_rule_recurrent", _recurrent, mutates_args=())
-step_op = recorded_op("tokenmix::gated_delta_rule_step", _step, mutates_args={"state"})
+chunk_op = cached_op("tokenmix::gated_delta_rule", run_forward, mutates_args=())
+backward_op = cached_op("tokenmix::gated_delta_rule_backward", run_whole_backward, mutates_args=())
+recurrent_op = cached_op("tokenmix::gated_delta_rule_recurrent", _recurrent, mutates_args=())
+step_op = cached_op("tokenmix::gated_delta_rule_step", _step, mutates_args={"state"})
 
 
 def _save(ctx, inputs, output) -> None:

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.ops.common import Layout, interpreting
+from tokenmix_core.ops.dispatch import interpreting
+from tokenmix_core.ops.types import Layout
 
 CHUNK = 64
 

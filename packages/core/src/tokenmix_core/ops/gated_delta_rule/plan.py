@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
 from tokenmix_core.kernels.tuning import one_round
-from tokenmix_core.ops.common import room_for
+from tokenmix_core.ops.buffers import buffer_bytes
 from tokenmix_core.ops.dispatch import GluonForm
 from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, state_layouts
@@ -130,7 +130,7 @@ def plan(
         reverse_segment=reverse_segment,
         prepare="gluon",
         outputs=outputs,
-        keeps=K == V == 128 and room_for(state_layouts(k, v, cu_seqlens)) <= tuning.MOST_SAVED_BYTES,
+        keeps=K == V == 128 and buffer_bytes(state_layouts(k, v, cu_seqlens)) <= tuning.MOST_SAVED_BYTES,
         states=states,
         remainders=remainders,
         # of normalised heads of 128, where programs keep a GPU busy; it knows no writes

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tokenmix_core.ops.common import aligned
+from tokenmix_core.ops.buffers import aligned
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
 
 

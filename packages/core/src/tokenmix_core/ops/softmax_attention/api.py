@@ -11,9 +11,7 @@ from torch import Tensor
 
 from tokenmix_core.kernels.launch import compat
 from tokenmix_core.kernels.launch.cache.replay import Checked, is_plain
-from tokenmix_core.ops.common import (
-    AttentionOutput,
-    Impl,
+from tokenmix_core.ops.checks import (
     bind_shapes,
     check_cu_seqlens,
     check_dtype,
@@ -21,8 +19,8 @@ from tokenmix_core.ops.common import (
     check_same_device,
     check_same_dtype,
     check_scale,
-    row_impl,
 )
+from tokenmix_core.ops.dispatch import row_impl
 from tokenmix_core.ops.softmax_attention import autograd
 from tokenmix_core.ops.softmax_attention.backends import (
     IMPLS,
@@ -35,6 +33,7 @@ from tokenmix_core.ops.softmax_attention.cudnn_plans import kernels_before_plan
 from tokenmix_core.ops.softmax_attention.plan import GLUON, takes_gluon
 from tokenmix_core.ops.softmax_attention.plan import limit as limit_of_gluon
 from tokenmix_core.ops.softmax_attention.types import Call, Mask, call_of
+from tokenmix_core.ops.types import AttentionOutput, Impl
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

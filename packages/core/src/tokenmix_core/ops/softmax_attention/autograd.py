@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.kernels.launch.cache.replay import Replayed
-from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op, retried
+from tokenmix_core.ops.autograd import cached_op, differentiable, direct_when_eager, of_fields, retried
 from tokenmix_core.ops.softmax_attention import implementations
 from tokenmix_core.ops.softmax_attention.backends import backward_impl
 from tokenmix_core.ops.softmax_attention.types import Mask, call_of
@@ -71,7 +71,7 @@ def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
     return o.contiguous(), lse.contiguous()
 
 
-attention_op = recorded_op("tokenmix_core::attention", _forward, mutates_args=())
+attention_op = cached_op("tokenmix_core::attention", _forward, mutates_args=())
 attention_forward = direct_when_eager(attention_op, _forward)
 
 
@@ -98,7 +98,7 @@ def _backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
-attention_backward_op = recorded_op("tokenmix_core::attention_backward", _backward, mutates_args=())
+attention_backward_op = cached_op("tokenmix_core::attention_backward", _backward, mutates_args=())
 attention_backward = direct_when_eager(attention_backward_op, _backward)
 
 
@@ -147,7 +147,7 @@ def _merge_two(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[
 
 
 merge_two = Replayed(_merge_two)
-attention_decode_op = recorded_op("tokenmix_core::attention_decode", _decode, mutates_args=())
+attention_decode_op = cached_op("tokenmix_core::attention_decode", _decode, mutates_args=())
 attention_decode = direct_when_eager(attention_decode_op, _decode)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenmix_core._utils.optional import is_installed
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels.launch.compat import constant_when_traced
-from tokenmix_core.ops.common import interpreting
+from tokenmix_core.ops.dispatch import interpreting
 from tokenmix_core.ops.softmax_attention.types import Call, Mask, call_of
 
 _HALF = (torch.bfloat16, torch.float16)

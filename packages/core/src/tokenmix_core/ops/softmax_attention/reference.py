@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.ops.common import AttentionOutput
+from tokenmix_core.ops.types import AttentionOutput
 
 # scores of one block of queries: 2²⁴ of them are 64 MiB in float32
 _BLOCK_SCORES = 1 << 24

@@ -8,9 +8,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels.launch.cache.replay import Checked
-from tokenmix_core.ops.common import (
-    AttentionOutput,
-    Impl,
+from tokenmix_core.ops.checks import (
     bind_shapes,
     check_cu_seqlens,
     check_dtype,
@@ -22,6 +20,7 @@ from tokenmix_core.ops.softmax_attention.backends import limit
 from tokenmix_core.ops.softmax_attention.types import Call, Mask
 from tokenmix_core.ops.sparse_attention import autograd, plan
 from tokenmix_core.ops.sparse_attention.query_blocks import kept_attention_by_stretches, takes_stretches
+from tokenmix_core.ops.types import AttentionOutput, Impl
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.common import differentiable, direct_when_eager, of_fields, recorded_op, retried
+from tokenmix_core.ops.autograd import cached_op, differentiable, direct_when_eager, of_fields, retried
 from tokenmix_core.ops.softmax_attention.types import KeyLists
 
 
@@ -76,7 +76,7 @@ def _forward(x: Inputs) -> Outputs:
     return out
 
 
-kept_attention_op = recorded_op("tokenmix_core::kept_attention", _forward, mutates_args=())
+kept_attention_op = cached_op("tokenmix_core::kept_attention", _forward, mutates_args=())
 
 
 @kept_attention_op.register_fake
@@ -114,7 +114,7 @@ def _backward(given: BackwardInputs) -> Gradients:
     return Gradients(dq, dk, dv, x.keep.new_empty(0) if d_keep is None else d_keep)
 
 
-kept_attention_backward_op = recorded_op("tokenmix_core::kept_attention_backward", _backward, mutates_args=())
+kept_attention_backward_op = cached_op("tokenmix_core::kept_attention_backward", _backward, mutates_args=())
 kept_attention_backward = direct_when_eager(kept_attention_backward_op, _backward)
 
 

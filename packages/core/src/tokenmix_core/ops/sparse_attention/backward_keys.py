@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.varlen import locate_chunk
-from tokenmix_core.ops.common import aligned
+from tokenmix_core.ops.buffers import aligned
 from tokenmix_core.ops.softmax_attention.launch_args import dense_rows
 from tokenmix_core.ops.softmax_attention.listed_keys.backward import listed_keys_backward
 from tokenmix_core.ops.softmax_attention.tuning import AttentionTile

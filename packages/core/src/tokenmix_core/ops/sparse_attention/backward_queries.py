@@ -11,7 +11,7 @@ from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.decay import LOG2_E
 from tokenmix_core.kernels.triton.varlen import locate_chunk
-from tokenmix_core.ops.common import aligned
+from tokenmix_core.ops.buffers import aligned
 from tokenmix_core.ops.softmax_attention.bias_columns import BIAS_COLUMNS
 from tokenmix_core.ops.softmax_attention.kv_tiles import add_dot, load_tile, masked_tile, store_tile
 from tokenmix_core.ops.softmax_attention.launch_args import dense_rows, listed_constants, listed_sizes, strides

@@ -14,8 +14,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import packed_positions, sequence_ids
-from tokenmix_core.ops.common import AttentionOutput
 from tokenmix_core.ops.softmax_attention.reference import attended, joined, sequences, softmax, wide
+from tokenmix_core.ops.types import AttentionOutput
 
 # scores of one block of queries: 2²⁴ of them are 64 MiB in float32
 _BLOCK_SCORES = 1 << 24

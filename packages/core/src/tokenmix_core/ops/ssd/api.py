@@ -7,21 +7,20 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.kernels.launch.cache.replay import Checked
-from tokenmix_core.ops.common import (
-    Impl,
-    ScanOutput,
+from tokenmix_core.ops.checks import (
     bind_shapes,
     check_cu_seqlens,
     check_dtype,
     check_multiple,
     check_same_dtype,
     check_scale,
-    resolve_impl,
 )
 from tokenmix_core.ops.decode_tiles import step_limit
+from tokenmix_core.ops.dispatch import resolve_impl
 from tokenmix_core.ops.ssd.plan import GLUON, GLUON_STEP, limit
 from tokenmix_core.ops.ssd.reference import chunk_ssd_reference, recurrent_ssd_reference, ssd_step_reference
 from tokenmix_core.ops.ssd.types import Inputs
+from tokenmix_core.ops.types import Impl, ScanOutput
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_SIZES = (16, 32, 64, 128, 256)

@@ -7,12 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmix_core.chunking import num_sequences
-from tokenmix_core.ops.common import ScanOutput, aligned, differentiable, direct_when_eager, recorded_op, retried
+from tokenmix_core.ops.autograd import cached_op, differentiable, direct_when_eager, retried
+from tokenmix_core.ops.buffers import aligned
 from tokenmix_core.ops.decode_tiles import gluon_step_tile
 from tokenmix_core.ops.ssd import tuning
 from tokenmix_core.ops.ssd.plan import GLUON_STEP, plan
 from tokenmix_core.ops.ssd.tuning import SSDStates
 from tokenmix_core.ops.ssd.types import Gradients, Inputs, token_rows
+from tokenmix_core.ops.types import ScanOutput
 
 
 @retried
@@ -145,7 +147,7 @@ def run_step(
     return o.squeeze(1)
 
 
-@recorded_op("tokenmix_core::ssd_forward", mutates_args=())
+@cached_op("tokenmix_core::ssd_forward", mutates_args=())
 def ssd_forward_op(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     dt: Tensor | None = None, D: Tensor | None = None, impl: str | None = None,
@@ -167,7 +169,7 @@ def _(q, k, v, g, scale, initial_state, cu_seqlens, dt=None, D=None, impl=None):
     return torch.empty_like(v, memory_format=torch.contiguous_format), v.new_empty(shape, dtype=torch.float32)
 
 
-ssd_recurrent_op = recorded_op("tokenmix_core::ssd_recurrent", run_recurrent, mutates_args=())
+ssd_recurrent_op = cached_op("tokenmix_core::ssd_recurrent", run_recurrent, mutates_args=())
 
 
 @ssd_recurrent_op.register_fake
@@ -176,7 +178,7 @@ def _(q, k, v, g, scale, initial_state, cu_seqlens, dt=None, D=None, impl=None):
     return torch.empty_like(v, memory_format=torch.contiguous_format), v.new_empty(shape, dtype=torch.float32)
 
 
-@recorded_op("tokenmix_core::ssd_backward", mutates_args=())
+@cached_op("tokenmix_core::ssd_backward", mutates_args=())
 def ssd_backward_op(
     do: Tensor, final_gradient: Tensor | None, before: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
     scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None, dt: Tensor | None = None,
@@ -200,7 +202,7 @@ def _(do, final_gradient, before, q, k, v, g, scale, initial_state, cu_seqlens, 
     return *grads, v.new_empty(shape, dtype=torch.float32), *of_steps
 
 
-ssd_step_op = recorded_op("tokenmix_core::ssd_step", run_step, mutates_args={"state"})
+ssd_step_op = cached_op("tokenmix_core::ssd_step", run_step, mutates_args={"state"})
 
 
 @ssd_step_op.register_fake

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.ops.common import ScanOutput
+from tokenmix_core.ops.types import ScanOutput
 
 # exp of anything lower is zero in float32; bounding single decays keeps the digits of the cumulative ones
 LOWEST_DECAY = -110.0

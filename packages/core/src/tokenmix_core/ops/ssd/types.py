@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.common import aligned
+from tokenmix_core.ops.buffers import aligned
 
 
 class Inputs(NamedTuple):

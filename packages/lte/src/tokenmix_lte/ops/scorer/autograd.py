@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops import differentiable, direct_when_eager, of_fields, recorded_op, retried
+from tokenmix_core.ops import cached_op, differentiable, direct_when_eager, of_fields, retried
 from tokenmix_lte.ops.scorer.steps import BackwardInputs, Inputs
 
 # number of differentiable fields of `Inputs` (k, v, three convolutions, the linear map), and of all its tensors
@@ -48,7 +48,7 @@ def _backward(given: BackwardInputs) -> list[Tensor]:
     return [grad.to(t.dtype) for grad, t in zip(grads, given.inputs[:_DIFFERENTIABLE], strict=True)]
 
 
-scorer_forward_op = recorded_op("tokenmix_lte::scorer_forward", _forward, mutates_args=())
+scorer_forward_op = cached_op("tokenmix_lte::scorer_forward", _forward, mutates_args=())
 
 
 @scorer_forward_op.register_fake
@@ -57,7 +57,7 @@ def _(x: Inputs):
     return x.k.new_empty(x.k.shape[:3], dtype=torch.float32)
 
 
-scorer_backward_op = recorded_op("tokenmix_lte::scorer_backward", _backward, mutates_args=())
+scorer_backward_op = cached_op("tokenmix_lte::scorer_backward", _backward, mutates_args=())
 
 
 @scorer_backward_op.register_fake

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmix_core.kernels import Replayed, is_plain
-from tokenmix_core.ops import differentiable, direct_when_eager, of_fields, recorded_op
+from tokenmix_core.ops import cached_op, differentiable, direct_when_eager, of_fields
 
 
 class Inputs(NamedTuple):
@@ -82,7 +82,7 @@ def _keep(*inputs) -> tuple[Tensor, ...]:
     return o if padded_o is o else o.copy_(padded_o[..., : o.shape[3]]), lse, *itertools.chain(*lists)
 
 
-block_attention_op = recorded_op("tokenmix_lte::block_attention", _forward, mutates_args=())
+block_attention_op = cached_op("tokenmix_lte::block_attention", _forward, mutates_args=())
 
 
 @block_attention_op.register_fake
@@ -120,7 +120,7 @@ def _backward_of_lists(given: BackwardInputs, saved: Sequence[Tensor]) -> tuple[
     return dq[..., :K].contiguous(), dk[..., :K].contiguous(), dv[..., :V].contiguous()
 
 
-block_attention_backward_op = recorded_op("tokenmix_lte::block_attention_backward", _backward, mutates_args=())
+block_attention_backward_op = cached_op("tokenmix_lte::block_attention_backward", _backward, mutates_args=())
 _replayed_backward = Replayed(_backward_saved)
 
 
@@ -166,7 +166,7 @@ def _select(x: SelectInputs) -> Tensor:
     return blocks
 
 
-select_blocks_op = recorded_op("tokenmix_lte::select_blocks", _select, mutates_args=())
+select_blocks_op = cached_op("tokenmix_lte::select_blocks", _select, mutates_args=())
 select_blocks = direct_when_eager(select_blocks_op, _select)
 
 

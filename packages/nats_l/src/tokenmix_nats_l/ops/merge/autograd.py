@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tokenmix_core.ops import differentiable, direct_when_eager, of_fields, recorded_op
+from tokenmix_core.ops import cached_op, differentiable, direct_when_eager, of_fields
 
 
 class Inputs(NamedTuple):
@@ -54,7 +54,7 @@ def _backward(given: BackwardInputs) -> list[Tensor]:
     return [grad for grad in _all_gradients(*given.inputs, given.dy) if grad is not None]
 
 
-merge_forward_op = recorded_op("tokenmix_nats_l::merge_forward", _forward, mutates_args=())
+merge_forward_op = cached_op("tokenmix_nats_l::merge_forward", _forward, mutates_args=())
 
 
 @merge_forward_op.register_fake
@@ -63,7 +63,7 @@ def _(x: Inputs):
     return x.gate.new_empty(x.gate.shape)
 
 
-merge_backward_op = recorded_op("tokenmix_nats_l::merge_backward", _backward, mutates_args=())
+merge_backward_op = cached_op("tokenmix_nats_l::merge_backward", _backward, mutates_args=())
 
 
 @merge_backward_op.register_fake

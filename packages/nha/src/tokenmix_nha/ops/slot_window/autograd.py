@@ -10,13 +10,13 @@ from torch import Tensor
 from tokenmix_core.kernels import compiled_together
 from tokenmix_core.ops import (
     aligned,
+    buffer_bytes,
+    buffer_views,
+    cached_op,
     differentiable,
     direct_when_eager,
     of_fields,
-    parts_of,
-    recorded_op,
     retried,
-    room_for,
 )
 from tokenmix_nha.ops.slot_window.backward_gates import gate_gradients
 from tokenmix_nha.ops.slot_window.backward_keys import key_gradients
@@ -75,7 +75,7 @@ def _forward(x: Inputs) -> Outputs:
     x = x.aligned()
     y = layout(x)
     out = _empty_outputs(x, y)
-    results, saved = Results(*out[:3]), Saved(*parts_of(out.saved, saved_layouts(x, y)))
+    results, saved = Results(*out[:3]), Saved(*buffer_views(out.saved, saved_layouts(x, y)))
     gluon = plan(y.M, y.window, x.impl, x.q, x.k, x.v, x.f, x.q_slots, x.k_slots).forward == "gluon"
     with compiled_together() as launch:
         if gluon:
@@ -99,7 +99,7 @@ def _backward(given: BackwardInputs) -> Gradients:
     """Compute the queries' gradients, the slots' by a reverse scan, then those of keys, values and gates."""
     x = given.inputs.aligned()
     y = layout(x)
-    saved = Saved(*parts_of(given.saved, saved_layouts(x, y)))
+    saved = Saved(*buffer_views(given.saved, saved_layouts(x, y)))
     do, dfinal_k, dfinal_v = map(aligned, (_or_zeros(given.do, given.o), given.dfinal_k, given.dfinal_v))
     grads = empty_gradients(x, given.initial)
     b = Backward(x, y, saved, given.o, do, dfinal_k, dfinal_v, grads)
@@ -138,7 +138,7 @@ def _or_zeros(gradient: Tensor | None, of: Tensor) -> Tensor:
     return torch.zeros_like(of) if gradient is None else gradient
 
 
-slot_window_attention_op = recorded_op("tokenmix_nha::slot_window_attention", _forward, mutates_args=())
+slot_window_attention_op = cached_op("tokenmix_nha::slot_window_attention", _forward, mutates_args=())
 
 
 @slot_window_attention_op.register_fake
@@ -148,7 +148,7 @@ def _(x: Inputs) -> Outputs:
 
 
 def _empty_outputs(x: Inputs, y: Layout) -> Outputs:
-    return Outputs(*empty_results(x, y), x.q.new_empty(room_for(saved_layouts(x, y)), dtype=torch.uint8))
+    return Outputs(*empty_results(x, y), x.q.new_empty(buffer_bytes(saved_layouts(x, y)), dtype=torch.uint8))
 
 
 @of_fields
@@ -157,9 +157,7 @@ def _present(given: BackwardInputs) -> list[Tensor]:
     return [grad for grad in _backward(given) if grad is not None]
 
 
-slot_window_attention_backward_op = recorded_op(
-    "tokenmix_nha::slot_window_attention_backward", _present, mutates_args=()
-)
+slot_window_attention_backward_op = cached_op("tokenmix_nha::slot_window_attention_backward", _present, mutates_args=())
 _backward_pass = direct_when_eager(slot_window_attention_backward_op, _present)
 
 

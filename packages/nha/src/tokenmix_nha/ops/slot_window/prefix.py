@@ -20,11 +20,11 @@ from tokenmix_core.ops import (
     Mask,
     attention,
     by_cudnn,
+    cached_op,
     choose_impl,
     differentiable,
     kernels_before_plan,
     of_fields,
-    recorded_op,
 )
 from tokenmix_core.ops import attention_autograd as autograd
 
@@ -85,7 +85,7 @@ def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
     return o, add_zeros(o, lse, x.slots)
 
 
-_prefix_op = recorded_op("tokenmix_nha::zero_prefix_attention", _forward, mutates_args=())
+_prefix_op = cached_op("tokenmix_nha::zero_prefix_attention", _forward, mutates_args=())
 
 
 @_prefix_op.register_fake

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tokenmix_core.ops import cached_op, differentiable, direct_when_eager, of_fields, retried, token_rows
 from tokenmix_core.ops import delta_rule_autograd as delta_rule
-from tokenmix_core.ops import differentiable, direct_when_eager, of_fields, recorded_op, retried, token_rows
 from tokenmix_core.ops import ssd_autograd as ssd
 from tokenmix_oryx.ops.selected_queries.autograd import CAUSAL
 
@@ -181,7 +181,7 @@ def _forward(x: Inputs) -> Outputs:
     return Outputs(y.view(B, T, E), kept)
 
 
-mix_op = recorded_op("tokenmix_oryx::mix", _forward, mutates_args=())
+mix_op = cached_op("tokenmix_oryx::mix", _forward, mutates_args=())
 
 
 @mix_op.register_fake
@@ -254,7 +254,7 @@ def _backward(given: BackwardInputs) -> list[Tensor]:
     return [grad for grad in found if grad is not None]
 
 
-mix_backward_op = recorded_op("tokenmix_oryx::mix_backward", _backward, mutates_args=())
+mix_backward_op = cached_op("tokenmix_oryx::mix_backward", _backward, mutates_args=())
 mix_backward = direct_when_eager(mix_backward_op, _backward)
 
 

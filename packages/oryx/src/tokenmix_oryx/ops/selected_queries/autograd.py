@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops import Mask, differentiable, direct_when_eager, of_fields, recorded_op, retried
+from tokenmix_core.ops import Mask, cached_op, differentiable, direct_when_eager, of_fields, retried
 
 CAUSAL = Mask(causal=True, window=None, sinks=0)
 
@@ -46,7 +46,7 @@ def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
     return attention_forward(**x.readable(), mask=CAUSAL)
 
 
-selected_attention_op = recorded_op("tokenmix_oryx::selected_attention", _forward, mutates_args=())
+selected_attention_op = cached_op("tokenmix_oryx::selected_attention", _forward, mutates_args=())
 
 
 @selected_attention_op.register_fake
@@ -66,7 +66,7 @@ def _backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     return attention_backward(**x.readable(), o=o, lse=lse, do=do, dlse=None, mask=CAUSAL)
 
 
-selected_attention_backward_op = recorded_op("tokenmix_oryx::selected_attention_backward", _backward, mutates_args=())
+selected_attention_backward_op = cached_op("tokenmix_oryx::selected_attention_backward", _backward, mutates_args=())
 selected_attention_backward = direct_when_eager(selected_attention_backward_op, _backward)
 
 

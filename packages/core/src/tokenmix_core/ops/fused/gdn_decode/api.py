@@ -9,16 +9,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.kernels.launch.cache.replay import Checked
-from tokenmix_core.ops.common import (
-    Impl,
-    bind_shapes,
-    check_dtype,
-    check_multiple,
-    check_same_dtype,
-    check_scale,
-    resolve_impl,
-)
+from tokenmix_core.ops.checks import bind_shapes, check_dtype, check_multiple, check_same_dtype, check_scale
+from tokenmix_core.ops.dispatch import resolve_impl
 from tokenmix_core.ops.fused.gdn_decode.reference import delta_layer_step_reference
+from tokenmix_core.ops.types import Impl
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # of a state's heads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tokenmix_core.ops.common import direct_when_eager, of_fields, recorded_op
+from tokenmix_core.ops.autograd import cached_op, direct_when_eager, of_fields
 from tokenmix_core.ops.fused.gdn_decode.types import WRITTEN, Inputs
 
 
@@ -16,7 +16,7 @@ def _step(x: Inputs) -> Tensor:
     return delta_layer_step(x.readable())
 
 
-delta_layer_step_op = recorded_op("tokenmix_core::delta_layer_step", _step, mutates_args=WRITTEN)
+delta_layer_step_op = cached_op("tokenmix_core::delta_layer_step", _step, mutates_args=WRITTEN)
 
 
 @delta_layer_step_op.register_fake

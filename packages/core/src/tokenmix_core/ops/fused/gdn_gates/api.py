@@ -8,8 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tokenmix_core.ops.common import Impl, bind_shapes, check_dtype, row_impl
+from tokenmix_core.ops.checks import bind_shapes, check_dtype
+from tokenmix_core.ops.dispatch import row_impl
 from tokenmix_core.ops.fused.gdn_gates.reference import delta_gates_reference
+from tokenmix_core.ops.types import Impl
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

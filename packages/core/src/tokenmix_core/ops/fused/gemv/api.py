@@ -9,13 +9,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tokenmix_core.kernels.launch.cache.replay import Checked
-from tokenmix_core.ops.common import Impl, bind_shapes, check_dtype, check_same_dtype, resolve_impl
-from tokenmix_core.ops.fused.gemv.reference import fused_fused_linears_reference
+from tokenmix_core.ops.checks import bind_shapes, check_dtype, check_same_dtype
+from tokenmix_core.ops.dispatch import resolve_impl
+from tokenmix_core.ops.fused.gemv.reference import fused_linears_reference
 from tokenmix_core.ops.fused.gemv.sizes import DTYPES, MOST_ROWS, MOST_WEIGHTS
+from tokenmix_core.ops.types import Impl
 
 
 @torch.no_grad()
-def fused_fused_linears(
+def fused_linears(
     x: Float[Tensor, "B D"], weights: Sequence[Float[Tensor, "_N D"]], *, impl: Impl | None = None
 ) -> tuple[Float[Tensor, "B _N"], ...]:
     r"""x Wᵀ of one to six weights, as of q, k, v and gates of one token, in one launch. Not differentiable.
@@ -35,15 +37,15 @@ def fused_fused_linears(
         ValueError: shapes, dtypes or devices that do not fit, or an `impl` that cannot do what is asked.
     """
     if _check(impl, x, *weights) == "reference":
-        return fused_fused_linears_reference(x, weights)
-    from tokenmix_core.ops.fused.gemv.autograd import fused_fused_linears_triton
+        return fused_linears_reference(x, weights)
+    from tokenmix_core.ops.fused.gemv.autograd import fused_linears_triton
 
-    return tuple(fused_fused_linears_triton(x, *weights, *[None] * (MOST_WEIGHTS - len(weights))))
+    return tuple(fused_linears_triton(x, *weights, *[None] * (MOST_WEIGHTS - len(weights))))
 
 
 @Checked
 def _check(impl: str | None, x: Tensor, *weights: Tensor) -> str:
-    op = "fused_fused_linears"
+    op = "fused_linears"
     if not 1 <= len(weights) <= MOST_WEIGHTS:
         raise ValueError(f"{op}: expected one to {MOST_WEIGHTS} weights, got {len(weights)}")
     dims = bind_shapes(op, {}, x=(x, "B D"))

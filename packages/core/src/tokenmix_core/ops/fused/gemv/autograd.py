@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tokenmix_core.ops.common import direct_when_eager, of_fields, recorded_op
+from tokenmix_core.ops.autograd import cached_op, direct_when_eager, of_fields
 
 
 class Inputs(NamedTuple):
@@ -28,17 +28,17 @@ def _weights(given: Inputs) -> list[Tensor]:
 @of_fields
 def _run(given: Inputs) -> list[Tensor]:
     """`[B, N]` of each weight."""
-    from tokenmix_core.ops.fused.gemv.kernel import fused_fused_linears_forward
+    from tokenmix_core.ops.fused.gemv.kernel import fused_linears_forward
 
     x = given.x if given.x.stride(1) == 1 else given.x.contiguous()
-    return fused_fused_linears_forward(x, _weights(given))
+    return fused_linears_forward(x, _weights(given))
 
 
-fused_fused_linears_op = recorded_op("tokenmix_core::fused_fused_linears", _run, mutates_args=())
-fused_fused_linears_triton = direct_when_eager(fused_fused_linears_op, _run)
+fused_linears_op = cached_op("tokenmix_core::fused_linears", _run, mutates_args=())
+fused_linears_triton = direct_when_eager(fused_linears_op, _run)
 
 
-@fused_fused_linears_op.register_fake
+@fused_linears_op.register_fake
 @of_fields
 def _(given: Inputs):
     return [given.x.new_empty(given.x.shape[0], w.shape[0]) for w in _weights(given)]

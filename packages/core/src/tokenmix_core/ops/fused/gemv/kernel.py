@@ -79,7 +79,7 @@ def one_row_kernel(
 
 @cached_launch
 @triton.jit(do_not_specialize=_NUMBERS)
-def fused_fused_linears_kernel(
+def fused_linears_kernel(
     x, w0, w1, w2, w3, w4, w5, y0, y1, y2, y3, y4, y5, n0, n1, n2, n3, n4, n5, B, D, s_x,
     BB: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +99,7 @@ def fused_fused_linears_kernel(
     tl.store(y + o_b[None, :] * N + o_n[:, None], b_y.to(y.dtype.element_ty), mask=m_n[:, None] & m_b[None, :])
 
 
-def fused_fused_linears_forward(
+def fused_linears_forward(
     x: Tensor, weights: Sequence[Tensor], gate: Tensor | None = None, residual: Tensor | None = None
 ) -> list[Tensor]:
     """`[B, N]` of each weight, for x `[B, D]` with columns side by side.
@@ -117,7 +117,7 @@ def fused_fused_linears_forward(
         f"{letter}{i}": t for letter, given in (("w", weights), ("y", outputs)) for i, t in enumerate(given)
     }
     sizes = {f"n{i}": N for i, N in enumerate([*ns, *[0] * (MOST_WEIGHTS - len(ns))])}
-    tile = tuning.fused_fused_linears(B, D, sum(ns))
+    tile = tuning.fused_linears(B, D, sum(ns))
     grid = (sum(cdiv(N, tile.BN) for N in ns),)
     if B == 1:
         one_row_kernel[grid](
@@ -125,7 +125,7 @@ def fused_fused_linears_forward(
             num_warps=tile.num_warps, **early,
         )  # fmt: skip
     else:
-        fused_fused_linears_kernel[grid](
+        fused_linears_kernel[grid](
             x=x, **tensors, **sizes, B=B, D=D, s_x=x.stride(0), BB=max(16, next_power_of_2(B)), BN=tile.BN, BD=tile.BD,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip

@@ -9,8 +9,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def fused_fused_linears_reference(
-    x: Float[Tensor, "B D"], weights: Sequence[Float[Tensor, "_N D"]]
-) -> tuple[Tensor, ...]:
+def fused_linears_reference(x: Float[Tensor, "B D"], weights: Sequence[Float[Tensor, "_N D"]]) -> tuple[Tensor, ...]:
     """`[B, N]` of each weight."""
     return tuple(F.linear(x, weight) for weight in weights)

@@ -8,15 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tokenmix_core.ops.common import (
-    Impl,
-    bind_shapes,
-    check_dtype,
-    check_same_device,
-    check_tensors,
-    row_impl,
-)
+from tokenmix_core.ops.checks import bind_shapes, check_dtype, check_same_device, check_tensors
+from tokenmix_core.ops.dispatch import row_impl
 from tokenmix_core.ops.fused.rms_norm.reference import GatePlace, gated_rms_norm_reference, rms_norm_reference
+from tokenmix_core.ops.types import Impl
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -7,8 +7,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.kernels.launch.cache.replay import Checked
-from tokenmix_core.ops.common import Impl, bind_shapes, check_dtype, check_same_dtype, check_tensors, row_impl
+from tokenmix_core.ops.checks import bind_shapes, check_dtype, check_same_dtype, check_tensors
+from tokenmix_core.ops.dispatch import row_impl
 from tokenmix_core.ops.fused.rotary.reference import rotate_reference, rotate_step_reference
+from tokenmix_core.ops.types import Impl
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

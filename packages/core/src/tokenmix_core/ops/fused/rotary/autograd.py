@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from tokenmix_core.kernels.launch.cache.replay import Replayed
-from tokenmix_core.ops.common import as_rows, eager_function
+from tokenmix_core.ops.autograd import eager_function
+from tokenmix_core.ops.buffers import as_rows
 from tokenmix_core.ops.fused.rotary import kernels
 
 

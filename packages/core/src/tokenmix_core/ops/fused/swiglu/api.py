@@ -7,15 +7,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from tokenmix_core.ops.common import (
-    Impl,
-    check_dtype,
-    check_same_device,
-    check_same_dtype,
-    check_tensors,
-    row_impl,
-)
+from tokenmix_core.ops.checks import check_dtype, check_same_device, check_same_dtype, check_tensors
+from tokenmix_core.ops.dispatch import row_impl
 from tokenmix_core.ops.fused.swiglu.reference import swiglu_reference
+from tokenmix_core.ops.types import Impl
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.kernels.launch.cache.replay import Replayed
-from tokenmix_core.ops.common import as_rows, eager_function
-from tokenmix_core.ops.fused.gemv.kernel import fused_fused_linears_forward
+from tokenmix_core.ops.autograd import eager_function
+from tokenmix_core.ops.buffers import as_rows
+from tokenmix_core.ops.fused.gemv.kernel import fused_linears_forward
 from tokenmix_core.ops.fused.gemv.sizes import DTYPES
 from tokenmix_core.ops.fused.swiglu.kernels import swiglu_backward, swiglu_forward
 
@@ -33,7 +34,7 @@ def _run_linear(a, b, weight, residual) -> Tensor:
     if len(a_rows) == 1 and a.dtype in DTYPES:
         # of one token the product is made where it is read, and the sum where it is written
         added = None if residual is None else as_rows(residual)
-        return fused_fused_linears_forward(b_rows, [weight], gate=a_rows, residual=added)[0].view(shape)
+        return fused_linears_forward(b_rows, [weight], gate=a_rows, residual=added)[0].view(shape)
     y = torch.mm(swiglu_forward(a_rows, b_rows), weight.t()).view(shape)
     return y if residual is None else residual + y
 

@@ -1,0 +1,266 @@
+"""Turn functions of tensors into torch operators with gradients; in eager mode they run through the launch cache."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from tokenmix_core.kernels.launch import compat
+from tokenmix_core.kernels.launch.cache.replay import Replayed, is_plain
+from tokenmix_core.ops.dispatch import GLUON_ERRORS, give_up
+
+# the device type that kernels are launched on
+_LAUNCHED_ON = "cuda"
+
+
+def cached_op(name: str, run: Callable | None = None, *, mutates_args: Iterable[str]) -> Any:
+    """Return `torch.library.custom_op` of `run`, or a decorator; calls on a GPU go through the launch cache.
+
+    Code of `torch.compile` calls the op with plain tensors, so its CPU overhead is that of eager mode.
+    """
+    if run is None:
+        return lambda run: cached_op(name, run, mutates_args=mutates_args)
+    op = torch.library.custom_op(name, run, mutates_args=mutates_args)
+    replayed = retried(Replayed(run))
+    defaults = [x.default for x in inspect.signature(run).parameters.values()]
+
+    @op.register_kernel(_LAUNCHED_ON)
+    def call(*inputs):
+        if not is_plain(next(x for x in inputs if x is not None)):
+            return run(*inputs)
+        # torch drops trailing arguments equal to their defaults; restore them
+        return replayed(*inputs, *defaults[len(inputs) :])
+
+    return op
+
+
+def of_fields(run: Callable) -> Callable:
+    """Turn `run(step)`, a function of a NamedTuple, into a function of its fields: torch and `Replayed` need tensors.
+
+    The function has the fields' names, types and defaults, and returns a plain tuple if `run` returns a NamedTuple.
+    A field that is itself a NamedTuple is replaced by its fields, in the arguments and in the result.
+
+    Raises:
+        ValueError: two fields share a name, or a field without a default follows one with a default.
+    """
+    types = get_type_hints(run)
+    returned = types.pop("return", inspect.Signature.empty)
+    (step,) = types.values()
+    if returned is type(None):
+        # torch's schemas expect None itself
+        returned = None
+    elif hasattr(returned, "_fields"):
+        returned = tuple[tuple(x.annotation for x in _flat(returned))]  # type: ignore[misc]
+    signature = inspect.Signature(list(_flat(step)), return_annotation=returned)
+    made = _made(step)
+
+    def call(*inputs, **named):
+        if named:
+            bound = signature.bind(*inputs, **named)
+            bound.apply_defaults()
+            inputs = bound.args
+        output = run(made(*inputs))
+        return _leaves(output) if hasattr(output, "_fields") else output
+
+    vars(call)["__signature__"] = signature
+    call.__name__, call.__doc__ = run.__name__, run.__doc__
+    return call
+
+
+def _flat(step: Any) -> Iterator[inspect.Parameter]:
+    """Yield the fields of a NamedTuple as parameters; a nested NamedTuple is replaced by its fields."""
+    for name, x in get_type_hints(step).items():
+        if hasattr(x, "_fields"):
+            yield from _flat(x)
+        else:
+            default = step._field_defaults.get(name, inspect.Parameter.empty)
+            yield inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=x)
+
+
+def _made(step: Any) -> Callable:
+    """Return the function that makes a `step` from its `_flat` fields."""
+    parts, first = [], 0
+    for x in get_type_hints(step).values():
+        end = first + (len(list(_flat(x))) if hasattr(x, "_fields") else 1)
+        if hasattr(x, "_fields"):
+            parts.insert(0, (first, end, _made(x)))
+        first = end
+
+    def made(*fields):
+        # from the last one, so that the indices of the others stay valid
+        for first, end, part in parts:
+            fields = *fields[:first], part(*fields[first:end]), *fields[end:]
+        return step(*fields)
+
+    return made if parts else step
+
+
+def _leaves(step: Any) -> tuple:
+    """Return the values of a NamedTuple's `_flat` fields."""
+    return tuple([leaf for x in step for leaf in (_leaves(x) if isinstance(x, tuple) else (x,))])
+
+
+def direct_when_eager(op: Callable, run: Callable, *, writes: int | None = None) -> Callable:
+    """Return a function that calls `op`, a torch custom op, under tracing and `run`, its implementation, in eager mode.
+
+    A custom op's way through torch's dispatcher takes more CPU time than a kernel launch.
+
+    Args:
+        op, run: functions of equal arguments, the first of which is a tensor.
+        writes: index of the argument that they write to; its version counter is increased, so that autograd notices.
+    """
+    run = Replayed(run)
+
+    def call(*inputs):
+        if not is_plain(inputs[0]):
+            return op(*inputs)
+        if writes is not None:
+            increment_version(inputs[writes])
+        try:
+            return run(*inputs)
+        except GLUON_ERRORS as error:
+            give_up(error)
+            return call(*inputs)
+
+    return call
+
+
+def retried(run: Callable) -> Callable:
+    """Return `run`, called once more with portable kernels if one of its Gluon kernels is unavailable."""
+
+    @functools.wraps(run, updated=())
+    def call(*inputs, **options):
+        try:
+            return run(*inputs, **options)
+        except GLUON_ERRORS as error:
+            give_up(error)
+            return call(*inputs, **options)
+
+    return call
+
+
+def differentiable(
+    op: Callable,
+    run: Callable,
+    save: Callable,
+    gradients: Callable,
+    *,
+    outputs: int | None = None,
+    keep: Callable | None = None,
+) -> Callable:
+    """Return `op` with gradients: torch's own under tracing, an autograd function around `run` in eager mode.
+
+    Args:
+        op: a torch custom op; its gradient is registered here.
+        run: its implementation. The first argument of both is a tensor.
+        save: `(ctx, inputs, output)`, saves the tensors that `gradients` needs.
+        gradients: `(ctx, *output_gradients)`, returns a gradient or None for each input.
+        outputs: the number of outputs that are returned and differentiated; None for all. The others are saved for the
+            backward pass alone.
+        keep: replaces `run` in eager mode if gradients may be needed, and may save other tensors.
+    """
+    op.register_autograd(gradients, setup_context=save)
+    run = Replayed(run)
+    keep = run if keep is None else Replayed(keep)
+
+    def foresee(inputs, output):
+        # most backward passes have a gradient of the first result alone
+        ctx = _Rehearsed(inputs)
+        save(ctx, inputs, output)
+        gradients(ctx, torch.empty_like(output[0]), *[None] * (len(output[:outputs]) - 1))
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            *inputs, found = inputs
+            if found is None:
+                output = keep.anew(inputs, foresee if any(ctx.needs_input_grad) else None)
+            else:
+                call, stream, tensors, pointers = found
+                output = call(stream, tensors, pointers)
+            save(ctx, inputs, output)
+            return output if outputs is None else output[:outputs]
+
+        @staticmethod
+        def backward(ctx, *output_gradients):
+            if torch.is_grad_enabled():
+                refuse_graph()
+            return *gradients(ctx, *output_gradients), None
+
+    # tensors wrapped by a function transform match no cached call, so the check of `apply` is redundant
+    apply = compat.direct_apply(Eager)
+
+    def call(*inputs):
+        if not is_plain(inputs[0]):
+            output = op(*inputs)
+            return output if outputs is None else output[:outputs]
+        try:
+            if not torch.is_grad_enabled() and not compat.forward_mode():
+                output = run(*inputs)
+                return output if outputs is None else output[:outputs]
+            for match in keep.recent:
+                found = match(*inputs)
+                if found is not None:
+                    return apply(*inputs, found)
+            # torch refuses forward-mode derivatives here, also if no input requires gradients
+            return Eager.apply(*inputs, None)
+        except GLUON_ERRORS as error:
+            give_up(error)
+            return call(*inputs)
+
+    return call
+
+
+def eager_function(run: Callable, save: Callable, gradients: Callable) -> Callable:
+    """Return `run` with gradients for eager mode alone; under torch.compile the plain form is faster, as it is fused.
+
+    `run` returns a tensor or a tuple and goes through the launch cache; the other arguments are as in `differentiable`.
+    """
+    run = Replayed(run)
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            output = run(*inputs)
+            save(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx, *output_gradients):
+            refuse_graph()
+            return gradients(ctx, *output_gradients)
+
+    apply = compat.direct_apply(Eager)
+    return lambda *inputs: apply(*inputs) if torch.is_grad_enabled() else run(*inputs)
+
+
+def refuse_graph() -> None:
+    """Raise a RuntimeError in a backward pass under create_graph: it would treat results of kernels as constants.
+
+    Torch's `once_differentiable` raises one only if the incoming gradients require gradients themselves.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "gradients of gradients are not available: call backward without create_graph=True "
+            "(only operations with impl='reference' have them)"
+        )
+
+
+class _Rehearsed:
+    """A substitute for the context of an autograd function, used to rehearse a backward pass."""
+
+    def __init__(self, inputs: Sequence) -> None:
+        self.needs_input_grad = [isinstance(x, Tensor) for x in inputs]
+        self.saved_tensors: tuple[Tensor | None, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Ignore it: no gradients are computed here."""

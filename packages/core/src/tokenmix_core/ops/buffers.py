@@ -1,0 +1,48 @@
+"""Memory layouts: rows, alignment, and buffers that hold several tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenmix_core.kernels.launch.cache.codegen import next_part
+from tokenmix_core.kernels.launch.cache.replay import is_real
+from tokenmix_core.ops.types import Layout
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """Return x `[*, D]` as `[tokens, D]`: a view if tokens have one stride and elements are contiguous, else a copy."""
+    try:
+        rows = x.view(-1, x.shape[-1])
+    except RuntimeError:
+        rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def buffer_views(whole: Tensor, layouts: Iterable[Layout]) -> list[Tensor]:
+    """Split a buffer of bytes into consecutive tensors of these layouts: autograd saves one tensor instead of many."""
+    start, parts = 0, []
+    for shape, dtype in layouts:
+        end = start + math.prod(shape) * dtype.itemsize
+        parts.append(whole[start:end].view(dtype).view(shape))
+        start = next_part(end)
+    return parts
+
+
+def buffer_bytes(layouts: Iterable[Layout]) -> int:
+    """Return the size of a buffer for `buffer_views`."""
+    return sum(next_part(math.prod(shape) * dtype.itemsize) for shape, dtype in layouts)
+
+
+def aligned(x: Tensor | None) -> Any:
+    """Return x if it is contiguous and its address is a multiple of 16 bytes (a slice's may not be), else a copy.
+
+    Copies into shared memory take 16 bytes at a time, and kernels are compiled again for other alignments.
+    """
+    if x is None or (x.is_contiguous() and (not is_real(x) or x.data_ptr() % 16 == 0)):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

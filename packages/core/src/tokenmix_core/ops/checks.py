@@ -1,0 +1,144 @@
+"""Checks of arguments: each raises a ValueError that states the argument, the expected value and the given one."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+
+def bind_shapes(op: str, dims: dict[str, int], **specs: tuple[Tensor | None, str]) -> dict[str, int]:
+    """Match tensors with shapes such as `"B T H K"`: a letter binds at first sight, a number stands for itself.
+
+    All tensors must lie on the device of the first one. A specification that ends in `?` allows None.
+
+    Args:
+        op: the name to begin error messages with.
+        dims: letters bound so far; extended in place and returned.
+        specs: by argument name, the tensor and its specification.
+
+    Raises:
+        ValueError: what was got and what was expected.
+    """
+    first, device = "", None
+    # torch.compile warns of every cache that it walks past
+    letters_of = _split if torch.compiler.is_compiling() else _letters
+    for name, (x, spec) in specs.items():
+        if x is None and spec.endswith("?"):
+            continue
+        spec = spec.removesuffix("?")
+        if not isinstance(x, Tensor):
+            got = "None" if x is None else type(x).__name__
+            raise ValueError(f"{op}: {name} must be a tensor of shape [{spec.replace(' ', ', ')}], got {got}")
+        letters, shape = letters_of(spec), x.shape
+        ok = len(shape) == len(letters)
+        if ok:
+            for letter, size in zip(letters, shape, strict=True):
+                if (letter if letter.__class__ is int else dims.setdefault(letter, size)) != size:
+                    ok = False
+        if not ok:
+            letters = spec.split()
+            bound = ", ".join(f"{k}={v}" for k, v in dims.items() if k in letters)
+            wanted = f"[{', '.join(letters)}]" + (f" with {bound}" if bound else "")
+            raise ValueError(f"{op}: {name} must have shape {wanted}, got {list(shape)}")
+        if device is None:
+            first, device = name, x.device
+        elif x.device != device:
+            _refuse_devices(op, (first, device), (name, x.device))
+    return dims
+
+
+def check_same_device(op: str, **tensors: Tensor | None) -> None:
+    """Raise a ValueError unless all tensors lie on one device."""
+    (first, device), *others = [(name, x.device) for name, x in tensors.items() if x is not None]
+    for name, other in others:
+        if other != device:
+            _refuse_devices(op, (first, device), (name, other))
+
+
+def _refuse_devices(op: str, first: tuple[str, torch.device], other: tuple[str, torch.device]) -> NoReturn:
+    # of two tensors, one on the meta device is the one whose values are missing
+    (_, wanted), (name, found) = sorted((first, other), key=lambda x: x[1].type == "meta")
+    raise ValueError(f"{op}: {name} is on {found}, expected {wanted} like the other tensors")
+
+
+def _split(spec: str) -> tuple[str | int, ...]:
+    return tuple(int(letter) if letter.isdigit() else letter for letter in spec.split())
+
+
+_letters = functools.cache(_split)
+
+
+def check_scale(op: str, scale: object) -> float:
+    """The scale as a float; a ValueError for what is no finite number."""
+    try:
+        number = float(scale)  # type: ignore[arg-type]
+        if torch.compiler.is_compiling():
+            # it may be a number that is not known yet
+            return number
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{op}: scale must be a finite number, got {scale!r}")
+    return number
+
+
+def check_tensors(op: str, **tensors: object) -> None:
+    """Raise a ValueError for what is no tensor."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{op}: {name} must be a tensor, got {'None' if x is None else type(x).__name__}")
+
+
+def check_dtype(op: str, allowed: tuple[torch.dtype, ...], **tensors: Tensor | None) -> None:
+    """Raise a ValueError for a tensor whose dtype is not one of `allowed`."""
+    for name, x in tensors.items():
+        if x is not None and x.dtype not in allowed:
+            names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+            raise ValueError(f"{op}: {name} must be {names}, got {str(x.dtype).removeprefix('torch.')}")
+
+
+def check_same_dtype(op: str, **tensors: Tensor | None) -> None:
+    """Raise a ValueError unless all tensors share one dtype."""
+    present = {name: x.dtype for name, x in tensors.items() if x is not None}
+    if len(set(present.values())) > 1:
+        got = ", ".join(f"{name} {str(d).removeprefix('torch.')}" for name, d in present.items())
+        raise ValueError(f"{op}: {', '.join(present)} must share one dtype, got {got}")
+
+
+def check_multiple(op: str, name: str, size: int, of: str, divisor: int) -> None:
+    """Raise a ValueError unless `size` is a multiple of `divisor`."""
+    if divisor <= 0 or size % divisor:
+        raise ValueError(f"{op}: {name} must be a multiple of {of}, got {name}={size} and {of}={divisor}")
+
+
+def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int, tokens: int) -> int | None:
+    """Check the boundaries of a packed batch; return the number of sequences, None for an unpacked batch.
+
+    Values are checked on a CPU only: reading them from a GPU would stall its stream.
+
+    Raises:
+        ValueError: what was got and what was expected.
+    """
+    if cu_seqlens is None:
+        return None
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"{op}: cu_seqlens must be a tensor of shape [N + 1], got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+        raise ValueError(f"{op}: cu_seqlens must have shape [N + 1] with N ≥ 1, got {list(cu_seqlens.shape)}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{op}: cu_seqlens must be int32 or int64, got {str(cu_seqlens.dtype).removeprefix('torch.')}")
+    if not cu_seqlens.is_contiguous():
+        raise ValueError(f"{op}: cu_seqlens must be contiguous, got stride {cu_seqlens.stride(0)}")
+    if batch != 1:
+        raise ValueError(f"{op}: a packed batch has B = 1, got B = {batch} together with cu_seqlens")
+    if not cu_seqlens.is_cuda and not torch.compiler.is_compiling():
+        first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+        if first != 0 or last != tokens or bool((cu_seqlens.diff() < 0).any()):
+            raise ValueError(
+                f"{op}: cu_seqlens must rise from 0 to T = {tokens} without falling, got {cu_seqlens.tolist()[:16]}"
+            )
+    return cu_seqlens.numel() - 1
