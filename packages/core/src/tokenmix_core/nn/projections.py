@@ -43,7 +43,7 @@ def output_linear(x: Float[Tensor, "*tokens D"], layer: nn.Module) -> Tensor:
     if not _can_share(x, [layer]):
         refuse_meta(x, layer)
     elif _by_kernel(x, [weight := cast(Tensor, layer.weight)]):
-        return _by_fused_fused_linears(x, [weight])[0]
+        return _by_fused_linears(x, [weight])[0]
     return layer(x)
 
 
@@ -86,7 +86,7 @@ def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     dtype = _matmul_dtype(x, weights)
     if dtype is not None and _shares_gradient(x):
         return _linears(x, weights, dtype)
-    return _by_fused_fused_linears(x, weights) if _by_kernel(x, weights) else tuple(layer(x) for layer in layers)
+    return _by_fused_linears(x, weights) if _by_kernel(x, weights) else tuple(layer(x) for layer in layers)
 
 
 def _by_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
@@ -100,7 +100,7 @@ def _by_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
     return rows == 1 or (count > 1 and sum(w.nbytes for w in weights) <= MOST_BYTES * count)
 
 
-def _by_fused_fused_linears(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _by_fused_linears(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     found = fused_linears(x.reshape(-1, x.shape[-1]), weights)
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in found)
 
