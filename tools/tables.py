@@ -2,7 +2,8 @@
 
 Speeds go to the READMEs and docs/speed.md, training steps and their floors to docs/step_time.md (`step_time.py`),
 third-party models to docs/integrations.md (`integrations.py`), measurements of trained models to the papers' pages in
-docs (`model_results.py`), and sentences that repeat measurements to the pages that `claims.py` names.
+docs (`model_results.py`), the size of mixers'
+states to docs/choose.md (`states.py`), and sentences that repeat measurements to the pages that `claims.py` names.
 
 The rows of the sweeps over shapes are in no table: the script plots them and prints those slower than a baseline.
 """
@@ -15,6 +16,7 @@ import claims
 import goals
 import integrations
 import model_results
+import states
 import step_time
 
 from tokenmix_core.testing import results
@@ -45,6 +47,7 @@ def main(check: bool) -> int:
         tables |= {(ROOT / "docs" / document, mark): table for mark, table in found.items()}
     tables |= {(ROOT / "docs" / "step_time.md", mark): table for mark, table in step_time.tables().items()}
     tables |= {(ROOT / "docs" / "integrations.md", mark): table for mark, table in integrations.tables().items()}
+    tables |= {(ROOT / "docs" / "choose.md", mark): table for mark, table in states.tables().items()}
     tables |= claims.sentences()
     versions = [row for rows in measurements("results/versions").values() for row in rows]
     if versions:

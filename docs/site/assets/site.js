@@ -1,9 +1,8 @@
 // Typeset equations, and let a click on a table's head sort it.
 document$.subscribe(() => {
-  for (const equation of document.querySelectorAll(".equation[data-tex]")) {
-    equation.setAttribute("aria-label", equation.textContent)
-    katex.render(equation.dataset.tex, equation, { displayMode: true, fleqn: true, throwOnError: false })
-    equation.removeAttribute("data-tex")
+  for (const equation of document.querySelectorAll(".arithmatex:not(:has(.katex))")) {
+    const tex = equation.textContent.trim().replace(/^\\\[|\\\]$/g, "")
+    katex.render(tex, equation, { displayMode: true, fleqn: true, throwOnError: false })
   }
   for (const table of document.querySelectorAll("article table:not([data-sortable])")) {
     table.dataset.sortable = ""
