@@ -297,7 +297,6 @@ COMMANDS = [
     (("train", "huge"), "no recipe 'huge'; the nearest are .*nano"),
     (("train", "nano", "--total_token", "1M"), "unknown field --total_token; the nearest is 'total_tokens'"),
     (("train", "nano", "--learning_rate"), "learning_rate"),
-    (("train", "nano", "--resume"), "holds no checkpoint to resume from"),
     (("train", "nano", "--config", "none.yaml"), "none.yaml cannot be read"),
     (("train", "nano", "--evaluations", "mqra"), "no suite 'mqra'; choose from .*mqar"),
     (("train", "nano", "--report_to", "no_such_logger"), "no_such_logger is no logger that is installed here"),

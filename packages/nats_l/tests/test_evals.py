@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import numpy as np
@@ -76,6 +77,20 @@ def test_every_file_of_a_folder_is_a_text_of_its_own(tmp_path):
     )["chunk-types"]  # fmt: skip
     assert [row["text"] for row in found["rows"]] == ["a.txt", "a.txt", "b.txt", "b.txt"]
     assert len(list((tmp_path / "out").glob("chunk-types*.png"))) == 2
+
+
+def test_a_file_that_is_too_short_is_named_and_costs_no_other(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("one two three " * 40)
+    (tmp_path / "b.txt").write_text("short")
+    (tmp_path / "c.txt").write_text("def f(x): return x\n" * 40)
+    options = EvalOptions(text=str(tmp_path), lengths=(128,), progress=False)
+    with pytest.raises(
+        ValueError, match=r"parts of evaluations failed \(chunk-types, b.txt at 128 tokens: .*too short"
+    ):
+        evaluate(build(), byte_tokenizer(), ["chunk-types"], options, out=tmp_path / "out", suites=SUITES)
+    assert "chunk-types, b.txt at 128 tokens failed: " in capsys.readouterr().err
+    rows = json.loads((tmp_path / "out" / "chunk-types.json").read_text())["rows"]
+    assert [row["text"] for row in rows] == ["a.txt", "a.txt", "c.txt", "c.txt"]
 
 
 @pytest.mark.parametrize(("types", "chunks"), [("softmax", 1), ("linear", 0), ("alternate", None)])

@@ -161,6 +161,23 @@ def test_a_line_has_the_mean_since_the_last_one(small, tmp_path):
     assert third[6] == pytest.approx((each[4] + each[5] + each[6]) / 3)
 
 
+def test_a_line_has_the_mean_over_all_chunks_of_unequal_batches():
+    from types import SimpleNamespace
+
+    import torch
+
+    from tokenmix_nats_l.training import LogSoftmaxShares
+
+    log, model = LogSoftmaxShares(), torch.nn.Identity()
+    log._places, log._sums = [1], torch.zeros(2, 1, dtype=torch.float64)
+    for share, chunks in ((1.0, 1), (0.25, 7)):
+        auxiliary = {"softmax_share": torch.tensor([[share]]), "chunks": torch.tensor([chunks])}
+        log._gather(model, (), SimpleNamespace(auxiliary=auxiliary))
+    logs = {"loss": 0.0}
+    log.on_log(SimpleNamespace(world_size=1), None, None, logs)
+    assert logs["softmax_share/1"] == pytest.approx((1 + 0.25 * 7) / 8)
+
+
 def test_a_resumed_run_logs_the_same_shares(small, tmp_path):
     assert train(small, tmp_path / "whole", progress=False).step == 6
     # as if the run had been killed after its third step

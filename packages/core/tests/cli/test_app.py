@@ -237,6 +237,42 @@ def test_an_evaluation_that_fails_costs_no_other_and_is_told(recipes, tmp_path, 
     assert said.err.count("Traceback") == 1
 
 
+def test_a_length_that_does_not_fit_costs_no_other_length(recipes, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", "nano", "--out", str(out), "--no-eval"], recipes=recipes) == 0
+    call = ["eval", str(out), "--suite", "niah", "--tasks", "s-niah-1", "--lengths", "64,512", "--limit", "2"]
+    capsys.readouterr()
+    assert main(call, recipes=recipes) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    told = "niah, s-niah-1 at 64 tokens"
+    assert any(line.startswith(f"{told} failed: ") for line in said)
+    assert f"1 parts of evaluations failed ({told}: " in said[-1]
+    assert said[-1].endswith("results of the other parts are kept")
+    result = json.loads((out / "evaluation" / "niah.json").read_text())
+    assert [row["length"] for row in result["rows"]] == [512]
+    assert list(result["settings"]["failed"]) == ["s-niah-1 at 64 tokens"]
+
+
+@pytest.mark.parametrize("out", ["file", "file/inside", "link"])
+def test_results_that_cannot_be_written_are_told_before_a_model_is_loaded(out, recipes, tmp_path, capsys, monkeypatch):
+    from tokenmix_core.cli import commands
+
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    (tmp_path / "model").mkdir()
+    monkeypatch.setattr(commands, "load_model", None)
+    call = ["eval", str(tmp_path / "model"), "--suite", "mqar", "--out", str(tmp_path / out)]
+    assert main(call, recipes=recipes) == 2
+    said = capsys.readouterr().err
+    told = {
+        "file": "file is a file, expected a folder",
+        "file/inside": "inside cannot be written to (Not a directory); choose another folder",
+        "link": "link is a symbolic link to",
+    }[out]
+    assert told in said
+    assert len(said.splitlines()) == 1
+
+
 def test_training_that_could_not_be_evaluated_does_not_begin(recipes, tmp_path, capsys):
     (tmp_path / "texts").mkdir()
     for name in "ab":

@@ -16,6 +16,7 @@ from tokenmix_core.data import META
 from tokenmix_core.evaluation import (
     BUILT_IN_TEXT,
     EvalOptions,
+    Parts,
     Plot,
     Series,
     Suite,
@@ -60,17 +61,18 @@ def chunk_types_suite(model: Any, tokenizer: Any, options: EvalOptions) -> Suite
         raise ValueError(f"chunk-types needs NAtS-L layers with equally many heads, got {sorted(heads)}")
     layers = list(found)
     lengths, limit = sorted(options.lengths or (options.max_length or 2048,)), options.limit or 32
-    rows, plots = [], []
+    rows, plots, parts = [], [], Parts("chunk-types")
     for (name, source), length in itertools.product(_texts(options.text).items(), lengths):
-        sequences = cut_sequences(text_tokens(source, tokenizer, 4 * limit * length), length, limit)
-        shares = softmax_shares(model, sequences, batch_size=options.batch_size or 8, progress=options.progress)
-        for layer, heads in zip(layers, shares, strict=True):
-            row = {"text": name, "tokens": length, "sequences": len(sequences), "layer": layer}
-            row["mean"] = float(heads.mean())
-            rows.append(row | {f"head {h}": float(share) for h, share in enumerate(heads)})
-        plots.append(_map(f"{name}, {length} tokens", layers, shares))
+        with parts.part(f"{name} at {length:,} tokens"):
+            sequences = cut_sequences(text_tokens(source, tokenizer, 4 * limit * length), length, limit)
+            shares = softmax_shares(model, sequences, batch_size=options.batch_size or 8, progress=options.progress)
+            for layer, heads in zip(layers, shares, strict=True):
+                row = {"text": name, "tokens": length, "sequences": len(sequences), "layer": layer}
+                row["mean"] = float(heads.mean())
+                rows.append(row | {f"head {h}": float(share) for h, share in enumerate(heads)})
+            plots.append(_map(f"{name}, {length} tokens", layers, shares))
     settings = {"text": options.text or BUILT_IN_TEXT}
-    return {"suite": "chunk-types", "settings": settings, "rows": rows, "plots": plots}
+    return parts.result({"suite": "chunk-types", "settings": settings, "rows": rows, "plots": plots})
 
 
 def _texts(source: str | None) -> dict[str, str | None]:

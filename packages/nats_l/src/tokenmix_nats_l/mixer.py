@@ -364,10 +364,11 @@ class NatsL(Mixer):
         )
 
     def _auxiliary(self, types: ChunkTypes, x: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor] | None:
-        """The share of softmax chunks by head, and the budget's loss, a sum over tokens."""
+        """Return the share of softmax chunks by head, the number of chunks and the budget's loss, a sum over tokens."""
         real = real_chunks(x.shape[0], x.shape[1], self.chunk, cu_seqlens, x.device).to(types.softmax.dtype)
         weight = real.unsqueeze(-1) / real.sum().clamp(min=1)
-        found: dict[str, Tensor] = {"softmax_share": (types.softmax.detach() * weight).sum((0, 1))}
+        shares = (types.softmax.detach() * weight).sum((0, 1))
+        found: dict[str, Tensor] = {"softmax_share": shares, "chunks": real.sum()}
         if self.budget is not None and types.probability is not None:
             share = (types.probability * weight).sum((0, 1)).mean()
             found["budget_loss"] = self.budget_weight * x.shape[0] * x.shape[1] * (share - self.budget).square()

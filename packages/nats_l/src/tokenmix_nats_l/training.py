@@ -23,7 +23,7 @@ class LogSoftmaxShares(TrainerCallback):
 
     def __init__(self) -> None:
         self._places: list[int] = []
-        # a sum of shares for each layer, and the calls
+        # for each layer the softmax chunks, averaged over heads, and all chunks
         self._sums: Tensor | None = None
         self._hook: Any = None
 
@@ -31,15 +31,16 @@ class LogSoftmaxShares(TrainerCallback):
         backbone: Any = model.get_submodule("model")
         self._places = [i for i, mixer in enumerate(backbone.mixers) if isinstance(mixer, NatsL)]
         if self._places:
-            self._sums = torch.zeros(len(self._places) + 1, device=args.device)
+            self._sums = torch.zeros(2, len(self._places), dtype=torch.float64, device=args.device)
             self._hook = model.register_forward_hook(self._gather)
 
     @torch.no_grad()
     def _gather(self, model: nn.Module, args: Any, output: Any) -> None:
         if model.training and self._sums is not None:
-            # a tensor of all layers, or, where they differ in heads, one of each
+            # a tensor of all layers, or one of each if they differ in heads
             shares = torch.stack([share.float().mean() for share in output.auxiliary["softmax_share"]])
-            self._sums += torch.cat((shares, shares.new_ones(1)))
+            chunks = torch.stack([count.float() for count in output.auxiliary["chunks"]])
+            self._sums += torch.stack((shares * chunks, chunks))
 
     # a recorded pass does all that it does
     _gather.on_device = True  # type: ignore[attr-defined]
@@ -49,9 +50,8 @@ class LogSoftmaxShares(TrainerCallback):
             return
         if args.world_size > 1:
             dist.all_reduce(self._sums)
-        *sums, calls = self._sums.tolist()
-        for place, total in zip(self._places, sums, strict=True):
-            logs[f"softmax_share/{place}"] = total / max(1.0, calls)
+        for place, softmax, chunks in zip(self._places, *self._sums.tolist(), strict=True):
+            logs[f"softmax_share/{place}"] = softmax / max(1.0, chunks)
         self._sums.zero_()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -13,6 +13,8 @@ from types import TracebackType
 
 from filelock import FileLock, Timeout
 
+from tokenmix_core._utils.atomic_io import check_folder_path
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -59,6 +61,7 @@ class FolderLock:
 
     def acquire(self) -> None:
         """Take the lock."""
+        check_folder_path(self.folder)
         self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.folder / LOCK)

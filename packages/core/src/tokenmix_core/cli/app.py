@@ -80,11 +80,22 @@ def main(
     except USER_ERRORS as error:
         from tokenmix_core.cli.commands import sentence
 
+        _close_bars()
         print(f"{name}: error: {sentence(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        _close_bars()
         print(f"\n{name}: stopped", file=sys.stderr)
         return 130
+
+
+def _close_bars() -> None:
+    """Close the progress bars that an error left open, so that its message has a line of its own."""
+    if "tqdm" in sys.modules:
+        from tqdm import tqdm
+
+        for bar in list(getattr(tqdm, "_instances", ())):
+            bar.close()
 
 
 class _Parser(argparse.ArgumentParser):

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import yaml
 
+from tokenmix_core._utils.atomic_io import check_writable
 from tokenmix_core._utils.trust import from_config, from_pretrained
 from tokenmix_core._utils.validation import described
 from tokenmix_core.data import prepare as corpora
@@ -191,9 +192,11 @@ def eval(args: argparse.Namespace, context: Context) -> None:
         raise ValueError("name what to run: --suite NAME, or --tasks A,B for tasks of lm-eval")
     suites = args.suite or [LM_EVAL]
     check_suites(suites, context.suites)
+    out = args.out or Path(args.checkpoint) / "evaluation"
+    if Path(args.checkpoint).is_dir():
+        check_writable(out)
     device, dtype = device_and_dtype(args.device, args.dtype)
     model, tokenizer = load_model(args.checkpoint, device, dtype), load_tokenizer(args.checkpoint)
-    out = args.out or Path(args.checkpoint) / "evaluation"
     with context.using(model, args):
         evaluate(model, tokenizer, suites, options, out=out, suites=context.suites)
 

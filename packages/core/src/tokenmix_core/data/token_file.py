@@ -109,10 +109,17 @@ class TokenFile:
         first, last = {"train": (0, boundary), "held_out": (boundary, None), "all": (0, None)}[split]
         kept = documents[first : None if last is None else last + 1]
         self.documents = np.asarray(kept) - kept[0]
+        self._first = int(kept[0])
         self.tokens = tokens[kept[0] : kept[-1]]
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def fingerprint(self) -> str:
+        """What a training curve depends on: the tokens, the documents' offsets and the number of held-out documents."""
+        tokens, documents = self.meta.sha256[TOKENS], self.meta.sha256[DOCUMENTS]
+        return f"{tokens} documents {documents} held out {self.meta.held_out_documents}"
 
     @property
     def num_documents(self) -> int:
@@ -121,7 +128,20 @@ class TokenFile:
 
     def document(self, index: int) -> np.ndarray:
         """The tokens of one document, its end token included."""
-        return self.tokens[self.documents[index] : self.documents[index + 1]]
+        return self.read(int(self.documents[index]), int(self.documents[index + 1]))
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return tokens from the file itself, not from `tokens`: a memory map of a file that shrinks ends the process.
+
+        Raises:
+            ValueError: the file is truncated since it was opened.
+        """
+        start, stop, _ = slice(start, stop).indices(len(self))
+        count, dtype = max(0, stop - start), self.tokens.dtype
+        found = np.fromfile(self.path / TOKENS, dtype, count, offset=(self._first + start) * dtype.itemsize)
+        if len(found) < count:
+            _check_size(self.path / TOKENS, self.meta.tokens * dtype.itemsize)
+        return found
 
     def boundaries(self, start: int, stop: int) -> np.ndarray:
         """Where documents begin strictly inside `[start, stop)`, counted from `start`."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tokenmix_core.evaluation.options import Suite as Suite
     from tokenmix_core.evaluation.options import SuiteResult as SuiteResult
     from tokenmix_core.evaluation.options import one_sequence as one_sequence
+    from tokenmix_core.evaluation.parts import Parts as Parts
     from tokenmix_core.evaluation.perplexity import cut_sequences as cut_sequences
     from tokenmix_core.evaluation.perplexity import perplexity_suite as perplexity_suite
     from tokenmix_core.evaluation.perplexity import smooth as smooth
@@ -56,6 +57,7 @@ __getattr__ = lazily(
         "Suite": "options",
         "SuiteResult": "options",
         "one_sequence": "options",
+        "Parts": "parts",
         "cut_sequences": "perplexity",
         "perplexity_suite": "perplexity",
         "smooth": "perplexity",

@@ -108,12 +108,14 @@ class SuiteResult(TypedDict):
         settings: what the numbers depend on.
         rows: flat records, the lines of the table.
         plots: what to draw.
+        failed: errors of the parts that failed, by name; the rows are those of the other parts.
     """
 
     suite: str
     settings: dict[str, Any]
     rows: list[dict[str, Any]]
     plots: list[Plot]
+    failed: NotRequired[dict[str, Exception]]
 
 
 class Suite(NamedTuple):

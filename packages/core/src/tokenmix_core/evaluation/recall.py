@@ -22,6 +22,7 @@ from tokenmix_core.data.synthetic import (
 )
 from tokenmix_core.evaluation import text
 from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, SuiteResult
+from tokenmix_core.evaluation.parts import Parts
 from tokenmix_core.evaluation.text import BUILT_IN_TEXT
 
 MQAR_LENGTHS = (64, 128, 256, 512)
@@ -83,15 +84,19 @@ def mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     rows = []
     series: Series = {}
     chosen = options.choose("mqar", tuple(cases))
+    parts = Parts("mqar")
     for name in tqdm(chosen, desc="mqar", unit="task", disable=not options.progress):
-        length, pairs = cases[name]
-        examples = mqar(limit, seq_len=length, num_pairs=pairs, vocab_size=size, seed=options.seed, first=MQAR_HELD_OUT)
-        accuracy, loss = score_recall(model, examples, batch_size=options.batch_size or 32)
-        row = {"task": name, "length": length, "pairs": pairs, "accuracy": accuracy, "loss": loss}
-        rows.append({**row, "queries": limit * pairs})
-        x, y = series.setdefault(f"{length} tokens", ([], []))
-        x.append(pairs)
-        y.append(accuracy)
+        with parts.part(name):
+            length, pairs = cases[name]
+            examples = mqar(
+                limit, seq_len=length, num_pairs=pairs, vocab_size=size, seed=options.seed, first=MQAR_HELD_OUT
+            )
+            accuracy, loss = score_recall(model, examples, batch_size=options.batch_size or 32)
+            row = {"task": name, "length": length, "pairs": pairs, "accuracy": accuracy, "loss": loss}
+            rows.append({**row, "queries": limit * pairs})
+            x, y = series.setdefault(f"{length} tokens", ([], []))
+            x.append(pairs)
+            y.append(accuracy)
     chance = 1 / (size - size // 2)
     if rows:
         ends = [end(row["pairs"] for row in rows) for end in (min, max)]
@@ -99,7 +104,7 @@ def mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     title = "Multi-query associative recall"
     plot: Plot = {"title": title, "x": "pairs", "y": "accuracy", "log_x": True, "shares": True, "series": series}
     settings = {"vocab_size": size, "chance": chance, "seed": options.seed}
-    return {"suite": "mqar", "settings": settings, "rows": rows, "plots": [plot]}
+    return parts.result({"suite": "mqar", "settings": settings, "rows": rows, "plots": [plot]})
 
 
 def copying_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
@@ -118,21 +123,23 @@ def copying_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResu
     rows = []
     series: Series = {}
     chosen = options.choose("copying", tuple(cases))
+    parts = Parts("copying")
     for name in tqdm(chosen, desc="copying", unit="task", disable=not options.progress):
-        kind, length, tokens = cases[name]
-        sizes: dict[str, Any] = {"seq_len": length, "num_tokens": tokens, "vocab_size": size, "seed": options.seed}
-        examples = copying(limit, selective=COPYING[kind], first=COPY_HELD_OUT, **sizes)
-        accuracy, loss = score_recall(model, examples, batch_size=options.batch_size or 32)
-        row = {"task": kind, "length": length, "tokens": tokens, "accuracy": accuracy, "loss": loss}
-        rows.append({**row, "scored": limit * tokens})
-        x, y = series.setdefault(f"{kind}, {length} tokens", ([], []))
-        x.append(tokens)
-        y.append(accuracy)
+        with parts.part(name):
+            kind, length, tokens = cases[name]
+            sizes: dict[str, Any] = {"seq_len": length, "num_tokens": tokens, "vocab_size": size, "seed": options.seed}
+            examples = copying(limit, selective=COPYING[kind], first=COPY_HELD_OUT, **sizes)
+            accuracy, loss = score_recall(model, examples, batch_size=options.batch_size or 32)
+            row = {"task": kind, "length": length, "tokens": tokens, "accuracy": accuracy, "loss": loss}
+            rows.append({**row, "scored": limit * tokens})
+            x, y = series.setdefault(f"{kind}, {length} tokens", ([], []))
+            x.append(tokens)
+            y.append(accuracy)
     chance = 1 / (size - 2)
     about: Plot = {"title": "Copying", "x": "tokens to copy", "y": "accuracy", "series": series}
     plot: Plot = {**about, "log_x": True, "shares": True}
     settings = {"vocab_size": size, "chance": chance, "seed": options.seed}
-    return {"suite": "copying", "settings": settings, "rows": rows, "plots": [plot]}
+    return parts.result({"suite": "copying", "settings": settings, "rows": rows, "plots": [plot]})
 
 
 class NeedleScore(NamedTuple):
@@ -185,6 +192,7 @@ def niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """
     limit, batch_size = options.limit or 50, options.batch_size or 8
     tasks = options.choose("niah", tuple(NIAH_TASKS))
+    parts = Parts("niah")
     haystack = niah_haystack(tasks, options, tokenizer)
     rows = []
     by_length: Series = {}
@@ -192,21 +200,21 @@ def niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     cases = [(task, length) for task in tasks for length in sorted(options.lengths or NIAH_LENGTHS)]
     found_at: dict[str, list[tuple[float, bool]]] = {task: [] for task in tasks}
     for task, length in tqdm(cases, desc="niah", unit="task", disable=not options.progress):
-        examples = niah_examples(task, tokenizer, length, limit, haystack=haystack, seed=options.seed)
-        bar = tqdm(examples, desc=f"{task}, {length} tokens", leave=False, disable=not options.progress)
-        scores = []
-        for start in range(0, limit, batch_size):
-            batch = examples[start : start + batch_size]
-            scores += score_niah(model, tokenizer, batch, batch_size=batch_size)
-            bar.update(len(batch))
-        bar.close()
-        accuracy, loss = (float(np.mean(column)) for column in zip(*scores, strict=True))
-        rows.append({"task": task, "length": length, "accuracy": accuracy, "answer loss": loss, "examples": limit})
-        found_at[task] += [(e.depth, score.found) for e, score in zip(examples, scores, strict=True)]
-        x, y = by_length.setdefault(task, ([], []))
-        x.append(length)
-        y.append(accuracy)
-    for task, hits in found_at.items():
+        with parts.part(f"{task} at {length:,} tokens"):
+            examples = niah_examples(task, tokenizer, length, limit, haystack=haystack, seed=options.seed)
+            scores = []
+            with tqdm(total=limit, desc=f"{task}, {length} tokens", leave=False, disable=not options.progress) as bar:
+                for start in range(0, limit, batch_size):
+                    batch = examples[start : start + batch_size]
+                    scores += score_niah(model, tokenizer, batch, batch_size=batch_size)
+                    bar.update(len(batch))
+            accuracy, loss = (float(np.mean(column)) for column in zip(*scores, strict=True))
+            rows.append({"task": task, "length": length, "accuracy": accuracy, "answer loss": loss, "examples": limit})
+            found_at[task] += [(e.depth, score.found) for e, score in zip(examples, scores, strict=True)]
+            x, y = by_length.setdefault(task, ([], []))
+            x.append(length)
+            y.append(accuracy)
+    for task, hits in ((task, hits) for task, hits in found_at.items() if hits):
         depth, found = np.array(hits).T
         tenth = np.minimum((depth * 10).astype(int), 9)
         present = np.unique(tenth)
@@ -219,7 +227,7 @@ def niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     settings: dict[str, Any] = {"seed": options.seed}
     if haystack:
         settings["haystack"] = options.text or BUILT_IN_TEXT
-    return {"suite": "niah", "settings": settings, "rows": rows, "plots": plots}
+    return parts.result({"suite": "niah", "settings": settings, "rows": rows, "plots": plots})
 
 
 @torch.inference_mode()

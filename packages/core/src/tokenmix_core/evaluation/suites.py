@@ -5,17 +5,18 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tokenmix_core._utils.atomic_io import check_writable
 from tokenmix_core.evaluation import text
 from tokenmix_core.evaluation.copying import copy_needs, copy_suite
 from tokenmix_core.evaluation.efficiency import BENCH_SUITES
 from tokenmix_core.evaluation.harness import run_tasks
 from tokenmix_core.evaluation.options import EvalOptions, Suite, SuiteResult, one_sequence
+from tokenmix_core.evaluation.parts import report_failure
 from tokenmix_core.evaluation.perplexity import perplexity_suite
 from tokenmix_core.evaluation.recall import copying_suite, generate_text, mqar_suite, niah_suite
 from tokenmix_core.evaluation.report import format_rows, format_settings, write_result
@@ -194,7 +195,7 @@ def check_options(names: Sequence[str], tokenizer: Any, options: EvalOptions, su
 
 
 class EvaluationsFailed(ValueError):
-    """Some of several suites failed; the others ran, and their results are written."""
+    """Some of several suites, or parts of a suite, failed; the others ran, and their results are written."""
 
 
 def evaluate(
@@ -220,15 +221,16 @@ def evaluate(
         suites: the suites to choose from.
 
     Raises:
-        EvaluationsFailed: after all have run, which ones of several failed, and why.
+        EvaluationsFailed: after all have run, which ones of several, or which parts of one, failed, and why.
         ValueError: an unknown suite, or options that the only suite cannot satisfy.
         ImportError: the only suite needs a library that is not installed.
     """
     check_suites(names, suites)
-    if out is not None and Path(out).exists() and not Path(out).is_dir():
-        raise ValueError(f"{out} is a file, expected a folder to write results to")
+    if out is not None:
+        check_writable(Path(out))
     results: dict[str, SuiteResult] = {}
     failed: dict[str, Exception] = {}
+    failed_parts: dict[str, Exception] = {}
     was_training = model.training
     model.eval()
     try:
@@ -241,11 +243,11 @@ def evaluate(
                 if len(names) == 1:
                     raise
                 failed[name] = error
-                print(f"\n{name} failed: {error or type(error).__name__}", file=sys.stderr, flush=True)
-                if not isinstance(error, ValueError | OSError | ImportError):
-                    # no bad input, so whoever mends it wants to know where
-                    traceback.print_exception(error)
+                report_failure(name, error)
                 continue
+            if parts := result.pop("failed", {}):
+                failed_parts |= {f"{name}, {part}": error for part, error in parts.items()}
+                result["settings"]["failed"] = {part: _reason(error) for part, error in parts.items()}
             # what the model's answers depend on beside its weights, unless the suite says it better
             about = getattr(model, "evaluation_settings", dict)()
             result["settings"] = {**about, **result["settings"]}
@@ -258,8 +260,20 @@ def evaluate(
                 print(f"written: {', '.join(str(f) for f in files)}", flush=True)
     finally:
         model.train(was_training)
+    messages = []
     if failed:
-        told = "; ".join(f"{name}: {error or type(error).__name__}" for name, error in failed.items())
+        told = "; ".join(f"{name}: {_reason(error)}" for name, error in failed.items())
         done = f"{', '.join(results)} ran" if results else "none ran"
-        raise EvaluationsFailed(f"{len(failed)} of {len(names)} evaluations failed ({told}); {done}")
+        messages.append(f"{len(failed)} of {len(names)} evaluations failed ({told}); {done}")
+    if failed_parts:
+        told = "; ".join(f"{part}: {_reason(error)}" for part, error in failed_parts.items())
+        messages.append(
+            f"{len(failed_parts)} parts of evaluations failed ({told}); results of the other parts are kept"
+        )
+    if messages:
+        raise EvaluationsFailed("; ".join(messages))
     return results
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__

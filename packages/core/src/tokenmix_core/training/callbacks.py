@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ class Progress(TrainerCallback):
             shown = [f"{name} {_rounded(value)}" for name, value in logs.items() if name != "epoch"]
             self.bar.write(f"step {state.global_step}: {', '.join(shown)}")
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def close(self) -> None:
+        """Close the bar, so that what is printed next has a line of its own."""
         if self.bar is not None:
             self.bar.refresh()
             self.bar.close()
@@ -54,23 +56,41 @@ def _rounded(value: float) -> str:
 
 
 class MetricsFile(TrainerCallback):
-    """Appends every line of the log to a JSONL file.
+    """Append every line of the log to a JSONL file, and keep all its values in `trainer_state.json`.
 
-    When a run goes on from step s, lines of later steps, which will come again, are dropped first.
+    When a run resumes at step s, lines of later steps are removed, for training writes them again; lines that a kill or
+    a power loss took from the file are restored from the state of the Trainer.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.is_world_process_zero and self.path.exists():
-            kept = [line for line in read_metrics(self.path) if line.get("step", 0) <= state.global_step]
-            write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        if not state.is_world_process_zero:
+            return
+        known = [{"step": line.pop("step"), **line} for line in map(dict, state.log_history) if "step" in line]
+        written = [line for line in _readable_lines(self.path) if line.get("step", 0) <= state.global_step]
+        # a line of the file may hold more: callbacks of older versions added values after the Trainer kept its own
+        lost = [line for line in known if not any(line.items() <= other.items() for other in written)]
+        lines = sorted([*written, *lost], key=lambda line: (line.get("step", 0), "train_runtime" in line))
+        if lines or self.path.exists():
+            write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in lines))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if state.is_world_process_zero and logs:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+            if state.log_history:
+                state.log_history[-1].update(logs)
+
+
+def _readable_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a JSONL log that are whole; none if there is no file."""
+    lines = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(ValueError, TypeError, RecursionError):
+            lines.append(dict(json.loads(line)))
+    return lines
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -93,13 +113,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 class StopOnSignal(TrainerCallback):
     """Ctrl-C (or SIGTERM) ends training after the current step with a checkpoint; a later one quits at once.
 
-    What follows within a second is the same signal: `timeout` and job schedulers send it to the process and to its
-    group. With several processes the signal counts when the next line is logged, for there they meet anyway.
+    Signals within a second count as one: `timeout` and job schedulers send them to the process and to its group.
+    Several processes exchange their flags after every step, on the CPU, so that no GPU waits.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
         self._received_at = 0.0
+        self._group: Any = None
         self._previous: dict[int, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -109,19 +130,22 @@ class StopOnSignal(TrainerCallback):
         except ValueError:
             # outside the main thread there are no handlers to set
             self._previous.clear()
+        if args.world_size > 1 and dist.get_backend() != "gloo":
+            self._group = dist.new_group(backend="gloo")
 
     def _receive(self, number: int, frame: Any) -> None:
         if self.received is not None:
             if time.monotonic() - self._received_at > 1:
-                self.restore()
+                self.close()
                 signal.raise_signal(number)
             return
         self.received, self._received_at = number, time.monotonic()
         if int(os.environ.get("RANK", "0")) == 0:
-            print("\nstopping after this step, with a checkpoint; once more to quit at once", file=sys.stderr)
+            name = signal.Signals(number).name
+            print(f"\n{name} received: finishing this step; a second signal quits at once", file=sys.stderr)
 
-    def restore(self) -> None:
-        """Give the signals back to whoever had them."""
+    def close(self) -> None:
+        """Restore the previous handlers of the signals."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
@@ -129,10 +153,8 @@ class StopOnSignal(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         stop = self.received is not None
         if args.world_size > 1:
-            if state.global_step % args.logging_steps:
-                return
-            flag = torch.tensor(int(stop), device=args.device)
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            flag = torch.tensor(int(stop))
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
             stop = bool(flag)
             self.received = self.received or (signal.SIGTERM if stop else None)
         if stop:

@@ -59,6 +59,8 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
             "written by this trainer or is damaged"
         ) from error
     wanted = json.loads(json.dumps(identity))
+    if isinstance(saved.get("data"), dict) and isinstance(wanted.get("data"), dict):
+        saved["data"] = {key: _widened(old, wanted["data"].get(key)) for key, old in saved["data"].items()}
     differing = sorted(key for key in {*saved, *wanted} if saved.get(key) != wanted.get(key))
     if differing:
         told = "; ".join(f"{key} was {saved.get(key)!r} and is {wanted.get(key)!r}" for key in differing)
@@ -86,18 +88,24 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
         raise ValueError(f"{folder} is damaged: {_STATE} is of step {reached!r}, expected {step}")
 
 
-def checkpoint_to_resume(output_dir: Path, identity: Mapping[str, Any]) -> Path:
-    """The last checkpoint of a run, checked.
+def _widened(saved: Any, wanted: Any) -> Any:
+    """Return the fingerprint of a corpus in a checkpoint; the old form, of the tokens alone, is completed."""
+    old_form = isinstance(saved, str) and isinstance(wanted, str) and wanted.startswith(f"{saved} documents ")
+    return wanted if old_form else saved
+
+
+def checkpoint_to_resume(output_dir: Path, identity: Mapping[str, Any]) -> Path | None:
+    """Return the last checkpoint of a run, checked, or None if there is none yet.
 
     A checkpoint that was being written when its process was killed never had its name, so the last one is whole unless
     something happened to it later; then it is refused rather than an older one taken silently.
 
     Raises:
-        ValueError: there is none, or the last one is damaged or foreign.
+        ValueError: the last one is damaged or belongs to another run.
     """
     found = checkpoint_steps(output_dir)
     if not found:
-        raise ValueError(f"{output_dir} holds no checkpoint to resume from")
+        return None
     *older, last = found.values()
     try:
         check_checkpoint(last, identity)

@@ -82,7 +82,7 @@ class ChunkRows(Dataset):
         epoch, position = divmod(index, self.chunks)
         start = permuted(position, self.chunks, (self.seed, epoch)) * self.seq_len
         stop = start + self.seq_len
-        ids = torch.from_numpy(self.file.tokens[start:stop].astype(np.int64))
+        ids = torch.from_numpy(self.file.read(start, stop).astype(np.int64))
         return {"input_ids": ids, "labels": ids.clone(), "boundaries": self.file.boundaries(start, stop)}
 
 
@@ -257,8 +257,8 @@ class NiahRows(Dataset):
         """A row's tokens to hide facts among."""
         if self.text is None:
             return self._noise
-        start = rng.integers(max(1, len(self.text) - self.seq_len))
-        return self._encode(" ".join(self.tokenizer.decode(self.text.tokens[start : start + self.seq_len]).split()))
+        start = int(rng.integers(max(1, len(self.text) - self.seq_len)))
+        return self._encode(" ".join(self.tokenizer.decode(self.text.read(start, start + self.seq_len)).split()))
 
     def _example(
         self, rng: np.random.Generator, haystack: list[int], longest: int, facts: int

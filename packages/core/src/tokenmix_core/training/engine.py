@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import platform
-import shutil
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
+from tokenmix_core._utils.atomic_io import writing
 from tokenmix_core.training import checkpoint
 from tokenmix_core.training.cuda_graph import GraphedStep, Losses
 from tokenmix_core.training.recipe import OptimizerRecipe
@@ -81,6 +82,7 @@ class RecipeTrainer(Trainer):
         self._auxiliary: dict[str, Tensor] = {}
         self._steps_before = 0
         self._logged: tuple[float, int] | None = None
+        self._stepped = False
         self._peak_flops = peak_flops(device_name(self.args), bf16=self.args.bf16)
         flops = getattr(self.model, "flops_per_token", None)
         self._flops_per_token = flops(seq_len) if flops is not None else None
@@ -120,6 +122,7 @@ class RecipeTrainer(Trainer):
         if self._record != "never" and self._recorded is None:
             # not before the first step, as callbacks may have changed the model
             self._recorded = self._recorder(model)
+        self._stepped = True
         if self._recorded is None:
             losses = passes(inputs, num_items_in_batch)
         else:
@@ -179,9 +182,13 @@ class RecipeTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add throughput and auxiliary losses to a line of the training log.
 
+        The summary of a finished run that is resumed, which trains nothing, is left out.
+
         Raises:
             FloatingPointError: the loss or the norm of the gradient is not finite.
         """
+        if "train_runtime" in logs and not self._stepped:
+            return
         if "loss" in logs:
             self._log_throughput(logs)
             for name in ("loss", "grad_norm"):
@@ -230,6 +237,8 @@ class RecipeTrainer(Trainer):
                 checkpoint.write_manifest(aside / f"checkpoint-{step}", {"step": step, "identity": self.identity})
                 checkpoint.publish(aside, self.output_dir)
             checkpoint.remove_old_checkpoints(self.output_dir, self.args.save_total_limit or 1)
+            if self.control.should_training_stop and step < self.state.max_steps:
+                print(f"checkpoint of step {step} written; stopping", file=sys.stderr)
         self.accelerator.wait_for_everyone()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -244,16 +253,8 @@ class RecipeTrainer(Trainer):
         with _reading("random state", checkpoint):
             super()._load_rng_state(checkpoint)
 
-    @contextmanager
-    def _writing(self, what: str) -> Iterator[None]:
-        # torch and safetensors say of a full disk that a stream has a wrong position
-        try:
-            yield
-        except (OSError, RuntimeError, SafetensorError) as error:
-            free = shutil.disk_usage(self.output_dir).free / 1e6
-            raise OSError(
-                f"{what} could not be written into {self.output_dir}, where {free:,.1f} MB are free: {error}"
-            ) from error
+    def _writing(self, what: str) -> AbstractContextManager[None]:
+        return writing(what, self.output_dir, RuntimeError, SafetensorError)
 
     def _require_finite_weights(self, model: nn.Module) -> None:
         # of a sharded parameter, each process looks at its own part
@@ -279,7 +280,8 @@ class RecipeTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             (aside / "training_args.bin").unlink(missing_ok=True)
-            checkpoint.publish(aside, self.output_dir)
+            with self._writing("the model"):
+                checkpoint.publish(aside, self.output_dir)
         self.accelerator.wait_for_everyone()
 
 

@@ -6,10 +6,10 @@ import dataclasses
 import json
 import math
 import os
-import shutil
+import sys
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback,
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from tokenmix_core._utils import rng
-from tokenmix_core._utils.atomic_io import write_atomically
+from tokenmix_core._utils.atomic_io import check_folder_path, is_temporary, remove, write_atomically
 from tokenmix_core._utils.locks import FolderLock, check_unused, contents
 from tokenmix_core._utils.optional import install_command
 from tokenmix_core._utils.trust import from_config
@@ -40,7 +40,7 @@ from tokenmix_core.training.data import (
     collate_separate,
 )
 from tokenmix_core.training.engine import RecipeTrainer, Record
-from tokenmix_core.training.manifest import RUN_RECORD, run_record
+from tokenmix_core.training.manifest import RUN_RECORD, read_record, run_record
 from tokenmix_core.training.recipe import Recipe
 
 METRICS = "metrics.jsonl"
@@ -111,12 +111,12 @@ def training_rows(recipe: Recipe, tokenizer: Any) -> tuple[MixedRows, dict[str, 
             if NIAH_TASKS[source].haystack == "text":
                 text = TokenFile(built_in_corpus(data.tokenizer), fingerprint=fingerprint)
             datasets.append(NiahRows(source, tokenizer, text, data.seq_len, seed, **growing))
-            names[source] = text.meta.sha256["tokens.bin"] if text else fingerprint
+            names[source] = text.fingerprint if text else fingerprint
         else:
             path = built_in_corpus(data.tokenizer) if source == STDLIB else Path(source)
             file = TokenFile(path, fingerprint=fingerprint)
             datasets.append(ChunkRows(file, data.seq_len, seed))
-            names[source if source == STDLIB else f"tokens-{position}"] = file.meta.sha256["tokens.bin"]
+            names[source if source == STDLIB else f"tokens-{position}"] = file.fingerprint
     inputs = None if recipe.row_inputs is None else recipe.row_inputs(recipe)
     return MixedRows(datasets, weights, length, data.data_seed, inputs), names
 
@@ -251,16 +251,31 @@ def check_folder(output_dir: Path, *, resume: bool) -> None:
     """Refuse a folder that a run cannot be written to.
 
     Raises:
-        ValueError: a new run's folder holds something, or is another process's; one to resume has no checkpoint.
+        ValueError: the folder holds other files than those of a run without a checkpoint, a checkpoint although nothing
+            is to be resumed, or another process writes it.
     """
-    if resume:
-        if not checkpoint.checkpoint_steps(output_dir):
-            raise ValueError(f"{output_dir} holds no checkpoint to resume from")
-    elif output_dir.exists() and (not output_dir.is_dir() or contents(output_dir)):
-        if output_dir.is_dir():
-            check_unused(output_dir)
-        way = "resume the run that it holds" if checkpoint.checkpoint_steps(output_dir) else "remove it"
+    check_folder_path(output_dir)
+    saved = checkpoint.checkpoint_steps(output_dir)
+    if (resume and saved) or not output_dir.exists():
+        return
+    found = contents(output_dir)
+    if saved or not (_only_begun(output_dir, found) or all(is_temporary(path) for path in found)):
+        check_unused(output_dir)
+        way = "resume the run that it holds" if saved else "remove it"
         raise ValueError(f"{output_dir} is not empty; {way}, or choose another folder")
+
+
+def _only_begun(output_dir: Path, found: list[Path]) -> bool:
+    """Return whether a folder holds a run that ended before its first checkpoint, and nothing else."""
+    # TensorBoard's folder is "runs"
+    known = {RUN_RECORD, METRICS, checkpoint.PARTIAL, "runs"}
+    if any(path.name not in known and not is_temporary(path) for path in found):
+        return False
+    try:
+        read_record(output_dir)
+    except ValueError:
+        return False
+    return True
 
 
 def run_lock(output_dir: str | Path, *, resume: bool = False) -> AbstractContextManager[Any]:
@@ -288,19 +303,44 @@ def train(
 
     Args:
         recipe: what to run.
-        output_dir: an empty or new folder; with `resume`, one with a checkpoint of this very recipe.
-        resume: go on from the last checkpoint, along the curve that the run would have had.
+        output_dir: an empty or new folder, or one of a run that ended before its first checkpoint; with `resume`, also
+            one with checkpoints of this very recipe.
+        resume: continue from the last checkpoint, along the curve that the run would have had; from the beginning if
+            there is none yet.
         progress: show a progress bar.
         recorded: what `run.json` holds beside the recipe, such as how a command was called.
 
     Raises:
         ValueError: a recipe that does not fit together, a folder that holds another run or that another process
-            writes, or a checkpoint that is missing, damaged or foreign.
+            writes, or a checkpoint that is damaged or another run's.
         FloatingPointError: training diverged.
         OSError: what is to be saved cannot be written.
     """
     with run_lock(output_dir, resume=resume):
         return train_locked(recipe, output_dir, resume=resume, progress=progress, recorded=recorded)
+
+
+@contextmanager
+def _readers_named() -> Iterator[None]:
+    """Tell an error in a process that reads data in one sentence; torch's text holds the traceback of that process.
+
+    Raises:
+        OSError: such a process was killed.
+        ValueError: such a process could not read a row.
+    """
+    try:
+        yield
+    except Exception as error:
+        told = str(error)
+        if "DataLoader worker" not in told:
+            raise
+        last = told.strip().splitlines()[-1]
+        if "Original Traceback" in told:
+            raise ValueError(f"a process that reads training data failed: {last.partition(': ')[2] or last}") from error
+        raise OSError(
+            f"a process that reads training data was killed, often for lack of memory ({told.splitlines()[0]}); resume "
+            "the run with --resume, perhaps with fewer --dataloader_num_workers"
+        ) from error
 
 
 def train_locked(
@@ -319,22 +359,27 @@ def train_locked(
     source = None
     if resume:
         source = checkpoint.checkpoint_to_resume(output_dir, trainer.identity)
+        if source is None and trainer.args.process_index == 0:
+            print(f"{output_dir} holds no checkpoint yet: training starts from the beginning", file=sys.stderr)
     # every process has looked at the folder before the first one writes into it
     trainer.accelerator.wait_for_everyone()
     if trainer.args.should_save:
         output_dir.mkdir(parents=True, exist_ok=True)
         # left by a process that was killed while it wrote
-        shutil.rmtree(output_dir / checkpoint.PARTIAL, ignore_errors=True)
+        for path in (output_dir / checkpoint.PARTIAL, *filter(is_temporary, output_dir.iterdir())):
+            remove(path)
         write_atomically(
             output_dir / RUN_RECORD, json.dumps({**run_record(recipe, trainer), **(recorded or {})}, indent=2) + "\n"
         )
     trainer.accelerator.wait_for_everyone()
-    signals = next(c for c in trainer.callback_handler.callbacks if isinstance(c, StopOnSignal))
     started = time.perf_counter()
     try:
-        trainer.train(resume_from_checkpoint=None if source is None else str(source))
+        with _readers_named():
+            trainer.train(resume_from_checkpoint=None if source is None else str(source))
     finally:
-        signals.restore()
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, StopOnSignal | Progress):
+                callback.close()
         trainer.forget_recordings()
     step = trainer.state.global_step
     interrupted = step < recipe.optimizer.steps

@@ -1,0 +1,58 @@
+"""Parts of a suite that fail without costing the others: lengths, tasks, files."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+from tokenmix_core.evaluation.options import SuiteResult
+
+# wrong input; any other error is a fault of a program, whose traceback helps to correct it
+BAD_INPUT = (ValueError, OSError, ImportError)
+
+
+def report_failure(name: str, error: Exception) -> None:
+    """Print to stderr, above the progress bars, that an evaluation or a part of one failed and why."""
+    said = [f"{name} failed: {error or type(error).__name__}"]
+    if not isinstance(error, BAD_INPUT):
+        said += traceback.format_exception(error)
+    tqdm.write("\n".join(said), file=sys.stderr)
+
+
+class Parts:
+    """The parts of a suite: each runs inside `with parts.part(name):`, and the suite returns `parts.result(...)`.
+
+    Attributes:
+        failed: the errors of failed parts by name.
+    """
+
+    def __init__(self, suite: str) -> None:
+        self.suite = suite
+        self.failed: dict[str, Exception] = {}
+        self._succeeded = 0
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Note an error, so that the next part can run."""
+        try:
+            yield
+        except Exception as error:
+            self.failed[name] = error
+        else:
+            self._succeeded += 1
+
+    def result(self, result: SuiteResult) -> SuiteResult:
+        """Report the failed parts and return the result with them.
+
+        Raises:
+            Exception: the first part's error, if no part succeeded.
+        """
+        if self.failed and not self._succeeded:
+            raise next(iter(self.failed.values()))
+        for name, error in self.failed.items():
+            report_failure(f"{self.suite}, {name}", error)
+        return {**result, "failed": self.failed} if self.failed else result
