@@ -1,18 +1,8 @@
-"""No command of this package runs the code of a model's folder unless that is asked for."""
+"""No command of this package runs code from a model's folder without --trust-remote-code."""
 
-import pytest
-
-from tokenmix_core.testing.trust import folder_with_code, run_with_yes
+from tokenmix_core.testing.trust import TrustContract
 from tokenmix_oryx.cli import main
 
-CALLS = {
-    "generate": ["generate", "DIR", "--prompt", "x"],
-}
 
-
-@pytest.mark.parametrize("name", CALLS)
-def test_code_of_a_folder_is_refused_with_the_flag_that_allows_it(name, tmp_path, capsys):
-    folder = folder_with_code(tmp_path / "model")
-    places = {"DIR": str(folder), "OUT": str(tmp_path / "out")}
-    assert run_with_yes(main, [places.get(word, word) for word in CALLS[name]], folder) == 2
-    assert "--trust-remote-code" in capsys.readouterr().err
+class TestTrust(TrustContract):
+    main = staticmethod(main)

@@ -1,4 +1,4 @@
-"""Model folders whose own Python code leaves a mark when it runs."""
+"""Model folders whose own Python code leaves a mark when it runs, and the contract that no command runs it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 _CODE = """
 from pathlib import Path
@@ -66,3 +67,25 @@ def run_with_yes(main: Callable[[Sequence[str]], int], call: Sequence[str], fold
         sys.stdin = before
     assert not mark_of(folder).exists(), f"{' '.join(call)} ran the code of {folder}"
     return code
+
+
+class TrustContract:
+    """Inherit it, and name the package's command line and the arguments of its commands that read a model's folder.
+
+    Attributes:
+        main: the package's command line, as `staticmethod`.
+        calls: by command, its arguments after DIR, the folder; OUT is a folder to make.
+    """
+
+    main: ClassVar[Callable[[Sequence[str]], int]]
+    calls: ClassVar[dict[str, str]] = {}
+
+    def pytest_generate_tests(self, metafunc):
+        if "command" in metafunc.fixturenames:
+            metafunc.parametrize("command", ["generate", *self.calls], scope="class")
+
+    def test_code_in_a_folder_is_refused_and_the_message_names_the_flag(self, command, tmp_path, capsys):
+        folder = folder_with_code(tmp_path / "model")
+        options = {"generate": "--prompt x", **self.calls}[command].replace("OUT", str(tmp_path / "out"))
+        assert run_with_yes(self.main, [command, str(folder), *options.split()], folder) == 2
+        assert "--trust-remote-code" in capsys.readouterr().err
