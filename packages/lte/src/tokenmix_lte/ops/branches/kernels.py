@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,26 +13,28 @@ from tokenmix_core.kernels import cached_launch, gdc_launch_and_wait
 
 # elements of a tile
 _TILE_ELEMENTS = 2048
+# rows (int64) and channels of a tile, mask of rows and of elements
+Rows = namedtuple("Rows", "o_r o_v m_r m_x")
 
 
 @triton.jit
 def tile_rows(R, V, BR: tl.constexpr, BV: tl.constexpr):
-    """Return rows (int64), channels and masks of this program's tile."""
+    """Return the `Rows` of this program's tile."""
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     o_v = tl.arange(0, BV)
-    return o_r, o_v, o_r < R, (o_r < R)[:, None] & (o_v < V)[None, :]
+    return Rows(o_r, o_v, o_r < R, (o_r < R)[:, None] & (o_v < V)[None, :])
 
 
 @triton.jit
-def load_rows(x, stride, o_r, o_v, m_x):
+def load_rows(x, stride, rows):
     """Load a tile in float32; masked elements are 0."""
-    return tl.load(x + o_r[:, None] * stride + o_v[None, :], mask=m_x, other=0.0).to(tl.float32)
+    return tl.load(x + rows.o_r[:, None] * stride + rows.o_v[None, :], mask=rows.m_x, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_gate(gates, stride, i: tl.constexpr, o_r, m_r):
+def load_gate(gates, stride, i: tl.constexpr, rows):
     """Load the i-th branch's gates `[BR, 1]` in float32."""
-    return tl.load(gates + o_r * stride + i, mask=m_r, other=0.0).to(tl.float32)[:, None]
+    return tl.load(gates + rows.o_r * stride + i, mask=rows.m_r, other=0.0).to(tl.float32)[:, None]
 
 
 @cached_launch
@@ -41,20 +45,20 @@ def gated_sum_kernel(
 ):  # fmt: skip
     """Compute BR rows of o."""
     gdc_launch_and_wait(PDL)
-    o_r, o_v, m_r, m_x = tile_rows(R, V, BR, BV)
-    b_o = load_gate(gates, s_g, 0, o_r, m_r) * load_rows(compressed, s_c, o_r, o_v, m_x)
-    b_o += load_gate(gates, s_g, 1, o_r, m_r) * load_rows(selected, s_s, o_r, o_v, m_x)
-    b_o += load_gate(gates, s_g, 2, o_r, m_r) * load_rows(window, s_w, o_r, o_v, m_x)
-    tl.store(o + o_r[:, None] * V + o_v[None, :], b_o.to(o.dtype.element_ty), mask=m_x)
+    rows = tile_rows(R, V, BR, BV)
+    b_o = load_gate(gates, s_g, 0, rows) * load_rows(compressed, s_c, rows)
+    b_o += load_gate(gates, s_g, 1, rows) * load_rows(selected, s_s, rows)
+    b_o += load_gate(gates, s_g, 2, rows) * load_rows(window, s_w, rows)
+    tl.store(o + rows.o_r[:, None] * V + rows.o_v[None, :], b_o.to(o.dtype.element_ty), mask=rows.m_x)
 
 
 @triton.jit
-def branch_gradients(x, dx, gates, dgates, b_do, s_x, s_g, V, i: tl.constexpr, o_r, o_v, m_r, m_x):
+def branch_gradients(x, dx, gates, dgates, b_do, s_x, s_g, V, i: tl.constexpr, rows):
     """Write the gradients of the i-th branch and of its gates."""
-    b_da = tl.sum(b_do * load_rows(x, s_x, o_r, o_v, m_x), 1)
-    b_dx = load_gate(gates, s_g, i, o_r, m_r) * b_do
-    tl.store(dx + o_r[:, None] * V + o_v[None, :], b_dx.to(dx.dtype.element_ty), mask=m_x)
-    tl.store(dgates + o_r * 3 + i, b_da.to(dgates.dtype.element_ty), mask=m_r)
+    b_da = tl.sum(b_do * load_rows(x, s_x, rows), 1)
+    b_dx = load_gate(gates, s_g, i, rows) * b_do
+    tl.store(dx + rows.o_r[:, None] * V + rows.o_v[None, :], b_dx.to(dx.dtype.element_ty), mask=rows.m_x)
+    tl.store(dgates + rows.o_r * 3 + i, b_da.to(dgates.dtype.element_ty), mask=rows.m_r)
 
 
 @cached_launch
@@ -64,11 +68,11 @@ def gated_sum_backward_kernel(
     BR: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Compute all gradients of BR rows."""
-    o_r, o_v, m_r, m_x = tile_rows(R, V, BR, BV)
-    b_do = load_rows(do, s_d, o_r, o_v, m_x)
-    branch_gradients(compressed, dcompressed, gates, dgates, b_do, s_c, s_g, V, 0, o_r, o_v, m_r, m_x)
-    branch_gradients(selected, dselected, gates, dgates, b_do, s_s, s_g, V, 1, o_r, o_v, m_r, m_x)
-    branch_gradients(window, dwindow, gates, dgates, b_do, s_w, s_g, V, 2, o_r, o_v, m_r, m_x)
+    rows = tile_rows(R, V, BR, BV)
+    b_do = load_rows(do, s_d, rows)
+    branch_gradients(compressed, dcompressed, gates, dgates, b_do, s_c, s_g, V, 0, rows)
+    branch_gradients(selected, dselected, gates, dgates, b_do, s_s, s_g, V, 1, rows)
+    branch_gradients(window, dwindow, gates, dgates, b_do, s_w, s_g, V, 2, rows)
 
 
 def gated_sum_forward(compressed: Tensor, selected: Tensor, window: Tensor, gates: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.kernels import cached_launch
-from tokenmix_lte.ops.scorer.sizes import Sizes
+from tokenmix_lte.ops.scorer.sizes import Sizes, Taps
 from tokenmix_lte.ops.scorer.steps import Inputs
 from tokenmix_lte.ops.scorer.tokens import apply_dropout, load_channels, locate_tokens, store_channels
 
@@ -40,15 +40,12 @@ def shift_rows(b_x, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def convolve(
-    b_x, w, bias, i_h, H, CI, CO, BI: tl.constexpr, BO: tl.constexpr, TAPS: tl.constexpr, FIRST: tl.constexpr,
-    STEP: tl.constexpr,
-):  # fmt: skip
+def convolve(b_x, w, bias, i_h, H, CI, CO, BI: tl.constexpr, BO: tl.constexpr, taps):
     """Compute a convolution of a tile of tokens before its SiLU, in float32."""
     b_z = load_bias(bias, i_h, CO, b_x.shape[0], BO)
-    for i in tl.static_range(TAPS):
+    for i in tl.static_range(taps.count):
         b_w = load_tap(w, i, i_h, H, CI, CO, 0, CI, BI, BO)
-        b_z = tl.dot(shift_rows(b_x, FIRST + i * STEP), b_w, b_z, input_precision="tf32x3")
+        b_z = tl.dot(shift_rows(b_x, taps.first + i * taps.step), b_w, b_z, input_precision="tf32x3")
     return b_z
 
 
@@ -95,10 +92,10 @@ def scorer_kernel(
     # a token that does not exist is 0 in every layer
     b_x = tl.where(m_t[:, None], b_z1 * tl.sigmoid(b_z1), 0.0).to(k.dtype.element_ty)
     b_x = apply_dropout(b_x, seed, threshold, o_row, 0, 1, DROPOUT)
-    b_z2 = convolve(b_x, w2, bias2, i_h, H, C1, C2, B1, B2, TAPS, FIRST, STEP)
+    b_z2 = convolve(b_x, w2, bias2, i_h, H, C1, C2, B1, B2, Taps(TAPS, FIRST, STEP))
     b_x = tl.where(m_t[:, None], b_z2 * tl.sigmoid(b_z2), 0.0).to(k.dtype.element_ty)
     b_x = apply_dropout(b_x, seed, threshold, o_row, 0, 2, DROPOUT)
-    b_z3 = convolve(b_x, w3, bias3, i_h, H, C2, C3, B2, B3, TAPS, FIRST, STEP)
+    b_z3 = convolve(b_x, w3, bias3, i_h, H, C2, C3, B2, B3, Taps(TAPS, FIRST, STEP))
     b_sigmoid = tl.sigmoid(b_z3)
     b_x3 = b_z3 * b_sigmoid
     o_c = tl.arange(0, B3)

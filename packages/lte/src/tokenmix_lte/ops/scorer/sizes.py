@@ -20,28 +20,35 @@ class Tile(NamedTuple):
     num_stages: int
 
 
+class Taps(NamedTuple):
+    """Taps of the convolutions: their number, the offset of the first, and the distance from one to the next."""
+
+    count: int
+    first: int
+    step: int
+
+
 class Sizes(NamedTuple):
     """Sizes of a call and its tiles.
 
     Attributes:
         channels: K, and each layer's output channels.
         blocks: channels padded to tile sizes.
-        taps: number of taps, offset of the first, and distance from one to the next.
+        taps: the convolutions' taps.
         layers: the forward kernel's tile.
         layer: the tile of the kernel of one layer's gradients.
     """
 
     channels: tuple[int, int, int, int]
     blocks: tuple[int, int, int, int]
-    taps: tuple[int, int, int]
+    taps: Taps
     layers: Tile
     layer: Tile
 
     @property
     def own(self) -> int:
         """Tokens of a forward tile whose logits it stores; the others are their neighbours."""
-        taps, _, step = self.taps
-        return self.layers.BT - 2 * (taps - 1) * step
+        return self.layers.BT - 2 * (self.taps.count - 1) * self.taps.step
 
 
 # forward and layer tiles by bytes of an element, chosen by registers and shared memory of the machine code for sm_90
@@ -80,5 +87,5 @@ def sizes(k: Tensor, outs: Sequence[int], offsets: Sequence[int]) -> Sizes:
     """Return a call's sizes; they do not depend on T, so a token's logit is bit-identical in calls of any length."""
     channels = k.shape[-1], *outs
     blocks = tuple(max(16, next_power_of_2(C)) for C in channels)
-    taps = len(offsets), offsets[0], offsets[1] - offsets[0]
+    taps = Taps(len(offsets), offsets[0], offsets[1] - offsets[0])
     return Sizes(channels, blocks, taps, *_TILES[k.dtype.itemsize])

@@ -7,6 +7,7 @@ a partial dq; both are added in a fixed order.
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from collections.abc import Sequence
 
 import torch
@@ -17,9 +18,20 @@ from torch import Tensor
 from tokenmix_core.kernels import LOG2_E, cached_launch
 from tokenmix_core.ops import add_dot, dense_rows, load_tile, store_tile, strides
 from tokenmix_core.ops import block_size as width
-from tokenmix_lte.ops.selected_blocks.forward import constants, lists_of, load_heads, load_rows, sizes
+from tokenmix_lte.ops.selected_blocks.forward import (
+    Block,
+    Constants,
+    Split,
+    constants,
+    lists_of,
+    load_heads,
+    load_rows,
+    sizes,
+)
 from tokenmix_lte.ops.selected_blocks.lists import Lists, block_of, boundaries, locate_split
 from tokenmix_lte.ops.selected_blocks.plan import query_runs
+
+_Tensors = namedtuple("_Tensors", "p_q p_do p_lse p_delta part_q s_qt s_qh s_dt s_dh s_lh")
 
 
 @cached_launch
@@ -42,36 +54,32 @@ def _compute_delta(
 
 
 @triton.jit
-def row_gradients(
-    b_dk, b_dv, p_q, p_do, p_lse, p_delta, part_q, b_k, b_v, listed, low, high, i, row, s_qt, s_qh, s_dt, s_dh, s_lh,
-    S, scale, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def row_gradients(b_dk, b_dv, t, block, split, i, S, scale, c, MASKED: tl.constexpr):
     """Accumulate dk and dv over a tile of rows, and store the block's partial dq of each row."""
-    b_pair, b_t, b_g, m_r = load_rows(listed, low, high, i, S, G, BM, MASKED)
-    b_q = load_heads(p_q, b_t, b_g, s_qt, s_qh, K, BK)
-    b_do = load_heads(p_do, b_t, b_g, s_dt, s_dh, V, BV)
-    o_l = b_g.to(tl.int64) * s_lh + b_t
-    b_lse = tl.load(p_lse + o_l) * LOG2_E
-    b_delta = tl.load(p_delta + o_l)
+    b_pair, b_t, b_g, m_r = load_rows(split, i, S, c.G, c.BM, MASKED)
+    b_q = load_heads(t.p_q, b_t, b_g, t.s_qt, t.s_qh, c.K, c.BK)
+    b_do = load_heads(t.p_do, b_t, b_g, t.s_dt, t.s_dh, c.V, c.BV)
+    o_l = b_g.to(tl.int64) * t.s_lh + b_t
+    b_lse = tl.load(t.p_lse + o_l) * LOG2_E
+    b_delta = tl.load(t.p_delta + o_l)
     # keys are the rows of score tiles, so that no MMA operand is the transpose of an MMA result
-    b_pt = tl.exp2(tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale - b_lse[None, :])
+    b_pt = tl.exp2(tl.dot(block.k, tl.trans(b_q), input_precision=c.PRECISION) * scale - b_lse[None, :])
     if MASKED:
-        o_k = tl.arange(0, b_k.shape[0])
-        b_pt = tl.where((o_k[:, None] <= (b_t - row)[None, :]) & m_r[None, :], b_pt, 0.0)
-    b_dv = add_dot(b_pt.to(b_do.dtype), b_do, b_dv, PRECISION)
-    b_dpt = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+        o_k = tl.arange(0, block.k.shape[0])
+        b_pt = tl.where((o_k[:, None] <= (b_t - block.row)[None, :]) & m_r[None, :], b_pt, 0.0)
+    b_dv = add_dot(b_pt.to(b_do.dtype), b_do, b_dv, c.PRECISION)
+    b_dpt = tl.dot(block.v, tl.trans(b_do), input_precision=c.PRECISION)
     b_dst = (b_pt * (b_dpt - b_delta[None, :])).to(b_q.dtype)
-    b_dk = add_dot(b_dst, b_q, b_dk, PRECISION)
-    b_dqt = tl.dot(tl.trans(b_k), b_dst, input_precision=PRECISION)
-    o_d = tl.arange(0, BK)
-    p_dq = part_q + (b_pair.to(tl.int64) * G + b_g)[None, :] * K + o_d[:, None]
+    b_dk = add_dot(b_dst, b_q, b_dk, c.PRECISION)
+    b_dqt = tl.dot(tl.trans(block.k), b_dst, input_precision=c.PRECISION)
+    o_d = tl.arange(0, c.BK)
+    p_dq = t.part_q + (b_pair.to(tl.int64) * c.G + b_g)[None, :] * c.K + o_d[:, None]
     if MASKED:
-        tl.store(p_dq, b_dqt.to(part_q.dtype.element_ty), mask=m_r[None, :] & (o_d < K)[:, None])
-    elif K == BK:
-        tl.store(p_dq, b_dqt.to(part_q.dtype.element_ty))
+        tl.store(p_dq, b_dqt.to(t.part_q.dtype.element_ty), mask=m_r[None, :] & (o_d < c.K)[:, None])
+    elif c.K == c.BK:
+        tl.store(p_dq, b_dqt.to(t.part_q.dtype.element_ty))
     else:
-        tl.store(p_dq, b_dqt.to(part_q.dtype.element_ty), mask=(o_d < K)[:, None])
+        tl.store(p_dq, b_dqt.to(t.part_q.dtype.element_ty), mask=(o_d < c.K)[:, None])
     return b_dk, b_dv
 
 
@@ -96,26 +104,24 @@ def _partial_backward(
     inside = tl.load(masked + i_r)
     b_k = load_tile(k + i_b * s_kb + start * s_kt + i_h * s_kh, key, keys, s_kt, K, BLOCK, BK, True)
     b_v = load_tile(v + i_b * s_vb + start * s_vt + i_h * s_vh, key, keys, s_vt, V, BLOCK, BV, True)
-    p_q = q + i_b * s_qb + i_h * G * s_qh
-    p_do = do + i_b * s_db + i_h * G * s_dh
-    p_lse = lse + i_b * s_lb + i_h * G * s_lh
-    p_delta = delta + i_b * s_lb + i_h * G * s_lh
-    part_q += (i_b * H + i_h) * T * S * G * K
+    block, split = Block(b_k, b_v, row), Split(p_list, low, high)
+    t = _Tensors(
+        q + i_b * s_qb + i_h * G * s_qh, do + i_b * s_db + i_h * G * s_dh, lse + i_b * s_lb + i_h * G * s_lh,
+        delta + i_b * s_lb + i_h * G * s_lh, part_q + (i_b * H + i_h) * T * S * G * K, s_qt, s_qh, s_dt, s_dh, s_lh,
+    )  # fmt: skip
     b_dk = tl.zeros([BLOCK, BK], tl.float32)
     b_dv = tl.zeros([BLOCK, BV], tl.float32)
     clear = tl.cdiv(tl.minimum(tl.maximum(inside - low, 0), high - low) * G, BM)
     full = tl.maximum((high - low) * G // BM, clear)
     for i in range(clear, full):
         b_dk, b_dv = row_gradients(
-            b_dk, b_dv, p_q, p_do, p_lse, p_delta, part_q, b_k, b_v, p_list, low, high, i, row, s_qt, s_qh, s_dt, s_dh,
-            s_lh, S, scale, G, K, V, BM, BK, BV, False, PRECISION,
-        )  # fmt: skip
+            b_dk, b_dv, t, block, split, i, S, scale, Constants(G, K, V, BM, BK, BV, PRECISION), False
+        )
     for i in range(0, clear + tl.cdiv((high - low) * G, BM) - full):
+        i_tile = tl.where(i < clear, i, full + i - clear)
         b_dk, b_dv = row_gradients(
-            b_dk, b_dv, p_q, p_do, p_lse, p_delta, part_q, b_k, b_v, p_list, low, high,
-            tl.where(i < clear, i, full + i - clear), row, s_qt, s_qh, s_dt, s_dh, s_lh, S, scale,
-            G, K, V, BM, BK, BV, True, PRECISION,
-        )  # fmt: skip
+            b_dk, b_dv, t, block, split, i_tile, S, scale, Constants(G, K, V, BM, BK, BV, PRECISION), True
+        )
     store_tile(part_k + tl.cast(i_x, tl.int64) * BLOCK * BK, b_dk, 0, BLOCK, BK, BK, BLOCK, BK)
     store_tile(part_v + tl.cast(i_x, tl.int64) * BLOCK * BV, b_dv, 0, BLOCK, BV, BV, BLOCK, BV)
 

@@ -8,6 +8,7 @@ log-sum-exp, as in split-KV decoding.
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -19,19 +20,28 @@ from tokenmix_core.ops import dense_rows, load_tile, precision, strides
 from tokenmix_lte.ops.selected_blocks.lists import Lists, block_of, locate_split, make_lists
 from tokenmix_lte.ops.selected_blocks.plan import pairs_per_split, query_runs, tile
 
+# compile-time sizes
+Constants = namedtuple("Constants", "G K V BM BK BV PRECISION")
+# keys and values of a block, and the index of its first key among the run's queries
+Block = namedtuple("Block", "k v row")
+# the pairs `low` … `high − 1` of a block's list
+Split = namedtuple("Split", "listed low high")
+# rows of a row and head
+_Tensors = namedtuple("_Tensors", "p_q part_o part_lse s_qt s_qh")
+
 
 @triton.jit
-def load_rows(listed, low, high, i, S, G: tl.constexpr, BM: tl.constexpr, CHECK: tl.constexpr):
-    """Load the i-th tile of rows of the pairs `low` … `high − 1` of a list: pairs, queries, heads, mask of valid rows.
+def load_rows(split, i, S, G: tl.constexpr, BM: tl.constexpr, CHECK: tl.constexpr):
+    """Load the i-th tile of rows of a split: pairs, queries, heads, mask of valid rows.
 
     With `CHECK`, invalid rows repeat the last pair.
     """
     o_r = i * BM + tl.arange(0, BM)
-    o_p = low + o_r // G
-    m_r = o_p < high
+    o_p = split.low + o_r // G
+    m_r = o_p < split.high
     if CHECK:
-        o_p = tl.minimum(o_p, high - 1)
-    b_pair = tl.load(listed + o_p)
+        o_p = tl.minimum(o_p, split.high - 1)
+    b_pair = tl.load(split.listed + o_p)
     return b_pair, b_pair // S, o_r % G, m_r
 
 
@@ -47,35 +57,31 @@ def load_heads(p_x, o_t, o_g, s_t, s_h, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def attend_rows(
-    p_q, part_o, part_lse, b_k, b_v, listed, low, high, i, row, s_qt, s_qh, S, scale,
-    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def attend_rows(t, block, split, i, S, scale, c, MASKED: tl.constexpr):
     """Store the partial output of a tile of rows, a softmax over one block, and its log-sum-exp in base 2."""
-    b_pair, b_t, b_g, m_r = load_rows(listed, low, high, i, S, G, BM, MASKED)
-    b_q = load_heads(p_q, b_t, b_g, s_qt, s_qh, K, BK)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
+    b_pair, b_t, b_g, m_r = load_rows(split, i, S, c.G, c.BM, MASKED)
+    b_q = load_heads(t.p_q, b_t, b_g, t.s_qt, t.s_qh, c.K, c.BK)
+    b_s = tl.dot(b_q, tl.trans(block.k), input_precision=c.PRECISION) * scale
     if MASKED:
-        o_k = tl.arange(0, b_k.shape[0])
-        b_s = tl.where(o_k[None, :] <= (b_t - row)[:, None], b_s, float("-inf"))
+        o_k = tl.arange(0, block.k.shape[0])
+        b_s = tl.where(o_k[None, :] <= (b_t - block.row)[:, None], b_s, float("-inf"))
     b_top = tl.max(b_s, 1)
     b_p = tl.exp2(b_s - b_top[:, None])
     b_sum = tl.sum(b_p, 1)
-    b_o = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION) / b_sum[:, None]
-    o_row = b_pair.to(tl.int64) * G + b_g
-    o_v = tl.arange(0, BV)
-    p_o = part_o + o_row[:, None] * V + o_v[None, :]
+    b_o = tl.dot(b_p.to(block.v.dtype), block.v, input_precision=c.PRECISION) / b_sum[:, None]
+    o_row = b_pair.to(tl.int64) * c.G + b_g
+    o_v = tl.arange(0, c.BV)
+    p_o = t.part_o + o_row[:, None] * c.V + o_v[None, :]
     b_lse = b_top + tl.log2(b_sum)
     if MASKED:
-        tl.store(p_o, b_o.to(part_o.dtype.element_ty), mask=m_r[:, None] & (o_v < V)[None, :])
-        tl.store(part_lse + o_row, b_lse, mask=m_r)
-    elif V == BV:
-        tl.store(p_o, b_o.to(part_o.dtype.element_ty))
-        tl.store(part_lse + o_row, b_lse)
+        tl.store(p_o, b_o.to(t.part_o.dtype.element_ty), mask=m_r[:, None] & (o_v < c.V)[None, :])
+        tl.store(t.part_lse + o_row, b_lse, mask=m_r)
+    elif c.V == c.BV:
+        tl.store(p_o, b_o.to(t.part_o.dtype.element_ty))
+        tl.store(t.part_lse + o_row, b_lse)
     else:
-        tl.store(p_o, b_o.to(part_o.dtype.element_ty), mask=(o_v < V)[None, :])
-        tl.store(part_lse + o_row, b_lse)
+        tl.store(p_o, b_o.to(t.part_o.dtype.element_ty), mask=(o_v < c.V)[None, :])
+        tl.store(t.part_lse + o_row, b_lse)
 
 
 @cached_launch
@@ -104,22 +110,19 @@ def _partial_forward(
     inside = tl.load(masked + i_r)
     b_k = load_tile(k + i_b * s_kb + start * s_kt + i_h * s_kh, key, keys, s_kt, K, BLOCK, BK, True)
     b_v = load_tile(v + i_b * s_vb + start * s_vt + i_h * s_vh, key, keys, s_vt, V, BLOCK, BV, True)
-    p_q = q + i_b * s_qb + i_h * G * s_qh
-    part_o += (i_b * H + i_h) * T * S * G * V
-    part_lse += (i_b * H + i_h) * T * S * G
+    block, split = Block(b_k, b_v, row), Split(p_list, low, high)
+    t = _Tensors(
+        q + i_b * s_qb + i_h * G * s_qh, part_o + (i_b * H + i_h) * T * S * G * V,
+        part_lse + (i_b * H + i_h) * T * S * G, s_qt, s_qh,
+    )  # fmt: skip
     # tiles `clear` … `full − 1` have only valid rows that see the whole block
     clear = tl.cdiv(tl.minimum(tl.maximum(inside - low, 0), high - low) * G, BM)
     full = tl.maximum((high - low) * G // BM, clear)
     for i in range(clear, full):
-        attend_rows(
-            p_q, part_o, part_lse, b_k, b_v, p_list, low, high, i, row, s_qt, s_qh, S, scale,
-            G, K, V, BM, BK, BV, False, PRECISION,
-        )  # fmt: skip
+        attend_rows(t, block, split, i, S, scale, Constants(G, K, V, BM, BK, BV, PRECISION), False)
     for i in range(0, clear + tl.cdiv((high - low) * G, BM) - full):
-        attend_rows(
-            p_q, part_o, part_lse, b_k, b_v, p_list, low, high, tl.where(i < clear, i, full + i - clear), row,
-            s_qt, s_qh, S, scale, G, K, V, BM, BK, BV, True, PRECISION,
-        )  # fmt: skip
+        i_tile = tl.where(i < clear, i, full + i - clear)
+        attend_rows(t, block, split, i_tile, S, scale, Constants(G, K, V, BM, BK, BV, PRECISION), True)
 
 
 @cached_launch

@@ -21,6 +21,7 @@ from tokenmix_core.kernels import cached_launch
 from tokenmix_core.kernels.gluon import async_load, barrier, mma_layout_split_n, row_layout, wait_async_copies
 from tokenmix_lte.ops.scorer.hopper.streams import (
     STREAMS,
+    Sequences,
     convert_streams,
     copy_tokens,
     drop_tokens,
@@ -50,7 +51,7 @@ _PROGRAMS_PER_SM = 2
 def load_layer(z, streams, o_t, H, C: gl.constexpr, layout: gl.constexpr):
     """Load z of a layer at each stream's token at distance o_t from its first own one, `[STREAMS, _WIDTH]`."""
     o_c = gl.arange(0, _WIDTH, gl.SliceLayout(0, layout))
-    p_z = z + (streams[0] + o_t * H)[:, None] * C + o_c[None, :]
+    p_z = z + (streams.row + o_t * H)[:, None] * C + o_c[None, :]
     return gl.load(p_z, mask=exists(streams, o_t)[:, None] & (o_c < C)[None, :], other=0.0)
 
 
@@ -65,7 +66,7 @@ def dz_block(s_dz, s, tap, CO: gl.constexpr):
 def hopper_layer_backward_kernel(
     x, other, dz, w, begin, cu_seqlens, seed, dx, dother, dw, dbias, T, N, slots, tokens, H, threshold,
     C: gl.constexpr, CO: gl.constexpr, LAYER: gl.constexpr, FIRST: gl.constexpr, STEP: gl.constexpr,
-    DROPOUT: gl.constexpr, PACKED: gl.constexpr,
+    DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Compute `backward.scorer_layer_backward_kernel` for streams of slots of `tokens` tokens.
 
@@ -95,7 +96,7 @@ def hopper_layer_backward_kernel(
         p_w = w + ((i * H + i_h) * CI + i_in + o_i[:, None]) * CO + o_o[None, :]
         async_load(s_w.index(i), p_w, mask=(o_i < C)[:, None] & (o_o < CO)[None, :])
     streams = locate_streams(
-        i_b, i_h, slots, tokens, T, N, H, begin, cu_seqlens, STEP, PACKED, W, gl.SliceLayout(1, row)
+        i_b, i_h, slots, tokens, Sequences(T, N, begin, cu_seqlens), H, STEP, W, gl.SliceLayout(1, row)
     )
     streams_t = convert_streams(streams, gl.SliceLayout(1, tile))
     for i in gl.static_range(DZ_STAGES - 1):
@@ -136,7 +137,7 @@ def hopper_layer_backward_kernel(
             b_x = b_z * b_sigmoid
             b_slope = b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
             if DROPOUT:
-                b_mask = dropout_mask(seed, threshold, streams_t[0] + o_t * H, o_c, LAYER)
+                b_mask = dropout_mask(seed, threshold, streams_t.row + o_t * H, o_c, LAYER)
                 b_x = gl.where(b_mask, b_x, 0.0)
                 b_slope = gl.where(b_mask, b_slope, 0.0)
             # a missing token has z = 0 and therefore x = 0
@@ -158,12 +159,12 @@ def hopper_layer_backward_kernel(
         b_dx = warpgroup_mma_wait(3, deps=[b_dx])
         b_dx *= b_slope if LAYER > 0 else scale
         b_dx = gl.convert_layout(b_dx.to(dtype), row)
-        o_row = streams[0] + o_t * H
+        o_row = streams.row + o_t * H
         b_exists = exists(streams, o_t)[:, None]
         if LAYER == 0 and DROPOUT:
             b_exists = b_exists & dropout_mask(seed, threshold, o_row, o_o + i_in, 0)
         b_dx = gl.where(b_exists, b_dx, gl.zeros(b_dx.shape, dtype, row))
-        m_own = o_t < streams[2]
+        m_own = o_t < streams.end
         gl.store(dx + o_row[:, None] * C + o_o[None, :], b_dx, mask=m_own[:, None] & (o_o < C)[None, :])
         b_dw = warpgroup_mma_wait(0, deps=b_sums)
     wait_async_copies(0)
@@ -191,7 +192,7 @@ def hopper_layer_backward(
     hopper_layer_backward_kernel[(blocks, H, len(inputs))](
         x=of, other=other, dz=dz, w=w, begin=x.begin, cu_seqlens=x.cu_seqlens, seed=x.seed, dx=dx, dother=dother, dw=dw,
         dbias=dbias, T=T, N=num_sequences(dz, x.cu_seqlens), slots=slots, tokens=tokens, H=H, threshold=x.threshold,
-        C=C, CO=CO, LAYER=layer, FIRST=FIRST, STEP=STEP, DROPOUT=x.seed is not None, PACKED=x.cu_seqlens is not None,
+        C=C, CO=CO, LAYER=layer, FIRST=FIRST, STEP=STEP, DROPOUT=x.seed is not None,
         num_warps=4,
     )  # fmt: skip
     return grads, dw.sum(0).permute(1, 3, 2, 0).contiguous(), dbias.sum(0)

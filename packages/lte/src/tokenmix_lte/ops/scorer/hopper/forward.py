@@ -13,6 +13,7 @@ from tokenmix_core.kernels import cached_launch
 from tokenmix_core.kernels.gluon import mma_layout_split_n, row_layout, wait_async_copies
 from tokenmix_lte.ops.scorer.hopper.streams import (
     STREAMS,
+    Sequences,
     convert_streams,
     copy_tokens,
     copy_weights,
@@ -37,7 +38,7 @@ NUM_STAGES = gl.constexpr(INPUT_STAGES)
 def hopper_scorer_kernel(
     k, v, w1, bias1, w2, bias2, w3, bias3, weight, bias, begin, cu_seqlens, seed, logits, dlogits, z1, z2, dz3, dlast,
     T, N, slots, tokens, H, threshold, K: gl.constexpr, C1: gl.constexpr, C2: gl.constexpr, C3: gl.constexpr,
-    FIRST: gl.constexpr, STEP: gl.constexpr, DROPOUT: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.constexpr,
+    FIRST: gl.constexpr, STEP: gl.constexpr, DROPOUT: gl.constexpr, GRADIENTS: gl.constexpr,
 ):  # fmt: skip
     """Compute `forward.scorer_kernel` for streams of slots of `tokens` tokens.
 
@@ -64,7 +65,7 @@ def hopper_scorer_kernel(
     copy_weights(s_w2, w2, i_h, H, W)
     copy_weights(s_w3, w3, i_h, H, W)
     streams = locate_streams(
-        i_b, i_h, slots, tokens, T, N, H, begin, cu_seqlens, STEP, PACKED, W, gl.SliceLayout(1, row_layout(K, W))
+        i_b, i_h, slots, tokens, Sequences(T, N, begin, cu_seqlens), H, STEP, W, gl.SliceLayout(1, row_layout(K, W))
     )
     streams1 = convert_streams(streams, gl.SliceLayout(1, tile1))
     streams2 = convert_streams(streams, gl.SliceLayout(1, tile2))
@@ -116,8 +117,8 @@ def hopper_scorer_kernel(
         b_sigmoid = sigmoid(b_z3)
         b_x3 = b_z3 * b_sigmoid
         o_t = (s - 6) * STEP
-        o_row = streams3[0] + o_t * H
-        m_own = (o_t >= 0) & (o_t < streams3[2])
+        o_row = streams3.row + o_t * H
+        m_own = (o_t >= 0) & (o_t < streams3.end)
         if GRADIENTS:
             m_own = m_own & exists(streams3, o_t)
             b_dw += gl.where(m_own[:, None], b_d[:, None] * b_x3, 0.0)
@@ -135,7 +136,7 @@ def hopper_scorer_kernel(
         store_layer(s_x2.index((s + 1) % 4), b_z2, seed, threshold, streams2, o_t, H, 2, DROPOUT, tile2)
         if GRADIENTS:
             m_own = exists(streams2, o_t) & (o_t >= 0) & (o_t < tokens)
-            p_z = z2 + (streams2[0] + o_t * H)[:, None] * C2 + o_2[None, :]
+            p_z = z2 + (streams2.row + o_t * H)[:, None] * C2 + o_2[None, :]
             gl.store(p_z, b_z2.to(dtype), mask=m_own[:, None])
 
         b_z1 = warpgroup_mma_wait(0, deps=[b_z1]) * scale + b_bias1[None, :]
@@ -143,7 +144,7 @@ def hopper_scorer_kernel(
         store_layer(s_x1.index(s % 4), b_z1, seed, threshold, streams1, o_t, H, 1, DROPOUT, tile1)
         if GRADIENTS:
             m_own = exists(streams1, o_t) & (o_t >= 0) & (o_t < tokens)
-            p_z = z1 + (streams1[0] + o_t * H)[:, None] * C1 + o_1[None, :]
+            p_z = z1 + (streams1.row + o_t * H)[:, None] * C1 + o_1[None, :]
             gl.store(p_z, b_z1.to(dtype), mask=m_own[:, None])
     wait_async_copies(0)
     if GRADIENTS:
@@ -182,5 +183,5 @@ def _launch(
         bias=x.bias, begin=x.begin, cu_seqlens=x.cu_seqlens, seed=x.seed, logits=logits, dlogits=dlogits, z1=z1, z2=z2,
         dz3=dz3, dlast=dlast, T=T, N=num_sequences(x.k, x.cu_seqlens), slots=slots, tokens=tokens, H=H,
         threshold=x.threshold, K=K, C1=C1, C2=C2, C3=C3, FIRST=FIRST, STEP=STEP, DROPOUT=x.seed is not None,
-        GRADIENTS=dlogits is not None, PACKED=x.cu_seqlens is not None, num_warps=4,
+        GRADIENTS=dlogits is not None, num_warps=4,
     )  # fmt: skip

@@ -11,6 +11,8 @@ twice.
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
@@ -22,6 +24,10 @@ from tokenmix_lte.ops.scorer.sizes import BLOCK_STREAMS, Sizes
 from tokenmix_lte.ops.scorer.steps import Inputs
 
 STREAMS = gl.constexpr(BLOCK_STREAMS)
+# of each stream, the row in `[tokens, H]` of its first own token, and start and end of its existing tokens from there
+Streams = namedtuple("Streams", "row start end")
+# tokens of a row, sequences, each row's first existing token, and boundaries of packed sequences
+Sequences = namedtuple("Sequences", "T N begin cu_seqlens")
 
 
 @gluon.constexpr_function
@@ -33,19 +39,18 @@ def smem_layout(columns):
 @gluon.jit
 def convert_streams(streams, layout: gl.constexpr):
     """Convert the result of `locate_streams` to another layout."""
-    i_row, start, end = streams
-    return gl.convert_layout(i_row, layout), gl.convert_layout(start, layout), gl.convert_layout(end, layout)
+    return Streams(
+        gl.convert_layout(streams.row, layout),
+        gl.convert_layout(streams.start, layout),
+        gl.convert_layout(streams.end, layout),
+    )
 
 
 @gluon.jit
 def locate_streams(
-    i_block, i_h, slots, tokens, T, N, H, begin, cu_seqlens, STEP: gl.constexpr, PACKED: gl.constexpr,
-    WARPS: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    """Locate a program's streams.
-
-    Return the row in `[tokens, H]` of each stream's first own token, and the start and end of the existing tokens,
-    counted from that token.
+    i_block, i_h, slots, tokens, sequences, H, STEP: gl.constexpr, WARPS: gl.constexpr, layout: gl.constexpr
+):
+    """Return the `Streams` of a program. `sequences` are `Sequences`.
 
     A slot of `tokens` tokens, as `chunking.chunk_slots` counts them, has STEP streams, each of every STEP-th token.
     """
@@ -53,32 +58,34 @@ def locate_streams(
     square: gl.constexpr = row_layout(BN, WARPS)
     i_s = i_block * STREAMS + gl.arange(0, STREAMS, gl.SliceLayout(1, square))
     i_c = i_s // STEP
+    PACKED: gl.constexpr = sequences.cu_seqlens is not None
+    N, T = sequences.N, sequences.T
     if PACKED:
         i_n = gl.zeros([STREAMS], gl.int32, gl.SliceLayout(1, square)) - 1
         for i in range(0, N, BN):
             o_n = i + gl.arange(0, BN, gl.SliceLayout(0, square))
-            first = gl.load(cu_seqlens + o_n, mask=o_n < N, other=0).to(gl.int64) // tokens + o_n
+            first = gl.load(sequences.cu_seqlens + o_n, mask=o_n < N, other=0).to(gl.int64) // tokens + o_n
             i_n += gl.sum(((first[None, :] <= i_c[:, None]) & (o_n < N)[None, :]).to(gl.int32), 1)
-        i_row, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+        i_row, length = sequence_span(i_n, T, sequences.cu_seqlens, PACKED)
         first = ((i_c - (i_row // tokens + i_n)) * tokens).to(gl.int32)
     else:
         chunks = gl.cdiv(T, tokens)
         i_n = i_c // chunks
-        i_row, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+        i_row, length = sequence_span(i_n, T, sequences.cu_seqlens, PACKED)
         first = (i_c - i_n * chunks) * tokens
     first += i_s % STEP
     start = -first
-    if begin is not None:
-        start += gl.load(begin + gl.minimum(i_n, N - 1)).to(gl.int32)
+    if sequences.begin is not None:
+        start += gl.load(sequences.begin + gl.minimum(i_n, N - 1)).to(gl.int32)
     end = gl.where(i_c < slots, length, 0) - first
     i_row = (i_row + first) * H + i_h
-    return convert_streams((i_row, start, end), layout)
+    return convert_streams(Streams(i_row, start, end), layout)
 
 
 @gluon.jit
 def exists(streams, o_t):
     """Return the mask of streams with a token at distance o_t from their first own one."""
-    return (o_t >= streams[1]) & (o_t < streams[2])
+    return (o_t >= streams.start) & (o_t < streams.end)
 
 
 @gluon.jit
@@ -86,7 +93,7 @@ def copy_tokens(s_x, x, streams, o_t, H, C: gl.constexpr, WARPS: gl.constexpr):
     """Issue async copies of C channels of each stream's token at distance o_t; missing tokens become 0."""
     WIDTH: gl.constexpr = s_x.shape[1]
     o_c = gl.arange(0, WIDTH, gl.SliceLayout(0, row_layout(WIDTH, WARPS)))
-    p_x = x + (streams[0] + o_t * H)[:, None] * C + o_c[None, :]
+    p_x = x + (streams.row + o_t * H)[:, None] * C + o_c[None, :]
     async_load(s_x, p_x, mask=exists(streams, o_t)[:, None] & (o_c < C)[None, :])
 
 
@@ -161,7 +168,7 @@ def drop_tokens(s_x, seed, threshold, streams, o_t, H, i_channel, WARPS: gl.cons
     C: gl.constexpr = s_x.shape[1]
     layout: gl.constexpr = row_layout(C, WARPS)
     o_c = i_channel + gl.arange(0, C, gl.SliceLayout(0, layout))
-    b_mask = dropout_mask(seed, threshold, streams[0] + o_t * H, o_c, 0)
+    b_mask = dropout_mask(seed, threshold, streams.row + o_t * H, o_c, 0)
     b_x = s_x.load(layout)
     s_x.store(gl.where(b_mask, b_x, gl.zeros(b_x.shape, s_x.dtype, layout)))
 
@@ -175,7 +182,7 @@ def store_layer(
     b_exists = exists(streams, o_t)[:, None]
     if DROPOUT:
         o_c = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
-        b_exists = b_exists & dropout_mask(seed, threshold, streams[0] + o_t * H, o_c, LAYER)
+        b_exists = b_exists & dropout_mask(seed, threshold, streams.row + o_t * H, o_c, LAYER)
     s_x.store(gl.where(b_exists, b_x, 0.0).to(s_x.dtype))
 
 
@@ -185,7 +192,7 @@ def stream_blocks(x: Inputs, sizes: Sizes, programs: float) -> tuple[int, int, i
     Streams have at least 8 tokens, because each also computes tokens of its neighbours.
     """
     B, T, H, _ = x.k.shape
-    *_, step = sizes.taps
+    step = sizes.taps.step
     programs_per_head = max(1, int(programs * sm_count(x.k.device)) // H)
     tokens = max(8, min(cdiv(B * T, programs_per_head * BLOCK_STREAMS), cdiv(T, step))) * step
     slots = chunk_slots(B, T, tokens, x.cu_seqlens)
