@@ -32,9 +32,10 @@ from tokenmix_core.evaluation.efficiency import BENCH_SUITES, device_name
 from tokenmix_core.evaluation.options import EvalOptions, Suite
 from tokenmix_core.evaluation.report import training_result, write_result
 from tokenmix_core.evaluation.suites import LM_EVAL, SUITES, check_options, check_suites, evaluate
+from tokenmix_core.evaluation.text import held_out_from
 from tokenmix_core.nn.registry import known_mixers
 from tokenmix_core.ops.explanation import OPERATIONS, explain
-from tokenmix_core.training.manifest import RUN_RECORD, read_record, resumed
+from tokenmix_core.training.manifest import RUN_RECORD, read_record, resumed, trained_on
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, overridden
 
 RECIPES = "tokenmix_core.training.baselines:RECIPES"
@@ -142,7 +143,8 @@ def train(args: argparse.Namespace, context: Context) -> int:
         write_result(training_result(log, recipe.optimizer.batch_tokens), out / "evaluation")
         if names:
             model, tokenizer = load_model(result.model_dir), load_tokenizer(result.model_dir)
-            evaluate(model, tokenizer, names, options_of(recipe), out=out / "evaluation", suites=context.suites)
+            options = held_out_from(options_of(recipe), trained_on(out))
+            evaluate(model, tokenizer, names, options, out=out / "evaluation", suites=context.suites)
     return 0
 
 
@@ -195,6 +197,8 @@ def eval(args: argparse.Namespace, context: Context) -> None:
     out = args.out or Path(args.checkpoint) / "evaluation"
     if Path(args.checkpoint).is_dir():
         check_writable(out)
+    if any(context.suites[name].needs is not None for name in suites):
+        options = held_out_from(options, trained_on(args.checkpoint))
     device, dtype = device_and_dtype(args.device, args.dtype)
     model, tokenizer = load_model(args.checkpoint, device, dtype), load_tokenizer(args.checkpoint)
     with context.using(model, args):

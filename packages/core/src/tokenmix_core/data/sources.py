@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import itertools
 import json
+import re
 import sysconfig
 import zlib
 from collections import Counter
@@ -17,6 +18,8 @@ from typing import Any
 from tokenmix_core._utils.optional import require
 
 STDLIB = "stdlib"
+# how a token file of the standard library is split; without the entry, by the hash of each file's text
+BY_FAMILY = "module family"
 # short names for the corpora that the papers train on
 HUB_ALIASES: dict[str, tuple[str, str | None]] = {
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-100BT"),
@@ -55,6 +58,21 @@ class FileText(str):
     def __new__(cls, text: str, kind: str) -> FileText:
         self = super().__new__(cls, text)
         self.kind = kind
+        return self
+
+
+class ModuleText(str):
+    """A document of the standard library.
+
+    Attributes:
+        family: name of the module or package that it belongs to; it decides the split.
+    """
+
+    family: str
+
+    def __new__(cls, text: str, family: str = "") -> ModuleText:
+        self = super().__new__(cls, text)
+        self.family = family
         return self
 
 
@@ -294,11 +312,25 @@ def _text_file(file: Path) -> str | BadRow:
         return BadRow(f"{file} is not UTF-8 text: byte {error.start} cannot be decoded")
 
 
-def stdlib_source() -> Source:
+def module_family(name: str) -> str:
+    """Return the name that decides the split of a file of the standard library.
+
+    A package is one family, so that near-duplicates such as the tables in `encodings` stay together. So is a module
+    with its implementation in Python, such as `datetime` and `_pydatetime`: code moves between the two from one Python
+    version to the next.
+    """
+    return re.sub(r"^_+(py_?(?=.))?", "", name.partition("/")[0].removesuffix(".py"))
+
+
+def stdlib_source(*, by_family: bool = True) -> Source:
     """Python's own standard-library sources, one document a file, in the order of their paths.
 
-    Left out: tests, installed packages, and the files that record the paths of the machine Python was built on. What
-    remains depends on the Python build, so its sha256 is part of the description.
+    Left out: tests, installed packages, and the files that record the paths of the machine Python was built on. The
+    remaining text depends on the Python version, so its sha256 is part of the description.
+
+    Args:
+        by_family: hold out whole families of modules, by name: a text that one Python version holds out is in no other
+            version's training part. False is the split by each file's text, for runs that began with it.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(
@@ -312,9 +344,12 @@ def stdlib_source() -> Source:
     for name, path in files:
         content = path.read_bytes()
         try:
-            texts.append(content.decode("utf-8"))
+            text = content.decode("utf-8")
         except UnicodeDecodeError:
             continue
+        texts.append(ModuleText(text, module_family(name)) if by_family else text)
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     description = {"corpus": STDLIB, "python": sysconfig.get_python_version(), "sha256": digest.hexdigest()}
+    if by_family:
+        description["split"] = BY_FAMILY
     return Source(description, lambda skip: iter(texts[skip:]), len(texts))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
-from tokenmix_core.data.prepare import BUILT_IN_HELD_OUT, built_in_corpus, is_held_out
-from tokenmix_core.data.sources import STDLIB, open_source, stdlib_source
-from tokenmix_core.data.token_file import META, TokenFile
+from tokenmix_core.data.prepare import BUILT_IN_HELD_OUT, TrainedOn, built_in_corpus, is_held_out, tokens_sha256
+from tokenmix_core.data.sources import BY_FAMILY, STDLIB, open_source, stdlib_source
+from tokenmix_core.data.synthetic import NIAH_TASKS
+from tokenmix_core.data.token_file import META, TOKENS, TokenFile, file_sha256
 from tokenmix_core.data.tokenizer import byte_tokenizer, tokenizer_fingerprint
+from tokenmix_core.evaluation.options import EvalOptions
 
 BUILT_IN_TEXT = "built-in corpus, held-out part"
 
@@ -30,6 +34,72 @@ def as_token_file(text: str | None, tokenizer: Any) -> Path | None:
     if text in (None, STDLIB) and tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(byte_tokenizer()):
         return built_in_corpus()
     return None
+
+
+def corpus_of(text: str | None, tokenizer: Any) -> dict[str, Any]:
+    """Return what identifies a text in a result: its name, the sha256 of its content, and the built-in corpus's Python.
+
+    The sha256 is that of a token file's tokens, of the built-in corpus's files, or of a file; None for other texts.
+    """
+    found: dict[str, Any] = {"text": text or BUILT_IN_TEXT, "sha256": None}
+    if path := as_token_file(text, tokenizer):
+        meta = TokenFile(path, verify=False).meta
+        return found | {"sha256": meta.sha256[TOKENS]} | _python_of(meta.source)
+    if text is None or text == STDLIB:
+        description = stdlib_source().description
+        return found | {"sha256": description["sha256"]} | _python_of(description)
+    return found | {"sha256": file_sha256(text)} if Path(text).is_file() else found
+
+
+def _python_of(source: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: source[key] for key in ("python", "split") if key in source}
+
+
+def held_out_from(options: EvalOptions, trained: TrainedOn) -> EvalOptions:
+    """Return options whose text was not in a run's training text; say on stderr if that is not certain.
+
+    The text of the options is replaced if the run used an older split of the built-in corpus.
+
+    Raises:
+        ValueError: most of the held-out text was training text of the run.
+    """
+    if options.text is not None and options.text != STDLIB:
+        _check_unchanged(Path(options.text), trained)
+        return options
+    haystacks = [task for task, about in NIAH_TASKS.items() if about.haystack == "text"]
+    known = next((trained.fingerprints[s] for s in (STDLIB, *haystacks) if s in trained.fingerprints), None)
+    if known is None:
+        return options
+    path = built_in_corpus(trained.tokenizer, begun_with=known)
+    source = TokenFile(path, verify=False).meta.source
+    if known.startswith(tokens_sha256(path)):
+        return options if source.get("split") == BY_FAMILY else replace(options, text=str(path))
+    before = next((corpus for corpus in trained.corpora if corpus.get("split") == BY_FAMILY), None)
+    if before is None:
+        raise ValueError(
+            "the model was trained on the built-in corpus of another Python version, split by text: most of the text "
+            f"that Python {source['python']} holds out was training text then; evaluate with that Python version, or "
+            "on another text (--text)"
+        )
+    print(
+        f"the model was trained on the built-in corpus of Python {before.get('python')}, and is evaluated on that of "
+        f"Python {source['python']}: the same modules are held out, but their text, and so the results, differ",
+        file=sys.stderr,
+    )
+    return options
+
+
+def _check_unchanged(path: Path, trained: TrainedOn) -> None:
+    """Say on stderr if a token file was made again since a run was trained on it."""
+    if not (path / META).is_file() or path.name not in {Path(source).name for source in trained.sources}:
+        return
+    sha256 = tokens_sha256(path)
+    if not any(known.startswith(sha256) for known in trained.fingerprints.values()):
+        print(
+            f"{path} has changed since the model was trained on it: its held-out documents may have been training "
+            "documents",
+            file=sys.stderr,
+        )
 
 
 def documents(text: str | None, tokenizer: Any) -> Iterator[str]:

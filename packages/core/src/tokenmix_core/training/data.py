@@ -349,6 +349,12 @@ class MixedRows(Dataset):
         for i, count in enumerate(counts):
             self.rank[self.pattern == i] = np.arange(count)
 
+    @property
+    def token_files(self) -> list[TokenFile]:
+        """The token files that rows are cut from or hide facts in."""
+        files = [getattr(dataset, "file", getattr(dataset, "text", None)) for dataset in self.datasets]
+        return [file for file in files if isinstance(file, TokenFile)]
+
     def __len__(self) -> int:
         return self.length
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenmix_core.data.prepare import TrainedOn
+from tokenmix_core.data.tokenizer import BYTES
 from tokenmix_core.training.recipe import Recipe, overridden
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ def run_record(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
     from tokenmix_core.training.engine import device_name
 
     args, model = trainer.args, trainer.model
+    rows: Any = trainer.train_dataset
     assert model is not None
     # core, and the package that the model is of
     packages = [sys.modules[name] for name in ("tokenmix_core", type(model).__module__.partition(".")[0])]
@@ -32,6 +35,11 @@ def run_record(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
         "recipe": recipe.name,
         "values": recipe.values(),
         "identity": trainer.identity,
+        "corpora": [
+            {key: file.meta.source.get(key) for key in ("corpus", "python", "split")}
+            for file in rows.token_files
+            if file.meta.source.get("corpus") is not None
+        ],
         "parameters": sum(p.numel() for p in model.parameters()),
         "processes": args.world_size,
         "device": device_name(args),
@@ -60,6 +68,24 @@ def read_record(output_dir: str | Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} is damaged ({type(error).__name__}); remove it and give the fields of the run again to go on"
         ) from error
+
+
+def trained_on(folder: str | Path) -> TrainedOn:
+    """Return the text of a run from the record in its folder, or in the one above, where checkpoints are."""
+    for path in (Path(folder), Path(folder).parent):
+        if (path / RUN_RECORD).is_file():
+            record = read_record(path)
+            identity, values = record.get("identity"), record["values"]
+            data = identity.get("data") if isinstance(identity, dict) else None
+            known = {str(k): str(v) for k, v in data.items()} if isinstance(data, dict) else {}
+            sources, corpora = values.get("sources"), record.get("corpora")
+            return TrainedOn(
+                known,
+                [str(source) for source in sources] if isinstance(sources, list) else [],
+                str(values.get("tokenizer", BYTES)),
+                [corpus for corpus in corpora if isinstance(corpus, dict)] if isinstance(corpora, list) else [],
+            )
+    return TrainedOn()
 
 
 def resumed(

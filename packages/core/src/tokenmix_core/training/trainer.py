@@ -40,7 +40,7 @@ from tokenmix_core.training.data import (
     collate_separate,
 )
 from tokenmix_core.training.engine import RecipeTrainer, Record
-from tokenmix_core.training.manifest import RUN_RECORD, read_record, run_record
+from tokenmix_core.training.manifest import RUN_RECORD, read_record, run_record, trained_on
 from tokenmix_core.training.recipe import Recipe
 
 METRICS = "metrics.jsonl"
@@ -84,8 +84,15 @@ def check_sources(recipe: Recipe) -> None:
         raise ValueError(f"{source} is no token file, for there is nothing of that name; make it with: {command}{what}")
 
 
-def training_rows(recipe: Recipe, tokenizer: Any) -> tuple[MixedRows, dict[str, str]]:
-    """The rows of a recipe, and the fingerprint of each source.
+def training_rows(
+    recipe: Recipe, tokenizer: Any, begun_with: Mapping[str, str] | None = None
+) -> tuple[MixedRows, dict[str, str]]:
+    """Return the rows of a recipe, and the fingerprint of each source.
+
+    Args:
+        recipe: the recipe.
+        tokenizer: its tokenizer.
+        begun_with: fingerprints of the run that goes on, by source; they select the split of the built-in corpus.
 
     Raises:
         ValueError: a source that does not exist, is damaged, or was prepared with another tokenizer.
@@ -94,6 +101,7 @@ def training_rows(recipe: Recipe, tokenizer: Any) -> tuple[MixedRows, dict[str, 
     fingerprint = tokenizer_fingerprint(tokenizer)
     length = optimizer.steps * optimizer.batch_tokens // data.seq_len
     weights = data.weights or [1.0] * len(data.sources)
+    begun_with = begun_with or {}
     datasets, names = [], {}
     for position, source in enumerate(data.sources):
         seed = data.data_seed + 1000 * position
@@ -109,11 +117,14 @@ def training_rows(recipe: Recipe, tokenizer: Any) -> tuple[MixedRows, dict[str, 
         elif source in NIAH_TASKS:
             text = None
             if NIAH_TASKS[source].haystack == "text":
-                text = TokenFile(built_in_corpus(data.tokenizer), fingerprint=fingerprint)
+                path = built_in_corpus(data.tokenizer, begun_with=begun_with.get(source))
+                text = TokenFile(path, fingerprint=fingerprint)
             datasets.append(NiahRows(source, tokenizer, text, data.seq_len, seed, **growing))
             names[source] = text.fingerprint if text else fingerprint
         else:
-            path = built_in_corpus(data.tokenizer) if source == STDLIB else Path(source)
+            path = Path(source)
+            if source == STDLIB:
+                path = built_in_corpus(data.tokenizer, begun_with=begun_with.get(source))
             file = TokenFile(path, fingerprint=fingerprint)
             datasets.append(ChunkRows(file, data.seq_len, seed))
             names[source if source == STDLIB else f"tokens-{position}"] = file.fingerprint
@@ -210,13 +221,15 @@ def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
     return from_config(AutoModelForCausalLM, config) if recipe.make_model is None else recipe.make_model(recipe)
 
 
-def build_trainer(recipe: Recipe, output_dir: Path, *, progress: bool = True) -> RecipeTrainer:
-    """Everything of a run put together, ready for its `train`."""
+def build_trainer(
+    recipe: Recipe, output_dir: Path, *, progress: bool = True, begun_with: Mapping[str, str] | None = None
+) -> RecipeTrainer:
+    """Return the trainer of a run, ready for its `train`; `begun_with` as in `training_rows`."""
     # the arguments set up the processes
     args = training_arguments(recipe, output_dir)
     tokenizer = load_tokenizer(recipe.data.tokenizer)
     with args.main_process_first(desc="corpora"):
-        rows, fingerprints = training_rows(recipe, tokenizer)
+        rows, fingerprints = training_rows(recipe, tokenizer, begun_with)
     model = build_model(recipe, tokenizer)
     identity = {k: v for k, v in recipe.identity().items() if k != "sources"}
     identity |= {"data": fingerprints, "precision": "bf16" if args.bf16 else "fp32", "fsdp": recipe.run.fsdp}
@@ -355,7 +368,8 @@ def train_locked(
     output_dir = Path(output_dir)
     check_folder(output_dir, resume=resume)
     check_sources(recipe)
-    trainer = build_trainer(recipe, output_dir, progress=progress)
+    begun_with = trained_on(output_dir).fingerprints if resume else None
+    trainer = build_trainer(recipe, output_dir, progress=progress, begun_with=begun_with)
     source = None
     if resume:
         source = checkpoint.checkpoint_to_resume(output_dir, trainer.identity)
