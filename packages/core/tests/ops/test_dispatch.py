@@ -83,32 +83,32 @@ def of_delta_rule(K, V, qk_l2norm=True, impl=None, B=8, T=4096, HV=16, dtype=BFL
 @pytest.mark.parametrize(("call", "forms"), DELTA_RULE, ids=str)
 def test_the_delta_rules_steps_on_hopper_follow_head_sizes_and_norm(call, forms, hopper_device):
     plan = of_delta_rule(*call)
-    got = (plan.prepare, plan.outputs, plan.states, plan.remainders, plan.at_once, plan.reverse, plan.chunks)
+    got = plan.prepare, plan.outputs, plan.states, plan.remainders, plan.fused_backward, *plan[-2:]
     assert got == forms
-    assert not plan.keeps
+    assert not plan.saves_states
 
 
 def test_the_delta_rules_cuts_follow_the_programs_there_are(hopper_device):
     assert of_delta_rule(128, 128).segment == 0
     few = of_delta_rule(128, 128, B=1, T=32768)
-    assert (few.segment, few.reverse_segment, few.at_once) == (4096, 4096, True)
+    assert (few.segment, few.backward_segment, few.fused_backward) == (4096, 4096, True)
     # heads of 256 are shared out by 64 columns, as many programs as there are
     wide = of_delta_rule(256, 256, B=1, T=32768)
     assert (wide.segment, of_delta_rule(256, 256, B=1, T=32768, impl="triton").segment) == (16384, 4096)
     # 16 programs leave most of a GPU idle: two steps
     small = of_delta_rule(128, 128, B=1, T=512)
-    assert (small.at_once, small.keeps) == (False, True)
+    assert (small.fused_backward, small.saves_states) == (False, True)
 
 
 def test_the_delta_rule_runs_without_gluon_where_it_takes_no_such_tensors(hopper_device):
     portable = of_delta_rule(128, 128, impl="triton")
-    assert (portable.prepare, portable.outputs, portable.states, portable.reverse, portable.chunks) == ("triton",) * 5
+    assert (portable.prepare, portable.outputs, portable.states, *portable[-2:]) == ("triton",) * 5
     assert portable.remainders
     assert not of_delta_rule(128, 128, dtype=torch.float32).remainders
     assert of_delta_rule(128, 128, dtype=torch.float32)._replace(remainders=True) == portable
     # gradients of the final states alone
-    ends = of_delta_rule(128, 128, through_outputs=False)
-    assert (ends.states, ends.remainders, ends.reverse, ends.chunks) == ("gluon tiled", True, "triton", "triton")
+    ends = of_delta_rule(128, 128, has_do=False)
+    assert (ends.states, ends.remainders, *ends[-2:]) == ("gluon tiled", True, "triton", "triton")
 
 
 @pytest.mark.parametrize("K", [16, 64, 128, 256])
@@ -264,7 +264,7 @@ def run(impl, K=64):
     """Values and gradients; with keys of 128 outputs come from tiles in Gluon, which do not compile."""
     torch.manual_seed(0)
     x = [t.requires_grad_() for t in delta_rule_inputs(K, 64, torch.float32)]
-    o, state = autograd.chunk(*x, None, None, 0.1, True, impl, None, 64)
+    o, state = autograd.chunk(*x, None, None, None, 0.1, True, impl)
     return o, state, *torch.autograd.grad(o.sum() + state.sum(), x)
 
 

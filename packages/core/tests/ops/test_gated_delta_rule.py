@@ -141,11 +141,10 @@ class TestGatedDeltaRule(OpContract):
         arguments = tuple(value.requires_grad_() for value in x.values())
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
         for op in (ops.chunk_op, ops.recurrent_op):
-            yield op, (*arguments, None, 0.5, True), *tests
+            yield op, (*arguments, None, None, 0.5, True), *tests
         arguments = [value.detach() for value in arguments]
-        o, final_state, *terms = ops.chunk_op(*arguments, None, 0.5, True)
-        saved = (*arguments[:5], *terms, arguments[5], None)
-        yield ops.backward_op, (o, final_state, *saved, 0.5, True), *tests
+        o, final_state, *terms = ops.chunk_op(*arguments, None, None, 0.5, True)
+        yield ops.backward_op, (o, final_state, *terms, *arguments, None, None, 0.5, True), *tests
         yield ops.step_op, (*(value[:, 0] for value in arguments[:5]), arguments[5], 0.5, True), *tests
 
 

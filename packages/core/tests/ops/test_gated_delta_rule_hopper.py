@@ -136,7 +136,9 @@ def test_values_of_256_are_two_heads_of_128(qk_l2norm, withheld, on_hopper):
 
 
 def test_traced_calls_know_the_shapes_of_narrowed_heads(on_hopper):
-    x = inputs(1, 70, 1, 2, 128, 256, N=1) | {"cu_seqlens": None, "scale": 0.1, "qk_l2norm": True, "impl": "gluon"}
+    x = inputs(1, 70, 1, 2, 128, 256, N=1) | {
+        "writes": None, "cu_seqlens": None, "scale": 0.1, "qk_l2norm": True, "impl": "gluon",
+    }  # fmt: skip
     x |= {name: x[name].half() for name in "qkv"}
     forward = autograd.chunk_op(**x)
     given = {"do": torch.zeros_like(x["v"]), "dfinal_state": None, "inverse": forward[2], "gates": forward[3]} | x

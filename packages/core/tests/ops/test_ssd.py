@@ -164,13 +164,13 @@ class TestSSD(OpContract):
         x = inputs(B=1, T=3, N=1, dtype=torch.float32, device=device, steps=True)
         q, k, v, g, dt, D, state = (value.requires_grad_() for value in x.values())
         for op in ssd_forward_op, ssd_recurrent_op:
-            yield op, (q, k, v, g, 1.0, state, None)
-            yield op, (q, k, v, g, 1.0, state, None, dt, D)
+            yield op, (q, k, v, g, state, None, None, None, 1.0)
+            yield op, (q, k, v, g, state, dt, D, None, 1.0)
         q, k, v, g, dt, D, state = (value.detach() for value in x.values())
-        arguments = (torch.ones_like(v), state.clone(), None, q, k, v, g, 1.0, state, None)
-        yield ssd_backward_op, arguments
-        yield ssd_backward_op, (*arguments, dt, D)
-        yield ssd_step_op, (q[:, 0], k[:, 0], v[:, 0], g[:, 0], state, 1.0)
+        arguments = (torch.ones_like(v), state.clone(), None, q, k, v, g, state)
+        yield ssd_backward_op, (*arguments, None, None, None, 1.0)
+        yield ssd_backward_op, (*arguments, dt, D, None, 1.0)
+        yield ssd_step_op, (q[:, 0], k[:, 0], v[:, 0], g[:, 0], state, None, None, 1.0)
 
 
 def one_row(arguments, boundaries):

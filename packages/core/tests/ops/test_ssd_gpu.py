@@ -100,7 +100,7 @@ def test_segments_that_look_back(lookback, K, V, dtype, override):
     [(K, V, torch.bfloat16) for K in (64, 128) for V in (64, 128)] + [(128, 128, torch.float16)],
     ids=lambda x: str(x).removeprefix("torch."),
 )
-def test_gradients_by_a_walk(K, V, dtype, packed, segment, steps, override):
+def test_gradients_by_a_reverse_scan(K, V, dtype, packed, segment, steps, override):
     T = 1000 if packed else 300
     gradients = tuning.ssd_plan(1, T, 1, 1, 2, K, V, dtype).gradients._replace(
         hopper=tuning.SSDHopper(1, 4), scans=True
@@ -324,7 +324,8 @@ def test_custom_ops_pass_torchs_own_checks():
     from tokenmix_core.ops.ssd.autograd import ssd_backward_op, ssd_forward_op, ssd_step_op
 
     q, k, v, g, state = (value.requires_grad_() for value in inputs(1, 70, 1, 2, 64, 64, N=1).values())
-    torch.library.opcheck(ssd_forward_op, (q, k, v, g, 1.0, state, None))
+    torch.library.opcheck(ssd_forward_op, (q, k, v, g, state, None, None, None, 1.0))
     q, k, v, g, state = (value.detach() for value in (q, k, v, g, state))
-    torch.library.opcheck(ssd_backward_op, (torch.ones_like(v), state.clone(), None, q, k, v, g, 1.0, state, None))
-    torch.library.opcheck(ssd_step_op, (q[:, 0], k[:, 0], v[:, 0], g[:, 0], state, 1.0))
+    arguments = (q, k, v, g, state, None, None, None, 1.0)
+    torch.library.opcheck(ssd_backward_op, (torch.ones_like(v), state.clone(), None, *arguments))
+    torch.library.opcheck(ssd_step_op, (q[:, 0], k[:, 0], v[:, 0], g[:, 0], state, None, None, 1.0))

@@ -55,7 +55,7 @@ def on_hopper(steps, monkeypatch):
         return run(*args, **options)
 
     for name, module in zip(STEPS, steps, strict=True):
-        launcher = "walk_gradients" if name == "backward_scan" else f"hopper_{name}"
+        launcher = f"hopper_{name}"
         stand_in = SimpleNamespace(**{launcher: partial(note, name, getattr(module, launcher))})
         monkeypatch.setitem(sys.modules, module.__name__, stand_in)
     monkeypatch.setattr(GluonForm, "require", lambda *_: None)
@@ -72,30 +72,30 @@ def inputs(B, T, G, HV, K=64, V=64, N=None, steps=False):
     return x | ({"initial_state": randn(N, HV, K, V)} if N else {})
 
 
-def plan_with(override, heads, columns, segment, walks, lookback=0):
+def plan_with(override, heads, columns, segment, scans, lookback=0):
     """Let every call use the shape's plan with these steps."""
     original = tuning.ssd_plan
 
     def plan(*shape):
         plan = original(*shape)
         forward = plan.forward._replace(hopper=columns, lookback=lookback)
-        gradients = plan.gradients._replace(hopper=tuning.SSDHopper(heads, 4), scans=walks)
+        gradients = plan.gradients._replace(hopper=tuning.SSDHopper(heads, 4), scans=scans)
         return plan._replace(forward=forward, gradients=gradients, segment=segment)
 
     override(tuning, ssd_plan=plan)
 
 
 @pytest.mark.parametrize("segment", [0, 64], ids=["whole", "segments"])
-@pytest.mark.parametrize("walks", [False, True], ids=["chunks", "a walk"])
+@pytest.mark.parametrize("scans", [False, True], ids=["chunks", "a reverse scan"])
 @pytest.mark.parametrize("case", CASES)
-def test_steps_agree_with_the_reference(case, walks, segment, on_hopper, override):
+def test_steps_agree_with_the_reference(case, scans, segment, on_hopper, override):
     shape, heads, columns, options = CASES[case]
-    plan_with(override, heads, columns, segment, walks)
+    plan_with(override, heads, columns, segment, scans)
     if "cu_seqlens" in options:
         options = {"cu_seqlens": torch.tensor(options["cu_seqlens"], dtype=torch.int32)}
     ssd = partial(chunk_ssd, scale=0.7, **options)
     assert_agrees(partial(ssd, impl="gluon"), partial(ssd, impl="reference"), inputs(**shape))
-    assert on_hopper == {"forward", "walk" if walks else "gradients"}
+    assert on_hopper == {"forward", "backward_scan" if scans else "gradients"}
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "steps and a skip"])

@@ -120,7 +120,7 @@ class TestWithheldWrites(OpContract):
         writes = x.pop("writes").requires_grad_()
         arguments = tuple(value.requires_grad_() for value in x.values())
         for op in (ops.chunk_op, ops.recurrent_op):
-            yield op, (*arguments, None, 0.5, True, None, writes, 64), "test_schema", "test_faketensor"
+            yield op, (*arguments, writes, None, 0.5, True, None, 64), "test_schema", "test_faketensor"
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -115,7 +115,7 @@ def test_every_kernel_of_an_operation_counts_for_it(operation):
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel", "optimizer"),
         ("hopper_scorer_kernel", "scorer"),
         ("hopper_slot_states_kernel", "delta rule, scans"),
-        ("walk_gradients_kernel", "delta rule, scans"),
+        ("backward_scan_kernel", "delta rule, scans"),
         ("_kept_attention_forward", "attention"),
         ("what nobody knows", "others"),
     ],

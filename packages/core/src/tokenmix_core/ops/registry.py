@@ -20,7 +20,7 @@ from tokenmix_core.ops.gated_delta_rule.api import (
     gated_delta_rule_step,
     recurrent_gated_delta_rule,
 )
-from tokenmix_core.ops.gated_delta_rule.constants import narrowed_heads
+from tokenmix_core.ops.gated_delta_rule.constants import split_values
 from tokenmix_core.ops.softmax_attention import plan as attention_plan
 from tokenmix_core.ops.softmax_attention.api import attention, attention_decode
 from tokenmix_core.ops.softmax_attention.api import implementation as implementation_of_attention
@@ -41,12 +41,12 @@ def whole(op: str, tensors: Tensors, impl: str | None, gluon: GluonForm | None =
 
 def delta_rule_steps(k: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str]:
     """Name the kernels of each step of the chunkwise gated delta rule."""
-    v = narrowed_heads(v, delta_rule_plan.narrow_heads(k, v, impl))
+    v = split_values(v, delta_rule_plan.head_parts(k, v, impl))
     plan = delta_rule_plan.plan(k, v, None, True, impl)
     steps = {"chunks' terms": plan.prepare, "outputs": plan.outputs, "states for the gradients": plan.states}
-    if plan.at_once:
+    if plan.fused_backward:
         return steps | {"gradients": "gluon, in one step"}
-    return steps | {"gradients of states": plan.reverse, "other gradients": plan.chunks}
+    return steps | {"gradients of states": plan.backward_state, "other gradients": plan.backward_chunk}
 
 
 def ssd_steps(q: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str]:

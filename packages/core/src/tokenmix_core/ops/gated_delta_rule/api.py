@@ -43,7 +43,7 @@ def chunk_gated_delta_rule(
     write_chunk: int = 64,
     impl: Impl | None = None,
 ) -> ScanOutput:
-    """The gated delta rule over whole sequences, chunk by chunk: what training and prefill use.
+    """Apply the gated delta rule to whole sequences, chunk by chunk, for training and prefill.
 
         S_t = exp(g_t) S_{t−1} + β_t k_t (v_t − exp(g_t) S_{t−1}ᵀ k_t)ᵀ        o_t = scale · S_tᵀ q_t
 
@@ -54,46 +54,36 @@ def chunk_gated_delta_rule(
         q: queries; H heads.
         k: keys, in q's dtype.
         v: values, in q's dtype; HV heads, a multiple of H: q/k head h serves value heads h·HV/H to (h+1)·HV/H − 1.
-        g: natural log of the decay, ≤ 0; a value below −110 counts as −110, which leaves nothing.
+        g: natural log of the decay, ≤ 0; a value below −110 counts as −110, a decay to zero in float32.
         beta: write strength in [0, 2].
         scale: factor on the outputs; None is K ** −0.5.
         initial_state: the state before the first token of each sequence; None is zero. N is B, or the number of
             packed sequences.
         cu_seqlens: boundaries of packed sequences (then B = 1), which may be empty.
         qk_l2norm: replace each q and k by x · rsqrt(Σ x² + 1e−6).
-        writes: for each run of `write_chunk` tokens and value head a factor m, any real number: what the run's tokens
-            write enters the state by that share at the run's end, S ← e^{Σ g} S₀ + m (S − e^{Σ g} S₀) with S₀ the
-            state before the run. Outputs inside the run are those of full writes, and a last, partial run follows the
-            same rule. Runs are counted from each sequence's start: slots are ⌈T / write_chunk⌉, and of a packed batch
-            `chunking.chunk_slots`, numbered as `chunking.slot_ids` does. None is 1 everywhere.
-        write_chunk: tokens of a run, a multiple of 64.
+        writes: a factor m, any real number, for each `write_chunk` tokens and value head. At the end of these tokens
+            S ← e^{Σ g} S₀ + m (S − e^{Σ g} S₀), with S₀ the state before them; their outputs are those of m = 1. A
+            last, partial chunk follows the same rule. Chunks are counted from each sequence's start: there are
+            ⌈T / write_chunk⌉ slots, or `chunking.chunk_slots` of a packed batch, numbered as in `chunking.slot_ids`.
+            None is 1 everywhere.
+        write_chunk: tokens that share a factor of `writes`, a multiple of 64.
         impl: "gluon" (Hopper, bfloat16 or float16), "triton" (portable kernels; also float32), both for K and V in {64,
-            128, 256}, "reference" (any size and device), or None: the fastest here, which is Gluon where it runs, then
-            Triton on CUDA tensors, and the reference on others. In Gluon, too, a step stays portable where that is
-            faster; `tokenmix_core.ops.explain` names the kernels. With `writes` Gluon takes runs of 64 tokens; longer
-            ones are portable.
+            128, 256}, "reference" (any size and device), or None: Gluon if it runs here, else Triton for CUDA tensors,
+            else the reference. Gluon uses the portable kernel of a step where that is faster;
+            `tokenmix_core.ops.explain` names the kernels. With `writes` Gluon takes a `write_chunk` of 64; longer ones
+            run portable kernels.
 
     Returns:
         `o [B, T, HV, V]` in v's dtype and `final_state [N, HV, K, V]` in float32.
 
     Raises:
-        ValueError: shapes, dtypes, devices or sizes that do not fit, with what was got and what was expected.
+        ValueError: shapes, dtypes, devices or sizes do not fit; the message has the given and the expected ones.
     """
-    op = "chunk_gated_delta_rule"
-    impl, scale = _check(op, q, k, v, g, beta, scale, initial_state, cu_seqlens, writes, write_chunk, impl)
-    if impl == "reference":
-        found = chunk_reference(
-            q=q, k=k, v=v, g=g, beta=beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
-            qk_l2norm=qk_l2norm, writes=writes, write_chunk=write_chunk,
-        )  # fmt: skip
-        return ScanOutput(*found)
-    from tokenmix_core.ops.gated_delta_rule.autograd import chunk
-
-    inputs = Inputs(
-        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
-        qk_l2norm=qk_l2norm, impl=impl, writes=writes, write_chunk=write_chunk,
+    x = Inputs(
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, writes=writes, cu_seqlens=cu_seqlens, scale=scale,
+        qk_l2norm=qk_l2norm, impl=impl, write_chunk=write_chunk,
     )  # fmt: skip
-    return ScanOutput(*chunk(*inputs))
+    return _scan("chunk_gated_delta_rule", x)
 
 
 def recurrent_gated_delta_rule(
@@ -111,26 +101,32 @@ def recurrent_gated_delta_rule(
     write_chunk: int = 64,
     impl: Impl | None = None,
 ) -> ScanOutput:
-    """The same function as `chunk_gated_delta_rule`, computed token by token: best for a few tokens a sequence.
+    """Compute `chunk_gated_delta_rule` token by token: best for a few tokens a sequence.
 
-    Arguments, results and errors are those of `chunk_gated_delta_rule`; gradients too. Only they are made by kernels in
-    Gluon, where those run: `impl="gluon"` is an error.
+    Arguments, results, gradients and errors are those of `chunk_gated_delta_rule`. Gluon kernels compute gradients
+    only, so `impl="gluon"` is an error.
     """
-    op = "recurrent_gated_delta_rule"
-    impl, scale = _check(op, q, k, v, g, beta, scale, initial_state, cu_seqlens, writes, write_chunk, impl)
+    x = Inputs(
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, writes=writes, cu_seqlens=cu_seqlens, scale=scale,
+        qk_l2norm=qk_l2norm, impl=impl, write_chunk=write_chunk,
+    )  # fmt: skip
+    return _scan("recurrent_gated_delta_rule", x)
+
+
+def _scan(op: str, x: Inputs) -> ScanOutput:
+    """Check a whole-sequence call and run its reference or its kernels."""
+    impl, scale = _check(op, *x)
     if impl == "reference":
-        found = recurrent_reference(
-            q=q, k=k, v=v, g=g, beta=beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
-            qk_l2norm=qk_l2norm, writes=writes, write_chunk=write_chunk,
+        reference = chunk_reference if op == "chunk_gated_delta_rule" else recurrent_reference
+        found = reference(
+            q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, scale=scale, initial_state=x.initial_state,
+            cu_seqlens=x.cu_seqlens, qk_l2norm=x.qk_l2norm, writes=x.writes, write_chunk=x.write_chunk,
         )  # fmt: skip
         return ScanOutput(*found)
-    from tokenmix_core.ops.gated_delta_rule.autograd import recurrent
+    from tokenmix_core.ops.gated_delta_rule.autograd import chunk, recurrent
 
-    inputs = Inputs(
-        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
-        qk_l2norm=qk_l2norm, impl=impl, writes=writes, write_chunk=write_chunk,
-    )  # fmt: skip
-    return ScanOutput(*recurrent(*inputs))
+    kernels = chunk if op == "chunk_gated_delta_rule" else recurrent
+    return ScanOutput(*kernels(*x._replace(impl=impl, scale=scale)))
 
 
 def gated_delta_rule_step(
@@ -145,7 +141,7 @@ def gated_delta_rule_step(
     qk_l2norm: bool = False,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B HV V"]:
-    """One decoding step: update `state` in place and read it out. Not differentiable.
+    """Update `state` in place by one token and read it out: a decoding step. Not differentiable.
 
     Args:
         q, k: `[B, H, K]`, one token of each sequence; H divides HV.
@@ -154,13 +150,13 @@ def gated_delta_rule_step(
         beta: `[B, HV]`, strength of the write.
         state: `[B, HV, K, V]` float32, contiguous; overwritten with the state after this token.
         scale, qk_l2norm: as for `chunk_gated_delta_rule`.
-        impl: as there, but that Gluon takes float32, too, and K = 128 with V ≥ 64 alone.
+        impl: as there, except that Gluon also takes float32, and only K = 128 with V ≥ 64.
 
     Returns:
-        o `[B, HV, V]` in v's dtype: scale · stateᵀ q, of the updated state.
+        o `[B, HV, V]` in v's dtype: scale · stateᵀ q with the updated state.
 
     Raises:
-        ValueError: shapes, dtypes, devices or sizes that do not fit, with what was got and what was expected.
+        ValueError: shapes, dtypes, devices or sizes do not fit; the message has the given and the expected ones.
     """
     impl, scale = _check_step(q, k, v, g, beta, state, scale, impl)
     with torch.no_grad():
@@ -175,52 +171,39 @@ def gated_delta_rule_step(
 
 
 @Checked
-def _check(
-    op, q, k, v, g, beta, scale, initial_state, cu_seqlens, writes, write_chunk, impl
-) -> tuple[str | None, float]:
-    """Validate a whole-sequence call; return the implementation, as `resolve_impl` does, and the scale."""
+def _check(op: str, *inputs) -> tuple[str | None, float]:
+    """Validate a whole-sequence call, given as `Inputs`; return the implementation of `resolve_impl`, and the scale."""
+    x = Inputs(*inputs)
     dims = bind_shapes(
-        op,
-        {},
-        q=(q, "B T H K"),
-        k=(k, "B T H K"),
-        v=(v, "B T HV V"),
-        g=(g, "B T HV"),
-        beta=(beta, "B T HV"),
+        op, {}, q=(x.q, "B T H K"), k=(x.k, "B T H K"), v=(x.v, "B T HV V"), g=(x.g, "B T HV"), beta=(x.beta, "B T HV")
     )
     if dims["B"] < 1 or dims["T"] < 1:
         raise ValueError(f"{op}: B and T must be at least 1, got B={dims['B']} and T={dims['T']}")
-    sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
-    if cu_seqlens is not None and cu_seqlens.device != q.device:
-        raise ValueError(f"{op}: cu_seqlens is on {cu_seqlens.device}, expected {q.device} like the other tensors")
+    sequences = check_cu_seqlens(op, x.cu_seqlens, dims["B"], dims["T"])
+    if x.cu_seqlens is not None and x.cu_seqlens.device != x.q.device:
+        raise ValueError(f"{op}: cu_seqlens is on {x.cu_seqlens.device}, expected {x.q.device} like the other tensors")
     dims["N"] = dims["B"] if sequences is None else sequences
-    bind_shapes(op, dims, q=(q, "B T H K"), initial_state=(initial_state, "N HV K V?"))
-    if write_chunk < CHUNK or write_chunk % CHUNK:
-        raise ValueError(f"{op}: write_chunk must be a multiple of {CHUNK}, got {write_chunk}")
-    if writes is not None:
-        dims["slots"] = chunk_slots(1, dims["T"], write_chunk, cu_seqlens)
-        bind_shapes(op, dims, q=(q, "B T H K"), writes=(writes, "B slots HV"))
-        check_dtype(op, (*_INPUTS, torch.float64), writes=writes)
-    impl = resolve_impl(op, impl, q, GLUON if op == "chunk_gated_delta_rule" else None)
+    bind_shapes(op, dims, q=(x.q, "B T H K"), initial_state=(x.initial_state, "N HV K V?"))
+    if x.write_chunk < CHUNK or x.write_chunk % CHUNK:
+        raise ValueError(f"{op}: write_chunk must be a multiple of {CHUNK}, got {x.write_chunk}")
+    if x.writes is not None:
+        dims["slots"] = chunk_slots(1, dims["T"], x.write_chunk, x.cu_seqlens)
+        bind_shapes(op, dims, q=(x.q, "B T H K"), writes=(x.writes, "B slots HV"))
+        check_dtype(op, (*_INPUTS, torch.float64), writes=x.writes)
+    impl = resolve_impl(op, x.impl, x.q, GLUON if op == "chunk_gated_delta_rule" else None)
     _check_sizes(op, dims, impl)
-    _check_dtypes(op, q, k, v, g, beta, initial_state, impl)
-    return impl, dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
+    _check_dtypes(op, x.q, x.k, x.v, x.g, x.beta, x.initial_state, impl)
+    return impl, dims["K"] ** -0.5 if x.scale is None else check_scale(op, x.scale)
 
 
 @Checked
 def _check_step(q, k, v, g, beta, state, scale, impl) -> tuple[str | None, float]:
-    """The same for one token."""
+    """Validate a call of one token; return the implementation and the scale."""
     op = "gated_delta_rule_step"
     dims = bind_shapes(
-        op,
-        {},
-        q=(q, "B H K"),
-        k=(k, "B H K"),
-        v=(v, "B HV V"),
-        g=(g, "B HV"),
-        beta=(beta, "B HV"),
+        op, {}, q=(q, "B H K"), k=(k, "B H K"), v=(v, "B HV V"), g=(g, "B HV"), beta=(beta, "B HV"),
         state=(state, "B HV K V"),
-    )
+    )  # fmt: skip
     impl = resolve_impl(op, impl, q, GLUON_STEP)
     _check_sizes(op, dims, impl)
     if impl == "gluon":

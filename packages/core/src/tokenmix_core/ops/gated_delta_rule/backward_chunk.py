@@ -19,9 +19,8 @@ from tokenmix_core.kernels.triton.memory import (
 from tokenmix_core.kernels.triton.varlen import first_chunk, locate_chunk
 from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES, dot_precision
-from tokenmix_core.ops.gated_delta_rule.gqa_reduce import sum_groups
 from tokenmix_core.ops.gated_delta_rule.plan import Form
-from tokenmix_core.ops.gated_delta_rule.types import Gradients, OfStates, Reverse
+from tokenmix_core.ops.gated_delta_rule.types import Gradients, Reverse, StateGradients
 
 
 @triton.jit
@@ -165,10 +164,10 @@ def backward_chunk_kernel(
     store_vector(dg + first * HV + i_hv, tl.where(b_g * LOG2_E < LOWEST, 0.0, b_dg), HV, rows, BT)
 
 
-def backward_chunk(reverse: Reverse, of_states: OfStates, spare: bool, form: Form) -> Gradients:
-    """All gradients, each in the dtype of what it is the gradient of; of the factors of writes in float32.
+def backward_chunk(reverse: Reverse, of_states: StateGradients, may_overwrite: bool, form: Form) -> Gradients:
+    """Return all gradients in the dtypes of their inputs, those of `writes` in float32; dq and dk of each value head.
 
-    What is saved may be overwritten if `spare`.
+    dK may overwrite the saved R if `may_overwrite`.
     """
     x, terms, saved, do, _, _ = reverse
     B, T, H, K = x.q.shape
@@ -176,8 +175,8 @@ def backward_chunk(reverse: Reverse, of_states: OfStates, spare: bool, form: For
     # slots without a chunk are not written
     dwrites = None if x.writes is None else torch.zeros_like(x.writes)
     dq, dg, dbeta = x.q.new_empty(B, T, HV, K), torch.empty_like(x.g), torch.empty_like(x.beta)
-    # in Gluon a program has read its rows of R when it writes those of dK: one tensor less at the peak of memory
-    dk = saved.residual if form == "gluon" and spare and K == V else x.k.new_empty(B, T, HV, K)
+    # a Gluon program has read its rows of R before it writes those of dK: one tensor less at the peak of memory
+    dk = saved.residual if form == "gluon" and may_overwrite and K == V else x.k.new_empty(B, T, HV, K)
     if form == "gluon":
         from tokenmix_core.ops.gated_delta_rule.hopper import backward_chunk as on_hopper
 
@@ -188,19 +187,18 @@ def backward_chunk(reverse: Reverse, of_states: OfStates, spare: bool, form: For
         by_tiles.backward_chunk_tiled(reverse, of_states, dq=dq, dk=dk, dg=dg, dbeta=dbeta, dwrites=dwrites)
     else:
         launch = tuning.scan_tile("backward_chunk", K, V, x.q.element_size(), B * HV)
-        bare_ends = None if of_states.of_runs is None else of_states.of_runs.decay
+        bare_ends = None if of_states.of_writes is None else of_states.of_writes.decay
         backward_chunk_kernel[(chunk_slots(B, T, CHUNK, x.cu_seqlens), HV)](
             q=x.q, k=x.k, g=x.g, gates=terms.gates, writes=x.writes, cu_seqlens=x.cu_seqlens, do=do, dv=of_states.dv,
             residual=saved.residual, states=saved.states, dstates=of_states.dstates, ends=of_states.ends,
             bare_ends=bare_ends, dq=dq, dk=dk, dg=dg, dbeta=dbeta, dwrites=dwrites, scale=x.scale, T=T,
             N=num_sequences(x.q, x.cu_seqlens), H=H, group=HV // H, tokens=B * T, K=K, V=V, BT=CHUNK,
-            BK=min(K, launch.BK), BV=launch.BV, PARTS=of_states.ends.shape[-1], WRITES=x.run, L2NORM=x.qk_l2norm,
-            PACKED=x.cu_seqlens is not None, DOT=dot_precision(x.q), num_warps=launch.num_warps,
+            BK=min(K, launch.BK), BV=launch.BV, PARTS=of_states.ends.shape[-1], WRITES=x.chunks_per_write,
+            L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None, DOT=dot_precision(x.q), num_warps=launch.num_warps,
             num_stages=launch.num_stages,
         )  # fmt: skip
-    if of_states.of_runs is not None:
-        dwrites = of_states.of_runs.factor.sum(-1)
-    dq, dk = sum_groups(dq, dk, H)
+    if of_states.of_writes is not None:
+        dwrites = of_states.of_writes.factor.sum(-1)
     return Gradients(
         q=dq, k=dk, v=of_states.dv, g=dg, beta=dbeta, initial_state=of_states.dinitial_state, writes=dwrites
     )

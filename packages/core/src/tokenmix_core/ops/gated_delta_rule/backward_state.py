@@ -12,7 +12,7 @@ from tokenmix_core.kernels.triton.varlen import first_chunk, sequence_span
 from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES, dot_precision
 from tokenmix_core.ops.gated_delta_rule.plan import Form
-from tokenmix_core.ops.gated_delta_rule.types import OfRuns, OfStates, Reverse
+from tokenmix_core.ops.gated_delta_rule.types import Reverse, StateGradients, WriteGradients
 
 
 @cached_launch
@@ -116,8 +116,8 @@ def backward_state_kernel(
         tl.store(dinitial_state + i_nh.to(tl.int64) * K * V + p_tile, b_ds)
 
 
-def backward_state(reverse: Reverse, form: Form) -> OfStates:
-    """Run back along the sequences, with the kernels of `form`; those in Gluon begin at the outputs."""
+def backward_state(reverse: Reverse, form: Form) -> StateGradients:
+    """Scan the sequences in reverse, with the kernels of `form`; Gluon kernels need a gradient of the outputs."""
     x, terms, saved, do, dfinal_state, _ = reverse
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
@@ -125,8 +125,8 @@ def backward_state(reverse: Reverse, form: Form) -> OfStates:
     dv, dstates = torch.empty_like(x.v), x.v.new_empty(chunk_slots(B, T, CHUNK, x.cu_seqlens), HV, K, V)
     dinitial_state = None if x.initial_state is None else torch.empty_like(x.initial_state)
     if form != "triton":
-        assert do is not None, "kernels in Gluon begin at the outputs"
-        of_states = OfStates(dv, dstates, terms.gates.new_empty(len(dstates), HV, V), dinitial_state, None)
+        assert do is not None, "kernels in Gluon need a gradient of the outputs"
+        of_states = StateGradients(dv, dstates, terms.gates.new_empty(len(dstates), HV, V), dinitial_state, None)
         if form == "gluon":
             from tokenmix_core.ops.gated_delta_rule.hopper import backward_state as on_hopper
 
@@ -138,17 +138,17 @@ def backward_state(reverse: Reverse, form: Form) -> OfStates:
         return of_states
     launch = tuning.scan_tile("backward_state", K, V, x.q.element_size(), N * HV)
     parts = V // launch.BV
-    ends, of_runs = terms.gates.new_empty(len(dstates), HV, parts), None
-    if x.writes is not None and x.run > 1:
+    ends, of_writes = terms.gates.new_empty(len(dstates), HV, parts), None
+    if x.writes is not None and x.chunks_per_write > 1:
         # slots without a chunk are not written
-        of_runs = OfRuns(*(terms.gates.new_zeros(*x.writes.shape, parts) for _ in range(2)))
-    dwrites, bare_ends = of_runs or (None, None)
+        of_writes = WriteGradients(*(terms.gates.new_zeros(*x.writes.shape, parts) for _ in range(2)))
+    dwrites, bare_ends = of_writes or (None, None)
     backward_state_kernel[(N * HV * parts,)](
         q=x.q, k=x.k, inverse=terms.inverse, gates=terms.gates, writes=x.writes, cu_seqlens=x.cu_seqlens,
         residual=saved.residual, states=saved.states, remainders=saved.remainders, do=do, dfinal_state=dfinal_state,
         dv=dv, dstates=dstates, ends=ends, dwrites=dwrites, bare_ends=bare_ends, dinitial_state=dinitial_state,
-        scale=x.scale, T=T, H=H, group=HV // H, tokens=B * T, K=K, V=V, BT=CHUNK, BV=launch.BV, WRITES=x.run,
-        L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None, DOT=dot_precision(x.q), num_warps=launch.num_warps,
-        num_stages=launch.num_stages, maxnreg=launch.maxnreg,
+        scale=x.scale, T=T, H=H, group=HV // H, tokens=B * T, K=K, V=V, BT=CHUNK, BV=launch.BV,
+        WRITES=x.chunks_per_write, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None, DOT=dot_precision(x.q),
+        num_warps=launch.num_warps, num_stages=launch.num_stages, maxnreg=launch.maxnreg,
     )  # fmt: skip
-    return OfStates(dv, dstates, ends, dinitial_state, of_runs)
+    return StateGradients(dv, dstates, ends, dinitial_state, of_writes)

@@ -237,9 +237,9 @@ def forward(
     output: bool = True,
     saved: Saved | None = None,
 ) -> tuple[Any, Any]:
-    """o and final states, None unless there is `output`; what `saved` has room for is written there.
+    """Return o and final states, None without `output`; write R, chunk states and remainders into `saved`.
 
-    Programs run along the sequences or, where states that enter them are known, along segments of `segment` tokens.
+    Programs scan whole sequences or, if `terms` have their entering states, segments of `segment` tokens.
     """
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
@@ -266,14 +266,14 @@ def forward(
         q=x.q, k=x.k, v=x.v, inverse=terms.inverse, gates=terms.gates, writes=x.writes, initial_state=x.initial_state,
         entering=terms.entering, cu_seqlens=x.cu_seqlens, order=order, o=o, final_state=final_state, residual=residual,
         states=states, remainders=remainders, scale=x.scale, T=T, N=N, H=H, group=HV // H, tokens=B * T,
-        segment=segment, K=K, V=V, BT=CHUNK, BV=BV, WRITES=x.run, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None,
-        ORDERED=order is not None, DOT=dot_precision(x.q), num_warps=launch.num_warps * BV // launch.BV,
-        num_stages=launch.num_stages, maxnreg=launch.maxnreg,
+        segment=segment, K=K, V=V, BT=CHUNK, BV=BV, WRITES=x.chunks_per_write, L2NORM=x.qk_l2norm,
+        PACKED=x.cu_seqlens is not None, ORDERED=order is not None, DOT=dot_precision(x.q),
+        num_warps=launch.num_warps * BV // launch.BV, num_stages=launch.num_stages, maxnreg=launch.maxnreg,
     )  # fmt: skip
     return o, final_state
 
 
-def room_to_save(x: Inputs, remainders: bool) -> Saved:
-    """Room for R and the states of all chunks, with or without remainders."""
+def empty_saved(x: Inputs, remainders: bool) -> Saved:
+    """Allocate R and the states of all chunks, with or without remainders."""
     residual, states = (x.v.new_empty(shape) for shape, _ in state_layouts(x.k, x.v, x.cu_seqlens))
     return Saved(residual, states, torch.empty_like(states) if remainders else None)

@@ -1,4 +1,4 @@
-"""Gradients of q and k, summed over the value heads that share a head of theirs."""
+"""Gradients of q and k, summed over the value heads of a GQA group."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ _ROWS = 8
 
 @triton.jit
 def sum_rows(x, y, o_r, rows, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """Rows of y `[rows, K]` from those of x `[rows, G, K]`."""
+    """Sum x `[rows, G, K]` over G into y `[rows, K]`."""
     o_k = tl.arange(0, BK)[None, :]
     m_r = (o_r < rows)[:, None] & (o_k < K)
     p_x, p_y = x + (o_r * (G * K))[:, None] + o_k, y + (o_r * K)[:, None] + o_k
@@ -28,18 +28,18 @@ def sum_rows(x, y, o_r, rows, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr
 def sum_groups_kernel(
     dq, dk, dq_sum, dk_sum, rows, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr
 ):  # fmt: skip
-    """BR rows of dq and of dk a program."""
+    """Write BR rows of both sums a program."""
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     sum_rows(dq, dq_sum, o_r, rows, G, K, BK)
     sum_rows(dk, dk_sum, o_r, rows, G, K, BK)
 
 
 def sum_groups(dq: Tensor, dk: Tensor, H: int) -> tuple[Tensor, Tensor]:
-    """The gradients of q and k `[B, T, H, K]`, from those for each value head `[B, T, HV, K]`."""
+    """Return gradients of q and k `[B, T, H, K]` from those of each value head `[B, T, HV, K]`."""
     B, T, HV, K = dq.shape
     if HV == H:
         return dq, dk
-    # a sum of its own keeps the result the same from run to run, which atomic additions would not
+    # a separate sum is deterministic, unlike atomic additions
     dq_sum, dk_sum, rows = dq.new_empty(B, T, H, K), dk.new_empty(B, T, H, K), B * T * H
     sum_groups_kernel[(cdiv(rows, _ROWS),)](
         dq=dq, dk=dk, dq_sum=dq_sum, dk_sum=dk_sum, rows=rows, G=HV // H, K=K, BK=next_power_of_2(K), BR=_ROWS,

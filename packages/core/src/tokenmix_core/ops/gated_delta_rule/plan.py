@@ -1,6 +1,6 @@
-"""Which kernels make each step of a call, and how sequences are cut up for them: decided here, once for a pass.
+"""Choose the kernels of each step and the segments of sequences, once per pass; the steps' launchers follow.
 
-Shapes, dtype, device and alignment decide, never the numbers in tensors. The step launchers follow the plan.
+The choice depends on shapes, dtype, device and alignment, never on the values in tensors.
 """
 
 from __future__ import annotations
@@ -27,41 +27,40 @@ GLUON_STEP = GluonForm(
     slower="a little slower where batches are large",
 )
 
-# the share of SMs, each of which has room for one program of a step that walks along chunks with all work
-# of theirs, that a round keeps busy; fewer leave so many idle that two steps are quicker, the second of which takes all
-# chunks at once
+# Least fraction of SMs that a wave of the fused backward must fill; below it the two-kernel backward (reverse state
+# scan, then all chunks in parallel) is faster.
 _BUSY = 96 / 132
 
-# portable kernels; or in Gluon those of heads of 64 or 128, or those that share wide or unequal heads out in tiles
+# portable kernels; in Gluon, for heads of 64 or 128, or with wide or unequal heads split in tiles
 Form = Literal["triton", "gluon", "gluon tiled"]
 
 
 class GDNPlan(NamedTuple):
-    """The kernels of each step, and the cuts of sequences.
+    """The kernels of each step, and the segments of sequences.
 
     Attributes:
-        segment: tokens of the segments that the forward pass takes side by side, a multiple of 64; 0: whole sequences.
-        reverse_segment: the same for the reverse pass over chunks, which portable kernels make in whole sequences.
-        prepare: makes Ã and the gates.
-        outputs: makes o from them.
-        keeps: whether the forward pass keeps R and the states of chunks for the backward pass.
-        states: makes R and the states of chunks for the backward pass.
-        remainders: whether `states` also keeps what rounding to 16 bits took from them.
-        at_once: whether one step in Gluon makes all gradients, in place of the two that follow.
-        reverse: makes dV and the gradients of the states, in reverse.
-        chunks: makes the other gradients, all chunks at once.
+        segment: tokens of the segments that the forward pass takes in parallel, a multiple of 64; 0: whole sequences.
+        backward_segment: the same for the reverse scan; portable kernels take whole sequences.
+        prepare: computes Ã and the gates.
+        outputs: computes o from them.
+        saves_states: whether the forward pass saves R and the chunk states for the backward pass.
+        states: computes R and the chunk states for the backward pass.
+        remainders: whether `states` also saves the rounding errors of 16-bit states.
+        fused_backward: whether one Gluon kernel computes all gradients, in place of the next two steps.
+        backward_state: the reverse scan, which computes dV and the gradients of the states.
+        backward_chunk: computes the other gradients, all chunks in parallel.
     """
 
     segment: int
-    reverse_segment: int
+    backward_segment: int
     prepare: Form
     outputs: Form
-    keeps: bool
+    saves_states: bool
     states: Form
     remainders: bool
-    at_once: bool
-    reverse: Form
-    chunks: Form
+    fused_backward: bool
+    backward_state: Form
+    backward_chunk: Form
 
 
 def plan(
@@ -72,104 +71,103 @@ def plan(
     impl: str | None,
     *,
     others: Sequence[Tensor | None] = (),
-    through_outputs: bool = True,
-    run: int = 0,
+    has_do: bool = True,
+    chunks_per_write: int = 0,
 ) -> GDNPlan:
-    """The plan of a call with these keys and values.
+    """Return the plan of a call with these keys and values.
 
     Args:
         k, v: `[B, T, H, K]`, `[B, T, HV, V]`.
         cu_seqlens, qk_l2norm, impl: the call's.
-        others: what else is read by rows: queries, gradients of the outputs.
-        through_outputs: whether the backward pass begins at the outputs, or at final states alone.
-        run: chunks that share a factor of `writes`; 0 where all is written.
+        others: other tensors read by rows: queries, gradients of the outputs.
+        has_do: whether outputs have a gradient; else final states alone do.
+        chunks_per_write: chunks that share a factor of `writes`; 0 without `writes`.
 
     Raises:
         ValueError: `impl` is "gluon" and kernels in Gluon do not run.
     """
-    even = all(x is None or x.data_ptr() % 16 == 0 for x in (k, v, *others))
-    limit = None if even else "takes tensors that begin at multiples of 16 bytes"
-    if run > 1 and impl == "gluon":
+    aligned = all(x is None or x.data_ptr() % 16 == 0 for x in (k, v, *others))
+    limit = None if aligned else "takes tensors that begin at multiples of 16 bytes"
+    if chunks_per_write > 1 and impl == "gluon":
         limit = "takes `writes` for chunks of 64 tokens alone"
     gluon = GLUON.runs(impl, k.device, k.dtype, limit)
     (B, T, _, K), (HV, V) = k.shape, v.shape[2:]
     half, packed = k.element_size() == 2, cu_seqlens is not None
-    parts = walks(k, v, "triton" if run > 1 else impl)
+    programs = programs_per_head(k, v, "triton" if chunks_per_write > 1 else impl)
     shape = num_sequences(k, cu_seqlens), HV, B * T
-    # only norms of 1 bound what a segment of the reverse pass may leave out
-    reverse_segment = tuning.backward_segment_tokens(*shape, packed, parts) if qk_l2norm else 0
-    programs = chunk_slots(B, T, reverse_segment or cdiv(T, CHUNK) * CHUNK, cu_seqlens) * HV
-    segment = forward_segment(k, v, cu_seqlens, impl, run)
+    # only keys of norm 1 bound the terms that a segment of the reverse scan leaves out
+    backward_segment = tuning.backward_segment_tokens(*shape, packed, programs) if qk_l2norm else 0
+    fused_programs = chunk_slots(B, T, backward_segment or cdiv(T, CHUNK) * CHUNK, cu_seqlens) * HV
     portable = GDNPlan(
-        segment=segment, reverse_segment=reverse_segment, prepare="triton", outputs="triton", keeps=False,
-        states="triton", remainders=half, at_once=False, reverse="triton", chunks="triton",
+        segment=forward_segment(k, v, cu_seqlens, impl, chunks_per_write), backward_segment=backward_segment,
+        prepare="triton", outputs="triton", saves_states=False, states="triton", remainders=half, fused_backward=False,
+        backward_state="triton", backward_chunk="triton",
     )  # fmt: skip
-    if run > 1 or (run and not through_outputs):
-        # what a chunk's keys and gates decide knows nothing of writes
-        return portable._replace(reverse_segment=0, prepare="gluon" if gluon else "triton")
+    if chunks_per_write > 1 or (chunks_per_write and not has_do):
+        # Ã and the gates do not depend on `writes`
+        return portable._replace(backward_segment=0, prepare="gluon" if gluon else "triton")
     if not gluon:
         return portable
 
     equal, wide = K == V, max(K, V) > 128
-    # ⟨dS', S⟩ is then summed from what is stored in 16 bits alone
-    remainders = not (through_outputs and equal and not wide)
+    # without remainders ⟨dS', S⟩ is summed from the 16-bit states alone
+    remainders = not (has_do and equal and not wide)
     outputs = states = "triton"
     if K == V == 128:
         outputs, states = "gluon", "gluon tiled" if remainders else "gluon"
     elif K > 64:
-        # which keep either o or R, S and its remainders
+        # the tiled kernel saves either o or R, S and its remainders
         outputs, states = "gluon tiled", "gluon tiled" if remainders else "triton"
-    reverse = chunks = "triton"
-    if through_outputs:
-        # eight warps have all columns of V, where there are 128
-        reverse = "gluon" if not wide and (equal or V == 128) else "gluon tiled"
-    if through_outputs and qk_l2norm:
-        chunks = "gluon tiled" if wide else "gluon"
-    return GDNPlan(
-        segment=segment,
-        reverse_segment=reverse_segment,
+    backward_state = backward_chunk = "triton"
+    if has_do:
+        # eight warps hold all columns of V = 128
+        backward_state = "gluon" if not wide and (equal or V == 128) else "gluon tiled"
+    if has_do and qk_l2norm:
+        backward_chunk = "gluon tiled" if wide else "gluon"
+    return portable._replace(
         prepare="gluon",
         outputs=outputs,
-        keeps=K == V == 128 and buffer_bytes(state_layouts(k, v, cu_seqlens)) <= tuning.MOST_SAVED_BYTES,
+        saves_states=K == V == 128 and buffer_bytes(state_layouts(k, v, cu_seqlens)) <= tuning.MOST_SAVED_BYTES,
         states=states,
         remainders=remainders,
-        # of normalised heads of 128, where programs keep a GPU busy; it knows no writes
-        at_once=chunks == "gluon" and K == V == 128 and not run and _busy(programs),
-        reverse=reverse,
-        chunks=chunks,
+        # of normalised heads of 128 without `writes`
+        fused_backward=backward_chunk == "gluon" and K == V == 128 and not chunks_per_write and _busy(fused_programs),
+        backward_state=backward_state,
+        backward_chunk=backward_chunk,
     )
 
 
 def _busy(programs: int) -> bool:
-    """Tell whether rounds of a program a SM keep enough of them busy."""
+    """True if waves of one program a SM keep enough SMs busy."""
     return programs >= _BUSY * one_round() * cdiv(programs, one_round())
 
 
-def narrow_heads(k: Tensor, v: Tensor, impl: str | None, run: int = 0) -> int:
-    """Heads of 128 that kernels see in each one of V: two where 256 columns are written with keys of 128 in Gluon.
+def head_parts(k: Tensor, v: Tensor, impl: str | None, chunks_per_write: int = 0) -> int:
+    """Return how many heads of 128 the kernels see in each head of V: two for V = 256 with K = 128 in Gluon, else 1.
 
-    Columns of the state know nothing of one another, and kernels for heads of 128 took two thirds of the time.
+    Columns of the state are independent, and kernels for heads of 128 took two thirds of the time.
     """
-    if k.shape[-1] != 128 or v.shape[-1] != 256 or run > 1:
+    if k.shape[-1] != 128 or v.shape[-1] != 256 or chunks_per_write > 1:
         return 1
     gluon = GLUON.limit(k.device, k.dtype) is None if impl is None else impl == "gluon"
     return 2 if gluon else 1
 
 
-def walks(k: Tensor, v: Tensor, impl: str | None) -> int:
-    """Programs along a sequence and value head: in Gluon heads of 256 are shared out by 64 columns of V.
+def programs_per_head(k: Tensor, v: Tensor, impl: str | None) -> int:
+    """Return the programs of a sequence and value head: one per 64 columns of V for heads of 256 in Gluon, else 1.
 
-    What is cut up so stays as it is from the forward to the backward pass, also if kernels do not compile in between.
+    The result, and the segments that depend on it, do not change between forward and backward pass, even if kernels
+    fail to compile in between.
     """
     wide = max(k.shape[-1], v.shape[-1]) > 128 and impl != "triton" and GLUON.limit(k.device, k.dtype) is None
     return v.shape[-1] // 64 if wide else 1
 
 
-def forward_segment(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, impl: str | None, run: int = 0) -> int:
-    """`GDNPlan.segment` alone: what the shapes of a call's results depend on. Segments are whole runs of `writes`."""
+def forward_segment(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, impl: str | None, chunks_per_write: int) -> int:
+    """Return `GDNPlan.segment`: a multiple of the chunks that share a factor of `writes`."""
     N, tokens = num_sequences(k, cu_seqlens), k.shape[0] * k.shape[1]
-    parts = walks(k, v, "triton" if run > 1 else impl)
-    segment = tuning.segment_tokens(N, v.shape[2], tokens, parts)
-    whole = CHUNK * max(1, run)
+    programs = programs_per_head(k, v, "triton" if chunks_per_write > 1 else impl)
+    segment = tuning.segment_tokens(N, v.shape[2], tokens, programs)
+    whole = CHUNK * max(1, chunks_per_write)
     segment = cdiv(segment, whole) * whole
     return segment if segment < tokens else 0

@@ -12,6 +12,7 @@ from tokenmix_core.kernels.triton.varlen import first_chunk, sequence_span
 from tokenmix_core.ops.decode_tiles import StateStep
 from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import SIZES
+from tokenmix_core.ops.gated_delta_rule.types import Inputs
 
 
 @triton.jit
@@ -82,48 +83,34 @@ def recurrent_kernel(
 
 
 def recurrent_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    qk_l2norm: bool,
-    tile: StateStep | None = None,
-    state_out: Tensor | None = None,
-    writes: Tensor | None = None,
-    write_chunk: int = 64,
+    x: Inputs, tile: StateStep | None = None, state_out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and final states; the latter go to `state_out`, which may be `initial_state`, where it is given.
+    """Return outputs and final states; the latter are written to `state_out`, which may be the initial state, if given.
 
-    A `tile` is that of the kernel in Gluon, for one token whose state is updated in place. `writes` are as for
-    `chunk_gated_delta_rule`.
+    With `tile` the Gluon kernel takes one token and updates the state in place.
     """
-    _, T, H, K = q.shape
-    HV, V = v.shape[2:]
-    N = num_sequences(q, cu_seqlens)
-    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
-    o = torch.empty_like(v)
+    _, T, H, K = x.q.shape
+    HV, V = x.v.shape[2:]
+    N = num_sequences(x.q, x.cu_seqlens)
+    q, k, v, g, beta = (t.contiguous() for t in x[:5])
+    o, state_in = torch.empty_like(v), x.initial_state
     if state_out is None:
         state_out = q.new_empty(N, HV, K, V, dtype=torch.float32)
-        initial_state = None if initial_state is None else initial_state.contiguous()
-    factors, run = (None, 0) if writes is None else (writes.contiguous(), write_chunk)
-    step = T == 1 and cu_seqlens is None and not run
+        state_in = None if state_in is None else state_in.contiguous()
+    arguments = dict(q=q, k=k, v=v, g=g, beta=beta, o=o, scale=x.scale, H=H, group=HV // H, K=K, V=V)
     if tile is not None:
         from tokenmix_core.ops.gated_delta_rule.hopper.step import hopper_step_kernel
 
         hopper_step_kernel[(N * HV * (V // tile.BV),)](
-            q=q, k=k, v=v, g=g, beta=beta, o=o, state=state_out, scale=scale, H=H, group=HV // H, K=K, V=V, BV=tile.BV,
-            BK=tile.BK, L2NORM=qk_l2norm, num_warps=tile.num_warps,
-        )  # fmt: skip
+            **arguments, state=state_out, BV=tile.BV, BK=tile.BK, L2NORM=x.qk_l2norm, num_warps=tile.num_warps
+        )
         return o, state_out
+    writes, write_chunk = (None, 0) if x.writes is None else (x.writes.contiguous(), x.write_chunk)
+    step = T == 1 and x.cu_seqlens is None and writes is None
     launch = tuning.scan_tile("step" if step else "recurrent", K, V, q.element_size(), N * HV)
     recurrent_kernel[(N * HV * (V // launch.BV),)](
-        q=q, k=k, v=v, g=g, beta=beta, writes=factors, cu_seqlens=cu_seqlens, o=o, state_in=initial_state,
-        state_out=state_out, scale=scale, T=T, H=H, group=HV // H, K=K, V=V, BV=launch.BV, WRITES=run,
-        L2NORM=qk_l2norm, PACKED=cu_seqlens is not None, STEP=step, num_warps=launch.num_warps,
+        **arguments, writes=writes, cu_seqlens=x.cu_seqlens, state_in=state_in, state_out=state_out, T=T, BV=launch.BV,
+        WRITES=write_chunk, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None, STEP=step, num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )  # fmt: skip
     return o, state_out

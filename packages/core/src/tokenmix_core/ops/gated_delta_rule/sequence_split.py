@@ -263,14 +263,15 @@ def segment_states(x: Inputs, inverse: Tensor, gates: Tensor, segment: int) -> t
     segment_kernel[(slots * HV * ((K + V) // BV),)](
         k=x.k, v=x.v, inverse=inverse, gates=gates, writes=x.writes, initial_state=x.initial_state,
         cu_seqlens=x.cu_seqlens, states=states, transitions=transitions, T=T, N=N, H=H, group=HV // H, tokens=B * T,
-        segment=segment, K=K, V=V, BT=CHUNK, BV=BV, WRITES=x.run, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None,
-        DOT=dot_precision(x.k), num_warps=launch.num_warps, num_stages=launch.num_stages, maxnreg=launch.maxnreg,
+        segment=segment, K=K, V=V, BT=CHUNK, BV=BV, WRITES=x.chunks_per_write, L2NORM=x.qk_l2norm,
+        PACKED=x.cu_seqlens is not None, DOT=dot_precision(x.k), num_warps=launch.num_warps,
+        num_stages=launch.num_stages, maxnreg=launch.maxnreg,
     )  # fmt: skip
     launch = tuning.scan_tile("entering", K, V, x.k.element_size(), N * HV)
     entering_kernel[(N * HV * (V // launch.BV),)](
         gates=gates, writes=x.writes, cu_seqlens=x.cu_seqlens, states=states, transitions=transitions,
         entering=entering, T=T, H=H, group=HV // H, tokens=B * T, segment=segment, K=K, V=V, BT=CHUNK, BK=launch.BK,
-        BV=launch.BV, WRITES=x.run, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None, DOT="tf32x3",
+        BV=launch.BV, WRITES=x.chunks_per_write, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None, DOT="tf32x3",
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     return entering, transitions

@@ -1,4 +1,4 @@
-"""What the steps of a pass hand to one another, by the names that kernels and README.md give it."""
+"""Arguments, intermediate tensors and gradients that the steps pass on, named as in the kernels and README.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
 
 
 class Inputs(NamedTuple):
-    """The arguments of `chunk_gated_delta_rule`, in the order of the operators' schemas; steps take them `aligned`."""
+    """The arguments of `chunk_gated_delta_rule`: tensors with gradients, other tensors, options."""
 
     q: Tensor
     k: Tensor
@@ -19,33 +19,51 @@ class Inputs(NamedTuple):
     g: Tensor
     beta: Tensor
     initial_state: Tensor | None
+    writes: Tensor | None
     cu_seqlens: Tensor | None
     scale: float
     qk_l2norm: bool
     impl: str | None = None
-    writes: Tensor | None = None
     write_chunk: int = CHUNK
 
     @property
-    def run(self) -> int:
-        """Chunks that share a factor of `writes`; 0 where all is written."""
+    def chunks_per_write(self) -> int:
+        """Chunks that share a factor of `writes`; 0 without `writes`."""
         return 0 if self.writes is None else self.write_chunk // CHUNK
 
     def aligned(self) -> Inputs:
-        """The same as kernels read it: contiguous, at multiples of 16 bytes; `writes [slots, HV]` in float32."""
+        """Return the arguments contiguous and 16-byte aligned for the kernels; `writes [slots, HV]` in float32."""
         q, k, v, g, beta, initial_state = map(aligned, self[:6])
         writes = None if self.writes is None else self.writes.flatten(0, 1).float().contiguous()
         return self._replace(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, writes=writes)
 
 
+# fields of `Inputs` that are tensors
+TENSORS = 8
+
+
+class StepInputs(NamedTuple):
+    """The arguments of `gated_delta_rule_step`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    state: Tensor
+    scale: float
+    qk_l2norm: bool
+    impl: str | None = None
+
+
 class Terms(NamedTuple):
-    """What forward and backward pass share.
+    """Tensors that the forward and the backward pass share.
 
     Attributes:
         inverse: Ã `[B, T, HV, C]`, in k's dtype.
         gates: b, β r, r and β, float32 `[HV, B · T, 4]`; r are the keys' inverse norms.
-        entering: the state that enters each segment, float32 `[slots, HV, K, V]`; None where sequences are whole.
-        transitions: M of each segment, float32 `[slots, HV, K, K]`; None there, too.
+        entering: the state that enters each segment, float32 `[slots, HV, K, V]`; None for whole sequences.
+        transitions: M of each segment, float32 `[slots, HV, K, K]`; None for whole sequences.
     """
 
     inverse: Tensor
@@ -55,12 +73,12 @@ class Terms(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the forward pass leaves for the backward pass.
+    """Tensors of the state scan that the backward pass reads.
 
     Attributes:
         residual: R, like v.
         states: the state entering each chunk, in v's dtype, `[slots, HV, K, V]`.
-        remainders: what rounding took from these, like them; None where nobody asks.
+        remainders: the rounding errors of `states`, like them; None if the backward kernels do not need them.
     """
 
     residual: Tensor
@@ -69,10 +87,10 @@ class Saved(NamedTuple):
 
 
 class Reverse(NamedTuple):
-    """What the steps of the backward pass take: a call, what its forward pass made, and the gradients that arrive.
+    """Arguments of the backward steps: a call, tensors of its forward pass, and the gradients of its results.
 
-    Segments of the reverse pass have `segment` tokens, a multiple of the chunk; where they have their M, `transitions`
-    carry gradients through those that do not forget. Portable kernels take whole sequences.
+    The reverse scan has segments of `segment` tokens, a multiple of the chunk. `terms.transitions` carry gradients
+    through segments whose decay is not negligible. Portable kernels take whole sequences.
     """
 
     x: Inputs
@@ -84,7 +102,7 @@ class Reverse(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of a call's arguments; None for those of states and writes that it does not have."""
+    """Gradients in the order of `Inputs`; None for an initial state or writes that the call does not have."""
 
     q: Tensor
     k: Tensor
@@ -95,28 +113,28 @@ class Gradients(NamedTuple):
     writes: Tensor | None
 
 
-class OfRuns(NamedTuple):
-    """Gradients by run of chunks that share a factor of `writes`, in parts: float32 `[slots, HV, parts]`."""
+class WriteGradients(NamedTuple):
+    """Gradients of chunks that share a factor of `writes`, as partial sums: float32 `[slots, HV, parts]`."""
 
     # of the factor
     factor: Tensor
-    # of each decay in the run, by way of the state before it, without what the run writes
+    # of each decay of these chunks, through the state before them, without their own writes
     decay: Tensor
 
 
-class OfStates(NamedTuple):
-    """What the reverse pass over chunks finds.
+class StateGradients(NamedTuple):
+    """Results of the reverse scan over chunks.
 
     Attributes:
         dv: the gradient of v, in its dtype.
-        dstates: that of the state leaving each chunk, dS' `[slots, HV, K, V]`, in v's dtype.
-        ends: ⟨dS', S⟩ of each chunk, with S entering it, in parts, float32 `[slots, HV, parts]`.
-        dinitial_state: that of the initial state; None where there is none.
-        of_runs: what the gradients of `writes` and gates take from runs of several chunks; None elsewhere.
+        dstates: dS', the gradient of the state leaving each chunk, `[slots, HV, K, V]`, in v's dtype.
+        ends: ⟨dS', S⟩ of each chunk, with S entering it, as partial sums, float32 `[slots, HV, parts]`.
+        dinitial_state: the gradient of the initial state; None without one.
+        of_writes: gradients for `writes` and gates if several chunks share a factor; else None.
     """
 
     dv: Tensor
     dstates: Tensor
     ends: Tensor
     dinitial_state: Tensor | None
-    of_runs: OfRuns | None
+    of_writes: WriteGradients | None

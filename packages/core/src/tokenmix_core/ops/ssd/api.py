@@ -1,4 +1,4 @@
-"""Public functions of the SSD operation: shapes, validation and the choice of an implementation."""
+"""State-space duality: public functions, validation and dispatch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def chunk_ssd(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: Impl | None = None,
 ) -> ScanOutput:
-    r"""State-space duality (Mamba-2; with G = HV also simple gated linear attention), parallel over chunks of tokens.
+    r"""Apply state-space duality (Mamba-2; with G = HV also simple gated linear attention), chunk by chunk.
 
     .. math:: S_t = e^{g_t} S_{t-1} + k_t (Δ_t v_t)^\top, \qquad o_t = \text{scale} \cdot S_t^\top q_t + D v_t
 
@@ -50,31 +50,26 @@ def chunk_ssd(
         q, k: `[B, T, G, K]`; G divides HV.
         v: `[B, T, HV, V]`. q, k and v share one dtype: bfloat16, float16 or float32 (the reference also float64).
         g: `[B, T, HV]`, natural log of the decay, ≤ 0, any float dtype; float32 is best.
-        dt: `[B, T, HV]`, Δ, what a token enters the state with, any float dtype; None is 1.
-        D: `[HV]`, the weight with which a token's value skips the state, any float dtype; None is 0.
+        dt: `[B, T, HV]`, Δ, the step size that scales v into the state, any float dtype; None is 1.
+        D: `[HV]`, the weight of the skip connection from v to o, any float dtype; None is 0.
         scale: factor of the output.
         initial_state: `[N, HV, K, V]` float32, the state before the first token of each sequence; None is zero.
         cu_seqlens: `[N + 1]` int32 or int64, the boundaries of N sequences packed into one row (B = 1).
         impl: "gluon" (Hopper, bfloat16 or float16, K and V of 64, 128 or 256), "triton" (portable kernels; K and V of
-            16, 32, 64, 128 or 256), "reference" (any size and device), or None: the fastest here, which is Gluon where
-            it runs, then Triton on CUDA tensors, and the reference on others. In Gluon, too, a step stays portable
-            where that is faster; `tokenmix_core.ops.explain` names the kernels.
+            16, 32, 64, 128 or 256), "reference" (any size and device), or None: Gluon if it runs here, else Triton for
+            CUDA tensors, else the reference. Gluon uses the portable kernel of a step where that is faster;
+            `tokenmix_core.ops.explain` names the kernels.
 
     Returns:
         ScanOutput: o `[B, T, HV, V]` in v's dtype and final_state `[N, HV, K, V]` in float32.
 
     Raises:
-        ValueError: shapes, dtypes, devices, group count or cu_seqlens do not fit; it says what was got and expected.
+        ValueError: shapes, dtypes, devices, G or cu_seqlens do not fit; the message has the given and expected ones.
     """
-    impl, scale = _check("chunk_ssd", q, k, v, g, dt, D, scale, initial_state, cu_seqlens, impl)
-    if impl != "reference":
-        from tokenmix_core.ops.ssd.autograd import chunk_ssd_kernels
-
-        inputs = Inputs(
-            q=q, k=k, v=v, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, dt=dt, D=D, impl=impl
-        )
-        return chunk_ssd_kernels(inputs)
-    return chunk_ssd_reference(q, k, v, g, dt=dt, D=D, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    x = Inputs(
+        q=q, k=k, v=v, g=g, initial_state=initial_state, dt=dt, D=D, cu_seqlens=cu_seqlens, scale=scale, impl=impl
+    )
+    return _scan("chunk_ssd", x)
 
 
 def recurrent_ssd(
@@ -90,22 +85,29 @@ def recurrent_ssd(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: Impl | None = None,
 ) -> ScanOutput:
-    """The same function as `chunk_ssd`, computed token by token: best for a few tokens a sequence.
+    """Compute `chunk_ssd` token by token: best for a few tokens a sequence.
 
-    Arguments, results and errors are those of `chunk_ssd`; gradients too. Only they are made by kernels in Gluon, where
-    those run: `impl="gluon"` is an error.
+    Arguments, results, gradients and errors are those of `chunk_ssd`. Gluon kernels compute gradients only, so
+    `impl="gluon"` is an error.
     """
-    impl, scale = _check("recurrent_ssd", q, k, v, g, dt, D, scale, initial_state, cu_seqlens, impl)
-    if impl != "reference":
-        from tokenmix_core.ops.ssd.autograd import recurrent_ssd_kernels
-
-        inputs = Inputs(
-            q=q, k=k, v=v, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, dt=dt, D=D, impl=impl
-        )
-        return recurrent_ssd_kernels(inputs)
-    return recurrent_ssd_reference(
-        q, k, v, g, dt=dt, D=D, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens
+    x = Inputs(
+        q=q, k=k, v=v, g=g, initial_state=initial_state, dt=dt, D=D, cu_seqlens=cu_seqlens, scale=scale, impl=impl
     )
+    return _scan("recurrent_ssd", x)
+
+
+def _scan(op: str, x: Inputs) -> ScanOutput:
+    """Check a whole-sequence call and run its reference or its kernels."""
+    impl, scale = _check(op, *x)
+    if impl == "reference":
+        reference = chunk_ssd_reference if op == "chunk_ssd" else recurrent_ssd_reference
+        return reference(
+            x.q, x.k, x.v, x.g, dt=x.dt, D=x.D, scale=scale, initial_state=x.initial_state, cu_seqlens=x.cu_seqlens
+        )
+    from tokenmix_core.ops.ssd import autograd
+
+    kernels = autograd.chunk if op == "chunk_ssd" else autograd.recurrent
+    return autograd.run_widened(kernels, x._replace(scale=scale, impl=impl))
 
 
 @torch.no_grad()
@@ -121,7 +123,7 @@ def ssd_step(
     scale: float = 1.0,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B HV V"]:
-    """One decoding step: update `state` in place and read it out. Not differentiable.
+    """Update `state` in place by one token and read it out: a decoding step. Not differentiable.
 
     Args:
         q, k: `[B, G, K]`, one token.
@@ -131,39 +133,43 @@ def ssd_step(
         dt: `[B, HV]`, Δ; None is 1.
         D: `[HV]`; None is 0.
         scale: factor of the output.
-        impl: as for `chunk_ssd`, but that Gluon takes float32, too, and K = 128 with V ≥ 64 alone.
+        impl: as for `chunk_ssd`, except that Gluon also takes float32, and only K = 128 with V ≥ 64.
 
     Returns:
-        o `[B, HV, V]` in v's dtype: scale · stateᵀ q + D v, of the updated state.
+        o `[B, HV, V]` in v's dtype: scale · stateᵀ q + D v with the updated state.
 
     Raises:
         ValueError: as `chunk_ssd`.
     """
     impl, scale = _check_step(q, k, v, g, dt, D, state, scale, impl)
     if impl != "reference":
-        from tokenmix_core.ops.ssd.autograd import ssd_step_kernels
+        from tokenmix_core.ops.ssd.autograd import step
 
-        return ssd_step_kernels(q=q, k=k, v=v, g=g, dt=dt, D=D, state=state, scale=scale, impl=impl)
+        return step(q, k, v, g, state, dt, D, scale, impl)
     return ssd_step_reference(q, k, v, g, state, dt=dt, D=D, scale=scale)
 
 
 @Checked
-def _check(op, q, k, v, g, dt, D, scale, initial_state, cu_seqlens, impl) -> tuple[str | None, float]:
-    """Validate a whole-sequence call; return the implementation, as `resolve_impl` does, and the scale."""
+def _check(op: str, *inputs) -> tuple[str | None, float]:
+    """Validate a whole-sequence call, given as `Inputs`; return the implementation of `resolve_impl`, and the scale."""
+    x = Inputs(*inputs)
     dims = bind_shapes(
-        op, {}, q=(q, "B T G K"), k=(k, "B T G K"), v=(v, "B T HV V"), g=(g, "B T HV"), dt=(dt, "B T HV?"), D=(D, "HV?")
-    )
-    impl = resolve_impl(op, impl, q, GLUON if op == "chunk_ssd" else None)
+        op, {}, q=(x.q, "B T G K"), k=(x.k, "B T G K"), v=(x.v, "B T HV V"), g=(x.g, "B T HV"), dt=(x.dt, "B T HV?"),
+        D=(x.D, "HV?"),
+    )  # fmt: skip
+    impl = resolve_impl(op, x.impl, x.q, GLUON if op == "chunk_ssd" else None)
     if impl == "gluon":
-        GLUON.require(op, q.device, q.dtype, limit(dims["K"], dims["V"]))
+        GLUON.require(op, x.q.device, x.q.dtype, limit(dims["K"], dims["V"]))
     if dims["T"] < 1:
         raise ValueError(f"{op}: q must hold at least one token, got T = {dims['T']}")
-    sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
+    sequences = check_cu_seqlens(op, x.cu_seqlens, dims["B"], dims["T"])
     dims["N"] = dims["B"] if sequences is None else sequences
-    # q again, so that the others' device is compared with its
-    bind_shapes(op, dims, q=(q, "B T G K"), initial_state=(initial_state, "N HV K V?"), cu_seqlens=(cu_seqlens, "_?"))
-    _check_rest(op, impl, dims, q, k, v, g, dt, D, initial_state=initial_state)
-    return impl, check_scale(op, scale)
+    # q again: the others' device is compared with that of the first tensor
+    bind_shapes(
+        op, dims, q=(x.q, "B T G K"), initial_state=(x.initial_state, "N HV K V?"), cu_seqlens=(x.cu_seqlens, "_?")
+    )
+    _check_rest(op, impl, dims, x.q, x.k, x.v, x.g, x.dt, x.D, initial_state=x.initial_state)
+    return impl, check_scale(op, x.scale)
 
 
 @Checked
@@ -183,7 +189,7 @@ def _check_step(q, k, v, g, dt, D, state, scale, impl) -> tuple[str | None, floa
 
 
 def _check_rest(op, impl, dims, q, k, v, g, dt, D, **state: Tensor | None) -> None:
-    """Dtypes, head counts and what Triton needs."""
+    """Check dtypes, head counts and the kernels' head sizes."""
     floats = (*FLOATS, torch.float64) if impl == "reference" else FLOATS
     check_dtype(op, floats, q=q, k=k, v=v, g=g, dt=dt, D=D)
     check_same_dtype(op, q=q, k=k, v=v)

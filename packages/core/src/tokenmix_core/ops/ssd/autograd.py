@@ -1,275 +1,165 @@
-"""SSD's Triton kernels as differentiable functions: directly in eager mode, as torch custom ops where torch traces."""
+"""SSD's kernels as differentiable functions: direct in eager mode, torch custom ops if traced."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmix_core.chunking import num_sequences
-from tokenmix_core.ops.autograd import cached_op, differentiable, direct_when_eager, retried
+from tokenmix_core.ops.autograd import cached_op, differentiable, direct_when_eager, of_fields, retried
 from tokenmix_core.ops.buffers import aligned
 from tokenmix_core.ops.decode_tiles import gluon_step_tile
 from tokenmix_core.ops.ssd import tuning
-from tokenmix_core.ops.ssd.plan import GLUON_STEP, plan
-from tokenmix_core.ops.ssd.tuning import SSDStates
-from tokenmix_core.ops.ssd.types import Gradients, Inputs, token_rows
+from tokenmix_core.ops.ssd.chunk import chunk_backward, chunk_forward
+from tokenmix_core.ops.ssd.plan import GLUON_STEP
+from tokenmix_core.ops.ssd.recurrent import ssd_recurrent
+from tokenmix_core.ops.ssd.types import TENSORS, Gradients, Inputs, StepInputs, token_rows
 from tokenmix_core.ops.types import ScanOutput
 
 
-@retried
-def run_forward(
-    q, k, v, g, scale, initial_state, cu_seqlens, dt=None, D=None, impl=None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """o, the final states, and the states before each segment (None where sequences are not cut up)."""
-    from tokenmix_core.ops.ssd.forward import ssd_forward
+class BackwardInputs(NamedTuple):
+    """Gradients of the results, the states that enter segments (None: compute them), and the call's arguments."""
 
-    x = Inputs(
-        q=q, k=k, v=v, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, dt=dt, D=D, impl=impl
-    ).aligned()
-    by = plan(q, v, cu_seqlens, impl)
-    if not by.segment:
-        o, final_state = ssd_forward(x, before=x.initial_state, segment=0, config=by.forward)
-        assert final_state is not None, "whole sequences end in a state"
-        return o, final_state, None
-    before, final_state = _states_before(x, by.segment, by.states)
-    o, _ = ssd_forward(x, before=before, segment=by.segment, config=by.forward)
-    return o, final_state, before
-
-
-def _states_before(x: Inputs, segment: int, config: SSDStates) -> tuple[Tensor, Tensor]:
-    """The states before each segment, and the final ones."""
-    from tokenmix_core.ops.ssd.states import segment_states
-
-    return segment_states(
-        x=x.k, y=x.v, g=x.g, dt=x.dt, scale=x.scale, initial=x.initial_state, cu_seqlens=x.cu_seqlens, segment=segment,
-        reverse=False, config=config,
-    )  # fmt: skip
-
-
-def _gradients_after(
-    x: Inputs, do: Tensor, final_gradient: Tensor | None, segment: int, config: SSDStates
-) -> tuple[Tensor, Tensor]:
-    """The gradients of the states after each segment, and those of the initial states."""
-    from tokenmix_core.ops.ssd.states import segment_states
-
-    return segment_states(
-        x=x.q, y=do, g=x.g, dt=None, scale=x.scale, initial=final_gradient, cu_seqlens=x.cu_seqlens, segment=segment,
-        reverse=True, config=config,
-    )  # fmt: skip
+    do: Tensor
+    dfinal_state: Tensor | None
+    entering: Tensor | None
+    inputs: Inputs
 
 
 @retried
-def run_backward(
-    do, final_gradient, before, q, k, v, g, scale, initial_state, cu_seqlens, dt=None, D=None, impl=None
-) -> Gradients:
-    """All gradients; `before` is the third result of `run_forward`, or None to be made again."""
-    from tokenmix_core.ops.ssd.gradients import ssd_gradients, ssd_walk
-    from tokenmix_core.ops.ssd.states import boundary_states
-
-    inputs = Inputs(
-        q=q, k=k, v=v, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, dt=dt, D=D, impl=impl
-    )
-    by = plan(q, v, cu_seqlens, impl)
-    fused = by.gradients.hopper is not None
-    walks = fused and by.gradients.scans
-    if not fused and not (dt is None and D is None):
-        return _composed_backward(inputs, before, do, final_gradient)
-    x, do, after, initial_gradient = inputs.aligned(), token_rows(do), aligned(final_gradient), None
-    if not by.segment:
-        before = x.initial_state
-    else:
-        if before is None:
-            before, _ = _states_before(x, by.segment, by.states)
-        after, initial_gradient = _gradients_after(x, do, after, by.segment, by.states)
-    states, gradients, whole = boundary_states(
-        x, do=do, before=before, after=after, segment=by.segment, config=by.states, gradients=not walks
-    )
-    if walks:
-        grads = ssd_walk(x, do=do, states=states, after=after, segment=by.segment)
-        whole = grads.initial_state
-    else:
-        grads = ssd_gradients(x, do=do, states=states, gradients=gradients, config=by.gradients)
-    # one of the passes reaches the first token
-    return grads._replace(initial_state=initial_gradient if by.segment else whole)
+@of_fields
+def run_forward(x: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return o, the final states, and the states that enter segments; None for whole sequences."""
+    return chunk_forward(x)
 
 
-def _composed_backward(inputs: Inputs, before: Tensor | None, do: Tensor, final_gradient: Tensor | None) -> Gradients:
-    """`run_backward` where the kernels know neither Δ nor D."""
-    v, dt, D = inputs.v, inputs.dt, inputs.D
-    scaled = v if dt is None else (v * dt.unsqueeze(-1)).to(v.dtype)
-    alone = inputs._replace(v=scaled, dt=None, D=None)
-    grads = run_backward(do, final_gradient, before, **alone._asdict())
-    dv, ddt, dD = grads.v.float(), None, None
-    if dt is not None:
-        ddt = (dv * v).sum(-1).to(dt.dtype)
-        dv = dv * dt.unsqueeze(-1)
-    if D is not None:
-        dD = (do.float() * v).sum((0, 1, 3)).to(D.dtype)
-        dv = dv + do * D.unsqueeze(-1)
-    return grads._replace(v=dv.to(v.dtype), dt=ddt, D=dD)
+@of_fields
+def _forward_traced(x: Inputs) -> tuple[Tensor, Tensor]:
+    """Return o and the final states.
 
-
-def run_recurrent(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    dt: Tensor | None = None, D: Tensor | None = None, impl: str | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o and the final states, token by token; what is asked for matters to the backward pass alone."""
-    from tokenmix_core.ops.ssd.recurrent import ssd_recurrent
-
-    x = Inputs(
-        q=q, k=k, v=v, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, dt=dt, D=D, impl=impl
-    ).aligned()
-    shape = (num_sequences(v, cu_seqlens), v.shape[2], q.shape[3], v.shape[3])
-    final_state = torch.empty(shape, dtype=torch.float32, device=v.device)
-    o = ssd_recurrent(
-        q=x.q, k=x.k, v=x.v, g=x.g, dt=x.dt, D=x.D, scale=scale, initial_state=x.initial_state,
-        final_state=final_state, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
-    return o, final_state
-
-
-@retried
-def run_step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float, dt: Tensor | None = None,
-    D: Tensor | None = None, impl: str | None = None,
-) -> Tensor:  # fmt: skip
-    """o of one token; `state` is overwritten."""
-    from tokenmix_core.ops.ssd.recurrent import ssd_recurrent
-
-    tile = gluon_step_tile(tuning.STATE_STEPS, GLUON_STEP, state, q, impl)
-    q, k, v = (token_rows(x.unsqueeze(1)) for x in (q, k, v))
-    g, dt, D = map(aligned, (g, dt, D))
-    g, dt = (x if x is None else x.unsqueeze(1) for x in (g, dt))
-    o = ssd_recurrent(
-        q=q, k=k, v=v, g=g, dt=dt, D=D, scale=scale, initial_state=state, final_state=state, cu_seqlens=None, tile=tile
-    )
-    return o.squeeze(1)
-
-
-@cached_op("tokenmix_core::ssd_forward", mutates_args=())
-def ssd_forward_op(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    dt: Tensor | None = None, D: Tensor | None = None, impl: str | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o and the final states for torch to trace.
-
-    How sequences are cut up would decide the shape of the states before segments, and a graph be made anew for every
-    other cut: the backward pass makes them again.
+    The backward pass computes the states that enter segments again: their shape depends on how sequences are split,
+    and a compiled graph would be specialised on that.
     """
-    o, final_state, _ = run_forward(
-        q=q, k=k, v=v, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, dt=dt, D=D, impl=impl
-    )
-    return o, final_state
+    return run_forward(*x)[:2]
+
+
+@retried
+@of_fields
+def run_backward(given: BackwardInputs) -> Gradients:
+    """Return all gradients; None for those of absent Δ and D."""
+    return chunk_backward(given.inputs, do=given.do, dfinal_state=given.dfinal_state, entering=given.entering)
+
+
+@of_fields
+def _backward_traced(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return all gradients; those of absent Δ and D are empty."""
+    grads = Gradients(*run_backward(*given[:3], *given.inputs))
+    assert grads.initial_state is not None, "one of the scans reaches the first token"
+    ddt, dD = (given.inputs.g.new_empty(0) if x is None else x for x in (grads.dt, grads.D))
+    return *grads[:4], grads.initial_state, ddt, dD
+
+
+@of_fields
+def _recurrent(x: Inputs) -> tuple[Tensor, Tensor]:
+    """Return o and the final states, token by token; `impl` is the backward pass's."""
+    final_state = _empty_states(x)
+    return ssd_recurrent(x.aligned(), final_state), final_state
+
+
+@retried
+@of_fields
+def _step(x: StepInputs) -> Tensor:
+    """Return o of one token; overwrite the state."""
+    tile = gluon_step_tile(tuning.STATE_STEPS, GLUON_STEP, x.state, x.q, x.impl)
+    q, k, v = (token_rows(t.unsqueeze(1)) for t in (x.q, x.k, x.v))
+    g, dt, D = map(aligned, (x.g, x.dt, x.D))
+    g, dt = (t if t is None else t.unsqueeze(1) for t in (g, dt))
+    token = Inputs(q=q, k=k, v=v, g=g, initial_state=x.state, dt=dt, D=D, cu_seqlens=None, scale=x.scale)
+    return ssd_recurrent(token, x.state, tile).squeeze(1)
+
+
+ssd_forward_op = cached_op("tokenmix_core::ssd_forward", _forward_traced, mutates_args=())
+ssd_recurrent_op = cached_op("tokenmix_core::ssd_recurrent", _recurrent, mutates_args=())
+ssd_backward_op = cached_op("tokenmix_core::ssd_backward", _backward_traced, mutates_args=())
+ssd_step_op = cached_op("tokenmix_core::ssd_step", _step, mutates_args={"state"})
+
+
+def _empty_states(x: Inputs) -> Tensor:
+    shape = (num_sequences(x.v, x.cu_seqlens), x.v.shape[2], x.q.shape[3], x.v.shape[3])
+    return x.v.new_empty(shape, dtype=torch.float32)
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @ssd_forward_op.register_fake
-def _(q, k, v, g, scale, initial_state, cu_seqlens, dt=None, D=None, impl=None):
-    shape = (num_sequences(v, cu_seqlens), v.shape[2], q.shape[3], v.shape[3])
-    return torch.empty_like(v, memory_format=torch.contiguous_format), v.new_empty(shape, dtype=torch.float32)
-
-
-ssd_recurrent_op = cached_op("tokenmix_core::ssd_recurrent", run_recurrent, mutates_args=())
+@of_fields
+def _(x: Inputs):
+    return _like(x.v), _empty_states(x)
 
 
 @ssd_recurrent_op.register_fake
-def _(q, k, v, g, scale, initial_state, cu_seqlens, dt=None, D=None, impl=None):
-    shape = (num_sequences(v, cu_seqlens), v.shape[2], q.shape[3], v.shape[3])
-    return torch.empty_like(v, memory_format=torch.contiguous_format), v.new_empty(shape, dtype=torch.float32)
-
-
-@cached_op("tokenmix_core::ssd_backward", mutates_args=())
-def ssd_backward_op(
-    do: Tensor, final_gradient: Tensor | None, before: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
-    scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None, dt: Tensor | None = None,
-    D: Tensor | None = None, impl: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`run_backward` for torch to trace; what does not exist is empty."""
-    dq, dk, dv, dg, initial_gradient, ddt, dD = run_backward(
-        do=do, final_gradient=final_gradient, before=before, q=q, k=k, v=v, g=g, scale=scale,
-        initial_state=initial_state, cu_seqlens=cu_seqlens, dt=dt, D=D, impl=impl,
-    )  # fmt: skip
-    assert initial_gradient is not None, "one of the passes reaches the first token"
-    ddt, dD = (g.new_empty(0) if x is None else x for x in (ddt, dD))
-    return dq, dk, dv, dg, initial_gradient, ddt, dD
+@of_fields
+def _(x: Inputs):
+    return _like(x.v), _empty_states(x)
 
 
 @ssd_backward_op.register_fake
-def _(do, final_gradient, before, q, k, v, g, scale, initial_state, cu_seqlens, dt=None, D=None, impl=None):
-    shape = (num_sequences(v, cu_seqlens), v.shape[2], q.shape[3], v.shape[3])
-    grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g))
-    of_steps = (g.new_empty(0) if x is None else x.new_empty(x.shape) for x in (dt, D))
-    return *grads, v.new_empty(shape, dtype=torch.float32), *of_steps
-
-
-ssd_step_op = cached_op("tokenmix_core::ssd_step", run_step, mutates_args={"state"})
+@of_fields
+def _(given: BackwardInputs):
+    x = given.inputs
+    ddt, dD = (x.g.new_empty(0) if t is None else t.new_empty(t.shape) for t in (x.dt, x.D))
+    return *map(_like, x[:4]), _empty_states(x), ddt, dD
 
 
 @ssd_step_op.register_fake
-def _(q, k, v, g, state, scale, dt=None, D=None, impl=None):
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
+@of_fields
+def _(x: StepInputs):
+    return _like(x.v)
 
 
-backward = direct_when_eager(ssd_backward_op, run_backward)
+_backward = direct_when_eager(ssd_backward_op, run_backward)
 
 
 def _save(ctx, inputs, output) -> None:
-    """Keep what backward needs; where there is no third result it makes the segments' states anew."""
-    x = Inputs(*inputs)
-    before = output[2] if len(output) > 2 else None
-    ctx.save_for_backward(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, x.dt, x.D, before)
-    ctx.scale, ctx.impl = x.scale, x.impl
+    ctx.options = inputs[TENSORS:]
     ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:TENSORS], output[2] if len(output) > 2 else None)
 
 
-def _gradients(ctx, do, final_gradient, _before=None):
-    q, k, v, g, initial_state, cu_seqlens, dt, D, before = ctx.saved_tensors
-    inputs = Inputs(
-        q=q, k=k, v=v, g=g, scale=ctx.scale, initial_state=initial_state, cu_seqlens=cu_seqlens, dt=dt, D=D,
-        impl=ctx.impl,
-    )  # fmt: skip
-    do = torch.zeros_like(v) if do is None else do
-    grads = Gradients(*backward(do, final_gradient, before, *inputs))
-    initial_gradient = None if initial_state is None else grads.initial_state
-    ddt, dD = None if dt is None else grads.dt, None if D is None else grads.D
-    return grads.q, grads.k, grads.v, grads.g, None, initial_gradient, None, ddt, dD, None
+def _gradients(ctx, do, dfinal_state, _=None):
+    *tensors, entering = ctx.saved_tensors
+    x = Inputs(*tensors, *ctx.options)
+    grads = _backward(torch.zeros_like(x.v) if do is None else do, dfinal_state, entering, *x)
+    found = tuple(None if given is None else grad for given, grad in zip(x, grads, strict=False))
+    return found + (None,) * (len(x) - len(found))
 
 
 chunk = differentiable(ssd_forward_op, run_forward, _save, _gradients, outputs=2)
-recurrent = differentiable(ssd_recurrent_op, run_recurrent, _save, _gradients)
-step = direct_when_eager(ssd_step_op, run_step, writes=4)
+recurrent = differentiable(ssd_recurrent_op, _recurrent, _save, _gradients)
+step = direct_when_eager(ssd_step_op, _step, writes=StepInputs._fields.index("state"))
 
 
 def needs_widening(x: Tensor, *sizes: int) -> bool:
-    """Tell whether gradients of heads of such sizes, and of x's dtype and device, may be wrong as they are.
+    """True if the kernels' gradients for heads of these sizes, and x's dtype and device, may be wrong.
 
-    dv and dg of K 16, V 32 are in float32 on a GPU, Triton 3.6.
+    With Triton 3.6 on a GPU dv and dg are wrong for K = 16, V = 32 in float32.
     """
     return x.is_cuda and x.dtype == torch.float32 and min(sizes) < 64
 
 
-def _widened(form, x: Inputs) -> ScanOutput:
-    """`form`, of heads widened by zeros, which add nothing to any product, where its gradients might be wrong."""
+def run_widened(function: Callable, x: Inputs) -> ScanOutput:
+    """Call `chunk` or `recurrent`, with heads padded by zeros to 64 if `needs_widening`; zeros change no result."""
     K, V = x.q.shape[3], x.v.shape[3]
     if not needs_widening(x.v, K, V):
-        return ScanOutput(*form(*x))
+        return ScanOutput(*function(*x))
     keys, values = max(64 - K, 0), max(64 - V, 0)
     q, k, v = F.pad(x.q, (0, keys)), F.pad(x.k, (0, keys)), F.pad(x.v, (0, values))
     state = None if x.initial_state is None else F.pad(x.initial_state, (0, values, 0, keys))
-    o, final_state = form(*x._replace(q=q, k=k, v=v, initial_state=state))
+    o, final_state = function(*x._replace(q=q, k=k, v=v, initial_state=state))
     return ScanOutput(o[..., :V].contiguous(), final_state[..., :K, :V].contiguous())
-
-
-def chunk_ssd_kernels(x: Inputs) -> ScanOutput:
-    """`chunk_ssd` by kernels."""
-    return _widened(chunk, x)
-
-
-def recurrent_ssd_kernels(x: Inputs) -> ScanOutput:
-    """`recurrent_ssd` by kernels."""
-    return _widened(recurrent, x)
-
-
-def ssd_step_kernels(q, k, v, g, dt, D, state, scale, impl) -> Tensor:
-    """`ssd_step` by kernels."""
-    return step(q, k, v, g, state, scale, dt, D, impl)

@@ -1,4 +1,4 @@
-"""Output and state in one kernel: a program walks its tokens chunk by chunk, its slice of the state in registers."""
+"""Outputs and states in one kernel: a program scans its tokens chunk by chunk, its slice of the state in registers."""
 
 import torch
 import triton
@@ -16,9 +16,9 @@ from tokenmix_core.ops.ssd.types import Inputs
 
 @triton.jit
 def read_out(b_q, b_k, b_v, b_s, b_b, o_i):
-    """A chunk's outputs, before the scale, from the state before it."""
-    # computed operands stay on the right of a product: on the left they would be read from registers, which the
-    # assemblers of Triton 3.4 to 3.7 get wrong on Hopper
+    """Return a chunk's unscaled outputs from the state that enters it."""
+    # computed operands are on the right: on the left they would be register operands, which the assemblers of
+    # Triton 3.4 to 3.7 get wrong on Hopper
     b_p = tl.dot(b_k, tl.trans(b_q), input_precision="tf32x3") * causal_decay_transposed(b_b, b_b, o_i, o_i)
     b_ot = tl.dot(tl.trans(b_v), b_p.to(b_v.dtype), input_precision="tf32x3")
     return tl.dot(b_q, b_s.to(b_q.dtype), input_precision="tf32x3") * tl.exp2(b_b)[:, None] + tl.trans(b_ot)
@@ -32,7 +32,7 @@ def ssd_forward_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """A sequence or segment, a head and BV columns of the state a program; strides are those of tokens."""
+    """Scan a sequence or segment of a head per program, with BV columns of the state; strides are between tokens."""
     i_p = tl.program_id(0)
     i_v = i_p % (V // BV)
     i_h = i_p // (V // BV) % HV
@@ -91,29 +91,31 @@ def ssd_forward_kernel(
         tl.store(final_state + o_state, b_s)
 
 
-def ssd_forward(x: Inputs, *, before: Tensor | None, segment: int, config: SSDForward) -> tuple[Tensor, Tensor | None]:
-    """Outputs, and the final states unless the sequences are cut into segments.
+def ssd_forward(
+    x: Inputs, *, entering: Tensor | None, segment: int, config: SSDForward
+) -> tuple[Tensor, Tensor | None]:
+    """Return outputs, and the final states unless the sequences are split into segments.
 
-    With `segment` tokens a program, `before [slots, HV, K, V]` holds the state before each segment; with `segment = 0`
-    a program takes a whole sequence and `before [N, HV, K, V]` may be None.
+    With `segment` tokens a program, `entering [slots, HV, K, V]` are the states that enter segments; with
+    `segment = 0` a program takes a whole sequence, and `entering [N, HV, K, V]` may be None.
     """
     _, T, G, K = x.q.shape
     HV, V = x.v.shape[2:]
     N = num_sequences(x.q, x.cu_seqlens)
     o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
     final_state = None if segment else torch.empty(N, HV, K, V, dtype=torch.float32, device=x.v.device)
-    spans = N if before is None or not segment else len(before)
+    spans = N if entering is None or not segment else len(entering)
     if config.hopper:
         from tokenmix_core.ops.ssd.hopper.forward import hopper_forward
 
         if not segment and config.lookback:
             segment, spans = config.lookback, N * cdiv(T, config.lookback)
         hopper_forward(
-            x, before=before, o=o, final_state=final_state, segment=segment, spans=spans, columns=config.hopper
+            x, entering=entering, o=o, final_state=final_state, segment=segment, spans=spans, columns=config.hopper
         )
         return o, final_state
     ssd_forward_kernel[(spans * HV * cdiv(V, config.BV),)](
-        q=x.q, k=x.k, v=x.v, g=x.g, dt=x.dt, D=x.D, o=o, initial_state=before, final_state=final_state,
+        q=x.q, k=x.k, v=x.v, g=x.g, dt=x.dt, D=x.D, o=o, initial_state=entering, final_state=final_state,
         cu_seqlens=x.cu_seqlens, stride_q=x.q.stride(1), stride_k=x.k.stride(1), stride_v=x.v.stride(1), scale=x.scale,
         T=T, N=N, G=G, HV=HV, segment=segment, K=K, V=V, BT=config.BT, BV=config.BV, SEGMENTED=segment > 0,
         PACKED=x.cu_seqlens is not None, num_warps=config.num_warps, num_stages=config.num_stages,

@@ -1,7 +1,5 @@
 """All gradients of a chunk at once, from the state before it and the gradient of the state after it."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -29,7 +27,7 @@ def decay_gradient(b_m, b_query, b_key, b_state, BT: tl.constexpr):
 
 @triton.jit
 def head_gradients(
-    b_q, b_k, v, do, g, states, gradients, dv, dg,
+    b_q, b_k, v, do, g, states, dstates, dv, dg,
     i_c, i_h, begin, m_t, stride_v, stride_do, scale, HV,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +73,7 @@ def head_gradients(
             b_v = tl.load(p_v + i_v * BV, mask=m_t[:, None], other=0.0)
             b_do = tl.load(p_do + i_v * BV, mask=m_t[:, None], other=0.0)
         b_s = tl.load(states + o_state + i_v * BV)
-        b_d = tl.load(gradients + o_state + i_v * BV)
+        b_d = tl.load(dstates + o_state + i_v * BV)
         b_sd += tl.sum(b_s.to(tl.float32) * b_d.to(tl.float32))
         b_dv = tl.dot(tl.trans(b_d), tl.trans(b_k), input_precision="tf32x3") * b_to_end[None, :]
         b_dv = tl.dot(tl.trans(b_do), b_p, b_dv, input_precision="tf32x3")
@@ -96,7 +94,7 @@ def head_gradients(
 @cached_launch
 @triton.jit(do_not_specialize=["T", "N", "G", "HV"])
 def ssd_gradients_kernel(
-    q, k, v, do, g, states, gradients, dq, dk, dv, dg, cu_seqlens,
+    q, k, v, do, g, states, dstates, dq, dk, dv, dg, cu_seqlens,
     stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -114,7 +112,7 @@ def ssd_gradients_kernel(
     b_q = tl.load(q + begin * stride_q + i_g * K + o_i[:, None] * stride_q + o_k[None, :], mask=m_t[:, None], other=0.0)
     b_k = tl.load(k + begin * stride_k + i_g * K + o_i[:, None] * stride_k + o_k[None, :], mask=m_t[:, None], other=0.0)
     b_dq, b_dk = head_gradients(
-        b_q, b_k, v, do, g, states, gradients, dv, dg,
+        b_q, b_k, v, do, g, states, dstates, dv, dg,
         i_c, i_h, begin, m_t, stride_v, stride_do, scale, HV, K, V, BT, BV,
     )  # fmt: skip
     o_dqk = (begin * HV + i_h) * K + o_i[None, :] * (HV * K) + o_k[:, None]
@@ -122,49 +120,40 @@ def ssd_gradients_kernel(
     tl.store(dk + o_dqk, b_dk.to(dk.dtype.element_ty), mask=m_t[None, :])
 
 
-def ssd_gradients(x: Inputs, *, do: Tensor, states: Tensor, gradients: Tensor, config: SSDGradients) -> Gradients:
-    """All but the initial state's. Heads of a group are summed over a buffer, in a fixed order.
+def ssd_gradients(x: Inputs, *, do: Tensor, states: Tensor, dstates: Tensor, config: SSDGradients) -> Gradients:
+    """Return all gradients but the initial state's, from the states before and their gradients after each chunk.
 
-    Only the kernels in Gluon know Δ and D, which are None for the others.
+    Only the Gluon kernels take Δ and D; for the portable kernel x has none.
     """
     if config.hopper is not None:
         from tokenmix_core.ops.ssd.hopper.gradients import hopper_gradients
 
-        return of_inputs(x, hopper_gradients(x, do=do, states=states, gradients=gradients, config=config.hopper))
+        return _like_inputs(x, hopper_gradients(x, do=do, states=states, dstates=dstates, config=config.hopper))
     B, T, G, K = x.q.shape
     HV, V = x.v.shape[2:]
     dq, dk = (torch.empty((B, T, HV, K), dtype=x.q.dtype, device=x.q.device) for _ in range(2))
     dv = torch.empty_like(x.v, memory_format=torch.contiguous_format)
     dg = torch.empty(x.g.shape, dtype=torch.float32, device=x.g.device)
     ssd_gradients_kernel[(chunk_slots(B, T, config.BT, x.cu_seqlens) * HV,)](
-        q=x.q, k=x.k, v=x.v, do=do, g=x.g, states=states, gradients=gradients, dq=dq, dk=dk, dv=dv, dg=dg,
+        q=x.q, k=x.k, v=x.v, do=do, g=x.g, states=states, dstates=dstates, dq=dq, dk=dk, dv=dv, dg=dg,
         cu_seqlens=x.cu_seqlens, stride_q=x.q.stride(1), stride_k=x.k.stride(1), stride_v=x.v.stride(1),
         stride_do=do.stride(1), scale=x.scale, T=T, N=num_sequences(x.q, x.cu_seqlens), G=G, HV=HV, K=K, V=V,
         BT=config.BT, BV=config.BV, PACKED=x.cu_seqlens is not None, num_warps=config.num_warps,
         num_stages=config.num_stages,
     )  # fmt: skip
-    return of_inputs(x, Gradients(q=dq, k=dk, v=dv, g=dg))
+    return _like_inputs(x, Gradients(q=dq, k=dk, v=dv, g=dg))
 
 
-def ssd_walk(x: Inputs, *, do: Tensor, states: Tensor, after: Tensor | None, segment: int) -> Gradients:
-    """All gradients, on Hopper: that of the states is carried along, not read."""
-    from tokenmix_core.ops.ssd.hopper.backward_scan import walk_gradients
+def backward_scan(x: Inputs, *, do: Tensor, states: Tensor, dleaving: Tensor | None, segment: int) -> Gradients:
+    """Return all gradients by the reverse scan on Hopper, which carries the state gradients in registers."""
+    from tokenmix_core.ops.ssd.hopper.backward_scan import hopper_backward_scan
 
-    return of_inputs(x, walk_gradients(x, do=do, states=states, after=after, segment=segment))
-
-
-def of_inputs(x: Inputs, grads: Gradients) -> Gradients:
-    """Gradients in the dtypes of what they are the gradients of; dq and dk of groups, in a fixed order."""
-    dg, ddt, dD = like((grads.g, x.g), (grads.dt, x.dt), (grads.D, x.D))
-    dq, dk = sum_heads(grads.q, grads.k, x.q.shape[2])
-    return grads._replace(q=dq, k=dk, g=dg, dt=ddt, D=dD)
+    return _like_inputs(x, hopper_backward_scan(x, do=do, states=states, dleaving=dleaving, segment=segment))
 
 
-def like(*pairs) -> tuple[Any, ...]:
-    """Gradients, where they exist, in the dtypes of what they are the gradients of."""
-    return tuple(x if x is None else x.to(y.dtype) for x, y in pairs)
-
-
-def sum_heads(dq, dk, G: int) -> tuple[Any, ...]:
-    """dq and dk of groups from those of their heads, or parts of them, in a fixed order."""
-    return tuple(x if x.shape[2] == G else x.unflatten(2, (G, -1)).sum(3) for x in (dq, dk))
+def _like_inputs(x: Inputs, grads: Gradients) -> Gradients:
+    """Return gradients in their inputs' dtypes, with dq and dk summed over the heads of a group in a fixed order."""
+    dq, dk = (t if t.shape[2] == x.q.shape[2] else t.unflatten(2, (x.q.shape[2], -1)).sum(3) for t in grads[:2])
+    pairs = (grads.g, x.g), (grads.dt, x.dt), (grads.D, x.D)
+    dg, dt, D = (t if t is None or y is None else t.to(y.dtype) for t, y in pairs)
+    return grads._replace(q=dq, k=dk, g=dg, dt=dt, D=D)

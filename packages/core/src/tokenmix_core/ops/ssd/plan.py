@@ -1,4 +1,4 @@
-"""Which kernels make each step of a call: decided here, once for a pass; `tuning.SSDPlan` has the tiles."""
+"""Choose the kernels of each step, once per pass; `tuning.SSDPlan` has the tiles."""
 
 from __future__ import annotations
 
@@ -20,20 +20,16 @@ GLUON_STEP = GluonForm(
 
 
 def plan(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, impl: str | None) -> tuning.SSDPlan:
-    """The plan of a call with these queries and values.
+    """Return the plan of a call with these queries and values.
 
     Raises:
         ValueError: `impl` is "gluon" and kernels in Gluon do not run.
     """
     gluon = GLUON.runs(impl, q.device, q.dtype, limit(q.shape[3], v.shape[3]))
-    return tuning.ssd_plan(*_sizes(q, v, cu_seqlens), gluon)
+    (B, T, G, K), (HV, V) = q.shape, v.shape[2:]
+    return tuning.ssd_plan(B, T, num_sequences(q, cu_seqlens), G, HV, K, V, v.dtype, gluon)
 
 
 def limit(K: int, V: int) -> str | None:
-    """Why no kernel in Gluon takes such heads; None where some do."""
+    """Return the reason why no Gluon kernel takes such heads; None if one does."""
     return f"takes K and V of 64, 128 or 256, got K={K} and V={V}" if min(K, V) < 64 else None
-
-
-def _sizes(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple:
-    (B, T, G, K), (HV, V) = q.shape, v.shape[2:]
-    return B, T, num_sequences(q, cu_seqlens), G, HV, K, V, v.dtype

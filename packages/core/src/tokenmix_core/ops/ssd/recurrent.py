@@ -1,17 +1,20 @@
-"""Token by token: each program keeps a slice of the state in registers. For a few tokens, and for decoding in place."""
+"""SSD token by token, with a slice of the state in a program's registers: for few tokens and for decoding in place."""
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.pdl import gdc_launch_and_wait
 from tokenmix_core.kernels.triton.varlen import sequence_span
+from tokenmix_core.ops.decode_tiles import StateStep
 from tokenmix_core.ops.ssd import tuning
+from tokenmix_core.ops.ssd.types import Inputs
 
 
 @triton.jit
-def pass_token(b_s, q, k, v, g, dt, D, o, t, stride_q, stride_k, stride_v, scale, HV, V: tl.constexpr):
+def scan_token(b_s, q, k, v, g, dt, D, o, t, stride_q, stride_k, stride_v, scale, HV, V: tl.constexpr):
     """Write the output of token t and return the state after it."""
     b_q, b_k = tl.load(q + t * stride_q).to(tl.float32), tl.load(k + t * stride_k).to(tl.float32)
     b_v = tl.load(v + t * stride_v).to(tl.float32)
@@ -34,7 +37,7 @@ def ssd_recurrent_kernel(
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr, STEP: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """A sequence, head and tile of V a program; a STEP is one token, without a loop, which would cost registers."""
+    """Scan a sequence, head and tile of V per program; a STEP is one token, without a loop, which costs registers."""
     gdc_launch_and_wait(PDL)
     i_p = tl.program_id(0)
     i_v = i_p % (V // BV)
@@ -58,35 +61,37 @@ def ssd_recurrent_kernel(
     if D is not None:
         D += i_h
     if STEP:
-        b_s = pass_token(b_s, q, k, v, g, dt, D, o, begin, stride_q, stride_k, stride_v, scale, HV, V)
+        b_s = scan_token(b_s, q, k, v, g, dt, D, o, begin, stride_q, stride_k, stride_v, scale, HV, V)
     else:
         for i_t in range(length):
-            b_s = pass_token(b_s, q, k, v, g, dt, D, o, begin + i_t, stride_q, stride_k, stride_v, scale, HV, V)
+            b_s = scan_token(b_s, q, k, v, g, dt, D, o, begin + i_t, stride_q, stride_k, stride_v, scale, HV, V)
     tl.store(final_state + o_state, b_s)
 
 
-def ssd_recurrent(q, k, v, g, dt, D, scale, initial_state, final_state, cu_seqlens, tile=None):
-    """Outputs; writes `final_state [N, HV, K, V]`, which may be the initial one itself.
+def ssd_recurrent(x: Inputs, final_state: Tensor, tile: StateStep | None = None) -> Tensor:
+    """Return outputs; write `final_state [N, HV, K, V]`, which may be the initial state itself.
 
-    A `tile` is that of the kernel in Gluon, for one token whose state is updated in place.
+    With `tile` the Gluon kernel takes one token and updates the state in place.
     """
-    T, G, K = q.shape[1:]
-    HV, V = v.shape[2:]
+    T, G, K = x.q.shape[1:]
+    HV, V = x.v.shape[2:]
     N = len(final_state)
-    step = T == 1 and cu_seqlens is None
-    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
+    arguments = dict(
+        q=x.q, k=x.k, v=x.v, g=x.g, dt=x.dt, D=x.D, o=o, stride_q=x.q.stride(1), stride_k=x.k.stride(1),
+        stride_v=x.v.stride(1), scale=x.scale, G=G, HV=HV, K=K, V=V,
+    )  # fmt: skip
     if tile is not None:
         from tokenmix_core.ops.ssd.hopper.step import hopper_step_kernel
 
         hopper_step_kernel[(N * HV * (V // tile.BV),)](
-            q=q, k=k, v=v, g=g, dt=dt, D=D, o=o, state=final_state, stride_q=q.stride(1), stride_k=k.stride(1),
-            stride_v=v.stride(1), scale=scale, G=G, HV=HV, K=K, V=V, BV=tile.BV, BK=tile.BK, num_warps=tile.num_warps,
-        )  # fmt: skip
+            **arguments, state=final_state, BV=tile.BV, BK=tile.BK, num_warps=tile.num_warps
+        )
         return o
+    step = T == 1 and x.cu_seqlens is None
     config = tuning.step_tile(N * HV, K, V) if step else tuning.recurrent_tile(N * HV, K, V)
     ssd_recurrent_kernel[(N * HV * (V // config.BV),)](
-        q=q, k=k, v=v, g=g, dt=dt, D=D, o=o, initial_state=initial_state, final_state=final_state,
-        cu_seqlens=cu_seqlens, stride_q=q.stride(1), stride_k=k.stride(1), stride_v=v.stride(1), scale=scale, T=T, G=G,
-        HV=HV, K=K, V=V, BV=config.BV, PACKED=cu_seqlens is not None, STEP=step, num_warps=config.num_warps,
+        **arguments, initial_state=x.initial_state, final_state=final_state, cu_seqlens=x.cu_seqlens, T=T,
+        BV=config.BV, PACKED=x.cu_seqlens is not None, STEP=step, num_warps=config.num_warps,
     )  # fmt: skip
     return o

@@ -15,7 +15,7 @@ from tokenmix_core.ops.ssd.types import Inputs
 
 
 @triton.jit
-def walk_states(
+def scan_states(
     x, y, g, dt, initial, boundaries, final, totals,
     begin, length, i_slot, i_s, i_h, i_g, i_k, i_v,
     stride_x, stride_y, scale, HV,
@@ -103,7 +103,7 @@ def segment_states_kernel(
         tl.program_id(0), T, N, HV, segment, cu_seqlens, K // BK, V // BV, BT, True, PACKED
     )
     if length > 0:
-        walk_states(
+        scan_states(
             x, y, g, dt, None, None, states, totals,
             begin, length, i_slot, i_s, i_h, i_h // (HV // G), i_k, i_v, stride_x, stride_y, scale, HV,
             K, V, BT, BK, BV, REVERSE,
@@ -113,7 +113,7 @@ def segment_states_kernel(
 @cached_launch
 @triton.jit(do_not_specialize=["T", "N", "G", "HV", "segment"])
 def boundary_states_kernel(
-    q, k, v, do, g, dt, before, after, states, gradients, initial_gradient, cu_seqlens,
+    q, k, v, do, g, dt, entering, dleaving, states, dstates, dinitial_state, cu_seqlens,
     stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV, segment,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
@@ -127,14 +127,14 @@ def boundary_states_kernel(
     i_g = i_h // (HV // G)
     # the two directions know nothing of each other: one launch fills the device with both
     if tl.program_id(1) == 0:
-        walk_states(
-            k, v, g, dt, before, states, None, None,
+        scan_states(
+            k, v, g, dt, entering, states, None, None,
             begin, length, i_slot, i_s, i_h, i_g, i_k, i_v, stride_k, stride_v, scale, HV,
             K, V, BT, BK, BV, False,
         )  # fmt: skip
     else:
-        walk_states(
-            q, do, g, None, after, gradients, initial_gradient, None,
+        scan_states(
+            q, do, g, None, dleaving, dstates, dinitial_state, None,
             begin, length, i_slot, i_s, i_h, i_g, i_k, i_v, stride_q, stride_do, scale, HV,
             K, V, BT, BK, BV, True,
         )  # fmt: skip
@@ -169,40 +169,32 @@ def scan_segments_kernel(
 
 
 def segment_states(
-    *,
-    x: Tensor,
-    y: Tensor,
-    g: Tensor,
-    dt: Tensor | None,
-    scale: float,
-    initial: Tensor | None,
-    cu_seqlens: Tensor | None,
-    segment: int,
-    reverse: bool,
-    config: SSDStates,
+    x: Inputs, *, segment: int, config: SSDStates, do: Tensor | None = None, dfinal_state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The state before each segment and at the end: `[slots, HV, K, V]` and `[N, HV, K, V]`, float32.
+    """Return the states that enter segments, and the final ones: `[slots, HV, K, V]` and `[N, HV, K, V]`, float32.
 
-    Forward: x = k, y = v. Reverse, for gradients of states: x = q, y = do, no Δ, `initial` that of the final state;
-    "before" a segment is then after it in time.
+    With `do` return the gradients of the states that leave segments, and of the initial states.
     """
-    B, T, G, K = x.shape
-    HV, V = y.shape[2:]
-    N = num_sequences(x, cu_seqlens)
-    spans = chunk_slots(B, T, segment, cu_seqlens)
-    states = torch.empty(spans, HV, K, V, dtype=torch.float32, device=y.device)
-    totals = torch.empty(spans, HV, dtype=torch.float32, device=y.device)
-    final = torch.empty(N, HV, K, V, dtype=torch.float32, device=y.device)
+    reverse = do is not None
+    rows, columns = (x.k, x.v) if do is None else (x.q, do)
+    initial, dt = (dfinal_state, None) if reverse else (x.initial_state, x.dt)
+    B, T, G, K = x.q.shape
+    HV, V = x.v.shape[2:]
+    N, spans = num_sequences(x.q, x.cu_seqlens), chunk_slots(B, T, segment, x.cu_seqlens)
+    states = torch.empty(spans, HV, K, V, dtype=torch.float32, device=x.v.device)
+    totals = torch.empty(spans, HV, dtype=torch.float32, device=x.v.device)
+    final = torch.empty(N, HV, K, V, dtype=torch.float32, device=x.v.device)
     BK, BV = config.BK, config.BV
     segment_states_kernel[(spans * HV * (K // BK) * (V // BV),)](
-        x=x, y=y, g=g, dt=dt, states=states, totals=totals, cu_seqlens=cu_seqlens, stride_x=x.stride(1),
-        stride_y=y.stride(1), scale=scale, T=T, N=N, G=G, HV=HV, segment=segment, K=K, V=V, BT=config.BT, BK=BK, BV=BV,
-        REVERSE=reverse, PACKED=cu_seqlens is not None, num_warps=config.num_warps, num_stages=config.num_stages,
+        x=rows, y=columns, g=x.g, dt=dt, states=states, totals=totals, cu_seqlens=x.cu_seqlens,
+        stride_x=rows.stride(1), stride_y=columns.stride(1), scale=x.scale, T=T, N=N, G=G, HV=HV, segment=segment, K=K,
+        V=V, BT=config.BT, BK=BK, BV=BV, REVERSE=reverse, PACKED=x.cu_seqlens is not None, num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )  # fmt: skip
     BE = min(K * V, 1024)
     scan_segments_kernel[(N * HV * (K * V // BE),)](
-        segment_states=states, totals=totals, initial=initial, final=final, cu_seqlens=cu_seqlens, T=T, HV=HV,
-        segment=segment, KV=K * V, BE=BE, REVERSE=reverse, PACKED=cu_seqlens is not None, num_warps=4,
+        segment_states=states, totals=totals, initial=initial, final=final, cu_seqlens=x.cu_seqlens, T=T, HV=HV,
+        segment=segment, KV=K * V, BE=BE, REVERSE=reverse, PACKED=x.cu_seqlens is not None, num_warps=4,
     )  # fmt: skip
     return states, final
 
@@ -211,35 +203,37 @@ def boundary_states(
     x: Inputs,
     *,
     do: Tensor,
-    before: Tensor | None,
-    after: Tensor | None,
+    entering: Tensor | None,
+    dleaving: Tensor | None,
     segment: int,
     config: SSDStates,
-    gradients: bool = True,
+    with_gradients: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """States before each chunk and gradients of the states after it, in the inputs' dtype: `[slots, HV, K, V]` each.
+    """Return states before and gradients of states after each chunk, `[slots, HV, K, V]`, and the initial gradient.
 
-    Without `gradients` the states alone are made.
+    Args:
+        entering, dleaving: states that enter, and gradients of the states that leave, each sequence (float32, None for
+            zero), or each segment if `segment` is positive.
+        with_gradients: False computes the states alone.
 
-    `before` and `after` are the states before, and the gradients of the states after, each sequence (float32, None for
-    zero), or each segment where `segment` is positive. Also returns the gradient of the initial state, which is None
-    for segments: their scan knows it.
+    Returns:
+        states and gradients in the inputs' dtype, and the gradient of the initial states, float32; None for segments.
     """
     B, T, G, K = x.q.shape
     HV, V = x.v.shape[2:]
     N = num_sequences(x.q, x.cu_seqlens)
     chunks = chunk_slots(B, T, config.BT, x.cu_seqlens)
-    states = torch.empty(1 + gradients, chunks, HV, K, V, dtype=x.v.dtype, device=x.v.device)
-    initial_gradient = None
-    if gradients and not segment:
-        initial_gradient = torch.empty(N, HV, K, V, dtype=torch.float32, device=x.v.device)
-    spans = N if before is None or not segment else len(before)
+    states = torch.empty(1 + with_gradients, chunks, HV, K, V, dtype=x.v.dtype, device=x.v.device)
+    dinitial_state = None
+    if with_gradients and not segment:
+        dinitial_state = torch.empty(N, HV, K, V, dtype=torch.float32, device=x.v.device)
+    spans = N if entering is None or not segment else len(entering)
     BK, BV = config.BK, config.BV
     boundary_states_kernel[(spans * HV * (K // BK) * (V // BV), len(states))](
-        q=x.q, k=x.k, v=x.v, do=do, g=x.g, dt=x.dt, before=before, after=after, states=states[0], gradients=states[-1],
-        initial_gradient=initial_gradient, cu_seqlens=x.cu_seqlens, stride_q=x.q.stride(1), stride_k=x.k.stride(1),
-        stride_v=x.v.stride(1), stride_do=do.stride(1), scale=x.scale, T=T, N=N, G=G, HV=HV, segment=segment, K=K, V=V,
-        BT=config.BT, BK=BK, BV=BV, SEGMENTED=segment > 0, PACKED=x.cu_seqlens is not None, num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        q=x.q, k=x.k, v=x.v, do=do, g=x.g, dt=x.dt, entering=entering, dleaving=dleaving, states=states[0],
+        dstates=states[-1], dinitial_state=dinitial_state, cu_seqlens=x.cu_seqlens, stride_q=x.q.stride(1),
+        stride_k=x.k.stride(1), stride_v=x.v.stride(1), stride_do=do.stride(1), scale=x.scale, T=T, N=N, G=G, HV=HV,
+        segment=segment, K=K, V=V, BT=config.BT, BK=BK, BV=BV, SEGMENTED=segment > 0, PACKED=x.cu_seqlens is not None,
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    return states[0], states[-1], initial_gradient
+    return states[0], states[-1], dinitial_state

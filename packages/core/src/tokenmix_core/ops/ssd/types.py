@@ -1,4 +1,4 @@
-"""What the steps of a pass hand to one another, by the names that kernels and README.md give it."""
+"""Arguments and gradients of SSD's steps, named as in the kernels and README.md."""
 
 from __future__ import annotations
 
@@ -11,42 +11,48 @@ from tokenmix_core.ops.buffers import aligned
 
 
 class Inputs(NamedTuple):
-    """The arguments of `chunk_ssd`, in the order of the operators' schemas; steps take them `aligned`."""
+    """The arguments of `chunk_ssd`: tensors with gradients, other tensors, options."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     g: Tensor
-    scale: float
     initial_state: Tensor | None
+    dt: Tensor | None
+    D: Tensor | None
     cu_seqlens: Tensor | None
-    dt: Tensor | None = None
-    D: Tensor | None = None
+    scale: float
     impl: str | None = None
 
     def aligned(self) -> Inputs:
-        """The same as kernels read it: rows of tokens where they lie, if they lie well, other tensors contiguous."""
+        """Return the arguments as kernels read them: q, k and v by `token_rows`, other tensors contiguous."""
         q, k, v = map(token_rows, self[:3])
-        g, initial_state, dt, D = map(aligned, (self.g, self.initial_state, self.dt, self.D))
+        g, initial_state, dt, D = map(aligned, self[3:7])
         return self._replace(q=q, k=k, v=v, g=g, initial_state=initial_state, dt=dt, D=D)
 
 
-def token_rows(x: Tensor) -> Tensor:
-    """x `[B, T, H, D]` itself where its tokens lie at one stride in rows of H · D, as in a slice of a wider tensor."""
-    B, T, H, D = x.shape
-    stride = x.stride()
-    rows = stride[3] == 1 and (H == 1 or stride[2] == D) and (B == 1 or stride[0] == T * stride[1])
-    # at strides that are no multiples of 16 Triton reads element by element, and 3.6 compiled states wrong beside that
-    if rows and stride[1] % 16 == 0 and x.data_ptr() % 16 == 0:
-        return x
-    # one token may lie at any stride in what is contiguous
-    return x.clone(memory_format=torch.contiguous_format)
+# fields of `Inputs` that are tensors
+TENSORS = 8
+
+
+class StepInputs(NamedTuple):
+    """The arguments of `ssd_step`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    state: Tensor
+    dt: Tensor | None
+    D: Tensor | None
+    scale: float
+    impl: str | None = None
 
 
 class Gradients(NamedTuple):
-    """Gradients of a call's tensors; dq and dk are of groups, or of value heads before these are summed.
+    """Gradients in the order of `Inputs`; dq and dk are of groups, or of value heads before their sum.
 
-    `initial_state` is None where segments' states make that gradient; dt and D are None where there are none.
+    `initial_state` is None if the segments' reverse scan computes it; dt and D are None if the call has none.
     """
 
     q: Tensor
@@ -56,3 +62,15 @@ class Gradients(NamedTuple):
     initial_state: Tensor | None = None
     dt: Tensor | None = None
     D: Tensor | None = None
+
+
+def token_rows(x: Tensor) -> Tensor:
+    """Return x `[B, T, H, D]` with rows of H · D elements at one stride; x itself if so, as a slice of a wider one."""
+    B, T, H, D = x.shape
+    stride = x.stride()
+    rows = stride[3] == 1 and (H == 1 or stride[2] == D) and (B == 1 or stride[0] == T * stride[1])
+    # at strides that are no multiples of 16 Triton reads element by element, and Triton 3.6 compiled states wrong
+    if rows and stride[1] % 16 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    # a clone, as `contiguous` would return a single token of any stride itself
+    return x.clone(memory_format=torch.contiguous_format)

@@ -102,8 +102,8 @@ def _linear_forward(q, k, v, *, g, dt, D, beta, cu_seqlens, impl) -> tuple[Tenso
         )
         return o[..., :K].contiguous(), ()
     o, _, *terms = delta_rule.run_forward(
-        q=q, k=k, v=v, g=g, beta=beta, initial_state=None, cu_seqlens=cu_seqlens, scale=K**-0.5, qk_l2norm=True,
-        impl=impl,
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=None, writes=None, cu_seqlens=cu_seqlens, scale=K**-0.5,
+        qk_l2norm=True, impl=impl,
     )  # fmt: skip
     return o, tuple(terms)
 
@@ -114,15 +114,15 @@ def _linear_backward(q, k, v, *, g, dt, D, beta, cu_seqlens, saved, do, impl) ->
     if beta is None:
         q, k, v, do = _widened(q, k, v, do)
         *grads, dg, _, ddt, dD = ssd.run_backward(
-            q=q, k=k, v=v, g=g, scale=1.0, initial_state=None, cu_seqlens=cu_seqlens, before=None, do=do,
-            final_gradient=None, dt=dt, D=D, impl=impl,
+            q=q, k=k, v=v, g=g, scale=1.0, initial_state=None, cu_seqlens=cu_seqlens, entering=None, do=do,
+            dfinal_state=None, dt=dt, D=D, impl=impl,
         )  # fmt: skip
         dq, dk, dv = (x[..., :K].contiguous() for x in grads)
         return dq, dk, dv, dg, ddt, dD, None
     inverse, gates = saved
-    dq, dk, dv, dg, dbeta, *_ = delta_rule.run_whole_backward(
+    dq, dk, dv, dg, dbeta, *_ = delta_rule.run_backward(
         do=do, dfinal_state=None, q=q, k=k, v=v, g=g, beta=beta, inverse=inverse, gates=gates, initial_state=None,
-        cu_seqlens=cu_seqlens, scale=K**-0.5, qk_l2norm=True, impl=impl,
+        writes=None, cu_seqlens=cu_seqlens, scale=K**-0.5, qk_l2norm=True, impl=impl,
     )  # fmt: skip
     return dq, dk, dv, dg, None, None, dbeta
 
@@ -194,8 +194,8 @@ def _(x: Inputs) -> Outputs:
     if x.D is None:
         q = x.rows.new_empty(heads)
         _, _, *saved = delta_rule.chunk_op(
-            q=q, k=q, v=q, g=g, beta=g, initial_state=None, cu_seqlens=x.cu_seqlens, scale=1.0, qk_l2norm=True,
-            impl=x.impl,
+            q=q, k=q, v=q, g=g, beta=g, initial_state=None, writes=None, cu_seqlens=x.cu_seqlens, scale=1.0,
+            qk_l2norm=True, impl=x.impl,
         )  # fmt: skip
     kept = Kept(
         q=x.rows.new_empty(like_rows), k_rotated=x.rows.new_empty(like_rows),

@@ -25,7 +25,7 @@ from tokenmix_core.kernels.gluon.hopper import (
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, room
-from tokenmix_core.ops.gated_delta_rule.types import OfStates, Reverse
+from tokenmix_core.ops.gated_delta_rule.types import Reverse, StateGradients
 
 # β up to which a token counts for nothing in the sums that cancel
 SMALLEST = gl.constexpr(2.0**-8)
@@ -246,7 +246,7 @@ class Warps(NamedTuple):
 
 def backward_chunk(
     reverse: Reverse,
-    of_states: OfStates,
+    of_states: StateGradients,
     *,
     dq: Tensor,
     dk: Tensor,

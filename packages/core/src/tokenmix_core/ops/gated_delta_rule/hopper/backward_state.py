@@ -23,7 +23,7 @@ from tokenmix_core.ops.gated_delta_rule.hopper.gates import factors_of_scores, l
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import locate_segment, start_after
 from tokenmix_core.ops.gated_delta_rule.sequence_split import pass_back
 from tokenmix_core.ops.gated_delta_rule.tile_order import longest_first
-from tokenmix_core.ops.gated_delta_rule.types import OfStates, Reverse
+from tokenmix_core.ops.gated_delta_rule.types import Reverse, StateGradients
 
 
 @cached_launch
@@ -195,7 +195,7 @@ class Columns(NamedTuple):
     warps: int
 
 
-def launch_kernel(reverse: Reverse, of_states: OfStates | None, passed: Tensor | None, by: Columns) -> None:
+def launch_kernel(reverse: Reverse, of_states: StateGradients | None, passed: Tensor | None, by: Columns) -> None:
     """Launch a form of the kernel; without `of_states` only what every segment passes back by itself is made."""
     x, terms, saved, do, dfinal_state, segment = reverse
     B, T, H, K = x.q.shape
@@ -222,12 +222,12 @@ def between_segments(reverse: Reverse, by: Columns | None = None) -> Tensor | No
     launch_kernel(reverse, None, passed, by or Columns(backward_state_kernel, V, V // 16))
     pass_back(
         gates=terms.gates, transitions=terms.transitions, passed=passed, T=T, N=num_sequences(x.q, x.cu_seqlens), HV=HV,
-        segment=segment, cu_seqlens=x.cu_seqlens, writes=x.writes, run=x.run,
+        segment=segment, cu_seqlens=x.cu_seqlens, writes=x.writes, run=x.chunks_per_write,
     )  # fmt: skip
     return passed
 
 
-def backward_state(reverse: Reverse, of_states: OfStates, by: Columns | None = None) -> None:
+def backward_state(reverse: Reverse, of_states: StateGradients, by: Columns | None = None) -> None:
     """Write what `of_states` has room for: dv, dS' of every chunk, ⟨dS', S⟩ by columns, the initial state's gradient.
 
     Where a segment does not forget, its M carries gradients through it; without M a segment starts as far back as it

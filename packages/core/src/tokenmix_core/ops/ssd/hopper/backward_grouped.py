@@ -44,7 +44,7 @@ CHUNK = gl.constexpr(64)
 @cached_launch
 @gluon.jit(do_not_specialize=["T", "N", "G", "HV"])
 def group_gradients_kernel(
-    q, k, v, do, g, dt, skip, states, gradients, dq, dk, dv, dg, ddt, dskip, cu_seqlens,
+    q, k, v, do, g, dt, skip, states, dstates, dq, dk, dv, dg, ddt, dskip, cu_seqlens,
     stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV,
     K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -87,7 +87,7 @@ def group_gradients_kernel(
     async_copy_rows(v_2.index(0), p_v, stride_v, rows, W)
     async_copy_rows(do_2.index(0), p_do, stride_do, rows, W)
     async_copy_rows(s_2.index(0), states + o_s, V, K, W)
-    async_copy_rows(d_2.index(0), gradients + o_s, V, K, W)
+    async_copy_rows(d_2.index(0), dstates + o_s, V, K, W)
     async_copy.commit_group()
     store_decays(b_h, from_h, to_h, load_numbers(g + first * HV + i_r * R, HV, rows, R), scale)
     if dt is not None:
@@ -104,7 +104,7 @@ def group_gradients_kernel(
             async_copy_rows(v_2.index(then), p_v, stride_v, rows, W)
             async_copy_rows(do_2.index(then), p_do, stride_do, rows, W)
             async_copy_rows(s_2.index(then), states + o_s, V, K, W)
-            async_copy_rows(d_2.index(then), gradients + o_s, V, K, W)
+            async_copy_rows(d_2.index(then), dstates + o_s, V, K, W)
             async_copy.commit_group()
         end_h.index(r).store(gl.sum(s_s.load(lines).to(gl.float32) * s_d.load(lines).to(gl.float32), 1))
 

@@ -74,8 +74,8 @@ def store_chunk(dq, dk, dv, dg, s_q, s_k, s_v, crossing_h, later_h, o_out, HV, r
 
 @cached_launch
 @gluon.jit(do_not_specialize=["T", "N", "G", "HV", "segment"])
-def walk_gradients_kernel(
-    q, k, v, do, g, dt, skip, states, after, dq, dk, dv, dg, ddt, dskip, initial_gradient, cu_seqlens,
+def backward_scan_kernel(
+    q, k, v, do, g, dt, skip, states, dleaving, dq, dk, dv, dg, ddt, dskip, dinitial_state, cu_seqlens,
     stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV, segment,
     K: gl.constexpr, V: gl.constexpr, SEGMENTED: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -136,8 +136,8 @@ def walk_gradients_kernel(
         skipped = gl.zeros([1, BT], gl.float32, by_head)
     o_k, o_v = gl.arange(0, K, gl.SliceLayout(1, tile)), gl.arange(0, V, gl.SliceLayout(0, tile))
     o_state = (i_s.to(gl.int64) * HV + i_h) * K * V
-    if after is not None:
-        b_d = gl.load(after + o_state + o_k[:, None] * V + o_v[None, :])
+    if dleaving is not None:
+        b_d = gl.load(dleaving + o_state + o_k[:, None] * V + o_v[None, :])
     else:
         b_d = gl.zeros([K, V], gl.float32, tile)
     s_d.store(b_d.to(dtype))
@@ -227,36 +227,36 @@ def walk_gradients_kernel(
             dq, dk, dv, dg, q_2.index(last), k_2.index(last), v_2.index(last), crossing_h, later_h,
             o_h, HV, length,
         )  # fmt: skip
-    if initial_gradient is not None:
-        gl.store(initial_gradient + o_state + opaque(o_k)[:, None] * V + o_v[None, :], b_d)
+    if dinitial_state is not None:
+        gl.store(dinitial_state + o_state + opaque(o_k)[:, None] * V + o_v[None, :], b_d)
     if skip is not None:
         gl.store(dskip + i_s * HV + i_h, gl.sum(gl.sum(skipped, 1), 0))
 
 
-def walk_gradients(x: Inputs, *, do: Tensor, states: Tensor, after: Tensor | None, segment: int) -> Gradients:
-    """All gradients, dq and dk of each value head, those of the decays, Δ and D in float32.
+def hopper_backward_scan(x: Inputs, *, do: Tensor, states: Tensor, dleaving: Tensor | None, segment: int) -> Gradients:
+    """Return all gradients: dq and dk of each value head; those of the decays, Δ and D in float32.
 
-    `after` holds the gradients of the states after each sequence (None for zero), or each segment of `segment` tokens;
-    for segments there is no gradient of the states before sequences.
+    `dleaving` are the gradients of the states that leave each sequence (None for zero), or each segment of `segment`
+    tokens. For segments the gradient of the initial states is None.
     """
     B, T, G, K = x.q.shape
     HV, V = x.v.shape[2:]
     N = num_sequences(x.q, x.cu_seqlens)
-    spans = N if after is None or not segment else len(after)
+    spans = N if dleaving is None or not segment else len(dleaving)
     dq, dk = (torch.empty((B, T, HV, K), dtype=x.q.dtype, device=x.q.device) for _ in range(2))
     dv = torch.empty_like(x.v, memory_format=torch.contiguous_format)
     dg = torch.empty(x.g.shape, dtype=torch.float32, device=x.g.device)
     ddt = None if x.dt is None else torch.empty_like(dg)
     # not every slot of packed segments is one
     dskip = None if x.D is None else torch.zeros(spans, HV, dtype=torch.float32, device=x.g.device)
-    initial_gradient = None if segment else torch.empty(N, HV, K, V, dtype=torch.float32, device=x.v.device)
+    dinitial_state = None if segment else torch.empty(N, HV, K, V, dtype=torch.float32, device=x.v.device)
     stride_q, stride_k, stride_v, stride_do = (y.stride(1) // 8 for y in (x.q, x.k, x.v, do))
-    walk_gradients_kernel[(spans * HV,)](
-        q=x.q, k=x.k, v=x.v, do=do, g=x.g, dt=x.dt, skip=x.D, states=states, after=after, dq=dq, dk=dk, dv=dv, dg=dg,
-        ddt=ddt, dskip=dskip, initial_gradient=initial_gradient, cu_seqlens=x.cu_seqlens, stride_q=stride_q,
+    backward_scan_kernel[(spans * HV,)](
+        q=x.q, k=x.k, v=x.v, do=do, g=x.g, dt=x.dt, skip=x.D, states=states, dleaving=dleaving, dq=dq, dk=dk, dv=dv,
+        dg=dg, ddt=ddt, dskip=dskip, dinitial_state=dinitial_state, cu_seqlens=x.cu_seqlens, stride_q=stride_q,
         stride_k=stride_k, stride_v=stride_v, stride_do=stride_do, scale=x.scale, T=T, N=N, G=G, HV=HV,
         segment=segment, K=K, V=V, SEGMENTED=segment > 0, PACKED=x.cu_seqlens is not None, num_warps=8,
     )  # fmt: skip
     return Gradients(
-        q=dq, k=dk, v=dv, g=dg, initial_state=initial_gradient, dt=ddt, D=None if dskip is None else dskip.sum(0)
+        q=dq, k=dk, v=dv, g=dg, initial_state=dinitial_state, dt=ddt, D=None if dskip is None else dskip.sum(0)
     )

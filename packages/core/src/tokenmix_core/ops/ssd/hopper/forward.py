@@ -270,7 +270,7 @@ def hopper_forward_kernel(
 def hopper_forward(
     x: Inputs,
     *,
-    before: Tensor | None,
+    entering: Tensor | None,
     o: Tensor,
     final_state: Tensor | None,
     segment: int,
@@ -285,9 +285,9 @@ def hopper_forward(
     HV, V = x.v.shape[2:]
     stride_q, stride_k, stride_v = (y.stride(1) // 8 for y in (x.q, x.k, x.v))
     hopper_forward_kernel[(spans * HV * (V // columns),)](
-        q=x.q, k=x.k, v=x.v, g=x.g, dt=x.dt, skip=x.D, o=o, initial_state=before, final_state=final_state,
+        q=x.q, k=x.k, v=x.v, g=x.g, dt=x.dt, skip=x.D, o=o, initial_state=entering, final_state=final_state,
         cu_seqlens=x.cu_seqlens, stride_q=stride_q, stride_k=stride_k, stride_v=stride_v, scale=x.scale, T=T,
         N=num_sequences(x.q, x.cu_seqlens), G=G, HV=HV, segment=segment, K=K, V=V, BV=columns,
-        INITIAL=before is not None, SEGMENTED=segment > 0, LOOKBACK=segment > 0 and final_state is not None,
+        INITIAL=entering is not None, SEGMENTED=segment > 0, LOOKBACK=segment > 0 and final_state is not None,
         PACKED=x.cu_seqlens is not None, num_warps=columns // 16,
     )  # fmt: skip

@@ -47,7 +47,7 @@ def scaled_rows(s_x, x_i, layout: gl.constexpr):
 @cached_launch
 @gluon.jit(do_not_specialize=["T", "N", "G", "HV"])
 def hopper_gradients_kernel(
-    q, k, v, do, g, dt, skip, states, gradients, dq, dk, dv, dg, ddt, dskip, cu_seqlens,
+    q, k, v, do, g, dt, skip, states, dstates, dq, dk, dv, dg, ddt, dskip, cu_seqlens,
     stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV,
     K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -93,10 +93,10 @@ def hopper_gradients_kernel(
     async_copy_rows(s_do, do + first * stride_do + i_h * V, stride_do, rows, W)
     async_copy_rows(s_s, states + o_s, V, K, W)
     if not OVERLAY:
-        async_copy_rows(s_d, gradients + o_s, V, K, W)
+        async_copy_rows(s_d, dstates + o_s, V, K, W)
     async_copy.commit_group()
     if OVERLAY:
-        b_d = gl.load(gradients + o_s + o_lk[:, None] * V + o_lv[None, :])
+        b_d = gl.load(dstates + o_s + o_lk[:, None] * V + o_lv[None, :])
     b_g = load_decay(g + first * HV + i_h, HV, rows)
     b_i, total = cumulative_decay(gl.convert_layout(b_g, col), o_i, o_j)
     b_j = gl.convert_layout(b_i, col)
@@ -141,7 +141,7 @@ def hopper_gradients_kernel(
     crossing_i += dot_rows(b_dq, s_q, row, K)
     if OVERLAY:
         barrier()
-        async_copy_rows(s_d, gradients + o_s, V, K, W)
+        async_copy_rows(s_d, dstates + o_s, V, K, W)
         async_copy.commit_group()
     b_dv = multiply(s_p.permute((1, 0)), s_do, V)
     b_dv = warpgroup_mma_wait(0, deps=[b_dv])
@@ -189,7 +189,7 @@ def hopper_gradients_kernel(
     store_rows(dk + o_out, s_k, HV * K, rows, W)
 
 
-def hopper_gradients(x: Inputs, *, do: Tensor, states: Tensor, gradients: Tensor, config: SSDHopper) -> Gradients:
+def hopper_gradients(x: Inputs, *, do: Tensor, states: Tensor, dstates: Tensor, config: SSDHopper) -> Gradients:
     """All gradients but the initial state's; dq and dk are sums of `config.heads` value heads, `[B, T, HV / heads, K]`.
 
     Those of the decays, Δ and D are in float32.
@@ -205,7 +205,7 @@ def hopper_gradients(x: Inputs, *, do: Tensor, states: Tensor, gradients: Tensor
     dskip = None if x.D is None else torch.zeros(slots, HV, dtype=torch.float32, device=x.q.device)
     stride_q, stride_k, stride_v, stride_do = (y.stride(1) // 8 for y in (x.q, x.k, x.v, do))
     arguments = dict(
-        q=x.q, k=x.k, v=x.v, do=do, g=x.g, dt=x.dt, skip=x.D, states=states, gradients=gradients, dq=dq, dk=dk, dv=dv,
+        q=x.q, k=x.k, v=x.v, do=do, g=x.g, dt=x.dt, skip=x.D, states=states, dstates=dstates, dq=dq, dk=dk, dv=dv,
         dg=dg, ddt=ddt, dskip=dskip, cu_seqlens=x.cu_seqlens, stride_q=stride_q, stride_k=stride_k, stride_v=stride_v,
         stride_do=stride_do, scale=x.scale, T=T, N=num_sequences(x.q, x.cu_seqlens), G=G, HV=HV, K=K, V=V,
         PACKED=x.cu_seqlens is not None, num_warps=config.num_warps,

@@ -1,0 +1,148 @@
+"""The chunkwise gated delta rule, one call per step; README.md derives the steps.
+
+Forward: gates and Ã of each chunk, states that enter segments, then the scan over chunks with its outputs.
+Backward: the scan again for R and S unless they are saved, the reverse scan for dV and dS, then all other gradients.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenmix_core.chunking import cdiv
+from tokenmix_core.ops.buffers import aligned, buffer_bytes, buffer_views
+from tokenmix_core.ops.gated_delta_rule.backward_chunk import backward_chunk
+from tokenmix_core.ops.gated_delta_rule.backward_state import backward_state
+from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, split_values, state_layouts, term_layouts
+from tokenmix_core.ops.gated_delta_rule.forward import empty_saved, forward
+from tokenmix_core.ops.gated_delta_rule.gqa_reduce import sum_groups
+from tokenmix_core.ops.gated_delta_rule.head_split import (
+    join_gradients,
+    join_outputs,
+    split_heads,
+    split_output_gradients,
+)
+from tokenmix_core.ops.gated_delta_rule.plan import head_parts, plan
+from tokenmix_core.ops.gated_delta_rule.prepare import prepare
+from tokenmix_core.ops.gated_delta_rule.sequence_split import segment_states
+from tokenmix_core.ops.gated_delta_rule.types import Gradients, Inputs, Reverse, Saved, Terms
+
+
+class Forward(NamedTuple):
+    """Results of the forward pass, and its tensors for the backward pass.
+
+    `buffer` is one allocation with Ã, the gates and, if they are small, R and the chunk states; None unless saved.
+    """
+
+    o: Tensor
+    final_state: Tensor
+    terms: Terms
+    buffer: Tensor | None
+
+
+def chunk_forward(inputs: Inputs, save: bool = False) -> Forward:
+    """Compute outputs and final states; with `save` keep the tensors of the backward pass in one buffer."""
+    x, parts = split_heads(inputs.aligned())
+    by = plan(x.k, x.v, x.cu_seqlens, x.qk_l2norm, x.impl, others=(x.q,), chunks_per_write=x.chunks_per_write)
+    buffer, term_tensors, saved = _saving_buffer(x, by.saves_states) if save else (None, None, None)
+
+    # gates and intra-chunk: b, β r, r, β, and Ã = (I + L̃)⁻¹
+    inverse, gates = prepare(
+        k=x.k, g=x.g, beta=x.beta, cu_seqlens=x.cu_seqlens, qk_l2norm=x.qk_l2norm, form=by.prepare, out=term_tensors
+    )
+    # state passing between segments
+    entering, transitions = segment_states(x, inverse=inverse, gates=gates, segment=by.segment)
+    # state passing between chunks, and outputs
+    terms = Terms(inverse, gates, entering, transitions)
+    o, final_state = forward(x, terms, segment=by.segment, form=by.outputs, saved=saved)
+
+    o, final_state = join_outputs(o, final_state, parts)
+    return Forward(o, final_state, terms, buffer)
+
+
+def chunk_backward(
+    inputs: Inputs,
+    *,
+    inverse: Tensor,
+    gates: Tensor,
+    segments: tuple[Tensor | None, Tensor | None] | None,
+    saved: Saved | None,
+    do: Tensor | None,
+    dfinal_state: Tensor | None,
+) -> Gradients:
+    """Compute the gradients of a call from those of its results.
+
+    Args:
+        inverse, gates: of the forward pass.
+        segments: the states that enter segments, and transitions; None computes them again.
+        saved: R and the chunk states; None computes them again.
+        do, dfinal_state: gradients of the results; None is zero.
+    """
+    x, parts = split_heads(inputs.aligned())
+    do, dfinal_state = split_output_gradients(aligned(do), aligned(dfinal_state), parts)
+    by = plan(
+        x.k, x.v, x.cu_seqlens, x.qk_l2norm, x.impl, others=(x.q, do), has_do=do is not None,
+        chunks_per_write=x.chunks_per_write,
+    )  # fmt: skip
+
+    # the forward scan again
+    entering, transitions = segments or segment_states(x, inverse=inverse, gates=gates, segment=by.segment)
+    recompute = saved is None or by.remainders
+    if recompute:
+        terms, saved = Terms(inverse, gates, entering, transitions), empty_saved(x, by.remainders)
+        forward(x, terms, segment=by.segment, form=by.states, output=False, saved=saved)
+
+    # reverse state passing: dV and dS'; then, chunk by chunk, dQ, dK, dg and dβ
+    terms = Terms(inverse, gates, entering, transitions if by.backward_segment else None)
+    segment = by.backward_segment or cdiv(x.q.shape[1], CHUNK) * CHUNK
+    reverse = Reverse(x=x, terms=terms, saved=saved, do=do, dfinal_state=dfinal_state, segment=segment)
+    if by.fused_backward:
+        grads = _backward_fused(reverse, may_overwrite=recompute)
+    else:
+        of_states = backward_state(reverse, form=by.backward_state)
+        grads = backward_chunk(reverse, of_states, may_overwrite=recompute, form=by.backward_chunk)
+
+    dq, dk = sum_groups(grads.q, grads.k, x.q.shape[2])
+    return join_gradients(grads._replace(q=dq, k=dk), parts)
+
+
+def _backward_fused(reverse: Reverse, may_overwrite: bool) -> Gradients:
+    """Compute all gradients by the one Hopper kernel; it overwrites R by dK if it may."""
+    from tokenmix_core.ops.gated_delta_rule.hopper import backward as on_hopper
+
+    x, residual = reverse.x, reverse.saved.residual
+    B, T, _, D = x.q.shape
+    grads = Gradients(
+        q=x.q.new_empty(B, T, x.v.shape[2], D),
+        # a program has read a chunk's rows of R before it writes those of dK: one tensor less at the peak of memory
+        k=residual if may_overwrite else torch.empty_like(residual),
+        v=torch.empty_like(x.v),
+        g=torch.empty_like(x.g),
+        beta=torch.empty_like(x.beta),
+        initial_state=None if x.initial_state is None else torch.empty_like(x.initial_state),
+        writes=None,
+    )
+    on_hopper.backward(reverse, grads)
+    return grads
+
+
+def _saving_buffer(x: Inputs, saves_states: bool) -> tuple[Tensor, tuple[Tensor, Tensor], Saved | None]:
+    """Allocate the buffer of `Forward`; return it and its parts: Ã and the gates, and R and the chunk states."""
+    layouts = term_layouts(x.k, x.v.shape[2])
+    if saves_states:
+        layouts += state_layouts(x.k, x.v, x.cu_seqlens)
+    buffer = x.k.new_empty(buffer_bytes(layouts), dtype=torch.uint8)
+    inverse, gates, *states = buffer_views(buffer, layouts)
+    return buffer, (inverse, gates), Saved(*states) if states else None
+
+
+def read_buffer(inputs: Inputs, buffer: Tensor) -> tuple[Tensor, Tensor, Saved | None]:
+    """Return Ã, the gates, and R with the chunk states if they were saved, from the buffer of `Forward`."""
+    v = split_values(inputs.v, head_parts(inputs.k, inputs.v, inputs.impl, inputs.chunks_per_write))
+    layouts = term_layouts(inputs.k, v.shape[2])
+    if len(buffer) > buffer_bytes(layouts):
+        layouts += state_layouts(inputs.k, v, inputs.cu_seqlens)
+    inverse, gates, *states = buffer_views(buffer, layouts)
+    return inverse, gates, Saved(*states) if states else None

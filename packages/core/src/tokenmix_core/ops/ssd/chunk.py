@@ -1,0 +1,79 @@
+"""Chunkwise SSD, one call per step; README.md derives the steps.
+
+Forward: states that enter segments, if sequences are split; then states and outputs of the chunks in one kernel.
+Backward: states before each chunk and gradients of the states after it; then all gradients of each chunk.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tokenmix_core.ops.buffers import aligned
+from tokenmix_core.ops.ssd.forward import ssd_forward
+from tokenmix_core.ops.ssd.gradients import backward_scan, ssd_gradients
+from tokenmix_core.ops.ssd.plan import plan
+from tokenmix_core.ops.ssd.states import boundary_states, segment_states
+from tokenmix_core.ops.ssd.types import Gradients, Inputs, token_rows
+
+
+def chunk_forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return o, the final states, and the states that enter segments; None for whole sequences."""
+    x, by = inputs.aligned(), plan(inputs.q, inputs.v, inputs.cu_seqlens, inputs.impl)
+    if not by.segment:
+        # state passing between chunks, and outputs
+        o, final_state = ssd_forward(x, entering=x.initial_state, segment=0, config=by.forward)
+        assert final_state is not None, "whole sequences end in a state"
+        return o, final_state, None
+    # state passing between segments; inside them between chunks, and outputs
+    entering, final_state = segment_states(x, segment=by.segment, config=by.states)
+    o, _ = ssd_forward(x, entering=entering, segment=by.segment, config=by.forward)
+    return o, final_state, entering
+
+
+def chunk_backward(inputs: Inputs, *, do: Tensor, dfinal_state: Tensor | None, entering: Tensor | None) -> Gradients:
+    """Return all gradients; `entering` is the third result of `chunk_forward`, or None to be computed again."""
+    by = plan(inputs.q, inputs.v, inputs.cu_seqlens, inputs.impl)
+    fused = by.gradients.hopper is not None
+    if not fused and not (inputs.dt is None and inputs.D is None):
+        return _composed_backward(inputs, do=do, dfinal_state=dfinal_state, entering=entering)
+
+    # reverse state passing between segments
+    x, do, dleaving = inputs.aligned(), token_rows(do), aligned(dfinal_state)
+    dinitial_state = None
+    if not by.segment:
+        entering = x.initial_state
+    else:
+        if entering is None:
+            entering, _ = segment_states(x, segment=by.segment, config=by.states)
+        dleaving, dinitial_state = segment_states(x, segment=by.segment, config=by.states, do=do, dfinal_state=dleaving)
+    # states before chunks, and gradients of the states after them unless the reverse scan carries those in registers
+    scans = fused and by.gradients.scans
+    states, dstates, dinitial_of_whole = boundary_states(
+        x, do=do, entering=entering, dleaving=dleaving, segment=by.segment, config=by.states, with_gradients=not scans
+    )
+    # all other gradients, chunk by chunk
+    if scans:
+        grads = backward_scan(x, do=do, states=states, dleaving=dleaving, segment=by.segment)
+        dinitial_of_whole = grads.initial_state
+    else:
+        grads = ssd_gradients(x, do=do, states=states, dstates=dstates, config=by.gradients)
+    return grads._replace(initial_state=dinitial_state if by.segment else dinitial_of_whole)
+
+
+def _composed_backward(
+    inputs: Inputs, *, do: Tensor, dfinal_state: Tensor | None, entering: Tensor | None
+) -> Gradients:
+    """Return all gradients from kernels that have neither Δ nor D: v enters scaled, and D's part is added."""
+    v, dt, D = inputs.v, inputs.dt, inputs.D
+    scaled = v if dt is None else (v * dt.unsqueeze(-1)).to(v.dtype)
+    grads = chunk_backward(
+        inputs._replace(v=scaled, dt=None, D=None), do=do, dfinal_state=dfinal_state, entering=entering
+    )
+    dv, ddt, dD = grads.v.float(), None, None
+    if dt is not None:
+        ddt = (dv * v).sum(-1).to(dt.dtype)
+        dv = dv * dt.unsqueeze(-1)
+    if D is not None:
+        dD = (do.float() * v).sum((0, 1, 3)).to(D.dtype)
+        dv = dv + do * D.unsqueeze(-1)
+    return grads._replace(v=dv.to(v.dtype), dt=ddt, D=dD)
