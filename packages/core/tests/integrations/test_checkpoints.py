@@ -1,4 +1,4 @@
-"""Model folders of other libraries give models with the same logits, and ours go back as they came."""
+"""Converted model folders give equal logits, and exported ones round-trip."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ids(rows=2, tokens=19, words=61):
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", FLA)
-def test_models_of_fla_have_their_logits_and_go_back_as_they_came(kind, tmp_path):
+def test_fla_models_have_equal_logits_and_round_trip(kind, tmp_path):
     config = FLA[kind]
     weights = fla_folder(tmp_path / "theirs", config)
     model = load_third_party(tmp_path / "theirs", LAYOUTS)
@@ -77,7 +77,7 @@ theirs_is_right = pytest.mark.skipif(
 
 @theirs_is_right
 @torch.no_grad()
-def test_mamba2_of_transformers_has_its_logits_also_in_bfloat16_and_in_parts(tmp_path):
+def test_transformers_mamba2_has_equal_logits_also_sharded_in_bfloat16(tmp_path):
     theirs = field_model("mamba2", layers=3)
     expected = theirs(ids(words=64)).logits
     theirs.save_pretrained(tmp_path / "whole")
@@ -107,7 +107,7 @@ def state_spaces_folder(path, model, **fields):
 
 @theirs_is_right
 @torch.no_grad()
-def test_mamba2_of_state_spaces_has_its_logits_with_words_padded_and_tied(tmp_path):
+def test_state_spaces_mamba2_has_equal_logits(tmp_path):
     theirs = field_model("mamba2")
     expected = theirs(ids(words=64)).logits
     state_spaces_folder(tmp_path / "a", theirs)
@@ -124,7 +124,7 @@ def test_mamba2_of_state_spaces_has_its_logits_with_words_padded_and_tied(tmp_pa
 
 @theirs_is_right
 @torch.no_grad()
-def test_a_convolution_without_bias_has_one_of_zero(tmp_path):
+def test_missing_convolution_bias_is_zero(tmp_path):
     theirs = field_model("mamba2")
     for layer in theirs.backbone.layers:
         layer.mixer.conv1d.bias.zero_()
@@ -142,7 +142,7 @@ def change(folder, **fields):
 
 
 @torch.no_grad()
-def test_the_command_reads_a_folder_with_its_tokenizer_and_writes_it_back(tmp_path, capsys):
+def test_command_converts_a_folder_with_tokenizer_and_back(tmp_path, capsys):
     weights = fla_folder(tmp_path / "theirs", DELTA | {"attn": ATTENDING})
     (tmp_path / "theirs" / "tokenizer_config.json").write_text("{}")
     assert main(["convert", str(tmp_path / "theirs"), "--out", str(tmp_path / "ours")]) == 0
@@ -174,14 +174,14 @@ def test_the_command_reads_a_folder_with_its_tokenizer_and_writes_it_back(tmp_pa
         ({"intermediate_size": 40}, "misshapen"),
     ],
 )
-def test_configurations_that_ours_cannot_be_are_refused_with_the_reason(change_in, reason, tmp_path):
+def test_unsupported_configurations_raise(change_in, reason, tmp_path):
     fla_folder(tmp_path, DELTA)
     change(tmp_path, **change_in)
     with pytest.raises(ValueError, match=reason):
         load_third_party(tmp_path, LAYOUTS)
 
 
-def test_first_mamba_hybrids_and_limits_are_refused_with_the_reason(tmp_path):
+def test_mamba1_hybrids_and_limits_raise(tmp_path):
     theirs = field_model("mamba2")
     for n, (fields, reason) in enumerate(
         (
@@ -200,7 +200,7 @@ def test_first_mamba_hybrids_and_limits_are_refused_with_the_reason(tmp_path):
         load_third_party(tmp_path / "limits", LAYOUTS)
 
 
-def test_damaged_and_partial_folders_are_refused_with_the_reason(tmp_path):
+def test_damaged_folders_raise(tmp_path):
     fla_folder(tmp_path / "good", DELTA)
     weights = load_file(tmp_path / "good" / "model.safetensors")
 
@@ -244,7 +244,7 @@ def test_damaged_and_partial_folders_are_refused_with_the_reason(tmp_path):
         ({"mixers": ["attention", "b"], "mixer_options": {"b": {"type": "attention", "num_heads": 2}}}, "all alike"),
     ],
 )
-def test_models_that_fla_does_not_have_are_not_written(fields, reason, tmp_path):
+def test_models_without_fla_counterpart_raise(fields, reason, tmp_path):
     sizes = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 16}
     config = HybridConfig(**sizes | fields)
     with pytest.raises(ValueError, match=reason):

@@ -1,4 +1,4 @@
-"""FLA's signatures give what FLA's own definitions give."""
+"""FLA's signatures agree with FLA's definitions."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def inputs(batch=B, key=K, value=V, tokens=T, dtype=torch.float64):
     return [x.to(dtype) for x in (q, k, v, g, beta, state)]
 
 
-def close(got, expected, bar=1e-12):
+def close(got, expected, tolerance=1e-12):
     for name, x, y in zip(("o", "final_state"), got, expected, strict=True):
-        assert relative_error(x, y) < bar, name
+        assert relative_error(x, y) < tolerance, name
 
 
 RULES = pytest.mark.parametrize("rule", [fla.chunk_gated_delta_rule, fla.fused_recurrent_gated_delta_rule])
 
 
 @RULES
-def test_the_delta_rule_is_that_of_the_definition_with_states_in_and_out(rule):
+def test_delta_rule_equals_the_definition_with_states(rule):
     q, k, v, g, beta, state = inputs()
     got = rule(q, k, v, g=g, beta=beta, scale=0.3, initial_state=state, output_final_state=True)
     close(got, defined(q, k, v, g, beta, 0.3, state))
@@ -61,7 +61,7 @@ def test_the_delta_rule_is_that_of_the_definition_with_states_in_and_out(rule):
 
 
 @RULES
-def test_gates_strengths_and_lengths_are_computed_as_the_options_say(rule):
+def test_options_for_gates_and_normalisation(rule):
     q, k, v, g, beta, _ = inputs()
     q, k = 3 * q, 2 * k
     raw, logits = g + 1, beta - 0.5
@@ -75,7 +75,7 @@ def test_gates_strengths_and_lengths_are_computed_as_the_options_say(rule):
 
 
 @RULES
-def test_values_may_come_first_in_states_and_heads_before_tokens(rule):
+def test_state_v_first_and_head_first(rule):
     q, k, v, g, beta, state = inputs()
     o, final = defined(q, k, v, g, beta, state=state)
     got = rule(q, k, v, g=g, beta=beta, initial_state=state.mT, output_final_state=True, state_v_first=True)
@@ -87,7 +87,7 @@ def test_values_may_come_first_in_states_and_heads_before_tokens(rule):
 
 
 @pytest.mark.parametrize("rule", ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "chunk_simple_gla"])
-def test_packed_sequences_are_as_each_alone(rule):
+def test_packed_sequences_equal_separate_ones(rule):
     q, k, v, g, beta, state = inputs(batch=1)
     written = {} if rule == "chunk_simple_gla" else {"beta": beta}
     state = torch.cat([state, 2 * state, -state, state / 2])
@@ -101,7 +101,7 @@ def test_packed_sequences_are_as_each_alone(rule):
     close(got, (torch.cat(outputs, 1), torch.cat(states)))
 
 
-def test_simple_gla_takes_a_decay_of_every_token_of_each_head_or_none():
+def test_simple_gla_decay_per_token_per_head_or_none():
     q, k, v, g, _, state = inputs()
     got = fla.chunk_simple_gla(q, k, v, g, scale=0.2, initial_state=state, output_final_state=True)
     close(got, defined(q, k, v, g, None, 0.2, state))
@@ -114,7 +114,7 @@ def test_simple_gla_takes_a_decay_of_every_token_of_each_head_or_none():
     assert fla.chunk_simple_gla(q, k, v, g)[1] is None
 
 
-def test_what_a_recurrence_is_not_given_is_no_decay_and_a_full_write():
+def test_missing_gates_mean_no_decay_and_full_write():
     q, k, v, _, _, _ = inputs()
     got = fla.fused_recurrent_gated_delta_rule(q, k, v, output_final_state=True)
     nothing = torch.zeros(B, T, HV).double()
@@ -139,7 +139,7 @@ def test_gradients_reach_every_tensor(rule):
 
 
 @pytest.mark.parametrize("rule", ["chunk_gated_delta_rule", "chunk_simple_gla"])
-def test_heads_that_no_kernel_has_are_fitted(rule):
+def test_unsupported_head_sizes_are_fitted(rule):
     q, k, v, g, beta, state = inputs(batch=1, key=24, value=96, tokens=7, dtype=torch.float32)
     written = {} if rule == "chunk_simple_gla" else {"beta": beta}
     got = getattr(fla, rule)(q, k, v, g=g, **written, initial_state=state, output_final_state=True, impl="triton")
@@ -152,7 +152,7 @@ def refused(message, call, *args, **kwargs):
         call(*args, **kwargs)
 
 
-def test_what_cannot_be_mapped_is_refused_with_the_reason():
+def test_unsupported_options_raise():
     q, k, v, g, beta, _ = inputs()
     chunk, recurrent = fla.chunk_gated_delta_rule, fla.fused_recurrent_gated_delta_rule
     refused("cp_context is not available", chunk, q, k, v, g, beta, cp_context=object())
@@ -165,13 +165,13 @@ def test_what_cannot_be_mapped_is_refused_with_the_reason():
     refused("exclude each other", fla.chunk_simple_gla, q, k, v, g, g[0, 0])
 
 
-def test_what_only_steers_other_kernels_changes_nothing():
+def test_tuning_options_are_ignored():
     q, k, v, g, beta, _ = inputs()
     steered = fla.chunk_gated_delta_rule(q, k, v, g, beta, chunk_size=32, cu_seqlens_cpu=BORDERS, chunk_indices=BORDERS)
     assert torch.equal(steered[0], fla.chunk_gated_delta_rule(q, k, v, g, beta)[0])
 
 
-def test_arguments_by_place_are_those_of_fla():
+def test_positional_arguments_have_the_order_of_fla():
     """The order in fla-core 0.6."""
     expected = "q k v g gk gv beta scale initial_state output_final_state use_qk_l2norm_in_kernel"
     assert " ".join(inspect.signature(fla.fused_recurrent_gated_delta_rule).parameters).startswith(expected)

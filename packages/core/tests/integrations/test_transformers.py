@@ -1,4 +1,4 @@
-"""transformers' own models compute the same on our operations, and are themselves again when that is undone."""
+"""transformers' models give equal results on our operations, and undo restores them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.hf_models import DELTA_RULE, field_model
 
 # a sum of float32 in another order
-BAR = 2e-5
+TOLERANCE = 2e-5
 EACH = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -36,20 +36,20 @@ def gradients(model, ids):
 
 
 @EACH
-def test_logits_and_gradients_are_those_of_the_model_without_us(family):
+def test_logits_and_gradients_are_equal_with_our_kernels(family):
     model, ids = field_model(family), prompt()
     theirs, expected = gradients(model, ids), model(ids, use_cache=False).logits
     with use_kernels(model):
         ours, got = gradients(model, ids), model(ids, use_cache=False).logits
-    # what is equal to the last bit has not been computed anew
-    assert 0 < relative_error(got, expected) < BAR
+    # bit-equal results would mean that the same functions ran
+    assert 0 < relative_error(got, expected) < TOLERANCE
     assert ours.keys() == theirs.keys()
     for name in theirs:
-        assert relative_error(ours[name], theirs[name]) < 10 * BAR, name
+        assert relative_error(ours[name], theirs[name]) < 10 * TOLERANCE, name
 
 
 @EACH
-def test_in_bfloat16_it_errs_no_more_than_the_model_without_us(family):
+def test_bfloat16_errors_do_not_exceed_those_without_our_kernels(family):
     model, ids = field_model(family), prompt()
     exact = model(ids, use_cache=False).logits
     model = model.bfloat16()
@@ -61,7 +61,7 @@ def test_in_bfloat16_it_errs_no_more_than_the_model_without_us(family):
 
 
 @EACH
-def test_generation_is_the_same_for_padded_prompts_and_beams(family):
+def test_generation_is_equal_for_padded_prompts_and_beams(family):
     model, ids = field_model(family), prompt()
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
@@ -73,11 +73,11 @@ def test_generation_is_the_same_for_padded_prompts_and_beams(family):
 
 
 def cache_name(family):
-    """What transformers calls the cache of a family's models."""
+    """transformers' name of the cache of a family's models."""
     return "cache_params" if CACHE == "past_key_values" and family == "mamba2" else CACHE
 
 
-def in_pieces(model, ids, change=None):
+def in_chunks(model, ids, change=None):
     """Logits of 20, 16 and one token after another, through the cache."""
     name, cache, logits = cache_name(model.config.model_type), None, []
     with torch.no_grad():
@@ -91,36 +91,36 @@ def in_pieces(model, ids, change=None):
 
 
 @EACH
-def test_a_cache_goes_from_call_to_call_and_from_their_kernels_to_ours_and_back(family):
+def test_cache_is_compatible_with_both_kernels(family):
     model, ids = field_model(family), prompt()
-    expected, theirs = in_pieces(model, ids)
+    expected, theirs = in_chunks(model, ids)
     with use_kernels(model):
-        got, cache = in_pieces(model, ids)
-    assert relative_error(got, expected) < BAR
+        got, cache = in_chunks(model, ids)
+    assert relative_error(got, expected) < TOLERANCE
     assert cache.layers[0].recurrent_states[0].shape == theirs.layers[0].recurrent_states[0].shape
     used = []
     begin_and_end = lambda: used.pop().undo() if used else used.append(use_kernels(model))  # noqa: E731
-    assert relative_error(in_pieces(model, ids, begin_and_end)[0], expected) < BAR
+    assert relative_error(in_chunks(model, ids, begin_and_end)[0], expected) < TOLERANCE
     used.append(use_kernels(model))
-    assert relative_error(in_pieces(model, ids, begin_and_end)[0], expected) < BAR
+    assert relative_error(in_chunks(model, ids, begin_and_end)[0], expected) < TOLERANCE
     used.pop().undo()
 
 
 @EACH
-def test_decoding_updates_the_state_in_place(family, monkeypatch):
+def test_decoding_overwrites_the_state(family, monkeypatch):
     model, ids = field_model(family), prompt()
     steps = []
     for name in ("gated_delta_rule_step", "ssd_step"):
         step = getattr(importlib.import_module("tokenmix_core.ops"), name)
         monkeypatch.setattr(f"tokenmix_core.ops.{name}", lambda *x, step=step, **o: steps.append(1) or step(*x, **o))
     with use_kernels(model):
-        in_pieces(model, ids)
+        in_chunks(model, ids)
     assert len(steps) == sum(type(m).__name__ == FAMILIES[family].layer for m in model.modules())
 
 
 @EACH
 @pytest.mark.parametrize("form", ["cu_seq_lens_q", "seq_idx"])
-def test_packed_documents_are_as_each_alone(family, form):
+def test_packed_documents_equal_separate_ones(family, form):
     model, row = field_model(family), prompt(1)
     lengths = (11, 19, 7)
     boundaries = torch.tensor([0, 11, 30, 37], dtype=torch.int32)
@@ -135,10 +135,10 @@ def test_packed_documents_are_as_each_alone(family, form):
     with torch.no_grad(), use_kernels(model):
         alone = torch.cat([body(part, use_cache=False)[0] for part in row.split(lengths, 1)], 1)
         packed = body(row, **call, **{form: boundaries if form == "cu_seq_lens_q" else index.int()})[0]
-    assert relative_error(packed, alone) < BAR
+    assert relative_error(packed, alone) < TOLERANCE
 
 
-def test_documents_in_several_rows_are_kept_apart_by_seq_idx():
+def test_seq_idx_separates_documents_in_several_rows():
     model, ids = field_model("mamba2").backbone, prompt()
     index = torch.zeros_like(ids).int()
     index[0, 9:], index[1, 30:] = 1, 4
@@ -146,7 +146,7 @@ def test_documents_in_several_rows_are_kept_apart_by_seq_idx():
         got = model(ids, seq_idx=index, use_cache=False)[0]
         alone = [torch.cat([model(p, use_cache=False)[0] for p in (r[:, :n], r[:, n:])], 1) for r, n in
                  ((ids[:1], 9), (ids[1:], 30))]  # fmt: skip
-    assert relative_error(got, torch.cat(alone)) < BAR
+    assert relative_error(got, torch.cat(alone)) < TOLERANCE
 
 
 def test_packed_documents_and_a_cache_exclude_each_other():
@@ -157,18 +157,18 @@ def test_packed_documents_and_a_cache_exclude_each_other():
 
 
 @EACH
-def test_a_family_is_exchanged_for_models_made_before_and_after(family):
+def test_family_affects_existing_and_new_models(family):
     before, ids = field_model(family), prompt(1)
     expected = before(ids, use_cache=False).logits
     with use_kernels(family) as use:
         home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         assert use.layers == 1 + hasattr(home, FAMILIES[family].norm)
         for model in (before, field_model(family)):
-            assert 0 < relative_error(model(ids, use_cache=False).logits, expected) < BAR
+            assert 0 < relative_error(model(ids, use_cache=False).logits, expected) < TOLERANCE
     assert torch.equal(before(ids, use_cache=False).logits, expected)
 
 
-def test_undoing_restores_every_layer_and_can_be_done_twice():
+def test_undo_restores_every_layer_and_may_be_repeated():
     model, ids = field_model("qwen3_5"), prompt(1)
     expected, attributes = model(ids, use_cache=False).logits, [set(vars(m)) for m in model.modules()]
     use = use_kernels(model)
@@ -182,7 +182,7 @@ def test_undoing_restores_every_layer_and_can_be_done_twice():
     assert torch.equal(model(ids, use_cache=False).logits, expected)
 
 
-def test_other_models_of_the_class_and_copies_keep_what_they_have():
+def test_other_models_and_copies_are_unaffected():
     model, other, ids = field_model("bamba"), field_model("bamba"), prompt(1)
     expected = other(ids, use_cache=False).logits
     with use_kernels(model):
@@ -190,11 +190,11 @@ def test_other_models_of_the_class_and_copies_keep_what_they_have():
         assert torch.equal(other(ids, use_cache=False).logits, expected)
     layer = next(m for m in clone.modules() if type(m).__name__ == "BambaMixer")
     assert layer.forward.__self__ is layer
-    assert 0 < relative_error(clone(ids, use_cache=False).logits, expected) < BAR
+    assert 0 < relative_error(clone(ids, use_cache=False).logits, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
-def test_a_pickled_model_comes_back_as_transformers_made_it(family):
+def test_pickled_model_has_original_functions(family):
     model, ids = field_model(family), prompt()
     expected = model(ids, use_cache=False).logits
     with use_kernels(model):
@@ -206,7 +206,7 @@ def test_a_pickled_model_comes_back_as_transformers_made_it(family):
     assert torch.equal(again(ids, use_cache=False).logits, expected)
 
 
-def test_hooks_of_accelerate_go_on_whether_they_came_before_or_after():
+def test_accelerate_hooks_keep_working():
     from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 
     class Counts(ModelHook):
@@ -228,7 +228,7 @@ def test_hooks_of_accelerate_go_on_whether_they_came_before_or_after():
         if not first:
             hook()
         calls = Counts.calls
-        assert 0 < relative_error(model(ids, use_cache=False).logits, expected) < BAR
+        assert 0 < relative_error(model(ids, use_cache=False).logits, expected) < TOLERANCE
         assert Counts.calls == calls + 1
         use.undo()
         assert torch.equal(model(ids, use_cache=False).logits, expected)
@@ -237,7 +237,7 @@ def test_hooks_of_accelerate_go_on_whether_they_came_before_or_after():
         assert torch.equal(model(ids, use_cache=False).logits, expected)
 
 
-def test_compiled_layers_run_ours_in_one_graph():
+def test_compiled_layers_run_our_kernels_in_one_graph():
     model = field_model("mamba2")
     layer, x = model.backbone.layers[0].mixer, torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -247,10 +247,10 @@ def test_compiled_layers_run_ours_in_one_graph():
             torch._dynamo.reset()
             assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(x), ours)
     torch._dynamo.reset()
-    assert 0 < relative_error(ours, theirs) < BAR
+    assert 0 < relative_error(ours, theirs) < TOLERANCE
 
 
-def test_recomputed_activations_give_the_same_gradients():
+def test_gradient_checkpointing_gives_equal_gradients():
     model, ids = field_model("qwen3_next"), prompt()
     expected = gradients(model, ids)
     # the name from 5.23 on, and the one before
@@ -258,16 +258,16 @@ def test_recomputed_activations_give_the_same_gradients():
     with use_kernels(model):
         got = gradients(model, ids)
     for name in expected:
-        assert relative_error(got[name], expected[name]) < 10 * BAR, name
+        assert relative_error(got[name], expected[name]) < 10 * TOLERANCE, name
 
 
-def test_the_implementation_is_the_one_asked_for():
+def test_impl_is_passed_on():
     model = field_model("mamba2")
     with use_kernels(model, impl="gluon"), pytest.raises(ValueError, match="impl='gluon'"):
         model(prompt(1), use_cache=False)
 
 
-def test_what_cannot_be_exchanged_is_refused_with_the_reason(monkeypatch):
+def test_unsupported_models_raise(monkeypatch):
     model = field_model("mamba2")
     for wrong, message in (
         ("llama", "expected a model, or one of qwen3_next"),
@@ -290,7 +290,7 @@ def test_what_cannot_be_exchanged_is_refused_with_the_reason(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
-def test_kernels_give_what_the_model_gives_also_in_decoding(family):
+def test_kernels_agree_with_the_model_on_a_gpu(family):
     model, ids = field_model(family, head=16, state=16), prompt(1, 6)
     name = cache_name(family)
     with torch.no_grad():
@@ -298,11 +298,11 @@ def test_kernels_give_what_the_model_gives_also_in_decoding(family):
         with use_kernels(model, impl="triton"):
             out = model(ids[:, :5], use_cache=True)
             step = model(ids[:, 5:], use_cache=True, **{name: out[name]})
-    assert relative_error(torch.cat((out.logits, step.logits), 1), expected) < BAR
+    assert relative_error(torch.cat((out.logits, step.logits), 1), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
-def test_the_fallback_is_in_torch_whatever_is_installed(family, monkeypatch):
+def test_fallback_uses_torch_functions(family, monkeypatch):
     model, ids = field_model(family), prompt(1)
     expected = model(ids, use_cache=False).logits
     home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
@@ -318,7 +318,7 @@ def test_the_fallback_is_in_torch_whatever_is_installed(family, monkeypatch):
         use_fallback(model)
 
 
-def test_no_family_is_without_its_norm_or_its_scan():
+def test_every_family_has_norm_and_scan():
     for family, what in FAMILIES.items():
         home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         assert all(hasattr(home, name) for name in (what.layer, *what.functions))
@@ -329,7 +329,7 @@ def test_no_family_is_without_its_norm_or_its_scan():
 
 @pytest.mark.parametrize("norm_before_gate", [False, True])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_falcons_norm_is_ours_in_every_form_of_it(groups, norm_before_gate):
+def test_falcon_norm_in_all_variants(groups, norm_before_gate):
     from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 
     rng = torch.Generator().manual_seed(0)
@@ -341,12 +341,12 @@ def test_falcons_norm_is_ours_in_every_form_of_it(groups, norm_before_gate):
         expected = norm(x, gate)
         with use_kernels("falcon_h1"):
             assert norm.forward.__func__ is norm_of_gated
-            assert relative_error(norm(x, gate), expected) < BAR
+            assert relative_error(norm(x, gate), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
 @pytest.mark.parametrize("impl", [None, "reference", "gluon"])
-def test_norms_run_by_the_implementation_that_was_asked_for(family, impl, monkeypatch):
+def test_norms_use_the_given_impl(family, impl, monkeypatch):
     norm, asked = adapters.ops.gated_rms_norm, []
 
     def noted(*args, impl=None, **options):
@@ -367,7 +367,7 @@ def test_norms_run_by_the_implementation_that_was_asked_for(family, impl, monkey
         asked.clear()
 
 
-def test_wide_weights_of_a_norm_widen_what_it_gives():
+def test_float32_norm_weights_give_float32_outputs():
     from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 
     sizes = {"group_size": 12} if "group_size" in BambaRMSNormGated.__init__.__code__.co_varnames else {}

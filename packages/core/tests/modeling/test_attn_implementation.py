@@ -16,7 +16,7 @@ MIXED = {"mixers": ["gated_delta_net", "attention"], "mixer_options": {**GDN, "a
     ("requested", "impl"),
     [(None, None), ("eager", "reference"), ("sdpa", "sdpa"), ("flash_attention_2", "flash_attn")],
 )
-def test_a_request_reaches_the_attention_and_nothing_else(requested, impl, tmp_path):
+def test_request_sets_attention_mixers_only(requested, impl, tmp_path):
     HybridForCausalLM(HybridConfig(**SIZES, **MIXED)).save_pretrained(tmp_path)
     for model in (
         HybridForCausalLM.from_pretrained(tmp_path, attn_implementation=requested),
@@ -30,7 +30,7 @@ def test_a_request_reaches_the_attention_and_nothing_else(requested, impl, tmp_p
 
 
 @torch.no_grad()
-def test_eager_and_sdpa_give_what_the_own_choice_gives():
+def test_eager_and_sdpa_equal_the_default():
     model, ids = HybridForCausalLM(HybridConfig(**SIZES, **MIXED)).eval(), torch.randint(0, 59, (2, 9))
     exact = model(ids).logits
     for name in ("eager", "sdpa"):
@@ -52,7 +52,7 @@ def test_eager_and_sdpa_give_what_the_own_choice_gives():
         ),
     ],
 )
-def test_what_cannot_be_mapped_is_refused(fields, requested, said):
+def test_unsupported_implementation_raises(fields, requested, said):
     model = HybridForCausalLM(HybridConfig(**SIZES, **fields))
     with pytest.raises(ValueError, match=said):
         model.set_attn_implementation(requested)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.testing.closeness import relative_error
@@ -65,7 +66,7 @@ def test_batches_are_repeated_selected_and_reordered(model, ids, padded):
 
 
 @torch.no_grad()
-def test_a_copy_goes_its_own_way(model, ids):
+def test_copied_cache_is_independent(model, ids):
     cache = filled(model, ids[:, :9])
     again = copy.deepcopy(cache)
     model(ids[:, 9:10].flip(0), past_key_values=again)
@@ -74,7 +75,7 @@ def test_a_copy_goes_its_own_way(model, ids):
 
 
 @torch.no_grad()
-def test_a_reset_cache_begins_anew(model, ids):
+def test_reset_cache_equals_a_new_one(model, ids):
     cache = filled(model, ids[:2])
     cache.reset()
     assert (cache.get_seq_length(), cache.batch_size, cache.nbytes) == (0, -1, 0)
@@ -84,7 +85,7 @@ def test_a_reset_cache_begins_anew(model, ids):
 
 
 @torch.no_grad()
-def test_an_offloaded_cache_gives_the_same(model, ids):
+def test_offloaded_cache_gives_equal_results(model, ids):
     exact = model(ids, use_cache=False).logits
     cache = filled(model, ids[:, :9], offload=True)
     assert relative_error(model(ids[:, 9:], past_key_values=cache).logits, exact[:, 9:]) < 1e-5
@@ -93,7 +94,7 @@ def test_an_offloaded_cache_gives_the_same(model, ids):
 
 
 @torch.no_grad()
-def test_what_transformers_asks_for(model, ids):
+def test_interface_of_transformers_caches(model, ids):
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     cache = filled(model, ids, mask)
@@ -102,7 +103,7 @@ def test_what_transformers_asks_for(model, ids):
     assert cache.get_query_offset() == 14
     assert cache.get_max_length() == -1
     assert cache.is_sliding == [False, True, False, False]
-    # generation feeds a cache whose layers are all "linear" the whole prompt again: they would not know its length
+    # generation passes the whole prompt again if all layers are "linear", which do not know their length
     assert cache.is_linear == [False] * 4
     assert not cache.is_compileable
     assert not cache.is_croppable
@@ -112,7 +113,7 @@ def test_what_transformers_asks_for(model, ids):
     assert cache.lengths.tolist() == [11, 14, 14]
 
 
-def test_tokens_cannot_be_taken_back(model, ids):
+def test_crop_raises(model, ids):
     cache = filled(model, ids)
     for refused in (lambda: cache.crop(-1), cache.activate_past_recording):
         with pytest.raises(ValueError, match="cannot drop its last tokens"):
@@ -130,13 +131,13 @@ def test_tokens_cannot_be_taken_back(model, ids):
         ({"prompt_lookup_num_tokens": 2}, "(?i)assisted generation"),
     ],
 )
-def test_generation_that_would_go_wrong_is_refused(model, ids, options, message):
+def test_unsupported_generation_raises(model, ids, options, message):
     with pytest.raises(ValueError, match=message):
         model.generate(ids[:1], max_new_tokens=3, **options)
 
 
-def test_a_cache_is_refused_where_activations_are_recomputed(model, ids):
-    # it would stay empty, and what comes after would not know of these tokens
+def test_cache_with_gradient_checkpointing_raises(model, ids):
+    # the cache would stay empty, and later calls would miss these tokens
     model = copy.deepcopy(model).train()
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="exclude each other"):
@@ -145,7 +146,7 @@ def test_a_cache_is_refused_where_activations_are_recomputed(model, ids):
         model.generate(ids, max_new_tokens=3)
 
 
-def test_another_cache_or_batch_is_refused(model, ids):
+def test_other_cache_class_or_batch_size_raises(model, ids):
     from transformers import DynamicCache
 
     with pytest.raises(ValueError, match="must be a HybridCache"):
@@ -158,18 +159,18 @@ def test_another_cache_or_batch_is_refused(model, ids):
 
 
 @torch.no_grad()
-def test_room_for_a_known_length_is_taken_once(model, ids):
+def test_known_length_is_allocated_once(model, ids):
     cache = model.make_cache(max_length=14)
     sizes = set()
-    for piece in ids.split([9, 1, 1, 1, 1, 1], 1):
-        model(piece, past_key_values=cache)
+    for part in ids.split([9, 1, 1, 1, 1, 1], 1):
+        model(part, past_key_values=cache)
         sizes.add(cache.allocated_nbytes)
     assert len(sizes) <= 2
     assert cache.allocated_nbytes == cache.nbytes == model.state_bytes(14, 3)
 
 
 @torch.no_grad()
-def test_several_sampled_sequences_from_one_prompt(model, ids):
+def test_several_sampled_sequences_per_prompt(model, ids):
     torch.manual_seed(0)
     out = model.generate(ids, max_new_tokens=4, do_sample=True, num_return_sequences=2)
     assert out.shape == (6, 18)
@@ -179,10 +180,34 @@ def test_several_sampled_sequences_from_one_prompt(model, ids):
 
 
 @torch.no_grad()
-def test_a_long_prompt_in_chunks(model, ids):
+def test_chunked_prefill(model, ids):
     mask = torch.ones_like(ids)
     mask[0, :6] = 0
     options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
     whole = model.generate(ids, **options)
     for size in (1, 4, 5):
         assert torch.equal(model.generate(ids, prefill_chunk_size=size, **options), whole), size
+
+
+def test_generation_from_a_cache_of_the_whole_prompt_raises(model, ids):
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+    for prompt in (ids, ids[:, :-1]):
+        with pytest.raises(ValueError, match="no new token is left"):
+            model.generate(prompt, past_key_values=cache, max_new_tokens=2)
+        with pytest.raises(ValueError, match="no new token is left"):
+            model.generate(prompt, past_key_values=cache, max_new_tokens=2, num_beams=2)
+    longer = torch.cat((ids, ids[:, :1]), 1)
+    plain = model.generate(longer, max_new_tokens=2, do_sample=False)
+    assert torch.equal(model.generate(longer, past_key_values=cache, max_new_tokens=2, do_sample=False), plain)
+
+
+def test_recurrent_assistant_model_raises_before_generation(model, ids):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    target = LlamaForCausalLM(LlamaConfig(vocab_size=model.config.vocab_size, **sizes)).eval()
+    calls = []
+    target.register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(ValueError, match="cannot be the assistant model"):
+        target.generate(ids[:1], assistant_model=model, max_new_tokens=4, pad_token_id=0)
+    assert not calls

@@ -1,15 +1,16 @@
-"""Configurations: what is written comes back, and what is wrong is named."""
+"""Configurations round-trip, and invalid ones raise."""
 
 import json
 
 import pytest
+import torch
 from transformers import AutoConfig
 
-from tokenmix_core.modeling import HybridConfig, Mixer, find_mixer, known_mixers, register_mixer
+from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, Mixer, find_mixer, known_mixers, register_mixer
 from tokenmix_core.nn.attention import Attention
 
 
-def test_a_pattern_is_repeated_over_the_layers():
+def test_mixer_pattern_is_repeated():
     config = HybridConfig(num_hidden_layers=6, mixers=["gated_delta_net", "gated_delta_net", "attention"])
     assert config.mixers == ["gated_delta_net", "gated_delta_net", "attention"] * 2
     assert HybridConfig(num_hidden_layers=3).mixers == ["attention"] * 3
@@ -24,7 +25,7 @@ def test_a_label_names_a_type_and_its_options():
     assert config.options_of(0) == {"window": 8}
 
 
-def test_a_configuration_survives_json(tmp_path):
+def test_configuration_round_trips_through_json(tmp_path):
     config = HybridConfig(
         num_hidden_layers=2,
         mixers=["mamba2", "attention"],
@@ -39,7 +40,7 @@ def test_a_configuration_survives_json(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "tokenmix_hybrid"
 
 
-def test_rope_theta_may_stand_alone():
+def test_rope_theta_without_rope_parameters():
     assert HybridConfig(rope_theta=5e5).rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
 
 
@@ -66,12 +67,12 @@ def test_rope_theta_may_stand_alone():
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type must be one of default"),
     ],
 )
-def test_what_is_wrong_is_named(fields, message):
+def test_invalid_fields_raise(fields, message):
     with pytest.raises(ValueError, match=message):
         HybridConfig(**fields)
 
 
-def test_a_configuration_of_another_model_is_refused():
+def test_other_model_type_raises():
     with pytest.raises(ValueError, match="model_type 'tokenmix_hybrid', got 'llama'"):
         HybridConfig.from_dict({"model_type": "llama", "vocab_size": 10})
 
@@ -84,3 +85,31 @@ def test_mixers_are_registered_once():
         register_mixer("attention", type("Other", (Mixer,), {}))
     with pytest.raises(ValueError, match="expected a subclass of Mixer"):
         register_mixer("other", dict)
+
+
+def test_layer_types_are_those_of_transformers_and_are_not_saved(tmp_path):
+    config = HybridConfig(
+        num_hidden_layers=4,
+        mixers=["attention", "near", "gated_delta_net", "mamba2"],
+        mixer_options={"near": {"type": "attention", "window": 8}},
+    )
+    assert config.layer_types == ["full_attention", "sliding_attention", "linear_attention", "linear_attention"]
+    config.validate()
+    config.save_pretrained(tmp_path)
+    assert "layer_types" not in (tmp_path / "config.json").read_text()
+    assert HybridConfig.from_pretrained(tmp_path).layer_types == config.layer_types
+
+
+@pytest.mark.parametrize("mixer", ["gated_delta_net", "mamba2"])
+def test_accelerate_refuses_to_shard_recurrences_over_the_sequence(mixer):
+    big_modeling = pytest.importorskip("accelerate.big_modeling")
+    sizes = {"vocab_size": 16, "hidden_size": 64, "intermediate_size": 0, "num_hidden_layers": 2}
+    with torch.device("meta"):
+        recurrent, full = (HybridForCausalLM(HybridConfig(**sizes, mixers=[x])) for x in (mixer, "attention"))
+    for name in ("_refuse_recurrent_layers_under_sequence_parallelism", "_attach_context_parallel_hooks"):
+        guard = getattr(big_modeling, name, None)
+        if guard is None:
+            pytest.skip("this version of accelerate has no such guard")
+        guard(full)
+        with pytest.raises(ValueError, match="linear_attention"):
+            guard(recurrent)

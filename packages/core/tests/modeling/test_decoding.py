@@ -1,4 +1,4 @@
-"""Decoding in recorded steps: when they are recorded, kept and dropped, and what generation makes of them."""
+"""Decoding with captured steps: when they are captured, kept and dropped, and the tokens of generation."""
 
 import copy
 import pickle
@@ -42,20 +42,20 @@ def ids():
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_kept(model):
+def free_graphs(model):
     yield
     model.free_decoding_graphs()
 
 
 @pytest.fixture
 def captures(monkeypatch):
-    """How many works are recorded; decoding records on this device."""
+    """The captured works; decoding captures on this device."""
     counted = []
     monkeypatch.setattr(cuda_graphs, "capture_on", lambda device: lambda work: counted.append(work) or record(work))
     return counted
 
 
-def test_recorded_work_reads_nothing_but_tensors():
+def test_fake_capture_refuses_synchronisation():
     x = torch.tensor([3, 0, 1])
     for work in (
         lambda: x.sum().item(),
@@ -68,23 +68,23 @@ def test_recorded_work_reads_nothing_but_tensors():
         with pytest.raises(HostRead), Watched():
             work()
     assert x.tolist() == [3, 0, 1]
-    repeat = record(lambda: x.add_(x.roll(1) * 2))
+    replay = record(lambda: x.add_(x.roll(1) * 2))
     assert x.tolist() == [3, 0, 1]
-    repeat()
+    replay()
     assert x.tolist() == [5, 6, 1]
-    repeat()
+    replay()
     assert x.tolist() == [7, 16, 13]
 
 
-def test_steps_are_recorded_once_for_generations_of_like_size(model, ids, captures):
+def test_steps_are_captured_once_for_generations_of_equal_batch_size(model, ids, captures):
     plain = model.generate(ids, decoding_graph=False, **OPTIONS)
     for tokens in (7, 5):
         assert torch.equal(model.generate(ids[:, :tokens], **OPTIONS)[:, :tokens], ids[:, :tokens])
-        # a step and a choice
+        # a step and its sampling
         assert len(captures) == 2
     assert torch.equal(model.generate(ids, **OPTIONS), plain)
     assert len(captures) == 2
-    # a step goes on, a choice of another kind does not
+    # the step is reused, other sampling options are captured
     model.generate(ids, do_sample=True, top_k=5, max_new_tokens=5)
     assert len(captures) == 3
     assert len(model.step_store) == 1
@@ -94,7 +94,7 @@ def test_steps_are_recorded_once_for_generations_of_like_size(model, ids, captur
     assert len(model.step_store) == 0
 
 
-def test_batch_sizes_that_return_are_recorded_once_and_larger_rooms_take_the_place_of_smaller(model, captures):
+def test_repeated_batch_sizes_are_captured_once_and_larger_storage_replaces_smaller(model, captures):
     sizes, ids = range(1, 8), torch.randint(3, 60, (1, 400))
     options = {**OPTIONS, "max_new_tokens": 5}
     for tokens in (200, 300, 400):
@@ -109,7 +109,7 @@ def test_batch_sizes_that_return_are_recorded_once_and_larger_rooms_take_the_pla
     assert len(model.step_store) == len(sizes)
 
 
-def test_recorded_steps_that_take_much_memory_make_way(model, ids, captures, monkeypatch):
+def test_captured_steps_over_the_memory_limit_are_dropped(model, ids, captures, monkeypatch):
     monkeypatch.setattr(decode_graph, "_KEPT_BYTES", 0)
     for batch in range(1, 7):
         model.generate(ids[:1].expand(batch, -1).contiguous(), **OPTIONS)
@@ -117,8 +117,8 @@ def test_recorded_steps_that_take_much_memory_make_way(model, ids, captures, mon
 
 
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.3, "do_sample": True}, {"num_beams": 2}])
-def test_growing_keys_move_to_a_larger_room(model, ids, captures, options, monkeypatch):
-    monkeypatch.setattr(decode_graph, "_LEAST_ROOM", 8)
+def test_growing_keys_move_to_larger_storage(model, ids, captures, options, monkeypatch):
+    monkeypatch.setattr(decode_graph, "_LEAST_CAPACITY", 8)
     monkeypatch.setattr(decode_graph, "_rounded_up", lambda tokens: tokens)
     mask = left_padded([7, 4], 7)
     said = []
@@ -126,11 +126,11 @@ def test_growing_keys_move_to_a_larger_room(model, ids, captures, options, monke
         torch.manual_seed(0)
         said.append(model.generate(ids, attention_mask=mask, decoding_graph=graph, **OPTIONS | options))
     assert torch.equal(*said)
-    # rooms of 14, 28 and 31 tokens
+    # capacities of 14, 28 and 31 tokens
     assert len(captures) >= 3
 
 
-def test_weights_that_move_are_recorded_anew_and_hooks_are_called(model, ids, captures):
+def test_moved_weights_are_captured_again_and_hooks_are_called(model, ids, captures):
     model = copy.deepcopy(model)
     model.generate(ids, **OPTIONS)
     wide = model.double().generate(ids, **OPTIONS)
@@ -144,21 +144,21 @@ def test_weights_that_move_are_recorded_anew_and_hooks_are_called(model, ids, ca
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("not permitted while capturing")])
-def test_what_cannot_be_recorded_is_said_once_and_decoded_all_the_same(model, ids, monkeypatch, error):
+def test_failed_capture_warns_once_and_decodes(model, ids, monkeypatch, error):
     plain = model.generate(ids, decoding_graph=False, **OPTIONS)
 
     def fail(work):
         work()
         raise error
 
-    # an operation that was begun before the failure has been done by the device or not: here it was not
+    # the fake capture runs nothing, like a device that has not executed the operations before the failure
     monkeypatch.setattr(cuda_graphs, "capture_on", lambda device: lambda work: (record(work), fail(lambda: None)))
     with pytest.warns(UserWarning, match="kernel by kernel") as caught:
         assert torch.equal(model.generate(ids, decoding_graph=True, **OPTIONS), plain)
     assert len(caught) == 1
 
 
-def test_a_prompt_for_which_memory_is_short_is_read_after_recordings_are_freed(model, ids, captures, monkeypatch):
+def test_prompt_out_of_memory_frees_captured_steps_and_retries(model, ids, captures, monkeypatch):
     plain = model.generate(ids, **OPTIONS)
     forward, full = type(model.model).forward, [True]
 
@@ -167,7 +167,7 @@ def test_a_prompt_for_which_memory_is_short_is_read_after_recordings_are_freed(m
             raise torch.OutOfMemoryError("full")
         return forward(*args, **kwargs)
 
-    # of the class: a model with a forward of its own is not recorded
+    # patch the class: a model with a forward of its own is not captured
     monkeypatch.setattr(type(model.model), "forward", short_of_memory)
     assert len(model.step_store) == 1
     assert torch.equal(model.generate(ids, **OPTIONS), plain)
@@ -178,7 +178,7 @@ def test_a_prompt_for_which_memory_is_short_is_read_after_recordings_are_freed(m
         model.generate(ids, **OPTIONS)
 
 
-def test_the_host_asks_once_in_sixteen_tokens(model, ids, captures, monkeypatch):
+def test_host_synchronises_every_16_tokens(model, ids, captures, monkeypatch):
     asked, ask = [], sampling.Sampler.ask
     monkeypatch.setattr(sampling.Sampler, "ask", lambda self, *args: asked.append(args) or ask(self, *args))
     model.generate(ids, **OPTIONS)
@@ -200,7 +200,7 @@ class Streamer:
 
 
 @pytest.mark.parametrize("eos", [None, 23, [5, 6, 7, 8, 9]])
-def test_streamers_get_every_token_and_no_more(model, ids, captures, eos):
+def test_streamers_receive_every_token_once(model, ids, captures, eos):
     streamers, said = [Streamer(), Streamer()], []
     for streamer, graph in zip(streamers, (False, None), strict=True):
         options = OPTIONS | {"eos_token_id": eos, "decoding_graph": graph}
@@ -215,7 +215,7 @@ class AfterSeven(StoppingCriteria):
         return (input_ids == 7).any(1)
 
 
-def test_a_stop_that_needs_the_host_is_asked_after_every_token(model, ids, captures):
+def test_custom_stopping_criterion_runs_after_every_token(model, ids, captures):
     options = OPTIONS | {"stopping_criteria": StoppingCriteriaList([AfterSeven()]), "eos_token_id": 3}
     with pytest.warns(UserWarning, match="AfterSeven needs the host"):
         said = model.generate(ids, **options)
@@ -223,7 +223,7 @@ def test_a_stop_that_needs_the_host_is_asked_after_every_token(model, ids, captu
     assert len(captures) == 1
 
 
-def test_switches_turn_recording_off_and_refuse_what_they_are_not(model, ids, captures, monkeypatch):
+def test_switches_disable_capture_and_refuse_invalid_values(model, ids, captures, monkeypatch):
     plain = model.generate(ids, decoding_graph=False, **OPTIONS)
     config = GenerationConfig(decoding_graph=False, pad_token_id=0, **OPTIONS)
     assert torch.equal(model.generate(ids, generation_config=config), plain)
@@ -241,7 +241,7 @@ def test_switches_turn_recording_off_and_refuse_what_they_are_not(model, ids, ca
 
 
 @pytest.mark.parametrize("eos", [None, 23])
-def test_a_cache_that_outlives_the_generation_is_as_without(model, ids, captures, eos):
+def test_user_cache_is_equal_with_and_without_graphs(model, ids, captures, eos):
     said = []
     for graph in (False, None):
         cache = model.make_cache()
@@ -249,7 +249,7 @@ def test_a_cache_that_outlives_the_generation_is_as_without(model, ids, captures
         first = model.generate(ids[:1], past_key_values=cache, return_dict_in_generate=True, **options)
         assert first.past_key_values is cache
         assert not cache.fixed
-        # others may use the memory now
+        # another generation may reuse the memory
         model.generate(ids[1:], **OPTIONS)
         with torch.no_grad():
             said.append((first.sequences, cache.length, model(first.sequences[:, -1:], past_key_values=cache).logits))
@@ -258,7 +258,7 @@ def test_a_cache_that_outlives_the_generation_is_as_without(model, ids, captures
     assert relative_error(said[1][2], said[0][2]) < 1e-5
 
 
-def test_scores_and_hidden_states_are_recorded_by_transformers_own_loop(model, ids, captures):
+def test_scores_are_returned_by_transformers_loop(model, ids, captures):
     options = OPTIONS | {"max_new_tokens": 6, "return_dict_in_generate": True, "output_scores": True}
     plain, got = (model.generate(ids, decoding_graph=graph, **options) for graph in (False, None))
     assert torch.equal(got.sequences, plain.sequences)
@@ -267,7 +267,7 @@ def test_scores_and_hidden_states_are_recorded_by_transformers_own_loop(model, i
     assert len(captures) == 1
 
 
-def test_copies_of_models_and_caches_decode_by_themselves(model, ids, captures):
+def test_copies_of_models_and_caches_are_independent(model, ids, captures):
     model.generate(ids, **OPTIONS)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert len(other.step_store) == 0
@@ -278,20 +278,20 @@ def test_copies_of_models_and_caches_decode_by_themselves(model, ids, captures):
             model(ids[:, :1], past_key_values=cache)
             other = copy.deepcopy(cache)
             a = model(ids[:, 1:2], past_key_values=cache).logits
-            # what is not a step goes on from the same states
+            # a call of several tokens continues from the same states
             b = model(ids[:, 1:3], past_key_values=other).logits
             assert relative_error(a, b[:, :1]) < 1e-5
             c = model(ids[:, 2:3], past_key_values=cache).logits
             assert relative_error(c, b[:, 1:]) < 1e-5
 
 
-def test_a_cache_is_fixed_where_it_can_be(model, ids):
+def test_fix_refuses_empty_caches_and_unfitting_storage(model, ids):
     cache = model.make_cache()
     with pytest.raises(ValueError, match="has seen tokens"):
         cache.fix(64)
     with torch.no_grad():
         model(ids, past_key_values=cache)
-        with pytest.raises(ValueError, match="room must be above the 7"):
+        with pytest.raises(ValueError, match="capacity must be above the 7"):
             cache.fix(7)
         storage = cache.fix(12)
         other = model(ids[:1], use_cache=True).past_key_values
@@ -299,7 +299,7 @@ def test_a_cache_is_fixed_where_it_can_be(model, ids):
         other.fix(12, storage)
 
 
-def test_decoding_inside_of_graphs_everywhere_leaves_both_right(model, ids):
+def test_nested_generation_uses_its_own_storage(model, ids):
     plain = model.generate(ids, decoding_graph=False, **OPTIONS)
     with graphs_everywhere(), torch.no_grad():
         cache = model(ids, use_cache=True).past_key_values
@@ -307,7 +307,7 @@ def test_decoding_inside_of_graphs_everywhere_leaves_both_right(model, ids):
             tokens = plain[:, 7:9]
             for t in range(2):
                 logits = model(tokens[:, t : t + 1], past_key_values=cache).logits
-            # another generation of the same size in the middle of this one has memory of its own
+            # a nested generation of the same size uses other memory
             assert torch.equal(model.generate(ids, **OPTIONS), plain)
             assert torch.equal(logits[:, -1].argmax(-1), plain[:, 9])
             assert torch.equal(model(plain[:, 9:10], past_key_values=cache).logits[:, -1].argmax(-1), plain[:, 10])
@@ -315,11 +315,11 @@ def test_decoding_inside_of_graphs_everywhere_leaves_both_right(model, ids):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{"eos_token_id": 5}, {"do_sample": True, "top_k": 9}, {"num_beams": 3}])
-def test_graphs_give_the_tokens_that_kernels_give(model, ids, options):
+def test_graphs_give_the_same_tokens_on_a_gpu(model, ids, options):
     model, ids = copy.deepcopy(model).cuda(), ids.cuda()
     options = OPTIONS | {"max_new_tokens": 64, "attention_mask": left_padded([7, 4], 7).cuda(), **options}
     said = []
-    # the last one repeats what the one before has recorded
+    # the last one replays the graphs of the one before
     for graph in (False, True, True):
         torch.manual_seed(0)
         said.append(model.generate(ids, decoding_graph=graph, **options))
@@ -329,8 +329,8 @@ def test_graphs_give_the_tokens_that_kernels_give(model, ids, options):
 
 
 @pytest.mark.gpu
-def test_a_repeat_waits_for_what_its_recording_has_begun(model, ids, monkeypatch):
-    """What recording sets on its own stream, such as the offset of random numbers, is set before it is changed."""
+def test_replay_waits_for_its_capture(model, ids, monkeypatch):
+    """Capture sets the offset of the random generator on its own stream before a replay changes it."""
 
     class Slow(torch.cuda.CUDAGraph):
         def capture_begin(self, *args, **options):
@@ -348,7 +348,7 @@ def test_a_repeat_waits_for_what_its_recording_has_begun(model, ids, monkeypatch
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_repeated_steps_never_wait_for_the_device(model, ids):
+def test_replayed_steps_never_synchronise(model, ids):
     model, ids = copy.deepcopy(model).cuda(), ids.cuda()
     whole = model(ids, use_cache=False).logits
     cache = model(ids[:, :2], use_cache=True).past_key_values
@@ -360,11 +360,11 @@ def test_repeated_steps_never_wait_for_the_device(model, ids):
             logits = [model(ids[:, t : t + 1], past_key_values=cache).logits.clone() for t in range(4, 7)]
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert any(cache.steps.recorded.repeats.values())
+        assert any(cache.steps.captured.graphs.values())
     assert relative_error(torch.cat(logits, 1), whole[:, 4:]) < 1e-3
 
 
-def test_a_disabled_adapter_is_not_in_a_recorded_step(model, ids, captures):
+def test_disabled_adapter_is_not_in_a_captured_step(model, ids, captures):
     peft = pytest.importorskip("peft")
     model = copy.deepcopy(model)
     exact = model.generate(ids, decoding_graph=False, **OPTIONS)

@@ -1,5 +1,6 @@
 """The forward pass: what it accepts, what it refuses, what it counts."""
 
+import copy
 import json
 
 import pytest
@@ -35,7 +36,7 @@ def ids():
 
 
 @torch.no_grad()
-def test_embeddings_may_stand_for_ids(model, ids):
+def test_inputs_embeds_replace_input_ids(model, ids):
     embeds = model.get_input_embeddings()(ids)
     assert torch.equal(model(inputs_embeds=embeds).logits, model(ids).logits)
     options = {"max_new_tokens": 3, "do_sample": False}
@@ -43,7 +44,7 @@ def test_embeddings_may_stand_for_ids(model, ids):
 
 
 @torch.no_grad()
-def test_logits_of_some_positions_only(model, ids):
+def test_logits_to_keep(model, ids):
     logits = model(ids).logits
     torch.testing.assert_close(model(ids, logits_to_keep=1).logits, logits[:, -1:])
     torch.testing.assert_close(model(ids, logits_to_keep=torch.tensor([2, 5])).logits, logits[:, [2, 5]])
@@ -60,7 +61,7 @@ def test_hidden_states_of_all_layers(model, ids):
     assert not out.hidden_states[1][1, :7].any()
 
 
-def test_a_tuple_for_those_who_ask(model, ids):
+def test_return_dict_false_gives_a_tuple(model, ids):
     logits, cache = model(ids, return_dict=False)
     assert torch.equal(logits, model(ids).logits)
     assert cache.get_seq_length() == 11
@@ -98,19 +99,19 @@ def test_losses_of_single_tokens_from_hidden_states(model, ids):
     assert relative_error(losses.mean(), model(ids, labels=ids).loss) < 1e-6
 
 
-def test_training_counts_three_times_the_products_of_a_forward_pass(ids):
+def test_training_flops_are_three_times_the_forward_matmuls(ids):
     config = HybridConfig(**FIELDS | {"mixers": ["attention"], "mixer_options": {"attention": {"num_heads": 2}}})
     model = HybridForCausalLM(config)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(ids, use_cache=False)
     counts = counter.get_flop_counts()["Global"]
-    products = sum(n for op, n in counts.items() if "mm" in str(op) and "bmm" not in str(op))
+    matmuls = sum(n for op, n in counts.items() if "mm" in str(op) and "bmm" not in str(op))
     mixing = sum(mixer.mixing_flops(11) for mixer in model.model.mixers)
     assert mixing == 2 * 4 * 32 * 6
-    assert model.flops_per_token(11) == pytest.approx(3 * (products / ids.numel() + mixing))
+    assert model.flops_per_token(11) == pytest.approx(3 * (matmuls / ids.numel() + mixing))
 
 
-def test_recurrences_count_their_recurrent_form():
+def test_recurrences_count_flops_of_their_recurrent_form():
     config = HybridConfig(
         **FIELDS
         | {"mixers": ["gated_delta_net", "mamba2"]}
@@ -158,7 +159,7 @@ def call(**changed):
         (call(past_key_values=()), "must be a HybridCache"),
     ],
 )
-def test_calls_that_do_not_fit_are_named(model, kwargs, message):
+def test_invalid_calls_raise(model, kwargs, message):
     with pytest.raises(ValueError, match=message):
         model(**kwargs)
 
@@ -169,14 +170,14 @@ def test_a_loss_and_a_cache_exclude_each_other(model, ids):
 
 
 @torch.no_grad()
-def test_rows_that_are_all_padding_are_left_alone(model, ids):
+def test_rows_of_padding_give_zero(model, ids):
     mask = torch.zeros_like(ids)
     assert not model.model(ids, attention_mask=mask).last_hidden_state.any()
     mask[0] = 1
     assert relative_error(model(ids, attention_mask=mask).logits[0], model(ids[:1]).logits[0]) < 1e-6
 
 
-def test_weights_that_do_not_fit_are_named_unless_allowed(model, tmp_path):
+def test_unfitting_weights_raise_if_strict(model, tmp_path):
     model.save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     for fields, message in (
@@ -211,3 +212,17 @@ def test_a_checkpoint_without_a_weight_starts_that_weight_and_keeps_the_others(m
     assert ((rates >= 1) & (rates <= 16)).all()
     assert not torch.equal(again.model.layers[0].mixer.A_log, gone)
     assert torch.equal(again.model.layers[0].mixer.dt_bias, model.model.layers[0].mixer.dt_bias)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_batch_of_padding_gives_zero_loss_and_zero_gradients(model, ids, checkpointing):
+    model = copy.deepcopy(model).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    out = model(ids, attention_mask=torch.zeros_like(ids), labels=ids, output_logits=True, output_hidden_states=True)
+    assert out.loss.item() == 0
+    assert all(not bool(x.any()) for x in out.hidden_states[1:])
+    out.loss.backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None, name
+        assert not bool(p.grad.any()), name

@@ -72,7 +72,7 @@ def test_decoding_compiles(model, ids):
     model.eval()
     exact = model(ids, use_cache=False).logits
     compiled, cache = torch.compile(model, backend="eager"), model.make_cache(max_length=16)
-    logits = [compiled(piece, past_key_values=cache).logits for piece in ids.split([12] + [1] * 4, 1)]
+    logits = [compiled(part, past_key_values=cache).logits for part in ids.split([12] + [1] * 4, 1)]
     assert relative_error(torch.cat(logits, 1), exact) < 1e-5
 
 
@@ -90,7 +90,7 @@ def test_a_bfloat16_model_decodes_as_it_scores(model, ids):
     narrow = copy.deepcopy(model).to(torch.bfloat16)
     whole = narrow(ids, use_cache=False).logits
     cache = narrow.make_cache()
-    steps = torch.cat([narrow(piece, past_key_values=cache).logits for piece in ids.split(1, 1)], 1)
+    steps = torch.cat([narrow(part, past_key_values=cache).logits for part in ids.split(1, 1)], 1)
     # two ways of rounding the same sums
     assert relative_error(steps, exact) < 2 * relative_error(whole, exact)
     assert cache.nbytes == narrow.state_bytes(16, 2)
@@ -230,8 +230,45 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("backbone", ["trained"])
 def test_a_head_that_alone_is_sharded_over_two_processes_trains_like_another(backbone, tmp_path):
     call = [str(tmp_path), repr(FIELDS | {"tie_word_embeddings": False}), backbone]
+    run_on_two_ranks(HEAD_ALONE, *call)
+
+
+PADDING_ALONE = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
+
+rank, folder, fields, wrapper = int(sys.argv[1]), sys.argv[2], eval(sys.argv[3]), sys.argv[4]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+torch.manual_seed(0)
+model, plain = (HybridForCausalLM(HybridConfig(**fields)) for _ in range(2))
+plain.load_state_dict(model.state_dict())
+if wrapper == "ddp":
+    model = torch.nn.parallel.DistributedDataParallel(model)
+else:
+    mesh = dist.init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+ids = torch.randint(1, fields["vocab_size"], (2, 20), generator=torch.Generator().manual_seed(1))
+(plain(ids, labels=ids).loss / 2).backward()
+# rank 1 has no real token
+mask = torch.full_like(ids, 1 - rank)
+for _ in range(2):
+    model.zero_grad()
+    model(ids, attention_mask=mask, labels=ids).loss.backward()
+whole = (p.grad.full_tensor() if wrapper == "fsdp2" else p.grad for p in model.parameters())
+for gradient, p in zip(whole, plain.parameters()):
+    torch.testing.assert_close(gradient, p.grad, rtol=1e-4, atol=1e-6)
+dist.destroy_process_group()
+"""
+
+
+def run_on_two_ranks(script, *call):
     ranks = [
-        subprocess.Popen([sys.executable, "-c", HEAD_ALONE, str(rank), *call], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, "-c", script, str(rank), *call], stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
     try:
@@ -241,6 +278,12 @@ def test_a_head_that_alone_is_sharded_over_two_processes_trains_like_another(bac
     finally:
         for process in ranks:
             process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_a_rank_whose_batch_is_all_padding_trains_with_the_others(wrapper, tmp_path):
+    run_on_two_ranks(PADDING_ALONE, str(tmp_path), repr(FIELDS), wrapper)
 
 
 @torch.no_grad()

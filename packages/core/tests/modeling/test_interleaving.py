@@ -1,4 +1,4 @@
-"""Core's mixers stand in one model with each other."""
+"""Core's mixers combine in one model."""
 
 from typing import ClassVar
 

@@ -31,21 +31,21 @@ def seen(model, monkeypatch) -> list[int]:
     return found
 
 
-def test_few_lengths_are_left_and_powers_of_two_stay():
+def test_lengths_are_rounded_and_powers_of_two_stay():
     assert {lengths.rounded_length(n) for n in range(7000, 9401)} == {7168, 7424, 7680, 7936, 8192, 8704, 9216, 9728}
     assert all(lengths.rounded_length(1 << n) == 1 << n for n in range(4, 20))
     assert all(n <= lengths.rounded_length(n) <= n + n // 16 for n in range(256, 5000))
     assert lengths.rounded_length(1) == 16
 
 
-def test_training_gets_more_tokens(model, seen):
+def test_training_rows_are_padded(model, seen):
     ids = torch.arange(20).unsqueeze(0)
     model(ids, labels=ids)
     model(ids, labels=ids, cu_seqlens=torch.tensor([0, 3, 20], dtype=torch.int32))
     assert seen == [32, 32]
 
 
-def test_calls_whose_tokens_somebody_may_see_stay(model, seen):
+def test_calls_with_visible_tokens_are_not_padded(model, seen):
     ids = torch.arange(20).unsqueeze(0)
     model(ids)
     model(ids, labels=ids, output_logits=True)
@@ -62,7 +62,7 @@ def test_calls_whose_tokens_somebody_may_see_stay(model, seen):
     assert set(seen) == {20}
 
 
-def test_mixers_and_modules_that_nobody_vouches_for_get_their_own_tokens(model, seen):
+def test_unknown_mixers_and_modules_are_not_padded(model, seen):
     ids = torch.arange(20).unsqueeze(0)
     mixer = model.model.layers[0].mixer
     mixer.__class__ = type("Other", (Attention,), {"__module__": "tokenmix_core.other"})
@@ -73,7 +73,7 @@ def test_mixers_and_modules_that_nobody_vouches_for_get_their_own_tokens(model, 
     assert seen == [20, 20]
 
 
-def test_wrong_calls_are_refused_as_before(model):
+def test_invalid_calls_still_raise(model):
     ids = torch.arange(20).unsqueeze(0)
     with pytest.raises(ValueError, match="labels must have shape"):
         model(ids, labels=ids[:, :5])

@@ -1,4 +1,4 @@
-"""On a GPU: kernels and caches give what the eager model gives in float64, without waiting for the device."""
+"""On a GPU: kernels and caches agree with the eager float64 model, without synchronisation."""
 
 import copy
 
@@ -73,12 +73,12 @@ def test_a_training_step_errs_no_more_than_the_eager_one(mixer, ids):
 def test_decoding_errs_no_more_than_the_eager_whole(mixer, ids):
     exact, eager, fast = (model.eval() for model in three(build(mixer)))
     truth, baseline = exact(ids, use_cache=False).logits, eager(ids, use_cache=False).logits
-    for pieces in ([TOKENS], [100] + [1] * 50, [63, 1, 64, 22]):
-        assert_within(str(pieces[:3]), logits_in_pieces(fast, ids.cuda(), pieces), truth, baseline)
+    for chunks in ([TOKENS], [100] + [1] * 50, [63, 1, 64, 22]):
+        assert_within(str(chunks[:3]), logits_in_pieces(fast, ids.cuda(), chunks), truth, baseline)
     mask = left_padded([TOKENS, 37], TOKENS)
     alone = exact(ids[1:, -37:], use_cache=False).logits
-    for pieces in ([TOKENS], [120] + [1] * 30, [120, 20, 10]):
-        padded = logits_in_pieces(fast, ids.cuda(), pieces, mask.cuda())
+    for chunks in ([TOKENS], [120] + [1] * 30, [120, 20, 10]):
+        padded = logits_in_pieces(fast, ids.cuda(), chunks, mask.cuda())
         assert_within("whole", padded[0], truth[0], baseline[0])
         assert_within("padded", padded[1, -37:], alone[0], eager(ids[1:, -37:], use_cache=False).logits[0])
 
@@ -94,8 +94,8 @@ def test_generation_is_that_of_the_cpu(ids, options):
 
 
 @torch.no_grad()
-def test_recorded_steps_err_at_most_twice_as_much_as_launched_ones():
-    """Of mixers with states of either kind, far into a sequence: a recorded step reads a room of fixed size."""
+def test_captured_steps_err_at_most_twice_as_much_as_eager_ones():
+    """With long sequences: a captured step reads storage of fixed capacity."""
     model = build("gated_delta_net", "attention", "mamba2", "window").cuda().eval().bfloat16()
     ids = torch.randint(1, 512, (2, 560), generator=torch.Generator().manual_seed(1)).cuda()
     # the reference, which no kernel of 16 bits can be, is the CPU's

@@ -1,4 +1,4 @@
-"""What others put in the place of a module's forward, weight or loss is used."""
+"""Replaced forwards, weights and losses of other libraries are used."""
 
 import copy
 
@@ -54,11 +54,11 @@ def ids():
 def results(model, ids):
     """The loss, the logits and those of two decoding steps."""
     out, cache = model(ids, labels=ids, use_cache=False), model.make_cache()
-    steps = [model(piece, past_key_values=cache).logits for piece in ids.split([14, 1, 1], 1)]
+    steps = [model(part, past_key_values=cache).logits for part in ids.split([14, 1, 1], 1)]
     return torch.cat([out.loss.view(1), out.logits.flatten(), *(x.flatten() for x in steps)])
 
 
-def test_offloaded_weights_are_brought(model, ids):
+def test_offloaded_weights_are_loaded(model, ids):
     accelerate = pytest.importorskip("accelerate")
     exact = results(model, ids)
     offloaded = accelerate.cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu"))
@@ -67,7 +67,7 @@ def test_offloaded_weights_are_brought(model, ids):
     assert relative_error(results(offloaded, ids), exact) < 1e-6
 
 
-def test_weights_of_another_class_compute_in_their_own_way(model, ids):
+def test_weight_subclasses_are_used(model, ids):
     exact, other = results(model, ids), copy.deepcopy(model)
     for module in other.modules():
         if type(module) is nn.Linear:
@@ -76,7 +76,7 @@ def test_weights_of_another_class_compute_in_their_own_way(model, ids):
     assert relative_error(results(other, ids), exact) < 1e-6
 
 
-def test_an_own_loss_function_is_given_labels_that_it_shifts(model, ids):
+def test_custom_loss_function_gets_unshifted_labels(model, ids):
     exact = model(ids, labels=ids).loss
     given = {}
 
@@ -89,7 +89,7 @@ def test_an_own_loss_function_is_given_labels_that_it_shifts(model, ids):
     assert given == {"vocab_size": 59}
 
 
-def test_a_bias_of_the_output_layer_is_in_the_loss(model, ids):
+def test_output_bias_is_in_the_loss(model, ids):
     head = nn.Linear(32, 59)
     head.weight = model.lm_head.weight
     nn.init.normal_(head.bias)
@@ -99,7 +99,7 @@ def test_a_bias_of_the_output_layer_is_in_the_loss(model, ids):
     torch.testing.assert_close(out.loss, wanted)
 
 
-def test_a_weight_on_meta_is_refused():
+def test_meta_weight_raises():
     hidden, labels = torch.randn(3, 8), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match="weight is on meta"):
         linear_cross_entropy(hidden, torch.empty(9, 8, device="meta"), labels)

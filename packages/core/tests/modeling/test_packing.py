@@ -28,7 +28,7 @@ FIELDS = {
      {"return_position_ids": False, "return_flash_attn_kwargs": True}],
     ids=["positions", "boundaries", "indices", "positions from 2", "boundaries alone"],
 )  # fmt: skip
-def test_the_trainers_loss_is_that_of_documents_one_by_one(options, tmp_path):
+def test_trainer_loss_equals_separate_documents(options, tmp_path):
     torch.manual_seed(0)
     model = HybridForCausalLM(HybridConfig(**FIELDS))
     documents = [torch.randint(0, 59, (n,)).tolist() for n in (7, 1, 12, 5)]
@@ -66,7 +66,7 @@ def test_the_trainers_loss_is_that_of_documents_one_by_one(options, tmp_path):
         assert relative_error(kept[name], gradient) < 1e-4, name
 
 
-def test_logits_are_left_out_of_training_unless_asked_for():
+def test_logits_are_none_in_training_by_default():
     torch.manual_seed(0)
     model, ids = HybridForCausalLM(HybridConfig(**FIELDS)), torch.randint(0, 59, (2, 9))
     quiet, asked = model(ids, labels=ids), model(ids, labels=ids, output_logits=True)

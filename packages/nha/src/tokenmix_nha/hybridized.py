@@ -51,7 +51,7 @@ from tokenmix_core.modeling import (
     check_depth,
     choose_attention,
     keeps_rows,
-    settle,
+    read_padding_flag,
     stepping_forward,
     take_cache,
     takes_either_name,
@@ -131,7 +131,7 @@ class HybridizedAttention(NhaMixer):
             return hidden_states, None
         state: LayerState | None = None
         if cache is not None:
-            state = cache.fetch(self.layer_idx, hidden_states.device)
+            state = cache.acquire(self.layer_idx, hidden_states.device)
         o = super().forward(hidden_states, state=state, cu_seqlens=cu_seqlens, rotary=rotary)[0]
         if cache is not None:
             cache.release(self.layer_idx)
@@ -313,7 +313,7 @@ class HybridizedForCausalLM(GeneratesInSteps, ChoosesAttention, CheckedLoading):
 
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # pyright: ignore[reportAttributeAccessIssue]
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        settle(take_cache(kwargs))
+        read_padding_flag(take_cache(kwargs))
         return super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
 
     _prepare_cache_for_generation = HybridForCausalLM._prepare_cache_for_generation

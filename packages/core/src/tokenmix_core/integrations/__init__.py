@@ -1,4 +1,4 @@
-"""The field: other libraries' call signatures, other people's models on our kernels, other layouts of checkpoints."""
+"""Third-party interfaces: call signatures, transformers' models on our kernels, checkpoint layouts."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
 """Our operations with the arguments of the functions that transformers' hybrid layers call.
 
-The originals are in each `modeling_*.py` of the families, under the same names. Keyword arguments of a call that mean
-nothing to a function are passed over, as transformers does; those that tell boundaries of packed documents are read.
+The originals are in each family's `modeling_*.py`, under the same names. Unknown keyword arguments are ignored, as in
+transformers; those with boundaries of packed documents are used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def causal_conv1d_fn(
     impl: Impl | None = None,
     **call: Any,
 ) -> Float[Tensor, "B D T"]:
-    """The convolution over whole sequences; layers hand on T + W tokens where they have a state."""
+    """Convolve whole sequences; layers with a state pass T + W tokens."""
     x = hidden_states.transpose(1, 2)
     rows, boundaries = _packed(x, call)
     y = ops.short_conv(
@@ -54,7 +54,7 @@ def causal_conv1d_update(
     impl: Impl | None = None,
     **call: Any,
 ) -> Float[Tensor, "B D 1"]:
-    """One token; `conv_state`, the last S ≥ W − 1 inputs, is updated in place."""
+    """Convolve one token and update `conv_state`, the last S ≥ W − 1 inputs."""
     x = hidden_states.transpose(1, 2)
     before = conv_state[..., 1 - weight.shape[1] :]
     y = ops.short_conv(
@@ -79,7 +79,7 @@ def chunk_gated_delta_rule(
     impl: Impl | None = None,
     **call: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule over whole sequences, and the states after them."""
+    """Apply the gated delta rule to whole sequences; return outputs and final states."""
     shape = value.shape
     query, boundaries = _packed(query, call, cu_seqlens)
     key, value, g, beta = (x.reshape(*query.shape[:2], *x.shape[2:]) for x in (key, value, g, beta))
@@ -104,7 +104,7 @@ def recurrent_gated_delta_rule(
     impl: Impl | None = None,
     **call: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule token by token; one token without gradients updates the layer's state in place."""
+    """Apply the gated delta rule token by token; one token without gradients overwrites the layer's state."""
     if (
         initial_state is not None
         and query.shape[1] == 1
@@ -143,9 +143,9 @@ def mamba_chunk_scan(
     impl: Impl | None = None,
     **call: Any,
 ) -> Any:
-    """SSD over whole sequences: the outputs, with `return_final_states` beside the states after them.
+    """Apply SSD to whole sequences; return outputs, and with `return_final_states` the final states.
 
-    States are `[B, HV, P, N]`, transposed views of ours, in which a step updates ours in place.
+    States are `[B, HV, P, N]`, transposed views of our layout, so that a step can overwrite them.
     """
     shape = hidden_states.shape
     C, boundaries = _packed(C, call)
@@ -159,7 +159,7 @@ def mamba_chunk_scan(
         ops.chunk_ssd, C.to(x.dtype), B.to(x.dtype), x, dt * at_least_float32(A), dt=dt, D=D,
         initial_state=None if before is None else before.mT, cu_seqlens=boundaries, impl=impl,
     )  # fmt: skip
-    # whose views layers take
+    # layers call .view on the outputs
     y = y.reshape(shape).contiguous()
     y = y if z is None else y * F.silu(z)
     return (y, final.mT) if return_final_states else y
@@ -180,16 +180,16 @@ def selective_state_update(
     impl: Impl | None = None,
     **call: Any,
 ) -> Float[Tensor, "B HV P"]:
-    """One token of SSD; `state` is updated in place. What is given for every channel of a head is one number a head."""
+    """Apply SSD to one token and update `state`; dt, A, D and dt_bias must be constant within a head."""
     for name, per_head, axes in (("dt", dt, 1), ("A", A, 2), ("D", D, 1), ("dt_bias", dt_bias, 1)):
         if per_head is not None and any(per_head.stride(-i) and per_head.shape[-i] > 1 for i in range(1, axes + 1)):
-            raise ValueError(f"selective_state_update: {name} must be one number a head, expanded, as in Mamba-2")
+            raise ValueError(f"selective_state_update: {name} must be one value per head, expanded, as in Mamba-2")
     x, b, c = hidden_states, B.to(hidden_states.dtype), C.to(hidden_states.dtype)
     dt = _time_step(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus)
     gates = {"dt": dt, "D": None if D is None else D[:, 0]}
     g, ours, impl = dt * at_least_float32(A[:, 0, 0]), state.mT, unless_gluon(impl)
-    in_place = ours.is_contiguous() and ours.dtype == torch.float32 and not torch.is_grad_enabled()
-    if in_place and fitting.fits(c, x, SSD_SIZES, impl):
+    overwritable = ours.is_contiguous() and ours.dtype == torch.float32 and not torch.is_grad_enabled()
+    if overwritable and fitting.fits(c, x, SSD_SIZES, impl):
         y = ops.ssd_step(c, b, x, g, ours, **gates, impl=impl)
     else:
         # as a sequence of one token
@@ -201,7 +201,7 @@ def selective_state_update(
 
 
 def mamba_split_conv1d_scan_combined(*args: Any, **kwargs: Any) -> None:
-    """Nothing, which tells a layer to convolve and scan one after the other."""
+    """Return None, which makes a layer call convolution and scan separately."""
 
 
 def gated_norm(
@@ -211,7 +211,7 @@ def gated_norm(
     *,
     impl: Impl | None = None,
 ) -> Tensor:
-    """Forward of the norms that gate after normalising."""
+    """Forward of norms that gate after normalising."""
     module: Any = self
     eps, impl = module.variance_epsilon, unless_gluon(impl)
     return ops.gated_rms_norm(hidden_states, gate, module.weight, eps=eps, impl=impl)
@@ -224,9 +224,9 @@ def norm_of_gated(
     *,
     impl: Impl | None = None,
 ) -> Tensor:
-    """Forward of Mamba-2's norms: of what is gated, whole or group by group; `[*, D]`, as wide as the weight.
+    """Forward of Mamba-2's norms: gate, then normalise all channels or groups; returns `[*, D]` in the weight's dtype.
 
-    Falcon-H1's may gate what is normed, and gives the dtype that it was given.
+    Falcon-H1's norm may gate after normalising, and returns the input's dtype.
     """
     module: Any = self
     falcon = type(module).__name__ == "FalconH1RMSNormGated"
@@ -242,7 +242,7 @@ def norm_of_gated(
 def _packed(
     x: Float[Tensor, "B T ..."], call: dict[str, Any], boundaries: Tensor | None = None
 ) -> tuple[Tensor, Int[Tensor, "N_plus_1"] | None]:
-    """x as one row, and the boundaries in it, where the call tells of packed documents; else x itself."""
+    """Return x as one row and its boundaries if the call has packed documents, else x and None."""
     if boundaries is None:
         boundaries = call.get("cu_seq_lens_q")
     if boundaries is not None:
@@ -255,7 +255,7 @@ def _packed(
 
 
 class _Last:
-    """The boundaries that the last `seq_idx` told: a model's layers ask for the same, and each would wait for it."""
+    """Cache of the last `seq_idx`'s boundaries: all layers need the same, and each would synchronise for them."""
 
     def __init__(self) -> None:
         self.index, self.version, self.boundaries = None, -1, None
@@ -274,13 +274,13 @@ _boundaries_of = _Last()
 def _boundaries(index: Int[Tensor, "B T"]) -> Int[Tensor, "N_plus_1"] | None:
     rows, tokens = index.shape
     begins = F.pad(index[:, 1:] != index[:, :-1], (1, 0), value=True)
-    # rows that are one document each are left as they are
+    # rows of one document each stay rows
     return boundaries_where(begins.flatten()[1:], rows * tokens) if bool(begins[:, 1:].any()) else None
 
 
 def _refuse_cache(boundaries: Tensor | None, state: Tensor | None, output_final_state: bool) -> None:
     if boundaries is not None and (state is not None or output_final_state):
-        raise ValueError("packed documents go without a cache: pass use_cache=False")
+        raise ValueError("packed documents exclude a cache: pass use_cache=False")
 
 
 def _wide(state: Tensor | None, x: Tensor) -> Tensor | None:
@@ -298,7 +298,7 @@ def _fused(activation: str | None) -> Any:
 
 
 def _activated(x: Tensor, activation: str | None) -> Tensor:
-    """x, activated where the convolution has not done so."""
+    """Apply the activation unless the convolution has applied it."""
     if activation is None or activation in _SILU:
         return x
     from transformers.activations import ACT2FN
@@ -306,7 +306,7 @@ def _activated(x: Tensor, activation: str | None) -> Tensor:
     return ACT2FN[activation](x)
 
 
-# by the names that layers call
+# under the names that layers call
 FUNCTIONS = {
     "causal_conv1d_fn": causal_conv1d_fn,
     "causal_conv1d_update": causal_conv1d_update,

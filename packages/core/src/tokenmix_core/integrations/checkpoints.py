@@ -1,8 +1,7 @@
-"""Model folders of other libraries, read into ours and written back: what every layout shares.
+"""Conversion of other libraries' model folders to ours and back; the part that all layouts share.
 
-A layout turns another library's `config.json` into a configuration of ours, and says under which name there each of our
-weights is. The rest is done once, here: weights are read as they lie in the folder, each is asked for, found, compared
-in shape and looked at, and none may be left over.
+A layout converts another library's `config.json` to a configuration of ours and maps the names of weights. This module
+reads the weights, checks that each is present, has the right shape and is finite, and that none is left over.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from tokenmix_core.nn.rotary import RotaryEmbedding, rope_frequencies
 
 CONFIG = "config.json"
 DTYPES = ("float32", "bfloat16", "float16")
-# our names of weights by theirs; None for one that they do not have, which is zero
+# their name of each of our weights; None for a weight that they do not have, which is zero
 Names = dict[str, str | None]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Another library's way to keep a model.
+    """Another library's format of configuration and weights.
 
     Attributes:
-        what: it in words.
-        fits: whether a configuration is of this layout.
-        read: our configuration, and their names by ours.
-        write: their configuration and their names by ours; None where it cannot be written.
-        ignored: ends of names in their files that are no weights of the model.
+        what: its name in messages.
+        fits: returns whether a configuration has this layout.
+        read: returns our configuration and the names of weights.
+        write: returns their configuration and the names of weights; None if it cannot be written.
+        ignored: suffixes of names in their files that are not weights of the model.
     """
 
     what: str
@@ -49,45 +48,45 @@ class Layout:
 
 
 class Fields:
-    """Another library's configuration, whose values are asked for and held to what ours can compute."""
+    """Another library's configuration, with checks of values that ours must support."""
 
     def __init__(self, source: Path, values: Mapping[str, Any]) -> None:
         self.source, self.values = source, values
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """The value under the first of these names that has one."""
+        """Return the value of the first of these names that has one."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), default)
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """A positive number."""
+        """Return a positive integer."""
         value = self.get(*names, default=default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.refused(f"{names[0]} must be a positive number, got {value!r}")
         return value
 
     def only(self, name: str, *known: Any, why: str) -> None:
-        """Refuse a value that changes what is computed into what ours cannot; the first one is the default."""
+        """Raise unless the value is one of `known`, which our models support; the first one is the default."""
         value = self.values.get(name, known[0])
         value = tuple(value) if isinstance(value, list) else value
         if value not in known:
             raise self.refused(f"{name}={value!r} cannot be converted: {why}")
 
     def refused(self, text: str) -> ValueError:
-        """The error that says why a folder is not converted."""
+        """Return an error with the reason why a folder is not converted."""
         return ValueError(f"{self.source}: {text}")
 
 
 def read_fields(source: Path) -> Fields:
-    """The configuration of a folder.
+    """Read the configuration of a folder.
 
     Raises:
-        ValueError: there is none, or none that can be read.
+        ValueError: it is missing or damaged.
     """
     path = source / CONFIG
     if not path.is_file():
         raise ValueError(f"{source} holds no model: expected a folder with {CONFIG} and weights")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
+        values = json.loads(path.read_text(encoding="utf-8"), object_hook=_decode_float)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(values, dict):
@@ -95,30 +94,30 @@ def read_fields(source: Path) -> Fields:
     return Fields(source, values)
 
 
-def _number(value: dict[str, Any]) -> Any:
-    """Infinity as transformers writes it, as a number."""
+def _decode_float(value: dict[str, Any]) -> Any:
+    """Decode transformers' JSON form of infinities."""
     return float(value["__float__"]) if set(value) == {"__float__"} else value
 
 
 def read_weights(source: Path) -> dict[str, Tensor]:
-    """All tensors of a folder by name, from `model.safetensors` or `pytorch_model.bin`, whole or in numbered parts.
+    """Read all tensors of a folder from `model.safetensors` or `pytorch_model.bin`, whole or in numbered parts.
 
     Raises:
-        ValueError: there are none, a part is missing, or one is damaged or cut short.
+        ValueError: there are none, or a part is missing, damaged or truncated.
     """
     for name, load in (("model.safetensors", load_file), ("pytorch_model.bin", _load_pickled)):
         index = source / f"{name}.index.json"
         if index.is_file():
             try:
-                places = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+                files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{index} is damaged: {error}") from error
         elif (source / name).is_file():
-            places = {"": name}
+            files = {"": name}
         else:
             continue
         tensors: dict[str, Tensor] = {}
-        for part in sorted(set(places.values())):
+        for part in sorted(set(files.values())):
             path = source / part
             if Path(part).name != part or not path.is_file():
                 raise ValueError(f"{source}: {index.name} names {part}, which is not there")
@@ -126,17 +125,17 @@ def read_weights(source: Path) -> dict[str, Tensor]:
                 tensors |= load(path)
             except (SafetensorError, EOFError, OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
                 raise ValueError(f"{path} cannot be read, it is damaged or cut short ({error})") from error
-        if lost := sorted(set(places) - set(tensors) - {""}):
+        if lost := sorted(set(files) - set(tensors) - {""}):
             raise ValueError(f"{source}: {len(lost)} weights of {index.name} are in no part ({some(lost)})")
         return tensors
     raise ValueError(f"{source} holds no weights: expected model.safetensors or pytorch_model.bin")
 
 
 def layout_of(fields: Fields, layouts: Sequence[Layout]) -> Layout:
-    """The layout of a folder.
+    """Return the layout of a folder.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it has none of these layouts.
     """
     found = next((layout for layout in layouts if layout.fits(fields)), None)
     if found is None:
@@ -158,16 +157,16 @@ def _load_pickled(path: Path) -> dict[str, Tensor]:
 
 
 def load_third_party(source: Path, layouts: Sequence[Layout], dtype: str = "auto") -> Any:
-    """The model of a folder of another library as one of ours, in evaluation mode.
+    """Load another library's model folder as one of our models, in evaluation mode.
 
     Args:
         source: the folder.
-        layouts: which may be.
-        dtype: "auto", that of the folder's embedding, or one of `DTYPES`; decay rates stay float32.
+        layouts: the layouts to try.
+        dtype: "auto" for that of the folder's embedding, or one of `DTYPES`; decay rates stay float32.
 
     Raises:
-        ValueError: a layout that is not known, a field that ours cannot compute, or weights that are damaged, missing,
-            left over, misshapen or not finite.
+        ValueError: an unknown layout, a field that our models do not support, or weights that are damaged, missing,
+            unknown, misshapen or not finite.
     """
     check_dtype(dtype)
     fields = read_fields(source)
@@ -185,7 +184,7 @@ def load_third_party(source: Path, layouts: Sequence[Layout], dtype: str = "auto
     model.tie_weights()
     for table in model.modules():
         if isinstance(table, RotaryEmbedding):
-            # no checkpoint holds it
+            # not part of checkpoints
             table.inv_freq = rope_frequencies(*table.args)[0]
     if bad := not_finite(model):
         raise ValueError(f"{source}: weights are not finite: NaN or infinity in {len(bad)} tensors ({some(bad)})")
@@ -195,7 +194,7 @@ def load_third_party(source: Path, layouts: Sequence[Layout], dtype: str = "auto
 def _ours(
     source: Path, layout: Layout, names: Names, weights: dict[str, Tensor], wanted: dict[str, Tensor], *, tied: bool
 ) -> dict[str, Tensor]:
-    """Our weights, in the shapes that our model has."""
+    """Map the folder's weights to our names and shapes."""
     if tied:
         head = weights.pop(names.pop("lm_head.weight") or "", None)
         embedding = weights.get(names["model.embed_tokens.weight"] or "")
@@ -210,7 +209,7 @@ def _ours(
             found[ours] = torch.zeros(shape)
         elif theirs in weights:
             x = weights[theirs]
-            # a convolution's weight may have a channel of its own
+            # a convolution's weight may have an extra dimension of size 1
             if [n for n in x.shape if n > 1] != [n for n in shape if n > 1]:
                 problems.setdefault("misshapen", []).append(f"{theirs} {list(x.shape)} for {list(shape)}")
             else:
@@ -221,15 +220,15 @@ def _ours(
 
 
 def convert_folder(source: Path, out: Path, layouts: Sequence[Layout], *, dtype: str = "auto") -> Any:
-    """Read another library's folder and write ours; returns our model.
+    """Convert another library's folder to ours, and return the model.
 
     Args:
         source: the folder to read.
-        out: the folder to make.
+        out: the folder to create.
         layouts, dtype: as for `load_third_party`.
 
     Raises:
-        ValueError: as `load_third_party`, or `out` is not empty.
+        ValueError: as for `load_third_party`, or `out` is not empty.
     """
     check_new_folder(out)
     model = load_third_party(source, layouts, dtype)
@@ -239,10 +238,10 @@ def convert_folder(source: Path, out: Path, layouts: Sequence[Layout], *, dtype:
 
 
 def load_ours(source: Path, dtype: str = "auto") -> Any:
-    """A model of core's in a folder, to be written in another layout.
+    """Load a folder of core's models, to be exported to another layout.
 
     Raises:
-        ValueError: a folder that holds another kind of model, or a damaged one.
+        ValueError: another model type, or a damaged folder.
     """
     check_dtype(dtype)
     kind = read_fields(source).get("model_type")
@@ -252,16 +251,16 @@ def load_ours(source: Path, dtype: str = "auto") -> Any:
 
 
 def check_dtype(dtype: str) -> None:
-    """Raise a ValueError for a name that is no dtype of weights."""
+    """Raise a ValueError for an unknown dtype name."""
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"--dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
 
 
 def export(model: Any, layout: Layout, out: Path) -> None:
-    """Write a model of ours as another library keeps it.
+    """Write one of our models in another library's layout.
 
     Raises:
-        ValueError: a model that the other library does not have, or `out` is not empty.
+        ValueError: the other library does not have such a model, or `out` is not empty.
     """
     check_new_folder(out)
     assert layout.write is not None

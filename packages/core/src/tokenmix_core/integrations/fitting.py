@@ -1,4 +1,4 @@
-"""Heads of any size through kernels that have a few: fitted on the way in, and put together on the way out."""
+"""Heads of any size on kernels with a few head sizes: inputs are padded or split, outputs joined."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenmix_core.ops.types import Impl, ScanOutput
 
 
 def fits(q: Tensor, v: Tensor, sizes: tuple[int, ...], impl: Impl | None) -> bool:
-    """Tell whether heads of these sizes can be computed as they are: kernels have them, or none runs."""
+    """Return whether heads of these sizes need no fitting: kernels support them, or the reference runs."""
     return {q.shape[-1], v.shape[-1]} <= set(sizes) or resolve_impl("heads", unless_gluon(impl), q) == "reference"
 
 
@@ -23,7 +23,7 @@ def delta_rule(
     run: Callable[..., ScanOutput], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float | None,
     initial_state: Tensor | None, impl: Impl | None, **options: Any,
 ) -> ScanOutput:  # fmt: skip
-    """A form of the gated delta rule, `run`, on heads of K up to 256 and of any V; arguments and results are its."""
+    """Call `run`, an implementation of the gated delta rule, with heads of K up to 256 and of any V fitted to it."""
     options |= {"scale": scale, "impl": impl}
     if fits(q, v, DELTA_SIZES, impl):
         return run(q, k, v, g, beta, initial_state=initial_state, **options)
@@ -40,7 +40,7 @@ def ssd(
     run: Callable[..., ScanOutput], q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, dt: Tensor | None = None,
     D: Tensor | None = None, initial_state: Tensor | None, impl: Impl | None, **options: Any,
 ) -> ScanOutput:  # fmt: skip
-    """The same of a form of SSD."""
+    """Call `run`, an implementation of SSD, with heads fitted to it."""
     options |= {"impl": impl}
     if fits(q, v, SSD_SIZES, impl):
         return run(q, k, v, g, dt=dt, D=D, initial_state=initial_state, **options)

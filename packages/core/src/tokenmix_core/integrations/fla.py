@@ -3,8 +3,8 @@
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from tokenmix_core.integrations.fla import chunk_gated_delta_rule
 
-Signatures are those of fla-core 0.6, with `head_first` of older versions and our `impl` at the end. What only steers
-FLA's own kernels is taken and changes nothing; what our kernels do not compute is refused.
+Signatures are those of fla-core 0.6, with `head_first` of older versions and our `impl` at the end. Options that only
+tune FLA's kernels are accepted and ignored; options that our kernels do not support raise.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tokenmix_core.ops.checks import bind_shapes
 from tokenmix_core.ops.types import Impl, ScanOutput
 
 Result = tuple[Tensor, Tensor | None]
-# what chooses how FLA's kernels run, and changes no result
-_STEERING = {"chunk_size"}
+# options that tune FLA's kernels and do not change results
+_IGNORED = {"chunk_size"}
 
 
 def chunk_gated_delta_rule(
@@ -52,30 +52,30 @@ def chunk_gated_delta_rule(
     impl: Impl | None = None,
     **more: Any,
 ) -> Result:
-    """FLA's `chunk_gated_delta_rule`, by `tokenmix_core.ops.chunk_gated_delta_rule`.
+    """Compute FLA's `chunk_gated_delta_rule` by `tokenmix_core.ops.chunk_gated_delta_rule`.
 
     Heads of K up to 256 and of any V are fitted to the kernels.
 
     Args:
-        q, k, v, g, beta, scale, cu_seqlens, impl: as there.
+        q, k, v, g, beta, scale, cu_seqlens, impl: as for that operation.
         initial_state: of any float dtype.
-        output_final_state: return the state after each sequence, in float32; None is returned in its place otherwise.
-        use_qk_l2norm_in_kernel: q and k are brought to length 1.
-        use_beta_sigmoid_in_kernel, allow_neg_eigval: write by sigmoid(beta), with the latter by twice that.
+        output_final_state: return the state after each sequence in float32; otherwise None.
+        use_qk_l2norm_in_kernel: L2-normalise q and k.
+        use_beta_sigmoid_in_kernel, allow_neg_eigval: replace beta by its sigmoid, with the latter doubled.
         state_v_first: states are `[N, HV, V, K]`.
-        use_gate_in_kernel: decay by −exp(A_log) · softplus(g + dt_bias).
-        head_first: q, k, v, g, beta and o have their heads before T.
-        cu_seqlens_cpu, chunk_indices, and `chunk_size` by its name: taken, and not needed.
+        use_gate_in_kernel: replace g by −exp(A_log) · softplus(g + dt_bias).
+        head_first: q, k, v, g, beta and o have heads before tokens.
+        cu_seqlens_cpu, chunk_indices, and the keyword `chunk_size`: ignored.
 
     Returns:
         `(o, final_state)`.
 
     Raises:
-        ValueError: `cp_context`, an option that is not known, or arguments that do not fit.
+        ValueError: `cp_context`, an unknown option, or arguments that do not fit.
     """
     op = "chunk_gated_delta_rule"
     if cp_context is not None:
-        raise ValueError(f"{op}: cp_context is not available, as a sequence lies on one device here")
+        raise ValueError(f"{op}: cp_context is not available, as each sequence is on one device")
     return _gated_delta_rule(
         op, ops.chunk_gated_delta_rule, q, k, v, g, beta, scale, initial_state, output_final_state,
         use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
@@ -107,19 +107,21 @@ def fused_recurrent_gated_delta_rule(
     impl: Impl | None = None,
     **more: Any,
 ) -> Result:
-    """FLA's `fused_recurrent_gated_delta_rule`, by `tokenmix_core.ops.recurrent_gated_delta_rule`; it has gradients.
+    """Compute FLA's `fused_recurrent_gated_delta_rule` by `ops.recurrent_gated_delta_rule`, with gradients.
 
     Args:
-        g: None is no decay.
-        gk, gv: refused, as a state decays by one gate a head.
-        beta: None is 1.
+        g: None for no decay.
+        gk, gv: must be None, as a state decays by one gate per head.
+        beta: None for 1.
 
     Other arguments, results and errors are those of `chunk_gated_delta_rule`.
     """
     op = "fused_recurrent_gated_delta_rule"
     if gk is not None or gv is not None:
         name = "gk" if gk is not None else "gv"
-        raise ValueError(f"{op}: {name} is not available: a state decays by one gate a head, g (and beta has its name)")
+        raise ValueError(
+            f"{op}: {name} is not available: a state decays by one gate per head, g (and beta is a keyword)"
+        )
     return _gated_delta_rule(
         op, ops.recurrent_gated_delta_rule, q, k, v, g, beta, scale, initial_state, output_final_state,
         use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
@@ -144,29 +146,29 @@ def chunk_simple_gla(
     impl: Impl | None = None,
     **more: Any,
 ) -> Result:
-    """FLA's `chunk_simple_gla`, by `tokenmix_core.ops.chunk_ssd`.
+    """Compute FLA's `chunk_simple_gla` by `tokenmix_core.ops.chunk_ssd`.
 
     Heads of K up to 256 and of any V are fitted to the kernels.
 
     Args:
-        q, k, v, cu_seqlens, impl: as there; heads of v may be a multiple of those of q and k.
-        g, g_gamma: logs of the decay, of every token or one for each head; without both a state keeps everything.
-        scale: factor of the outputs; None is K ** −0.5.
+        q, k, v, cu_seqlens, impl: as for that operation; heads of v may be a multiple of those of q and k.
+        g, g_gamma: log decay per token or per head; None for no decay.
+        scale: factor of the outputs; None for K ** −0.5.
         initial_state, output_final_state, state_v_first, head_first: as for `chunk_gated_delta_rule`.
-        cu_seqlens_cpu, and `chunk_size` by its name: taken, and not needed.
+        cu_seqlens_cpu, and the keyword `chunk_size`: ignored.
 
     Returns:
         `(o, final_state)`.
 
     Raises:
-        ValueError: both kinds of decay, an option that is not known, or arguments that do not fit.
+        ValueError: both decays, an unknown option, or arguments that do not fit.
     """
     op = "chunk_simple_gla"
     refuse_unknown(op, more)
     q, k, v, g = tokens_first(head_first, q, k, v, g)
     dims = bind_shapes(op, {}, q=(q, "B T H K"), v=(v, "B T HV V"), g=(g, "B T HV?"), g_gamma=(g_gamma, "HV?"))
     if g is not None and g_gamma is not None:
-        raise ValueError(f"{op}: g and g_gamma exclude each other: a decay of every token, or one for each head")
+        raise ValueError(f"{op}: g and g_gamma exclude each other: give a decay per token or per head")
     if g is None:
         g = _constant(v, 0.0) if g_gamma is None else at_least_float32(g_gamma).expand(v.shape[:3])
     before = as_float32(initial_state, q, v_first=state_v_first)
@@ -176,18 +178,18 @@ def chunk_simple_gla(
 
 
 def tokens_first(head_first: bool, *tensors: Tensor | None) -> list[Any]:
-    """The tensors with T before their heads."""
+    """Transpose tensors to have tokens before heads."""
     return [x.transpose(1, 2) if head_first and isinstance(x, Tensor) and x.dim() > 2 else x for x in tensors]
 
 
 def refuse_unknown(op: str, more: dict[str, Any]) -> None:
-    """Raise a ValueError for options by names that mean nothing here; FLA passes over them without a word."""
-    if unknown := sorted(set(more) - _STEERING):
+    """Raise a ValueError for unknown options, which FLA would ignore silently."""
+    if unknown := sorted(set(more) - _IGNORED):
         raise ValueError(f"{op}: there is no option {', '.join(map(repr, unknown))}")
 
 
 def as_float32(state: Any, q: Tensor, *, v_first: bool = False) -> Any:
-    """An initial state as the operations take it beside q: float64 beside float64, else float32."""
+    """Convert an initial state to the operations' layout and dtype: float64 if q is float64, else float32."""
     if not isinstance(state, Tensor) or not isinstance(q, Tensor):
         return state
     return (state.mT if v_first else state).to(torch.promote_types(q.dtype, torch.float32))
@@ -206,13 +208,13 @@ def _gated_delta_rule(
     if gate:
         g = _gate(op, g, A_log, dt_bias)
     elif A_log is not None or dt_bias is not None:
-        raise ValueError(f"{op}: A_log and dt_bias go with use_gate_in_kernel=True")
+        raise ValueError(f"{op}: A_log and dt_bias require use_gate_in_kernel=True")
     if sigmoid:
         if beta is None:
             raise ValueError(f"{op}: use_beta_sigmoid_in_kernel=True needs beta")
         beta = (2.0 if doubled else 1.0) * at_least_float32(beta).sigmoid()
     elif doubled:
-        raise ValueError(f"{op}: allow_neg_eigval=True goes with use_beta_sigmoid_in_kernel=True")
+        raise ValueError(f"{op}: allow_neg_eigval=True requires use_beta_sigmoid_in_kernel=True")
     g = _constant(v, 0.0) if g is None else g
     beta = _constant(v, 1.0) if beta is None else beta
     before = as_float32(initial_state, q, v_first=state_v_first)

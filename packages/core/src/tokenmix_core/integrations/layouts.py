@@ -1,6 +1,6 @@
-"""The layouts that core reads: FLA's Transformer, Gated DeltaNet and Mamba-2, state-spaces' and transformers' Mamba-2.
+"""Layouts that core reads: FLA's Transformer, Gated DeltaNet and Mamba-2, state-spaces' and transformers' Mamba-2.
 
-Those of FLA's Transformer and Gated DeltaNet are written, too. Sources: fla-core 0.6 (`fla/models`), mamba_ssm 2.3
+FLA's Transformer and Gated DeltaNet can also be written. Sources: fla-core 0.6 (`fla/models`), mamba_ssm 2.3
 (`models/config_mamba.py`, `modules/mamba2.py`), transformers 5.23 (`models/mamba2`).
 """
 
@@ -14,13 +14,13 @@ from tokenmix_core.nn.mlp import swiglu_width
 
 ATTENTION, DELTA, MAMBA2 = "attention", "gated_delta_net", "mamba2"
 _SILU = ("swish", "silu")
-# FLA's norms of q and k have its default
+# default of FLA's q/k norms
 _QK_NORM_EPS = 1e-5
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def fla_config(fields: Fields, mixers: list[str], options: dict[str, dict[str, Any]], **more: Any) -> HybridConfig:
-    """Our configuration of one of FLA's models with an MLP in each layer."""
+    """Return our configuration of one of FLA's models with an MLP in each layer."""
     fields.only("hidden_act", *_SILU, why="the MLP is a SwiGLU")
     fields.only("attnres_block_size", None, why="residuals are added, not attended to")
     fields.only("elementwise_affine", True, None, why="norms have weights")
@@ -37,17 +37,17 @@ def fla_config(fields: Fields, mixers: list[str], options: dict[str, dict[str, A
 
 
 def common_config(fields: Fields, mixers: list[str], options: dict[str, dict[str, Any]], **values: Any) -> HybridConfig:
-    """Our configuration, with what all libraries call alike."""
+    """Return our configuration, with the fields that have the same names in all libraries."""
     tokens = {name: fields.get(name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     values = {"vocab_size": fields.get("vocab_size", default=32000), **values}
-    # some have tokens beyond their words, which nothing can stand for
+    # drop special tokens outside the vocabulary, which some configurations have
     tokens = {n: i for n, i in tokens.items() if not isinstance(i, int) or 0 <= i < values["vocab_size"]}
     values["initializer_range"] = fields.get("initializer_range", default=0.02)
     return HybridConfig(num_hidden_layers=len(mixers), mixers=mixers, mixer_options=options, **tokens, **values)
 
 
 def fla_names(config: HybridConfig, mixer_names: list[Names]) -> Names:
-    """FLA's names of a model with an MLP in each layer, of which the mixers' are given by layer."""
+    """Return FLA's names of a model with an MLP in each layer; `mixer_names` are those of each layer's mixer."""
     names: Names = {
         "model.embed_tokens.weight": "model.embeddings.weight",
         "model.norm.weight": "model.norm.weight",
@@ -63,7 +63,7 @@ def fla_names(config: HybridConfig, mixer_names: list[Names]) -> Names:
 
 
 def attention_names(*, qkv_bias: bool, qk_norm: bool) -> Names:
-    """FLA's attention has our names."""
+    """Return FLA's names of attention weights, which equal ours."""
     names = [f"{part}_proj.weight" for part in "qkvo"]
     names += [f"{part}_proj.bias" for part in "qkv"] if qkv_bias else []
     names += [f"{part}_norm.weight" for part in "qk"] if qk_norm else []
@@ -84,7 +84,7 @@ def _rope(fields: Fields, theta: Any) -> dict[str, Any]:
 
 
 def _read_transformer(fields: Fields) -> tuple[HybridConfig, Names]:
-    # as transformers 5 writes it, and as it was
+    # transformers 5 writes rope_parameters, earlier versions rope_theta
     theta = (fields.get("rope_parameters") or {}).get("rope_theta", fields.get("rope_theta", default=10000.0))
     heads = fields.number("num_heads", default=32)
     bias, norm = fields.get("qkv_bias", default=False), fields.get("qk_norm", default=False)
@@ -103,7 +103,11 @@ def _read_transformer(fields: Fields) -> tuple[HybridConfig, Names]:
 def hybrid_mixers(
     fields: Fields, layers: int, label: str, options: dict[str, Any], names: Names
 ) -> tuple[list[str], dict[str, dict[str, Any]], list[Names], dict[str, Any]]:
-    """FLA's `attn`: which layers attend instead. Labels, options by label, names by layer, and rotary parameters."""
+    """Parse FLA's `attn`, which makes some layers attention.
+
+    Returns:
+        Labels, options by label, names by layer, and rotary parameters.
+    """
     mixers, by_label, by_layer = [label] * layers, {label: options}, [names] * layers
     specs = fields.get("attn", default=[])
     thetas: list[float] = []
@@ -162,18 +166,18 @@ def _mamba_names(config: HybridConfig, embedding: str, *, conv_bias: bool) -> Na
 
 
 def _read_mamba2(fields: Fields) -> tuple[HybridConfig, Names]:
-    """FLA's and transformers', which have one model type and one set of names."""
+    """Read FLA's and transformers' Mamba-2, which share model type and names."""
     for name, known, why in (
         ("use_bias", (False, None), "projections have no biases"),
         ("hidden_act", ("silu", "swish", None), "inputs are activated by a SiLU"),
         ("rmsnorm", (True, None), "outputs are normalised"),
         ("norm_before_gate", (False, None), "outputs are gated before they are normalised"),
-        ("D_has_hdim", (False, None), "D is one number a head"),
+        ("D_has_hdim", (False, None), "D is one value per head"),
         ("dt_limit", ((0.0, float("inf")), None), "time steps have no limit"),
         ("time_step_limit", ((0.0, float("inf")), None), "time steps have no limit"),
     ):
         fields.only(name, *known, why=why)
-    # transformers and FLA differ in what they leave out, of which transformers writes everything
+    # defaults are FLA's; transformers writes all fields
     width, head = fields.number("hidden_size", default=2048), fields.number("head_dim", default=64)
     expand = fields.get("expand", default=2)
     heads = fields.get("num_heads")
@@ -195,9 +199,9 @@ def _read_mamba2(fields: Fields) -> tuple[HybridConfig, Names]:
 
 def _read_state_spaces(fields: Fields) -> tuple[HybridConfig, Names]:
     own = Fields(fields.source, fields.get("ssm_cfg", default={}))
-    own.only("layer", "Mamba1", "Mamba2", why="its kind of layer is not known")
+    own.only("layer", "Mamba1", "Mamba2", why="this layer is not supported")
     if own.get("layer", default="Mamba1") != "Mamba2":
-        raise fields.refused("ssm_cfg: the layers are of the first Mamba, which is not here; expected layer='Mamba2'")
+        raise fields.refused("ssm_cfg: Mamba-1 layers are not supported; expected layer='Mamba2'")
     if fields.get("attn_layer_idx"):
         raise fields.refused("attn_layer_idx: layers of attention are not converted")
     fields.only("rms_norm", True, why="norms are RMS norms")
@@ -205,7 +209,7 @@ def _read_state_spaces(fields: Fields) -> tuple[HybridConfig, Names]:
         ("bias", (False,), "projections have no biases"),
         ("rmsnorm", (True,), "outputs are normalised"),
         ("norm_before_gate", (False,), "outputs are gated before they are normalised"),
-        ("D_has_hdim", (False,), "D is one number a head"),
+        ("D_has_hdim", (False,), "D is one value per head"),
         ("d_ssm", (None,), "all channels go through the state"),
         ("dt_limit", ((0.0, float("inf")),), "time steps have no limit"),
     ):
@@ -243,7 +247,7 @@ def _write_common(config: HybridConfig) -> dict[str, Any]:
 
 
 def _write_attention(config: HybridConfig, layer: int) -> tuple[dict[str, Any], Names]:
-    """The fields of a layer of attention, as FLA has them, and its names."""
+    """Return FLA's fields and names of an attention layer."""
     given = {
         "num_heads": 16, "num_kv_heads": None, "head_dim": None, "window": None, "sinks": 0, "rope": True,
         "qk_norm": False, "qkv_bias": False, "qk_norm_eps": None, "impl": None,
@@ -266,7 +270,7 @@ def _write_attention(config: HybridConfig, layer: int) -> tuple[dict[str, Any], 
 def _write_transformer(config: HybridConfig) -> tuple[dict[str, Any], Names]:
     written = [_write_attention(config, i) for i in range(config.num_hidden_layers)]
     if any(fields != written[0][0] for fields, _ in written):
-        raise ValueError("FLA's Transformer has layers that are all alike")
+        raise ValueError("FLA's Transformer has equal layers")
     values = {"model_type": "transformer", "architectures": ["TransformerForCausalLM"], **written[0][0]}
     return values | _write_common(config), fla_names(config, [names for _, names in written])
 
@@ -286,7 +290,7 @@ def _write_delta(config: HybridConfig) -> tuple[dict[str, Any], Names]:
                 "allow_neg_eigval": False, "output_gate": True,
             } | {n: value for n, value in config.options_of(i).items() if n != "impl"}  # fmt: skip
             if delta not in (None, options):
-                raise ValueError("FLA's layers of Gated DeltaNet are all alike")
+                raise ValueError("FLA's layers of Gated DeltaNet are equal")
             delta, own = options, _delta_names(output_gate=options["output_gate"])
         else:
             raise ValueError(f"FLA's Gated DeltaNet has layers of it and of attention, got {label!r}")
@@ -320,6 +324,6 @@ LAYOUTS = (
 
 
 def fla_layout(config: HybridConfig) -> Layout:
-    """The layout of FLA in which a model of ours is written."""
+    """Return the FLA layout for exporting one of our models."""
     alone = all(config.mixer_type(i) == ATTENTION for i in range(config.num_hidden_layers))
     return TRANSFORMER if alone else GATED_DELTANET

@@ -1,13 +1,13 @@
-"""Other people's models on our kernels: transformers' own hybrid models, layer by layer.
+"""transformers' own hybrid models on our kernels.
 
     with use_kernels(model):
         model.generate(...)
 
-transformers names the functions that a kernel may take the place of (`use_kernelized_func`, `hub_kernels.py`): the
-scans and convolutions that a layer's forward calls. With `kernels` installed they are exchanged for the whole process;
-here a layer's forward is made anew with ours under these names, for one model or for a family, and nothing else of the
-layer changes. The gated norm that its `RMSNormGated` hook names is exchanged as well. On a CPU our operations are their
-references, so that what changes is the rounding alone.
+transformers marks the functions that kernels may replace (`use_kernelized_func`, `hub_kernels.py`): the scans and
+convolutions that a layer's forward calls. The package `kernels` replaces them for the whole process. Here, a layer's
+forward is rebuilt with our functions under these names, for one model or for a family, and the rest of the layer stays
+the same. The gated norm is replaced as well. On a CPU our operations use their references, so that only rounding
+changes.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from tokenmix_core.ops.types import Impl
 _DELTA = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 _SSD = ("mamba2_chunk_scan", "mamba2_selective_state_update", "mamba2_split_conv1d_scan_combined")
 _CONVOLUTION = ("causal_conv1d_fn", "causal_conv1d_update")
-# a module's forward, and where accelerate's hooks keep the one that they call
-_PLACES = ("forward", "_old_forward")
-# functions made here bear it
+# attributes of a module's forward, and of the original forward under accelerate's hooks
+_ATTRIBUTES = ("forward", "_old_forward")
+# marks functions built here
 _MARK = "_runs_tokenmix_kernels"
 
 
 @dataclass(frozen=True)
 class Family:
-    """Where a family of models keeps what is exchanged.
+    """Class names and functions of a family of models.
 
     Attributes:
-        layer: the class whose forward calls the functions.
-        norm: the class of its gated norm. Nemotron-H has Zamba2's before transformers 5.23.
-        scan: the functions that it calls beside the convolutions.
+        layer: name of the class whose forward calls the functions.
+        norm: name of its gated norm's class; before transformers 5.23 Nemotron-H uses Zamba2's.
+        scan: functions that the layer calls, except convolutions.
     """
 
     layer: str
@@ -68,26 +68,26 @@ FAMILIES: dict[str, Family] = {
 
 
 def use_kernels(model_or_family: nn.Module | str, *, impl: Impl | None = None) -> KernelUse:
-    """Let a model of transformers, or all models of a family, run our kernels, in training, prefill and decoding.
+    """Run a transformers model, or all models of a family, on our kernels: training, prefill and decoding.
 
-    Gated delta rule, convolution and gated norm of Qwen3-Next, Qwen3.5 (and MoE) and OLMo-Hybrid; SSD, convolution and
-    gated norm of Mamba2, Bamba, Zamba2, Nemotron-H, Granite-MoE-hybrid and Falcon-H1 (before transformers 5.23
-    Nemotron-H's norm is Zamba2's: exchanged in a model, and as Zamba2's family). Weights, caches and all else stay
-    transformers'. Documents packed into rows are kept apart where a call tells their boundaries, as `cu_seq_lens_q` or
-    `seq_idx`. A compiled model keeps what it was traced with: exchange first, then compile. A copy of a model goes on
-    with what the model had then; a pickled one comes back as transformers made it.
+    This replaces gated delta rule, convolution and gated norm of Qwen3-Next, Qwen3.5 (and MoE) and OLMo-Hybrid; SSD,
+    convolution and gated norm of Mamba2, Bamba, Zamba2, Nemotron-H, Granite-MoE-hybrid and Falcon-H1 (before
+    transformers 5.23, Nemotron-H's norm belongs to the family Zamba2). Weights, caches and everything else stay
+    transformers'. Packed documents are separated if the call gives their boundaries as `cu_seq_lens_q` or `seq_idx`. A
+    compiled model keeps the functions it was traced with: call this before compiling. A copy of a model keeps the
+    kernels in use at that time; a pickled one has transformers' again.
 
     Args:
-        model_or_family: a model, with whatever is around it, or a key of `FAMILIES`, for models made before and after.
-        impl: implementation of the operations, as for `tokenmix_core.ops`; Gluon's is that of whole sequences, beside
-            which single tokens and convolutions take the fastest kernels.
+        model_or_family: a model, possibly wrapped, or a key of `FAMILIES`, which affects existing and future models.
+        impl: implementation of the operations, as for `tokenmix_core.ops`. "gluon" applies to whole sequences; single
+            tokens and convolutions then take the default.
 
     Returns:
-        What undoes it: by `undo()`, or at the end of a `with`.
+        A handle that undoes the replacement by `undo()`, or at the end of a `with`.
 
     Raises:
-        ValueError: a family that is not known, a model without such layers, one whose layers another library has
-            changed, or a version of transformers whose layers call other functions.
+        ValueError: an unknown family, a model without such layers, layers modified by another library, or a version of
+            transformers whose layers call other functions.
     """
     if impl is not None and impl not in get_args(Impl):
         raise ValueError(f"use_kernels: impl must be None or one of {', '.join(get_args(Impl))}, got {impl!r}")
@@ -105,10 +105,10 @@ def use_kernels(model_or_family: nn.Module | str, *, impl: Impl | None = None) -
 
 
 def use_fallback(model: nn.Module) -> KernelUse:
-    """Let a model of these families run transformers' own functions in torch, whatever else is installed: to compare.
+    """Run a model of these families on transformers' torch functions, for comparison, regardless of installed kernels.
 
     Raises:
-        ValueError: as `use_kernels`, or the family is exchanged.
+        ValueError: as for `use_kernels`, or the family runs our kernels.
     """
 
     def theirs(cls: type) -> Callable[..., Any]:
@@ -117,57 +117,57 @@ def use_fallback(model: nn.Module) -> KernelUse:
             raise ValueError(f"use_fallback: {cls.__name__} runs our kernels; undo that first")
         if family is None or cls.__name__ == family.norm:
             return vars(cls)["forward"]
-        # what chooses between packages wraps the function in torch
+        # the selector between packages wraps the torch function
         functions = {name: getattr(home, name).__wrapped__ for name in family.functions}
-        return _made_anew(cls, vars(cls)["forward"], functions)
+        return _rebuilt(cls, vars(cls)["forward"], functions)
 
     return _use(model, theirs)
 
 
 def _use(model: nn.Module, forward: Callable[[type], Callable[..., Any]]) -> KernelUse:
-    """Exchange the forward of every layer of a model for the one that is made for its class."""
+    """Replace the forward of every layer of a model by `forward(class)`."""
     layers = [(name, m, cls) for name, m in model.named_modules() if (cls := _known(type(m))) is not None]
     if not layers:
         raise ValueError(
-            f"use_kernels: {type(model).__name__} has no layers that could run our kernels; "
-            f"families that have are {', '.join(FAMILIES)}"
+            f"use_kernels: {type(model).__name__} has no layers that can run our kernels; "
+            f"supported families are {', '.join(FAMILIES)}"
         )
-    # all are looked at before the first is changed
+    # check all layers before changing the first
     made = {cls: forward(cls) for cls in dict.fromkeys(cls for _, _, cls in layers)}
-    places = [_place(name, m) for name, m, _ in layers]
+    attributes = [_attribute(name, m) for name, m, _ in layers]
     return KernelUse(
-        [_Exchange(m, place, MethodType(made[cls], m)) for (_, m, cls), place in zip(layers, places, strict=True)]
+        [_Exchange(m, a, MethodType(made[cls], m)) for (_, m, cls), a in zip(layers, attributes, strict=True)]
     )
 
 
 class _Exchange:
-    """The forward of a class or of a module that is ours for a while."""
+    """Temporary replacement of the forward of a class or module."""
 
-    def __init__(self, owner: Any, place: str, ours: Any) -> None:
+    def __init__(self, owner: Any, attribute: str, ours: Any) -> None:
         self.owner, self.ours = owner, ours
-        # None where there was none of its own
-        self.before = vars(owner).get(place)
-        setattr(owner, place, ours)
+        # None if the owner had no forward of its own
+        self.before = vars(owner).get(attribute)
+        setattr(owner, attribute, ours)
 
     def undo(self) -> bool:
-        """Put back what was there; False where something else is there by now."""
-        for place in _PLACES:
-            if vars(self.owner).get(place) is self.ours:
+        """Restore the former forward; return False if it has been replaced by another one since."""
+        for attribute in _ATTRIBUTES:
+            if vars(self.owner).get(attribute) is self.ours:
                 if self.before is not None:
-                    setattr(self.owner, place, self.before)
-                elif place == "forward":
-                    delattr(self.owner, place)
+                    setattr(self.owner, attribute, self.before)
+                elif attribute == "forward":
+                    delattr(self.owner, attribute)
                 else:
-                    setattr(self.owner, place, MethodType(type(self.owner).forward, self.owner))
+                    setattr(self.owner, attribute, MethodType(type(self.owner).forward, self.owner))
                 return True
         return False
 
 
 class KernelUse:
-    """Our kernels in use: undone by `undo`, or at the end of a `with`.
+    """Handle of replaced kernels: undo by `undo()`, or at the end of a `with`.
 
     Attributes:
-        layers: how many modules, or classes of a family, run ours.
+        layers: number of modules, or classes of a family, that run our kernels.
     """
 
     def __init__(self, exchanges: list[_Exchange]) -> None:
@@ -175,10 +175,10 @@ class KernelUse:
         self.layers = len(exchanges)
 
     def undo(self) -> None:
-        """Put back what was there before; a second time there is nothing to do.
+        """Restore the former functions; a second call has no effect.
 
         Raises:
-            ValueError: something else was exchanged since: undo that first.
+            ValueError: another library has replaced a forward since: undo that first.
         """
         left = [exchange for exchange in reversed(self._exchanges) if not exchange.undo()]
         self._exchanges = left
@@ -202,7 +202,7 @@ def _home(family: str) -> str:
 
 
 def _known(cls: type) -> type | None:
-    """The class of transformers, of those that are exchanged, which this is or which it was made of."""
+    """Return the supported transformers class among a class and its bases, or None."""
     for base in cls.__mro__:
         if _family(base) is not None:
             return base
@@ -216,38 +216,38 @@ def _family(cls: type) -> Family | None:
     return None
 
 
-def _place(name: str, module: nn.Module) -> str:
-    """Where a module's forward is to be exchanged."""
+def _attribute(name: str, module: nn.Module) -> str:
+    """Return the attribute of a module that holds the forward to replace."""
     own = vars(module).get("forward")
-    # a pickled model comes back with the methods of its classes
+    # an unpickled model has its classes' methods
     if own is None or getattr(own, _MARK, False) or getattr(own, "__func__", None) is type(module).forward:
         return "forward"
-    if _PLACES[1] in vars(module):
-        return _PLACES[1]
+    if _ATTRIBUTES[1] in vars(module):
+        return _ATTRIBUTES[1]
     raise ValueError(f"use_kernels: another library has changed the forward of {name!r}; use our kernels before that")
 
 
 def _ours(cls: type, impl: Impl | None) -> Callable[..., Any]:
-    """The forward of a class of transformers, calling our functions."""
+    """Return the forward of a transformers class, rebuilt to call our functions."""
     family = _family(cls)
     assert family is not None
     if cls.__name__ == family.norm:
         norm = gated_norm if family.scan is _DELTA else norm_of_gated
         return norm if impl is None else _as_method(functools.partial(norm, impl=impl))
     functions = {name: functools.partial(FUNCTIONS[name], impl=impl) for name in family.functions}
-    return _made_anew(cls, vars(cls)["forward"], functions)
+    return _rebuilt(cls, vars(cls)["forward"], functions)
 
 
-def _made_anew(cls: type, forward: FunctionType, functions: dict[str, Callable]) -> FunctionType:
-    """The function, inside of its decorators, made of the same code that finds others under these names.
+def _rebuilt(cls: type, forward: FunctionType, functions: dict[str, Callable]) -> FunctionType:
+    """Rebuild a function, including its decorators, from the same code with other functions under these global names.
 
     Raises:
-        ValueError: the code does not call them all.
+        ValueError: the code does not call all of them.
     """
     closure, scope, attributes = forward.__closure__, forward.__globals__, dict(vars(forward))
     inner = attributes.get("__wrapped__")
     if inner is not None:
-        attributes["__wrapped__"] = _made_anew(cls, inner, functions)
+        attributes["__wrapped__"] = _rebuilt(cls, inner, functions)
         cells = (attributes["__wrapped__"] if c.cell_contents is inner else c.cell_contents for c in closure or ())
         closure = tuple(map(CellType, cells))
     else:
@@ -258,7 +258,7 @@ def _made_anew(cls: type, forward: FunctionType, functions: dict[str, Callable])
                 f"use_kernels: {cls.__name__} of transformers {transformers.__version__} does not call "
                 f"{', '.join(missing)}, as it does in 5.17 to 5.24"
             )
-        # by this name torch.compile would find the module, and the originals in it
+        # torch.compile would find the module by __name__, and the original functions in it
         scope = {name: value for name, value in scope.items() if name != "__name__"} | functions
     made = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, closure)
     made.__kwdefaults__, made.__doc__, made.__module__ = forward.__kwdefaults__, forward.__doc__, forward.__module__
@@ -268,7 +268,7 @@ def _made_anew(cls: type, forward: FunctionType, functions: dict[str, Callable])
 
 
 def _as_method(norm: Callable[..., Any]) -> Callable[..., Any]:
-    """A norm's forward with options, as a function: one that a class binds to its modules."""
+    """Convert a norm's forward with options to a function, which classes can bind as a method."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return norm(self, *args, **kwargs)
@@ -279,5 +279,5 @@ def _as_method(norm: Callable[..., Any]) -> Callable[..., Any]:
 
 for _norm in (gated_norm, norm_of_gated):
     setattr(_norm, _MARK, True)
-    # pickle looks for a method of a module by its name, and has to find that of the class
+    # pickle looks up methods by name, and must find that of the class
     _norm.__name__ = "forward"

@@ -1,4 +1,4 @@
-"""The transformers-compatible shell around token mixers: configuration, cache, backbone and causal language model."""
+"""Models around token mixers, compatible with transformers: configuration, cache, backbone, causal language model."""
 
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ __all__ = [
 if TYPE_CHECKING:
     from tokenmix_core.modeling.attn_implementation import ChoosesAttention as ChoosesAttention
     from tokenmix_core.modeling.attn_implementation import choose_attention as choose_attention
-    from tokenmix_core.modeling.cache import settle as settle
+    from tokenmix_core.modeling.cache import read_padding_flag as read_padding_flag
     from tokenmix_core.modeling.cache_name import CACHE as CACHE
     from tokenmix_core.modeling.cache_name import take_cache as take_cache
     from tokenmix_core.modeling.cache_name import takes_either_name as takes_either_name
@@ -56,7 +56,7 @@ __getattr__ = lazily(
     {
         "ChoosesAttention": "attn_implementation",
         "choose_attention": "attn_implementation",
-        "settle": "cache",
+        "read_padding_flag": "cache",
         "CACHE": "cache_name",
         "take_cache": "cache_name",
         "takes_either_name": "cache_name",

@@ -1,4 +1,4 @@
-"""transformers' `attn_implementation`, as the implementations that our mixers have."""
+"""transformers' `attn_implementation`, mapped to the implementations of our mixers."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from tokenmix_core.nn.mixer import Mixer
 
 
 def choose_attention(mixers: Iterable[Mixer], requested: Any) -> None:
-    """Let the mixers that attend use an implementation that transformers has a name for; None leaves them as they are.
+    """Set the implementation of the attention mixers by transformers' name of it; None changes nothing.
 
     Raises:
-        ValueError: a name that no mixer's implementation corresponds to, or a model without attention.
+        ValueError: a name without a corresponding implementation, or a model without attention.
     """
     if requested is None:
         return
     attending = [mixer for mixer in mixers if mixer.attention_impls]
     if not attending:
-        raise ValueError(f"attn_implementation={requested!r} means nothing here: no layer of the model attends")
+        raise ValueError(f"attn_implementation={requested!r} has no effect: no layer of the model has attention")
     for mixer in attending:
         if not isinstance(requested, str) or requested not in mixer.attention_impls:
             raise ValueError(
                 f"attn_implementation must be None or one of {', '.join(map(repr, mixer.attention_impls))} for "
-                f"{type(mixer).__name__}, got {requested!r}; its own choice (None) is the fastest that runs right"
+                f"{type(mixer).__name__}, got {requested!r}; None selects the fastest one"
             )
     for mixer in attending:
         mixer.impl = mixer.attention_impls[requested]  # type: ignore[assignment]
 
 
 class ChoosesAttention:
-    """Before transformers' `PreTrainedModel`: `attn_implementation` chooses among our implementations."""
+    """Mixin before transformers' `PreTrainedModel`: `attn_implementation` selects one of our implementations."""
 
     config: Any
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
-        # transformers would put a default here, which could not be told from a request
+        # transformers would set a default, which could not be distinguished from a request
         return attn_implementation
 
     def set_attn_implementation(self, attn_implementation: str) -> None:
-        """Let the mixers that attend use "eager", "sdpa" or "flash_attention_2" from the next call on.
+        """Use "eager", "sdpa" or "flash_attention_2" in the attention mixers from the next call on.
 
         Raises:
-            ValueError: what the model's mixers have no implementation for.
+            ValueError: an implementation that the model's mixers do not have.
         """
         choose_attention((m for m in self.modules() if isinstance(m, Mixer)), attn_implementation)  # type: ignore[attr-defined]
         self.config._attn_implementation = attn_implementation

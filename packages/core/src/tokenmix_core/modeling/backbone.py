@@ -37,11 +37,10 @@ class HybridOutput(CacheOutput):
 
     Attributes:
         last_hidden_state: `[B, T, D]`, normalised; zero at padding.
-        cache: the cache, when one is kept; `past_key_values` is the same.
+        cache: the cache, if one is kept; `past_key_values` is the same object.
         hidden_states: with `output_hidden_states`, the embeddings and every layer's output, the last one normalised.
-        auxiliary: by name, what mixers return beside their outputs, stacked over the layers that return it; a tuple of
-            them where the layers' shapes differ.
-        cu_seqlens: the boundaries of packed documents, in whichever form the call gave them.
+        auxiliary: the mixers' further return values by name, stacked over layers; a tuple if their shapes differ.
+        cu_seqlens: boundaries of packed documents, converted from the form in which the call gave them.
     """
 
     last_hidden_state: Tensor | None = None
@@ -70,11 +69,11 @@ class HybridBlock(GradientCheckpointingLayer):
         rows: Span | None = None,
         **mixer_args: Any,
     ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        """Return the residual stream after the block, None, and what the mixer returns beside.
+        """Return the residual stream after the block, None, and the mixer's auxiliary tensors.
 
-        With `defer` the block's last branch comes in place of None and is not added: the next block's first norm adds
-        it, as it does the `branch` given here. With `rows`, which excludes both, inputs and outputs have padding, which
-        is dropped between them.
+        With `defer`, the block's last branch is returned instead of None and not added: the next block's first norm
+        adds it, as this block adds `branch`. With `rows` (not together with the others), inputs and outputs have
+        padding, which is removed inside the block.
         """
         if rows is None:
             return self._mix(hidden_states, branch, defer, mixer_args)
@@ -98,7 +97,7 @@ class HybridBlock(GradientCheckpointingLayer):
 
 
 class HybridPreTrainedModel(ChoosesAttention, CheckedLoading, PreTrainedModel):
-    """The family as transformers needs to know it."""
+    """Base class of the models, with the class attributes that transformers reads."""
 
     config: HybridConfig
     config_class = HybridConfig
@@ -106,7 +105,7 @@ class HybridPreTrainedModel(ChoosesAttention, CheckedLoading, PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["HybridBlock"]  # noqa: RUF012
     _skip_keys_device_placement = list(NAMES)  # noqa: RUF012
-    # recurrent states cannot be rolled back, which assisted generation would need
+    # recurrent states cannot be rolled back, as assisted generation would require
     _is_stateful = True
 
     @torch.no_grad()
@@ -117,7 +116,7 @@ class HybridPreTrainedModel(ChoosesAttention, CheckedLoading, PreTrainedModel):
 class HybridModel(HybridPreTrainedModel):
     """Embedding, blocks and a final norm.
 
-    A paper's mixer joins by `register_mixer` and its name in the configuration.
+    `register_mixer` makes further mixers available by their names in the configuration.
     """
 
     def __init__(self, config: HybridConfig):
@@ -128,11 +127,11 @@ class HybridModel(HybridPreTrainedModel):
             for i in range(config.num_hidden_layers)
         ]
         choose_attention(mixers, config._attn_implementation)
-        # by name, the mixer that knows the forms of an extra input
+        # for each extra input, the mixer class that converts it
         self.input_takers = _input_takers(mixers)
         self.layers = nn.ModuleList(HybridBlock(config, mixer) for mixer in mixers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        # one table of angles for each head size, used by all layers that have it
+        # one table of angles per head size, shared by all layers
         self.rotary = nn.ModuleDict(
             {
                 str(dim): RotaryEmbedding(dim, config.rope_parameters or {}, config.max_position_embeddings)
@@ -140,7 +139,7 @@ class HybridModel(HybridPreTrainedModel):
             }
         )
         self.gradient_checkpointing = False
-        # loading in a narrow dtype leaves these alone
+        # tensors that stay in float32 when a checkpoint is loaded in 16 bits
         self._keep_in_fp32_modules_strict = {
             f"{path}.{name}"
             for path, module in self.named_modules()
@@ -155,12 +154,12 @@ class HybridModel(HybridPreTrainedModel):
 
     @property
     def mixers(self) -> list[Mixer]:
-        """The mixers, layer by layer."""
+        """The mixers of all layers."""
         return [layer.mixer for layer in self._blocks]
 
     def make_cache(self, max_length: int = 0, *, offload: bool = False) -> HybridCache:
-        """An empty cache; arguments as `HybridCache`'s."""
-        # a list: where a graph ends, torch 2.11 cannot make a generator anew that it has traced
+        """Return an empty cache; arguments as for `HybridCache`."""
+        # a list: torch 2.11 cannot reconstruct a traced generator after a graph break
         return HybridCache([mixer.make_state() for mixer in self.mixers], max_length=max_length, offload=offload)
 
     @takes_either_name
@@ -180,26 +179,26 @@ class HybridModel(HybridPreTrainedModel):
         """Run the backbone.
 
         Args:
-            input_ids: `[B, T]`, or `inputs_embeds [B, T, D]` in their place.
+            input_ids: `[B, T]`, or `inputs_embeds [B, T, D]` instead.
             attention_mask: `[B, T]`, or `[B, past + T]` with a cache: zero for padding, on the left or the right of a
-                row. Padding is taken out before the layers run, for which a call waits for the device once; a step of
-                one token after real tokens is taken as real without looking. A graph that torch.compile traces waits
-                for nothing: there padding is computed, too, where no real token sees it.
+                row. Padding is removed before the layers run, which synchronises with the device once per call; a step
+                of one token after real tokens is assumed to be real. Under torch.compile nothing synchronises: padding
+                is moved behind the real tokens and computed.
             position_ids: `[B or 1, T]`, rotary positions; by default tokens are counted without padding. In one row
-                without a cache and padding, a document begins wherever they do not rise, as transformers'
-                DataCollatorWithFlattening gives them; elsewhere they must rise, which a traced graph does not check.
-                Finding the boundaries waits for the device once; give them as `cu_seqlens`, and nothing does.
+                without a cache and padding, a document begins where positions do not increase, as in transformers'
+                DataCollatorWithFlattening; in all other calls they must increase, which a compiled graph does not
+                check. Finding the boundaries synchronises once; `cu_seqlens` avoids this.
             cu_seqlens: `[N + 1]`, boundaries of packed sequences (B = 1); for training and scoring, without a cache.
-                collator's `cu_seq_lens_q` and `cu_seq_lens_k` are the same, `seq_idx [1, T]` another form;
-                `max_length_q` and `max_length_k` are taken and not needed.
-            cache: the cache of a former call; updated. `past_key_values` is another name of it.
-            use_cache: keep a cache; by default the configuration's choice in evaluation mode, False in training mode,
-                for packed documents, and in a traced graph with an attention_mask.
-            output_hidden_states: return all layers' outputs; by default as the configuration says.
-            mixer_inputs: the extra inputs that some of the mixers take, by their names; None is as not given.
+                The collator's `cu_seq_lens_q` and `cu_seq_lens_k` are synonyms, `seq_idx [1, T]` is another form;
+                `max_length_q` and `max_length_k` are accepted and ignored.
+            cache: the cache of an earlier call; updated. `past_key_values` is a synonym.
+            use_cache: keep a cache; by default the configuration's value in evaluation mode, and False in training
+                mode, for packed documents, and in a compiled graph with an attention_mask.
+            output_hidden_states: return all layers' outputs; by default the configuration's value.
+            mixer_inputs: extra inputs of the mixers by name; None counts as not given.
 
         Raises:
-            ValueError: inputs that do not fit together, with what was got and what was expected.
+            ValueError: inputs that do not fit together; the message names the given and the expected ones.
         """
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -233,20 +232,24 @@ class HybridModel(HybridPreTrainedModel):
                     args["rows"] = rows
                 if deferring[i]:
                     args["defer"] = True
-                # not by name: activations that are recomputed have gradients by place alone
+                # positional: checkpointing computes gradients of positional arguments only
                 stream = (hidden,) if branch is None else (hidden, branch)
                 if cache is None:
                     hidden, branch, more = layer(*stream, **args)
                 else:
-                    hidden, branch, more = layer(*stream, state=cache.fetch(i, hidden.device), **args)
+                    hidden, branch, more = layer(*stream, state=cache.acquire(i, hidden.device), **args)
                     cache.release(i)
                 for name, value in more.items():
                     if span.keeps_padding and name.endswith("_loss"):
                         raise ValueError(
-                            f"a compiled graph cannot leave padding out of the mixers' {name}: pack the rows into one, "
+                            f"a compiled graph cannot exclude padding from the mixers' {name}: pack the rows into one, "
                             "with cu_seqlens and no attention_mask"
                         )
-                    auxiliary.setdefault(name, []).append(value)
+                    if not span.empty:
+                        auxiliary.setdefault(name, []).append(value)
+                    elif name.endswith("_loss"):
+                        # zero, but connected to the parameters, which then get zero gradients
+                        auxiliary.setdefault(name, []).append(value.masked_fill(torch.ones_like(value).bool(), 0))
                 if output_hidden_states:
                     seen.append(span.unpack(hidden if rows is None else span.pack(hidden)))
         hidden = self.norm(hidden)
@@ -262,21 +265,21 @@ class HybridModel(HybridPreTrainedModel):
         )
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Forward floating-point operations per token of the layers, at this context length."""
+        """Return the forward FLOPs per token of the layers at this context length."""
         mlps = sum(2.0 * p.numel() for layer in self._blocks if layer.mlp is not None for p in layer.mlp.parameters())
         return mlps + sum(mixer.flops_per_token(seq_len) for mixer in self.mixers)
 
     def state_bounds(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> Bounds:
-        """Between how many bytes the cache holds of `batch_size` sequences of `seq_len` tokens."""
+        """Return the least and most bytes of a cache of `batch_size` sequences of `seq_len` tokens."""
         dtype = self.dtype if dtype is None else dtype
         return Bounds.sum(mixer.state_bounds(seq_len, batch_size, dtype) for mixer in self.mixers)
 
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
-        """Bytes that the cache holds at the most; see `state_bounds`."""
+        """Return the most bytes of a cache; see `state_bounds`."""
         return self.state_bounds(seq_len, batch_size, dtype).most
 
     def _deferring(self) -> list[bool]:
-        """Return for each block whether the next block's norm adds its last branch: no hook may lie between them."""
+        """Return for each block whether the next block's norm adds its last branch; a hook between them forbids it."""
         unseen = [is_plain(HybridBlock, layer) for layer in self._blocks]
         return [*(a and b for a, b in itertools.pairwise(unseen)), False]
 
@@ -303,13 +306,13 @@ class HybridModel(HybridPreTrainedModel):
     def prepare_mixer_inputs(
         self, inputs: dict[str, Any], span: Span, cu_seqlens: Tensor | None, cache: HybridCache | None
     ) -> dict[str, Any]:
-        """The extra inputs as the layers take them; a paper overrides it for what depends on the model or the cache.
+        """Convert extra inputs to the form that the layers take; override for inputs that depend on model or cache.
 
         Args:
-            inputs: those that the caller gave.
-            span: where the call's tokens lie.
+            inputs: the caller's inputs.
+            span: token layout of the call.
             cu_seqlens: boundaries of packed sequences.
-            cache: what this call reads and updates; None without one.
+            cache: the call's cache; None without one.
         """
         takers = self.input_takers
         given = {name: x for name, x in inputs.items() if name in takers and x is not None}
@@ -324,11 +327,11 @@ def _input_takers(mixers: list[Mixer]) -> dict[str, type[Mixer]]:
             if first.prepare_input.__func__ is not kind.prepare_input.__func__:
                 raise ValueError(
                     f"{first.__name__} and {kind.__name__} take an input {name!r} in different forms; they cannot "
-                    "stand in one model"
+                    "be combined in one model"
                 )
     return takers
 
 
 def _stacked(values: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
-    """One tensor of those of several layers, where they have one shape."""
+    """Stack the tensors of several layers if their shapes are equal."""
     return torch.stack(values) if len({x.shape for x in values}) == 1 else tuple(values)

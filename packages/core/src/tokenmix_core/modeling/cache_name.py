@@ -1,7 +1,7 @@
 """The name of the cache in transformers' calls and outputs: `cache` from 5.24 on, `past_key_values` before.
 
-Our models take either name in every call and answer to both in every output, with all versions. What is handed to
-transformers' own functions, and read from their outputs, has the name `CACHE`.
+Our models accept either name in every call and provide both in every output, with all versions. Arguments and outputs
+of transformers' own functions use the name `CACHE`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 from transformers.utils.generic import ModelOutput
 
 NAMES = ("cache", "past_key_values")
-# an output that has the new name can be asked for the old one
+# versions whose outputs have the new name also accept the old one
 CACHE = NAMES[0] if hasattr(ModelOutput, NAMES[1]) else NAMES[1]
 
 
 def take_cache(given: dict[str, Any], name: str = CACHE) -> Any:
-    """Rename the cache among keyword arguments to `name`, and return it; None where there is none.
+    """Rename the cache among keyword arguments to `name` and return it; None if there is none.
 
     Raises:
         ValueError: two caches under the two names.
@@ -34,13 +34,13 @@ def take_cache(given: dict[str, Any], name: str = CACHE) -> Any:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return the name that a function gives its cache."""
+    """Return the name of a function's cache parameter."""
     parameters = inspect.signature(function).parameters
     return next(name for name in NAMES if name in parameters)
 
 
 def takes_either_name(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function that takes a cache: keyword arguments may have either name."""
+    """Decorate a function to accept its cache under either name."""
     name = name_of(forward)
 
     @functools.wraps(forward)
@@ -52,7 +52,7 @@ def takes_either_name(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _OldNameToo(ModelOutput):
-    """What 5.24 does for the old name, for the versions that read it."""
+    """Support of both names for versions before 5.24, which do this themselves."""
 
     @property
     def past_key_values(self) -> Any:
@@ -70,7 +70,7 @@ class _OldNameToo(ModelOutput):
         return super().__contains__(_new_name(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """The value of a key in either name."""
+        """Return the value of a key under either name."""
         return super().get(_new_name(key), default)
 
 
@@ -82,4 +82,4 @@ _Output: Any = _OldNameToo if CACHE != "cache" else ModelOutput
 
 
 class CacheOutput(_Output):
-    """An output whose field `cache` is also read and set by the name `past_key_values`."""
+    """Model output whose field `cache` is also available as `past_key_values`."""

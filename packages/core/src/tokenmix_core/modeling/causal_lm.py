@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.generic import can_return_tuple
 
 from tokenmix_core.modeling.backbone import HybridModel, HybridPreTrainedModel
-from tokenmix_core.modeling.cache import HybridCache, settle
+from tokenmix_core.modeling.cache import HybridCache, read_padding_flag
 from tokenmix_core.modeling.cache_name import CACHE, NAMES, CacheOutput, take_cache
 from tokenmix_core.modeling.config import HybridConfig
 from tokenmix_core.modeling.generation import GeneratesInSteps, stepping_forward
@@ -32,8 +32,8 @@ class HybridCausalLMOutput(CacheOutput):
 
     Attributes:
         loss: cross-entropy plus auxiliary losses, each a sum over tokens divided by the number of predicted tokens.
-        logits: `[B, T or logits_to_keep, vocab]`; None in training mode with labels, unless `output_logits=True`: the
-            loss is computed without forming them, which saves their memory.
+        logits: `[B, T or logits_to_keep, vocab]`; None in training mode with labels unless `output_logits=True`, as the
+            loss is then computed without them.
         cache, hidden_states, auxiliary: as in `HybridOutput`.
     """
 
@@ -45,14 +45,14 @@ class HybridCausalLMOutput(CacheOutput):
 
 
 class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin):
-    """The backbone with an output layer: every baseline by configuration alone, every paper by its mixers.
+    """The backbone with an output layer; the configuration selects the mixer of each layer.
 
     A transformers model: `from_pretrained`, `save_pretrained`, `generate`, gradient checkpointing, peft and the Trainer
-    work. Built of a `HybridConfig` it has random weights; mixers are looked up by name (`register_mixer`).
+    work. A model built from a `HybridConfig` has random weights; mixers are found by name (`register_mixer`).
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
-    # the backbone; a paper may name its own
+    # class of the backbone; subclasses may replace it
     model_class: ClassVar[type[HybridModel]] = HybridModel
 
     def __init__(self, config: HybridConfig):
@@ -62,12 +62,12 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         self.post_init()
 
     def make_cache(self, max_length: int = 0, *, offload: bool = False) -> HybridCache:
-        """An empty cache; arguments as `HybridCache`'s."""
+        """Return an empty cache; arguments as for `HybridCache`."""
         return self.model.make_cache(max_length, offload=offload)
 
     @property
     def input_takers(self) -> dict[str, type[Mixer]]:  # type: ignore[override]
-        """By name of an extra input, who takes it."""
+        """The mixer class that converts each extra input."""
         return self.model.input_takers
 
     def step_output(self, logits: Tensor, cache: HybridCache) -> HybridCausalLMOutput:
@@ -92,20 +92,19 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         output_logits: bool | None = None,
         **mixer_inputs: Any,
     ) -> HybridCausalLMOutput:
-        """Predict next tokens; arguments as `HybridModel.forward`'s, and:
+        """Predict next tokens; arguments as for `HybridModel.forward`, and:
 
         Args:
-            labels: `[B, T]`, the input ids themselves or −100; shifted here. The first token of a packed sequence and
-                padding are never predicted, nor predict.
-            logits_to_keep: how many last positions get logits, 0 for all, or their indices.
-            num_items_in_batch: predicted tokens of the whole optimiser step, by which sums are divided; by default
-                those of this call.
-            output_attentions: refused; the kernels do not form attention weights.
-            output_logits: whether logits are returned; by default always but in training mode with labels, where they
-                are None.
+            labels: `[B, T]`, the input ids or −100, not shifted. The first token of a packed sequence is not predicted,
+                and padding neither predicts nor is predicted.
+            logits_to_keep: number of last positions that get logits, 0 for all, or their indices.
+            num_items_in_batch: predicted tokens of the whole optimiser step, which divide the sums of losses; by
+                default those of this call.
+            output_attentions: must not be True; the kernels do not form attention weights.
+            output_logits: whether to return logits; by default True except in training mode with labels.
 
         Raises:
-            ValueError: inputs that do not fit together, with what was got and what was expected.
+            ValueError: inputs that do not fit together; the message names the given and the expected ones.
         """
         if output_attentions or (output_attentions is None and self.config.output_attentions):
             raise ValueError("output_attentions=True is not available: the kernels do not form attention weights")
@@ -131,7 +130,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         )
         hidden, logits, loss, cache = out.last_hidden_state, None, None, out.cache
         if cache is not None:
-            # whoever gets no logits for these tokens would feed them again
+            # a caller that gets no logits, because of an error below, would feed these tokens again
             cache.broken = True
         if output_logits is None:
             output_logits = labels is None or not self.training
@@ -154,23 +153,23 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         )
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Training floating-point operations per token, for utilisation: three times those of the forward pass.
+        """Return the training FLOPs per token, for utilisation: three times those of the forward pass.
 
-        The products of all linear layers, the output layer included, and the mixing as the mixers count it (attention
-        over visible keys, recurrences in their recurrent form); embedding, norms and activations are left out.
+        They include all linear layers, the output layer among them, and the mixing as counted by the mixers (attention
+        over visible keys, recurrences in their recurrent form), but not embedding, norms and activations.
         """
         return 3.0 * (self.model.flops_per_token(seq_len) + 2.0 * self.lm_head.weight.numel())
 
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
-        """Bytes that the cache holds at the most of `batch_size` sequences of `seq_len` tokens; see `state_bounds`."""
+        """Return the most bytes of a cache of `batch_size` sequences of `seq_len` tokens; see `state_bounds`."""
         return self.model.state_bytes(seq_len, batch_size, dtype)
 
     def state_bounds(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> Bounds:
-        """Between how many bytes the cache holds of `batch_size` sequences of `seq_len` tokens."""
+        """Return the least and most bytes of a cache of `batch_size` sequences of `seq_len` tokens."""
         return self.model.state_bounds(seq_len, batch_size, dtype)
 
     def _fuses_loss(self) -> bool:
-        """True if the loss is taken from the output layer's weight, block by block, without forming the logits."""
+        """True if the loss is computed from the output layer's weight, block by block, without forming all logits."""
         own_loss = self.loss_function is not ForCausalLMLoss
         fuses = is_plain_linear(self.lm_head) and not own_loss
         if not fuses and not own_loss:
@@ -185,11 +184,11 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         num_items: Tensor | int | None,
         auxiliary: dict[str, Tensor | tuple[Tensor, ...]] | None,
     ) -> Float[Tensor, ""]:
-        """Return the loss of the logits; of the hidden states and the output layer's weight where they are None."""
+        """Return the loss of the logits, or of hidden states and output weight if logits is None."""
         extra = [x.sum() for name, values in (auxiliary or {}).items() if name.endswith("_loss") for x in values]
         count = (targets != IGNORE).sum() if num_items is None else num_items
         if logits is not None and self.loss_function is not ForCausalLMLoss:
-            # such a function shifts the labels itself, and divides by the number of tokens itself
+            # a loss function of transformers shifts the labels and divides by the number of tokens itself
             labels = nn.functional.pad(targets[:, :-1], (1, 0), value=IGNORE)
             given = {} if num_items is None else {"num_items_in_batch": num_items}
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **given)
@@ -205,7 +204,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         return sum(extra, start=total) / at_least_one(count)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: it pages keys and values, and recurrent states and windows have none.
+        """Raise: continuous batching pages keys and values, which recurrent states and windows do not have.
 
         Raises:
             ValueError: always.
@@ -222,7 +221,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
 
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # pyright: ignore[reportAttributeAccessIssue]
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        settle(take_cache(kwargs))
+        read_padding_flag(take_cache(kwargs))
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         return prepare(*args, **kwargs)
 
@@ -246,12 +245,12 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
 def _targets(
     hidden: Float[Tensor, "B T D"], labels: Int[Tensor, "B T"], mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> Int[Tensor, "B T"]:
-    """Return the token that each token predicts, −100 where it predicts none."""
+    """Return the token that each token predicts, −100 if it predicts none."""
     if labels.shape != hidden.shape[:2]:
         raise ValueError(f"labels must have shape {list(hidden.shape[:2])}, got {list(labels.shape)}")
     targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
     if cu_seqlens is not None:
-        # an empty sequence at the front names the last place, which predicts nothing anyway
+        # an empty first sequence gives the last index, which predicts nothing anyway
         targets[0].index_fill_(0, (cu_seqlens[1:].long() - 1) % targets.shape[1], IGNORE)
     if mask is not None:
         real = mask.bool()

@@ -1,4 +1,4 @@
-"""Loading checkpoints without surprises."""
+"""Checked loading of checkpoints."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from torch import Tensor, nn
 
 from tokenmix_core._utils.trust import is_trusted
 
-# what belongs to a checkpoint beside its model
+# files of a checkpoint other than the model
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "added_tokens.json", "*.jinja")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def load_checked(cls: type, load: Callable[..., Any], source: Any, *args: Any, strict: bool, **kwargs: Any):
-    """Call `load(source, ...)`, and turn what is wrong with the checkpoint into a ValueError that says so.
+    """Call `load(source, ...)` and raise a ValueError that describes any fault of the checkpoint.
 
     Raises:
-        ValueError: a checkpoint of another kind of model, one that cannot be read, or, when strict, missing, unknown or
-            misshapen weights, or some that are not finite.
+        ValueError: a checkpoint of another model type, one that cannot be read, or, if strict, missing, unknown,
+            misshapen or non-finite weights.
     """
     wants_info = kwargs.pop("output_loading_info", False)
     if strict:
-        # reported below with the others
+        # reported below with the other faults
         kwargs["ignore_mismatched_sizes"] = True
     try:
         model, info = load(source, *args, output_loading_info=True, **kwargs)
     except (SafetensorError, EOFError) as error:
         raise ValueError(f"{source}: the weights cannot be read, the file is damaged or cut short ({error})") from error
     if strict:
-        # the backbone alone may be taken from a language model's checkpoint
+        # a backbone may be loaded from a language model's checkpoint
         head = set() if hasattr(model, "lm_head") else {"lm_head.weight"}
         problems = {
             "missing": sorted(info["missing_keys"]),
@@ -57,12 +57,12 @@ def load_checked(cls: type, load: Callable[..., Any], source: Any, *args: Any, s
 
 @torch.no_grad()
 def not_finite(model: nn.Module) -> list[str]:
-    """The names of a model's tensors that hold NaN or infinity: each is read once, and the device waited for once."""
+    """Return the names of tensors with NaN or infinity; reads each tensor once and synchronises once."""
     extremes: dict[str, Tensor] = {}
     for name, x in model.state_dict().items():
-        # tensors that are elsewhere, sharded or quantized are left to those who made them so
+        # tensors on the meta device, sharded and quantised ones are not checked
         if type(x) is Tensor and not x.is_meta and x.numel() and x.dtype in _FLOATS:
-            # NaN reaches both ends; a difference with an infinity is never finite
+            # NaN propagates to both extremes; a difference with an infinity is never finite
             low, high = torch.aminmax(x)
             extremes[name] = high.double() - low.double()
     if not extremes:
@@ -73,33 +73,33 @@ def not_finite(model: nn.Module) -> list[str]:
 
 
 class CheckedLoading:
-    """Before transformers' `PreTrainedModel`: `from_pretrained` refuses what is damaged or does not fit."""
+    """Mixin before transformers' `PreTrainedModel`: `from_pretrained` refuses damaged or unfitting checkpoints."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, strict: bool = True, **kwargs) -> Any:
-        """Load a checkpoint, as transformers does, but refuse one that is damaged or does not fit.
+        """Load a checkpoint with transformers, but refuse one that is damaged or does not fit.
 
         Args:
-            strict: refuse weights that are missing or unknown; without it they are initialised, or left out, with a
-                warning.
+            strict: refuse missing or unknown weights; if False, missing ones are initialised and unknown ones ignored,
+                with a warning.
 
         Raises:
-            ValueError: a checkpoint of another kind of model, one that cannot be read, or, when strict, one that does
-                not fit the configuration or has weights that are not finite.
+            ValueError: a checkpoint of another model type, one that cannot be read, or, if strict, one that does not
+                fit the configuration or has non-finite weights.
         """
         load = super().from_pretrained  # type: ignore[misc]
-        # else transformers may ask whether to run a folder's own `generate`
+        # without it, transformers may ask whether to run a folder's own `generate`
         kwargs.setdefault("trust_remote_code", is_trusted())
         return load_checked(cls, load, pretrained_model_name_or_path, *args, strict=strict, **kwargs)
 
 
 def copy_companions(source: Path, out: Path) -> None:
-    """Copy what belongs to a checkpoint beside its model, such as the tokenizer, to another folder."""
+    """Copy the files of a checkpoint other than the model, such as the tokenizer, to another folder."""
     for pattern in COMPANIONS:
         for file in source.glob(pattern):
             shutil.copy(file, out / file.name)
 
 
 def some(names: list[str]) -> str:
-    """The first of many names, for a sentence."""
+    """Return the first names of a list, for a message."""
     return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")

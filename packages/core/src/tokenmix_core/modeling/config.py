@@ -1,4 +1,4 @@
-"""The configuration of a language model whose layers name their token mixers."""
+"""Configuration of a language model with a token mixer per layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenmix_core.nn.loss import LossImpl
 from tokenmix_core.nn.registry import find_mixer
 from tokenmix_core.nn.rotary import check_rope
 
-# keys that transformers itself puts into a configuration, or takes from one, beside the fields of its class
+# keys that transformers itself writes to or reads from a configuration, besides the fields of its class
 _OF_TRANSFORMERS = frozenset(
     {
         "_attn_implementation_internal",
@@ -37,35 +37,33 @@ _OF_TRANSFORMERS = frozenset(
 )
 
 
-# deeper than any model: a label is made for each layer, and memory should not be what runs out first
+# no model is deeper; without a limit, the list of labels could exhaust memory before a message appears
 MOST_LAYERS = 10_000
 
 
 def check_depth(layers: Any) -> None:
-    """Raise a ValueError for a number of layers that no model has, before anything is made for each of them."""
+    """Raise a ValueError for an implausible number of layers, before allocating anything per layer."""
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise ValueError(f"num_hidden_layers must be at most {MOST_LAYERS}, got {layers}")
 
 
 class HybridConfig(PreTrainedConfig):
-    """Sizes of the backbone and the mixer of each layer.
+    """Sizes of the backbone, and the mixer of each layer.
 
     Args:
-        vocab_size: words, rows of the embedding.
+        vocab_size: number of tokens, rows of the embedding.
         hidden_size: model width D.
         num_hidden_layers: layers L.
         intermediate_size: inner width of the SwiGLU; 0 for layers without one.
-        mixers: a label for each layer; a list whose length divides L is repeated.
-        mixer_options: by label, options of the mixer; "type" names a registered mixer type, by default the label
-            itself.
+        mixers: label of each layer; a list whose length divides L is repeated.
+        mixer_options: options of the mixer by label; "type" names a registered mixer, by default the label.
         norm_eps: of all norms.
-        tie_word_embeddings: use the embedding as output layer too.
+        tie_word_embeddings: use the embedding as output layer.
         initializer_range: standard deviation of initial weights.
         rope_parameters: transformers' convention; rope_type "default", "linear", "llama3" or "yarn".
-        max_position_embeddings: context length the model is made for; a rope_type may need it, nothing else stops
-            there.
-        use_cache: whether inference keeps a cache when it is not told.
-        pad_token_id, bos_token_id, eos_token_id: the tokens that fill up, begin and end a text; None for none.
+        max_position_embeddings: context length of training; used by some rope types, and not a limit.
+        use_cache: whether inference keeps a cache by default.
+        pad_token_id, bos_token_id, eos_token_id: padding token, and tokens that begin and end a text; None for none.
         loss_impl: implementation of the loss, as for `tokenmix_core.nn.loss.linear_cross_entropy`.
 
     Raises:
@@ -104,7 +102,7 @@ class HybridConfig(PreTrainedConfig):
             )
         self.mixers = pattern * (self.num_hidden_layers // len(pattern))
         self.mixer_options = {label: dict(options) for label, options in (self.mixer_options or {}).items()}
-        # also in the form that older configurations have, which transformers takes before the other
+        # older configurations call it rope_scaling, which transformers prefers if both are present
         rope = kwargs.get("rope_scaling") or self.rope_parameters or {}
         validation.check_value("rope_scaling", rope, dict[str, Any])
         check_rope({name: kwargs[name] for name in ("rope_theta",) if name in kwargs} | rope)
@@ -113,10 +111,10 @@ class HybridConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As transformers', but a file that holds no configuration is refused.
+        """Call transformers' method, but refuse a file that is not a configuration.
 
         Raises:
-            ValueError: a `config.json` that is no dictionary.
+            ValueError: a `config.json` that is not a dictionary.
         """
         try:
             content, rest = super().get_config_dict(*args, **kwargs)
@@ -129,10 +127,10 @@ class HybridConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
-        """As transformers', but a dictionary of another kind of model is refused.
+        """Call transformers' method, but refuse a dictionary of another model type.
 
         Raises:
-            ValueError: a `model_type` that is not this class's.
+            ValueError: a different `model_type`.
         """
         if (kind := config_dict.get("model_type", cls.model_type)) != cls.model_type:
             raise ValueError(f"{cls.__name__}: expected a configuration of model_type {cls.model_type!r}, got {kind!r}")
@@ -143,18 +141,23 @@ class HybridConfig(PreTrainedConfig):
         """The label of each layer."""
         return self.mixers or []
 
+    @property
+    def layer_types(self) -> list[str]:
+        """transformers' name of each layer's type, such as "full_attention" or "linear_attention"."""
+        return [find_mixer(self.mixer_type(i)).layer_type(self.options_of(i)) for i in range(len(self.labels))]
+
     def mixer_type(self, layer_idx: int) -> str:
-        """The registered name of a layer's mixer."""
+        """Return the registered name of a layer's mixer."""
         label = self.labels[layer_idx]
         return (self.mixer_options or {}).get(label, {}).get("type", label)
 
     def options_of(self, layer_idx: int) -> dict[str, Any]:
-        """The options of a layer's mixer."""
+        """Return the options of a layer's mixer."""
         options = (self.mixer_options or {}).get(self.labels[layer_idx], {})
         return {name: value for name, value in options.items() if name != "type"}
 
     def check_fields(self) -> None:
-        """Raise a ValueError for a field whose value is of another kind than its annotation says."""
+        """Raise a ValueError for a field whose value does not match its annotation."""
         validation.check_fields(self, HybridConfig)
 
     def _check_keys(self, kwargs: dict[str, Any]) -> None:
@@ -187,7 +190,7 @@ class HybridConfig(PreTrainedConfig):
         for label, layer_idx in {label: i for i, label in enumerate(self.labels)}.items():
             mixer, options = find_mixer(self.mixer_type(layer_idx)), self.options_of(layer_idx)
             mixer.check_options(label, options)
-            # a mixer alone knows which sizes go together; without memory for its weights it takes no time to ask it
+            # the mixer's constructor checks its sizes; on the meta device it allocates nothing
             try:
                 with torch.device("meta"):
                     mixer.from_config(self, layer_idx, **options)

@@ -1,9 +1,9 @@
-"""Decoding steps in fixed storage: one token of each sequence, recorded once and repeated by a single launch.
+"""Decoding steps as CUDA graphs: one token of each sequence in fixed storage, captured once and then replayed.
 
-A `Steps` object decodes the single tokens of one cache. It fixes the cache in memory, makes the first step of each form
-as any call is made, records the second, and repeats it from then on; growing keys and values move to a larger room, and
-steps are recorded anew. What was recorded belongs to a model and waits there for the next cache of the same batch size,
-which then moves into the same memory.
+A `Steps` object decodes the single tokens of one cache. It fixes the cache's addresses, runs the first step of each
+form eagerly, captures the second, and replays that graph from then on. When keys and values outgrow their capacity,
+they move to larger storage, and steps are captured again. Captured steps stay in the model for the next cache of the
+same batch size, whose contents are then copied to the same storage.
 """
 
 from __future__ import annotations
@@ -26,97 +26,99 @@ from tokenmix_core.modeling.cache_name import NAMES
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.plain import has_hooks, settings_of, third_party_modules
 
-# recorded steps that wait in a model: as many always, and at the most while their caches take so many bytes together
+# captured steps that a model keeps: _KEPT in any case, up to _MOST_KEPT while their caches take less than _KEPT_BYTES
 _KEPT, _MOST_KEPT, _KEPT_BYTES = 4, 8, 2 << 30
-# a cache has room for so many tokens at the least
-_LEAST_ROOM = 256
+# least capacity of a cache in tokens
+_LEAST_CAPACITY = 256
 
 
-class Recorded:
-    """Fixed storage of one batch size and room, and the steps recorded on it.
+class CapturedSteps:
+    """Fixed storage of one batch size and capacity, and the graphs captured on it.
 
     Attributes:
-        kind: what steps depend on beside their form; see `kind_of`.
-        room: tokens that the longest sequence may reach.
-        storage: of the cache.
-        ids, positions: of the step's tokens, `[N, 1]`.
-        logits: of the step, `[N, vocab]`; made by the first one.
-        bytes: that the cache's storage takes.
+        model_key: model and cache settings that all graphs depend on; see `graph_key`.
+        capacity: tokens that the longest sequence may reach.
+        storage: tensors of the cache.
+        ids, positions: the step's tokens and their rotary positions, `[N, 1]`.
+        logits: the step's logits, `[N, vocab]`; allocated by the first step.
+        bytes: bytes of the cache's storage.
         inputs: tensors of the mixers' inputs, by name.
-        repeats: by key, what repeats a work; None where it was done once and not recorded yet.
-        extra: what works need beside it, by key.
+        graphs: replay function of each key; None if its work has run once and has no graph yet.
+        extra: further fixed tensors, by key.
     """
 
-    def __init__(self, store: StepStore, kind: Hashable, room: int, storage: Storage, batch: int, device: torch.device):
-        self.store, self.kind, self.room, self.storage = store, kind, room, storage
+    def __init__(
+        self, store: StepStore, model_key: Hashable, capacity: int, storage: Storage, batch: int, device: torch.device
+    ):
+        self.store, self.model_key, self.capacity, self.storage = store, model_key, capacity, storage
         self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.logits: Tensor | None = None
         self.inputs: dict[str, Tensor] = {}
-        self.repeats: dict[Hashable, Callable[[], object] | None] = {}
+        self.graphs: dict[Hashable, Callable[[], object] | None] = {}
         self.extra: dict[Hashable, Any] = {}
         self.capture = cuda_graphs.capture_on(device)
         self.bytes = sum(x.nbytes for part in storage for x in part)
 
-    def do(
-        self, key: Hashable, work: Callable[[], object], rehearsal: Callable[[], Any] = contextlib.nullcontext
+    def run(
+        self, key: Hashable, work: Callable[[], object], capturing: Callable[[], Any] = contextlib.nullcontext
     ) -> bool:
-        """Do work: the first time of a key as it is, from the second on recorded and repeated.
+        """Run work eagerly at the first call of a key; capture it at the second, and replay the graph from then on.
 
         Args:
-            key: tells works apart.
-            work: on fixed storage.
-            rehearsal: a context in which it is recorded and not done.
+            key: distinguishes works.
+            work: a function that reads and writes fixed storage only.
+            capturing: makes the context in which work is captured.
 
         Returns:
-            Whether it was repeated, with no Python of its own run.
+            Whether a graph was replayed, so that none of the work's Python ran.
         """
-        repeat = self.repeats.get(key)
-        # a graph repeats its kernels for as long as it is kept
+        replay = self.graphs.get(key)
+        # specialised kernels are worth their compilation, as a graph launches them many times
         with specialised():
-            if repeat is None and key in self.repeats and self.capture is not None:
-                repeat = self._record(key, work, rehearsal)
-            if repeat is None:
-                # calls of what is not to be recorded are replayed one by one, which early launches are not
+            if replay is None and key in self.graphs and self.capture is not None:
+                replay = self._capture(key, work, capturing)
+            if replay is None:
+                # without capture, calls use the launch cache, which does not support programmatic dependent launch
                 with contextlib.nullcontext() if self.capture is None else beginning_early(self.ids.device):
                     work()
-        if repeat is None:
-            self.repeats.setdefault(key, None)
+        if replay is None:
+            self.graphs.setdefault(key, None)
             return False
-        repeat()
+        replay()
         return True
 
-    def forget_all_but(self, newest: int, kind: str) -> None:
-        """Forget works whose key begins with `kind`, and what is kept for them, but for the newest ones."""
-        keys = [key for key in self.extra if isinstance(key, tuple) and key[0] == kind]
+    def evict_all_but(self, newest: int, prefix: str) -> None:
+        """Drop graphs and extra tensors whose key begins with `prefix`, except for the newest ones."""
+        keys = [key for key in self.extra if isinstance(key, tuple) and key[0] == prefix]
         for key in keys[: max(0, len(keys) - newest)]:
             del self.extra[key]
-            self.repeats.pop(key, None)
+            self.graphs.pop(key, None)
 
-    def _record(
-        self, key: Hashable, work: Callable[[], object], rehearsal: Callable[[], Any]
+    def _capture(
+        self, key: Hashable, work: Callable[[], object], capturing: Callable[[], Any]
     ) -> Callable[[], object] | None:
-        """Record work that has been done before; None where that fails, which is said, and all goes on without."""
+        """Capture work that has run before; if that fails, warn, return None and capture nothing more."""
         assert self.capture is not None
         try:
-            with rehearsal(), beginning_early(self.ids.device):
-                repeat = self.repeats[key] = self.capture(work)
-            return repeat
+            with capturing(), beginning_early(self.ids.device):
+                replay = self.graphs[key] = self.capture(work)
+            return replay
         except torch.OutOfMemoryError:
             self.store.free()
-            why = "memory ran out while a decoding step was recorded, and all that was recorded is freed"
+            why = "memory ran out while a decoding step was captured, and all captured steps are freed"
         except (RuntimeError, ValueError) as error:
-            why = f"a decoding step of this model cannot be recorded ({error}; decoding_graph=False does not try)"
-        self.repeats, self.capture = {}, None
-        warnings.warn(f"{why}: decoding goes on kernel by kernel, which is slower", stacklevel=4)
+            why = f"a decoding step of this model cannot be captured ({error}; decoding_graph=False does not try)"
+        self.graphs, self.capture = {}, None
+        warnings.warn(f"{why}: decoding continues kernel by kernel, which is slower", stacklevel=4)
         return None
 
 
 class StepStore:
-    """Recorded steps of a model that are not in use; the model holds them, and copies of the model do not."""
+    """Captured steps of a model that no cache uses; copies of the model start with none."""
 
     def __init__(self) -> None:
-        self._idle: list[Recorded] = []
+        self._idle: list[CapturedSteps] = []
 
     def __deepcopy__(self, memo: dict) -> StepStore:
         return StepStore()
@@ -127,155 +129,156 @@ class StepStore:
     def __len__(self) -> int:
         return len(self._idle)
 
-    def take(self, kind: Hashable, least: int) -> Recorded | None:
-        """The smallest storage of this kind with room for `least` tokens."""
-        fitting = sorted((x for x in self._idle if x.kind == kind and x.room >= least), key=lambda x: x.room)
+    def take(self, model_key: Hashable, least: int) -> CapturedSteps | None:
+        """Remove and return the smallest storage with this key and a capacity of at least `least` tokens."""
+        fitting = [x for x in self._idle if x.model_key == model_key and x.capacity >= least]
         if not fitting:
             return None
-        self._idle.remove(fitting[0])
-        return fitting[0]
+        smallest = min(fitting, key=lambda x: x.capacity)
+        self._idle.remove(smallest)
+        return smallest
 
-    def give(self, recorded: Recorded) -> None:
-        """Keep it for the next cache, in place of those of its kind with less room; the oldest ones make way."""
-        larger = [x for x in self._idle if x.kind != recorded.kind or x.room > recorded.room]
-        self._idle = [*larger, recorded][-_MOST_KEPT:]
+    def give(self, steps: CapturedSteps) -> None:
+        """Keep steps for the next cache; drop those with the same key and less capacity, and the oldest ones."""
+        others = [x for x in self._idle if x.model_key != steps.model_key or x.capacity > steps.capacity]
+        self._idle = [*others, steps][-_MOST_KEPT:]
         while len(self._idle) > _KEPT and sum(x.bytes for x in self._idle) > _KEPT_BYTES:
             del self._idle[0]
 
     def free(self) -> bool:
-        """Drop everything; whether there was anything."""
+        """Drop everything; return whether there was anything."""
         had, self._idle = bool(self._idle), []
         return had
 
 
 class Steps:
-    """Decodes single tokens of a cache in fixed storage; called in place of the model.
+    """Decoder of single tokens of a cache in fixed storage; called instead of the model.
 
     Args:
-        model: a causal language model of ours.
-        cache: of the sequences.
+        model: one of our causal language models.
+        cache: cache of the sequences.
     """
 
     def __init__(self, model: Any, cache: HybridCache):
         self.model, self.cache = model, cache
         self.mixers = [module for module in model.modules() if isinstance(module, Mixer)]
-        self.recorded: Recorded | None = None
-        # looked at before every step, which are many: dictionaries of hooks, and modules such as adapters
+        self.captured: CapturedSteps | None = None
+        # checked before every step: dictionaries of hooks, and modules such as adapters
         self._hooks = [hooks for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._third_party = third_party_modules(model)
         self._settings = settings_of(self._third_party)
-        # whether the model itself is at work on a step
+        # whether the model is running a step
         self._within = False
 
     def __deepcopy__(self, memo: dict) -> None:
-        # a copy of a cache decodes by itself
+        # a copied cache has no steps
         return None
 
     def takes(self, given: dict[str, Any]) -> bool:
-        """Tell whether a call of the model is a step to be made here."""
+        """Return whether a call of the model is a step that this object can decode."""
         cache, ids = self.cache, given.get("input_ids")
         if self._within or torch.is_grad_enabled() or not cache.past or not isinstance(ids, Tensor):
             return False
         if any(self._hooks) or settings_of(self._third_party) != self._settings:
-            # since the cache's first step: what is recorded knows nothing of it
+            # changed since the cache's first step, so that graphs are outdated
             return False
         own = self.model.input_takers
-        others = (name for name, x in given.items() if x is not None and name not in _TAKEN and name not in own)
+        others = (name for name, x in given.items() if x is not None and name not in _IGNORED and name not in own)
         return ids.dim() == 2 and ids.shape[1] == 1 and not any(others) and not cache.ends_in_padding()
 
     def __call__(
         self, ids: Int[Tensor, "N 1"], positions: Int[Tensor, "_ 1"] | None = None, inputs: dict[str, Any] | None = None
     ) -> Float[Tensor, "N vocab"]:
-        """The logits after one more token of each sequence; they are overwritten by the next step.
+        """Return the logits after one more token of each sequence; the next step overwrites them.
 
         Args:
             ids: the tokens.
             positions: rotary positions; by default tokens are counted without padding.
-            inputs: the mixers' inputs, as the model's `step_inputs` gives them.
+            inputs: the mixers' inputs, as returned by the model's `step_inputs`.
         """
-        recorded = self.settle()
-        if ids is not recorded.ids:
-            recorded.ids.copy_(ids)
-        if positions is not None and positions is not recorded.positions:
-            recorded.positions.copy_(positions)
-        fixed, form = self._fixed_inputs(recorded, inputs or {})
+        captured = self.storage()
+        if ids is not captured.ids:
+            captured.ids.copy_(ids)
+        if positions is not None and positions is not captured.positions:
+            captured.positions.copy_(positions)
+        fixed, form = self._fixed_inputs(captured, inputs or {})
         span = self.cache.next_step()
         key = ("step", positions is not None, form, *(mixer.step_form(span) for mixer in self.mixers))
-        if recorded.do(key, lambda: self._step(recorded, positions is not None, fixed), self.cache.rehearsal):
+        if captured.run(key, lambda: self._step(captured, positions is not None, fixed), self.cache.capturing):
             self.cache.count(1)
-        assert recorded.logits is not None
-        return recorded.logits
+        assert captured.logits is not None
+        return captured.logits
 
-    def settle(self) -> Recorded:
-        """Storage with room for the next token, in which the cache is."""
-        cache, recorded = self.cache, self.recorded
-        if recorded is not None and cache.fixed and cache.past < cache.room:
-            return recorded
+    def storage(self) -> CapturedSteps:
+        """Return storage with capacity for the next token, after moving the cache to it if necessary."""
+        cache, captured = self.cache, self.captured
+        if captured is not None and cache.fixed and cache.past < cache.capacity:
+            return captured
         for mixer, state in zip(self.mixers, cache.layers, strict=True):
             mixer.prepare_steps(state)
         batch, device = cache.batch_size, self.model.device
-        kind, wanted = kind_of(self.model, cache), self._room()
+        key, wanted = graph_key(self.model, cache), self._capacity()
         store: StepStore = self.model.step_store
-        new = store.take(kind, min(wanted, cache.past + _LEAST_ROOM))
+        new = store.take(key, min(wanted, cache.past + _LEAST_CAPACITY))
         if new is not None:
             try:
-                cache.fix(new.room, new.storage)
+                cache.fix(new.capacity, new.storage)
             except ValueError:
-                # what data decide does not fit into it
+                # a state whose size depends on data does not fit into it
                 new = None
         if new is None:
-            # what does not grow stays where it is, so that the former storage is none of its own any more
-            new, recorded = Recorded(store, kind, wanted, cache.fix(wanted), batch, device), None
-        if recorded is not None:
-            store.give(recorded)
-        self.recorded = new
+            # states of constant size keep their memory, so that the old storage cannot serve another cache
+            new, captured = CapturedSteps(store, key, wanted, cache.fix(wanted), batch, device), None
+        if captured is not None:
+            store.give(captured)
+        self.captured = new
         return new
 
     def release(self, *, keep: bool = True) -> None:
-        """End: the cache is as any other, and what was recorded waits for the next one.
+        """Detach from the cache, and return the captured steps to the model's store.
 
         Args:
-            keep: whether the cache will be used any more; then it leaves with a copy of what it holds.
+            keep: whether the cache is used afterwards; it then continues with a copy of its contents.
         """
-        recorded, self.recorded, self.cache.steps = self.recorded, None, None
-        if recorded is None:
+        captured, self.captured, self.cache.steps = self.captured, None, None
+        if captured is None:
             return
         if keep and self.cache.fixed:
             self.cache.leave()
         else:
             self.cache.loosen()
-        self.model.step_store.give(recorded)
+        self.model.step_store.give(captured)
 
-    def _room(self) -> int:
-        """Tokens to make room for: twice those held as far as the final length is not known to be less."""
+    def _capacity(self) -> int:
+        """Return the capacity to allocate: twice the present length, or the final length if known and smaller."""
         past, most = self.cache.past, self.cache.max_length
         if most > past:
-            return _rounded_up(min(max(_LEAST_ROOM, 2 * past), most))
-        return _rounded_up(past + max(_LEAST_ROOM, past // 2))
+            return _rounded_up(min(max(_LEAST_CAPACITY, 2 * past), most))
+        return _rounded_up(past + max(_LEAST_CAPACITY, past // 2))
 
-    def _fixed_inputs(self, recorded: Recorded, inputs: dict[str, Any]) -> tuple[dict[str, Any], Hashable]:
-        """The mixers' inputs with tensors in storage, and what tells recorded steps apart that others went into."""
+    def _fixed_inputs(self, captured: CapturedSteps, inputs: dict[str, Any]) -> tuple[dict[str, Any], Hashable]:
+        """Return the mixers' inputs with tensors copied to fixed storage, and a key of the other values."""
         fixed = dict(inputs)
         for name, x in inputs.items():
             if isinstance(x, Tensor):
-                place = recorded.inputs.get(name)
-                if place is None or place.shape != x.shape or place.dtype != x.dtype:
-                    place = recorded.inputs[name] = torch.empty_like(x, device=recorded.ids.device)
-                    # steps that read the old place are of no use any more
-                    recorded.repeats.clear()
-                place.copy_(x)
-                fixed[name] = place
-        # a list or a dictionary is told by what it says
+                target = captured.inputs.get(name)
+                if target is None or target.shape != x.shape or target.dtype != x.dtype:
+                    target = captured.inputs[name] = torch.empty_like(x, device=captured.ids.device)
+                    # existing graphs read the old tensor
+                    captured.graphs.clear()
+                target.copy_(x)
+                fixed[name] = target
+        # lists and dictionaries are compared by their repr
         plain = sorted((name, x) for name, x in inputs.items() if not isinstance(x, Tensor))
         return fixed, tuple((name, x if isinstance(x, str | int | float | None) else repr(x)) for name, x in plain)
 
-    def _step(self, recorded: Recorded, positioned: bool, inputs: dict[str, Any]) -> None:
-        """Make a step by the model itself."""
+    def _step(self, captured: CapturedSteps, positioned: bool, inputs: dict[str, Any]) -> None:
+        """Run a step of the model on fixed storage."""
         self._within = True
         try:
             out = self.model(
-                input_ids=recorded.ids,
-                position_ids=recorded.positions if positioned else None,
+                input_ids=captured.ids,
+                position_ids=captured.positions if positioned else None,
                 cache=self.cache,
                 use_cache=True,
                 **inputs,
@@ -283,39 +286,39 @@ class Steps:
         finally:
             self._within = False
         logits = out.logits[:, -1]
-        if recorded.logits is None:
-            recorded.logits = torch.empty_like(logits)
-        recorded.logits.copy_(logits)
+        if captured.logits is None:
+            captured.logits = torch.empty_like(logits)
+        captured.logits.copy_(logits)
 
 
-# arguments of a call that a step knows by itself
-_TAKEN = frozenset(
+# arguments of a call that a step does not need
+_IGNORED = frozenset(
     ("input_ids", "attention_mask", "position_ids", *NAMES, "use_cache", "logits_to_keep", "return_dict",
      "cache_position")
 )  # fmt: skip
 
 
 def why_not(model: Any, cache: Any) -> str | None:
-    """Say why a model's decoding steps cannot be recorded on this device; None where they can."""
+    """Return why a model's decoding steps cannot be captured on this device; None if they can."""
     if cuda_graphs.capture_on(model.device) is None:
-        return f"no graphs on {model.device.type}"
+        return f"there are no graphs on {model.device.type}"
     if not isinstance(cache, HybridCache) or cache.offload_states:
-        return "no cache that stays in the device's memory"
+        return "there is no cache that stays in the device's memory"
     if torch.is_grad_enabled():
-        return "gradients are on"
+        return "gradients are enabled"
     if model.config.output_hidden_states:
-        return "hidden states to be returned, by the configuration"
+        return "the configuration asks for hidden states"
     devices = {x.device for x in model.parameters()}
     if len(devices) > 1 or getattr(model, "hf_device_map", None):
         return "the model is on several devices"
     if any(has_hooks(m) or (m is not model and "forward" in m.__dict__) for m in model.modules()):
-        return "modules have hooks or forwards of their own, which would not be called"
+        return "modules have hooks or forwards of their own, which a graph would not call"
     mixers = sum(isinstance(module, Mixer) for module in model.modules())
-    return None if mixers == len(cache.layers) else "its layers are not all ours"
+    return None if mixers == len(cache.layers) else "some of its layers are not ours"
 
 
-def kind_of(model: nn.Module, cache: HybridCache) -> Hashable:
-    """The key of a recorded step: weights and where they lie, the cache's make and batch, and torch's modes."""
+def graph_key(model: nn.Module, cache: HybridCache) -> Hashable:
+    """Return the key of captured steps: addresses of the weights, classes and batch of the cache, torch's modes."""
     device: Any = next(model.parameters()).device
     modes = (torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device.type))
     modes = (*modes, torch.get_autocast_dtype(device.type) if modes[1] else None)
@@ -325,7 +328,7 @@ def kind_of(model: nn.Module, cache: HybridCache) -> Hashable:
         for module in model.modules()
         if isinstance(module, Mixer)
     )
-    # dropped parts and windows show in the shapes; growing ones are as long as the room
+    # lengths are left out, as growing parts have the storage's capacity
     parts = tuple(
         (type(part), tuple((len(x), x.dtype) for x in part.tensors), part.window)
         for layer in cache.layers
@@ -336,7 +339,7 @@ def kind_of(model: nn.Module, cache: HybridCache) -> Hashable:
 
 
 def _rounded_up(tokens: int) -> int:
-    """Return the next of two sizes between two powers of two, of eight above 2,048, so that caches share a room."""
+    """Round up to one of 2 sizes per power of two (8 above 2,048), so that caches share storage."""
     bits = (tokens - 1).bit_length()
     unit = max(128, 1 << max(0, bits - (2 if tokens <= 2048 else 4)))
     return -(-tokens // unit) * unit

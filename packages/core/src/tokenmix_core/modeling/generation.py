@@ -1,9 +1,9 @@
-"""Generation whose decoding steps are recorded once and repeated, and that asks the device seldom.
+"""Generation with decoding steps as CUDA graphs and few synchronisations.
 
-`generate` is transformers'. Where graphs can be recorded, which is on CUDA, two things change. A call of the model with
-one new token of each sequence is made in fixed storage (`Steps`); that serves every way of decoding, beams and foreign
-loops included. Greedy decoding and sampling also choose, write and stop on the device, and the host looks every 16
-tokens: transformers' own loop waits for the device at each.
+`generate` is transformers'. On CUDA, two things change. A call of the model with one new token of each sequence runs in
+fixed storage (`Steps`), for every decoding method, including beam search and third-party loops. Greedy decoding and
+sampling also sample and stop on the device, and the host synchronises every 16 tokens; transformers' own loop
+synchronises at every token.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from tokenmix_core.kernels.launch import cuda_graphs
 from tokenmix_core.modeling.cache import HybridCache
 from tokenmix_core.modeling.cache_name import CACHE, name_of, take_cache
 from tokenmix_core.modeling.decode_graph import Steps, StepStore, why_not
-from tokenmix_core.modeling.sampling import Sampler, choosing_needs_host, draw
+from tokenmix_core.modeling.sampling import Sampler, draw, needs_host
 from tokenmix_core.nn.mixer import Mixer
 
 # the option of generate, and of its generation_config
 OPTION = "decoding_graph"
-# tokens between two questions whether all sequences have ended
-ASK_EVERY = 16
+# tokens between two synchronisations that ask whether all sequences have ended
+SYNC_EVERY = 16
 
 
 def stepping_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A decorator of a causal language model's `forward`: steps of a cache that has `steps` are made by them."""
+    """Decorate a causal language model's `forward`: `cache.steps`, if present, runs the decoding steps."""
 
     name = name_of(forward)
 
@@ -52,26 +52,26 @@ def stepping_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class GeneratesInSteps:
-    """Before transformers' `GenerationMixin`: graphs of decoding steps, and a loop that leaves the device alone."""
+    """Mixin before transformers' `GenerationMixin`: graphs of decoding steps, and a loop with few synchronisations."""
 
-    # by name of an extra input of the model, the mixers that take it
+    # for each extra input of the model, the mixer class that takes it
     input_takers: dict[str, type[Mixer]] = {}  # noqa: RUF012
 
     @property
     def step_store(self) -> StepStore:
-        """The recorded steps of this model that wait for the next generation."""
+        """Captured steps of this model that no generation uses."""
         return self.__dict__.setdefault("_step_store", StepStore())
 
     def free_decoding_graphs(self) -> None:
-        """Give back the memory of steps that were recorded by former generations."""
+        """Free the memory of the decoding steps captured by earlier generations."""
         self.step_store.free()
 
     def step_inputs(self, given: dict[str, Any], cache: HybridCache, tokens: Tensor | None) -> dict[str, Any]:
-        """The mixers' inputs of a decoding step: tensors, or values that recorded steps are told apart by.
+        """Return the mixers' inputs of a decoding step: tensors, or values, each of which gets a graph of its own.
 
         Args:
-            given: the arguments of the call, or of the generation.
-            cache: of the sequences.
+            given: arguments of the call, or of the generation.
+            cache: cache of the sequences.
             tokens: all tokens so far, `[N, T]`, in a generation; None in a call.
         """
         takers = self.input_takers
@@ -79,33 +79,43 @@ class GeneratesInSteps:
         return {name: takers[name].step_input(name, x, lambda: cache.known_lengths) for name, x in inputs.items()}
 
     def step_output(self, logits: Tensor, cache: HybridCache) -> Any:
-        """Wrap logits `[N, 1, vocab]` of a repeated step as the model's `forward` returns them."""
+        """Wrap logits `[N, 1, vocab]` of a replayed step in the output class of the model's `forward`."""
         return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})  # type: ignore[arg-type]
 
     @functools.wraps(GenerationMixin.generate)  # pyright: ignore[reportAttributeAccessIssue]
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         take_cache(kwargs)
+        config = args[1] if len(args) > 1 else kwargs.get("generation_config")
+        if getattr(config, "is_assistant", False):
+            raise ValueError(
+                f"{type(self).__name__} cannot be the assistant model: its recurrent states cannot drop the candidates "
+                "that the main model rejects; use an assistant model of another family"
+            )
         return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kw: Any):
+        _check_new_tokens(input_ids, model_kwargs)
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kw)  # type: ignore[misc]
 
     @contextmanager
     def decoding(self, cache: HybridCache, *, graph: bool | None = None) -> Iterator[None]:
-        """Within it, calls with one token of each sequence are decoding steps of `generate`: for loops beside it.
+        """Context in which calls with one token of each sequence run as decoding steps of `generate`, for custom loops.
 
-        Logits of a step are overwritten by the next one.
+        Each step overwrites the logits of the one before.
 
         Args:
-            cache: of the sequences, whose prompt has been read.
-            graph: record and repeat steps: where it can be done (None), never, or else a ValueError.
+            cache: cache of the sequences, which contains their prompt.
+            graph: capture and replay steps: if possible (None), never (False), or raise if it is impossible (True).
 
         Raises:
-            ValueError: graph=True where steps cannot be recorded, with what keeps them from it.
+            ValueError: graph=True, but steps cannot be captured; the message gives the reason.
         """
         with self._steps(cache, graph, keep=True):
             yield
 
     @contextmanager
     def _steps(self, cache: Any, graph: bool | None, *, keep: bool) -> Iterator[Steps | None]:
-        """The steps of a cache, where they can be recorded and are wanted."""
+        """Context with the steps of a cache, None if they cannot or should not be captured."""
         if graph is not None and not isinstance(graph, bool):
             raise ValueError(f"{OPTION} must be None, True or False, got {graph!r}")
         if graph is False or (graph is None and not cuda_graphs.wanted()):
@@ -114,7 +124,7 @@ class GeneratesInSteps:
         why = why_not(self, cache)
         if why is not None or cache.steps is not None:
             if graph and why is not None:
-                raise ValueError(f"{OPTION}=True: decoding steps cannot be recorded, for there are {why}")
+                raise ValueError(f"{OPTION}=True: decoding steps cannot be captured, as {why}")
             yield None if why is not None else cache.steps
             return
         cache.steps = steps = Steps(self, cache)
@@ -151,9 +161,9 @@ class GeneratesInSteps:
         with self._steps(cache, getattr(generation_config, OPTION, None), keep=kept) as steps:
             if steps is not None and _loops_here(generation_config, stopping_criteria, model_kwargs, synced_gpus):
                 loop = _Loop(self, steps, logits_processor, stopping_criteria, generation_config, streamer)
-                # a mixture of experts may have a form of its own for few tokens
+                # transformers may switch experts to an implementation for few tokens
                 with getattr(self, "_optimize_model_for_decode", nullcontext)():
-                    return loop(input_ids, model_kwargs, ask_every=1 if kept else ASK_EVERY)
+                    return loop(input_ids, model_kwargs, sync_every=1 if kept else SYNC_EVERY)
             sample: Any = super()._sample  # type: ignore[misc]
             return sample(
                 input_ids,
@@ -167,7 +177,7 @@ class GeneratesInSteps:
 
 
 class _Loop:
-    """Greedy decoding or sampling, as transformers' `_sample` does it, with choices and stops on the device."""
+    """Greedy decoding or sampling like transformers' `_sample`, with sampling and stopping on the device."""
 
     def __init__(
         self,
@@ -184,52 +194,52 @@ class _Loop:
         self.eos = tuple(sorted({n for x in ends for n in torch.as_tensor(x).flatten().tolist()}))
         self.pad = int(config._pad_token_tensor) if self.eos else 0
 
-    def __call__(self, input_ids: Tensor, given: dict[str, Any], *, ask_every: int) -> Any:
+    def __call__(self, input_ids: Tensor, given: dict[str, Any], *, sync_every: int) -> Any:
         model, steps, cache = self.model, self.steps, self.steps.cache
         logits = self._prefill(input_ids, given)
         token = draw(self.processors, logits, input_ids, sample=self.config.do_sample)
-        # what follows is decided by all tokens there are, and may free memory
+        # transformers derives the next arguments from all tokens, and may free memory
         first = model.prepare_inputs_for_generation(
             torch.cat((input_ids, token), 1), next_sequence_length=1, **self.given
         )
-        recorded = steps.settle()
-        room = max(recorded.room, input_ids.shape[1]) + 1
-        chooser = Sampler(recorded, self.processors, room, sample=self.config.do_sample, eos=self.eos, pad=self.pad)
-        chooser.begin(input_ids, token)
+        captured = steps.storage()
+        capacity = max(captured.capacity, input_ids.shape[1]) + 1
+        sampler = Sampler(captured, self.processors, capacity, sample=self.config.do_sample, eos=self.eos, pad=self.pad)
+        sampler.begin(input_ids, token)
         positions = first.get("position_ids")
         if positions is not None:
-            recorded.positions.copy_(positions)
+            captured.positions.copy_(positions)
         shown, length, stop = input_ids.shape[1], input_ids.shape[1] + 1, None
-        # a reader sees the first token at once
-        pause = 0 if self.streamer is not None or ask_every == 1 else ask_every - 1
+        # a streamer receives the first token immediately
+        pause = 0 if self.streamer is not None or sync_every == 1 else sync_every - 1
         while True:
             over = length == self.max_length
             if (pause <= 0 or over) and (self.eos or self.streamer is not None):
-                stop, tokens = chooser.ask(shown if self.streamer is not None else length, length)
+                stop, tokens = sampler.ask(shown if self.streamer is not None else length, length)
                 shown = self._show(tokens, shown, length if stop is None else stop)
-                pause = ask_every
+                pause = sync_every
             if over or stop is not None:
                 break
-            settled = steps.settle()
-            if settled is not recorded or length == chooser.room:
-                recorded = settled
-                chooser = chooser.moved(recorded, max(recorded.room, length) + 1)
-            inputs = model.step_inputs(self.given, cache, chooser.tokens[:, :length])
-            chooser(steps(recorded.ids, None if positions is None else recorded.positions, inputs))
+            current = steps.storage()
+            if current is not captured or length == sampler.capacity:
+                captured = current
+                sampler = sampler.moved(captured, max(captured.capacity, length) + 1)
+            inputs = model.step_inputs(self.given, cache, sampler.tokens[:, :length])
+            sampler(steps(captured.ids, None if positions is None else captured.positions, inputs))
             length, pause = length + 1, pause - 1
         if self.streamer is not None:
             self.streamer.end()
-        sequences = chooser.tokens[:, : length if stop is None else stop].clone()
+        sequences = sampler.tokens[:, : length if stop is None else stop].clone()
         if self.config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=sequences, **{CACHE: cache})  # type: ignore[arg-type]
         return sequences
 
     def _prefill(self, input_ids: Tensor, given: dict[str, Any]) -> Tensor:
-        """The logits after the prompt; keeps what transformers makes of the arguments for the steps."""
+        """Return the logits after the prompt, and store the arguments that transformers prepares for the steps."""
         try:
             outputs = self.model._prefill(input_ids, self.config, given, is_first_iteration=True)
         except torch.OutOfMemoryError:
-            # nobody but this generation has the cache, which begins anew
+            # free captured steps and try again, unless the caller owns the cache
             if self.steps.cache._is_user_defined or not self.model.step_store.free():
                 raise
             self.steps.cache.reset()
@@ -238,7 +248,7 @@ class _Loop:
         return outputs.logits[:, -1].to(input_ids.device)
 
     def _show(self, tokens: list[list[int]], shown: int, stop: int) -> int:
-        """Hand new tokens to the streamer, one by one; returns how many there have been."""
+        """Pass new tokens to the streamer, one by one; return the total number passed."""
         if self.streamer is None:
             return shown
         for column in list(zip(*tokens, strict=True))[: max(0, stop - shown)]:
@@ -246,23 +256,39 @@ class _Loop:
         return max(shown, stop)
 
 
+def _check_new_tokens(input_ids: Tensor, given: dict[str, Any]) -> None:
+    """Raise a ValueError if the cache already holds all tokens of the prompt, so that no token is left to compute."""
+    cache, mask, embeds = given.get(CACHE), given.get("attention_mask"), given.get("inputs_embeds")
+    if not isinstance(cache, HybridCache):
+        return
+    prompt = input_ids if embeds is None else embeds
+    # a longer mask says that the prompt contains only new tokens
+    whole = embeds is not None or mask is None or mask.shape[1] == prompt.shape[1]
+    if whole and cache.length and cache.length >= prompt.shape[1]:
+        raise ValueError(
+            f"the cache holds {cache.length} tokens and the prompt has {prompt.shape[1]}, so that no new token "
+            "is left, and recurrent states cannot be rolled back: pass a longer prompt, or a copy.deepcopy of "
+            "the cache from before the prompt's last token"
+        )
+
+
 def _outlives(cache: Any, config: Any) -> bool:
-    """Tell whether somebody sees the cache after the generation."""
+    """Return whether the caller can use the cache after the generation."""
     return bool(config.return_dict_in_generate) or getattr(cache, "_is_user_defined", False)
 
 
 def _loops_here(config: Any, stopping: StoppingCriteriaList, given: dict[str, Any], synced: bool) -> bool:
-    """Tell whether our own loop does what is asked; transformers' does the rest, with recorded steps, too."""
-    records = config.return_dict_in_generate and (
+    """Return whether our loop supports the request; else transformers' loop runs, also with captured steps."""
+    wants_more = config.return_dict_in_generate and (
         config.output_scores or config.output_logits or config.output_hidden_states or config.output_attentions
     )
-    if records or synced or getattr(config, "is_assistant", False) or config.prefill_chunk_size is not None:
+    if wants_more or synced or config.prefill_chunk_size is not None:
         return False
-    others = [type(x).__name__ for x in stopping if choosing_needs_host(x)]
+    others = [type(x).__name__ for x in stopping if needs_host(x)]
     if others:
-        _say_once(
-            f"{', '.join(others)} needs the host after every token, which waits for the device; generation by lengths "
-            "and end tokens alone does not"
+        _warn_once(
+            f"{', '.join(others)} needs the host after every token, which waits for the device; lengths and "
+            "end tokens as only criteria do not"
         )
         return False
     mask = given.get("attention_mask")
@@ -270,5 +296,5 @@ def _loops_here(config: Any, stopping: StoppingCriteriaList, given: dict[str, An
 
 
 @functools.cache
-def _say_once(message: str) -> None:
+def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=4)

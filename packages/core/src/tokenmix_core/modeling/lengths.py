@@ -1,9 +1,8 @@
-"""Round the tokens of training calls up, so that lengths that vary give few shapes.
+"""Pad the rows of training calls to rounded lengths, so that varying lengths give few shapes.
 
-The host decides sizes, tiles, strides and buffers of a call at the first calls of each shape (`launch.replay`), and
-cuBLAS chooses its kernels then, too. Where every step has a length of its own, that takes longer than the step of a
-small model on a GPU. A causal model computes the same loss if tokens that no label refers to follow its own: at most a
-sixteenth more, an average of 2 to 3 %.
+The first calls of each shape plan the launches (`launch.cache`), and cuBLAS selects its kernels. If every step has a
+different length, this takes longer than the step of a small model on a GPU. A causal model computes the same loss if
+tokens without labels are appended: at most a sixteenth more tokens, on average 2 to 3 %.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from tokenmix_core.nn.loss import IGNORE
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.plain import has_hooks
 
-# lengths are multiples of this at least
+# lengths are multiples of at least this
 _LEAST = 16
 _LIBRARIES = ("torch.", "tokenmix_", "peft.", "bitsandbytes.", "torchao.")
 
 
 def rounded_length(tokens: int) -> int:
-    """Return the next multiple of a power of two that is between a 32nd and a 16th of the tokens, and 16 at least."""
+    """Round up to a multiple of a power of two that is 1/32 to 1/16 of the tokens, and at least 16."""
     step = max(_LEAST, 1 << max(0, tokens.bit_length() - 5))
     return cdiv(tokens, step) * step
 
@@ -35,16 +34,16 @@ def rounded_length(tokens: int) -> int:
 def round_up(
     model: nn.Module, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return ids, labels and boundaries of a training call with tokens behind each row, which no label refers to.
+    """Append tokens without labels to each row of a training call; return ids, labels and boundaries.
 
-    The tokens are the row's own first ones. In packed rows they are a document; empty documents follow up to a power of
-    two. The call stays as it is unless `can_round` holds.
+    The appended tokens are the row's own first ones. In packed rows they form a document, followed by empty documents
+    up to a power of two. The arguments are returned unchanged unless `can_round` holds.
     """
     if torch.compiler.is_compiling():
         # one graph serves all lengths
         return input_ids, labels, cu_seqlens
     if input_ids.dim() != 2 or labels.shape != input_ids.shape or (cu_seqlens is not None and cu_seqlens.dim() != 1):
-        # refused where the model looks at its inputs
+        # the model's own checks will refuse these
         return input_ids, labels, cu_seqlens
     tokens = input_ids.shape[1]
     more = rounded_length(tokens) - tokens
@@ -64,14 +63,14 @@ def round_up(
 
 
 def can_round(model: nn.Module, input_ids: Tensor) -> bool:
-    """True if nothing but time can tell that tokens follow: on a GPU in eager mode, and nothing watches a module."""
+    """True if appended tokens have no visible effect: in eager mode on a GPU, without hooks, with supporting mixers."""
     if not (flags.on and is_plain(input_ids) and on_gpu(input_ids)) or compat.watches_all_modules():
         return False
     return all(_is_known(type(x)) and not has_hooks(x) and takes_more_tokens(x) for x in model.modules())
 
 
 def takes_more_tokens(module: nn.Module) -> bool:
-    """True unless this is a mixer whose own class, not a base class, does not allow further tokens."""
+    """True unless this is a mixer whose own class does not set `takes_more_tokens`."""
     if not isinstance(module, Mixer):
         return True
     return "takes_more_tokens" in vars(type(module)) and module.takes_more_tokens
@@ -79,7 +78,7 @@ def takes_more_tokens(module: nn.Module) -> bool:
 
 @functools.cache
 def _is_known(kind: type[nn.Module]) -> bool:
-    """True if a module's class is of a library whose modules compute tokens one by one, mixers apart."""
+    """True if a module's class is from a library whose modules, except mixers, process tokens independently."""
     return kind.__module__.startswith(_LIBRARIES)
 
 

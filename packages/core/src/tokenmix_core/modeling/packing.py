@@ -1,4 +1,4 @@
-"""How a call says which of its tokens belong together: masks of padding, boundaries of documents, positions."""
+"""Padding masks, document boundaries and positions of a call, converted to one token layout."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tokenmix_core.chunking import packed_positions
 from tokenmix_core.modeling.cache import HybridCache
 from tokenmix_core.nn.state import Span
 
-# what transformers' DataCollatorWithFlattening may give beside position_ids
-_BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k")
+# arguments of transformers' DataCollatorWithFlattening, in addition to position_ids
+_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
 _INDEX = "seq_idx"
 
 
 class Call(NamedTuple):
-    """A forward call whose tokens have found their places.
+    """Token layout, cache, boundaries and positions of a forward call.
 
     Attributes:
-        span: where they lie.
-        cache: what the call reads and updates; None without one.
-        documents: the boundaries of packed documents, in whichever form the call gave them.
+        span: token layout.
+        cache: the cache that the call updates; None without one.
+        documents: boundaries of packed documents, converted from the form in which the call gave them.
         position_ids: `[B or 1, T]`, in the layout of the layers.
     """
 
@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
     @property
     def cu_seqlens(self) -> Int[Tensor, "N_plus_1"] | None:
-        """The boundaries that the layers see: of documents, or of rows whose padding was taken out."""
+        """Boundaries for the layers: of documents, or of rows without their padding."""
         return self.span.cu_seqlens if self.documents is None else self.documents
 
 
@@ -50,12 +50,12 @@ def begin_call(
     cache: HybridCache | None,
     use_cache: bool | None,
 ) -> Call:
-    """Decide what a backbone's call keeps and where its tokens lie; the caller ends what it began with `cache.end()`.
+    """Determine cache, token layout and boundaries of a backbone's call; the caller must call `cache.end()`.
 
     Args:
-        model: the backbone, which has a `config`, makes a cache and may recompute activations.
+        model: the backbone, with a `config`, `make_cache` and `gradient_checkpointing`.
         hidden: the embeddings `[B, T, D]`.
-        named: other inputs of the call, from which transformers' names of boundaries are taken away.
+        named: other inputs of the call; transformers' names of boundaries are removed from it.
         attention_mask, position_ids, cu_seqlens, cache, use_cache: as for `HybridModel.forward`.
 
     Raises:
@@ -66,20 +66,20 @@ def begin_call(
     if cache is not None and not isinstance(cache, HybridCache):
         raise ValueError(
             f"cache (past_key_values) must be a HybridCache (model.make_cache()), got {type(cache).__name__}, "
-            "which cannot hold what all mixers keep"
+            "which cannot hold the states of all mixers"
         )
     if recomputes and cache is not None:
-        # a second run of a layer would update its state a second time
+        # recomputing a layer would update its state a second time
         raise ValueError("a cache and gradient checkpointing exclude each other: call model.eval() to generate")
     cached = cache is not None or (bool(use_cache) and not recomputes)
     cu_seqlens = document_boundaries(
         cu_seqlens, position_ids, attention_mask, named, batch=batch, tokens=tokens, cached=cached
     )
     if use_cache is None:
-        # a traced graph with padding keeps a cache when it is told
+        # a compiled graph with padding keeps a cache only on request
         traced = attention_mask is not None and torch.compiler.is_compiling()
         use_cache = model.config.use_cache and not model.training and cu_seqlens is None and not traced
-    # a cache that is given is read and updated whatever use_cache says, as transformers' models do
+    # a given cache is updated regardless of use_cache, as in transformers' models
     if cache is None and use_cache and not recomputes:
         cache = model.make_cache()
     if cache is not None and cu_seqlens is not None:
@@ -87,6 +87,8 @@ def begin_call(
     mask = real_tokens(attention_mask, batch, tokens, cache)
     if cache is None:
         span = Span(batch, tokens, hidden.device, mask=mask, fixed=torch.compiler.is_compiling(), stateless=True)
+        if mask is not None and not span.aligned and not len(span.index):
+            span = span.with_dummy()
     else:
         span = cache.begin(batch, tokens, hidden.device, mask)
     return Call(span, cache, cu_seqlens, token_positions(position_ids, span, cu_seqlens, cache))
@@ -102,17 +104,16 @@ def document_boundaries(
     tokens: int,
     cached: bool,
 ) -> Int[Tensor, "N_plus_1"] | None:
-    """The boundaries of a call's documents, in whichever form they are given; None where there is one document a row.
+    """Return the boundaries of a call's documents from any of their forms; None for one document per row.
 
-    Boundaries that are given as such are taken without looking. Those that `seq_idx` or the positions of one row tell
-    are
-    computed on the device, and their number is waited for: once a call, where transformers' models wait in each layer.
+    Given boundaries are not checked. Boundaries from `seq_idx` or from positions are computed on the device, and their
+    number is synchronised once per call (transformers' models synchronise in each layer).
 
     Args:
         cu_seqlens: boundaries `[N + 1]`.
-        position_ids: positions; in one row without a cache, a document begins wherever they do not rise.
+        position_ids: positions; in one row without a cache, a document begins where they do not increase.
         mask: the call's attention mask.
-        named: other inputs of the call, from which transformers' names of boundaries are taken away: `cu_seq_lens_q`,
+        named: other inputs of the call; transformers' names of boundaries are removed from it: `cu_seq_lens_q`,
             `cu_seq_lens_k`, `max_length_q`, `max_length_k`, `seq_idx`.
         batch, tokens: B and T.
         cached: whether the caller asked for a cache.
@@ -123,12 +124,12 @@ def document_boundaries(
     for name in _LONGEST:
         named.pop(name, None)
     boundaries, index = [], named.pop(_INDEX, None)
-    for name in _BORDERS:
+    for name in _BOUNDARIES:
         given = named.pop(name, None)
         if given is not None:
             boundaries.append(_tensor(name, given))
     if boundaries and cu_seqlens is not None:
-        raise ValueError("cu_seqlens and cu_seq_lens_q say the same: give one of them")
+        raise ValueError("cu_seqlens and cu_seq_lens_q are two names of one argument: give one of them")
     if len(boundaries) == 2 and not _agree(*boundaries):
         raise ValueError(
             "cu_seq_lens_q and cu_seq_lens_k must be the same boundaries, as queries and keys are of the same tokens; "
@@ -157,13 +158,13 @@ def document_boundaries(
 
 
 def real_tokens(mask: Tensor | None, batch: int, tokens: int, cache: HybridCache | None) -> Bool[Tensor, "B T"] | None:
-    """Which tokens of the call are real; None when all are, as far as a graph that is being traced can know."""
+    """Return which tokens of the call are real; None if all are, as far as a compiled graph can know."""
     past = 0 if cache is None else cache.length
     if mask is not None and not isinstance(mask, Tensor):
         raise ValueError(f"attention_mask must be a tensor, got {type(mask).__name__}")
     if mask is None:
         return None
-    # one comparison at a time: a length that is traced torch 2.11 does not find in a tuple
+    # one comparison at a time: torch 2.11 does not find a symbolic length in a tuple
     fits = mask.dim() == 2 and mask.shape[0] == batch
     if not fits or (mask.shape[1] != tokens and mask.shape[1] != past + tokens):
         raise ValueError(
@@ -172,7 +173,7 @@ def real_tokens(mask: Tensor | None, batch: int, tokens: int, cache: HybridCache
         )
     tracing = torch.compiler.is_compiling()
     if tokens == 1 and past > 0 and cache is not None:
-        # a graph that is being traced can look at nothing
+        # a compiled graph cannot read the device
         unsure = cache.padding_at_end is not False if tracing else cache.ends_in_padding()
         if not unsure:
             return None
@@ -183,10 +184,10 @@ def real_tokens(mask: Tensor | None, batch: int, tokens: int, cache: HybridCache
 def token_positions(
     position_ids: Tensor | None, span: Span, cu_seqlens: Tensor | None, cache: HybridCache | None
 ) -> Tensor:
-    """`[B or 1, T]` in the layout of the layers.
+    """Return positions `[B or 1, T]` in the layout of the layers.
 
     Raises:
-        ValueError: positions of another shape, or that begin anew inside a row whose boundaries are not known.
+        ValueError: positions of another shape, or that restart inside a row without boundaries.
     """
     if position_ids is not None:
         if (
@@ -209,16 +210,16 @@ def token_positions(
 
 
 def boundaries_where(begins: Bool[Tensor, "T_minus_1"], tokens: int) -> Int[Tensor, "N_plus_1"] | None:
-    """The boundaries of documents that begin at these tokens after the first; None for one. It waits for the device."""
+    """Return the boundaries of documents that begin at these tokens after the first; None for one. Synchronises."""
     starts = begins.nonzero().squeeze(1) + 1
-    # a graph that is being traced cannot ask how many there are
+    # a compiled graph cannot synchronise
     if not torch.compiler.is_compiling() and not len(starts):
         return None
     return torch.cat((starts.new_zeros(1), starts, starts.new_full((1,), tokens))).to(torch.int32)
 
 
 def _refuse_restarts(position_ids: Tensor, span: Span, cached: bool) -> None:
-    # one row alone has been looked at already; a graph that is being traced cannot look
+    # single rows were checked by document_boundaries; a compiled graph cannot check
     plain = span.batch == 1 and span.mask is None and not cached
     if span.tokens == 1 or plain or torch.compiler.is_compiling():
         return
@@ -227,7 +228,7 @@ def _refuse_restarts(position_ids: Tensor, span: Span, cached: bool) -> None:
         fallen = fallen & span.mask[:, 1:] & span.mask[:, :-1]
     if bool(fallen.any()):
         raise ValueError(
-            "position_ids that begin anew inside a row are documents, which go with one row (B = 1), without a cache "
+            "position_ids that restart inside a row are documents, which require one row (B = 1), without a cache "
             f"(use_cache=False) and without padding; got B = {span.batch}{', a cache' if cached else ''}"
             f"{', padding' if span.mask is not None else ''}"
         )
@@ -240,6 +241,6 @@ def _tensor(name: str, x: Any) -> Tensor:
 
 
 def _agree(a: Tensor, b: Tensor) -> bool:
-    # the values of boundaries are read on a CPU only: reading them from a GPU would stall its stream
+    # values are compared on a CPU only: reading them from a GPU would synchronise
     look = not (a.is_cuda or b.is_cuda or torch.compiler.is_compiling())
     return a.shape == b.shape and (not look or torch.equal(a, b))

@@ -1,7 +1,7 @@
 """Pretrained transformers as models of this family: Llama, Mistral, Qwen2 and Qwen3 in core's backbone.
 
-Their blocks are the backbone's: RMS norms, softmax attention with rotary positions, SwiGLU. So a configuration and new
-names for the weights are all that it takes, and any layer's attention may then be another mixer.
+Their blocks equal the backbone's: RMS norms, softmax attention with rotary positions, SwiGLU. A conversion therefore
+needs only a configuration and new names of the weights; any layer's attention may then be another mixer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-# by the beginning of a weight's name after its layer
+# first component of a weight's name inside its layer
 _NAMES = {
     "self_attn": "mixer",
     "input_layernorm": "mixer_norm",
@@ -23,16 +23,16 @@ _IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def attention_options(config: Any) -> list[dict[str, Any]]:
-    """The options of core's attention for each layer of a configuration of transformers.
+    """Return the options of core's attention for each layer of a transformers configuration.
 
     Raises:
-        ValueError: another kind of model, or attention that has no counterpart here.
+        ValueError: another model type, or attention without a counterpart here.
     """
     if config.model_type not in FAMILIES:
         raise ValueError(f"expected a model of type {', '.join(FAMILIES)}, got {config.model_type!r}")
     if getattr(config, "attention_dropout", 0):
         raise ValueError(f"attention_dropout must be 0, got {config.attention_dropout!r}")
-    # in Llama and Qwen3 it is a bias of the output projection, too
+    # in Llama and Qwen3 it includes a bias of the output projection
     if getattr(config, "attention_bias", False):
         raise ValueError("attention_bias must be False: the output projection has no bias here")
     heads = config.num_attention_heads
@@ -52,7 +52,7 @@ def attention_options(config: Any) -> list[dict[str, Any]]:
 
 
 def own_fields(config: Any) -> dict[str, Any]:
-    """The fields of a `HybridConfig`, but for its mixers, of a configuration of transformers.
+    """Return the fields of a `HybridConfig`, except its mixers, for a transformers configuration.
 
     Raises:
         ValueError: an MLP that has no counterpart here.
@@ -77,7 +77,7 @@ def own_fields(config: Any) -> dict[str, Any]:
 
 
 def own_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights of a language model of transformers, themselves and no copies, by the names that they have here.
+    """Return the weights of a transformers language model, not copied, under the names of this family.
 
     Raises:
         ValueError: a model without its output layer.

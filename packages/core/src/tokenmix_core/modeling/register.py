@@ -1,4 +1,4 @@
-"""Entry into transformers' auto classes."""
+"""Registration with transformers' auto classes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tokenmix_core.modeling.config import HybridConfig
 
 
 def register_model(config: type[HybridConfig], model: type[HybridModel], causal_lm: type[HybridForCausalLM]) -> None:
-    """Let `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` find a family by its `model_type`.
+    """Register a family under its `model_type` with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`.
 
     Raises:
-        ValueError: a model type that another family has.
+        ValueError: a model type of another family.
     """
     kind = config.model_type
     if kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] is not config:

@@ -1,4 +1,4 @@
-"""Rows with padding for hooks and adapters: they see `[B, T, D]` while the layers compute real tokens alone."""
+"""Rows with padding for hooks and adapters, which see `[B, T, D]` while the layers compute only real tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tokenmix_core.nn.state import Span
 
 
 def keeps_rows(model: nn.Module, span: Span) -> bool:
-    """True if the call has padding to drop and a module of the model is watched, so that rows must stay apart.
+    """True if the call has padding to remove and a module has hooks or a `forward` of its own, which expect rows.
 
-    All modules are looked at, once a call with padding.
+    Checks all modules, once per call with padding.
     """
     if span.mask is None or span.keeps_padding or torch.compiler.is_compiling():
         return False
@@ -25,15 +25,15 @@ def keeps_rows(model: nn.Module, span: Span) -> bool:
 
 
 class PacksRows:
-    """Before a layer of another library, of one stream: it takes and returns rows while it computes packed tokens.
+    """Mixin before a layer of another library with one stream: it takes and returns rows, and computes packed tokens.
 
-    `rows_for_hooks` is inside of `forward`, so that a layer that is recomputed for gradients shows rows again.
+    `forward` enters `rows_for_hooks` itself, so that gradient checkpointing shows rows again when it recomputes.
     """
 
     modules: Callable[[], Iterator[nn.Module]]
 
     def forward(self, hidden_states: Tensor, *args: Any, rows: Span | None = None, **given: Any) -> Tensor:
-        """Compute the layer; with `rows`, padding is dropped inside of it."""
+        """Run the layer; with `rows`, remove padding inside."""
         compute: Any = super().forward  # type: ignore[misc]
         if rows is None:
             return compute(hidden_states, *args, **given)
@@ -43,11 +43,11 @@ class PacksRows:
 
 @contextmanager
 def rows_for_hooks(modules: Iterable[nn.Module], span: Span) -> Iterator[None]:
-    """Within it, watched modules that are given packed tokens `[1, total, ...]` see `[B, T, ...]`, zero at padding.
+    """Context in which watched modules see `[B, T, ...]`, zero at padding, instead of packed tokens `[1, total, ...]`.
 
-    Hooks get rows, and so does the module itself, where per-row adapters compute. A module that mixes along time, which
-    is one that is given `cu_seqlens`, computes packed tokens inside of its hooks. A module of another library whose
-    submodules are watched may flatten tokens before it calls them: it computes rows, too.
+    Hooks get rows, and so does the module itself, as adapters may compute per row. Only a module that mixes along time,
+    recognised by the argument `cu_seqlens`, computes packed tokens inside its hooks. A module of another library with
+    watched submodules also computes rows, as it may flatten tokens before it calls them.
     """
     everything = compat.watches_all_modules()
     with ExitStack() as stack:
@@ -62,7 +62,7 @@ def rows_for_hooks(modules: Iterable[nn.Module], span: Span) -> Iterator[None]:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    # accelerate's own forward brings weights and looks at no shapes
+    # accelerate's forward only loads weights and ignores shapes
     own = "forward" in module.__dict__ and not hasattr(module, "_hf_hook")
     return own or has_hooks(module)
 
@@ -92,7 +92,7 @@ def _in_rows(module: nn.Module, call: Callable, span: Span) -> Callable:
 
 
 def _mapped(x: Any, shape: tuple[int, int], change: Callable[[Tensor], Tensor]) -> Any:
-    """Change the tensors whose first two dimensions are `shape`, in plain tuples, lists and dictionaries, too."""
+    """Apply `change` to tensors whose first two dimensions are `shape`, also within tuples, lists and dictionaries."""
     if isinstance(x, Tensor):
         return change(x) if x.dim() > 1 and tuple(x.shape[:2]) == shape else x
     if type(x) in (tuple, list):

@@ -1,4 +1,4 @@
-"""Choosing the next tokens on the device: logits to tokens, written behind the others, until all sequences ended."""
+"""Sampling on the device: from logits to tokens, appended to the sequences until all have ended."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from tokenmix_core.modeling.decode_graph import Recorded
+from tokenmix_core.modeling.decode_graph import CapturedSteps
 
-# processors that ask for nothing but which tokens there have been, and what recorded choices are told apart by
+# processors that depend only on the tokens so far, and the attributes that distinguish their graphs
 _ON_DEVICE: dict[type, tuple[str, ...]] = {
     TemperatureLogitsWarper: ("temperature",),
     TopKLogitsWarper: ("top_k", "filter_value"),
@@ -29,59 +29,66 @@ _ON_DEVICE: dict[type, tuple[str, ...]] = {
     MinPLogitsWarper: ("min_p", "filter_value", "min_tokens_to_keep"),
     RepetitionPenaltyLogitsProcessor: ("penalty",),
 }
-# later than any sequence ends
+# end index of a sequence that has not ended
 _NEVER = 1 << 62
-# ways of choosing that stay recorded beside a new one
-_KINDS = 3
+# samplers whose graphs are kept in addition to a new one
+_KEPT = 3
 
 
-def choosing_needs_host(criterion: Any) -> bool:
-    """Tell whether a stopping criterion has to be asked on the host after every token."""
+def needs_host(criterion: Any) -> bool:
+    """Return whether a stopping criterion must run on the host after every token."""
     return type(criterion) not in (EosTokenCriteria, MaxLengthCriteria)
 
 
 class Sampler:
-    """Chooses a token of each sequence from logits, as transformers' `_sample` does, and writes it for the next step.
+    """Sample a token of each sequence from logits, like transformers' `_sample`, and write it for the next step.
 
-    All its tensors keep their sizes, so that a choice is recorded as a step is. Processors that need to know how many
-    tokens there are, or the host, are called token by token.
+    All tensors have constant shapes, so that sampling is captured in a CUDA graph like a step. Processors that need the
+    host, or the number of tokens, run eagerly.
 
     Args:
-        recorded: the storage of the steps, whose `ids` and `positions` are written.
-        processors: of the logits.
-        room: tokens of a row, the prompt's included.
-        sample: draw tokens, or take the most likely.
-        eos: tokens that end a sequence; none for none.
-        pad: follows behind them.
+        steps: storage of the steps, whose `ids` and `positions` are written.
+        processors: logits processors.
+        capacity: most tokens of a row, the prompt included.
+        sample: draw tokens (True) or take the most likely (False).
+        eos: tokens that end a sequence; may be empty.
+        pad: token that follows the end of a sequence.
 
     Attributes:
-        tokens: `[N, room]`; places not yet written repeat the last token of the row's prompt, so that they change
-            nothing about which tokens there have been.
+        tokens: `[N, capacity]`; columns not yet written repeat the last token of the prompt, so that the set of tokens
+            in a row is right.
     """
 
     def __init__(
-        self, recorded: Recorded, processors: LogitsProcessorList, room: int, *, sample: bool, eos: tuple, pad: int
+        self,
+        steps: CapturedSteps,
+        processors: LogitsProcessorList,
+        capacity: int,
+        *,
+        sample: bool,
+        eos: tuple,
+        pad: int,
     ):
-        self.recorded, self.sample, self.eos, self.pad = recorded, sample, eos, pad
-        self.room = room
-        N, device = len(recorded.ids), recorded.ids.device
+        self.steps, self.sample, self.eos, self.pad = steps, sample, eos, pad
+        self.capacity = capacity
+        N, device = len(steps.ids), steps.ids.device
         make: dict[str, Any] = {"dtype": torch.int64, "device": device}
-        self._kind: Hashable = ("choice", room, _signature(processors), sample, eos, pad)
-        self._records = _signature(processors) is not None
-        board = recorded.extra.get(self._kind)
-        if board is None:
-            recorded.forget_all_but(_KINDS, "choice")
-            board = recorded.extra[self._kind] = (
-                torch.zeros(N, room, **make),
+        self._key: Hashable = ("sampling", capacity, _signature(processors), sample, eos, pad)
+        self._captures = _signature(processors) is not None
+        buffers = steps.extra.get(self._key)
+        if buffers is None:
+            steps.evict_all_but(_KEPT, "sampling")
+            buffers = steps.extra[self._key] = (
+                torch.zeros(N, capacity, **make),
                 torch.zeros(N, 1, **make),
                 torch.zeros(N, dtype=torch.bool, device=device),
                 torch.zeros(N, **make),
                 torch.zeros(N, **make),
                 torch.tensor(eos, **make),
             )
-        # tokens; how many there are, in every row; which sequences have ended, and of how many tokens they are then;
-        # how many of the first ones are padding, to a penalty; what ends a sequence
-        self.tokens, self.length, self.ended, self.ends, self._padding, self._eos = board
+        # tokens; their number in every row; whether and at which length each sequence has ended; number of leading
+        # tokens that a penalty ignores; end tokens
+        self.tokens, self.length, self.ended, self.ends, self._padding, self._eos = buffers
         self._host_length = 0
         self.processors = LogitsProcessorList(self._own(x) for x in processors)
 
@@ -92,39 +99,39 @@ class Sampler:
             self.tokens.copy_(prompt[:, -1:].expand_as(self.tokens))
             self.tokens[:, :T] = prompt
         elif any(type(x) is RepetitionPenaltyLogitsProcessor for x in self.processors):
-            # there is no token yet that could stand for none
-            self._records = False
+            # without a prompt, no token can fill the unwritten columns
+            self._captures = False
         self.length.fill_(T)
         self.ended.zero_()
         self.ends.fill_(_NEVER)
         self._write(token)
         self._host_length = T + 1
 
-    def moved(self, recorded: Recorded, room: int) -> Sampler:
-        """The same for other storage of the steps, and with more room."""
-        other = Sampler(recorded, self.processors, room, sample=self.sample, eos=self.eos, pad=self.pad)
-        other._records, other._host_length = self._records, self._host_length
+    def moved(self, steps: CapturedSteps, capacity: int) -> Sampler:
+        """Return a copy with other storage and a larger capacity."""
+        other = Sampler(steps, self.processors, capacity, sample=self.sample, eos=self.eos, pad=self.pad)
+        other._captures, other._host_length = self._captures, self._host_length
         other.tokens.copy_(self.tokens[:, -1:].expand_as(other.tokens))
-        other.tokens[:, : self.room] = self.tokens
+        other.tokens[:, : self.capacity] = self.tokens
         for name in ("length", "ended", "ends"):
             getattr(other, name).copy_(getattr(self, name))
-        recorded.ids.copy_(self.recorded.ids)
-        recorded.positions.copy_(self.recorded.positions)
+        steps.ids.copy_(self.steps.ids)
+        steps.positions.copy_(self.steps.positions)
         return other
 
     def __call__(self, logits: Float[Tensor, "N vocab"]) -> None:
-        """Choose and write."""
-        if self._records and logits is self.recorded.logits:
-            self.recorded.do(self._kind, lambda: self._choose(logits))
+        """Sample and write the tokens."""
+        if self._captures and logits is self.steps.logits:
+            self.steps.run(self._key, lambda: self._sample(logits))
         else:
-            self._choose(logits)
+            self._sample(logits)
         self._host_length += 1
 
     def ask(self, first: int, length: int) -> tuple[int | None, list[list[int]]]:
-        """Wait for the device: after how many tokens all sequences had ended, None if they have not; and new tokens.
+        """Synchronise; return the length at which all sequences had ended (None if they have not), and new tokens.
 
         Args:
-            first, length: the tokens from and to which are wanted.
+            first, length: range of the tokens to return.
         """
         new = self.tokens[:, first:length]
         last, *flat = torch.cat((self.ends.max().unsqueeze(0), new.flatten())).tolist()
@@ -133,7 +140,7 @@ class Sampler:
         return (None if last == _NEVER else last), rows
 
     def _own(self, processor: Any) -> Any:
-        """The processor with its tensor in storage."""
+        """Return a copy of the processor with its tensor in fixed storage."""
         padding = getattr(processor, "prompt_ignore_length", None)
         if not isinstance(padding, Tensor):
             return processor
@@ -142,12 +149,12 @@ class Sampler:
         processor.prompt_ignore_length = self._padding
         return processor
 
-    def _choose(self, logits: Tensor) -> None:
-        seen = self.tokens if self._records else self.tokens[:, : self._host_length]
+    def _sample(self, logits: Tensor) -> None:
+        seen = self.tokens if self._captures else self.tokens[:, : self._host_length]
         self._write(draw(self.processors, logits, seen, sample=self.sample))
 
     def _write(self, token: Int[Tensor, "N 1"]) -> None:
-        """Put tokens behind the others, or padding where a sequence has ended."""
+        """Append tokens, or padding if a sequence has ended."""
         if self.eos:
             token = torch.where(self.ended.unsqueeze(1), self.pad, token)
         self.tokens.scatter_(1, self.length, token)
@@ -156,24 +163,24 @@ class Sampler:
             ending = (token == self._eos).any(1) & ~self.ended
             self.ends.copy_(torch.where(ending, self.length.squeeze(1), self.ends))
             self.ended.logical_or_(ending)
-        self.recorded.ids.copy_(token)
-        self.recorded.positions.add_(1)
+        self.steps.ids.copy_(token)
+        self.steps.positions.add_(1)
 
 
 def draw(
     processors: LogitsProcessorList, logits: Float[Tensor, "N vocab"], seen: Int[Tensor, "N T"], *, sample: bool
 ) -> Int[Tensor, "N 1"]:
-    """The next tokens after those that were `seen`."""
+    """Return the next tokens; `seen` are the tokens so far."""
     scores: Tensor = processors(seen, logits.to(torch.float32, copy=True))  # type: ignore[arg-type]
     if not sample:
         return scores.argmax(-1, keepdim=True)
-    # as torch.multinomial draws one, which looks at the probabilities on the host beforehand
+    # the algorithm of torch.multinomial, which would synchronise to check the probabilities
     probabilities = scores.softmax(-1)
     return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1, keepdim=True)
 
 
 def _signature(processors: LogitsProcessorList) -> Hashable | None:
-    """The key of recorded choices with these processors; None where one of them cannot be recorded."""
+    """Return the graph key of these processors; None if one of them cannot be captured."""
     if any(type(x) not in _ON_DEVICE or isinstance(getattr(x, "prompt_ignore_length", None), int) for x in processors):
         return None
     return tuple(

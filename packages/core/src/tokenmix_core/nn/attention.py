@@ -88,6 +88,10 @@ class Attention(Mixer):
         self.q_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
 
+    @classmethod
+    def layer_type(cls, options: dict[str, Any]) -> str:
+        return "full_attention" if options.get("window") is None else "sliding_attention"
+
     def make_state(self) -> LayerState:
         return LayerState(
             kv=KVState(self.num_kv_heads, self.head_dim, self.head_dim, window=self.window, sinks=self.sinks)

@@ -47,6 +47,14 @@ class Mixer(KeepsFloat32):
         return cls(config.hidden_size, norm_eps=config.norm_eps, **options)
 
     @classmethod
+    def layer_type(cls, options: dict[str, Any]) -> str:
+        """Return the entry of `config.layer_types` for a layer with these options, by default that of recurrences.
+
+        Libraries read it, such as accelerate, which refuses to shard a recurrent layer over the sequence.
+        """
+        return "linear_attention"
+
+    @classmethod
     def check_options(cls, label: str, options: dict[str, Any]) -> None:
         """Raise a ValueError for an option that the constructor does not have, or a value of the wrong type."""
         known = [name for name in inspect.signature(cls.__init__).parameters if name not in _GIVEN]

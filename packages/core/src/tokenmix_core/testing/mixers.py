@@ -57,7 +57,7 @@ def run_recorded(mixer: Mixer, x: Tensor, prompt: int, **inputs) -> tuple[Tensor
         token.copy_(x[:, t : t + 1])
         form = mixer.step_form(cache.next_step())
         if form not in repeats:
-            with cache.rehearsal():
+            with cache.capturing():
                 repeats[form] = record(step)
         repeats[form]()
         cache.count(1)

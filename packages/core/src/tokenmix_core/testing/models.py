@@ -140,7 +140,7 @@ class ModelContract(CacheContract, ModulesContract, ResidualContract, LengthsCon
             {"input_ids": ids[:1], "position_ids": positions, "past_key_values": model.make_cache()},
             {"input_ids": ids[:1], "position_ids": positions, "attention_mask": padded},
         ):
-            with pytest.raises(ValueError, match=r"position_ids that begin anew inside a row are documents"):
+            with pytest.raises(ValueError, match=r"position_ids that restart inside a row are documents"):
                 model(**given, **self.inputs)
 
     @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -177,7 +177,7 @@ class ModelContract(CacheContract, ModulesContract, ResidualContract, LengthsCon
                 {"position_ids": torch.zeros(3, 99, dtype=torch.long)},
                 {"position_ids": torch.zeros_like(piece)},
             ):
-                with pytest.raises(ValueError, match=r"must have shape|begin anew"):
+                with pytest.raises(ValueError, match=r"must have shape|restart"):
                     model(piece, past_key_values=cache, **wrong, **self.inputs)
             logits = model(piece, past_key_values=cache, **self.inputs).logits
             assert relative_error(logits, whole[:, at : at + piece.shape[1]]) < 1e-4
@@ -218,7 +218,7 @@ class ModelContract(CacheContract, ModulesContract, ResidualContract, LengthsCon
                 logits.append(out.logits.clone())
                 if t == prompt:
                     before = addresses(cache)
-            assert any(cache.steps.recorded.repeats.values())
+            assert any(cache.steps.captured.graphs.values())
             assert addresses(cache) == before
         assert not cache.fixed
         for row, exact in zip(torch.cat(logits, 1), alone, strict=True):

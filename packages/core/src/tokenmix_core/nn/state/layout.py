@@ -68,11 +68,26 @@ class Span:
         # padding stays in the call's tensors: behind the real tokens of its row, or as a sequence of its own
         self.aligned = fixed and stateless and mask is not None
         self.fixed = fixed and not stateless and mask is not None
+        # the mask's only token stands for a batch without real tokens; see `with_dummy`
+        self.empty = False
         # sequences that have a state during the call
         self.sequences = batch + 1 if self.fixed else batch
         self._written: dict[tuple[int | None, int], tuple[Tensor, Tensor, Tensor]] = {}
         self._fills: dict[int, tuple[Tensor, Tensor]] = {}
         self._clamped: dict[int | None, Tensor] = {}
+
+    def with_dummy(self) -> Span:
+        """Return a layout in which the layers compute one token of padding, whose outputs `unpack` replaces by zeros.
+
+        For a batch without real tokens: all parameters then get zero gradients, and sharded layers are gathered on
+        every rank, as DDP and FSDP require.
+        """
+        assert self.mask is not None
+        mask = torch.zeros_like(self.mask)
+        mask[0, 0] = True
+        span = Span(self.batch, self.tokens, self.device, mask=mask, stateless=True)
+        span.empty = True
+        return span
 
     @property
     def uniform(self) -> bool:
@@ -186,8 +201,9 @@ class Span:
             return x
         out = x.new_zeros(self.batch * self.tokens, *x.shape[2:])
         out = out.index_copy(0, self.index, x.flatten(0, 1)).unflatten(0, (self.batch, self.tokens))
-        if self.keeps_padding:
-            out = out.masked_fill(~self.mask.view(*self.mask.shape, *[1] * (out.dim() - 2)), 0)
+        if self.keeps_padding or self.empty:
+            padding = torch.ones_like(self.mask) if self.empty else ~self.mask
+            out = out.masked_fill(padding.view(*padding.shape, *[1] * (out.dim() - 2)), 0)
         return out
 
     def written(self, window: int | None, sinks: int) -> tuple[Tensor, Tensor, Tensor]:
