@@ -253,7 +253,7 @@ def test_custom_operator_passes_opcheck(terms, device):
 @pytest.mark.parametrize(("most", "calls"), [(24 * 6 * 8, 1), (24 * 6 * 8 - 1, 0)])
 def test_large_weights_use_the_library(most, calls, monkeypatch):
     shared = []
-    monkeypatch.setattr(projections, "MOST_BYTES", most)
+    monkeypatch.setattr(projections, "MAX_BYTES", most)
     monkeypatch.setattr(projections, "fused_linears", lambda x, weights: shared.append(x) or fused_linears(x, weights))
     layers, x = layers_of((4, 8)), torch.randn(2, 24, dtype=torch.float64)
     torch.testing.assert_close(projected(x, *layers), tuple(layer(x) for layer in layers))

@@ -11,7 +11,7 @@ from torch import nn
 from tokenmix_core.nn import projections
 from tokenmix_core.nn.projections import output_linear, projected
 from tokenmix_core.ops import fused_linears, swiglu_linear
-from tokenmix_core.ops.fused.gemv import kernel
+from tokenmix_core.ops.fused import gemv_kernel as kernel
 from tokenmix_core.testing.closeness import assert_within
 from tokenmix_core.testing.operations import HALF, Call, KernelCase, OpContract, Results
 
@@ -75,7 +75,7 @@ class TestLinears(OpContract):
         return 2 * eps
 
     def operators(self, device):
-        from tokenmix_core.ops.fused.gemv.autograd import fused_linears_op
+        from tokenmix_core.ops.fused.gemv_kernel import fused_linears_op
 
         x, *weights = self.make(HALF, device).tensors.values()
         yield fused_linears_op, (x, *weights, None, None, None), "test_schema", "test_faketensor"

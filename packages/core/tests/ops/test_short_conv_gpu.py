@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import short_conv, short_conv_step, short_convs
+from tokenmix_core.ops.causal_conv1d import tuning
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.streams import assert_replays, stalls_forbidden
@@ -52,7 +52,7 @@ def test_every_length(T):
 @pytest.mark.parametrize("BT", [4, 8, 16, 32, 64, 128])
 @pytest.mark.parametrize("packed", [False, True])
 def test_every_length_of_a_run(packed, BT, override):
-    for run in "short_conv", "short_conv_backward":
+    for run in "conv1d_forward_tile", "conv1d_backward_tile":
         tile = getattr(tuning, run)(1000, 260)._replace(BT=BT)
         override(tuning, {run: lambda tokens, channels, tile=tile: tile})
     conv = partial(short_conv, activation="silu", **({"cu_seqlens": boundaries()} if packed else {}))
@@ -65,7 +65,7 @@ def test_every_length_of_a_run(packed, BT, override):
 @pytest.mark.parametrize("channels", [(260, 260, 520), (256, 128, 1024), (7, 130)], ids=str)
 def test_several_inputs_are_each_of_them(channels, packed, W, dtype, override):
     # runs of one length, as sums are taken over them
-    for run in "short_conv", "short_conv_backward":
+    for run in "conv1d_forward_tile", "conv1d_backward_tile":
         tile = getattr(tuning, run)(1000, 260)
         override(tuning, {run: lambda tokens, channels, tile=tile: tile})
     options = {"activation": "silu", "impl": "triton"} | ({"cu_seqlens": boundaries()} if packed else {})

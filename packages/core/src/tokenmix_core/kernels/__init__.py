@@ -19,14 +19,12 @@ if TYPE_CHECKING:
     from tokenmix_core.kernels.triton.varlen import locate_chunk as locate_chunk
     from tokenmix_core.kernels.tuning import one_round as one_round
     from tokenmix_core.kernels.tuning import override as override
-    from tokenmix_core.kernels.tuning import short_conv_backward_tiles as short_conv_backward_tiles
     from tokenmix_core.kernels.tuning import sm_count as sm_count
 
 __getattr__ = lazily(
     __name__,
     {
         "sm_count": "tuning",
-        "short_conv_backward_tiles": "tuning",
         "Asked": "launch.async_read",
         "Checked": "launch.cache.replay",
         "Replayed": "launch.cache.replay",

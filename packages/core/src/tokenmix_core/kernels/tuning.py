@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tokenmix_core.chunking import cdiv, next_power_of_2
+from tokenmix_core.chunking import next_power_of_2
 from tokenmix_core.kernels.launch.cache.replay import invalidate
 
 
@@ -67,27 +67,6 @@ def one_round() -> int:
     return sm_count(torch.device("cuda", torch.cuda.current_device()))
 
 
-class ShortConvRun(NamedTuple):
-    """BT tokens, BU a step, by BD channels a warp."""
-
-    BT: int
-    BU: int
-    BD: int
-
-
-def short_conv(tokens: int, channels: int) -> ShortConvRun:
-    """The runs of the short convolution's forward pass."""
-    BT = next_power_of_2(cdiv(tokens * cdiv(channels, 128), 2048))
-    BT = min(max(BT, 4), 32)
-    return ShortConvRun(BT, min(BT, 8), 128)
-
-
-def short_conv_backward_tiles(tokens: int, channels: int) -> ShortConvRun:
-    """The runs of the short convolution's backward pass: long ones read few tokens twice, many fill the device."""
-    BT = next_power_of_2(cdiv(tokens * cdiv(channels, 128), 4096))
-    return ShortConvRun(min(max(BT, 16), 128), 4, 128)
-
-
 class RowTile(NamedTuple):
     """BM rows of at most BD elements a step."""
 
@@ -107,24 +86,6 @@ def registers_of_many(programs: int, registers: int) -> int | None:
     With fewer registers more programs run side by side, each more slowly, which few programs have nothing of.
     """
     return registers if crowded(programs) else None
-
-
-class LinearsTile(NamedTuple):
-    """BN rows of a weight a program, BD columns at a time."""
-
-    BN: int
-    BD: int
-    num_warps: int
-    num_stages: int
-
-
-def fused_linears(B: int, D: int, rows: int) -> LinearsTile:
-    """The tile of products of B rows of x with weights of D columns and `rows` rows in all."""
-    if B == 1:
-        # a last round of few programs takes as long as another, where columns are many
-        few = D >= 4096 and rows < 16_384
-        return LinearsTile(8, 512, 8, 1) if few else LinearsTile(4, min(1024, next_power_of_2(D)), 4, 1)
-    return LinearsTile(16, min(256, max(16, next_power_of_2(D))), 4, 3)
 
 
 def row_tile(size: int) -> RowTile:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tokenmix_core.nn.dtypes import matmul_dtype
 from tokenmix_core.nn.plain import is_plain
 from tokenmix_core.ops import gated_rms_norm, rms_norm
-from tokenmix_core.ops.fused.rms_norm.reference import GatePlace
+from tokenmix_core.ops.fused.rms_norm import GatePosition
 
 
 class RMSNorm(nn.Module):
@@ -65,7 +65,7 @@ class GatedRMSNorm(nn.Module):
         ValueError: an unknown gate, or groups that do not divide the size.
     """
 
-    def __init__(self, size: int, eps: float = 1e-6, *, gate: GatePlace = "after", groups: int = 1):
+    def __init__(self, size: int, eps: float = 1e-6, *, gate: GatePosition = "after", groups: int = 1):
         super().__init__()
         if gate not in ("before", "after"):
             raise ValueError(f"GatedRMSNorm: gate must be 'before' or 'after', got {gate!r}")
@@ -73,7 +73,7 @@ class GatedRMSNorm(nn.Module):
             raise ValueError(f"GatedRMSNorm: groups must divide the size, got groups={groups} and size={size}")
         self.weight = nn.Parameter(torch.empty(size))
         self.eps, self.groups = eps, groups
-        self.gate: GatePlace = gate
+        self.gate: GatePosition = gate
         self.init_weights_()
 
     def init_weights_(self) -> None:

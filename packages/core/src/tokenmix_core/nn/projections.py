@@ -17,7 +17,7 @@ from tokenmix_core.nn.plain import is_plain, refuse_meta
 from tokenmix_core.ops import fused_linears
 from tokenmix_core.ops.autograd import refuse_graph
 from tokenmix_core.ops.buffers import as_rows
-from tokenmix_core.ops.fused.gemv.sizes import MOST_BYTES, MOST_ROWS, MOST_WEIGHTS
+from tokenmix_core.ops.fused.gemv import MAX_BYTES, MAX_ROWS, MAX_WEIGHTS
 
 # layers with fewer than _THIN outputs share one GEMM in training, padded to a multiple of _MULTIPLE outputs: rows of
 # six heads are not aligned, and separate GEMMs take several times as long as reading x
@@ -95,9 +95,9 @@ def _by_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return False
     rows, count = x.numel() // x.shape[-1], len(weights)
-    if not 0 < count <= MOST_WEIGHTS or rows > MOST_ROWS or _forward_mode() or any(w.dtype != x.dtype for w in weights):
+    if not 0 < count <= MAX_WEIGHTS or rows > MAX_ROWS or _forward_mode() or any(w.dtype != x.dtype for w in weights):
         return False
-    return rows == 1 or (count > 1 and sum(w.nbytes for w in weights) <= MOST_BYTES * count)
+    return rows == 1 or (count > 1 and sum(w.nbytes for w in weights) <= MAX_BYTES * count)
 
 
 def _by_fused_linears(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:

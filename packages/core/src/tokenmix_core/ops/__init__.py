@@ -9,10 +9,10 @@ from tokenmix_core.ops.causal_conv1d.api import short_conv, short_conv_step, sho
 from tokenmix_core.ops.explanation import Explanation, explain
 from tokenmix_core.ops.fused.gdn_decode.api import delta_layer_step
 from tokenmix_core.ops.fused.gdn_gates.api import delta_gates
-from tokenmix_core.ops.fused.gemv.api import fused_linears
-from tokenmix_core.ops.fused.rms_norm.api import gated_rms_norm, rms_norm
-from tokenmix_core.ops.fused.rotary.api import rotate, rotate_step
-from tokenmix_core.ops.fused.swiglu.api import swiglu, swiglu_linear
+from tokenmix_core.ops.fused.gemv import fused_linears
+from tokenmix_core.ops.fused.rms_norm import gated_rms_norm, rms_norm
+from tokenmix_core.ops.fused.rotary import rotate, rotate_step
+from tokenmix_core.ops.fused.swiglu import swiglu, swiglu_linear
 from tokenmix_core.ops.gated_delta_rule.api import (
     chunk_gated_delta_rule,
     gated_delta_rule_step,
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from tokenmix_core.ops.causal_conv1d.backward import short_conv_sums_kernel as short_conv_sums_kernel
     from tokenmix_core.ops.causal_conv1d.forward import load_input as load_input
     from tokenmix_core.ops.causal_conv1d.forward import within as within
+    from tokenmix_core.ops.causal_conv1d.tuning import conv1d_backward_tile as conv1d_backward_tile
     from tokenmix_core.ops.checks import bind_shapes as bind_shapes
     from tokenmix_core.ops.checks import check_cu_seqlens as check_cu_seqlens
     from tokenmix_core.ops.checks import check_dtype as check_dtype
@@ -86,9 +87,9 @@ if TYPE_CHECKING:
     from tokenmix_core.ops.explanation import Operation as Operation
     from tokenmix_core.ops.explanation import Tensors as Tensors
     from tokenmix_core.ops.explanation import register_operation as register_operation
-    from tokenmix_core.ops.fused.swiglu.kernels import BD as BD
-    from tokenmix_core.ops.fused.swiglu.kernels import BM as BM
-    from tokenmix_core.ops.fused.swiglu.kernels import tile_of as tile_of
+    from tokenmix_core.ops.fused.swiglu_kernels import BD as BD
+    from tokenmix_core.ops.fused.swiglu_kernels import BM as BM
+    from tokenmix_core.ops.fused.swiglu_kernels import tile_of as tile_of
     from tokenmix_core.ops.gated_delta_rule import autograd as delta_rule_autograd
     from tokenmix_core.ops.gated_delta_rule.api import HEAD_SIZES as DELTA_RULE_HEAD_SIZES
     from tokenmix_core.ops.gated_delta_rule.reference import l2_normalise as l2_normalise
@@ -131,6 +132,7 @@ __getattr__ = lazily(
         "delta_rule_autograd": "gated_delta_rule.autograd:",
         "ssd_autograd": "ssd.autograd:",
         "token_rows": "causal_conv1d.autograd",
+        "conv1d_backward_tile": "causal_conv1d.tuning",
         "short_conv_sums_kernel": "causal_conv1d.backward",
         "load_input": "causal_conv1d.forward",
         "within": "causal_conv1d.forward",
@@ -163,9 +165,9 @@ __getattr__ = lazily(
         "Tensors": "explanation",
         "WHOLE": "explanation",
         "register_operation": "explanation",
-        "BD": "fused.swiglu.kernels",
-        "BM": "fused.swiglu.kernels",
-        "tile_of": "fused.swiglu.kernels",
+        "BD": "fused.swiglu_kernels",
+        "BM": "fused.swiglu_kernels",
+        "tile_of": "fused.swiglu_kernels",
         "l2_normalise": "gated_delta_rule.reference",
         "attention_steps": "registry",
         "delta_rule_steps": "registry",

@@ -11,8 +11,7 @@ from tokenmix_core.ops.decode_tiles import StateStep, gluon_step_tile, step_limi
 from tokenmix_core.ops.dispatch import GluonForm, resolve_impl
 from tokenmix_core.ops.explanation import WHOLE, Operation, Tensors, register_operation
 from tokenmix_core.ops.fused.gdn_decode.api import delta_layer_step
-from tokenmix_core.ops.fused.gemv.api import fused_linears
-from tokenmix_core.ops.fused.gemv.sizes import DTYPES
+from tokenmix_core.ops.fused.gemv import DTYPES, fused_linears
 from tokenmix_core.ops.gated_delta_rule import plan as delta_rule_plan
 from tokenmix_core.ops.gated_delta_rule import tuning as delta_rule_tuning
 from tokenmix_core.ops.gated_delta_rule.api import (

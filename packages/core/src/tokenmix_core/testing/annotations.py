@@ -15,7 +15,7 @@ from jaxtyping import install_import_hook
 _PACKAGES = ("tokenmix_core", "tokenmix_lte", "tokenmix_nats_l", "tokenmix_nha", "tokenmix_oryx")
 # folders of core whose functions run in eager mode; of operations their public functions and references
 _FOLDERS = ("modeling", "nn", "ops")
-_OF_OPERATIONS = ("api.py", "reference.py")
+_OF_OPERATIONS = re.compile(r"/(api|reference)\.py|ops/fused/(?!\w+_kernels?\.py)\w+\.py")
 # in a module's source: kernels, operators whose schema torch reads from annotations, configurations, whose constructors
 # transformers makes
 _LEFT_OUT = re.compile(r"(triton|gluon)\.jit|(custom|triton)_op\(|library\.define|^class \w*Config\(", re.MULTILINE)
@@ -29,10 +29,10 @@ def checked_modules() -> list[str]:
         for root in [] if spec is None else spec.submodule_search_locations or []:
             # found as files: an import before the hook would leave a module unchecked
             for path in sorted(Path(root).rglob("*.py")):
-                first, *rest = inside = path.relative_to(root).parts
+                first, *_ = inside = path.relative_to(root).parts
                 if package == "tokenmix_core" and first not in _FOLDERS:
                     continue
-                if path.name == "__init__.py" or (first == "ops" and rest[-1] not in _OF_OPERATIONS):
+                if path.name == "__init__.py" or (first == "ops" and not _OF_OPERATIONS.search(path.as_posix())):
                     continue
                 if not _LEFT_OUT.search(path.read_text(encoding="utf-8")):
                     found.append(".".join((package, *inside)).removesuffix(".py"))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.chunking import num_sequences
-from tokenmix_core.kernels import tuning
 from tokenmix_core.ops.autograd import cached_op, differentiable, direct_when_eager, of_fields
+from tokenmix_core.ops.causal_conv1d import tuning
 from tokenmix_core.ops.types import ScanOutput
 
 
@@ -119,7 +119,7 @@ def _forward(given: Inputs) -> tuple[Tensor, Tensor]:
     from tokenmix_core.ops.causal_conv1d.forward import short_conv_forward
 
     x, weight, bias, activation, initial_state, cu_seqlens = given
-    config = tuning.short_conv(x.shape[0] * x.shape[1], x.shape[2])
+    config = tuning.conv1d_forward_tile(x.shape[0] * x.shape[1], x.shape[2])
     weight, bias, state = weight.contiguous(), _contiguous(bias), _contiguous(initial_state)
     return short_conv_forward(token_rows(x), weight, bias, activation, state, cu_seqlens, config)
 
@@ -143,7 +143,7 @@ def _backward(given: BackwardInputs) -> list[Tensor]:
     B, T, D = x.shape
     grads = short_conv_backward(
         token_rows(x), weight.contiguous(), _contiguous(bias), activation, _contiguous(initial_state), cu_seqlens,
-        token_rows(do), _contiguous(final_gradient), tuning.short_conv_backward_tiles(B * T, D),
+        token_rows(do), _contiguous(final_gradient), tuning.conv1d_backward_tile(B * T, D),
     )  # fmt: skip
     return [grad for grad in grads if grad is not None]
 
@@ -165,7 +165,7 @@ def _several(given: SeveralInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
     from tokenmix_core.ops.causal_conv1d.forward import short_convs_forward
 
     xs = _each(given, "x")
-    config = tuning.short_conv(given.x0.shape[0] * given.x0.shape[1], sum(t.shape[2] for t in xs))
+    config = tuning.conv1d_forward_tile(given.x0.shape[0] * given.x0.shape[1], sum(t.shape[2] for t in xs))
     outputs, final_states = short_convs_forward(
         [token_rows(t) for t in xs], _dense(given, "weight"), given.activation, _dense(given, "initial") or None,
         given.cu_seqlens, config,
@@ -194,7 +194,7 @@ def _several_backward(given: SeveralBackwardInputs) -> list[Tensor]:
 
     x = given.inputs
     xs = _each(x, "x")
-    config = tuning.short_conv_backward_tiles(x.x0.shape[0] * x.x0.shape[1], sum(t.shape[2] for t in xs))
+    config = tuning.conv1d_backward_tile(x.x0.shape[0] * x.x0.shape[1], sum(t.shape[2] for t in xs))
     dxs, dweights, initial_gradients = short_convs_backward(
         [token_rows(t) for t in xs], _dense(x, "weight"), x.activation, _dense(x, "initial") or None, x.cu_seqlens,
         [token_rows(t) for t in _each(given, "do")], _dense(given, "dfinal") or None, config,

@@ -9,9 +9,10 @@ import triton.language as tl
 
 from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
 from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.triton.activations import sigmoid
 from tokenmix_core.kernels.triton.varlen import locate_chunk
-from tokenmix_core.kernels.tuning import ShortConvRun
-from tokenmix_core.ops.causal_conv1d.forward import load_input, locate_channels, of_input, of_three, sigmoid, within
+from tokenmix_core.ops.causal_conv1d.forward import load_input, locate_channels, of_input, of_three, within
+from tokenmix_core.ops.causal_conv1d.tuning import Conv1dTile
 
 
 @triton.jit
@@ -155,9 +156,7 @@ def short_conv_sums_kernel(dsums, dweight, dbias, runs, D, W: tl.constexpr, BR: 
         tl.store(dbias + o_d, b_sum.to(dbias.dtype.element_ty), mask=m_d)
 
 
-def short_conv_backward(
-    x, weight, bias, activation, initial_state, cu_seqlens, do, final_gradient, config: ShortConvRun
-):
+def short_conv_backward(x, weight, bias, activation, initial_state, cu_seqlens, do, final_gradient, config: Conv1dTile):
     """Gradients of x, weight, bias and the initial state; the latter two None where their tensors are."""
     B, T, D = x.shape
     W = weight.shape[1]

@@ -14,8 +14,9 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.pdl import gdc_launch_and_wait
+from tokenmix_core.kernels.triton.activations import sigmoid
 from tokenmix_core.kernels.triton.varlen import locate_chunk
-from tokenmix_core.kernels.tuning import ShortConvRun
+from tokenmix_core.ops.causal_conv1d.tuning import Conv1dTile
 
 
 @triton.jit
@@ -33,14 +34,6 @@ def load_input(p_x, p_initial, o_t, length, m_d, stride_x, W: tl.constexpr):
     if p_initial is not None:
         b_x += tl.load(p_initial + o_t + (W - 1), mask=within(o_t, 1 - W, 0, m_d), other=0.0).to(tl.float32)
     return b_x
-
-
-@triton.jit
-def sigmoid(b_x):
-    """1 / (1 + e^−x)."""
-    # of two instructions: a division takes ten
-    b_r = tl.rsqrt(1.0 + tl.exp2(b_x * -1.4426950408889634))
-    return b_r * b_r
 
 
 @triton.jit
@@ -142,7 +135,7 @@ def short_convs_forward_kernel(
     )  # fmt: skip
 
 
-def short_conv_forward(x, weight, bias, activation, initial_state, cu_seqlens, config: ShortConvRun):
+def short_conv_forward(x, weight, bias, activation, initial_state, cu_seqlens, config: Conv1dTile):
     """o `[B, T, D]` and the last inputs of each sequence `[N, D, W − 1]`; the tokens of x lie at one stride."""
     B, T, D = x.shape
     W = weight.shape[1]
@@ -166,7 +159,7 @@ def of_three(**each: Sequence | None) -> dict[str, Any]:
     return {f"{name}{i}": x for name, v in given.items() for i, x in enumerate([*v, v[0], v[0]][:3])}
 
 
-def short_convs_forward(xs, weights, activation, initial_states, cu_seqlens, config: ShortConvRun):
+def short_convs_forward(xs, weights, activation, initial_states, cu_seqlens, config: Conv1dTile):
     """o `[B, T, D]` of two or three inputs, and the last inputs of each sequence `[N, D, W − 1]` of each."""
     (B, T, _), W = xs[0].shape, weights[0].shape[1]
     N, device = num_sequences(xs[0], cu_seqlens), xs[0].device

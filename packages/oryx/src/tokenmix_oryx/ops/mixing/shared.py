@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, chunk_slots
-from tokenmix_core.kernels import cached_launch, locate_chunk, short_conv_backward_tiles
-from tokenmix_core.ops import load_input, short_conv_sums_kernel, within
+from tokenmix_core.kernels import cached_launch, locate_chunk
+from tokenmix_core.ops import conv1d_backward_tile, load_input, short_conv_sums_kernel, within
 from tokenmix_oryx.ops.mixing.queries import silu_gradient
 
 # tokens of a program and of a step, forward
@@ -196,7 +196,7 @@ def shared_backward(
     W = weight.shape[1]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     cos, sin = angles
-    config = short_conv_backward_tiles(B * T, E)
+    config = conv1d_backward_tile(B * T, E)
     runs = chunk_slots(B, T, config.BT, cu_seqlens)
     dsums = x.new_empty(runs, W + 1, E, dtype=torch.float32)
     _shared_backward[(runs * H,)](

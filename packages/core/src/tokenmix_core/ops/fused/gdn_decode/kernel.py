@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenmix_core.chunking import next_power_of_2
 from tokenmix_core.kernels.launch.launcher import cached_launch
-from tokenmix_core.ops.causal_conv1d.forward import sigmoid
+from tokenmix_core.kernels.triton.activations import sigmoid
 from tokenmix_core.ops.fused.gdn_decode.types import Inputs
 from tokenmix_core.ops.fused.gdn_gates.kernels import softplus
 from tokenmix_core.ops.gated_delta_rule import tuning

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokenmix_core.ops.causal_conv1d.reference import short_conv_step_reference
 from tokenmix_core.ops.fused.gdn_gates.reference import delta_gates_reference
-from tokenmix_core.ops.fused.rms_norm.reference import gated_rms_norm_reference
+from tokenmix_core.ops.fused.rms_norm import gated_rms_norm_reference
 from tokenmix_core.ops.gated_delta_rule.reference import recurrent_reference
 
 

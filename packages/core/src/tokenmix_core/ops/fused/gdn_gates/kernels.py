@@ -9,7 +9,7 @@ from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.pdl import gdc_launch_and_wait
-from tokenmix_core.ops.causal_conv1d.forward import sigmoid
+from tokenmix_core.kernels.triton.activations import sigmoid
 
 
 @triton.jit

@@ -1,4 +1,8 @@
-"""Public functions of SwiGLU's product: shapes, checks and the choice of an implementation."""
+"""SwiGLU: silu(a) · b, alone or followed by a linear layer.
+
+Liger-Kernel, an optional extra, has a SwiGLU too; ours needs no extra, and its launches go through the launch cache and
+may overlap by PDL. The two have not been compared by measurement.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +13,33 @@ from torch import Tensor
 
 from tokenmix_core.ops.checks import check_dtype, check_same_device, check_same_dtype, check_tensors
 from tokenmix_core.ops.dispatch import row_impl
-from tokenmix_core.ops.fused.swiglu.reference import swiglu_reference
 from tokenmix_core.ops.types import Impl
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+def swiglu_reference(a: Tensor, b: Tensor) -> Tensor:
+    """Return silu(a) · b in eager PyTorch, for any device and dtype."""
+    return F.silu(a) * b
+
+
 def swiglu(a: Float[Tensor, "*tokens F"], b: Float[Tensor, "*tokens F"], *, impl: Impl | None = None) -> Tensor:
-    """silu(a) · b, computed in float32; the gradient keeps a and b.
+    """Return silu(a) · b, computed in float32; a and b are saved for the gradient.
 
     Args:
-        a, b: `[*, F]` of one dtype; the halves of a wider tensor are read where they lie.
-        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors in eager mode, the reference for
-            others, and where torch.compile traces, which fuses it with its neighbours.
+        a, b: `[*, F]` of one dtype; halves of a wider tensor are not copied.
+        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors in eager mode, else the reference,
+            which torch.compile fuses with its neighbours.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes or devices do not match.
     """
     _check("swiglu", a, b)
     if row_impl("swiglu", impl, a) == "reference" or not a.numel():
         return swiglu_reference(a, b)
-    from tokenmix_core.ops.fused.swiglu.autograd import product
+    from tokenmix_core.ops.fused.swiglu_kernels import swiglu_triton
 
-    return product(a, b)
+    return swiglu_triton(a, b)
 
 
 def swiglu_linear(
@@ -42,15 +50,15 @@ def swiglu_linear(
     *,
     impl: Impl | None = None,
 ) -> Float[Tensor, "*tokens D"]:
-    """(silu(a) · b) weightᵀ, and the residual stream; the gradient keeps a and b and makes their product once more.
+    """Return (silu(a) · b) weightᵀ + residual; the gradient saves a and b and recomputes silu(a) · b.
 
     Args:
         a, b, impl: as for `swiglu`.
         weight: `[D, F]` in the dtype of a and b.
-        residual: what is added to the rounded result, in the same dtype; for one token no launch of its own.
+        residual: added to the rounded result, in the same dtype; for one token it needs no launch of its own.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes or devices do not match.
     """
     op = "swiglu_linear"
     _check(op, a, b)
@@ -69,9 +77,9 @@ def swiglu_linear(
     if row_impl(op, impl, a) == "reference" or not a.numel():
         y = F.linear(swiglu_reference(a, b), weight)
         return y if residual is None else residual + y
-    from tokenmix_core.ops.fused.swiglu.autograd import linear
+    from tokenmix_core.ops.fused.swiglu_kernels import swiglu_linear_triton
 
-    return linear(a, b, weight, residual)
+    return swiglu_linear_triton(a, b, weight, residual)
 
 
 def _check(op: str, a: Tensor, b: Tensor) -> None:

@@ -1,4 +1,6 @@
-"""The rotation and its gradients, a block of heads at a time."""
+"""Kernels of the rotation, a block of heads a program, and their gradients in eager mode."""
+
+from __future__ import annotations
 
 import torch
 import triton
@@ -7,13 +9,16 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.launch.cache.replay import Replayed
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.pdl import gdc_launch_and_wait
+from tokenmix_core.ops.autograd import eager_function
+from tokenmix_core.ops.buffers import as_rows
 
 
 @triton.jit
 def load_halves(p_x, m_r, HALF: tl.constexpr, BH: tl.constexpr):
-    """The halves of heads that begin at `p_x [BM]`, float32 `[BM, BH]`."""
+    """Load both halves of the heads at `p_x [BM]` as float32 `[BM, BH]`."""
     o_d = tl.arange(0, BH)
     mask = m_r[:, None] & (o_d < HALF)[None, :]
     p_x = p_x[:, None] + o_d[None, :]
@@ -23,7 +28,7 @@ def load_halves(p_x, m_r, HALF: tl.constexpr, BH: tl.constexpr):
 
 @triton.jit
 def store_halves(p_x, b_a, b_b, m_r, HALF: tl.constexpr, BH: tl.constexpr):
-    """Store them."""
+    """Store both halves of the heads at `p_x [BM]`."""
     o_d = tl.arange(0, BH)
     mask = m_r[:, None] & (o_d < HALF)[None, :]
     p_x = p_x[:, None] + o_d[None, :]
@@ -33,7 +38,7 @@ def store_halves(p_x, b_a, b_b, m_r, HALF: tl.constexpr, BH: tl.constexpr):
 
 @triton.jit
 def load_angles(cos, sin, o_t, m_r, HALF: tl.constexpr, BH: tl.constexpr):
-    """Cosines and sines of tokens, `[BM, BH]`."""
+    """Load cosines and sines of the tokens `o_t`, `[BM, BH]`."""
     o_d = tl.arange(0, BH)
     mask = m_r[:, None] & (o_d < HALF)[None, :]
     columns = (o_t * HALF)[:, None] + o_d[None, :]
@@ -41,8 +46,8 @@ def load_angles(cos, sin, o_t, m_r, HALF: tl.constexpr, BH: tl.constexpr):
 
 
 @triton.jit
-def turn(p_x, weight, cos, sin, o_t, m_r, eps, HALF: tl.constexpr, BH: tl.constexpr):
-    """The halves of the heads at `p_x [BM]`: normalised where there is a weight, rotated where `o_t` have angles."""
+def load_rotated(p_x, weight, cos, sin, o_t, m_r, eps, HALF: tl.constexpr, BH: tl.constexpr):
+    """Load the heads at `p_x [BM]`, normalise them if there is a weight, and rotate them if there are angles."""
     b_a, b_b = load_halves(p_x, m_r, HALF, BH)
     if weight is not None:
         o_d = tl.arange(0, BH)
@@ -61,13 +66,13 @@ def rotate_kernel(
     x, weight, cos, sin, y, stride_x, rows, rotated, H, eps, HALF: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """A block of heads; `rotated` tokens have angles, which rows of a batch may share."""
+    """Rotate a block of heads; there are angles for `rotated` tokens, shared by the rows of a batch or not."""
     gdc_launch_and_wait(PDL)
     o_r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     m_r = o_r < rows
     o_t = o_r // H
     p_x = x + o_t * stride_x + (o_r % H) * 2 * HALF
-    b_a, b_b = turn(p_x, weight, cos, sin, o_t % rotated, m_r, eps, HALF, BH)
+    b_a, b_b = load_rotated(p_x, weight, cos, sin, o_t % rotated, m_r, eps, HALF, BH)
     store_halves(y + o_r * 2 * HALF, b_a, b_b, m_r, HALF, BH)
 
 
@@ -78,31 +83,31 @@ def rotate_step_kernel(
     s_vb, s_vp, s_vh, rotated, HQ, H, eps, HALF: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """A head of q, k or, if it is given, v of one token a program."""
+    """Process one head of q, k or v of one token."""
     gdc_launch_and_wait(PDL)
     heads = HQ + H if v is None else HQ + 2 * H
     i_h = tl.program_id(0) % heads
     i_n = (tl.program_id(0) // heads).to(tl.int64)
-    # heads as rows of a block of one
+    # a block of one head
     o_n = i_n + tl.arange(0, 1)
     m_n = o_n >= 0
-    place = tl.zeros([], tl.int64)
+    i_s = tl.zeros([], tl.int64)
     if places is not None:
-        place = tl.load(places + i_n).to(tl.int64)
+        i_s = tl.load(places + i_n).to(tl.int64)
     if i_h < HQ:
         p_x = q + o_n * stride_q + i_h * 2 * HALF
-        b_a, b_b = turn(p_x, q_weight, cos, sin, o_n % rotated, m_n, eps, HALF, BH)
+        b_a, b_b = load_rotated(p_x, q_weight, cos, sin, o_n % rotated, m_n, eps, HALF, BH)
         store_halves(y + (o_n * HQ + i_h) * 2 * HALF, b_a, b_b, m_n, HALF, BH)
     elif i_h < HQ + H:
         i_k = i_h - HQ
         p_x = k + o_n * stride_k + i_k * 2 * HALF
-        b_a, b_b = turn(p_x, k_weight, cos, sin, o_n % rotated, m_n, eps, HALF, BH)
-        store_halves(keys + o_n * s_kb + place * s_kp + i_k * s_kh, b_a, b_b, m_n, HALF, BH)
+        b_a, b_b = load_rotated(p_x, k_weight, cos, sin, o_n % rotated, m_n, eps, HALF, BH)
+        store_halves(keys + o_n * s_kb + i_s * s_kp + i_k * s_kh, b_a, b_b, m_n, HALF, BH)
     elif v is not None:
         i_v = i_h - HQ - H
         o_d = tl.arange(0, BV)
         b_v = tl.load(v + i_n * stride_v + i_v * V + o_d, mask=o_d < V)
-        tl.store(values + i_n * s_vb + place * s_vp + i_v * s_vh + o_d, b_v, mask=o_d < V)
+        tl.store(values + i_n * s_vb + i_s * s_vp + i_v * s_vh + o_d, b_v, mask=o_d < V)
 
 
 @cached_launch
@@ -111,7 +116,7 @@ def rotate_backward_kernel(
     x, weight, cos, sin, dy, dx, dweights, stride_x, stride_dy, rows, rotated, H, eps,
     HALF: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Every so-manieth block of heads, with this program's part of the weight's gradient in registers."""
+    """Loop over every num_programs-th block of heads; the partial weight gradient stays in registers."""
     i_p = tl.program_id(0)
     o_d = tl.arange(0, BH)
     if weight is not None:
@@ -147,7 +152,7 @@ def rotate_backward_kernel(
 
 
 def rotate_forward(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, H: int, eps: float) -> Tensor:
-    """y `[tokens, H · K]` of x, tokens of one stride; cos and sin `[rotated, K / 2]`, contiguous."""
+    """Return x `[tokens, H · K]` rotated; cos and sin `[rotated, K / 2]` are contiguous, as are a token's heads."""
     tokens, width = x.shape
     y = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
     tile = tuning.row_tile(width // H // 2)
@@ -171,10 +176,10 @@ def rotate_step(
     places: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """q rotated, `[B, HQ, K]`; k, rotated, and v are stored at `places [B]` of `keys` and `values`, `[B, S, H, ...]`.
+    """Return q rotated, `[B, HQ, K]`; store k, rotated, and v at positions `places [B]` of the cache `[B, S, H, ...]`.
 
-    Rows of q, k and v have one stride each, and heads side by side; cos and sin are `[rotated, K / 2]`, contiguous, or
-    None for no turn. Without places all is stored at the first.
+    q, k and v have one stride between rows and contiguous heads; cos and sin `[rotated, K / 2]` are contiguous, or None
+    for no rotation. Without `places` the position is 0.
     """
     (B, HQ, K), H = q.shape, k.shape[1]
     V = 1 if v is None else v.shape[2]
@@ -193,7 +198,7 @@ def rotate_step(
 def rotate_backward(
     x: Tensor | None, weight: Tensor | None, cos: Tensor, sin: Tensor, dy: Tensor, H: int, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """dx, and dweight where there is a weight; x is needed there alone."""
+    """Return dx, and dweight if there is a weight; x is needed only then."""
     tokens, width = dy.shape
     K, tile = width // H, tuning.row_tile(width // H // 2)
     programs = tuning.row_programs(cdiv(tokens * H, tile.BM))
@@ -207,3 +212,54 @@ def rotate_backward(
         eps=eps, HALF=K // 2, BM=tile.BM, BH=tile.BD, num_warps=tile.num_warps,
     )  # fmt: skip
     return dx, None if dweights is None or weight is None else dweights.sum(0).to(weight.dtype)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """Return x `[B, T, H, K]` as `[B · T, H · K]`."""
+    return as_rows(x.flatten(2))
+
+
+def _angles(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _run(x, weight, cos, sin, eps) -> Tensor:
+    weight = None if weight is None else weight.contiguous()
+    y = rotate_forward(x=_tokens(x), weight=weight, cos=_angles(cos), sin=_angles(sin), H=x.shape[2], eps=eps)
+    return y.view(x.shape)
+
+
+def _save(ctx, inputs, output) -> None:
+    x, weight, cos, sin, ctx.eps = inputs
+    ctx.save_for_backward(None if weight is None else x, weight, cos, sin)
+
+
+def _backward(dy, x, weight, cos, sin, eps):
+    x = None if x is None else _tokens(x)
+    weight = None if weight is None else weight.contiguous()
+    dx, dweight = rotate_backward(
+        x=x, weight=weight, cos=_angles(cos), sin=_angles(sin), dy=_tokens(dy), H=dy.shape[2], eps=eps
+    )
+    return dx.view(dy.shape), dweight
+
+
+def _run_step(q, k, v, q_weight, k_weight, cos, sin, keys, values, places, eps) -> Tensor:
+    q, k, v = (None if x is None else as_rows(x.flatten(1)).view(x.shape) for x in (q, k, v))
+    q_weight, k_weight = (None if w is None else w.contiguous() for w in (q_weight, k_weight))
+    cos, sin = (None if x is None else _angles(x) for x in (cos, sin))
+    places = None if places is None else places.contiguous()
+    return rotate_step(
+        q=q, k=k, v=v, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, keys=keys, values=values, places=places,
+        eps=eps,
+    )  # fmt: skip
+
+
+rotate_step_triton = Replayed(_run_step)
+_replayed = Replayed(_backward)
+
+
+def _gradients(ctx, dy):
+    return *_replayed(dy, *ctx.saved_tensors, ctx.eps), None, None, None
+
+
+rotate_triton = eager_function(_run, _save, _gradients)

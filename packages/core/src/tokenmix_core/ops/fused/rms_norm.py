@@ -1,18 +1,23 @@
-"""Public functions of the norms: shapes, checks and the choice of an implementation."""
+"""RMS norm of rows, fused with the preceding residual sum or with a SiLU gate.
+
+Liger-Kernel, an optional extra, has RMS norms too; ours needs no extra, also has the gated forms, and its launches go
+through the launch cache and may overlap by PDL. The two have not been compared by measurement.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from tokenmix_core.ops.checks import bind_shapes, check_dtype, check_same_device, check_tensors
 from tokenmix_core.ops.dispatch import row_impl
-from tokenmix_core.ops.fused.rms_norm.reference import GatePlace, gated_rms_norm_reference, rms_norm_reference
 from tokenmix_core.ops.types import Impl
 
+GatePosition = Literal["before", "after"]
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -21,11 +26,36 @@ class NormOutput(NamedTuple):
 
     Attributes:
         y: the normalised rows, in the shape of x.
-        total: what was normalised: x, or x + branch.
+        total: the normalised sum: x, or x + branch.
     """
 
     y: Tensor
     total: Tensor
+
+
+def rms_norm_reference(
+    x: Tensor, weight: Tensor, branch: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return y and the normalised sum in eager PyTorch, for any device and dtype."""
+    total = x if branch is None else x + branch
+    return F.rms_norm(total, weight.shape, weight.to(total.dtype), eps).to(dtype), total
+
+
+def gated_rms_norm_reference(
+    x: Tensor, z: Tensor | None, weight: Tensor, eps: float, gate: GatePosition, size: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the gated norm over rows of `size` elements in eager PyTorch, for any device and dtype."""
+    shape, factor = x.shape, None if z is None else F.silu(z)
+    if factor is not None and gate == "before":
+        x = x * factor
+    weight, rows = weight.to(x.dtype), x.unflatten(-1, (-1, size))
+    if len(weight) == size:
+        y = F.rms_norm(rows, weight.shape, weight, eps).view(shape)
+    else:
+        y = F.rms_norm(rows, (size,), None, eps).view(shape) * weight
+    if factor is not None and gate == "after":
+        y = y * factor
+    return y.to(dtype)
 
 
 def rms_norm(
@@ -37,23 +67,23 @@ def rms_norm(
     dtype: torch.dtype | None = None,
     impl: Impl | None = None,
 ) -> NormOutput:
-    r"""The norm of a residual stream, after a branch was added to it; sums are taken in float32.
+    r"""Add a branch to a residual stream and normalise the sum, in float32.
 
     .. math:: s = x + \text{branch}, \qquad y = \frac{s}{\sqrt{\text{mean}(s^2) + \text{eps}}} \odot \text{weight}
 
-    Differentiable in x, weight and branch, through both results. The gradient keeps s alone.
+    Differentiable in x, weight and branch, through both results; only s is saved for the gradient.
 
     Args:
         x: `[*, D]`, bfloat16, float16 or float32 (the reference also float64).
-        weight: `[D]`, of any of these dtypes.
-        branch: as x, in a dtype of its own, or None; s has the wider one.
+        weight: `[D]` in any of these dtypes.
+        branch: in the shape of x, in any of these dtypes, or None; s has the wider dtype.
         eps: added to the mean square.
-        dtype: of y; None for that of s.
-        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors in eager mode, the reference for
-            others, and where torch.compile traces, which fuses it with its neighbours.
+        dtype: dtype of y; None for that of s.
+        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors in eager mode, else the reference,
+            which torch.compile fuses with its neighbours.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes or devices do not match.
     """
     op = "rms_norm"
     _check_same(op, x, branch=branch)
@@ -62,9 +92,9 @@ def rms_norm(
     dtype = wide if dtype is None else dtype
     if row_impl(op, impl, x) == "reference" or not x.numel():
         return NormOutput(*rms_norm_reference(x, weight, branch, eps, dtype))
-    from tokenmix_core.ops.fused.rms_norm.autograd import norm
+    from tokenmix_core.ops.fused.rms_norm_kernels import rms_norm_triton
 
-    y, *total = norm(x, branch, weight, eps, dtype)
+    y, *total = rms_norm_triton(x, branch, weight, eps, dtype)
     return NormOutput(y, *(total or (x,)))
 
 
@@ -75,26 +105,26 @@ def gated_rms_norm(
     *,
     size: int | None = None,
     eps: float = 1e-6,
-    gate: GatePlace = "after",
+    gate: GatePosition = "after",
     dtype: torch.dtype | None = None,
     impl: Impl | None = None,
 ) -> Float[Tensor, "*tokens D"]:
-    """norm(x) · weight · silu(z), or norm(x · silu(z)) · weight, of rows of `size` elements side by side.
+    """Return norm(x) · weight · silu(z), or norm(x · silu(z)) · weight, over consecutive rows of `size` elements.
 
-    Differentiable in x, z and weight; the gradient keeps nothing else.
+    Differentiable in x, z and weight; only these are saved for the gradient.
 
     Args:
-        x: `[*, D]`, as for `rms_norm`; slices of a wider tensor are read where they lie.
-        z: as x; None for a gate of one.
-        weight: `[size]`, which all rows share, or `[D]`.
-        size: of a row, a divisor of D; None for D.
+        x: `[*, D]`, as for `rms_norm`; slices of a wider tensor are not copied.
+        z: the gate, in the shape of x; None for a gate of one.
+        weight: `[size]`, shared by all rows, or `[D]`.
+        size: elements of a row, a divisor of D; None for D.
         eps: added to the mean square.
         gate: whether the gate acts "before" or "after" the normalisation.
-        dtype: of the result; None for that of x.
+        dtype: dtype of the result; None for that of x.
         impl: as for `rms_norm`.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, or an unknown place of the gate.
+        ValueError: shapes, dtypes or devices do not match, or `gate` is unknown.
     """
     op = "gated_rms_norm"
     if gate not in ("before", "after"):
@@ -107,9 +137,9 @@ def gated_rms_norm(
     dtype = x.dtype if dtype is None else dtype
     if row_impl(op, impl, x) == "reference" or not x.numel():
         return gated_rms_norm_reference(x=x, z=z, weight=weight, eps=eps, gate=gate, size=size, dtype=dtype)
-    from tokenmix_core.ops.fused.rms_norm.autograd import gated
+    from tokenmix_core.ops.fused.rms_norm_kernels import gated_rms_norm_triton
 
-    return gated(x, z, weight, eps, gate == "before", size, dtype)
+    return gated_rms_norm_triton(x, z, weight, eps, gate == "before", size, dtype)
 
 
 def _check_same(op: str, x: Tensor, **other: Tensor | None) -> None:

@@ -1,18 +1,46 @@
-"""The public function of the rotation: shapes, checks and the choice of an implementation."""
+"""Rotary position embedding of heads, fused with their RMS norm and, in decoding, with the write to the KV cache."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.kernels.launch.cache.replay import Checked
 from tokenmix_core.ops.checks import bind_shapes, check_dtype, check_same_dtype, check_tensors
 from tokenmix_core.ops.dispatch import row_impl
-from tokenmix_core.ops.fused.rotary.reference import rotate_reference, rotate_step_reference
 from tokenmix_core.ops.types import Impl
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Return the rotated heads in eager PyTorch, computed in at least float32."""
+    if weight is not None:
+        x = F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    a, b = (x if x.dtype == torch.float64 else x.float()).chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+def rotate_step_reference(
+    q: Tensor, k: Tensor, v: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor | None,
+    sin: Tensor | None, keys: Tensor, values: Tensor | None, places: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
+    """Return q rotated, and store k, rotated, and v in the cache, in eager PyTorch."""
+
+    def rotated(x: Tensor, weight: Tensor | None) -> Tensor:
+        if cos is not None and sin is not None:
+            return rotate_reference(x.unsqueeze(1), cos.unsqueeze(1), sin.unsqueeze(1), weight, eps).squeeze(1)
+        return x if weight is None else F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+    rows = torch.arange(len(q), device=q.device)
+    at = rows, torch.zeros_like(rows) if places is None else places
+    keys.index_put_(at, rotated(k, k_weight))
+    if v is not None and values is not None:
+        values.index_put_(at, v)
+    return rotated(q, q_weight)
 
 
 def rotate(
@@ -24,20 +52,20 @@ def rotate(
     eps: float = 1e-6,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B T H K"]:
-    """Channels i and i + K/2 of every head rotated by its token's angles, after an RMS norm of the head with `weight`.
+    """Rotate channels i and i + K/2 of every head by its token's angles, after an RMS norm of the head with `weight`.
 
     Computed in float32, returned in x's dtype; differentiable in x and weight.
 
     Args:
         x: `[B, T, H, K]`, K even.
-        cos, sin: of the angles, float32 `[B or 1, T, K / 2]`.
-        weight: the norm's; None for no norm.
-        eps: the norm's.
-        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors in eager mode, the reference for
-            others, and where torch.compile traces, which fuses it with its neighbours.
+        cos, sin: cosines and sines of the angles, float32 `[B or 1, T, K / 2]`.
+        weight: weight of the norm; None for no norm.
+        eps: added to the norm's mean square.
+        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors in eager mode, else the reference,
+            which torch.compile fuses with its neighbours.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes or devices do not match.
     """
     op = "rotate"
     dims = bind_shapes(op, {}, x=(x, "B T H K"), weight=(weight, "K?"))
@@ -47,9 +75,9 @@ def rotate(
     bind_shapes(op, dims, x=(x, "B T H K"), cos=(cos, "R T half"), sin=(sin, "R T half"))
     if row_impl(op, impl, x) == "reference" or not x.numel():
         return rotate_reference(x, cos, sin, weight, eps)
-    from tokenmix_core.ops.fused.rotary.autograd import rotate
+    from tokenmix_core.ops.fused.rotary_kernels import rotate_triton
 
-    return rotate(x, weight, cos, sin, eps)
+    return rotate_triton(x, weight, cos, sin, eps)
 
 
 @torch.no_grad()
@@ -68,29 +96,29 @@ def rotate_step(
     eps: float = 1e-6,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B HQ K"]:
-    """`rotate` of one token's q and k, the latter and v stored in a cache, all in one launch. Not differentiable.
+    """Rotate q and k of one token and store k and v in a cache, in one launch. Not differentiable.
 
     Args:
-        q, k, v: of one token of each sequence; v and `values` may both be None.
-        cos, sin: of its angles, float32; both None for a token that is not rotated.
-        keys, values: of the cache, of q's dtype, with channels side by side; overwritten at `places`.
-        places: int64, each from 0 to S − 1, which nobody checks; None for 0.
-        q_weight, k_weight: of the norms of q and k; None for no norm.
-        eps: the norms'.
+        q, k, v: one token of each sequence; v and `values` may both be None.
+        cos, sin: cosines and sines of its angles, float32; both None for no rotation.
+        keys, values: the cache, in q's dtype, with contiguous channels; overwritten at `places`.
+        places: the position in the cache of each sequence, int64, from 0 to S − 1 (not checked); None for 0.
+        q_weight, k_weight: weights of the norms of q and k; None for no norm.
+        eps: added to the norms' mean squares.
         impl: as for `rotate`.
 
     Returns:
         q, rotated.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes or devices do not match.
     """
     given = q, k, v, q_weight, k_weight, cos, sin, keys, values, places
     if _check_step(impl, *given) == "reference":
         return rotate_step_reference(*given, eps)
-    from tokenmix_core.ops.fused.rotary.autograd import rotate_step
+    from tokenmix_core.ops.fused.rotary_kernels import rotate_step_triton
 
-    return rotate_step(*given, eps)
+    return rotate_step_triton(*given, eps)
 
 
 @Checked
@@ -112,15 +140,15 @@ def _check_step(impl, q, k, v, q_weight, k_weight, cos, sin, keys, values, place
     )  # fmt: skip
     check_dtype(op, (torch.int64,), places=places)
     if not dims["S"]:
-        raise ValueError(f"{op}: keys must have a place at least, got {list(keys.shape)}")
+        raise ValueError(f"{op}: keys must have S ≥ 1, got {list(keys.shape)}")
     for name, x in (("keys", keys), ("values", values)):
         if x is not None and x.stride(3) != 1:
-            raise ValueError(f"{op}: {name} must have channels side by side, got strides {x.stride()}")
+            raise ValueError(f"{op}: {name} must have contiguous channels, got strides {x.stride()}")
     return "reference" if not q.numel() else row_impl(op, impl, q)
 
 
 def _angles_of(op: str, dims: dict[str, int], cos: Tensor | None, **rotated: Tensor) -> dict[str, int]:
-    """The sizes of cosines; a ValueError where what is `rotated`, a tensor by name, cannot have them."""
+    """Return the sizes of the cosines; raise a ValueError if they do not match the `rotated` tensor, given by name."""
     rows = 1 if cos is None else len(cos)
     if dims["K"] % 2 or rows not in (1, dims["B"]):
         ((name, x),) = rotated.items()

@@ -1,4 +1,6 @@
-"""Both norms, forward and backward: the sum with a branch and the gate are left out where there are none."""
+"""Kernels of the RMS norms, with optional residual branch and gate, and their gradients in eager mode."""
+
+from __future__ import annotations
 
 import torch
 import triton
@@ -7,16 +9,19 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.launch.cache.replay import Replayed
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.pdl import gdc_launch_and_wait
-from tokenmix_core.ops.causal_conv1d.forward import sigmoid
+from tokenmix_core.kernels.triton.activations import sigmoid
+from tokenmix_core.ops.autograd import eager_function
+from tokenmix_core.ops.buffers import as_rows
 
 
 @triton.jit
 def locate(i_block, rows, groups, i_g, BM: tl.constexpr, PARTS: tl.constexpr):
-    """Of a block of rows: their numbers among all, tokens, groups, and whether they exist.
+    """Return row indices, tokens, groups and mask of a block of rows.
 
-    Where the weight has parts, all rows of a block are of group `i_g`.
+    With PARTS, each group has its own weights, and all rows of a block belong to group `i_g`.
     """
     o_r = (i_block * BM + tl.arange(0, BM)).to(tl.int64)
     m_r = o_r < rows
@@ -27,7 +32,7 @@ def locate(i_block, rows, groups, i_g, BM: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def norm_factor(b_h, eps, SIZE: tl.constexpr):
-    """(mean(h²) + eps)^−½ of each row of a tile, `[BM, 1]`."""
+    """Return (mean(h²) + eps)^−½ of each row of a tile, `[BM, 1]`."""
     return tl.rsqrt(tl.sum(b_h * b_h, 1) / SIZE + eps)[:, None]
 
 
@@ -38,7 +43,7 @@ def rms_norm_kernel(
     SIZE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
     BEFORE: tl.constexpr, AFTER: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """A block of rows; the sum is written, too, where there is a branch."""
+    """Normalise a block of rows; with a branch also write the sum."""
     gdc_launch_and_wait(PDL)
     i_g = tl.program_id(1)
     o_row, o_t, o_g, m_r = locate(tl.program_id(0), rows, groups, i_g, BM, PARTS)
@@ -51,7 +56,7 @@ def rms_norm_kernel(
         b_h += tl.load(branch + (o_t * stride_branch)[:, None] + columns, mask=mask, other=0.0).to(tl.float32)
         b_total = b_h.to(total.dtype.element_ty)
         tl.store(total + flat, b_total, mask=mask)
-        # what is kept is what is normalised
+        # normalise the rounded sum, which the backward pass reads
         b_h = b_total.to(tl.float32)
     if z is not None:
         b_z = tl.load(z + (o_t * stride_z)[:, None] + columns, mask=mask, other=0.0).to(tl.float32)
@@ -72,7 +77,7 @@ def rms_norm_backward_kernel(
     eps, SIZE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
     BEFORE: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Every so-manieth block of rows, with this program's part of the weight's gradient in registers."""
+    """Loop over every num_programs-th block of rows; the partial weight gradient stays in registers."""
     i_p, i_g = tl.program_id(0), tl.program_id(1)
     o_d = tl.arange(0, BD)
     m_d = o_d < SIZE
@@ -117,7 +122,7 @@ def rms_norm_forward(
     x: Tensor, branch: Tensor | None, z: Tensor | None, weight: Tensor, eps: float, size: int, before: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """y and, with a branch, the sum; all `[tokens, groups · size]`, rows of one stride."""
+    """Return y and, with a branch, the sum; all are `[tokens, groups · size]` with one stride between rows."""
     before = before and z is not None
     tokens, width = x.shape
     groups, parts = width // size, len(weight) // size
@@ -139,7 +144,7 @@ def rms_norm_backward(
     h: Tensor, z: Tensor | None, weight: Tensor, dy: Tensor, dtotal: Tensor | None, eps: float, size: int, before: bool,
     dtype: torch.dtype, branch_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """dx in `dtype`, dbranch in `branch_dtype` (dx itself where both are one), dz and dweight; h is x or the sum."""
+    """Return dx in `dtype`, dbranch in `branch_dtype` (dx itself if equal), dz and dweight; h is x or the sum."""
     before = before and z is not None
     tokens, width = h.shape
     groups, parts = width // size, len(weight) // size
@@ -161,3 +166,74 @@ def rms_norm_backward(
     if branch_dtype is not None and dbranch is None:
         dbranch = dx
     return dx, dbranch, dz, dweights.sum(0).to(weight.dtype)
+
+
+def _run(x, branch, weight, eps, dtype):
+    branch = None if branch is None else as_rows(branch)
+    y, total = rms_norm_forward(
+        x=as_rows(x), branch=branch, z=None, weight=weight.contiguous(), eps=eps, size=x.shape[-1], before=False,
+        dtype=dtype,
+    )  # fmt: skip
+    return (y.view(x.shape),) if total is None else (y.view(x.shape), total.view(x.shape))
+
+
+def _save(ctx, inputs, output) -> None:
+    x, branch, weight, ctx.eps, _ = inputs
+    ctx.save_for_backward(x if branch is None else output[1], weight)
+    ctx.dtypes = x.dtype, None if branch is None else branch.dtype
+    ctx.set_materialize_grads(False)
+
+
+def _backward(h, weight, dy, dtotal, eps, dtype, branch_dtype):
+    dtotal = None if dtotal is None else as_rows(dtotal)
+    dx, dbranch, _, dweight = rms_norm_backward(
+        h=as_rows(h), z=None, weight=weight.contiguous(), dy=as_rows(dy), dtotal=dtotal, eps=eps, size=h.shape[-1],
+        before=False, dtype=dtype, branch_dtype=branch_dtype,
+    )  # fmt: skip
+    return dx.view(h.shape), None if dbranch is None else dbranch.view(h.shape), dweight
+
+
+_replayed = Replayed(_backward)
+
+
+def _gradients(ctx, dy, dtotal=None):
+    h, weight = ctx.saved_tensors
+    dtype, branch_dtype = ctx.dtypes
+    if dy is None:
+        assert dtotal is not None, "at least one result was used"
+        return dtotal.to(dtype), None if branch_dtype is None else dtotal.to(branch_dtype), None, None, None
+    return *_replayed(h, weight, dy, dtotal, ctx.eps, dtype, branch_dtype), None, None
+
+
+def _run_gated(x, z, weight, eps, before, size, dtype) -> Tensor:
+    z = None if z is None else as_rows(z)
+    y, _ = rms_norm_forward(
+        x=as_rows(x), branch=None, z=z, weight=weight.contiguous(), eps=eps, size=size, before=before, dtype=dtype
+    )
+    return y.view(x.shape)
+
+
+def _save_gated(ctx, inputs, output) -> None:
+    x, z, weight, *ctx.options = inputs
+    ctx.save_for_backward(x, z, weight)
+
+
+def _backward_gated(x, z, weight, dy, eps, before, size):
+    z = None if z is None else as_rows(z)
+    dx, _, dz, dweight = rms_norm_backward(
+        h=as_rows(x), z=z, weight=weight.contiguous(), dy=as_rows(dy), dtotal=None, eps=eps, size=size, before=before,
+        dtype=x.dtype, branch_dtype=None,
+    )  # fmt: skip
+    return dx.view(x.shape), None if dz is None else dz.view(x.shape), dweight
+
+
+_replayed_gated = Replayed(_backward_gated)
+
+
+def _gradients_gated(ctx, dy):
+    eps, before, size, _ = ctx.options
+    return *_replayed_gated(*ctx.saved_tensors, dy, eps, before, size), None, None, None, None
+
+
+rms_norm_triton = eager_function(_run, _save, _gradients)
+gated_rms_norm_triton = eager_function(_run_gated, _save_gated, _gradients_gated)

@@ -1,0 +1,28 @@
+"""Tiles of the convolution's kernels."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tokenmix_core.chunking import cdiv, next_power_of_2
+
+
+class Conv1dTile(NamedTuple):
+    """BT tokens and BD channels a program, one warp; BU tokens an iteration."""
+
+    BT: int
+    BU: int
+    BD: int
+
+
+def conv1d_forward_tile(tokens: int, channels: int) -> Conv1dTile:
+    """Return the tile of the forward pass."""
+    BT = next_power_of_2(cdiv(tokens * cdiv(channels, 128), 2048))
+    BT = min(max(BT, 4), 32)
+    return Conv1dTile(BT, min(BT, 8), 128)
+
+
+def conv1d_backward_tile(tokens: int, channels: int) -> Conv1dTile:
+    """Return the tile of the backward pass: long ones load fewer tokens twice, many of them fill the device."""
+    BT = next_power_of_2(cdiv(tokens * cdiv(channels, 128), 4096))
+    return Conv1dTile(min(max(BT, 16), 128), 4, 128)

@@ -1,0 +1,78 @@
+"""Linear layers of one input in one launch: GEMVs, or GEMMs of few rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from tokenmix_core.kernels.launch.cache.replay import Checked
+from tokenmix_core.ops.checks import bind_shapes, check_dtype, check_same_dtype
+from tokenmix_core.ops.dispatch import resolve_impl
+from tokenmix_core.ops.types import Impl
+
+# each program holds all rows of x
+MAX_ROWS = 64
+MAX_WEIGHTS = 6
+# mean size of a weight: cuBLAS is faster above it for several rows, and equally fast at any size for one weight
+MAX_BYTES = 16 << 20
+# dtypes of x and the weights that the kernels support
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def fused_linears_reference(x: Float[Tensor, "B D"], weights: Sequence[Float[Tensor, "_N D"]]) -> tuple[Tensor, ...]:
+    """Return x Wᵀ `[B, N]` of each weight in eager PyTorch."""
+    return tuple(F.linear(x, weight) for weight in weights)
+
+
+@torch.no_grad()
+def fused_linears(
+    x: Float[Tensor, "B D"], weights: Sequence[Float[Tensor, "_N D"]], *, impl: Impl | None = None
+) -> tuple[Float[Tensor, "B _N"], ...]:
+    r"""Return x Wᵀ for one to six weights, such as those of q, k, v and gates, in one launch. Not differentiable.
+
+    For few rows a matmul takes as long as reading its weight, which for a small weight is less than a launch.
+
+    Args:
+        x: `[B, D]`, one token of B sequences; bfloat16 or float16 (the reference also float32 and float64).
+        weights: `[N, D]` each, laid out as in `torch.nn.Linear`, in x's dtype; N may differ.
+        impl: "triton" (up to 64 rows), "reference" (any device), or None: Triton for up to 64 rows of 16-bit CUDA
+            tensors, else the reference.
+
+    Returns:
+        `[B, N]` for each weight, in x's dtype, accumulated in float32.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not match, or `impl` does not support the call.
+    """
+    if _check(impl, x, *weights) == "reference":
+        return fused_linears_reference(x, weights)
+    from tokenmix_core.ops.fused.gemv_kernel import fused_linears_triton
+
+    return tuple(fused_linears_triton(x, *weights, *[None] * (MAX_WEIGHTS - len(weights))))
+
+
+@Checked
+def _check(impl: str | None, x: Tensor, *weights: Tensor) -> str:
+    op = "fused_linears"
+    if not 1 <= len(weights) <= MAX_WEIGHTS:
+        raise ValueError(f"{op}: expected one to {MAX_WEIGHTS} weights, got {len(weights)}")
+    dims = bind_shapes(op, {}, x=(x, "B D"))
+    for i, weight in enumerate(weights):
+        bind_shapes(op, {"D": dims["D"]}, x=(x, "B D"), **{f"weights[{i}]": (weight, "N D")})
+    found = resolve_impl(op, impl, x)
+    if found != "reference" and dims["B"] > MAX_ROWS:
+        if impl is not None:
+            raise ValueError(
+                f"{op}: impl={impl!r} takes up to {MAX_ROWS} rows, got {dims['B']}; pass impl='reference', or None "
+                "for the fastest here"
+            )
+        found = "reference"
+    if not x.numel() or (impl is None and x.dtype not in DTYPES):
+        found = "reference"
+    check_dtype(op, (*DTYPES, torch.float32, torch.float64) if found == "reference" else DTYPES, x=x)
+    check_same_dtype(op, x=x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)})
+    return found or "triton"

@@ -1,1 +1,0 @@
-"""Linear layers of one input in one launch."""

@@ -1,0 +1,134 @@
+"""Kernels of SwiGLU, element by element, and their gradients in eager mode."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmix_core.chunking import cdiv
+from tokenmix_core.kernels.launch.cache.replay import Replayed
+from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.kernels.pdl import gdc_launch_and_wait
+from tokenmix_core.kernels.triton.activations import sigmoid
+from tokenmix_core.ops.autograd import eager_function
+from tokenmix_core.ops.buffers import as_rows
+from tokenmix_core.ops.fused.gemv import DTYPES as GEMV_DTYPES
+from tokenmix_core.ops.fused.gemv_kernel import fused_linears_forward
+
+# rows and elements of a tile
+BM, BD = 8, 256
+
+
+@triton.jit
+def tile_of(rows, D, BM: tl.constexpr, BD: tl.constexpr):
+    """Return row indices, element indices and mask of this program's tile."""
+    o_r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
+    return o_r[:, None], o_d[None, :], (o_r < rows)[:, None] & (o_d < D)[None, :]
+
+
+@cached_launch
+@triton.jit(do_not_specialize=["rows"])
+def swiglu_kernel(a, b, h, stride_a, stride_b, rows, D, BM: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr = False):
+    """Compute a tile of h = silu(a) · b."""
+    gdc_launch_and_wait(PDL)
+    o_r, o_d, mask = tile_of(rows, D, BM, BD)
+    b_a = tl.load(a + o_r * stride_a + o_d, mask=mask, other=0.0).to(tl.float32)
+    b_b = tl.load(b + o_r * stride_b + o_d, mask=mask, other=0.0).to(tl.float32)
+    tl.store(h + o_r * D + o_d, (b_a * sigmoid(b_a) * b_b).to(h.dtype.element_ty), mask=mask)
+
+
+@cached_launch
+@triton.jit(do_not_specialize=["rows"])
+def swiglu_backward_kernel(
+    a, b, dh, da, db, stride_a, stride_b, stride_dh, rows, D, RECOMPUTE: tl.constexpr, BM: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of da and db; with RECOMPUTE overwrite dh by h."""
+    o_r, o_d, mask = tile_of(rows, D, BM, BD)
+    flat = o_r * D + o_d
+    b_a = tl.load(a + o_r * stride_a + o_d, mask=mask, other=0.0).to(tl.float32)
+    b_b = tl.load(b + o_r * stride_b + o_d, mask=mask, other=0.0).to(tl.float32)
+    p_dh = dh + o_r * stride_dh + o_d
+    b_dh = tl.load(p_dh, mask=mask, other=0.0).to(tl.float32)
+    b_sigmoid = sigmoid(b_a)
+    b_silu = b_a * b_sigmoid
+    tl.store(da + flat, (b_dh * b_b * b_sigmoid * (1.0 + b_a * (1.0 - b_sigmoid))).to(da.dtype.element_ty), mask=mask)
+    tl.store(db + flat, (b_dh * b_silu).to(db.dtype.element_ty), mask=mask)
+    if RECOMPUTE:
+        tl.store(p_dh, (b_silu * b_b).to(dh.dtype.element_ty), mask=mask)
+
+
+def swiglu_forward(a: Tensor, b: Tensor) -> Tensor:
+    """Return h of a and b `[rows, D]`, each with one stride between rows."""
+    rows, D = a.shape
+    h = torch.empty((rows, D), dtype=a.dtype, device=a.device)
+    swiglu_kernel[(cdiv(rows, BM), cdiv(D, BD))](
+        a=a, b=b, h=h, stride_a=a.stride(0), stride_b=b.stride(0), rows=rows, D=D, BM=BM, BD=BD, num_warps=4,
+    )  # fmt: skip
+    return h
+
+
+def swiglu_backward(a: Tensor, b: Tensor, dh: Tensor, recompute: bool) -> tuple[Tensor, Tensor]:
+    """Return da and db; with `recompute` dh is overwritten by h, which saves one tensor at the memory peak."""
+    rows, D = a.shape
+    da, db = (torch.empty((rows, D), dtype=a.dtype, device=a.device) for _ in range(2))
+    swiglu_backward_kernel[(cdiv(rows, BM), cdiv(D, BD))](
+        a=a, b=b, dh=dh, da=da, db=db, stride_a=a.stride(0), stride_b=b.stride(0), stride_dh=dh.stride(0),
+        rows=rows, D=D, RECOMPUTE=recompute, BM=BM, BD=BD, num_warps=4,
+    )  # fmt: skip
+    return da, db
+
+
+def _run(a, b) -> Tensor:
+    return swiglu_forward(as_rows(a), as_rows(b)).view(a.shape)
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(a, b, dh):
+    da, db = swiglu_backward(as_rows(a), as_rows(b), as_rows(dh), False)
+    return da.view(a.shape), db.view(b.shape)
+
+
+_replayed = Replayed(_backward)
+
+
+def _run_linear(a, b, weight, residual) -> Tensor:
+    a_rows, b_rows, shape = as_rows(a), as_rows(b), (*a.shape[:-1], len(weight))
+    if len(a_rows) == 1 and a.dtype in GEMV_DTYPES:
+        # one token: the GEMV computes silu(a) · b as it reads them, and adds the residual as it writes
+        added = None if residual is None else as_rows(residual)
+        return fused_linears_forward(b_rows, [weight], gate=a_rows, residual=added)[0].view(shape)
+    y = torch.mm(swiglu_forward(a_rows, b_rows), weight.t()).view(shape)
+    return y if residual is None else residual + y
+
+
+def _save_linear(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _backward_linear(a, b, weight, dy):
+    rows = as_rows(dy)
+    dh = torch.mm(rows, weight)
+    da, db = swiglu_backward(as_rows(a), as_rows(b), dh, True)
+    # dh now holds h
+    return da.view(a.shape), db.view(b.shape), torch.mm(rows.t(), dh)
+
+
+_replayed_linear = Replayed(_backward_linear)
+
+swiglu_triton = eager_function(_run, _save, lambda ctx, dh: _replayed(*ctx.saved_tensors, dh))
+
+
+def _gradients_linear(ctx, dy):
+    needed = any(ctx.needs_input_grad[:3])
+    gradients = _replayed_linear(*ctx.saved_tensors, dy) if needed else (None, None, None)
+    return *gradients, dy if ctx.needs_input_grad[3] else None
+
+
+swiglu_linear_triton = eager_function(_run_linear, _save_linear, _gradients_linear)
