@@ -107,12 +107,14 @@ def test_needle_is_there_once_and_the_prompt_fills_the_length(task, depth, max_t
     assert key in example.question
 
 
-def test_needle_stands_at_the_wanted_depth_at_the_end_of_a_sentence():
-    for depth in np.linspace(0, 0.9, 10):
-        example = niah("s-niah-2", max_tokens=8000, count_tokens=len, depth=depth, haystack=WORDS)
-        assert abs(example.depth - depth) < 0.02
-        before = example.context.split("One of the special")[0].rstrip()
-        assert before.endswith(".")
+def test_needle_stands_at_the_boundary_of_words_nearest_to_the_wanted_depth():
+    for task in NIAH_TASKS:
+        for depth in np.linspace(0, 1, 11):
+            example = niah(task, max_tokens=8000, count_tokens=len, depth=depth, haystack=WORDS)
+            assert abs(example.depth - depth) < 0.002
+            before, after = example.context.split("\n", 1)[1].split("One of the special")
+            assert before == "" or before[-1] in " \n"
+            assert len(before) == pytest.approx(depth * (len(before) + len(after) - len(example.answer) - 55), abs=80)
 
 
 def test_needles_differ_by_index_and_seed_and_repeat_otherwise():
@@ -120,7 +122,7 @@ def test_needles_differ_by_index_and_seed_and_repeat_otherwise():
         return niah("s-niah-1", **{"max_tokens": 600, "count_tokens": len, "depth": 0.5, "index": 1, **changed})
 
     assert make() == make()
-    assert len({make().answer, make(index=2).answer, make(seed=1).answer}) == 3
+    assert len({make().answer, make(index=2).answer, make(seed=1).answer, make(max_tokens=601).answer}) == 4
 
 
 def test_a_short_haystack_is_repeated():

@@ -1,12 +1,15 @@
 """Recall scores: a model that recalls scores one, a model that does not scores what chance gives."""
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from tokenmix_core.data.synthetic import mqar, niah
+from tokenmix_core.data.synthetic import NIAH_TASKS, mqar, niah
+from tokenmix_core.evaluation import recall
 from tokenmix_core.evaluation.options import EvalOptions
 from tokenmix_core.evaluation.perplexity import token_losses
 from tokenmix_core.evaluation.recall import (
@@ -14,6 +17,7 @@ from tokenmix_core.evaluation.recall import (
     copying_suite,
     generate_text,
     mqar_suite,
+    niah_examples,
     niah_suite,
     score_niah,
     score_recall,
@@ -104,7 +108,7 @@ def test_mqar_suite_measures_every_size_that_fits():
     assert result["plots"][0]["series"] == {
         "64 tokens": ([4, 8, 16], [1, 1, 1]),
         "32 tokens": ([4, 8], [1, 1]),
-        "chance": ([4, 16], [result["settings"]["chance"]] * 2),
+        "chance": ([4, 8, 16], [1 / 4, 1 / 8, 1 / 16]),
     }
     chosen = mqar_suite(Induction(), None, EvalOptions(lengths=(64,), limit=3, tasks=("mqar-64-8",), progress=False))
     assert chosen["rows"] == [row for row in result["rows"] if row["task"] == "mqar-64-8"]
@@ -121,14 +125,51 @@ def test_copying_suite_measures_both_kinds_at_every_size_that_fits():
     ]
     # one token always: about one in 62 is right
     assert all(row["accuracy"] < 0.3 for row in result["rows"])
-    assert result["settings"]["chance"] == 1 / 62
 
 
 def test_mqar_suite_takes_the_vocabulary_it_is_given():
     result = mqar_suite(Induction(), None, EvalOptions(lengths=(64,), limit=1, vocab_size=20, progress=False))
     # 10 keys at most, so 16 pairs do not fit
     assert [row["pairs"] for row in result["rows"]] == [4, 8]
-    assert result["settings"]["chance"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("suite", "options", "told"),
+    [
+        (mqar_suite, {"vocab_size": 1}, "vocabulary of at least 10 tokens, got lengths 64, 128, 256, 512 and 1 tokens"),
+        (mqar_suite, {"lengths": (8, 12)}, "length of at least 16 .* got lengths 8, 12"),
+        (copying_suite, {"lengths": (8, 12)}, "length of at least 16 tokens, got 12"),
+        (copying_suite, {"vocab_size": 1}, "vocab_size must be at least 4"),
+    ],
+)
+def test_sizes_that_allow_no_example_are_refused(suite, options, told):
+    with pytest.raises(ValueError, match=told):
+        suite(Induction(), None, EvalOptions(limit=1, progress=False, **options))
+
+
+class Guess(Fake):
+    """Predicts one of the values (or tokens to copy) at the start of the sequence, drawn anew at every position."""
+
+    def __init__(self, shown, vocab_size):
+        super().__init__(vocab_size)
+        self.shown, self.generator = shown, torch.Generator().manual_seed(0)
+
+    def __call__(self, input_ids, use_cache=None):
+        drawn = torch.randint(len(self.shown), input_ids.shape, generator=self.generator)
+        predicted = input_ids.gather(1, torch.tensor(self.shown)[drawn])
+        return SimpleNamespace(logits=torch.nn.functional.one_hot(predicted, self.vocab_size))
+
+
+@pytest.mark.parametrize("size", [4, 16])
+@pytest.mark.parametrize(
+    ("suite", "task", "shown"),
+    [(mqar_suite, "mqar-64-{}", lambda n: range(1, 2 * n, 2)), (copying_suite, "copying-64-{}", range)],
+)
+def test_the_chance_is_that_of_a_guess_among_the_shown_values(suite, task, shown, size):
+    options = EvalOptions(lengths=(64,), limit=500, tasks=(task.format(size),), vocab_size=40, progress=False)
+    row = suite(Guess(list(shown(size)), 40), None, options)["rows"][0]
+    error = (row["chance"] * (1 - row["chance"]) / (500 * size)) ** 0.5
+    assert abs(row["accuracy"] - row["chance"]) < 4 * error
 
 
 def test_niah_finds_what_a_reader_says(tokenizer, text_file):
@@ -146,6 +187,42 @@ def test_niah_finds_what_a_reader_says(tokenizer, text_file):
     assert 0 < depths[0] < 0.3
     assert depths[-1] > 0.8
     assert set(accuracies) == {1}
+    for row in result["rows"]:
+        assert 0 <= row["least depth"] < 0.25
+        assert 0.4 < row["mean depth"] < 0.6
+        assert 0.75 < row["greatest depth"] <= 1
+
+
+@pytest.mark.parametrize("task", NIAH_TASKS)
+@pytest.mark.parametrize("length", [512, 1024, 2048])
+def test_the_end_of_a_prompt_holds_its_even_share_of_needles(task, length):
+    # few words end a sentence, as in source code
+    words = Path(recall.__file__).read_text().split()
+    shown = 320
+
+    class Characters:
+        def __call__(self, text, **_):
+            return {"input_ids": text}
+
+    examples = niah_examples(task, Characters(), length, 100, haystack=words)
+    prompts = [example.context + example.question for example in examples]
+    visible = np.mean([example.answer in prompt[-shown:] for example, prompt in zip(examples, prompts, strict=True)])
+    expected = []
+    for example, prompt in zip(examples, prompts, strict=True):
+        needle = re.search(r"One of the special .*? is: \S+", example.context).group()
+        after = shown - len(example.question) - len(example.answer) - 1
+        expected.append(np.clip(after / (len(prompt) - len(example.question) - prompt.index("\n") - len(needle)), 0, 1))
+    assert visible == pytest.approx(np.mean(expected), abs=0.04)
+    depths = np.sort([example.depth for example in examples])
+    assert np.abs(depths - (np.arange(100) + 0.5) / 100).max() < 0.06
+    # each length and task has keys and values of its own, each example a stretch of its own
+    other = niah_examples(task, Characters(), length + 1, 100, haystack=words)
+    assert len({example.answer for example in (*examples, *other)}) == 200
+    if task != "s-niah-1":
+        assert len({prompt.split("\n")[1][:25] for prompt in prompts}) > 80
+        another = "s-niah-2" if task == "s-niah-3" else "s-niah-3"
+        same = niah_examples(another, Characters(), length, 100, haystack=words)
+        assert sum(a.question.split()[7] == b.question.split()[7] for a, b in zip(examples, same, strict=True)) < 5
 
 
 def test_niah_counts_only_right_answers(tokenizer):

@@ -180,6 +180,7 @@ NIAH_TASKS = {
 # by the name of the source of training rows, whether blanks stand between what is copied
 COPYING = {"copying": False, "selective-copying": True}
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+_NOISE_WORDS = [*NOISE.split()[:-1], NOISE.split()[-1] + "\n"]
 _ADJECTIVES = (
     "able amber ancient bold brave bright brisk broad calm clean clever cold cosy crisp curious damp dark deep eager "
     "early fair fancy fast fierce fine firm fond fresh gentle giant glad golden grand green happy hidden humble icy "
@@ -247,12 +248,14 @@ def niah(
         task: "s-niah-1", "s-niah-2" or "s-niah-3".
         max_tokens: upper bound for the prompt and its answer.
         count_tokens: the length of a text in tokens.
-        depth: where the needle goes, from 0 to 1; in running text at the next end of a sentence.
-        haystack: the words of the running text for S-NIAH-2 and -3, used from the start and repeated if too short.
-        seed, index: the words and values are a function of both.
+        depth: position of the needle in the characters of the haystack, from 0 to 1; it stands at the nearest boundary
+            of words.
+        haystack: words of the running text for S-NIAH-2 and -3. An example takes a random stretch, and goes on at the
+            start behind the end.
+        seed, index: with the task and `max_tokens`, they determine key, value and stretch.
 
     Raises:
-        ValueError: an unknown task, a missing haystack, or no room for the needle and its question.
+        ValueError: an unknown task, a missing haystack, or `max_tokens` too few for the needle and its question.
     """
     if task not in NIAH_TASKS:
         raise ValueError(f"niah: task must be one of {', '.join(NIAH_TASKS)}, got {task!r}")
@@ -261,26 +264,26 @@ def niah(
     in_text = NIAH_TASKS[task].haystack == "text"
     if in_text and not haystack:
         raise ValueError(f"niah: {task} needs the words of a running text as haystack, got none")
-    kind, key, hidden, asked, answer = needle(task, stream("niah", seed, index))
+    rng = stream("niah", list(NIAH_TASKS).index(task), max_tokens, seed, index)
+    kind, key, hidden, asked, answer = needle(task, rng)
+    source = haystack if in_text else _NOISE_WORDS
+    first = int(rng.integers(len(source))) if in_text else 0
     head = (
         f"A special magic {kind} is hidden within the following text. Make sure to memorize it. "
         f"I will quiz you about the {kind} afterwards.\n"
     )
     question = f"\nWhat is the special magic {kind} for {key} mentioned in the provided text? {asked}"
 
-    def lay(units: int) -> tuple[str, float]:
-        if not in_text:
-            lines = [NOISE] * units
-            at = round(depth * units)
-            return "\n".join([*lines[:at], hidden, *lines[at:]]), at / max(units, 1)
-        words = [haystack[i % len(haystack)] for i in range(units)]
-        at = round(depth * units)
-        while 0 < at < units and not words[at - 1].endswith((".", "!", "?", ":")):
-            at += 1
-        return " ".join([*words[:at], hidden, *words[at:]]), at / max(units, 1)
+    def place(count: int) -> tuple[str, float]:
+        words = [source[(first + i) % len(source)] for i in range(count)]
+        boundaries = np.cumsum([0, *(len(word) + 1 for word in words)])
+        at = int(np.abs(boundaries - depth * boundaries[-1]).argmin())
+        # a line of noise ends without a blank
+        text = " ".join([*words[:at], hidden, *words[at:]]).replace("\n ", "\n")
+        return text, float(boundaries[at] / max(boundaries[-1], 1))
 
-    def tokens(units: int) -> int:
-        return count_tokens(head + lay(units)[0] + question)
+    def tokens(count: int) -> int:
+        return count_tokens(head + place(count)[0] + question)
 
     budget = max_tokens - count_tokens(" " + answer)
     bare = tokens(0)
@@ -289,14 +292,14 @@ def niah(
             f"niah: max_tokens={max_tokens} leaves no room for the needle and its question, which need "
             f"{bare + max_tokens - budget} tokens"
         )
-    # from the rate that a growing sample shows, then down until it fits
-    units, rate = 64, 0.0
+    # extrapolate from the tokens per word of a growing sample, then remove words until it fits
+    count, rate = 64, 0.0
     for _ in range(3):
-        rate = max((tokens(units) - bare) / max(units, 1), 0.05)
-        units = int((budget - bare) / rate)
-    while (length := tokens(units)) > budget:
-        units = max(0, units - max(1, int((length - budget) / rate)))
-    text, at = lay(units)
+        rate = max((tokens(count) - bare) / max(count, 1), 0.05)
+        count = int((budget - bare) / rate)
+    while (length := tokens(count)) > budget:
+        count = max(0, count - max(1, int((length - budget) / rate)))
+    text, at = place(count)
     return NiahExample(head + text, question, answer, at, length)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,82 +64,123 @@ def score_recall(
 
 
 def mqar_vocabulary(model: Any, options: EvalOptions) -> int:
-    """Tokens that sequences are made of: Zoology's 8,192 by default, or the model's where it has fewer."""
+    """Return the vocabulary size of the sequences: Zoology's 8,192 by default, or the model's if it is smaller."""
     return options.vocab_size or min(8192, text.text_vocab_size(model))
 
 
 def mqar_cases(model: Any, options: EvalOptions) -> dict[str, tuple[int, int]]:
-    """The suite's lengths and numbers of pairs by name: those for which there are tokens enough."""
-    most = min(mqar_vocabulary(model, options) // 2 - 1, MQAR_PAIRS[-1])
-    lengths = options.lengths or MQAR_LENGTHS
-    return {f"mqar-{t}-{p}": (t, p) for t in lengths for p in MQAR_PAIRS if p <= min(t // 4, most)}
+    """Return the suite's lengths and numbers of pairs by name: those that lengths and vocabulary allow.
+
+    Raises:
+        ValueError: lengths and vocabulary allow none.
+    """
+    size, lengths = mqar_vocabulary(model, options), options.lengths or MQAR_LENGTHS
+    most = min(size // 2 - 1, MQAR_PAIRS[-1])
+    cases = {f"mqar-{t}-{p}": (t, p) for t in lengths for p in MQAR_PAIRS if p <= min(t // 4, most)}
+    if not cases:
+        least = MQAR_PAIRS[0]
+        raise ValueError(
+            f"mqar needs a length of at least {4 * least} and a vocabulary of at least {2 * least + 2} tokens, got "
+            f"lengths {', '.join(map(str, lengths))} and {size} tokens"
+        )
+    return cases
 
 
 def mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Multi-query associative recall: accuracy by number of pairs, for each length (64 to 512 tokens by default).
+    """Measure multi-query associative recall by number of pairs, for each length (64 to 512 tokens by default).
 
-    The examples' indices lie past any that training reaches.
+    The chance is that of a guess among the values in the context, 1 / pairs. The examples' indices lie past any that
+    training reaches.
     """
-    cases, size, limit = mqar_cases(model, options), mqar_vocabulary(model, options), options.limit or 128
-    rows = []
-    series: Series = {}
-    chosen = options.choose("mqar", tuple(cases))
-    parts = Parts("mqar")
-    for name in tqdm(chosen, desc="mqar", unit="task", disable=not options.progress):
-        with parts.part(name):
-            length, pairs = cases[name]
-            examples = mqar(
-                limit, seq_len=length, num_pairs=pairs, vocab_size=size, seed=options.seed, first=MQAR_HELD_OUT
-            )
-            accuracy, loss = score_recall(model, examples, batch_size=options.batch_size or 32)
-            row = {"task": name, "length": length, "pairs": pairs, "accuracy": accuracy, "loss": loss}
-            rows.append({**row, "queries": limit * pairs})
-            x, y = series.setdefault(f"{length} tokens", ([], []))
-            x.append(pairs)
-            y.append(accuracy)
-    chance = 1 / (size - size // 2)
-    if rows:
-        ends = [end(row["pairs"] for row in rows) for end in (min, max)]
-        series["chance"] = (ends, [chance] * 2)
-    title = "Multi-query associative recall"
-    plot: Plot = {"title": title, "x": "pairs", "y": "accuracy", "log_x": True, "shares": True, "series": series}
-    settings = {"vocab_size": size, "chance": chance, "seed": options.seed}
-    return parts.result({"suite": "mqar", "settings": settings, "rows": rows, "plots": [plot]})
+    size = mqar_vocabulary(model, options)
+
+    def examples(count: int, case: _Case) -> RecallExamples:
+        shape: dict[str, Any] = {"seq_len": case.length, "num_pairs": case.size, "vocab_size": size}
+        return mqar(count, **shape, seed=options.seed, first=MQAR_HELD_OUT)
+
+    cases = {
+        name: _Case(name, f"{length} tokens", length, pairs, 1 / pairs)
+        for name, (length, pairs) in mqar_cases(model, options).items()
+    }
+    names = _Names("mqar", "Multi-query associative recall", "pairs", "pairs", "queries")
+    return _recall_suite(names, model, options, cases, examples, size)
 
 
 def copying_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Copying and selective copying: accuracy by number of tokens, for each length (64 to 256 tokens by default).
+    """Measure copying and selective copying by number of tokens, for each length (64 to 256 tokens by default).
 
-    The true tokens before each stand in the input. The examples' indices lie past any that training reaches.
+    The input holds the true tokens before each predicted one. The chance is that of a guess among the tokens to copy.
+    The examples' indices lie past any that training reaches.
+
+    Raises:
+        ValueError: no length holds the fewest tokens to copy.
     """
-    size, limit = options.vocab_size or COPY_VOCABULARY, options.limit or 128
+    size, lengths = options.vocab_size or COPY_VOCABULARY, options.lengths or COPY_LENGTHS
+
+    def examples(count: int, case: _Case) -> RecallExamples:
+        shape: dict[str, Any] = {"seq_len": case.length, "num_tokens": case.size, "vocab_size": size}
+        return copying(count, **shape, selective=COPYING[case.task], seed=options.seed, first=COPY_HELD_OUT)
+
     cases = {
-        f"{kind}-{t}-{n}": (kind, t, n)
+        # the guess is right by position, or because another token is equal
+        f"{kind}-{t}-{n}": _Case(kind, f"{kind}, {t} tokens", t, n, 1 / n + (1 - 1 / n) / max(1, size - 2))
         for kind in COPYING
-        for t in options.lengths or COPY_LENGTHS
+        for t in lengths
         for n in COPY_TOKENS
         if n <= t // 4
     }
-    rows = []
+    if not cases:
+        raise ValueError(f"copying needs a length of at least {4 * COPY_TOKENS[0]} tokens, got {max(lengths)}")
+    names = _Names("copying", "Copying", "tokens", "tokens to copy", "scored")
+    return _recall_suite(names, model, options, cases, examples, size)
+
+
+class _Case(NamedTuple):
+    """A length and a number of pairs or tokens, in a table row, and the accuracy of a guess among the shown ones."""
+
+    task: str
+    curve: str
+    length: int
+    size: int
+    chance: float
+
+
+class _Names(NamedTuple):
+    """Names of a suite, its plot, the column of sizes, the axis of sizes, and the column of scored positions."""
+
+    suite: str
+    title: str
+    sizes: str
+    axis: str
+    scored: str
+
+
+def _recall_suite(
+    names: _Names,
+    model: Any,
+    options: EvalOptions,
+    cases: dict[str, _Case],
+    examples: Callable[[int, _Case], RecallExamples],
+    vocab_size: int,
+) -> SuiteResult:
+    limit, rows, parts = options.limit or 128, [], Parts(names.suite)
     series: Series = {}
-    chosen = options.choose("copying", tuple(cases))
-    parts = Parts("copying")
-    for name in tqdm(chosen, desc="copying", unit="task", disable=not options.progress):
+    chosen = options.choose(names.suite, tuple(cases))
+    for name in tqdm(chosen, desc=names.suite, unit="task", disable=not options.progress):
         with parts.part(name):
-            kind, length, tokens = cases[name]
-            sizes: dict[str, Any] = {"seq_len": length, "num_tokens": tokens, "vocab_size": size, "seed": options.seed}
-            examples = copying(limit, selective=COPYING[kind], first=COPY_HELD_OUT, **sizes)
-            accuracy, loss = score_recall(model, examples, batch_size=options.batch_size or 32)
-            row = {"task": kind, "length": length, "tokens": tokens, "accuracy": accuracy, "loss": loss}
-            rows.append({**row, "scored": limit * tokens})
-            x, y = series.setdefault(f"{kind}, {length} tokens", ([], []))
-            x.append(tokens)
+            case = cases[name]
+            accuracy, loss = score_recall(model, examples(limit, case), batch_size=options.batch_size or 32)
+            row = {"task": case.task, "length": case.length, names.sizes: case.size, "accuracy": accuracy}
+            rows.append({**row, "chance": case.chance, "loss": loss, names.scored: limit * case.size})
+            x, y = series.setdefault(case.curve, ([], []))
+            x.append(case.size)
             y.append(accuracy)
-    chance = 1 / (size - 2)
-    about: Plot = {"title": "Copying", "x": "tokens to copy", "y": "accuracy", "series": series}
+    chances = {row[names.sizes]: row["chance"] for row in rows}
+    series["chance"] = (sorted(chances), [chances[size] for size in sorted(chances)])
+    about: Plot = {"title": names.title, "x": names.axis, "y": "accuracy", "series": series}
     plot: Plot = {**about, "log_x": True, "shares": True}
-    settings = {"vocab_size": size, "chance": chance, "seed": options.seed}
-    return parts.result({"suite": "copying", "settings": settings, "rows": rows, "plots": [plot]})
+    settings = {"vocab_size": vocab_size, "seed": options.seed}
+    return parts.result({"suite": names.suite, "settings": settings, "rows": rows, "plots": [plot]})
 
 
 class NeedleScore(NamedTuple):
@@ -167,7 +208,7 @@ def score_niah(
 def niah_examples(
     task: str, tokenizer: Any, length: int, count: int, *, haystack: Sequence[str] = (), seed: int = 0
 ) -> list[NiahExample]:
-    """`count` needles at depths spread evenly, in prompts of at most `length` tokens with their answers."""
+    """Return `count` needles at depths spread evenly, in prompts of at most `length` tokens with their answers."""
 
     def tokens(string: str) -> int:
         return len(tokenizer(string, verbose=False)["input_ids"])
@@ -186,9 +227,10 @@ def niah_haystack(tasks: Sequence[str], options: EvalOptions, tokenizer: Any) ->
 
 
 def niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """S-NIAH 1 to 3: share of needles that greedy decoding names, by context length (1K to 4K by default) and depth.
+    """Measure S-NIAH 1 to 3: the share of needles that greedy decoding names, by context length and depth.
 
-    `answer loss` moves long before the accuracy does.
+    The lengths are 1,024 to 4,096 tokens by default. Rows hold the depths, from 0 (start) to 1 (end of the haystack).
+    `answer loss` falls long before the accuracy rises.
     """
     limit, batch_size = options.limit or 50, options.batch_size or 8
     tasks = options.choose("niah", tuple(NIAH_TASKS))
@@ -209,7 +251,10 @@ def niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
                     scores += score_niah(model, tokenizer, batch, batch_size=batch_size)
                     bar.update(len(batch))
             accuracy, loss = (float(np.mean(column)) for column in zip(*scores, strict=True))
-            rows.append({"task": task, "length": length, "accuracy": accuracy, "answer loss": loss, "examples": limit})
+            depths = [example.depth for example in examples]
+            row = {"task": task, "length": length, "accuracy": accuracy, "answer loss": loss, "examples": limit}
+            row |= {"least depth": min(depths), "mean depth": float(np.mean(depths)), "greatest depth": max(depths)}
+            rows.append(row)
             found_at[task] += [(e.depth, score.found) for e, score in zip(examples, scores, strict=True)]
             x, y = by_length.setdefault(task, ([], []))
             x.append(length)
