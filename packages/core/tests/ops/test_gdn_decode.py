@@ -146,7 +146,7 @@ def arguments(x):
 
 
 def test_registered_as_a_torch_operator(device):
-    from tokenmix_core.ops.fused.gdn_decode.autograd import delta_layer_step_op
+    from tokenmix_core.ops.fused.gdn_decode_kernel import delta_layer_step_op
 
     x = inputs(B=1, HV=1, dtype=torch.float32, device=device)
     tests = ("test_schema", "test_faketensor")
@@ -214,7 +214,7 @@ MALFORMED = {
     "another token's gate": (lambda x: x | {"gate": x["gate"][:, :1]}, r"gate must have shape \[B, HV, V\]"),
     "one tap": (lambda x: x | {f"{n}_weight": x[f"{n}_weight"][:, :1] for n in "qkv"}, "from 2 to 8, got 1"),
     "inputs of another width": (lambda x: x | {"v_inputs": x["v_inputs"][..., 1:]}, "v_inputs must have shape"),
-    "a small state": (lambda x: x | {"state": x["state"][:, :, :, :8].contiguous()}, "room for heads of 64 × 64"),
+    "a small state": (lambda x: x | {"state": x["state"][:, :, :, :8].contiguous()}, "must hold heads of 64 × 64"),
     "a state in bfloat16": (lambda x: x | {"state": x["state"].bfloat16()}, "state must be float32"),
     "a rotated state": (lambda x: x | {"state": x["state"].mT}, "state must be contiguous"),
     "values of another dtype": (lambda x: x | {"v": x["v"].half()}, "must share one dtype"),

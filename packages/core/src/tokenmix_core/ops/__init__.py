@@ -7,8 +7,8 @@ import tokenmix_core.ops.registry  # noqa: F401
 from tokenmix_core._utils.lazy_imports import lazily
 from tokenmix_core.ops.causal_conv1d.api import short_conv, short_conv_step, short_conv_steps, short_convs
 from tokenmix_core.ops.explanation import Explanation, explain
-from tokenmix_core.ops.fused.gdn_decode.api import delta_layer_step
-from tokenmix_core.ops.fused.gdn_gates.api import delta_gates
+from tokenmix_core.ops.fused.gdn_decode import delta_layer_step
+from tokenmix_core.ops.fused.gdn_gates import delta_gates
 from tokenmix_core.ops.fused.gemv import fused_linears
 from tokenmix_core.ops.fused.rms_norm import gated_rms_norm, rms_norm
 from tokenmix_core.ops.fused.rotary import rotate, rotate_step

@@ -10,7 +10,7 @@ from tokenmix_core.ops.causal_conv1d.api import short_conv, short_conv_step
 from tokenmix_core.ops.decode_tiles import StateStep, gluon_step_tile, step_limit
 from tokenmix_core.ops.dispatch import GluonForm, resolve_impl
 from tokenmix_core.ops.explanation import WHOLE, Operation, Tensors, register_operation
-from tokenmix_core.ops.fused.gdn_decode.api import delta_layer_step
+from tokenmix_core.ops.fused.gdn_decode import delta_layer_step
 from tokenmix_core.ops.fused.gemv import DTYPES, fused_linears
 from tokenmix_core.ops.gated_delta_rule import plan as delta_rule_plan
 from tokenmix_core.ops.gated_delta_rule import tuning as delta_rule_tuning

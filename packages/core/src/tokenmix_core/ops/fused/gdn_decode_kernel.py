@@ -1,7 +1,9 @@
-"""The whole step in one kernel."""
+"""The kernel of a decoding step, and the step as a function: direct in eager mode, a torch custom op if traced."""
 
 # Triton knows no stars in tuples
 # ruff: noqa: RUF005
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,14 +14,55 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tokenmix_core.chunking import next_power_of_2
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.activations import sigmoid
-from tokenmix_core.ops.fused.gdn_decode.types import Inputs
-from tokenmix_core.ops.fused.gdn_gates.kernels import softplus
+from tokenmix_core.ops.autograd import cached_op, direct_when_eager, of_fields
+from tokenmix_core.ops.fused.gdn_gates_kernels import softplus
 from tokenmix_core.ops.gated_delta_rule import tuning
+
+# fields that a call overwrites
+WRITTEN = ("q_inputs", "k_inputs", "v_inputs", "state", "arrivals")
+
+
+class Inputs(NamedTuple):
+    """The arguments of `delta_layer_step`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    b: Tensor
+    gate: Tensor | None
+    q_weight: Tensor
+    k_weight: Tensor
+    v_weight: Tensor
+    q_inputs: Tensor
+    k_inputs: Tensor
+    v_inputs: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    norm_weight: Tensor
+    state: Tensor
+    arrivals: Tensor
+    scale: float
+    max_beta: float
+    eps: float
+
+    def readable(self) -> "Inputs":
+        """Return the arguments as the kernel reads them: token rows at one stride, all else contiguous."""
+        q, k, v, gate = (None if x is None else _rows(x) for x in (self.q, self.k, self.v, self.gate))
+        a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (self.a, self.b))
+        names = "q_weight", "k_weight", "v_weight", "A_log", "dt_bias", "norm_weight"
+        contiguous = {name: getattr(self, name).contiguous() for name in names}
+        return self._replace(q=q, k=k, v=v, gate=gate, a=a, b=b, **contiguous)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return x `[B, H, D]` with adjacent heads in a row; x itself if so, as a slice of wider rows."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.clone(memory_format=torch.contiguous_format)
 
 
 @triton.jit
 def convolve(x, weight, inputs, i_n, o_d, m_d, stride_x, D, W: tl.constexpr):
-    """The convolution and SiLU of one token's channels, float32; the last inputs stay as they are."""
+    """Return the convolution and SiLU of one token's channels, float32; leave the last inputs unchanged."""
     p_x = inputs + (i_n * D + o_d) * (W - 1)
     b_z = tl.zeros(o_d.shape, tl.float32)
     for w in tl.static_range(W - 1):
@@ -31,8 +74,8 @@ def convolve(x, weight, inputs, i_n, o_d, m_d, stride_x, D, W: tl.constexpr):
 
 
 @triton.jit
-def take_in(x, inputs, i_n, o_d, m_d, stride_x, D, W: tl.constexpr):
-    """Move the last inputs of channels up by one; threads wait for each other between reading and writing them."""
+def shift_inputs(x, inputs, i_n, o_d, m_d, stride_x, D, W: tl.constexpr):
+    """Shift the last inputs of channels by one token, with a barrier between the loads and the stores."""
     p_x = inputs + (i_n * D + o_d) * (W - 1)
     b_x = ()
     for w in tl.static_range(W - 2):
@@ -51,7 +94,7 @@ def delta_layer_step_kernel(
     H, group, parts, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     BD: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """BV columns of a head's state a program; the last program of a sequence and key head does what waits for all."""
+    """Update BV columns of a head's state per program; the last program of a key head normalises and shifts inputs."""
     if PDL:
         gdc_launch_dependents()
     tiles = group * parts * (V // BV)
@@ -62,7 +105,7 @@ def delta_layer_step_kernel(
     i_hv = i_s // parts
     o_k, o_c = tl.arange(0, K), i_t % (V // BV) * BV + tl.arange(0, BV)
     p_s = state + (i_n * HV * parts + i_s) * (K * V) + o_k[:, None] * V + o_c[None, :]
-    # no other kernel of a step writes it
+    # before gdc_wait: only this kernel of a decoding step writes the state
     b_s = tl.load(p_s)
     if PDL:
         gdc_wait()
@@ -85,14 +128,14 @@ def delta_layer_step_kernel(
     tl.store(p_s, b_s * decay + b_k[:, None] * b_u[None, :])
     tl.store(o + i_n * HV * HEAD_V + o_v, b_o, mask=m_v)
     # no other program reads these channels
-    take_in(v, v_inputs, i_n, o_v, m_v, stride_v, HV * HEAD_V, W)
+    shift_inputs(v, v_inputs, i_n, o_v, m_v, stride_v, HV * HEAD_V, W)
 
-    # what all threads have read and written comes before the arrival, and after the last one what others wrote is read
+    # all threads' loads and stores precede the arrival; after the last arrival the other programs' stores are visible
     tl.debug_barrier()
     if tl.atomic_add(arrivals + i_n * H + i_h, 1, sem="acq_rel", scope="gpu") == tiles - 1:
         tl.store(arrivals + i_n * H + i_h, 0)
-        take_in(q, q_inputs, i_n, o_k, m_k, stride_q, H * HEAD_K, W)
-        take_in(k, k_inputs, i_n, o_k, m_k, stride_k, H * HEAD_K, W)
+        shift_inputs(q, q_inputs, i_n, o_k, m_k, stride_q, H * HEAD_K, W)
+        shift_inputs(k, k_inputs, i_n, o_k, m_k, stride_k, H * HEAD_K, W)
         o_d = tl.arange(0, BD)
         m_d = o_d < HEAD_V
         b_w = tl.load(norm_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
@@ -106,8 +149,10 @@ def delta_layer_step_kernel(
             tl.store(y + i_n * HV * HEAD_V + o_y, b_y.to(y.dtype.element_ty), mask=m_d)
 
 
-def delta_layer_step(x: Inputs) -> Tensor:
-    """y `[B, HV, V]`; the last inputs, the state and, until the end, `arrivals` are written to."""
+@of_fields
+def _step(x: Inputs) -> Tensor:
+    """Return y `[B, HV, V]`; overwrite the last inputs, the state and, temporarily, `arrivals`."""
+    x = x.readable()
     B, H, head_k = x.q.shape
     HV, head_v = x.v.shape[1:]
     heads, K, V = x.state.shape[1:]
@@ -121,3 +166,15 @@ def delta_layer_step(x: Inputs) -> Tensor:
         BD=next_power_of_2(head_v), W=x.q_weight.shape[1], num_warps=tile.num_warps,
     )  # fmt: skip
     return y
+
+
+delta_layer_step_op = cached_op("tokenmix_core::delta_layer_step", _step, mutates_args=WRITTEN)
+
+
+@delta_layer_step_op.register_fake
+@of_fields
+def _(x: Inputs):
+    return x.v.new_empty(x.v.shape)
+
+
+step = direct_when_eager(delta_layer_step_op, _step, writes=Inputs._fields.index("state"))

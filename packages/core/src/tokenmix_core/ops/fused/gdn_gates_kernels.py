@@ -1,4 +1,4 @@
-"""The gates and their gradients, a block of tokens at a time."""
+"""Kernels of the gates and their gradients, and the differentiable function of eager mode."""
 
 import torch
 import triton
@@ -7,14 +7,17 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.launch.cache.replay import Replayed
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.pdl import gdc_launch_and_wait
 from tokenmix_core.kernels.triton.activations import sigmoid
+from tokenmix_core.ops.autograd import eager_function
+from tokenmix_core.ops.buffers import as_rows
 
 
 @triton.jit
 def softplus(b_x):
-    """log(1 + e^x), x itself where it is large."""
+    """Return log(1 + e^x); x itself if it is large."""
     return tl.where(b_x > 20.0, b_x, tl.log(1.0 + tl.exp(tl.minimum(b_x, 20.0))))
 
 
@@ -24,7 +27,7 @@ def delta_gates_kernel(
     a, b, A_log, dt_bias, g, beta, stride_a, stride_b, rows, max_beta,
     HV: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """A block of tokens."""
+    """Compute g and β of a block of BM tokens."""
     gdc_launch_and_wait(PDL)
     o_t = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     o_h = tl.arange(0, BD)
@@ -45,7 +48,7 @@ def delta_gates_backward_kernel(
     a, b, A_log, dt_bias, dg, dbeta, da, db, dsums, stride_a, stride_b, rows, max_beta,
     HV: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Every so-manieth block of tokens, with this program's sums for A_log and dt_bias in registers."""
+    """Compute da and db of every num_programs-th block of tokens; sum dA_log and ddt_bias in registers."""
     i_p = tl.program_id(0)
     o_h = tl.arange(0, BD)
     m_h = o_h < HV
@@ -71,28 +74,49 @@ def delta_gates_backward_kernel(
     tl.store(p_sums + HV, tl.sum(b_dbias, 0), mask=m_h)
 
 
-def delta_gates_forward(a, b, A_log, dt_bias, max_beta: float) -> tuple[Tensor, Tensor]:
-    """g and β `[rows, HV]`, float32; a and b have rows of one stride each."""
-    rows, HV = a.shape
-    g, beta = (torch.empty((rows, HV), dtype=torch.float32, device=a.device) for _ in range(2))
+def _forward(a, b, A_log, dt_bias, max_beta: float) -> tuple[Tensor, Tensor]:
+    """Return g and β, float32."""
+    x, y = as_rows(a), as_rows(b)
+    rows, HV = x.shape
+    g, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
     tile = tuning.row_tile(HV)
     delta_gates_kernel[(cdiv(rows, tile.BM),)](
-        a=a, b=b, A_log=A_log, dt_bias=dt_bias, g=g, beta=beta, stride_a=a.stride(0), stride_b=b.stride(0), rows=rows,
-        max_beta=max_beta, HV=HV, BM=tile.BM, BD=tile.BD, num_warps=tile.num_warps,
+        a=x, b=y, A_log=A_log.contiguous(), dt_bias=dt_bias.contiguous(), g=g, beta=beta, stride_a=x.stride(0),
+        stride_b=y.stride(0), rows=rows, max_beta=max_beta, HV=HV, BM=tile.BM, BD=tile.BD, num_warps=tile.num_warps,
     )  # fmt: skip
     return g, beta
 
 
-def delta_gates_backward(a, b, A_log, dt_bias, dg, dbeta, max_beta: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of a, b, A_log and dt_bias; dg and dβ are contiguous."""
-    rows, HV = a.shape
-    da, db = (torch.empty((rows, HV), dtype=x.dtype, device=x.device) for x in (a, b))
+def _backward(a, b, A_log, dt_bias, dg, dbeta, max_beta: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of a, b, A_log and dt_bias."""
+    x, y = as_rows(a), as_rows(b)
+    rows, HV = x.shape
+    da, db = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (a, b))
     tile = tuning.row_tile(HV)
     programs = tuning.row_programs(cdiv(rows, tile.BM))
     dsums = torch.empty((programs, 2, HV), dtype=torch.float32, device=a.device)
     delta_gates_backward_kernel[(programs,)](
-        a=a, b=b, A_log=A_log, dt_bias=dt_bias, dg=dg, dbeta=dbeta, da=da, db=db, dsums=dsums, stride_a=a.stride(0),
-        stride_b=b.stride(0), rows=rows, max_beta=max_beta, HV=HV, BM=tile.BM, BD=tile.BD, num_warps=tile.num_warps,
+        a=x, b=y, A_log=A_log.contiguous(), dt_bias=dt_bias.contiguous(), dg=dg.contiguous(), dbeta=dbeta.contiguous(),
+        da=da, db=db, dsums=dsums, stride_a=x.stride(0), stride_b=y.stride(0), rows=rows, max_beta=max_beta, HV=HV,
+        BM=tile.BM, BD=tile.BD, num_warps=tile.num_warps,
     )  # fmt: skip
     sums = dsums.sum(0)
     return da, db, sums[0].to(A_log.dtype), sums[1].to(dt_bias.dtype)
+
+
+_cached_backward = Replayed(_backward)
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.max_beta = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, dg, dbeta):
+    a, b, *parameters = ctx.saved_tensors
+    dg, dbeta = (torch.zeros_like(a, dtype=torch.float32) if x is None else x for x in (dg, dbeta))
+    return *_cached_backward(a, b, *parameters, dg, dbeta, ctx.max_beta), None
+
+
+gates = eager_function(_forward, _save, _gradients)

@@ -1,21 +1,25 @@
-"""The public function of a layer's step: shapes, checks and the choice of an implementation."""
+"""A decoding step of Gated DeltaNet: public function, checks, and the reference in eager PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.kernels.launch.cache.replay import Checked
+from tokenmix_core.ops.causal_conv1d.reference import short_conv_step_reference
 from tokenmix_core.ops.checks import bind_shapes, check_dtype, check_multiple, check_same_dtype, check_scale
 from tokenmix_core.ops.dispatch import resolve_impl
-from tokenmix_core.ops.fused.gdn_decode.reference import delta_layer_step_reference
+from tokenmix_core.ops.fused.gdn_gates import delta_gates_reference
+from tokenmix_core.ops.fused.rms_norm import gated_rms_norm_reference
+from tokenmix_core.ops.gated_delta_rule.reference import recurrent_reference
 from tokenmix_core.ops.types import Impl
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-# of a state's heads
+# sizes of a state's heads
 _SIZES = (64, 128, 256)
 
 
@@ -40,7 +44,7 @@ def delta_layer_step(
     eps: float = 1e-6,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B HV V"]:
-    r"""One decoding step of Gated DeltaNet between its projections, in one launch. Not differentiable.
+    r"""Apply a decoding step of Gated DeltaNet between its projections, in one launch. Not differentiable.
 
     Convolutions with SiLU, unit q and k, gates, the delta rule and the gated norm of each head (Yang et al. 2025):
 
@@ -51,29 +55,29 @@ def delta_layer_step(
 
     Args:
         q, k, v: the projections of one token of each sequence, before their convolutions. H divides HV.
-        a, b: projections that `delta_gates` makes g and β of.
-        gate: the projection that gates outputs; None for no gate.
+        a, b: projections from which `delta_gates` computes g and β.
+        gate: the projection that gates the outputs; None for no gate.
         weights: of the convolutions of q, k and v: `[H · K, W]` twice and `[HV · V, W]`, W from 2 to 8, of one dtype.
-        inputs: their last W − 1 inputs, oldest first, `[B, H · K, W − 1]` twice and `[B, HV · V, W − 1]`, contiguous;
-            this token's enter. q, k, v, gate and these share one dtype: bfloat16, float16 or float32 (the reference
-            also float64).
-        A_log, dt_bias: of the gates.
-        norm_weight: of the norm.
-        state: float32, contiguous, overwritten with the state after this token: HV heads `[K, V]`; or each with rows
-            padded with zeros, and with columns padded and cut into heads of equal size, as `nn.HeadFit` does.
-        arrivals: int32, contiguous, zeros; the programs of a launch count themselves there and leave zeros behind. Only
-            calls that share a state may share it.
+        inputs: the convolutions' last W − 1 inputs, oldest first, `[B, H · K, W − 1]` twice and `[B, HV · V, W − 1]`,
+            contiguous; updated by this token's. q, k, v, gate and these share one dtype: bfloat16, float16 or float32
+            (the reference also float64).
+        A_log, dt_bias: parameters of the gates.
+        norm_weight: weight of the norm.
+        state: float32, contiguous, overwritten with the state after this token: HV heads `[K, V]`; or each head with
+            rows padded with zeros, and with columns padded and split into heads of equal size, as in `nn.HeadFit`.
+        arrivals: int32, contiguous, zeros; counters of the programs of a launch, which reset them to zero. Only calls
+            that share a state may share it.
         scale: factor on the outputs before their norm; None is K ** −0.5.
         max_beta: as for `delta_gates`.
         eps: added to the mean square.
-        impl: "triton", where the state's heads have sizes of 64, 128 and 256, "reference" (any device), or None: Triton
-            for CUDA tensors, the reference for others.
+        impl: "triton" (sizes of the state's heads are 64, 128 or 256), "reference" (any device), or None: Triton for
+            CUDA tensors, else the reference.
 
     Returns:
         y, in v's dtype.
 
     Raises:
-        ValueError: shapes, dtypes, devices or sizes that do not fit.
+        ValueError: shapes, dtypes, devices or sizes do not fit.
     """
     op = "delta_layer_step"
     if len(weights) != 3 or len(inputs) != 3:
@@ -84,7 +88,7 @@ def delta_layer_step(
         return delta_layer_step_reference(
             q, k, v, a, b, gate, weights, inputs, *parameters, state, scale, max_beta, eps
         )
-    from tokenmix_core.ops.fused.gdn_decode.autograd import step
+    from tokenmix_core.ops.fused.gdn_decode_kernel import step
 
     return step(q, k, v, a, b, gate, *weights, *inputs, *parameters, state, arrivals, scale, max_beta, eps)
 
@@ -94,7 +98,7 @@ def _check(
     op, q, k, v, a, b, gate, q_weight, k_weight, v_weight, q_inputs, k_inputs, v_inputs, A_log, dt_bias, norm_weight,
     state, arrivals, scale, impl,
 ) -> tuple[str | None, float]:  # fmt: skip
-    """Validate a call; return the implementation, as `resolve_impl` does, and the scale."""
+    """Validate a call; return the implementation of `resolve_impl`, and the scale."""
     tensors = {"q": (q, "B H K"), "k": (k, "B H K"), "v": (v, "B HV V"), "a": (a, "B HV"), "b": (b, "B HV")}
     tensors |= {"gate": (gate, "B HV V?"), "q_weight": (q_weight, "keys W"), "k_weight": (k_weight, "keys W")}
     tensors |= {"v_weight": (v_weight, "values W"), "A_log": (A_log, "HV"), "dt_bias": (dt_bias, "HV")}
@@ -112,8 +116,7 @@ def _check(
     check_multiple(op, "heads of the state", dims["heads"], "HV", dims["HV"])
     if dims["rows"] < dims["K"] or dims["columns"] * (dims["heads"] // dims["HV"]) < dims["V"]:
         raise ValueError(
-            f"{op}: state must have room for heads of {dims['K']} × {dims['V']}, got {list(state.shape)} for "
-            f"{dims['HV']} heads"
+            f"{op}: state must hold heads of {dims['K']} × {dims['V']}, got {list(state.shape)} for {dims['HV']} heads"
         )
     impl = resolve_impl(op, impl, q)
     if impl != "reference" and not {dims["rows"], dims["columns"]} <= set(_SIZES):
@@ -133,3 +136,25 @@ def _check(
         if not x.is_contiguous():
             raise ValueError(f"{op}: {name} must be contiguous to be updated in place, got strides {x.stride()}")
     return impl, dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
+
+
+def delta_layer_step_reference(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gate: Tensor | None, weights: Sequence[Tensor],
+    inputs: Sequence[Tensor], A_log: Tensor, dt_bias: Tensor, norm_weight: Tensor, state: Tensor, scale: float,
+    max_beta: float, eps: float,
+) -> Tensor:  # fmt: skip
+    """Return y `[B, HV, V]` for any device and dtype; update `inputs` and `state` in place."""
+    q, k, v = (
+        short_conv_step_reference(x.flatten(1), weight, None, last, activation="silu").view_as(x)
+        for x, weight, last in zip((q, k, v), weights, inputs, strict=True)
+    )
+    g, beta = delta_gates_reference(a, b, A_log, dt_bias, max_beta)
+    (HV, V), (K, columns) = v.shape[1:], state.shape[2:]
+    # the columns of a head, whose split parts are adjacent, without padding
+    parts = state.unflatten(1, (HV, -1))
+    whole = parts.transpose(2, 3).flatten(3)[..., : q.shape[2], :V]
+    token = (x.unsqueeze(1) for x in (q, k, v, g, beta))
+    o, after = recurrent_reference(*token, scale, whole, qk_l2norm=True)
+    after = F.pad(after, (0, parts.shape[2] * columns - V, 0, K - q.shape[2]))
+    parts.copy_(after.unflatten(3, (-1, columns)).transpose(2, 3))
+    return gated_rms_norm_reference(o.squeeze(1), gate, norm_weight, eps, "after", V, v.dtype)
