@@ -48,7 +48,7 @@ def test_eager_and_sdpa_equal_the_default():
         (
             {"mixers": ["gated_delta_net"], "mixer_options": GDN},
             "sdpa",
-            "'sdpa' means nothing here: no layer .* attends",
+            "'sdpa' has no effect: no layer of the model has attention",
         ),
     ],
 )
