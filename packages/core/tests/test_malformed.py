@@ -326,7 +326,7 @@ COMMANDS = [
     (("generate", "CHECKPOINT", "--prompt", "x", "--max-new-tokens", "0"), "at least 1, got 0"),
     (("bench", "unknown"), "no recipe 'unknown'; the nearest are .*nano"),
     (("bench", "CHECKPOINT", "--repeats", "0"), "--repeats must be at least 1, got 0"),
-    (("bench", "nano", "--lengths", "0"), "positive numbers separated by commas, got '0'"),
+    (("bench", "nano", "--lengths", "0"), "positive integers separated by commas, got '0'"),
     (("data",), "COMMAND"),
     (("data", "prepare", "stdlib"), "DIR"),
     (("data", "prepare", "no.jsonl", "out"), "'no.jsonl' does not exist"),

@@ -14,7 +14,7 @@ import tokenmix_oryx
 from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_core.testing.corpora import documents, token_file
 from tokenmix_core.training.callbacks import read_metrics
-from tokenmix_core.training.manifest import run_record
+from tokenmix_core.training.manifest import run_manifest
 from tokenmix_core.training.recipe import Tokens, overridden
 from tokenmix_core.training.trainer import build_trainer, train, training_rows
 from tokenmix_oryx.mixer import OryxMixer
@@ -217,7 +217,7 @@ def test_the_assignment_is_the_recipe_s(small, assignment):
 
 
 def test_a_run_s_record_names_the_versions_of_core_and_of_this_package(small, tmp_path):
-    versions = run_record(small, build_trainer(small, tmp_path, progress=False))["versions"]
+    versions = run_manifest(small, build_trainer(small, tmp_path, progress=False))["versions"]
     expected = {"tokenmix_core": tokenmix_core.__version__, "tokenmix_oryx": tokenmix_oryx.__version__}
     assert expected.items() <= versions.items()
 

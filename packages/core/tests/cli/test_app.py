@@ -62,6 +62,24 @@ def test_help_imports_nothing_heavy(command):
     assert out.stdout.splitlines()[-1] == "[]"
 
 
+def test_info_imports_torch_but_no_models():
+    code = (
+        "import sys; from tokenmix_core.cli import main; assert main(['info']) == 0;"
+        "print([m for m in ('transformers', 'triton', 'accelerate', 'datasets') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
+    assert out.stdout.splitlines()[-1] == "[]"
+
+
+def test_version_names_core_and_the_package(tmp_path, monkeypatch, capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"tokenmix-core {tokenmix_core.__version__}\n"
+    (tmp_path / "versioned_paper.py").write_text("__version__ = '7.8'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["--version"], recipes="versioned_paper:RECIPES") == 0
+    assert capsys.readouterr().out == f"tokenmix-core {tokenmix_core.__version__}, versioned-paper 7.8\n"
+
+
 @pytest.mark.parametrize(("given", "kept"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
 def test_threads_sleep_at_barriers_unless_the_user_chose_otherwise(given, kept):
     code = (
@@ -171,7 +189,7 @@ def test_resume_needs_the_folder_alone_and_knows_what_was_given(recipes, tmp_pat
     ("call", "told"),
     [
         ("train", "name a RECIPE, which `info` lists, or the folder of a run to go on with: --resume DIR"),
-        ("train --resume DIR", "has no run.json, the record of a run; name its recipe, too"),
+        ("train --resume DIR", "has no run.json, the manifest of a run; name its recipe, too"),
         ("train --resume DIR --out other", "--resume and --out name two folders"),
         ("train --resume OTHER", "holds a run of 'theirs', a recipe of another package"),
         (

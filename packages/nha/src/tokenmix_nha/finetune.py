@@ -168,7 +168,7 @@ def _arguments(args: argparse.Namespace) -> tuple[dict[str, Any], Path, list[str
     Raises:
         ValueError: the folder, the checkpoint or the stage is neither given nor in the manifest.
     """
-    from tokenmix_core.training import read_record
+    from tokenmix_core.training import read_manifest
 
     fields = list(args.rest)
     given = {"checkpoint": fields.pop(0) if fields and not fields[0].startswith("-") else None}
@@ -176,7 +176,7 @@ def _arguments(args: argparse.Namespace) -> tuple[dict[str, Any], Path, list[str
     out = Path(args.resume) if isinstance(args.resume, str) else args.out
     if out is None:
         raise ValueError("give the folder of the run: --out DIR, or --resume DIR to go on with one")
-    saved = read_record(out).get("finetune", {}) if args.resume else {}
+    saved = read_manifest(out).get("finetune", {}) if args.resume else {}
     settings = {"rank": 16, **saved} | {name: value for name, value in given.items() if value is not None}
     if absent := [name for name in ("checkpoint", "stage") if name not in settings]:
         raise ValueError(f"finetune needs {' and '.join(absent)}: CHECKPOINT --stage 1|2 --out DIR")

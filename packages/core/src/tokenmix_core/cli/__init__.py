@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from tokenmix_core.cli.app import AddCommand as AddCommand
     from tokenmix_core.cli.app import add_device as add_device
     from tokenmix_core.cli.app import main as main
-    from tokenmix_core.cli.app import numbers as numbers
+    from tokenmix_core.cli.app import positive_integers as positive_integers
     from tokenmix_core.cli.commands import DTYPES as DTYPES
     from tokenmix_core.cli.commands import config_of as config_of
     from tokenmix_core.cli.commands import device_and_dtype as device_and_dtype
@@ -20,7 +20,7 @@ __getattr__ = lazily(
     __name__,
     {
         "add_device": "app",
-        "numbers": "app",
+        "positive_integers": "app",
         "AddCommand": "app",
         "main": "app",
         "DTYPES": "commands",

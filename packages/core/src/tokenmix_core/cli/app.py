@@ -20,7 +20,7 @@ from tokenmix_core._utils.trust import trusting
 
 # a command's name, summary, example and "module:function", `takes_fields=True` for flags that name a recipe's fields
 AddCommand = Callable[..., argparse.ArgumentParser]
-# bad input, a missing file or library: one sentence, no traceback
+# errors of the user: one sentence, no traceback
 USER_ERRORS = (ValueError, FloatingPointError, OSError, ImportError)
 
 
@@ -42,9 +42,9 @@ def main(
         recipes: functions that return recipes, by name, or "module:attribute"; core's baselines by default. Importing
             the module must register the package's models.
         suites: evaluation suites beside core's, by name, or "module:attribute".
-        commands: adds a package's own commands: it calls what it is given with a name, a summary, an example of its
-            arguments and "module:function", and adds arguments to the parser that it gets back. The function takes the
-            parsed arguments and the `commands.Context`, and is imported when the command runs.
+        commands: adds a package's own commands: it gets a function that takes a name, a summary, an example of the
+            arguments and "module:function", and returns the parser to which to add arguments. The named function takes
+            the parsed arguments and the `commands.Context`, and is imported when the command runs.
         arguments: adds a package's own arguments to core's commands: it is called with each one's name and parser.
         using: "module:function" of what these arguments do: with the model and the parsed arguments it returns a
             context manager, in which `eval`, `generate` and `bench` use the model.
@@ -58,6 +58,8 @@ def main(
     # before torch is loaded: OpenMP's threads spin at barriers, which is slow where another process needs the core
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     parser = _parser(prog, commands, arguments)
+    packages = packages_of(recipes, suites)
+    parser.add_argument("--version", action=_Version, nargs=0, const=packages, help="print the packages' versions")
     try:
         args, args_rest = parser.parse_known_args(argv)
     except SystemExit as end:
@@ -74,7 +76,7 @@ def main(
         with trusting(args.trust_remote_code):
             return getattr(importlib.import_module(module), function)(args, Context(recipes, suites, using)) or 0
     except BrokenPipeError:
-        # whoever read the output has gone; nothing is left to be said to it
+        # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except USER_ERRORS as error:
@@ -98,8 +100,24 @@ def _close_bars() -> None:
             bar.close()
 
 
+def packages_of(*registries: Any) -> list[str]:
+    """Return core and the packages of "module:attribute" names, by the names that modules have."""
+    own = [x.partition(":")[0].partition(".")[0] for x in registries if isinstance(x, str)]
+    return list(dict.fromkeys(["tokenmix_core", *own]))
+
+
+class _Version(argparse.Action):
+    """Print the versions of the packages in `const`, and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> NoReturn:
+        packages: Any = self.const
+        versions = (getattr(importlib.import_module(package), "__version__", "") for package in packages)
+        print(", ".join(f"{p.replace('_', '-')} {v}".rstrip() for p, v in zip(packages, versions, strict=True)))
+        parser.exit()
+
+
 class _Parser(argparse.ArgumentParser):
-    """Errors on one line; a default is shown where there is one."""
+    """Print errors on one line, and every default."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_Formatter, **settings)
@@ -134,14 +152,14 @@ def _parser(
         sub.add_argument(
             "--trust-remote-code",
             action="store_true",
-            help="run Python code that a model's folder, a repository or a folder of tasks brings",
+            help="run Python code of a model's folder, a repository or a folder of tasks",
         )
         sub.set_defaults(run=run or f"tokenmix_core.cli.commands:{name}", parser=sub, takes_fields=takes_fields)
         return sub
 
     example = "tiny --total_tokens 1M --out runs/a"
     sub = command(commands, "train", "run a recipe, then its evaluations", example, takes_fields=True)
-    # the recipe stands among what is left, for argparse would take a field's value for one that is not given
+    # the recipe is among the remaining arguments: argparse would take the value of a field for a missing recipe
     sub.usage = (
         f"{sub.prog} RECIPE [--out DIR] [--no-eval] [--config FILE] [--FIELD VALUE ...]\n       {sub.prog} --resume DIR"
     )
@@ -163,7 +181,7 @@ def _parser(
     )
     sub.add_argument("--include", type=_names, metavar="DIR", help="folder with further tasks for lm-eval")
     sub.add_argument("--limit", type=int, metavar="N", help="examples for each task")
-    sub.add_argument("--lengths", type=numbers, metavar="T,T", help="context lengths in tokens")
+    sub.add_argument("--lengths", type=positive_integers, metavar="T,T", help="context lengths in tokens")
     sub.add_argument("--max-length", type=int, metavar="T", help="longest prompt with its answer; longer ones are cut")
     sub.add_argument("--batch-size", type=int, metavar="B", help="sequences in one forward pass")
     sub.add_argument(
@@ -190,7 +208,7 @@ def _parser(
     sub = command(commands, "bench", "measure a model's speed and memory on this machine", "tiny --lengths 512,2048")
     sub.add_argument("target", metavar="RECIPE|CHECKPOINT", help="a recipe's model gets random weights")
     sub.add_argument(
-        "--lengths", type=numbers, default="512,1024,2048", metavar="T,T", help="context lengths in tokens"
+        "--lengths", type=positive_integers, default="512,1024,2048", metavar="T,T", help="context lengths in tokens"
     )
     sub.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences at a time")
     sub.add_argument("--repeats", type=int, default=3, metavar="N", help="runs that the median is taken of")
@@ -232,10 +250,10 @@ def _parser(
         help="at a row without text, stop and keep what came before it, or skip it and count",
     )
 
-    sub = command(commands, "info", "show versions, recipes and suites, or what a model is", "tiny")
+    sub = command(commands, "info", "show versions, recipes and suites, or describe a model", "tiny")
     sub.add_argument("target", nargs="?", metavar="RECIPE|CHECKPOINT", help="the model to describe")
     sub.add_argument(
-        "--lengths", type=numbers, default="2048,32768", metavar="T,T", help="contexts to size the cache for"
+        "--lengths", type=positive_integers, default="2048,32768", metavar="T,T", help="contexts to size the cache for"
     )
     sub.add_argument(
         "--fields",
@@ -248,7 +266,7 @@ def _parser(
     if more is not None:
         more(partial(command, commands))
     if "convert" not in commands.choices:
-        # a package's own stands in its place
+        # a package's own command replaces it
         example = "models/mamba2-130m --out models/ours"
         sub = command(commands, "convert", "read another library's model folder, or write FLA's", example)
         sub.add_argument(
@@ -281,14 +299,14 @@ def add_device(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """Positive numbers separated by commas."""
+def positive_integers(text: str) -> tuple[int, ...]:
+    """Parse positive integers separated by commas."""
     try:
         lengths = tuple(int(part) for part in text.split(","))
     except ValueError:
         lengths = ()
     if not lengths or min(lengths) < 1:
-        raise argparse.ArgumentTypeError(f"expected positive numbers separated by commas, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected positive integers separated by commas, got {text!r}")
     return lengths
 
 

@@ -26,6 +26,7 @@ import yaml
 from tokenmix_core._utils.atomic_io import check_writable
 from tokenmix_core._utils.trust import from_config, from_pretrained
 from tokenmix_core._utils.validation import described
+from tokenmix_core.cli.app import packages_of
 from tokenmix_core.data import prepare as corpora
 from tokenmix_core.data import tokenizer as tokenizers
 from tokenmix_core.evaluation.efficiency import BENCH_SUITES, device_name
@@ -35,7 +36,7 @@ from tokenmix_core.evaluation.suites import LM_EVAL, SUITES, check_options, chec
 from tokenmix_core.evaluation.text import held_out_from
 from tokenmix_core.nn.registry import known_mixers
 from tokenmix_core.ops.explanation import OPERATIONS, explain
-from tokenmix_core.training.manifest import RUN_RECORD, read_record, resumed, trained_on
+from tokenmix_core.training.manifest import RUN_MANIFEST, read_manifest, resumed, trained_on
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, overridden
 
 RECIPES = "tokenmix_core.training.baselines:RECIPES"
@@ -77,9 +78,7 @@ class Context:
         using: str | None = None,
     ) -> None:
         self.recipes = self._load(recipes or RECIPES)
-        own = [x.partition(":")[0].partition(".")[0] for x in (recipes, suites) if isinstance(x, str)]
-        # whose versions `info` names
-        self.packages = list(dict.fromkeys(["tokenmix_core", *own]))
+        self.packages = packages_of(recipes, suites)
         self.suites = {**SUITES, **self._load(suites or {})}
         # the model as the arguments want it, for as long as a command uses it
         self.using: Callable[[Any, argparse.Namespace], AbstractContextManager[Any]]
@@ -113,8 +112,8 @@ def train(args: argparse.Namespace, context: Context) -> int:
     begun, evaluating = context.recipe(name), not args.no_eval
     if args.resume:
         recipe = resumed(begun, out, fields, args.config)
-        if (out / RUN_RECORD).is_file():
-            evaluating = evaluating and read_record(out).get("evaluate", True)
+        if (out / RUN_MANIFEST).is_file():
+            evaluating = evaluating and read_manifest(out).get("evaluate", True)
     else:
         recipe = overridden(begun, fields, args.config)
     names = list(recipe.run.evaluations) if evaluating else []
@@ -167,7 +166,7 @@ def _asked_for(args: argparse.Namespace, context: Context) -> tuple[str, Path, l
         return name, out or Path("runs") / name, fields
     if out is None or not args.resume:
         raise ValueError("name a RECIPE, which `info` lists, or the folder of a run to go on with: --resume DIR")
-    name = read_record(out)["recipe"]
+    name = read_manifest(out)["recipe"]
     if name not in context.recipes:
         raise ValueError(f"{out} holds a run of {name!r}, a recipe of another package than that of this command")
     return name, out, fields
@@ -283,7 +282,7 @@ def convert(args: argparse.Namespace, context: Context) -> None:
 
 
 def info(args: argparse.Namespace, context: Context) -> None:
-    """Show versions, recipes and suites, or what a model is."""
+    """Show versions, recipes and suites, or describe a model."""
     if args.fields:
         if args.target not in context.recipes:
             raise ValueError(f"--fields shows those of a recipe, got {args.target!r}; `info` lists the recipes")
@@ -426,7 +425,7 @@ def load_model(folder: str | Path, device: torch.device | None = None, dtype: to
     if not Path(folder).is_dir():
         raise ValueError(
             f"checkpoint {str(folder)!r} must be a folder with a model, and there is no such folder; a model of the "
-            "hub is fetched into one by: hf download NAME --local-dir FOLDER"
+            "hub is downloaded into one by: hf download NAME --local-dir FOLDER"
         )
     if not is_checkpoint(folder):
         raise ValueError(f"{folder} holds no model: expected config.json and weights")

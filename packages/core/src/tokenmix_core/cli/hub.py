@@ -20,12 +20,12 @@ from tokenmix_core.cli.commands import Context, config_of, is_checkpoint, load_m
 from tokenmix_core.evaluation.report import format_rows, format_settings, format_table
 from tokenmix_core.modeling.checkpoint import COMPANIONS
 from tokenmix_core.nn.registry import find_mixer
-from tokenmix_core.training.manifest import RUN_RECORD
+from tokenmix_core.training.manifest import RUN_MANIFEST
 
 CARD = "README.md"
 # by which a card that was written here is known
 MARK = "<!-- written by tokenmix push -->"
-# what is uploaded of a folder; logs and records hold paths of a machine, and what matters of them is in the card
+# files to upload; logs and manifests hold paths of a machine, and the card has their content
 UPLOADED = (
     CARD, "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *COMPANIONS,
     "evaluation/*.png",
@@ -50,7 +50,7 @@ def push(args: argparse.Namespace, context: Context) -> None:
     if args.dry_run:
         print(f"{path}: the model card; nothing was uploaded")
         return
-    # what nobody could load should not be published
+    # refuse to publish a model that cannot be loaded
     load_model(folder, torch.device("cpu"), torch.float32)
     print(upload(folder, args.repo, private=args.private))
 
@@ -69,7 +69,7 @@ def upload(folder: Path, repo: str, *, private: bool = False) -> str:
 
 
 def model_card(folder: Path, repo: str, context: Context, *, license: str | None = None) -> str:
-    """The card of a folder's model, as Markdown: what it is, how to load it, its recipe, data and scores.
+    """Return the Markdown card of a folder's model: its type, how to load it, its recipe, data and scores.
 
     Args:
         folder: the model's, with `run.json` and `evaluation/` of its run where there are any.
@@ -78,7 +78,7 @@ def model_card(folder: Path, repo: str, context: Context, *, license: str | None
         license: its identifier, such as "apache-2.0".
 
     Raises:
-        ValueError: a configuration or a record of the run that cannot be read.
+        ValueError: a configuration or a manifest of the run that cannot be read.
     """
     config = config_of(str(folder), context)
     head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
@@ -97,7 +97,7 @@ def model_card(folder: Path, repo: str, context: Context, *, license: str | None
 
 
 def _mixers(config: Any) -> dict[str, int]:
-    """How many layers have each type of mixer."""
+    """Count the layers of each type of mixer."""
     return dict(Counter(map(config.mixer_type, range(config.num_hidden_layers)))) if hasattr(config, "labels") else {}
 
 
@@ -137,15 +137,15 @@ def _loading(config: Any, repo: str) -> str:
 
 
 def _recipe(folder: Path) -> list[str]:
-    """How it was trained and on what, where the folder has the record of its run."""
-    path = folder / RUN_RECORD
+    """Return the sections of recipe and data, if the folder has the manifest of its run."""
+    path = folder / RUN_MANIFEST
     if not path.is_file():
         return []
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        name, values, data = record["recipe"], dict(record["values"]), dict(record["identity"]["data"])
-        versions = ", ".join(f"{library} {number}" for library, number in record["versions"].items())
-        place = f"{record['device']}, processes: {record['processes']}"
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        name, values, data = manifest["recipe"], dict(manifest["values"]), dict(manifest["identity"]["data"])
+        versions = ", ".join(f"{library} {number}" for library, number in manifest["versions"].items())
+        hardware = f"{manifest['device']}, processes: {manifest['processes']}"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged ({type(error).__name__}); move it away to write a card without it"
@@ -153,14 +153,14 @@ def _recipe(folder: Path) -> list[str]:
     fields = yaml.safe_dump(_without_paths(values), sort_keys=False, allow_unicode=True).strip()
     rows = [{"source": source, "fingerprint": fingerprint} for source, fingerprint in data.items()]
     return [
-        "## Recipe", f"Trained by the recipe `{name}` on {place}; {versions}.", f"```yaml\n{fields}\n```",
+        "## Recipe", f"Trained by the recipe `{name}` on {hardware}; {versions}.", f"```yaml\n{fields}\n```",
         "## Data", "The fingerprint of a source is the sha256 of its tokens: the same one is the same data.",
         format_table(rows),
     ]  # fmt: skip
 
 
 def _without_paths(value: Any) -> Any:
-    """The value with the names of folders in the place of their paths, which say where somebody's files lie."""
+    """Replace paths of folders by their names: a path tells where the author's files lie."""
     if isinstance(value, dict):
         return {name: _without_paths(x) for name, x in value.items()}
     if isinstance(value, list | tuple):

@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 from tokenmix_core.evaluation import text
 from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, Suite, SuiteResult
-from tokenmix_core.modeling.cache_name import CACHE
 
 LENGTHS = (512, 1024, 2048, 4096)
 _LATENCIES = {
@@ -133,6 +132,9 @@ def measure_inference(
         of reading the weights and the cache once; the cache's bytes after the prefill, and the peak memory over both
         phases.
     """
+    # `info` lists the suites and should not import models
+    from tokenmix_core.modeling import CACHE
+
     device = model.device
     generator = torch.Generator().manual_seed(seed)
     prompt = torch.randint(0, text.text_vocab_size(model), (batch_size, length), generator=generator).to(device)

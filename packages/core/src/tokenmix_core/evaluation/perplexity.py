@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from tokenmix_core.evaluation import text
 from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, SuiteResult
-from tokenmix_core.modeling.cache_name import CACHE
 
 MAX_BIGRAM_VOCABULARY = 4096
 
@@ -55,6 +54,9 @@ def _row_losses(model: Any, input_ids: Tensor, piece: int) -> Tensor:
     inputs = input_ids[:, :-1]
     if inputs.shape[1] <= piece:
         return _cross_entropy(model(input_ids=inputs, use_cache=False).logits, targets)
+    # `info` lists the suites and should not import models
+    from tokenmix_core.modeling import CACHE
+
     cache, losses = None, []
     for start in range(0, inputs.shape[1], piece):
         output = model(input_ids=inputs[:, start : start + piece], use_cache=True, **{CACHE: cache})

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tokenmix_core.training.callbacks import AdaptHeadWeights as AdaptHeadWeights
     from tokenmix_core.training.callbacks import read_metrics as read_metrics
     from tokenmix_core.training.data import RowInputs as RowInputs
-    from tokenmix_core.training.manifest import read_record as read_record
+    from tokenmix_core.training.manifest import read_manifest as read_manifest
     from tokenmix_core.training.manifest import resumed as resumed
     from tokenmix_core.training.recipe import DataRecipe as DataRecipe
     from tokenmix_core.training.recipe import OptimizerRecipe as OptimizerRecipe
@@ -55,7 +55,7 @@ __getattr__ = lazily(
         "AdaptHeadWeights": "callbacks",
         "read_metrics": "callbacks",
         "RowInputs": "data",
-        "read_record": "manifest",
+        "read_manifest": "manifest",
         "resumed": "manifest",
         "DataRecipe": "recipe",
         "OptimizerRecipe": "recipe",

@@ -16,10 +16,10 @@ from tokenmix_core.training.recipe import Recipe, overridden
 if TYPE_CHECKING:
     from tokenmix_core.training.engine import RecipeTrainer
 
-RUN_RECORD = "run.json"
+RUN_MANIFEST = "run.json"
 
 
-def run_record(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
+def run_manifest(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
     """The record of a run, as plain data."""
     import torch
     import transformers
@@ -52,15 +52,15 @@ def run_record(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
     }
 
 
-def read_record(output_dir: str | Path) -> dict[str, Any]:
+def read_manifest(output_dir: str | Path) -> dict[str, Any]:
     """Return the record of the run that a folder holds.
 
     Raises:
         ValueError: there is none, or one that cannot be read.
     """
-    path = Path(output_dir) / RUN_RECORD
+    path = Path(output_dir) / RUN_MANIFEST
     if not path.is_file():
-        raise ValueError(f"{output_dir} has no {RUN_RECORD}, the record of a run; name its recipe, too")
+        raise ValueError(f"{output_dir} has no {RUN_MANIFEST}, the manifest of a run; name its recipe, too")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         return {**record, "recipe": str(record["recipe"]), "values": dict(record["values"])}
@@ -73,8 +73,8 @@ def read_record(output_dir: str | Path) -> dict[str, Any]:
 def trained_on(folder: str | Path) -> TrainedOn:
     """Return the text of a run from the record in its folder, or in the one above, where checkpoints are."""
     for path in (Path(folder), Path(folder).parent):
-        if (path / RUN_RECORD).is_file():
-            record = read_record(path)
+        if (path / RUN_MANIFEST).is_file():
+            record = read_manifest(path)
             identity, values = record.get("identity"), record["values"]
             data = identity.get("data") if isinstance(identity, dict) else None
             known = {str(k): str(v) for k, v in data.items()} if isinstance(data, dict) else {}
@@ -104,10 +104,10 @@ def resumed(
     Raises:
         ValueError: a record that cannot be read or is another recipe's, or a field that contradicts it.
     """
-    path = Path(output_dir) / RUN_RECORD
+    path = Path(output_dir) / RUN_MANIFEST
     if not path.is_file():
         return overridden(recipe, flags, config)
-    record = read_record(output_dir)
+    record = read_manifest(output_dir)
     name, values = record["recipe"], record["values"]
     if name != recipe.name:
         raise ValueError(f"{path.parent} holds a run of the recipe {name!r}, not of {recipe.name!r}")

@@ -40,7 +40,7 @@ from tokenmix_core.training.data import (
     collate_separate,
 )
 from tokenmix_core.training.engine import RecipeTrainer, Record
-from tokenmix_core.training.manifest import RUN_RECORD, read_record, run_record, trained_on
+from tokenmix_core.training.manifest import RUN_MANIFEST, read_manifest, run_manifest, trained_on
 from tokenmix_core.training.recipe import Recipe
 
 METRICS = "metrics.jsonl"
@@ -281,11 +281,11 @@ def check_folder(output_dir: Path, *, resume: bool) -> None:
 def _only_begun(output_dir: Path, found: list[Path]) -> bool:
     """Return whether a folder holds a run that ended before its first checkpoint, and nothing else."""
     # TensorBoard's folder is "runs"
-    known = {RUN_RECORD, METRICS, checkpoint.PARTIAL, "runs"}
+    known = {RUN_MANIFEST, METRICS, checkpoint.PARTIAL, "runs"}
     if any(path.name not in known and not is_temporary(path) for path in found):
         return False
     try:
-        read_record(output_dir)
+        read_manifest(output_dir)
     except ValueError:
         return False
     return True
@@ -383,7 +383,8 @@ def train_locked(
         for path in (output_dir / checkpoint.PARTIAL, *filter(is_temporary, output_dir.iterdir())):
             remove(path)
         write_atomically(
-            output_dir / RUN_RECORD, json.dumps({**run_record(recipe, trainer), **(recorded or {})}, indent=2) + "\n"
+            output_dir / RUN_MANIFEST,
+            json.dumps({**run_manifest(recipe, trainer), **(recorded or {})}, indent=2) + "\n",
         )
     trainer.accelerator.wait_for_everyone()
     started = time.perf_counter()
