@@ -9,9 +9,9 @@ from tokenmix_core._utils.lazy_imports import lazily
 
 if TYPE_CHECKING:
     from tokenmix_core.kernels.launch.async_read import Asked as Asked
+    from tokenmix_core.kernels.launch.cache.capture import is_plain as is_plain
     from tokenmix_core.kernels.launch.cache.replay import Checked as Checked
     from tokenmix_core.kernels.launch.cache.replay import Replayed as Replayed
-    from tokenmix_core.kernels.launch.cache.replay import is_plain as is_plain
     from tokenmix_core.kernels.launch.launcher import cached_launch as cached_launch
     from tokenmix_core.kernels.launch.launcher import compiled_together as compiled_together
     from tokenmix_core.kernels.pdl import gdc_launch_and_wait as gdc_launch_and_wait
@@ -28,7 +28,7 @@ __getattr__ = lazily(
         "Asked": "launch.async_read",
         "Checked": "launch.cache.replay",
         "Replayed": "launch.cache.replay",
-        "is_plain": "launch.cache.replay",
+        "is_plain": "launch.cache.capture",
         "cached_launch": "launch.launcher",
         "compiled_together": "launch.launcher",
         "gdc_launch_and_wait": "pdl",

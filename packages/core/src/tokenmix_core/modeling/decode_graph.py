@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tokenmix_core.kernels.launch import cuda_graphs
 from tokenmix_core.kernels.launch.forms import specialised
-from tokenmix_core.kernels.launch.pdl import beginning_early
+from tokenmix_core.kernels.launch.pdl import pdl_launches
 from tokenmix_core.modeling.cache import HybridCache, Storage
 from tokenmix_core.modeling.cache_name import NAMES
 from tokenmix_core.nn.mixer import Mixer
@@ -80,7 +80,7 @@ class CapturedSteps:
                 replay = self._capture(key, work, capturing)
             if replay is None:
                 # without capture, calls use the launch cache, which does not support programmatic dependent launch
-                with contextlib.nullcontext() if self.capture is None else beginning_early(self.ids.device):
+                with contextlib.nullcontext() if self.capture is None else pdl_launches(self.ids.device):
                     work()
         if replay is None:
             self.graphs.setdefault(key, None)
@@ -101,7 +101,7 @@ class CapturedSteps:
         """Capture work that has run before; if that fails, warn, return None and capture nothing more."""
         assert self.capture is not None
         try:
-            with capturing(), beginning_early(self.ids.device):
+            with capturing(), pdl_launches(self.ids.device):
                 replay = self.graphs[key] = self.capture(work)
             return replay
         except torch.OutOfMemoryError:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels.launch import compat, flags
-from tokenmix_core.kernels.launch.cache.replay import is_plain, on_gpu
+from tokenmix_core.kernels.launch.cache.capture import is_plain
+from tokenmix_core.kernels.launch.cache.replay import on_gpu
 from tokenmix_core.nn.loss import IGNORE
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.plain import has_hooks

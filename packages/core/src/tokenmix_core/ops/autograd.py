@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from tokenmix_core.kernels.launch import compat
-from tokenmix_core.kernels.launch.cache.replay import Replayed, is_plain
+from tokenmix_core.kernels.launch.cache.capture import is_plain
+from tokenmix_core.kernels.launch.cache.replay import Replayed
 from tokenmix_core.ops.dispatch import GLUON_ERRORS, give_up
 
 # the device type that kernels are launched on
@@ -180,7 +181,7 @@ def differentiable(
         def forward(ctx, *inputs):
             *inputs, found = inputs
             if found is None:
-                output = keep.anew(inputs, foresee if any(ctx.needs_input_grad) else None)
+                output = keep.miss(inputs, foresee if any(ctx.needs_input_grad) else None)
             else:
                 call, stream, tensors, pointers = found
                 output = call(stream, tensors, pointers)

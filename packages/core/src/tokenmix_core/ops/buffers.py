@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenmix_core.kernels.launch.cache.capture import is_real
 from tokenmix_core.kernels.launch.cache.codegen import next_part
-from tokenmix_core.kernels.launch.cache.replay import is_real
 from tokenmix_core.ops.types import Layout
 
 

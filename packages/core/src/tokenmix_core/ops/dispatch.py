@@ -17,7 +17,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from tokenmix_core.kernels.launch.cache.replay import invalidate, is_plain
+from tokenmix_core.kernels.launch.cache.capture import is_plain
+from tokenmix_core.kernels.launch.cache.replay import invalidate
 from tokenmix_core.kernels.launch.errors import NotCompiled
 from tokenmix_core.ops.types import Impl
 

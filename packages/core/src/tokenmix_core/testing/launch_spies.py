@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.kernels.launch import compat
-from tokenmix_core.kernels.launch.cache import codegen, replay
+from tokenmix_core.kernels.launch.cache import capture, codegen, replay
 from tokenmix_core.kernels.launch.pdl import PDL
 
 
@@ -45,7 +45,7 @@ def replays() -> Iterator[list[int]]:
         return count
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "compiled", counted)
+        patch.setattr(capture, "compiled", counted)
         if not torch.cuda.is_available():
             _take_for_a_gpu(patch)
         replay.invalidate()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenmix_core.kernels.launch import recording
+from tokenmix_core.kernels.launch import caching
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
 from tokenmix_core.testing.calls import Call, KernelCase, Results, Sizes
 from tokenmix_core.testing.closeness import assert_within, relative_error
@@ -339,7 +339,7 @@ class OpContract(LayoutTests):
             for tensors, options in calls:
                 function = self._function(form, options, "triton")
                 got, upstream = self._found(function, tensors)
-                with recording(False):
+                with caching(False):
                     wanted, _ = self._found(function, tensors, upstream)
                 assert all(torch.equal(got[name], x) for name, x in wanted.items())
         # the second and the third call, with their backward passes

@@ -18,7 +18,7 @@ import tokenmix_core
 from tokenmix_core.kernels.launch import compat
 from tokenmix_core.kernels.launch.compat import NAMES
 
-LAUNCH = ("compat", "flags", "cache.codegen", "cache.replay", "cache.driver", "launcher")
+LAUNCH = ("compat", "flags", "cache.codegen", "cache.capture", "cache.replay", "cache.driver", "launcher")
 MODULES = [f"tokenmix_core.kernels.launch.{x}" for x in LAUNCH]
 MODULES += ["tokenmix_core.ops.autograd"]
 
@@ -182,10 +182,10 @@ def test_without_a_name_results_are_the_same(name, anew, stand_in):
             if grad:
                 db = torch.autograd.grad(out.sum(), b)[0]
                 torch.testing.assert_close(db, torch.full((6,), 2.0))
-    unrecorded = {x for x, lost in NAMES.items() if "not recorded" in lost and x.startswith("torch")}
-    # nobody can tell who observes launches
-    unrecorded.add("triton.knobs:runtime")
-    assert len(runs) == (6 if name in unrecorded else 1)
+    uncached = {x for x, lost in NAMES.items() if "not cached" in lost and x.startswith("torch")}
+    # without it the observers of launches are unknown
+    uncached.add("triton.knobs:runtime")
+    assert len(runs) == (6 if name in uncached else 1)
 
 
 def _word(name):
@@ -211,7 +211,7 @@ def test_without_a_name_triton_launches_every_kernel_once(name, anew, monkeypatc
         def __getitem__(self, grid):
             return lambda *args, **options: launched.append((self.number, *args[1:]))
 
-    monkeypatch.setattr(kernels, "_begun", list)
+    monkeypatch.setattr(kernels, "_prepared", list)
     monkeypatch.setattr(kernels, "current_device", lambda: 0)
     monkeypatch.setattr(kernels, "_load", lambda kernel, device: kernels.loaded(kernel, device))
     first, second = (kernels._Launcher(Kernel(number)) for number in (1, 2))
@@ -259,13 +259,13 @@ def test_what_is_missing_is_said_once(anew):
     name = "triton:AsyncCompileMode"
     launch = anew(name)
     with pytest.warns(RuntimeWarning, match=r"triton.AsyncCompileMode \(kernels are compiled one after the other\)"):
-        launch.compat.say_what_is_missing()
+        launch.compat.warn_of_missing()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        launch.compat.say_what_is_missing()
+        launch.compat.warn_of_missing()
 
 
 def test_nothing_is_said_where_nothing_is_missing(anew):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        anew(None).compat.say_what_is_missing()
+        anew(None).compat.warn_of_missing()

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from tokenmix_core.kernels import tuning
-from tokenmix_core.kernels.launch import flags, recording
+from tokenmix_core.kernels import launch, tuning
+from tokenmix_core.kernels.launch import caching, flags
 from tokenmix_core.kernels.launch.cache.replay import Checked, Replayed
 from tokenmix_core.ops.gated_delta_rule import tuning as gated_delta_rule
 from tokenmix_core.ops.ssd import tuning as ssd
@@ -62,16 +62,21 @@ def test_with_other_tiles_calls_are_run(call, change):
 
 def test_where_recording_is_off_every_call_is_run(call):
     assert [call(), call()] == [(1, 1)] * 2
-    with recording(False):
+    with caching(False):
         assert [call(), call()] == [(2, 2), (3, 3)]
-        with recording(True):
+        with caching(True):
             assert call() == (3, 3)
         assert call() == (4, 4)
     # what was recorded before is there
     assert call() == (4, 4)
-    with pytest.raises(RuntimeError, match="mine"), recording(False):
+    with pytest.raises(RuntimeError, match="mine"), caching(False):
         raise RuntimeError("mine")
     assert call() == (4, 4)
+
+
+def test_the_former_name_of_the_switch_is_accepted_with_the_new_one():
+    with pytest.warns(FutureWarning, match="is now called caching"):
+        assert launch.recording is caching
 
 
 @pytest.mark.parametrize(("value", "on"), [("0", False), ("1", True), (None, True)])
@@ -91,7 +96,7 @@ def test_another_value_of_the_variable_is_refused(monkeypatch):
 def test_the_switch_is_imported_without_torch():
     script = """if True:
         import sys
-        from tokenmix_core.kernels.launch import flags as switch, recording
+        from tokenmix_core.kernels.launch import flags as switch, caching
         assert not switch.on
         assert "torch" not in sys.modules
     """

@@ -165,13 +165,13 @@ def handed_over(monkeypatch):
     driver.launch.cache_clear()
 
 
-def packed(function=7, grid=(2, 3), factor=0.5, early=False):
-    kernel = driver.Loaded(function, 128, 100, early, ("Q", None, "Q", "i", "f"))
+def packed(function=7, grid=(2, 3), factor=0.5, pdl=False):
+    kernel = driver.Loaded(function, 128, 100, pdl, ("Q", None, "Q", "i", "f"))
     return driver.packed(kernel, grid, [0, "compiled in", 0, -5, factor], {0: (2, 64), 2: (1, 0)})
 
 
 def test_launches_are_handed_over_in_turn(handed_over):
-    driver.launch()(packed() + packed(grid=(4,), factor=2.0, early=True), 9, 1000, 2000)
+    driver.launch()(packed() + packed(grid=(4,), factor=2.0, pdl=True), 9, 1000, 2000)
     half, two = (struct.unpack("I", struct.pack("f", x))[0] for x in (0.5, 2.0))
     assert handed_over == [
         (7, (2, 3, 1, 128, 1, 1, 100), 9, 0, [2064, 1000, (1 << 32) - 5, half]),
@@ -210,13 +210,13 @@ class Compiled:
 def loads(monkeypatch):
     utils = SimpleNamespace(load_binary=lambda *_: (1, 7, 32, 0, 1024))
     active = SimpleNamespace(active=SimpleNamespace(utils=utils))
-    names = compat.Launching(active, build=None, include_dirs=None, most_shared=lambda device: 1000)
+    names = compat.Launching(active, build=None, include_dirs=None, max_shared=lambda device: 1000)
     monkeypatch.setattr(compat, "launching", lambda: names)
 
 
 def test_a_compiled_kernel_is_loaded(loads):
     assert driver.loaded(Compiled(), 0) == (7, 128, 100, False, ("Q", None, "i"))
-    assert driver.loaded(Compiled(launch_pdl=True), 0).early
+    assert driver.loaded(Compiled(launch_pdl=True), 0).pdl
 
 
 OTHERS = {
@@ -254,7 +254,7 @@ def test_a_first_launch_is_handed_over_like_later_ones(handed_over, monkeypatch)
     monkeypatch.setattr(launcher, "_load", lambda *_: driver.Loaded(7, 128, 100, False, ("Q", None, "Q", "i", "f")))
     monkeypatch.setattr(launcher, "current_device", lambda: 0)
     monkeypatch.setattr(launcher, "current_stream", lambda device: 9)
-    monkeypatch.setattr(launcher, "_begun", list)
+    monkeypatch.setattr(launcher, "_prepared", list)
     kernel = launcher._Launcher(Kernel())
     x, y = torch.zeros(4), torch.zeros(4)
     for n in (5, 5, 6):
@@ -294,7 +294,7 @@ def numbered(handed_over, monkeypatch):
     monkeypatch.setattr(launcher, "_load", lambda *_: driver.Loaded(7, 128, 100, False, form))
     monkeypatch.setattr(launcher, "current_device", lambda: 0)
     monkeypatch.setattr(launcher, "current_stream", lambda device: 9)
-    monkeypatch.setattr(launcher, "_begun", list)
+    monkeypatch.setattr(launcher, "_prepared", list)
     monkeypatch.setattr(compat, "unspecialised", lambda kernel, names: Numbered(kernel.compiled, names))
     compiled = []
     kernel = launcher._Launcher(Numbered(compiled))
@@ -382,8 +382,8 @@ def test_forms_are_told_apart_by_the_size_of_numbers():
 
 
 def test_forms_of_a_kernel_are_bounded(numbered, monkeypatch):
-    monkeypatch.setattr(launcher, "_REMEMBERED", 8)
-    monkeypatch.setattr(forms, "_REMEMBERED", 8)
+    monkeypatch.setattr(launcher, "_MAX_FORMS", 8)
+    monkeypatch.setattr(forms, "_MAX_SIGNATURES", 8)
     launch, kernel, _, _ = numbered
     for flag in range(100):
         launch(32, 16, flag=flag)
@@ -417,7 +417,7 @@ def test_arguments_by_name_make_the_launch_that_those_in_order_make(handed_over,
     monkeypatch.setattr(launcher, "_load", lambda *_: driver.Loaded(7, 128, 100, False, ("Q", None, "Q", "i", "f")))
     monkeypatch.setattr(launcher, "current_device", lambda: 0)
     monkeypatch.setattr(launcher, "current_stream", lambda device: 9)
-    monkeypatch.setattr(launcher, "_begun", list)
+    monkeypatch.setattr(launcher, "_prepared", list)
     kernel, taken = launcher._Launcher(Counted()), []
     x, y = torch.zeros(4), torch.zeros(4)
     for give in NAMED.values():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenmix_core.kernels.launch import recording
+from tokenmix_core.kernels.launch import caching
 from tokenmix_core.ops import autograd
 from tokenmix_core.ops.autograd import cached_op, differentiable, direct_when_eager, of_fields
 from tokenmix_core.testing.agreement import watched
@@ -107,7 +107,7 @@ def test_code_that_torch_generates_replays(operators, runs):
 def test_where_recording_is_off_compiled_graphs_run(operators, runs):
     add_twice = compiled(lambda a, b: operators[0](a, b, None)[0])
     a, b = torch.randn(6), torch.randn(6)
-    with recording(False):
+    with caching(False):
         for _ in range(3):
             torch.testing.assert_close(add_twice(a, b), a + 2 * b)
     assert runs["forward"] == 3

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tokenmix_core.kernels.launch import launcher, pdl
-from tokenmix_core.kernels.launch.pdl import beginning_early
+from tokenmix_core.kernels.launch.pdl import pdl_launches
 from tokenmix_core.ops import fused_linears, rms_norm, swiglu_linear
 
 
@@ -27,13 +27,13 @@ def launched(monkeypatch):
     """`launched(early, *args, **options)`: what a kernel is compiled for by a launch."""
     monkeypatch.setattr(launcher, "_load", lambda *_: None)
     monkeypatch.setattr(launcher, "current_device", lambda: 0)
-    monkeypatch.setattr(launcher, "_begun", list)
+    monkeypatch.setattr(launcher, "_prepared", list)
     monkeypatch.setattr(launcher.compat, "launching", lambda: object())
     monkeypatch.setattr(Kernel, "__getitem__", lambda *_: lambda *args, **options: None, raising=False)
 
     def launch(on, *args, **options):
         kernel = Kernel()
-        monkeypatch.setattr(pdl.asked, "on", on)
+        monkeypatch.setattr(pdl.enabled, "on", on)
         launcher._Launcher(kernel)[(1,)](*args, **options)
         return kernel.compiled
 
@@ -78,22 +78,28 @@ def test_launches_begin_early_inside_the_block_and_where_the_device_can(
     pdl._can.cache_clear()
     monkeypatch.setattr(pdl.driver, "version", lambda: driver)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    monkeypatch.delenv("TOKENMIX_EARLY_LAUNCHES", raising=False)
+    monkeypatch.delenv("TOKENMIX_PDL", raising=False)
     if variable is not None:
-        monkeypatch.setenv("TOKENMIX_EARLY_LAUNCHES", variable)
-    with beginning_early(torch.device(device)):
-        assert pdl.asked.on is on
-        with beginning_early(torch.device("cpu")):
-            assert not pdl.asked.on
-        assert pdl.asked.on is on
-    assert not pdl.asked.on
+        monkeypatch.setenv("TOKENMIX_PDL", variable)
+    with pdl_launches(torch.device(device)):
+        assert pdl.enabled.on is on
+        with pdl_launches(torch.device("cpu")):
+            assert not pdl.enabled.on
+        assert pdl.enabled.on is on
+    assert not pdl.enabled.on
     pdl._can.cache_clear()
 
 
 def test_the_switch_takes_two_values(monkeypatch):
-    monkeypatch.setenv("TOKENMIX_EARLY_LAUNCHES", "yes")
-    with pytest.raises(ValueError, match=r"TOKENMIX_EARLY_LAUNCHES must be 0 .* or 1 .*, got 'yes'"):
+    monkeypatch.setenv("TOKENMIX_PDL", "yes")
+    with pytest.raises(ValueError, match=r"TOKENMIX_PDL must be 0 .* or 1 .*, got 'yes'"):
         pdl.wanted()
+
+
+def test_the_former_name_of_the_switch_is_accepted_with_the_new_one(monkeypatch):
+    monkeypatch.setenv(pdl._OLD_VARIABLE, "0")
+    with pytest.warns(FutureWarning, match="is now called TOKENMIX_PDL"):
+        assert not pdl.wanted()
 
 
 def chain(x, weights, norm):
@@ -118,11 +124,11 @@ def test_a_chain_of_early_launches_gives_the_bits_of_one_without(rows):
     x, norm = torch.randn(rows, 256, **options), torch.ones(256, **options)
     wanted = chain(x, weights, norm)
     for _ in range(3):
-        with beginning_early(x.device):
+        with pdl_launches(x.device):
             got = chain(x, weights, norm)
         assert torch.equal(got, wanted)
     graph, copied = torch.cuda.CUDAGraph(), copy.deepcopy(x)
-    with torch.cuda.graph(graph), beginning_early(x.device):
+    with torch.cuda.graph(graph), pdl_launches(x.device):
         got = chain(copied, weights, norm)
     for factor in (1, 2, 3):
         copied.copy_(x * factor)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tokenmix_core.kernels.launch import compat, forms
-from tokenmix_core.kernels.launch.cache import codegen, replay
+from tokenmix_core.kernels.launch.cache import admission, capture, codegen, replay
 from tokenmix_core.kernels.launch.cache.replay import Checked, Replayed, invalidate
 from tokenmix_core.kernels.launch.errors import NotCompiled
 from tokenmix_core.ops import gated_delta_rule_step, short_conv_step, ssd_step
@@ -163,7 +163,7 @@ def test_a_call_that_launches_what_nobody_sees_is_run(add):
     def run(a, b):
         out, seen = torch.empty_like(a), torch.zeros_like(a)
         add[(1,)](a, b, out, len(a))
-        replay.launches_unseen()
+        capture.launches_unseen()
         # another library reads what was launched before, and no operation of torch tells of it
         seen.numpy()[:] = out.numpy()
         return seen
@@ -173,7 +173,7 @@ def test_a_call_that_launches_what_nobody_sees_is_run(add):
         a, b = torch.randn(6), torch.randn(6)
         torch.testing.assert_close(replayed(a, b), a + b)
     assert function.runs == 3
-    replay.launches_unseen()
+    capture.launches_unseen()
 
 
 def test_memory_of_somebody_else_is_not_replayed(add):
@@ -208,7 +208,7 @@ def test_a_changed_input_is_changed_again(add):
 
 def test_more_kinds_than_are_tried_take_turns(add):
     function, replayed = three_sums(add)
-    sizes = range(8, 8 + 2 * replay._TRIED)
+    sizes = range(8, 8 + 2 * replay._COMPARED)
     for _ in range(4):
         for n in sizes:
             a, b = torch.randn(n), torch.randn(n)
@@ -220,13 +220,13 @@ def test_more_kinds_than_are_tried_take_turns(add):
 @pytest.fixture
 def recordings(monkeypatch):
     """Sizes of the first input of each call that is recorded."""
-    made, init = [], replay._Recorder.__init__
+    made, init = [], capture.Capture.__init__
 
     def noted(self, inputs):
         made.append(len(inputs[0]))
         init(self, inputs)
 
-    monkeypatch.setattr(replay._Recorder, "__init__", noted)
+    monkeypatch.setattr(capture.Capture, "__init__", noted)
     return made
 
 
@@ -253,9 +253,9 @@ def test_lengths_that_never_return_are_not_recorded_and_leave_little_behind(add,
     for n in range(1024, 2048):
         call(replayed, n)
     assert recordings == [1024]
-    assert len(replayed._known) == 1
-    assert len(replayed._due._seen) <= replay._SEEN
-    assert len(replayed._due._magnitudes) == 1
+    assert len(replayed._calls) == 1
+    assert len(replayed._admission._seen) <= admission.MAX_SEEN
+    assert len(replayed._admission._magnitudes) == 1
 
 
 def test_a_length_that_repeats_after_others_is_recorded_again(add, recordings):
@@ -277,7 +277,7 @@ def test_recordings_that_are_not_replayed_become_rare_and_repeats_bring_them_bac
     for n in range(1024, 1324):
         call(replayed, n)
         call(replayed, n)
-    assert len(recordings) <= 2 * replay._PATIENCE
+    assert len(recordings) <= 2 * admission._PATIENCE
     recordings.clear()
     for _ in range(20):
         call(replayed, 1700)
@@ -285,7 +285,7 @@ def test_recordings_that_are_not_replayed_become_rare_and_repeats_bring_them_bac
     # many replays: the next lengths are recorded at once, and as they do not return, later ones wait again
     for n in range(1701, 2000):
         call(replayed, n)
-    assert recordings == [*range(1700, 1701 + replay._RECENT)]
+    assert recordings == [*range(1700, 1701 + admission._RECENT)]
 
 
 def test_recordings_of_deep_models_are_made_at_once(add, recordings):
@@ -300,11 +300,11 @@ def test_recordings_of_deep_models_are_made_at_once(add, recordings):
 
 def test_recordings_are_bounded_and_the_least_recently_used_is_dropped(add, recordings):
     function, replayed = three_sums(add)
-    for n in range(1024, 1024 + 3 * replay._RECORDINGS):
+    for n in range(1024, 1024 + 3 * replay.MAX_CALLS):
         for _ in range(3):
             call(replayed, n)
             call(replayed, 1024)
-    assert len(replayed._known) == replay._RECORDINGS
+    assert len(replayed._calls) == replay.MAX_CALLS
     runs = function.runs
     call(replayed, 1024)
     assert function.runs == runs
@@ -323,7 +323,7 @@ def test_calls_that_cannot_be_recorded_are_hardly_tried(add, recordings):
         for _ in range(2):
             a, b = torch.randn(n), torch.randn(n)
             torch.testing.assert_close(replayed(a, b, 1.0), (a + b).max())
-    assert len(recordings) <= 2 * replay._PATIENCE
+    assert len(recordings) <= 2 * admission._PATIENCE
 
 
 def test_a_first_occurrence_enters_no_dispatch_mode(add, monkeypatch):
@@ -333,8 +333,8 @@ def test_a_first_occurrence_enters_no_dispatch_mode(add, monkeypatch):
     def refuse(*args):
         raise AssertionError("operations are watched")
 
-    monkeypatch.setattr(replay._Recorder, "__torch_dispatch__", refuse)
-    monkeypatch.setattr(replay, "compiled", refuse)
+    monkeypatch.setattr(capture.Capture, "__torch_dispatch__", refuse)
+    monkeypatch.setattr(capture, "compiled", refuse)
     monkeypatch.setattr(replay, "matching", refuse)
     call(replayed, 1100)
 
@@ -387,13 +387,13 @@ def test_a_call_that_is_replayed_often_is_recorded_once_more_by_kernels_of_its_o
     assert recordings == [1024, 1024]
     assert function.runs == 2
     assert asked == [False] * 3 + [True] * 3
-    assert replayed._known
+    assert replayed._calls
     assert len(replayed.recent) == 1
 
 
 @pytest.mark.parametrize("room", [1 << 20, 0], ids=["one buffer", "buffers"])
 def test_buffers_between_launches_do_not_meet(add, monkeypatch, room):
-    monkeypatch.setattr(codegen, "_TOGETHER", room)
+    monkeypatch.setattr(codegen, "_MAX_SHARED_BYTES", room)
     n = 700
 
     def run(a, b):
@@ -486,7 +486,7 @@ def test_what_is_checked_of_lengths_that_never_return_is_not_kept(monkeypatch):
     for n in range(1024, 2048):
         assert again(torch.randn(n)) == n
     assert len(made) == 1
-    assert len(again._due._seen) <= replay._SEEN
+    assert len(again._admission._seen) <= admission.MAX_SEEN
     runs = check.runs
     for _ in range(3):
         assert again(torch.randn(1100)) == 1100
@@ -588,7 +588,7 @@ def test_recording_a_call_does_not_import_torchs_compiler():
         launcher.current_device, launcher.current_stream, launcher.launch = lambda: -1, lambda device: 0, lambda: None
         replayed = replay.Replayed(lambda x: torch.empty_like(x).fill_(1))
         assert replayed(torch.zeros(3)).tolist() == [1, 1, 1]
-        assert list(replayed._known.values()) != [None]
+        assert list(replayed._calls.values()) != [None]
         assert "torch._dynamo" not in sys.modules
     """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=250)

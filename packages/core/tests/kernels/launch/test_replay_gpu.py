@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tokenmix_core.kernels.launch import launcher, recording
-from tokenmix_core.kernels.launch.cache import replay
+from tokenmix_core.kernels.launch import caching, launcher
+from tokenmix_core.kernels.launch.cache import capture
 from tokenmix_core.kernels.launch.cache.replay import invalidate
 from tokenmix_core.ops import attention, chunk_gated_delta_rule, chunk_ssd, short_conv
 from tokenmix_core.testing.closeness import relative_error
@@ -62,7 +62,7 @@ def check_equal(got, wanted):
 
 def run(op, tensors, **packed):
     """The results of calls that are run."""
-    with recording(False):
+    with caching(False):
         return results(op, tensors, **packed)
 
 
@@ -70,7 +70,7 @@ def run(op, tensors, **packed):
 def replays(monkeypatch):
     """How many calls were replayed."""
     made = [0]
-    compiled = replay.compiled
+    compiled = capture.compiled
 
     def counted(*recorded):
         call = compiled(*recorded)
@@ -82,7 +82,7 @@ def replays(monkeypatch):
         return count
 
     invalidate()
-    monkeypatch.setattr(replay, "compiled", counted)
+    monkeypatch.setattr(capture, "compiled", counted)
     yield made
     invalidate()
 

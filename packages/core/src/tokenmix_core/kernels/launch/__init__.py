@@ -1,5 +1,17 @@
-"""How kernels are launched: compiled side by side, started with little host time, recorded calls repeated."""
+"""Launch kernels: compile them in parallel, launch them with little CPU overhead, and cache launches by signature."""
 
-from tokenmix_core.kernels.launch.flags import recording
+from __future__ import annotations
 
-__all__ = ["recording"]
+import warnings
+from typing import Any
+
+from tokenmix_core.kernels.launch.flags import caching
+
+__all__ = ["caching"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "recording":
+        warnings.warn("kernels.launch.recording is now called caching", FutureWarning, stacklevel=2)
+        return caching
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

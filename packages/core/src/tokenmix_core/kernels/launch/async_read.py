@@ -1,4 +1,4 @@
-"""Numbers that the host needs from the device, without waiting for what was launched after them."""
+"""Read a value of the device without waiting for kernels that were launched after its computation."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from torch.cuda import current_stream
 
 
 class Asked:
-    """A whole number on its way to the host: asked for when this is made, waited for when it is read.
+    """An integer that is copied to the host: the constructor starts the copy, `read` waits for it.
 
-    Reading waits for what was launched before the question alone. What is launched between the two keeps the device at
-    work meanwhile, where `int(x)` at the end would wait until nothing is left to do.
+    `read` waits only for kernels launched before the constructor. Kernels launched after it keep the device busy
+    meanwhile, whereas `int(x)` would wait for all of them.
 
     Args:
-        x: a tensor of one number.
+        x: a tensor of one element.
     """
 
     def __init__(self, x: Tensor) -> None:
-        # on a GPU a copy that does not block, to pinned memory; elsewhere x may change before it is read
+        # on a GPU a non-blocking copy to pinned memory; elsewhere a clone, as x may change before it is read
         self._copy = x.detach().to("cpu", non_blocking=True) if x.is_cuda else x.detach().clone()
         self._arrived = current_stream(x.device).record_event() if x.is_cuda else None
 
     def read(self) -> int:
-        """The number."""
+        """Return the integer."""
         if self._arrived is not None:
             self._arrived.synchronize()
             self._arrived = None

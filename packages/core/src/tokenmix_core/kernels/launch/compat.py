@@ -1,7 +1,7 @@
-"""Names of torch and Triton that no documentation promises: nothing else in the packages touches them.
+"""Undocumented names of torch and Triton: no other module of the packages uses them.
 
-Each can be missing: then results stay what they are, and what is slower is said once, by a warning at the first launch
-on a GPU. Gluon, the language that kernels for Hopper are written in, is none of them: see `ops.dispatch`.
+Each may be missing: results are the same then, and one warning at the first launch on a GPU states what is slower.
+Gluon is handled elsewhere (`ops.dispatch`).
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# what is lost without a name
-_RECORDING = "calls are not recorded"
-_OWN_LAUNCH = "Triton launches every kernel itself, and calls are not recorded"
+# consequences of a missing name
+_CACHING = "calls are not cached"
+_OWN_LAUNCH = "Triton launches every kernel itself, and calls are not cached"
 _DISPATCHER = "every call goes through torch's dispatcher"
-_ONE_BY_ONE = "kernels are compiled one after the other"
+_SEQUENTIAL = "kernels are compiled one after the other"
 
-# `module:name`, and what is lost without
+# `module:name`, and the consequence if it is missing
 NAMES = {
-    "torch._C:_cuda_getDevice": "the device is asked for through torch.cuda",
-    "torch._C:_cuda_getCurrentRawStream": "the stream is asked for through torch.cuda",
-    "torch._C:_len_torch_dispatch_stack": _DISPATCHER + ", and calls are not recorded",
+    "torch._C:_cuda_getDevice": "the device is queried through torch.cuda",
+    "torch._C:_cuda_getCurrentRawStream": "the stream is queried through torch.cuda",
+    "torch._C:_len_torch_dispatch_stack": _DISPATCHER + ", and calls are not cached",
     "torch._C:_FunctionBase.apply": "calls with gradients are checked for transforms of functions",
-    "torch._C._dynamo.guards:_empty_strided_cuda": "buffers are made by torch.empty_strided",
-    "torch._C._dynamo.guards:TensorGuards": "calls are compared with recorded ones in Python",
-    "torch.utils._python_dispatch:TorchDispatchMode": _RECORDING,
+    "torch._C._dynamo.guards:_empty_strided_cuda": "buffers are allocated by torch.empty_strided",
+    "torch._C._dynamo.guards:TensorGuards": "signatures are compared in Python",
+    "torch.utils._python_dispatch:TorchDispatchMode": _CACHING,
     "torch.utils._python_dispatch:TorchDispatchMode._should_skip_dynamo": "the first call imports torch's compiler",
-    "torch:UntypedStorage._cdata": "memory is told apart by its address",
-    "torch._ops:OpOverload.tags": _RECORDING,
-    "torch.autograd.forward_ad:_current_level": "calls without gradients take the way of those with them",
+    "torch:UntypedStorage._cdata": "storages are identified by their address",
+    "torch._ops:OpOverload.tags": _CACHING,
+    "torch.autograd.forward_ad:_current_level": "calls without gradients take the path of those with them",
     "torch._C._functorch:peek_interpreter_stack": "results of attention are merged by torch's operations",
     "torch.nn.modules.module:_has_any_global_hook": "layers are called one by one",
     "triton.knobs:runtime": _OWN_LAUNCH,
@@ -47,19 +47,19 @@ NAMES = {
     "triton:JITFunction.warmup": _OWN_LAUNCH,
     "triton.knobs:nvidia": "Gluon's kernels may spill",
     "triton:JITFunction.is_gluon": "Gluon's kernels may spill",
-    "triton.errors:TritonError": "kernels in Gluon that do not compile end in an error, not in portable ones",
+    "triton.errors:TritonError": "Gluon kernels that do not compile raise an error instead of falling back",
     "triton.runtime.cache:triton_key": "Triton's compiler is hashed at the first compilation",
-    "triton:AsyncCompileMode": _ONE_BY_ONE,
-    "triton:FutureKernel": _ONE_BY_ONE,
+    "triton:AsyncCompileMode": _SEQUENTIAL,
+    "triton:FutureKernel": _SEQUENTIAL,
 }
 
-# attributes that objects were seen to lack, and what is lost
+# attributes that objects turned out to lack, and the consequences
 _lacking: dict[str, str] = {}
 
 
 @functools.cache
 def find(name: str) -> Any:
-    """The object that one of `NAMES` stands for; None where it is missing."""
+    """Return the object of one of `NAMES`; None if it is missing."""
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
@@ -67,21 +67,21 @@ def find(name: str) -> Any:
 
 
 def missing() -> dict[str, str]:
-    """Which of `NAMES`, and of the attributes that were needed so far, are missing, and what is lost."""
-    # torch for CPUs has no names for GPUs
+    """Return the missing names, and the missing attributes that were needed so far, with the consequences."""
+    # torch for CPUs lacks the names for GPUs
     asked = [name for name in NAMES if "cuda" not in name or torch.backends.cuda.is_built()]
     return {name.replace(":", "."): NAMES[name] for name in asked if find(name) is None} | _lacking
 
 
 @functools.cache
-def say_what_is_missing() -> None:
-    """Warn, once, of what is slower for want of a name."""
+def warn_of_missing() -> None:
+    """Warn once of the consequences of missing names."""
     if lost := missing():
         import triton
 
-        names = "; ".join(f"{name} ({what})" for name, what in lost.items())
+        names = "; ".join(f"{name} ({consequence})" for name, consequence in lost.items())
         warnings.warn(
-            f"torch {torch.__version__} and Triton {triton.__version__} lack names that tokenmix saves time by: "
+            f"torch {torch.__version__} and Triton {triton.__version__} lack names that make calls faster: "
             f"results are the same, calls take longer: {names}",
             RuntimeWarning,
             stacklevel=2,
@@ -89,7 +89,7 @@ def say_what_is_missing() -> None:
 
 
 def _lacks(of: str, error: AttributeError, lost: str) -> None:
-    """Note that an object has not what was asked of it."""
+    """Note that an object lacks an attribute."""
     _lacking[f"{of}.{error.name}"] = lost
 
 
@@ -109,49 +109,49 @@ _Mode: Any = find("torch.utils._python_dispatch:TorchDispatchMode") or object
 
 
 class Mode(_Mode):
-    """Sees every operation of torch; without torch's own, nothing, and is not entered: see `records`."""
+    """Observe every torch operation; a plain object, never entered, if torch has no such mode (see `captures`)."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # nothing is traced here, and saying so to torch's compiler would import it, which takes seconds
+        # torch's compiler, which takes seconds to import, need not know: nothing is traced here
         return False
 
 
-# the device and the stream that kernels are launched on, asked as Triton's driver does but without its Python
+# the current device and stream, queried like Triton's driver does, without its Python code
 current_device: Callable[[], int] = find("torch._C:_cuda_getDevice") or _device
 current_stream: Callable[[int], int] = find("torch._C:_cuda_getCurrentRawStream") or _stream
-# how many modes see every operation of torch; more than our own, where nobody knows
+# the number of active dispatch modes; if unknown, more than our own one
 modes: Callable[[], int] = find("torch._C:_len_torch_dispatch_stack") or (lambda: 2)
-# what torch's compiled code makes its buffers by, in less than half the time: size, stride, dtype
+# the allocation of torch's compiled code, in less than half the time: size, stride, dtype
 empty: Callable[..., Tensor] = find("torch._C._dynamo.guards:_empty_strided_cuda") or _torch_empty
-# what torch's compiled code compares tensors with those that it was compiled for by, or None
+# the comparison of tensors with a signature in torch's compiled code, or None
 Guards: Any = find("torch._C._dynamo.guards:TensorGuards")
-# whether there is all of torch that recording needs
-records: bool = _Mode is not object and find("torch._ops:OpOverload.tags") is not None
+# whether torch has all that captures need
+captures: bool = _Mode is not object and find("torch._ops:OpOverload.tags") is not None
 
 _KNOWS_LEVELS = find("torch.autograd.forward_ad:_current_level") is not None
 _KNOWS_STORAGES = find("torch:UntypedStorage._cdata") is not None
 
 
 def constant_when_traced(fn: Callable) -> Callable:
-    """Mark a function whose result torch.compile takes for a constant.
+    """Mark a function whose result torch.compile treats as a constant.
 
-    As `torch.compiler.assume_constant_result` does it, which would import torch's compiler: seconds of every start.
+    `torch.compiler.assume_constant_result` does the same, but imports torch's compiler, which takes seconds.
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
 
 
 def storage(x: Tensor) -> Any:
-    """A mark that tensors share if they lie in the same memory."""
+    """Return an identifier of a tensor's storage."""
     if _KNOWS_STORAGES:
         return x.untyped_storage()._cdata
-    # empty ones have no address, and nothing to tell apart
+    # empty storages have no address and need no distinction
     return x.untyped_storage().data_ptr() or (x.dtype, x.device)
 
 
 def forward_mode() -> bool:
-    """Tell whether forward-mode derivatives may be asked for."""
+    """Tell whether forward-mode derivatives may be active."""
     return not _KNOWS_LEVELS or torch.autograd.forward_ad._current_level >= 0
 
 
@@ -159,7 +159,7 @@ _transform = find("torch._C._functorch:peek_interpreter_stack")
 
 
 def transformed() -> bool:
-    """Tell whether forward-mode derivatives or a transform of functions may be under way, which see no kernels."""
+    """Tell whether forward-mode derivatives or a function transform may be active, which do not support kernels."""
     return forward_mode() or _transform is None or _transform() is not None
 
 
@@ -167,15 +167,15 @@ _any_global_hook = find("torch.nn.modules.module:_has_any_global_hook")
 
 
 def watches_all_modules() -> bool:
-    """Tell whether somebody may have asked torch to tell of the calls of all modules."""
+    """Tell whether global module hooks may be registered."""
     return _any_global_hook is None or _any_global_hook()
 
 
 @contextmanager
 def call_replaced(module: torch.nn.Module, change: Callable[[Callable], Callable]) -> Iterator[None]:
-    """Within it, calling a module makes `change(call)` of what the call did before, its hooks included.
+    """Replace a module's call, hooks included, by `change(call)` inside the block.
 
-    It is stored where `Module.compile` stores the compiled call, which every call looks up.
+    The new call is stored in the attribute of `Module.compile`, which every call looks up.
     """
     before = module.__dict__.get("_compiled_call_impl")
     module.__dict__["_compiled_call_impl"] = change(before or module._call_impl)
@@ -188,14 +188,14 @@ def call_replaced(module: torch.nn.Module, change: Callable[[Callable], Callable
 
 
 def direct_apply(function: Any) -> Callable:
-    """`function.apply` without its first part, which is for transforms of functions."""
+    """Return `function.apply` without its first part, which serves function transforms."""
     direct = find("torch._C:_FunctionBase.apply") is not None
     base: Any = super(torch.autograd.Function, function)
     return base.apply if direct else function.apply
 
 
 class Operation(NamedTuple):
-    """Effects of an operation: it gives a view, makes a tensor, has sizes or numbers that depend on numbers."""
+    """Effects of an operation: it returns a view, allocates, or its result's size depends on values."""
 
     views: bool
     makes: bool
@@ -207,46 +207,46 @@ _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 @functools.cache
 def operation(func: Any) -> Operation | None:
-    """The effects of an operation that a mode is shown; None where they cannot be known."""
+    """Return the effects of an operation; None if they are unknown."""
     try:
         makes = all(x.alias_info is None for x in func._schema.returns)
         return Operation(func.is_view, makes, not _BY_VALUE.isdisjoint(func.tags))
     except AttributeError as error:
-        _lacks("torch._ops.OpOverload", error, _RECORDING)
+        _lacks("torch._ops.OpOverload", error, _CACHING)
         return None
 
 
 def composed(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The result of an operation that is made of others, by these others; NotImplemented for others, or if unknown."""
+    """Return the result of a composite operation by its decomposition; NotImplemented for other operations."""
     decompose = getattr(func, "decompose", None)
     return NotImplemented if decompose is None else decompose(*args, **kwargs)
 
 
 class Launching(NamedTuple):
-    """The parts of Triton that launches need which are not made by Triton itself."""
+    """The parts of Triton that our own launches need."""
 
     driver: Any
     build: Callable[..., Any]
     include_dirs: Any
-    most_shared: Callable[[int], int]
+    max_shared: Callable[[int], int]
 
 
 @functools.cache
 def launching() -> Launching | None:
-    """The parts of Triton that own launches need; None where Triton has to make the launches."""
+    """Return the parts of Triton that our own launches need; None if Triton must launch."""
     if any(find(name) is None for name, lost in NAMES.items() if lost == _OWN_LAUNCH):
         return None
     return Launching(
         driver=find("triton.runtime.driver:driver"),
         build=find("triton.runtime.build:compile_module_from_src"),
         include_dirs=find("triton.backends.nvidia.driver:include_dirs"),
-        most_shared=find("triton.compiler.compiler:max_shared_mem"),
+        max_shared=find("triton.compiler.compiler:max_shared_mem"),
     )
 
 
 @functools.cache
 def observing() -> Callable[[], Any]:
-    """`observed()`, true where something, such as a profiler, wants to be told of launches by Triton itself."""
+    """Return `observed()`, which is true if a hook, such as a profiler's, observes launches by Triton."""
     if find("triton.knobs:runtime") is None:
         return lambda: True
     from triton import knobs
@@ -262,96 +262,83 @@ def observing() -> Callable[[], Any]:
     return observed
 
 
-# From 3.9 on Triton assembles for Hopper with CUDA 13's ptxas, and asks it for another allocator of registers than its
-# own choice: Gluon's kernels, whose registers are counted, then spill, and GDN and SSD take up to 17 % longer. This is
-# its own choice again, under which their tests pass, too.
+# Triton 3.9 overrides the register allocator that CUDA 13's ptxas would select for Hopper: Gluon kernels then spill;
+# GDN and SSD take up to 17 % longer. This option restores ptxas' own choice; all tests pass.
 _ALLOCATOR = "--regAllocOptLevel=4"
 
 
 def choose_compiler_options(kernel: Any) -> None:
-    """Let a kernel be compiled as those were that were measured, where Triton would do otherwise.
+    """Compile a kernel with the options of the measured kernels if Triton's defaults differ.
 
-    A product and a sum are one instruction, as Triton makes them up to 3.9, which warns that 3.10 will not. ptxas
-    allocates a Gluon kernel's registers as it would by itself, where Triton 3.9 tells it otherwise. What the user has
-    set for either stands.
+    Multiplications and additions are fused, which Triton 3.10 will no longer do by default, and ptxas selects the
+    register allocator of Gluon kernels, which Triton 3.9 overrides. Options set by the user take precedence.
     """
     import triton
 
     chosen: dict[str, Any] = {} if "TRITON_DEFAULT_FP_FUSION" in os.environ else {"enable_fp_fusion": True}
     gluon = find("triton:JITFunction.is_gluon") is not None and kernel.is_gluon()
-    # absent and empty are alike: nothing was asked for
+    # absent and empty both mean that the user set nothing
     asked = getattr(find("triton.knobs:nvidia"), "ptxas_options", None)
     if gluon and not asked and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
         chosen["ptx_options"] = _ALLOCATOR
-    # every way to compile or to launch it ends there
+    # every compilation and launch calls `run`
     kernel.run = functools.partial(kernel.run, **chosen)
 
 
-def is_of_compiler(error: Exception) -> bool:
-    """Tell whether an error is what Triton's compiler says of a kernel."""
-    kind = find("triton.errors:TritonError")
-    # passes over a kernel's code fail with a plain RuntimeError
-    return (kind is not None and isinstance(error, kind)) or "PassManager::run failed" in str(error)
-
-
 def prepare() -> list[Callable[[], Any]]:
-    """The steps that Triton takes before a first kernel, each of which can be taken ahead, mostly outside Python."""
+    """Return Triton's work before a first kernel, which can be done ahead and mostly outside Python."""
     names = launching()
     first = [] if names is None else [lambda: names.driver.active]
     key = find("triton.runtime.cache:triton_key")
     return first if key is None else [*first, key]
 
 
-def side_by_side() -> Callable[..., Any] | None:
-    """`mode(pool, ignore_errors=True)`, inside of which kernels are compiled in a pool; None where Triton cannot."""
-    usable = launching() is not None and find("triton:FutureKernel") is not None
-    return find("triton:AsyncCompileMode") if usable else None
+def parallel_compilation() -> Callable[..., Any] | None:
+    """Return `mode(pool, ignore_errors=True)`, in which kernels are compiled in a pool; None if Triton cannot."""
+    return find("triton:AsyncCompileMode") if launching() is not None and find("triton:FutureKernel") else None
 
 
 def result(compiled: Any) -> Any:
-    """A compiled kernel; of one that is compiled side by side with others, once it is."""
+    """Return a compiled kernel; wait for one that is compiled in a pool."""
     future = find("triton:FutureKernel")
     return compiled.result() if future is not None and isinstance(compiled, future) else compiled
 
 
 def drop(kernel: Any, failed: Any) -> None:
-    """Let a kernel forget what did not compile beside others: else a launch would wait for that, and not try again."""
+    """Remove a failed parallel compilation from a kernel's cache, so that a launch compiles it again."""
     for compiled, *_ in kernel.device_caches.values():
         for key in [key for key, value in compiled.items() if value is failed]:
             del compiled[key]
 
 
 def kernels_of(kernel: Any) -> Iterable[Any]:
-    """All compiled forms of a kernel, in this process."""
+    """Yield all compiled forms of a kernel in this process."""
     for compiled, *_ in kernel.device_caches.values():
         yield from compiled.values()
 
 
 def can_drop(kernel: Any) -> bool:
-    """Tell whether `drop` can be asked for."""
+    """Tell whether `drop` is possible."""
     if hasattr(kernel, "device_caches"):
         return True
-    _lacking["triton.JITFunction.device_caches"] = _ONE_BY_ONE
+    _lacking["triton.JITFunction.device_caches"] = _SEQUENTIAL
     return False
 
 
 def argument_names(kernel: Any) -> list[str]:
-    """The names of a kernel's parameters, in order."""
+    """Return the names of a kernel's parameters, in order."""
     names = getattr(kernel, "arg_names", None)
-    # a kernel is a Python function inside
     return list(inspect.signature(kernel.fn).parameters if names is None else names)
 
 
-def compiled_in(kernel: Any) -> list[bool]:
-    """Which of a kernel's parameters are compiled in; all of them, where Triton does not say."""
+def constexprs(kernel: Any) -> list[bool]:
+    """Tell which of a kernel's parameters are constexprs; all of them if Triton does not tell."""
     params = getattr(kernel, "params", None)
-    if params is None:
-        return [True] * len(argument_names(kernel))
-    return [bool(x.is_constexpr) for x in params]
+    return [True] * len(argument_names(kernel)) if params is None else [bool(x.is_constexpr) for x in params]
 
 
 def unspecialised(kernel: Any, names: list[str]) -> Any:
-    """The kernel, compiled without regard to the values of these numbers; None where Triton cannot."""
+    """Return the kernel without specialisation of these integers; None if Triton cannot."""
     if getattr(kernel, "params", None) is None:
         return None
     made = type(kernel)(kernel.fn, do_not_specialize=names)
@@ -363,15 +350,15 @@ class Described(NamedTuple):
     """A compiled kernel as Triton describes it.
 
     Attributes:
-        name: its function's.
+        name: the name of its function.
         binary: machine code.
-        types: of its arguments.
-        backend: "cuda", or another.
-        warps: a program's.
+        types: types of its arguments.
+        backend: "cuda" or another.
+        warps: warps of a program.
         ctas: programs of a cluster.
         shared: bytes of shared memory.
-        early: whether it may begin before the launch ahead of it has ended.
-        more: whether a launch has to bring more than arguments.
+        pdl: whether it is launched with programmatic dependent launch.
+        more: whether a launch needs more than arguments, such as scratch memory.
     """
 
     name: str
@@ -381,15 +368,15 @@ class Described(NamedTuple):
     warps: int
     ctas: int
     shared: int
-    early: bool
+    pdl: bool
     more: bool
 
 
 def described(kernel: Any) -> Described | None:
-    """The facts of a compiled kernel that own launches need; None where Triton does not say them."""
+    """Return the properties of a compiled kernel that our own launches need; None if some are unknown."""
     try:
         x, types = kernel.metadata, list(kernel.src.signature.values())
-        # of these, not every version has the last two
+        # not every version has the last two
         more = x.global_scratch_size or x.profile_scratch_size
         more = more or any(getattr(x, name, 0) for name in ("instrumentation_mode", "launch_cooperative_grid"))
         sizes = x.target.backend, x.num_warps, x.num_ctas, x.shared
@@ -400,7 +387,7 @@ def described(kernel: Any) -> Described | None:
 
 
 def put_on_device(kernel: Described, device: int) -> tuple[int, int] | None:
-    """CUDA's handle of a kernel's function, and the most threads its programs may have; None where Triton cannot."""
+    """Return CUDA's handle of a kernel's function and its most threads a program; None if Triton cannot load it."""
     names = launching()
     if names is None:
         return None

@@ -1,4 +1,4 @@
-"""Work on a device that is recorded once and then repeated by a single launch: CUDA graphs, and the switch for them."""
+"""Capture and replay CUDA graphs, and the environment variable that disables them in decoding."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 
 from tokenmix_core.kernels.launch.flags import flag
 
-# records what a function does on the device without doing it; what is returned does it
+# captures the device work of a function without executing it; the returned function replays it
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
 
 _VARIABLE = "TOKENMIX_DECODING_GRAPH"
 
 
 def wanted() -> bool:
-    """Tell whether the environment leaves graphs on; a ValueError for what is neither 0 nor 1."""
-    return flag(_VARIABLE, True, "launch every kernel", "repeat recorded steps")
+    """Tell whether the environment permits graphs; raise a ValueError for a value other than 0 and 1."""
+    return flag(_VARIABLE, True, "launch every kernel", "replay captured steps")
 
 
 def capture_on(device: torch.device) -> Capture | None:
-    """The class that records work on a device; None where nothing can."""
+    """Return the function that captures work on a device; None if the device has no graphs."""
     return captures_cuda(device) if device.type == "cuda" else None
 
 
 def at_most_half_used(device: torch.device) -> bool:
-    """Tell whether as much memory again as was in use at most would fit."""
+    """Tell whether the device has free memory as large as the peak so far."""
     if device.type != "cuda":
         return True
     return 2 * torch.cuda.max_memory_allocated(device) <= torch.cuda.get_device_properties(device).total_memory
@@ -36,7 +36,7 @@ def at_most_half_used(device: torch.device) -> bool:
 
 @contextmanager
 def noting_waits(device: torch.device) -> Iterator[list[str]]:
-    """Note what makes the host wait for the device, as far as torch tells: no recording could hold it."""
+    """Collect the host's synchronisations with the device that torch reports: a graph cannot contain them."""
     waits: list[str] = []
     if device.type != "cuda":
         yield waits
@@ -58,7 +58,7 @@ def noting_waits(device: torch.device) -> Iterator[list[str]]:
 
 
 def captures_cuda(device: torch.device) -> Capture:
-    """A recorder of CUDA graphs, which share their memory for what is made and dropped inside of one."""
+    """Return a function that captures CUDA graphs, which share one memory pool for temporary tensors."""
     own: list[Any] = []
 
     def capture(work: Callable[[], object]) -> Callable[[], object]:
@@ -73,23 +73,23 @@ def captures_cuda(device: torch.device) -> Capture:
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     work()
             except BaseException:
-                # before 2.12 torch stays on the stream of a recording that failed
+                # before 2.12 torch stays on the stream of a failed capture
                 torch.cuda.set_stream(before)
-                _draw_again(device, drawn)
+                _restore_generator(device, drawn)
                 raise
             torch.cuda.set_stream(before)
-            # torch sets the random numbers' offset to 0 on that stream: not after the first repeat has set its own
+            # torch sets the generator's offset to 0 on that stream, which must precede the first replay's own
             before.wait_stream(stream)
         return graph.replay
 
     return capture
 
 
-def _draw_again(device: torch.device, drawn: torch.Tensor) -> None:
-    """Give the device's generator the state from before a recording that failed.
+def _restore_generator(device: torch.device, drawn: torch.Tensor) -> None:
+    """Restore the generator's state from before a failed capture.
 
-    torch before 2.12 leaves it as one that is being recorded, which refuses to draw. A generator in its place has
-    nothing to do with what was recorded before, which is not to be repeated any more.
+    torch before 2.12 leaves the generator in capture mode, in which it refuses to draw. It is then replaced by a new
+    one, and graphs captured before must not be replayed any more.
     """
     generator = torch.cuda.default_generators[torch.empty(0, device=device).device.index]
     try:

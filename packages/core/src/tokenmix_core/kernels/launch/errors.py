@@ -1,4 +1,4 @@
-"""Kernels in Gluon that a version of Triton does not compile, told apart from everything else that may go wrong."""
+"""The error of Gluon kernels that the installed Triton does not compile, distinct from all other errors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tokenmix_core.kernels.launch import compat
 
 
 class NotCompiled(RuntimeError):
-    """A kernel in Gluon that this version of Triton does not compile, or compiles to more than a device has room for.
+    """A Gluon kernel that the installed Triton does not compile, or that exceeds the device's resources.
 
     Attributes:
-        module: the name of the module that the kernel is defined in.
+        module: the name of the kernel's module.
     """
 
     def __init__(self, message: str, module: str) -> None:
@@ -23,17 +23,23 @@ class NotCompiled(RuntimeError):
 
 @contextmanager
 def compiling(kernel: Any) -> Iterator[None]:
-    """Raise what Triton's compiler says of a kernel in Gluon as `NotCompiled`; other errors, and other kernels', pass.
+    """Raise compiler errors of a Gluon kernel as `NotCompiled`; other errors, and those of other kernels, pass.
 
-    Gluon is experimental, and versions of Triton differ in it: callers have portable kernels to take instead. Neither
-    memory that has run out nor an error of the device is a reason to do so.
+    Gluon is experimental and differs between versions of Triton, so callers fall back to portable kernels. Exhausted
+    memory and errors of the device are no reason to do so.
     """
     try:
         yield
     except Exception as error:
-        if not (kernel.is_gluon() and compat.is_of_compiler(error)):
+        if not (kernel.is_gluon() and _from_compiler(error)):
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        # a compiler's message begins with the source it points at and ends with what is wrong
+        # a compiler's message begins with the source line and ends with the error
         message = f"{kernel.__name__} does not compile: {lines[-1] if lines else type(error).__name__}"
         raise NotCompiled(message, kernel.__module__) from error
+
+
+def _from_compiler(error: Exception) -> bool:
+    cls = compat.find("triton.errors:TritonError")
+    # compiler passes fail with a plain RuntimeError
+    return (cls is not None and isinstance(error, cls)) or "PassManager::run failed" in str(error)

@@ -1,4 +1,4 @@
-"""Tell whether calls are recorded: the switch that users have."""
+"""The switch of the launch cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _VARIABLE = "TOKENMIX_RECORD"
 
 
 def flag(variable: str, default: bool, off: str, on: str) -> bool:
-    """The value of an environment variable; a ValueError for what is neither 0 nor 1, with what these mean."""
+    """Return the value of an environment variable; raise a ValueError for a value other than 0 (`off`) and 1 (`on`)."""
     value = os.environ.get(variable, str(int(default)))
     if value not in ("0", "1"):
         raise ValueError(f"{variable} must be 0 ({off}) or 1 ({on}), got {value!r}")
@@ -18,21 +18,21 @@ def flag(variable: str, default: bool, off: str, on: str) -> bool:
 
 
 def wanted() -> bool:
-    """Tell whether the environment leaves recording on; a ValueError for what is neither 0 nor 1."""
-    return flag(_VARIABLE, True, "run every call", "replay recorded calls")
+    """Tell whether the environment permits the cache; raise a ValueError for a value other than 0 and 1."""
+    return flag(_VARIABLE, True, "run every call", "replay cached calls")
 
 
-# read with every call
+# read by every call
 on = wanted()
 
 
 @contextmanager
-def recording(enabled: bool) -> Iterator[None]:
-    """Record and replay calls inside the block, or run every one of them; results are the same.
+def caching(enabled: bool) -> Iterator[None]:
+    """Enable or disable the launch cache inside the block; results are equal.
 
-    For the whole process, backward passes included, whichever thread they run in. Runs cost host time alone: some tens
-    to hundreds of microseconds a call. The environment variable `TOKENMIX_RECORD=0` says so from the start. What was
-    recorded before the block is there after it.
+    The switch holds for the whole process and all its threads, backward passes included. Without the cache a call has
+    tens to hundreds of microseconds more CPU overhead. The environment variable `TOKENMIX_RECORD=0` disables the cache
+    from the start. Calls cached before the block are cached after it.
     """
     global on
     before, on = on, enabled

@@ -1,10 +1,10 @@
-"""Choose the compiled form of a kernel: one for a call's numbers, or one for all lengths.
+"""Select the compiled form of a kernel: specialised for a call's integers, or general for all lengths.
 
-Triton compiles a kernel again if an integer argument becomes 1 or a multiple of 16. With lengths that vary, each of a
-kernel's counts (tokens, tiles, documents) is such a multiple now and then, and every combination of them would be
-compiled, which takes seconds. So the first call is compiled for its numbers; for later calls whose numbers combine
-otherwise, those arguments that were seen to vary are left unspecialised, in one form that serves all their values. A
-call that is replayed often gets a form of its own (`specialised`).
+Triton compiles a kernel again if an integer argument becomes 1 or a multiple of 16. If lengths vary, each of a kernel's
+counts (tokens, tiles, documents) is occasionally such a multiple, and every combination would be compiled, which takes
+seconds. So the first call is compiled for its integers. For later calls with another combination, the arguments that
+have varied are not specialised, in one form for all their values. A call that is replayed often gets a form of its own
+(`specialised`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tokenmix_core.kernels.launch import compat
 
-# kinds of calls of a kernel whose first numbers are remembered; beyond that many the first are forgotten
-_REMEMBERED = 1024
+# most signatures of a kernel whose first integers are kept; the oldest is dropped
+_MAX_SIGNATURES = 1024
 
 
 class _Specialised(threading.local):
@@ -31,7 +31,7 @@ _specialised = _Specialised()
 
 @contextmanager
 def specialised() -> Iterator[None]:
-    """Within it, launches of this thread are compiled for their own numbers."""
+    """Compile launches of this thread for their own integers inside the block."""
     before, _specialised.on = _specialised.on, True
     try:
         yield
@@ -40,7 +40,7 @@ def specialised() -> Iterator[None]:
 
 
 def asked() -> bool:
-    """Tell whether this thread is within `specialised`."""
+    """Tell whether this thread is inside `specialised`."""
     return _specialised.on
 
 
@@ -50,53 +50,53 @@ class Forms:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self._names = compat.argument_names(kernel)
-        # which arguments are compiled in
-        self._constant = compat.compiled_in(kernel)
-        # by kind of call but for numbers, the numbers of the first such call by place, and places where they varied
+        # which parameters are constexprs
+        self._constant = compat.constexprs(kernel)
+        # by signature without integers: the first call's integers by index, and the indices that have varied
         self._first: dict[tuple, tuple[dict[int, int], set[int]]] = {}
-        # by places, the kernel with these left unspecialised
+        # by indices, the kernel without specialisation of these
         self._general: dict[frozenset[int], Any] = {}
 
     def key(self, device: int, args: tuple, options: dict) -> tuple:
-        """What Triton compiles a kernel for: the device, arguments by kind or, if compiled in, value, and options."""
+        """Return the key of a compiled kernel: device, kinds of arguments, values of constexprs, options."""
         kinds: list[Any] = [device]
         for x, constant in zip(args, self._constant, strict=True):
             kinds.append(x if constant and not isinstance(x, Tensor) else kind(x))
         return (*kinds, *options.items())
 
     def general(self, key: tuple, args: tuple) -> tuple[tuple, Any] | None:
-        """The key and the kernel for all values of the numbers that vary; None for the first call of its kind."""
-        numbers = {
+        """Return key and kernel for all values of the integers that vary; None for the first call of its signature."""
+        integers = {
             i: x for i, (x, c) in enumerate(zip(args, self._constant, strict=True)) if x.__class__ is int and not c
         }
-        alike = tuple(None if i - 1 in numbers else x for i, x in enumerate(key))
+        alike = tuple(None if i - 1 in integers else x for i, x in enumerate(key))
         found = self._first.get(alike)
         if found is None:
-            if len(self._first) >= _REMEMBERED:
+            if len(self._first) >= _MAX_SIGNATURES:
                 del self._first[next(iter(self._first))]
-            self._first[alike] = numbers, set()
+            self._first[alike] = integers, set()
             return None
         first, varying = found
-        # strides that stay multiples of 16 remain known as such: copies may need it
-        varying.update(i for i, x in numbers.items() if (y := first.get(i, 1)) != x and (x | y) & 15)
+        # strides that stay multiples of 16 remain specialised: async copies may need it
+        varying.update(i for i, x in integers.items() if (y := first.get(i, 1)) != x and (x | y) & 15)
         if not varying:
             return None
-        places = frozenset(varying)
-        if places not in self._general:
-            names = [self._names[i] for i in sorted(places)]
-            self._general[places] = compat.unspecialised(self.kernel, names)
-        kernel = self._general[places]
+        indices = frozenset(varying)
+        if indices not in self._general:
+            names = [self._names[i] for i in sorted(indices)]
+            self._general[indices] = compat.unspecialised(self.kernel, names)
+        kernel = self._general[indices]
         if kernel is None:
             return None
         return ("any", *(_width(args[i - 1]) if i - 1 in varying else x for i, x in enumerate(key))), kernel
 
     def refuse(self, kernel: Any) -> None:
-        """Compile no more calls by this kernel, which does not compile."""
-        self._general |= {places: None for places, known in self._general.items() if known is kernel}
+        """Stop using a general kernel that does not compile."""
+        self._general |= {indices: None for indices, known in self._general.items() if known is kernel}
 
 
 def kind(x: Any) -> Any:
-    """What Triton distinguishes an argument by: dtype and alignment, or 1, divisibility by 16, and size of a number."""
+    """Return an argument's kind for Triton: dtype and alignment, or an integer's divisibility and width."""
     cls = x.__class__
     if cls is int:
         found = 1 if x == 1 else 2 if x & 15 else 16
@@ -109,7 +109,7 @@ def kind(x: Any) -> Any:
 
 
 def _width(x: Any) -> Any:
-    """The size of a number in Triton; the kind of what is none."""
+    """Return an integer's type in Triton; the kind of other arguments."""
     if x.__class__ is not int:
         return kind(x)
     return "i32" if -0x80000000 <= x <= 0x7FFFFFFF else "i64" if x < 1 << 63 else "u64"

@@ -1,4 +1,4 @@
-"""Launches without Triton's own search for the compiled kernel, which costs more host time than the launch itself."""
+"""Launch kernels without Triton's own lookup of the compiled kernel, which takes longer than the launch itself."""
 
 from __future__ import annotations
 
@@ -19,37 +19,36 @@ from tokenmix_core.kernels.launch.cache.driver import Loaded, launch, loaded, pa
 from tokenmix_core.kernels.launch.errors import compiling
 from tokenmix_core.kernels.launch.pdl import PDL
 
-# a kernel, its grid, arguments in the order of its parameters, and options of the launch
+# a kernel, its grid, its arguments in order, and options of the launch
 Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
 
-# with the parameter goes an option of the launch
-_BEGINS_EARLY, _WAITS_ITS_TURN = {PDL: True, "launch_pdl": True}, {PDL: False}
-# compiled forms remembered by a kernel; beyond that many the first are forgotten
-_REMEMBERED = 1024
+# the parameter requires an option of the launch
+_WITH_PDL, _WITHOUT_PDL = {PDL: True, "launch_pdl": True}, {PDL: False}
+# most compiled forms kept for a kernel; the oldest is dropped
+_MAX_FORMS = 1024
 
 
 def cached_launch(kernel):
-    """A decorator above `triton.jit`: the kernel is launched as before, but faster from the second time on.
+    """Decorate a `triton.jit` kernel so that launches after the first one have less CPU overhead.
 
-    Triton compiles a kernel anew for other dtypes, for other alignments of pointers, for other divisibilities of
-    numbers, and inspects every argument at every launch to find the right one. Here what it distinguishes by is the
-    key (`forms.py`), so that a call with other numbers, such as a length that never was, is one look-up, too. All
-    parameters must be given at each launch, in order or by name, which makes no difference. The interpreter's kernels
-    stay as they are.
+    Triton compiles a kernel again for other dtypes, alignments of pointers and divisibilities of integers, and inspects
+    every argument at every launch. Here these properties form a key (`forms.py`), so that a launch, also one with new
+    lengths, is one lookup. All parameters must be given at each launch, in order or by name. Kernels of the interpreter
+    are not changed.
     """
     if not isinstance(kernel, triton.JITFunction):
         return kernel
     if torch.cuda.is_initialized():
-        _begun()
+        _prepared()
     compat.choose_compiler_options(kernel)
     return _Launcher(kernel)
 
 
 @functools.cache
-def _begun() -> list[Future]:
-    """Do what comes once before a first kernel, mostly outside Python, so that other modules are imported meanwhile.
+def _prepared() -> list[Future]:
+    """Start the work that precedes the first kernel, mostly outside Python, while other modules are imported.
 
-    A compiler in C makes what Triton asks the driver by, and what launches; Triton's own compiler is hashed.
+    It compiles Triton's driver module and the launcher in C, and hashes Triton's compiler.
     """
     pool = ThreadPoolExecutor(3)
     begun = [pool.submit(x) for x in (*compat.prepare(), launch)]
@@ -59,9 +58,9 @@ def _begun() -> list[Future]:
 
 @contextmanager
 def compiled_together() -> Iterator[Callable]:
-    """Gives `launch(kernel, grid, *args, **options)`, which launches in turn, at the end of the block.
+    """Yield `launch(kernel, grid, *args, **options)`, which postpones launches to the end of the block.
 
-    By then all kernels are known, so that the new ones are compiled side by side.
+    All kernels are known by then, so that new ones are compiled in parallel.
     """
     launches: list[Launch] = []
 
@@ -75,16 +74,15 @@ def compiled_together() -> Iterator[Callable]:
 
 
 def launch_together(launches: list[Launch], foreseen: Sequence[Launch] = ()) -> None:
-    """Launch in turn, after making those kernels of `cached_launch` that are new side by side, where Triton can.
+    """Launch in order, after compiling the new kernels, and those of `foreseen` launches, in parallel if Triton can.
 
-    That takes seconds a kernel, mostly outside Python: first they are compiled, then put on the device. So are those of
-    launches that are `foreseen`.
+    Compiling takes seconds a kernel, mostly outside Python.
     """
     new = [] if _taker.take is not None else [x for x in (*launches, *foreseen) if _is_new(*x)]
-    together = compat.side_by_side()
+    together = compat.parallel_compilation()
     if len(new) > 1 and together is not None and all(compat.can_drop(kernel.fn) for kernel, *_ in new):
         device = current_device()
-        wait(_begun())
+        wait(_prepared())
         with ThreadPoolExecutor(len(new)) as pool:
             with together(pool, ignore_errors=True):
                 chosen = [kernel.form(args, options)[1] for kernel, _, args, options in new]
@@ -97,7 +95,7 @@ def launch_together(launches: list[Launch], foreseen: Sequence[Launch] = ()) -> 
             if load.exception() is None:
                 launcher.keep(load.result(), args, options)
             else:
-                # that happens once in thousands: the launch compiles it by itself, or says why not
+                # once in thousands of times: the launch compiles it alone, or raises the error
                 compat.drop(form, compiled)
     for kernel, grid, args, options in launches:
         kernel[grid](*args, **options)
@@ -108,8 +106,8 @@ def _is_new(kernel: Any, _grid: tuple, args: tuple, options: dict) -> bool:
 
 
 def _load(kernel: Any, device: int) -> Loaded | None:
-    """Put what was compiled on a device."""
-    # a thread begins on the first device
+    """Load a compiled kernel on a device."""
+    # a new thread uses the first device
     with torch.cuda.device(device):
         return loaded(compat.result(kernel), device)
 
@@ -123,7 +121,7 @@ _taker = _Taker()
 
 @contextmanager
 def taken(take: Callable[[Launch], None] | None) -> Iterator[None]:
-    """Launches of this thread by `cached_launch` are handed to `take` instead; None: they are made."""
+    """Hand launches of this thread by `cached_launch` to `take` inside the block; None makes them."""
     before, _taker.take = _taker.take, take
     try:
         yield
@@ -132,16 +130,16 @@ def taken(take: Callable[[Launch], None] | None) -> Iterator[None]:
 
 
 current_device, current_stream = compat.current_device, compat.current_stream
-# whether something, such as a profiler, wants to be told of launches by Triton itself
+# whether a hook, such as a profiler's, observes launches by Triton
 observed = compat.observing()
 
 
 def replays_on(device: int) -> int | None:
-    """The stream of launches of this thread, if they are made on a device, and nobody has to see each of them.
+    """Return this thread's stream if its launches may be replayed on a device; None otherwise.
 
-    Launches that may begin early are others than those that were recorded.
+    They may not if a hook observes them, or if PDL is enabled, since captured launches do not use it.
     """
-    seen = not flags.on or _taker.take or observed() or pdl.asked.on
+    seen = not flags.on or _taker.take or observed() or pdl.enabled.on
     return None if seen or current_device() != device else current_stream(device)
 
 
@@ -149,28 +147,28 @@ class _Launcher:
     def __init__(self, kernel: triton.JITFunction) -> None:
         self.fn = kernel
         self.__doc__ = kernel.__doc__
-        # by how many arguments are given in order and which by name: what puts the latter in order, and other names
+        # by number of positional arguments and names of others: the function that orders the latter, other options
         self._orders: dict[tuple, tuple[Callable | None, tuple[str, ...]]] = {}
-        # by what a kernel is compiled for, the form that is launched, None where only Triton can, and whether it is one
-        # for all lengths
+        # by key, the loaded kernel, None if only Triton can launch it, and whether it is a general form
         self._loaded: dict[tuple, tuple[Loaded | None, bool]] = {}
         self._forms = forms.Forms(kernel)
-        # of a kernel that supports programmatic dependent launch, how many arguments leave out PDL
+        # the number of parameters before PDL, if the kernel has it
         names = compat.argument_names(kernel)
         if PDL in names[:-1]:
             raise TypeError(f"{names[-1]} follows {PDL}, which must be the last parameter")
-        self._without_early = len(names) - 1 if PDL in names else -1
+        self._without_pdl = len(names) - 1 if PDL in names else -1
 
     def __getitem__(self, grid: tuple[int, ...]):
         return lambda *args, **options: self._launch(grid, *self.in_order(args, options))
 
     def in_order(self, args: tuple, options: dict) -> tuple[tuple, dict]:
-        """All arguments in the order of the kernel's parameters, and options of the launch.
+        """Return all arguments, PDL included, in the order of the kernel's parameters, and options of the launch.
 
-        A missing argument is a TypeError, and so is one that is given twice. PDL is given here.
+        Raises:
+            TypeError: an argument is missing or given twice.
         """
-        if len(args) <= self._without_early and PDL not in options:
-            options = {**options, **(_BEGINS_EARLY if pdl.asked.on else _WAITS_ITS_TURN)}
+        if len(args) <= self._without_pdl and PDL not in options:
+            options = {**options, **(_WITH_PDL if pdl.enabled.on else _WITHOUT_PDL)}
         kind = len(args), *options
         found = self._orders.get(kind)
         if found is None:
@@ -190,37 +188,37 @@ class _Launcher:
         if given == len(names):
             return None, ()
         wanted = names[given:]
-        # of one name an itemgetter makes no tuple
+        # an itemgetter of one name returns no tuple
         named = operator.itemgetter(*wanted) if len(wanted) > 1 else lambda options: (options[wanted[0]],)
         return named, tuple(name for name in options if name not in wanted)
 
     def form(self, args: tuple, options: dict) -> tuple[tuple, Any]:
-        """The key and the kernel to compile for such a call."""
+        """Return the key and the kernel to compile for a call."""
         key = self._forms.key(current_device(), args, options)
         if key in self._loaded and not (forms.asked() and self._loaded[key][1]):
             return key, self.fn
         return (None if forms.asked() else self._forms.general(key, args)) or (key, self.fn)
 
     def knows(self, args: tuple, options: dict) -> bool:
-        """Tell whether a kernel for such a call was kept."""
+        """Tell whether a kernel for such a call is loaded."""
         key = self.form(args, options)[0]
         return key in self._loaded and not (forms.asked() and self._loaded[key][1])
 
     def keep(self, kernel: Loaded | None, args: tuple, options: dict) -> None:
-        """Launch such calls by this kernel."""
+        """Use this kernel for such calls."""
         key = self.form(args, options)[0]
         exact = self._forms.key(current_device(), args, options)
-        # the next call with these numbers finds it at once
+        # the next call with these integers finds it at once
         for found in (key, exact):
             self._loaded[found] = kernel, key != exact
-        while len(self._loaded) > _REMEMBERED:
+        while len(self._loaded) > _MAX_FORMS:
             del self._loaded[next(iter(self._loaded))]
-        compat.say_what_is_missing()
+        compat.warn_of_missing()
 
     def packing(self, grid: tuple[int, ...], args: tuple, options: dict) -> Callable[[dict], bytes] | None:
-        """`pack(places)` of a call whose kernel was kept, for `driver.launch`; None where only Triton can launch it.
+        """Return `pack(pointers)` of a call whose kernel is loaded for `driver.launch`; None if Triton must launch it.
 
-        `pack.general` tells whether the kernel is the form for all lengths.
+        `pack.general` tells whether the kernel is a general form.
         """
         kernel, general = self._loaded[self._forms.key(current_device(), args, options)]
         if kernel is None:
@@ -248,14 +246,14 @@ class _Launcher:
             start(words, current_stream(key[0]))
 
     def _compile(self, grid: tuple[int, ...], args: tuple, options: dict) -> Loaded | None:
-        """Find, or compile, and keep the kernel of calls like this; None where only Triton can launch it."""
+        """Find or compile the kernel of such calls and keep it; return None if only Triton can launch it."""
         key, form = self.form(args, options)
         if self.knows(args, options):
             kernel = self._loaded[key][0]
         elif compat.launching() is None:
             kernel = None
         else:
-            wait(_begun())
+            wait(_prepared())
             kernel = self._compiled(form, grid, args, options)
         self.keep(kernel, args, options)
         return kernel
@@ -264,7 +262,7 @@ class _Launcher:
         if form is not self.fn:
             try:
                 return _load(form.warmup(*args, grid=grid, **options), current_device())
-            # a kernel may need to know more of its numbers: the one for these says by itself if it does not compile
+            # a kernel may require specialised integers; the specialised form raises its own error if it fails
             except Exception:
                 self._forms.refuse(form)
         with compiling(self.fn):

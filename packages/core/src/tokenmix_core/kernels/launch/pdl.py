@@ -1,9 +1,11 @@
-"""Launches that may begin while the one ahead of them ends: asked for around steps that are recorded and repeated."""
+"""Programmatic dependent launch (PDL): a kernel may start while the one before it ends; used in captured steps."""
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,42 +16,44 @@ from tokenmix_core.kernels.launch.flags import flag
 
 # the last parameter of kernels that support programmatic dependent launch
 PDL = "PDL"
-_VARIABLE = "TOKENMIX_EARLY_LAUNCHES"
+_VARIABLE, _OLD_VARIABLE = "TOKENMIX_PDL", "TOKENMIX_EARLY_LAUNCHES"
 # CUDA 12.3
 _LEAST_DRIVER = 12_030
 
 
-class _Asked(threading.local):
+class _Enabled(threading.local):
     on = False
 
 
-asked = _Asked()
+enabled = _Enabled()
 
 
 def wanted() -> bool:
-    """Tell whether the environment leaves early launches on; a ValueError for what is neither 0 nor 1."""
-    return flag(_VARIABLE, True, "begin every launch after the one ahead of it", "begin where there is room")
+    """Tell whether the environment permits PDL; raise a ValueError for a value other than 0 and 1."""
+    if _OLD_VARIABLE in os.environ:
+        warnings.warn(f"{_OLD_VARIABLE} is now called {_VARIABLE}", FutureWarning, stacklevel=2)
+    variable = _OLD_VARIABLE if _OLD_VARIABLE in os.environ else _VARIABLE
+    return flag(variable, True, "launch every kernel after the one before it", "let kernels start early")
 
 
 @contextmanager
-def beginning_early(device: torch.device) -> Iterator[None]:
-    """Let kernels that know how to wait begin early, in launches of this thread: those with the parameter `PDL`.
+def pdl_launches(device: torch.device) -> Iterator[None]:
+    """Launch kernels with the parameter `PDL` by programmatic dependent launch, in this thread, inside the block.
 
-    What such a kernel reads before it waits must not have been written by an earlier launch of the block, nor by the
-    last one before it: the weights of a model, and a state that this kernel alone writes, once a step. So a block is
-    one step, and a kernel that begins in turn comes first. On GPUs before Hopper, with drivers before CUDA 12.3 and on
-    other devices nothing changes.
+    Before `gdc_wait` a kernel may read only data that no earlier kernel of the block, nor the one before it, writes:
+    weights, and state that only this kernel updates. One block is one decoding step; its first kernel reads nothing
+    before waiting. Nothing changes on GPUs before Hopper, with drivers before CUDA 12.3 and on other devices.
     """
-    before, asked.on = asked.on, wanted() and device.type == "cuda" and _can(device.index)
+    before, enabled.on = enabled.on, wanted() and device.type == "cuda" and _can(device.index)
     try:
         yield
     finally:
-        asked.on = before
+        enabled.on = before
 
 
 @functools.cache
 def _can(index: int | None) -> bool:
     if torch.version.hip is not None or torch.cuda.get_device_capability(index) < (9, 0):
         return False
-    # older drivers do not record such launches
+    # older drivers cannot capture such launches
     return driver.version() >= _LEAST_DRIVER

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.chunking import num_sequences
-from tokenmix_core.kernels.launch.cache.replay import Replayed, is_plain
+from tokenmix_core.kernels.launch.cache.capture import is_plain
+from tokenmix_core.kernels.launch.cache.replay import Replayed
 from tokenmix_core.ops.autograd import cached_op, differentiable, direct_when_eager, of_fields, retried
 from tokenmix_core.ops.decode_tiles import gluon_step_tile
 from tokenmix_core.ops.gated_delta_rule import tuning

@@ -10,7 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.kernels.launch import compat
-from tokenmix_core.kernels.launch.cache.replay import Checked, is_plain
+from tokenmix_core.kernels.launch.cache.capture import is_plain
+from tokenmix_core.kernels.launch.cache.replay import Checked
 from tokenmix_core.ops.checks import (
     bind_shapes,
     check_cu_seqlens,

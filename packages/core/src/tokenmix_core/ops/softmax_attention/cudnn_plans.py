@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tokenmix_core.kernels.launch.cache.replay import is_plain, keep_last
+from tokenmix_core.kernels.launch.cache.admission import keep_last
+from tokenmix_core.kernels.launch.cache.capture import is_plain
 from tokenmix_core.ops.softmax_attention.backends import OURS, limit
 from tokenmix_core.ops.softmax_attention.types import Mask, call_of
 

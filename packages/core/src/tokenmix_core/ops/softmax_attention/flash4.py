@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import Tensor
 
-from tokenmix_core.kernels.launch.cache.replay import launches_unseen
+from tokenmix_core.kernels.launch.cache.capture import launches_unseen
 from tokenmix_core.ops.softmax_attention.flash import boundaries, readable, window_sides
 from tokenmix_core.ops.softmax_attention.types import Mask
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import tuning as device_tuning
-from tokenmix_core.kernels.launch.cache.replay import is_real
+from tokenmix_core.kernels.launch.cache.capture import is_real
 from tokenmix_core.ops.dispatch import HALF, GluonForm
 from tokenmix_core.ops.softmax_attention import tuning
 from tokenmix_core.ops.softmax_attention.backends import on_hopper

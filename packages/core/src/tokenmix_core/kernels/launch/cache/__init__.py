@@ -1,1 +1,9 @@
-"""The launch cache: calls whose signature returns are captured once, then replayed."""
+"""The launch cache: the CPU work between a call and its kernel launches is done once per signature.
+
+Sizes, tiles, strides and buffers follow from the arguments' shapes, and computing them in Python takes longer than the
+launches. So a call is captured (`capture`): the buffers that it allocates and the kernels that it launches on them.
+Later calls with its signature are replayed (`replay`) by generated code (`codegen`) that does nothing else.
+
+A capture takes longer than a run, and lengths may never recur. So a call is captured after its signature has occurred
+before, more often if captured calls are not replayed (`admission`), and the number of cached calls is bounded.
+"""

@@ -1,4 +1,4 @@
-"""A recorded call as Python: what a replay does, written out step by step, without loops over what never changes."""
+"""Generate Python code that replays a captured call, and code that compares arguments with a signature."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels.launch import compat
 
-# buffers that nobody sees are parts of one where they are smaller together: more would be held longer than needed
-_TOGETHER = 4 << 20
+# buffers used only by kernels share one allocation up to this size: a larger one would hold memory for too long
+_MAX_SHARED_BYTES = 4 << 20
 
 
 class Step(NamedTuple):
     """A launch, or an operation of torch.
 
     Attributes:
-        buffers: what is made before it: slot, size, stride, dtype.
-        call: an operation's `call(*args)`, or what packs a launch for `driver.launch`, `pack(places)`.
-        launch: which of the two it is.
+        buffers: the allocations before it: slot, size, stride, dtype.
+        call: an operation's `call(*args)`, or `pack(pointers)` of a launch, see `driver.packed`.
+        launch: whether it is a launch.
         args: an operation's arguments.
-        places: which arguments are addresses, `(place, slot, bytes from there)`, or tensors, `(place, slot, view)`.
-        result: the slot of what an operation makes, None where it makes nothing.
+        operands: a launch's addresses, `(index, slot, byte offset)`, or an operation's tensors, `(index, slot, view)`.
+        result: the slot of an operation's result, None if it allocates nothing.
     """
 
     buffers: list[tuple]
     call: Callable
     launch: bool
     args: list
-    places: list[tuple]
+    operands: list[tuple]
     result: int | None
 
 
 def compiled(
     steps: list[Step], tensors: int, outputs: list[tuple | None], make: Callable, launch: Callable
 ) -> Callable:
-    """`call(stream, tensors, pointers)`: the steps on inputs, whose slots come first, and what `make` makes of outputs.
+    """Return `call(stream, tensors, pointers)`, which makes the steps and returns `make(outputs)`.
 
-    Tensors are `x0, x1, …` by slot and their addresses `p0, p1, …`; what else is needed are constants `c0, c1, …`.
+    In the code tensors are `x0, x1, …` by slot, inputs first, their addresses `p0, p1, …` and constants `c0, c1, …`.
     """
     names: dict[str, Any] = {"empty": compat.empty, "make": make, "launch": launch}
 
@@ -55,13 +55,13 @@ def compiled(
         return f"x{slot}" if view is None else f"x{slot}.as_strided(*{constant(view)})"
 
     kept = {x[0] for x in outputs if x is not None}
-    parts, room = _together(steps, kept)
+    parts, size = _shared(steps, kept)
     last = {slot: step for step in steps for slot in _slots(step)}
     inputs = ", ".join(f"x{i}" for i in range(tensors)), ", ".join(f"p{i}" for i in range(tensors))
     lines = [f"[{inputs[0]}] = tensors", f"[{inputs[1]}] = pointers"]
     if parts:
-        lines += [f"whole = empty({constant((room,))}, (1,), {constant(torch.uint8)})", "start = whole.data_ptr()"]
-    # launches that wait for others, to be made by one call, and buffers that are free after them
+        lines += [f"whole = empty({constant((size,))}, (1,), {constant(torch.uint8)})", "start = whole.data_ptr()"]
+    # launches that will be made by one call, and buffers that are free after them
     waiting: list[Step] = []
     free: list[int] = []
 
@@ -75,7 +75,7 @@ def compiled(
 
     for step in steps:
         made = [x for x in step.buffers if (x[0] in last or x[0] in kept) and x[0] not in parts]
-        # what is free is used again
+        # free buffers are reused
         if (made and free) or not step.launch:
             launch_waiting()
         for slot, *layout in made:
@@ -84,8 +84,8 @@ def compiled(
             waiting.append(step)
         else:
             args = [*map(constant, step.args)]
-            for place, slot, view in step.places:
-                args[place] = viewed(slot, view)
+            for i, slot, view in step.operands:
+                args[i] = viewed(slot, view)
             call = f"{constant(step.call)}({', '.join(args)})"
             lines.append(call if step.result is None else f"x{step.result} = {call}")
             if step.result is not None:
@@ -98,30 +98,30 @@ def compiled(
 
 
 def _packed(launches: list[Step], parts: dict[int, int]) -> tuple[bytes, list[str]]:
-    """Launches for `driver.launch`, and the names of the addresses that follow the stream."""
+    """Return launches for `driver.launch`, and the names of the addresses that follow the stream."""
     names: dict[str, int] = {}
     packed = []
     for step in launches:
-        places = {}
-        for place, slot, offset in step.places:
+        pointers = {}
+        for i, slot, offset in step.operands:
             name = "start" if slot in parts else f"p{slot}"
-            places[place] = names.setdefault(name, len(names) + 1), offset + parts.get(slot, 0)
-        packed.append(step.call(places))
+            pointers[i] = names.setdefault(name, len(names) + 1), offset + parts.get(slot, 0)
+        packed.append(step.call(pointers))
     return b"".join(packed), list(names)
 
 
 def matching(
     call: Callable, inputs: Sequence, device: int, launching: Any, matches: list[int], most: int | None = None
 ) -> Callable | None:
-    """`match(*inputs)`: `call` with its arguments, for inputs that look like these; None for others, which may too.
+    """Return `match(*inputs)`: `call` and its arguments for inputs of this signature; None for others.
 
-    None where that cannot be found out faster than by their kind. Matches are counted in `matches[0]`, and
-    end with `most` of them.
+    Returns None if no comparison is faster than a lookup by signature. Matches are counted in `matches[0]` and end
+    after `most` of them.
     """
     tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, Tensor)}
     if compat.Guards is None or any(x.data_ptr() % 16 for x in tensors.values()):
         return None
-    given, places = (", ".join(f"{letter}{i}" for i in tensors) for letter in "xp")
+    given, pointers = (", ".join(f"{letter}{i}" for i in tensors) for letter in "xp")
     ended = "" if most is None else f" or matches[0] >= {most}"
     lines = [
         *(f"p{i} = x{i}.data_ptr()" for i in tensors),
@@ -129,23 +129,23 @@ def matching(
         "if stream is None:",
         "    return None",
         "matches[0] += 1",
-        f"return call, stream, ({given},), ({places},)",
+        f"return call, stream, ({given},), ({pointers},)",
     ]
     return _guarded("match", inputs, lines, {"call": call, "launching": launching, "matches": matches})
 
 
 def alike(inputs: Sequence, matches: list[int]) -> Callable:
-    """`looks(*inputs)`: whether as many others look like these, addresses apart; else None or False.
+    """Return `same(*inputs)`: true if as many inputs have the signature of these, addresses apart.
 
     Matches are counted in `matches[0]`.
     """
     if compat.Guards is None:
         return lambda *others: False
-    return _guarded("looks", inputs, ["matches[0] += 1", "return True"], {"matches": matches})
+    return _guarded("alike", inputs, ["matches[0] += 1", "return True"], {"matches": matches})
 
 
 def _guarded(name: str, inputs: Sequence, lines: list[str], names: dict[str, Any]) -> Callable:
-    """A function of inputs that look like these, and None of others."""
+    """Return a function that runs `lines` if its inputs have the signature of these, and returns None otherwise."""
     different = []
     for i, x in enumerate(inputs):
         if x is None:
@@ -163,14 +163,14 @@ def _guarded(name: str, inputs: Sequence, lines: list[str], names: dict[str, Any
 
 
 def renew(guarded: Callable, inputs: Sequence) -> None:
-    """Expect tensors like these too, which differ otherwise from the last: with gradients, or under autocast."""
+    """Also accept tensors like these, whose dispatch differs from the last: with gradients, or under autocast."""
     names = guarded.__globals__
     names["also"] = names.get("same", lambda *tensors: False)
     names["same"] = _same([x for x in inputs if isinstance(x, Tensor)])
 
 
 def _same(tensors: Sequence[Tensor]) -> Callable:
-    """`same(*tensors)`: whether others have the type, dtype, device, sizes, strides and dispatch of these."""
+    """Return `same(*tensors)`: whether tensors have the type, dtype, device, sizes, strides and dispatch of these."""
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     return compat.Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
@@ -182,28 +182,28 @@ def _function(head: str, lines: Sequence[str], names: dict[str, Any]) -> Callabl
 
 @functools.lru_cache(256)
 def _code(text: str) -> CodeType:
-    # calls that differ in sizes alone have the same text
+    # calls that differ only in sizes have equal text
     return compile(text, "<replayed call>", "exec")
 
 
 def _slots(step: Step) -> list[int]:
-    """The tensors that a step uses or makes."""
-    return [slot for _, slot, _ in step.places] + ([] if step.result is None else [step.result])
+    """Return the slots that a step reads or allocates."""
+    return [slot for _, slot, _ in step.operands] + ([] if step.result is None else [step.result])
 
 
-def _together(steps: list[Step], kept: set[int]) -> tuple[dict[int, int], int]:
-    """Where in one buffer those begin that only launches see, and its size; nothing where that is too much."""
+def _shared(steps: list[Step], kept: set[int]) -> tuple[dict[int, int], int]:
+    """Pack buffers used only by kernels into one allocation; return offsets and size, or nothing if it is too large."""
     seen = {slot for step in steps if not step.launch for slot in _slots(step)} | kept
     used = {slot for step in steps for slot in _slots(step)}
-    parts, room = {}, 0
-    for slot, size, stride, dtype in (x for step in steps for x in step.buffers):
+    parts, size = {}, 0
+    for slot, shape, stride, dtype in (x for step in steps for x in step.buffers):
         if slot in used and slot not in seen:
-            parts[slot] = room
-            numbers = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if math.prod(size) else 0
-            room += next_part(numbers * dtype.itemsize)
-    return (parts, room) if len(parts) > 1 and room <= _TOGETHER else ({}, 0)
+            parts[slot] = size
+            elements = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if math.prod(shape) else 0
+            size += next_part(elements * dtype.itemsize)
+    return (parts, size) if len(parts) > 1 and size <= _MAX_SHARED_BYTES else ({}, 0)
 
 
 def next_part(end: int) -> int:
-    """Where a part of one buffer begins after `end` bytes: where the allocator would begin a tensor of its own."""
+    """Return the offset of the next part of a buffer after `end` bytes, aligned as in torch's allocator."""
     return cdiv(end, 512) * 512

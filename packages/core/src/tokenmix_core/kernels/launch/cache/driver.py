@@ -1,4 +1,4 @@
-"""Launches by NVIDIA's driver: what one needs is packed once, and later handed over by a call in C (`launches.c`)."""
+"""Launch kernels by NVIDIA's driver: arguments are packed once, and a call in C (`launches.c`) launches them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from tokenmix_core.kernels.launch import compat
 
-# how `struct` packs arguments of Triton's types: addresses, numbers, and what is compiled in
+# formats of `struct` for arguments of Triton's types; constexprs are not passed
 _FORMATS = {
     "*": "Q", "constexpr": None, "i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q",
     "u1": "?", "u8": "B", "u16": "H", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d",
 }  # fmt: skip
-# as in `launches.c`
-_MOST_PARAMETERS = 96
+# equal to the limit in `launches.c`
+_MAX_PARAMETERS = 96
 
 
 class Loaded(NamedTuple):
@@ -25,69 +25,69 @@ class Loaded(NamedTuple):
 
     Attributes:
         function: CUDA's handle of it.
-        threads: a program's.
+        threads: threads of a program.
         shared: bytes of shared memory.
-        early: whether it may begin before the launch ahead of it has ended.
-        formats: of its arguments; None for those that are compiled in.
+        pdl: whether it is launched with programmatic dependent launch.
+        formats: formats of its arguments; None for constexprs.
     """
 
     function: int
     threads: int
     shared: int
-    early: bool
+    pdl: bool
     formats: tuple[str | None, ...]
 
 
 @functools.cache
 def loaded(kernel: Any, device: int) -> Loaded | None:
-    """A kernel that Triton compiled, put on a device; None for one that Triton itself has to launch, or to refuse."""
+    """Load a compiled kernel on a device; return None if only Triton can launch, or refuse, it."""
     names, x = compat.launching(), compat.described(kernel)
     if names is None or x is None or x.more:
         return None
     types, threads = ["*" if y[0] == "*" else y for y in x.types], 32 * x.warps
     usual = x.backend == "cuda" and x.ctas == 1 and all(y in _FORMATS for y in types)
-    small = len(types) + 2 <= _MOST_PARAMETERS and x.shared <= names.most_shared(device)
+    small = len(types) + 2 <= _MAX_PARAMETERS and x.shared <= names.max_shared(device)
     found = compat.put_on_device(x, device) if usual and small else None
     if found is None:
         return None
     function, most = found
-    return Loaded(function, threads, x.shared, x.early, tuple(_FORMATS[y] for y in types)) if threads <= most else None
+    return Loaded(function, threads, x.shared, x.pdl, tuple(_FORMATS[y] for y in types)) if threads <= most else None
 
 
-def packed(kernel: Loaded, grid: tuple[int, ...], args: Iterable, places: Mapping[int, tuple[int, int]]) -> bytes:
-    """One launch for `launch`, which may be followed by others.
+def packed(kernel: Loaded, grid: tuple[int, ...], args: Iterable, pointers: Mapping[int, tuple[int, int]]) -> bytes:
+    """Pack a launch for `launch`; several launches are concatenated.
 
-    `places` tells which arguments are addresses of a later call, `place: (which of them, bytes from there)`; the stream
-    comes first among these.
+    `pointers` maps the index of each argument that is replaced at the launch to `(which address, byte offset)`; address
+    0 is the stream.
     """
     grid = (*grid, 1, 1)[:3]
     if not all(grid):
         return b""
     values, later = [], []
-    for place, (form, x) in enumerate(zip(kernel.formats, args, strict=True)):
+    for i, (form, x) in enumerate(zip(kernel.formats, args, strict=True)):
         if form is None:
             continue
-        if place in places:
-            later += [len(values), *places[place]]
+        if i in pointers:
+            later += [len(values), *pointers[i]]
             x = 0
         values.append(x)
-    sizes = kernel.threads, kernel.shared, kernel.early, len(values) + 2, len(later) // 3
+    sizes = kernel.threads, kernel.shared, kernel.pdl, len(values) + 2, len(later) // 3
     pack = _packing(kernel.formats)
     return pack(_cuda_launch(), kernel.function, *grid, *sizes, *values) + struct.pack(f"{len(later)}Q", *later)
 
 
 @functools.cache
 def _packing(formats: tuple[str | None, ...]) -> Callable[..., bytes]:
-    """Pack the head of a launch and its arguments, a word each, with empty fields for scratch memory."""
+    """Return the function that packs the head of a launch and its arguments, a word each, without scratch memory."""
     words = (f"{form}{8 - struct.calcsize(form)}x" for form in formats if form is not None)
     return struct.Struct(f"<10Q{''.join(words)}16x").pack
 
 
 @functools.cache
 def launch() -> Callable[..., None] | None:
-    """`launch(packed, stream, *addresses)`, compiled on its first use as Triton compiles its own launchers.
+    """Return `launch(packed, stream, *addresses)`, compiled at its first use like Triton's own launchers.
 
-    None where Triton makes all launches.
+    Returns None if Triton makes all launches.
     """
     names = compat.launching()
     if names is None:
@@ -99,7 +99,7 @@ def launch() -> Callable[..., None] | None:
 
 
 def _enter() -> None:
-    """Let this thread use the current device: the driver, unlike CUDA's runtime, waits to be told."""
+    """Make the current device's context current for this thread, which the driver, unlike CUDA's runtime, requires."""
     context = ctypes.c_void_p()
     _cuda().cuCtxGetCurrent(ctypes.byref(context))
     if not context:
@@ -114,7 +114,7 @@ def _fail(error: int) -> None:
 
 
 def version() -> int:
-    """The driver's version of CUDA, 1000 · major + 10 · minor."""
+    """Return the CUDA version of the driver, 1000 · major + 10 · minor."""
     found = ctypes.c_int()
     _cuda().cuDriverGetVersion(ctypes.byref(found))
     return found.value

@@ -1,0 +1,70 @@
+"""Decide which calls to capture: those whose signature has occurred often enough, in bounded memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice, takewhile
+
+from torch import Tensor
+
+# most signatures whose occurrences are counted, and most magnitudes, for each function
+MAX_SEEN, _MAX_MAGNITUDES = 512, 128
+# if one of the _RECENT last captures was replayed _OFTEN times, as in a deep model, the first occurrence is captured
+_RECENT, _OFTEN = 4, 8
+# this many consecutive captures without a replay double the number of occurrences that a capture needs
+_PATIENCE = 8
+
+
+class Admission:
+    """Count occurrences of the signatures of one function's calls."""
+
+    def __init__(self) -> None:
+        # by hash of a signature the number of its occurrences; the last one is at the end
+        self._seen: dict[int, int] = {}
+        self._magnitudes: dict[tuple, None] = {}
+        # the number of replays of the last captures, the newest first
+        self._replays: deque[list[int]] = deque(maxlen=4 * _PATIENCE)
+
+    def new_magnitude(self, inputs: tuple) -> tuple | None:
+        """Return dtypes, options and the bit lengths of sizes; None if `add_magnitude` was called with them.
+
+        New magnitudes may select other kernels, which are compiled in parallel if the call is captured.
+        """
+        magnitude = tuple(
+            (x.dtype, *map(int.bit_length, x.shape)) if isinstance(x, Tensor)
+            else x.bit_length() if x.__class__ is int else x
+            for x in inputs
+        )  # fmt: skip
+        return None if magnitude in self._magnitudes else magnitude
+
+    def add_magnitude(self, magnitude: tuple | None) -> None:
+        """Remember a magnitude that `new_magnitude` returned."""
+        if magnitude is not None:
+            self._magnitudes[magnitude] = None
+            keep_last(self._magnitudes, _MAX_MAGNITUDES)
+
+    def count(self, signature: tuple) -> bool:
+        """Count an occurrence of a signature; tell whether the call should be captured."""
+        mark = hash(signature)
+        times = self._seen.pop(mark, 0) + 1
+        if times >= self._needed():
+            return True
+        self._seen[mark] = times
+        keep_last(self._seen, MAX_SEEN)
+        return False
+
+    def captured(self, replays: list[int]) -> None:
+        """Note a capture whose replays are counted in `replays[0]`."""
+        self._replays.appendleft(replays)
+
+    def _needed(self) -> int:
+        if any(x[0] >= _OFTEN for x in islice(self._replays, _RECENT)):
+            return 1
+        unused = sum(1 for _ in takewhile(lambda x: not x[0], self._replays))
+        return 2 << unused // _PATIENCE
+
+
+def keep_last(entries: dict, most: int) -> None:
+    """Drop the first entries of a dict that has more than `most`."""
+    while len(entries) > most:
+        entries.pop(next(iter(entries)), None)

@@ -1,0 +1,209 @@
+"""Capture a call: its allocations, the kernels that it launches, and its simple torch operations."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenmix_core.kernels.launch import compat
+from tokenmix_core.kernels.launch.cache.codegen import Step, compiled
+from tokenmix_core.kernels.launch.compat import storage
+
+_aten = torch.ops.aten
+_ALLOCATIONS = {
+    _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}  # fmt: skip
+# operations that do not decompose into others
+_not_composite: set[Any] = set()
+# functions of dtypes, which are part of the signature
+_OF_DTYPES = {_aten.promote_types.default, _aten.can_cast.default}
+
+
+class _Captures(threading.local):
+    # the capture in progress on this thread
+    active: Capture | None = None
+
+
+_captures = _Captures()
+
+
+def is_real(x: Tensor) -> bool:
+    """Tell whether x is an ordinary tensor, with an address, in eager mode."""
+    return type(x) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+
+
+def is_plain(x: Tensor) -> bool:
+    """Tell whether x is real and no dispatch mode observes operations: a mode would not see kernels."""
+    if not is_real(x):
+        return False
+    modes = compat.modes()
+    return not modes or (modes == 1 and _captures.active is not None)
+
+
+def launches_unseen() -> None:
+    """Mark the current call as not replayable: it launches another library's kernels."""
+    if _captures.active is not None:
+        _captures.active.give_up()
+
+
+@functools.cache
+def launching() -> ModuleType:
+    """Return the launcher module; the first launch imports Triton."""
+    from tokenmix_core.kernels.launch import launcher
+
+    return launcher
+
+
+class Capture(compat.Mode):
+    """Observe a call; postpone its launches until all are known or a torch operation needs their results.
+
+    Postponed launches are compiled in parallel and replayed by one call of the C launcher.
+    """
+
+    def __init__(self, inputs: list[Tensor]) -> None:
+        super().__init__()
+        self._tensors = inputs
+        self._inputs = {id(x): slot for slot, x in enumerate(inputs)}
+        self._addresses = {x.data_ptr(): slot for slot, x in enumerate(inputs) if x.numel()}
+        # by storage, its only input: other tensors of the storage are views of it; None if it has several inputs
+        self._alone: dict[Any, int | None] = {}
+        for slot, x in enumerate(inputs):
+            self._alone[storage(x)] = None if storage(x) in self._alone else slot
+        self._first = self._slots = len(inputs)
+        # by storage, the last tensor allocated there: its slot, size and stride
+        self._made: dict[Any, tuple[int, tuple, tuple]] = {}
+        # allocations since the last step
+        self._buffers: list[tuple] = []
+        # postponed launches, each with the allocations before it
+        self._waiting: list[tuple[Any, list[tuple]]] = []
+        self._steps: list[Step] = []
+        self._possible = True
+        # whether a kernel is compiled for all lengths
+        self.general = False
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Observe the operations of this thread."""
+        with self:
+            _captures.active = self
+            try:
+                yield
+            finally:
+                _captures.active = None
+
+    def give_up(self) -> None:
+        """Make the postponed launches and discard the capture."""
+        self.launch()
+        self._possible = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        # below autograd, as in compiled code, composite operations arrive whole: `contiguous` copies or does nothing
+        if func not in _ALLOCATIONS and func not in _not_composite:
+            with self:
+                output = compat.composed(func, args, kwargs)
+            if output is not NotImplemented:
+                return output
+            _not_composite.add(func)
+        operation = compat.operation(func)
+        if (operation is not None and operation.views) or func in _OF_DTYPES:
+            return func(*args, **kwargs)
+        if func in _ALLOCATIONS:
+            output = func(*args, **kwargs)
+            self._buffers.append((self._slot(output), tuple(output.shape), output.stride(), output.dtype))
+            return output
+        self.launch()
+        output = func(*args, **kwargs)
+        if operation is None:
+            self._possible = False
+        else:
+            self._add_operation(func, operation, list(args), kwargs, output)
+        return output
+
+    def _slot(self, x: Tensor) -> int:
+        """Assign a slot to a tensor that was allocated."""
+        self._slots += 1
+        self._made[storage(x)] = self._slots - 1, tuple(x.shape), x.stride()
+        return self._slots - 1
+
+    def _find(self, x: Tensor) -> tuple[int, tuple | None] | None:
+        """Return a tensor's slot and view; None if it is neither allocated here nor at the start of an input."""
+        if id(x) in self._inputs:
+            return self._inputs[id(x)], None
+        if storage(x) not in self._made:
+            slot = self._alone.get(storage(x))
+            if slot is None:
+                return None
+            given = self._tensors[slot]
+            # the view must start at the input's address, wherever that is in its storage
+            same = given.data_ptr() == x.data_ptr() and given.dtype == x.dtype
+            return (slot, (tuple(x.shape), x.stride())) if same else None
+        slot, *whole = self._made[storage(x)]
+        view = (tuple(x.shape), x.stride(), x.storage_offset())
+        return slot, None if view == (*whole, 0) else view
+
+    def take(self, launch: Any) -> None:
+        """Postpone a launch."""
+        self._waiting.append((launch, self._buffers))
+        self._buffers = []
+
+    def launch(self, foreseen: Sequence = ()) -> None:
+        """Make and capture the postponed launches; compile the kernels of `foreseen` launches with theirs."""
+        waiting, self._waiting = self._waiting, []
+        with launching().taken(None):
+            launching().launch_together([launch for launch, _ in waiting], foreseen)
+        for (kernel, *launch), buffers in waiting:
+            self._add_launch(kernel.packing(*launch), list(launch[1]), buffers)
+
+    def _add_launch(self, pack: Any, args: list, buffers: list[tuple]) -> None:
+        self._possible &= pack is not None
+        self.general |= getattr(pack, "general", False)
+        pointers = []
+        for i, x in enumerate(args):
+            # an empty tensor has no address
+            address = x.data_ptr() if isinstance(x, Tensor) else 0
+            if address in self._addresses:
+                pointers.append((i, self._addresses[address], 0))
+            elif address and storage(x) in self._made:
+                pointers.append((i, self._made[storage(x)][0], address - x.untyped_storage().data_ptr()))
+            elif address and (slot := self._alone.get(storage(x))) is not None:
+                pointers.append((i, slot, address - self._tensors[slot].data_ptr()))
+            elif address:
+                self._possible = False
+        self._steps.append(Step(buffers, pack, True, [], pointers, None))
+
+    def _add_operation(self, func: Any, operation: compat.Operation, args: list, kwargs: dict, output: Any) -> None:
+        tensors = []
+        for i, x in enumerate(args):
+            if isinstance(x, Tensor):
+                found = self._find(x)
+                self._possible &= found is not None
+                tensors.append((i, *(found or (0, None))))
+                args[i] = None
+        # not supported: lists of tensors, tensors by keyword, several results, results whose size depends on values
+        simple = isinstance(output, Tensor) and not any(isinstance(x, (Tensor, list)) for x in kwargs.values())
+        simple &= not any(isinstance(x, list) and any(isinstance(y, Tensor) for y in x) for x in args)
+        self._possible &= simple and not operation.by_value
+        # an operation in place returns its argument
+        result = self._slot(output) if simple and operation.makes else None
+        call = functools.partial(func, **kwargs) if kwargs else func
+        self._steps.append(Step(self._buffers, call, False, args, tensors, result))
+        self._buffers = []
+
+    def replay(self, output: Any) -> Callable | None:
+        """Return `call(stream, tensors, pointers)`, which replays the capture; None if it is not replayable."""
+        single = isinstance(output, Tensor)
+        outputs = [None if x is None else self._find(x) or (-1, None) for x in ((output,) if single else output)]
+        if not self._steps or not self._possible or (-1, None) in outputs:
+            return None
+        self._steps[-1].buffers.extend(self._buffers)
+        make = (lambda x: x[0]) if single else getattr(type(output), "_make", type(output))
+        return compiled(self._steps, self._first, outputs, make, launching().launch())
