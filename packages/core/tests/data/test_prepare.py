@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+from tokenmix_core.data import encode as encode_module
 from tokenmix_core.data import prepare as prepare_module
 from tokenmix_core.data.prepare import built_in_corpus, is_held_out, prepare
 from tokenmix_core.data.sources import Source, open_source, stdlib_source
@@ -71,19 +72,18 @@ def test_all_kinds_of_files_in_a_folder_are_read_and_counted(stop, tmp_path, mon
     call = ["data", "prepare", str(folder), str(tmp_path / "out"), "--held-out", "0"]
     if stop is not None:
         # stopped, it goes on with the same counts
-        monkeypatch.setattr(prepare_module, "_BATCH_DOCUMENTS", 1)
         monkeypatch.setattr(prepare_module, "_COMMIT_SECONDS", 0.0)
-        appended = TokenFileWriter.append
+        ended = TokenFileWriter.end_document
         left = iter(range(stop))
 
-        def append(self, *given):
+        def end(self, **given):
             if next(left, None) is None:
                 raise KeyboardInterrupt
-            appended(self, *given)
+            ended(self, **given)
 
-        monkeypatch.setattr(TokenFileWriter, "append", append)
+        monkeypatch.setattr(TokenFileWriter, "end_document", end)
         assert main(call) == 130
-        monkeypatch.setattr(TokenFileWriter, "append", appended)
+        monkeypatch.setattr(TokenFileWriter, "end_document", ended)
     capsys.readouterr()
     assert main(call) == 0
     said = capsys.readouterr().out
@@ -120,7 +120,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("stops", [[300], [1, 256, 599], [0, 512, 513]])
 def test_a_preparation_that_was_stopped_goes_on_to_the_same_file(stops, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_module, "_COMMIT_SECONDS", 0.0)
-    monkeypatch.setattr(prepare_module, "_BATCH_DOCUMENTS", 50)
+    monkeypatch.setattr(encode_module, "_BATCH_CHARS", 3000)
 
     def source(stop=None):
         def read(skip):
@@ -162,7 +162,7 @@ def test_a_bad_row_keeps_what_came_before_it_and_skipping_goes_on_from_there(tmp
     bad = [290, 291, 400, 401, 599]
     (tmp_path / "in.jsonl").write_text(_rows_with_holes(bad))
     told = rf"line 291: field 'text' must be text, got null; 290 rows before it are kept in {tmp_path}/out.partial; "
-    with pytest.raises(ValueError, match=told + "--on-bad-row skip goes on"):
+    with pytest.raises(ValueError, match=told + "--on-bad-row skip continues"):
         prepare(str(tmp_path / "in.jsonl"), tmp_path / "out", held_out=0.1, progress=False)
     # a second time: nothing before the row is encoded again, and nothing is lost
     seen = []

@@ -247,8 +247,14 @@ def _parser(
         "--on-bad-row",
         choices=("stop", "skip"),
         default="stop",
-        help="at a row without text, stop and keep what came before it, or skip it and count",
+        help="at a row without text, stop and keep the rows before it, or skip it and count",
     )
+    sub.add_argument(
+        "--special-tokens",
+        action="store_true",
+        help="turn text that spells a special token, such as <|endoftext|>, into that token",
+    )
+    sub.add_argument("--workers", type=int, metavar="N", help="processes that tokenize (default: one per core)")
 
     sub = command(commands, "info", "show versions, recipes and suites, or describe a model", "tiny")
     sub.add_argument("target", nargs="?", metavar="RECIPE|CHECKPOINT", help="the model to describe")

@@ -29,6 +29,7 @@ from tokenmix_core._utils.validation import described
 from tokenmix_core.cli.app import packages_of
 from tokenmix_core.data import prepare as corpora
 from tokenmix_core.data import tokenizer as tokenizers
+from tokenmix_core.data.encode import usable_cores
 from tokenmix_core.evaluation.efficiency import BENCH_SUITES, device_name
 from tokenmix_core.evaluation.options import EvalOptions, Suite
 from tokenmix_core.evaluation.report import training_result, write_result
@@ -255,8 +256,10 @@ def bench(args: argparse.Namespace, context: Context) -> None:
 
 def prepare(args: argparse.Namespace, context: Context) -> None:
     """Tokenize a corpus into one memory-mapped file."""
-    names = ("tokenizer", "text_field", "subset", "split", "held_out", "max_tokens", "on_bad_row")
-    meta = corpora.prepare(args.source, args.output, **{name: getattr(args, name) for name in names})
+    names = ("tokenizer", "text_field", "subset", "split", "held_out", "max_tokens", "on_bad_row", "special_tokens")
+    options = {name: getattr(args, name) for name in names}
+    workers = usable_cores() if args.workers is None else args.workers
+    meta = corpora.prepare(args.source, args.output, workers=workers, **options)
     held_out = f"{meta.held_out_tokens:,} tokens of {meta.held_out_documents:,} documents"
     skipped = f"; {n:,} bad rows were skipped" if (n := meta.source["skipped_rows"]) else ""
     print(f"{args.output}: {meta.tokens:,} tokens of {meta.documents:,} documents; {held_out} are held out{skipped}")

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
+import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
 from filelock import FileLock
 
-from tokenmix_core.data.sources import (
-    BY_FAMILY,
-    STDLIB,
-    BadRow,
-    FileText,
-    ModuleText,
-    Source,
-    open_source,
-    stdlib_source,
-)
-from tokenmix_core.data.token_file import TOKENS, TokenFile, TokenFileMeta, TokenFileWriter
+from tokenmix_core._utils.atomic_io import writing
+from tokenmix_core.data.encode import Encoding, encode_stream, encoding_of
+from tokenmix_core.data.sources import BY_FAMILY, STDLIB, ModuleText, Source, open_source, stdlib_source
+from tokenmix_core.data.text import BadRow, FileText, LongText, parts_of, sha256_of
+from tokenmix_core.data.token_file import META, TOKENS, TokenFile, TokenFileMeta, TokenFileWriter
 from tokenmix_core.data.tokenizer import BYTES, load_tokenizer, tokenizer_fingerprint
 
-_BATCH_DOCUMENTS = 256
 _COMMIT_SECONDS = 10.0
 _SHOWN_BAD_ROWS = 5
+_MOST_WORKERS = 1024
 BUILT_IN_HELD_OUT = 0.05
 # a prefix under which the families held out are about 4 % of the text of Python 3.11 to 3.13 and resemble no others
 _FAMILIES = "module"
@@ -50,107 +45,197 @@ def prepare(
     held_out: float = 0.001,
     max_tokens: int | None = None,
     on_bad_row: OnBadRow = "stop",
+    special_tokens: bool = False,
+    workers: int = 1,
     progress: bool = True,
 ) -> TokenFileMeta:
     """Tokenize a corpus once, into a token file.
 
-    A run that was stopped at any moment, by a bad row too, goes on where it was when it is called again with the same
-    arguments; until the file is complete there is nothing at `output`, only `<output>.partial`.
+    A run that was stopped at any moment, by a bad row too, continues when it is called again with the same arguments;
+    until the file is complete there is nothing at `output`, only `<output>.partial`. A complete file of the same
+    arguments is left as it is.
 
     Args:
-        source: what `open_source` takes, with `text_field`, `subset` and `split`, or a source.
+        source: the `spec` of `open_source`, with `text_field`, `subset` and `split`, or a source.
         output: the folder to make.
-        tokenizer: "bytes", or a tokenizer of the hub or of a folder.
+        tokenizer: "bytes", or a tokenizer of the hub or of a folder. A document past a million characters is tokenized
+            in parts, cut between words.
         held_out: the share of documents to hold out, chosen by a hash of their text, so that equal documents stay
-            together. Any share but 0 holds out one at least, where two documents differ.
+            together. Any share but 0 holds out at least one if two documents differ, or the end of a large one.
         max_tokens: stop at the first document that reaches so many.
-        on_bad_row: "stop" at a row that holds no text and keep what came before it, or "skip" it; those skipped are
-            counted in the file's `meta.source["skipped_rows"]`.
+        on_bad_row: "stop" at a row that holds no text and keep the rows before it, or "skip" it; the file's
+            `meta.source["skipped_rows"]` counts the skipped rows.
+        special_tokens: whether text that spells a special token, such as "<|endoftext|>", becomes that token; such text
+            can end a document.
+        workers: processes that tokenize; the file does not depend on it. With more than one, a script needs
+            `if __name__ == "__main__":` around its call, as for any use of multiprocessing.
         progress: show a progress bar.
 
     Raises:
         ValueError: a bad argument, an unreadable source, a bad row to stop at, or a source without any text.
+        OSError: the file cannot be written, or a process that tokenizes was killed.
     """
-    from tqdm import tqdm
-
     if on_bad_row not in (known := get_args(OnBadRow)):
         raise ValueError(f"on_bad_row must be one of {', '.join(map(repr, known))}, got {on_bad_row!r}")
     if not 0 <= held_out < 1:
         raise ValueError(f"held_out must be a share from 0 to below 1, got {held_out}")
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+    if not 1 <= workers <= _MOST_WORKERS:
+        raise ValueError(f"workers must be from 1 to {_MOST_WORKERS}, got {workers}")
     if isinstance(source, str):
         source = open_source(source, text_field=text_field, subset=subset, split=split)
     output = Path(output)
     encoder = load_tokenizer(tokenizer)
     fingerprint = tokenizer_fingerprint(encoder)
-    settings: dict[str, Any] = {"source": source.description, "tokenizer": fingerprint}
-    settings |= {"held_out": held_out, "max_tokens": max_tokens}
+    about: dict[str, Any] = {"held_out": held_out, "max_tokens": max_tokens}
+    if tokenizer != BYTES:
+        about["special_tokens"] = special_tokens
+    if (complete := _complete(output, {**source.description, **about}, fingerprint)) is not None:
+        return complete
+    encoding = encoding_of(tokenizer, encoder, special_tokens=special_tokens)
     output.parent.mkdir(parents=True, exist_ok=True)
-    eos: Any = encoder.eos_token_id
-    writer = TokenFileWriter(output, settings, len(encoder))
-    consumed, skipped, kinds = writer.consumed, writer.skipped, writer.kinds
-    bar = tqdm(total=source.total, initial=consumed, unit="doc", desc=f"tokens of {output.name}", disable=not progress)
-    committed = time.monotonic()
+    writer = TokenFileWriter(output, {"source": source.description, "tokenizer": fingerprint, **about}, len(encoder))
+    run = _Preparation(source, writer, encoder.eos_token_id, held_out, max_tokens)
     try:
-        with bar:
-            rows = source.rows(consumed)
-            while (max_tokens is None or writer.tokens < max_tokens) and (
-                batch := list(itertools.islice(rows, _BATCH_DOCUMENTS))
-            ):
-                bad = next((row for row in batch if isinstance(row, BadRow)), None) if on_bad_row == "stop" else None
-                batch = batch if bad is None else batch[: batch.index(bad)]
-                texts = {place: row for place, row in enumerate(batch) if row and not isinstance(row, BadRow)}
-                kept = list(texts.values())
-                encoded = encoder(kept, add_special_tokens=False, verbose=False)["input_ids"] if kept else []
-                ended = [[*ids, eos] for ids in encoded]
-                if max_tokens is not None:
-                    sizes = itertools.accumulate(map(len, ended), initial=writer.tokens)
-                    ended = ended[: sum(1 for size in itertools.islice(sizes, len(ended)) if size < max_tokens)]
-                    if writer.tokens + sum(map(len, ended)) >= max_tokens:
-                        # what comes after the last one is not asked for
-                        batch, bad = batch[: list(texts)[len(ended) - 1] + 1], None
-                writer.append(ended, [is_held_out(text, held_out) for text in kept[: len(ended)]])
-                kinds.update(text.kind for text in kept[: len(ended)] if isinstance(text, FileText))
-                consumed += len(batch)
-                if bad is not None:
-                    raise bad
-                for row in (row for row in batch if isinstance(row, BadRow)):
-                    skipped += 1
-                    if skipped <= _SHOWN_BAD_ROWS:
-                        bar.write(f"skipped: {row}", file=sys.stderr)
-                bar.update(len(batch))
-                bar.set_postfix(tokens=f"{writer.tokens:,}", refresh=False)
-                if time.monotonic() - committed > _COMMIT_SECONDS:
-                    writer.commit(consumed, skipped)
-                    committed = time.monotonic()
+        with writing("the corpus", writer.partial):
+            run.tokenize(encoding, workers, skip_bad_rows=on_bad_row == "skip", progress=progress)
+            if not writer.tokens:
+                bad_ones = f" or bad ({run.skipped})" if run.skipped else ""
+                raise ValueError(f"the source has no text: {run.consumed} rows read, all of them empty{bad_ones}")
     except ValueError as error:
-        if not consumed:
+        if not run.consumed or not writer.tokens:
             writer.discard()
             raise
-        writer.commit(consumed, skipped)
+        writer.commit(run.consumed, run.skipped)
         writer.close()
-        skip = "; --on-bad-row skip goes on from there without such rows" if isinstance(error, BadRow) else ""
+        skip = "; --on-bad-row skip continues without such rows" if isinstance(error, BadRow) else ""
         raise ValueError(
-            f"{error}; {consumed:,} rows before it are kept in {writer.partial}{skip}; remove that to begin anew"
+            f"{error}; {run.consumed:,} rows before it are kept in {writer.partial}{skip}; remove that to begin again"
         ) from error
     except BaseException:
-        # what the last commit covers stays, for the next call
+        # the last commit stays, for the next call
         writer.close()
         raise
-    if not writer.tokens:
-        writer.discard()
-        bad_ones = f" or bad ({skipped})" if skipped else ""
-        raise ValueError(f"the source has no text: {consumed} rows read, all of them empty{bad_ones}")
-    recorded = {**source.description, "held_out": held_out, "max_tokens": max_tokens, "skipped_rows": skipped}
-    if kinds:
-        recorded["document_kinds"] = dict(sorted(kinds.items()))
+    described = {**source.description, **about, "skipped_rows": run.skipped}
+    if writer.kinds:
+        described["document_kinds"] = dict(sorted(writer.kinds.items()))
     known_by = {"tokenizer": tokenizer, "fingerprint": fingerprint}
-    meta = writer.finish(eos_token_id=eos, **known_by, source=recorded, hold_out_one=held_out > 0)
+    with writing("the corpus", writer.partial):
+        meta = writer.finish(eos_token_id=run.eos, **known_by, source=described, hold_out=held_out)
     if held_out and not meta.held_out_documents:
         few = "is one document" if meta.documents == 1 else f"are {meta.documents:,} equal documents"
         print(f"{output}: nothing is held out, for there {few}; evaluations need another text", file=sys.stderr)
     return meta
+
+
+def _complete(output: Path, source: dict[str, Any], fingerprint: str) -> TokenFileMeta | None:
+    """Return the meta of a token file that a call with these arguments has completed, if there is one."""
+    if not (output / META).is_file():
+        return None
+    try:
+        meta = TokenFile(output, "all").meta
+    except ValueError:
+        return None
+    wanted = json.loads(json.dumps(source))
+    same = meta.tokenizer_fingerprint == fingerprint and all(meta.source.get(k) == v for k, v in wanted.items())
+    return meta if same else None
+
+
+class _Part(NamedTuple):
+    """A part of a document, or a row without tokens.
+
+    Attributes:
+        text: its text; empty for a row without text.
+        row: the row that the part ends, None inside a document; an error in its turn.
+        held_out: whether the document is held out.
+    """
+
+    text: str
+    row: str | LongText | ValueError | None
+    held_out: bool = False
+
+    @property
+    def ends_batch(self) -> bool:
+        """Return whether the part is an error, which may end the preparation."""
+        return isinstance(self.row, ValueError)
+
+
+class _Preparation:
+    """The rows of a source on their way into a token file.
+
+    Attributes:
+        consumed, skipped: rows that are written or left out, and the bad ones among them.
+    """
+
+    def __init__(
+        self, source: Source, writer: TokenFileWriter, eos: int, held_out: float, max_tokens: int | None
+    ) -> None:
+        self.source, self.writer, self.eos = source, writer, eos
+        self.held_out, self.max_tokens = held_out, max_tokens
+        self.consumed, self.skipped = writer.consumed, writer.skipped
+
+    def tokenize(self, encoding: Encoding, workers: int, *, skip_bad_rows: bool, progress: bool) -> None:
+        """Write the rows' tokens until the source ends or there are enough.
+
+        Raises:
+            ValueError: a bad row that is not to be skipped, or a source that cannot be read.
+        """
+        from tqdm import tqdm
+
+        writer = self.writer
+        if self._is_enough():
+            return
+        about = {"total": self.source.total, "initial": self.consumed, "unit": "doc", "disable": not progress}
+        committed = time.monotonic()
+        with (
+            tqdm(desc=f"tokens of {writer.path.name}", **about) as bar,
+            closing(encode_stream(self._parts(), encoding, workers)) as parts,
+        ):
+            for part, tokens in parts:
+                row = part.row
+                if isinstance(row, ValueError):
+                    if not isinstance(row, BadRow) or not skip_bad_rows:
+                        raise row
+                    self.skipped += 1
+                    if self.skipped <= _SHOWN_BAD_ROWS:
+                        bar.write(f"skipped: {row}", file=sys.stderr)
+                elif part.text:
+                    writer.add(tokens, held_out=part.held_out)
+                    if row is None:
+                        continue
+                    writer.add(np.array([self.eos]), held_out=part.held_out)
+                    writer.end_document(held_out=part.held_out)
+                    if isinstance(row, FileText | LongText):
+                        writer.kinds[row.kind] += 1
+                self.consumed += 1
+                bar.update()
+                if self._is_enough():
+                    return
+                if time.monotonic() - committed > _COMMIT_SECONDS:
+                    bar.set_postfix(tokens=f"{writer.tokens:,}", refresh=False)
+                    writer.commit(self.consumed, self.skipped)
+                    committed = time.monotonic()
+
+    def _is_enough(self) -> bool:
+        return self.max_tokens is not None and self.writer.tokens >= self.max_tokens
+
+    def _parts(self) -> Iterator[_Part]:
+        """The rows in parts; an error of the source comes last, in its turn."""
+        try:
+            for row in self.source.rows(self.consumed):
+                if isinstance(row, BadRow):
+                    yield _Part("", row)
+                    continue
+                held_out = is_held_out(row, self.held_out)
+                before = ""
+                for text in parts_of(row):
+                    if before:
+                        yield _Part(before, None, held_out)
+                    before = text
+                yield _Part(before, row, held_out)
+        except ValueError as error:
+            yield _Part("", error)
 
 
 def files_read(meta: TokenFileMeta) -> str:
@@ -165,13 +250,13 @@ def files_read(meta: TokenFileMeta) -> str:
     return "; ".join(told + ([f"of a kind that is not read: {', '.join(left)}"] if left else []))
 
 
-def is_held_out(text: str, share: float) -> bool:
+def is_held_out(text: str | LongText, share: float) -> bool:
     """Tell whether a document belongs to the held-out split: by its text, or by its family in the standard library."""
-    key = text
+    digest = sha256_of(text)
     if isinstance(text, ModuleText):
-        key = f"{_FAMILIES} {text.family}"
+        digest = sha256_of(f"{_FAMILIES} {text.family}")
         share = max(share, _LEAST_SHARE) if share else 0.0
-    return int.from_bytes(hashlib.sha256(key.encode("utf-8", "replace")).digest()[:8]) < share * 2**64
+    return int.from_bytes(digest[:8]) < share * 2**64
 
 
 def cache_folder() -> Path:

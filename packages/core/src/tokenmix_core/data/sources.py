@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmix_core._utils.optional import require
+from tokenmix_core.data.text import BadRow, FileText, LongText, not_utf8
 
 STDLIB = "stdlib"
 # how a token file of the standard library is split; without the entry, by the hash of each file's text
@@ -39,26 +40,11 @@ _NO_TEXT = (".json", ".csv", ".tsv")
 _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 # what Arrow raises for files that are damaged
 _DAMAGED_PARQUET = (OSError, ValueError, NotImplementedError)
-_PARQUET_ROWS = 1024
-
-
-class BadRow(ValueError):
-    """A row of a source that holds no text; it says which one and why. Sources yield it in the row's place."""
-
-
-class FileText(str):
-    """A document of a file.
-
-    Attributes:
-        kind: the kind of file that it is from.
-    """
-
-    kind: str
-
-    def __new__(cls, text: str, kind: str) -> FileText:
-        self = super().__new__(cls, text)
-        self.kind = kind
-        return self
+# rows of a parquet file that are read at once, and the bytes that they take at most
+_PARQUET_ROWS, _PARQUET_BYTES = 1024, 2**24
+# a text file past this size is read in parts
+_LONG_BYTES = 2**24
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 class ModuleText(str):
@@ -82,12 +68,13 @@ class Source:
 
     Attributes:
         description: what it is, recorded with every token file made from it.
-        rows: `rows(n)` iterates over what comes after the first n rows: texts, and a `BadRow` where there is none.
+        rows: `rows(n)` iterates over the rows after the first n: texts (`LongText` if long), and a `BadRow` for each
+            row without text.
         total: number of rows, where it is known beforehand.
     """
 
     description: dict[str, Any]
-    rows: Callable[[int], Iterator[str | BadRow]]
+    rows: Callable[[int], Iterator[str | LongText | BadRow]]
     total: int | None = None
 
     def documents(self, skip: int = 0) -> Iterator[str]:
@@ -99,7 +86,7 @@ class Source:
         for row in self.rows(skip):
             if isinstance(row, BadRow):
                 raise row
-            yield row
+            yield str(row) if isinstance(row, LongText) else row
 
 
 def open_source(spec: str, *, text_field: str = "text", subset: str | None = None, split: str = "train") -> Source:
@@ -184,11 +171,9 @@ def _text_of(row: Any, text_field: str, where: str) -> str | BadRow:
     if not isinstance(text, str):
         got = "null" if text is None else type(text).__name__
         return BadRow(f"{where}: field {text_field!r} must be text, got {got}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        # JSON may escape one half of a pair of surrogates alone
-        return BadRow(f"{where}: field {text_field!r} holds half a character at place {error.start}")
+    # JSON may escape one half of a pair of surrogates alone
+    if not text.isascii() and (half := _SURROGATE.search(text)) is not None:
+        return BadRow(f"{where}: field {text_field!r} holds half a character at place {half.start()}")
     return text
 
 
@@ -248,8 +233,11 @@ def _jsonl_rows(file: Path, text_field: str) -> Iterator[str | BadRow]:
     try:
         with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _json_row(line, text_field, f"{file}, line {number}")
+                if not line.isspace():
+                    row = _json_row(line, text_field, f"{file}, line {number}")
+                    # a long line is released before its text is used
+                    line = b""
+                    yield row
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         yield BadRow(f"{file} is damaged or cut short after line {number}: {_first_line(error)}")
 
@@ -294,8 +282,11 @@ def _open_parquet(parquet: Any, file: Path, text_field: str) -> Any:
 def _row_group(opened: Any, group: int, rows: range, text_field: str, file: Path) -> Iterator[str | BadRow]:
     """The rows of a row group; of what is damaged, one bad row for each that is lost."""
     places = iter(rows)
+    about = opened.metadata.row_group(group)
+    each = about.total_byte_size // max(1, about.num_rows)
+    count = max(1, min(_PARQUET_ROWS, _PARQUET_BYTES // max(1, each)))
     try:
-        for batch in opened.iter_batches(_PARQUET_ROWS, row_groups=[group], columns=[text_field]):
+        for batch in opened.iter_batches(count, row_groups=[group], columns=[text_field]):
             for row in batch.to_pylist():
                 text = _text_of(row, text_field, f"{file}, row {next(places)}")
                 yield text if isinstance(text, BadRow) else FileText(text, PARQUET)
@@ -304,12 +295,16 @@ def _row_group(opened: Any, group: int, rows: range, text_field: str, file: Path
             yield BadRow(f"{file}, row {place} cannot be read as parquet: {_first_line(error)}")
 
 
-def _text_file(file: Path) -> str | BadRow:
+def _text_file(file: Path) -> str | LongText | BadRow:
     try:
+        if file.stat().st_size > _LONG_BYTES:
+            return LongText(file, TEXT)
         # as bytes: reading text would take \r\n for \n
         return FileText(file.read_bytes().decode(), TEXT)
     except UnicodeDecodeError as error:
-        return BadRow(f"{file} is not UTF-8 text: byte {error.start} cannot be decoded")
+        return not_utf8(file, error.start)
+    except BadRow as error:
+        return error
 
 
 def module_family(name: str) -> str:

@@ -32,6 +32,9 @@ from tokenmix_core._utils.validation import check_fields
 FORMAT = "tokenmix-tokens-1"
 TOKENS, DOCUMENTS, META = "tokens.bin", "documents.npy", "meta.json"
 _STAMP = ".verified"
+_SPLITS = ("train", "held_out")
+# a document past so many tokens is not held out whole if only one is; and the fewest tokens that are held out of it
+_LARGE_DOCUMENT, _LEAST_HELD_OUT = 2**18, 2**14
 # of vocabularies up to 65,536 tokens, and of larger ones
 _DTYPES = ("<u2", "<u4")
 
@@ -229,6 +232,34 @@ def _least(tokens: np.ndarray, edges: np.ndarray) -> np.ndarray:
     return chosen & ~chosen.all()
 
 
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Return the dtype of tokens in a file."""
+    return np.dtype(_DTYPES[vocab_size > 2**16])
+
+
+def _hold_out_one(
+    tokens: np.ndarray, lengths: np.ndarray, share: float, eos_token_id: int
+) -> tuple[dict[str, list[np.ndarray]], dict[str, np.ndarray]]:
+    """Return tokens and lengths of both splits with one document held out, or the last tokens of a large one."""
+    ends = np.cumsum(lengths)
+    edges = np.stack([ends - lengths, ends], 1)
+    moved = np.array([True]) if len(lengths) == 1 else _least(tokens, edges)
+    large = moved.sum() == 1 and lengths[moved][0] > max(_LARGE_DOCUMENT, share * len(tokens))
+    if len(lengths) == 1 and not large:
+        moved[:] = False
+    # alternately tokens that stay and tokens that are moved
+    cut = np.split(tokens, edges[moved].ravel())
+    stay, go, left, gone = cut[0::2], cut[1::2], lengths[~moved], lengths[moved]
+    if large:
+        (document,), place = go, int(np.flatnonzero(moved)[0])
+        at = len(document) - max(_LEAST_HELD_OUT, int(share * len(tokens)))
+        # each part is a document and has an end
+        stay[1:1] = [document[:at], np.array([eos_token_id], tokens.dtype)]
+        go, gone = [document[at:]], np.array([len(document) - at])
+        left = np.insert(left, place, at + 1)
+    return {"train": stay, "held_out": go}, {"train": left, "held_out": gone}
+
+
 class TokenFileWriter:
     """Writes a token file into `<path>.partial`, which becomes `path` in one rename when all of it is there.
 
@@ -252,7 +283,7 @@ class TokenFileWriter:
         self.partial = self.path.with_name(self.path.name + ".partial")
         self.settings = json.loads(json.dumps(dict(settings)))
         self.vocab_size = vocab_size
-        self.dtype = np.dtype(_DTYPES[vocab_size > 2**16])
+        self.dtype = token_dtype(vocab_size)
         self.consumed = self.skipped = 0
         self.kinds: Counter[str] = Counter()
         if self.path.exists() or self.path.is_symlink():
@@ -267,6 +298,7 @@ class TokenFileWriter:
         self._files = {name: open(self.partial / name, "ab") for name in self._PARTS}  # noqa: SIM115
         for name, size in sizes.items():
             self._files[name].truncate(size)
+        self._sizes, self._length = dict(sizes), 0
         self.tokens = (sizes["train.tokens"] + sizes["held_out.tokens"]) // self.dtype.itemsize
 
     def _read_progress(self) -> dict[str, int]:
@@ -294,12 +326,22 @@ class TokenFileWriter:
 
     def append(self, documents: Sequence[Sequence[int]], held_out: Sequence[bool]) -> None:
         """Append documents, each with its end token; `held_out` says which split each one goes to."""
-        for split, wanted in (("train", False), ("held_out", True)):
-            chosen = [np.asarray(d, self.dtype) for d, h in zip(documents, held_out, strict=True) if h == wanted]
-            if chosen:
-                self._files[f"{split}.tokens"].write(np.concatenate(chosen).tobytes())
-                self._files[f"{split}.lengths"].write(np.array([len(d) for d in chosen], "<i8").tobytes())
-                self.tokens += sum(map(len, chosen))
+        for document, held in zip(documents, held_out, strict=True):
+            self.add(np.asarray(document), held_out=held)
+            self.end_document(held_out=held)
+
+    def add(self, tokens: np.ndarray, *, held_out: bool) -> None:
+        """Append tokens to the document that is being written, which belongs to a split."""
+        self._files[f"{_SPLITS[held_out]}.tokens"].write(tokens.astype(self.dtype, copy=False).tobytes())
+        self._length += len(tokens)
+
+    def end_document(self, *, held_out: bool) -> None:
+        """End the document that is being written."""
+        self._files[f"{_SPLITS[held_out]}.lengths"].write(self._length.to_bytes(8, "little"))
+        self._sizes[f"{_SPLITS[held_out]}.tokens"] += self._length * self.dtype.itemsize
+        self._sizes[f"{_SPLITS[held_out]}.lengths"] += 8
+        self.tokens += self._length
+        self._length = 0
 
     def commit(self, consumed: int, skipped: int = 0) -> None:
         """Make all that was appended durable, as the outcome of the first `consumed` rows of the source."""
@@ -307,8 +349,8 @@ class TokenFileWriter:
             file.flush()
             os.fsync(file.fileno())
         self.consumed, self.skipped = consumed, skipped
-        sizes = {name: file.tell() for name, file in self._files.items()}
-        progress = {"settings": self.settings, "consumed": consumed, "skipped": skipped, "sizes": sizes}
+        # without a document that is not ended
+        progress = {"settings": self.settings, "consumed": consumed, "skipped": skipped, "sizes": self._sizes}
         progress["kinds"] = dict(self.kinds)
         write_atomically(self.partial / "progress.json", json.dumps(progress))
 
@@ -319,24 +361,18 @@ class TokenFileWriter:
         tokenizer: str,
         fingerprint: str,
         source: Mapping[str, Any],
-        hold_out_one: bool = False,
+        hold_out: float = 0.0,
     ) -> TokenFileMeta:
         """Join the two splits, write offsets and meta, and give the folder its name.
 
-        With `hold_out_one`, where no document is held out, the one with the least hash is, and those that equal it;
-        unless all are equal.
+        If a share is to be held out and no document is, the one with the least hash is, and those that equal it, unless
+        all are equal. Of a single large document, or a large one that is alone, only the last tokens are held out.
         """
         self._close_files()
-        lengths = {s: np.fromfile(self.partial / f"{s}.lengths", "<i8") for s in ("train", "held_out")}
+        lengths = {s: np.fromfile(self.partial / f"{s}.lengths", "<i8") for s in _SPLITS}
         parts = {split: [_map(self.partial / f"{split}.tokens", self.dtype)] for split in lengths}
-        if hold_out_one and not len(lengths["held_out"]):
-            ends = np.cumsum(lengths["train"])
-            edges = np.stack([ends - lengths["train"], ends], 1)
-            moved = _least(parts["train"][0], edges)
-            # by turns what stays and what goes
-            cut = np.split(parts["train"][0], edges[moved].ravel())
-            parts = {"train": cut[0::2], "held_out": cut[1::2]}
-            lengths = {"train": lengths["train"][~moved], "held_out": lengths["train"][moved]}
+        if hold_out and len(lengths["train"]) and not len(lengths["held_out"]):
+            parts, lengths = _hold_out_one(parts["train"][0], lengths["train"], hold_out, eos_token_id)
         # aside, so that a kill from here on leaves what commit() wrote
         whole = self.partial / "whole"
         remove(whole)

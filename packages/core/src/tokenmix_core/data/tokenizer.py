@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tokenmix_core._utils.trust import from_pretrained
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 BYTES = "bytes"
 BYTE_SPECIALS = {"pad_token": "<|pad|>", "bos_token": "<|begin|>", "eos_token": "<|end|>"}
 # text that tokenizers disagree about: case, digits, white space, accents, scripts, symbols, line ends
-_PROBE = (
+PROBE = (
     "The quick brown Fox, 12345 and 3.14e-5;\n\tdef f(x):\r\n        return x  # naïve café Ωμέγα 漢字 😀 "
     "don't can't we'll http://a.b/c?d=e&f=%20 <tag attr='1'/> {}[]()\\|~`^$ AAAAAAAA        end"
 )
@@ -69,6 +70,21 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def encode_texts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special_tokens: bool = False
+) -> list[list[int]]:
+    """Return the tokens of texts, without tokens that begin or end them.
+
+    Args:
+        tokenizer: the tokenizer.
+        texts: the texts.
+        special_tokens: whether text that spells a special token becomes that token.
+    """
+    # a tokenizer that splits them always keeps to that
+    split = not special_tokens or tokenizer.split_special_tokens
+    return tokenizer(list(texts), add_special_tokens=False, verbose=False, split_special_tokens=split)["input_ids"]
+
+
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
     """A sha256 of what a tokenizer does: its vocabulary, its special tokens, and how it splits a probe text.
 
@@ -77,6 +93,6 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
     content = {
         "vocabulary": sorted(tokenizer.get_vocab().items()),
         "special": sorted((k, str(v)) for k, v in tokenizer.special_tokens_map.items()),
-        "probe": tokenizer(_PROBE, add_special_tokens=False)["input_ids"],
+        "probe": tokenizer(PROBE, add_special_tokens=False)["input_ids"],
     }
     return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()

@@ -16,7 +16,7 @@ from tokenmix_core.data.prepare import BUILT_IN_HELD_OUT, TrainedOn, built_in_co
 from tokenmix_core.data.sources import BY_FAMILY, STDLIB, open_source, stdlib_source
 from tokenmix_core.data.synthetic import NIAH_TASKS
 from tokenmix_core.data.token_file import META, TOKENS, TokenFile, file_sha256
-from tokenmix_core.data.tokenizer import byte_tokenizer, tokenizer_fingerprint
+from tokenmix_core.data.tokenizer import byte_tokenizer, encode_texts, tokenizer_fingerprint
 from tokenmix_core.evaluation.options import EvalOptions
 
 BUILT_IN_TEXT = "built-in corpus, held-out part"
@@ -143,7 +143,7 @@ def text_tokens(text: str | None, tokenizer: Any, count: int) -> Int[np.ndarray,
         if missing <= 0:
             break
         # a token is seldom longer than 16 characters, so that a huge document is not tokenized in vain
-        ids = tokenizer(document[: 16 * missing + 16], add_special_tokens=False, verbose=False)["input_ids"]
+        ids = encode_texts(tokenizer, [document[: 16 * missing + 16]])[0]
         pieces.append(np.asarray([*ids, *end], dtype=np.int64)[:missing])
         missing -= len(pieces[-1])
     if not pieces:

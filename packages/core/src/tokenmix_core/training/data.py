@@ -21,6 +21,7 @@ from tokenmix_core._utils.rng import stream
 from tokenmix_core._utils.validation import undefined
 from tokenmix_core.data import synthetic
 from tokenmix_core.data.token_file import TokenFile
+from tokenmix_core.data.tokenizer import encode_texts
 
 IGNORE_INDEX = synthetic.IGNORE_INDEX
 _BLOCK = 1000
@@ -251,7 +252,7 @@ class NiahRows(Dataset):
             raise ValueError(f"{task}: seq_len={seq_len} leaves no room for a fact and its question")
 
     def _encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return encode_texts(self.tokenizer, [text])[0]
 
     def _haystack(self, rng: np.random.Generator) -> list[int]:
         """A row's tokens to hide facts among."""

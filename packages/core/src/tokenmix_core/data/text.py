@@ -1,0 +1,133 @@
+"""Documents of a corpus: where each comes from, whether it is held out, and how a long one is read in parts."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+# characters of a part, and how far before its end a boundary is looked for
+PART_CHARS, LOOK_BACK = 2**20, 2**16
+_BLOCK_BYTES = 2**20
+
+
+class BadRow(ValueError):
+    """A row of a source that holds no text; the message names the row and the reason. Sources yield it in its turn."""
+
+
+class FileText(str):
+    """A document of a file.
+
+    Attributes:
+        kind: the kind of the file.
+    """
+
+    kind: str
+
+    def __new__(cls, text: str, kind: str) -> FileText:
+        self = super().__new__(cls, text)
+        self.kind = kind
+        return self
+
+
+class LongText:
+    """A text file that is read in parts, as it may exceed the memory; `str` reads it whole.
+
+    Args:
+        path: the file.
+        kind: the kind of the file.
+
+    Attributes:
+        digest: the sha256 of the file's bytes.
+
+    Raises:
+        BadRow: the file is not UTF-8.
+    """
+
+    def __init__(self, path: Path, kind: str) -> None:
+        self.path, self.kind = path, kind
+        digest = hashlib.sha256()
+        for _ in self._decoded(digest):
+            pass
+        self.digest = digest.digest()
+
+    def _decoded(self, digest: hashlib._Hash | None = None) -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        first = 0
+        # as bytes: reading text would take \r\n for \n
+        with open(self.path, "rb") as file:
+            while True:
+                block = file.read(_BLOCK_BYTES)
+                pending = len(decoder.getstate()[0])
+                try:
+                    text = decoder.decode(block, final=not block)
+                except UnicodeDecodeError as error:
+                    raise not_utf8(self.path, first - pending + error.start) from error
+                if digest is not None:
+                    digest.update(block)
+                if text:
+                    yield text
+                if not block:
+                    return
+                first += len(block)
+
+    def parts(self) -> Iterator[str]:
+        """The text in parts."""
+        waiting = ""
+        for text in self._decoded():
+            waiting += text
+            # one more character shows whether a space ends a word
+            while len(waiting) > PART_CHARS:
+                end = part_end(waiting, 0)
+                yield waiting[:end]
+                waiting = waiting[end:]
+        if waiting:
+            yield waiting
+
+    def __str__(self) -> str:
+        return "".join(self._decoded())
+
+
+def not_utf8(path: Path, position: int) -> BadRow:
+    """Return the error of a file that is not UTF-8 text."""
+    return BadRow(f"{path} is not UTF-8 text: byte {position} cannot be decoded")
+
+
+def part_end(text: str, start: int) -> int:
+    """Return where the part of a text from `start` ends.
+
+    That is before a single space between two words, where tokenizers separate words too, so that the parts have the
+    tokens of the whole; else after a line; else anywhere.
+    """
+    end = start + PART_CHARS
+    if end >= len(text):
+        return len(text)
+    for mark, after in ((" ", 0), ("\n", 1)):
+        at = end + 1
+        while (at := text.rfind(mark, end - LOOK_BACK, at)) > start:
+            if not text[at - 1].isspace() and not text[at + 1 : at + 2].isspace() and at + after <= end:
+                return at + after
+    return end
+
+
+def parts_of(text: str | LongText) -> Iterator[str]:
+    """The parts of a document, each of at most `PART_CHARS` characters; none of an empty one."""
+    if isinstance(text, LongText):
+        yield from text.parts()
+        return
+    start = 0
+    while start < len(text):
+        end = part_end(text, start)
+        yield text[start:end]
+        start = end
+
+
+def sha256_of(text: str | LongText) -> bytes:
+    """Return the sha256 of a document's UTF-8 text."""
+    if isinstance(text, LongText):
+        return text.digest
+    digest = hashlib.sha256()
+    for start in range(0, len(text), PART_CHARS):
+        digest.update(text[start : start + PART_CHARS].encode("utf-8", "replace"))
+    return digest.digest()
