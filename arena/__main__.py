@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import subprocess
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from arena.sizes import SIZES
+from arena.workers import GRACE, Terminated
 
 ROOT = Path(__file__).parent
 RESULTS = ROOT / "results"
@@ -20,22 +25,42 @@ UNFINISHED = 75
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code.
 
-    The code is 0 on success, 75 if runs remain at the time limit, 1 if a run failed, and 2 for an invalid request.
+    The code is 0 on success, 75 if runs remain at the time limit, 1 if a run failed, 2 for an invalid request, and 130
+    or 143 after SIGINT or SIGTERM.
     """
+    start = time.time()
     # before torch is loaded: OpenMP's threads sleep at barriers instead of spinning
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     args = _parser().parse_args(arguments)
+    # jobs that are killed at the time limit have had GRACE seconds for a checkpoint before
+    deadline = math.inf if args.minutes is None else start + 60 * args.minutes - GRACE
     try:
-        return _run(args)
+        with _sigterm_raises():
+            return _run(args, deadline)
+    except (Terminated, KeyboardInterrupt) as stop:
+        print("arena: stopped; the next call resumes", file=sys.stderr)
+        return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
     except (ValueError, OSError, ImportError) as error:
         print(f"arena: {error}", file=sys.stderr)
         return 2
 
 
-def _run(args: argparse.Namespace) -> int:
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    def handle(number: int, frame: Any) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(args: argparse.Namespace, deadline: float) -> int:
     from arena import report, runner, store
     from arena.comparison import Comparison
-    from arena.sizes import SIZES
+    from tokenmix_core._utils.versions import commit_of
 
     if args.size not in SIZES:
         raise ValueError(f"there is no size {args.size!r}; choose from {', '.join(SIZES)}")
@@ -49,8 +74,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.command == "convert":
         print(f"{store.convert(comparison.folder)} results moved to {comparison.folder / store.RUNS}")
         return 0
-    commit = args.commit or _commit()
-    deadline = math.inf if args.minutes is None else time.time() + 60 * args.minutes
+    if (commit := args.commit or commit_of(Path(__file__))) is None:
+        raise ValueError("this folder is not a git checkout; name the commit of the code with --commit")
     gpus, summaries = args.gpus or (), []
     if args.command in ("run", "all"):
         summaries.append(runner.run(comparison, args.work, commit=commit, deadline=deadline, jobs=args.jobs, gpus=gpus))
@@ -62,21 +87,6 @@ def _run(args: argparse.Namespace) -> int:
         print(f"arena: {failed} failed, see the errors above; the next call tries again", file=sys.stderr)
         return 1
     return 0 if all(summary.done for summary in summaries) else UNFINISHED
-
-
-def _commit() -> str:
-    """Return the commit of this checkout.
-
-    Raises:
-        ValueError: the folder is not a git checkout.
-    """
-    git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
-    if not commit.strip():
-        raise ValueError("this folder is not a git checkout; name the commit of the code with --commit")
-    status = [*git, "status", "--porcelain", "--untracked-files=no"]
-    changed = subprocess.run(status, capture_output=True, check=False).stdout.strip()
-    return f"{commit.strip()}, changed" if changed else commit.strip()
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -93,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         "on an otherwise idle GPU; report: write tables and plots of the stored results; all: run, costs and report; "
         "convert: move results of the old form, one JSON file per run, to runs.jsonl",
     )
-    parser.add_argument("--size", default="smoke", help="smoke, compact, small, medium or needles (default: smoke)")
+    parser.add_argument("--size", default="smoke", help=f"{', '.join(SIZES)} (default: smoke)")
     parser.add_argument(
         "--divisions", type=_names, metavar="A,B", default=(), help="parameters, state (default: those of the size)"
     )
@@ -101,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         "--contestants", type=_names, metavar="A,B", default=(), help="names (default: those of the size)"
     )
     parser.add_argument("--tasks", type=_names, metavar="A,B", default=(), help="names (default: those of the size)")
-    parser.add_argument("--minutes", type=float, metavar="M", help="time limit; the next call resumes")
+    parser.add_argument("--minutes", type=float, metavar="M", help="time limit of this call; the next one resumes")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of concurrent runs (default: 1)")
     parser.add_argument("--gpus", type=_names, metavar="0,1", help="GPUs to use (default: all visible)")
     parser.add_argument("--commit", metavar="C", help="commit of the code, if this folder is not a git checkout")

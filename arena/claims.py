@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from arena.contestants import EVICTION_METHODS, PARAMETERS, STATE
-from arena.scores import MEAN, Estimate, Scores, Variant, label
+from arena.scores import MEAN, Estimate, Scores, Variant, chances, label
 from arena.sizes import MIN_SEEDS, Size
 from arena.tasks import MQAR, NEEDLE, TEXT
 from tokenmix_nats_l.recipes import TABLE_4
@@ -17,8 +17,8 @@ HELD, NOT_HELD, UNDECIDED, NOT_LEARNT, NOT_MEASURED = (
     "not learnt",
     "not measured",
 )
-# mean accuracy that at least one side must reach; two models that recall nothing are equal but not comparable
-LEARNT_ACCURACY = 0.05
+# mean accuracy above the chance that at least one side must reach; two models that guess are equal but not comparable
+LEARNT_MARGIN = 0.05
 # tolerance for rounding in the interval
 _ROUNDING = 1e-9
 
@@ -127,7 +127,8 @@ def judge(claim: Claim, scores: Scores, size: Size) -> Verdict:
     if difference is None or difference.half_width is None or difference.seeds < MIN_SEEDS:
         return Verdict(NOT_MEASURED, difference)
     sides = [scores.estimate(variant, claim.metric) for variant in (claim.variant, claim.baseline)]
-    if claim.higher and all(side is not None and side.mean < LEARNT_ACCURACY for side in sides):
+    learnt = chances(claim.task, size).get(claim.metric, 0.0) + LEARNT_MARGIN
+    if claim.higher and all(side is not None and side.mean < learnt for side in sides):
         return Verdict(NOT_LEARNT, difference)
     better = (1 if claim.higher else -1) * difference.mean + claim.margin
     if abs(better) <= difference.half_width + _ROUNDING:

@@ -135,7 +135,7 @@ class Comparison:
         return min(sorted(losses), key=lambda rate: math.inf if losses[rate] is None else losses[rate])
 
     def scored_runs(self, division: str, task: str, contestant: str) -> list[Run]:
-        """Return the runs behind the reported numbers, one per seed; empty before the rate is selected."""
+        """Return the runs whose results are reported, one per seed; empty before the rate is selected."""
         rate = self.selected_rate(division, task, contestant)
         division = training_division(contestant, division, self.size)
         return [] if rate is None else [Run(division, contestant, task, rate, seed) for seed in self.size.seeds]

@@ -30,7 +30,7 @@ GDN, ATTENTION, WINDOW, MAMBA2, LTE, NSA, NATS_L = (
     "nsa",
     "nats_l",
 )
-# PARAMETERS: equal numbers of parameters; STATE: equal state sizes, too
+# PARAMETERS: equal parameter counts; STATE: equal state sizes, too
 PARAMETERS, STATE = "parameters", "state"
 DIVISIONS = (PARAMETERS, STATE)
 # methods that bound the KV cache of trained full attention without further training

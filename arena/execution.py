@@ -20,10 +20,13 @@ from arena.comparison import Comparison, CostRun, Run, eviction_budgets, fingerp
 from arena.contestants import BOUNDED, CONTESTANTS
 from arena.models import solve
 from arena.sizes import Size
-from arena.tasks import ARENA_SUITES, TASKS, recipe, suites
+from arena.tasks import ARENA_SUITES, NEEDLE, TASKS, TEXT, recipe, suites
+from arena.workers import Terminated
 from tokenmix_core.cli.commands import device_and_dtype, load_model, load_tokenizer
+from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_core.evaluation.efficiency import measure_inference, measure_training
 from tokenmix_core.evaluation.suites import evaluate
+from tokenmix_core.evaluation.text import corpus_of
 from tokenmix_core.testing.results import environment
 from tokenmix_core.training import checkpoint, trainer
 from tokenmix_core.training.callbacks import read_metrics
@@ -56,6 +59,9 @@ def execute(run: Run, comparison: Comparison, work: Path, *, deadline: float, co
         deadline: seconds since the epoch at which training stops with a checkpoint; no evaluation starts after it.
         commit: commit of the code, stored with the result.
         jobs: number of concurrent runs, stored because it affects the speed.
+
+    Raises:
+        Terminated: a signal stopped training.
     """
     size = comparison.size
     disable_progress_bar()
@@ -71,6 +77,9 @@ def execute(run: Run, comparison: Comparison, work: Path, *, deadline: float, co
             shutil.rmtree(folder, ignore_errors=True)
         try:
             if trainer.train(settings, folder, resume=resume, progress=False).interrupted:
+                if time.time() < deadline:
+                    # training handles signals itself
+                    raise Terminated
                 return False
         except FloatingPointError:
             diverged = True
@@ -91,6 +100,8 @@ def execute(run: Run, comparison: Comparison, work: Path, *, deadline: float, co
         "jobs": jobs,
         "environment": {**environment(), "commit": commit},
     }
+    if run.task in (NEEDLE, TEXT):
+        result["corpus"] = corpus_of(None, byte_tokenizer())
     store.add(comparison.folder, result)
     shutil.rmtree(folder.parent, ignore_errors=True)
     return True

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from arena.claims import CLAIMS, LEARNT_ACCURACY, NOT_MEASURED, judge
+from arena.claims import CLAIMS, LEARNT_MARGIN, NOT_MEASURED, judge
 from arena.comparison import Comparison
 from arena.contestants import CONTESTANTS, PARAMETERS
 from arena.models import solve, target_state
 from arena.plots import make_plots, scatter
-from arena.scores import EXCESS, MEAN, Estimate, Scores, label, logged_means, measured_costs
+from arena.scores import EXCESS, MEAN, Estimate, Scores, chances, label, logged_means, measured_costs
 from arena.sizes import MIN_RATES, Size
 from arena.tasks import TASKS
 from tokenmix_core._utils.atomic_io import write_atomically
@@ -33,11 +33,11 @@ LIMITATIONS = """\
 - Narrow models are bound by CPU launch overhead: their training and prefill times measure the host more than kernels.
 - Recall and copying are synthetic. The text is one corpus of source code, read as bytes.
 """
-# an accuracy from which on a kind of example counts as learnt; below `LEARNT_ACCURACY` it counts as not learnt
-CLEARLY_LEARNT = 0.25
+# accuracy above the chance from which on a kind of example counts as learnt; below `LEARNT_MARGIN` it is not learnt
+CLEARLY_LEARNT_MARGIN = 0.25
 HEADINGS = {PARAMETERS: "Equal parameters", "state": "Equal parameters and equal state"}
 SMOKE = (
-    "**Smoke run.** These numbers only show that everything runs. The models are too small, and were trained too "
+    "**Smoke run.** This run only shows that everything works. The models are too small, and were trained too "
     "briefly, to compare mixers."
 )
 Row = dict[str, Any]
@@ -79,14 +79,16 @@ def learnt_at_some_seeds(comparison: Comparison) -> list[str]:
     items = []
     for division in comparison.divisions:
         for task in comparison.tasks:
+            chance = chances(task, comparison.size)
+
+            def divided_seeds(metric: str, values: dict[int, float], chance: dict[str, float] = chance) -> bool:
+                above = [value - chance.get(metric, 0.0) for value in values.values()]
+                return max(above) >= CLEARLY_LEARNT_MARGIN and min(above) < LEARNT_MARGIN
+
             divided = [
                 label(variant)
                 for variant, metrics in Scores(comparison, division, task).variants.items()
-                if MEAN in metrics
-                and any(
-                    max(values.values()) >= CLEARLY_LEARNT and min(values.values()) < LEARNT_ACCURACY
-                    for values in metrics.values()
-                )
+                if MEAN in metrics and any(divided_seeds(*item) for item in metrics.items())
             ]
             if divided:
                 items.append(
@@ -246,6 +248,6 @@ def costs_table(comparison: Comparison, division: str) -> str:
     rows: list[Row] = []
     for variant, by_length in measured_costs(comparison, division).items():
         for length, row in by_length.items():
-            numbers = {column: row[key] for key, column in COST_COLUMNS.items()}
-            rows.append({"contestant": label(variant), "context": length, **numbers})
+            values = {column: row[key] for key, column in COST_COLUMNS.items()}
+            rows.append({"contestant": label(variant), "context": length, **values})
     return format_table(rows) if rows else "Not measured."

@@ -32,7 +32,8 @@ def run(
         work: folder of unfinished runs.
         commit: commit of the code.
         deadline: seconds since the epoch at which runs stop with a checkpoint.
-        jobs: number of concurrent runs, one process each; a single run uses this process unless `gpus` is given.
+        jobs: number of concurrent runs, one process each; a single run uses this process unless `gpus` or a deadline is
+            given.
         gpus: GPUs to distribute the runs over, as in CUDA_VISIBLE_DEVICES; default: all visible ones.
         log: receives one line per run.
 
@@ -46,7 +47,7 @@ def run(
     def call(run: Any) -> Callable[[], bool]:
         return partial(execute, run, comparison, work, **options)
 
-    return run_jobs(comparison.ready_runs, call, make_workers(jobs, gpus), deadline, log)
+    return run_jobs(comparison.ready_runs, call, make_workers(jobs, gpus, deadline), deadline, log)
 
 
 def measure(
@@ -57,4 +58,4 @@ def measure(
     def call(run: Any) -> Callable[[], bool]:
         return partial(measure_costs, run, comparison, commit=commit)
 
-    return run_jobs(comparison.ready_cost_runs, call, make_workers(max(1, len(gpus)), gpus), deadline, log)
+    return run_jobs(comparison.ready_cost_runs, call, make_workers(max(1, len(gpus)), gpus, deadline), deadline, log)

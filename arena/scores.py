@@ -12,6 +12,8 @@ from arena.comparison import Comparison
 from arena.contestants import BOUNDED, CONTESTANTS, PARAMETERS
 from arena.sizes import Size
 from arena.tasks import COPY, MQAR, NEEDLE, TEXT
+from tokenmix_core.data.synthetic import COPYING
+from tokenmix_core.evaluation.recall import COPY_TOKENS, COPY_VOCABULARY, MQAR_PAIRS, copying_chance
 
 # Student's t for intervals of 95 %, by degrees of freedom
 _STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -101,6 +103,20 @@ def _metrics(task: str, suite: str, row: Mapping[str, Any], size: Size) -> Itera
         yield f"saved at {row['distance']}", row["saved"]
     elif suite == "switch-perplexity" and " at " in row["modes"]:
         yield from ((key, value) for key, value in row.items() if key.startswith(EXCESS) and value is not None)
+
+
+def chances(task: str, size: Size) -> dict[str, float]:
+    """Return the accuracy of a guess among the values in the context, by metric; metrics without an entry have 0."""
+    largest = size.seq_len // 4
+    if task == MQAR:
+        largest = min(largest, size.recall_vocab_size // 2 - 1)
+        found = {f"{pairs} pairs": 1 / pairs for pairs in MQAR_PAIRS if pairs <= largest}
+    elif task == COPY:
+        sizes = [tokens for tokens in COPY_TOKENS if tokens <= largest]
+        found = {f"{kind}, {n}": copying_chance(n, COPY_VOCABULARY) for kind in COPYING for n in sizes}
+    else:
+        return {}
+    return found | {MEAN: fmean(found.values())}
 
 
 class Scores:

@@ -12,7 +12,7 @@ from arena.sizes import Size
 from tokenmix_core.data.synthetic import COPYING, NIAH_TASKS
 from tokenmix_core.evaluation.copying import copy_suite
 from tokenmix_core.evaluation.options import EvalOptions, Suite
-from tokenmix_core.evaluation.recall import copying_suite
+from tokenmix_core.evaluation.recall import COPY_VOCABULARY, copying_suite
 from tokenmix_core.evaluation.suites import SUITES
 from tokenmix_core.training.baselines import BYTE_VOCAB
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
@@ -73,10 +73,10 @@ TASKS = {
                 sources=list(COPYING),
                 seq_len=s.seq_len,
                 copy_tokens=_copy_tokens(s),
-                copy_vocab_size=64,
+                copy_vocab_size=COPY_VOCABULARY,
                 mqar_ramp=s.ramp,
             ),
-            lambda s: {"copying": _options(s, lengths=(s.seq_len,), vocab_size=64)},
+            lambda s: {"copying": _options(s, lengths=(s.seq_len,), vocab_size=COPY_VOCABULARY)},
         ),
         Task(
             NEEDLE,

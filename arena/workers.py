@@ -25,6 +25,10 @@ GRACE = 20.0
 Job = tuple[Any, ...]
 
 
+class Terminated(BaseException):
+    """SIGTERM was received: all jobs stop, with a checkpoint where they train."""
+
+
 class Outcome(NamedTuple):
     """The return value of a call, or the error that it raised."""
 
@@ -55,6 +59,9 @@ def run_jobs(
         deadline: seconds since the epoch after which no job starts; jobs that still run `GRACE` seconds later are
             killed.
         log: receives one line per job.
+
+    Raises:
+        Terminated: SIGTERM was received; the processes received it, too, and have ended.
     """
     running: dict[InlineWorker | ProcessWorker, Job] = {}
     failed: dict[Job, None] = {}
@@ -79,6 +86,10 @@ def run_jobs(
                 if outcome is not None and outcome.error is not None:
                     failed[job] = None
                 log(f"{' '.join(map(str, job))}: {_describe(outcome)}")
+    except (Terminated, KeyboardInterrupt):
+        for worker in workers:
+            worker.terminate()
+        raise
     finally:
         # all workers exit at the same time, then each is awaited
         for worker in workers:
@@ -112,7 +123,7 @@ class InlineWorker:
     def kill(self) -> None:
         """Do nothing: the call has ended."""
 
-    close = join = kill
+    close = join = terminate = kill
 
 
 class ProcessWorker:
@@ -154,6 +165,11 @@ class ProcessWorker:
             self._process.kill()
             self.join()
 
+    def terminate(self) -> None:
+        """Send SIGTERM: training stops with a checkpoint, any other call ends at once."""
+        if self._process is not None:
+            self._process.terminate()
+
     def close(self) -> None:
         """Let the process exit after its call."""
         if self._process is not None:
@@ -169,14 +185,15 @@ class ProcessWorker:
             self._process = None
 
 
-def make_workers(count: int, gpus: Sequence[str]) -> list[InlineWorker | ProcessWorker]:
-    """Return workers distributed over GPUs; one worker without a named GPU runs in this process.
+def make_workers(count: int, gpus: Sequence[str], deadline: float) -> list[InlineWorker | ProcessWorker]:
+    """Return workers distributed over GPUs; a single one without a named GPU and a deadline runs in this process.
 
     Args:
         count: number of workers.
         gpus: GPUs as in CUDA_VISIBLE_DEVICES; default: those visible to this process.
+        deadline: as in `run_jobs`; only another process can be killed after it.
     """
-    if count == 1 and not gpus:
+    if count == 1 and not gpus and deadline == math.inf:
         return [InlineWorker()]
     names = gpus or _visible_gpus()
     # concurrent workers use one CPU core each
@@ -214,7 +231,10 @@ def _serve(calls: Connection) -> None:
             call = calls.recv()
         except EOFError:
             return
-        outcome = _outcome(call)
+        try:
+            outcome = _outcome(call)
+        except (Terminated, KeyboardInterrupt):
+            return
         # free memory for the next job and for concurrent processes
         gc.collect()
         if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():

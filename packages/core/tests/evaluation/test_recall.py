@@ -215,7 +215,7 @@ def test_the_end_of_a_prompt_holds_its_even_share_of_needles(task, length):
     assert visible == pytest.approx(np.mean(expected), abs=0.04)
     depths = np.sort([example.depth for example in examples])
     assert np.abs(depths - (np.arange(100) + 0.5) / 100).max() < 0.06
-    # each length and task has keys and values of its own, each example a stretch of its own
+    # each length and task has keys and values of its own, each example a span of its own
     other = niah_examples(task, Characters(), length + 1, 100, haystack=words)
     assert len({example.answer for example in (*examples, *other)}) == 200
     if task != "s-niah-1":

@@ -250,9 +250,9 @@ def niah(
         count_tokens: the length of a text in tokens.
         depth: position of the needle in the characters of the haystack, from 0 to 1; it stands at the nearest boundary
             of words.
-        haystack: words of the running text for S-NIAH-2 and -3. An example takes a random stretch, and goes on at the
+        haystack: words of the running text for S-NIAH-2 and -3. An example takes a random span, and goes on at the
             start behind the end.
-        seed, index: with the task and `max_tokens`, they determine key, value and stretch.
+        seed, index: with the task and `max_tokens`, they determine key, value and span.
 
     Raises:
         ValueError: an unknown task, a missing haystack, or `max_tokens` too few for the needle and its question.

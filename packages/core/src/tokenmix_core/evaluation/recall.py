@@ -122,8 +122,7 @@ def copying_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResu
         return copying(count, **shape, selective=COPYING[case.task], seed=options.seed, first=COPY_HELD_OUT)
 
     cases = {
-        # the guess is right by position, or because another token is equal
-        f"{kind}-{t}-{n}": _Case(kind, f"{kind}, {t} tokens", t, n, 1 / n + (1 - 1 / n) / max(1, size - 2))
+        f"{kind}-{t}-{n}": _Case(kind, f"{kind}, {t} tokens", t, n, copying_chance(n, size))
         for kind in COPYING
         for t in lengths
         for n in COPY_TOKENS
@@ -133,6 +132,11 @@ def copying_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResu
         raise ValueError(f"copying needs a length of at least {4 * COPY_TOKENS[0]} tokens, got {max(lengths)}")
     names = _Names("copying", "Copying", "tokens", "tokens to copy", "scored")
     return _recall_suite(names, model, options, cases, examples, size)
+
+
+def copying_chance(tokens: int, vocab_size: int) -> float:
+    """Return the accuracy of a guess among the tokens to copy: by its position, or because another token is equal."""
+    return 1 / tokens + (1 - 1 / tokens) / max(1, vocab_size - 2)
 
 
 class _Case(NamedTuple):

@@ -1,0 +1,47 @@
+"""Versions of the software that made a result."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+_LIBRARIES = ("torch", "triton", "transformers", "numpy")
+
+
+def software() -> dict[str, Any]:
+    """Return the versions of Python, of tokenmix's imported packages and of the libraries below, and the commit."""
+    ours = sorted(name for name in sys.modules if name.startswith("tokenmix_") and "." not in name)
+    versions = {name.replace("_", "-"): version_of(name) for name in (*ours, *_LIBRARIES)}
+    known = {name: found for name, found in versions.items() if found is not None}
+    return {"python": platform.python_version(), "versions": known, "commit": commit_of(Path(__file__))}
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def commit_of(file: Path) -> str | None:
+    """Return the commit of the checkout that a file belongs to, with ", changed" if files differ from it, or None."""
+    git = ["git", "-C", str(file.parent)]
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*git, *arguments], capture_output=True, text=True, check=False)
+
+    try:
+        # an installed file can lie in the checkout of another project
+        if run("ls-files", "--error-unmatch", file.name).returncode:
+            return None
+        commit = run("rev-parse", "--short", "HEAD").stdout.strip()
+        changed = run("status", "--porcelain", "--untracked-files=no").stdout.strip()
+    except OSError:
+        # git is not installed
+        return None
+    return f"{commit}, changed" if commit and changed else commit or None
