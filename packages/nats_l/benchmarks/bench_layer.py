@@ -1,8 +1,8 @@
-"""NAtS-L's two operations beside each of them alone, and its layer beside the layers it mixes, by length.
+"""NAtS-L's two operations compared with each alone, and its layer with the layers it combines, by length.
 
-The "pair" is what lies between the projections of the paper's 380M layer, norms left out: the gated delta rule with
-withheld writes, and attention to the own chunk and to kept ones. "attention" is cuDNN's over everything, and "GDN" our
-gated delta rule that keeps every write; both answer another question, and are there to be measured against.
+The "pair" is the part between the projections of the paper's 380M layer, without norms: the gated delta rule with a
+write mask, and attention to the own and retained chunks. "attention" is cuDNN's full attention, and "GDN" our gated
+delta rule without a mask; both compute something else, and serve as baselines.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ CPU_SIZES = {"num_heads": 2, "head_dim": 16, "num_softmax_heads": 4}
 
 
 def make_types(share: float, batch: int, chunks: int, heads: int, device: str) -> ChunkTypes:
-    """Softmax chunks spread evenly, as exactly as the share allows, each head's at another place."""
-    place = torch.arange(chunks, device=device).unsqueeze(1) + torch.arange(heads, device=device)
-    softmax = (((place + 1) * share).floor() > (place * share).floor()).float().expand(batch, -1, -1).contiguous()
+    """Return types with evenly spaced softmax chunks at the given share, shifted from head to head."""
+    position = torch.arange(chunks, device=device).unsqueeze(1) + torch.arange(heads, device=device)
+    softmax = (((position + 1) * share).floor() > (position * share).floor()).float().expand(batch, -1, -1).contiguous()
     return ChunkTypes(softmax.requires_grad_(), (1 - softmax).detach().requires_grad_(), None)
 
 
 def pair_rows(batch: int, tokens: int, device: str) -> list[dict]:
-    """The two operations at each share of softmax chunks, beside each of them alone."""
+    """Measure both operations at each share of softmax chunks, and each operation alone."""
     cpu = device == "cpu"
     dtype = torch.float32 if cpu else torch.bfloat16
     layer = NatsL(WIDTH, **(CPU_SIZES if cpu else {})).to(device)
@@ -72,7 +72,7 @@ def pair_rows(batch: int, tokens: int, device: str) -> list[dict]:
 
 
 def layer_rows(tokens: int, device: str) -> list[dict]:
-    """The layer with a half of softmax chunks and with none, beside the layers of one operation, of one width."""
+    """Measure the layer with half or no softmax chunks, and layers of a single operation of the same width."""
     cpu = device == "cpu"
     width, dtype = (64, torch.float32) if cpu else (WIDTH, torch.bfloat16)
     sizes = CPU_SIZES if cpu else {}
@@ -96,7 +96,7 @@ def layer_rows(tokens: int, device: str) -> list[dict]:
 
 
 def rows(device: str) -> list[dict]:
-    """Measurements on `device`: the pair at the paper's shapes, then layers by length."""
+    """Measure on `device`: the pair at the paper's shapes, then layers by length."""
     out = []
     for batch, tokens in PAIRS if device != "cpu" else [(1, 256)]:
         out += pair_rows(batch, tokens, device)

@@ -1,4 +1,4 @@
-"""Inference: whatever the types, lengths and pieces, the outputs are the full forward pass's; linear chunks leave."""
+"""Inference equals the full forward pass for any types, lengths and splits; linear chunks are evicted."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def build(**options) -> NatsLForCausalLM:
     return NatsLForCausalLM(config).double().eval()
 
 
-def drawn_pieces(total: int, rng: random.Random) -> list[int]:
-    """A split into single tokens, a few, and several chunks."""
-    pieces = []
+def random_split(total: int, rng: random.Random) -> list[int]:
+    """Split into single tokens, a few tokens, and several chunks."""
+    split = []
     while total:
-        pieces.append(min(total, rng.choice([1, 1, 2, 7, 63, 64, 65, 130])))
-        total -= pieces[-1]
-    return pieces
+        split.append(min(total, rng.choice([1, 1, 2, 7, 63, 64, 65, 130])))
+        total -= split[-1]
+    return split
 
 
 def drawn_ids(rng: random.Random, batch: int, tokens: int) -> torch.Tensor:
@@ -55,7 +55,7 @@ def drawn_ids(rng: random.Random, batch: int, tokens: int) -> torch.Tensor:
 @pytest.mark.parametrize("chunk", [64, 128])
 @pytest.mark.parametrize("types", ["learned", "alternate"])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_length_in_any_pieces_gives_what_the_whole_gives(chunk, types, seed):
+def test_any_length_and_split_equals_the_full_forward(chunk, types, seed):
     rng, model = random.Random(seed), build(chunk=chunk, types=types)
     tokens = rng.randrange(1, 5 * chunk)
     ids = drawn_ids(rng, 2, tokens)
@@ -63,30 +63,30 @@ def test_any_length_in_any_pieces_gives_what_the_whole_gives(chunk, types, seed)
     if tokens > 2 * chunk and types == "learned":
         assert 0 < whole.auxiliary["softmax_share"].mean() < 1
     for _ in range(2):
-        pieces = drawn_pieces(tokens, rng)
-        assert relative_error(logits_in_pieces(model, ids, pieces), whole.logits) < 1e-11, pieces
+        split = random_split(tokens, rng)
+        assert relative_error(logits_in_pieces(model, ids, split), whole.logits) < 1e-11, split
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("chunk", [64, 128])
 @pytest.mark.parametrize("seed", range(3))
-def test_padded_rows_of_any_lengths_give_what_they_give_alone(chunk, seed):
+def test_padded_rows_equal_single_sequences(chunk, seed):
     rng, model = random.Random(seed), build(chunk=chunk)
     tokens = 3 * chunk + rng.randrange(chunk)
     lengths = [tokens, rng.randrange(1, tokens), rng.randrange(1, chunk)]
     ids, mask = drawn_ids(rng, 3, tokens), left_padded(lengths, tokens)
     alone = [model(ids[i : i + 1, -n:], use_cache=False).logits[0] for i, n in enumerate(lengths)]
-    # a prompt with padding, a few tokens at once, steps that end each row's chunk at another time
+    # a padded prompt, a few tokens at once, steps that end each row's chunk at a different time
     last = rng.randrange(1, 70)
-    for pieces in ([tokens], [tokens - 75, 5, *[1] * 70], [tokens - last, *[1] * last], drawn_pieces(tokens, rng)):
-        padded = logits_in_pieces(model, ids, pieces, mask)
+    for split in ([tokens], [tokens - 75, 5, *[1] * 70], [tokens - last, *[1] * last], random_split(tokens, rng)):
+        padded = logits_in_pieces(model, ids, split, mask)
         for row, n, exact in zip(padded, lengths, alone, strict=True):
-            assert relative_error(row[-n:], exact) < 1e-11, (pieces, n)
+            assert relative_error(row[-n:], exact) < 1e-11, (split, n)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{"own_chunk": "linear"}, {"own_chunk": "softmax"}, {"types": "alternate"}])
-def test_padded_prompts_of_any_variant_go_on_as_they_would_alone(options):
+def test_padded_prompts_of_all_variants_continue_as_single_sequences(options):
     model, lengths = build(**options), [140, 64, 3, 70]
     ids, mask = drawn_ids(random.Random(0), 4, 142), left_padded([n + 2 for n in lengths], 142)
     padded = logits_in_pieces(model, ids, [140, 1, 1], mask)
@@ -99,25 +99,25 @@ def test_padded_prompts_of_any_variant_go_on_as_they_would_alone(options):
 @pytest.mark.parametrize(
     "options", [{}, {"types": "alternate"}, {"own_chunk": "linear"}, {"own_chunk": "softmax"}, {"decay": False}]
 )
-def test_rows_whose_chunks_are_filled_alike_go_on_together(options, monkeypatch):
+def test_rows_with_equally_filled_chunks_are_processed_together(options, monkeypatch):
     model, rng = build(**options), random.Random(0)
-    # the first and the last of one length, the second a chunk behind them, and one of its own
+    # the first and last of equal length, the second one chunk shorter, and a different one
     lengths, groups = [150, 86, 33, 150], []
-    evenly = decoding._go_on_evenly
-    monkeypatch.setattr(decoding, "_go_on_evenly", lambda *x: groups.append(len(x[1])) or evenly(*x))
-    for pieces in ([110, 20, 1, 19], [100, *drawn_pieces(50, rng)]):
-        total = sum(pieces)
+    uniform = decoding._extend_uniform
+    monkeypatch.setattr(decoding, "_extend_uniform", lambda *x: groups.append(len(x[1])) or uniform(*x))
+    for split in ([110, 20, 1, 19], [100, *random_split(50, rng)]):
+        total = sum(split)
         ids, mask = drawn_ids(rng, 4, total), left_padded(lengths, total)
         groups.clear()
-        padded = logits_in_pieces(model, ids, pieces, mask)
+        padded = logits_in_pieces(model, ids, split, mask)
         assert max(groups) >= 3
         for row, tokens, n in zip(padded, ids, lengths, strict=True):
             alone = model(tokens[None, -n:], use_cache=False).logits[0]
-            assert relative_error(row[-n:], alone) < 1e-11, (pieces, n)
+            assert relative_error(row[-n:], alone) < 1e-11, (split, n)
 
 
 @torch.no_grad()
-def test_turns_of_a_conversation_go_on_where_the_last_ended():
+def test_multi_turn_generation_continues_from_the_cache():
     model, rng = build(), random.Random(0)
     ids, cache = drawn_ids(rng, 1, 120), None
     for turn in range(3):
@@ -129,7 +129,7 @@ def test_turns_of_a_conversation_go_on_where_the_last_ended():
 
 
 @torch.no_grad()
-def test_beams_across_the_ends_of_chunks_give_what_they_give_without_a_cache():
+def test_beams_across_chunk_ends_equal_those_without_a_cache():
     model, rng = build(), random.Random(0)
     ids, mask = drawn_ids(rng, 2, 70), left_padded([70, 50], 70)
     options = {"num_beams": 2, "max_new_tokens": 66, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
@@ -138,30 +138,30 @@ def test_beams_across_the_ends_of_chunks_give_what_they_give_without_a_cache():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("chunk", "piece"), [(64, 64), (128, 128), (64, 1)])
+@pytest.mark.parametrize(("chunk", "part_length"), [(64, 64), (128, 128), (64, 1)])
 @pytest.mark.parametrize(("types", "kept"), [("linear", [0, 0, 0]), ("softmax", [1, 2, 3]), ("alternate", [0, 1, 1])])
-def test_a_linear_chunk_leaves_nothing_behind_and_a_softmax_one_its_keys_and_values(chunk, piece, types, kept):
+def test_only_softmax_chunks_stay_in_the_cache(chunk, part_length, types, kept):
     layer = LAYER(chunk=chunk, types=types).double()
     x = torch.randn(2, 3 * chunk, 16, dtype=torch.float64)
     # of two sequences and four heads
     per_chunk = 2 * 4 * chunk * (4 + 8) * x.element_size()
     cache = HybridCache([layer.make_state()])
     part = cache.layers[0].kept
-    for start in range(0, 3 * chunk, piece):
-        cache.begin(2, piece, x.device)
-        layer(x[:, start : start + piece], state=cache.layers[0])
+    for start in range(0, 3 * chunk, part_length):
+        cache.begin(2, part_length, x.device)
+        layer(x[:, start : start + part_length], state=cache.layers[0])
         cache.end()
-        chunks = (start + piece) // chunk
+        chunks = (start + part_length) // chunk
         if chunks:
             assert part.held(0) == kept[chunks - 1] * per_chunk + part.lengths.nbytes
-            # room for one chunk stays, or half as much again as is kept
+            # one spare chunk, or half as many slots again as are filled
             assert part.allocated <= 1.5 * (kept[chunks - 1] + 1) * per_chunk + part.lengths.nbytes
         else:
             assert part.allocated == 0
 
 
 @torch.no_grad()
-def test_heads_hold_different_tokens_and_their_room_follows_the_longest():
+def test_heads_retain_different_tokens():
     torch.manual_seed(0)
     layer = LAYER()
     for module in layer.modules():
@@ -178,23 +178,23 @@ def test_heads_hold_different_tokens_and_their_room_follows_the_longest():
 
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{}, {"types": "alternate"}, {"own_chunk": "softmax"}])
-def test_room_that_is_asked_for_is_that_of_the_longest_list(options, monkeypatch):
-    # no chunks are kept without asking
-    monkeypatch.setattr(decoding, "_PIECE", 0)
+def test_requested_slots_equal_the_longest_list(options, monkeypatch):
+    # always synchronise
+    monkeypatch.setattr(decoding, "_BLOCK", 0)
     model, ids = build(**options), drawn_ids(random.Random(0), 2, 720)
     whole = model(ids, use_cache=False).logits
-    for pieces in ([700, 20], [70, 260, 1, 63, 326]):
-        assert relative_error(logits_in_pieces(model, ids, pieces), whole) < 1e-11, pieces
+    for split in ([700, 20], [70, 260, 1, 63, 326]):
+        assert relative_error(logits_in_pieces(model, ids, split), whole) < 1e-11, split
     cache = model(ids, use_cache=True).past_key_values
     for layer in cache.layers:
         assert layer.parts["kept"].num_slots == max(64, int(layer.parts["kept"].lengths.max()))
 
 
 @torch.no_grad()
-def test_a_prompt_takes_the_same_few_operations_whatever_its_length_and_asks_the_device_once(monkeypatch):
+def test_prompt_operations_do_not_depend_on_length_and_synchronise_once(monkeypatch):
     layer = LAYER(head_dim=64).eval()
     asked = []
-    # two operations with kernels of their own, and what the device would answer
+    # replace two operations with kernels of their own, and the answer of the device
     monkeypatch.setattr(decoding, "kept_attention", lambda q, k, v, *_, **options: AttentionOutput(v, v[..., 0]))
     monkeypatch.setattr(layer, "delta_rule", lambda tokens, *_: (tokens.softmax_v, torch.zeros(1, 2, 64, 128)))
     monkeypatch.setattr(decoding, "Asked", lambda x: asked.append(x) or SimpleNamespace(read=lambda: 64 * 40))
@@ -204,7 +204,7 @@ def test_a_prompt_takes_the_same_few_operations_whatever_its_length_and_asks_the
         state.span = Span(1, T, torch.device("cpu"))
         tokens, _ = layer.project(x, None, None, None, step=False)
         with Watched(lambda func, *_: seen.append(func) if not func.is_view else None):
-            decoding.go_on(layer, x, tokens, state)
+            decoding.extend(layer, x, tokens, state)
         return len(seen)
 
     assert operations(2 * 64) == operations(32 * 64) <= 35
@@ -213,7 +213,7 @@ def test_a_prompt_takes_the_same_few_operations_whatever_its_length_and_asks_the
     assert [x.numel() for x in asked] == [1, 1]
 
 
-def test_a_cached_call_has_the_gradients_of_one_without():
+def test_cached_call_has_the_gradients_of_an_uncached_call():
     model, ids = build(), drawn_ids(random.Random(0), 2, 150)
     found = []
     for use_cache in (True, False):
@@ -226,11 +226,11 @@ def test_a_cached_call_has_the_gradients_of_one_without():
         assert relative_error(found[0][name], exact) < 1e-9, name
 
 
-def test_no_gradient_crosses_calls():
+def test_gradients_do_not_cross_calls():
     model, ids, cache = build(), drawn_ids(random.Random(0), 2, 150), None
     cache = model.make_cache()
-    for piece in ids.split([100, 1, 49], 1):
-        model(piece, past_key_values=cache).logits.sum().backward()
+    for part in ids.split([100, 1, 49], 1):
+        model(part, past_key_values=cache).logits.sum().backward()
     for layer in cache.layers:
         for name in ("recurrent", "start", "decay", "inputs", "open_keys", "open_values"):
             assert not layer.parts[name].value.requires_grad, name

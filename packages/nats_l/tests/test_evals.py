@@ -1,4 +1,4 @@
-"""Evaluations: shares of types, what is held, longer contexts and speed, by core's suites and this package's."""
+"""Evaluations of types, cache sizes, long contexts and speed, by core's suites and this package's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(model, suite, **options):
 
 
 @pytest.mark.parametrize(("types", "share"), [("softmax", 1.0), ("linear", 0.0), ("alternate", 0.5)])
-def test_forced_types_have_their_shares_on_the_built_in_text(types, share):
+def test_forced_types_have_exact_shares(types, share):
     found = run(build(types=types), "chunk-types", lengths=(128, 256), limit=3)
     assert [(row["tokens"], row["layer"], row["sequences"]) for row in found["rows"]] == [
         (tokens, layer, 3) for tokens in (128, 256) for layer in (1, 2)
@@ -54,7 +54,7 @@ def test_forced_types_have_their_shares_on_the_built_in_text(types, share):
     assert [plot["y_labels"] for plot in found["plots"]] == [["1", "2"]] * 2
 
 
-def test_shares_are_those_of_the_types_that_the_layers_choose():
+def test_shares_equal_those_of_the_chosen_types():
     model, seen = build(), {}
     for i, layer in nats_l_layers(model).items():
         layer.register_forward_pre_hook(
@@ -68,7 +68,7 @@ def test_shares_are_those_of_the_types_that_the_layers_choose():
     assert 0 < shares.mean() < 1
 
 
-def test_every_file_of_a_folder_is_a_text_of_its_own(tmp_path):
+def test_each_file_of_a_folder_is_a_text(tmp_path):
     for name, sentence in (("a.txt", "one two three "), ("b.txt", "def f(x): return x\n")):
         (tmp_path / name).write_text(sentence * 40)
     found = evaluate(
@@ -94,7 +94,7 @@ def test_a_file_that_is_too_short_is_named_and_costs_no_other(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("types", "chunks"), [("softmax", 1), ("linear", 0), ("alternate", None)])
-def test_held_tokens_are_those_of_whole_softmax_chunks(types, chunks):
+def test_retained_tokens_are_those_of_complete_softmax_chunks(types, chunks):
     model = build(types=types)
     rows = run(model, "held", lengths=(63, 64, 130, 256))["rows"]
     for row in rows:
@@ -104,19 +104,31 @@ def test_held_tokens_are_those_of_whole_softmax_chunks(types, chunks):
             assert [row[f"head {h}"] for h in range(4)] == [expected] * 4
             assert [row["layer"] for row in rows[:3]] == ["all", "1", "2"]
             continue
-        assert row["least"] <= row["bytes"] <= row["most"]
-        # a token's keys and values of four heads in two layers, and of both the lengths
+        assert row["least"] <= row["bytes in use"] <= row["most"]
+        # keys and values of a token for four heads in two layers, and the lengths of both layers
         lists = 2 * 4 * (expected * (4 + 4 * 2) * 4 + 4 * bool(whole))
-        assert row["bytes"] == row["least"] + lists
+        assert row["bytes in use"] == row["least"] + lists
+        assert row["bytes in use"] <= row["bytes"]
 
 
-def test_bytes_held_by_length_lie_between_the_bounds_with_learned_types():
+def test_bytes_are_those_allocated_for_the_longest_head():
+    model, lengths = build(), (640,)
+    rows = run(model, "held", lengths=lengths)["rows"]
+    for row in rows[1:]:
+        longest = max(row[f"head {h}"] for h in range(4))
+        assert longest > min(row[f"head {h}"] for h in range(4))
+        # keys and values of four heads, in one rectangle of the longest head's tokens, and states of constant size
+        assert row["bytes"] >= row["bytes in use"] + sum(longest - row[f"head {h}"] for h in range(4)) * (4 + 4 * 2) * 4
+    assert rows[0]["bytes"] > sum(row["bytes"] for row in rows[1:])
+
+
+def test_bytes_in_use_lie_within_the_bounds_for_learned_types():
     rows = [row for row in run(build(), "held", lengths=(64, 640))["rows"] if row["layer"] == "all"]
-    assert rows[0]["bytes"] < rows[1]["bytes"] < rows[1]["most"]
+    assert rows[0]["bytes in use"] < rows[1]["bytes in use"] < rows[1]["most"]
     assert rows[0]["least"] == rows[1]["least"]
 
 
-def test_loss_by_position_goes_far_beyond_the_training_length():
+def test_loss_by_position_exceeds_the_training_length():
     model = build()
     found = run(model, "perplexity-by-position", lengths=(4 * model.config.max_position_embeddings,), limit=2)
     curves = [series for plot in found["plots"] for series in plot["series"].values()]
@@ -135,7 +147,7 @@ def test_speed_and_bytes_by_length_are_measured():
 
 
 @pytest.mark.parametrize("suite", ["chunk-types", "held"])
-def test_what_cannot_be_measured_is_refused_in_a_sentence(suite, tmp_path):
+def test_invalid_suites_and_texts_raise(suite, tmp_path):
     plain = HybridForCausalLM(HybridConfig(**SIZES, mixers=["gated_delta_net"], mixer_options={"gated_delta_net": GDN}))
     with pytest.raises(ValueError, match="the model has no NAtS-L layer; its mixers are gated_delta_net"):
         run(plain, suite, lengths=(128,))
@@ -152,12 +164,12 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(suite, tmp_path):
         run(model, suite, text=str(tmp_path / "missing"), lengths=(128,))
 
 
-def test_suites_join_core_s():
+def test_suite_names_differ_from_core():
     assert not set(SUITES) & set(CORE_SUITES)
     assert all(suite.summary for suite in SUITES.values())
 
 
-def test_the_command_knows_recipes_and_suites(capsys):
+def test_command_lists_recipes_and_suites(capsys):
     assert main(["info"]) == 0
     out = capsys.readouterr().out
     for name in ("nats-l-hybrid-800m", "nats-l-hybrid-380m-no-decay", "gdn-hybrid-380m", "chunk-types", "held"):
@@ -165,5 +177,5 @@ def test_the_command_knows_recipes_and_suites(capsys):
     assert main(["info", "tiny", "--lengths", "1000"]) == 0
     out = capsys.readouterr().out
     assert "tokenmix_nats_l" in out
-    # what is held depends on types
+    # the cache size depends on types
     assert re.search(r"cache at 1,000 +[\d,]+ to [\d,]+ bytes", out)

@@ -1,4 +1,4 @@
-"""On a GPU: the layer against its eager self in float64, decoding against the full forward, and no waiting."""
+"""On a GPU: the layer against eager float64, decoding against the full forward, without synchronisation."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def gradients(layer, x, upstream, cu_seqlens, types):
         {"own_chunk": "softmax"},
     ],
 )
-def test_the_layer_in_bfloat16_is_as_close_to_float64_as_eager_code(chunk, packed, options):
+def test_bfloat16_errors_do_not_exceed_those_of_eager_code(chunk, packed, options):
     torch.manual_seed(0)
     options = {**SIZES, "chunk": chunk, **options}
     first = NatsL(256, **options)
@@ -79,19 +79,19 @@ def test_the_layer_in_bfloat16_is_as_close_to_float64_as_eager_code(chunk, packe
 @torch.no_grad()
 @pytest.mark.parametrize("chunk", [64, 128, 256])
 @pytest.mark.parametrize("types", ["learned", "alternate"])
-def test_pieces_and_steps_give_what_the_whole_gives(chunk, types):
+def test_any_split_equals_the_full_forward(chunk, types):
     torch.manual_seed(0)
     options = {**SIZES, "chunk": chunk, "rope": True, "types": types}
     config = NatsLConfig(**MODEL, initializer_range=0.05, mixer_options={"nats_l": options})
     model = NatsLForCausalLM(config).cuda().eval()
     ids = torch.randint(0, 61, (2, 600), device="cuda")
     whole, cache, outputs = model(ids, use_cache=False).logits, model.make_cache(), []
-    for piece in ids.split([129, 1, 1, 300, *[1] * 169], 1):
-        outputs.append(model(piece, past_key_values=cache).logits)
+    for part in ids.split([129, 1, 1, 300, *[1] * 169], 1):
+        outputs.append(model(part, past_key_values=cache).logits)
     assert relative_error(torch.cat(outputs, 1), whole) < 1e-3
 
 
-def test_training_and_steps_inside_a_chunk_never_wait_for_the_device():
+def test_training_and_steps_within_a_chunk_never_synchronise():
     options = {"nats_l": {**SIZES, "budget": 0.25}}
     model = NatsLForCausalLM(NatsLConfig(**MODEL, mixer_options=options)).cuda().bfloat16()
     ids = torch.randint(0, 61, (2, 512), device="cuda")
@@ -116,7 +116,7 @@ def test_training_and_steps_inside_a_chunk_never_wait_for_the_device():
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_compiled_training_step_is_one_graph():
+def test_compiled_training_step_is_one_graph():
     torch.manual_seed(0)
     model = NatsLForCausalLM(NatsLConfig(**MODEL, mixer_options={"nats_l": {**SIZES, "rope": True}})).cuda().train()
     ids = torch.randint(0, 61, (2, 256), device="cuda")
@@ -128,7 +128,7 @@ def test_a_compiled_training_step_is_one_graph():
 
 
 @torch.no_grad()
-def test_a_step_reads_of_each_head_what_it_keeps_alone():
+def test_steps_read_only_retained_tokens():
     torch.manual_seed(0)
     layer = NatsL(256, **SIZES, types="softmax").cuda()
     x = torch.randn(2, 130, 256, device="cuda")
@@ -138,7 +138,7 @@ def test_a_step_reads_of_each_head_what_it_keeps_alone():
         for start, stop in ((0, 129), (129, 130)):
             cache.begin(2, stop - start, x.device)
             if spoilt and start:
-                # as if a head of the second row had kept one chunk: nobody may look at the other
+                # pretend that a head of the second row retains one chunk: kernels must not read the other
                 kept = cache.layers[0].kept
                 kept.lengths[1, 0] = 64
                 kept.keys[1, 0, 64:] = float("nan")

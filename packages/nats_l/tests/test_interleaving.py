@@ -1,4 +1,4 @@
-"""NAtS-L layers stand in one model with core's."""
+"""NAtS-L layers combine with core's in one model."""
 
 from typing import ClassVar
 

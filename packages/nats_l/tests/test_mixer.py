@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise, product
 from typing import ClassVar, get_args
 
 import pytest
@@ -14,7 +14,7 @@ from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.mixers import MixerContract, run_in_pieces, run_mixer
-from tokenmix_nats_l.ablations import carried
+from tokenmix_nats_l.ablations import read_state
 from tokenmix_nats_l.chunks import Types, chunk_means, learned_types
 from tokenmix_nats_l.mixer import NatsL, Norms
 
@@ -49,12 +49,12 @@ def inputs(B=2, T=170, seed=1):
 
 class TestNatsL(MixerContract):
     cases: ClassVar[dict[str, Callable[[], Mixer]]] = {n: partial(SMALL, **x) for n, x in VARIANTS.items()}
-    # two chunks and a half, so that some are kept, some written, and one is open
+    # two and a half chunks: some are retained, some written, and one is open
     tokens = 170
 
 
 def literal(layer: NatsL, tokens, types) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both operations as the paper's sentences read: token by token, with every visible key's exponential."""
+    """Return both operations by the paper's definition: token by token, with every visible key's exponential."""
     C, (B, T, H, K), G = layer.chunk, tokens.q.shape, layer.group
     linear, softmax = [], []
     for n in range(B):
@@ -82,7 +82,7 @@ def literal(layer: NatsL, tokens, types) -> tuple[torch.Tensor, torch.Tensor]:
     return linear, torch.stack(softmax).view(B, H * G, T, -1).transpose(1, 2)
 
 
-def test_both_operations_are_the_definition_in_value_and_gradient():
+def test_both_operations_equal_the_definition_in_value_and_gradient():
     layer, x = build(), inputs(T=150)
     found = []
     for mix in (lambda *a: layer.mix(*a, None), lambda *a: literal(layer, *a)):
@@ -99,7 +99,7 @@ def test_both_operations_are_the_definition_in_value_and_gradient():
         assert relative_error(got, expected) < 1e-9
 
 
-def test_types_are_exact_and_inactive_ones_have_no_gradient():
+def test_types_are_exact_and_inactive_operations_have_no_gradient():
     scores = torch.randn(1, 4, 6, dtype=torch.float64, requires_grad=True)
     types = learned_types(scores)
     assert torch.equal(types.linear + types.softmax, torch.ones_like(types.linear))
@@ -112,7 +112,7 @@ def test_types_are_exact_and_inactive_ones_have_no_gradient():
     torch.testing.assert_close(got.unflatten(-1, (2, 3)), expected)
 
 
-def test_the_last_chunk_gives_the_scores_no_gradient():
+def test_last_chunk_has_no_score_gradient():
     layer, x = build(), inputs(T=128)
     tokens, _ = layer.project(x, None, None, None, step=False)
     types = layer.types_of(x, None)
@@ -126,7 +126,7 @@ def test_the_last_chunk_gives_the_scores_no_gradient():
     assert of_linear[:, 0].abs().max() > 0
 
 
-def test_a_partial_chunk_has_the_mean_of_what_it_has():
+def test_partial_chunk_has_the_mean_of_its_tokens():
     x = inputs(T=70)
     means = chunk_means(x, 64)
     torch.testing.assert_close(means[:, 1], x[:, 64:].mean(1))
@@ -157,7 +157,7 @@ def test_a_partial_chunk_has_the_mean_of_what_it_has():
         {"chunk": 128},
     ],
 )
-def test_every_choice_changes_the_outputs(options):
+def test_every_option_changes_the_outputs(options):
     # long enough that a linear chunk, a softmax one and a third follow each other
     x = inputs(T=400)
     plain, changed = build(), build(**options)
@@ -171,8 +171,8 @@ def test_every_choice_changes_the_outputs(options):
 
 @pytest.mark.parametrize("own_chunk", ["both", "softmax", "linear"])
 @pytest.mark.parametrize("types", get_args(Types))
-def test_every_parameter_has_a_gradient_in_every_combination_of_choices(types, own_chunk):
-    for decay, norm in product((True, False), get_args(Norms)):
+def test_every_parameter_has_a_gradient_for_all_options(types, own_chunk):
+    for decay, norm in itertools.product((True, False), get_args(Norms)):
         layer = build(types=types, own_chunk=own_chunk, decay=decay, norm=norm)
         for boundaries in (None, torch.tensor([0, 1, 1, 64])):
             layer.zero_grad()
@@ -180,7 +180,7 @@ def test_every_parameter_has_a_gradient_in_every_combination_of_choices(types, o
             assert [name for name, p in layer.named_parameters() if p.grad is None] == [], (decay, norm)
 
 
-def test_without_own_chunks_of_attention_the_first_chunk_has_none():
+def test_own_chunk_linear_has_no_attention_in_the_first_chunk():
     layer, x = build(own_chunk="linear", types="softmax"), inputs()
     tokens, _ = layer.project(x, None, None, None, step=False)
     _, softmax = layer.mix(tokens, layer.types_of(x, None), None)
@@ -188,7 +188,7 @@ def test_without_own_chunks_of_attention_the_first_chunk_has_none():
     assert softmax[:, 64:].abs().min() > 0
 
 
-def test_without_own_chunks_of_the_delta_rule_the_first_chunk_has_none():
+def test_own_chunk_softmax_has_no_delta_rule_in_the_first_chunk():
     layer, x = build(own_chunk="softmax", types="linear"), inputs()
     tokens, _ = layer.project(x, None, None, None, step=False)
     linear, _ = layer.mix(tokens, layer.types_of(x, None), None)
@@ -196,7 +196,7 @@ def test_without_own_chunks_of_the_delta_rule_the_first_chunk_has_none():
     assert linear[:, 64:].abs().max() > 0
 
 
-def test_without_decay_softmax_chunks_leave_the_state_as_it_was():
+def test_softmax_chunks_without_decay_do_not_change_the_state():
     layer, x = build(decay=False, types="softmax"), inputs(T=300)
     tokens, _ = layer.project(x, None, None, None, step=False)
     linear, _ = layer.mix(tokens, layer.types_of(x, None), None)
@@ -207,7 +207,7 @@ def test_without_decay_softmax_chunks_leave_the_state_as_it_was():
 
 @pytest.mark.parametrize("boundaries", [None, [0, 1, 1, 200, 270, 334, 400]])
 @pytest.mark.parametrize("own_chunk", ["both", "softmax"])
-def test_without_decay_a_chunk_starts_from_what_linear_chunks_wrote(own_chunk, boundaries):
+def test_chunks_without_decay_start_from_the_writes_of_linear_chunks(own_chunk, boundaries):
     layer, x = build(decay=False, own_chunk=own_chunk), inputs(B=1 if boundaries else 2, T=400)
     cu_seqlens = None if boundaries is None else torch.tensor(boundaries)
     leaf = x.requires_grad_()
@@ -218,13 +218,13 @@ def test_without_decay_a_chunk_starts_from_what_linear_chunks_wrote(own_chunk, b
     weights = torch.randn_like(linear)
 
     expected = []
-    for start, end in pairwise(boundaries or [0, 400]):
+    for start, end in itertools.pairwise(boundaries or [0, 400]):
         state, first = x.new_zeros(len(x), *layer.fit.state_shape(layer.num_heads)), start // 64
         for i, at in enumerate(range(start, end, 64)):
             chunk = type(tokens)(*(y[:, at : min(at + 64, end)] for y in tokens))
             o, after = layer.delta_rule(chunk, None, state)
             if own_chunk == "softmax":
-                o = carried(layer, chunk, state, state.new_zeros(state.shape[:2]))
+                o = read_state(layer, chunk, state, state.new_zeros(state.shape[:2]))
             expected.append(o)
             slot = i if boundaries is None else first + boundaries.index(end) - 1 + i
             state = state + layer.fit.gates(types.linear[:, slot])[..., None, None] * (after - state)
@@ -235,16 +235,16 @@ def test_without_decay_a_chunk_starts_from_what_linear_chunks_wrote(own_chunk, b
 
 
 @pytest.mark.parametrize(("types", "held"), [("softmax", 128), ("linear", 0), ("alternate", 64)])
-def test_keys_are_held_of_softmax_chunks_alone(types, held):
+def test_only_keys_of_softmax_chunks_are_retained(types, held):
     layer = build(types=types)
-    for pieces in ([170], [1] * 170, [100, 70]):
+    for split in ([170], [1] * 170, [100, 70]):
         with torch.no_grad():
-            _, cache = run_in_pieces(layer, inputs(), pieces)
+            _, cache = run_in_pieces(layer, inputs(), split)
         lengths = layer.held_tokens(cache.layers[0])
         assert (0 if lengths is None else int(lengths.max())) == held
 
 
-def test_a_budget_pulls_the_share_towards_it():
+def test_budget_loss_moves_the_share():
     layer, x = build(budget=0.0), inputs()
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
     shares = []
@@ -258,7 +258,7 @@ def test_a_budget_pulls_the_share_towards_it():
     assert shares[-1] < 0.1
 
 
-def test_the_share_counts_real_chunks_alone():
+def test_share_counts_only_real_chunks():
     layer, x = build(types="softmax"), inputs(B=1)
     for boundaries in (None, torch.tensor([0, 5, 5, 100, 170])):
         _, auxiliary = layer(x, cu_seqlens=boundaries)
@@ -284,6 +284,28 @@ def test_the_share_counts_real_chunks_alone():
         ({"budget": 0.5, "budget_weight": -1.0}, "budget_weight"),
     ],
 )
-def test_malformed_options_are_refused(options, words):
+def test_invalid_options_raise(options, words):
     with pytest.raises(ValueError, match=words):
         SMALL(**options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("types", ["softmax", "linear", "alternate"])
+def test_assigned_types_replace_learned_ones_in_all_calls(types):
+    learned, forced, x = build(), build(types=types), inputs()
+    forced.load_state_dict({name: p for name, p in learned.state_dict().items() if "score_proj" not in name})
+    before = run_mixer(learned, x)
+    learned.types = types
+    assert learned.types == types
+    assert torch.equal(run_mixer(learned, x), run_mixer(forced, x))
+    (got, _), (expected, _) = (run_in_pieces(layer, x, [100, 70]) for layer in (learned, forced))
+    torch.testing.assert_close(got, expected)
+    learned.types = "learned"
+    assert torch.equal(run_mixer(learned, x), before)
+
+
+def test_invalid_assigned_types_raise():
+    with pytest.raises(ValueError, match="types must be one of"):
+        build().types = "random"
+    with pytest.raises(ValueError, match="cannot learn types"):
+        build(types="softmax").types = "learned"

@@ -42,11 +42,11 @@ def counted(name):
         ("gdn-hybrid-380m", 380e6, 0.03),
     ],
 )
-def test_models_have_the_parameters_that_the_paper_states(name, stated, within):
+def test_parameter_counts_equal_those_of_the_paper(name, stated, within):
     assert counted(name)[1] == pytest.approx(stated, rel=within)
 
 
-def test_baselines_are_layered_as_in_section_5():
+def test_baselines_have_the_layers_of_section_5():
     layers = {kind: RECIPES[f"{kind}-800m"]().model["mixers"] for kind in BASELINES}
     assert {kind: len(mixers) for kind, mixers in layers.items()} == {
         "gdn": 21, "gdn-hybrid": 22, "transformer": 24, "mamba2": 48
@@ -55,7 +55,7 @@ def test_baselines_are_layered_as_in_section_5():
 
 
 @pytest.mark.parametrize(("size", "added"), [("380m", 30_720), ("800m", 59_904)])
-def test_scores_and_output_weights_are_all_that_a_layer_adds_but_norms(size, added):
+def test_a_layer_adds_only_scores_output_weights_and_norms(size, added):
     model, _ = counted(f"nats-l-{size}")
     for mixer in model.model.mixers:
         assert mixer.score_proj.weight.numel() + mixer.weight_proj.weight.numel() == added
@@ -73,7 +73,7 @@ def test_every_recipe_has_its_name_and_a_model(name):
 
 
 @pytest.mark.parametrize("size", ["380m", "800m"])
-def test_settings_are_those_of_appendix_a(size):
+def test_settings_equal_appendix_a(size):
     recipe, config = RECIPES[f"nats-l-hybrid-{size}"](), RECIPES[f"nats-l-hybrid-{size}"]().model_config()
     assert recipe.optimizer.total_tokens == (15e9 if size == "380m" else 50e9)
     assert recipe.optimizer.warmup_tokens == (0.5e9 if size == "380m" else 1e9)
@@ -89,7 +89,7 @@ def test_settings_are_those_of_appendix_a(size):
 
 
 @pytest.mark.parametrize("name", ABLATIONS)
-def test_an_ablation_differs_from_the_hybrid_in_its_option_alone(name):
+def test_ablations_differ_from_the_hybrid_only_in_their_option(name):
     ablation, hybrid = RECIPES[f"nats-l-hybrid-380m-{name}"](), RECIPES["nats-l-hybrid-380m"]()
     assert dataclasses.replace(ablation, name="", description="", model=hybrid.model) == dataclasses.replace(
         hybrid, name="", description=""
@@ -104,7 +104,7 @@ def test_an_ablation_differs_from_the_hybrid_in_its_option_alone(name):
 
 
 @pytest.mark.parametrize("size", ["small", "100m"])
-def test_recall_compares_models_that_differ_in_their_mixers_alone(size):
+def test_recall_models_differ_only_in_their_mixers(size):
     def settings(name):
         recipe = RECIPES[f"recall-{name}-{size}"]()
         return recipe.data, recipe.optimizer, {**recipe.model, "mixers": None, "mixer_options": None}
@@ -139,14 +139,14 @@ def shares(folder):
     return {line["step"]: line["softmax_share/1"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line}
 
 
-def test_the_log_has_the_share_of_softmax_chunks_of_every_layer(small, tmp_path):
+def test_log_has_the_share_of_softmax_chunks_of_every_layer(small, tmp_path):
     for types, share in (("softmax", 1.0), ("linear", 0.0), ("alternate", 0.5)):
         train(with_options(small, types=types), tmp_path / types, progress=False)
         assert shares(tmp_path / types) == dict.fromkeys(range(1, 7), share)
         assert not any("share/0" in name for line in read_metrics(tmp_path / types / "metrics.jsonl") for name in line)
 
 
-def test_a_line_has_the_mean_since_the_last_one(small, tmp_path):
+def test_log_line_has_the_mean_since_the_previous_one(small, tmp_path):
     micro = dataclasses.replace(small.optimizer, micro_batch_tokens=Tokens(128))
     for name, steps, optimizer in (("each", 1, small.optimizer), ("third", 3, micro)):
         recipe = dataclasses.replace(
@@ -161,7 +161,7 @@ def test_a_line_has_the_mean_since_the_last_one(small, tmp_path):
     assert third[6] == pytest.approx((each[4] + each[5] + each[6]) / 3)
 
 
-def test_a_line_has_the_mean_over_all_chunks_of_unequal_batches():
+def test_log_line_has_the_mean_over_all_chunks_of_unequal_batches():
     from types import SimpleNamespace
 
     import torch
@@ -169,7 +169,7 @@ def test_a_line_has_the_mean_over_all_chunks_of_unequal_batches():
     from tokenmix_nats_l.training import LogSoftmaxShares
 
     log, model = LogSoftmaxShares(), torch.nn.Identity()
-    log._places, log._sums = [1], torch.zeros(2, 1, dtype=torch.float64)
+    log._layers, log._sums = [1], torch.zeros(2, 1, dtype=torch.float64)
     for share, chunks in ((1.0, 1), (0.25, 7)):
         auxiliary = {"softmax_share": torch.tensor([[share]]), "chunks": torch.tensor([chunks])}
         log._gather(model, (), SimpleNamespace(auxiliary=auxiliary))
@@ -178,7 +178,7 @@ def test_a_line_has_the_mean_over_all_chunks_of_unequal_batches():
     assert logs["softmax_share/1"] == pytest.approx((1 + 0.25 * 7) / 8)
 
 
-def test_a_resumed_run_logs_the_same_shares(small, tmp_path):
+def test_resumed_run_logs_equal_shares(small, tmp_path):
     assert train(small, tmp_path / "whole", progress=False).step == 6
     # as if the run had been killed after its third step
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
@@ -188,17 +188,17 @@ def test_a_resumed_run_logs_the_same_shares(small, tmp_path):
     assert shares(tmp_path / "cut") == shares(tmp_path / "whole")
 
 
-def test_recorded_passes_log_the_same_shares(small, tmp_path):
+def test_cuda_graphs_log_the_same_shares(small, tmp_path):
     joined = dataclasses.replace(small, data=dataclasses.replace(small.data, documents="joined"))
     train(joined, tmp_path / "plain", progress=False)
-    recorded = dataclasses.replace(joined, run=dataclasses.replace(joined.run, training_graph="always"))
+    graphed = dataclasses.replace(joined, run=dataclasses.replace(joined.run, training_graph="always"))
     with graphs_everywhere(eager=True) as works:
-        train(recorded, tmp_path / "recorded", progress=False)
+        train(graphed, tmp_path / "graphed", progress=False)
     assert len(works) == 1
-    assert shares(tmp_path / "recorded") == shares(tmp_path / "plain")
+    assert shares(tmp_path / "graphed") == shares(tmp_path / "plain")
 
 
-def test_a_model_without_such_layers_trains_with_no_shares_in_the_log(small, tmp_path):
+def test_model_without_nats_l_layers_logs_no_shares(small, tmp_path):
     layers = small.model["mixer_options"]
     model = {
         **small.model,
@@ -209,13 +209,13 @@ def test_a_model_without_such_layers_trains_with_no_shares_in_the_log(small, tmp
     assert not any(name.startswith("softmax") for line in read_metrics(tmp_path / "run/metrics.jsonl") for name in line)
 
 
-def test_the_budget_s_loss_is_in_the_log(small, tmp_path):
+def test_budget_loss_is_logged(small, tmp_path):
     train(with_options(small, budget=0.25), tmp_path / "run", progress=False)
     lines = [line for line in read_metrics(tmp_path / "run/metrics.jsonl") if "loss" in line]
     assert all(0 <= line["budget_loss"] < 1 for line in lines)
 
 
-def test_importing_is_quiet():
+def test_importing_does_not_import_torch():
     code = (
         "import sys, tokenmix_nats_l, tokenmix_nats_l.cli; print([m for m in ('torch', 'triton') if m in sys.modules])"
     )

@@ -185,10 +185,10 @@ def test_mamba1_hybrids_and_limits_raise(tmp_path):
     theirs = field_model("mamba2")
     for n, (fields, reason) in enumerate(
         (
-            ({"ssm_cfg": {}}, "first Mamba"),
+            ({"ssm_cfg": {}}, "Mamba-1 layers"),
             ({"attn_layer_idx": [1]}, "layers of attention are not converted"),
             ({"d_intermediate": 64}, "with an MLP"),
-            ({"ssm_cfg": {"layer": "Mamba2", "D_has_hdim": True}}, "one number a head"),
+            ({"ssm_cfg": {"layer": "Mamba2", "D_has_hdim": True}}, "one value per head"),
         )
     ):
         state_spaces_folder(tmp_path / str(n), theirs, **fields)
@@ -241,7 +241,7 @@ def test_damaged_folders_raise(tmp_path):
         ({"mixer_options": {"attention": {"window": 4, "sinks": 1}}}, "no sinks"),
         ({"mixer_options": {"attention": {"qk_norm": True}}}, "eps 1e-05"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "no scaled rotary positions"),
-        ({"mixers": ["attention", "b"], "mixer_options": {"b": {"type": "attention", "num_heads": 2}}}, "all alike"),
+        ({"mixers": ["attention", "b"], "mixer_options": {"b": {"type": "attention", "num_heads": 2}}}, "equal layers"),
     ],
 )
 def test_models_without_fla_counterpart_raise(fields, reason, tmp_path):

@@ -130,7 +130,7 @@ CALLS = [
     ({"input_ids": ints(2, 4), "position_ids": ints(2, 4)}, "are documents, .*got B = 2, a cache"),
     ({"input_ids": ROW, "position_ids": AGAIN, "attention_mask": torch.tensor([[0, 1, 1, 1]])}, "got B = 1.*padding"),
     ({"input_ids": ROW, "position_ids": UP[:, :3]}, r"position_ids must have shape \[1, 4\].*got \[1, 3\]"),
-    ({"input_ids": ROW, "cu_seqlens": WHOLE, "cu_seq_lens_q": WHOLE}, "say the same: give one of them"),
+    ({"input_ids": ROW, "cu_seqlens": WHOLE, "cu_seq_lens_q": WHOLE}, "two names of one argument: give one of them"),
     (
         {"input_ids": ROW, "cu_seq_lens_q": WHOLE, "cu_seq_lens_k": PARTS},
         r"same boundaries, .*got \[0, 4\] and \[0, 2, 4\]",

@@ -1,8 +1,8 @@
-"""The models that the paper compares with, in its setting: 15B or 50B tokens of FineWeb-Edu in rows of 4,096.
+"""The paper's baselines in its setting: 15B or 50B tokens of FineWeb-Edu in rows of 4,096.
 
-The paper leaves some sizes open; ours give the stated numbers of parameters (the tests count them): a vocabulary of
-32,000 and an output layer of its own; in Gated DeltaNet q and k as wide as 3/4 of the model and v twice that, so that
-its 6 heads have K = 128 and V = 256 at width 1024, K = 192 and V = 384 at width 1536.
+The paper leaves some sizes open; ours give the stated parameter counts (tested): a vocabulary of 32,000 with an untied
+output layer; in Gated DeltaNet q and k are 3/4 as wide as the model and v twice that, so that its 6 heads have K = 128
+and V = 256 at width 1024, K = 192 and V = 384 at width 1536.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tokenmix_core.training import (
     model_fields,
 )
 
-# width, heads of attention
+# width, attention heads
 SIZES = {"380m": (1024, 16), "800m": (1536, 24)}
 BASELINES = {
     "gdn": [GDN] * 21,
@@ -36,12 +36,12 @@ BASELINES = {
 
 
 def delta_rule(size: str) -> dict[str, Any]:
-    """The options of Gated DeltaNet layers."""
+    """Return the options of Gated DeltaNet layers."""
     return {"num_heads": 6, "head_dim": SIZES[size][0] * 3 // 4 // 6, "expand_v": 2.0}
 
 
 def setting(size: str) -> tuple[DataRecipe, OptimizerRecipe]:
-    """The data and the optimizer of all models of a size (appendix A)."""
+    """Return data and optimizer of all models of a size (appendix A)."""
     small = size == "380m"
     optimizer = OptimizerRecipe(
         total_tokens=Tokens("15B" if small else "50B"),
@@ -54,7 +54,7 @@ def setting(size: str) -> tuple[DataRecipe, OptimizerRecipe]:
 
 
 def baseline(kind: str, size: str) -> Recipe:
-    """A baseline of Table 1 or 5, as trained in the paper."""
+    """Return a baseline of Table 1 or 5, as trained in the paper."""
     width, heads = SIZES[size]
     options = {
         GDN: delta_rule(size),

@@ -1,4 +1,4 @@
-"""Which operation a chunk of tokens takes: the mean of its inputs, scores, a type with a straight-through gradient."""
+"""Chunk types: mean inputs of chunks, scores, and types with a straight-through gradient."""
 
 from __future__ import annotations
 
@@ -14,13 +14,31 @@ from tokenmix_core.nn import at_least_float32, moved
 Types = Literal["learned", "softmax", "linear", "alternate"]
 
 
+class Tokens(NamedTuple):
+    """Inputs of the delta rule, and of softmax attention over the same channels."""
+
+    # [B, T, H, K], [B, T, H, K], [B, T, H, V]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    # [B, T, HA, KA], [B, T, HA, KA], [B, T, HA, VA]
+    softmax_q: Tensor
+    softmax_k: Tensor
+    softmax_v: Tensor
+    # [B, T, H]
+    g: Tensor
+    beta: Tensor
+    # [B, T, H · K]
+    flat_q: Tensor
+
+
 class ChunkTypes(NamedTuple):
-    """The operation of each chunk and group of heads, `[B, slots, H]`; exactly 0 or 1, one of the two for each.
+    """Type of each chunk and group of heads, `[B, slots, H]`; exactly one of `softmax` and `linear` is 1.
 
     Attributes:
-        softmax: 1 where later tokens see the chunk's keys.
-        linear: 1 where the chunk's writes enter the state.
-        probability: of softmax, as the scores say; None where types are forced.
+        softmax: 1 if later tokens see the chunk's keys, else 0.
+        linear: 1 if the chunk's writes enter the state, else 0.
+        probability: probability of softmax from the scores; None for forced types.
     """
 
     softmax: Tensor
@@ -31,12 +49,12 @@ class ChunkTypes(NamedTuple):
 def chunk_means(
     x: Float[Tensor, "B T D"], size: int, cu_seqlens: Int[Tensor, "N_plus_1"] | None = None
 ) -> Float[Tensor, "B slots D"]:
-    """The mean of each chunk's tokens, a last partial one's over those that it has; at least float32.
+    """Return the mean of each chunk's tokens (of a partial chunk, over its tokens), at least float32.
 
-    Chunks are counted from each sequence's start; of a packed batch their slots are `chunking.slot_ids`'.
+    Chunks begin at each sequence's start; packed batches have the slots of `chunking.slot_ids`.
     """
     T = x.shape[1]
-    # sums widen what they read: nothing is copied in float32
+    # sum(dtype=...) converts while reading, without a float32 copy
     wide = torch.promote_types(x.dtype, torch.float32)
     if cu_seqlens is None:
         whole = T // size * size
@@ -44,20 +62,20 @@ def chunk_means(
         if whole == T:
             return sums / size
         return torch.cat((sums / size, x[:, whole:].sum(1, dtype=wide, keepdim=True) / (T - whole)), 1)
-    places, back = chunk_places(cu_seqlens, T, size)
-    # tokens side by side, not sums by slot: a fixed order, so that a forward pass made again finds the same types
-    chunks = moved(x[0], places, back, holes=True)
-    return (chunks.sum(1, dtype=wide) / (places >= 0).sum(1).clamp(min=1).unsqueeze(-1)).unsqueeze(0)
+    source, back = chunk_places(cu_seqlens, T, size)
+    # gather tokens instead of index_add: its order is fixed, so that recomputing a forward pass gives the same types
+    chunks = moved(x[0], source, back, holes=True)
+    return (chunks.sum(1, dtype=wide) / (source >= 0).sum(1).clamp(min=1).unsqueeze(-1)).unsqueeze(0)
 
 
 def learned_types(scores: Float[Tensor, "B slots two_H"]) -> ChunkTypes:
-    """The operation with the higher score, linear first; gradients pass to the softmax of the scores.
+    """Choose the operation with the higher score, linear if equal; gradients pass to the softmax of the scores.
 
-    An operation that is not chosen has no gradient: types are factors of what each does, and one of 0 stays out.
+    The operation that is not chosen gets no gradient: types multiply its contribution, and a factor of 0 removes it.
     """
     shares = at_least_float32(scores).unflatten(-1, (2, -1)).softmax(-2)
     of_linear, of_softmax = shares.unbind(-2)
-    # by comparing, where torch's own function would wait for the device
+    # a comparison, as torch.argmax with one_hot would synchronise
     softmax = (of_softmax > of_linear).to(shares.dtype)
     linear = 1 - softmax
     if not torch.is_grad_enabled():
@@ -67,21 +85,21 @@ def learned_types(scores: Float[Tensor, "B slots two_H"]) -> ChunkTypes:
     return ChunkTypes(softmax, _only_where_active(linear), of_softmax)
 
 
-def forced_types(kind: Types, numbers: Int[Tensor, "B slots"], H: int, dtype: torch.dtype) -> ChunkTypes:
-    """The same types for all heads, of chunks with these numbers in their sequences; "alternate" begins linear."""
+def forced_types(kind: Types, indices: Int[Tensor, "B slots"], H: int, dtype: torch.dtype) -> ChunkTypes:
+    """Return equal types for all heads from the chunks' indices in their sequences; "alternate" begins with linear."""
     softmax = {
-        "softmax": torch.ones_like(numbers),
-        "linear": torch.zeros_like(numbers),
-        "alternate": numbers % 2,
+        "softmax": torch.ones_like(indices),
+        "linear": torch.zeros_like(indices),
+        "alternate": indices % 2,
     }[kind]
-    softmax = softmax.to(dtype).unsqueeze(-1).expand(*numbers.shape, H)
+    softmax = softmax.to(dtype).unsqueeze(-1).expand(*indices.shape, H)
     return ChunkTypes(softmax, 1 - softmax, None)
 
 
-def chunk_numbers(
+def chunk_indices(
     B: int, T: int, size: int, cu_seqlens: Int[Tensor, "N_plus_1"] | None, device: torch.device
 ) -> Int[Tensor, "B slots"]:
-    """The number of each slot's chunk in its sequence."""
+    """Return the index of each slot's chunk in its sequence."""
     if cu_seqlens is None:
         return torch.arange(cdiv(T, size), device=device).expand(B, -1)
     slots, firsts, sequence = _packed_slots(T, size, cu_seqlens)
@@ -91,7 +109,7 @@ def chunk_numbers(
 def real_chunks(
     B: int, T: int, size: int, cu_seqlens: Int[Tensor, "N_plus_1"] | None, device: torch.device
 ) -> Bool[Tensor, "B slots"]:
-    """Which slots hold a chunk: all of them, but for those between packed sequences."""
+    """Return which slots contain a chunk; slots between packed sequences may be empty."""
     if cu_seqlens is None:
         return torch.ones(B, cdiv(T, size), dtype=torch.bool, device=device)
     slots, firsts, sequence = _packed_slots(T, size, cu_seqlens)
@@ -99,12 +117,12 @@ def real_chunks(
 
 
 def _packed_slots(T: int, size: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The slots of a packed batch, the first one of each sequence, and the sequence of each slot."""
+    """Return the slots of a packed batch, the first slot of each sequence, and the sequence of each slot."""
     slots = torch.arange(chunk_slots(1, T, size, cu_seqlens), device=cu_seqlens.device)
     firsts = cu_seqlens[:-1] // size + torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
     return slots, firsts, torch.searchsorted(firsts, slots, right=True) - 1
 
 
 def _only_where_active(linear: Tensor) -> Tensor:
-    """The same numbers; where they are 0 no gradient passes."""
+    """Return the same values, without a gradient where they are 0."""
     return linear * linear.detach()

@@ -1,4 +1,4 @@
-"""The command `tokenmix-nats-l`: core's command line with the recipes and suites of this package."""
+"""The command `tokenmix-nats-l`: core's command line with this package's recipes and suites."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenmix_core import cli as core_cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     return core_cli.main(
         argv, prog="tokenmix-nats-l", recipes="tokenmix_nats_l.recipes:RECIPES", suites="tokenmix_nats_l.evals:SUITES"
     )

@@ -1,4 +1,4 @@
-"""The configuration: the backbone with NAtS-L layers."""
+"""Configuration of models with NAtS-L layers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ register_mixer("nats_l", NatsL)
 
 
 class NatsLConfig(HybridConfig):
-    """`HybridConfig` whose layers are "nats_l" where nothing else is said.
+    """`HybridConfig` whose layers are "nats_l" by default.
 
-    Options of the layers are `mixer_options["nats_l"]`: see `NatsL`. Other mixers may interleave.
+    Options of the layers are `mixer_options["nats_l"]`, see `NatsL`. Other mixers may interleave.
     """
 
     model_type = "tokenmix_nats_l"

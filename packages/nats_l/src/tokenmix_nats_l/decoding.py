@@ -1,9 +1,9 @@
-"""Inference: the chunk that is still open, and what becomes of it at its last token.
+"""Inference with an open chunk, whose type is determined at its last token.
 
-A sequence holds, of whole chunks, the delta rule's state and the keys and values of those chunks and heads that rotated
-out softmax; of the open chunk its keys and values, the sum of its inputs, the state at its start with the decay since,
-and the running state. At a chunk's last token its type is known: a linear chunk's keys and values are dropped; a
-softmax chunk's are kept, and the running state goes back to that of the chunk's start, decayed.
+For complete chunks, the state holds the delta rule's state, and the keys and values of softmax chunks per head. For the
+open chunk it holds keys and values, the sum of inputs, the state at the chunk's start, the decay since, and the running
+state. At the chunk's last token its type is known: keys and values of a linear chunk are dropped; those of a softmax
+chunk are retained, and the running state becomes the decayed state of the chunk's start.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from tokenmix_core.ops import (
     rotate_step,
     unless_gluon,
 )
-from tokenmix_nats_l.ablations import carried, far_attention, far_attention_of_last
-from tokenmix_nats_l.chunks import ChunkTypes, chunk_means
+from tokenmix_nats_l.ablations import past_chunk_attention, past_chunk_attention_of_last, read_state
+from tokenmix_nats_l.chunks import ChunkTypes, Tokens, chunk_means
 
 if TYPE_CHECKING:
-    from tokenmix_nats_l.mixer import NatsL, Tokens
+    from tokenmix_nats_l.mixer import NatsL
 
-# chunks that are kept without asking how many of them are, and of padded rows those that are looked at together
-_PIECE = 32
+# chunks that are stored without a synchronisation of list lengths; also the chunks of padded rows stored at once
+_BLOCK = 32
 
 
 def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, rotary: Rotation | None) -> tuple[Tensor, Tensor]:
-    """One token of each sequence: both operations' outputs `[N, 1, HA, VA]`; the state is updated in place.
+    """Process one token of each sequence and overwrite the state; return both operations' outputs `[N, 1, HA, VA]`.
 
-    The softmax heads' q and k are as the convolutions gave them: one launch norms and turns both and stores k and v.
+    The softmax heads' q and k come directly from the convolutions: one launch normalises and rotates them and stores k
+    and v.
     """
     span, fit = state.span, layer.fit
     _prepare(state, x, len(x))
@@ -51,16 +52,16 @@ def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, rotary: Rot
     o = gated_delta_rule_step(q, k, v, g, beta, recurrent, scale=layer.head_dim**-0.5, qk_l2norm=True, impl=layer.impl)
     linear = layer.as_softmax_heads(fit.outputs(o.unsqueeze(1), layer.num_heads))
     if layer.own_chunk == "softmax":
-        linear = carried(layer, tokens, start, decay)
+        linear = read_state(layer, tokens, start, decay)
     decay += g
     state.inputs.value.add_(x.squeeze(1))
 
-    place, filled = span.fill(layer.chunk)
+    index, filled = span.fill(layer.chunk)
     softmax_q, softmax_k, norms = normed_for_step(tokens.softmax_q, tokens.softmax_k, layer.q_norm, layer.k_norm)
     softmax_q, softmax_k, softmax_v = (y.squeeze(1) for y in (softmax_q, softmax_k, tokens.softmax_v))
     cos, sin = (None, None) if rotary is None else (y.squeeze(1) for y in rotary)
     softmax_q = rotate_step(
-        softmax_q, softmax_k, softmax_v, cos, sin, keys, values, place,
+        softmax_q, softmax_k, softmax_v, cos, sin, keys, values, index,
         impl=unless_gluon(layer.impl), **norms,
     )  # fmt: skip
     seen = []
@@ -71,7 +72,7 @@ def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, rotary: Rot
     softmax = merge_attention(seen, impl=unless_gluon(layer.impl)).o if seen else torch.zeros_like(tokens.softmax_v)
 
     if layer.step_form(span):
-        # rows of one length end their chunks together
+        # chunks of rows with equal lengths end together
         ending = None if span.lengths is None else filled == layer.chunk
         means = (state.inputs.value / layer.chunk).unsqueeze(1)
         types = layer.types_from(means, lambda: (span.before // layer.chunk).unsqueeze(1))
@@ -79,48 +80,48 @@ def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, rotary: Rot
     return linear, softmax
 
 
-def go_on(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState) -> tuple[Tensor, Tensor]:
-    """Several tokens of each sequence after what the state holds, which is updated: outputs `[B, T, HA, VA]`.
+def extend(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState) -> tuple[Tensor, Tensor]:
+    """Process several tokens of each sequence and update the state; return both outputs `[B, T, HA, VA]`.
 
-    They are as `state.span` says: dense, or packed without their padding.
+    Tokens have the layout of `state.span`: dense, or packed without padding.
     """
     span = state.span
     if span.uniform:
-        return _go_on_evenly(layer, x, tokens, state, span.past % layer.chunk, span.past // layer.chunk)
+        return _extend_uniform(layer, x, tokens, state, span.past % layer.chunk, span.past // layer.chunk)
     boundaries, before = [0, *(span.after - span.before).cumsum(0).tolist()], span.before.tolist()
     x, *flat = (y.flatten(0, 1).unsqueeze(0) for y in (x, *tokens))
     packed = type(tokens)(*flat)
     _prepare(state, x, span.batch)
     if not any(before) and layer.own_chunk != "softmax" and layer.decay:
-        linear, softmax = _begin(layer, x, packed, state, boundaries)
+        linear, softmax = _begin_packed(layer, x, packed, state, boundaries)
     else:
-        linear, softmax = _go_on_in_groups(layer, x, packed, state, boundaries, before)
+        linear, softmax = _extend_in_groups(layer, x, packed, state, boundaries, before)
     return linear.view_as(tokens.softmax_v), softmax.view_as(tokens.softmax_v)
 
 
-def _go_on_evenly(
-    layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, fill: int, number: int | Tensor
+def _extend_uniform(
+    layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, fill: int, index: int | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`go_on` for rows whose open chunks have `fill` tokens, and are their sequences' chunk `number`, `[N, 1]`."""
+    """`extend` for rows whose open chunk has `fill` tokens and the index `index [N, 1]` in its sequence."""
     C, T = layer.chunk, x.shape[1]
-    types = _types(layer, _means(layer, state, x, fill), number)
-    # asked for before the long work, and read behind it
+    types = _types(layer, _means(layer, state, x, fill), index)
+    # request the copy to the host before the long kernels, and read it afterwards
     longest = _longest(layer, state, types, (fill + T) // C)
     softmax = _attend(layer, tokens, types, state, fill)
 
-    # tokens up to the open chunk's end; those of whole chunks; those of the next open chunk
+    # tokens up to the open chunk's end; tokens of complete chunks; tokens of the next open chunk
     head = min(C - fill, T) if fill else 0
     whole = (T - head) // C * C
     outputs = []
     if head:
-        outputs.append(_enter(layer, x, tokens, state, slice(0, head), fill))
+        outputs.append(_append(layer, x, tokens, state, slice(0, head), fill))
         if fill + head == C:
             _close(layer, state, types.softmax[:, 0] > 0.5, longest=longest)
     first = 1 if head else 0
     if layer.own_chunk == "softmax" or not layer.decay:
-        # the operation knows no such chunks: one after the other
+        # the operation does not support these options within a call: one chunk after another
         for i in range(whole // C):
-            outputs.append(_enter(layer, x, tokens, state, slice(head + i * C, head + (i + 1) * C), 0))
+            outputs.append(_append(layer, x, tokens, state, slice(head + i * C, head + (i + 1) * C), 0))
             _close(layer, state, types.softmax[:, first + i] > 0.5, longest=longest)
     elif whole:
         chunks = tokens if whole == T else type(tokens)(*(y[:, head : head + whole] for y in tokens))
@@ -128,9 +129,9 @@ def _go_on_evenly(
         o, after = layer.delta_rule(chunks, types.linear[:, slots], state.recurrent.value)
         outputs.append(o)
         state.recurrent.value, state.start.value = after, after.clone()
-        _keep(layer, state, chunks, types.softmax[:, slots] > 0.5, longest)
+        _retain(layer, state, chunks, types.softmax[:, slots] > 0.5, longest)
     if head + whole < T:
-        outputs.append(_enter(layer, x, tokens, state, slice(head + whole, T), 0))
+        outputs.append(_append(layer, x, tokens, state, slice(head + whole, T), 0))
     _prepare(state, x, len(x))
     # gradients pass from chunk to chunk of this call, and do not cross calls
     for name in _TENSORS:
@@ -138,29 +139,31 @@ def _go_on_evenly(
     return _joined(outputs), softmax
 
 
-def _begin(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, boundaries: list[int]) -> tuple[Tensor, Tensor]:
-    """`go_on` for packed sequences that hold nothing yet, as a padded prompt's, all at once.
+def _begin_packed(
+    layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, boundaries: list[int]
+) -> tuple[Tensor, Tensor]:
+    """`extend` for packed sequences with an empty state, such as those of a padded prompt, all at once.
 
-    Attention takes them as they are. The delta rule takes the whole chunks of all, whose types are known, and then the
-    open chunks, which go on from the states that those end in.
+    One call of attention processes all tokens. One call of the delta rule processes the complete chunks of all
+    sequences, and a second one the open chunks, starting from the final states of the first.
     """
     C, device, N = layer.chunk, x.device, len(boundaries) - 1
     cu_seqlens = torch.tensor(boundaries, device=device)
     types = layer.types_of(x, cu_seqlens)
-    attend = layer.attend if layer.own_chunk == "both" else partial(far_attention, layer)
+    attend = layer.attend if layer.own_chunk == "both" else partial(past_chunk_attention, layer)
     softmax = attend(tokens, types.softmax, cu_seqlens)
 
     lengths = cu_seqlens.diff()
     wholes, sequence = lengths // C * C, sequence_ids(cu_seqlens, x.shape[1])
-    place = torch.arange(x.shape[1], device=device) - cu_seqlens[sequence]
-    # tokens of whole chunks in front, then the others, both in their order
-    order = (place >= wholes[sequence]).to(torch.uint8).argsort(stable=True)
+    position = torch.arange(x.shape[1], device=device) - cu_seqlens[sequence]
+    # tokens of complete chunks first, then the others, both in their order
+    order = (position >= wholes[sequence]).to(torch.uint8).argsort(stable=True)
     total = sum((end - start) // C * C for start, end in pairwise(boundaries))
     first, last = (type(tokens)(*(y[:, at] for y in tokens)) for at in (order[:total], order[total:]))
     outputs, start = [], state.start.value
     if total:
         ends = cu_seqlens_from_lengths(wholes)
-        # a chunk's slot among all tokens, and among those of whole chunks
+        # slots of chunks among all tokens, and among tokens of complete chunks
         at, slots = slot_ids(cu_seqlens, x.shape[1], C)[order[:total:C]], slot_ids(ends, total, C)[::C]
         writes = types.linear.new_ones(1, chunk_slots(1, total, C, ends), layer.num_heads)
         writes = writes.index_copy(1, slots.long(), types.linear[:, at])
@@ -170,19 +173,19 @@ def _begin(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, boundarie
     if total < x.shape[1]:
         o, running = layer.delta_rule(last, None, start, cu_seqlens_from_lengths(lengths - wholes))
         outputs.append(o)
-        rows, places = sequence[order[total:]], place[order[total:]] % C
+        rows, offsets = sequence[order[total:]], position[order[total:]] % C
         state.decay.value = state.decay.value.index_add(0, rows, layer.fit.gates(last.g)[0])
         state.inputs.value = state.inputs.value.index_add(0, rows, at_least_float32(x[0, order[total:]]))
-        state.open_keys.value[rows, places] = last.softmax_k[0].detach()
-        state.open_values.value[rows, places] = last.softmax_v[0].detach()
+        state.open_keys.value[rows, offsets] = last.softmax_k[0].detach()
+        state.open_values.value[rows, offsets] = last.softmax_v[0].detach()
     state.start.value, state.recurrent.value = start, running
     for name in _TENSORS:
         getattr(state, name).set(getattr(state, name).value)
 
-    # what is kept, in pieces of all sequences side by side
+    # retained keys and values, in blocks of all sequences side by side
     slots = (cu_seqlens[:-1] // C + torch.arange(N, device=device)).unsqueeze(1)
-    for begin in range(0, max((end - start) // C * C for start, end in pairwise(boundaries)), _PIECE * C):
-        i = begin + torch.arange(_PIECE * C, device=device)
+    for begin in range(0, max((end - start) // C * C for start, end in pairwise(boundaries)), _BLOCK * C):
+        i = begin + torch.arange(_BLOCK * C, device=device)
         there = i < wholes.unsqueeze(1)
         at = torch.where(there, cu_seqlens[:-1, None] + i, 0)
         take = (types.softmax[0, torch.where(there, slots + i // C, 0)] > 0.5) & there.unsqueeze(-1)
@@ -191,71 +194,71 @@ def _begin(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, boundarie
     return torch.cat(outputs, 1)[:, order.argsort()], softmax
 
 
-def _go_on_in_groups(
+def _extend_in_groups(
     layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, boundaries: list[int], before: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """`go_on` for packed sequences: together those whose open chunks are filled alike and that go on by as much."""
+    """`extend` for packed sequences, in groups with equally many open-chunk tokens and new tokens."""
     groups: dict[tuple[int, int], list[int]] = {}
     for n, (start, end) in enumerate(pairwise(boundaries)):
         groups.setdefault((before[n] % layer.chunk, end - start), []).append(n)
-    hold_nothing(state)
-    kept, places, outputs = [], [], []
-    for (fill, length), numbers in groups.items():
-        rows = torch.tensor(numbers, device=x.device)
+    create_lists(state)
+    kept, indices, outputs = [], [], []
+    for (fill, length), members in groups.items():
+        rows = torch.tensor(members, device=x.device)
         apart = _rows(layer, state, rows)
         kept.append((rows, apart.kept))
         if length == 0:
             continue
-        at = torch.tensor([range(boundaries[n], boundaries[n] + length) for n in numbers], device=x.device)
+        at = torch.tensor([range(boundaries[n], boundaries[n] + length) for n in members], device=x.device)
         here = type(tokens)(*(y[0, at] for y in tokens))
         chunks = state.span.before[rows].unsqueeze(1) // layer.chunk
-        outputs.append([y.flatten(0, 1) for y in _go_on_evenly(layer, x[0, at], here, apart, fill, chunks)])
-        places.append(at.flatten())
+        outputs.append([y.flatten(0, 1) for y in _extend_uniform(layer, x[0, at], here, apart, fill, chunks)])
+        indices.append(at.flatten())
         for name in _TENSORS:
             getattr(state, name).value[rows] = getattr(apart, name).value
     state.kept.join(kept)
-    back = torch.cat(places).argsort()
+    back = torch.cat(indices).argsort()
     linear, softmax = (torch.cat(y)[back] for y in zip(*outputs, strict=True))
     return linear, softmax
 
 
-def _enter(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, here: slice, fill: int) -> Tensor:
-    """Take tokens into the open chunk, which has `fill` already; returns the delta rule's outputs."""
+def _append(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, here: slice, fill: int) -> Tensor:
+    """Append tokens to the open chunk, which has `fill` tokens; return the delta rule's outputs."""
     _prepare(state, x, len(x))
     new = type(tokens)(*(y[:, here] for y in tokens))
     o, after = layer.delta_rule(new, None, state.recurrent.value)
     if layer.own_chunk == "softmax":
-        o = carried(layer, new, state.start.value, state.decay.value)
+        o = read_state(layer, new, state.start.value, state.decay.value)
     state.recurrent.value = after
     state.decay.value = state.decay.value + layer.fit.gates(new.g).sum(1)
     state.inputs.value = state.inputs.value + at_least_float32(x[:, here]).sum(1)
-    places = slice(fill, fill + here.stop - here.start)
-    state.open_keys.value[:, places] = new.softmax_k.detach()
-    state.open_values.value[:, places] = new.softmax_v.detach()
+    slots = slice(fill, fill + here.stop - here.start)
+    state.open_keys.value[:, slots] = new.softmax_k.detach()
+    state.open_values.value[:, slots] = new.softmax_v.detach()
     return o
 
 
 def _attend(layer: NatsL, tokens: Tokens, types: ChunkTypes, state: LayerState, fill: int) -> Tensor:
-    """Softmax attention of new tokens to kept chunks, to the open one, and to each other."""
+    """Attend with new tokens to retained chunks, the open chunk, and each other."""
     C, kept = layer.chunk, state.kept
     keys, values, marks = [tokens.softmax_k], [tokens.softmax_v], [types.softmax]
     if fill:
         keys.insert(0, state.open_keys.value[:, :fill])
         values.insert(0, state.open_values.value[:, :fill])
     if kept.num_slots:
-        # lists are made of whole chunks
+        # lists consist of complete chunks
         keys.insert(0, kept.keys.transpose(1, 2))
         values.insert(0, kept.values.transpose(1, 2))
         held = torch.arange(0, kept.num_slots, C, device=kept.keys.device) < kept.lengths[:, :: layer.group, None]
         marks.insert(0, held.transpose(1, 2).to(types.softmax.dtype))
     k, v, keep = (_joined(y) for y in (keys, values, marks))
     if layer.own_chunk == "linear":
-        return far_attention_of_last(layer, tokens.softmax_q, k, v, keep)
+        return past_chunk_attention_of_last(layer, tokens.softmax_q, k, v, keep)
     return kept_attention(tokens.softmax_q, k, v, keep, unit=C, impl=layer.impl).o
 
 
 def _means(layer: NatsL, state: LayerState, x: Tensor, fill: int) -> Tensor:
-    """The mean inputs of the open chunk, of which `fill` tokens are summed up already, and of those after it."""
+    """Return the mean inputs of the open chunk, of which `fill` tokens are already summed, and of later chunks."""
     head = min(layer.chunk - fill, x.shape[1]) if fill else 0
     means = []
     if head:
@@ -267,17 +270,17 @@ def _means(layer: NatsL, state: LayerState, x: Tensor, fill: int) -> Tensor:
 
 
 def _types(layer: NatsL, means: Tensor, first: int | Tensor) -> ChunkTypes:
-    """The types of chunks with these means, the first of which is its sequence's chunk number `first`, `[N, 1]`."""
+    """Return the types of chunks with these means; `first [N, 1]` is the index of the first one in its sequence."""
 
-    def numbers() -> Tensor:
+    def indices() -> Tensor:
         return (torch.arange(means.shape[1], device=means.device) + first).expand(len(means), -1)
 
-    return layer.types_from(means, numbers)
+    return layer.types_from(means, indices)
 
 
 def _longest(layer: NatsL, state: LayerState, types: ChunkTypes, ending: int) -> Asked | None:
-    """What the longest list will hold once `ending` chunks have ended; None for few, which find room without."""
-    if ending <= _PIECE:
+    """Request the longest list's length after `ending` chunks; None for few chunks, where an upper bound suffices."""
+    if ending <= _BLOCK:
         return None
     tokens = layer.chunk * types.softmax[:, :ending].sum(1, dtype=torch.int32)
     if state.kept.num_slots:
@@ -285,34 +288,34 @@ def _longest(layer: NatsL, state: LayerState, types: ChunkTypes, ending: int) ->
     return Asked(tokens.max())
 
 
-def _keep(layer: NatsL, state: LayerState, chunks: Tokens, softmax: Tensor, longest: Asked | None) -> None:
-    """Hold the keys and values of those whole chunks that are marked in `softmax [N, chunks, H]`."""
-    N, number, H = softmax.shape
-    # head by head, as lists want it
+def _retain(layer: NatsL, state: LayerState, chunks: Tokens, softmax: Tensor, longest: Asked | None) -> None:
+    """Retain the keys and values of complete chunks where `softmax [N, chunks, H]` is True."""
+    N, chunk_count, H = softmax.shape
+    # per head, as the lists are
     take = softmax.mT[:, :, None, :, None].expand(-1, -1, layer.group, -1, layer.chunk)
-    take = take.reshape(N, H * layer.group, number * layer.chunk).mT
+    take = take.reshape(N, H * layer.group, chunk_count * layer.chunk).mT
     state.kept.append(chunks.softmax_k, chunks.softmax_v, take, longest=None if longest is None else longest.read())
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """The parts one after the other along time."""
+    """Concatenate along time."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _close(
     layer: NatsL, state: LayerState, softmax: Tensor, rows: Tensor | None = None, longest: Asked | None = None
 ) -> None:
-    """End the open chunk, of all rows or of those that `rows [N]` names; `softmax [N, H]` are its types."""
+    """Close the open chunk of all rows or of those in the mask `rows [N]`; `softmax [N, H]` are its types."""
     start, recurrent, decay = state.start.value, state.recurrent.value, state.decay.value
     take = softmax if rows is None else softmax & rows.unsqueeze(-1)
     bare = decay.exp()[..., None, None] * start if layer.decay else start
     recurrent = torch.where(layer.fit.gates(take)[..., None, None], bare, recurrent)
     take = take.repeat_interleave(layer.group, -1).unsqueeze(1).expand(-1, layer.chunk, -1)
-    room = None if longest is None else longest.read()
-    state.kept.append(state.open_keys.value, state.open_values.value, take, longest=room)
+    known = None if longest is None else longest.read()
+    state.kept.append(state.open_keys.value, state.open_values.value, take, longest=known)
     if rows is None:
         rows = torch.ones(len(start), dtype=torch.bool, device=start.device)
-    # steps write into the running state, so the other is a copy
+    # steps overwrite the running state, so `start` must be a copy
     state.start.put(torch.where(rows[:, None, None, None], recurrent, start))
     state.recurrent.put(recurrent)
     state.decay.put(decay.masked_fill(rows.unsqueeze(-1), 0.0))
@@ -323,20 +326,20 @@ _TENSORS = ("recurrent", "start", "decay", "inputs", "open_keys", "open_values")
 
 
 def _prepare(state: LayerState, like: Tensor, batch: int) -> None:
-    """Make the state's tensors, of zeros, before the first call."""
+    """Allocate the state's tensors with zeros before the first call."""
     for name in _TENSORS:
         getattr(state, name).get(batch, like)
 
 
-def hold_nothing(state: LayerState) -> None:
-    """Make the lists of kept tokens, of no length, where there are none yet."""
+def create_lists(state: LayerState) -> None:
+    """Create empty lists of retained tokens if there are none yet."""
     if not state.kept.num_slots:
         keys, values = state.open_keys.value[:, :0], state.open_values.value[:, :0]
         state.kept.append(keys, values, torch.zeros(keys.shape[:3], dtype=torch.bool, device=keys.device))
 
 
 def _rows(layer: NatsL, state: LayerState, rows: Tensor) -> LayerState:
-    """A state of some rows, with copies of their tensors."""
+    """Return a state of some rows, with copies of their tensors."""
     apart = layer.make_state()
     for name in _TENSORS:
         getattr(apart, name).value = getattr(state, name).value[rows]

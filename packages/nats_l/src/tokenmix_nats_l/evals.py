@@ -1,4 +1,4 @@
-"""The paper's measurements of the layers: which chunks are softmax, by layer and head, and what is held by length."""
+"""The paper's measurements of NAtS-L layers: share of softmax chunks, and cache size, by layer, head and length."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from tokenmix_nats_l.mixer import NatsL
 
 
 def nats_l_layers(model: Any) -> dict[int, NatsL]:
-    """The NAtS-L layers of a model by their place.
+    """Return the NAtS-L layers of a model by their index.
 
     Raises:
-        ValueError: a model without any.
+        ValueError: a model without such layers.
     """
     layers = {i: mixer for i, mixer in enumerate(model.model.mixers) if isinstance(mixer, NatsL)}
     if not layers:
@@ -43,7 +43,7 @@ def nats_l_layers(model: Any) -> dict[int, NatsL]:
 def softmax_shares(
     model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 8, progress: bool = True
 ) -> Float[np.ndarray, "layers heads"]:
-    """The share of chunks that are softmax, by NAtS-L layer and head of the delta rule."""
+    """Return the share of softmax chunks per NAtS-L layer and head of the delta rule."""
     total, layers = None, nats_l_layers(model)
     for batch in tqdm(sequences.split(batch_size), desc="chunk types", unit="batch", disable=not progress):
         shares = model.model(batch.to(model.device), use_cache=False).auxiliary["softmax_share"].double().cpu()
@@ -54,7 +54,7 @@ def softmax_shares(
 
 
 def chunk_types_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """The share of softmax chunks by layer and head (Figures 5 and 8), on one text or on each file of a folder."""
+    """Measure the share of softmax chunks by layer and head (Figures 5 and 8), on a text or each file of a folder."""
     options.choose("chunk-types", ("chunk-types",))
     found = nats_l_layers(model)
     if len(heads := {layer.num_heads for layer in found.values()}) > 1:
@@ -76,16 +76,16 @@ def chunk_types_suite(model: Any, tokenizer: Any, options: EvalOptions) -> Suite
 
 
 def _texts(source: str | None) -> dict[str, str | None]:
-    """The texts to measure on, by name: the files of a folder that is no token file, else the one text."""
+    """Return the texts to measure on by name: the files of a folder that is not a token file, or the one text."""
     folder = None if source is None else Path(source)
     if folder is None or not folder.is_dir() or (folder / META).is_file():
         return {source or BUILT_IN_TEXT: source}
-    # an empty folder is refused where it is read
+    # the reader refuses an empty folder
     return {path.name: str(path) for path in sorted(folder.iterdir()) if path.is_file()} or {str(folder): source}
 
 
 def _map(name: str, layers: list[int], shares: np.ndarray) -> Plot:
-    """One row a layer, the first at the bottom, one column a head."""
+    """Return a heatmap with one row per layer, the first at the bottom, and one column per head."""
     return {
         "title": f"Share of softmax chunks, {name}",
         "x": "head",
@@ -98,7 +98,7 @@ def _map(name: str, layers: list[int], shares: np.ndarray) -> Plot:
 
 @torch.inference_mode()
 def held_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Bytes that the cache holds after so many tokens of text, and tokens held by layer and head."""
+    """Measure the bytes allocated and in use by the cache after each length of text, and tokens per layer and head."""
     options.choose("held", ("held",))
     layers = nats_l_layers(model)
     lengths = sorted(options.lengths or (1024, 2048, 4096))
@@ -108,27 +108,30 @@ def held_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64)).unsqueeze(0).to(model.device)
     cache, rows, start = model.make_cache(), [], 0
     for length in tqdm(lengths, desc="held", unit="length", disable=not options.progress):
-        for piece in ids[:, start:length].split(2048, 1):
-            model.model(piece, cache=cache, use_cache=True)
+        for part in ids[:, start:length].split(2048, 1):
+            model.model(part, cache=cache, use_cache=True)
         start = length
         least, most = model.state_bounds(length, 1)
-        rows.append({"tokens": length, "layer": "all", "bytes": cache.nbytes, "least": least, "most": most})
+        sizes = {"bytes": cache.allocated_nbytes, "bytes in use": cache.nbytes}
+        rows.append({"tokens": length, "layer": "all", **sizes, "least": least, "most": most})
         for i, layer in layers.items():
             held = layer.held_tokens(cache.layers[i])
             heads = [0] * layer.num_softmax_heads if held is None else held[0].tolist()
+            parts = cache.layers[i].parts.values()
             row = {
                 "tokens": length,
                 "layer": str(i),
-                "bytes": sum(p.held(length) for p in cache.layers[i].parts.values()),
+                "bytes": sum(p.allocated for p in parts),
+                "bytes in use": sum(p.held(length) for p in parts),
             }
             rows.append(row | {f"head {h}": n for h, n in enumerate(heads)})
     whole = [row for row in rows if row["layer"] == "all"]
     series: Series = {
         name: ([float(row["tokens"]) for row in whole], [float(row[name]) for row in whole])
-        for name in ("bytes", "least", "most")
+        for name in ("bytes", "bytes in use", "least", "most")
     }
     plot: Plot = {
-        "title": "Bytes held by length",
+        "title": "Cache size by length",
         "x": "tokens",
         "y": "bytes",
         "log_x": True,
@@ -141,5 +144,5 @@ def held_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
 
 SUITES: dict[str, Suite] = {
     "chunk-types": Suite("share of softmax chunks by layer and head; offline", chunk_types_suite),
-    "held": Suite("bytes and tokens held by context length, layer and head; offline", held_suite),
+    "held": Suite("cache bytes (allocated, in use) and tokens by context length, layer and head; offline", held_suite),
 }

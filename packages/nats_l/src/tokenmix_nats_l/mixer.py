@@ -1,9 +1,9 @@
-"""Neural Attention Search Linear: every chunk of tokens is kept for softmax attention or written to a linear state."""
+"""Neural Attention Search Linear: each chunk of tokens is either kept for softmax attention or written to the state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -32,17 +32,18 @@ from tokenmix_core.nn import (
     warn_slower,
 )
 from tokenmix_core.ops import Impl, chunk_gated_delta_rule, delta_gates, kept_attention, unless_gluon
-from tokenmix_nats_l.ablations import chunk_by_chunk, far_attention, far_delta_rule
+from tokenmix_nats_l.ablations import chunk_by_chunk, past_chunk_attention, past_chunk_delta_rule
 from tokenmix_nats_l.chunks import (
     ChunkTypes,
+    Tokens,
     Types,
+    chunk_indices,
     chunk_means,
-    chunk_numbers,
     forced_types,
     learned_types,
     real_chunks,
 )
-from tokenmix_nats_l.decoding import go_on, hold_nothing, step
+from tokenmix_nats_l.decoding import create_lists, extend, step
 from tokenmix_nats_l.ops import merge_operations
 from tokenmix_nats_l.ops.merge.reference import merge_by_norms
 
@@ -50,55 +51,39 @@ Norms = Literal["each", "sum"]
 Weights = Literal["queries", "inputs", "none"]
 
 
-class Tokens(NamedTuple):
-    """The layer's inputs by head: of the delta rule, and of the same channels as softmax heads."""
-
-    # [B, T, H, K], [B, T, H, K], [B, T, H, V]
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    # [B, T, HA, KA], [B, T, HA, KA], [B, T, HA, VA]
-    softmax_q: Tensor
-    softmax_k: Tensor
-    softmax_v: Tensor
-    # [B, T, H]
-    g: Tensor
-    beta: Tensor
-    # [B, T, H · K]
-    flat_q: Tensor
-
-
 class NatsL(Mixer):
-    """y = W_o ((w_l · RMS(o_l) + w_s · RMS(o_s)) · silu(W_g x)): two operations on one q, k, v, and one memory a chunk.
+    """y = W_o ((w_l · RMS(o_l) + w_s · RMS(o_s)) · silu(W_g x)): two operations on the same q, k and v.
 
-    A chunk of `chunk` tokens and a head of the delta rule, with the softmax heads that share its channels, has a type:
-    the higher of two scores of the chunk's mean input (eq. 8). Of a *softmax* chunk later tokens see the keys, and its
-    writes leave the state, which only decays (eq. 19); of a *linear* chunk the writes stay and its keys are forgotten.
-    Inside its own chunk a token meets the others by both operations. o_l are the gated delta rule's outputs, o_s those
-    of softmax attention; w are a softmax over the two of a linear map of q (eq. 20).
+    Each chunk of `chunk` tokens and each head of the delta rule, with the softmax heads that share its channels, has a
+    type: the higher of two scores of the chunk's mean input (eq. 8). Keys and values of a *softmax* chunk stay visible
+    to later tokens, and its writes are removed from the state, which only decays (eq. 19). Writes of a *linear* chunk
+    stay in the state, and its keys and values are evicted. Within its own chunk, a token sees earlier tokens by both
+    operations. o_l are the outputs of the gated delta rule, o_s those of softmax attention; w is a softmax over a
+    linear map of q (eq. 20).
 
     Args:
         hidden_size: D.
         num_heads: heads H of the delta rule.
         head_dim: K.
         expand_v: V = expand_v · K.
-        num_softmax_heads: HA, a multiple of H; they have H · K / HA channels of keys and H · V / HA of values.
-        chunk: tokens of a chunk, a multiple of 64.
+        num_softmax_heads: HA, a multiple of H; keys have H · K / HA channels, values H · V / HA.
+        chunk: chunk size in tokens, a multiple of 64.
         rope: rotate the softmax heads' q and k by position (pure NAtS-L); off in the hybrid.
         conv_size: width of the convolutions.
-        types: "learned", or all "softmax", all "linear", or linear and softmax by turns ("alternate"), for analysis.
-        own_chunk: the operations that join a token with those before it in its chunk: "both", "softmax" or "linear"
+        types: "learned", or for analysis all "softmax", all "linear", or alternating from linear ("alternate").
+            Assigning to the attribute forces the types of a layer with learned ones.
+        own_chunk: operations by which a token sees earlier tokens of its own chunk: "both", "softmax" or "linear"
             (Table 4, *SAttn Out* and *GDN Out*).
-        decay: whether the state decays over softmax chunks; without (*w/o LAttn Decay*) it is as before them.
-        norm: "each" operation's outputs, or their "sum" (*w/o Attn Norm*).
-        weights: of the operations: from the "queries", from the layer's "inputs" (*Weights From X*), or "none".
-        budget: share of softmax chunks that an added loss holds the probabilities at; None for no such loss.
-        budget_weight: of that loss.
+        decay: whether the state decays over softmax chunks; if False (*w/o LAttn Decay*), they do not change it.
+        norm: normalise "each" operation's outputs, or their "sum" (*w/o Attn Norm*).
+        weights: input of the operations' weights: "queries", the layer's "inputs" (*Weights From X*), or "none".
+        budget: target of the mean probability of softmax in an auxiliary loss; None for no such loss.
+        budget_weight: weight of that loss.
         norm_eps: of all norms.
         impl: implementation of the operations, None, "triton" or "reference".
 
     Raises:
-        ValueError: head counts that do not divide, sizes that are not whole, an unknown choice.
+        ValueError: head counts that do not divide, sizes that are not integers, or an unknown option value.
     """
 
     float32 = ("A_log", "dt_bias")
@@ -149,7 +134,6 @@ class NatsL(Mixer):
         if budget_weight < 0:
             raise ValueError(f"NatsL: budget_weight must be at least 0, got {budget_weight}")
         for name, value, choices in (
-            ("types", types, get_args(Types)),
             ("own_chunk", own_chunk, ("both", "softmax", "linear")),
             ("norm", norm, get_args(Norms)),
             ("weights", weights, get_args(Weights)),
@@ -159,7 +143,6 @@ class NatsL(Mixer):
         self.num_heads, self.head_dim, self.value_dim = num_heads, head_dim, value_dim
         self.num_softmax_heads, self.group, self.chunk = num_softmax_heads, group, chunk
         self.softmax_dim, self.softmax_value_dim = head_dim // group, value_dim // group
-        self.types: Types = types
         self.own_chunk, self.decay = own_chunk, decay
         self.norm, self.weights = norm, weights
         self.budget, self.budget_weight = budget, budget_weight
@@ -179,8 +162,9 @@ class NatsL(Mixer):
         self.dt_bias = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.q_norm = RMSNorm(self.softmax_dim, norm_eps)
         self.k_norm = RMSNorm(self.softmax_dim, norm_eps)
-        # scores of linear, then of softmax, of all heads
+        # scores of linear for all heads, then of softmax
         self.score_proj = nn.Linear(hidden_size, 2 * num_heads, bias=False) if types == "learned" else None
+        self.types = types
         source = {"queries": keys, "inputs": hidden_size, "none": 0}[weights]
         self.weight_proj = nn.Linear(source, 2 * num_softmax_heads, bias=False) if source else None
         self.linear_norm = RMSNorm(self.softmax_value_dim, norm_eps)
@@ -193,9 +177,25 @@ class NatsL(Mixer):
         init_decay_(self.A_log)
         init_time_step_(self.dt_bias)
 
+    @property
+    def types(self) -> Types:
+        """How chunk types are chosen; assignment forces them, or returns to learned ones."""
+        return self._types
+
+    @types.setter
+    def types(self, types: Types) -> None:
+        if types not in get_args(Types):
+            raise ValueError(f"NatsL: types must be one of {', '.join(map(repr, get_args(Types)))}, got {types!r}")
+        if types == "learned" and self.score_proj is None:
+            raise ValueError("NatsL: a layer built with forced types has no scores and cannot learn types")
+        self._types: Types = types
+
     def make_state(self) -> LayerState:
-        """Convolutions' last inputs; the running state; of the open chunk its keys, values, inputs' sum, and the state
-        at its start with the decay since; and the keys and values of softmax chunks, head by head."""
+        """Return an empty state.
+
+        It has the convolutions' last inputs and the running state; for the open chunk its keys, values, sum of inputs,
+        the state at its start and the decay since; and the keys and values of softmax chunks per head.
+        """
         heads, sizes = self.num_softmax_heads, (self.softmax_dim, self.softmax_value_dim)
         state = self.fit.state_shape(self.num_heads)
         return LayerState(
@@ -212,10 +212,10 @@ class NatsL(Mixer):
         )
 
     def prepare_steps(self, state: LayerState) -> None:
-        hold_nothing(state)
+        create_lists(state)
 
     def step_form(self, span: Span) -> bool:
-        """Tell whether some sequence's chunk ends, and becomes softmax or linear."""
+        """Return whether a chunk of some sequence ends, so that its type is determined."""
         return span.ends(self.chunk)
 
     def forward(
@@ -235,15 +235,15 @@ class NatsL(Mixer):
             auxiliary = self._auxiliary(types, x, cu_seqlens)
         else:
             rotation = rotary if self.rotary_dim else None
-            linear, softmax = step(self, x, tokens, state, rotation) if one else go_on(self, x, tokens, state)
+            linear, softmax = step(self, x, tokens, state, rotation) if one else extend(self, x, tokens, state)
         return output_linear(self._merge(linear, softmax, x, tokens.flat_q, gate), self.o_proj), auxiliary
 
     def project(
         self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None, rotary: Rotation | None, *, step: bool
     ) -> tuple[Tokens, Tensor]:
-        """q, k, v after convolution and SiLU, as both operations take them, and the gates; the gate of outputs.
+        """Return the inputs of both operations (q, k and v after convolution and SiLU, gates), and the output gate.
 
-        Of a step q and k of the softmax heads are neither normed nor rotated yet.
+        In a step, q and k of the softmax heads are not yet normalised and rotated.
         """
         q, k, v, a, b, gate = projected(x, self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj)
         q, k, v = convolved(
@@ -255,8 +255,8 @@ class NatsL(Mixer):
         )
         softmax_q, softmax_k = (y.unflatten(-1, (self.num_softmax_heads, -1)) for y in (q, k))
         if not step:
-            softmax_q = self._placed(softmax_q, self.q_norm, rotary)
-            softmax_k = self._placed(softmax_k, self.k_norm, rotary)
+            softmax_q = self._rotated(softmax_q, self.q_norm, rotary)
+            softmax_k = self._rotated(softmax_k, self.k_norm, rotary)
         tokens = Tokens(
             q.unflatten(-1, (self.num_heads, -1)),
             k.unflatten(-1, (self.num_heads, -1)),
@@ -269,44 +269,45 @@ class NatsL(Mixer):
         )
         return tokens, gate
 
-    def _placed(self, heads: Tensor, norm: RMSNorm, rotary: Rotation | None) -> Tensor:
-        """Softmax heads, normed, and rotated where the layer rotates."""
+    def _rotated(self, heads: Tensor, norm: RMSNorm, rotary: Rotation | None) -> Tensor:
+        """Normalise softmax heads, and rotate them if the layer has rotary positions."""
         if self.rotary_dim is None:
             return norm(heads)
         assert rotary is not None
         return apply_rotary(heads, rotary, norm)
 
     def types_of(self, x: Tensor, cu_seqlens: Tensor | None) -> ChunkTypes:
-        """The types of the chunks of whole sequences."""
+        """Return the types of the chunks of whole sequences."""
         B, T, _ = x.shape
         return self.types_from(
-            chunk_means(x, self.chunk, cu_seqlens), lambda: chunk_numbers(B, T, self.chunk, cu_seqlens, x.device)
+            chunk_means(x, self.chunk, cu_seqlens), lambda: chunk_indices(B, T, self.chunk, cu_seqlens, x.device)
         )
 
     def types_from(
-        self, means: Float[Tensor, "B slots D"], numbers: Callable[[], Int[Tensor, "B slots"]]
+        self, means: Float[Tensor, "B slots D"], indices: Callable[[], Int[Tensor, "B slots"]]
     ) -> ChunkTypes:
-        """The types of chunks by their mean inputs, or, where types are forced, by their numbers in their sequences."""
-        if self.score_proj is None:
-            return forced_types(self.types, numbers(), self.num_heads, means.dtype)
-        # in float32 under autocast, too: chunks near the boundary would be of another type in decoding
+        """Return the types of chunks from their mean inputs, or forced types from their indices in the sequences."""
+        if self.types != "learned":
+            return forced_types(self.types, indices(), self.num_heads, means.dtype)
+        assert self.score_proj is not None
+        # float32 also under autocast: otherwise chunks with nearly equal scores could change their type in decoding
         with torch.autocast(means.device.type, enabled=False):
             if is_plain_linear(self.score_proj):
                 return learned_types(F.linear(means, self.score_proj.weight.to(means.dtype)))
-            # of the dtype that such a layer computes in: its weights', where they are floating-point numbers
+            # quantised layers and adapters compute in the dtype of their floating-point weights
             floats = (p.dtype for p in self.score_proj.parameters() if p.is_floating_point())
             return learned_types(output_linear(means.to(next(floats, means.dtype)), self.score_proj).to(means.dtype))
 
     def mix(self, tokens: Tokens, types: ChunkTypes, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Both operations' outputs for whole sequences, `[B, T, HA, VA]`."""
+        """Return both operations' outputs for whole sequences, `[B, T, HA, VA]`."""
         if not self.decay:
             linear = chunk_by_chunk(self, tokens, types.linear, cu_seqlens)
         elif self.own_chunk == "softmax":
-            linear = far_delta_rule(self, tokens, types.linear, cu_seqlens)
+            linear = past_chunk_delta_rule(self, tokens, types.linear, cu_seqlens)
         else:
             linear, _ = self.delta_rule(tokens, types.linear, None, cu_seqlens)
         if self.own_chunk == "linear":
-            return linear, far_attention(self, tokens, types.softmax, cu_seqlens)
+            return linear, past_chunk_attention(self, tokens, types.softmax, cu_seqlens)
         return linear, self.attend(tokens, types.softmax, cu_seqlens)
 
     def delta_rule(
@@ -317,7 +318,7 @@ class NatsL(Mixer):
         cu_seqlens: Tensor | None = None,
         write_chunk: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The gated delta rule with withheld writes: outputs as softmax heads `[B, T, HA, VA]`, and final states."""
+        """Apply the gated delta rule with a write mask; return outputs as softmax heads `[B, T, HA, VA]` and states."""
         fit = self.fit
         o, final_state = chunk_gated_delta_rule(
             fit.keys(tokens.q),
@@ -336,16 +337,16 @@ class NatsL(Mixer):
         return self.as_softmax_heads(fit.outputs(o, self.num_heads)), final_state
 
     def as_softmax_heads(self, o: Tensor) -> Tensor:
-        """Outputs of the delta rule's heads `[..., H, V]` cut into softmax heads `[..., HA, VA]`."""
+        """Split outputs of the delta rule's heads `[..., H, V]` into softmax heads `[..., HA, VA]`."""
         return o.unflatten(-1, (self.group, -1)).flatten(-3, -2)
 
     def attend(self, tokens: Tokens, keep: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Softmax attention to the own chunk and to softmax chunks before it, `[B, T, HA, VA]`."""
+        """Attend to the own chunk and to earlier softmax chunks; returns `[B, T, HA, VA]`."""
         q, k, v = tokens.softmax_q, tokens.softmax_k, tokens.softmax_v
         return kept_attention(q, k, v, keep, unit=self.chunk, cu_seqlens=cu_seqlens, impl=self.impl).o
 
     def _merge(self, linear: Tensor, softmax: Tensor, x: Tensor, flat_q: Tensor, gate: Tensor) -> Tensor:
-        """The weighted sum of both outputs, gated, `[B, T, H · V]`."""
+        """Return the gated weighted sum of both outputs, `[B, T, H · V]`."""
         logits = None
         if self.weight_proj is not None:
             logits = output_linear(flat_q if self.weights == "queries" else x, self.weight_proj).unflatten(-1, (2, -1))
@@ -364,7 +365,7 @@ class NatsL(Mixer):
         )
 
     def _auxiliary(self, types: ChunkTypes, x: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor] | None:
-        """Return the share of softmax chunks by head, the number of chunks and the budget's loss, a sum over tokens."""
+        """Return the share of softmax chunks per head, the chunk count, and the budget's loss as a sum over tokens."""
         real = real_chunks(x.shape[0], x.shape[1], self.chunk, cu_seqlens, x.device).to(types.softmax.dtype)
         weight = real.unsqueeze(-1) / real.sum().clamp(min=1)
         shares = (types.softmax.detach() * weight).sum((0, 1))
@@ -375,12 +376,12 @@ class NatsL(Mixer):
         return found
 
     def mixing_flops(self, seq_len: int) -> float:
-        # the delta rule as in Gated DeltaNet; attention to the own chunk alone, which data may add to
+        # the delta rule as in Gated DeltaNet; attention to the own chunk only, as retained chunks depend on data
         convs = sum(2 * conv.weight.numel() for conv in (self.q_conv, self.k_conv, self.v_conv))
         own = 2.0 * self.num_softmax_heads * (self.softmax_dim + self.softmax_value_dim) * (self.chunk + 1) / 2
         return 6.0 * self.num_heads * self.head_dim * self.value_dim + own + convs
 
     def held_tokens(self, state: LayerState) -> Int[Tensor, "N HA"] | None:
-        """How many tokens of softmax chunks each row and head holds; None before the first."""
+        """Return the number of retained tokens of each row and head; None before the first."""
         kept: Any = state.kept
         return kept.lengths if kept.num_slots else None

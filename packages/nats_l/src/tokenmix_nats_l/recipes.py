@@ -1,7 +1,7 @@
-"""Recipes: the paper's models and its ablations, their baselines, recall for one GPU, and a tiny one for a laptop.
+"""Recipes: the paper's models, ablations and baselines, recall for one GPU, and a tiny model for a laptop.
 
-Hybrids have NAtS-L at layers 3, 7, 11, 15, 19 and 20 of 21 and the gated delta rule elsewhere, without positions; the
-pure model has it everywhere, with rotated softmax heads. The tests count their parameters.
+Hybrids have NAtS-L at layers 3, 7, 11, 15, 19 and 20 of 21 and Gated DeltaNet in all others, without rotary positions;
+the pure model has NAtS-L in all layers, with rotary positions. Tests count their parameters.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ EVALUATIONS = ["perplexity-by-position", "chunk-types"]
 
 
 def log(recipe: Recipe) -> TrainerCallback:
-    """Give the callback that logs the share of softmax chunks; transformers' Trainer is imported for a run alone."""
+    """Return the callback that logs the share of softmax chunks; imports transformers' Trainer only for a run."""
     from tokenmix_nats_l.training import log_shares
 
     return log_shares(recipe)
 
 
 def paper(size: str, *, hybrid: bool = True, **changes: Any) -> Recipe:
-    """NAtS-L Hybrid, or NAtS-L alone, at one of the paper's sizes; `changes` are options of its layers."""
+    """Return NAtS-L Hybrid, or pure NAtS-L, at one of the paper's sizes; `changes` are options of its layers."""
     base, heads = baseline("gdn", size), delta_rule(size)
     options: dict[str, dict[str, Any]] = {
         NATS_L: {**heads, "num_softmax_heads": SOFTMAX_HEADS[size], "rope": not hybrid} | changes
@@ -53,7 +53,7 @@ def paper(size: str, *, hybrid: bool = True, **changes: Any) -> Recipe:
     )
 
 
-# the rows of Table 4, and with larger chunks, as options that differ from the hybrid's
+# options of the rows of Table 4 that differ from the hybrid's; ABLATIONS adds larger chunks
 TABLE_4: dict[str, dict[str, Any]] = {
     "softmax-own-chunk": {"own_chunk": "softmax"},
     "linear-own-chunk": {"own_chunk": "linear"},
@@ -70,7 +70,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 
 
 def ablation(name: str, size: str = "380m") -> Recipe:
-    """A row of Table 4, with the hybrid's other settings."""
+    """Return a row of Table 4, with the hybrid's other settings."""
     recipe = paper(size, **ABLATIONS[name])
     return replace(recipe, name=f"{recipe.name}-{name}", description=f"ablation of NAtS-L Hybrid: {name}")
 
@@ -84,16 +84,16 @@ RECALL = (
     "transformer",
 )
 _RECALL_SIZES = {
-    # one softmax head with the channels of the delta rule's, which has no wider values here
+    # one softmax head with the channels of the delta rule's head; values as wide as keys
     "small": {"num_heads": 1, "head_dim": 64, "expand_v": 1.0, "num_softmax_heads": 1},
     "100m": {"num_heads": 3, "head_dim": 128, "expand_v": 2.0, "num_softmax_heads": 6},
 }
 
 
 def recall_recipe(kind: str, size: str) -> Recipe:
-    """Multi-query associative recall from scratch, in the settings of core's `recall` recipes.
+    """Return a model trained from scratch on multi-query associative recall, with core's `recall` settings.
 
-    Hybrids have NAtS-L, or attention, in one layer of four (of two, if small).
+    Hybrids have NAtS-L, or attention, in one of four layers (of two, if small).
     """
     if not kind.startswith("nats-l"):
         core = {"gdn-hybrid": "hybrid"}.get(kind, kind)
@@ -114,7 +114,7 @@ def recall_recipe(kind: str, size: str) -> Recipe:
 
 
 def tiny() -> Recipe:
-    """Gated DeltaNet with one NAtS-L layer in four, for two CPU cores, on Python's standard library."""
+    """Return Gated DeltaNet with one NAtS-L layer in four, for two CPU cores, on Python's standard library."""
     base = tiny_hybrid()
     mixers = [NATS_L if mixer == ATTENTION else mixer for mixer in base.model["mixers"]]
     options = {

@@ -1,4 +1,4 @@
-"""The log of a training run's chunk types."""
+"""Logging of chunk types during training."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from tokenmix_nats_l.mixer import NatsL
 
 
 class LogSoftmaxShares(TrainerCallback):
-    """Adds to the log, for each NAtS-L layer, the share of chunks that were softmax, as `softmax_share/LAYER`.
+    """Log each NAtS-L layer's share of softmax chunks as `softmax_share/LAYER`.
 
-    Means over heads, and over all chunks of all processes since the last line, or since the run went on from a
-    checkpoint. Shares are summed on the device; only a line of the log waits for it. The JSONL log and the progress bar
-    have them; loggers of `report_to` are told before.
+    The share is a mean over heads, and over the forward passes of all processes since the last log line, or since the
+    run was resumed. Shares are summed on the device, which only log lines synchronise. They appear in the JSONL log and
+    the progress bar, but not in loggers of `report_to`, which run before this callback.
     """
 
     def __init__(self) -> None:
-        self._places: list[int] = []
-        # for each layer the softmax chunks, averaged over heads, and all chunks
+        self._layers: list[int] = []
+        # for each layer, softmax chunks averaged over heads, and all chunks
         self._sums: Tensor | None = None
         self._hook: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
         backbone: Any = model.get_submodule("model")
-        self._places = [i for i, mixer in enumerate(backbone.mixers) if isinstance(mixer, NatsL)]
-        if self._places:
-            self._sums = torch.zeros(2, len(self._places), dtype=torch.float64, device=args.device)
+        self._layers = [i for i, mixer in enumerate(backbone.mixers) if isinstance(mixer, NatsL)]
+        if self._layers:
+            self._sums = torch.zeros(2, len(self._layers), dtype=torch.float64, device=args.device)
             self._hook = model.register_forward_hook(self._gather)
 
     @torch.no_grad()
     def _gather(self, model: nn.Module, args: Any, output: Any) -> None:
-        if model.training and self._sums is not None:
-            # a tensor of all layers, or one of each if they differ in heads
+        # a batch of padding has no shares
+        if model.training and self._sums is not None and "softmax_share" in (output.auxiliary or {}):
+            # one tensor, or a tuple if layers have different head counts
             shares = torch.stack([share.float().mean() for share in output.auxiliary["softmax_share"]])
             chunks = torch.stack([count.float() for count in output.auxiliary["chunks"]])
             self._sums += torch.stack((shares * chunks, chunks))
 
-    # a recorded pass does all that it does
+    # works in a CUDA graph
     _gather.on_device = True  # type: ignore[attr-defined]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
@@ -50,8 +51,8 @@ class LogSoftmaxShares(TrainerCallback):
             return
         if args.world_size > 1:
             dist.all_reduce(self._sums)
-        for place, softmax, chunks in zip(self._places, *self._sums.tolist(), strict=True):
-            logs[f"softmax_share/{place}"] = softmax / max(1.0, chunks)
+        for layer, softmax, chunks in zip(self._layers, *self._sums.tolist(), strict=True):
+            logs[f"softmax_share/{layer}"] = softmax / max(1.0, chunks)
         self._sums.zero_()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -60,5 +61,5 @@ class LogSoftmaxShares(TrainerCallback):
 
 
 def log_shares(recipe: Recipe) -> LogSoftmaxShares:
-    """The callback that logs the shares of a recipe's run."""
+    """Return the callback that logs the shares of a recipe's run."""
     return LogSoftmaxShares()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tokenmix_core import ops
 from tokenmix_core.integrations import fitting
-from tokenmix_core.modeling.packing import boundaries_where
+from tokenmix_core.modeling.packing import cu_seqlens_where
 from tokenmix_core.nn.dtypes import at_least_float32
 from tokenmix_core.ops.dispatch import unless_gluon
 from tokenmix_core.ops.gated_delta_rule.api import HEAD_SIZES as DELTA_SIZES
@@ -37,9 +37,9 @@ def causal_conv1d_fn(
 ) -> Float[Tensor, "B D T"]:
     """Convolve whole sequences; layers with a state pass T + W tokens."""
     x = hidden_states.transpose(1, 2)
-    rows, boundaries = _packed(x, call)
+    rows, cu_seqlens = _packed(x, call)
     y = ops.short_conv(
-        rows, weight, bias, activation=_fused(activation), cu_seqlens=boundaries, impl=unless_gluon(impl)
+        rows, weight, bias, activation=_fused(activation), cu_seqlens=cu_seqlens, impl=unless_gluon(impl)
     ).o.reshape(x.shape)
     return _activated(y, activation).transpose(1, 2)
 
@@ -81,12 +81,12 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Apply the gated delta rule to whole sequences; return outputs and final states."""
     shape = value.shape
-    query, boundaries = _packed(query, call, cu_seqlens)
+    query, cu_seqlens = _packed(query, call, cu_seqlens)
     key, value, g, beta = (x.reshape(*query.shape[:2], *x.shape[2:]) for x in (key, value, g, beta))
-    _refuse_cache(boundaries, initial_state, output_final_state)
+    _refuse_cache(cu_seqlens, initial_state, output_final_state)
     o, final = fitting.delta_rule(
         ops.chunk_gated_delta_rule, query, key, value, g, beta, scale=None, initial_state=_wide(initial_state, query),
-        cu_seqlens=boundaries, qk_l2norm=use_qk_l2norm_in_kernel, impl=impl,
+        cu_seqlens=cu_seqlens, qk_l2norm=use_qk_l2norm_in_kernel, impl=impl,
     )  # fmt: skip
     return o.reshape(shape), final if output_final_state else None
 
@@ -148,16 +148,16 @@ def mamba_chunk_scan(
     States are `[B, HV, P, N]`, transposed views of our layout, so that a step can overwrite them.
     """
     shape = hidden_states.shape
-    C, boundaries = _packed(C, call)
+    C, cu_seqlens = _packed(C, call)
     B, x, dt = (t.reshape(*C.shape[:2], *t.shape[2:]) for t in (B, hidden_states, dt))
-    _refuse_cache(boundaries, initial_states, return_final_states)
+    _refuse_cache(cu_seqlens, initial_states, return_final_states)
     dt = _time_step(dt, dt_bias, dt_softplus)
     if tuple(dt_limit) != (0.0, float("inf")):
         dt = dt.clamp(*dt_limit)
     before = _wide(initial_states, C)
     y, final = fitting.ssd(
         ops.chunk_ssd, C.to(x.dtype), B.to(x.dtype), x, dt * at_least_float32(A), dt=dt, D=D,
-        initial_state=None if before is None else before.mT, cu_seqlens=boundaries, impl=impl,
+        initial_state=None if before is None else before.mT, cu_seqlens=cu_seqlens, impl=impl,
     )  # fmt: skip
     # layers call .view on the outputs
     y = y.reshape(shape).contiguous()
@@ -240,46 +240,46 @@ def norm_of_gated(
 
 
 def _packed(
-    x: Float[Tensor, "B T ..."], call: dict[str, Any], boundaries: Tensor | None = None
+    x: Float[Tensor, "B T ..."], call: dict[str, Any], cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Int[Tensor, "N_plus_1"] | None]:
     """Return x as one row and its boundaries if the call has packed documents, else x and None."""
-    if boundaries is None:
-        boundaries = call.get("cu_seq_lens_q")
-    if boundaries is not None:
-        return x, boundaries
+    if cu_seqlens is None:
+        cu_seqlens = call.get("cu_seq_lens_q")
+    if cu_seqlens is not None:
+        return x, cu_seqlens
     index = call.get("seq_idx")
     if index is None or index.shape != x.shape[:2]:
         return x, None
-    boundaries = _boundaries_of(index)
-    return (x, None) if boundaries is None else (x.reshape(1, -1, *x.shape[2:]), boundaries)
+    cu_seqlens = _cu_seqlens_of(index)
+    return (x, None) if cu_seqlens is None else (x.reshape(1, -1, *x.shape[2:]), cu_seqlens)
 
 
 class _Last:
     """Cache of the last `seq_idx`'s boundaries: all layers need the same, and each would synchronise for them."""
 
     def __init__(self) -> None:
-        self.index, self.version, self.boundaries = None, -1, None
+        self.index, self.version, self.cu_seqlens = None, -1, None
 
     def __call__(self, index: Int[Tensor, "B T"]) -> Int[Tensor, "N_plus_1"] | None:
         if torch.compiler.is_compiling():
-            return _boundaries(index)
+            return _cu_seqlens(index)
         if self.index is None or self.index() is not index or self.version != index._version:
-            self.index, self.version, self.boundaries = weakref.ref(index), index._version, _boundaries(index)
-        return self.boundaries
+            self.index, self.version, self.cu_seqlens = weakref.ref(index), index._version, _cu_seqlens(index)
+        return self.cu_seqlens
 
 
-_boundaries_of = _Last()
+_cu_seqlens_of = _Last()
 
 
-def _boundaries(index: Int[Tensor, "B T"]) -> Int[Tensor, "N_plus_1"] | None:
+def _cu_seqlens(index: Int[Tensor, "B T"]) -> Int[Tensor, "N_plus_1"] | None:
     rows, tokens = index.shape
     begins = F.pad(index[:, 1:] != index[:, :-1], (1, 0), value=True)
     # rows of one document each stay rows
-    return boundaries_where(begins.flatten()[1:], rows * tokens) if bool(begins[:, 1:].any()) else None
+    return cu_seqlens_where(begins.flatten()[1:], rows * tokens) if bool(begins[:, 1:].any()) else None
 
 
-def _refuse_cache(boundaries: Tensor | None, state: Tensor | None, output_final_state: bool) -> None:
-    if boundaries is not None and (state is not None or output_final_state):
+def _refuse_cache(cu_seqlens: Tensor | None, state: Tensor | None, output_final_state: bool) -> None:
+    if cu_seqlens is not None and (state is not None or output_final_state):
         raise ValueError("packed documents exclude a cache: pass use_cache=False")
 
 

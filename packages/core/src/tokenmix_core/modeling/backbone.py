@@ -215,19 +215,19 @@ class HybridModel(HybridPreTrainedModel):
         )
         self._check_inputs(mixer_inputs)
         span, cache = call.span, call.cache
-        mixer_inputs = self.prepare_mixer_inputs(mixer_inputs, span, call.documents, cache)
+        mixer_inputs = self.prepare_mixer_inputs(mixer_inputs, span, call.document_cu_seqlens, cache)
         packed, branch, seen = span.pack(hidden), None, [hidden]
         rows = span if keeps_rows(self, span) else None
         real, hidden = packed.shape[1], packed if rows is None else hidden
         auxiliary: dict[str, list[Tensor]] = {}
         if real:
-            boundaries = call.cu_seqlens
+            cu_seqlens = call.cu_seqlens
             rotary = {int(dim): table(call.position_ids) for dim, table in self.rotary.items()}
             alone = bool(output_hidden_states) or rows is not None
             deferring = [False] * len(self._blocks) if alone else self._deferring()
             for i, layer in enumerate(self._blocks):
                 args = {name: mixer_inputs[name] for name in layer.mixer.inputs if name in mixer_inputs}
-                args |= {"cu_seqlens": boundaries, "rotary": rotary.get(layer.mixer.rotary_dim or 0)}
+                args |= {"cu_seqlens": cu_seqlens, "rotary": rotary.get(layer.mixer.rotary_dim or 0)}
                 if rows is not None:
                     args["rows"] = rows
                 if deferring[i]:
@@ -261,7 +261,7 @@ class HybridModel(HybridPreTrainedModel):
             cache=cache,
             hidden_states=(*seen[:-1], hidden) if output_hidden_states else None,
             auxiliary={name: _stacked(values) for name, values in auxiliary.items()} or None,
-            cu_seqlens=call.documents,
+            cu_seqlens=call.document_cu_seqlens,
         )
 
     def flops_per_token(self, seq_len: int) -> float:

@@ -323,11 +323,8 @@ def graph_key(model: nn.Module, cache: HybridCache) -> Hashable:
     modes = (torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device.type))
     modes = (*modes, torch.get_autocast_dtype(device.type) if modes[1] else None)
     weights = tuple((x.data_ptr(), x.dtype) for x in itertools.chain(model.parameters(), model.buffers()))
-    mixers = tuple(
-        (type(module), getattr(module, "impl", None), getattr(module, "window", None))
-        for module in model.modules()
-        if isinstance(module, Mixer)
-    )
+    # settings of mixers that may be assigned between generations, such as impl or the types of NAtS-L's chunks
+    mixers = settings_of(module for module in model.modules() if isinstance(module, Mixer))
     # lengths are left out, as growing parts have the storage's capacity
     parts = tuple(
         (type(part), tuple((len(x), x.dtype) for x in part.tensors), part.window)

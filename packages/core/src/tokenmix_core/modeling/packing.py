@@ -24,19 +24,19 @@ class Call(NamedTuple):
     Attributes:
         span: token layout.
         cache: the cache that the call updates; None without one.
-        documents: boundaries of packed documents, converted from the form in which the call gave them.
+        document_cu_seqlens: boundaries of packed documents, converted from the form in which the call gave them.
         position_ids: `[B or 1, T]`, in the layout of the layers.
     """
 
     span: Span
     cache: HybridCache | None
-    documents: Int[Tensor, "N_plus_1"] | None
+    document_cu_seqlens: Int[Tensor, "N_plus_1"] | None
     position_ids: Int[Tensor, "_ T"]
 
     @property
     def cu_seqlens(self) -> Int[Tensor, "N_plus_1"] | None:
         """Boundaries for the layers: of documents, or of rows without their padding."""
-        return self.span.cu_seqlens if self.documents is None else self.documents
+        return self.span.cu_seqlens if self.document_cu_seqlens is None else self.document_cu_seqlens
 
 
 def begin_call(
@@ -72,7 +72,7 @@ def begin_call(
         # recomputing a layer would update its state a second time
         raise ValueError("a cache and gradient checkpointing exclude each other: call model.eval() to generate")
     cached = cache is not None or (bool(use_cache) and not recomputes)
-    cu_seqlens = document_boundaries(
+    cu_seqlens = document_cu_seqlens(
         cu_seqlens, position_ids, attention_mask, named, batch=batch, tokens=tokens, cached=cached
     )
     if use_cache is None:
@@ -94,7 +94,7 @@ def begin_call(
     return Call(span, cache, cu_seqlens, token_positions(position_ids, span, cu_seqlens, cache))
 
 
-def document_boundaries(
+def document_cu_seqlens(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None,
     position_ids: Int[Tensor, "B T"] | None,
     mask: Tensor | None,
@@ -123,20 +123,19 @@ def document_boundaries(
     """
     for name in _LONGEST:
         named.pop(name, None)
-    boundaries, index = [], named.pop(_INDEX, None)
+    given, index = [], named.pop(_INDEX, None)
     for name in _BOUNDARIES:
-        given = named.pop(name, None)
-        if given is not None:
-            boundaries.append(_tensor(name, given))
-    if boundaries and cu_seqlens is not None:
+        if (x := named.pop(name, None)) is not None:
+            given.append(_tensor(name, x))
+    if given and cu_seqlens is not None:
         raise ValueError("cu_seqlens and cu_seq_lens_q are two names of one argument: give one of them")
-    if len(boundaries) == 2 and not _agree(*boundaries):
+    if len(given) == 2 and not _agree(*given):
         raise ValueError(
             "cu_seq_lens_q and cu_seq_lens_k must be the same boundaries, as queries and keys are of the same tokens; "
-            f"got {boundaries[0].tolist()[:8]} and {boundaries[1].tolist()[:8]}"
+            f"got {given[0].tolist()[:8]} and {given[1].tolist()[:8]}"
         )
-    if boundaries:
-        cu_seqlens = boundaries[0]
+    if given:
+        cu_seqlens = given[0]
     if cu_seqlens is not None:
         if mask is not None:
             raise ValueError("cu_seqlens and attention_mask exclude each other: a packed batch has no padding")
@@ -149,12 +148,12 @@ def document_boundaries(
             raise ValueError(f"seq_idx goes with one row (B = 1), without a cache and attention_mask, got B = {batch}")
         if index.shape != (batch, tokens):
             raise ValueError(f"seq_idx must have shape [B, T] = {[batch, tokens]}, got {list(index.shape)}")
-        return boundaries_where(index[0, 1:] != index[0, :-1], tokens)
+        return cu_seqlens_where(index[0, 1:] != index[0, :-1], tokens)
     if position_ids is None or batch != 1 or cached or tokens == 1 or position_ids.shape != (1, tokens):
         return None
     if mask is not None and (torch.compiler.is_compiling() or not bool(mask.all())):
         return None
-    return boundaries_where(position_ids[0, 1:] <= position_ids[0, :-1], tokens)
+    return cu_seqlens_where(position_ids[0, 1:] <= position_ids[0, :-1], tokens)
 
 
 def real_tokens(mask: Tensor | None, batch: int, tokens: int, cache: HybridCache | None) -> Bool[Tensor, "B T"] | None:
@@ -209,7 +208,7 @@ def token_positions(
     return span.positions.view(span.layout)
 
 
-def boundaries_where(begins: Bool[Tensor, "T_minus_1"], tokens: int) -> Int[Tensor, "N_plus_1"] | None:
+def cu_seqlens_where(begins: Bool[Tensor, "T_minus_1"], tokens: int) -> Int[Tensor, "N_plus_1"] | None:
     """Return the boundaries of documents that begin at these tokens after the first; None for one. Synchronises."""
     starts = begins.nonzero().squeeze(1) + 1
     # a compiled graph cannot synchronise
@@ -219,7 +218,7 @@ def boundaries_where(begins: Bool[Tensor, "T_minus_1"], tokens: int) -> Int[Tens
 
 
 def _refuse_restarts(position_ids: Tensor, span: Span, cached: bool) -> None:
-    # single rows were checked by document_boundaries; a compiled graph cannot check
+    # single rows were checked by document_cu_seqlens; a compiled graph cannot check
     plain = span.batch == 1 and span.mask is None and not cached
     if span.tokens == 1 or plain or torch.compiler.is_compiling():
         return

@@ -1,4 +1,4 @@
-"""The merge's public function: shapes, validation and the choice of an implementation."""
+"""The merge's public function: shapes, validation and selection of the implementation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenmix_core.ops import Impl, bind_shapes, check_dtype, check_same_dtype, 
 from tokenmix_nats_l.ops.merge.reference import merge_reference
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-# channels of a head that a program holds at once
+# most channels of a head that the kernels support
 WIDEST = 1024
 
 
@@ -28,29 +28,29 @@ def merge_operations(
     eps: float = 1e-6,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B T E"]:
-    r"""Two operations' outputs, normed, weighed against each other, added and gated.
+    r"""Normalise, weight, add and gate the outputs of two operations.
 
     .. math:: y = \big(w_1 \text{RMS}(l) ⊙ γ_1 + w_2 \text{RMS}(s) ⊙ γ_2\big) ⊙ \text{silu}(z), \quad
         (w_1, w_2) = \text{softmax}(\text{logits})
 
-    for each token and head, z being the gate; without γ₂ the weighted sum is normed instead of each. Differentiable in
-    every tensor. Computed in float32 (float64) and rounded once.
+    for each token and head, where z is the gate; without γ₂ the weighted sum is normalised instead of each.
+    Differentiable in every tensor. Computed in float32 (float64) and rounded once.
 
     Args:
         linear, softmax: outputs of both operations, bfloat16, float16 or float32 (the reference also float64).
         gate: before its SiLU, E = H · V channels, in their dtype.
-        linear_norm: γ₁, or the weight of the one norm after the sum.
-        softmax_norm: γ₂; None for one norm after the sum (Table 4, *w/o Attn Norm*).
-        logits: of the linear operation's weight and of the softmax operation's, for each head; None for weights of 1.
+        linear_norm: γ₁, or the weight of the single norm of the sum.
+        softmax_norm: γ₂; None for a single norm of the sum (Table 4, *w/o Attn Norm*).
+        logits: logits of the weights of the linear and the softmax operation per head; None for weights of 1.
         eps: of the norms.
-        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors with heads it takes, the
-            reference for others. There are no kernels in Gluon, as reading and writing is all that takes time here.
+        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors with supported heads, else the
+            reference. There is no Gluon kernel, as the operation is memory-bound.
 
     Returns:
         y `[B, T, E]` in the dtype of `linear`.
 
     Raises:
-        ValueError: shapes, dtypes, devices or eps do not fit; it says what was got and expected.
+        ValueError: shapes, dtypes, devices or eps do not fit; the message names the given and the expected ones.
     """
     chosen = _check(linear, softmax, gate, linear_norm, softmax_norm, logits, eps, impl)
     if chosen == "reference":
@@ -77,8 +77,8 @@ def _check(linear, softmax, gate, linear_norm, softmax_norm, logits, eps, impl) 
         raise ValueError(f"{op}: gate must have H · V = {dims['H'] * dims['V']} channels, got {dims['E']}")
     if impl == "triton" and dims["V"] > WIDEST:
         raise ValueError(
-            f"{op}: impl='triton' takes heads of up to {WIDEST} channels, got {dims['V']}; pass impl='reference', or "
-            "None for what runs here"
+            f"{op}: impl='triton' takes heads of up to {WIDEST} channels, got {dims['V']}; pass impl='reference' or "
+            "None"
         )
     if dims["V"] > WIDEST:
         impl = "reference"

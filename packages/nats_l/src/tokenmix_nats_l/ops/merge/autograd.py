@@ -1,4 +1,4 @@
-"""The merge's kernels as a differentiable function: direct in eager mode, custom ops where torch traces."""
+"""The merge's kernels as a differentiable function: direct in eager mode, custom ops under torch.compile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenmix_core.ops import cached_op, differentiable, direct_when_eager, of_f
 
 
 class Inputs(NamedTuple):
-    """What the merge is given, its tensors first."""
+    """Arguments of the merge, tensors first."""
 
     linear: Tensor
     softmax: Tensor
@@ -22,7 +22,7 @@ class Inputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """The same, and the gradient of its result."""
+    """Arguments of the backward: those of the merge, and the gradient of its result."""
 
     inputs: Inputs
     dy: Tensor
@@ -34,7 +34,7 @@ def _contiguous(x: Inputs) -> dict:
 
 @of_fields
 def _forward(x: Inputs) -> Tensor:
-    """y."""
+    """Return y."""
     from tokenmix_nats_l.ops.merge.forward import merge_forward
 
     return merge_forward(**_contiguous(x))
@@ -42,7 +42,7 @@ def _forward(x: Inputs) -> Tensor:
 
 @of_fields
 def _all_gradients(given: BackwardInputs) -> tuple:
-    """Gradients of the tensors, in their order, None where there is none."""
+    """Return the gradients of all tensors, None for an absent tensor."""
     from tokenmix_nats_l.ops.merge.backward import merge_backward
 
     return merge_backward(**_contiguous(given.inputs), dy=given.dy.contiguous())
@@ -50,7 +50,7 @@ def _all_gradients(given: BackwardInputs) -> tuple:
 
 @of_fields
 def _backward(given: BackwardInputs) -> list[Tensor]:
-    """Gradients of the tensors, in their order, without what does not exist."""
+    """Return the gradients of the present tensors."""
     return [grad for grad in _all_gradients(*given.inputs, given.dy) if grad is not None]
 
 

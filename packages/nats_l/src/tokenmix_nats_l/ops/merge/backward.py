@@ -1,4 +1,4 @@
-"""Gradients of the merge, from what the forward pass read; sums for the norms' weights are left by each program."""
+"""Backward of the merge from the forward's inputs; each program writes partial sums for the norms' weights."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import cached_launch, sm_count
 from tokenmix_nats_l.ops.merge.forward import inverse_rms, shares, tile
 
-# numbers of a tensor that a program holds at once: with twice as many, 254 registers leave room for half the programs
-_NUMBERS = 1024
-# programs a SM
+# elements of a tensor per tile: 2,048 take 254 registers, which halves the occupancy
+_ELEMENTS = 1024
+# programs per SM
 _PROGRAMS = 8
 
 
 @triton.jit
 def through_norm(b_dx, b_x, b_r, V):
-    """The gradient of what was normed, of inverse norm r, where x is the result."""
+    """Return the gradient of a normalisation's input, with inverse norm r and result x."""
     return b_r * (b_dx - b_x * (tl.sum(b_dx * b_x, 1) / V)[:, None])
 
 
@@ -29,7 +29,7 @@ def merge_backward_kernel(
     linear, softmax, gate, linear_norm, softmax_norm, logits, dy, dlinear, dsoftmax, dgate, dlogits, dnorms,
     R, tiles, H, V, eps, BR: tl.constexpr, BV: tl.constexpr, EACH: tl.constexpr, WEIGHED: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of `tiles` tiles of BR rows."""
+    """Compute all gradients of `tiles` tiles of BR rows."""
     o_v = tl.arange(0, BV)
     m_v = o_v < V
     b_gamma = tl.load(linear_norm + o_v, mask=m_v, other=0.0).to(tl.float32)[None, :]
@@ -85,12 +85,12 @@ def merge_backward_kernel(
 def merge_backward(
     linear, softmax, gate, linear_norm, softmax_norm, logits, dy, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of the tensors, in their order, None where there is none; all of them are contiguous."""
+    """Return the gradients of all tensors, which are contiguous; None for an absent tensor."""
     B, T, H, V = linear.shape
     each, rows = softmax_norm is not None, B * T * H
     dlinear, dsoftmax, dgate = (torch.empty_like(x) for x in (linear, softmax, gate))
     dlogits = None if logits is None else torch.empty_like(logits)
-    BR, BV = tile(V, _NUMBERS)
+    BR, BV = tile(V, _ELEMENTS)
     tiles = cdiv(cdiv(rows, BR), _PROGRAMS * sm_count(linear.device))
     programs = cdiv(rows, tiles * BR)
     dnorms = linear.new_empty(programs, 1 + each, V, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The merge: a token's head is a row, and a program has some rows."""
+"""Forward kernel of the merge: a row is one head of a token; each program processes BR rows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.kernels import cached_launch, gdc_launch_and_wait
 
-# numbers of a tensor that a program holds at once
-_NUMBERS = 2048
+# elements of a tensor per tile
+_ELEMENTS = 2048
 
 
 @triton.jit
 def shares(logits, o_r, m_r, H, WEIGHED: tl.constexpr):
-    """The weights `[BR, 1]` of the linear and of the softmax operation for rows `o_r` of H a token."""
+    """Return the weights `[BR, 1]` of the linear and the softmax operation for rows `o_r`, H per token."""
     if WEIGHED:
         p_a = logits + (o_r // H) * (2 * H) + o_r % H
         b_a = tl.load(p_a, mask=m_r, other=0.0).to(tl.float32)
@@ -30,7 +30,7 @@ def shares(logits, o_r, m_r, H, WEIGHED: tl.constexpr):
 
 @triton.jit
 def inverse_rms(b_x, V, eps):
-    """1 / √(mean(x²) + eps) of each row, `[BR, 1]`; channels beyond V are 0."""
+    """Return 1 / √(mean(x²) + eps) of each row, `[BR, 1]`; channels beyond V are 0."""
     return tl.rsqrt(tl.sum(b_x * b_x, 1) / V + eps)[:, None]
 
 
@@ -40,7 +40,7 @@ def merge_forward_kernel(
     linear, softmax, gate, linear_norm, softmax_norm, logits, y, R, H, V, eps,
     BR: tl.constexpr, BV: tl.constexpr, EACH: tl.constexpr, WEIGHED: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """y of BR rows."""
+    """Compute y of BR rows."""
     gdc_launch_and_wait(PDL)
     o_r, o_v = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BV)
     m_r, m_v = o_r < R, o_v < V
@@ -59,17 +59,17 @@ def merge_forward_kernel(
     tl.store(y + o_x, (b_m * b_z * tl.sigmoid(b_z)).to(y.dtype.element_ty), mask=m_x)
 
 
-def tile(V: int, numbers: int) -> tuple[int, int]:
-    """BR rows of BV channels, together so many numbers."""
+def tile(V: int, elements: int) -> tuple[int, int]:
+    """Return a tile of BR rows and BV channels with `elements` elements."""
     BV = next_power_of_2(V)
-    return max(1, numbers // BV), BV
+    return max(1, elements // BV), BV
 
 
 def merge_forward(linear, softmax, gate, linear_norm, softmax_norm, logits, eps: float) -> Tensor:
-    """y `[B, T, H · V]`; all tensors are contiguous."""
+    """Return y `[B, T, H · V]`; all tensors must be contiguous."""
     B, T, H, V = linear.shape
     y = linear.new_empty(B, T, H * V)
-    BR, BV = tile(V, _NUMBERS)
+    BR, BV = tile(V, _ELEMENTS)
     merge_forward_kernel[(cdiv(B * T * H, BR),)](
         linear=linear, softmax=softmax, gate=gate, linear_norm=linear_norm, softmax_norm=softmax_norm, logits=logits,
         y=y, R=B * T * H, H=H, V=V, eps=eps, BR=BR, BV=BV, EACH=softmax_norm is not None, WEIGHED=logits is not None,

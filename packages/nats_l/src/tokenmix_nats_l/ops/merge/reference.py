@@ -1,4 +1,4 @@
-"""The merge, eager: the specification of the operation and of its gradient, on any device, in float64."""
+"""Eager reference of the merge: the specification of the operation and its gradient, on any device, up to float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def merge_reference(
     logits: Float[Tensor, "B T two H"] | None,
     eps: float,
 ) -> Float[Tensor, "B T E"]:
-    """y as `merge_operations` defines it, differentiable by autograd; in float32 (float64), rounded at the end."""
+    """Compute y of `merge_operations` with autograd, in float32 (float64), rounded once."""
     wide = torch.promote_types(linear.dtype, torch.float32)
 
     def normed(weight: Tensor) -> Norm:
@@ -39,7 +39,7 @@ def merge_by_norms(
     softmax_norm: Norm | None,
     logits: Float[Tensor, "B T two H"] | None,
 ) -> Float[Tensor, "B T E"]:
-    """Return the merge by functions that norm heads, modules too; norms take the dtype of `linear`."""
+    """Merge with functions or modules that normalise heads in the dtype of `linear`."""
     wide = torch.promote_types(linear.dtype, torch.float32)
     if softmax_norm is not None:
         linear, softmax = linear_norm(linear), softmax_norm(softmax)
