@@ -38,7 +38,7 @@ def split_dot(x, y, b_z, PRECISION: tl.constexpr):
 
 @triton.jit
 def inverse_16(b_l, PRECISION: tl.constexpr):
-    """(I + L)⁻¹ of a strictly lower `[16, 16]` float32 tile: pieces of 2, 4 and 8 rows are joined under masks."""
+    """Return (I + L)⁻¹ of a strictly lower `[16, 16]` float32 tile: blocks of 2, 4 and 8 rows are merged by masks."""
     o_i, o_j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     zero = tl.zeros([16, 16], tl.float32)
     b_a = tl.where(o_i == o_j, 1.0, 0.0) - tl.where(o_i // 2 == o_j // 2, b_l, 0.0)
@@ -51,10 +51,9 @@ def inverse_16(b_l, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def inverse_64(
-    l_00, l_10, l_11, l_20, l_21, l_22, l_30, l_31, l_32, l_33, PRECISION: tl.constexpr
-):  # fmt: skip
-    """(I + L)⁻¹ of a strictly lower `[64, 64]` matrix, given and returned as its ten blocks `[16, 16]`, row by row."""
+def inverse_64(blocks, PRECISION: tl.constexpr):
+    """Return (I + L)⁻¹ of a strictly lower `[64, 64]` matrix, passed and returned as ten blocks `[16, 16]` by rows."""
+    l_00, l_10, l_11, l_20, l_21, l_22, l_30, l_31, l_32, l_33 = blocks
     b_00, b_11 = inverse_16(l_00, PRECISION), inverse_16(l_11, PRECISION)
     b_22, b_33 = inverse_16(l_22, PRECISION), inverse_16(l_33, PRECISION)
     a_00, a_11 = split_hi_lo(b_00, PRECISION), split_hi_lo(b_11, PRECISION)

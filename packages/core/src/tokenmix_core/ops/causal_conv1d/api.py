@@ -1,4 +1,4 @@
-"""Public functions of the short convolution: shapes, validation and the choice of an implementation."""
+"""Public functions of the short convolution: shapes, checks and selection of the implementation."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def short_conv(
         initial_state: `[N, D, W − 1]` in x's dtype: the last inputs before each sequence, oldest first.
         cu_seqlens: `[N + 1]` int32 or int64, the boundaries of N sequences packed into one row (B = 1).
         impl: "triton", "reference" (any device), or None: Triton for CUDA tensors, the reference for others. There are
-            no kernels in Gluon, as reading and writing is all that takes time here.
+            no Gluon kernels, because the operation is bound by memory bandwidth.
 
     Returns:
         ScanOutput: o `[B, T, D]` and final_state `[N, D, W − 1]`, the last inputs of each sequence, both in x's dtype.
 
     Raises:
-        ValueError: shapes, dtypes, devices, the activation or cu_seqlens do not fit.
+        ValueError: shapes, dtypes, devices, the activation or cu_seqlens do not match.
     """
     impl = _check(x, weight, bias, activation, initial_state, cu_seqlens, impl)
     if impl != "reference":
@@ -71,11 +71,11 @@ def short_convs(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: Impl | None = None,
 ) -> tuple[ScanOutput, ...]:
-    """`short_conv` of two or three inputs of the same tokens, as of q, k and v, in one launch; without biases.
+    """Apply `short_conv` to two or three inputs of the same tokens, such as q, k and v, in one launch; without biases.
 
     Args:
-        xs, weights: as for `short_conv`, of one dtype each and one W; D may differ.
-        initial_states: of each input, or None for all.
+        xs, weights: as for `short_conv`, with one dtype each and one W; D may differ.
+        initial_states: the initial state of each input, or None for all.
         activation, cu_seqlens: as for `short_conv`.
         impl: as for `short_conv`.
 
@@ -83,7 +83,7 @@ def short_convs(
         ScanOutput of each input.
 
     Raises:
-        ValueError: as `short_conv`, or another number of inputs, weights and states, or sizes that differ.
+        ValueError: as `short_conv`; or the numbers of inputs, weights and states, or their sizes, differ.
     """
     _check_number("short_convs", xs, weights, xs if initial_states is None else initial_states)
     states = [None] * len(xs) if initial_states is None else initial_states
@@ -107,7 +107,7 @@ def short_conv_step(
     activation: Activation | None = None,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B D"]:
-    """One decoding step: convolve the last inputs with `x` and push `x` into `state`, in place. Not differentiable.
+    """Run one decoding step: convolve the last inputs with `x` and push `x` into `state`. Not differentiable.
 
     Args:
         x: `[B, D]`, one token.
@@ -137,17 +137,17 @@ def short_conv_steps(
     activation: Activation | None = None,
     impl: Impl | None = None,
 ) -> tuple[Tensor, ...]:
-    """`short_conv_step` of two or three inputs of one batch, as of q, k and v, in one launch; without biases.
+    """Apply `short_conv_step` to two or three inputs, such as q, k and v, in one launch; without biases.
 
     Args:
-        xs, weights, states: as for `short_conv_step`, of one dtype each and one W; D may differ.
+        xs, weights, states: as for `short_conv_step`, with one dtype each and one W; D may differ.
         activation, impl: as for `short_conv`.
 
     Returns:
         o `[B, D]` of each input.
 
     Raises:
-        ValueError: as `short_conv_step`, or another number of inputs, weights and states, or sizes that differ.
+        ValueError: as `short_conv_step`; or the numbers of inputs, weights and states, or their sizes, differ.
     """
     _check_number("short_conv_steps", xs, weights, states)
     for x, weight, state in zip(xs, weights, states, strict=True):
@@ -162,7 +162,7 @@ def short_conv_steps(
 
 
 def _check_number(op: str, xs: Sequence, weights: Sequence, states: Sequence) -> None:
-    """Raise a ValueError unless there are two or three inputs, and as much of what belongs to them."""
+    """Raise a ValueError unless there are two or three inputs with as many weights and states."""
     if not 2 <= len(xs) <= 3 or not len(xs) == len(weights) == len(states):
         raise ValueError(
             f"{op}: expected two or three inputs, with a weight and a state for each, "
@@ -171,8 +171,8 @@ def _check_number(op: str, xs: Sequence, weights: Sequence, states: Sequence) ->
 
 
 def _check_alike(op: str, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-    """Raise a ValueError unless one launch may take these inputs."""
-    # no set of them: where torch traces, sizes are symbols, which have no hash
+    """Raise a ValueError unless one launch supports these inputs."""
+    # a list, not a set: under tracing, sizes are symbols without a hash
     kinds = [
         (*x.shape[:-1], x.dtype, x.device, weight.shape[1], weight.dtype) for x, weight in zip(xs, weights, strict=True)
     ]
@@ -220,11 +220,11 @@ def _check_step(x, weight, bias, state, activation, impl) -> str | None:
 
 
 def _check_rest(op, impl, dims, x, weight, bias, activation, rows, **state: Tensor | None) -> None:
-    """The width, the state's shape, dtypes and the activation."""
+    """Check the width, the state's shape, dtypes and the activation."""
     if not 2 <= dims["W"] <= 8:
         raise ValueError(f"{op}: weight must have a width W from 2 to 8, got {list(weight.shape)}")
     name, before = next(iter(state.items()))
-    # a number would be a text of letters where torch traces with sizes that are not known
+    # under tracing, a symbolic size would be printed as letters
     dims["W-1"] = dims["W"] - 1
     spec = f"{rows} D W-1" + ("?" if name == "initial_state" else "")
     bind_shapes(op, dims, x=(x, "B T D" if x.dim() == 3 else "B D"), **{name: (before, spec)})

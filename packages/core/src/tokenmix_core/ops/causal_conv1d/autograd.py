@@ -1,4 +1,4 @@
-"""The short convolution's kernels as differentiable functions: direct in eager mode, custom ops where torch traces."""
+"""The short convolution's kernels as differentiable functions: direct in eager mode, custom ops under tracing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenmix_core.ops.types import ScanOutput
 
 
 class Inputs(NamedTuple):
-    """What a convolution is given."""
+    """Arguments of a convolution."""
 
     x: Tensor
     weight: Tensor
@@ -26,7 +26,7 @@ class Inputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """The same, and the gradients of o and of the last inputs."""
+    """Arguments of its backward pass: also the gradients of o and of the last inputs."""
 
     inputs: Inputs
     do: Tensor
@@ -34,7 +34,7 @@ class BackwardInputs(NamedTuple):
 
 
 class SeveralInputs(NamedTuple):
-    """What the convolutions of two or three inputs are given."""
+    """Arguments of the convolutions of two or three inputs."""
 
     x0: Tensor
     x1: Tensor
@@ -50,7 +50,7 @@ class SeveralInputs(NamedTuple):
 
 
 class SeveralBackwardInputs(NamedTuple):
-    """The same, and the gradients of each o and of the last inputs of each."""
+    """Arguments of their backward pass: also the gradients of each o and of the last inputs of each."""
 
     inputs: SeveralInputs
     do0: Tensor
@@ -62,7 +62,7 @@ class SeveralBackwardInputs(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """What a convolution is given of one token; `state` is overwritten."""
+    """Arguments of one decoding step; `state` is overwritten."""
 
     x: Tensor
     weight: Tensor
@@ -72,7 +72,7 @@ class StepInputs(NamedTuple):
 
 
 class StepsInputs(NamedTuple):
-    """What the convolutions of two or three inputs are given of one token; the states are overwritten."""
+    """Arguments of one decoding step of two or three inputs; the states are overwritten."""
 
     x0: Tensor
     x1: Tensor
@@ -87,10 +87,10 @@ class StepsInputs(NamedTuple):
 
 
 def token_rows(x: Tensor) -> Tensor:
-    """x `[B, T, D]` itself where its tokens lie at one stride with channels side by side, as in a slice."""
+    """Return x `[B, T, D]` if its tokens have one stride and its channels are contiguous; else a copy."""
     B, T, _ = x.shape
     rows = x.stride(2) == 1 and (B == 1 or x.stride(0) == T * x.stride(1))
-    # one token may lie at any stride in what is contiguous
+    # a contiguous tensor of one token may have any stride
     return x if rows else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -99,23 +99,23 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def _each(step: NamedTuple, name: str) -> list[Tensor]:
-    """The fields of this name and a number, those that there are."""
+    """Return the fields of this name and an index that are not None."""
     return [x for i in range(3) if (x := getattr(step, f"{name}{i}")) is not None]
 
 
 def _dense(step: NamedTuple, name: str) -> list[Tensor]:
-    """The same, contiguous."""
+    """Return contiguous tensors of the fields of this name."""
     return [x.contiguous() for x in _each(step, name)]
 
 
 def _three(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, and an empty one for a third input that there is not."""
+    """Return the tensors, and an empty one for an absent third input."""
     return [*tensors, *(tensors[0].new_empty(0) for _ in range(3 - len(tensors)))]
 
 
 @of_fields
 def _forward(given: Inputs) -> tuple[Tensor, Tensor]:
-    """o and the last inputs of each sequence."""
+    """Return o and the last inputs of each sequence."""
     from tokenmix_core.ops.causal_conv1d.forward import short_conv_forward
 
     x, weight, bias, activation, initial_state, cu_seqlens = given
@@ -136,7 +136,7 @@ def _(given: Inputs):
 
 @of_fields
 def _backward(given: BackwardInputs) -> list[Tensor]:
-    """Gradients of x, weight, bias and the initial state, those that there are."""
+    """Return the gradients of x, weight, bias and initial state, without absent ones."""
     from tokenmix_core.ops.causal_conv1d.backward import short_conv_backward
 
     (x, weight, bias, activation, initial_state, cu_seqlens), do, final_gradient = given
@@ -161,7 +161,7 @@ def _(given: BackwardInputs):
 
 @of_fields
 def _several(given: SeveralInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o of three inputs, then the last inputs of each; the last one's are empty where there is none."""
+    """Return o of three inputs, then the last inputs of each; an absent third input has empty ones."""
     from tokenmix_core.ops.causal_conv1d.forward import short_convs_forward
 
     xs = _each(given, "x")
@@ -186,9 +186,9 @@ def _(given: SeveralInputs):
 
 @of_fields
 def _several_backward(given: SeveralBackwardInputs) -> list[Tensor]:
-    """Gradients of the inputs, of all weights `[sum of D, W]`, and of the initial states, without what does not exist.
+    """Return the gradients of inputs, of all weights `[sum of D, W]`, and of initial states, without absent ones.
 
-    Weights' gradients are one tensor, as those that an operator returns may not share one.
+    The weights' gradients are one tensor, because tensors that an operator returns may not share memory.
     """
     from tokenmix_core.ops.causal_conv1d.backward import short_convs_backward
 
@@ -218,7 +218,7 @@ def _(given: SeveralBackwardInputs):
 
 @of_fields
 def _step(given: StepInputs) -> Tensor:
-    """o of one token."""
+    """Return o of one token."""
     from tokenmix_core.ops.causal_conv1d.forward import short_conv_step
 
     x, weight, bias, state, activation = given
@@ -237,7 +237,7 @@ def _(given: StepInputs):
 
 @of_fields
 def _steps(given: StepsInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """o of one token of three inputs, the last one's empty where there is none."""
+    """Return o of one token of three inputs; an absent third input has an empty one."""
     from tokenmix_core.ops.causal_conv1d.forward import short_conv_steps
 
     xs = [t if t.stride(1) == 1 else t.contiguous() for t in _each(given, "x")]
@@ -302,12 +302,12 @@ steps = direct_when_eager(short_conv_steps_op, _steps, writes=StepsInputs._field
 
 
 def short_conv_triton(x, weight, bias, activation, initial_state, cu_seqlens) -> ScanOutput:
-    """`short_conv` by Triton."""
+    """Run `short_conv` by Triton."""
     return ScanOutput(*convolution(x, weight, bias, activation, initial_state, cu_seqlens))
 
 
 def short_convs_triton(xs, weights, activation, initial_states, cu_seqlens) -> tuple[ScanOutput, ...]:
-    """`short_convs` by Triton."""
+    """Run `short_convs` by Triton."""
     lacking = [None] * (3 - len(xs))
     states = [None] * 3 if initial_states is None else [*initial_states, *lacking]
     found = convolutions(*xs, *lacking, *weights, *lacking, activation, *states, cu_seqlens)
@@ -315,11 +315,11 @@ def short_convs_triton(xs, weights, activation, initial_states, cu_seqlens) -> t
 
 
 def short_conv_step_triton(x, weight, bias, state, activation) -> Tensor:
-    """`short_conv_step` by Triton."""
+    """Run `short_conv_step` by Triton."""
     return step(x, weight, bias, state, activation)
 
 
 def short_conv_steps_triton(xs, weights, states, activation) -> tuple[Tensor, ...]:
-    """`short_conv_steps` by Triton."""
+    """Run `short_conv_steps` by Triton."""
     given = (x for tensors in (xs, weights, states) for x in (*tensors, *[None] * (3 - len(tensors))))
     return tuple(steps(*given, activation)[: len(xs)])

@@ -1,7 +1,9 @@
-"""Gradients of the convolution: of its inputs and both states, and partial sums of those of weight and bias."""
+"""Kernels of the convolution's gradients: of inputs and states, and partial sums for weight and bias."""
 
-# Triton knows no stars in tuples
+# Triton does not support starred tuples
 # ruff: noqa: RUF005
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,21 +13,49 @@ from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.activations import sigmoid
 from tokenmix_core.kernels.triton.varlen import locate_chunk
-from tokenmix_core.ops.causal_conv1d.forward import load_input, locate_channels, of_input, of_three, within
+from tokenmix_core.ops.causal_conv1d.forward import (
+    Channels,
+    Run,
+    load_input,
+    locate_channels,
+    of_input,
+    of_three,
+    within,
+)
 from tokenmix_core.ops.causal_conv1d.tuning import Conv1dTile
 
 
-@triton.jit
-def walk_back(
-    x, weight, bias, initial_state, do, final_gradient, dx, dsums, initial_gradient, i_c, i_n, begin, length, first,
-    i_d, stride_x, stride_do, BT, D, columns,
-    W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr,
-):  # fmt: skip
-    """One walk over BT tokens of BD channels, BU a step; the last W inputs and gradients of sums before the activation
-    are registers. Rows of `dsums` have so many columns.
+class Gradients(NamedTuple):
+    """Pointers to gradients: do with the stride of its tokens, of the final state, dx, of the initial state."""
 
-    A thread owns its channels: what is summed over tokens meets no other thread.
+    do: tl.tensor
+    stride: tl.tensor
+    final: tl.tensor | None
+    dx: tl.tensor
+    initial: tl.tensor | None
+
+
+class PartialSums(NamedTuple):
+    """Partial sums `[runs, W + 1, columns]` of the gradients of weight and bias, and the run of this program."""
+
+    sums: tl.tensor
+    i_c: tl.tensor
+    columns: tl.tensor
+
+
+@triton.jit
+def convolve_backward(
+    channels, run, gradients, partial, i_d, W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr
+):
+    """Compute the gradients of BT tokens of BD channels, BU tokens an iteration.
+
+    The last W inputs, and gradients of the sums before the activation, are in registers. Each thread owns its channels,
+    so sums over tokens need no communication.
     """
+    x, weight, bias, initial_state, stride_x, D = channels
+    i_n, begin, length, first, BT = run
+    do, stride_do, final_gradient, dx, initial_gradient = gradients
+    dsums, i_c, columns = partial
     o_d = i_d * BD + tl.arange(0, BD)
     m_d = o_d < D
     end = tl.minimum(first + BT, length)
@@ -50,7 +80,7 @@ def walk_back(
         b_dz = b_dz + (zero,)
         b_x = b_x + (load_input(p_x, p_initial, first - W + w, length, m_d, stride_x, W),)
 
-    # the last W − 1 gradients of inputs need those of sums after them
+    # the last W − 1 input gradients need the gradients of later sums
     for i in range(0, tl.maximum(end - first, 0) + W - 1, BU):
         o_t = first + i
         b_xs = ()
@@ -69,7 +99,7 @@ def walk_back(
                 b_sigmoid = sigmoid(b_z)
                 b_new *= b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
             b_dz = b_dz[1:] + (b_new,)
-            # later tokens are the next run's
+            # later tokens belong to the next run
             b_own = tl.where(o_t + u < end, b_new, 0.0)
             b_added = ()
             for w in tl.static_range(W):
@@ -85,7 +115,7 @@ def walk_back(
             p_s = p_dx + o_s.to(tl.int64) * D
             tl.store(p_s, b_dx.to(dx.dtype.element_ty), mask=within(o_s, first, end, m_d))
             if initial_gradient is not None:
-                # the first run alone has positions before 0
+                # only the first run has positions before 0
                 p_s = initial_gradient + o_state + (o_s + W - 1)
                 m_s = within(o_s, tl.where(first == 0, 1 - W, 0), 0, m_d)
                 tl.store(p_s, b_dx.to(initial_gradient.dtype.element_ty), mask=m_s)
@@ -102,12 +132,14 @@ def short_conv_backward_kernel(
     stride_x, stride_do, T, N, BT, D,
     W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """BT tokens of BD channels a program."""
+    """Compute the gradients of BT tokens of BD channels of one input."""
     i_c = tl.program_id(0)
     i_n, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
-    walk_back(
-        x, weight, bias, initial_state, do, final_gradient, dx, dsums, initial_gradient, i_c, i_n, begin, length, first,
-        tl.program_id(1), stride_x, stride_do, BT, D, D, W, BD, BU, SILU,
+    channels = Channels(x, weight, bias, initial_state, stride_x, D)
+    gradients = Gradients(do, stride_do, final_gradient, dx, initial_gradient)
+    convolve_backward(
+        channels, Run(i_n, begin, length, first, BT), gradients, PartialSums(dsums, i_c, D), tl.program_id(1), W, BD,
+        BU, SILU,
     )  # fmt: skip
 
 
@@ -119,7 +151,7 @@ def short_convs_backward_kernel(
     stride0, stride1, stride2, stride_do0, stride_do1, stride_do2, T, N, BT, D0, D1, D2,
     W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The same for the channels of three inputs, one after the other, in `dsums`, too; the last may have none."""
+    """Compute the gradients for one of three inputs, whose channels are concatenated in `dsums`."""
     i_c = tl.program_id(0)
     i_n, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
     i_x, i_d = locate_channels(tl.program_id(1), tl.cdiv(D0, BD), tl.cdiv(D1, BD))
@@ -129,19 +161,22 @@ def short_convs_backward_kernel(
         initial_gradient = of_input(i_x, dinitial0, dinitial1, dinitial2)
     if dfinal0 is not None:
         final_gradient = of_input(i_x, dfinal0, dfinal1, dfinal2)
-    walk_back(
+    channels = Channels(
         of_input(i_x, x0, x1, x2), of_input(i_x, weight0, weight1, weight2), None, initial_state,
-        of_input(i_x, do0, do1, do2), final_gradient, of_input(i_x, dx0, dx1, dx2),
-        dsums + of_input(i_x, 0, D0, D0 + D1), initial_gradient, i_c, i_n, begin, length, first, i_d,
-        of_input(i_x, stride0, stride1, stride2), of_input(i_x, stride_do0, stride_do1, stride_do2), BT,
-        of_input(i_x, D0, D1, D2), D0 + D1 + D2, W, BD, BU, SILU,
+        of_input(i_x, stride0, stride1, stride2), of_input(i_x, D0, D1, D2),
     )  # fmt: skip
+    gradients = Gradients(
+        of_input(i_x, do0, do1, do2), of_input(i_x, stride_do0, stride_do1, stride_do2), final_gradient,
+        of_input(i_x, dx0, dx1, dx2), initial_gradient,
+    )  # fmt: skip
+    partial = PartialSums(dsums + of_input(i_x, 0, D0, D0 + D1), i_c, D0 + D1 + D2)
+    convolve_backward(channels, Run(i_n, begin, length, first, BT), gradients, partial, i_d, W, BD, BU, SILU)
 
 
 @cached_launch
 @triton.jit(do_not_specialize=["runs"])
 def short_conv_sums_kernel(dsums, dweight, dbias, runs, D, W: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    """Sums over runs, BR at a time: for one tap, or for the bias."""
+    """Sum over runs, BR at a time, for one tap or for the bias."""
     o_d, i_w = tl.program_id(0) * BD + tl.arange(0, BD), tl.program_id(1)
     m_d = o_d < D
     b_sum = tl.zeros([BR, BD], tl.float32)
@@ -157,13 +192,13 @@ def short_conv_sums_kernel(dsums, dweight, dbias, runs, D, W: tl.constexpr, BR: 
 
 
 def short_conv_backward(x, weight, bias, activation, initial_state, cu_seqlens, do, final_gradient, config: Conv1dTile):
-    """Gradients of x, weight, bias and the initial state; the latter two None where their tensors are."""
+    """Return the gradients of x, weight, bias and initial state; the latter two are None if their tensors are."""
     B, T, D = x.shape
     W = weight.shape[1]
     N = num_sequences(x, cu_seqlens)
     runs = chunk_slots(B, T, config.BT, cu_seqlens)
     dx = torch.empty((B, T, D), dtype=x.dtype, device=x.device)
-    # sums over the tokens of a run, then over runs: a fixed order, so the result never changes
+    # sums over the tokens of a run, then over runs, in a fixed order: results are reproducible
     dsums = torch.empty((runs, W + 1, D), dtype=torch.float32, device=x.device)
     initial_gradient = None if initial_state is None else torch.empty_like(initial_state)
     short_conv_backward_kernel[(runs, cdiv(D, config.BD))](
@@ -179,7 +214,7 @@ def short_conv_backward(x, weight, bias, activation, initial_state, cu_seqlens, 
 
 
 def short_convs_backward(xs, weights, activation, initial_states, cu_seqlens, dos, final_gradients, config):
-    """Gradients of the inputs, of all weights `[sum of D, W]`, and of the initial states, or None without these."""
+    """Return the gradients of inputs, of all weights `[sum of D, W]`, and of initial states (None without these)."""
     (B, T, _), W = xs[0].shape, weights[0].shape[1]
     N, device = num_sequences(xs[0], cu_seqlens), xs[0].device
     sizes = [x.shape[2] for x in xs]
@@ -200,7 +235,7 @@ def short_convs_backward(xs, weights, activation, initial_states, cu_seqlens, do
 
 
 def sum_runs(dsums, dweight, dbias) -> None:
-    """The sums `[runs, W + 1, D]` of runs, summed over them: of the weight, and of the bias, if there is one."""
+    """Sum the partial sums `[runs, W + 1, D]` over runs into dweight and, if there is one, dbias."""
     (runs, _, D), W = dsums.shape, dweight.shape[1]
     BR, BD = 128, 32
     short_conv_sums_kernel[(cdiv(D, BD), W + 1)](

@@ -1,10 +1,13 @@
-"""The convolution over whole sequences, and one step of decoding in place."""
+"""Kernels of the convolution: forward over whole sequences, and one decoding step in place.
 
-# Triton knows no stars in tuples
+A program, one warp, sweeps BT tokens of BD channels and keeps the last W inputs in registers, so each is loaded once.
+"""
+
+# Triton does not support starred tuples
 # ruff: noqa: RUF005
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,17 +22,38 @@ from tokenmix_core.kernels.triton.varlen import locate_chunk
 from tokenmix_core.ops.causal_conv1d.tuning import Conv1dTile
 
 
+class Channels(NamedTuple):
+    """Pointers to an input `[…, D]`, its weight `[D, W]`, bias and state, the stride of tokens, and D."""
+
+    x: tl.tensor
+    weight: tl.tensor
+    bias: tl.tensor | None
+    state: tl.tensor | None
+    stride: tl.tensor
+    D: tl.tensor
+
+
+class Run(NamedTuple):
+    """BT tokens of sequence `i_n` from token `first` on; the sequence has `length` tokens from row `begin` on."""
+
+    i_n: tl.tensor
+    begin: tl.tensor
+    length: tl.tensor
+    first: tl.tensor
+    BT: tl.tensor
+
+
 @triton.jit
 def within(o_t, low, high, m_d):
-    """The mask of channels where a position lies in `low` … `high` − 1, else none."""
-    # Triton 3.9's interpreter takes no number in a mask
+    """Return the mask of channels if a position is in `low` … `high` − 1, else an empty mask."""
+    # Triton 3.9's interpreter supports no scalar in a mask
     b_t = o_t + tl.zeros(m_d.shape, tl.int32)
     return (b_t >= low) & (b_t < high) & m_d
 
 
 @triton.jit
 def load_input(p_x, p_initial, o_t, length, m_d, stride_x, W: tl.constexpr):
-    """The input at position `o_t` of a sequence whose row 0 is at `p_x`, float32; before 0 lies the initial state."""
+    """Load position `o_t` of the sequence at `p_x` as float32; negative positions are those of the initial state."""
     b_x = tl.load(p_x + o_t.to(tl.int64) * stride_x, mask=within(o_t, 0, length, m_d), other=0.0).to(tl.float32)
     if p_initial is not None:
         b_x += tl.load(p_initial + o_t + (W - 1), mask=within(o_t, 1 - W, 0, m_d), other=0.0).to(tl.float32)
@@ -37,11 +61,12 @@ def load_input(p_x, p_initial, o_t, length, m_d, stride_x, W: tl.constexpr):
 
 
 @triton.jit
-def walk(
-    x, weight, bias, initial_state, o, final_state, i_n, begin, length, first, i_d, stride_x, BT, D,
-    W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr,
-):  # fmt: skip
-    """One walk over BT tokens of BD channels, BU a step; the last W inputs are registers: each is read once."""
+def convolve(
+    channels, run, o, final_state, i_d, W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr
+):
+    """Convolve BT tokens of BD channels, BU tokens an iteration."""
+    x, weight, bias, initial_state, stride_x, D = channels
+    i_n, begin, length, first, BT = run
     o_d = i_d * BD + tl.arange(0, BD)
     m_d = o_d < D
     end = tl.minimum(first + BT, length)
@@ -55,7 +80,7 @@ def walk(
     if bias is not None:
         b_bias += tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_w = ()
-    # the first of W inputs leaves before it is used
+    # the first of W inputs is shifted out before its use
     b_x = (b_bias,)
     for w in tl.static_range(W):
         b_w = b_w + (tl.load(weight + o_d * W + w, mask=m_d, other=0.0).to(tl.float32),)
@@ -89,27 +114,25 @@ def short_conv_forward_kernel(
     x, weight, bias, initial_state, o, final_state, cu_seqlens, stride_x, T, N, BT, D,
     W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """BT tokens of BD channels a program."""
+    """Convolve BT tokens of BD channels of one input."""
     i_n, begin, length, first = locate_chunk(tl.program_id(0), T, BT, N, cu_seqlens, PACKED)
-    # an empty sequence has one chunk too, which hands its initial state on
+    # an empty sequence also has one chunk, which copies its initial state
     if first >= tl.maximum(length, 1):
         return
-    walk(
-        x, weight, bias, initial_state, o, final_state, i_n, begin, length, first, tl.program_id(1), stride_x, BT, D,
-        W, BD, BU, SILU,
-    )  # fmt: skip
+    channels = Channels(x, weight, bias, initial_state, stride_x, D)
+    convolve(channels, Run(i_n, begin, length, first, BT), o, final_state, tl.program_id(1), W, BD, BU, SILU)
 
 
 @triton.jit
 def locate_channels(i_d, n0, n1):
-    """Of block `i_d` of the channels of three inputs, one input's after the other's: whose it is, and its number."""
+    """Return the input, and the block of its channels, of block `i_d` of the concatenated channels of three inputs."""
     i_x = (i_d >= n0).to(tl.int32) + (i_d >= n0 + n1).to(tl.int32)
     return i_x, i_d - tl.where(i_x > 0, n0, 0) - tl.where(i_x > 1, n1, 0)
 
 
 @triton.jit
 def of_input(i_x, x0, x1, x2):
-    """What belongs to one of three inputs: all pointers of one type, or all numbers."""
+    """Select the value of input `i_x`: pointers of one type, or integers."""
     return tl.where(i_x == 0, x0, tl.where(i_x == 1, x1, x2))
 
 
@@ -120,7 +143,7 @@ def short_convs_forward_kernel(
     cu_seqlens, stride0, stride1, stride2, T, N, BT, D0, D1, D2,
     W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The same for the channels of three inputs, one after the other; the last may have none."""
+    """Convolve BT tokens of BD channels of one of three inputs; the last may have no channels."""
     i_n, begin, length, first = locate_chunk(tl.program_id(0), T, BT, N, cu_seqlens, PACKED)
     if first >= tl.maximum(length, 1):
         return
@@ -128,15 +151,16 @@ def short_convs_forward_kernel(
     initial_state = None
     if initial0 is not None:
         initial_state = of_input(i_x, initial0, initial1, initial2)
-    walk(
+    channels = Channels(
         of_input(i_x, x0, x1, x2), of_input(i_x, weight0, weight1, weight2), None, initial_state,
-        of_input(i_x, o0, o1, o2), of_input(i_x, final0, final1, final2), i_n, begin, length, first, i_d,
-        of_input(i_x, stride0, stride1, stride2), BT, of_input(i_x, D0, D1, D2), W, BD, BU, SILU,
+        of_input(i_x, stride0, stride1, stride2), of_input(i_x, D0, D1, D2),
     )  # fmt: skip
+    o, final_state = of_input(i_x, o0, o1, o2), of_input(i_x, final0, final1, final2)
+    convolve(channels, Run(i_n, begin, length, first, BT), o, final_state, i_d, W, BD, BU, SILU)
 
 
 def short_conv_forward(x, weight, bias, activation, initial_state, cu_seqlens, config: Conv1dTile):
-    """o `[B, T, D]` and the last inputs of each sequence `[N, D, W − 1]`; the tokens of x lie at one stride."""
+    """Return o `[B, T, D]` and the last inputs of each sequence `[N, D, W − 1]`; the tokens of x have one stride."""
     B, T, D = x.shape
     W = weight.shape[1]
     N = num_sequences(x, cu_seqlens)
@@ -151,16 +175,16 @@ def short_conv_forward(x, weight, bias, activation, initial_state, cu_seqlens, c
 
 
 def of_three(**each: Sequence | None) -> dict[str, Any]:
-    """Arguments of three inputs by name and number; None stands for all three.
+    """Return arguments of three inputs by name and index; None is repeated for all three.
 
-    Where there are two, the first stands for the third, which has no channels and is never read.
+    If there are two inputs, the first also replaces the third, which has no channels and is never read.
     """
     given = {name: [None] if values is None else values for name, values in each.items()}
     return {f"{name}{i}": x for name, v in given.items() for i, x in enumerate([*v, v[0], v[0]][:3])}
 
 
 def short_convs_forward(xs, weights, activation, initial_states, cu_seqlens, config: Conv1dTile):
-    """o `[B, T, D]` of two or three inputs, and the last inputs of each sequence `[N, D, W − 1]` of each."""
+    """Return o `[B, T, D]` of two or three inputs, and the last inputs `[N, D, W − 1]` of each."""
     (B, T, _), W = xs[0].shape, weights[0].shape[1]
     N, device = num_sequences(xs[0], cu_seqlens), xs[0].device
     outputs = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in xs]
@@ -176,10 +200,9 @@ def short_convs_forward(xs, weights, activation, initial_states, cu_seqlens, con
 
 
 @triton.jit
-def step_channels(
-    x, weight, bias, state, o, i_b, i_d, stride_x, D, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr
-):
-    """One token of BD channels of a sequence: the last inputs move up by one."""
+def step_channels(channels, o, i_b, i_d, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr):
+    """Convolve one token of BD channels of a sequence and shift the state by one."""
+    x, weight, bias, state, stride_x, D = channels
     o_d = i_d * BD + tl.arange(0, BD)
     m_d = o_d < D
     p_s = state + (i_b * D + o_d) * (W - 1)
@@ -205,10 +228,10 @@ def short_conv_step_kernel(
     x, weight, bias, state, o, stride_x, D, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """A sequence and BD channels a program."""
+    """Convolve one token of BD channels of a sequence."""
     gdc_launch_and_wait(PDL)
     i_b, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    step_channels(x, weight, bias, state, o, i_b, i_d, stride_x, D, W, BD, SILU)
+    step_channels(Channels(x, weight, bias, state, stride_x, D), o, i_b, i_d, W, BD, SILU)
 
 
 @cached_launch
@@ -218,22 +241,22 @@ def short_conv_steps_kernel(
     stride0, stride1, stride2, D0, D1, D2, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """The same for the channels of three inputs, one after the other; the last may have none."""
+    """Convolve one token of BD channels of one of three inputs; the last may have no channels."""
     gdc_launch_and_wait(PDL)
     i_b, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n0, n1 = tl.cdiv(D0, BD), tl.cdiv(D1, BD)
     if i_d < n0:
-        step_channels(x0, weight0, None, state0, o0, i_b, i_d, stride0, D0, W, BD, SILU)
+        step_channels(Channels(x0, weight0, None, state0, stride0, D0), o0, i_b, i_d, W, BD, SILU)
     elif i_d < n0 + n1:
-        step_channels(x1, weight1, None, state1, o1, i_b, i_d - n0, stride1, D1, W, BD, SILU)
+        step_channels(Channels(x1, weight1, None, state1, stride1, D1), o1, i_b, i_d - n0, W, BD, SILU)
     else:
-        step_channels(x2, weight2, None, state2, o2, i_b, i_d - n0 - n1, stride2, D2, W, BD, SILU)
+        step_channels(Channels(x2, weight2, None, state2, stride2, D2), o2, i_b, i_d - n0 - n1, W, BD, SILU)
 
 
 def short_conv_steps(
     xs: list[Tensor], weights: list[Tensor], states: list[Tensor], activation: str | None
 ) -> list[Tensor]:
-    """o `[B, D]` of one token of each of two or three inputs; `states` take the tokens in."""
+    """Return o `[B, D]` of one token of two or three inputs; `states` are updated."""
     BD, W = 256, weights[0].shape[1]
     outputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
     sizes = [x.shape[1] for x in xs]
@@ -245,7 +268,7 @@ def short_conv_steps(
 
 
 def short_conv_step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None) -> Tensor:
-    """o `[B, D]` of one token; `state` takes the token in."""
+    """Return o `[B, D]` of one token; `state` is updated."""
     B, D = x.shape
     o = torch.empty((B, D), dtype=x.dtype, device=x.device)
     BD = 256

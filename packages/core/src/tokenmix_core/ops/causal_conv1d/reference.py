@@ -20,7 +20,7 @@ def short_conv_reference(
     initial_state: Float[Tensor, "N D W_minus_1"] | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
 ) -> ScanOutput:
-    """The definition as a sum of W shifted products, accumulated in float32 (float64 for float64 inputs)."""
+    """The definition as a sum of W shifted terms, accumulated in float32 (float64 for float64 inputs)."""
     if cu_seqlens is None:
         return _one_row(x, weight, bias, activation, initial_state)
     boundaries = cu_seqlens.tolist()
@@ -54,7 +54,7 @@ def short_conv_step_reference(
     *,
     activation: str | None = None,
 ) -> Float[Tensor, "B D"]:
-    """One token, updating `state` in place."""
+    """Convolve one token and update `state`."""
     o, new_state = _one_row(x.unsqueeze(1), weight, bias, activation, state)
     state.copy_(new_state)
     return o.squeeze(1)

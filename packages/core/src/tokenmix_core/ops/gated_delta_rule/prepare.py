@@ -104,16 +104,18 @@ def prepare_kernel(
         b_2, w_2, end = block_gates(p_g + 32 * HV, p_beta + 32 * HV, p_gates + 128, HV, rows - 32, end, r_2)
         b_3, w_3, end = block_gates(p_g + 48 * HV, p_beta + 48 * HV, p_gates + 192, HV, rows - 48, end, r_3)
         a_00, a_10, a_11, a_20, a_21, a_22, a_30, a_31, a_32, a_33 = inverse_64(
-            system(k_00, b_0, b_0, r_0, w_0, True),
-            system(k_10, b_1, b_0, r_1, w_0, False),
-            system(k_11, b_1, b_1, r_1, w_1, True),
-            system(k_20, b_2, b_0, r_2, w_0, False),
-            system(k_21, b_2, b_1, r_2, w_1, False),
-            system(k_22, b_2, b_2, r_2, w_2, True),
-            system(k_30, b_3, b_0, r_3, w_0, False),
-            system(k_31, b_3, b_1, r_3, w_1, False),
-            system(k_32, b_3, b_2, r_3, w_2, False),
-            system(k_33, b_3, b_3, r_3, w_3, True),
+            (
+                system(k_00, b_0, b_0, r_0, w_0, True),
+                system(k_10, b_1, b_0, r_1, w_0, False),
+                system(k_11, b_1, b_1, r_1, w_1, True),
+                system(k_20, b_2, b_0, r_2, w_0, False),
+                system(k_21, b_2, b_1, r_2, w_1, False),
+                system(k_22, b_2, b_2, r_2, w_2, True),
+                system(k_30, b_3, b_0, r_3, w_0, False),
+                system(k_31, b_3, b_1, r_3, w_1, False),
+                system(k_32, b_3, b_2, r_3, w_2, False),
+                system(k_33, b_3, b_3, r_3, w_3, True),
+            ),
             SOLVE,
         )
         s_a = HV * BT
