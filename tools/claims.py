@@ -23,7 +23,7 @@ def sentences() -> dict[tuple[Path, str], str]:
     nha = [row for row in tokens if row["model"].startswith("NHA")]
     lte = [row for row in tokens if row["size"] == "1.4B"]
     return {
-        (ROOT / "README.md", "measured"): "\n".join([_slots(), _mixed(), _constant(lte), _layers()]),
+        (ROOT / "README.md", "measured"): "\n".join([_steps(), _slots(), _mixed(), _constant(lte), _layers()]),
         (ROOT / "packages" / "nha" / "README.md", "gsa"): _gsa(),
         (ROOT / "docs" / "nha.md", "decoding"): model_results.tokens_table(nha),
         (ROOT / "docs" / "lte.md", "decoding"): model_results.tokens_table(lte),
@@ -54,6 +54,23 @@ def _device(row: Row) -> str:
 
 def _pair(low: float, high: float, digits: int = 2) -> str:
     return f"{min(low, high):.{digits}f} to {max(low, high):.{digits}f}"
+
+
+def _steps() -> str:
+    """State the throughput of whole training steps beside FLA's."""
+    rows = _rows(ROOT / "packages" / "core" / "benchmarks" / "results" / "step" / "nvidia-h100-80gb-hbm3.json")
+    parts = []
+    for model, recipe in (("Gated DeltaNet", "gdn-380m"), ("Transformer++", "transformer-380m")):
+        op = f"training step, tokenmix_nats_l.recipes:{recipe}"
+        ours, fla = (
+            _time(rows, op=op, shape="B8 T4096", impl=impl)["thousand_tokens_s"]
+            for impl in ("tokenmix eager", "FLA eager")
+        )
+        parts.append(f"{model} {ours:.0f} thousand tokens/s, FLA's {fla:.0f}")
+    return (
+        f"- A training step of 380M parameters on 8 × 4,096 tokens, forward, backward and update: {'; '.join(parts)} "
+        f"({_device(rows[0])}; [table](docs/step_time.md))."
+    )
 
 
 def _slots() -> str:

@@ -41,7 +41,6 @@ def main(check: bool) -> int:
     everything = [row for rows in packages.values() for row in rows]
     sweeps = [row for rows in measurements("results/sweep").values() for row in rows]
     if everything:
-        tables[ROOT / "README.md", "speed"] = results.markdown(results.headlines(everything))
         tables[ROOT / "docs" / "speed.md", "speed"] = goals.table(everything, sweeps)
     for document, found in model_results.tables().items():
         tables |= {(ROOT / "docs" / document, mark): table for mark, table in found.items()}

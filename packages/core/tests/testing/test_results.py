@@ -38,12 +38,6 @@ def test_ours_stands_beside_the_best_peer_of_each_number(tmp_path):
     assert "| ssd | B2 | tokenmix | 0.250 | 512 |" in table
 
 
-def test_headlines_are_the_first_shapes_of_operations_with_a_peer(tmp_path):
-    peer = {**ROW, "impl": "peer"}
-    rows = [ROW, peer, {**ROW, "shape": "B2"}, {**peer, "shape": "B2"}, {**ROW, "op": "alone"}]
-    assert results.headlines(rows) == rows[:2]
-
-
 def test_a_plot_of_shares_is_written(tmp_path):
     rows = json.loads(results.save([ROW, {**ROW, "impl": "peer"}], tmp_path).read_text())
     results.plot(rows, tmp_path / "plots" / "speed.png")

@@ -11,8 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tokenmix_core.training import ATTENTION, GDN, Recipe, recall
-from tokenmix_core.training import tiny as tiny_hybrid
+from tokenmix_core.training import ATTENTION, GDN, Recipe, recall, tiny_setting
 from tokenmix_lte.baselines import BASELINES, SIZES, baseline
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ def recall_nsa(size: str, *, pure: bool = False) -> Recipe:
 
 def tiny() -> Recipe:
     """Return the recipe of Gated DeltaNet with LTE at odd layers, for two CPU cores, on Python's standard library."""
-    base = tiny_hybrid()
+    base = tiny_setting()
     options = {
         GDN: base.model["mixer_options"][GDN],
         LTE: {"num_heads": 4, "num_kv_heads": 2, "window": 64, "cap": 48, "sinks": 4},

@@ -11,8 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tokenmix_core.training import ATTENTION, GDN, Recipe, recall
-from tokenmix_core.training import tiny as tiny_hybrid
+from tokenmix_core.training import ATTENTION, GDN, Recipe, recall, tiny_setting
 from tokenmix_nats_l.baselines import BASELINES, SIZES, baseline, delta_rule
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def recall_recipe(kind: str, size: str) -> Recipe:
 
 def tiny() -> Recipe:
     """Return Gated DeltaNet with one NAtS-L layer in four, for two CPU cores, on Python's standard library."""
-    base = tiny_hybrid()
+    base = tiny_setting()
     mixers = [NATS_L if mixer == ATTENTION else mixer for mixer in base.model["mixers"]]
     options = {
         GDN: base.model["mixer_options"][GDN],

@@ -12,8 +12,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tokenmix_core.training import ATTENTION, BYTE_VOCAB, GDN, DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
-from tokenmix_core.training import tiny as tiny_hybrid
+from tokenmix_core.training import (
+    ATTENTION,
+    BYTE_VOCAB,
+    GDN,
+    DataRecipe,
+    OptimizerRecipe,
+    Recipe,
+    RunRecipe,
+    Tokens,
+    tiny_setting,
+)
 from tokenmix_nha.baselines import BASELINES, SIZES, baseline
 from tokenmix_nha.windows import FULL, Window, hybrid_windows, nha_layers
 
@@ -203,7 +212,7 @@ def recall(kind: str, size: str) -> Recipe:
 
 def tiny() -> Recipe:
     """Return a recipe of four layers, the third full, trained on Python's standard library: minutes on a laptop."""
-    base = tiny_hybrid()
+    base = tiny_setting()
     return replace(
         base,
         description="NHA with one full layer in four, on the built-in corpus; minutes on a laptop",

@@ -25,8 +25,8 @@ from tokenmix_core.training import (
     RunRecipe,
     Tokens,
     baseline,
+    tiny_setting,
 )
-from tokenmix_core.training import tiny as tiny_hybrid
 from tokenmix_oryx.modes import draw_modes
 from tokenmix_oryx.options import GDN, MAMBA2
 
@@ -213,7 +213,7 @@ def demo(family: str, assignment: str) -> Recipe:
 
 def tiny(family: str = "tm") -> Recipe:
     """Two heads, four layers, on Python's standard library: minutes on a laptop, in core's tiny setting."""
-    base = tiny_hybrid()
+    base = tiny_setting()
     fields = {**model_fields(family, 128, 4, head_dim=64), "mode_chunk_size": 32}
     return replace(
         base,

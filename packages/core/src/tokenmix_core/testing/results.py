@@ -165,14 +165,6 @@ def _version(form: str) -> tuple[int, ...]:
     return tuple(int(part) for part in form.rpartition(" ")[2].split("."))
 
 
-def headlines(rows: Sequence[dict]) -> list[dict]:
-    """The rows of the first shape of every operation that ran beside a peer."""
-    first: dict[str, str] = {}
-    for row in beside(rows):
-        first.setdefault(row["op"], row["shape"])
-    return [row for row in rows if first.get(row["op"]) == row["shape"]]
-
-
 def slower(rows: Iterable[dict], bound: float) -> list[tuple[dict, str]]:
     """The pairs of `beside` that take more than `bound` times the best peer's time, each with the name of that time."""
     pairs = beside(rows)

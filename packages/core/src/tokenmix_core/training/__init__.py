@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tokenmix_core.training.baselines import model_fields as model_fields
     from tokenmix_core.training.baselines import recall as recall
     from tokenmix_core.training.baselines import tiny as tiny
+    from tokenmix_core.training.baselines import tiny_setting as tiny_setting
     from tokenmix_core.training.callbacks import AdaptHeadWeights as AdaptHeadWeights
     from tokenmix_core.training.callbacks import read_metrics as read_metrics
     from tokenmix_core.training.data import RowInputs as RowInputs
@@ -52,6 +53,7 @@ __getattr__ = lazily(
         "model_fields": "baselines",
         "recall": "baselines",
         "tiny": "baselines",
+        "tiny_setting": "baselines",
         "AdaptHeadWeights": "callbacks",
         "read_metrics": "callbacks",
         "RowInputs": "data",
