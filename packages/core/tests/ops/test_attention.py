@@ -84,7 +84,7 @@ def in_small_tiles(override):
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
+def small_tiles(override):
     in_small_tiles(override)
 
 

@@ -101,7 +101,7 @@ def in_small_tiles(override):
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
+def small_tiles(override):
     in_small_tiles(override)
 
 
@@ -369,7 +369,9 @@ def test_lists_hold_every_unit_once_and_in_order(blocks, device, monkeypatch):
 
 @pytest.mark.parametrize("programs", [1, 3, 1000])
 def test_work_tiles_cover_all_query_tiles_once_and_split_the_work(programs, device, monkeypatch, override):
-    from tokenmix_core.ops.sparse_attention import mask, tile_schedule
+    from tokenmix_core.ops.softmax_attention.listed_keys import tile_schedule
+    from tokenmix_core.ops.softmax_attention.types import KeyLists
+    from tokenmix_core.ops.sparse_attention import mask
 
     override(dense_tuning, work_tiles=lambda *call: programs)
     monkeypatch.setattr(tile_schedule, "_LEAST", 1)

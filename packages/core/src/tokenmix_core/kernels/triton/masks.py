@@ -25,3 +25,17 @@ def visible(distance, o_k, keys, window, sinks, CAUSAL: tl.constexpr, WINDOW: tl
     else:
         m_s = o_k < keys
     return m_s
+
+
+@triton.jit
+def visible_columns(o_q, b_left, o_k, listed, p_until, s_ut, keys):
+    """True if a query, whose local part begins at `b_left`, sees a column at `o_k` of a tile, `listed` or else local.
+
+    A listed key is evicted at the position in `p_until`, unless that is None.
+    """
+    m_listed = o_k[None, :] < b_left[:, None]
+    if p_until is not None:
+        b_until = tl.load(p_until + o_k * s_ut, mask=o_k < tl.where(listed, keys, 0), other=0)
+        m_listed = m_listed & (o_q[:, None] < b_until[None, :])
+    m_local = (o_k[None, :] >= b_left[:, None]) & (o_k[None, :] <= o_q[:, None])
+    return (m_listed & listed) | (m_local & (not listed))

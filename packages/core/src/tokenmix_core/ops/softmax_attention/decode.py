@@ -17,10 +17,10 @@ from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.pdl import gdc_launch_and_wait
 from tokenmix_core.kernels.triton.decay import LOG2_E
-from tokenmix_core.kernels.triton.masks import visible
-from tokenmix_core.kernels.triton.softmax import finish_softmax, online_softmax
-from tokenmix_core.ops.softmax_attention.kv_tiles import add_dot, key_tiles, load_tile
+from tokenmix_core.kernels.triton.softmax import finish_softmax
+from tokenmix_core.ops.softmax_attention.kv_tiles import key_tiles
 from tokenmix_core.ops.softmax_attention.launch_args import block_size, dense_rows, precision, strides
+from tokenmix_core.ops.softmax_attention.steps import Config, KeyRows, Rows, Visible, attention_step
 from tokenmix_core.ops.softmax_attention.tuning import attention_decode as decode_tile
 
 
@@ -50,7 +50,7 @@ def _attention_decode(
     b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_r[:, None] & (o_d < K)[None, :], other=0.0)
 
     keys = tl.load(cache_seqlens + i_b).to(tl.int32)
-    o_q = keys - TQ + o_t
+    mask = Visible(keys - TQ + o_t, window, sinks)
     first = keys - TQ + i_m * BM // G
     last = keys - TQ + tl.minimum((i_m * BM + BM - 1) // G, TQ - 1)
     sink_tiles, n_min, _, _, n_max = key_tiles(first, last, keys, window, sinks, BN, True, WINDOW)
@@ -61,14 +61,10 @@ def _attention_decode(
     b_o = tl.zeros([BM, BV], tl.float32)
     for i in range(i_s * share, tl.minimum((i_s + 1) * share, tiles)):
         i_k = tl.where(i < sink_tiles, i, n_min + i - sink_tiles)
-        b_k = load_tile(k + i_b * s_kb + i_hk * s_kh, i_k * BN, keys, s_kt, K, BN, BK, True)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        o_k = i_k * BN + tl.arange(0, BN)
-        distance = o_q[:, None] - o_k[None, :]
-        m_s = visible(distance, o_k[None, :], keys, window, sinks, True, WINDOW)
-        b_p, b_shrink, b_m, b_l = online_softmax(tl.where(m_s, b_s, float("-inf")), b_m, b_l, scale, True)
-        b_v = load_tile(v + i_b * s_vb + i_hk * s_vh, i_k * BN, keys, s_vt, V, BN, BV, True)
-        b_o = add_dot(b_p.to(b_v.dtype), b_v, b_o * b_shrink[:, None], PRECISION)
+        kv = KeyRows(Rows(k + i_b * s_kb + i_hk * s_kh, s_kt), Rows(v + i_b * s_vb + i_hk * s_vh, s_vt), keys)
+        b_o, b_m, b_l = attention_step(
+            (b_o, b_m, b_l), b_q, kv, i_k * BN, mask, scale, Config(K, V, BK, BV, PRECISION, True, WINDOW), BN, True
+        )
 
     b_norm, b_lse = finish_softmax(b_m, b_l, scale)
     o_row = ((i_b * TQ + o_t) * HQ + o_h) * splits + i_s

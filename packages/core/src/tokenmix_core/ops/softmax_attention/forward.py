@@ -10,40 +10,21 @@ import triton.language as tl
 
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.kernels.launch.launcher import cached_launch
-from tokenmix_core.kernels.triton.masks import visible
-from tokenmix_core.kernels.triton.softmax import finish_softmax, online_softmax
-from tokenmix_core.kernels.triton.varlen import locate_chunk
-from tokenmix_core.ops.softmax_attention.kv_tiles import (
-    add_dot,
-    key_tiles,
-    load_tile,
-    masked_tile,
-    store_tile,
-    tile_of_queries,
-)
+from tokenmix_core.kernels.triton.softmax import finish_softmax
+from tokenmix_core.ops.softmax_attention.kv_tiles import key_tiles, load_tile, masked_tile, store_tile, tile_of_queries
 from tokenmix_core.ops.softmax_attention.launch_args import constants, dense_rows, sink_step, sizes, strides
 from tokenmix_core.ops.softmax_attention.plan import Form, plan
 from tokenmix_core.ops.softmax_attention.query_selection import selected_rows
+from tokenmix_core.ops.softmax_attention.steps import (
+    Config,
+    KeyRows,
+    Rows,
+    Visible,
+    attention_step,
+    locate_query_tile,
+    store_outputs,
+)
 from tokenmix_core.ops.softmax_attention.types import Mask
-
-
-@triton.jit
-def attention_step(
-    b_o, b_m, b_l, b_q, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale,
-    K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One online-softmax step: update the accumulator, row maxima and row sums by KV tile `i_k`."""
-    b_k = load_tile(p_k, i_k * BN, keys, s_kt, K, BN, BK, MASKED)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    if MASKED:
-        o_k = i_k * BN + tl.arange(0, BN)
-        distance = o_q[:, None] - o_k[None, :]
-        b_s = tl.where(visible(distance, o_k[None, :], keys, window, sinks, CAUSAL, WINDOW), b_s, float("-inf"))
-    b_p, b_shrink, b_m, b_l = online_softmax(b_s, b_m, b_l, scale, MASKED)
-    b_v = load_tile(p_v, i_k * BN, keys, s_vt, V, BN, BV, MASKED)
-    b_o = add_dot(b_p.to(b_v.dtype), b_v, b_o * b_shrink[:, None], PRECISION)
-    return b_o, b_m, b_l
 
 
 @cached_launch
@@ -57,16 +38,11 @@ def _attention_forward(
     FILL: tl.constexpr,
 ):  # fmt: skip
     """Compute O and lse of one query tile of one head; sinks take a step of BS keys, or whole tiles if BS is 0."""
-    i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
-    start = i_b * 0
-    queries = TQ
-    keys = TK
-    if PACKED:
-        _, start, queries, first_row = locate_chunk(i_t, TQ, BM, N, cu_seqlens, PACKED)
-        keys = queries
+    tile = locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BM, PACKED)
+    i_b, i_h, i_hk, _, i_t, first_row, start, queries, keys = tile
+    if PACKED:  # noqa: SIM102
         if first_row >= queries:
             return
-        i_t = first_row // BM
     if selected is not None:
         m_s = selected_rows(selected, i_b * TQ + start, i_t * BM, queries, BM)
         if tl.max(m_s.to(tl.int32)) == 0:
@@ -76,13 +52,14 @@ def _attention_forward(
                 p_lse = lse + (i_b * HQ + i_h) * TQ + start + i_t * BM + tl.arange(0, BM)
                 tl.store(p_lse, tl.full([BM], float("inf"), tl.float32), mask=i_t * BM + tl.arange(0, BM) < queries)
             return
-    p_k = k + i_b * s_kb + start * s_kt + i_hk * s_kh
-    p_v = v + i_b * s_vb + start * s_vt + i_hk * s_vh
+    k_rows = Rows(k + i_b * s_kb + start * s_kt + i_hk * s_kh, s_kt)
+    v_rows = Rows(v + i_b * s_vb + start * s_vt + i_hk * s_vh, s_vt)
+    kv = KeyRows(k_rows, v_rows, keys)
     b_q = load_tile(q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BM, queries, s_qt, K, BM, BK, True)
 
     first = i_t * BM + keys - queries
     last = tl.minimum(first + BM, keys) - 1
-    o_q = first + tl.arange(0, BM)
+    mask = Visible(first + tl.arange(0, BM), window, sinks)
     b_m = tl.full([BM], float("-inf"), tl.float32)
     b_l = tl.zeros([BM], tl.float32)
     b_o = tl.zeros([BM, BV], tl.float32)
@@ -90,30 +67,25 @@ def _attention_forward(
     if BS:
         if sink_tiles > 0:
             b_o, b_m, b_l = attention_step(
-                b_o, b_m, b_l, b_q, p_k, p_v, s_kt, s_vt, 0, o_q, keys, window, sinks, scale,
-                K, V, BS, BK, BV, CAUSAL, WINDOW, True, PRECISION,
-            )  # fmt: skip
+                (b_o, b_m, b_l), b_q, kv, 0, mask, scale, Config(K, V, BK, BV, PRECISION, CAUSAL, WINDOW), BS, True
+            )
         sink_tiles = 0
     for i_k in range(full_min, full_max):
         b_o, b_m, b_l = attention_step(
-            b_o, b_m, b_l, b_q, p_k, p_v, s_kt, s_vt, i_k, o_q, keys, window, sinks, scale,
-            K, V, BN, BK, BV, CAUSAL, WINDOW, False, PRECISION,
-        )  # fmt: skip
+            (b_o, b_m, b_l), b_q, kv, i_k * BN, mask, scale, Config(K, V, BK, BV, PRECISION, CAUSAL, WINDOW), BN, False
+        )
     for i in range(0, sink_tiles + full_min - n_min + n_max - full_max):
+        i_k = masked_tile(i, sink_tiles, n_min, full_min, full_max)
         b_o, b_m, b_l = attention_step(
-            b_o, b_m, b_l, b_q, p_k, p_v, s_kt, s_vt, masked_tile(i, sink_tiles, n_min, full_min, full_max), o_q, keys,
-            window, sinks, scale, K, V, BN, BK, BV, CAUSAL, WINDOW, True, PRECISION,
-        )  # fmt: skip
+            (b_o, b_m, b_l), b_q, kv, i_k * BN, mask, scale, Config(K, V, BK, BV, PRECISION, CAUSAL, WINDOW), BN, True
+        )
 
     b_norm, b_lse = finish_softmax(b_m, b_l, scale)
     if selected is not None:
         # probabilities recomputed from +∞ are 0: these rows drop out of all gradients
         b_norm = tl.where(m_s, b_norm, 0.0)
         b_lse = tl.where(m_s, b_lse, float("inf"))
-    s_ot = HQ * V
-    store_tile(o + (i_b * TQ + start) * s_ot + i_h * V, b_o * b_norm[:, None], i_t * BM, queries, s_ot, V, BM, BV)
-    o_t = i_t * BM + tl.arange(0, BM)
-    tl.store(lse + (i_b * HQ + i_h) * TQ + start + o_t, b_lse, mask=o_t < queries)
+    store_outputs(o, lse, tile, b_o, b_norm, b_lse, TQ, HQ, Config(K, V, BK, BV, PRECISION, CAUSAL, WINDOW), BM)
 
 
 def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None, fill=True, impl=None):

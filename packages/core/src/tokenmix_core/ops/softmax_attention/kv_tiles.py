@@ -114,6 +114,25 @@ def load_tile(p_x, first, rows, stride, D: tl.constexpr, BT: tl.constexpr, BD: t
 
 
 @triton.jit
+def load_rows(p_x, o_t, rows, stride, D: tl.constexpr, BD: tl.constexpr, CHECK: tl.constexpr):
+    """Gather the rows `o_t` of a matrix of `rows` rows and D columns into a tile `[len(o_t), BD]`.
+
+    Columns beyond D are 0; with `CHECK`, rows beyond the last one are 0, too.
+    """
+    o_d = tl.arange(0, BD)
+    p_x += o_t.to(tl.int64)[:, None] * stride + o_d[None, :]
+    if CHECK:
+        if D == BD:
+            return tl.load(p_x, mask=(o_t < rows)[:, None], other=0.0)
+        else:
+            return tl.load(p_x, mask=(o_t < rows)[:, None] & (o_d < D)[None, :], other=0.0)
+    elif D == BD:
+        return tl.load(p_x)
+    else:
+        return tl.load(p_x, mask=(o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
 def store_tile(p_x, b_x, first, rows, stride, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
     """Store a tile; rows and columns beyond the matrix are dropped."""
     o_t = tl.arange(0, BT)

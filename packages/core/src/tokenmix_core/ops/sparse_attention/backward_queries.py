@@ -10,41 +10,26 @@ from torch import Tensor
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.decay import LOG2_E
-from tokenmix_core.kernels.triton.varlen import locate_chunk
 from tokenmix_core.ops.buffers import aligned
 from tokenmix_core.ops.softmax_attention.bias_columns import BIAS_COLUMNS
-from tokenmix_core.ops.softmax_attention.kv_tiles import add_dot, load_tile, masked_tile, store_tile
+from tokenmix_core.ops.softmax_attention.kv_tiles import load_tile, masked_tile, store_tile
 from tokenmix_core.ops.softmax_attention.launch_args import dense_rows, listed_constants, listed_sizes, strides
-from tokenmix_core.ops.softmax_attention.listed_keys.lists import load_rows
 from tokenmix_core.ops.softmax_attention.plan import MIN_SCALE
+from tokenmix_core.ops.softmax_attention.steps import (
+    Config,
+    KeyRows,
+    Queries,
+    Rows,
+    VisibleColumns,
+    dq_step,
+    load_statistics,
+    locate_query_tile,
+)
 from tokenmix_core.ops.softmax_attention.types import KeyLists
 from tokenmix_core.ops.sparse_attention import tuning
 from tokenmix_core.ops.sparse_attention.mask import left_of
 from tokenmix_core.ops.sparse_attention.plan import takes_gluon
-from tokenmix_core.ops.sparse_attention.tiles import (
-    columns,
-    far_tiles,
-    local_tiles,
-    seen,
-    tile_of_queries,
-)
-
-
-@triton.jit
-def dq_step(
-    b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, p_until, s_kt, s_vt, s_ut, o_q, b_left, o_k, far, keys, scale,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Accumulate dq over the KV columns at positions `o_k`."""
-    b_k = load_rows(p_k, o_k, keys, s_kt, K, BK, MASKED)
-    b_v = load_rows(p_v, o_k, keys, s_vt, V, BV, MASKED)
-    b_p = tl.exp2(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale - b_lse[:, None])
-    if MASKED:
-        b_p = tl.where(seen(o_q, b_left, o_k, far, p_until, s_ut, keys), b_p, 0.0)
-    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-    b_ds = b_p * (b_dp - b_delta[:, None])
-    return add_dot(b_ds.to(b_k.dtype), b_k, b_dq, PRECISION)
+from tokenmix_core.ops.sparse_attention.tiles import columns, far_tiles, local_tiles, tile_of_queries
 
 
 @cached_launch
@@ -57,32 +42,23 @@ def _kept_attention_backward_queries(
     UNIT: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dq and delta of one query tile of one head per program."""
-    i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
-    i_n = 0
-    start = i_b * 0
-    queries = TQ
-    keys = TK
-    if PACKED:
-        i_n, start, queries, first_row = locate_chunk(i_t, TQ, BM, N, cu_seqlens, PACKED)
-        keys = queries
+    tile = locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BM, PACKED)
+    i_b, i_h, i_hk, i_n, i_t, first_row, start, queries, keys = tile
+    if PACKED:  # noqa: SIM102
         if first_row >= queries:
             return
-        i_t = first_row // BM
-    p_k = k + i_b * s_kb + start * s_kt + i_hk * s_kh
-    p_v = v + i_b * s_vb + start * s_vt + i_hk * s_vh
+    k_rows = Rows(k + i_b * s_kb + start * s_kt + i_hk * s_kh, s_kt)
+    v_rows = Rows(v + i_b * s_vb + start * s_vt + i_hk * s_vh, s_vt)
+    kv = KeyRows(k_rows, v_rows, keys)
     p_until = until
     if until is not None:
         p_until = until + i_b * s_ub + start * s_ut + i_hk * s_uh
     b_q = load_tile(q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BM, queries, s_qt, K, BM, BK, True)
     b_do = load_tile(do + i_b * s_db + start * s_dt + i_h * s_dh, i_t * BM, queries, s_dt, V, BM, BV, True)
-    o_t = i_t * BM + tl.arange(0, BM)
-    o_row = (i_b * HQ + i_h) * TQ + start
-    b_lse = tl.load(lse + o_row + o_t, mask=o_t < queries, other=0.0) * LOG2_E
-    b_o = load_tile(o + (i_b * TQ + start) * HQ * V + i_h * V, i_t * BM, queries, HQ * V, V, BM, BV, True)
-    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
-    if dlse is not None:
-        b_delta -= tl.load(dlse + o_row + o_t, mask=o_t < queries, other=0.0)
-    tl.store(delta + o_row + o_t, b_delta, mask=o_t < queries)
+    b_lse, b_delta = load_statistics(
+        o, (lse, dlse, delta), tile, b_do, TQ, HQ, Config(K, V, BK, BV, PRECISION, LISTED=True), BM
+    )  # fmt: skip
+    given = Queries(b_q, b_do, b_lse, b_delta)
 
     first = i_t * BM + keys - queries
     last = tl.minimum(first + BM, keys) - 1
@@ -92,24 +68,25 @@ def _kept_attention_backward_queries(
     p_list, begin, whole, count = far_tiles(
         ranks, lists, (i_b, i_hk // (H // HM), i_n, start), first, last, window, (U, HM), UNIT, WINDOW
     )
+    # listed tiles that need no mask
     clear = whole // BN
     if until is not None:
         clear = 0
     b_dq = tl.zeros([BM, BK], tl.float32)
     for i in range(0, clear + full_max - full_min):
         o_k = columns(p_list, begin, i, i < clear, count, (full_min + i - clear) * BN, BN, UNIT)
+        mask = VisibleColumns(o_q, b_left, i < clear, p_until, s_ut)
         b_dq = dq_step(
-            b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, p_until, s_kt, s_vt, s_ut, o_q, b_left, o_k, i < clear, keys,
-            scale * LOG2_E, K, V, BK, BV, False, PRECISION,
-        )  # fmt: skip
+            b_dq, given, kv, o_k, mask, scale * LOG2_E, Config(K, V, BK, BV, PRECISION, LISTED=True), BN, False
+        )
     rest = tl.cdiv(count, BN) - clear
     for i in range(0, rest + full_min - n_min + n_max - full_max):
         i_k = masked_tile(i - rest, 0, n_min, full_min, full_max)
         o_k = columns(p_list, begin, clear + i, i < rest, count, i_k * BN, BN, UNIT)
+        mask = VisibleColumns(o_q, b_left, i < rest, p_until, s_ut)
         b_dq = dq_step(
-            b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, p_until, s_kt, s_vt, s_ut, o_q, b_left, o_k, i < rest, keys,
-            scale * LOG2_E, K, V, BK, BV, True, PRECISION,
-        )  # fmt: skip
+            b_dq, given, kv, o_k, mask, scale * LOG2_E, Config(K, V, BK, BV, PRECISION, LISTED=True), BN, True
+        )
     store_tile(dq + (i_b * TQ + start) * HQ * K + i_h * K, b_dq * scale, i_t * BM, queries, HQ * K, K, BM, BK)
 
 

@@ -9,39 +9,23 @@ import triton.language as tl
 
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.kernels.launch.launcher import cached_launch
-from tokenmix_core.kernels.triton.softmax import finish_softmax, online_softmax
-from tokenmix_core.kernels.triton.varlen import locate_chunk
-from tokenmix_core.ops.softmax_attention.kv_tiles import add_dot, load_tile, masked_tile, store_tile
+from tokenmix_core.kernels.triton.softmax import finish_softmax
+from tokenmix_core.ops.softmax_attention.kv_tiles import load_tile, masked_tile
 from tokenmix_core.ops.softmax_attention.launch_args import dense_rows, listed_constants, listed_sizes, strides
-from tokenmix_core.ops.softmax_attention.listed_keys.lists import load_rows
+from tokenmix_core.ops.softmax_attention.steps import (
+    Config,
+    KeyRows,
+    Rows,
+    VisibleColumns,
+    attention_step,
+    locate_query_tile,
+    store_outputs,
+)
 from tokenmix_core.ops.softmax_attention.types import KeyLists
 from tokenmix_core.ops.sparse_attention import tuning
 from tokenmix_core.ops.sparse_attention.mask import left_of
 from tokenmix_core.ops.sparse_attention.plan import takes_gluon
-from tokenmix_core.ops.sparse_attention.tiles import (
-    columns,
-    far_tiles,
-    local_tiles,
-    seen,
-    tile_of_queries,
-)
-
-
-@triton.jit
-def attention_step(
-    b_o, b_m, b_l, b_q, p_k, p_v, p_until, s_kt, s_vt, s_ut, o_q, b_left, o_k, far, keys, scale,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One online-softmax step: update the accumulator, row maxima and row sums by the KV columns at positions `o_k`."""
-    b_k = load_rows(p_k, o_k, keys, s_kt, K, BK, MASKED)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    if MASKED:
-        b_s = tl.where(seen(o_q, b_left, o_k, far, p_until, s_ut, keys), b_s, float("-inf"))
-    b_p, b_shrink, b_m, b_l = online_softmax(b_s, b_m, b_l, scale, MASKED)
-    b_v = load_rows(p_v, o_k, keys, s_vt, V, BV, MASKED)
-    b_o = add_dot(b_p.to(b_v.dtype), b_v, b_o * b_shrink[:, None], PRECISION)
-    return b_o, b_m, b_l
+from tokenmix_core.ops.sparse_attention.tiles import columns, far_tiles, local_tiles, tile_of_queries
 
 
 @cached_launch
@@ -54,19 +38,14 @@ def _kept_attention_forward(
     UNIT: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute O and lse of one query tile of one head per program."""
-    i_b, i_h, i_hk, i_t = tile_of_queries(tiles, HQ, H)
-    i_n = 0
-    start = i_b * 0
-    queries = TQ
-    keys = TK
-    if PACKED:
-        i_n, start, queries, first_row = locate_chunk(i_t, TQ, BM, N, cu_seqlens, PACKED)
-        keys = queries
+    tile = locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BM, PACKED)
+    i_b, i_h, i_hk, i_n, i_t, first_row, start, queries, keys = tile
+    if PACKED:  # noqa: SIM102
         if first_row >= queries:
             return
-        i_t = first_row // BM
-    p_k = k + i_b * s_kb + start * s_kt + i_hk * s_kh
-    p_v = v + i_b * s_vb + start * s_vt + i_hk * s_vh
+    k_rows = Rows(k + i_b * s_kb + start * s_kt + i_hk * s_kh, s_kt)
+    v_rows = Rows(v + i_b * s_vb + start * s_vt + i_hk * s_vh, s_vt)
+    kv = KeyRows(k_rows, v_rows, keys)
     p_until = until
     if until is not None:
         p_until = until + i_b * s_ub + start * s_ut + i_hk * s_uh
@@ -89,24 +68,21 @@ def _kept_attention_forward(
     b_o = tl.zeros([BM, BV], tl.float32)
     for i in range(0, clear + full_max - full_min):
         o_k = columns(p_list, begin, i, i < clear, count, (full_min + i - clear) * BN, BN, UNIT)
+        mask = VisibleColumns(o_q, b_left, i < clear, p_until, s_ut)
         b_o, b_m, b_l = attention_step(
-            b_o, b_m, b_l, b_q, p_k, p_v, p_until, s_kt, s_vt, s_ut, o_q, b_left, o_k, i < clear, keys, scale,
-            K, V, BK, BV, False, PRECISION,
-        )  # fmt: skip
+            (b_o, b_m, b_l), b_q, kv, o_k, mask, scale, Config(K, V, BK, BV, PRECISION, LISTED=True), BN, False
+        )
     rest = tl.cdiv(count, BN) - clear
     for i in range(0, rest + full_min - n_min + n_max - full_max):
         i_k = masked_tile(i - rest, 0, n_min, full_min, full_max)
         o_k = columns(p_list, begin, clear + i, i < rest, count, i_k * BN, BN, UNIT)
+        mask = VisibleColumns(o_q, b_left, i < rest, p_until, s_ut)
         b_o, b_m, b_l = attention_step(
-            b_o, b_m, b_l, b_q, p_k, p_v, p_until, s_kt, s_vt, s_ut, o_q, b_left, o_k, i < rest, keys, scale,
-            K, V, BK, BV, True, PRECISION,
-        )  # fmt: skip
+            (b_o, b_m, b_l), b_q, kv, o_k, mask, scale, Config(K, V, BK, BV, PRECISION, LISTED=True), BN, True
+        )
 
     b_norm, b_lse = finish_softmax(b_m, b_l, scale)
-    s_ot = HQ * V
-    store_tile(o + (i_b * TQ + start) * s_ot + i_h * V, b_o * b_norm[:, None], i_t * BM, queries, s_ot, V, BM, BV)
-    o_t = i_t * BM + tl.arange(0, BM)
-    tl.store(lse + (i_b * HQ + i_h) * TQ + start + o_t, b_lse, mask=o_t < queries)
+    store_outputs(o, lse, tile, b_o, b_norm, b_lse, TQ, HQ, Config(K, V, BK, BV, PRECISION, LISTED=True), BM)
 
 
 def kept_attention_forward(q, k, v, o, lse, keys: KeyLists, scale, impl) -> None:

@@ -60,14 +60,3 @@ def columns(p_list, begin, i, far, count, first, BN: tl.constexpr, UNIT: tl.cons
     """Return the positions of the i-th tile: of the list if it is `far`, else of the keys from `first` on."""
     o_k = listed_columns(p_list, begin, i * BN, tl.where(far, count, 0), BN, UNIT)
     return tl.where(far, o_k, first + tl.arange(0, BN))
-
-
-@triton.jit
-def seen(o_q, b_left, o_k, far, p_until, s_ut, keys):
-    """True where a query at `o_q`, whose local part begins at `b_left`, sees a column of a tile, `far` or local."""
-    m_far = o_k[None, :] < b_left[:, None]
-    if p_until is not None:
-        b_until = tl.load(p_until + o_k * s_ut, mask=o_k < tl.where(far, keys, 0), other=0)
-        m_far = m_far & (o_q[:, None] < b_until[None, :])
-    m_local = (o_k[None, :] >= b_left[:, None]) & (o_k[None, :] <= o_q[:, None])
-    return (m_far & far) | (m_local & (not far))

@@ -14,9 +14,9 @@ import triton.language as tl
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.decay import LOG2_E
 from tokenmix_core.ops.softmax_attention import tuning
-from tokenmix_core.ops.softmax_attention.kv_tiles import add_dot, load_tile, masked_tile
+from tokenmix_core.ops.softmax_attention.kv_tiles import load_rows, load_tile, masked_tile
 from tokenmix_core.ops.softmax_attention.launch_args import listed_constants, listed_sizes, strides
-from tokenmix_core.ops.softmax_attention.listed_keys.lists import away_from, list_first, listed_columns, load_rows
+from tokenmix_core.ops.softmax_attention.listed_keys.lists import away_from, list_first, listed_columns
 from tokenmix_core.ops.softmax_attention.listed_keys.tile_schedule import (
     FIRST_PARTIAL,
     FIRST_WORK,
@@ -28,36 +28,12 @@ from tokenmix_core.ops.softmax_attention.listed_keys.tile_schedule import (
     NUM_WORK,
     SPLIT_SIZE,
     SPLITS,
+    ColumnTile,
     find_tile,
     schedule_tiles,
 )
+from tokenmix_core.ops.softmax_attention.steps import ColumnsVisibleTo, Config, QueryRows, Rows, dkdv_step
 from tokenmix_core.ops.softmax_attention.types import KeyLists
-
-
-@triton.jit
-def dkdv_step(
-    b_dk, b_dv, b_dm, b_k, b_v, p_q, p_do, p_lse, p_delta, s_qt, s_dt, i_q, o_k, b_away, b_end, queries, shift, scale,
-    K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    MASKED: tl.constexpr, THROUGH_KEEP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Accumulate dk, dv and, over far pairs, the gradient of a key's factor, by one query tile."""
-    o_q = i_q * BM + tl.arange(0, BM)
-    m_q = o_q < queries
-    b_q = load_tile(p_q, i_q * BM, queries, s_qt, K, BM, BK, MASKED)
-    b_do = load_tile(p_do, i_q * BM, queries, s_dt, V, BM, BV, MASKED)
-    b_lse = tl.load(p_lse + o_q, mask=m_q, other=0.0) * LOG2_E
-    b_delta = tl.load(p_delta + o_q, mask=m_q, other=0.0)
-    b_pt = tl.exp2(tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale - b_lse[None, :])
-    if MASKED:
-        m_s = (o_q[None, :] + shift >= o_k[:, None]) & (o_q[None, :] + shift < b_end[:, None])
-        b_pt = tl.where(m_s & m_q[None, :], b_pt, 0.0)
-    b_dv = add_dot(b_pt.to(b_do.dtype), b_do, b_dv, PRECISION)
-    b_dpt = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-    b_dst = b_pt * (b_dpt - b_delta[None, :])
-    if THROUGH_KEEP:
-        b_dm += tl.sum(tl.where(o_q[None, :] + shift >= b_away[:, None], b_dst, 0.0), 1)
-    b_dk = add_dot(b_dst.to(b_q.dtype), b_q, b_dk, PRECISION)
-    return b_dk, b_dv, b_dm
 
 
 @triton.jit
@@ -69,14 +45,14 @@ def store_rows(p_x, b_x, o_t, m_t, stride, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def store_gradients(
-    dk, dv, dm, b_dk, b_dv, b_dm, i_b, i_h, start, o_k, m_k, kept, TK, H, scale,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    """Write the gradients of the keys at positions `o_k` where `m_k`."""
+def store_gradients(outputs, sums, tile: ColumnTile, o_k, m_k, TK, H, scale, config: Config):
+    """Write dk, dv and, unless it is None, dm of the keys at positions `o_k` where `m_k`."""
+    dk, dv, dm = outputs
+    b_dk, b_dv, b_dm = sums
+    i_b, i_h, start, _, kept, _, _, _, _ = tile
     o_row = i_b * TK + start
-    store_rows(dk + (o_row * H + i_h) * K, b_dk * scale, o_k, m_k, H * K, K, BK)
-    store_rows(dv + (o_row * H + i_h) * V, b_dv, o_k, m_k, H * V, V, BV)
+    store_rows(dk + (o_row * H + i_h) * config.K, b_dk * scale, o_k, m_k, H * config.K, config.K, config.BK)
+    store_rows(dv + (o_row * H + i_h) * config.V, b_dv, o_k, m_k, H * config.V, config.V, config.BV)
     if dm is not None:
         tl.store(dm + (i_b * H + i_h) * TK + start + o_k, tl.where(kept, b_dm, 0.0), mask=m_k)
 
@@ -95,7 +71,8 @@ def _listed_keys_backward(
     if i_w >= tl.load(totals + NUM_WORK):
         return
     i_x = tl.load(work_tiles + i_w)
-    i_b, i_h, start, keys, kept, p_list, begin, column, count = find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM)
+    tile = find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM)
+    i_b, i_h, start, keys, kept, p_list, begin, column, count = tile
     o_k = listed_columns(p_list, begin, column, count, BN, UNIT)
     p_fact = facts + i_x
     queries = TQ
@@ -120,35 +97,38 @@ def _listed_keys_backward(
         b_end = tl.where(kept, tl.maximum(b_away, b_until), b_away)
     else:
         b_end = tl.where(kept, keys, b_away)
-    b_dk = tl.zeros([BN, BK], tl.float32)
-    b_dv = tl.zeros([BN, BV], tl.float32)
-    b_dm = tl.zeros([BN], tl.float32)
+    kv = (b_k, b_v)
+    sums = (tl.zeros([BN, BK], tl.float32), tl.zeros([BN, BV], tl.float32), tl.zeros([BN], tl.float32))
     # one loop over all heads of the group, long enough to pipeline its copies
     i_hq = i_h * (HQ // H)
     p_q = q + i_b * s_qb + start * s_qt + i_hq * s_qh
     p_do = do + i_b * s_db + start * s_dt + i_hq * s_dh
     o_row = (i_b * HQ + i_hq) * TQ + start
+    mask = ColumnsVisibleTo(o_k, shift, b_away if dm is not None else None, b_end)
     clear = tl.maximum(full_max - full_min, 1)
     for i in range(0, (full_max - full_min) * (HQ // H)):
         i_g = (i // clear).to(tl.int64)
-        b_dk, b_dv, b_dm = dkdv_step(
-            b_dk, b_dv, b_dm, b_k, b_v, p_q + i_g * s_qh, p_do + i_g * s_dh, lse + o_row + i_g * TQ,
-            delta + o_row + i_g * TQ, s_qt, s_dt, full_min + i % clear, o_k, b_away, b_end, queries, shift,
-            scale * LOG2_E, K, V, BM, BK, BV, False, dm is not None, PRECISION,
+        q_rows, do_rows = Rows(p_q + i_g * s_qh, s_qt), Rows(p_do + i_g * s_dh, s_dt)
+        given = QueryRows(q_rows, do_rows, lse + o_row + i_g * TQ, delta + o_row + i_g * TQ, queries)
+        sums = dkdv_step(
+            sums, kv, given, full_min + i % clear, mask, scale * LOG2_E,
+            Config(K, V, BK, BV, PRECISION, LISTED=True), BM, False,
         )  # fmt: skip
     masked = tl.maximum(full_min - m_min + m_max - full_max, 1)
     for i in range(0, (full_min - m_min + m_max - full_max) * (HQ // H)):
         i_g = (i // masked).to(tl.int64)
-        b_dk, b_dv, b_dm = dkdv_step(
-            b_dk, b_dv, b_dm, b_k, b_v, p_q + i_g * s_qh, p_do + i_g * s_dh, lse + o_row + i_g * TQ,
-            delta + o_row + i_g * TQ, s_qt, s_dt, masked_tile(i % masked, 0, m_min, full_min, full_max), o_k, b_away,
-            b_end, queries, shift, scale * LOG2_E, K, V, BM, BK, BV, True, dm is not None, PRECISION,
-        )  # fmt: skip
+        q_rows, do_rows = Rows(p_q + i_g * s_qh, s_qt), Rows(p_do + i_g * s_dh, s_dt)
+        given = QueryRows(q_rows, do_rows, lse + o_row + i_g * TQ, delta + o_row + i_g * TQ, queries)
+        i_q = masked_tile(i % masked, 0, m_min, full_min, full_max)
+        sums = dkdv_step(
+            sums, kv, given, i_q, mask, scale * LOG2_E, Config(K, V, BK, BV, PRECISION, LISTED=True), BM, True
+        )
     if tl.load(p_fact + SPLITS * tiles) == 1:
         store_gradients(
-            dk, dv, dm, b_dk, b_dv, b_dm, i_b, i_h, start, o_k, m_k, kept, TK, H, scale, K, V, BK, BV
+            (dk, dv, dm), sums, tile, o_k, m_k, TK, H, scale, Config(K, V, BK, BV, PRECISION, LISTED=True)
         )  # fmt: skip
     else:
+        b_dk, b_dv, b_dm = sums
         o_n = tl.arange(0, BN)
         o_partial = (tl.load(p_fact + FIRST_PARTIAL * tiles) + split).to(tl.int64) * BN
         store_rows(partial_k + o_partial * BK, b_dk, o_n, m_k, BK, BK, BK)
@@ -170,7 +150,8 @@ def _sum_partials(
     i_x = tl.load(partial_tiles + i_w)
     if i_w != tl.load(facts + FIRST_PARTIAL * tiles + i_x):
         return
-    i_b, i_h, start, keys, kept, p_list, begin, column, count = find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM)
+    tile = find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM)
+    _, _, _, keys, _, p_list, begin, column, count = tile
     o_k = listed_columns(p_list, begin, column, count, BN, UNIT)
     b_dk = tl.zeros([BN, BK], tl.float32)
     b_dv = tl.zeros([BN, BV], tl.float32)
@@ -180,9 +161,8 @@ def _sum_partials(
         b_dv += load_tile(partial_v, i * BN, 0, BV, BV, BN, BV, False)
         if dm is not None:
             b_dm += tl.load(partial_m + i * BN + tl.arange(0, BN))
-    store_gradients(
-        dk, dv, dm, b_dk, b_dv, b_dm, i_b, i_h, start, o_k, o_k < keys, kept, TK, H, scale, K, V, BK, BV
-    )  # fmt: skip
+    sums = (b_dk, b_dv, b_dm)
+    store_gradients((dk, dv, dm), sums, tile, o_k, o_k < keys, TK, H, scale, Config(K, V, BK, BV, "tf32"))
 
 
 def listed_keys_backward(

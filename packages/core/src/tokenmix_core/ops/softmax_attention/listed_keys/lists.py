@@ -49,25 +49,6 @@ def listed_columns(p_list, begin, o_c, count, BN: tl.constexpr, UNIT: tl.constex
         return tl.where(o_c < count, first * UNIT + o_c % UNIT, NOWHERE) + o_n
 
 
-@triton.jit
-def load_rows(p_x, o_t, rows, stride, D: tl.constexpr, BD: tl.constexpr, CHECK: tl.constexpr):
-    """Gather the rows `o_t` of a matrix of `rows` rows and D columns into a tile `[len(o_t), BD]`.
-
-    Columns beyond D are 0; with `CHECK`, rows beyond the last one are 0, too.
-    """
-    o_d = tl.arange(0, BD)
-    p_x += o_t.to(tl.int64)[:, None] * stride + o_d[None, :]
-    if CHECK:
-        if D == BD:
-            return tl.load(p_x, mask=(o_t < rows)[:, None], other=0.0)
-        else:
-            return tl.load(p_x, mask=(o_t < rows)[:, None] & (o_d < D)[None, :], other=0.0)
-    elif D == BD:
-        return tl.load(p_x)
-    else:
-        return tl.load(p_x, mask=(o_d < D)[None, :], other=0.0)
-
-
 @cached_launch
 @triton.jit
 def _list_first(ranks, lists, cu_seqlens, T, count, PACKED: tl.constexpr, BT: tl.constexpr):

@@ -68,6 +68,32 @@ class TileSchedule(NamedTuple):
     tiles: int
 
 
+class ColumnTile(NamedTuple):
+    """A tile of listed columns.
+
+    Attributes:
+        i_b: batch row, int64.
+        i_h: key head, int64.
+        start: first row of the sequence, int64.
+        length: length of the sequence.
+        kept: whether the list is that of retained keys.
+        p_list: the list.
+        begin: number of the sequence's first unit.
+        column: first column of the tile.
+        columns: end of the list.
+    """
+
+    i_b: tl.tensor
+    i_h: tl.tensor
+    start: tl.tensor
+    length: tl.tensor
+    kept: tl.tensor
+    p_list: tl.tensor
+    begin: tl.tensor
+    column: tl.tensor
+    columns: tl.tensor
+
+
 @triton.jit
 def list_of(ranks, lists, i_b, i_m, U, HM, kept):
     """Return the list of retained units of a batch row and head, or of the others, and the ranks of retained units."""
@@ -78,12 +104,7 @@ def list_of(ranks, lists, i_b, i_m, U, HM, kept):
 
 @triton.jit
 def find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM):
-    """Find the columns of tile `i_x`.
-
-    Returns:
-        the batch row, head and sequence's first row (int64), the sequence's length, whether its keys are retained,
-        their list, the number of the sequence's first unit, the tile's first column and the end of the list.
-    """
+    """Return the `ColumnTile` of index `i_x`."""
     slots = tiles // (B * H)
     i_b = (i_x // slots // H).to(tl.int64)
     i_h = (i_x // slots % H).to(tl.int64)
@@ -94,7 +115,8 @@ def find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM):
     length = tl.load(p_fact + LENGTH * tiles)
     begin = tl.load(p_fact + BEGIN * tiles)
     column = tl.load(p_fact + COLUMN * tiles)
-    return i_b, i_h, start, length, kept, p_list, begin, column, tl.load(p_fact + COLUMNS * tiles)
+    columns = tl.load(p_fact + COLUMNS * tiles)
+    return ColumnTile(i_b, i_h, start, length, kept, p_list, begin, column, columns)
 
 
 @triton.jit
