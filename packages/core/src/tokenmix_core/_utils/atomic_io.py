@@ -42,7 +42,7 @@ def check_writable(folder: Path) -> None:
 
 @contextmanager
 def writing(what: str, folder: Path, *errors: type[Exception]) -> Iterator[None]:
-    """Turn an error of writing into an OSError that says what was written where and how much space there is.
+    """Turn an error of writing into an OSError that names the file and the free space.
 
     Args:
         what: the content, such as "the model".

@@ -47,7 +47,7 @@ class FolderLock:
     """The right to write into a folder, for use in a `with`; the folder is made, and removed if it stays empty.
 
     Args:
-        folder: what is to be written.
+        folder: the folder that will be written.
         doing: what this process does there, such as "training", for the message to the others.
 
     Raises:

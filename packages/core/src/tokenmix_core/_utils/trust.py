@@ -1,4 +1,4 @@
-"""Loading by transformers' auto classes without running Python code that a folder or repository brings.
+"""Load by transformers' auto classes without running Python code of the folder or repository.
 
 transformers asks on standard input whether to run such code, so that a pipe can say yes. Here nothing is asked: the
 code runs only inside `trusting(True)`, which the commands enter if `--trust-remote-code` is given.
@@ -33,7 +33,7 @@ def from_pretrained(auto_class: Any, source: Any, **options: Any) -> Any:
     """Call `auto_class.from_pretrained`.
 
     Raises:
-        ValueError: what is loaded brings its own code, and that is not trusted.
+        ValueError: the folder or repository contains code, and it is not trusted.
     """
     with _refusing(source):
         return auto_class.from_pretrained(source, trust_remote_code=is_trusted(), **options)
@@ -58,6 +58,6 @@ def _refusing(source: Any) -> Iterator[None]:
         if "trust_remote_code=True" not in str(error):
             raise
         raise ValueError(
-            f"{source} needs Python code that it brings itself, which is not run; read that code, and if you trust it, "
+            f"{source} needs its own Python code, which is not run; read that code, and if you trust it, "
             "give --trust-remote-code (in Python: `with tokenmix_core._utils.trust.trusting(True):`)"
         ) from error

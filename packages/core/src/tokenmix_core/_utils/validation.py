@@ -37,7 +37,7 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], 
 
 
 def check_value(name: str, value: Any, kind: Any) -> None:
-    """Raise a ValueError for a value of another kind than an annotation says; numbers must be finite."""
+    """Raise a ValueError if a value does not match its annotation; floats must be finite."""
     if not _fits(value, kind):
         raise ValueError(f"{name} must be {_shown(kind)}, got {value!r}")
 
@@ -90,5 +90,5 @@ def _shown(kind: Any) -> str:
 
 
 def undefined(instance: object, member: str, purpose: str) -> ValueError:
-    """Return the error of a subclass that lacks a member, which says what to define and what it is for."""
+    """Return the error of a subclass that lacks a member, which names the definition to add and its purpose."""
     return ValueError(f"{type(instance).__qualname__} must define {member}, {purpose}")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tokenmix_core.kernels.pdl import gdc_launch_and_wait as gdc_launch_and_wait
     from tokenmix_core.kernels.triton.decay import LOG2_E as LOG2_E
     from tokenmix_core.kernels.triton.varlen import locate_chunk as locate_chunk
-    from tokenmix_core.kernels.tuning import one_round as one_round
+    from tokenmix_core.kernels.tuning import one_wave as one_wave
     from tokenmix_core.kernels.tuning import override as override
     from tokenmix_core.kernels.tuning import sm_count as sm_count
 
@@ -34,7 +34,7 @@ __getattr__ = lazily(
         "gdc_launch_and_wait": "pdl",
         "LOG2_E": "triton.decay",
         "locate_chunk": "triton.varlen",
-        "one_round": "tuning",
+        "one_wave": "tuning",
         "override": "tuning",
     },
 )

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch in portable kernels (see `launch.early`): compiled only if `PDL` is set."""
+"""Programmatic dependent launch in portable kernels (see `launch.pdl`): compiled only if `PDL` is set."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,7 @@
-"""Kernel configurations by shape: small fixed tables, measured once, in place of autotuning at a user's first call."""
+"""Selection of kernel configurations: quantities of the device and `override`; tiles are in `ops/<op>/tuning.py`.
+
+Tables are fixed and measured once, so that a user's first call needs no autotuning.
+"""
 
 from __future__ import annotations
 
@@ -44,57 +47,56 @@ def override(
         invalidate()
 
 
-# of a thread, which ptxas is told of for wide tiles of float32: by itself, as 12.8 and 12.9, it falls back to 32 there,
-# and spills up to 16 KB
+# registers a thread, passed to ptxas for wide float32 tiles: ptxas 12.8 and 12.9 would use 32 and spill up to 16 KB
 ALL_REGISTERS = 255
 
 
 def splits(programs: int, tiles: int, device: torch.device) -> int:
-    """Into how many parts each of `programs` loops over `tiles` tiles is split, to give every SM two."""
+    """Return the number of parts of each of `programs` loops over `tiles` tiles that gives every SM two programs."""
     return max(1, min(2 * sm_count(device) // programs, tiles // 2, 64))
 
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 for a CPU, where kernels are only interpreted."""
+    """Return the number of SMs of a GPU; 1 for a CPU, on which kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def one_round() -> int:
-    """As many programs as the current GPU has SMs; 132, as of an H100 or H200, before there is a GPU."""
+def one_wave() -> int:
+    """Return the number of SMs of the current GPU; 132, as of an H100 or H200, before CUDA is initialised."""
     if not torch.cuda.is_initialized():
         return 132
     return sm_count(torch.device("cuda", torch.cuda.current_device()))
 
 
 class RowTile(NamedTuple):
-    """BM rows of at most BD elements a step."""
+    """BM rows of at most BD elements an iteration."""
 
     BM: int
     BD: int
     num_warps: int
 
 
-def crowded(programs: int) -> bool:
-    """Tell whether eight programs a SM wait, or more."""
-    return programs >= 8 * one_round()
+def many_waves(programs: int) -> bool:
+    """Tell whether there are at least eight programs a SM."""
+    return programs >= 8 * one_wave()
 
 
-def registers_of_many(programs: int, registers: int) -> int | None:
-    """So many registers a thread where programs crowd; None leaves it to the compiler.
+def register_limit(programs: int, registers: int) -> int | None:
+    """Return a limit of registers a thread if there are many waves; None leaves the choice to the compiler.
 
-    With fewer registers more programs run side by side, each more slowly, which few programs have nothing of.
+    Fewer registers increase occupancy and slow down each program, which pays only with many programs.
     """
-    return registers if crowded(programs) else None
+    return registers if many_waves(programs) else None
 
 
 def row_tile(size: int) -> RowTile:
-    """The tile of what works on whole rows of `size` elements, such as a norm: 4,096 elements, 16 a thread."""
+    """Return the tile of operations on whole rows of `size` elements, such as norms: 4,096 elements, 16 a thread."""
     BD = next_power_of_2(size)
     BM = max(1, 4096 // BD)
     return RowTile(BM, BD, min(max(BM * BD // 512, 4), 16))
 
 
 def row_programs(blocks: int) -> int:
-    """Programs that walk so many blocks of rows, each with a sum of its own: two a SM."""
-    return min(blocks, 2 * one_round())
+    """Return the number of programs that loop over blocks of rows with a partial sum each: at most two a SM."""
+    return min(blocks, 2 * one_wave())

@@ -17,14 +17,14 @@ def bind_shapes(op: str, dims: dict[str, int], **specs: tuple[Tensor | None, str
 
     Args:
         op: the name to begin error messages with.
-        dims: letters bound so far; extended in place and returned.
+        dims: letters bound so far; extended and returned.
         specs: by argument name, the tensor and its specification.
 
     Raises:
-        ValueError: what was got and what was expected.
+        ValueError: a tensor does not match; the message has the given and the expected value.
     """
     first, device = "", None
-    # torch.compile warns of every cache that it walks past
+    # torch.compile warns of every cache that it traces
     letters_of = _split if torch.compiler.is_compiling() else _letters
     for name, (x, spec) in specs.items():
         if x is None and spec.endswith("?"):
@@ -73,11 +73,11 @@ _letters = functools.cache(_split)
 
 
 def check_scale(op: str, scale: object) -> float:
-    """The scale as a float; a ValueError for what is no finite number."""
+    """Return the scale as a float; raise a ValueError if it is not finite."""
     try:
         number = float(scale)  # type: ignore[arg-type]
         if torch.compiler.is_compiling():
-            # it may be a number that is not known yet
+            # it may be symbolic
             return number
     except (TypeError, ValueError):
         number = math.nan
@@ -87,7 +87,7 @@ def check_scale(op: str, scale: object) -> float:
 
 
 def check_tensors(op: str, **tensors: object) -> None:
-    """Raise a ValueError for what is no tensor."""
+    """Raise a ValueError unless all arguments are tensors."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{op}: {name} must be a tensor, got {'None' if x is None else type(x).__name__}")
@@ -121,7 +121,7 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int, tokens: int
     Values are checked on a CPU only: reading them from a GPU would stall its stream.
 
     Raises:
-        ValueError: what was got and what was expected.
+        ValueError: a tensor does not match; the message has the given and the expected value.
     """
     if cu_seqlens is None:
         return None

@@ -1,4 +1,4 @@
-"""Which kernels of an operation run on this machine, and why: asked of the same plans that calls follow."""
+"""Explain which kernels of an operation run on this machine, and why, from the plans that calls follow."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tokenmix_core.ops.checks import bind_shapes
 from tokenmix_core.ops.dispatch import GluonForm
 
 Tensors = Mapping[str, Tensor]
-# a call without a gradient, one for each step otherwise
+# the name of the only step of an operation with one implementation
 WHOLE = "all steps"
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The kernels that run for a kind of call, and why.
+    """The kernels that run for a call, and why.
 
     Attributes:
         operation: its name.
         impl: the implementation, as `impl` names it.
-        kernels: what makes each step of the forward and backward pass.
+        kernels: the implementation of each step of the forward and backward pass.
         why: the reason, as a clause.
         call: sizes, dtype and device.
     """
@@ -42,15 +42,15 @@ class Explanation:
 
 
 class Operation(NamedTuple):
-    """An operation as `explain` knows it.
+    """An operation that `explain` describes.
 
     Attributes:
         function: the public function.
         tensors: its first arguments, with shapes as `bind_shapes` reads them.
-        sizes: a usual call's.
-        kernels: `(tensors, impl)`, what makes each step of a call by kernels, and nothing of one by the reference.
-        gluon: its kernels in Gluon, if it has any.
-        limit: `(tensors)`, why these do not take tensors that their device and dtype do not speak against.
+        sizes: sizes of a typical call.
+        kernels: `(tensors, impl)`, returns the implementation of each step; only `WHOLE` for the reference.
+        gluon: its Gluon kernels, if it has any.
+        limit: `(tensors)`, returns why the Gluon kernels do not support tensors of a supported device and dtype.
     """
 
     function: Callable
@@ -124,7 +124,7 @@ def _why(known: Operation, chosen: str, x: Tensors, device: torch.device, dtype:
     if impl is not None:
         return "asked for"
     if chosen == "reference":
-        return "kernels need a CUDA device" if device.type != "cuda" else "kernels do not take such heads or numbers"
+        return "kernels need a CUDA device" if device.type != "cuda" else "kernels do not support such heads or dtypes"
     if chosen not in ("gluon", "triton"):
         return "the fastest library for it here"
     triton = f"Triton {_version('triton')}"

@@ -45,7 +45,7 @@ def call(add):
 @pytest.mark.parametrize(
     "change",
     [
-        (tuning, {"one_round": lambda *_: 1}),
+        (tuning, {"one_wave": lambda *_: 1}),
         (gated_delta_rule, {"MOST_SAVED_BYTES": 0}),
         (ssd, {"STATE_STEPS": {}}),
         (ssd.STATE_STEPS, {0: gated_delta_rule.STATE_STEPS[0]}),

@@ -182,7 +182,7 @@ def scale_tile(b_x, b_y):
 
 @gluon.jit
 def log2(x):
-    """Return the base-2 logarithm of normal numbers, in one instruction."""
+    """Return the base-2 logarithm of normalised floats, in one instruction."""
     return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
@@ -252,7 +252,7 @@ def locate_chunk(i_c, T, C, N, cu_seqlens, PACKED: gl.constexpr, WARPS: gl.const
 
 @gluon.jit
 def gdc_launch_and_wait(PDL: gl.constexpr):
-    """Let the next kernel launch, then wait for the kernels before; see `tile.early`."""
+    """Let the next kernel launch, then wait for the kernels before; see `kernels.launch.pdl`."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -1,6 +1,6 @@
 """Undocumented names of torch and Triton: no other module of the packages uses them.
 
-Each may be missing: results are the same then, and one warning at the first launch on a GPU states what is slower.
+Each may be missing: results are the same then, and one warning at the first launch on a GPU names the slower parts.
 Gluon is handled elsewhere (`ops.dispatch`).
 """
 

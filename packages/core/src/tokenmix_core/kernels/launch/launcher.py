@@ -237,7 +237,7 @@ class _Launcher:
             kernel = self._compile(grid, args, options)
         else:
             kernel = found[0]
-        # what profilers hook into launches is called by Triton's own way alone
+        # only Triton's own launches call the hooks of profilers
         start = None if kernel is None or observed() else launch()
         if kernel is None or start is None:
             with compiling(self.fn):

@@ -26,7 +26,7 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None,
 
 def rotate_step_reference(
     q: Tensor, k: Tensor, v: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor | None,
-    sin: Tensor | None, keys: Tensor, values: Tensor | None, places: Tensor | None, eps: float,
+    sin: Tensor | None, keys: Tensor, values: Tensor | None, positions: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
     """Return q rotated, and store k, rotated, and v in the cache, in eager PyTorch."""
 
@@ -36,7 +36,7 @@ def rotate_step_reference(
         return x if weight is None else F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
     rows = torch.arange(len(q), device=q.device)
-    at = rows, torch.zeros_like(rows) if places is None else places
+    at = rows, torch.zeros_like(rows) if positions is None else positions
     keys.index_put_(at, rotated(k, k_weight))
     if v is not None and values is not None:
         values.index_put_(at, v)
@@ -89,7 +89,7 @@ def rotate_step(
     sin: Float[Tensor, "B_or_1 K_over_2"] | None,
     keys: Float[Tensor, "B S H K"],
     values: Float[Tensor, "B S H V"] | None,
-    places: Int[Tensor, "B"] | None,
+    positions: Int[Tensor, "B"] | None,
     q_weight: Float[Tensor, "K"] | None = None,
     k_weight: Float[Tensor, "K"] | None = None,
     *,
@@ -101,8 +101,8 @@ def rotate_step(
     Args:
         q, k, v: one token of each sequence; v and `values` may both be None.
         cos, sin: cosines and sines of its angles, float32; both None for no rotation.
-        keys, values: the cache, in q's dtype, with contiguous channels; overwritten at `places`.
-        places: the position in the cache of each sequence, int64, from 0 to S − 1 (not checked); None for 0.
+        keys, values: the cache, in q's dtype, with contiguous channels; overwritten at `positions`.
+        positions: the position in the cache of each sequence, int64, from 0 to S − 1 (not checked); None for 0.
         q_weight, k_weight: weights of the norms of q and k; None for no norm.
         eps: added to the norms' mean squares.
         impl: as for `rotate`.
@@ -113,7 +113,7 @@ def rotate_step(
     Raises:
         ValueError: shapes, dtypes or devices do not match.
     """
-    given = q, k, v, q_weight, k_weight, cos, sin, keys, values, places
+    given = q, k, v, q_weight, k_weight, cos, sin, keys, values, positions
     if _check_step(impl, *given) == "reference":
         return rotate_step_reference(*given, eps)
     from tokenmix_core.ops.fused.rotary_kernels import rotate_step_triton
@@ -122,7 +122,7 @@ def rotate_step(
 
 
 @Checked
-def _check_step(impl, q, k, v, q_weight, k_weight, cos, sin, keys, values, places) -> str:
+def _check_step(impl, q, k, v, q_weight, k_weight, cos, sin, keys, values, positions) -> str:
     """Validate a call; return the implementation."""
     op = "rotate_step"
     dims = bind_shapes(op, {}, q=(q, "B HQ K"), k=(k, "B H K"), v=(v, "B H V?"), q_weight=(q_weight, "K?"))
@@ -136,9 +136,9 @@ def _check_step(impl, q, k, v, q_weight, k_weight, cos, sin, keys, values, place
     dims |= _angles_of(op, dims, cos, q=q)
     bind_shapes(
         op, dims, q=(q, "B HQ K"), k_weight=(k_weight, "K?"), cos=(cos, "R half?"), sin=(sin, "R half?"),
-        keys=(keys, "B S H K"), values=(values, "B S H V?"), places=(places, "B?"),
+        keys=(keys, "B S H K"), values=(values, "B S H V?"), positions=(positions, "B?"),
     )  # fmt: skip
-    check_dtype(op, (torch.int64,), places=places)
+    check_dtype(op, (torch.int64,), positions=positions)
     if not dims["S"]:
         raise ValueError(f"{op}: keys must have S ≥ 1, got {list(keys.shape)}")
     for name, x in (("keys", keys), ("values", values)):

@@ -79,7 +79,7 @@ def rotate_kernel(
 @cached_launch
 @triton.jit(do_not_specialize=["rotated"])
 def rotate_step_kernel(
-    q, k, v, q_weight, k_weight, cos, sin, y, keys, values, places, stride_q, stride_k, stride_v, s_kb, s_kp, s_kh,
+    q, k, v, q_weight, k_weight, cos, sin, y, keys, values, positions, stride_q, stride_k, stride_v, s_kb, s_kp, s_kh,
     s_vb, s_vp, s_vh, rotated, HQ, H, eps, HALF: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
@@ -92,8 +92,8 @@ def rotate_step_kernel(
     o_n = i_n + tl.arange(0, 1)
     m_n = o_n >= 0
     i_s = tl.zeros([], tl.int64)
-    if places is not None:
-        i_s = tl.load(places + i_n).to(tl.int64)
+    if positions is not None:
+        i_s = tl.load(positions + i_n).to(tl.int64)
     if i_h < HQ:
         p_x = q + o_n * stride_q + i_h * 2 * HALF
         b_a, b_b = load_rotated(p_x, q_weight, cos, sin, o_n % rotated, m_n, eps, HALF, BH)
@@ -173,13 +173,13 @@ def rotate_step(
     sin: Tensor | None,
     keys: Tensor,
     values: Tensor | None,
-    places: Tensor | None,
+    positions: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Return q rotated, `[B, HQ, K]`; store k, rotated, and v at positions `places [B]` of the cache `[B, S, H, ...]`.
+    """Return q rotated, `[B, HQ, K]`; store k, rotated, and v at `positions [B]` of the cache `[B, S, H, ...]`.
 
     q, k and v have one stride between rows and contiguous heads; cos and sin `[rotated, K / 2]` are contiguous, or None
-    for no rotation. Without `places` the position is 0.
+    for no rotation. Without `positions` the position is 0.
     """
     (B, HQ, K), H = q.shape, k.shape[1]
     V = 1 if v is None else v.shape[2]
@@ -188,8 +188,8 @@ def rotate_step(
     s_vb, s_vp, s_vh, _ = (0, 0, 0, 0) if values is None else values.stride()
     rotate_step_kernel[(B * (HQ + (1 if v is None else 2) * H),)](
         q=q, k=k, v=v, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, y=y, keys=keys, values=values,
-        places=places, stride_q=q.stride(0), stride_k=k.stride(0), stride_v=0 if v is None else v.stride(0), s_kb=s_kb,
-        s_kp=s_kp, s_kh=s_kh, s_vb=s_vb, s_vp=s_vp, s_vh=s_vh, rotated=1 if cos is None else len(cos), HQ=HQ,
+        positions=positions, stride_q=q.stride(0), stride_k=k.stride(0), stride_v=0 if v is None else v.stride(0),
+        s_kb=s_kb, s_kp=s_kp, s_kh=s_kh, s_vb=s_vb, s_vp=s_vp, s_vh=s_vh, rotated=1 if cos is None else len(cos), HQ=HQ,
         H=H, eps=eps, HALF=K // 2, V=V, BH=next_power_of_2(K // 2), BV=next_power_of_2(V), num_warps=1,
     )  # fmt: skip
     return y
@@ -243,14 +243,14 @@ def _backward(dy, x, weight, cos, sin, eps):
     return dx.view(dy.shape), dweight
 
 
-def _run_step(q, k, v, q_weight, k_weight, cos, sin, keys, values, places, eps) -> Tensor:
+def _run_step(q, k, v, q_weight, k_weight, cos, sin, keys, values, positions, eps) -> Tensor:
     q, k, v = (None if x is None else as_rows(x.flatten(1)).view(x.shape) for x in (q, k, v))
     q_weight, k_weight = (None if w is None else w.contiguous() for w in (q_weight, k_weight))
     cos, sin = (None if x is None else _angles(x) for x in (cos, sin))
-    places = None if places is None else places.contiguous()
+    positions = None if positions is None else positions.contiguous()
     return rotate_step(
-        q=q, k=k, v=v, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, keys=keys, values=values, places=places,
-        eps=eps,
+        q=q, k=k, v=v, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, keys=keys, values=values,
+        positions=positions, eps=eps,
     )  # fmt: skip
 
 

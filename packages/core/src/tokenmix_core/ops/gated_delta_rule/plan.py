@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
-from tokenmix_core.kernels.tuning import one_round
+from tokenmix_core.kernels.tuning import one_wave
 from tokenmix_core.ops.buffers import buffer_bytes
 from tokenmix_core.ops.dispatch import GluonForm
 from tokenmix_core.ops.gated_delta_rule import tuning
@@ -139,7 +139,7 @@ def plan(
 
 def _busy(programs: int) -> bool:
     """True if waves of one program a SM keep enough SMs busy."""
-    return programs >= _BUSY * one_round() * cdiv(programs, one_round())
+    return programs >= _BUSY * one_wave() * cdiv(programs, one_wave())
 
 
 def head_parts(k: Tensor, v: Tensor, impl: str | None, chunks_per_write: int = 0) -> int:

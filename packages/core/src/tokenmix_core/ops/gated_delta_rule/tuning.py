@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.kernels.tuning import ALL_REGISTERS, one_round
+from tokenmix_core.kernels.tuning import ALL_REGISTERS, one_wave
 from tokenmix_core.ops.decode_tiles import MANY_PROGRAMS, StateStep
 
 
@@ -95,7 +95,7 @@ def segment_tokens(sequences: int, HV: int, tokens: int, programs: int = 1) -> i
     If several `programs` share a value head, one wave of them is better than several, unless it leaves no segments.
     """
     length = cdiv(tokens, sequences)
-    segments = one_round() // (sequences * HV)
+    segments = one_wave() // (sequences * HV)
     segments = segments // programs if segments >= 2 * programs else segments
     segment = max(1024, cdiv(cdiv(length, segments), 64) * 64) if segments > 1 else length
     return segment if segment < length else 0
@@ -108,10 +108,10 @@ def backward_segment_tokens(sequences: int, HV: int, tokens: int, packed: bool, 
     """
     segment = segment_tokens(sequences, HV, tokens, programs)
     if packed:
-        segment = segment or max(1024, cdiv(cdiv(tokens * HV, one_round()), 64) * 64)
+        segment = segment or max(1024, cdiv(cdiv(tokens * HV, one_wave()), 64) * 64)
     return segment if segment < tokens else 0
 
 
 def forward_columns(programs: int, V: int) -> int:
     """Return the columns of the state a program of the Hopper forward kernel: half of V if that makes one wave."""
-    return V // 2 if 2 * programs <= one_round() else V
+    return V // 2 if 2 * programs <= one_wave() else V

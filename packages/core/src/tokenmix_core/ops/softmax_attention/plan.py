@@ -85,7 +85,7 @@ def plan(
         keys = Form.ONE
     # with heads of 64 packed and few rows were not timed; without a window it gains 1 %, and spills on Triton 3.9
     dense = cu_seqlens is None and not chosen
-    timed = mask.window is not None and dense and device_tuning.crowded(B * HQ * cdiv(TQ, TILE))
+    timed = mask.window is not None and dense and device_tuning.many_waves(B * HQ * cdiv(TQ, TILE))
     return AttentionPlan(forward, Form.ONE if K == 128 or timed else queries, keys)
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from tokenmix_core.kernels.tuning import ALL_REGISTERS, crowded, sm_count
+from tokenmix_core.kernels.tuning import ALL_REGISTERS, many_waves, sm_count
 
 
 class AttentionTile(NamedTuple):
@@ -69,7 +69,7 @@ def hopper_forward(head_size: int, programs: int) -> tuple[int, int]:
     """
     if head_size == 64:
         return 2, 128
-    return (1, 168) if crowded(programs) else (2, ALL_REGISTERS)
+    return (1, 168) if many_waves(programs) else (2, ALL_REGISTERS)
 
 
 def attention_decode(head_size: int, dtype: torch.dtype) -> tuple[int, int, int, int | None]:

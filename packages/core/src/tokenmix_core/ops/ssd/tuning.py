@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from tokenmix_core.chunking import cdiv, next_power_of_2
-from tokenmix_core.kernels.tuning import one_round
+from tokenmix_core.kernels.tuning import one_wave
 from tokenmix_core.ops.decode_tiles import MANY_PROGRAMS, StateStep
 
 
@@ -106,7 +106,7 @@ def ssd_plan(
     # short sequences in one launch: twice as many programs fit as there are SMs
     programs = N * HV * (V // (forward.hopper or forward.BV))
     if B == N and T <= 512 and forward.hopper and K <= 128:
-        spans = (tokens for tokens in (64, 128) if tokens < T and programs * cdiv(T, tokens) <= 2 * one_round())
+        spans = (tokens for tokens in (64, 128) if tokens < T and programs * cdiv(T, tokens) <= 2 * one_wave())
         forward = forward._replace(lookback=next(spans, 0))
 
     wide = forward.hopper > 0 and K >= 128
@@ -133,10 +133,10 @@ def _segment_tokens(programs: int, T: int, K: int, wide: bool) -> int:
     Segments read k and v once more and take more launches. With `wide` states there is one wave of programs, as more
     cost more than they gain; and, if T is short, segments only if half of the SMs would idle.
     """
-    if programs >= one_round() or (wide and T <= 2048 and 2 * programs > one_round()):
+    if programs >= one_wave() or (wide and T <= 2048 and 2 * programs > one_wave()):
         return 0
     # a SM holds one program of states of 256 keys
-    at_once = one_round() * (1 if K == 256 else 2)
+    at_once = one_wave() * (1 if K == 256 else 2)
     segments = at_once // programs if wide else next_power_of_2(cdiv(at_once, programs))
     segment = max(256, next_power_of_2(cdiv(T, segments)))
     return segment if segment < T else 0
@@ -144,7 +144,7 @@ def _segment_tokens(programs: int, T: int, K: int, wide: bool) -> int:
 
 def _fills(programs: int) -> bool:
     """True if waves of a program a SM leave few SMs idle."""
-    return programs >= 0.9 * cdiv(programs, one_round()) * one_round()
+    return programs >= 0.9 * cdiv(programs, one_wave()) * one_wave()
 
 
 def _heads_together(tokens: int, group: int, HV: int, K: int, V: int) -> SSDHopper:
@@ -154,12 +154,12 @@ def _heads_together(tokens: int, group: int, HV: int, K: int, V: int) -> SSDHopp
         return SSDHopper(1, 4)
     chunks = cdiv(tokens, 64) * HV
     # one program a SM; its work for all heads takes as long as half a head
-    return SSDHopper(min(sizes, key=lambda heads: cdiv(chunks // heads, one_round()) * (2 * heads + 1)), 8)
+    return SSDHopper(min(sizes, key=lambda heads: cdiv(chunks // heads, one_wave()) * (2 * heads + 1)), 8)
 
 
 def recurrent_tile(sequence_heads: int, K: int, V: int) -> SSDRecurrent:
     """Return the tile of the token-by-token kernel."""
-    columns = 8 if sequence_heads < one_round() else 32
+    columns = 8 if sequence_heads < one_wave() else 32
     return SSDRecurrent(min(V, columns), 4 if K * columns >= 2048 else 1)
 
 

@@ -37,7 +37,7 @@ def slot_window_step_kernel(
     i_n, i_h = i_nh // H, i_nh % H
     o_m, o_k, o_v, o_n = tl.arange(0, M), tl.arange(0, K), tl.arange(0, V), tl.arange(0, BN)
     # load the slots, most of the bytes, before `gdc_wait`: no other kernel of a step writes them, and steps do not
-    # overlap (see `launch.early`)
+    # overlap (see `launch.pdl`)
     p_sk = slots_k + i_nh * M * K + o_m[:, None] * K + o_k[None, :]
     p_sv = slots_v + i_nh * M * V + o_m[:, None] * V + o_v[None, :]
     b_sk, b_sv = tl.load(p_sk), tl.load(p_sv)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from tokenmix_core.kernels import one_round
+from tokenmix_core.kernels import one_wave
 
 
 class Tile(NamedTuple):
@@ -78,8 +78,8 @@ def hopper_scan_config(heads: int, chunks: int) -> ScanConfig:
 
 def strong_heads(chunks: int, heads: int) -> int:
     """Return the heads that one program checks for strong chunks: 8 if there are enough programs, else 1."""
-    return 8 if chunks * heads >= 32 * one_round() else 1
+    return 8 if chunks * heads >= 32 * one_wave() else 1
 
 
 def _num_segments(programs: int, chunks: int) -> int:
-    return max(1, min(_MAX_SEGMENTS, 2 * one_round() // programs, chunks // 8))
+    return max(1, min(_MAX_SEGMENTS, 2 * one_wave() // programs, chunks // 8))

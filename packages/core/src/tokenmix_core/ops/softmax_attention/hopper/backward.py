@@ -35,7 +35,7 @@ from tokenmix_core.kernels.gluon.hopper import (
 )
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.masks import visible
-from tokenmix_core.kernels.tuning import registers_of_many
+from tokenmix_core.kernels.tuning import register_limit
 from tokenmix_core.ops.softmax_attention.hopper import TILE, constants
 from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
     Heads,
@@ -342,7 +342,7 @@ def backward_queries(q, k, v, o, do, lse, dlse, delta, bias, dq, cu_seqlens, mas
         selected=selected,
         **strides(q=q, k=k, v=v, d=do), **sizes(q, k, cu_seqlens, mask), tiles=tiles, scale=scale,
         BT=TILE, **constants(q, cu_seqlens, mask), FILL=fill,
-        maxnreg=registers_of_many(tiles * HQ * B, 128) if q.shape[3] == 64 else None,
+        maxnreg=register_limit(tiles * HQ * B, 128) if q.shape[3] == 64 else None,
     )  # fmt: skip
 
 
@@ -355,5 +355,5 @@ def backward_keys(q, k, v, do, bias, dk, dv, cu_seqlens, mask, scale, selected) 
         q=q, k=k, v=v, do=do, bias=bias, dk=dk, dv=dv, cu_seqlens=cu_seqlens, ranks=ranks, order=order,
         **strides(q=q, k=k, v=v, d=do), **sizes(q, k, cu_seqlens, mask), tiles=tiles, scale=scale,
         BT=TILE, **constants(q, cu_seqlens, mask),
-        maxnreg=registers_of_many(tiles * H * B, 168) if q.shape[3] == 64 else None,
+        maxnreg=register_limit(tiles * H * B, 168) if q.shape[3] == 64 else None,
     )  # fmt: skip

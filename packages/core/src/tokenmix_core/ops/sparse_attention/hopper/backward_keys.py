@@ -28,7 +28,7 @@ from tokenmix_core.kernels.gluon.hopper import (
 )
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.masks import within
-from tokenmix_core.kernels.tuning import registers_of_many
+from tokenmix_core.kernels.tuning import register_limit
 from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
     Heads,
     Keys,
@@ -261,5 +261,5 @@ def backward_keys(
         partial_m=partial_m, ranks=ranks, lists=lists, facts=schedule.facts, work_tiles=schedule.work_tiles,
         totals=schedule.totals, **strides(q=q, k=k, v=v, d=do), B=q.shape[0], **listed_sizes(q, k, keys),
         tiles=schedule.tiles, scale=scale, **constants(q, v, keys),
-        maxnreg=registers_of_many(programs, 168) if small else None,
+        maxnreg=register_limit(programs, 168) if small else None,
     )  # fmt: skip

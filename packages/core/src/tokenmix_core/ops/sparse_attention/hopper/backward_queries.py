@@ -30,7 +30,7 @@ from tokenmix_core.kernels.gluon.hopper import (
 )
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.masks import within
-from tokenmix_core.kernels.tuning import registers_of_many
+from tokenmix_core.kernels.tuning import register_limit
 from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
     KeyStage,
     Queries,
@@ -212,5 +212,5 @@ def backward_queries(q, k, v, o, do, lse, dlse, bias, dq, keys: KeyLists, scale)
     _kept_attention_backward_queries[(tiles * HQ * B,)](
         q=q, k=k, v=v, o=o, do=do, lse=lse, dlse=dlse, bias=bias, dq=dq, ranks=keys.ranks, lists=keys.lists,
         cu_seqlens=keys.cu_seqlens, **strides(q=q, k=k, v=v, d=do), **listed_sizes(q, k, keys), tiles=tiles,
-        scale=scale, **constants(q, v, keys), maxnreg=registers_of_many(tiles * HQ * B, 168) if K == 64 else None,
+        scale=scale, **constants(q, v, keys), maxnreg=register_limit(tiles * HQ * B, 168) if K == 64 else None,
     )  # fmt: skip
