@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -33,10 +32,6 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3MoeModel,
 )
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from tokenmix_core.modeling import (
     CACHE,
@@ -45,10 +40,7 @@ from tokenmix_core.modeling import (
     GeneratesInSteps,
     HybridCache,
     HybridForCausalLM,
-    LayerState,
-    PacksRows,
     begin_call,
-    check_depth,
     choose_attention,
     keeps_rows,
     read_padding_flag,
@@ -56,140 +48,9 @@ from tokenmix_core.modeling import (
     take_cache,
     takes_either_name,
 )
-from tokenmix_core.nn import IGNORE, RMSNorm, Rotation, SwiGLU, add_and_norm, at_least_one, is_plain
-from tokenmix_nha.mixer import NhaMixer
+from tokenmix_core.nn import IGNORE, Rotation, at_least_one
+from tokenmix_nha.hybridized_layers import HybridizedAttention, HybridizedConfig, take_core_layers
 from tokenmix_nha.model_windows import nha_mixers
-from tokenmix_nha.windows import check_windows
-
-
-@dataclass(kw_only=True)
-class HybridizedConfig:
-    """Fields that a hybridized configuration adds to transformers'.
-
-    Attributes:
-        window: window of each layer: 0, a number of tokens, or "full".
-        slots: M of every key head; 0 for none.
-        gate_normalizer: divides the gates' logs.
-        nha_impl: implementation of the operations, None, "gluon", "triton" or "reference".
-    """
-
-    window: Any = 32
-    slots: int = 64
-    gate_normalizer: float = 8.0
-    nha_impl: str | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        check_depth(self.num_hidden_layers)  # type: ignore[attr-defined]
-        super().__post_init__(**kwargs)  # type: ignore[misc]
-        self.window = check_windows(self.window, self.num_hidden_layers, self.slots)  # type: ignore[attr-defined]
-        sliding = "sliding_attention" in (getattr(self, "layer_types", None) or [])
-        if sliding or getattr(self, "sliding_window", None) is not None:
-            raise ValueError(
-                f"{type(self).__name__}: the model's own sliding windows have no counterpart; use_sliding_window and "
-                "layer_types must say that its attention is full"
-            )
-        if getattr(self, "attention_dropout", 0):
-            raise ValueError(
-                f"{type(self).__name__}: no attention weights are formed that could be dropped; attention_dropout must "
-                f"be 0, got {self.attention_dropout!r}"  # type: ignore[attr-defined]
-            )
-
-
-class HybridizedAttention(NhaMixer):
-    """`NhaMixer` with the signature that transformers' decoder layers call."""
-
-    def __init__(self, config: Any, layer_idx: int, attention: Any):
-        biases = {name: getattr(attention, name).bias is not None for name in ("q_proj", "o_proj")}
-        super().__init__(
-            config.hidden_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=attention.head_dim,
-            slots=config.slots,
-            window=config.window[layer_idx],
-            gate_normalizer=config.gate_normalizer,
-            qk_norm=hasattr(attention, "q_norm"),
-            qkv_bias=biases["q_proj"],
-            o_bias=biases["o_proj"],
-            norm_eps=config.rms_norm_eps,
-            impl=config.nha_impl,
-        )
-        self.layer_idx = layer_idx
-
-    @takes_either_name
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *,
-        rotary: Rotation,
-        cache: HybridCache | None = None,
-        cu_seqlens: Tensor | None = None,
-        **given: Any,
-    ) -> tuple[Tensor, None]:
-        if not hidden_states.shape[1]:
-            # a chunk of a padded prompt may hold only padding
-            return hidden_states, None
-        state: LayerState | None = None
-        if cache is not None:
-            state = cache.acquire(self.layer_idx, hidden_states.device)
-        o = super().forward(hidden_states, state=state, cu_seqlens=cu_seqlens, rotary=rotary)[0]
-        if cache is not None:
-            cache.release(self.layer_idx)
-        return o, None
-
-
-class AddsBeforeNorm:
-    """Mixin before transformers' decoder layer that fuses the residual additions.
-
-    The norm after attention adds attention's output to the residual stream; the MLP takes the stream as an argument and
-    adds its own output.
-    """
-
-    input_layernorm: RMSNorm
-    self_attn: HybridizedAttention
-    post_attention_layernorm: RMSNorm
-    mlp: SwiGLU
-
-    @takes_either_name
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: HybridCache | None = None,
-        **given: Any,
-    ) -> Tensor:
-        given |= {"attention_mask": attention_mask, "position_ids": position_ids, "cache": cache}
-        mixed, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **given)
-        y, hidden_states = add_and_norm(self.post_attention_layernorm, hidden_states, mixed)
-        # hooks on the MLP must see its own output, before the addition
-        return self.mlp(y, hidden_states) if is_plain(SwiGLU, self.mlp) else hidden_states + self.mlp(y)
-
-
-def _derived(prefix: str, layer: type, *before: type) -> type:
-    # FSDP wraps layers by the name of their class, and pickle finds a class by its qualified name
-    names = {"__module__": __name__, "__qualname__": f"{prefix}{layer.__name__}"}
-    return type(layer.__name__, (PacksRows, *before, layer), names)
-
-
-_DENSE = (LlamaDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
-_ADDING = {x: _derived("Adding", x, AddsBeforeNorm) for x in _DENSE}
-_PACKING = {x: _derived("Packing", x) for x in (*_DENSE, Qwen3MoeDecoderLayer)}
-globals().update({x.__qualname__: x for x in (*_ADDING.values(), *_PACKING.values())})
-
-
-def _take_core_layers(model: Any) -> None:
-    """Replace the layers' norms and SwiGLUs by core's, which have parameters of the same names."""
-    config = model.config
-    for layer in model.layers:
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            setattr(layer, name, RMSNorm(config.hidden_size, config.rms_norm_eps))
-        names, classes = [name for name, _ in layer.mlp.named_parameters()], _PACKING
-        if config.hidden_act == "silu" and names == [f"{x}_proj.weight" for x in ("gate", "up", "down")]:
-            layer.mlp = SwiGLU(*layer.mlp.down_proj.weight.shape)
-            classes = _PACKING | _ADDING
-        layer.__class__ = classes[type(layer)]
-    model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class HybridizedModel(ChoosesAttention, CheckedLoading):
@@ -202,7 +63,7 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         super().__init__(config)  # type: ignore[call-arg]
         for i, layer in enumerate(self.layers):
             layer.self_attn = HybridizedAttention(config, i, layer.self_attn)  # type: ignore[assignment]
-        _take_core_layers(self)
+        take_core_layers(self)
         choose_attention(nha_mixers(self), config._attn_implementation)  # type: ignore[arg-type]
         self.post_init()  # type: ignore[attr-defined]
 

@@ -22,9 +22,10 @@ from tokenmix_nha.ops.slot_window.backward_gates import gate_gradients
 from tokenmix_nha.ops.slot_window.backward_keys import key_gradients
 from tokenmix_nha.ops.slot_window.backward_queries import query_gradients
 from tokenmix_nha.ops.slot_window.backward_values import value_gradients
+from tokenmix_nha.ops.slot_window.chunk_gates import chunk_gates
 from tokenmix_nha.ops.slot_window.forward import window_outputs
 from tokenmix_nha.ops.slot_window.plan import plan
-from tokenmix_nha.ops.slot_window.states import chunk_gates, slot_gradients, slot_states
+from tokenmix_nha.ops.slot_window.states import slot_gradients, slot_states
 from tokenmix_nha.ops.slot_window.types import (
     Backward,
     Gates,

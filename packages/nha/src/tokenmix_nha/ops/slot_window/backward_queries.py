@@ -1,14 +1,18 @@
 """Gradients of a chunk's queries, and the fields of `Softmax` for the gradients of keys, values and gates."""
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import LOG2_E, cached_launch
 from tokenmix_nha.ops.slot_window import tuning
-from tokenmix_nha.ops.slot_window.head_padding import each_head_of_queries
+from tokenmix_nha.ops.slot_window.head_loops import each_head_of_queries
 from tokenmix_nha.ops.slot_window.tile import (
     SIZES,
+    Chunks,
+    Constants,
     as_factor,
     block_pairs,
     block_to_boundary,
@@ -25,173 +29,162 @@ from tokenmix_nha.ops.slot_window.tile import (
 )
 from tokenmix_nha.ops.slot_window.types import Backward, Gates, Softmax
 
+_Tensors = namedtuple(
+    "_Tensors", "q k v f q_slots k_slots row column states_k states_v o lse do dq dq_slots p dz x delta scale"
+)
+# tiles of a chunk: queries and do, q̂ k̂ᵀ and do vᵀ
+_Pairs = namedtuple("_Pairs", "q do a dp")
+# pointers to a chunk's factors and gates, and to its slots of keys and values
+_Slots = namedtuple("_Slots", "row column f k v")
+
 
 @triton.jit
-def _slot_logits(
-    b_q, b_do, b_a, b_dp, p_k, p_v, p_row, p_col, p_f, exists, count, o_j, m_e, stride, slots, BM: tl.constexpr,
-    M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, STRONG: tl.constexpr, FACTOR: tl.constexpr,
-    DOT: tl.constexpr,
-):  # fmt: skip
+def _slot_logits(b, s, i_m, i_t, count, o_j, m_e, stride, slots, c):
     """Return for BM slots logits z and dp, both without row factors; then row factors, column factors, log2 gates."""
-    b_z = tl.dot(b_q, load_columns(p_k, M, K, BM), input_precision=DOT)
-    b_d = tl.dot(b_do, load_columns(p_v, M, V, BM), input_precision=DOT)
-    b_col, b_log = load_factors(p_col, exists, 0.0, M, BT, BM), 0.0
-    size = BT >> count
-    o_r = tl.arange(0, BT)
+    p_k, p_v, p_row, p_col, p_f = s.k + i_m, s.v + i_m, s.row + i_m, s.column + i_m, s.f + i_m
+    b_z = tl.dot(b.q, load_columns(p_k, c.M, c.K, c.BM), input_precision=c.DOT)
+    b_d = tl.dot(b.do, load_columns(p_v, c.M, c.V, c.BM), input_precision=c.DOT)
+    b_col, b_log = load_factors(p_col, i_t >= 0, 0.0, c.M, c.BT, c.BM), 0.0
+    size = c.BT >> count
+    o_r = tl.arange(0, c.BT)
     r_t, r_j = o_r[:, None], o_r[None, :]
-    if STRONG:
-        b_log = log2_gates(load_gates(p_f, o_j, m_e, stride, slots, BM), DOT)
-        b_start = block_to_start(b_log, size, BT, DOT)
+    if c.STRONG:
+        b_log = log2_gates(load_gates(p_f, o_j, m_e, stride, slots, c.BM), c.DOT)
+        b_start = block_to_start(b_log, size, c.BT, c.DOT)
         b_z *= b_start
         b_d *= b_start
         for i in range(count):
-            half = (BT // 2) >> i
-            b_boundary = block_to_boundary(b_log, size, half, BT, DOT)
+            half = (c.BT // 2) >> i
+            b_boundary = block_to_boundary(b_log, size, half, c.BT, c.DOT)
             m_h = opposite_pairs(r_t, r_j, half)
-            b_h = as_factor(b_col * b_boundary, FACTOR, DOT)
-            b_z += b_boundary * tl.dot(as_factor(tl.where(m_h, b_a, 0.0), FACTOR, DOT), b_h, input_precision=DOT)
-            b_d += b_boundary * tl.dot(as_factor(tl.where(m_h, b_dp, 0.0), FACTOR, DOT), b_h, input_precision=DOT)
+            b_h = as_factor(b_col * b_boundary, c.FACTOR, c.DOT)
+            b_z += b_boundary * tl.dot(as_factor(tl.where(m_h, b.a, 0.0), c.FACTOR, c.DOT), b_h, input_precision=c.DOT)
+            b_d += b_boundary * tl.dot(as_factor(tl.where(m_h, b.dp, 0.0), c.FACTOR, c.DOT), b_h, input_precision=c.DOT)
     m_b = block_pairs(r_t, r_j, size)
-    b_z = tl.dot(as_factor(tl.where(m_b, b_a, 0.0), FACTOR, DOT), b_col, b_z, input_precision=DOT)
-    b_d = tl.dot(as_factor(tl.where(m_b, b_dp, 0.0), FACTOR, DOT), b_col, b_d, input_precision=DOT)
-    return b_z, b_d, load_factors(p_row, exists, 1.0, M, BT, BM), b_col, b_log
+    b_z = tl.dot(as_factor(tl.where(m_b, b.a, 0.0), c.FACTOR, c.DOT), b_col, b_z, input_precision=c.DOT)
+    b_d = tl.dot(as_factor(tl.where(m_b, b.dp, 0.0), c.FACTOR, c.DOT), b_col, b_d, input_precision=c.DOT)
+    return b_z, b_d, load_factors(p_row, i_t >= 0, 1.0, c.M, c.BT, c.BM), b_col, b_log
 
 
 @triton.jit
-def _window(
-    b_q, b_do, b_lse, p_k, p_v, shift, first, oldest, keys, window, H, scale_2, K: tl.constexpr, V: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+def _window(b_q, b_do, b_lse, t, shift, chunk, at, scale_2, c):
     """Return BN keys of the window, their probabilities, and do · v."""
-    o_n, r_t = tl.arange(0, BN), tl.arange(0, BT)[:, None]
-    o_jn = first + shift + o_n
-    m_jn = (o_jn >= oldest) & (o_jn < keys)
-    b_kn = load_rows(p_k, o_jn, m_jn, H * K, K)
-    b_vn = load_rows(p_v, o_jn, m_jn, H * V, V)
-    m_wn = ((shift + o_n)[None, :] > r_t) & ((shift + o_n)[None, :] <= r_t + window) & m_jn[None, :]
-    b_s = tl.dot(b_q, tl.trans(b_kn), input_precision=DOT) * scale_2 - b_lse[:, None]
+    o_n, r_t = tl.arange(0, c.BN), tl.arange(0, c.BT)[:, None]
+    o_jn = chunk.i_t * c.BT + shift + o_n
+    m_jn = (o_jn >= chunk.oldest) & (o_jn < chunk.keys)
+    b_kn = load_rows(t.k + chunk.begin_k * c.K, o_jn, m_jn, at.H * c.K, c.K)
+    b_vn = load_rows(t.v + chunk.begin_k * c.V, o_jn, m_jn, at.H * c.V, c.V)
+    m_wn = ((shift + o_n)[None, :] > r_t) & ((shift + o_n)[None, :] <= r_t + at.window) & m_jn[None, :]
+    b_s = tl.dot(b_q, tl.trans(b_kn), input_precision=c.DOT) * scale_2 - b_lse[:, None]
     b_s = tl.exp2(tl.where(m_wn, b_s, float("-inf")))
-    return b_kn, b_s, tl.dot(b_do, tl.trans(b_vn), input_precision=DOT)
+    return b_kn, b_s, tl.dot(b_do, tl.trans(b_vn), input_precision=c.DOT)
 
 
 @triton.jit
-def _queries(
-    chunk, q, k, v, f, q_slots, k_slots, row, column, states_k, states_v, o, lse, do, dq, dq_slots, p, dz, x, delta,
-    scale, H, before, window, M: tl.constexpr, SLOTS,
-    BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STRONG: tl.constexpr,
-    GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr, SHORT: tl.constexpr,
-):  # fmt: skip
+def _queries(chunk, t, at, c):
     """Compute dq (and dq_slots) of a chunk of one query head."""
-    i_t, count, entry, oldest, begin_q, begin_k, length, keys = chunk
-    HQ = H * GROUP
-    o_r = tl.arange(0, BT)
-    first = i_t * BT
-    o_q = first + window - before + o_r
+    i_t, keys, oldest, length, count, entry, begin_q, begin_k = chunk
+    HQ = at.H * c.GROUP
+    o_r = tl.arange(0, c.BT)
+    first = i_t * c.BT
+    o_q = first + at.window - at.before + o_r
     m_q = (o_q >= 0) & (o_q < length)
     o_j = first + o_r
     m_j = (o_j >= oldest) & (o_j < keys)
 
-    b_do = load_rows(do + begin_q * V, o_q, m_q, HQ * V, V)
+    b_do = load_rows(t.do + begin_q * c.V, o_q, m_q, HQ * c.V, c.V)
     p_row = begin_q + o_q.to(tl.int64) * HQ
     # lse = ∞ gives rows without a query probability 0
-    b_lse = tl.load(lse + p_row, mask=m_q, other=float("inf"))
+    b_lse = tl.load(t.lse + p_row, mask=m_q, other=float("inf"))
 
-    b_q, b_qs, b_ks = load_pairs(q, k, q_slots, k_slots, begin_q, begin_k, o_q, m_q, o_j, m_j, H, HQ, K, OWN_SLOT_KEYS)
-    b_a = tl.dot(b_qs, tl.trans(b_ks), input_precision=DOT)
-    b_dp = tl.dot(b_do, tl.trans(load_rows(v + begin_k * V, o_j, m_j, H * V, V)), input_precision=DOT)
+    b_q, b_qs, b_ks = load_pairs(t, chunk, o_q, m_q, o_j, m_j, at.H, c)
+    b_a = tl.dot(b_qs, tl.trans(b_ks), input_precision=c.DOT)
+    b_dp = tl.dot(b_do, tl.trans(load_rows(t.v + begin_k * c.V, o_j, m_j, at.H * c.V, c.V)), input_precision=c.DOT)
     r_t, r_j = o_r[:, None], o_r[None, :]
-    size = BT >> count
+    size = c.BT >> count
     m_b = block_pairs(r_t, r_j, size)
-    m_e = (o_j >= 0) & (o_j < keys - window)
-    scale_2 = scale * LOG2_E
-    b_w = tl.zeros([BT, BT], dtype=tl.float32)
+    m_e = (o_j >= 0) & (o_j < keys - at.window)
+    scale_2 = t.scale * LOG2_E
+    b_w = tl.zeros([c.BT, c.BT], dtype=tl.float32)
     shift_0 = 0
-    if not OWN_SLOT_KEYS:
+    if not c.OWN_SLOT_KEYS:
         # if slots and window use the same keys, the chunk's q kᵀ serves both
-        shift_0 = BT
-        m_w = (r_j > r_t) & (r_j <= r_t + window) & m_j[None, :]
+        shift_0 = c.BT
+        m_w = (r_j > r_t) & (r_j <= r_t + at.window) & m_j[None, :]
         b_w += tl.exp2(tl.where(m_w, b_a * scale_2 - b_lse[:, None], float("-inf")))
-    o_m = tl.arange(0, BM)[None, :]
-    shift_0 += tl.maximum(oldest - first - shift_0, 0) // BN * BN
-    shift_1 = tl.minimum(BT + window, keys - first)
-    p_rows, p_col = row + entry * BT * M, column + entry * BT * M
-    p_f, p_sk, p_sv = f + begin_k * SLOTS, states_k + entry * K * M, states_v + entry * V * M
-    if SHORT:
+    o_m = tl.arange(0, c.BM)[None, :]
+    shift_0 += tl.maximum(oldest - first - shift_0, 0) // c.BN * c.BN
+    shift_1 = tl.minimum(c.BT + at.window, keys - first)
+    slots = _Slots(
+        t.row + entry * c.BT * c.M, t.column + entry * c.BT * c.M, t.f + begin_k * c.SLOTS,
+        t.states_k + entry * c.K * c.M, t.states_v + entry * c.V * c.M,
+    )  # fmt: skip
+    pairs = _Pairs(b_qs, b_do, b_a, b_dp)
+    if c.SHORT:
         # sum δ from the probabilities: with nearly equal slots, dz cancels only if δ has the same rounding as p and dp
         b_delta = tl.sum(b_w * b_dp, 1)
-        for shift in range(shift_0, shift_1, BN):
-            _, b_s, b_ds = _window(
-                b_q, b_do, b_lse, k + begin_k * K, v + begin_k * V, shift, first, oldest, keys, window, H, scale_2, K,
-                V, BT, BN, DOT,
-            )  # fmt: skip
+        for shift in range(shift_0, shift_1, c.BN):
+            _, b_s, b_ds = _window(b_q, b_do, b_lse, t, shift, chunk, at, scale_2, c)
             b_delta += tl.sum(b_s * b_ds, 1)
-        if M > BM:
-            for i_m in tl.range(0, M, BM, num_stages=1):
+        if c.M > c.BM:
+            for i_m in tl.range(0, c.M, c.BM, num_stages=1):
                 b_z, b_d, b_row, b_col, b_log = _slot_logits(
-                    b_qs, b_do, b_a, b_dp, p_sk + i_m, p_sv + i_m, p_rows + i_m, p_col + i_m, p_f + i_m,
-                    i_t >= 0, count, o_j, m_e, H * SLOTS, SLOTS - i_m, BM, M, K, V, BT, STRONG, FACTOR, DOT,
-                )  # fmt: skip
-                b_p = tl.exp2(tl.where(i_m + o_m < SLOTS, b_z * b_row * scale_2, float("-inf")) - b_lse[:, None])
+                    pairs, slots, i_m, i_t, count, o_j, m_e, at.H * c.SLOTS, c.SLOTS - i_m, c
+                )
+                b_p = tl.exp2(tl.where(i_m + o_m < c.SLOTS, b_z * b_row * scale_2, float("-inf")) - b_lse[:, None])
                 b_delta += tl.sum(b_p * b_d * b_row, 1)
     else:
-        b_o = load_rows(o + begin_q * V, o_q, m_q, HQ * V, V)
+        b_o = load_rows(t.o + begin_q * c.V, o_q, m_q, HQ * c.V, c.V)
         b_delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
-    if M <= BM:
-        b_z, b_d, b_row, b_col, b_log = _slot_logits(
-            b_qs, b_do, b_a, b_dp, p_sk, p_sv, p_rows, p_col, p_f, i_t >= 0, count, o_j, m_e, H * SLOTS, SLOTS,
-            BM, M, K, V, BT, STRONG, FACTOR, DOT,
-        )  # fmt: skip
-        b_p = tl.exp2(tl.where(o_m < SLOTS, b_z * b_row * scale_2, float("-inf")) - b_lse[:, None])
-        if SHORT:
+    if c.M <= c.BM:
+        b_z, b_d, b_row, b_col, b_log = _slot_logits(pairs, slots, 0, i_t, count, o_j, m_e, at.H * c.SLOTS, c.SLOTS, c)
+        b_p = tl.exp2(tl.where(o_m < c.SLOTS, b_z * b_row * scale_2, float("-inf")) - b_lse[:, None])
+        if c.SHORT:
             b_delta += tl.sum(b_p * b_d * b_row, 1)
-    tl.store(delta + p_row, b_delta, mask=m_q)
+    tl.store(t.delta + p_row, b_delta, mask=m_q)
 
-    b_w = tl.zeros([BT, BT], dtype=tl.float32)
-    b_dq = tl.zeros([BT, K], dtype=tl.float32)
-    for i_m in tl.range(0, M, BM, num_stages=1):
-        if M > BM:
+    b_w = tl.zeros([c.BT, c.BT], dtype=tl.float32)
+    b_dq = tl.zeros([c.BT, c.K], dtype=tl.float32)
+    for i_m in tl.range(0, c.M, c.BM, num_stages=1):
+        if c.M > c.BM:
             b_z, b_d, b_row, b_col, b_log = _slot_logits(
-                b_qs, b_do, b_a, b_dp, p_sk + i_m, p_sv + i_m, p_rows + i_m, p_col + i_m, p_f + i_m,
-                i_t >= 0, count, o_j, m_e, H * SLOTS, SLOTS - i_m, BM, M, K, V, BT, STRONG, FACTOR, DOT,
-            )  # fmt: skip
-            b_p = tl.exp2(tl.where(i_m + o_m < SLOTS, b_z * b_row * scale_2, float("-inf")) - b_lse[:, None])
-        b_y = as_factor(b_p * b_row, FACTOR, DOT)
-        store_by_slot(p + begin_q * M + i_m, b_y, o_q, m_q, HQ, M, BM)
+                pairs, slots, i_m, i_t, count, o_j, m_e, at.H * c.SLOTS, c.SLOTS - i_m, c
+            )
+            b_p = tl.exp2(tl.where(i_m + o_m < c.SLOTS, b_z * b_row * scale_2, float("-inf")) - b_lse[:, None])
+        b_y = as_factor(b_p * b_row, c.FACTOR, c.DOT)
+        store_by_slot(t.p + begin_q * c.M + i_m, b_y, o_q, m_q, HQ, c.M, c.BM)
         # x multiplies the same rounded factors as the keys' gradients, so that their rounding errors cancel in df
         b_x = b_y.to(tl.float32) * b_d
-        b_y = as_factor(b_p * (b_d * b_row - b_delta[:, None]) * (scale * b_row), FACTOR, DOT)
-        store_by_slot(dz + begin_q * M + i_m, b_y, o_q, m_q, HQ, M, BM)
-        store_by_slot(x + begin_q * M + i_m, b_x + b_y.to(tl.float32) * b_z, o_q, m_q, HQ, M, BM)
-        b_w += tl.where(m_b, tl.dot(b_y, tl.trans(b_col), input_precision=DOT), 0.0)
+        b_y = as_factor(b_p * (b_d * b_row - b_delta[:, None]) * (t.scale * b_row), c.FACTOR, c.DOT)
+        store_by_slot(t.dz + begin_q * c.M + i_m, b_y, o_q, m_q, HQ, c.M, c.BM)
+        store_by_slot(t.x + begin_q * c.M + i_m, b_x + b_y.to(tl.float32) * b_z, o_q, m_q, HQ, c.M, c.BM)
+        b_w += tl.where(m_b, tl.dot(b_y, tl.trans(b_col), input_precision=c.DOT), 0.0)
         b_ys = b_y.to(b_q.dtype)
-        if STRONG:
-            b_ys = (b_y * block_to_start(b_log, size, BT, DOT)).to(b_q.dtype)
+        if c.STRONG:
+            b_ys = (b_y * block_to_start(b_log, size, c.BT, c.DOT)).to(b_q.dtype)
             for i in range(count):
-                half = (BT // 2) >> i
-                b_boundary = block_to_boundary(b_log, size, half, BT, DOT)
-                b_h = tl.trans(as_factor(b_col * b_boundary, FACTOR, DOT))
-                b_h = tl.dot(as_factor(b_y * b_boundary, FACTOR, DOT), b_h, input_precision=DOT)
+                half = (c.BT // 2) >> i
+                b_boundary = block_to_boundary(b_log, size, half, c.BT, c.DOT)
+                b_h = tl.trans(as_factor(b_col * b_boundary, c.FACTOR, c.DOT))
+                b_h = tl.dot(as_factor(b_y * b_boundary, c.FACTOR, c.DOT), b_h, input_precision=c.DOT)
                 b_w += tl.where(opposite_pairs(r_t, r_j, half), b_h, 0.0)
-        b_dq = tl.dot(b_ys, tl.trans(load_columns(p_sk + i_m, M, K, BM)), b_dq, input_precision=DOT)
-    if not OWN_SLOT_KEYS:
+        b_dq = tl.dot(b_ys, tl.trans(load_columns(slots.k + i_m, c.M, c.K, c.BM)), b_dq, input_precision=c.DOT)
+    if not c.OWN_SLOT_KEYS:
         # recomputed, to save registers
-        b_ks = load_rows(k + begin_k * K, o_j, m_j, H * K, K)
-        b_a = tl.dot(b_q, tl.trans(b_ks), input_precision=DOT) * scale_2 - b_lse[:, None]
+        b_ks = load_rows(t.k + begin_k * c.K, o_j, m_j, at.H * c.K, c.K)
+        b_a = tl.dot(b_q, tl.trans(b_ks), input_precision=c.DOT) * scale_2 - b_lse[:, None]
         b_a = tl.exp2(tl.where(m_w, b_a, float("-inf")))
-        b_dp = tl.dot(b_do, tl.trans(load_rows(v + begin_k * V, o_j, m_j, H * V, V)), input_precision=DOT)
-        b_w += b_a * (b_dp - b_delta[:, None]) * scale
-    b_dq = tl.dot(b_w.to(b_q.dtype), b_ks, b_dq, input_precision=DOT)
-    if OWN_SLOT_KEYS:
-        store_rows(dq_slots + begin_q * K, b_dq, o_q, m_q, HQ * K, K)
-        b_dq = tl.zeros([BT, K], dtype=tl.float32)
-    for shift in range(shift_0, shift_1, BN):
-        b_kn, b_s, b_ds = _window(
-            b_q, b_do, b_lse, k + begin_k * K, v + begin_k * V, shift, first, oldest, keys, window, H, scale_2, K, V,
-            BT, BN, DOT,
-        )  # fmt: skip
-        b_s *= (b_ds - b_delta[:, None]) * scale
-        b_dq = tl.dot(b_s.to(b_q.dtype), b_kn, b_dq, input_precision=DOT)
-    store_rows(dq + begin_q * K, b_dq, o_q, m_q, HQ * K, K)
+        b_dp = tl.dot(b_do, tl.trans(load_rows(t.v + begin_k * c.V, o_j, m_j, at.H * c.V, c.V)), input_precision=c.DOT)
+        b_w += b_a * (b_dp - b_delta[:, None]) * t.scale
+    b_dq = tl.dot(b_w.to(b_q.dtype), b_ks, b_dq, input_precision=c.DOT)
+    if c.OWN_SLOT_KEYS:
+        store_rows(t.dq_slots + begin_q * c.K, b_dq, o_q, m_q, HQ * c.K, c.K)
+        b_dq = tl.zeros([c.BT, c.K], dtype=tl.float32)
+    for shift in range(shift_0, shift_1, c.BN):
+        b_kn, b_s, b_ds = _window(b_q, b_do, b_lse, t, shift, chunk, at, scale_2, c)
+        b_s *= (b_ds - b_delta[:, None]) * t.scale
+        b_dq = tl.dot(b_s.to(b_q.dtype), b_kn, b_dq, input_precision=c.DOT)
+    store_rows(t.dq + begin_q * c.K, b_dq, o_q, m_q, HQ * c.K, c.K)
 
 
 @cached_launch
@@ -200,19 +193,19 @@ def slot_window_backward_queries_kernel(
     q, k, v, f, q_slots, k_slots, splits, row, column, states_k, states_v, start, cu_seqlens, o, lse, do, dq, dq_slots,
     p, dz, x, delta, scale, T, N, H, before, window, chunks, entries, extra, lead, M: tl.constexpr, SLOTS,
     BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STRONG: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr,
-    PACKED: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr, SHORT: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
+    SHORT: tl.constexpr,
 ):  # fmt: skip
     """Store dq (and dq_slots) of a query chunk for HEADS query heads, and per slot the probability p, the scaled logit
     gradient dz and x = ⟨dS, S⟩."""
     each_head_of_queries(
         _queries,
-        (
+        _Tensors(
             q, k, v, f, q_slots, k_slots, row, column, states_k, states_v, o, lse, do, dq, dq_slots, p, dz, x, delta,
-            scale, H, before, window, M, SLOTS, BM, K, V, BT, BN, STRONG, GROUP, OWN_SLOT_KEYS, FACTOR, DOT, SHORT,
+            scale,
         ),
-        splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, extra, lead, BT, STRONG, HEADS, GROUP,
-        HAS_START, PACKED,
+        Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, extra, lead),
+        Constants(M, SLOTS, BM, K, V, BT, GROUP, HEADS, STRONG, FACTOR, DOT, BN, OWN_SLOT_KEYS, SHORT),
     )  # fmt: skip
 
 

@@ -5,15 +5,19 @@ q̂ k̂ᵀ, q̂ S^K ──► z (slots) ─┐
 q kᵀ ──► ζ (window) ────────┘                 + π v               of the window, tile by tile (online softmax)
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import LOG2_E, cached_launch
 from tokenmix_nha.ops.slot_window import tuning
-from tokenmix_nha.ops.slot_window.head_padding import each_head_of_queries
+from tokenmix_nha.ops.slot_window.head_loops import each_head_of_queries
 from tokenmix_nha.ops.slot_window.tile import (
     SIZES,
+    Chunks,
+    Constants,
     as_factor,
     block_pairs,
     block_to_boundary,
@@ -32,104 +36,104 @@ from tokenmix_nha.ops.slot_window.tile import (
 )
 from tokenmix_nha.ops.slot_window.types import Gates, Inputs, Layout, Results, Saved
 
+_Tensors = namedtuple("_Tensors", "q k v f q_slots k_slots row column states_k states_v o lse scale")
+
 
 @triton.jit
-def _outputs(
-    chunk, q, k, v, f, q_slots, k_slots, splits, row, column, states_k, states_v, o, lse, scale, H, before, window,
-    M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    STRONG: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+def _outputs(chunk, t, at, c):
     """Compute o and the log-sum-exp of a chunk of one query head."""
-    i_t, _, entry, oldest, begin_q, begin_k, length, keys = chunk
-    HQ = H * GROUP
-    o_r = tl.arange(0, BT)
-    first = i_t * BT
-    o_q = first + window - before + o_r
+    i_t, keys, oldest, length, _, entry, begin_q, begin_k = chunk
+    HQ = at.H * c.GROUP
+    o_r = tl.arange(0, c.BT)
+    first = i_t * c.BT
+    o_q = first + at.window - at.before + o_r
     m_q = (o_q >= 0) & (o_q < length)
     o_j = first + o_r
     m_j = (o_j >= oldest) & (o_j < keys)
-    scale *= LOG2_E
+    scale = t.scale * LOG2_E
 
-    b_q, b_qs, b_ks = load_pairs(q, k, q_slots, k_slots, begin_q, begin_k, o_q, m_q, o_j, m_j, H, HQ, K, OWN_SLOT_KEYS)
-    b_a = tl.dot(b_qs, tl.trans(b_ks), input_precision=DOT)
-    b_z = tl.dot(b_qs, load_columns(states_k + entry * K * M, M, K, BM), input_precision=DOT)
-    m_e = (o_j >= 0) & (o_j < keys - window)
+    b_q, b_qs, b_ks = load_pairs(t, chunk, o_q, m_q, o_j, m_j, at.H, c)
+    b_a = tl.dot(b_qs, tl.trans(b_ks), input_precision=c.DOT)
+    b_z = tl.dot(b_qs, load_columns(t.states_k + entry * c.K * c.M, c.M, c.K, c.BM), input_precision=c.DOT)
+    m_e = (o_j >= 0) & (o_j < keys - at.window)
     r_t, r_j = o_r[:, None], o_r[None, :]
-    if STRONG:
+    if c.STRONG:
         # the Hopper scan marks chunks only as strong; store the number of halvings for the backward pass
-        b_f = load_gates(f + begin_k * SLOTS, o_j, m_e, H * SLOTS, SLOTS, BM)
-        b_log = log2_gates(b_f, DOT)
-        count = halvings(b_log, 1, BT, DOT)
-        tl.store(splits + entry, count)
-        size = BT >> count
-        b_g = gates_between(b_log, (o_r & -size) - 1, o_r, BT, DOT)
-        b_row, b_col = tl.exp2(b_g), as_factor(enter_weight(b_f) * tl.exp2(-b_g), FACTOR, DOT)
+        b_f = load_gates(t.f + begin_k * c.SLOTS, o_j, m_e, at.H * c.SLOTS, c.SLOTS, c.BM)
+        b_log = log2_gates(b_f, c.DOT)
+        count = halvings(b_log, 1, c.BT, c.DOT)
+        tl.store(at.splits + entry, count)
+        size = c.BT >> count
+        b_g = gates_between(b_log, (o_r & -size) - 1, o_r, c.BT, c.DOT)
+        b_row, b_col = tl.exp2(b_g), as_factor(enter_weight(b_f) * tl.exp2(-b_g), c.FACTOR, c.DOT)
     else:
-        size = BT
-        b_row = load_factors(row + entry * BT * M, i_t >= 0, 1.0, M, BT, BM)
-        b_col = load_factors(column + entry * BT * M, i_t >= 0, 0.0, M, BT, BM)
+        size = c.BT
+        b_row = load_factors(t.row + entry * c.BT * c.M, i_t >= 0, 1.0, c.M, c.BT, c.BM)
+        b_col = load_factors(t.column + entry * c.BT * c.M, i_t >= 0, 0.0, c.M, c.BT, c.BM)
     m_b = block_pairs(r_t, r_j, size)
-    if STRONG:
-        b_z *= block_to_start(b_log, size, BT, DOT)
+    if c.STRONG:
+        b_z *= block_to_start(b_log, size, c.BT, c.DOT)
         for i in range(count):
-            half = (BT // 2) >> i
-            b_boundary = block_to_boundary(b_log, size, half, BT, DOT)
-            b_h = as_factor(tl.where(opposite_pairs(r_t, r_j, half), b_a, 0.0), FACTOR, DOT)
-            b_z += b_boundary * tl.dot(b_h, as_factor(b_col * b_boundary, FACTOR, DOT), input_precision=DOT)
-    b_z = tl.dot(as_factor(tl.where(m_b, b_a, 0.0), FACTOR, DOT), b_col, b_z, input_precision=DOT) * b_row
+            half = (c.BT // 2) >> i
+            b_boundary = block_to_boundary(b_log, size, half, c.BT, c.DOT)
+            b_h = as_factor(tl.where(opposite_pairs(r_t, r_j, half), b_a, 0.0), c.FACTOR, c.DOT)
+            b_z += b_boundary * tl.dot(b_h, as_factor(b_col * b_boundary, c.FACTOR, c.DOT), input_precision=c.DOT)
+    b_z = tl.dot(as_factor(tl.where(m_b, b_a, 0.0), c.FACTOR, c.DOT), b_col, b_z, input_precision=c.DOT) * b_row
     # a tile may be wider than SLOTS
-    b_z = tl.where((tl.arange(0, BM) < SLOTS)[None, :], b_z * scale, float("-inf"))
+    b_z = tl.where((tl.arange(0, c.BM) < c.SLOTS)[None, :], b_z * scale, float("-inf"))
     b_max = tl.max(b_z, 1)
 
     # row t sees tokens j ≤ t of the chunk in the slots and j > t in its window: if both use the same keys, one tile of
     # q kᵀ serves both; with separate keys the window's loop starts at the chunk itself
     shift_0 = 0
-    b_w = tl.full([BT, BT], float("-inf"), dtype=tl.float32)
-    if not OWN_SLOT_KEYS:
-        shift_0 = BT
-        m_w = (o_r[None, :] > o_r[:, None]) & (o_r[None, :] <= o_r[:, None] + window) & m_j[None, :]
+    b_w = tl.full([c.BT, c.BT], float("-inf"), dtype=tl.float32)
+    if not c.OWN_SLOT_KEYS:
+        shift_0 = c.BT
+        m_w = (o_r[None, :] > o_r[:, None]) & (o_r[None, :] <= o_r[:, None] + at.window) & m_j[None, :]
         b_w = tl.where(m_w, b_a * scale, b_w)
         b_max = tl.maximum(b_max, tl.max(b_w, 1))
     b_p = tl.exp2(b_z - b_max[:, None])
     b_w = tl.exp2(b_w - b_max[:, None])
     b_l = tl.sum(b_p, 1) + tl.sum(b_w, 1)
-    b_y = as_factor(b_p * b_row, FACTOR, DOT)
-    b_w += tl.where(m_b, tl.dot(b_y, tl.trans(b_col), input_precision=DOT), 0.0)
+    b_y = as_factor(b_p * b_row, c.FACTOR, c.DOT)
+    b_w += tl.where(m_b, tl.dot(b_y, tl.trans(b_col), input_precision=c.DOT), 0.0)
     b_ys = b_y.to(b_q.dtype)
-    if STRONG:
-        b_ys = (b_y * block_to_start(b_log, size, BT, DOT)).to(b_q.dtype)
+    if c.STRONG:
+        b_ys = (b_y * block_to_start(b_log, size, c.BT, c.DOT)).to(b_q.dtype)
         for i in range(count):
-            half = (BT // 2) >> i
-            b_boundary = block_to_boundary(b_log, size, half, BT, DOT)
+            half = (c.BT // 2) >> i
+            b_boundary = block_to_boundary(b_log, size, half, c.BT, c.DOT)
             b_h = tl.dot(
-                as_factor(b_y * b_boundary, FACTOR, DOT),
-                tl.trans(as_factor(b_col * b_boundary, FACTOR, DOT)),
-                input_precision=DOT,
+                as_factor(b_y * b_boundary, c.FACTOR, c.DOT),
+                tl.trans(as_factor(b_col * b_boundary, c.FACTOR, c.DOT)),
+                input_precision=c.DOT,
             )
             b_w += tl.where(opposite_pairs(r_t, r_j, half), b_h, 0.0)
-    b_o = tl.dot(b_ys, tl.trans(load_columns(states_v + entry * V * M, M, V, BM)), input_precision=DOT)
-    b_o = tl.dot(b_w.to(b_q.dtype), load_rows(v + begin_k * V, o_j, m_j, H * V, V), b_o, input_precision=DOT)
+    b_o = tl.dot(b_ys, tl.trans(load_columns(t.states_v + entry * c.V * c.M, c.M, c.V, c.BM)), input_precision=c.DOT)
+    b_o = tl.dot(
+        b_w.to(b_q.dtype), load_rows(t.v + begin_k * c.V, o_j, m_j, at.H * c.V, c.V), b_o, input_precision=c.DOT
+    )
 
     # the rest of the window, without tiles before the first valid key
-    o_n = tl.arange(0, BN)
-    skip = tl.maximum(oldest - first - shift_0, 0) // BN * BN
-    for shift in range(shift_0 + skip, tl.minimum(BT + window, keys - first), BN):
+    o_n = tl.arange(0, c.BN)
+    skip = tl.maximum(oldest - first - shift_0, 0) // c.BN * c.BN
+    for shift in range(shift_0 + skip, tl.minimum(c.BT + at.window, keys - first), c.BN):
         o_jn = first + shift + o_n
         m_jn = (o_jn >= oldest) & (o_jn < keys)
-        b_kn = load_rows(k + begin_k * K, o_jn, m_jn, H * K, K)
-        b_vn = load_rows(v + begin_k * V, o_jn, m_jn, H * V, V)
+        b_kn = load_rows(t.k + begin_k * c.K, o_jn, m_jn, at.H * c.K, c.K)
+        b_vn = load_rows(t.v + begin_k * c.V, o_jn, m_jn, at.H * c.V, c.V)
         o_s = (shift + o_n)[None, :] - o_r[:, None]
-        m_wn = (o_s > 0) & (o_s <= window) & m_jn[None, :]
-        b_s = tl.where(m_wn, tl.dot(b_q, tl.trans(b_kn), input_precision=DOT) * scale, float("-inf"))
+        m_wn = (o_s > 0) & (o_s <= at.window) & m_jn[None, :]
+        b_s = tl.where(m_wn, tl.dot(b_q, tl.trans(b_kn), input_precision=c.DOT) * scale, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, 1))
         b_shrink = tl.exp2(b_max - b_new)
         b_s = tl.exp2(b_s - b_new[:, None])
         b_l = b_l * b_shrink + tl.sum(b_s, 1)
-        b_o = tl.dot(b_s.to(b_q.dtype), b_vn, b_o * b_shrink[:, None], input_precision=DOT)
+        b_o = tl.dot(b_s.to(b_q.dtype), b_vn, b_o * b_shrink[:, None], input_precision=c.DOT)
         b_max = b_new
 
-    store_rows(o + begin_q * V, b_o / b_l[:, None], o_q, m_q, HQ * V, V)
-    tl.store(lse + begin_q + o_q.to(tl.int64) * HQ, b_max + tl.log2(b_l), mask=m_q)
+    store_rows(t.o + begin_q * c.V, b_o / b_l[:, None], o_q, m_q, HQ * c.V, c.V)
+    tl.store(t.lse + begin_q + o_q.to(tl.int64) * HQ, b_max + tl.log2(b_l), mask=m_q)
 
 
 @cached_launch
@@ -138,17 +142,14 @@ def slot_window_forward_kernel(
     q, k, v, f, q_slots, k_slots, splits, row, column, states_k, states_v, start, cu_seqlens, o, lse, scale, T, N, H,
     before, window, chunks, entries, extra, lead, M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STRONG: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    OWN_SLOT_KEYS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
+    OWN_SLOT_KEYS: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Store o `[BT, V]` and the base-2 log-sum-exp of a query chunk, for HEADS query heads."""
     each_head_of_queries(
         _outputs,
-        (
-            q, k, v, f, q_slots, k_slots, splits, row, column, states_k, states_v, o, lse, scale, H, before, window, M,
-            SLOTS, BM, K, V, BT, BN, STRONG, GROUP, OWN_SLOT_KEYS, FACTOR, DOT,
-        ),
-        splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, extra, lead, BT, STRONG, HEADS, GROUP,
-        HAS_START, PACKED,
+        _Tensors(q, k, v, f, q_slots, k_slots, row, column, states_k, states_v, o, lse, scale),
+        Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, extra, lead),
+        Constants(M, SLOTS, BM, K, V, BT, GROUP, HEADS, STRONG, FACTOR, DOT, BN, OWN_SLOT_KEYS),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Gates of chunks, and the scans along chunks: slots before each chunk forward, their gradients in reverse.
+"""Scans along chunks: slots before each chunk forward, their gradients in reverse.
 
 One program scans a slice of the channels of one head of one sequence, or of one segment of it. If there are few heads,
 sequences are split into segments that run in parallel:
@@ -15,21 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import cached_launch
 from tokenmix_nha.ops.slot_window import tuning
 from tokenmix_nha.ops.slot_window.tile import (
     SIZES,
-    as_factor,
     block_to_start,
-    enter_weight,
     first_entry,
-    gates_between,
-    halvings,
     load_by_slot,
     load_columns,
     load_gates,
-    locate_chunk,
     log2_gates,
     sequence_span,
     store_columns,
@@ -78,73 +72,12 @@ def _tile_offsets(index, first, BD: tl.constexpr, M: tl.constexpr):
     return index + (first + tl.arange(0, BD))[:, None] * M + tl.arange(0, M)[None, :]
 
 
-@triton.jit
-def _gates(
-    p_f, weight, row, column, end, splits, i_t, tile, entering, stride, SLOTS, M: tl.constexpr, BM: tl.constexpr,
-    BT: tl.constexpr, DOT: tl.constexpr, ONLY_STRONG: tl.constexpr,
-):  # fmt: skip
-    """Store the gates' factors of a chunk of one head."""
-    o_r, o_m = tl.arange(0, BT), tl.arange(0, BM)
-    o_t = i_t * BT + o_r
-    b_f = load_gates(p_f, o_t, o_t < entering, stride, SLOTS, BM)
-    b_log = log2_gates(b_f, DOT)
-    b_end = tl.sum(b_log, 0)
-    b_g = gates_between(b_log, -1, o_r, BT, DOT)
-    b_enter = enter_weight(b_f)
-    b_weight = b_enter * tl.exp2(tl.minimum(b_end[None, :] - b_g, 0.0))
-    store_columns(weight + tile * BT * M, b_weight, M, BT, BM)
-    tl.store(end + tile * M + o_m, b_end, mask=o_m < M)
-    count = halvings(b_log, 1 if ONLY_STRONG else 0, BT, DOT)
-    tl.store(splits + tile, count)
-    size = BT >> count
-    b_g = gates_between(b_log, (o_r & -size) - 1, o_r, BT, DOT)
-    b_col = tl.exp2(-b_g) * b_enter
-    store_columns(row + tile * BT * M, tl.exp2(b_g), M, BT, BM)
-    store_columns(column + tile * BT * M, as_factor(b_col, column.dtype.element_ty, DOT), M, BT, BM)
-
-
-@cached_launch
-@triton.jit(do_not_specialize=SIZES)
-def slot_gates_kernel(
-    f, weight, row, column, end, splits, cu_seqlens, T, N, H, before, window, chunks, entries, M: tl.constexpr, SLOTS,
-    BM: tl.constexpr, BT: tl.constexpr, HEADS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
-    ONLY_STRONG: tl.constexpr,
-):  # fmt: skip
-    """Store for a chunk and HEADS heads: each token's weight in the slots at the chunk's end `[BT, M]`, row and column
-    factors, the chunk's log2 decay `[M]`, and how often it must be halved for factors within 2^±80.
-
-    With ONLY_STRONG, `splits` is also an input, and only chunks that it marks as strong are computed.
-    """
-    i_n, i_t, begin, length = locate_chunk(tl.program_id(0), T, N, chunks, before, cu_seqlens, BT, PACKED)
-    i_h = tl.program_id(1) * HEADS
-    begin += i_n.to(tl.int64) * before
-    entering = length + before - window
-    if i_t * BT >= entering:
-        return
-    tile = (first_entry(i_n, begin, entries, BT, PACKED) + i_t) * H
-    o_h = i_h + tl.arange(0, HEADS)
-    b_count = tl.full([HEADS], 1, tl.int32)
-    if ONLY_STRONG:
-        b_count = tl.load(splits + tile + o_h, mask=o_h < H, other=0)
-        if tl.max(b_count, 0) == 0:
-            return
-    # disable LICM: hoisting the indices that heads share would spill registers
-    for i in tl.range(HEADS, disable_licm=True):
-        if (tl.sum(tl.where(o_h == i_h + i, b_count, 0), 0) > 0) & (i_h + i < H):
-            p_f = f + (begin * H + i_h + i) * SLOTS
-            _gates(
-                p_f, weight, row, column, end, splits, i_t, tile + i_h + i, entering, H * SLOTS, SLOTS, M, BM, BT,
-                DOT, ONLY_STRONG,
-            )  # fmt: skip
-
-
 @cached_launch
 @triton.jit(do_not_specialize=SIZES)
 def slot_states_kernel(
     k, v, weight, end, initial_k, initial_v, cu_seqlens, local_k, local_v, local_g, states_k, states_v, final_k,
     final_v, T, NH, H, before, window, entries, segments, M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, BT: tl.constexpr, ND: tl.constexpr, HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr,
-    LOCAL: tl.constexpr, DOT: tl.constexpr,
+    V: tl.constexpr, BT: tl.constexpr, ND: tl.constexpr, LOCAL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Scan: store the slots before every chunk and at the sequence's end, tiles `[entries, H, D, M]`."""
     i_s, i_nh = tl.program_id(0) // NH, tl.program_id(0) % NH
@@ -154,10 +87,10 @@ def slot_states_kernel(
     BV: tl.constexpr = V // ND
     o_r, o_m = tl.arange(0, BT), tl.arange(0, BM)
 
-    begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+    begin, length = sequence_span(i_n, T, cu_seqlens)
     begin += i_n.to(tl.int64) * before
     entering = tl.maximum(length + before - window, 0)
-    entry = first_entry(i_n, begin, entries, BT, PACKED)
+    entry = first_entry(i_n, begin, entries, cu_seqlens, BT)
     chunks = tl.cdiv(entering, BT)
     per_segment = tl.cdiv(chunks, segments)
     first = i_s * per_segment
@@ -171,7 +104,7 @@ def slot_states_kernel(
         if local_g is not None:
             b_sk += load_columns(local_k + (i_s * NH + i_nh).to(tl.int64) * K * M + i_d * BK * M, M, BK, BM)
             b_sv += load_columns(local_v + (i_s * NH + i_nh).to(tl.int64) * V * M + i_d * BV * M, M, BV, BM)
-        elif HAS_INITIAL:
+        elif initial_k is not None:
             b_sk += _load_slots(initial_k, i_nh, i_d * BK, BK, K, BM, SLOTS)
             b_sv += _load_slots(initial_v, i_nh, i_d * BV, BV, V, BM, SLOTS)
 
@@ -209,7 +142,7 @@ def slot_states_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def slot_carry_kernel(
     outer, local, local_g, NH, segments, M: tl.constexpr, SLOTS, D: tl.constexpr, BD: tl.constexpr,
-    HAS_OUTER: tl.constexpr, BACKWARD: tl.constexpr,
+    BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """Inter-segment scan: turn each segment's local final slots, `local` `[segments, NH, D, M]`, into the slots
     entering it (backward: the gradients leaving it), starting from `outer`, the initial slots (the gradients of the
@@ -217,7 +150,7 @@ def slot_carry_kernel(
     i_nh, i_d = tl.program_id(0), tl.program_id(1) * BD
     o_m = tl.arange(0, M)
     b_s = tl.zeros([BD, M], dtype=tl.float32)
-    if HAS_OUTER:
+    if outer is not None:
         b_s += _load_slots(outer, i_nh, i_d, BD, D, M, SLOTS)
     # prefetching is safe: no iteration reads an element after an earlier one has replaced it
     for i in tl.range(segments, num_stages=4):
@@ -235,8 +168,8 @@ def slot_carry_kernel(
 def slot_gradients_kernel(
     q, do, p, dz, f, end, splits, dfinal_k, dfinal_v, cu_seqlens, local_k, local_v, local_g, ds_k, ds_v, dinitial_k,
     dinitial_v, T, NH, H, before, window, entries, segments, lead, M: tl.constexpr, SLOTS, BM: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, ND: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
-    LOCAL: tl.constexpr, DOT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, ND: tl.constexpr, GROUP: tl.constexpr, LOCAL: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """Reverse scan: store gradients of the slots after every chunk `[entries, H, D, M]` and of the initial slots."""
     i_s, i_nh = tl.program_id(0) // NH, tl.program_id(0) % NH
@@ -247,9 +180,9 @@ def slot_gradients_kernel(
     BV: tl.constexpr = V // ND
     o_r, o_m = tl.arange(0, BT), tl.arange(0, BM)
 
-    begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+    begin, length = sequence_span(i_n, T, cu_seqlens)
     begin_k = begin + i_n.to(tl.int64) * before
-    entry = first_entry(i_n, begin_k, entries, BT, PACKED)
+    entry = first_entry(i_n, begin_k, entries, cu_seqlens, BT)
     entering = tl.maximum(length + before - window, 0)
     chunks = tl.cdiv(entering, BT)
     p_f = f + (begin_k * H + i_h) * SLOTS
@@ -324,20 +257,6 @@ class Local(NamedTuple):
     local_g: Tensor | None
 
 
-def chunk_gates(launch, x: Inputs, y: Layout, saved: Saved, *, only_strong: bool = False) -> Gates:
-    """Return the gates' factors of all chunks and fill `saved.end` and `.splits`, or of strong chunks by `.splits`."""
-    shape = y.entries * y.rows, y.H, y.BT, y.M
-    gates = Gates(*empty(x.q, ((shape, x.q.dtype), (shape, torch.float32), (shape, y.factor))))
-    heads = tuning.strong_heads(y.key_chunks * y.rows, y.H) if only_strong else 1
-    launch(
-        slot_gates_kernel, (y.key_chunks * y.rows, cdiv(y.H, heads)),
-        f=x.f, **gates._asdict(), end=saved.end, splits=saved.splits, cu_seqlens=x.cu_seqlens, **y.of_keys,
-        M=y.M, SLOTS=y.SLOTS, BM=y.BM, BT=y.BT, HEADS=heads, PACKED=y.PACKED, DOT=y.DOT, ONLY_STRONG=only_strong,
-        num_warps=4,
-    )  # fmt: skip
-    return gates
-
-
 def slot_states(launch, x: Inputs, y: Layout, gates: Gates, results: Results, saved: Saved) -> None:
     """Fill the slots before every chunk and at the sequence's end."""
     config = tuning.scan_config(y.N * y.H, y.entries, y.M, x.q.dtype)
@@ -346,7 +265,7 @@ def slot_states(launch, x: Inputs, y: Layout, gates: Gates, results: Results, sa
         k=x.k if x.k_slots is None else x.k_slots, v=x.v, weight=gates.weight, end=saved.end, initial_k=x.slots_k,
         initial_v=x.slots_v, cu_seqlens=x.cu_seqlens, states_k=saved.states_k, states_v=saved.states_v,
         final_k=results.final_k, final_v=results.final_v,
-        BM=y.BM, BT=y.BT, ND=config.ND, HAS_INITIAL=x.slots_k is not None, DOT=y.DOT, num_stages=config.num_stages,
+        BM=y.BM, BT=y.BT, ND=config.ND, DOT=y.DOT, num_stages=config.num_stages,
     )  # fmt: skip
 
 
@@ -378,8 +297,8 @@ def launch_scan(
         launch(
             kernel, (config.segments * y.N * y.H, config.ND),
             **arguments, **local._asdict(), T=y.T, NH=y.N * y.H, H=y.H, before=y.before, window=y.window,
-            entries=y.entries, segments=config.segments, M=y.M, SLOTS=y.SLOTS, K=y.K, V=y.V, PACKED=y.PACKED,
-            LOCAL=is_local, num_warps=config.num_warps,
+            entries=y.entries, segments=config.segments, M=y.M, SLOTS=y.SLOTS, K=y.K, V=y.V, LOCAL=is_local,
+            num_warps=config.num_warps,
         )  # fmt: skip
         if is_local:
             _carry(launch, config, y, outer, local, backward)
@@ -398,5 +317,5 @@ def _carry(launch, config: tuning.ScanConfig, y: Layout, outer: tuple, local: Lo
         launch(
             slot_carry_kernel, (y.N * y.H, D // _CARRY_ROWS),
             outer=slots, local=local_slots, local_g=local.local_g, NH=y.N * y.H, segments=config.segments,
-            M=y.M, SLOTS=y.SLOTS, D=D, BD=_CARRY_ROWS, HAS_OUTER=slots is not None, BACKWARD=backward, num_warps=4,
+            M=y.M, SLOTS=y.SLOTS, D=D, BD=_CARRY_ROWS, BACKWARD=backward, num_warps=4,
         )  # fmt: skip

@@ -7,6 +7,8 @@ quarter of the chunk, and so on. If no such block holds t and j, they lie in opp
 to the boundary between the halves, both factors are at most 1.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
@@ -18,32 +20,44 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # bound on the factors of a block: 2^±80
 LARGEST_FACTOR = tl.constexpr(80.0)
 
+# boundaries and sizes of a call's chunks as in `Layout`, with the oldest valid keys and how often each chunk is halved
+Chunks = namedtuple("Chunks", "splits start cu_seqlens T N H before window chunks entries extra lead", defaults=(0, 0))
+# compile-time sizes and options of a kernel; in a call they are not assigned to a variable, which would make tensors
+Constants = namedtuple(
+    "Constants", "M SLOTS BM K V BT GROUP HEADS STRONG FACTOR DOT BN OWN_SLOT_KEYS SHORT", defaults=(None, False, False)
+)
+# a chunk of keys: first and last + 1 key, oldest valid key, number of queries, how often it is halved (−1 if it does
+# not exist), index of its state, offsets of the first rows of keys and queries
+KeyChunk = namedtuple("KeyChunk", "first keys oldest length count entry begin_k begin_q")
+# a chunk of queries, which pairs with the i_t-th chunk of entering tokens; otherwise the same
+QueryChunk = namedtuple("QueryChunk", "i_t keys oldest length count entry begin_q begin_k")
+
 
 @triton.jit
-def locate_chunk(i_c, T, N, chunks, extra, cu_seqlens, BT: tl.constexpr, PACKED: tl.constexpr):
+def locate_chunk(i_c, at, extra, BT: tl.constexpr):
     """Return sequence and chunk index of the `i_c`-th chunk slot, the sequence's first query (int64) and its queries.
 
     A sequence's chunks cover `extra` tokens beside its own. In a packed batch the chunks of sequence n begin at chunk
     slot `⌊b / BT⌋ + n`, with b the number of tokens before it. So sequences never share a chunk slot, and no table is
     needed; some chunk slots stay unused.
     """
-    if PACKED:
+    if at.cu_seqlens is not None:
         BN: tl.constexpr = 128
         sequences = 0
-        for i in range(0, N, BN):
+        for i in range(0, at.N, BN):
             o_n = i + tl.arange(0, BN)
-            m_n = o_n < N
-            slots = (tl.load(cu_seqlens + o_n, mask=m_n, other=0).to(tl.int64) + o_n * extra) // BT + o_n
+            m_n = o_n < at.N
+            slots = (tl.load(at.cu_seqlens + o_n, mask=m_n, other=0).to(tl.int64) + o_n * extra) // BT + o_n
             sequences += tl.sum(((slots <= i_c) & m_n).to(tl.int32), 0)
         i_n = sequences - 1
-        begin = tl.load(cu_seqlens + i_n).to(tl.int64)
-        length = (tl.load(cu_seqlens + i_n + 1) - begin).to(tl.int32)
+        begin = tl.load(at.cu_seqlens + i_n).to(tl.int64)
+        length = (tl.load(at.cu_seqlens + i_n + 1) - begin).to(tl.int32)
         i_t = i_c - ((begin + i_n * extra) // BT + i_n).to(tl.int32)
     else:
-        i_n = i_c // chunks
-        begin = i_n.to(tl.int64) * T
-        length = T
-        i_t = i_c - i_n * chunks
+        i_n = i_c // at.chunks
+        begin = i_n.to(tl.int64) * at.T
+        length = at.T
+        i_t = i_c - i_n * at.chunks
     return i_n, i_t, begin, length
 
 
@@ -59,9 +73,9 @@ def token_rows(first, keys, oldest, length, before, window, BT: tl.constexpr):
 
 
 @triton.jit
-def sequence_span(i_n, T, cu_seqlens, PACKED: tl.constexpr):
+def sequence_span(i_n, T, cu_seqlens):
     """Return the first query (int64, over all rows) and the number of queries of sequence `i_n`."""
-    if PACKED:
+    if cu_seqlens is not None:
         begin = tl.load(cu_seqlens + i_n).to(tl.int64)
         length = (tl.load(cu_seqlens + i_n + 1) - begin).to(tl.int32)
     else:
@@ -71,9 +85,9 @@ def sequence_span(i_n, T, cu_seqlens, PACKED: tl.constexpr):
 
 
 @triton.jit
-def first_entry(i_n, begin_k, entries, BT: tl.constexpr, PACKED: tl.constexpr):
+def first_entry(i_n, begin_k, entries, cu_seqlens, BT: tl.constexpr):
     """Return the index of sequence `i_n`'s first chunk state: one before each entering chunk and one at the end."""
-    if PACKED:
+    if cu_seqlens is not None:
         entry = begin_k // BT + 2 * i_n
     else:
         entry = i_n.to(tl.int64) * entries
@@ -94,17 +108,16 @@ def store_rows(p, b_x, o_t, m_t, stride, D: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(
-    q, k, q_slots, k_slots, begin_q, begin_k, o_q, m_q, o_j, m_j, H, HQ, K: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr
-):
+def load_pairs(t, chunk, o_q, m_q, o_j, m_j, H, c):
     """Load a chunk's queries for the window and for the slots, and the keys that enter the slots."""
-    b_q = load_rows(q + begin_q * K, o_q, m_q, HQ * K, K)
-    if OWN_SLOT_KEYS:
-        b_qs = load_rows(q_slots + begin_q * K, o_q, m_q, HQ * K, K)
-        b_ks = load_rows(k_slots + begin_k * K, o_j, m_j, H * K, K)
+    HQ = H * c.GROUP
+    b_q = load_rows(t.q + chunk.begin_q * c.K, o_q, m_q, HQ * c.K, c.K)
+    if c.OWN_SLOT_KEYS:
+        b_qs = load_rows(t.q_slots + chunk.begin_q * c.K, o_q, m_q, HQ * c.K, c.K)
+        b_ks = load_rows(t.k_slots + chunk.begin_k * c.K, o_j, m_j, H * c.K, c.K)
     else:
         b_qs = b_q
-        b_ks = load_rows(k + begin_k * K, o_j, m_j, H * K, K)
+        b_ks = load_rows(t.k + chunk.begin_k * c.K, o_j, m_j, H * c.K, c.K)
     return b_q, b_qs, b_ks
 
 
@@ -267,22 +280,19 @@ def add_end_gradients(
 
 
 @triton.jit
-def pair_weights(
-    b_y, p_col, p_f, count, o_j, m_e, stride, slots, BM: tl.constexpr, M: tl.constexpr, BT: tl.constexpr,
-    FACTOR: tl.constexpr, DOT: tl.constexpr, STRONG: tl.constexpr,
-):  # fmt: skip
+def pair_weights(b_y, p_col, p_f, count, o_j, m_e, stride, slots, c):
     """Return `Σ_m col_m(j) y_m(t)` `[token, query]` over BM slots, 0 if j enters after the slots that t sees."""
-    b_col = load_columns(p_col, M, BT, BM)
-    o_r = tl.arange(0, BT)
+    b_col = load_columns(p_col, c.M, c.BT, c.BM)
+    o_r = tl.arange(0, c.BT)
     r_j, r_t = o_r[:, None], o_r[None, :]
-    size = BT >> count
-    b_b = tl.where(block_pairs(r_t, r_j, size), tl.dot(b_col, tl.trans(b_y), input_precision=DOT), 0.0)
-    if STRONG:
-        b_log = log2_gates(load_gates(p_f, o_j, m_e, stride, slots, BM), DOT)
+    size = c.BT >> count
+    b_b = tl.where(block_pairs(r_t, r_j, size), tl.dot(b_col, tl.trans(b_y), input_precision=c.DOT), 0.0)
+    if c.STRONG:
+        b_log = log2_gates(load_gates(p_f, o_j, m_e, stride, slots, c.BM), c.DOT)
         for i in range(count):
-            half = (BT // 2) >> i
-            b_boundary = block_to_boundary(b_log, size, half, BT, DOT)
-            b_h = tl.trans(as_factor(b_y * b_boundary, FACTOR, DOT))
-            b_c = tl.dot(as_factor(b_col * b_boundary, FACTOR, DOT), b_h, input_precision=DOT)
+            half = (c.BT // 2) >> i
+            b_boundary = block_to_boundary(b_log, size, half, c.BT, c.DOT)
+            b_h = tl.trans(as_factor(b_y * b_boundary, c.FACTOR, c.DOT))
+            b_c = tl.dot(as_factor(b_col * b_boundary, c.FACTOR, c.DOT), b_h, input_precision=c.DOT)
             b_b += tl.where(opposite_pairs(r_t, r_j, half), b_c, 0.0)
     return b_b

@@ -71,8 +71,6 @@ class Layout(NamedTuple):
     K: int
     V: int
     BT: int
-    HAS_START: bool
-    PACKED: bool
     DOT: str
     factor: torch.dtype
     before: int
@@ -101,12 +99,9 @@ class Layout(NamedTuple):
         }
 
     @property
-    def tile(self) -> dict[str, int | bool]:
+    def tile(self) -> dict[str, int]:
         """Compile-time arguments of all kernels with one program per chunk."""
-        return {
-            **{"M": self.M, "SLOTS": self.SLOTS, "K": self.K, "V": self.V},
-            **{"HAS_START": self.HAS_START, "PACKED": self.PACKED},
-        }
+        return {"M": self.M, "SLOTS": self.SLOTS, "K": self.K, "V": self.V}
 
     @property
     def portable(self) -> dict:
@@ -229,7 +224,7 @@ def layout(x: Inputs) -> Layout:
     M = tuning.slot_tile(SLOTS, x.q.dtype, x.k_slots is not None, GROUP)
     return Layout(
         T=T, N=N, H=H, GROUP=GROUP, M=M, SLOTS=SLOTS, BM=tuning.whole_tile(M, x.q.dtype), K=K, V=x.v.shape[3], BT=BT,
-        HAS_START=x.start is not None, PACKED=packed, DOT="ieee" if x.q.dtype == torch.float32 else "tf32",
+        DOT="ieee" if x.q.dtype == torch.float32 else "tf32",
         factor=torch.bfloat16 if x.q.dtype == torch.bfloat16 else torch.float32, before=x.before, window=x.window,
         lead=lead, extra=extra, rows=1 if packed else batch, query_chunks=query_chunks, key_chunks=key_chunks,
         entries=entries,

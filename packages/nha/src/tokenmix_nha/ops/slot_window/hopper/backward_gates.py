@@ -6,20 +6,21 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgro
 
 from tokenmix_core.kernels import cached_launch
 from tokenmix_core.kernels.gluon import LOG2_E, async_copy_rows, barrier, mma_layout, reinterpret, wait_async_copies
-from tokenmix_nha.ops.slot_window.hopper.backward_gqa import entries_of_heads
+from tokenmix_nha.ops.slot_window.hopper.backward_gqa import QueryTiles, entries_of_heads
 from tokenmix_nha.ops.slot_window.hopper.gates import (
     as_left,
     async_copy_tokens,
     column_dots,
     enter_weight,
     load_gates,
-    locate_tokens,
+    locate_keys,
     mma_add_opaque,
     mma_opaque,
     rounded,
     store_gates,
     sums_of_rows,
 )
+from tokenmix_nha.ops.slot_window.tile import Chunks
 from tokenmix_nha.ops.slot_window.types import Backward, SlotGradients, Softmax
 
 
@@ -28,8 +29,7 @@ from tokenmix_nha.ops.slot_window.types import Backward, SlotGradients, Softmax
 def hopper_backward_gates_kernel(
     q, k, v, f, splits, end, states_k, states_v, ds_k, ds_v, start, cu_seqlens, do, p, dz, x, df,
     T, N, H, before, window, chunks, entries,
-    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, HAS_START: gl.constexpr,
-    PACKED: gl.constexpr,
+    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Store df_j = ⟨dS_j, α_j (S_{j−1} − (k̂_j, v_j))⟩ `[BT, M]` of a chunk's tokens; README.md derives the sums."""
     BT: gl.constexpr = 64
@@ -40,9 +40,9 @@ def hopper_backward_gates_kernel(
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
     i_h, HQ = gl.program_id(0) % H, H * GROUP
-    first, keys, oldest, length, count, entry, begin_k, begin_q = locate_tokens(
-        gl.program_id(0) // H, i_h, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, HAS_START,
-        PACKED, GROUP,
+    first, keys, oldest, length, count, entry, begin_k, begin_q = locate_keys(
+        gl.program_id(0) // H, i_h, Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries),
+        GROUP,
     )  # fmt: skip
     if count != 0:
         return
@@ -82,8 +82,8 @@ def hopper_backward_gates_kernel(
     wait_async_copies(1)
     if GROUP > 1:
         b_e = entries_of_heads(
-            s_k, s_q, s_v, s_do, s_p, s_dz, q + begin_q * K, do + begin_q * V, p + begin_q * M, dz + begin_q * M, o_q,
-            length, HQ, GROUP,
+            s_k, s_v, QueryTiles(s_q, s_do, s_p, s_dz),
+            QueryTiles(q + begin_q * K, do + begin_q * V, p + begin_q * M, dz + begin_q * M), o_q, length, HQ, GROUP,
         )  # fmt: skip
         wait_async_copies(0)
         b_last = mma_add_opaque(s_v, s_dsv, mma_opaque(s_k, s_dsk, M))

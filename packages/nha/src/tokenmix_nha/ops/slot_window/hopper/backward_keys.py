@@ -6,20 +6,28 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgro
 
 from tokenmix_core.kernels import cached_launch
 from tokenmix_core.kernels.gluon import LOG2_E, async_copy_rows, barrier, mma_layout, reinterpret, wait_async_copies
-from tokenmix_nha.ops.slot_window.hopper.backward_gqa import add_slots_of_heads, add_window_of_heads
+from tokenmix_nha.ops.slot_window.hopper.backward_gqa import QueryTiles, add_slots_of_heads, add_window_of_heads
 from tokenmix_nha.ops.slot_window.hopper.gates import (
     as_left,
     async_copy_tokens,
     enter_weight,
     load_gates,
-    locate_tokens,
+    locate_keys,
     mma_add_opaque,
     mma_opaque,
     rounded,
     store,
     sums_of_rows,
 )
-from tokenmix_nha.ops.slot_window.hopper.pairs import add_window, load_vectors, softmax
+from tokenmix_nha.ops.slot_window.hopper.pairs import (
+    QueryWindow,
+    WindowPointers,
+    WindowTiles,
+    add_window,
+    load_vectors,
+    softmax,
+)
+from tokenmix_nha.ops.slot_window.tile import Chunks
 from tokenmix_nha.ops.slot_window.types import Backward, SlotGradients, Softmax
 
 
@@ -29,7 +37,6 @@ def hopper_backward_keys_kernel(
     q, k, v, f, q_slots, splits, end, ds_k, ds_v, start, cu_seqlens, lse, delta, do, p, dz, dk, dk_slots, dv,
     scale, T, N, H, before, window, chunks, entries,
     M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, OWN_SLOT_KEYS: gl.constexpr,
-    HAS_START: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Store dk (and dk_slots) `[BT, K]` and dv `[BT, V]` of a key chunk."""
     BT: gl.constexpr = 64
@@ -42,9 +49,9 @@ def hopper_backward_keys_kernel(
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
     i_h, HQ = gl.program_id(0) % H, H * GROUP
-    first, keys, oldest, length, count, entry, begin_k, begin_q = locate_tokens(
-        gl.program_id(0) // H, i_h, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, HAS_START,
-        PACKED, GROUP,
+    first, keys, oldest, length, count, entry, begin_k, begin_q = locate_keys(
+        gl.program_id(0) // H, i_h, Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries),
+        GROUP,
     )  # fmt: skip
     if count != 0:
         return
@@ -97,14 +104,15 @@ def hopper_backward_keys_kernel(
     # the window's queries, from the token itself on, reuse buffers that the WGMMAs have read
     o_w = first - before
     shift_0, shift_1 = gl.maximum(-o_w, 0) // BN * BN, gl.minimum(window, keys - first)
+    queries = QueryWindow(o_w, shift_0, shift_1, window, length, first, oldest, HQ, scale)
     if GROUP > 1:
         wait_async_copies(0)
         b_wv, b_wk = as_left(b_weight, V), as_left(b_weight, K)
         b_dv, b_dk = mma_opaque(b_wv, s_dsv.permute((1, 0)), V), mma_opaque(b_wk, s_dsk.permute((1, 0)), K)
         b_dv, b_dk, b_wv, b_wk = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_wv, b_wk])
         b_dk, b_dv = add_slots_of_heads(
-            b_dk, b_dv, b_col, s_q, s_do, s_p, s_dz, p_qs, p_do, p + begin_q * M, dz + begin_q * M, o_q, length, HQ,
-            GROUP,
+            b_dk, b_dv, b_col, QueryTiles(s_q, s_do, s_p, s_dz),
+            QueryTiles(p_qs, p_do, p + begin_q * M, dz + begin_q * M), o_q, length, HQ, GROUP,
         )  # fmt: skip
         barrier()
         s_qw = reinterpret(s_y, dtype, [BT, K], shared)
@@ -120,8 +128,8 @@ def hopper_backward_keys_kernel(
             store(s_q, dk_slots + begin_k * K, first, 0, keys, H * K)
             b_dk = gl.zeros([BT, K], gl.float32, mma_layout(K, 4))
         b_dk, b_dv = add_window_of_heads(
-            b_dk, b_dv, s_k, s_qw, s_v, s_do, s_qn, s_don, p_q, p_do, lse + begin_q, delta + begin_q, o_q, o_w, shift_0,
-            shift_1, window, length, first, oldest, HQ, scale, GROUP,
+            b_dk, b_dv, s_qw, s_do, WindowTiles(s_k, s_v, s_qn, s_don),
+            WindowPointers(p_q, p_do, lse + begin_q, delta + begin_q), queries, o_q, GROUP,
         )  # fmt: skip
     elif OWN_SLOT_KEYS:
         b_p, b_dz, b_col = warpgroup_mma_wait(0, deps=[b_p, b_dz, b_col])
@@ -167,8 +175,8 @@ def hopper_backward_keys_kernel(
         b_dv, b_dk, b_p, b_dz, b_wv, b_wk = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_dz, b_wv, b_wk])
     if GROUP == 1:
         b_dk, b_dv = add_window(
-            b_dk, b_dv, s_k, s_v, s_qn, s_don, p_q, p_do, lse + begin_q, delta + begin_q, o_w, shift_0, shift_1, window,
-            length, first, oldest, HQ, scale, K, V,
+            b_dk, b_dv, WindowTiles(s_k, s_v, s_qn, s_don),
+            WindowPointers(p_q, p_do, lse + begin_q, delta + begin_q), queries,
         )  # fmt: skip
     barrier()
     s_do.store(b_dv.to(dtype))

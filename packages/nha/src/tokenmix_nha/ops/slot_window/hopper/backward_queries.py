@@ -1,5 +1,7 @@
 """Gradients of a weak chunk's queries on Hopper, and the fields of `Softmax` for the other gradients."""
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
@@ -28,41 +30,45 @@ from tokenmix_nha.ops.slot_window.hopper.gates import (
     store,
     sums_of_rows,
 )
+from tokenmix_nha.ops.slot_window.tile import Chunks
 from tokenmix_nha.ops.slot_window.types import Backward, Softmax
+
+# smem tiles of a chunk's queries and do, and of the window's keys and values
+_Tiles = namedtuple("_Tiles", "q do k v")
+# keys of the window, `shift_0` … `shift_1` after key `first`, and the rows of keys and values of a sequence
+_KeyWindow = namedtuple("_KeyWindow", "k v shift_0 shift_1 window first oldest keys H")
 
 
 @gluon.jit
-def _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, scale_2):
+def _window(s, lse_i, shift, w, scale_2):
     """Return probabilities of BN keys of the window `[64, BN]`, and do · v."""
-    BN: gl.constexpr = s_kn.shape[0]
+    BN: gl.constexpr = s.k.shape[0]
     layout: gl.constexpr = mma_layout(BN, 4)
     o_i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     o_n = shift + gl.arange(0, BN, gl.SliceLayout(0, layout))[None, :]
-    b_s, b_d = mma_opaque(s_q, s_kn.permute((1, 0)), BN), mma_opaque(s_do, s_vn.permute((1, 0)), BN)
+    b_s, b_d = mma_opaque(s.q, s.k.permute((1, 0)), BN), mma_opaque(s.do, s.v.permute((1, 0)), BN)
     b_s, b_d = warpgroup_mma_wait(0, deps=[b_s, b_d])
-    m_s = (o_n > o_i) & (o_n <= o_i + window) & (first + o_n >= oldest) & (first + o_n < keys)
+    m_s = (o_n > o_i) & (o_n <= o_i + w.window) & (w.first + o_n >= w.oldest) & (w.first + o_n < w.keys)
     b_s = b_s * scale_2 - gl.convert_layout(lse_i, gl.SliceLayout(1, layout))[:, None]
     return gl.exp2(gl.where(m_s, b_s, float("-inf"))), b_d
 
 
 @gluon.jit
-def _add_window_delta(
-    delta_i, s_q, s_do, s_kn, s_vn, p_k, p_v, lse_i, shift_0, shift_1, window, first, oldest, keys, H, scale_2
-):
+def _add_window_delta(delta_i, s, lse_i, w, scale_2):
     """Add to δ the sum of probability · (do · v) over the window keys `shift_0` … `shift_1`; finally copy the first
     tile again. With nearly equal slots, dz cancels only if δ has the same rounding as p and dp, unlike do · o."""
-    BN: gl.constexpr = s_kn.shape[0]
-    K: gl.constexpr = s_kn.shape[1]
-    V: gl.constexpr = s_vn.shape[1]
-    for shift in range(shift_0, shift_1, BN):
+    BN: gl.constexpr = s.k.shape[0]
+    K: gl.constexpr = s.k.shape[1]
+    V: gl.constexpr = s.v.shape[1]
+    for shift in range(w.shift_0, w.shift_1, BN):
         wait_async_copies(0)
-        b_s, b_d = _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, scale_2)
+        b_s, b_d = _window(s, lse_i, shift, w, scale_2)
         delta_i += gl.convert_layout(gl.sum(b_s * b_d, 1), gl.SliceLayout(1, mma_layout(64, 4)))
-        if window > BN:
+        if w.window > BN:
             barrier()
-            after = gl.where(shift + BN < shift_1, shift + BN, shift_0)
-            async_copy_tokens(s_kn, p_k, first + after, oldest, keys, H * K)
-            async_copy_tokens(s_vn, p_v, first + after, oldest, keys, H * V)
+            after = gl.where(shift + BN < w.shift_1, shift + BN, w.shift_0)
+            async_copy_tokens(s.k, w.k, w.first + after, w.oldest, w.keys, w.H * K)
+            async_copy_tokens(s.v, w.v, w.first + after, w.oldest, w.keys, w.H * V)
             async_copy.commit_group()
     return delta_i
 
@@ -80,26 +86,23 @@ def _delta_from_outputs(s_do, o, begin_q, o_q, length, HQ):
 
 
 @gluon.jit
-def _add_window(
-    b_dq, s_q, s_do, s_kn, s_vn, p_k, p_v, lse_i, delta_i, shift_0, shift_1, window, first, oldest, keys, H, scale,
-    scale_2,
-):  # fmt: skip
+def _add_window(b_dq, s, lse_i, delta_i, w, scale, scale_2):
     """Add to dq the gradients from the window keys `shift_0` … `shift_1`; async copies of the first are in flight."""
-    BN: gl.constexpr = s_kn.shape[0]
-    K: gl.constexpr = s_kn.shape[1]
-    V: gl.constexpr = s_vn.shape[1]
+    BN: gl.constexpr = s.k.shape[0]
+    K: gl.constexpr = s.k.shape[1]
+    V: gl.constexpr = s.v.shape[1]
     layout: gl.constexpr = gl.SliceLayout(1, mma_layout(BN, 4))
-    for shift in range(shift_0, shift_1, BN):
+    for shift in range(w.shift_0, w.shift_1, BN):
         wait_async_copies(0)
-        b_s, b_ds = _window(s_q, s_do, s_kn, s_vn, lse_i, shift, window, first, oldest, keys, scale_2)
+        b_s, b_ds = _window(s, lse_i, shift, w, scale_2)
         b_ds = b_s * (b_ds - gl.convert_layout(delta_i, layout)[:, None]) * scale
-        b_ds = as_left(b_ds.to(s_kn.dtype), K)
-        b_dq = mma_add_opaque(b_ds, s_kn, b_dq)
+        b_ds = as_left(b_ds.to(s.k.dtype), K)
+        b_dq = mma_add_opaque(b_ds, s.k, b_dq)
         b_dq, b_ds = warpgroup_mma_wait(0, deps=[b_dq, b_ds])
-        if shift + BN < shift_1:
+        if shift + BN < w.shift_1:
             barrier()
-            async_copy_tokens(s_kn, p_k, first + shift + BN, oldest, keys, H * K)
-            async_copy_tokens(s_vn, p_v, first + shift + BN, oldest, keys, H * V)
+            async_copy_tokens(s.k, w.k, w.first + shift + BN, w.oldest, w.keys, w.H * K)
+            async_copy_tokens(s.v, w.v, w.first + shift + BN, w.oldest, w.keys, w.H * V)
             async_copy.commit_group()
     return b_dq
 
@@ -111,7 +114,7 @@ def hopper_backward_queries_kernel(
     delta,
     scale, T, N, H, before, window, chunks, entries, extra, lead,
     M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, OWN_SLOT_KEYS: gl.constexpr,
-    HAS_START: gl.constexpr, PACKED: gl.constexpr, SHORT: gl.constexpr,
+    SHORT: gl.constexpr,
 ):  # fmt: skip
     """Store dq (and dq_slots) `[BT, K]` of a query chunk, and per slot the probability p, the scaled logit gradient dz
     and x = ⟨dS, S⟩ `[BT, M]`."""
@@ -127,7 +130,8 @@ def hopper_backward_queries_kernel(
     HQ = H * GROUP
     i_q = gl.program_id(0) % HQ
     i_h = i_q // GROUP
-    i_n, i_t, begin, length = locate_chunk(gl.program_id(0) // HQ, T, N, chunks, extra, cu_seqlens, PACKED)
+    at = Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries)
+    i_n, i_t, begin, length = locate_chunk(gl.program_id(0) // HQ, at, extra)
     i_t -= lead
     begin_k = begin + i_n.to(gl.int64) * before
     first, keys = i_t * BT, length + before
@@ -135,12 +139,12 @@ def hopper_backward_queries_kernel(
     o_q = first + window - before
     if o_q >= length:
         return
-    entry = (first_entry(i_n, begin_k, entries, PACKED) + gl.maximum(i_t, 0)) * H + i_h
+    entry = (first_entry(i_n, begin_k, entries, cu_seqlens) + gl.maximum(i_t, 0)) * H + i_h
     if i_t >= 0:  # noqa: SIM102
         if gl.load(splits + entry) > 0:
             return
     oldest = 0
-    if HAS_START:
+    if start is not None:
         oldest = gl.load(start + i_n)
     begin_k, begin_q = begin_k * H + i_h, begin * HQ + i_q
 
@@ -184,6 +188,8 @@ def hopper_backward_queries_kernel(
     s_kn, s_vn = reinterpret(s_1, dtype, [BN, K], shared), reinterpret(s_v, dtype, [BN, V], shared)
     shift_0 = BT + gl.maximum(oldest - first - BT, 0) // BN * BN
     shift_1 = gl.minimum(BT + window, keys - first)
+    tiles = _Tiles(s_q, s_do, s_kn, s_vn)
+    window_keys = _KeyWindow(p_k, p_v, shift_0, shift_1, window, first, oldest, keys, H)
 
     # pairs [query, token]: m_p through the slots, m_w through the window
     wait_async_copies(1)
@@ -217,9 +223,7 @@ def hopper_backward_queries_kernel(
         b_w = gl.exp2(gl.where(m_w, b_w * scale_2 - lse_i[:, None], float("-inf")))
     if SHORT:
         delta_i = gl.sum(b_w * b_dp, 1)
-        delta_i = _add_window_delta(
-            delta_i, s_q, s_do, s_kn, s_vn, p_k, p_v, lse_i, shift_0, shift_1, window, first, oldest, keys, H, scale_2
-        )
+        delta_i = _add_window_delta(delta_i, tiles, lse_i, window_keys, scale_2)
     else:
         delta_i = gl.convert_layout(_delta_from_outputs(s_do, o, begin_q, o_q, length, HQ), row)
 
@@ -274,10 +278,7 @@ def hopper_backward_queries_kernel(
         b_right = as_left(b_w, K)
         b_dq = mma_add_opaque(b_right, s_k, b_dq)
         b_dq, b_right = warpgroup_mma_wait(0, deps=[b_dq, b_right])
-    b_dq = _add_window(
-        b_dq, s_q, s_do, s_kn, s_vn, p_k, p_v, lse_i, delta_i, shift_0, shift_1, window, first, oldest, keys, H, scale,
-        scale_2,
-    )  # fmt: skip
+    b_dq = _add_window(b_dq, tiles, lse_i, delta_i, window_keys, scale, scale_2)
     barrier()
     s_q.store(b_dq.to(dtype))
     barrier()

@@ -23,7 +23,7 @@ from tokenmix_nha.ops.slot_window.hopper.gates import (
     column_dots,
     enter_weight,
     load_gates,
-    locate_tokens,
+    locate_keys,
     mma_add_opaque,
     mma_opaque,
     rounded,
@@ -31,7 +31,15 @@ from tokenmix_nha.ops.slot_window.hopper.gates import (
     store_gates,
     sums_of_rows,
 )
-from tokenmix_nha.ops.slot_window.hopper.pairs import add_window, load_vectors, softmax
+from tokenmix_nha.ops.slot_window.hopper.pairs import (
+    QueryWindow,
+    WindowPointers,
+    WindowTiles,
+    add_window,
+    load_vectors,
+    softmax,
+)
+from tokenmix_nha.ops.slot_window.tile import Chunks
 from tokenmix_nha.ops.slot_window.types import Backward, SlotGradients, Softmax
 
 
@@ -40,7 +48,7 @@ from tokenmix_nha.ops.slot_window.types import Backward, SlotGradients, Softmax
 def hopper_backward_tokens_kernel(
     q, k, v, f, splits, end, states_k, states_v, ds_k, ds_v, start, cu_seqlens, lse, delta, do, p, dz, x, dk, dv, df,
     scale, T, N, H, before, window, chunks, entries,
-    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, HAS_START: gl.constexpr, PACKED: gl.constexpr,
+    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
     """Store dk `[BT, K]`, dv `[BT, V]` and df `[BT, M]` of a chunk's tokens."""
     BT: gl.constexpr = 64
@@ -53,9 +61,8 @@ def hopper_backward_tokens_kernel(
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
     i_h = gl.program_id(0) % H
-    first, keys, oldest, length, count, entry, begin_k, begin_q = locate_tokens(
-        gl.program_id(0) // H, i_h, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, HAS_START,
-        PACKED,
+    first, keys, oldest, length, count, entry, begin_k, begin_q = locate_keys(
+        gl.program_id(0) // H, i_h, Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries),
     )  # fmt: skip
     if count != 0:
         return
@@ -152,8 +159,8 @@ def hopper_backward_tokens_kernel(
     b_dk = mma_add_opaque(b_dz, s_q, mma_opaque(b_wk, s_dsk.permute((1, 0)), K))
     b_dv, b_dk, b_p, b_dz, b_wv, b_wk = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_dz, b_wv, b_wk])
     b_dk, b_dv = add_window(
-        b_dk, b_dv, s_k, s_v, s_qn, s_don, p_q, p_do, lse + begin_q, delta + begin_q, o_w, shift_0, shift_1, window,
-        length, first, oldest, H, scale, K, V,
+        b_dk, b_dv, WindowTiles(s_k, s_v, s_qn, s_don), WindowPointers(p_q, p_do, lse + begin_q, delta + begin_q),
+        QueryWindow(o_w, shift_0, shift_1, window, length, first, oldest, H, scale),
     )  # fmt: skip
     barrier()
     s_do.store(b_dv.to(dtype))

@@ -24,6 +24,7 @@ from tokenmix_nha.ops.slot_window.hopper.gates import (
     store,
     sums_of_rows,
 )
+from tokenmix_nha.ops.slot_window.tile import Chunks
 from tokenmix_nha.ops.slot_window.types import Inputs, Layout, Results, Saved
 
 
@@ -43,8 +44,7 @@ def _logits(b_s, shift, first, oldest, keys, window, scale):
 def hopper_window_forward_kernel(
     q, k, v, f, q_slots, k_slots, splits, states_k, states_v, start, cu_seqlens, o, lse,
     scale, T, N, H, before, window, chunks, entries, extra, lead,
-    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, HAS_START: gl.constexpr,
-    PACKED: gl.constexpr, OWN_SLOT_KEYS: gl.constexpr,
+    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, OWN_SLOT_KEYS: gl.constexpr,
 ):  # fmt: skip
     """Store o `[BT, V]` and the base-2 log-sum-exp of a query chunk."""
     BT: gl.constexpr = 64
@@ -55,7 +55,8 @@ def hopper_window_forward_kernel(
     narrow: gl.constexpr = mma_layout(BN, 4)
     wide: gl.constexpr = mma_layout(V, 4)
     row: gl.constexpr = gl.SliceLayout(1, square)
-    i_n, i_t, begin, length = locate_chunk(gl.program_id(0), T, N, chunks, extra, cu_seqlens, PACKED)
+    at = Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries)
+    i_n, i_t, begin, length = locate_chunk(gl.program_id(0), at, extra)
     i_h, HQ = gl.program_id(1) // GROUP, H * GROUP
     i_t -= lead
     first = i_t * BT
@@ -64,10 +65,10 @@ def hopper_window_forward_kernel(
     o_q = first + window - before
     if o_q >= length:
         return
-    entry = (first_entry(i_n, begin_k, entries, PACKED) + gl.maximum(i_t, 0)) * H + i_h
+    entry = (first_entry(i_n, begin_k, entries, cu_seqlens) + gl.maximum(i_t, 0)) * H + i_h
     count = gl.load(splits + entry, mask=i_t >= 0, other=0)
     oldest = 0
-    if HAS_START:
+    if start is not None:
         oldest = gl.load(start + i_n)
     begin_k, begin_q = begin_k * H + i_h, begin * HQ + gl.program_id(1)
     p_k, p_v = k + begin_k * K, v + begin_k * V

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.kernels.gluon import LOG2_E, async_load, barrier, mma_layout, opaque, opaque_tile, row_layout
+from tokenmix_nha.ops.slot_window.tile import KeyChunk
 
 
 @gluon.jit
@@ -78,30 +79,30 @@ def column_dots(s_x, s_y):
 
 
 @gluon.jit
-def locate_chunk(i_c, T, N, chunks, extra, cu_seqlens, PACKED: gl.constexpr):
+def locate_chunk(i_c, at, extra):
     """Return sequence, chunk index, first row and length, as `tile.locate_chunk` for chunks of 64 tokens."""
-    if PACKED:
+    if at.cu_seqlens is not None:
         sequences = 0
-        for i in range(0, N, 128):
+        for i in range(0, at.N, 128):
             o_n = i + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-            slots = (gl.load(cu_seqlens + o_n, mask=o_n < N, other=0).to(gl.int64) + o_n * extra) // 64 + o_n
-            sequences += gl.sum(((slots <= i_c) & (o_n < N)).to(gl.int32), 0)
+            slots = (gl.load(at.cu_seqlens + o_n, mask=o_n < at.N, other=0).to(gl.int64) + o_n * extra) // 64 + o_n
+            sequences += gl.sum(((slots <= i_c) & (o_n < at.N)).to(gl.int32), 0)
         i_n = sequences - 1
-        begin = gl.load(cu_seqlens + i_n).to(gl.int64)
-        length = (gl.load(cu_seqlens + i_n + 1).to(gl.int64) - begin).to(gl.int32)
+        begin = gl.load(at.cu_seqlens + i_n).to(gl.int64)
+        length = (gl.load(at.cu_seqlens + i_n + 1).to(gl.int64) - begin).to(gl.int32)
         i_t = i_c - ((begin + i_n * extra) // 64 + i_n).to(gl.int32)
     else:
-        i_n = i_c // chunks
-        begin = i_n.to(gl.int64) * T
-        length = T
-        i_t = i_c - i_n * chunks
+        i_n = i_c // at.chunks
+        begin = i_n.to(gl.int64) * at.T
+        length = at.T
+        i_t = i_c - i_n * at.chunks
     return i_n, i_t, begin, length
 
 
 @gluon.jit
-def first_entry(i_n, begin_k, entries, PACKED: gl.constexpr):
+def first_entry(i_n, begin_k, entries, cu_seqlens):
     """Return the index of a sequence's first chunk state, as `tile.first_entry`."""
-    if PACKED:
+    if cu_seqlens is not None:
         entry = begin_k // 64 + 2 * i_n
     else:
         entry = i_n.to(gl.int64) * entries
@@ -109,22 +110,19 @@ def first_entry(i_n, begin_k, entries, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def locate_tokens(
-    i_c, i_h, splits, start, cu_seqlens, T, N, H, before, window, chunks, entries,
-    HAS_START: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr = 1,
-):  # fmt: skip
-    """Locate a key chunk as `heads.locate_tokens`, with the query offset of the first query head of the GQA group."""
-    i_n, i_t, begin, length = locate_chunk(i_c, T, N, chunks, before, cu_seqlens, PACKED)
-    begin_k = begin + i_n.to(gl.int64) * before
-    first, keys = i_t * 64, length + before
-    entry = (first_entry(i_n, begin_k, entries, PACKED) + i_t) * H + i_h
+def locate_keys(i_c, i_h, at, GROUP: gl.constexpr = 1):
+    """Return the `KeyChunk` of a key chunk and head, with the query offset of the first query head of the GQA group."""
+    i_n, i_t, begin, length = locate_chunk(i_c, at, at.before)
+    begin_k = begin + i_n.to(gl.int64) * at.before
+    first, keys = i_t * 64, length + at.before
+    entry = (first_entry(i_n, begin_k, at.entries, at.cu_seqlens) + i_t) * at.H + i_h
     count = gl.where(first < keys, 0, -1)
-    if first < keys - window:
-        count = gl.load(splits + entry)
+    if first < keys - at.window:
+        count = gl.load(at.splits + entry)
     oldest = 0
-    if HAS_START:
-        oldest = gl.load(start + i_n)
-    return first, keys, oldest, length, count, entry, begin_k * H + i_h, (begin * H + i_h) * GROUP
+    if at.start is not None:
+        oldest = gl.load(at.start + i_n)
+    return KeyChunk(first, keys, oldest, length, count, entry, begin_k * at.H + i_h, (begin * at.H + i_h) * GROUP)
 
 
 @gluon.jit

@@ -1,11 +1,20 @@
 """Gradients of keys and values through the window, on Hopper. Tiles are transposed, `[token, query]`."""
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
 from tokenmix_core.kernels.gluon import LOG2_E, barrier, mma_layout, wait_async_copies
 from tokenmix_nha.ops.slot_window.hopper.gates import as_left, async_copy_tokens, mma_add_opaque, mma_opaque
+
+# smem tiles of a chunk's keys and values, and of the window's queries and do
+WindowTiles = namedtuple("WindowTiles", "k v q do")
+# a query head's rows of a sequence
+WindowPointers = namedtuple("WindowPointers", "q do lse delta")
+# queries whose windows hold a chunk's tokens: `shift_0` … `shift_1` after query o_w
+QueryWindow = namedtuple("QueryWindow", "o_w shift_0 shift_1 window length first oldest HQ scale")
 
 
 @gluon.jit
@@ -29,34 +38,35 @@ def softmax(b_s, b_ds, b_lse, b_delta, m_s, scale):
 
 
 @gluon.jit
-def add_window(
-    b_dk, b_dv, s_k, s_v, s_q, s_do, q, do, lse, delta, o_w, shift_0, shift_1, window, length, first, oldest, HQ, scale,
-    K: gl.constexpr, V: gl.constexpr,
-):  # fmt: skip
-    """Add the gradients from the queries `shift_0` … `shift_1` tokens after o_w, BN per iteration; async copies of the
-    first queries are in flight."""
-    BN: gl.constexpr = s_q.shape[0]
+def add_window(b_dk, b_dv, s, p, w):
+    """Add the gradients from the window's queries, BN per iteration; async copies of the first queries are in flight.
+
+    `s` are `WindowTiles`, `p` `WindowPointers` and `w` a `QueryWindow`.
+    """
+    BN: gl.constexpr = s.q.shape[0]
+    K: gl.constexpr = s.k.shape[1]
+    V: gl.constexpr = s.v.shape[1]
     layout: gl.constexpr = mma_layout(BN, 4)
     o_i, o_n = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None], gl.arange(0, BN, gl.SliceLayout(0, layout))
-    dtype: gl.constexpr = s_q.dtype
-    for shift in range(shift_0, shift_1, BN):
-        o_q = o_w + shift + o_n
-        m_q = (o_q >= 0) & (o_q < length) & (shift + o_n < shift_1)
-        b_lse = gl.load(lse + o_q.to(gl.int64) * HQ, mask=m_q, other=float("inf"))
-        b_delta = gl.load(delta + o_q.to(gl.int64) * HQ, mask=m_q, other=0.0)
+    dtype: gl.constexpr = s.q.dtype
+    for shift in range(w.shift_0, w.shift_1, BN):
+        o_q = w.o_w + shift + o_n
+        m_q = (o_q >= 0) & (o_q < w.length) & (shift + o_n < w.shift_1)
+        b_lse = gl.load(p.lse + o_q.to(gl.int64) * w.HQ, mask=m_q, other=float("inf"))
+        b_delta = gl.load(p.delta + o_q.to(gl.int64) * w.HQ, mask=m_q, other=0.0)
         wait_async_copies(0)
-        b_s, b_ds = mma_opaque(s_k, s_q.permute((1, 0)), BN), mma_opaque(s_v, s_do.permute((1, 0)), BN)
+        b_s, b_ds = mma_opaque(s.k, s.q.permute((1, 0)), BN), mma_opaque(s.v, s.do.permute((1, 0)), BN)
         b_s, b_ds = warpgroup_mma_wait(0, deps=[b_s, b_ds])
         o_s = (shift + o_n)[None, :] - o_i
-        m_s = (o_s >= 0) & (o_s < window) & (first + o_i >= oldest)
-        b_s, b_ds = softmax(b_s, b_ds, b_lse, b_delta, m_s, scale)
+        m_s = (o_s >= 0) & (o_s < w.window) & (w.first + o_i >= w.oldest)
+        b_s, b_ds = softmax(b_s, b_ds, b_lse, b_delta, m_s, w.scale)
         b_ds, b_p = as_left(b_ds.to(dtype), K), as_left(b_s.to(dtype), V)
-        b_dv = mma_add_opaque(b_p, s_do, b_dv)
-        b_dk = mma_add_opaque(b_ds, s_q, b_dk)
+        b_dv = mma_add_opaque(b_p, s.do, b_dv)
+        b_dk = mma_add_opaque(b_ds, s.q, b_dk)
         b_dv, b_dk, b_p, b_ds = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_ds])
-        if shift + BN < shift_1:
+        if shift + BN < w.shift_1:
             barrier()
-            async_copy_tokens(s_q, q, o_w + shift + BN, 0, length, HQ * K)
-            async_copy_tokens(s_do, do, o_w + shift + BN, 0, length, HQ * V)
+            async_copy_tokens(s.q, p.q, w.o_w + shift + BN, 0, w.length, w.HQ * K)
+            async_copy_tokens(s.do, p.do, w.o_w + shift + BN, 0, w.length, w.HQ * V)
             async_copy.commit_group()
     return b_dk, b_dv

@@ -8,6 +8,8 @@ gates are computed once. Iteration i, with cp.async stages for keys and values (
     WGMMA      sums of log-gates of chunk i + 1 ──► decay_{i+1}, weights w_{i+1} in smem
 """
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -26,6 +28,8 @@ from tokenmix_nha.ops.slot_window.types import Inputs, Layout, Results, Saved
 
 _LARGEST_FACTOR = gl.constexpr(80.0)
 _WARPS = gl.constexpr(8)
+# pipeline stages of keys, values and gates, or a head's rows of a sequence
+_Tokens = namedtuple("_Tokens", "k v f")
 
 
 @gluon.constexpr_function
@@ -75,14 +79,14 @@ def _async_copy_gates(s_f, p_f, i, first, rows, stride, SLOTS):
 
 
 @gluon.jit
-def _async_copy_chunk(s_k, s_v, s_f, p_k, p_v, p_f, i, first, last, entering, stride_k, stride_v, stride_f, SLOTS):
-    """Start async copies of chunk i's keys and values and of the gates of chunk i + 1."""
-    BT: gl.constexpr = s_f.shape[1]
-    stage = (i - first) % s_k.shape[0]
+def _async_copy_chunk(s, t, i, first, last, entering, stride_k, stride_v, stride_f, SLOTS):
+    """Start async copies of chunk i's keys and values and of the gates of chunk i + 1; `s` and `t` are `_Tokens`."""
+    BT: gl.constexpr = s.f.shape[1]
+    stage = (i - first) % s.k.shape[0]
     rows = gl.where(i < last, entering, 0)
-    _async_copy_rows(s_k.index(stage), p_k, i * BT, rows, stride_k)
-    _async_copy_rows(s_v.index(stage), p_v, i * BT, rows, stride_v)
-    _async_copy_gates(s_f, p_f, i + 1, first, gl.where(i + 1 < last, entering, 0), stride_f, SLOTS)
+    _async_copy_rows(s.k.index(stage), t.k, i * BT, rows, stride_k)
+    _async_copy_rows(s.v.index(stage), t.v, i * BT, rows, stride_v)
+    _async_copy_gates(s.f, t.f, i + 1, first, gl.where(i + 1 < last, entering, 0), stride_f, SLOTS)
     async_copy.commit_group()
 
 
@@ -100,8 +104,7 @@ def _store_tile(p_x, s_x):
 def hopper_slot_states_kernel(
     k, v, f, end, splits, initial_k, initial_v, cu_seqlens, local_k, local_v, local_g, states_k, states_v,
     final_k, final_v, T, NH, H, before, window, entries, segments,
-    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, NUM_STAGES: gl.constexpr, HAS_INITIAL: gl.constexpr,
-    PACKED: gl.constexpr, LOCAL: gl.constexpr,
+    M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, NUM_STAGES: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
     """Store the slots before every chunk and at the sequence's end, tiles `[entries, H, D, M]`, each chunk's log2
     decay, and 1 in `splits` for strong chunks."""
@@ -113,14 +116,14 @@ def hopper_slot_states_kernel(
     swizzled: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
     i_s, i_nh = gl.program_id(0) // NH, gl.program_id(0) % NH
     i_n, i_h = i_nh // H, i_nh % H
-    if PACKED:
+    if cu_seqlens is not None:
         begin = gl.load(cu_seqlens + i_n).to(gl.int64)
         length = (gl.load(cu_seqlens + i_n + 1) - begin).to(gl.int32)
     else:
         begin, length = i_n.to(gl.int64) * T, T
     begin += i_n.to(gl.int64) * before
     entering = gl.maximum(length + before - window, 0)
-    entry = first_entry(i_n, begin, entries, PACKED)
+    entry = first_entry(i_n, begin, entries, cu_seqlens)
     chunks = gl.cdiv(entering, BT)
     per_segment = gl.cdiv(chunks, segments)
     first = i_s * per_segment
@@ -143,7 +146,8 @@ def hopper_slot_states_kernel(
         s_ones_v = gl.allocate_shared_memory(dtype, [V, BT], gl.NVMMASharedLayout(128, 16))
     _async_copy_gates(s_f, p_f, first, first, gl.where(first < last, entering, 0), H * SLOTS, SLOTS)
     async_copy.commit_group()
-    _async_copy_chunk(s_k, s_v, s_f, p_k, p_v, p_f, first, first, last, entering, H * K, H * V, H * SLOTS, SLOTS)
+    stages, tokens = _Tokens(s_k, s_v, s_f), _Tokens(p_k, p_v, p_f)
+    _async_copy_chunk(stages, tokens, first, first, last, entering, H * K, H * V, H * SLOTS, SLOTS)
 
     # offsets of slots in tiles [D, M] and in the callers' layout [M, D]
     o_km, o_vm = gl.arange(0, M, gl.SliceLayout(0, keys))[None, :], gl.arange(0, M, gl.SliceLayout(0, values))[None, :]
@@ -157,7 +161,7 @@ def hopper_slot_states_kernel(
         if local_g is not None:
             index = (i_s * NH + i_nh).to(gl.int64)
             b_sk, b_sv = gl.load(local_k + index * K * M + tile_k), gl.load(local_v + index * V * M + tile_v)
-        elif HAS_INITIAL:
+        elif initial_k is not None:
             b_sk = gl.load(initial_k + slot_k, mask=o_km < SLOTS, other=0.0)
             b_sv = gl.load(initial_v + slot_v, mask=o_vm < SLOTS, other=0.0)
 
@@ -173,9 +177,7 @@ def hopper_slot_states_kernel(
     fence_async_shared()
     barrier()
     for i in gl.static_range(1, NUM_STAGES - 1):
-        _async_copy_chunk(
-            s_k, s_v, s_f, p_k, p_v, p_f, first + i, first, last, entering, H * K, H * V, H * SLOTS, SLOTS
-        )
+        _async_copy_chunk(stages, tokens, first + i, first, last, entering, H * K, H * V, H * SLOTS, SLOTS)
     # sums over the later tokens of a chunk; sums over all its tokens, repeated in each row of a tile of slots
     b_rest, b_end = _sums(s_upper, s_high, s_low, layout), _sums(s_ones_k, s_high, s_low, keys)
     b_end_v = b_end
@@ -203,9 +205,7 @@ def hopper_slot_states_kernel(
         b_sv *= gl.exp2(b_end_v)
         fence_async_shared()
         barrier()
-        _async_copy_chunk(
-            s_k, s_v, s_f, p_k, p_v, p_f, i + NUM_STAGES - 1, first, last, entering, H * K, H * V, H * SLOTS, SLOTS
-        )
+        _async_copy_chunk(stages, tokens, i + NUM_STAGES - 1, first, last, entering, H * K, H * V, H * SLOTS, SLOTS)
         b_rest, b_end = _sums(s_upper, s_high, s_low, layout), _sums(s_ones_k, s_high, s_low, keys)
         b_end_v = b_end
         if V != K:
@@ -241,5 +241,4 @@ def hopper_slot_states(launch, x: Inputs, y: Layout, results: Results, saved: Sa
         k=x.k if x.k_slots is None else x.k_slots, v=x.v, f=x.f, end=saved.end, splits=saved.splits,
         initial_k=x.slots_k, initial_v=x.slots_v, cu_seqlens=x.cu_seqlens, states_k=saved.states_k,
         states_v=saved.states_v, final_k=results.final_k, final_v=results.final_v, NUM_STAGES=config.num_stages,
-        HAS_INITIAL=x.slots_k is not None,
     )  # fmt: skip

@@ -1,0 +1,99 @@
+"""Gates of chunks: each token's weight at the chunk's end, and the factors of the weights inside the chunk."""
+
+from collections import namedtuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmix_core.chunking import cdiv
+from tokenmix_core.kernels import cached_launch
+from tokenmix_nha.ops.slot_window import tuning
+from tokenmix_nha.ops.slot_window.tile import (
+    SIZES,
+    Chunks,
+    Constants,
+    as_factor,
+    enter_weight,
+    first_entry,
+    gates_between,
+    halvings,
+    load_gates,
+    locate_chunk,
+    log2_gates,
+    store_columns,
+)
+from tokenmix_nha.ops.slot_window.types import Gates, Inputs, Layout, Saved, empty
+
+_Factors = namedtuple("_Factors", "weight row column end")
+
+
+@triton.jit
+def _gates(t, i_t, tile, p_f, entering, stride, at, c):
+    """Store the gates' factors of a chunk of one head."""
+    o_r, o_m = tl.arange(0, c.BT), tl.arange(0, c.BM)
+    o_t = i_t * c.BT + o_r
+    b_f = load_gates(p_f, o_t, o_t < entering, stride, c.SLOTS, c.BM)
+    b_log = log2_gates(b_f, c.DOT)
+    b_end = tl.sum(b_log, 0)
+    b_g = gates_between(b_log, -1, o_r, c.BT, c.DOT)
+    b_enter = enter_weight(b_f)
+    b_weight = b_enter * tl.exp2(tl.minimum(b_end[None, :] - b_g, 0.0))
+    store_columns(t.weight + tile * c.BT * c.M, b_weight, c.M, c.BT, c.BM)
+    tl.store(t.end + tile * c.M + o_m, b_end, mask=o_m < c.M)
+    count = halvings(b_log, 1 if c.STRONG else 0, c.BT, c.DOT)
+    tl.store(at.splits + tile, count)
+    size = c.BT >> count
+    b_g = gates_between(b_log, (o_r & -size) - 1, o_r, c.BT, c.DOT)
+    b_col = tl.exp2(-b_g) * b_enter
+    store_columns(t.row + tile * c.BT * c.M, tl.exp2(b_g), c.M, c.BT, c.BM)
+    store_columns(t.column + tile * c.BT * c.M, as_factor(b_col, t.column.dtype.element_ty, c.DOT), c.M, c.BT, c.BM)
+
+
+@cached_launch
+@triton.jit(do_not_specialize=SIZES)
+def slot_gates_kernel(
+    f, weight, row, column, end, splits, cu_seqlens, T, N, H, before, window, chunks, entries, M: tl.constexpr, SLOTS,
+    BM: tl.constexpr, BT: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr, ONLY_STRONG: tl.constexpr,
+):  # fmt: skip
+    """Store for a chunk and HEADS heads: each token's weight in the slots at the chunk's end `[BT, M]`, row and column
+    factors, the chunk's log2 decay `[M]`, and how often it must be halved for factors within 2^±80.
+
+    With ONLY_STRONG, `splits` is also an input, and only chunks that it marks as strong are computed.
+    """
+    at = Chunks(splits, None, cu_seqlens, T, N, H, before, window, chunks, entries)
+    i_n, i_t, begin, length = locate_chunk(tl.program_id(0), at, before, BT)
+    i_h = tl.program_id(1) * HEADS
+    begin += i_n.to(tl.int64) * before
+    entering = length + before - window
+    if i_t * BT >= entering:
+        return
+    tile = (first_entry(i_n, begin, entries, cu_seqlens, BT) + i_t) * H
+    o_h = i_h + tl.arange(0, HEADS)
+    b_count = tl.full([HEADS], 1, tl.int32)
+    if ONLY_STRONG:
+        b_count = tl.load(splits + tile + o_h, mask=o_h < H, other=0)
+        if tl.max(b_count, 0) == 0:
+            return
+    # disable LICM: hoisting the indices that heads share would spill registers
+    for i in tl.range(HEADS, disable_licm=True):
+        if (tl.sum(tl.where(o_h == i_h + i, b_count, 0), 0) > 0) & (i_h + i < H):
+            p_f = f + (begin * H + i_h + i) * SLOTS
+            _gates(
+                _Factors(weight, row, column, end), i_t, tile + i_h + i, p_f, entering, H * SLOTS, at,
+                Constants(M, SLOTS, BM, None, None, BT, None, HEADS, ONLY_STRONG, None, DOT),
+            )  # fmt: skip
+
+
+def chunk_gates(launch, x: Inputs, y: Layout, saved: Saved, *, only_strong: bool = False) -> Gates:
+    """Return the gates' factors of all chunks and fill `saved.end` and `.splits`, or of strong chunks by `.splits`."""
+    shape = y.entries * y.rows, y.H, y.BT, y.M
+    gates = Gates(*empty(x.q, ((shape, x.q.dtype), (shape, torch.float32), (shape, y.factor))))
+    heads = tuning.strong_heads(y.key_chunks * y.rows, y.H) if only_strong else 1
+    launch(
+        slot_gates_kernel, (y.key_chunks * y.rows, cdiv(y.H, heads)),
+        f=x.f, **gates._asdict(), end=saved.end, splits=saved.splits, cu_seqlens=x.cu_seqlens, **y.of_keys,
+        M=y.M, SLOTS=y.SLOTS, BM=y.BM, BT=y.BT, HEADS=heads, DOT=y.DOT, ONLY_STRONG=only_strong,
+        num_warps=4,
+    )  # fmt: skip
+    return gates
