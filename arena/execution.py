@@ -169,7 +169,7 @@ def measure_costs(run: CostRun, comparison: Comparison, *, commit: str) -> bool:
             inference = measure_inference(model, run.length, repeats=repeats)
             training = measure_training(model, run.length, repeats=repeats)
         rows.append({"mode": mode, **inference, "training tokens/s": training["tokens/s"]})
-        rows[-1]["training peak bytes"] = training["peak bytes"]
+        rows[-1]["training peak bytes"] = training.get("peak bytes")
     result = {
         **run._asdict(),
         "size": size.name,

@@ -177,7 +177,7 @@ def measure(job: Job, model: Any, *, tokens: int = 64, turns: int = 2) -> dict[s
         with model.decoding(cache):
             # the first ones move the cache, and each form of a step is made twice, to be recorded
             steps(2 * tokens + 1)
-            held = cache_bytes(cache)
+            held = cache_bytes(cache, allocated=False)
             seconds = min(watch.time(lambda: steps(tokens)) / tokens for _ in range(turns))
     return {
         **{name: getattr(job, name) for name in KEY},

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -113,6 +116,26 @@ def test_latency_times_the_layers_with_a_kv_cache_and_their_scorers(monkeypatch)
     )
     with pytest.raises(ValueError, match="layers that have a KV cache"):
         latency.latency_suite(linear, byte_tokenizer(), asked)
+
+
+def test_a_decoding_row_covers_the_tokens_after_its_context(monkeypatch):
+    position, marks = 0, []
+
+    class Model:
+        def __call__(self, input_ids, **_):
+            nonlocal position
+            position += input_ids.shape[1]
+            return SimpleNamespace(cache=None)
+
+    clock = SimpleNamespace(milliseconds=lambda: marks.append(position) or 0.0)
+    monkeypatch.setattr(latency, "clocks", lambda model: nullcontext((clock, clock)))
+    for context, steps in ((24, 16), (2, 16)):
+        position = 0
+        marks.clear()
+        row = latency.decode_latency(Model(), torch.zeros(1, context + steps, dtype=torch.long), steps=steps)
+        # the clocks restart where the context ends
+        assert marks == [context, context, context + steps, context + steps]
+        assert row["context"] == context
 
 
 @pytest.mark.slow

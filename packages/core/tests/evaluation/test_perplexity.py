@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_core.evaluation import text
 from tokenmix_core.evaluation.options import EvalOptions
 from tokenmix_core.evaluation.perplexity import (
@@ -83,6 +84,48 @@ def test_suite_rows_cover_all_positions(model, tokenizer, text_file):
     # a byte a token: bits per byte are bits per token
     assert whole["bits per byte"] == pytest.approx(mean / math.log(2))
     assert list(result["plots"][0]["series"]) == ["model"]
+
+
+@pytest.mark.parametrize("sentence", ["机器学习的语言模型。", "naïve café Ωμέγα 😀", "plain"])
+def test_a_character_that_is_cut_has_the_bytes_of_its_part(tokenizer, sentence):
+    tokens = np.array(tokenizer(sentence * 200)["input_ids"])
+    for length in (64, 63, 50):
+        rows = cut_sequences(tokens, length, 20).numpy()
+        assert text.bytes_per_token(rows, tokenizer) == 1
+    rows[:, 7] = tokenizer.eos_token_id
+    assert text.bytes_per_token(rows, tokenizer) == pytest.approx(49 / 50)
+
+
+def test_bytes_of_tokens_that_are_not_byte_level_are_those_of_the_decoded_text():
+    class Pieces:
+        """Token 3 is a word of six bytes; others are bytes, which decode to U+FFFD if they are alone."""
+
+        def batch_decode(self, rows, **_):
+            return ["".join("héllo" if i == 3 else "\ufffd" for i in row) for row in rows]
+
+    assert text.bytes_per_token(np.array([[1, 3, 3, 2], [3, 3, 1, 2]]), Pieces()) == (14 + 14) / 8
+
+
+def test_of_several_lengths_the_measured_one_is_named(llama, tokenizer, text_file, capsys):
+    options = EvalOptions(lengths=(64, 128), limit=2, text=text_file, progress=False)
+    assert perplexity_suite(llama, tokenizer, options)["settings"]["length"] == 128
+    told = "perplexity-by-position measures at one length: 128 tokens, the largest of 64, 128\n"
+    assert capsys.readouterr().err == told
+    assert EvalOptions(lengths=(64,)).one_length("copy", 32) == 64
+    assert EvalOptions(max_length=48).one_length("copy", 32) == 48
+    assert EvalOptions().one_length("copy", 32) == 32
+    assert capsys.readouterr().err == ""
+
+
+def test_a_text_without_context_follows_the_token_that_separates_documents(tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    assert text.document_separator(tokenizer) == tokenizer.eos_token_id
+    begun = byte_tokenizer()
+    begun.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", begun.bos_token_id)]
+    )
+    assert text.document_separator(begun) == begun.bos_token_id
 
 
 def test_a_text_with_a_training_part_brings_its_bigram_model(llama, tokenizer, token_file):

@@ -107,10 +107,12 @@ def prefill_latency(model: Any, ids: Int[Tensor, "B T"], *, runs: int = RUNS) ->
 def decode_latency(model: Any, ids: Int[Tensor, "B T"], *, steps: int = STEPS) -> dict[str, Any]:
     """Return a table row of the mean time of a decoded token: the last `steps` of `ids`, after `steps` / 2 to warm up.
 
-    Tokens are those of the text. Steps run eagerly, not as CUDA graphs, so that each layer can be timed.
+    The warm-up decodes the end of the prompt, so that the first timed token follows "context" tokens. Tokens are those
+    of the text. Steps run eagerly, not as CUDA graphs, so that each layer can be timed.
     """
-    warm_up = steps // 2
-    prompt = ids.shape[1] - steps - warm_up
+    context = ids.shape[1] - steps
+    warm_up = min(steps // 2, context - 1)
+    prompt = context - warm_up
     cache = model(input_ids=ids[:, :prompt], use_cache=True, logits_to_keep=1).cache
     with clocks(model) as (of_layers, of_scoring):
         for t in range(prompt, ids.shape[1]):
@@ -119,7 +121,7 @@ def decode_latency(model: Any, ids: Int[Tensor, "B T"], *, steps: int = STEPS) -
                 for clock in (of_layers, of_scoring):
                     clock.milliseconds()
         ms, part = of_layers.milliseconds() / steps, of_scoring.milliseconds() / steps
-    return {"phase": "decoding", "context": prompt, "batch": len(ids), "ms": ms, "scoring ms": part}
+    return {"phase": "decoding", "context": context, "batch": len(ids), "ms": ms, "scoring ms": part}
 
 
 def latency_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
@@ -127,7 +129,7 @@ def latency_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResu
     tasks = options.choose("latency", ("prefill", "decoding"))
     lengths, batch = sorted(options.lengths or LENGTHS), options.batch_size or BATCH
     prompt, steps = (lengths[-1] if options.lengths else PROMPT), STEPS
-    longest = max(prompt + steps + steps // 2, lengths[-1])
+    longest = max(prompt + steps, lengths[-1])
     # repeat the text if it is too short for all rows
     tokens = text_tokens(options.text, tokenizer, batch * longest)
     found = cut_sequences(tokens, min(longest, len(tokens)), batch)
@@ -138,6 +140,6 @@ def latency_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResu
         rows += [prefill_latency(model, ids[:, :length], runs=options.limit or RUNS) for length in chosen]
     plots = [curve("Prefill, layers with a KV cache", "ms", rows, {"ms": "layers", "scoring ms": "of which scoring"})]
     if "decoding" in tasks:
-        rows.append(decode_latency(model, ids[:, : prompt + steps + steps // 2], steps=steps))
+        rows.append(decode_latency(model, ids[:, : prompt + steps], steps=steps))
     settings = settings_of(model) | {"runs": options.limit or RUNS, "text": options.text or BUILT_IN_TEXT}
     return {"suite": "latency", "settings": settings, "rows": rows, "plots": plots if "prefill" in tasks else []}

@@ -63,7 +63,7 @@ def slot_shares(model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 
 def share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """Measure the share of the slots by layer, by layer and head, and by layer and position, on held-out text."""
     options.choose("slot-share", ("slot-share",))
-    length, count = max(options.lengths or (options.max_length or 1024,)), options.limit or 16
+    length, count = options.one_length("slot-share", 1024), options.limit or 16
     sequences = cut_sequences(text_tokens(options.text, tokenizer, 4 * count * length), length, count)
     return _result("slot-share", model, sequences, options, {"text": options.text or BUILT_IN_TEXT})
 
@@ -71,7 +71,7 @@ def share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult
 def recall_share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """Measure the same on associative recall, with the most pairs a sequence can hold: first pairs, then queries."""
     options.choose("slot-share-mqar", ("slot-share-mqar",))
-    length, count = max(options.lengths or MQAR_LENGTHS), options.limit or 16
+    length, count = options.one_length("slot-share-mqar", max(MQAR_LENGTHS)), options.limit or 16
     size = options.vocab_size or min(8192, text_vocab_size(model))
     pairs = min(length // 4, size // 2 - 1)
     rows = mqar(count, seq_len=length, num_pairs=pairs, vocab_size=size, seed=options.seed, first=MQAR_HELD_OUT)

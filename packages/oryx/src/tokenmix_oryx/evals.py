@@ -93,7 +93,7 @@ def switch_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResul
     tokens ago the switch was; with its standard error over sequences.
     """
     plots = options.choose("switch-perplexity", ("one switch", "several switches", "unaligned switches"))
-    length = max(options.lengths or (options.max_length or 2048,))
+    length = options.one_length("switch-perplexity", 2048)
     schedules = switch_schedules(length, model.config.mode_chunk_size)
     sequences = cut_sequences(
         text_tokens(options.text, tokenizer, 4 * (options.limit or 64) * length), length, options.limit or 64

@@ -34,7 +34,7 @@ from tokenmix_core.evaluation.efficiency import BENCH_SUITES, device_name
 from tokenmix_core.evaluation.options import EvalOptions, Suite
 from tokenmix_core.evaluation.report import training_result, write_result
 from tokenmix_core.evaluation.suites import LM_EVAL, SUITES, check_options, check_suites, evaluate
-from tokenmix_core.evaluation.text import held_out_from
+from tokenmix_core.evaluation.text import document_separator, held_out_from
 from tokenmix_core.nn.registry import known_mixers
 from tokenmix_core.ops.explanation import OPERATIONS, explain
 from tokenmix_core.training.manifest import RUN_MANIFEST, read_manifest, resumed, trained_on
@@ -218,9 +218,9 @@ def generate(args: argparse.Namespace, context: Context) -> None:
     device, dtype = device_and_dtype(args.device, args.dtype)
     model, tokenizer = load_model(args.checkpoint, device, dtype), load_tokenizer(args.checkpoint)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    ids = tokenizer(prompt)["input_ids"] or [tokenizer.bos_token_id]
+    ids = tokenizer(prompt)["input_ids"] or [document_separator(tokenizer)]
     if ids == [None]:
-        raise ValueError("--prompt is empty, and the tokenizer has no token that begins a text")
+        raise ValueError("--prompt is empty, and the tokenizer has no token that separates texts")
     sampling: dict[str, Any] = {"do_sample": False}
     if args.temperature:
         sampling = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}

@@ -82,7 +82,7 @@ def copy_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     below that ("saved", with its standard error over passages) is what the model recalls. The length is the largest of
     `options.lengths` (2,048 tokens by default).
     """
-    length = one_sequence(DEFAULT_LENGTH)(options)
+    length = options.one_length("copy", DEFAULT_LENGTH)
     limit, batch_size = options.limit or 64, options.batch_size or 8
     passage, distances = copy_distances(length)
     cases = {f"copy-{length}-{distance}": distance for distance in distances}

@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ _LATENCIES = {
     "decode ms/token": "decode, one token",
     "floor ms/token": "reading weights and cache",
 }
+_SIZES = {"cache bytes": "cache", "cache bytes, decoded": "cache after decoding", "peak bytes": "peak"}
 DECODE_TOKENS = 32
 
 
@@ -46,37 +46,28 @@ class Stopwatch:
         return begin.elapsed_time(end) / 1e3
 
 
-class PeakMemory:
-    """Peak memory since `reset`: of the CUDA allocator, else of the process as Linux counts it; None elsewhere."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.known = True
-
-    def reset(self) -> None:
-        """Begin to measure."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            return
-        try:
-            # proc(5): 5 resets the peak resident set size
-            Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            self.known = False
-
-    def bytes(self) -> int | None:
-        """The peak so far."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        if not self.known:
-            return None
-        status = Path("/proc/self/status").read_text()
-        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+def reset_peak(device: torch.device) -> None:
+    """Begin to measure the peak memory of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
-def cache_bytes(cache: Any) -> int:
-    """Bytes that a cache says it holds, else those of its tensors, each storage counted once."""
-    if isinstance(nbytes := getattr(cache, "nbytes", None), int):
+def peak_bytes(device: torch.device) -> dict[str, int]:
+    """Return the column of the peak memory that torch allocated on a GPU since `reset_peak`; no column elsewhere.
+
+    The peak of a process on a CPU includes its libraries and whatever else it did.
+    """
+    return {"peak bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
+
+
+def cache_bytes(cache: Any, *, allocated: bool = True) -> int:
+    """Return the bytes of a cache.
+
+    Args:
+        cache: the cache. If it does not report its bytes itself, they are those of its tensors' storages.
+        allocated: count spare capacity, too.
+    """
+    if isinstance(nbytes := getattr(cache, "allocated_nbytes" if allocated else "nbytes", None), int):
         return nbytes
     storages: dict[int, int] = {}
     seen: set[int] = set()
@@ -124,13 +115,13 @@ def measure_inference(
 ) -> dict[str, Any]:
     """Time a prefill of `length` random tokens and `decode_tokens` greedy steps after it.
 
-    A model of ours has a method `decoding`, which takes the cache and returns a context manager for the steps: they are
-    made as in `generate`, the first of each run in peace.
+    A model of ours has a method `decoding`, which takes the cache and returns a context manager for the steps: they run
+    as in `generate`, and the first of each run is not timed.
 
     Returns:
-        A table row: medians over `repeats` after one run to warm up; beside a token's time the least it could be, that
-        of reading the weights and the cache once; the cache's bytes after the prefill, and the peak memory over both
-        phases.
+        A table row: medians over `repeats` after one warm-up run; with the time of a token its lower bound, the time to
+        read the weights and the cache's content once; the bytes allocated for the cache, spare capacity included, after
+        the prefill and after decoding; on a GPU the peak memory over both phases.
     """
     # `info` lists the suites and should not import models
     from tokenmix_core.modeling import CACHE
@@ -138,9 +129,9 @@ def measure_inference(
     device = model.device
     generator = torch.Generator().manual_seed(seed)
     prompt = torch.randint(0, text.text_vocab_size(model), (batch_size, length), generator=generator).to(device)
-    watch, memory = Stopwatch(device), PeakMemory(device)
+    watch = Stopwatch(device)
     prefills, steps = [], []
-    held = 0
+    allocated, decoded, content = 0, 0, 0
     decoding: Any = getattr(model, "decoding", nullcontext)
 
     def prefill() -> Any:
@@ -148,7 +139,7 @@ def measure_inference(
 
     for repeat in range(repeats + 1):
         if repeat == 1:
-            memory.reset()
+            reset_peak(device)
         outputs: list[Any] = []
         seconds = watch.time(lambda: outputs.append(prefill()))  # noqa: B023
         output = outputs.pop()
@@ -159,16 +150,18 @@ def measure_inference(
                 logits = model(input_ids=logits[:, -1:].argmax(-1), use_cache=True, **{CACHE: cache}).logits
 
         with decoding(getattr(output, CACHE)):
-            held = cache_bytes(getattr(output, CACHE))
-            # it may move the cache to where steps are recorded
+            # parts that decoding does not need are dropped by now
+            allocated, content = (cache_bytes(getattr(output, CACHE), allocated=which) for which in (True, False))
+            # the first step may move the cache to the buffers of a captured graph
             decode(1)
             step = watch.time(lambda: decode(decode_tokens)) / decode_tokens
+        decoded = cache_bytes(getattr(output, CACHE))
         del output, decode
         if repeat:
             prefills.append(seconds)
             steps.append(step)
     seconds, step = statistics.median(prefills), statistics.median(steps)
-    floor = (weight_bytes(model) + held) / bytes_a_second(device)
+    floor = (weight_bytes(model) + content) / bytes_a_second(device)
     return {
         "context": length,
         "batch": batch_size,
@@ -177,8 +170,9 @@ def measure_inference(
         "decode ms/token": 1e3 * step,
         "floor ms/token": 1e3 * floor,
         "decode tokens/s": batch_size / step,
-        "cache bytes": held,
-        "peak bytes": memory.bytes(),
+        "cache bytes": allocated,
+        "cache bytes, decoded": decoded,
+        **peak_bytes(device),
     }
 
 
@@ -189,7 +183,7 @@ def measure_training(
     device = model.device
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, text.text_vocab_size(model), (batch_size, length), generator=generator).to(device)
-    watch, memory = Stopwatch(device), PeakMemory(device)
+    watch = Stopwatch(device)
     was_training = model.training
     model.train()
     seconds = []
@@ -201,7 +195,7 @@ def measure_training(
     try:
         for repeat in range(repeats + 1):
             if repeat == 1:
-                memory.reset()
+                reset_peak(device)
             taken = watch.time(step)
             if repeat:
                 seconds.append(taken)
@@ -214,7 +208,7 @@ def measure_training(
         "batch": batch_size,
         "step ms": 1e3 * median,
         "tokens/s": batch_size * length / median,
-        "peak bytes": memory.bytes(),
+        **peak_bytes(device),
     }
 
 
@@ -236,11 +230,11 @@ def settings_of(model: Any) -> dict[str, Any]:
 
 
 def curve(title: str, y: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> Plot:
-    """A plot of some of the rows' columns over their context length; `columns` gives each one's name in the legend."""
+    """Plot columns of the rows over their context length; `columns` maps them to names; absent ones are left out."""
     series: Series = {
         name: ([row["context"] for row in rows], [row[column] for row in rows])
         for column, name in columns.items()
-        if all(row[column] is not None for row in rows)
+        if all(row.get(column) is not None for row in rows)
     }
     return {"title": title, "x": "context (tokens)", "y": y, "log_x": True, "log_y": True, "series": series}
 
@@ -255,10 +249,7 @@ def efficiency_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
         measure_inference(model, length, batch_size=batch_size, repeats=options.limit or 3, seed=options.seed)
         for length in chosen
     ]
-    plots = [
-        curve("Latency", "ms", rows, _LATENCIES),
-        curve("Memory", "bytes", rows, {"cache bytes": "cache", "peak bytes": "peak"}),
-    ]
+    plots = [curve("Latency", "ms", rows, _LATENCIES), curve("Memory", "bytes", rows, _SIZES)]
     return {"suite": "efficiency", "settings": settings_of(model), "rows": rows, "plots": plots}
 
 

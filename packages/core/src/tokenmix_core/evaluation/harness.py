@@ -17,6 +17,7 @@ from typing import Any
 
 from tokenmix_core._utils.optional import install_command, require
 from tokenmix_core._utils.trust import is_trusted
+from tokenmix_core.evaluation import text
 from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, SuiteResult
 
 OWN_TASKS = Path(__file__).parent / "tasks"
@@ -89,7 +90,10 @@ def run_tasks(
         manager = TaskManager(include_path=[str(p) for p in folders], include_defaults=builtin, metadata=metadata)
         asked = load_tasks(manager, chosen)
         loaded = {name: task for tasks in asked.values() for name, task in tasks.items()}
-        lm = HFLM(pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
+        about: dict[str, Any] = {"batch_size": batch_size, "max_length": max_length}
+        if (separator := text.document_separator(tokenizer)) is not None:
+            about["prefix_token_id"] = separator
+        lm = HFLM(pretrained=model, backend="causal", tokenizer=tokenizer, **about)
         for name, task in loaded.items():
             if options.progress:
                 print(f"{suite}: {name}", file=sys.stderr, flush=True)

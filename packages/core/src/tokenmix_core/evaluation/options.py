@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NotRequired, TypedDict
@@ -68,6 +69,17 @@ class EvalOptions:
         if unknown := [task for task in self.tasks if task not in tasks]:
             raise ValueError(f"suite {suite} has no task {unknown[0]!r}; it has {', '.join(tasks)}")
         return tuple(task for task in tasks if task in self.tasks)
+
+    def one_length(self, suite: str, default: int) -> int:
+        """Return the length of a suite that measures at one: the largest of `lengths`, `max_length`, or the default.
+
+        Say on stderr which of several lengths it is.
+        """
+        lengths = self.lengths or (self.max_length or default,)
+        if len(lengths) > 1:
+            listed = ", ".join(map(str, lengths))
+            print(f"{suite} measures at one length: {max(lengths)} tokens, the largest of {listed}", file=sys.stderr)
+        return max(lengths)
 
 
 # by name, the points' x and y, equally long

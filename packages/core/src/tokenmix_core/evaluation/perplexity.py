@@ -134,7 +134,7 @@ def perplexity_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
     Where the text has a training part and the vocabulary is small, a bigram model of that part stands beside.
     """
     options.choose("perplexity-by-position", ("perplexity-by-position",))
-    length = max(options.lengths or (options.max_length or 2048,))
+    length = options.one_length("perplexity-by-position", 2048)
     limit = options.limit or 64
     sequences = cut_sequences(text.text_tokens(options.text, tokenizer, 4 * limit * length), length, limit)
     losses = loss_by_position(model, sequences, batch_size=options.batch_size or 8, progress=options.progress)

@@ -27,6 +27,15 @@ def text_vocab_size(model: Any) -> int:
     return model.get_output_embeddings().weight.shape[0]
 
 
+def document_separator(tokenizer: Any) -> int | None:
+    """Return the token before a text without context: bos if the tokenizer begins texts with it, else eos.
+
+    Our corpora, like most, hold no bos: eos ends every document.
+    """
+    first = tokenizer("a")["input_ids"][:1]
+    return tokenizer.bos_token_id if first == [tokenizer.bos_token_id] else tokenizer.eos_token_id
+
+
 def as_token_file(text: str | None, tokenizer: Any) -> Path | None:
     """The token file that a text is, if it is one; the built-in corpus is one for the byte tokenizer."""
     if text is not None and (Path(text) / META).is_file():
@@ -137,18 +146,18 @@ def text_tokens(text: str | None, tokenizer: Any, count: int) -> Int[np.ndarray,
     if path := as_token_file(text, tokenizer):
         return np.asarray(TokenFile(path, "held_out", fingerprint=tokenizer_fingerprint(tokenizer)).tokens[:count])
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    pieces: list[np.ndarray] = []
+    parts: list[np.ndarray] = []
     missing = count
     for document in documents(text, tokenizer):
         if missing <= 0:
             break
         # a token is seldom longer than 16 characters, so that a huge document is not tokenized in vain
         ids = encode_texts(tokenizer, [document[: 16 * missing + 16]])[0]
-        pieces.append(np.asarray([*ids, *end], dtype=np.int64)[:missing])
-        missing -= len(pieces[-1])
-    if not pieces:
+        parts.append(np.asarray([*ids, *end], dtype=np.int64)[:missing])
+        missing -= len(parts[-1])
+    if not parts:
         raise ValueError(f"the text {text!r} holds no document")
-    return np.concatenate(pieces)
+    return np.concatenate(parts)
 
 
 def training_tokens(text: str | None, tokenizer: Any) -> Int[np.ndarray, "n"] | None:
@@ -158,6 +167,27 @@ def training_tokens(text: str | None, tokenizer: Any) -> Int[np.ndarray, "n"] | 
 
 
 def bytes_per_token(sequences: Int[np.ndarray, "N T"], tokenizer: Any) -> float:
-    """UTF-8 bytes of text for each token; special tokens stand for none."""
-    text = tokenizer.batch_decode(sequences, skip_special_tokens=True)
-    return sum(len(t.encode("utf-8", "replace")) for t in text) / sequences.size
+    """Return the UTF-8 bytes of text per token; special tokens have none, and a part of a character has its own."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if isinstance(getattr(backend, "decoder", None), _byte_level()):
+        # a token's characters stand for its bytes, but for tokens that were added
+        added = {i: len(text.encode()) for text, i in tokenizer.get_added_vocab().items()}
+        added |= dict.fromkeys(tokenizer.all_special_ids, 0)
+        ids, counts = np.unique(sequences, return_counts=True)
+        names = tokenizer.convert_ids_to_tokens(ids.tolist())
+        sizes = [added.get(i, len(name or "")) for i, name in zip(ids.tolist(), names, strict=True)]
+        return float(np.dot(sizes, counts)) / sequences.size
+    rows = tokenizer.batch_decode(sequences, skip_special_tokens=True)
+    return sum(_row_bytes(row) for row in rows) / sequences.size
+
+
+def _byte_level() -> type:
+    from tokenizers.decoders import ByteLevel
+
+    return ByteLevel
+
+
+def _row_bytes(text: str) -> int:
+    """Return the bytes of a row; at its ends, each byte of a cut character is decoded as one U+FFFD of three bytes."""
+    whole = text.strip("\ufffd")
+    return len(whole.encode("utf-8", "replace")) + len(text) - len(whole)
