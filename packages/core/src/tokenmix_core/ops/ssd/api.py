@@ -123,7 +123,7 @@ def ssd_step(
     scale: float = 1.0,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B HV V"]:
-    """Update `state` in place by one token and read it out: a decoding step. Not differentiable.
+    """Overwrite `state` by one token and read it out: a decoding step. Not differentiable.
 
     Args:
         q, k: `[B, G, K]`, one token.

@@ -1,4 +1,4 @@
-"""All gradients of a chunk at once, from the state before it and the gradient of the state after it."""
+"""All gradients of a chunk, from the state before it and the gradient of the state after it."""
 
 import torch
 import triton
@@ -16,27 +16,39 @@ from tokenmix_core.ops.ssd.types import Gradients, Inputs
 
 @triton.jit
 def decay_gradient(b_m, b_query, b_key, b_state, BT: tl.constexpr):
-    """dg_t = Σ_{i ≥ t > j} M_ij + Σ_{i ≥ t} query_i + Σ_{j < t} key_j + state: all paths that cross t's decay."""
+    """Return dg_t = Σ_{i ≥ t > j} M_ij + Σ_{i ≥ t} query_i + Σ_{j < t} key_j + state: all paths across t's decay."""
     o_i = tl.arange(0, BT)
     b_m = tl.where(o_i[:, None] > o_i[None, :], b_m, 0.0)
     b_suffix = tl.cumsum(tl.sum(b_m, 1) - tl.sum(b_m, 0) + b_query, 0, reverse=True)
-    # a masked sum rather than a cumulative one less its last term, so that what is zero stays exactly zero
+    # a masked sum: a cumulative sum less its last term would turn exact zeros into rounding errors
     b_prefix = tl.sum(tl.where(o_i[None, :] < o_i[:, None], b_key[None, :], 0.0), 1)
     return b_suffix + b_prefix + b_state
 
 
-@triton.jit
-def head_gradients(
-    b_q, b_k, v, do, g, states, dstates, dv, dg,
-    i_c, i_h, begin, m_t, stride_v, stride_do, scale, HV,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+@cached_launch
+@triton.jit(do_not_specialize=["T", "N", "G", "HV"])
+def ssd_gradients_kernel(
+    q, k, v, do, g, states, dstates, dq, dk, dv, dg, cu_seqlens,
+    stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Store dv and dg of one value head; return its share of dqᵀ and dkᵀ, `[K, BT]`.
+    """Compute all gradients of a chunk and value head, with dq and dk of this head alone.
 
-    Gradients stay transposed, so that what was computed is the right operand of each product.
+    Gradients stay transposed: computed operands are then on the right of each MMA.
     """
+    i_c = tl.program_id(0) // HV
+    i_h = tl.program_id(0) % HV
+    _, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
+    if first >= length:
+        return
+    begin += first
+    i_g = i_h // (HV // G)
     o_i = tl.arange(0, BT)
     o_k = tl.arange(0, K)
+    m_t = o_i < length - first
+    b_q = tl.load(q + begin * stride_q + i_g * K + o_i[:, None] * stride_q + o_k[None, :], mask=m_t[:, None], other=0.0)
+    b_k = tl.load(k + begin * stride_k + i_g * K + o_i[:, None] * stride_k + o_k[None, :], mask=m_t[:, None], other=0.0)
+
     o_v = tl.arange(0, BV)
     b_g = load_decay(g + begin * HV + i_h + o_i * HV, m_t)
     b_b = tl.cumsum(b_g, 0)
@@ -48,7 +60,7 @@ def head_gradients(
     b_dpt = tl.zeros([BT, BT], tl.float32)
     b_v = tl.load(p_v, mask=m_t[:, None], other=0.0)
     b_do = tl.load(p_do, mask=m_t[:, None], other=0.0)
-    # loops indeed: unrolled, float32 would spill five times as much and compile for a minute and a half
+    # not unrolled: float32 would spill five times as much and compile for a minute and a half
     for i_v in range(V // BV):
         if BV < V:
             b_v = tl.load(p_v + i_v * BV, mask=m_t[:, None], other=0.0)
@@ -88,33 +100,6 @@ def head_gradients(
     b_dk = tl.dot(tl.trans(b_q), b_dp, b_dk, input_precision="tf32x3")
     b_dg = decay_gradient(b_m, b_query, b_key, b_sd * tl.exp2(b_total), BT)
     tl.store(dg + begin * HV + i_h + o_i * HV, b_dg, mask=m_t)
-    return b_dq, b_dk
-
-
-@cached_launch
-@triton.jit(do_not_specialize=["T", "N", "G", "HV"])
-def ssd_gradients_kernel(
-    q, k, v, do, g, states, dstates, dq, dk, dv, dg, cu_seqlens,
-    stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """A chunk and a value head a program, whose dq and dk are its own."""
-    i_c = tl.program_id(0) // HV
-    i_h = tl.program_id(0) % HV
-    _, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
-    if first >= length:
-        return
-    begin += first
-    i_g = i_h // (HV // G)
-    o_i = tl.arange(0, BT)
-    o_k = tl.arange(0, K)
-    m_t = o_i < length - first
-    b_q = tl.load(q + begin * stride_q + i_g * K + o_i[:, None] * stride_q + o_k[None, :], mask=m_t[:, None], other=0.0)
-    b_k = tl.load(k + begin * stride_k + i_g * K + o_i[:, None] * stride_k + o_k[None, :], mask=m_t[:, None], other=0.0)
-    b_dq, b_dk = head_gradients(
-        b_q, b_k, v, do, g, states, dstates, dv, dg,
-        i_c, i_h, begin, m_t, stride_v, stride_do, scale, HV, K, V, BT, BV,
-    )  # fmt: skip
     o_dqk = (begin * HV + i_h) * K + o_i[None, :] * (HV * K) + o_k[:, None]
     tl.store(dq + o_dqk, b_dq.to(dq.dtype.element_ty), mask=m_t[None, :])
     tl.store(dk + o_dqk, b_dk.to(dk.dtype.element_ty), mask=m_t[None, :])

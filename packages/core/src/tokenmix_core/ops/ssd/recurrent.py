@@ -1,4 +1,6 @@
-"""SSD token by token, with a slice of the state in a program's registers: for few tokens and for decoding in place."""
+"""SSD token by token, with a slice of the state in a program's registers: for few tokens and for decoding."""
+
+from collections import namedtuple
 
 import torch
 import triton
@@ -12,20 +14,23 @@ from tokenmix_core.ops.decode_tiles import StateStep
 from tokenmix_core.ops.ssd import tuning
 from tokenmix_core.ops.ssd.types import Inputs
 
+# pointers at a head's values in token 0; None for absent dt and D
+Pointers = namedtuple("Pointers", "q k v g dt D o")
+
 
 @triton.jit
-def scan_token(b_s, q, k, v, g, dt, D, o, t, stride_q, stride_k, stride_v, scale, HV, V: tl.constexpr):
-    """Write the output of token t and return the state after it."""
-    b_q, b_k = tl.load(q + t * stride_q).to(tl.float32), tl.load(k + t * stride_k).to(tl.float32)
-    b_v = tl.load(v + t * stride_v).to(tl.float32)
+def scan_token(b_s, p, t, strides, scale, HV, V: tl.constexpr):
+    """Write the output of token t and return the state after it; `strides` are those of q, k and v between tokens."""
+    b_q, b_k = tl.load(p.q + t * strides[0]).to(tl.float32), tl.load(p.k + t * strides[1]).to(tl.float32)
+    b_v = tl.load(p.v + t * strides[2]).to(tl.float32)
     b_x = b_v
-    if dt is not None:
-        b_x = b_v * tl.load(dt + t * HV).to(tl.float32)
-    b_s = b_s * tl.exp(tl.load(g + t * HV).to(tl.float32)) + b_k[:, None] * b_x[None, :]
+    if p.dt is not None:
+        b_x = b_v * tl.load(p.dt + t * HV).to(tl.float32)
+    b_s = b_s * tl.exp(tl.load(p.g + t * HV).to(tl.float32)) + b_k[:, None] * b_x[None, :]
     b_o = tl.sum(b_s * b_q[:, None], 0) * scale
-    if D is not None:
-        b_o += b_v * tl.load(D).to(tl.float32)
-    tl.store(o + t * HV * V, b_o.to(o.dtype.element_ty))
+    if p.D is not None:
+        b_o += b_v * tl.load(p.D).to(tl.float32)
+    tl.store(p.o + t * HV * V, b_o.to(p.o.dtype.element_ty))
     return b_s
 
 
@@ -60,18 +65,19 @@ def ssd_recurrent_kernel(
         dt += i_h
     if D is not None:
         D += i_h
+    pointers, strides = Pointers(q, k, v, g, dt, D, o), (stride_q, stride_k, stride_v)
     if STEP:
-        b_s = scan_token(b_s, q, k, v, g, dt, D, o, begin, stride_q, stride_k, stride_v, scale, HV, V)
+        b_s = scan_token(b_s, pointers, begin, strides, scale, HV, V)
     else:
         for i_t in range(length):
-            b_s = scan_token(b_s, q, k, v, g, dt, D, o, begin + i_t, stride_q, stride_k, stride_v, scale, HV, V)
+            b_s = scan_token(b_s, pointers, begin + i_t, strides, scale, HV, V)
     tl.store(final_state + o_state, b_s)
 
 
 def ssd_recurrent(x: Inputs, final_state: Tensor, tile: StateStep | None = None) -> Tensor:
     """Return outputs; write `final_state [N, HV, K, V]`, which may be the initial state itself.
 
-    With `tile` the Gluon kernel takes one token and updates the state in place.
+    With `tile` the Gluon kernel takes one token and overwrites the state.
     """
     T, G, K = x.q.shape[1:]
     HV, V = x.v.shape[2:]

@@ -26,7 +26,7 @@ def recurrent_ssd_reference(
     initial_state: Float[Tensor, "N HV K V"] | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
 ) -> ScanOutput:
-    """Read the definition aloud: one token after the other, in float32 or, for float64 inputs, in float64."""
+    """Apply the definition token by token, in float32 (float64 for float64 inputs)."""
     return _with_steps(
         _recurrent, q=q, k=k, v=v, g=g, dt=dt, D=D, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens
     )
@@ -44,14 +44,14 @@ def chunk_ssd_reference(
     initial_state: Float[Tensor, "N HV K V"] | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
 ) -> ScanOutput:
-    """Chunk by chunk: matrix products in the inputs' dtype, gates and states in float32 (float64 if inputs are)."""
+    """Apply SSD chunk by chunk: matmuls in the inputs' dtype, gates and states in float32 (float64 for float64)."""
     return _with_steps(
         _chunkwise, q=q, k=k, v=v, g=g, dt=dt, D=D, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens
     )
 
 
 def _with_steps(form, q, k, v, g, dt, D, scale, initial_state, cu_seqlens) -> ScanOutput:
-    """Let Δ v enter the state and D v skip it."""
+    """Scale v by Δ for the state, and add D v to the outputs."""
     x = v if dt is None else (v * dt.unsqueeze(-1)).to(v.dtype)
     o, state = _by_sequence(form, q=q, k=k, v=x, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return ScanOutput(o if D is None else (o + v * D.unsqueeze(-1)).to(v.dtype), state)
@@ -72,7 +72,7 @@ def _by_sequence(form, q, k, v, g, scale, initial_state, cu_seqlens) -> ScanOutp
 
 
 def _first_state(q: Tensor, v: Tensor, initial_state: Tensor | None) -> Tensor:
-    """The state before the first token, `[B, G, HV / G, K, V]`, in the dtype of accumulation."""
+    """Return the state before the first token, `[B, G, HV / G, K, V]`, in the dtype of accumulation."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     shape = (q.shape[0], q.shape[2], v.shape[2] // q.shape[2], q.shape[3], v.shape[3])
     if initial_state is None:
@@ -138,7 +138,7 @@ def ssd_step_reference(
     D: Float[Tensor, "HV"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "B HV V"]:
-    """One token, updating `state` in place."""
+    """Apply one token; overwrite `state`."""
     one_token = (x.unsqueeze(1) for x in (q, k, v, g))
     dt = None if dt is None else dt.unsqueeze(1)
     o, new_state = recurrent_ssd_reference(*one_token, dt=dt, D=D, scale=scale, initial_state=state)

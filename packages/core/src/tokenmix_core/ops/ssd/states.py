@@ -1,4 +1,6 @@
-"""States at the boundaries of chunks and segments: forward in time, and their gradients backward in time."""
+"""States at the boundaries of chunks and segments, by a forward scan, and their gradients, by a reverse scan."""
+
+from collections import namedtuple
 
 import torch
 import triton
@@ -13,82 +15,92 @@ from tokenmix_core.kernels.triton.varlen import first_chunk, locate_chunk, seque
 from tokenmix_core.ops.ssd.tuning import SSDStates
 from tokenmix_core.ops.ssd.types import Inputs
 
+# K, V, tokens of a chunk, rows and columns of a program's tile of the state; constexprs, so never a variable's value
+Sizes = namedtuple("Sizes", "K V BT BK BV")
+# a program's first row, tokens and first boundary slot; its span and head; its tile along K and V
+Tile = namedtuple("Tile", "begin length i_slot i_s i_h i_k i_v")
+# the tensors that a scan reads, with their strides between tokens, and the scale
+Rows = namedtuple("Rows", "x y g dt stride_x stride_y scale")
+# the initial state that a scan reads, and the states and decay that it writes; None if absent
+States = namedtuple("States", "initial boundaries final totals")
+
 
 @triton.jit
-def scan_states(
-    x, y, g, dt, initial, boundaries, final, totals,
-    begin, length, i_slot, i_s, i_h, i_g, i_k, i_v,
-    stride_x, stride_y, scale, HV,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    REVERSE: tl.constexpr,
-):  # fmt: skip
-    """Carry one tile of the state over `length` tokens from row `begin` on.
+def scan_states(rows, states, tile, i_g, HV, sizes, REVERSE: tl.constexpr):
+    """Scan a tile of the state over a program's tokens.
 
     Forward: S ← e^total S + Σ_j e^(total − b_j) x_j (Δ_j y_j)ᵀ, x = k and y = v.
     Reverse: D ← e^total D + scale Σ_i e^(b_i) x_i y_iᵀ, x = q and y = do, the gradient of the state before the chunk.
     """
-    x += i_g * K + i_k * BK
-    y += i_h * V + i_v * BV
-    g += i_h
-    if dt is not None:
-        dt += i_h
+    K: tl.constexpr = sizes.K
+    V: tl.constexpr = sizes.V
+    BT: tl.constexpr = sizes.BT
+    BK: tl.constexpr = sizes.BK
+    BV: tl.constexpr = sizes.BV
+    x = rows.x + (i_g * K + tile.i_k * BK)
+    y = rows.y + (tile.i_h * V + tile.i_v * BV)
+    g = rows.g + tile.i_h
+    if rows.dt is not None:
+        dt = rows.dt + tile.i_h
     o_i = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     o_v = tl.arange(0, BV)
-    o_tile = (i_k * BK + o_k[:, None]) * V + i_v * BV + o_v[None, :]
-    o_span = (i_s.to(tl.int64) * HV + i_h) * K * V
+    o_tile = (tile.i_k * BK + o_k[:, None]) * V + tile.i_v * BV + o_v[None, :]
+    o_span = (tile.i_s.to(tl.int64) * HV + tile.i_h) * K * V
     b_s = tl.zeros([BK, BV], tl.float32)
-    if initial is not None:
-        b_s += tl.load(initial + o_span + o_tile)
+    if states.initial is not None:
+        b_s += tl.load(states.initial + o_span + o_tile)
     b_decay = 0.0
-    chunks = tl.cdiv(length, BT)
-    for i in range(chunks):
-        i_t = chunks - 1 - i if REVERSE else i
-        if boundaries is not None:
-            o_boundary = ((i_slot + i_t) * HV + i_h) * K * V
-            tl.store(boundaries + o_boundary + o_tile, b_s.to(boundaries.dtype.element_ty))
-        o_t = begin + i_t * BT
-        m_t = i_t * BT + o_i < length
+    NT = tl.cdiv(tile.length, BT)
+    for i in range(NT):
+        i_t = NT - 1 - i if REVERSE else i
+        if states.boundaries is not None:
+            o_boundary = ((tile.i_slot + i_t) * HV + tile.i_h) * K * V
+            tl.store(states.boundaries + o_boundary + o_tile, b_s.to(states.boundaries.dtype.element_ty))
+        o_t = tile.begin + i_t * BT
+        m_t = i_t * BT + o_i < tile.length
         b_g = load_decay(g + o_t * HV + o_i * HV, m_t)
         b_b = tl.cumsum(b_g, 0)
-        # the sum of another order would not cancel at the last token
-        b_total = last_of(b_b, length - i_t * BT, BT)
-        b_x = tl.load(x + o_t * stride_x + o_i[:, None] * stride_x + o_k[None, :], mask=m_t[:, None], other=0.0)
-        b_y = tl.load(y + o_t * stride_y + o_i[:, None] * stride_y + o_v[None, :], mask=m_t[:, None], other=0.0)
+        # a sum in another order would not cancel at the last token
+        b_total = last_of(b_b, tile.length - i_t * BT, BT)
+        p_x = x + o_t * rows.stride_x + o_i[:, None] * rows.stride_x + o_k[None, :]
+        b_x = tl.load(p_x, mask=m_t[:, None], other=0.0)
+        p_y = y + o_t * rows.stride_y + o_i[:, None] * rows.stride_y + o_v[None, :]
+        b_y = tl.load(p_y, mask=m_t[:, None], other=0.0)
         if REVERSE:
-            b_w = tl.exp2(b_b) * scale
+            b_w = tl.exp2(b_b) * rows.scale
         else:
             b_w = tl.exp2(b_total - b_b)
-        if dt is not None:
+        if rows.dt is not None:
             b_w *= tl.load(dt + o_t * HV + o_i * HV, mask=m_t, other=0.0).to(tl.float32)
         b_w = (b_y * b_w[:, None]).to(b_y.dtype)
         b_s = tl.dot(tl.trans(b_x), b_w, b_s * tl.exp2(b_total), input_precision="tf32x3")
         b_decay += b_total
-    if final is not None:
-        tl.store(final + o_span + o_tile, b_s)
-    if totals is not None:
-        tl.store(totals + i_s.to(tl.int64) * HV + i_h, b_decay)
+    if states.final is not None:
+        tl.store(states.final + o_span + o_tile, b_s)
+    if states.totals is not None:
+        tl.store(states.totals + tile.i_s.to(tl.int64) * HV + tile.i_h, b_decay)
 
 
 @triton.jit
-def locate_tile(
-    i_p, T, N, HV, segment, cu_seqlens,
-    NK: tl.constexpr, NV: tl.constexpr, BT: tl.constexpr, SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """First row, length and first boundary slot of a program's tokens, its span, its head and its tile of the state."""
+def locate_tile(T, N, HV, segment, cu_seqlens, sizes, SEGMENTED: tl.constexpr, PACKED: tl.constexpr):
+    """Return this program's `Tile`, of a segment or a whole sequence."""
+    NK: tl.constexpr = sizes.K // sizes.BK
+    NV: tl.constexpr = sizes.V // sizes.BV
+    i_p = tl.program_id(0)
     i_v = i_p % NV
     i_k = i_p // NV % NK
     i_h = i_p // (NV * NK) % HV
     i_s = i_p // (NV * NK) // HV
     if SEGMENTED:
         i_n, begin, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED)
-        i_slot = first_chunk(i_n, begin, T, BT, PACKED) + first // BT
+        i_slot = first_chunk(i_n, begin, T, sizes.BT, PACKED) + first // sizes.BT
         begin += first
         length = tl.minimum(length - first, segment)
     else:
         begin, length = sequence_span(i_s, T, cu_seqlens, PACKED)
-        i_slot = first_chunk(i_s, begin, T, BT, PACKED)
-    return begin, length, i_slot, i_s, i_h, i_k, i_v
+        i_slot = first_chunk(i_s, begin, T, sizes.BT, PACKED)
+    return Tile(begin, length, i_slot, i_s, i_h, i_k, i_v)
 
 
 @cached_launch
@@ -98,16 +110,11 @@ def segment_states_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     REVERSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Make the state that a segment leaves of zeros, a tile of it a program, and the decay over the segment."""
-    begin, length, i_slot, i_s, i_h, i_k, i_v = locate_tile(
-        tl.program_id(0), T, N, HV, segment, cu_seqlens, K // BK, V // BV, BT, True, PACKED
-    )
-    if length > 0:
-        scan_states(
-            x, y, g, dt, None, None, states, totals,
-            begin, length, i_slot, i_s, i_h, i_h // (HV // G), i_k, i_v, stride_x, stride_y, scale, HV,
-            K, V, BT, BK, BV, REVERSE,
-        )  # fmt: skip
+    """Compute the state that a segment leaves from a zero state, a tile per program, and the decay over the segment."""
+    tile = locate_tile(T, N, HV, segment, cu_seqlens, Sizes(K, V, BT, BK, BV), True, PACKED)
+    if tile.length > 0:
+        rows, results = Rows(x, y, g, dt, stride_x, stride_y, scale), States(None, None, states, totals)
+        scan_states(rows, results, tile, tile.i_h // (HV // G), HV, Sizes(K, V, BT, BK, BV), REVERSE)
 
 
 @cached_launch
@@ -118,26 +125,20 @@ def boundary_states_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """States before chunks and gradients of those after, a sequence or segment and a tile a program."""
-    begin, length, i_slot, i_s, i_h, i_k, i_v = locate_tile(
-        tl.program_id(0), T, N, HV, segment, cu_seqlens, K // BK, V // BV, BT, SEGMENTED, PACKED
-    )
-    if SEGMENTED and length <= 0:
+    """Compute states before chunks, or gradients of those after; a tile of a sequence or segment per program."""
+    tile = locate_tile(T, N, HV, segment, cu_seqlens, Sizes(K, V, BT, BK, BV), SEGMENTED, PACKED)
+    if SEGMENTED and tile.length <= 0:
         return
-    i_g = i_h // (HV // G)
-    # the two directions know nothing of each other: one launch fills the device with both
+    i_g = tile.i_h // (HV // G)
+    # the two directions are independent: one launch fills the device with both
     if tl.program_id(1) == 0:
-        scan_states(
-            k, v, g, dt, entering, states, None, None,
-            begin, length, i_slot, i_s, i_h, i_g, i_k, i_v, stride_k, stride_v, scale, HV,
-            K, V, BT, BK, BV, False,
-        )  # fmt: skip
+        rows = Rows(k, v, g, dt, stride_k, stride_v, scale)
+        results = States(entering, states, None, None)
+        scan_states(rows, results, tile, i_g, HV, Sizes(K, V, BT, BK, BV), False)
     else:
-        scan_states(
-            q, do, g, None, dleaving, dstates, dinitial_state, None,
-            begin, length, i_slot, i_s, i_h, i_g, i_k, i_v, stride_q, stride_do, scale, HV,
-            K, V, BT, BK, BV, True,
-        )  # fmt: skip
+        rows_do = Rows(q, do, g, None, stride_q, stride_do, scale)
+        gradients = States(dleaving, dstates, dinitial_state, None)
+        scan_states(rows_do, gradients, tile, i_g, HV, Sizes(K, V, BT, BK, BV), True)
 
 
 @cached_launch
@@ -146,7 +147,7 @@ def scan_segments_kernel(
     segment_states, totals, initial, final, cu_seqlens, T, HV, segment,
     KV: tl.constexpr, BE: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The state before each segment, in place of what the segment makes of zeros, and the last one of each sequence."""
+    """Replace each segment's state from zero by the state that enters it; store the final one of each sequence."""
     i_p = tl.program_id(0)
     i_e = i_p % (KV // BE)
     i_h = i_p // (KV // BE) % HV

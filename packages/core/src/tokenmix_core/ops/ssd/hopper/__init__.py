@@ -1,5 +1,5 @@
-"""Steps of SSD on Hopper for 16-bit inputs, in Gluon, which is part of Triton.
+"""SSD's steps on Hopper for 16-bit inputs, in Gluon.
 
-Triton's own forms pass tiles through registers on their way to shared memory and change layouts there; here they go
-straight to shared memory, products read them from there, and copies run beside the products.
+The portable Triton kernels pass tiles through registers on their way to shared memory and change layouts there. Here
+cp.async writes tiles to shared memory during MMAs, which read their operands there.
 """

@@ -1,7 +1,12 @@
-"""`gradients` on Hopper for large groups: a chunk and R value heads of one group a program, which sums their dq and dk.
+"""SSD gradients of a chunk on Hopper: one program per chunk and R value heads of a group, which sums their dq and dk.
 
-What all heads of the group share leaves the loop over them: Σ dQ = Σ_h diag(scale e^b_h) dO_h S_hᵀ + (Σ_h dP_h) K, and
-so for dK. Sums that dg needs stay apart, by warp or warp group, until all heads are done: no warp waits for another's.
+    q k ─ cp.async ─┐                         loop over R heads                        epilogue
+    v dO S D ─ cp.async, 2 stages ─ wait ─► P, dP, M ─► dV ─► dQ, dK += … ─┐
+          ▲                                                                ├─► dQ += (Σ dP) K, dK += (Σ dP)ᵀ Q, dg, ddt
+          └──────────── prefetch head r + 1 during the MMAs of head r ─────┘
+
+MMAs that the heads share leave the loop: Σ dQ = Σ_h diag(scale e^b_h) dO_h S_hᵀ + (Σ_h dP_h) K, and likewise dK. Sums
+for dg stay partial, by warp or warpgroup, until all heads are done: no warp waits for another's.
 """
 
 from triton.experimental import gluon
@@ -23,8 +28,7 @@ from tokenmix_core.kernels.gluon.hopper import (
     wait_async_copies,
 )
 from tokenmix_core.kernels.launch.launcher import cached_launch
-from tokenmix_core.ops.ssd.hopper.intra_chunk import inner_gradients
-from tokenmix_core.ops.ssd.hopper.mma import multiply
+from tokenmix_core.ops.ssd.hopper.intra_chunk import PathSums, intra_chunk_gradients
 from tokenmix_core.ops.ssd.hopper.smem_vectors import (
     allocate_parts,
     allocate_vectors,
@@ -32,7 +36,8 @@ from tokenmix_core.ops.ssd.hopper.smem_vectors import (
     column,
     gather,
     head_rows,
-    load_numbers,
+    load_vectors,
+    multiply,
     store_decay_gradients,
     store_decays,
     store_row_sums,
@@ -48,7 +53,10 @@ def group_gradients_kernel(
     stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV,
     K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Vectors by row are `x_i`, by column `x_j`, of all heads in shared memory `x_h`; strides count 16 bytes."""
+    """Compute all gradients of a chunk and R heads. Vectors of all heads are in shared memory, `x_h`.
+
+    Strides count 16 bytes.
+    """
     BT: gl.constexpr = CHUNK
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = q.dtype.element_ty
@@ -63,7 +71,7 @@ def group_gradients_kernel(
     if start >= length:
         return
     first, rows = begin + start, length - start
-    # rows begin at multiples of 16 bytes
+    # rows are 16-byte aligned
     stride_q, stride_k, stride_v, stride_do = stride_q * 8, stride_k * 8, stride_v * 8, stride_do * 8
     i_g = i_r * R // (HV // G)
 
@@ -74,12 +82,13 @@ def group_gradients_kernel(
     s_2 = gl.allocate_shared_memory(dtype, [2, K, V], shared)
     d_2 = gl.allocate_shared_memory(dtype, [2, K, V], shared)
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
-    # dV takes P's place
+    # dV reuses P's buffer
     s_dv = s_p if V == BT else gl.allocate_shared_memory(dtype, [BT, V], shared)
     b_h, from_h, to_h = allocate_vectors(R, BT), allocate_vectors(R, BT), allocate_vectors(R, BT)
     row_h, query_h, key_h = allocate_parts(R, W // 4), allocate_parts(R, W // 4), allocate_parts(R, W // 4)
     column_h, end_h = allocate_parts(R, 4), allocate_vectors(R, K)
     own_h, skip_h = allocate_parts(R, W // 4), allocate_parts(R, W // 4)
+    sums = PathSums(row_h, column_h, own_h, skip_h)
     o_s = (i_c.to(gl.int64) * HV + i_r * R) * K * V
     p_v, p_do = v + first * stride_v + i_r * R * V, do + first * stride_do + i_r * R * V
     async_copy_rows(s_q, q + first * stride_q + i_g * K, stride_q, rows, W)
@@ -89,33 +98,33 @@ def group_gradients_kernel(
     async_copy_rows(s_2.index(0), states + o_s, V, K, W)
     async_copy_rows(d_2.index(0), dstates + o_s, V, K, W)
     async_copy.commit_group()
-    store_decays(b_h, from_h, to_h, load_numbers(g + first * HV + i_r * R, HV, rows, R), scale)
+    store_decays(b_h, from_h, to_h, load_vectors(g + first * HV + i_r * R, HV, rows, R), scale)
     if dt is not None:
         dt_h = allocate_vectors(R, BT)
-        as_matrix(dt_h, R, BT).store(load_numbers(dt + first * HV + i_r * R, HV, rows, R))
+        as_matrix(dt_h, R, BT).store(load_vectors(dt + first * HV + i_r * R, HV, rows, R))
     b_dq, b_dk = gl.zeros([BT, K], gl.float32, wide), gl.zeros([BT, K], gl.float32, wide)
     sum_dp = gl.zeros([BT, BT], gl.float32, mma_layout_split_n(BT, W))
     for r in range(R):
-        here, then = r % 2, (r + 1) % 2
-        s_v, s_do, s_s, s_d = v_2.index(here), do_2.index(here), s_2.index(here), d_2.index(here)
+        stage, next_stage = r % 2, (r + 1) % 2
+        s_v, s_do, s_s, s_d = v_2.index(stage), do_2.index(stage), s_2.index(stage), d_2.index(stage)
         wait_async_copies(0)
         if r + 1 < R:
             p_v, p_do, o_s = p_v + V, p_do + V, o_s + K * V
-            async_copy_rows(v_2.index(then), p_v, stride_v, rows, W)
-            async_copy_rows(do_2.index(then), p_do, stride_do, rows, W)
-            async_copy_rows(s_2.index(then), states + o_s, V, K, W)
-            async_copy_rows(d_2.index(then), dstates + o_s, V, K, W)
+            async_copy_rows(v_2.index(next_stage), p_v, stride_v, rows, W)
+            async_copy_rows(do_2.index(next_stage), p_do, stride_do, rows, W)
+            async_copy_rows(s_2.index(next_stage), states + o_s, V, K, W)
+            async_copy_rows(d_2.index(next_stage), dstates + o_s, V, K, W)
             async_copy.commit_group()
         end_h.index(r).store(gl.sum(s_s.load(lines).to(gl.float32) * s_d.load(lines).to(gl.float32), 1))
 
-        # P, dP and M = P ⊙ dP, whose sums by row and column are paths inside the chunk
+        # P, dP and M = P ⊙ dP, whose row and column sums are intra-chunk paths
         b_qk, b_dp = multiply(s_q, s_k.permute((1, 0)), BT), multiply(s_do, s_v.permute((1, 0)), BT)
         b_kd = multiply(s_k, s_d, V)
         b_qk, b_dp = warpgroup_mma_wait(1, deps=[b_qk, b_dp])
-        b_p, b_dp = inner_gradients(
+        b_p, b_dp = intra_chunk_gradients(
             b_qk, b_dp, b_h.index(r), None if dt is None else dt_h.index(r),
             None if skip is None else gl.load(skip + i_r * R + r).to(gl.float32),
-            row_h, column_h, own_h, skip_h, r, scale,
+            sums, r, scale,
         )  # fmt: skip
         s_p.store(b_p.to(dtype))
         sum_dp += b_dp
@@ -152,7 +161,7 @@ def group_gradients_kernel(
     barrier()
     b_dq = warpgroup_mma(s_p, s_k, b_dq, is_async=True)
     b_dk = warpgroup_mma(s_p.permute((1, 0)), s_q, b_dk, is_async=True)
-    # what crosses the whole chunk crosses its last decay, as all others
+    # paths through the whole chunk cross every decay; counted at the last
     by_head: gl.constexpr = head_rows(W)
     b_end = gl.sum(as_matrix(end_h, R, K).load(by_head), 1)[:, None] * as_matrix(from_h, R, BT).load(by_head) / scale
     b_last = gl.where(gl.arange(0, BT, gl.SliceLayout(0, by_head))[None, :] == BT - 1, b_end, 0.0)

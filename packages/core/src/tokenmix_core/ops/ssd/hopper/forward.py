@@ -1,7 +1,15 @@
-"""`forward` on Hopper: a sequence or segment, a head and BV columns of the state a program."""
+"""SSD forward on Hopper: one program per sequence or segment, head and BV columns of the state.
 
-# Triton knows no stars in tuples
+    q k v ─ cp.async, 2 stages ─ wait ─► P = Q Kᵀ ─┐ one chunk ahead of the loop
+    chunk t:  O = Sᵀ Qᵀ ─► scale P ─► prefetch t + 1 ─► O += Vᵀ Pᵀ ─► S ← e^b_C S + Vᵀ K ─► store O ─► Q Kᵀ of t + 1
+
+The prefetch starts after a barrier: all warps have then read the other stage.
+"""
+
+# Triton does not support starred expressions in tuples
 # ruff: noqa: RUF005
+
+from collections import namedtuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -27,13 +35,13 @@ from tokenmix_core.kernels.gluon.hopper import (
     wait_async_copies,
 )
 from tokenmix_core.kernels.launch.launcher import cached_launch
-from tokenmix_core.ops.ssd.hopper.smem_vectors import allocate_vectors, as_matrix, load_numbers, store_decays
+from tokenmix_core.ops.ssd.hopper.smem_vectors import allocate_vectors, as_matrix, load_vectors, store_decays
 from tokenmix_core.ops.ssd.types import Inputs
 
 
 @gluon.jit
 def locate_span(i_s, T, N, segment, cu_seqlens, SEGMENTED: gl.constexpr, PACKED: gl.constexpr):
-    """First row and length, ≤ 0 of a segment that does not exist, of a sequence or segment; its first chunk's slot."""
+    """Return first row and length of a sequence or segment, and its first chunk's slot; length ≤ 0 for no segment."""
     if SEGMENTED:
         i_n, begin, length, start = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, gl.num_warps())
         length = gl.minimum(length - start, segment)
@@ -45,16 +53,16 @@ def locate_span(i_s, T, N, segment, cu_seqlens, SEGMENTED: gl.constexpr, PACKED:
 
 
 @gluon.jit
-def fetch_parts(x_2, i, p_rows, stride, rows, WARPS: gl.constexpr, OPAQUE: gl.constexpr = False):
-    """Begin to copy a chunk's rows, in parts of as many columns as a tile has, to place i of two."""
+def prefetch_parts(x_2, i, p_rows, stride, rows, WARPS: gl.constexpr, OPAQUE: gl.constexpr = False):
+    """Issue cp.async of a chunk's rows to stage i, in parts of as many columns as a tile has."""
     PARTS: gl.constexpr = x_2.shape[0] // 2
     for p in gl.static_range(PARTS):
         async_copy_rows(x_2.index(i * PARTS + p), p_rows + p * x_2.shape[2], stride, rows, WARPS, OPAQUE)
 
 
 @gluon.jit
-def enter_state(b_s, b_v, k_2, i, decay):
-    """Begin Sᵀ ← decay Sᵀ + Vᵀ K, part by part."""
+def update_state(b_s, b_v, k_2, i, decay):
+    """Issue Sᵀ ← decay Sᵀ + Vᵀ K, part by part."""
     PARTS: gl.constexpr = k_2.shape[0] // 2
     b_new = ()
     for p in gl.static_range(PARTS):
@@ -64,21 +72,21 @@ def enter_state(b_s, b_v, k_2, i, decay):
 
 @gluon.jit
 def store_state(p_s, b_s, stride: gl.constexpr):
-    """Store the parts of the state, which lie `stride` elements apart."""
+    """Store the parts of the state, `stride` elements apart."""
     for p in gl.static_range(len(b_s)):
         gl.store(p_s + p * stride, b_s[p])
 
 
 @gluon.jit
-def await_state(b_s, b_v):
-    """Wait until V, which products read from registers, has entered all parts of the state."""
+def wait_state(b_s, b_v):
+    """Wait for the MMAs of all parts of the state; V is their register operand."""
     done = warpgroup_mma_wait(0, deps=(b_v,) + b_s)
     return done[1:]
 
 
 @gluon.jit
-def meet_keys(q_2, k_2, i, zero):
-    """Begin Q Kᵀ of the chunk at place i of two."""
+def multiply_keys(q_2, k_2, i, zero):
+    """Issue Q Kᵀ of the chunk in stage i."""
     PARTS: gl.constexpr = k_2.shape[0] // 2
     b_p = zero
     for p in gl.static_range(PARTS):
@@ -87,34 +95,42 @@ def meet_keys(q_2, k_2, i, zero):
     return b_p
 
 
+# pointers at a head's rows, with strides between tokens; dt may be None
+Rows = namedtuple("Rows", "k v g dt stride_k stride_v")
+# two stages in shared memory: rows, and the vectors b, scale e^b and e^(b_C − b)
+Stages = namedtuple("Stages", "k v b from_start to_end")
+
+
 @gluon.jit
-def pass_tokens(b_s, k, v, g, dt, stride_k, stride_v, HV, chunks, k_2, v_2, b_2, from_2, to_2):
-    """The parts of the state, transposed, after `chunks` whole chunks that begin at these addresses."""
+def scan_chunks(b_s, p, stages, HV, chunks):
+    """Return the parts of the state, transposed, after `chunks` whole chunks."""
+    k, v, g, dt, stride_k, stride_v = p.k, p.v, p.g, p.dt, p.stride_k, p.stride_v
+    k_2, v_2, b_2, from_2, to_2 = stages.k, stages.v, stages.b, stages.from_start, stages.to_end
     BT: gl.constexpr = k_2.shape[1]
     W: gl.constexpr = gl.num_warps()
     tile: gl.constexpr = mma_layout(k_2.shape[2], W)
     left: gl.constexpr = gl.DotOperandLayout(0, tile, 2)
     rows = gl.where(chunks > 0, BT, 0)
-    fetch_parts(k_2, 0, k, stride_k, rows, W)
+    prefetch_parts(k_2, 0, k, stride_k, rows, W)
     async_copy_rows(v_2.index(0), v, stride_v, rows, W)
     async_copy.commit_group()
-    b_g = load_numbers(g, HV, rows, 1)
+    b_g = load_vectors(g, HV, rows, 1)
     for i in range(chunks):
-        here, then = i % 2, (i + 1) % 2
-        total, b_to = store_decays(b_2.index(here), from_2.index(here), to_2.index(here), b_g, 1.0)
+        stage, next_stage = i % 2, (i + 1) % 2
+        total, b_to = store_decays(b_2.index(stage), from_2.index(stage), to_2.index(stage), b_g, 1.0)
         if dt is not None:
-            b_dt = load_numbers(dt + (i * BT).to(gl.int64) * HV, HV, BT, 1)
-            as_matrix(to_2.index(here), 1, BT).store(b_dt * b_to)
+            b_dt = load_vectors(dt + (i * BT).to(gl.int64) * HV, HV, BT, 1)
+            as_matrix(to_2.index(stage), 1, BT).store(b_dt * b_to)
         wait_async_copies(0)
         o_t, rows = ((i + 1) * BT).to(gl.int64), gl.where(i + 1 < chunks, BT, 0)
-        fetch_parts(k_2, then, k + o_t * stride_k, stride_k, rows, W, True)
-        async_copy_rows(v_2.index(then), v + o_t * stride_v, stride_v, rows, W, True)
+        prefetch_parts(k_2, next_stage, k + o_t * stride_k, stride_k, rows, W, True)
+        async_copy_rows(v_2.index(next_stage), v + o_t * stride_v, stride_v, rows, W, True)
         async_copy.commit_group()
-        b_g = load_numbers(g + o_t * HV, HV, rows, 1)
-        to_j = to_2.index(here).load(gl.SliceLayout(0, left))
-        b_v = (v_2.index(here).permute((1, 0)).load(left).to(gl.float32) * to_j[None, :]).to(v_2.dtype)
-        b_s = enter_state(b_s, b_v, k_2, here, gl.exp2(gl.sum(total, 0)))
-        b_s = await_state(b_s, b_v)
+        b_g = load_vectors(g + o_t * HV, HV, rows, 1)
+        to_j = to_2.index(stage).load(gl.SliceLayout(0, left))
+        b_v = (v_2.index(stage).permute((1, 0)).load(left).to(gl.float32) * to_j[None, :]).to(v_2.dtype)
+        b_s = update_state(b_s, b_v, k_2, stage, gl.exp2(gl.sum(total, 0)))
+        b_s = wait_state(b_s, b_v)
     wait_async_copies(0)
     return b_s
 
@@ -127,12 +143,12 @@ def hopper_forward_kernel(
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, INITIAL: gl.constexpr,
     SEGMENTED: gl.constexpr, LOOKBACK: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """With `LOOKBACK` a segment's program makes the state before it by itself, from the sequence's initial one.
+    """Compute outputs and states. With `LOOKBACK` a segment's program scans the chunks before it, too.
 
-    The state is held transposed, `[BV, K]`, 16 rows a warp: what depends on it is a left operand, from registers. Of
-    256 keys it has two parts, which are left operands one after the other, as registers would not hold both.
+    The state is transposed, `[BV, K]`, 16 rows per warp: matrices that depend on it are register operands. For K = 256
+    it has two parts, which are operands in turn, as registers do not hold both as such.
 
-    Vectors by row are `x_i`, by column `x_j`, two chunks of them in shared memory `x_2`; strides count 16 bytes.
+    Vectors by row are `x_i`, by column `x_j`; two stages in shared memory are `x_2`; strides count 16 bytes.
     """
     BT: gl.constexpr = 64
     W: gl.constexpr = BV // 16
@@ -142,7 +158,7 @@ def hopper_forward_kernel(
     PARTS: gl.constexpr = K // KP
     tile: gl.constexpr = mma_layout(KP, W)
     flat: gl.constexpr = mma_layout(BT, W)
-    # P is shared out among all warps: a warp group for each part of its columns
+    # warpgroups split the columns of P
     square: gl.constexpr = mma_layout_split_n(BT, W)
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
@@ -155,7 +171,7 @@ def hopper_forward_kernel(
     begin, length, _ = locate_span(i_s, T, N, segment, cu_seqlens, SEGMENTED, PACKED)
     if SEGMENTED and length <= 0:
         return
-    # rows begin at multiples of 16 bytes
+    # rows are 16-byte aligned
     stride_q, stride_k, stride_v = stride_q * 8, stride_k * 8, stride_v * 8
     i_n, past = i_s, 0
     if LOOKBACK:
@@ -171,7 +187,7 @@ def hopper_forward_kernel(
     v_2 = gl.allocate_shared_memory(dtype, [2, BT, BV], shared)
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
     s_o = gl.allocate_shared_memory(dtype, [BT, BV], shared)
-    # sums of decays b, scale e^b and e^(b_C − b)
+    # cumulative decays b, scale e^b and e^(b_C − b)
     b_2, from_2, to_2 = (allocate_vectors(2, BT), allocate_vectors(2, BT), allocate_vectors(2, BT))
     o_v, o_k = (gl.arange(0, BV, gl.SliceLayout(1, tile)), gl.arange(0, KP, gl.SliceLayout(0, tile)))
     o_state = (i_n.to(gl.int64) * HV + i_h) * K * V + i_v * BV
@@ -182,22 +198,22 @@ def hopper_forward_kernel(
         b_s = b_s + (gl.load(p_s) if INITIAL else gl.zeros([BV, KP], gl.float32, tile),)
     if LOOKBACK:
         back = -past.to(gl.int64)
-        b_s = pass_tokens(
-            b_s, p_k + back * stride_k, p_v + back * stride_v, g + o_h + back * HV,
-            dt if dt is None else dt + o_h + back * HV,
-            stride_k, stride_v, HV, past // BT, k_2, v_2, b_2, from_2, to_2,
+        p_dt = dt if dt is None else dt + o_h + back * HV
+        earlier = Rows(
+            p_k + back * stride_k, p_v + back * stride_v, g + o_h + back * HV, p_dt, stride_k, stride_v
         )  # fmt: skip
-    fetch_parts(q_2, 0, p_q, stride_q, length, W)
-    fetch_parts(k_2, 0, p_k, stride_k, length, W)
+        b_s = scan_chunks(b_s, earlier, Stages(k_2, v_2, b_2, from_2, to_2), HV, past // BT)
+    prefetch_parts(q_2, 0, p_q, stride_q, length, W)
+    prefetch_parts(k_2, 0, p_k, stride_k, length, W)
     async_copy_rows(v_2.index(0), p_v, stride_v, length, W)
     async_copy.commit_group()
-    b_g = load_numbers(g + o_h, HV, length, 1)
+    b_g = load_vectors(g + o_h, HV, length, 1)
     total, b_to = store_decays(b_2.index(0), from_2.index(0), to_2.index(0), b_g, scale)
-    # what a token enters the state with at the chunk's end
+    # Δ e^(b_C − b): the weight of a token in the state at the chunk's end
     enter_2 = to_2
     if dt is not None:
         dt_2, enter_2 = allocate_vectors(2, BT), allocate_vectors(2, BT)
-        b_dt = load_numbers(dt + o_h, HV, length, 1)
+        b_dt = load_vectors(dt + o_h, HV, length, 1)
         as_matrix(dt_2.index(0), 1, BT).store(b_dt)
         as_matrix(enter_2.index(0), 1, BT).store(b_dt * b_to)
     if skip is not None:
@@ -207,57 +223,57 @@ def hopper_forward_kernel(
     zero_p = gl.zeros([BT, BT], gl.float32, square)
     zero_o = gl.zeros([BV, BT], gl.float32, flat)
     wait_async_copies(0)
-    b_p = meet_keys(q_2, k_2, 0, zero_p)
+    b_p = multiply_keys(q_2, k_2, 0, zero_p)
     b_p = warpgroup_mma_wait(0, deps=[b_p])
     for i_t in range(gl.cdiv(length, BT)):
-        here, then = i_t % 2, (i_t + 1) % 2
-        s_v = v_2.index(here)
+        stage, next_stage = i_t % 2, (i_t + 1) % 2
+        s_v = v_2.index(stage)
         b_sh = gl.convert_layout(b_s[0].to(dtype), left)
-        b_o = warpgroup_mma(b_sh, q_2.index(here * PARTS).permute((1, 0)), zero_o, use_acc=False, is_async=True)
+        b_o = warpgroup_mma(b_sh, q_2.index(stage * PARTS).permute((1, 0)), zero_o, use_acc=False, is_async=True)
         token = (i_t + 1) * BT
         o_t = token.to(gl.int64)
-        b_g = load_numbers(g + o_h + o_t * HV, HV, length - token, 1)
+        b_g = load_vectors(g + o_h + o_t * HV, HV, length - token, 1)
         if dt is not None:
-            b_dt = load_numbers(dt + o_h + o_t * HV, HV, length - token, 1)
+            b_dt = load_vectors(dt + o_h + o_t * HV, HV, length - token, 1)
 
         # Oᵀ = scale e^b ⊙ (Sᵀ Qᵀ) + Vᵀ Pᵀ
-        b_decay = causal_decay(b_2.index(here).load(row), b_2.index(here).load(col), o_i, o_j) * scale
+        b_decay = causal_decay(b_2.index(stage).load(row), b_2.index(stage).load(col), o_i, o_j) * scale
         if dt is not None:
-            b_decay *= dt_2.index(here).load(col)[None, :]
+            b_decay *= dt_2.index(stage).load(col)[None, :]
         b_p *= b_decay
         if skip is not None:
             b_p = gl.where(o_i[:, None] == o_j[None, :], b_p + b_skip, b_p)
         s_p.store(b_p.to(dtype))
         fence_async_shared()
         barrier()
-        # every warp has left the products of the chunk before, whose place this is
+        # all warps have completed the previous chunk's MMAs, which read this stage
         if token < length:
-            fetch_parts(q_2, then, p_q + o_t * stride_q, stride_q, length - token, W, True)
-            fetch_parts(k_2, then, p_k + o_t * stride_k, stride_k, length - token, W, True)
-            async_copy_rows(v_2.index(then), p_v + o_t * stride_v, stride_v, length - token, W, True)
+            prefetch_parts(q_2, next_stage, p_q + o_t * stride_q, stride_q, length - token, W, True)
+            prefetch_parts(k_2, next_stage, p_k + o_t * stride_k, stride_k, length - token, W, True)
+            async_copy_rows(v_2.index(next_stage), p_v + o_t * stride_v, stride_v, length - token, W, True)
             async_copy.commit_group()
-        from_j = from_2.index(here).load(gl.SliceLayout(0, flat))
+        from_j = from_2.index(stage).load(gl.SliceLayout(0, flat))
         b_o, b_sh = warpgroup_mma_wait(0, deps=[b_o, b_sh])
         for p in gl.static_range(1, PARTS):
             b_sh = gl.convert_layout(b_s[p].to(dtype), left)
-            b_o = warpgroup_mma(b_sh, q_2.index(here * PARTS + p).permute((1, 0)), b_o, is_async=True)
+            b_o = warpgroup_mma(b_sh, q_2.index(stage * PARTS + p).permute((1, 0)), b_o, is_async=True)
             b_o, b_sh = warpgroup_mma_wait(0, deps=[b_o, b_sh])
         b_o = warpgroup_mma(s_v.permute((1, 0)), s_p.permute((1, 0)), b_o * from_j[None, :], is_async=True)
         # Sᵀ ← e^b_C Sᵀ + (e^(b_C − b) Δ ⊙ V)ᵀ K
-        to_j = enter_2.index(here).load(gl.SliceLayout(0, left_k))
+        to_j = enter_2.index(stage).load(gl.SliceLayout(0, left_k))
         b_v = (s_v.permute((1, 0)).load(left_k).to(gl.float32) * to_j[None, :]).to(dtype)
-        b_s = enter_state(b_s, b_v, k_2, here, gl.exp2(gl.sum(total, 0)))
+        b_s = update_state(b_s, b_v, k_2, stage, gl.exp2(gl.sum(total, 0)))
         b_o = warpgroup_mma_wait(PARTS, deps=[b_o])
         s_o.permute((1, 0)).store(b_o.to(dtype))
         barrier()
         store_rows(p_o + (i_t * BT).to(gl.int64) * HV * V, s_o, HV * V, length - i_t * BT, W, True)
-        total, b_to = store_decays(b_2.index(then), from_2.index(then), to_2.index(then), b_g, scale)
+        total, b_to = store_decays(b_2.index(next_stage), from_2.index(next_stage), to_2.index(next_stage), b_g, scale)
         if dt is not None:
-            as_matrix(dt_2.index(then), 1, BT).store(b_dt)
-            as_matrix(enter_2.index(then), 1, BT).store(b_dt * b_to)
-        # the next chunk's Q Kᵀ, beside the state's products; after the last chunk of nothing
+            as_matrix(dt_2.index(next_stage), 1, BT).store(b_dt)
+            as_matrix(enter_2.index(next_stage), 1, BT).store(b_dt * b_to)
+        # the next chunk's Q Kᵀ during the state's MMAs; after the last chunk the operands are unused
         wait_async_copies(0)
-        b_p = meet_keys(q_2, k_2, then, zero_p)
+        b_p = multiply_keys(q_2, k_2, next_stage, zero_p)
         done = warpgroup_mma_wait(0, deps=(b_p, b_v) + b_s)
         b_p, b_s = done[0], done[2:]
     if LOOKBACK:
@@ -277,9 +293,9 @@ def hopper_forward(
     spans: int,
     columns: int,
 ) -> None:
-    """Write o and, unless it is None, the final states of `spans` sequences or segments of `segment` tokens.
+    """Write o and, unless None, the final states of `spans` sequences or segments of `segment` tokens.
 
-    Segments with final states look back to the beginnings of their sequences. A program takes so many columns of V.
+    Segments with final states look back to the first tokens of their sequences. A program takes `columns` of V.
     """
     _, T, G, K = x.q.shape
     HV, V = x.v.shape[2:]

@@ -1,4 +1,9 @@
-"""`gradients` on Hopper: a chunk and a value head a program, or some value heads of one group (`group`)."""
+"""SSD gradients of a chunk on Hopper: one program per chunk and value head; `backward_grouped` takes several heads.
+
+    cp.async q k v dO S (D) ─ wait ─► Q Kᵀ, dO Vᵀ ─► P, dP ─► dQ, dV, dK ─► epilogue through smem: dq dv dk dg ddt
+
+There is no loop, so the tiles have one buffer each; results reuse the buffers of operands.
+"""
 
 import torch
 from torch import Tensor
@@ -13,6 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.kernels.gluon.hopper import (
+    LOG2_E,
+    LOWEST,
     async_copy_rows,
     barrier,
     causal_decay,
@@ -23,8 +30,7 @@ from tokenmix_core.kernels.gluon.hopper import (
 )
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.ssd.hopper.backward_grouped import group_gradients_kernel
-from tokenmix_core.ops.ssd.hopper.decay import cumulative_decay, load_decay
-from tokenmix_core.ops.ssd.hopper.mma import multiply
+from tokenmix_core.ops.ssd.hopper.smem_vectors import multiply
 from tokenmix_core.ops.ssd.tuning import SSDHopper
 from tokenmix_core.ops.ssd.types import Gradients, Inputs
 
@@ -33,15 +39,29 @@ CHUNK = gl.constexpr(64)
 
 @gluon.jit
 def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr):
-    """Σ x y of each row of X in registers and Y in shared memory."""
+    """Return Σ x y of each row of X in registers and Y in shared memory."""
     return gl.convert_layout(gl.sum(b_x * s_y.load(mma_layout_split_n(D, gl.num_warps())).to(gl.float32), 1), row)
 
 
 @gluon.jit
 def scaled_rows(s_x, x_i, layout: gl.constexpr):
-    """diag(x) X in 16 bits, X from shared memory."""
+    """Return diag(x) X in 16 bits, X from shared memory."""
     b_x = s_x.load(layout).to(gl.float32)
     return (b_x * gl.convert_layout(x_i, gl.SliceLayout(1, layout))[:, None]).to(s_x.dtype)
+
+
+@gluon.jit
+def load_decay(p_g, stride, rows):
+    """Load a chunk's decays as base-2 logarithms; 0 (no decay) from `rows` on."""
+    o_t = gl.arange(0, 64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    return gl.maximum(gl.load(p_g + o_t * stride, mask=o_t < rows, other=0.0).to(gl.float32) * LOG2_E, LOWEST)
+
+
+@gluon.jit
+def cumulative_decay(g_j, o_i, o_j):
+    """Return the cumulative decays, by row, from the decays by column, and their sum over the chunk."""
+    b_i = gl.sum(gl.where(o_i[:, None] >= o_j[None, :], g_j[None, :], 0.0), 1)
+    return b_i, gl.sum(gl.where(o_i == 63, b_i, 0.0), 0)
 
 
 @cached_launch
@@ -51,7 +71,10 @@ def hopper_gradients_kernel(
     stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV,
     K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Vectors by row are `x_i`, by column `x_j`; strides count 16 bytes."""
+    """Compute all gradients of a chunk and value head. Vectors by row are `x_i`, by column `x_j`.
+
+    Strides count 16 bytes.
+    """
     BT: gl.constexpr = CHUNK
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = q.dtype.element_ty
@@ -59,7 +82,7 @@ def hopper_gradients_kernel(
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
     left: gl.constexpr = gl.DotOperandLayout(0, mma_layout_split_n(K, W), 2)
-    # not the layout of copies: their addresses would be kept from here on
+    # not the layout of the copies: the compiler would hold their addresses in registers from here on
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [512 // V, V // 16], [W // 2, 2], [1, 0])
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     i_c, i_h = gl.program_id(0) // HV, gl.program_id(0) % HV
@@ -67,21 +90,21 @@ def hopper_gradients_kernel(
     if start >= length:
         return
     first, rows = begin + start, length - start
-    # rows begin at multiples of 16 bytes
+    # rows are 16-byte aligned
     stride_q, stride_k, stride_v, stride_do = stride_q * 8, stride_k * 8, stride_v * 8, stride_do * 8
     i_g = i_h // (HV // G)
 
-    # where both states do not fit, the gradient takes the state's place
+    # if both states do not fit, the gradient reuses the state's buffer
     OVERLAY: gl.constexpr = K * V > 128 * 64
-    # dQ leaves through dO's place before dV and dK need its registers
-    EARLY: gl.constexpr = K == V
+    # dQ is stored through dO's buffer before dV and dK need its registers
+    STORE_DQ_FIRST: gl.constexpr = K == V
     s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_v = gl.allocate_shared_memory(dtype, [BT, V], shared)
     s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
     s_s = gl.allocate_shared_memory(dtype, [K, V], shared)
     s_d = s_s if OVERLAY else gl.allocate_shared_memory(dtype, [K, V], shared)
-    # P, and then dP
+    # P, then dP
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     o_lk, o_lv = gl.arange(0, K, gl.SliceLayout(1, lines)), gl.arange(0, V, gl.SliceLayout(0, lines))
@@ -123,7 +146,7 @@ def hopper_gradients_kernel(
     if dt is None:
         crossing_i = gl.sum(b_m, 1) - column_i
     else:
-        # sums before Δ are the gradients of Δ
+        # sums before the factor Δ are the gradients of Δ
         ddt_i = column_i + gl.sum(gl.where(own, b_qk * b_dp, 0.0), 1)
         crossing_i = gl.sum(b_m * dt_j[None, :], 1) - dt_i * column_i
         b_p, b_dp = b_p * dt_j[None, :], b_dp * dt_j[None, :]
@@ -151,7 +174,7 @@ def hopper_gradients_kernel(
     barrier()
     b_dq = warpgroup_mma(s_p, s_k, b_dq, is_async=True)
     b_dq = warpgroup_mma_wait(0, deps=[b_dq])
-    if EARLY:
+    if STORE_DQ_FIRST:
         s_do.store(b_dq.to(dtype))
         barrier()
         store_rows(dq + o_out, s_do, HV * K, rows, W)
@@ -182,7 +205,7 @@ def hopper_gradients_kernel(
     gl.store(dg + (first + o_i) * HV + i_h, dg_i, mask=o_i < rows)
     b_dk, b_left = warpgroup_mma_wait(0, deps=[b_dk, b_left])
     barrier()
-    if not EARLY:
+    if not STORE_DQ_FIRST:
         s_q.store(b_dq.to(dtype))
         store_rows(dq + o_out, s_q, HV * K, rows, W)
     s_k.store(b_dk.to(dtype))
@@ -190,9 +213,9 @@ def hopper_gradients_kernel(
 
 
 def hopper_gradients(x: Inputs, *, do: Tensor, states: Tensor, dstates: Tensor, config: SSDHopper) -> Gradients:
-    """All gradients but the initial state's; dq and dk are sums of `config.heads` value heads, `[B, T, HV / heads, K]`.
+    """Return all gradients but the initial state's; those of the decays, Δ and D in float32.
 
-    Those of the decays, Δ and D are in float32.
+    dq and dk are sums over `config.heads` value heads, `[B, T, HV / heads, K]`.
     """
     B, T, G, K = x.q.shape
     HV, V = x.v.shape[2:]
@@ -201,7 +224,7 @@ def hopper_gradients(x: Inputs, *, do: Tensor, states: Tensor, dstates: Tensor, 
     dv = torch.empty_like(x.v, memory_format=torch.contiguous_format)
     dg = torch.empty(x.g.shape, dtype=torch.float32, device=x.g.device)
     ddt = None if x.dt is None else torch.empty_like(dg)
-    # not every slot of packed sequences is a chunk
+    # zeros: packed sequences have slots without a chunk
     dskip = None if x.D is None else torch.zeros(slots, HV, dtype=torch.float32, device=x.q.device)
     stride_q, stride_k, stride_v, stride_do = (y.stride(1) // 8 for y in (x.q, x.k, x.v, do))
     arguments = dict(

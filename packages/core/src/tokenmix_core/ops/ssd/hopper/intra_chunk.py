@@ -1,4 +1,6 @@
-"""Gradients along paths inside a chunk, from the products Q Kᵀ and dO Vᵀ."""
+"""Intra-chunk gradients, from Q Kᵀ and dO Vᵀ."""
+
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,13 +8,15 @@ from triton.experimental.gluon import language as gl
 from tokenmix_core.kernels.gluon.hopper import causal_decay, mma_layout_split_n
 from tokenmix_core.ops.ssd.hopper.smem_vectors import store_row_sums
 
+# partial sums of M = P ⊙ dO Vᵀ in shared memory: by row, by column, on the diagonal; and of the diagonal of dO Vᵀ
+PathSums = namedtuple("PathSums", "row column own skip")
+
 
 @gluon.jit
-def inner_gradients(b_qk, b_dp, s_b, s_dt, b_skip, row_h, column_h, own_h, skip_h, r, scale):
-    """P with the skip on its diagonal, and dP; stores sums of M = P ⊙ dO Vᵀ by row and column, for head r.
+def intra_chunk_gradients(b_qk, b_dp, s_b, s_dt, b_skip, sums, r, scale):
+    """Return P with the skip on its diagonal, and dP; store the `PathSums` of head r.
 
-    Columns are summed before Δ; a token's path to itself, which crosses no decay, is kept apart, as is the diagonal of
-    dO Vᵀ.
+    Columns are summed before Δ. The diagonal, a token's path to itself, crosses no decay and is summed apart.
     """
     BT: gl.constexpr = b_qk.shape[0]
     square: gl.constexpr = mma_layout_split_n(BT, gl.num_warps())
@@ -22,18 +26,18 @@ def inner_gradients(b_qk, b_dp, s_b, s_dt, b_skip, row_h, column_h, own_h, skip_
     own = o_i[:, None] == o_j[None, :]
     b_gamma = causal_decay(s_b.load(row), s_b.load(col), o_i, o_j) * scale
     if b_skip is not None:
-        store_row_sums(skip_h, r, gl.where(own, b_dp, 0.0))
+        store_row_sums(sums.skip, r, gl.where(own, b_dp, 0.0))
     b_qk *= b_gamma
     b_m = b_qk * b_dp
     b_dp *= b_gamma
     if s_dt is not None:
-        store_row_sums(own_h, r, gl.where(own, b_m, 0.0))
+        store_row_sums(sums.own, r, gl.where(own, b_m, 0.0))
     b_m = gl.where(o_i[:, None] > o_j[None, :], b_m, 0.0)
-    column_h.index(r).store(gl.sum(b_m.reshape([4, BT // 4, BT]), 1))
+    sums.column.index(r).store(gl.sum(b_m.reshape([4, BT // 4, BT]), 1))
     if s_dt is not None:
         dt_j = s_dt.load(col)[None, :]
         b_qk, b_dp, b_m = b_qk * dt_j, b_dp * dt_j, b_m * dt_j
-    store_row_sums(row_h, r, b_m)
+    store_row_sums(sums.row, r, b_m)
     if b_skip is not None:
         b_qk = gl.where(own, b_qk + b_skip, b_qk)
     return b_qk, b_dp

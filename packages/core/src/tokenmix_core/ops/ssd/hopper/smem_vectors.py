@@ -1,41 +1,49 @@
-"""Vectors of a chunk, a number a token, of one or several heads, in shared memory: every layout reads them from there.
+"""Vectors of a chunk, one value per token and head, in shared memory, from where every layout reads them.
 
-Sums over rows are kept in parts, by warp or warp group, until they are gathered: no warp waits for another's.
+Row sums stay partial, by warp or warpgroup, until `gather` adds them: no warp waits for another's. Also `multiply`.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from tokenmix_core.kernels.gluon.hopper import LOG2_E, LOWEST, add, reinterpret
+from tokenmix_core.kernels.gluon.hopper import LOG2_E, LOWEST, add, mma_layout_split_n, reinterpret
+
+
+@gluon.jit
+def multiply(a, b, N: gl.constexpr):
+    """Issue A B for 64 rows of A."""
+    zero = gl.zeros([64, N], gl.float32, mma_layout_split_n(N, gl.num_warps()))
+    return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
 
 
 @gluon.constexpr_function
 def head_rows(warps):
-    """`[R, 64]`: a head's vector a warp."""
+    """Return the layout `[R, 64]` with a head's vector per warp."""
     return gl.BlockedLayout([1, 2], [1, 32], [warps, 1], [1, 0])
 
 
 @gluon.jit
 def allocate_vectors(R: gl.constexpr, C: gl.constexpr):
-    """A vector of C elements for each head."""
+    """Allocate a vector of C elements per head."""
     return gl.allocate_shared_memory(gl.float32, [R, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def allocate_parts(R: gl.constexpr, P: gl.constexpr):
-    """A vector of a chunk for each head, in P parts to be summed."""
+    """Allocate a vector of a chunk per head, as P partial sums."""
     return gl.allocate_shared_memory(gl.float32, [R, P, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
 def as_matrix(x_h, R: gl.constexpr, C: gl.constexpr):
-    """The vectors of all heads as rows."""
+    """Return the vectors of all heads as rows of a matrix."""
     return reinterpret(x_h, gl.float32, [R, C], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
-def load_numbers(p_x, stride, rows, R: gl.constexpr):
-    """A number for each token of a chunk and each of R heads, `[R, 64]`; 0 from `rows` on."""
+def load_vectors(p_x, stride, rows, R: gl.constexpr):
+    """Load a value per token of a chunk and per head, `[R, 64]`; 0 from `rows` on."""
     layout: gl.constexpr = head_rows(gl.num_warps())
     o_h = gl.arange(0, R, gl.SliceLayout(1, layout))[:, None]
     o_t = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
@@ -44,7 +52,7 @@ def load_numbers(p_x, stride, rows, R: gl.constexpr):
 
 @gluon.jit
 def store_decays(b_h, from_h, to_h, b_g, scale):
-    """Each head's sums of decays b, and `scale e^b` and `e^(b_C − b)`; returns b_C and the latter."""
+    """Store each head's cumulative decay b, `scale e^b` and `e^(b_C − b)`; return b_C and the latter."""
     R: gl.constexpr = b_g.shape[0]
     b_g = gl.maximum(b_g * LOG2_E, LOWEST)
     b_b, b_total = gl.associative_scan(b_g, 1, add), gl.sum(b_g, 1)
@@ -57,20 +65,20 @@ def store_decays(b_h, from_h, to_h, b_g, scale):
 
 @gluon.jit
 def column(x_h, r, layout: gl.constexpr):
-    """A head's vector as a column."""
+    """Return a head's vector as a column."""
     return x_h.index(r).load(gl.SliceLayout(1, layout))[:, None]
 
 
 @gluon.jit
 def store_row_sums(x_h, r, b_x):
-    """Each row's sum over a warp group's columns."""
+    """Store each row's partial sums over a warpgroup's columns."""
     P: gl.constexpr = x_h.shape[1]
     x_h.index(r).permute((1, 0)).store(gl.sum(b_x.reshape([b_x.shape[0], P, b_x.shape[1] // P]), 2))
 
 
 @gluon.jit
 def gather(x_h):
-    """The sum of all warps' parts, `[R, 64]`."""
+    """Return the sums of all partial sums, `[R, 64]`."""
     R: gl.constexpr = x_h.shape[0]
     P: gl.constexpr = x_h.shape[1]
     b_x = as_matrix(x_h, R, P * 64).load(head_rows(gl.num_warps()))
@@ -79,7 +87,7 @@ def gather(x_h):
 
 @gluon.jit
 def store_decay_gradients(p_dg, HV, rows, crossing_h, later_h):
-    """dg_t = Σ_{i ≥ t} crossing_i + Σ_{j < t} later_j of each head."""
+    """Store dg_t = Σ_{i ≥ t} crossing_i + Σ_{j < t} later_j of each head."""
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [gl.num_warps(), 1], [1, 0])
     col: gl.constexpr = gl.SliceLayout(0, layout)
     o_i, o_j = gl.arange(0, 64, gl.SliceLayout(1, layout)), gl.arange(0, 64, col)
