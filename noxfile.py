@@ -238,6 +238,12 @@ def katex(session: nox.Session) -> None:
     (target / "VERSION").write_text(package)
 
 
+@nox.session(name="new-op", venv_backend="none")
+def new_op(session: nox.Session) -> None:
+    """Create the files of a new operation: `nox -s new-op -- NAME`."""
+    session.run(sys.executable, "tools/new_op.py", *session.posargs, external=True)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style, formatting, and the words of docs/notation.md."""
