@@ -25,6 +25,7 @@ def sentences() -> dict[tuple[Path, str], str]:
     return {
         (ROOT / "README.md", "measured"): "\n".join([_steps(), _slots(), _mixed(), _constant(lte), _layers()]),
         (ROOT / "packages" / "nha" / "README.md", "gsa"): _gsa(),
+        (ROOT / "packages" / "nha" / "README.md", "decoding"): _decoded(nha),
         (ROOT / "docs" / "nha.md", "decoding"): model_results.tokens_table(nha),
         (ROOT / "docs" / "lte.md", "decoding"): model_results.tokens_table(lte),
     }
@@ -95,6 +96,16 @@ def _gsa() -> str:
     return (
         f"`chunk_gsa` takes {times[0]} forward / forward and backward with 32 slots and {times[1]} with 64, without a "
         f"window, at B8 T4096 H16 D128."
+    )
+
+
+def _decoded(rows: Sequence[Row]) -> str:
+    """State a decoded token of one sequence by its context."""
+    alone = sorted((row for row in rows if row["batch"] == 1), key=lambda row: row["after"])
+    (first, *_, last), model = alone, f"{alone[0]['model'].removeprefix('NHA, ')} {alone[0]['size']}"
+    return (
+        f"A decoded token of {model}, all layers, one sequence: {first['step_ms']:.2f} ms after {first['after']:,} tokens "
+        f"and {last['step_ms']:.2f} ms after {last['after']:,} ({_device(first)})."
     )
 
 

@@ -1,4 +1,11 @@
-"""Gradients of one layer on Hopper: a program scans 64 streams and accumulates weight gradients in registers."""
+"""Gradients of one layer on Hopper: a program scans 64 streams and accumulates weight gradients in registers.
+
+    step s:   cp.async   dz block s + DZ_STAGES − 1 → s_dz;  layer 0: x block s + X_STAGES − 1 → s_x
+              WGMMA      dx block s = Σ_tap dz block s + 2 − tap · Wᵀ;   dW_tap += x block sᵀ · dz block s + 2 − tap
+              layers > 0: load z of the next block, recompute SiLU and its derivative from z
+
+Blocks s … s + 2 of the layer's sums read block s of the inputs.
+"""
 
 # Triton does not support starred expressions in tuples
 # ruff: noqa: RUF005
@@ -68,14 +75,7 @@ def hopper_layer_backward_kernel(
     C: gl.constexpr, CO: gl.constexpr, LAYER: gl.constexpr, FIRST: gl.constexpr, STEP: gl.constexpr,
     DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """Compute `backward.scorer_layer_backward_kernel` for streams of slots of `tokens` tokens.
-
-        step s:   cp.async   dz block s + DZ_STAGES − 1 → s_dz;  layer 0: x block s + X_STAGES − 1 → s_x
-                  WGMMA      dx block s = Σ_tap dz block s + 2 − tap · Wᵀ;   dW_tap += x block sᵀ · dz block s + 2 − tap
-                  layers > 0: load z of the next block, recompute SiLU and its derivative from z
-
-    Blocks s … s + 2 of the layer's sums read block s of the inputs.
-    """
+    """Compute `backward.scorer_layer_backward_kernel` for streams of slots of `tokens` tokens."""
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = x.dtype.element_ty
     tile: gl.constexpr = mma_layout_split_n(_WIDTH, W)

@@ -1,4 +1,11 @@
-"""Logits on Hopper: a program scans 64 streams of a head and computes a block of every layer in each step."""
+"""Logits on Hopper: a program scans 64 streams of a head and computes a block of every layer in each step.
+
+    step s:   cp.async   k, v block s + NUM_STAGES − 1 → s_x0
+              WGMMA      z3 block s − 6 ← s_x2;  z2 block s − 3 ← s_x1;  z1 block s ← s_x0   (independent)
+              wait z3 → SiLU, linear map → logits;  wait z2 → SiLU → s_x2;  wait z1 → SiLU → s_x1
+
+A block has the index of the first block that it is computed from: block s of layer 1 reads inputs s … s + 2.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +47,7 @@ def hopper_scorer_kernel(
     T, N, slots, tokens, H, threshold, K: gl.constexpr, C1: gl.constexpr, C2: gl.constexpr, C3: gl.constexpr,
     FIRST: gl.constexpr, STEP: gl.constexpr, DROPOUT: gl.constexpr, GRADIENTS: gl.constexpr,
 ):  # fmt: skip
-    """Compute `forward.scorer_kernel` for streams of slots of `tokens` tokens.
-
-        step s:   cp.async   k, v block s + NUM_STAGES − 1 → s_x0
-                  WGMMA      z3 block s − 6 ← s_x2;  z2 block s − 3 ← s_x1;  z1 block s ← s_x0   (independent)
-                  wait z3 → SiLU, linear map → logits;  wait z2 → SiLU → s_x2;  wait z1 → SiLU → s_x1
-
-    A block has the index of the first block that it is computed from: block s of layer 1 reads inputs s … s + 2.
-    """
+    """Compute `forward.scorer_kernel` for streams of slots of `tokens` tokens."""
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = k.dtype.element_ty
     tile1: gl.constexpr = mma_layout_split_n(C1, W)

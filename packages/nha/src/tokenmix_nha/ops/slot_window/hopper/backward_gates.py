@@ -1,4 +1,11 @@
-"""Gradients of a weak chunk's log-gates on Hopper. Tiles are transposed, `[token, query]`."""
+"""Gradients of a weak chunk's log-gates on Hopper. Tiles are transposed, `[token, query]`.
+
+One warpgroup; each buffer is one stage, and a later load reuses it after a barrier:
+
+    cp.async  k̂, q̂, v, do ── p, dz ── dS^K, dS^V   S^K, S^V, into the buffers of q̂ and do
+    WGMMA     A = k̂ q̂ᵀ, B = v doᵀ                  e = A dz + B p; at the chunk's end e' = k̂ dS^K + v dS^V
+    WGMMA     sums of x − e over later tokens      + ⟨dS, S⟩ − own terms → df
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,4 +1,13 @@
-"""Gradients of a weak chunk's keys and values on Hopper. Tiles are transposed, `[token, query]`."""
+"""Gradients of a weak chunk's keys and values on Hopper. Tiles are transposed, `[token, query]`.
+
+One warpgroup; each buffer is one stage, and a later load reuses it after a barrier. With w the tokens' weights at the
+chunk's end:
+
+    cp.async  q̂, k, v, do ── p, dz ── dS^K, dS^V   queries and do of the window, into the buffers of p and dz
+    WGMMA     sums of gates → Ĉ, w                 P = Ĉ pᵀ, Z = Ĉ dzᵀ up to the token's row; later rows π, dζ
+    WGMMA     dv = w dS^Vᵀ + P do                  dk = w dS^Kᵀ + Z q, then tiles of the window, 32 queries each
+    store     dv and dk through the buffers of do and q
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

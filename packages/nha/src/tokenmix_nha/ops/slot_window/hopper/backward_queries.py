@@ -1,4 +1,12 @@
-"""Gradients of a weak chunk's queries on Hopper, and the fields of `Softmax` for the other gradients."""
+"""Gradients of a weak chunk's queries on Hopper, and the fields of `Softmax` for the other gradients.
+
+One warpgroup; each buffer is one stage, and a later load reuses it after a barrier:
+
+    cp.async  q̂, k̂, do, v ── S^K, S^V             keys and values of the window, into the buffers of gates and v
+    WGMMA     A = q̂ k̂ᵀ, B = do vᵀ                 z = q̂ S^K + A Ĉ, dp = do S^V + B Ĉ; δ from the window's tiles
+    WGMMA     dq̂ = dz S^Kᵀ + (dz Ĉᵀ + dζ) k̂       dq: further tiles of the window, 32 keys each
+    store     p, dz and x after dp, dq at the end
+"""
 
 from collections import namedtuple
 

@@ -1,6 +1,9 @@
 """Gradients of a weak chunk's keys, values and log-gates in one kernel on Hopper, for 32 slots: more would not fit.
 
-Tiles are transposed, `[token, query]`.
+Tiles are transposed, `[token, query]`. One warpgroup computes `backward_gates.py`, then `backward_keys.py`:
+
+    cp.async  k, q, v, do ── p, dz, dS^K, dS^V ── S^K, S^V     queries and do of the window, into the buffers of S
+    WGMMA     A = k qᵀ, B = v doᵀ   e, e' → df                 Ĉ pᵀ, Ĉ dzᵀ, A and B again → dv, dk, then the window
 """
 
 from triton.experimental import gluon
