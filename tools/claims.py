@@ -104,8 +104,8 @@ def _decoded(rows: Sequence[Row]) -> str:
     alone = sorted((row for row in rows if row["batch"] == 1), key=lambda row: row["after"])
     (first, *_, last), model = alone, f"{alone[0]['model'].removeprefix('NHA, ')} {alone[0]['size']}"
     return (
-        f"A decoded token of {model}, all layers, one sequence: {first['step_ms']:.2f} ms after {first['after']:,} tokens "
-        f"and {last['step_ms']:.2f} ms after {last['after']:,} ({_device(first)})."
+        f"A decoded token of {model}, all layers, one sequence: {first['step_ms']:.2f} ms after {first['after']:,} "
+        f"tokens and {last['step_ms']:.2f} ms after {last['after']:,} ({_device(first)})."
     )
 
 
