@@ -168,7 +168,7 @@ def tests(session: nox.Session, package: str) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Test the kernels and operations of all packages on this machine's CUDA device, or what pytest is told."""
+    """Test the kernels and operations of all packages on this machine's CUDA device; arguments go to pytest."""
     sync(session, "--all-packages", "--all-groups", "--extra=peft")
     command = ["pytest", "packages", "-m", "gpu or operation"]
     if session.posargs:
@@ -182,7 +182,7 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def benchmarks(session: nox.Session) -> None:
-    """Measure our operations and their peers on this machine's GPU; without one, small shapes in a few minutes."""
+    """Measure our operations and their baselines on this machine's GPU; without one, small shapes in a few minutes."""
     sync(session, "--all-packages", "--all-groups")
     session.run("pytest", *(f"packages/{p}/benchmarks" for p in PACKAGES), "--benchmark-only", *session.posargs)
 
@@ -305,7 +305,7 @@ def build(session: nox.Session, which: str, dist: Path) -> None:
     shutil.copytree(ROOT / "packages", source / "packages", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", source)
     if url is None:
-        session.warn("no `--url URL` and no remote named origin: what is built names no address of the project")
+        session.warn("no `--url URL` and no remote named origin: the packages will name no address of the project")
     for package in PACKAGES if url else ():
         with (source / "packages" / package / "pyproject.toml").open("a") as file:
             file.write(f'\n[project.urls]\nSource = "{url}"\n')
@@ -459,7 +459,7 @@ def lowest(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def lock(session: nox.Session) -> None:
-    """Resolve anew and compare with what is pinned; `nox -s lock -- --update` writes it."""
+    """Resolve again and compare with the pinned versions; `nox -s lock -- --update` writes it."""
     fresh = Path(session.create_tmp()) / "requirements.lock"
     session.run("uv", "lock", "--quiet", "--upgrade", external=True)
     session.run(

@@ -176,8 +176,8 @@ def test_trained_attention_is_evaluated_again_under_each_eviction_method(tmp_pat
     assert asked == [(method, held) for method in EVICTION_METHODS]
     assert [row["of"] for row in rows] == ["", *EVICTION_METHODS] == [row.get("modes", "") for row in rows]
     assert len(execution._evaluate(run._replace(task="text"), SMOKE, tmp_path)["mqar"]) == 1
-    numbers = {"accuracy": 0.5}
-    found = metrics_by_mode({"task": MQAR, "rows": {"mqar": [row | numbers for row in rows]}}, SMOKE)
+    scores = {"accuracy": 0.5}
+    found = metrics_by_mode({"task": MQAR, "rows": {"mqar": [row | scores for row in rows]}}, SMOKE)
     assert list(found) == ["", *EVICTION_METHODS]
     assert eviction_budgets(run._replace(seed=SMOKE.tuning_seed), SMOKE) == {}
     assert [label(("gdn-attention", mode)) for mode in EVICTION_METHODS] == [

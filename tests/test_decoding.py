@@ -64,7 +64,7 @@ def test_the_converted_model_has_four_full_layers():
     assert model.dtype == torch.bfloat16
 
 
-def test_a_row_takes_the_place_of_what_it_repeats(tmp_path):
+def test_a_row_replaces_the_earlier_one_of_the_same_run(tmp_path):
     path = tmp_path / "tokens.json"
     rows = [{**dict.fromkeys(SCRIPT.KEY, "x"), "after": after, "step_ms": ms} for after, ms in ((1, 5), (2, 6), (1, 7))]
     for row in rows:

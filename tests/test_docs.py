@@ -85,7 +85,7 @@ def test_equations_are_written_so_that_github_and_katex_read_them_alike():
         assert not re.search(r"(?<!\\)\\[^A-Za-z\\\s]", plain), f"{page}: {maths}"
 
 
-def test_every_table_is_what_the_committed_numbers_and_models_give():
+def test_every_table_follows_from_the_committed_measurements_and_models():
     done = subprocess.run([sys.executable, ROOT / "tools" / "tables.py", "--check"], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("left as they are")) == (0, "", 0), (
         done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Layers of all packages stand in one model: every paper's with every other paper's, and all at once."""
+"""Layers of all packages work in one model: every paper's with every other paper's, and all at once."""
 
 import importlib.util
 from itertools import combinations

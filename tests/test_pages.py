@@ -44,7 +44,7 @@ QUICK = ("README.md",)
 _COMMENTS = r"((?:^<!--[^\n]*-->\n+)*)"
 _FENCE = re.compile(rf"(?ms){_COMMENTS}^( *)(```|~~~~)([^\n]*)\n(.*?)^\2\3$")
 _COMMENT = re.compile(r"(?m)^<!-- (not run|run with|given): (.*?) -->$")
-# the tests' environment stands for that of `uv run`; nothing is fetched
+# the tests' environment replaces that of `uv run`; nothing is downloaded
 _SHELL = """
 set -euo pipefail
 uv() { [ "$1" = run ] || { echo "only 'uv run' is known here: uv $*" >&2; return 1; }; shift; "$@"; }
@@ -134,7 +134,7 @@ def text(folder: Path) -> None:
         (folder / f"{i}.txt").write_text(f"It was the {i}th of {i + 1} short stories about a folder of text. " * 40)
 
 
-# folders that a reader brings along, by the path that a page gives them
+# folders that a reader has, by their path on a page
 GIVEN: dict[str, Callable[[Path], object]] = {
     "models/Llama-3.2-1B": partial(llama, layers=16),
     "models/Llama-3.1-8B": partial(llama, layers=32),

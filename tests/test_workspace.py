@@ -67,7 +67,7 @@ def test_whatever_else_is_pinned_is_named(noxfile, fresh, said):
     assert noxfile.pin_differences(export(), fresh) == said
 
 
-def test_no_two_of_these_markers_hold_in_the_same_places(noxfile):
+def test_no_two_of_these_markers_hold_in_the_same_environments(noxfile):
     markers = [
         "",
         *(f"python_version {sign} '3.12'" for sign in ("<", "<=", ">", ">=", "==", "!=")),
@@ -105,7 +105,7 @@ def test_plain_uv_sync_installs_all_packages_and_the_test_tools():
 
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")))
 def test_every_module_is_found_under_its_own_name(name):
-    """A function of a module's name would take its place in the package, and `import a.b.c as c` would fail."""
+    """A function of a module's name would shadow it in the package, and `import a.b.c as c` would fail."""
     package = importlib.import_module(f"tokenmix_{name}")
     hidden = []
     for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tokenmix_core.testing import results
 
-# no shape of a sweep may take longer than this many times the best peer's time
+# no shape of a sweep may take longer than this many times the best baseline's time
 BOUND = 1.1
 # peaks are read in steps of the allocator; less than this is the same
 _MEBIBYTE = 1.0
@@ -13,23 +13,23 @@ _MEBIBYTE = 1.0
 
 @dataclass(frozen=True)
 class Goal:
-    """At most so many milliseconds, or so many times the best peer's with `of_peer`; None is no goal."""
+    """At most so many milliseconds, or so many times the best baseline's with `of_baseline`; None is no goal."""
 
     op: str
     shape: str
     forward: float | None
     both: float | None
-    of_peer: bool = False
+    of_baseline: bool = False
 
 
 GOALS = (
     Goal("gated_delta_rule", "B8 T4096 H16 K128 V128", 0.28, 1.03),
     Goal("gated_delta_rule", "B1 T32768 H16 K128 V128", None, 1.13),
     Goal("gated_delta_rule", "B1 T32768 H2/8 K128 V128", 0.20, None),
-    Goal("gated_delta_rule", "B1 T32768 H2/8 K128 V128", None, 0.85, of_peer=True),
-    Goal("gated_delta_rule", "B1 T65536 H16 K128 V128, 32 sequences", 0.85, 0.85, of_peer=True),
+    Goal("gated_delta_rule", "B1 T32768 H2/8 K128 V128", None, 0.85, of_baseline=True),
+    Goal("gated_delta_rule", "B1 T65536 H16 K128 V128, 32 sequences", 0.85, 0.85, of_baseline=True),
     Goal("SSD", "B8 T4096 G16 HV16 K128 V128", 0.25, 0.95),
-    Goal("SSD", "B8 T4096 G1 HV64 K128 V64", 0.5, 0.5, of_peer=True),
+    Goal("SSD", "B8 T4096 G1 HV64 K128 V64", 0.5, 0.5, of_baseline=True),
     Goal("attention, window 1024", "B8 T4096 H16 K128", 0.66, 2.3),
     Goal("gated_delta_rule_step", "B1 H16 K128 V128, CUDA graph", 0.012, None),
     Goal("gated_delta_rule_step", "B32 H16 K128 V128, CUDA graph", 0.022, None),
@@ -46,9 +46,9 @@ def of(rows: Iterable[dict]) -> list[dict]:
 
 
 def table(rows: Sequence[dict], sweep: Sequence[dict]) -> str:
-    """Every goal with our time, the best peer's and the verdict; then where peak memory and the sweep miss theirs."""
+    """Return each goal with our time, the best baseline and the verdict; then misses of peak memory and the sweep."""
     pairs = {(row["op"], row["shape"]): row for row in results.beside(rows)}
-    lines = ["| operation | shape | pass | goal, ms | now, ms | best peer, ms | verdict | Triton, commit |"]
+    lines = ["| operation | shape | pass | goal, ms | now, ms | best baseline, ms | verdict | Triton, commit |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     for goal in GOALS:
         row = pairs.get((goal.op, goal.shape), {})
@@ -59,30 +59,30 @@ def table(rows: Sequence[dict], sweep: Sequence[dict]) -> str:
 
 
 def _line(goal: Goal, name: str, row: dict, key: str, bound: float) -> str:
-    ours, peer = row.get(key), row.get(f"{key}_peer")
-    limit = bound if not goal.of_peer else bound * peer[0] if peer else None
-    asked = f"{bound:.3f}" if not goal.of_peer else f"{limit:.3f}, {bound:g} of the peer's" if limit else "–"
+    ours, baseline = row.get(key), row.get(f"{key}_baseline")
+    limit = bound if not goal.of_baseline else bound * baseline[0] if baseline else None
+    asked = f"{bound:.3f}" if not goal.of_baseline else f"{limit:.3f}, {bound:g} of the baseline's" if limit else "–"
     if ours is None or limit is None:
         verdict = "not measured"
     else:
         verdict = "met" if ours <= limit else f"missed by {ours / limit - 1:.1%}"
     where = row.get("environment")
-    place = f"{where['triton']}, {where['commit']}" if where else "–"
+    build = f"{where['triton']}, {where['commit']}" if where else "–"
     now = "–" if ours is None else f"{ours:.3f}"
-    beside = f"{peer[0]:.3f} ({peer[1]})" if peer else "–"
-    return f"| {goal.op} | {goal.shape} | {name} | {asked} | {now} | {beside} | {verdict} | {place} |"
+    beside = f"{baseline[0]:.3f} ({baseline[1]})" if baseline else "–"
+    return f"| {goal.op} | {goal.shape} | {name} | {asked} | {now} | {beside} | {verdict} | {build} |"
 
 
 def _memory(pairs: Iterable[dict]) -> str:
     # causal attention stands beside slot-window attention, but is another operation
-    known = [row for row in pairs if row["peak_mb"] is not None and row["peak_mb_peer"]]
-    known = [row for row in known if row["peak_mb_peer"][1] != "causal attention"]
-    more = [row for row in known if row["peak_mb"] > row["peak_mb_peer"][0] + _MEBIBYTE]
-    lines = [f"Peak memory is at most the best peer's at {len(known) - len(more)} of {len(known)} shapes."]
+    known = [row for row in pairs if row["peak_mb"] is not None and row["peak_mb_baseline"]]
+    known = [row for row in known if row["peak_mb_baseline"][1] != "causal attention"]
+    more = [row for row in known if row["peak_mb"] > row["peak_mb_baseline"][0] + _MEBIBYTE]
+    lines = [f"Peak memory is at most the best baseline's at {len(known) - len(more)} of {len(known)} shapes."]
     if more:
-        lines += ["", "| more than a peer's | shape | MiB | peer, MiB |", "|---|---|---|---|"]
+        lines += ["", "| more than a baseline's | shape | MiB | baseline, MiB |", "|---|---|---|---|"]
     for row in more:
-        peak, name = row["peak_mb_peer"]
+        peak, name = row["peak_mb_baseline"]
         lines.append(f"| {row['op']} | {row['shape']} | {row['peak_mb']:.0f} | {peak:.0f} ({name}) |")
     return "\n".join(lines)
 
@@ -91,13 +91,13 @@ def _sweep(rows: Sequence[dict]) -> str:
     pairs, late = results.beside(rows), results.slower(rows, BOUND)
     shapes = {(row["op"], row["shape"]) for row, _ in late}
     lines = [
-        f"Shapes that no table names ([plot](plots/sweep.png)) take at most {BOUND:g} times the best peer's time at "
+        f"Shapes outside the tables ([plot](plots/sweep.png)) take at most {BOUND:g} times the best baseline's time at "
         f"{len(pairs) - len(shapes)} of {len(pairs)}."
     ]
     if late:
-        lines += ["", "| slower than a peer | shape | pass | ms | peer, ms |", "|---|---|---|---|---|"]
+        lines += ["", "| slower than a baseline | shape | pass | ms | baseline, ms |", "|---|---|---|---|---|"]
     for row, key in late:
-        time, name = row[f"{key}_peer"]
+        time, name = row[f"{key}_baseline"]
         label = "forward" if key == "fwd_ms" else "both"
         lines.append(f"| {row['op']} | {row['shape']} | {label} | {row[key]:.3f} | {time:.3f} ({name}) |")
     return "\n".join(lines)

@@ -22,7 +22,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     found: dict[tuple[str, str], dict[str, dict]] = {}
     for row in rows:
         found.setdefault((row["op"], row["shape"]), {})[row["impl"]] = row
-    lines = [results.places(rows), ""]
+    lines = [results.devices(rows), ""]
     lines.append("| what | shape | ours | transformers with kernels | of these | transformers, torch |")
     lines.append("|---|---|---|---|---|---|")
     for (what, shape), forms in sorted(found.items(), key=lambda item: _order(*item[0])):

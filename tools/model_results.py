@@ -95,7 +95,7 @@ def _recall(tm: Any, tg: Any) -> str:
 
 
 def _switches(runs: Any) -> str:
-    """Loss of each mode alone, and the mean excess over the places of one switch."""
+    """Loss of each mode alone, and the mean excess over the positions of one switch."""
     rows = []
     for name, run in runs.items():
         family, _, assignment = name.removeprefix("demo-").partition("-")
@@ -110,7 +110,7 @@ def _switches(runs: Any) -> str:
 
 
 def _accuracy(runs: Any) -> str:
-    """Accuracy by pairs of NHA and its parts, with the loss at the end and the mean over the numbers of pairs."""
+    """Accuracy by pairs of NHA and its parts, with the last loss and the mean over all pair counts."""
     pairs = [str(pairs) for pairs, _ in next(iter(runs.values()))["accuracy"]]
     rows = []
     for name, run in runs.items():
@@ -124,7 +124,7 @@ def _accuracy(runs: Any) -> str:
 
 
 def _search(found: Any) -> str:
-    """The best place of each pattern."""
+    """The best position of each pattern."""
     score = next(key for key in found[0] if key.startswith("mqar:"))
     rows = [[row["pattern"], row["which"] or "none", _share(row[score])] for row in found]
     return _table(["pattern", "full layers, from 0", "accuracy"], rows)
@@ -154,7 +154,7 @@ def tokens_table(found: Any) -> str:
 
 
 def _prompts(found: Sequence[dict[str, Any]]) -> str:
-    """What a prompt takes to be read, beside peers."""
+    """What a prompt takes to be read, beside baselines."""
     rows = [
         [
             row["op"].rpartition(", ")[2],
@@ -197,10 +197,10 @@ def _decode(found: Sequence[dict[str, Any]]) -> str:
             models.setdefault((name, row["shape"], row["environment"]["device"]), {})[row["impl"]] = row
     rows = []
     for call, impls in models.items():
-        peer = impls.get("transformers Llama, static cache, compiled")
-        if peer is not None and "tokenmix" in impls:
+        baseline = impls.get("transformers Llama, static cache, compiled")
+        if baseline is not None and "tokenmix" in impls:
             ours = impls["tokenmix"]
-            times = [f"{row[key]:.2f}" for key in ("fwd_ms", "first_ms") for row in (ours, peer)]
+            times = [f"{row[key]:.2f}" for key in ("fwd_ms", "first_ms") for row in (ours, baseline)]
             rows.append([*call, *times, f"{ours['floor_ms']:.2f}", ours["environment"]["commit"]])
     columns = ["a token, ms", "of Llama", "prompt and first token, ms", "of Llama", "its bytes, ms", "commit"]
     return _table(["model", "shape", "GPU", *columns], rows)

@@ -1,4 +1,4 @@
-"""Keep what recall runs logged in `docs/results/recall-SIZE.json` and plot it; without arguments, plot what is kept.
+"""Keep what recall runs logged in `docs/results/recall-SIZE.json` and plot it; without arguments, plot the kept ones.
 
 usage: python tools/recall.py SIZE NAME=RUN ...     with RUN the folder of `tokenmix train recall-*`
 """
@@ -19,13 +19,13 @@ TITLES = {"340m": "340M parameters", "nha-100m": "86M parameters", "nha-small": 
 def summary(run: Path) -> dict:
     """Size, speed, loss by step and accuracy by pairs of a run."""
     lines = [line for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
-    record = json.loads((run / "run.json").read_text())
+    manifest = json.loads((run / "run.json").read_text())
     rows = json.loads((run / "evaluation" / "mqar.json").read_text())["rows"]
     kept = {
-        "parameters": record["parameters"],
-        "device": record["device"],
-        "versions": record["versions"],
-        "tokens per step": record["values"]["batch_tokens"],
+        "parameters": manifest["parameters"],
+        "device": manifest["device"],
+        "versions": manifest["versions"],
+        "tokens per step": manifest["values"]["batch_tokens"],
         "loss": [[line["step"], round(line["loss"], 4)] for line in lines],
         "accuracy": [[row["pairs"], round(row["accuracy"], 4)] for row in rows],
     }

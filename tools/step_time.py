@@ -1,4 +1,4 @@
-"""The tables of docs/step_time.md: floors of training steps, and what was measured; `tools/tables.py` fills them in."""
+"""The tables of docs/step_time.md: floors and measurements of training steps (see `tables.py`)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _benchmark() -> ModuleType:
 def _floors(benchmark: ModuleType) -> str:
     from transformers import AutoModelForCausalLM
 
-    lines = ["| model | products | mixing | activations | loss | weights | floor, ms | thousand tokens/s |"]
+    lines = ["| model | matmuls | mixing | activations | loss | weights | floor, ms | thousand tokens/s |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     for title, name in MODELS.items():
         config = benchmark.recipe_named(name).model_config()
@@ -72,9 +72,9 @@ def _floors(benchmark: ModuleType) -> str:
 
 
 def _measured(rows: list[dict[str, Any]]) -> str:
-    """Steps beside their peers, a table for each GPU; a sentence where none was measured."""
+    """Steps beside their baselines, a table for each GPU; a sentence where none was measured."""
     if not rows:
-        return "None of these steps was measured yet with the kernels between products."
+        return "None of these steps was measured yet with the kernels between matmuls."
     devices = list(dict.fromkeys(row["environment"]["device"] for row in rows))
     return "\n\n".join(
         _on(device, [row for row in rows if row["environment"]["device"] == device]) for device in devices
@@ -90,7 +90,7 @@ def _on(device: str, rows: list[dict[str, Any]]) -> str:
         model = row["op"].rpartition(", ")[2]
         cells = [
             model if row["shape"] == f"B{ROWS} T{LENGTH}" else f"{model}, {row['shape']}",
-            row["impl"],
+            row["impl"].replace("between products", "between matmuls"),
             f"{row['step_ms']:.1f}",
             f"{row['thousand_tokens_s']:.1f}",
             f"{row['share_of_floor']:.0%}",

@@ -67,8 +67,9 @@ def main(check: bool) -> int:
     if sweeps and not check:
         results.plot(sweeps, ROOT / "docs" / "plots" / "sweep.png", bound=goals.BOUND)
         for row, key in results.slower(sweeps, goals.BOUND):
-            peer, name = row[f"{key}_peer"]
-            print(f"{row['op']} · {row['shape']}: {key} {row[key]:.3f}, {name} {peer:.3f}: {row[key] / peer:.2f} times")
+            baseline, name = row[f"{key}_baseline"]
+            ratio = row[key] / baseline
+            print(f"{row['op']} · {row['shape']}: {key} {row[key]:.3f}, {name} {baseline:.3f}: {ratio:.2f} times")
     return int(check and stale > 0)
 
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import states  # noqa: E402
 
 PACKAGES = {path.parent.name: f"tokenmix_{path.parent.name}" for path in sorted(ROOT.glob("packages/*/pyproject.toml"))}
-# what a page is, or shows, or links to
+# pages, and the files that they show or link to
 _TAKEN = re.compile(
     r"(README|CONTRIBUTING)\.md|docs/(?!site/)|examples/|arena/(README\.md|results/.*\.(md|png))"
     r"|packages/\w+/(README\.md|figures/|src/.*\.(md|png))"
@@ -57,7 +57,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def _filled(entry: Any, generated: dict[str, list]) -> Any:
-    """Return an entry of the navigation with the generated entries in the place of empty ones."""
+    """Return an entry of the navigation with empty entries replaced by generated ones."""
     if not isinstance(entry, dict):
         return entry
     ((title, value),) = entry.items()

@@ -11,12 +11,12 @@ ROW = {"op": "ssd", "shape": "B1", "impl": "tokenmix", "fwd_ms": 0.25, "fwdbwd_m
 
 
 def test_a_newer_row_replaces_the_older_one_and_others_stay(tmp_path):
-    results.save([ROW, {**ROW, "impl": "peer"}], tmp_path)
+    results.save([ROW, {**ROW, "impl": "baseline"}], tmp_path)
     path = results.save([{**ROW, "fwd_ms": 0.2}], tmp_path)
     rows = {row["impl"]: row for row in json.loads(path.read_text())}
     assert rows["tokenmix"]["fwd_ms"] == 0.2
-    assert rows["peer"]["fwd_ms"] == 0.25
-    assert rows["peer"]["environment"]["torch"]
+    assert rows["baseline"]["fwd_ms"] == 0.25
+    assert rows["baseline"]["environment"]["torch"]
 
 
 def test_a_table_leaves_out_columns_that_nobody_measured(tmp_path):
@@ -30,35 +30,35 @@ def test_ours_stands_beside_the_best_peer_of_each_number(tmp_path):
     rows = [ROW, slow, {**ROW, "impl": "fast", "fwd_ms": 0.5}, {**ROW, "shape": "B2"}]
     rows = json.loads(results.save(rows, tmp_path).read_text())
     [pair] = results.beside(rows)
-    assert pair["fwd_ms_peer"] == (0.5, "fast")
-    assert pair["peak_mb_peer"] == (64.0, "slow but small")
-    assert pair["fwdbwd_ms_peer"] is None
+    assert pair["fwd_ms_baseline"] == (0.5, "fast")
+    assert pair["peak_mb_baseline"] == (64.0, "slow but small")
+    assert pair["fwdbwd_ms_baseline"] is None
     table = results.markdown(rows)
     assert "| ssd | B1 | 0.250 | 0.500 (fast) | 512 | 64.000 (slow but small) |" in table
     assert "| ssd | B2 | tokenmix | 0.250 | 512 |" in table
 
 
 def test_a_plot_of_shares_is_written(tmp_path):
-    rows = json.loads(results.save([ROW, {**ROW, "impl": "peer"}], tmp_path).read_text())
+    rows = json.loads(results.save([ROW, {**ROW, "impl": "baseline"}], tmp_path).read_text())
     results.plot(rows, tmp_path / "plots" / "speed.png")
     assert (tmp_path / "plots" / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_slower_names_the_times_beyond_the_bound(tmp_path):
     ours = [{**ROW, "fwd_ms": 1.05, "fwdbwd_ms": 3.0}, {**ROW, "shape": "B2", "fwd_ms": 1.0, "fwdbwd_ms": None}]
-    peers = [{**row, "impl": "peer", "fwd_ms": 1.0, "fwdbwd_ms": 2.0} for row in ours]
-    rows = json.loads(results.save(ours + peers, tmp_path).read_text())
+    baselines = [{**row, "impl": "baseline", "fwd_ms": 1.0, "fwdbwd_ms": 2.0} for row in ours]
+    rows = json.loads(results.save(ours + baselines, tmp_path).read_text())
     assert [(row["shape"], key) for row, key in results.slower(rows, 1.1)] == [("B1", "fwdbwd_ms")]
     assert [(row["shape"], key) for row, key in results.slower(rows, 1.01)] == [("B1", "fwd_ms"), ("B1", "fwdbwd_ms")]
 
 
 def test_an_eager_call_takes_what_the_slower_of_host_and_device_takes(tmp_path):
     ours = {**ROW, "fwdbwd_ms": 0.2, "host_us": 150.0}
-    peer = {**ours, "impl": "peer", "fwdbwd_ms": 0.1, "host_us": 800.0}
-    [pair] = results.beside(json.loads(results.save([ours, peer], tmp_path).read_text()))
+    baseline = {**ours, "impl": "baseline", "fwdbwd_ms": 0.1, "host_us": 800.0}
+    [pair] = results.beside(json.loads(results.save([ours, baseline], tmp_path).read_text()))
     assert pair["eager_ms"] == 0.2
-    assert pair["eager_ms_peer"] == (0.8, "peer")
-    assert results.beside([{**ours, "host_us": None}, peer])[0]["eager_ms"] is None
+    assert pair["eager_ms_baseline"] == (0.8, "baseline")
+    assert results.beside([{**ours, "host_us": None}, baseline])[0]["eager_ms"] is None
 
 
 def test_a_bound_adds_a_panel_to_the_plot_and_counts_the_shapes_within_it(tmp_path, monkeypatch):
@@ -67,7 +67,7 @@ def test_a_bound_adds_a_panel_to_the_plot_and_counts_the_shapes_within_it(tmp_pa
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure))
     rows = [{**ROW, "host_us": 10.0}, {**ROW, "shape": "B2", "fwd_ms": 3.0}]
-    rows += [{**row, "impl": "peer", "fwd_ms": 1.0} for row in rows]
+    rows += [{**row, "impl": "baseline", "fwd_ms": 1.0} for row in rows]
     rows = json.loads(results.save(rows, tmp_path).read_text())
     results.plot(rows, tmp_path / "sweep.png", bound=1.1)
     assert len(figures[0].axes) == 2

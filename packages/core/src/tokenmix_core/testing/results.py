@@ -18,7 +18,7 @@ from tokenmix_core.testing.benchmarking import table
 
 OURS = "tokenmix"
 
-# the columns of a README's table, by key of a row: of a measurement alone, and beside its peers
+# the columns of a README's table, by key of a row: of a measurement alone, and beside its baselines
 _COLUMNS = {
     "op": "operation",
     "shape": "shape",
@@ -107,9 +107,9 @@ def run_benchmark(path: Path, benchmark: Any, capsys: Any, *, function: str = "r
 
 
 def beside(rows: Iterable[dict]) -> list[dict]:
-    """One row an operation and shape that `tokenmix` and a peer ran: our row with the best peer of each number.
+    """One row an operation and shape that `tokenmix` and a baseline ran: our row with the best baseline of each number.
 
-    The peer stands under `<key>_peer` as a pair of its number and its name; None where no peer has that number.
+    `<key>_baseline` is the pair of the baseline's value and its name, or None if no baseline has that value.
     """
     groups: dict[tuple[str, str], list[dict]] = {}
     for row in rows:
@@ -117,29 +117,29 @@ def beside(rows: Iterable[dict]) -> list[dict]:
     out = []
     for group in groups.values():
         ours = next((row for row in group if row["impl"] == OURS), None)
-        peers = [row for row in group if row["impl"] != OURS]
-        if ours is not None and peers:
+        baselines = [row for row in group if row["impl"] != OURS]
+        if ours is not None and baselines:
             best = {}
             for key in (*_TIMES, "eager_ms", "peak_mb", "first_call_s"):
-                known = [(row[key], row["impl"]) for row in peers if row.get(key) is not None]
-                best[f"{key}_peer"] = min(known, default=None)
+                known = [(row[key], row["impl"]) for row in baselines if row.get(key) is not None]
+                best[f"{key}_baseline"] = min(known, default=None)
             out.append({**ours, **best})
     return out
 
 
 def markdown(rows: Sequence[dict]) -> str:
-    """Rows as markdown tables under a line that says where they were measured: ours beside peers, then others."""
+    """Rows as markdown tables under a line that says where they were measured: ours beside baselines, then others."""
     pairs = beside(rows)
     paired = {(row["op"], row["shape"]) for row in pairs}
     others = [row for row in rows if (row["op"], row["shape"]) not in paired]
-    blocks = [places(rows)]
+    blocks = [devices(rows)]
     if pairs:
         columns = {key: _COLUMNS[key] for key in ("op", "shape")}
         for key in (*_TIMES, "peak_mb", "first_call_s"):
             if any(row.get(key) is not None for row in pairs):
                 columns[key] = _COLUMNS[key]
-            if any(row[f"{key}_peer"] for row in pairs):
-                columns[f"{key}_peer"] = "best peer"
+            if any(row[f"{key}_baseline"] for row in pairs):
+                columns[f"{key}_baseline"] = "best baseline"
         blocks.append(_markdown_table(columns, pairs))
     if others:
         columns = {key: name for key, name in _COLUMNS.items() if any(row.get(key) is not None for row in others)}
@@ -150,7 +150,7 @@ def markdown(rows: Sequence[dict]) -> str:
 def by_version(rows: Sequence[dict]) -> str:
     """Rows of `measure_forms` as one markdown table: a line a shape, a column a form and version of Triton."""
     forms = sorted({row["impl"] for row in rows}, key=lambda form: (form.partition(",")[0], _version(form)))
-    lines = [places(rows), ""]
+    lines = [devices(rows), ""]
     lines += ["| operation | shape | " + " | ".join(forms) + " |", "|---|---|" + "---|" * len(forms)]
     shapes = dict.fromkeys((row["op"], row["shape"]) for row in rows)
     found = {_key(row): f"{row['fwd_ms']:.3f} / {row['fwdbwd_ms']:.3f}" for row in rows}
@@ -166,16 +166,16 @@ def _version(form: str) -> tuple[int, ...]:
 
 
 def slower(rows: Iterable[dict], bound: float) -> list[tuple[dict, str]]:
-    """The pairs of `beside` that take more than `bound` times the best peer's time, each with the name of that time."""
+    """Return the pairs of `beside` above `bound` times the best baseline's time, each with the name of that time."""
     pairs = beside(rows)
     return [(row, key) for row in pairs for key in _TIMES if (share := _share(row, key)) is not None and share > bound]
 
 
 def plot(rows: Sequence[dict], path: Path, *, bound: float | None = None) -> None:
-    """Draw our times as shares of the best peer's, a line a shape: left of 1 is faster.
+    """Draw our times as shares of the best baseline's, a line a shape: left of 1 is faster.
 
     With a `bound`, a second line stands there, the title counts the shapes within it, shapes carry the name of the
-    fastest peer, and a second panel shows an eager forward with backward, which takes what the slower of host and
+    fastest baseline, and a second panel shows an eager forward with backward, which takes what the slower of host and
     device takes, and the peak of memory.
     """
     from matplotlib.figure import Figure
@@ -183,8 +183,8 @@ def plot(rows: Sequence[dict], path: Path, *, bound: float | None = None) -> Non
     pairs = beside(rows)
     labels = [f"{row['op']} · {row['shape']}" for row in pairs]
     if bound is not None:
-        fastest = [row["fwdbwd_ms_peer"] or row["fwd_ms_peer"] for row in pairs]
-        labels = [f"{label} · {peer[1]}" for label, peer in zip(labels, fastest, strict=True)]
+        fastest = [row["fwdbwd_ms_baseline"] or row["fwd_ms_baseline"] for row in pairs]
+        labels = [f"{label} · {baseline[1]}" for label, baseline in zip(labels, fastest, strict=True)]
     panels = [_TIMES] if bound is None else [_TIMES, ("eager_ms", "peak_mb")]
     figure = Figure(figsize=(9 + 3 * (len(panels) - 1), 1.2 + 0.24 * len(pairs)), layout="constrained")
     for axes, keys in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
@@ -200,13 +200,14 @@ def plot(rows: Sequence[dict], path: Path, *, bound: float | None = None) -> Non
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
         axes.minorticks_off()
         axes.grid(axis="x", alpha=0.3)
-        axes.set_xlabel("share of the best peer's in the same run")
+        axes.set_xlabel("share of the best baseline's in the same run")
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False, fontsize=8)
     axes.set_ylim(len(pairs) - 0.5, -0.5)
     title = _places(pairs)
     if bound is not None:
         late = {(row["op"], row["shape"]) for row, _ in slower(rows, bound)}
-        title.append(f"{len(pairs) - len(late)} of {len(pairs)} shapes at most {bound:g} times the best peer's time")
+        kept = len(pairs) - len(late)
+        title.append(f"{kept} of {len(pairs)} shapes at most {bound:g} times the best baseline's time")
     figure.suptitle("\n".join(title), fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
@@ -232,16 +233,16 @@ def _eager(row: dict) -> float | None:
 
 
 def _share(pair: dict, key: str) -> float | None:
-    """Our number over the best peer's, where both are known."""
-    ours, peer = pair.get(key), pair[f"{key}_peer"]
-    return None if ours is None or peer is None else ours / peer[0]
+    """Our number over the best baseline's, where both are known."""
+    ours, baseline = pair.get(key), pair[f"{key}_baseline"]
+    return None if ours is None or baseline is None else ours / baseline[0]
 
 
 def _key(row: dict) -> tuple[str, str, str]:
     return row["op"], row["shape"], row["impl"]
 
 
-def places(rows: Iterable[dict]) -> str:
+def devices(rows: Iterable[dict]) -> str:
     """A sentence that says where rows were measured."""
     return "Measured on " + "; ".join(_places(rows)) + "."
 

@@ -24,13 +24,13 @@ GPT2_VOCAB, LLAMA2_VOCAB = 50257, 32000
 def tiny() -> Recipe:
     """Return a hybrid for two CPU cores: Gated DeltaNet with one attention layer in four, on Python's standard library.
 
-    300 steps finish within three minutes. The sample begins inside a class: at this size a model has learnt the shape
+    250 steps finish within three minutes. The sample begins inside a class: at this size a model has learnt the shape
     of Python, but copies nothing yet.
     """
     recipe, step = tiny_setting(), 2**11
     return replace(
         recipe,
-        optimizer=replace(recipe.optimizer, total_tokens=Tokens(300 * step), warmup_tokens=Tokens(30 * step)),
+        optimizer=replace(recipe.optimizer, total_tokens=Tokens(250 * step), warmup_tokens=Tokens(25 * step)),
         run=replace(
             recipe.run,
             evaluations=["perplexity-by-position"],
