@@ -44,12 +44,12 @@ def by_definition(q, k, v, causal=True, window=None, sinks=0, scale=None):
     """The equations of the docstring, one query at a time."""
     (B, TQ, HQ, K), (TK, H) = q.shape, k.shape[1:3]
     k, v = (x.repeat_interleave(HQ // H, 2) for x in (k, v))
-    places, o, lse = torch.arange(TK), [], []
+    positions, o, lse = torch.arange(TK), [], []
     for i in range(TQ):
         at = i + TK - TQ
-        seen = places <= at if causal else places >= 0
+        seen = positions <= at if causal else positions >= 0
         if window is not None:
-            seen &= (places > at - window) | (places < sinks)
+            seen &= (positions > at - window) | (positions < sinks)
         if not seen.any():
             o.append(q.new_zeros(B, HQ, v.shape[3]))
             lse.append(q.new_full((B, HQ), NEG_INF))
@@ -184,7 +184,7 @@ class TestAttention(OpContract):
         return by_definition(q, k, v, **options)
 
     def floor(self, name, eps):
-        # of one query dk is a product: 2.9 units were seen in float32 (AVX2, AVX-512), 1.4 in the reference's order
+        # dk of one query: 2.9 units were measured in float32 (AVX2, AVX-512), 1.4 in the reference's order
         return (3 if eps < 1e-5 else 2) * eps
 
     def operators(self, device):
@@ -204,11 +204,11 @@ def by_decoding(cache_seqlens, **options):
 class TestDecoding(OpContract):
     covers = (attention_decode,)
     absent: ClassVar = {
-        "pieces": "it is a piece itself, of attention",
+        "pieces": "it is itself a part of attention",
         "step": "it is the step itself, of attention",
         "malformed_steps": "no other step",
         "packed": "rows of a cache hold a sequence each",
-        "replayed": "lengths are read from the cache: tests/launch records decoding as a model makes it",
+        "replayed": "lengths are read from the cache: tests/kernels/launch has decoding by a model",
     }
     forms: ClassVar = {"decode": by_decoding}
     impls: ClassVar = (None,)
@@ -277,7 +277,7 @@ class TestMerging(OpContract):
         "packed": "a token stands alone, in any document",
         "operators": "no custom ops",
         "replayed": "no launches of its own",
-        "malformed": "it takes a list of results: what it refuses is a test of its own",
+        "malformed": "it takes a list of results: another test has its errors",
     }
     forms: ClassVar = {"two parts": merged}
     tokens = ("first", "first_lse", "second", "second_lse")

@@ -37,7 +37,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """What nobody writes is NaN."""
+    """Fill unwritten memory with NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -108,15 +108,15 @@ def test_kernels_for_other_devices_answer_to_float64(K, case):
     answers_to_float64(case, torch.bfloat16, "triton", K)
 
 
-@pytest.fixture(params=[True, False], ids=["by groups", "by one group"])
+@pytest.fixture(params=[True, False], ids=["warp-specialised", "one warpgroup"])
 def many_blocks(monkeypatch, override, request):
-    """What kernels for many blocks, of groups of warps or of one, take: these are many for one SM."""
+    """Select the warp-specialised forward kernel, or that of one warpgroup: any call has many blocks for one SM."""
     override(tuning, sm_count=lambda device: 1)
     for name in ("_LONG", "_WIDE"):
         monkeypatch.setattr(plan, name, 1 if request.param else 1 << 30)
 
 
-# scores of the first keys far above those of a query's own tile, which alone decides what is subtracted from all
+# scores of the first keys are far above those of a query's own tile, whose maxima are subtracted from all
 GREAT = {
     "causal": dict(great=30),
     "bidirectional, ragged": dict(TQ=333, TK=1000, causal=False, great=30),
@@ -183,7 +183,7 @@ def need(impl: str, version: int | None = None) -> None:
         pytest.skip(f"FlashAttention-{version or '2 or 4'} is not what runs here")
 
 
-# what FlashAttention-2 is for: no sinks beside a window, and keys for all queries
+# calls that FlashAttention-2 supports: no sinks besides a window, and keys for all queries
 LIBRARIES = {name: case for name, case in CASES.items() if libraries_limit(case, "sdpa") is None}
 LIBRARIES["fewer queries, no sinks"] = dict(TQ=70, window=300)
 
@@ -368,9 +368,9 @@ def test_decoding_answers_to_float64(B, sizes, mask, dtype):
     lengths = torch.randint(0, 3001, (B,), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
     lengths[0] = 3000
     lengths[B // 2 + 1 :: 7] = 1
-    places = torch.arange(3000, device="cuda")
+    positions = torch.arange(3000, device="cuda")
     for t in (k, v):
-        t.masked_fill_((places >= lengths[:, None])[..., None, None], float("nan"))
+        t.masked_fill_((positions >= lengths[:, None])[..., None, None], float("nan"))
     got = attention_decode(q, k, v, lengths, **mask)
     clean = [t.nan_to_num(0) for t in (k, v)]
     exact = attention_decode(q.double(), *(t.double() for t in clean), lengths, **mask, impl="reference")

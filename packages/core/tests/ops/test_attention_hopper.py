@@ -1,4 +1,4 @@
-"""Attention for Hopper on a CPU, run by the stand-in for Gluon, against the reference."""
+"""Attention for Hopper on a CPU, run by the Gluon emulator, against the reference."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def hopper():
-    """The modules of the backward and of the forward kernels on the stand-in, with tiles of 16."""
-    place = "ops.softmax_attention.hopper"
+    """Return the modules of the backward and of the forward kernels on the emulator, with tiles of 16."""
+    package = "ops.softmax_attention.hopper"
     shared = (
         "kernels.gluon.hopper",
         "kernels.gluon.online_softmax",
-        f"{place}.bias_columns",
-        f"{place}.query_tile",
-        f"{place}.backward_tiles",
+        f"{package}.bias_columns",
+        f"{package}.query_tile",
+        f"{package}.backward_tiles",
     )
-    *_, backward, forward = gluon_emulator.load("tokenmix_core", *shared, f"{place}.backward", f"{place}.forward")
+    *_, backward, forward = gluon_emulator.load("tokenmix_core", *shared, f"{package}.backward", f"{package}.forward")
     for module in (backward, forward):
         module.TILE = 16
     return backward, forward
@@ -66,7 +66,7 @@ def test_gradients_answer_to_the_reference(hopper, case):
     wanted = torch.ones(B, TQ, 1, dtype=torch.bool) if selected is None else selected[..., None]
 
     expected = attention_reference_backward(q, k, v, o, do * wanted[..., None], dlse, **form)
-    # as the forward pass leaves what nobody chose
+    # as the forward pass leaves queries that are not selected
     o, lse = o * wanted[..., None], lse.masked_fill(~wanted, float("inf"))
     grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
     lse = lse.transpose(1, 2).contiguous()
@@ -86,7 +86,7 @@ def test_gradients_answer_to_the_reference(hopper, case):
     assert torch.equal(alone, grads[0])
     assert torch.equal(delta_alone.nan_to_num(), delta.nan_to_num())
     if selected is not None:
-        # tiles that nobody chose a query of are left as they were
+        # tiles without a selected query are not written
         left = torch.full_like(q, float("nan"))
         backward.backward_queries(**queries, dq=left, fill=False)
         written = ~left.isnan()
@@ -97,7 +97,7 @@ def test_gradients_answer_to_the_reference(hopper, case):
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("case", [case for case in CASES if "chosen" not in CASES[case]])
 def test_outputs_answer_to_the_reference(hopper, override, case, count):
-    # places for tiles of keys
+    # pipeline stages
     override(hopper[1].tuning, hopper_forward=lambda head_size, programs: (count, 128))
     generator = torch.Generator().manual_seed(0)
     B, HQ, H, TQ = (CASES[case].get(name, size) for name, size in (("B", 1), ("HQ", 2), ("H", 2), ("TQ", 70)))
@@ -113,7 +113,7 @@ def test_outputs_answer_to_the_reference(hopper, override, case, count):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-# scores far above those of a query's own tile, which alone decides what is subtracted from all
+# scores far above those of a query's own tile, whose maxima are subtracted from all
 FAR_ABOVE = {"causal": CAUSAL, "bidirectional": Mask(False, None, 0), "window and sinks": Mask(True, 40, 5)}
 
 
@@ -122,7 +122,7 @@ def far_above(mask: Mask, T: int, D: int):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, T, 2, D, generator=generator) for _ in range(3))
     k[:, :5] *= 50
-    # what is no number stays so, and in its row alone
+    # NaN stays NaN, in its row alone
     q[:, T // 2, 0, 0] = float("nan")
     exact = attention_reference(q, k, v, scale=0.25, **mask._asdict())
     assert not torch.allclose(exact.lse[:, :6], exact.lse[:, -6:], atol=88)
@@ -138,7 +138,7 @@ def test_scores_far_above_those_of_the_own_tile_are_met_once_more(hopper, overri
     torch.testing.assert_close(outputs, exact, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
-# what programs of 128 rows by groups of warps need
+# calls of the warp-specialised kernel, whose CTAs have 128 rows
 LONG = {
     "causal": dict(TQ=300, mask=CAUSAL),
     "bidirectional, ragged": dict(TQ=129, TK=333, mask=Mask(False, None, 0)),
@@ -154,20 +154,20 @@ LONG = {
 
 
 @pytest.fixture(scope="module")
-def groups():
-    """The module of the forward kernel by groups of warps on the stand-in."""
+def warp_specialised():
+    """Return the module of the warp-specialised forward kernel on the emulator."""
     return gluon_emulator.load("tokenmix_core", "kernels.gluon.hopper", "ops.softmax_attention.hopper.forward_ws")[1]
 
 
 @pytest.mark.parametrize("mask", FAR_ABOVE.values(), ids=FAR_ABOVE)
-def test_groups_of_warps_meet_scores_far_above_those_of_the_own_tile_once_more(groups, mask):
+def test_warp_specialised_forward_runs_again_if_scores_are_far_above_those_of_the_own_tile(warp_specialised, mask):
     inputs, outputs, exact = far_above(mask, 400, 128)
-    groups.forward(*inputs, *outputs, None, mask, 0.25)
+    warp_specialised.forward(*inputs, *outputs, None, mask, 0.25)
     torch.testing.assert_close(outputs, exact, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize("case", LONG)
-def test_groups_of_warps_answer_to_the_reference(groups, case):
+def test_warp_specialised_forward_matches_the_reference(warp_specialised, case):
     options = dict(LONG[case])
     mask, cu = options.pop("mask"), options.pop("cu_seqlens", None)
     B, HQ, H = (options.get(name, size) for name, size in (("B", 1), ("HQ", 2), ("H", 2)))
@@ -179,6 +179,6 @@ def test_groups_of_warps_answer_to_the_reference(groups, case):
     exact = attention_reference(q, k, v, scale=0.1, cu_seqlens=cu, **mask._asdict())
 
     o, lse = torch.full_like(q, float("nan")), torch.full((B, HQ, TQ), float("nan"))
-    groups.forward(q, k, v, o, lse, cu, mask, 0.1)
+    warp_specialised.forward(q, k, v, o, lse, cu, mask, 0.1)
     for got, expected in zip((o, lse.transpose(1, 2)), exact, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)

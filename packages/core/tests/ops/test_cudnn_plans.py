@@ -14,11 +14,11 @@ MASK = Mask(True, None, 0)
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch):
-    """Count anew, on a device that has kernels."""
+    """Reset the counts, on a device that has kernels."""
     monkeypatch.setattr(cudnn_plans, "limit", lambda impl, call: None)
-    cudnn_plans.forget()
+    cudnn_plans.reset()
     yield
-    cudnn_plans.forget()
+    cudnn_plans.reset()
 
 
 def inputs(T):
@@ -30,7 +30,7 @@ def test_our_kernels_run_until_a_shape_has_recurred():
     assert found == [OURS] * cudnn_plans._CALLS + [None] * 5
 
 
-def test_lengths_that_do_not_return_get_no_plan_and_are_forgotten():
+def test_lengths_that_do_not_recur_get_no_plan_and_are_dropped():
     for T in range(100, 400):
         for _ in range(24):
             assert kernels_before_plan(*inputs(T), MASK) == OURS

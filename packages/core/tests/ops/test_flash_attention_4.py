@@ -1,4 +1,4 @@
-"""What FlashAttention-4 is asked for and gives back, by a stand-in with its parameters and the reference's numbers."""
+"""Calls to FlashAttention-4 and their results, by an emulator with its parameters that computes the reference."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_sums_are_in_one_order_where_torch_is_asked_for_it(library, monkeypatch,
     assert library.said["deterministic"] is asked
 
 
-def test_the_stand_in_has_the_librarys_parameters():
+def test_the_emulator_has_the_librarys_parameters():
     try:
         files = importlib.metadata.files("flash-attn-4") or []
     except importlib.metadata.PackageNotFoundError:
@@ -165,7 +165,7 @@ def test_a_package_is_used_if_it_has_what_is_called(library, monkeypatch, recwar
     ])  # fmt: skip
 
 
-def test_what_flash_attn_2_brings_along_is_not_taken_for_it(library, monkeypatch):
+def test_the_copy_in_flash_attn_2_is_not_used(library, monkeypatch):
     def missing(package):
         raise importlib.metadata.PackageNotFoundError(package)
 

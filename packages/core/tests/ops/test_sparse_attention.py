@@ -1,4 +1,4 @@
-"""Attention over kept keys on any device: the definition, the reference, and the kernels in the interpreter."""
+"""Attention over retained keys on any device: the definition, the reference, and the kernels in the interpreter."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def upstream(out: AttentionOutput, seed=1):
 
 
 def by_definition(q, k, v, keep, *, unit=1, window=None, until=None, scale=None, cu_seqlens=None):
-    """The equations of the README, one query at a time, with a factor before the exponentials of far pairs."""
+    """The equations of the README, one query at a time, with a factor on the exponentials of retained pairs."""
     (B, TQ, HQ, K), (TK, H), HM = q.shape, k.shape[1:3], keep.shape[2]
     scale = K**-0.5 if scale is None else scale
     boundaries = [0, TK] if cu_seqlens is None else cu_seqlens.tolist()
@@ -94,7 +94,7 @@ LOCAL = ("window", "scale")
 
 
 def in_small_tiles(override):
-    """Tiles of 16 x 32 and few pieces a device: many tiles in a short sequence, whose sums are made in parts."""
+    """Use tiles of 16 x 32 and few work tiles: many tiles in a short sequence, with partial sums."""
     tile = dense_tuning.AttentionTile(16, 32, 4, 1)
     override(tuning, kept_attention=lambda *call: tile)
     override(dense_tuning, listed_keys=lambda *call: tile, work_tiles=lambda *call: 5)
@@ -252,7 +252,7 @@ def test_all_kept_is_causal_attention_and_none_kept_is_the_window(unit, cu):
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
-def test_reference_takes_queries_in_pieces(monkeypatch):
+def test_reference_computes_queries_in_blocks(monkeypatch):
     from tokenmix_core.ops.sparse_attention import reference
 
     tensors, options = inputs(TQ=70, TK=90, **HEADS, until=True)
@@ -272,14 +272,14 @@ def test_reference_takes_queries_in_pieces(monkeypatch):
     ],
     ids=["tokens", "fewer queries", "fewer keys", "chunks and a window", "chunks"],
 )
-def test_stretches_of_queries_list_no_keys_that_ended_before_them(sizes, window, device, small_tiles, monkeypatch):
+def test_blocks_of_queries_list_no_keys_evicted_before_them(sizes, window, device, small_tiles, monkeypatch):
     from tokenmix_core.ops.sparse_attention import query_blocks
 
     tensors, options = inputs(**sizes, until=True, dtype=torch.float32, device=device)
     tensors, options = [x.detach() for x in tensors], options | {"window": window}
     want = kept_attention(*tensors, **options, impl="reference")
     listed, call = [], query_blocks.autograd.kept_attention
-    monkeypatch.setattr(query_blocks, "STRETCH", 16)
+    monkeypatch.setattr(query_blocks, "BLOCK", 16)
     monkeypatch.setattr(query_blocks.autograd, "kept_attention", lambda *x: listed.append(x[3]) or call(*x))
     got = kept_attention(*tensors, **options, impl="triton")
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
@@ -292,18 +292,18 @@ def test_stretches_of_queries_list_no_keys_that_ended_before_them(sizes, window,
             assert (ends[b, u * options["unit"] : (u + 1) * options["unit"], heads] > position).any()
 
 
-def test_stretches_are_for_long_calls_without_gradients(monkeypatch):
+def test_blocks_are_for_long_calls_without_gradients(monkeypatch):
     from tokenmix_core.ops.sparse_attention import autograd, query_blocks
 
-    monkeypatch.setattr(query_blocks, "STRETCH", 16)
+    monkeypatch.setattr(query_blocks, "BLOCK", 16)
     (q, k, v, keep), options = inputs(TQ=20, until=True)
     x = autograd.Inputs(q, k, v, keep, options["until"], None, 1, 5, 1.0, "triton")
-    assert not query_blocks.takes_stretches(x)
+    assert not query_blocks.takes_blocks(x)
     with torch.no_grad():
-        assert query_blocks.takes_stretches(x)
-        assert not query_blocks.takes_stretches(x._replace(q=q[:, :16]))
-        assert not query_blocks.takes_stretches(x._replace(until=None))
-        assert not query_blocks.takes_stretches(x._replace(cu_seqlens=torch.tensor([0, 20])))
+        assert query_blocks.takes_blocks(x)
+        assert not query_blocks.takes_blocks(x._replace(q=q[:, :16]))
+        assert not query_blocks.takes_blocks(x._replace(until=None))
+        assert not query_blocks.takes_blocks(x._replace(cu_seqlens=torch.tensor([0, 20])))
 
 
 def test_a_bool_keep_is_the_same_choice():
@@ -340,10 +340,10 @@ def test_kernels_take_views_and_give_the_same_bits_each_time(device, small_tiles
 def test_sinks_are_such_a_list(cu, sinks, device, small_tiles):
     (*x, _), _ = inputs(TQ=70, B=1 if cu else 2, HQ=4, H=2, K=16, dtype=torch.float32, device=device)
     boundaries = None if cu is None else torch.tensor(cu, device=device)
-    places = torch.arange(70, device=device)
+    positions = torch.arange(70, device=device)
     for start, stop in itertools.pairwise(cu or []):
-        places[start:stop] -= start
-    marks = (places < sinks)[None, :, None].expand(len(x[0]), 70, 1)
+        positions[start:stop] -= start
+    marks = (positions < sinks)[None, :, None].expand(len(x[0]), 70, 1)
     want = run(lambda *x: kept_attention(*x, marks, window=9, cu_seqlens=boundaries), x, {})
     got = run(lambda *x: attention(*x, window=9, sinks=sinks, cu_seqlens=boundaries, impl="triton"), x, {})
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)

@@ -1,4 +1,4 @@
-"""Attention over kept keys on a GPU: every tile against float64, sums in parts, graphs, no stall of the stream."""
+"""Attention over retained keys on a GPU: every tile against float64, sums in parts, graphs, no stall of the stream."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ CASES = {
     "chunks, a window, until, fewer queries": (dict(TQ=333, TK=1000, unit=128, until=True), dict(window=150)),
     "packed": (dict(B=1, **HEADS, cu=[0, 1, 1, 64, 300, 301, 1000]), dict(window=50)),
     "packed chunks": (dict(B=1, **HEADS, unit=64, cu=[0, 1, 1, 64, 300, 301, 1000]), {}),
-    # scores of the first keys far above those of a query's own tile, which alone decides what is subtracted from all
+    # scores of the first keys are far above those of a query's own tile, whose maxima are subtracted from all
     "great scores": (dict(**HEADS, great=25), dict(window=100)),
 }
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """What nobody writes is NaN."""
+    """Fill unwritten memory with NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -102,7 +102,7 @@ def test_kernels_answer_to_float64(K, V, dtype, sizes, mask):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("TQ", [5000, 3001])
-def test_stretches_of_queries_answer_to_float64(TQ, dtype):
+def test_blocks_of_queries_match_float64(TQ, dtype):
     tensors, options = inputs(**HEADS, B=1, TQ=TQ, TK=5000, kept=0.8, until=True, dtype=dtype)
     tensors = [x.detach() for x in tensors]
     options["window"] = 300
@@ -256,7 +256,7 @@ def test_nothing_stalls_the_stream(sizes, mask):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_calls_are_recorded_and_replayed():
+def test_calls_enter_the_launch_cache_and_are_replayed():
     tensors, options = inputs(**CASES["tokens"][0])
     runs = []
     for _, scale in itertools.product(range(2), (0.1, 0.2)):

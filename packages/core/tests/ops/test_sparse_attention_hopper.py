@@ -1,4 +1,4 @@
-"""Attention over kept keys for Hopper on a CPU, run by the stand-in for Gluon, against the reference in float64."""
+"""Attention over retained keys for Hopper on a CPU, run by the Gluon emulator, against the reference in float64."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ CASES = {
     "chunks of 128, a window": dict(T=300, unit=128, kept=0.7, window=40),
     "packed": dict(HQ=2, H=1, window=5, boundaries=[0, 1, 1, 17, 50, 51, 70], through_lse=True),
     "packed chunks": dict(T=200, unit=64, kept=0.6, boundaries=[0, 1, 1, 66, 200]),
-    # of the first keys, far above those of a query's own tile, which alone decides what is subtracted from all
+    # scores of the first keys are far above those of a query's own tile, whose maxima are subtracted from all
     "great scores": dict(HQ=2, H=1, window=10, kept=0.5, great=25),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def hopper():
-    """The modules of the kernels on the stand-in, with tiles of 16."""
-    place, attention = "ops.sparse_attention.hopper", "ops.softmax_attention.hopper"
-    tiles = f"{attention}.bias_columns", f"{attention}.query_tile", f"{attention}.backward_tiles", f"{place}.tiles"
+    """Return the modules of the kernels on the emulator, with tiles of 16."""
+    folder, attention = "ops.sparse_attention.hopper", "ops.softmax_attention.hopper"
+    tiles = f"{attention}.bias_columns", f"{attention}.query_tile", f"{attention}.backward_tiles", f"{folder}.tiles"
     shared = "kernels.gluon.hopper", "kernels.gluon.online_softmax", *tiles
     names = "forward", "backward_queries", "backward_keys"
-    *modules, package = gluon_emulator.load("tokenmix_core", *shared, *(f"{place}.{name}" for name in names), place)
+    *modules, package = gluon_emulator.load("tokenmix_core", *shared, *(f"{folder}.{name}" for name in names), folder)
     package.TILE = modules[-2].TILE = TILE
     return modules[-3:]
 
@@ -73,7 +73,7 @@ for case in ("tokens", "fewer queries", "packed"):
 )
 def test_values_and_gradients_answer_to_float64(by_gluon, override, case, rows, programs):
     override(tuning, work_tiles=lambda *call: programs)
-    # the module that the stand-in has imported anew
+    # in the module that the emulator has imported
     tile = tuning.AttentionTile(rows, TILE, 4, 1)
     override(by_gluon[0].tuning, HOPPER_FORWARD=defaultdict(lambda: tile))
     case = CASES[case]

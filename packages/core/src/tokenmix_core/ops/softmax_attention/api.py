@@ -1,4 +1,4 @@
-"""Softmax attention: one function over several backends, the joining of partial results, and decoding from a cache."""
+"""Softmax attention over several backends, merging of partial results, and decoding from a KV cache."""
 
 from __future__ import annotations
 
@@ -51,34 +51,35 @@ def attention(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: AttentionImpl | None = None,
 ) -> AttentionOutput:
-    """Softmax attention with grouped heads, differentiable in q, k and v through both outputs.
+    """Compute softmax attention with grouped heads, differentiable in q, k and v through both outputs.
 
-    With i the query's position counted in keys (the last query stands at the last key), S(i) the keys it sees, and head
-    h of k and v shared by the HQ / H query heads from h · HQ / H on:
+    Let i be the query's position counted in keys (the last query is at the last key), and S(i) the keys it sees. Head h
+    of k and v serves the HQ / H query heads from h · HQ / H on:
 
         lse_i = log Σ_{j ∈ S(i)} exp(scale · q_i · k_j)
         o_i   = Σ_{j ∈ S(i)} exp(scale · q_i · k_j − lse_i) v_j
 
-    S(i) is every key; with `causal` those with j ≤ i; with a `window` of w of these only i − w < j, and the first
+    S(i) is all keys; with `causal`, keys j ≤ i; with a `window` of w, of these only keys j > i − w and the first
     `sinks` keys of the sequence. A query that sees no key gets o = 0 and lse = −∞, and passes no gradient.
 
     Args:
         q, k, v: bfloat16, float16, float32 or float64, all of one dtype. HQ is a multiple of H.
-        causal: whether a query sees only itself and what came before.
-        window: how many keys a query sees, itself included; needs `causal`.
-        sinks: how many first keys of its sequence a query sees beside the window.
-        scale: factor of the scores, positive; None is K ** −0.5.
+        causal: whether a query sees only keys up to its own position.
+        window: number of keys that a query sees, its own included; needs `causal`.
+        sinks: number of first keys of its sequence that a query sees besides the window.
+        scale: factor of the scores, positive; None: K ** −0.5.
         cu_seqlens: boundaries of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
-        impl: "gluon" (our kernels for Hopper: bfloat16 or float16, K = V of 64 or 128; a step stays portable where that
-            is faster), "triton" (our portable ones), "sdpa" (torch's kernels: cuDNN or FlashAttention-2), "flash_attn"
-            (FlashAttention-4, or flash-attn 2 where that is not there), "reference", or None for the fastest here that
-            covers the call (`choose_impl` has the rule, `tokenmix_core.ops.explain` says what it comes to).
+        impl: "gluon" (our kernels for Hopper: bfloat16 or float16, K = V of 64 or 128; portable kernels run those steps
+            in which they are faster), "triton" (our portable kernels), "sdpa" (torch's kernels: cuDNN or
+            FlashAttention-2), "flash_attn" (FlashAttention-4 if installed, else flash-attn 2), "reference", or None:
+            the fastest one here that supports the call (`choose_impl` is the rule; `tokenmix_core.ops.explain` shows
+            its result).
 
     Returns:
         o `[B, TQ, HQ, V]` in the dtype of q; lse `[B, TQ, HQ]`, natural logarithm, float32 (float64 for float64).
 
     Raises:
-        ValueError: a wrong shape, dtype, device or option, or an `impl` that cannot do what is asked.
+        ValueError: a wrong shape, dtype, device or option, or an `impl` that does not support the call.
     """
     mask, scale, impl, plans = _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl)
     if plans:
@@ -89,15 +90,16 @@ def attention(
 
 
 def merge_attention(outputs: Sequence[AttentionOutput], *, impl: Impl | None = None) -> AttentionOutput:
-    """Join attention over disjoint sets of keys into attention over their union, differentiable in every o and lse.
+    """Merge attention over disjoint sets of keys into attention over their union, differentiable in every o and lse.
 
         lse = log Σ_i exp(lse_i)        o = Σ_i exp(lse_i − lse) o_i
 
     Args:
-        outputs: at least one; o `[B, T, HQ, V]` and lse `[B, T, HQ]`, of equal shapes. lse may be −∞: no key was seen.
-        impl: "triton" (a launch for every two results, lse in float32), "reference" (any device), or None: Triton for
-            CUDA tensors in eager mode. Where a gradient of any mode is wanted, for a single result and for an lse of
-            another dtype, torch's operations do it whatever is asked.
+        outputs: at least one; o `[B, T, HQ, V]` and lse `[B, T, HQ]`, of equal shapes. lse is −∞ if a query sees no
+            key.
+        impl: "triton" (one launch per pair of results, lse in float32), "reference" (any device), or None: Triton for
+            CUDA tensors in eager mode. If a gradient is wanted, for a single result, and for an lse of another dtype,
+            torch's operations run in any case.
 
     Raises:
         ValueError: an empty sequence, or shapes, dtypes, devices or an `impl` that do not fit.
@@ -139,18 +141,18 @@ def attention_decode(
     scale: float | None = None,
     impl: Impl | None = None,
 ) -> AttentionOutput:
-    """Causal attention of each sequence's last TQ tokens to its cache; no gradient.
+    """Compute causal attention of each sequence's last TQ tokens to its cache, without gradient.
 
-    Sequence b holds `cache_seqlens[b]` tokens, the TQ new ones included, at the front of its row of the cache; what
-    lies behind them never enters the result. The result is `attention` of the queries with those keys.
+    Sequence b has `cache_seqlens[b]` tokens, the TQ new ones included, at the front of its row of the cache; the rest
+    of the row has no influence. The result is `attention` of the queries with those keys.
 
     Args:
         q: the queries of the newest TQ tokens, few (usually one).
-        k_cache, v_cache: caches of S places, in the dtype of q.
-        cache_seqlens: tokens in the cache, int32 or int64, on the device of q; never read by the host on CUDA.
+        k_cache, v_cache: caches with a capacity of S tokens, in the dtype of q.
+        cache_seqlens: tokens in the cache, int32 or int64, on the device of q; the host never reads it on CUDA.
         window, sinks, scale: as in `attention`.
         impl: "triton" (split over the keys, then merged), "reference", or None: "triton" on CUDA up to heads of 256,
-            "reference" otherwise. There are no kernels in Gluon, as reading the cache is all that takes time.
+            "reference" otherwise. There is no Gluon kernel: decoding is bound by reading the cache.
 
     Returns:
         o `[B, TQ, HQ, V]` and lse `[B, TQ, HQ]`; 0 and −∞ for a query before the first token of its sequence.
@@ -168,9 +170,10 @@ def attention_decode(
 
 @Checked
 def _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl) -> tuple[Mask, float, str | None, bool]:
-    """Validate a whole-sequence call; return the mask in its simplest form, the scale and the implementation.
+    """Validate a whole-sequence call; return the normalised mask, the scale, the implementation, and cuDNN's use.
 
-    None is our kernels, those in Gluon wherever they run. The last tells whether cuDNN was chosen, for either pass.
+    The implementation None means our kernels, in Gluon if they run. The last value is True if cuDNN was selected for
+    either pass.
     """
     op = "attention"
     dims = bind_shapes(op, {}, q=(q, "B TQ HQ K"), k=(k, "B TK H K"), v=(v, "B TK H V"))
@@ -185,10 +188,10 @@ def _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl) -> tuple[Mas
 
 
 def implementation(op: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed: bool, impl: str | None) -> str | None:
-    """The implementation of a call whose shapes fit; None is our kernels, those in Gluon wherever they run.
+    """Return the implementation of a call whose shapes fit; None: our kernels, in Gluon if they run.
 
     Raises:
-        ValueError: an unknown name, or one that cannot do what is asked.
+        ValueError: an unknown name, or one that does not support the call.
     """
     impl = _resolve(op, impl, call_of(q, k, v, mask, packed, impl is None and takes_gluon(q, k, v)))
     if impl == "gluon" and not torch.compiler.is_compiling():
@@ -198,7 +201,7 @@ def implementation(op: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed:
 
 @Checked
 def _check_decode(q, k_cache, v_cache, cache_seqlens, window, sinks, scale, impl) -> tuple[Mask, float, str]:
-    """The same for a cache."""
+    """Validate a decoding call; return the normalised mask, the scale and the implementation."""
     op = "attention_decode"
     dims = bind_shapes(
         op, {}, q=(q, "B TQ HQ K"), k_cache=(k_cache, "B S H K"), v_cache=(v_cache, "B S H V"),
@@ -206,7 +209,7 @@ def _check_decode(q, k_cache, v_cache, cache_seqlens, window, sinks, scale, impl
     )  # fmt: skip
     mask, scale = _check_options(op, dims, q, k_cache, v_cache, True, window, sinks, scale)
     check_dtype(op, (torch.int32, torch.int64), cache_seqlens=cache_seqlens)
-    # where operations are recorded, nothing is looked at either
+    # values are unknown during tracing
     if not cache_seqlens.is_cuda and is_plain(cache_seqlens):
         lengths = cache_seqlens.tolist()
         if any(not 0 <= n <= dims["S"] for n in lengths):
@@ -222,7 +225,7 @@ def _check_decode(q, k_cache, v_cache, cache_seqlens, window, sinks, scale, impl
 
 
 def _check_options(op, dims, q, k, v, causal, window, sinks, scale) -> tuple[Mask, float]:
-    """Check what both forms of attention share; return the mask in its simplest form and the scale as a number."""
+    """Check the options that attention and decoding share; return the normalised mask and the scale."""
     check_dtype(op, _DTYPES, q=q)
     check_same_dtype(op, q=q, k=k, v=v)
     check_multiple(op, "HQ", dims["HQ"], "H", dims["H"])
@@ -235,7 +238,7 @@ def _check_options(op, dims, q, k, v, causal, window, sinks, scale) -> tuple[Mas
     factor = dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
     if not factor > 0:
         raise ValueError(f"{op}: scale must be positive, got {scale!r}")
-    # a window that holds every key hides nothing, and without a window nothing is hidden from a sink
+    # a window of all keys masks nothing; without a window sinks add nothing
     keys = dims.get("TK", dims.get("S"))
     window = None if window is not None and window >= keys else window
     return Mask(bool(causal), window, 0 if window is None else sinks), factor

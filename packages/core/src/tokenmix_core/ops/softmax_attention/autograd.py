@@ -1,9 +1,7 @@
-"""Attention forward and backward: directly in eager mode, as torch custom ops where torch traces.
+"""Attention forward and backward: directly in eager mode, as torch custom ops if torch traces.
 
-Also which backend runs forward and which one answers for the gradient.
-
-Any backward can be paired with any forward, since all it needs are q, k, v, o and the log-sum-exp. The fast libraries'
-own backwards know no gradient of the log-sum-exp; where one arrives, the kernels of this package take over.
+Any backward can follow any forward, since it needs only q, k, v, o and the log-sum-exp. The libraries' own backwards
+take no gradient of the log-sum-exp; if there is one, the kernels of this package run.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from tokenmix_core.ops.softmax_attention.types import Mask, call_of
 
 
 class Inputs(NamedTuple):
-    """What attention is given; `impl` None is our kernels."""
+    """Inputs of attention; `impl` None: our kernels."""
 
     q: Tensor
     k: Tensor
@@ -35,7 +33,7 @@ class Inputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """The same, its results, the log-sum-exp `[B, HQ, TQ]`, and their gradients; None is zero."""
+    """The inputs, the results o and lse `[B, HQ, TQ]`, and their gradients; None: zero."""
 
     inputs: Inputs
     o: Tensor
@@ -45,7 +43,7 @@ class BackwardInputs(NamedTuple):
 
 
 class DecodeInputs(NamedTuple):
-    """What decoding attention is given."""
+    """Inputs of decoding."""
 
     q: Tensor
     k_cache: Tensor
@@ -60,7 +58,7 @@ class DecodeInputs(NamedTuple):
 @retried
 @of_fields
 def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
-    """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`: heads before time, as every backend keeps it."""
+    """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`, heads before time as in every backend."""
     if x.q.numel() == 0 or x.k.numel() == 0:
         o, lse = _empty_outputs(x.q, x.v)
         return o.zero_(), lse.fill_(float("-inf"))
@@ -84,7 +82,7 @@ def _(x: Inputs):
 @retried
 @of_fields
 def _backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, contiguous."""
+    """Return dq, dk and dv, contiguous."""
     x, o, lse, do, dlse = given
     if x.q.numel() == 0 or x.k.numel() == 0:
         return _zeros(x.q), _zeros(x.k), _zeros(x.v)
@@ -113,7 +111,7 @@ def _save(ctx, inputs, output):
     x, (o, lse) = Inputs(*inputs), output
     ctx.save_for_backward(x.q, x.k, x.v, o, lse, x.cu_seqlens)
     ctx.options = dict(causal=x.causal, window=x.window, sinks=x.sinks, scale=x.scale, impl=x.impl)
-    # an output that nobody used then shows as None, and a library's own backward serves
+    # the gradient of an unused output is then None, which lets a library's own backward run
     ctx.set_materialize_grads(False)
 
 
@@ -131,7 +129,7 @@ attention = differentiable(attention_op, _forward, _save, _gradients)
 
 @of_fields
 def _decode(x: DecodeInputs) -> tuple[Tensor, Tensor]:
-    """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, TQ, HQ]`."""
+    """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, TQ, HQ]`."""
     if x.q.numel() == 0 or x.k_cache.numel() == 0:
         o, lse = _empty_decode_outputs(x.q, x.v_cache)
         return o.zero_(), lse.fill_(float("-inf"))

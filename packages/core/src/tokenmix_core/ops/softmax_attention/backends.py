@@ -1,4 +1,4 @@
-"""Which implementation can run a call, which one should, and where it lives."""
+"""Limits of the implementations, and the rules that select one for the forward and the backward pass."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _HALF = (torch.bfloat16, torch.float16)
 
 AttentionImpl = Literal["gluon", "triton", "sdpa", "flash_attn", "reference"]
 IMPLS: tuple[str, ...] = get_args(AttentionImpl)
-# inside this package, our kernels for both passes, those in Gluon wherever they run; None leaves the backward pass open
+# an internal name: our kernels for both passes, in Gluon if they run; None lets another library run the backward pass
 OURS = "ours"
 
-# below this many queries a row the libraries' plain causal kernels have no lead over ours
+# least queries per row for which the libraries' plain causal kernels are faster than ours
 _LONG = 128
-# nor with no more blocks of 64 queries than a GPU has SMs, where latency decides
+# most blocks of 64 queries for which they are not: with fewer blocks than SMs, latency decides
 _FEW_BLOCKS = 128
-# FlashAttention-4 leads in the calls that it was timed in: from as many blocks of 64 queries on, in no narrower windows
+# FlashAttention-4 is fastest in the measured calls, with at least so many blocks of 64 queries and windows so wide
 _MANY_BLOCKS = 8192
 _WIDE = 1024
-# a window as a mask on a CPU: up to 64 MiB in float32
+# most elements of a window's mask on a CPU: 64 MiB in float32
 _MASK_ELEMENTS = 1 << 24
 
 _REFERENCE = "pass impl='reference'"
@@ -37,19 +37,19 @@ _REFERENCE = "pass impl='reference'"
 
 @functools.cache
 def cudnn_heads() -> int:
-    """The largest head that torch's cuDNN attention takes on every CUDA device; 0 where it is missing or no lead."""
+    """Return the largest head of torch's cuDNN attention on every CUDA device; 0 if it is missing or not faster."""
     if not torch.cuda.is_available() or not torch.backends.cudnn.is_available():
         return 0
     oldest = _oldest()
     if oldest < (9, 0):
         return 0
-    # torch's own rule: beyond 128 on Hopper alone
+    # torch's own rule: more than 128 only on Hopper
     return 256 if oldest == (9, 0) and (torch.backends.cudnn.version() or 0) >= 91000 else 128
 
 
 @constant_when_traced
 def flash_attention() -> int:
-    """The FlashAttention that "flash_attn" stands for: 4 where it is installed and every GPU takes it, 2, or 0."""
+    """Return the version of "flash_attn": 4 if it is installed and every GPU supports it, else 2, or 0 for none."""
     from tokenmix_core.ops.softmax_attention.flash4 import is_here
 
     if (9, 0) <= _oldest() < (12, 0) and is_here():
@@ -58,7 +58,7 @@ def flash_attention() -> int:
 
 
 def _oldest() -> tuple[int, int]:
-    """The lowest compute capability of all CUDA devices; (0, 0) without any."""
+    """Return the lowest compute capability of all CUDA devices; (0, 0) without any."""
     if not torch.cuda.is_available():
         return 0, 0
     return min(torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count()))
@@ -66,38 +66,37 @@ def _oldest() -> tuple[int, int]:
 
 @constant_when_traced
 def on_hopper() -> bool:
-    """Tell whether every CUDA device is a Hopper GPU."""
+    """True if every CUDA device is a Hopper GPU."""
     return (9, 0) <= _oldest() < (10, 0)
 
 
 def takes_cudnn(tq: int, tk: int, head_k: int, head_v: int, mask: Mask, packed: bool) -> bool:
-    """Tell whether cuDNN computes this attention of 16-bit tensors on CUDA: plain, with heads it has kernels for."""
+    """True if cuDNN supports this attention of 16-bit tensors on CUDA: without window, unpacked, with small heads."""
     plain = mask.window is None and not packed and (tq == tk or not mask.causal) and tq > 1
     return plain and head_k % 8 == head_v % 8 == 0 and max(head_k, head_v) <= cudnn_heads()
 
 
 def by_cudnn(impl: str | None, q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed: bool) -> bool:
-    """Tell whether cuDNN makes one of the passes, in 16 bits on CUDA, behind a forward pass by `impl`."""
+    """True if cuDNN runs one of the passes of a 16-bit call on CUDA whose forward pass is by `impl`."""
     call = call_of(q, k, v, mask, packed)
     return backward_impl(impl, call, False) == "sdpa" and call.dtype in _HALF and takes_cudnn(*call[2:8])
 
 
 def limit(impl: str, call: Call) -> str | None:
-    """Why `impl` cannot run this call, as a sentence with the way out; None where it can."""
+    """Return why `impl` does not support this call, as a sentence that names an alternative; None if it does."""
     return _LIMITS[impl](call)
 
 
 def choose_impl(call: Call) -> str:
-    """The fastest implementation that covers the call, by rule.
+    """Return the fastest implementation that supports the call.
 
-    On CUDA: "flash_attn" on Hopper where FlashAttention-4 is installed, for large calls without sinks whose heads are
-    of 128 and whose window, if any, is wide and not of packed sequences; "triton", our kernels, where those in Gluon
-    run; without them "sdpa" for plain attention (16-bit, unpacked, no window, at least 128 queries aligned with the
-    keys), where cuDNN leads but for calls too small to fill the GPU; K and V that differ are cuDNN's up to its largest
-    head; "triton" for everything else our kernels take; "reference" for what is left (heads beyond 256, float64).
-    Gradients may be another's: `backward_impl` says whose.
-    On a CPU: "sdpa" where it can and where the mask that it needs for a window stays small, "reference" otherwise.
-    FlashAttention-2's own package runs only when asked for: no call is known on which it is the fastest.
+    On CUDA: "flash_attn" on Hopper if FlashAttention-4 is installed, for large calls without sinks and with heads of
+    128, whose window, if any, is wide and not of packed sequences; "triton", our kernels, if those in Gluon run;
+    without them "sdpa" for plain attention (16-bit, unpacked, no window, at least 128 queries aligned with the keys)
+    that is large enough to fill the GPU, and for K ≠ V up to cuDNN's largest head; "triton" for all other calls that
+    our kernels support; else "reference" (heads beyond 256, float64). `backward_impl` selects the backward pass. On a
+    CPU: "sdpa" if it supports the call with a small mask, else "reference". flash-attn 2 runs only by name: no call is
+    known for which it is the fastest.
     """
     if call.device == "cuda":
         order = ("sdpa", "triton") if _is_for_cudnn(call) and not call.gluon else ("triton",)
@@ -109,7 +108,7 @@ def choose_impl(call: Call) -> str:
 
 
 def _is_for_cudnn(call: Call) -> bool:
-    """Tell whether plain attention is large enough for cuDNN to be the fastest of libraries and portable kernels."""
+    """True for plain attention that is large enough for cuDNN to be the fastest of libraries and portable kernels."""
     plain = call.mask.window is None and not call.packed and call.tq >= _LONG
     plain = plain and (call.tq == call.tk or not call.mask.causal)
     small = call.heads is not None and call.heads * cdiv(call.tq, 64) <= _FEW_BLOCKS and call.head_k <= 128
@@ -117,7 +116,7 @@ def _is_for_cudnn(call: Call) -> bool:
 
 
 def _is_for_flash_attention_4(call: Call) -> bool:
-    """Tell whether FlashAttention-4 is here, and a call like those on Hopper in which it leads in one direction."""
+    """True if FlashAttention-4 is installed and is the fastest on Hopper for such calls in at least one pass."""
     wide = call.mask.window is None or call.mask.window >= _WIDE
     many = call.tq == call.tk and call.query_heads * cdiv(call.tq, 64) >= _MANY_BLOCKS
     heads = call.head_k == call.head_v and call.head_k in (64, 128)
@@ -126,11 +125,11 @@ def _is_for_flash_attention_4(call: Call) -> bool:
 
 
 def backward_impl(impl: str | None, call: Call, through_lse: bool) -> str | None:
-    """Whose backward follows a forward by `impl`; None is our kernels.
+    """Return the implementation of the backward pass after a forward pass by `impl`; None: our kernels.
 
-    Its own, unless a gradient of the log-sum-exp has to be carried. Behind our kernels, where nobody asked for them by
-    name, the fastest: FlashAttention-4's for large calls, but of heads of 64 neither with windows nor packed, and of
-    128 not with both; cuDNN's for plain attention of other heads that is not small.
+    It is the same one unless the log-sum-exp has a gradient that it does not take. After our kernels with `impl` None,
+    it is the fastest: FlashAttention-4 for large calls, except for heads of 64 with a window or packed, and for heads
+    of 128 with both; cuDNN for plain attention of other heads that is not small.
     """
     if through_lse and (impl == "sdpa" or (impl == "flash_attn" and flash_attention() != 4)):
         return None if call.device == "cuda" else "reference"
@@ -138,7 +137,7 @@ def backward_impl(impl: str | None, call: Call, through_lse: bool) -> str | None
         ours_lead = (call.head_k == 64) + (call.mask.window is not None) + call.packed > 1
         if _is_for_flash_attention_4(call) and not ours_lead:
             return "flash_attn"
-        # where kernels in Gluon had not run, the forward pass would have been cuDNN's
+        # without Gluon kernels cuDNN would have run the forward pass, too
         if call.head_k != 64 and not through_lse and _is_for_cudnn(call) and takes_cudnn(*call[2:8]):
             return "sdpa"
     return impl
@@ -161,7 +160,7 @@ def _triton_limit(call: Call) -> str | None:
 
 def _sdpa_limit(call: Call) -> str | None:
     if call.device == "cuda":
-        # cuDNN alone takes unequal heads; torch.compile could not trace the question whether it is there
+        # only cuDNN supports unequal heads; torch.compile cannot trace the query for cuDNN
         asks = call.head_k != call.head_v and call.dtype in _HALF and not torch.compiler.is_compiling()
         if asks and takes_cudnn(call.tq, call.tk, call.head_k, call.head_v, call.mask, call.packed):
             return None
@@ -188,7 +187,7 @@ def _flash_attn_limit(call: Call) -> str | None:
 
 
 def _flash_limit(call: Call) -> str | None:
-    """Say which part of a call FlashAttention cannot do, in torch or in its own packages."""
+    """Return the limit of FlashAttention, in torch and in its own packages."""
     if call.dtype not in _HALF:
         return f"takes bfloat16 and float16, got {str(call.dtype).removeprefix('torch.')}; pass impl='triton'"
     if call.head_k != call.head_v or call.head_k % 8 or call.head_k > 256:
@@ -203,7 +202,7 @@ def _flash_limit(call: Call) -> str | None:
 
 
 def _gluon_limit(call: Call) -> str | None:
-    """Say which part of a call Gluon cannot do, as far as sizes tell; `plan.limit` has the rest."""
+    """Return the limit of Gluon kernels that follows from sizes; `plan.limit` has the rest."""
     return _triton_limit(call) if call.device == "cuda" else None
 
 

@@ -2,7 +2,7 @@
 
 The dK/dV kernel has queries in columns: Pᵀ = exp(scale · K Qᵀ − lse) and dSᵀ = Pᵀ ⊙ (V dOᵀ − delta). As vectors, lse
 and delta would cost each thread 32 shared-memory loads and as many subtractions per tile. As extra columns of Q and dO,
-with ones in K and V, they cost neither. A float32 number is the sum of three bfloat16 numbers.
+with ones in K and V, they cost neither. Three bfloat16 values add up to a float32 value.
 """
 
 import triton

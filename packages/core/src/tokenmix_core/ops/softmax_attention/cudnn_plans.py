@@ -1,7 +1,7 @@
 """Shapes that recur often enough for cuDNN, which makes a plan for each.
 
-A plan takes 50 ms each way (H100, torch 2.11), as long as hundreds of calls, and torch keeps it for ever. While shapes
-are new, our kernels run where cuDNN's would lead; with lengths that do not return, cuDNN's never do.
+A plan takes 50 ms per pass (H100, torch 2.11), as long as hundreds of calls, and torch never frees it. So our kernels
+run the first calls of a shape even if cuDNN is faster; with lengths that never recur, cuDNN never runs.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from tokenmix_core.kernels.launch.cache.capture import is_plain
 from tokenmix_core.ops.softmax_attention.backends import OURS, limit
 from tokenmix_core.ops.softmax_attention.types import Mask, call_of
 
-# calls of a shape before a plan pays, and shapes whose calls are counted
+# calls of a shape before a plan pays off, and shapes whose calls are counted
 _CALLS, _SHAPES = 100, 16
-# by shapes and dtype, how many calls there were; the shape used last at the end
+# number of calls by shapes and dtype, in the order of last use
 _calls: dict[tuple, int] = {}
 
 
 def kernels_before_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> str | None:
-    """Return `OURS`, for both passes, while cuDNN should make no plan for such an unpacked call; else None."""
+    """Return `OURS`, for both passes, as long as cuDNN should make no plan for such an unpacked call; then None."""
     if not is_plain(q):
         return None
     shape = q.shape, k.shape, v.shape, q.dtype, mask
@@ -32,6 +32,6 @@ def kernels_before_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> str | No
     return OURS if limit("triton", call_of(q, k, v, mask, False)) is None else None
 
 
-def forget() -> None:
+def reset() -> None:
     """Reset the counts of all calls."""
     _calls.clear()

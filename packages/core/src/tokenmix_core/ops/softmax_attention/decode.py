@@ -1,7 +1,7 @@
 """Decoding by split KV: the last few queries of each sequence attend to shares of its cache; a second kernel merges.
 
-A program holds the queries of one key head, TQ · HQ / H rows, so that the cache is read once, and visits its share of
-their KV tiles. Lengths stay on the device: no host synchronisation.
+A CTA has the queries of one key head, TQ · HQ / H rows, so that the cache is read once, and visits its share of their
+KV tiles. Lengths stay on the device: no host synchronisation.
 """
 
 from __future__ import annotations

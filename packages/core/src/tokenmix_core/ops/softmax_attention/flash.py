@@ -9,7 +9,7 @@ from tokenmix_core.ops.softmax_attention.types import Mask
 
 
 def forward(q, k, v, cu_seqlens, mask: Mask, scale):
-    """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
+    """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
     from flash_attn import flash_attn_interface as fa  # pyright: ignore[reportMissingImports]
 
     q, k, v = (readable(x) for x in (q, k, v))
@@ -26,7 +26,7 @@ def forward(q, k, v, cu_seqlens, mask: Mask, scale):
 
 
 def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
-    """dq, dk and dv. The log-sum-exp must have no gradient: these kernels cannot carry one."""
+    """Return dq, dk and dv; these kernels take no gradient of the log-sum-exp."""
     from flash_attn import flash_attn_interface as fa  # pyright: ignore[reportMissingImports]
 
     assert dlse is None
@@ -48,7 +48,7 @@ def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
 
 
 def readable(x: Tensor) -> Tensor:
-    """x itself where the libraries' kernels read it right: in runs of 16 bytes, and no element twice; else a copy."""
+    """Return x if the libraries' kernels can read it, in aligned runs of 16 bytes without broadcast; else a copy."""
     if x.is_contiguous() and x.data_ptr() % 16 == 0:
         # heads are multiples of 8 elements
         return x
@@ -58,12 +58,12 @@ def readable(x: Tensor) -> Tensor:
 
 
 def window_sides(mask: Mask) -> tuple[int | None, int | None]:
-    """How far a query sees to its left and right, itself not counted; None: without bound."""
+    """Return the keys that a query sees to its left and right, its own not counted; None: no bound."""
     if mask.window is None:
         return None, 0 if mask.causal else None
     return mask.window - 1, 0
 
 
 def boundaries(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """int32 sequence boundaries, and bounds of the lengths. Reading the true maximum would stall the stream."""
+    """Return int32 sequence boundaries and upper bounds of the lengths: reading the maximum would stall the stream."""
     return None if cu_seqlens is None else cu_seqlens.int(), q.shape[1], k.shape[1]

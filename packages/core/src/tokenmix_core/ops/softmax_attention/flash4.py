@@ -1,7 +1,7 @@
-"""FlashAttention-4 from the package flash-attn-4, by the functions under its public ones that take and return lse.
+"""FlashAttention-4 from the package flash-attn-4, by its private functions that take and return lse.
 
-Its backward pass knows the gradient of the log-sum-exp. dq is summed by atomics, in another order in every run, unless
-`torch.use_deterministic_algorithms(True)` asks for one order, which takes longer.
+Its backward takes the gradient of the log-sum-exp. Atomics sum dq in a different order in every run, unless
+`torch.use_deterministic_algorithms(True)` requires one order, which is slower.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenmix_core.kernels.launch.cache.capture import launches_unseen
 from tokenmix_core.ops.softmax_attention.flash import boundaries, readable, window_sides
 from tokenmix_core.ops.softmax_attention.types import Mask
 
-# of the functions that are called here, which nobody promises
+# parameters of its private functions that this module passes; a newer version may lack them
 _PARAMETERS = {
     "_flash_attn_fwd": {"softmax_scale", "causal", "window_size_left", "window_size_right", "cu_seqlens_q",
                         "cu_seqlens_k", "return_lse"},
@@ -29,9 +29,9 @@ _PARAMETERS = {
 
 @functools.cache
 def is_here() -> bool:
-    """Tell whether the package is installed and has what is called of it; a warning says so where the second is untrue.
+    """True if the package is installed and its functions have these parameters; warns if they do not.
 
-    flash-attn 2 brings an early form along under the same name, so that the package is asked for by its own.
+    flash-attn 2 contains an early version under the same module name, so the package's own version is read.
     """
     try:
         installed = version("flash-attn-4")
@@ -46,7 +46,7 @@ def is_here() -> bool:
             for parameter in sorted(parameters - inspect.signature(getattr(fa, name)).parameters.keys())
         ]
         why = f"it has no {lacking[0]}" if lacking else None
-    # its libraries may lack anything
+    # its own imports may fail in any way
     except Exception as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     if why is not None:
@@ -55,7 +55,7 @@ def is_here() -> bool:
 
 
 def forward(q, k, v, cu_seqlens, mask: Mask, scale):
-    """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
+    """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
     from flash_attn.cute import interface as fa  # pyright: ignore[reportMissingImports]
 
     q, k, v = (readable(x) for x in (q, k, v))
@@ -67,7 +67,7 @@ def forward(q, k, v, cu_seqlens, mask: Mask, scale):
 
 
 def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
-    """dq, dk and dv."""
+    """Return dq, dk and dv."""
     from flash_attn.cute import interface as fa  # pyright: ignore[reportMissingImports]
 
     q, k, v, do = (readable(x) for x in (q, k, v, do))
@@ -84,12 +84,12 @@ def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
 
 
 def _rows(x: Tensor, cu: Tensor | None) -> Tensor:
-    """x, of a packed batch without its first dimension."""
+    """Return x, without the batch dimension if packed."""
     return x if cu is None else x.squeeze(0)
 
 
 def _options(mask: Mask, scale: float, cu: Tensor | None) -> dict:
-    """The named arguments of both passes. Lengths of packed sequences stay on the device: their bound is the batch."""
+    """Return the named arguments of both passes. Lengths of packed sequences stay on the device."""
     left, right = window_sides(mask)
     return {
         "softmax_scale": scale, "causal": mask.causal, "window_size_left": left, "window_size_right": right,

@@ -21,10 +21,7 @@ class Backend(NamedTuple):
 
 
 def load(impl: str | None) -> Backend:
-    """Import the implementation, None for our kernels; Triton and optional libraries are imported here at the earliest.
-
-    None lets kernels in Gluon run where they can.
-    """
+    """Import an implementation; None: our kernels, in Gluon if they run."""
     if impl in (None, backends.OURS, "gluon", "triton"):
         impl = None if impl == backends.OURS else impl
         from tokenmix_core.ops.softmax_attention import backward, forward

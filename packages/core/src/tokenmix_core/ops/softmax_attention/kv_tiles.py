@@ -65,7 +65,7 @@ def query_tiles(
         m_min = tl.maximum(first - shift, 0) // BM
         full_min = tl.cdiv(tl.maximum(last - shift, 0), BM)
     if WINDOW:
-        # a sink is seen by every query behind it
+        # every later query sees a sink
         if sinks is None:
             sinks = 0
         if first >= sinks:
@@ -145,8 +145,8 @@ def store_tile(p_x, b_x, first, rows, stride, D: tl.constexpr, BT: tl.constexpr,
 def add_dot(b_x, b_y, b_sum, PRECISION: tl.constexpr):
     """Return `b_sum + b_x · b_y`.
 
-    In float32 the product is summed separately first: sums per tile lose less than one running sum. The select keeps
-    the compiler from fusing the two.
+    In float32, MMAs of a tile are summed separately first: sums per tile lose less than one running sum. The select
+    keeps the compiler from fusing the two.
     """
     if PRECISION == "ieee":
         b_xy = tl.dot(b_x, b_y, input_precision=PRECISION)

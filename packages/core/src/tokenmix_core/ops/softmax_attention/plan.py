@@ -1,4 +1,4 @@
-"""Which kernels of ours make attention forward and backward, and their tiles: decided here, once for a pass."""
+"""Selection of our attention kernels and their tiles, once per pass."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from tokenmix_core.ops.softmax_attention.types import Mask
 
 GLUON = GluonForm("attention", "tokenmix_core.ops.softmax_attention.hopper", slower="about 1.2 to 1.4 times slower")
 
-# Forward, groups of warps were seen to lead from so many keys a sequence on, and with a window, if there is one, of so
-# many: they win 2 % with 1,024, 8 with 2,048 and 14 without
+# least keys per sequence, and least window if there is one, for which the warp-specialised forward is faster: by 2 %
+# with a window of 1,024, 8 % with 2,048 and 14 % without
 _LONG, _WIDE = 1024, 1024
-# below it, −lse / scale of `terms.py` could overflow float32
+# below it, −lse / scale of `bias_columns.py` could overflow float32
 MIN_SCALE = 2.0**-64
 
 
 class Form(Enum):
-    """A kernel in Gluon: a program is one group of warps, or, forward, two and one that copies for them."""
+    """A Gluon kernel: one warpgroup per CTA, or, forward, warp-specialised: two consumers and a producer."""
 
-    ONE = "one group"
-    GROUPS = "groups"
+    ONE = "one warpgroup"
+    GROUPS = "warp-specialised"
 
 
 class AttentionPlan(NamedTuple):
-    """The tile of each portable kernel, or the form of the one in Gluon that runs instead.
+    """The tile of each portable kernel, or the Gluon kernel that runs instead.
 
     Attributes:
-        forward: makes o and the log-sum-exp.
-        queries: makes dq.
-        keys: makes dk and dv.
+        forward: the kernel of o and the log-sum-exp.
+        queries: the dQ kernel.
+        keys: the dK/dV kernel.
     """
 
     forward: tuning.AttentionTile | Form
@@ -51,21 +51,21 @@ def plan(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, impl: str | None, *others: Tensor, cu_seqlens: Tensor | None = None,
     chosen: bool = False, scale: float = 1.0,
 ) -> AttentionPlan:  # fmt: skip
-    """The plan of a call with these tensors.
+    """Return the plan of a call with these tensors.
 
     Args:
         q: queries.
         k: keys.
         v: values.
-        mask: what each query sees.
-        impl: as users give it.
-        others: what the backward pass also reads by rows.
+        mask: the keys that each query sees.
+        impl: the argument of the public function.
+        others: more tensors that the backward pass reads by rows.
         cu_seqlens: boundaries of packed sequences.
-        chosen: some queries alone are wanted.
-        scale: factor of the scores, where the plan is made for gradients.
+        chosen: whether only selected queries are computed.
+        scale: factor of the scores, for plans of a backward pass.
 
     Raises:
-        ValueError: `impl` is "gluon" and kernels in Gluon do not run.
+        ValueError: `impl` is "gluon" and Gluon kernels do not run.
     """
     (B, TQ, HQ, K), (_, TK, _, V) = q.shape, v.shape
     forward, queries, keys = (
@@ -76,29 +76,30 @@ def plan(
     sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
 
     wide = K == 128 and _LONG * sequences <= TK and (mask.window is None or mask.window >= _WIDE)
-    # a program by groups has a SM for itself
+    # a warp-specialised CTA occupies an SM
     if wide and not chosen and 4 * B * HQ * cdiv(TQ, ROWS) >= 3 * device_tuning.sm_count(q.device):
         forward = Form.GROUPS
     elif not chosen:
         forward = Form.ONE
     if scale >= MIN_SCALE:
         keys = Form.ONE
-    # with heads of 64 packed and few rows were not timed; without a window it gains 1 %, and spills on Triton 3.9
+    # with heads of 64, packed sequences and few rows are not measured; without a window it gains 1 %, and spills on
+    # Triton 3.9
     dense = cu_seqlens is None and not chosen
-    timed = mask.window is not None and dense and device_tuning.many_waves(B * HQ * cdiv(TQ, TILE))
-    return AttentionPlan(forward, Form.ONE if K == 128 or timed else queries, keys)
+    measured = mask.window is not None and dense and device_tuning.many_waves(B * HQ * cdiv(TQ, TILE))
+    return AttentionPlan(forward, Form.ONE if K == 128 or measured else queries, keys)
 
 
 def takes_gluon(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Tell whether kernels in Gluon run here and take these tensors."""
+    """True if Gluon kernels run here and support these tensors."""
     if torch.compiler.is_compiling() or not is_real(q):
-        # where tensors begin is not known yet
+        # addresses are not known yet
         return on_hopper() and q.dtype in HALF and q.shape[3] == v.shape[3] and q.shape[3] in (64, 128)
     return q.is_cuda and GLUON.runs(None, q.device, q.dtype, limit(q, k, v))
 
 
 def limit(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> str | None:
-    """Why kernels in Gluon cannot read such tensors `[B, T, H, D]`; None where they can."""
+    """Return why Gluon kernels do not support such tensors `[B, T, H, D]`; None if they do."""
     K, V = q.shape[3], v.shape[3]
     if K != V or K not in (64, 128):
         return f"takes K = V of 64 or 128, got K={K} and V={V}"
@@ -106,8 +107,8 @@ def limit(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> str | None:
 
 
 def unreadable(*tensors: Tensor) -> str | None:
-    """Why kernels in Gluon cannot copy rows of these tensors `[B, T, H, D]`; None where they can."""
-    # rows whose elements do not lie side by side are copied first
+    """Return why Gluon kernels cannot copy rows of these tensors `[B, T, H, D]`; None if they can."""
+    # rows with gaps between elements are copied first
     as_they_are = [x for x in tensors if x.stride(3) == 1]
     if any(x.data_ptr() % 16 or any(stride % 16 for stride in x.stride()[:3]) for x in as_they_are):
         return "takes tensors that begin at multiples of 16 bytes, with strides of multiples of 16 elements"

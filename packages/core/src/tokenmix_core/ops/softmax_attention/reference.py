@@ -1,7 +1,7 @@
 """Softmax attention, eager: the specification of the operation and of its gradient, on any device and in float64.
 
-Queries are taken in blocks, each with only the keys that its rows may see, so that memory stays linear in the sequence
-length and a window costs what the window holds.
+Each block of queries is computed with only the keys that its rows may see: memory is linear in the sequence length, and
+time is linear in the window.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def attention_reference(
     scale: float | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
 ) -> AttentionOutput:
-    """Attention as `attention` defines it, differentiable by autograd.
+    """Compute attention as `attention` defines it, differentiable by autograd.
 
-    Scores, softmax and log-sum-exp are computed in float32 at least; the probabilities are rounded to the dtype of v
-    before they weigh the values, as matrix units need them.
+    Scores, softmax and log-sum-exp are in float32 at least; probabilities are rounded to the dtype of v before the
+    matmul with v, as on Tensor Cores.
     """
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     found = []
@@ -60,7 +60,7 @@ def attention_reference_backward(
     scale: float,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, by the formula that the kernels follow (README.md), block by block."""
+    """Return the gradients of q, k and v by the formulas of the kernels (README.md), block by block."""
     delta = (wide(o) * do).sum(-1)
     delta = delta if dlse is None else delta - dlse
     dq, dk, dv = (torch.zeros_like(wide(x)) for x in (q, k, v))
@@ -89,7 +89,7 @@ def attention_decode_reference(
     sinks: int = 0,
     scale: float | None = None,
 ) -> AttentionOutput:
-    """Attention of the last TQ tokens of each sequence to its cache, as `attention_decode` defines it."""
+    """Compute attention of the last TQ tokens of each sequence to its cache, as `attention_decode` defines it."""
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     tq, keys = q.shape[1], k_cache.shape[1]
     if not q.is_cuda:
@@ -98,13 +98,13 @@ def attention_decode_reference(
     o_k = torch.arange(keys, device=q.device)
     o_q = cache_seqlens[:, None] - tq + torch.arange(tq, device=q.device)
     mask = visible(o_q.flatten(), o_k, True, window, sinks).view(len(q), 1, 1, tq, keys)
-    # 0 times whatever lies behind a sequence in its cache must be 0
+    # unused rows of the cache may hold NaN, and 0 · NaN would not be 0
     v = v.masked_fill((o_k >= cache_seqlens[:, None])[:, :, None, None], 0.0)
     return attended(q, k, v, mask, scale)
 
 
 def visible(o_q: Tensor, o_k: Tensor, causal: bool, window: int | None, sinks: int) -> Tensor:
-    """Tell which keys at `o_k[j]` the query at position `o_q[i]` sees: `[len(o_q), len(o_k)]`, positions in keys."""
+    """Return whether the query at position `o_q[i]` sees the key at `o_k[j]`: `[len(o_q), len(o_k)]`."""
     o_q, o_k = o_q[:, None], o_k[None, :]
     mask = (o_k <= o_q) if causal else torch.ones_like(o_k <= o_q)
     return mask if window is None else mask & ((o_k > o_q - window) | (o_k < sinks))
@@ -129,7 +129,7 @@ class _Block(NamedTuple):
 
 
 def sequences(tq: int, tk: int, cu_seqlens: Tensor | None) -> Iterator[tuple[slice, slice]]:
-    """The queries and the keys of each sequence; of a whole batch at once where nothing is packed."""
+    """Yield the queries and the keys of each sequence; all at once if nothing is packed."""
     boundaries = [0, tq] if cu_seqlens is None else cu_seqlens.tolist()
     for start, stop in itertools.pairwise(boundaries):
         rows = slice(start, stop)
@@ -157,28 +157,28 @@ def _blocks(q: Tensor, k: Tensor, causal: bool, window: int | None, sinks: int) 
 def attended(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, bias: Tensor | float = 0.0
 ) -> AttentionOutput:
-    """Attention of some queries to the keys that `mask` names, with `bias` added to scores, both as in `softmax`."""
+    """Compute attention of some queries to the keys that `mask` marks, with `bias` added to scores; see `softmax`."""
     p, lse = softmax(q, k, mask, scale, bias)
     o = torch.einsum("bhgij,bjhv->bihgv", p.to(v.dtype), v).flatten(2, 3)
     return AttentionOutput(o, lse.flatten(1, 2).transpose(1, 2).contiguous())
 
 
 def joined(parts: Sequence[AttentionOutput], q: Tensor, v: Tensor) -> AttentionOutput:
-    """The results of consecutive queries as those of all of q; of no parts, those of queries that see nothing."""
+    """Concatenate results of consecutive queries; without parts, return those of queries that see no key."""
     if not parts:
         return AttentionOutput(q.new_zeros(*q.shape[:3], v.shape[3]), wide(q).new_full(q.shape[:3], float("-inf")))
     return AttentionOutput(*(torch.cat(x, 1) for x in zip(*parts, strict=True)))
 
 
 def softmax(q: Tensor, k: Tensor, mask: Tensor, scale: float, bias: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
-    """Probabilities `[B, H, G, rows, keys]` and log-sum-exp `[B, H, G, rows]`; 0 and −∞ in rows that see no key.
+    """Return probabilities `[B, H, G, rows, keys]` and log-sum-exp `[B, H, G, rows]`; 0 and −∞ if a row sees no key.
 
     `mask` is `[rows, keys]`, or any shape that broadcasts to that of the probabilities; so is `bias`, added to scores.
     """
     q = wide(q).unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))
     blind = ~mask.any(-1)
     s = torch.einsum("bihgk,bjhk->bhgij", q, wide(k)) * scale + bias
-    # a row of −∞ has no derivative: give it zeros, then discard it
+    # a row of −∞ has no derivative: use zeros, then discard them
     s = s.masked_fill(~mask, float("-inf")).masked_fill(blind.unsqueeze(-1), 0.0)
     lse = s.logsumexp(-1)
     p = (s - lse.unsqueeze(-1)).exp()
@@ -186,5 +186,5 @@ def softmax(q: Tensor, k: Tensor, mask: Tensor, scale: float, bias: Tensor | flo
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in float32 at least."""
+    """Return x in float32 at least."""
     return x if x.dtype == torch.float64 else x.float()

@@ -1,7 +1,7 @@
-"""torch's own attention kernels, by the operators under `scaled_dot_product_attention` that return the log-sum-exp.
+"""torch's own attention kernels, by its operators that return the log-sum-exp.
 
-On a CPU torch's flash kernel, sequence by sequence where packed. On CUDA cuDNN for plain attention on Hopper and newer,
-FlashAttention-2 for the rest (packed batches, windows, queries fewer than keys, older devices).
+On a CPU, torch's flash kernel, sequence by sequence if packed. On CUDA, cuDNN for plain attention on Hopper and newer
+devices, else FlashAttention-2 (packed batches, windows, fewer queries than keys, older devices).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _aten = torch.ops.aten
 
 
 def forward(q, k, v, cu_seqlens, mask: Mask, scale):
-    """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
+    """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
     if not q.is_cuda:
         return _cpu_forward(q, k, v, cu_seqlens, mask, scale)
     q, k, v = (readable(x) for x in (q, k, v))
@@ -38,7 +38,7 @@ def forward(q, k, v, cu_seqlens, mask: Mask, scale):
 
 
 def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
-    """dq, dk and dv. The log-sum-exp must have no gradient: these kernels cannot carry one."""
+    """Return dq, dk and dv; these kernels take no gradient of the log-sum-exp."""
     assert dlse is None
     if not q.is_cuda:
         return _cpu_backward(q, k, v, o, lse, do, cu_seqlens, mask, scale)
@@ -139,7 +139,7 @@ def _with_adjacent_elements(x: Tensor) -> Tensor:
 
 
 def _cpu_mask(q: Tensor, k: Tensor, mask: Mask) -> tuple[bool, Tensor | None]:
-    """Tell whether the kernel's own causal mask serves, and else what is added to the scores: 0 or −∞, `[TQ, TK]`."""
+    """Return whether to use the kernel's own causal mask, and else a bias of the scores, 0 or −∞, `[TQ, TK]`."""
     tq, tk = q.shape[1], k.shape[1]
     if mask.window is None and (tq == tk or tq == 1 or not mask.causal):
         return mask.causal and tq > 1, None
@@ -148,6 +148,6 @@ def _cpu_mask(q: Tensor, k: Tensor, mask: Mask) -> tuple[bool, Tensor | None]:
 
 
 def _slices(cu_seqlens: Tensor) -> list[slice]:
-    """The sequences that hold tokens."""
+    """Return the sequences that are not empty."""
     cu = cu_seqlens.tolist()
     return [slice(a, b) for a, b in itertools.pairwise(cu) if a < b]

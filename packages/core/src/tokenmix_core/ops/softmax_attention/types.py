@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees."""
+    """The keys that a query sees: all, or those up to itself, of these a window and the first keys."""
 
     causal: bool
     window: int | None
@@ -17,7 +17,7 @@ class Mask(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call as the choice of an implementation sees it: the device, the dtype, sizes, and the mask; no values."""
+    """The facts of a call that select its implementation: device, dtype, sizes and mask."""
 
     device: str
     dtype: torch.dtype
@@ -27,16 +27,16 @@ class Call(NamedTuple):
     head_v: int
     mask: Mask
     packed: bool = False
-    # B · HQ where every query head has keys of its own; None where heads share keys
+    # B · HQ if every query head has its own keys; None if heads share keys
     heads: int | None = None
-    # B · HQ in any case; 0 where it does not matter
+    # B · HQ in any case; 0 if it does not matter
     query_heads: int = 0
-    # kernels in Gluon run here and take such tensors
+    # Gluon kernels run here and support such tensors
     gluon: bool = False
 
 
 def call_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed: bool, gluon: bool = False) -> Call:
-    """A call with these tensors, as the choice of an implementation sees it."""
+    """Return the `Call` of these tensors."""
     (B, TQ, HQ, K), (TK, H), V = q.shape, k.shape[1:3], v.shape[3]
     return Call(q.device.type, q.dtype, TQ, TK, K, V, mask, packed, B * H if HQ == H else None, B * HQ, gluon)
 

@@ -1,4 +1,4 @@
-"""Softmax attention over a local part and kept far keys."""
+"""Softmax attention over a local part and retained keys."""
 
 from tokenmix_core.ops.sparse_attention.api import kept_attention
 from tokenmix_core.ops.sparse_attention.reference import kept_attention_reference

@@ -1,4 +1,4 @@
-"""Softmax attention over a local part and kept far keys: the public function."""
+"""Softmax attention over a local part and retained keys: the public function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenmix_core.ops.checks import (
 from tokenmix_core.ops.softmax_attention.backends import limit
 from tokenmix_core.ops.softmax_attention.types import Call, Mask
 from tokenmix_core.ops.sparse_attention import autograd, plan
-from tokenmix_core.ops.sparse_attention.query_blocks import kept_attention_by_stretches, takes_stretches
+from tokenmix_core.ops.sparse_attention.query_blocks import kept_attention_by_blocks, takes_blocks
 from tokenmix_core.ops.types import AttentionOutput, Impl
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -38,49 +38,50 @@ def kept_attention(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: Impl | None = None,
 ) -> AttentionOutput:
-    """Softmax attention to a local part and to those keys before it that are kept, under one softmax.
+    """Compute softmax attention to a local part and to the retained keys before it, under one softmax.
 
-    With i the query's position counted in keys (the last query stands at the last key) and left(i) = i − window + 1, or
-    without a window the start of i's own unit, query i sees
+    Let i be the query's position counted in keys (the last query is at the last key), and left(i) = i − window + 1, or
+    without a window the start of i's own unit. Query i sees
 
-        j with left(i) ≤ j ≤ i, and j < left(i) where keep[unit of j] and i < until[j].
+        j with left(i) ≤ j ≤ i, and j < left(i) if keep[unit of j] and i < until[j].
 
-    Outputs are those of `attention` over these keys. Time and memory follow the number of pairs that are seen; where
-    keys end (`until`) and gradients are wanted, or sequences are packed, that of pairs with kept keys.
-    Differentiable in q, k and v through both outputs, and in a float `keep`: a kept unit's gradient is that of a factor
-    of one before the exponentials of its far pairs; that of other units is 0.
+    Outputs are those of `attention` over these keys. Time and memory are linear in the number of visible pairs; if keys
+    are evicted (`until`) and gradients are wanted or sequences are packed, in the number of pairs with retained keys.
+    Differentiable in q, k and v through both outputs, and in a float `keep`: the gradient of a retained unit is that of
+    a factor of 1 on the exponentials of its pairs outside the local part; that of other units is 0.
 
     Args:
         q, k, v: bfloat16, float16, float32 or float64, all of one dtype. HQ is a multiple of H.
-        keep: marks of the units, bool, or a float that counts as kept above ½. H is a multiple of HM, and a head of
-            `keep` serves H / HM heads of k side by side. U is ⌈TK / unit⌉. In a packed batch units are counted from
-            each sequence's start: single tokens are in their places; of chunks, U is ⌊TK / unit⌋ + N, sequence n's
-            first is ⌊cu_seqlens[n] / unit⌋ + n, and what lies between the sequences' units is ignored.
+        keep: whether each unit is retained, bool, or a float: retained if above ½. H is a multiple of HM, and a head of
+            `keep` serves H / HM adjacent heads of k. U is ⌈TK / unit⌉. In a packed batch units count from each
+            sequence's start: single tokens have their index; of chunks, U is ⌊TK / unit⌋ + N, sequence n's first is
+            ⌊cu_seqlens[n] / unit⌋ + n, and elements between the sequences' units are ignored.
         unit: tokens in a unit: 1, or a multiple of 64.
-        window: how many keys the local part holds, the query's own included; None: the query's own unit up to itself.
-        until: position, counted as the queries' are, of the first query that no longer sees a kept key; int32 or int64.
-        scale: factor of the scores, positive; None is K ** −0.5.
+        window: number of keys of the local part, the query's own included; None: the query's own unit up to itself.
+        until: evicted_at, the position of the first query that no longer sees a retained key; int32 or int64.
+        scale: factor of the scores, positive; None: K ** −0.5.
         cu_seqlens: boundaries of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
         impl: "triton" (heads up to 256), "reference", "gluon", our kernels for Hopper (bfloat16 or float16, K and V of
-            64 or 128, no `until`), or None, the fastest that takes the call; with K = 128 Gluon has to be asked for.
+            64 or 128, no `until`), or None, the fastest that supports the call; with K = 128 only "gluon" selects
+            Gluon.
 
     Returns:
         o `[B, TQ, HQ, V]` in the dtype of q; lse `[B, TQ, HQ]`, natural logarithm, float32 (float64 for float64).
 
     Raises:
-        ValueError: a wrong shape, dtype, device or option, or an `impl` that cannot do what is asked.
+        ValueError: a wrong shape, dtype, device or option, or an `impl` that does not support the call.
     """
     window, scale, impl = _check(q, k, v, keep, unit, window, until, scale, cu_seqlens, impl)
     x = autograd.Inputs(
         q=q, k=k, v=v, keep=keep, until=until, cu_seqlens=cu_seqlens, unit=unit, window=window, scale=scale, impl=impl
     )
-    o, lse = kept_attention_by_stretches(x) if takes_stretches(x) else autograd.kept_attention(*x)
+    o, lse = kept_attention_by_blocks(x) if takes_blocks(x) else autograd.kept_attention(*x)
     return AttentionOutput(o, lse.transpose(1, 2))
 
 
 @Checked
 def _check(q, k, v, keep, unit, window, until, scale, cu_seqlens, impl) -> tuple[int | None, float, str | None]:
-    """Validate a call; return the window that tells apart, the scale and the implementation."""
+    """Validate a call; return the clamped window, the scale and the implementation."""
     op = "kept_attention"
     dims = bind_shapes(
         op, {}, q=(q, "B TQ HQ K"), k=(k, "B TK H K"), v=(v, "B TK H V"), keep=(keep, "B U HM"),
@@ -108,7 +109,7 @@ def _check(q, k, v, keep, unit, window, until, scale, cu_seqlens, impl) -> tuple
     factor = dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
     if not factor > 0:
         raise ValueError(f"{op}: scale must be positive, got {scale!r}")
-    # behind a window that holds every key nothing is far
+    # a window of all keys has no keys before it
     window = None if window is None else min(window, max(1, dims["TK"]))
     mask, packed = Mask(True, window, 0), cu_seqlens is not None
     call = Call(q.device.type, q.dtype, dims["TQ"], dims["TK"], dims["K"], dims["V"], mask, packed)

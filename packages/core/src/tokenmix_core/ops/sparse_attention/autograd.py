@@ -1,4 +1,4 @@
-"""Attention over kept keys, forward and backward: directly in eager mode, as torch custom ops where torch traces."""
+"""Attention over retained keys, forward and backward: directly in eager mode, as torch custom ops if torch traces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenmix_core.ops.softmax_attention.types import KeyLists
 
 
 class Inputs(NamedTuple):
-    """What the operation is given."""
+    """Inputs of the operation."""
 
     q: Tensor
     k: Tensor
@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """o `[B, TQ, HQ, V]`, the log-sum-exp `[B, HQ, TQ]`, and what kernels know of `keep`: its ranks and lists."""
+    """o `[B, TQ, HQ, V]`, the log-sum-exp `[B, HQ, TQ]`, and the ranks and lists of `keep`."""
 
     o: Tensor
     lse: Tensor
@@ -36,7 +36,7 @@ class Outputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """What was given and found, the gradients of o and of the log-sum-exp (None: 0), and whether `keep` has one."""
+    """Inputs and outputs, the gradients of o and of the log-sum-exp (None: 0), and whether `keep` needs one."""
 
     inputs: Inputs
     outputs: Outputs
@@ -46,7 +46,7 @@ class BackwardInputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of q, k, v and `keep`; the last is empty where nobody asks for it."""
+    """Gradients of q, k, v and `keep`; the last is empty unless it is needed."""
 
     dq: Tensor
     dk: Tensor
@@ -57,7 +57,7 @@ class Gradients(NamedTuple):
 @retried
 @of_fields
 def _forward(x: Inputs) -> Outputs:
-    """The lists of kept keys, then attention over them."""
+    """List the retained keys, then compute attention over them."""
     out = _outputs(x)
     if x.q.numel() == 0 or x.k.numel() == 0:
         return out._replace(o=out.o.zero_(), lse=out.lse.fill_(float("-inf")))
@@ -88,7 +88,7 @@ def _(x: Inputs) -> Outputs:
 @retried
 @of_fields
 def _backward(given: BackwardInputs) -> Gradients:
-    """dq and delta by queries, then dk, dv and the gradient of `keep` by keys."""
+    """Compute dq and delta by query tiles, then dk, dv and the gradient of `keep` by tiles of keys."""
     x, out, do, dlse, through_keep = given
     if x.q.numel() == 0 or x.k.numel() == 0:
         return Gradients(*(grad.zero_() for grad in _empty_gradients(x, through_keep)))
@@ -149,7 +149,7 @@ def _key_lists(x: Inputs, out: Outputs) -> KeyLists:
 
 
 def _outputs(x: Inputs) -> Outputs:
-    """Room for o, lse, the ranks of units `[B, HM, U + 1]` and their lists `[B, HM, U]` (none for the reference)."""
+    """Allocate o, lse, the ranks of units `[B, HM, U + 1]` and their lists `[B, HM, U]` (empty for the reference)."""
     (B, TQ, HQ, _), (_, U, HM) = x.q.shape, x.keep.shape
     o = x.q.new_empty(B, TQ, HQ, x.v.shape[3])
     lse = x.q.new_empty(B, HQ, TQ, dtype=torch.float64 if x.q.dtype == torch.float64 else torch.float32)

@@ -29,7 +29,7 @@ from tokenmix_core.ops.softmax_attention.types import KeyLists
 from tokenmix_core.ops.sparse_attention import tuning
 from tokenmix_core.ops.sparse_attention.mask import left_of
 from tokenmix_core.ops.sparse_attention.plan import takes_gluon
-from tokenmix_core.ops.sparse_attention.tiles import columns, far_tiles, local_tiles, tile_of_queries
+from tokenmix_core.ops.sparse_attention.tiles import columns, find_listed, local_tiles, tile_of_queries
 
 
 @cached_launch
@@ -65,24 +65,24 @@ def _kept_attention_backward_queries(
     o_q = first + tl.arange(0, BM)
     b_left = left_of(o_q, window, UNIT, WINDOW)
     n_min, full_min, full_max, n_max = local_tiles(first, last, window, keys, BN, UNIT, WINDOW)
-    p_list, begin, whole, count = far_tiles(
+    p_list, begin, whole, count = find_listed(
         ranks, lists, (i_b, i_hk // (H // HM), i_n, start), first, last, window, (U, HM), UNIT, WINDOW
     )
     # listed tiles that need no mask
-    clear = whole // BN
+    unmasked = whole // BN
     if until is not None:
-        clear = 0
+        unmasked = 0
     b_dq = tl.zeros([BM, BK], tl.float32)
-    for i in range(0, clear + full_max - full_min):
-        o_k = columns(p_list, begin, i, i < clear, count, (full_min + i - clear) * BN, BN, UNIT)
-        mask = VisibleColumns(o_q, b_left, i < clear, p_until, s_ut)
+    for i in range(0, unmasked + full_max - full_min):
+        o_k = columns(p_list, begin, i, i < unmasked, count, (full_min + i - unmasked) * BN, BN, UNIT)
+        mask = VisibleColumns(o_q, b_left, i < unmasked, p_until, s_ut)
         b_dq = dq_step(
             b_dq, given, kv, o_k, mask, scale * LOG2_E, Config(K, V, BK, BV, PRECISION, LISTED=True), BN, False
         )
-    rest = tl.cdiv(count, BN) - clear
+    rest = tl.cdiv(count, BN) - unmasked
     for i in range(0, rest + full_min - n_min + n_max - full_max):
         i_k = masked_tile(i - rest, 0, n_min, full_min, full_max)
-        o_k = columns(p_list, begin, clear + i, i < rest, count, i_k * BN, BN, UNIT)
+        o_k = columns(p_list, begin, unmasked + i, i < rest, count, i_k * BN, BN, UNIT)
         mask = VisibleColumns(o_q, b_left, i < rest, p_until, s_ut)
         b_dq = dq_step(
             b_dq, given, kv, o_k, mask, scale * LOG2_E, Config(K, V, BK, BV, PRECISION, LISTED=True), BN, True

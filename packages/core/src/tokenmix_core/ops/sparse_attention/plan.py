@@ -1,4 +1,4 @@
-"""The choice between kernels in Gluon and portable ones, which make all other calls that kernels take."""
+"""Selection between Gluon and portable kernels."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from tokenmix_core.ops.dispatch import GluonForm
 from tokenmix_core.ops.softmax_attention.plan import unreadable
 
 GLUON = GluonForm(
-    "attention over kept keys", "tokenmix_core.ops.sparse_attention.hopper", slower="about 1.2 to 1.3 times slower"
+    "attention over retained keys", "tokenmix_core.ops.sparse_attention.hopper", slower="about 1.2 to 1.3 times slower"
 )
 
 
 def limit(q: Tensor, k: Tensor, v: Tensor, until: Tensor | None) -> str | None:
-    """Why kernels in Gluon cannot take such a call; None where they can."""
+    """Return why Gluon kernels do not support such a call; None if they do."""
     K, V = q.shape[3], v.shape[3]
     if K not in (64, 128) or V not in (64, 128):
         return f"takes K and V of 64 or 128, got K={K} and V={V}"
@@ -23,11 +23,11 @@ def limit(q: Tensor, k: Tensor, v: Tensor, until: Tensor | None) -> str | None:
 
 
 def takes_gluon(impl: str | None, q: Tensor, k: Tensor, v: Tensor, until: Tensor | None) -> bool:
-    """Tell whether kernels in Gluon make a call. Keys of 128 were not yet measured: they wait to be asked for.
+    """True if Gluon kernels run a call; with keys of 128, which are not measured yet, only by name.
 
     Raises:
-        ValueError: they are asked for and do not run.
-        NotCompiled: they are asked for and did not compile.
+        ValueError: `impl` is "gluon" and they do not support the call.
+        NotCompiled: `impl` is "gluon" and they did not compile.
     """
-    asked = impl == "gluon" or q.shape[3] == 64
-    return asked and GLUON.runs(impl, q.device, q.dtype, limit(q, k, v, until), "kept_attention")
+    selected = impl == "gluon" or q.shape[3] == 64
+    return selected and GLUON.runs(impl, q.device, q.dtype, limit(q, k, v, until), "kept_attention")

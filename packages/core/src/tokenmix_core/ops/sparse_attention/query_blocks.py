@@ -1,4 +1,4 @@
-"""Keys that end: lists made anew for every stretch of queries, of the keys that are left there."""
+"""Evicted keys: a list of the keys that are not evicted yet for each block of queries."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.sparse_attention import autograd
 from tokenmix_core.ops.sparse_attention.reference import is_kept
 
-# queries that share a list: it holds what is left at the first of them, and all that comes before the last
-STRETCH = 2048
+# queries that share a list: of the keys that are not evicted at the first query, up to the last query
+BLOCK = 2048
 
 
-def takes_stretches(x: autograd.Inputs) -> bool:
-    """Tell whether a call's lists shorten by it: keys end, and queries are more than one stretch.
+def takes_blocks(x: autograd.Inputs) -> bool:
+    """True if lists per block are shorter: keys are evicted, and queries are more than one block.
 
-    Gradients want the lists of the whole call, packed sequences have their own, and a compiled graph has one length.
+    Gradients need the lists of the whole call, packed sequences have lists of their own, and a compiled graph has one
+    length.
     """
     if x.until is None or x.cu_seqlens is not None or x.impl == "reference" or torch.compiler.is_compiling():
         return False
     differentiated = torch.is_grad_enabled() and any(y.requires_grad for y in (x.q, x.k, x.v, x.keep))
-    return not differentiated and x.q.shape[1] > STRETCH
+    return not differentiated and x.q.shape[1] > BLOCK
 
 
-def kept_attention_by_stretches(x: autograd.Inputs) -> tuple[Tensor, Tensor]:
-    """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]` of a call that `takes_stretches`, without gradients.
+def kept_attention_by_blocks(x: autograd.Inputs) -> tuple[Tensor, Tensor]:
+    """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]` of a call that `takes_blocks`, without gradients.
 
-    A stretch is a call of its own, to the keys up to its last query: those that ended before it are not listed.
+    A block is a call of its own, with the keys up to its last query; keys evicted before its first query are not
+    listed.
     """
     assert x.until is not None
     TQ, TK = x.q.shape[1], x.k.shape[1]
     ends = _ends_of_units(x.until, x.unit, *x.keep.shape[1:])
     outputs = []
-    for first in range(0, TQ, STRETCH):
-        stop = min(first + STRETCH, TQ)
-        # positions count keys, and the last query stands at the last key
+    for first in range(0, TQ, BLOCK):
+        stop = min(first + BLOCK, TQ)
+        # positions count keys, and the last query is at the last key
         keys = max(0, TK - TQ + stop)
         units = cdiv(keys, x.unit)
         keep = is_kept(x.keep[:, :units]) & (ends[:, :units] > TK - TQ + first)
@@ -50,7 +52,7 @@ def kept_attention_by_stretches(x: autograd.Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _ends_of_units(until: Int[Tensor, "B TK H"], unit: int, units: int, heads: int) -> Int[Tensor, "B U HM"]:
-    """The first query that sees no key of a unit as a far one any more, in no head that shares the mark."""
+    """Return the first query that no longer sees any key of a unit as a retained one, in all heads of a mark."""
     ends = until.unflatten(2, (heads, -1)).amax(3)
     if unit == 1:
         return ends

@@ -1,7 +1,7 @@
-"""Attention over kept keys, eager: the specification of the operation and of its gradient, on any device, in float64.
+"""Attention over retained keys, eager: the specification of the operation and of its gradient, in float64, too.
 
-Queries are taken in blocks, with the keys before them that some of them may see, through a mask: memory is linear in
-the length, and work follows what is kept.
+Each block of queries is computed with the keys that some of them may see, through a mask: memory is linear in the
+length, and work in the number of retained keys.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def kept_attention_reference(
     scale: float | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
 ) -> AttentionOutput:
-    """Attention as `kept_attention` defines it, differentiable by autograd, in a float `keep` too.
+    """Compute attention as `kept_attention` defines it, differentiable by autograd, in a float `keep`, too.
 
-    A kept unit weighs its far keys with a factor of one, whose derivative is that of `keep`.
+    A retained unit multiplies the weights of its keys outside the local part by 1, whose derivative is that of `keep`.
     """
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     weights = _by_token(keep, k, unit, cu_seqlens)
-    # exp of it is the factor of one
+    # its exponential is the factor of 1
     bias = wide(weights) - wide(weights).detach() if weights.is_floating_point() else None
     found = []
     for block in _blocks(q, k, is_kept(weights), unit, window, until, cu_seqlens):
@@ -65,7 +65,7 @@ def kept_attention_reference_backward(
     scale: float,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and `keep` (as a float), by the formulas that the kernels follow (README.md)."""
+    """Return the gradients of q, k, v and `keep` (as a float) by the formulas of the kernels (README.md)."""
     delta = (wide(o) * do).sum(-1)
     delta = delta if dlse is None else delta - dlse
     dq, dk, dv = (torch.zeros_like(wide(x)) for x in (q, k, v))
@@ -83,19 +83,19 @@ def kept_attention_reference_backward(
         dk[:, block.keys] += torch.einsum("bhgij,bihgk->bjhk", ds, b_q) * scale
         dv[:, block.keys] += torch.einsum("bhgij,bihgv->bjhv", p, b_do)
     d_keep = d_kept.new_zeros(keep.shape)
-    # the gradient of keys that a head of `keep` has for itself or shares
+    # sum over the key heads that share a head of `keep`
     d_kept = (d_kept * kept).unflatten(2, (keep.shape[2], -1)).sum(3)
     d_keep.index_add_(1, units_of_tokens(k.shape[1], unit, cu_seqlens, k.device), d_kept)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_keep
 
 
 def is_kept(keep: Tensor) -> Tensor:
-    """Tell which units are kept: a float, which is 0 or 1 up to rounding, counts from a half on."""
+    """Return which units are retained: a float is 0 or 1 up to rounding, retained above ½."""
     return keep > 0.5 if keep.is_floating_point() else keep
 
 
 def units_of_tokens(tokens: int, unit: int, cu_seqlens: Tensor | None, device: torch.device) -> Int[Tensor, "T"]:
-    """The place in `keep` of each token's unit."""
+    """Return the index in `keep` of each token's unit."""
     if unit == 1 or cu_seqlens is None:
         return torch.arange(tokens, device=device) // unit
     index = sequence_ids(cu_seqlens, tokens)
@@ -103,18 +103,19 @@ def units_of_tokens(tokens: int, unit: int, cu_seqlens: Tensor | None, device: t
 
 
 def _by_token(keep: Tensor, k: Tensor, unit: int, cu_seqlens: Tensor | None) -> Tensor:
-    """`keep` of each token and key head, `[B, TK, H]`."""
+    """Return `keep` of each token and key head, `[B, TK, H]`."""
     keep = keep[:, units_of_tokens(k.shape[1], unit, cu_seqlens, k.device)]
     return keep.repeat_interleave(k.shape[2] // keep.shape[2], 2)
 
 
 def _over_keys(x: Tensor) -> Tensor:
-    """`[B, keys, H]` as `[B, H, 1, keys]`."""
+    """Return `[B, keys, H]` as `[B, H, 1, keys]`."""
     return x.transpose(1, 2).unsqueeze(2)
 
 
 class _Block(NamedTuple):
-    """Consecutive queries, the keys that one may see, `mask [B, H, queries, keys]` and `far [queries, keys]`."""
+    """Consecutive queries, the keys that one may see, `mask [B, H, queries, keys]`, and the pairs that are not
+    local."""
 
     queries: slice
     keys: Tensor
@@ -129,12 +130,12 @@ def _blocks(
     size = max(16, _BLOCK_SCORES // max(1, batch * heads * tk))
     for queries, keys in sequences(tq, tk, cu_seqlens):
         shift = (keys.stop - keys.start) - (queries.stop - queries.start)
-        # the position from which on nobody sees a key that is far, over all heads
+        # eviction time of each key over all heads
         end = torch.where(kept[:, keys], tk if until is None else until[:, keys], 0).amax((0, 2))
         for first in range(queries.start, queries.stop, size):
             last = min(first + size, queries.stop)
             begin, stop = (x - queries.start + shift for x in (first, last))
-            # keys from here on are near to the first query
+            # keys from here on are local to the first query
             left = max(0, begin // unit * unit if window is None else begin - window + 1)
             listed = (end[:left] > begin).nonzero().squeeze(1)
             o_k = torch.cat((listed, torch.arange(left, max(left, stop), device=q.device)))

@@ -36,13 +36,13 @@ def local_tiles(first, last, window, keys, BN: tl.constexpr, UNIT: tl.constexpr,
 
 
 @triton.jit
-def far_tiles(ranks, lists, row, first, last, window, sizes, UNIT: tl.constexpr, WINDOW: tl.constexpr):
+def find_listed(ranks, lists, row, first, last, window, sizes, UNIT: tl.constexpr, WINDOW: tl.constexpr):
     """Find the listed columns before the local parts of queries at positions `first` … `last`.
 
     `row` is the batch row, the head of `keep`, the sequence and its first token; `sizes` are U and HM.
 
     Returns:
-        `(p_list, begin, whole, count)`: the sequence's list, the number of its first unit, and the listed columns that
+        `(p_list, begin, whole, count)`: the sequence's list, the index of its first unit, and the listed columns that
         lie before all local parts, and before any of them.
     """
     i_b, i_m, i_n, start = row
@@ -56,7 +56,7 @@ def far_tiles(ranks, lists, row, first, last, window, sizes, UNIT: tl.constexpr,
 
 
 @triton.jit
-def columns(p_list, begin, i, far, count, first, BN: tl.constexpr, UNIT: tl.constexpr):
-    """Return the positions of the i-th tile: of the list if it is `far`, else of the keys from `first` on."""
-    o_k = listed_columns(p_list, begin, i * BN, tl.where(far, count, 0), BN, UNIT)
-    return tl.where(far, o_k, first + tl.arange(0, BN))
+def columns(p_list, begin, i, listed, count, first, BN: tl.constexpr, UNIT: tl.constexpr):
+    """Return the positions of the i-th tile: of the list if it is `listed`, else of the keys from `first` on."""
+    o_k = listed_columns(p_list, begin, i * BN, tl.where(listed, count, 0), BN, UNIT)
+    return tl.where(listed, o_k, first + tl.arange(0, BN))

@@ -9,7 +9,8 @@
                   wait Sᵀ → Pᵀ = exp2(Sᵀ), mask; dV += Pᵀ dO_i; wait dPᵀ → dSᵀ = Pᵀ ∘ dPᵀ; dK += dSᵀ Q_i
     epilogue      accumulator → smem → global
 
-The arithmetic is that of `backward.py`; `terms.py` explains the bias columns. The two stages of a pipeline are separate
+The arithmetic is that of `backward.py`; `bias_columns.py` explains the bias columns. The two stages of a pipeline are
+separate
 allocations: Triton takes indexed stages of one allocation for aliases and makes MMAs and copies wait for each other.
 """
 

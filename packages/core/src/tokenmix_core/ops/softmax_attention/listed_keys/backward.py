@@ -38,7 +38,7 @@ from tokenmix_core.ops.softmax_attention.types import KeyLists
 
 @triton.jit
 def store_rows(p_x, b_x, o_t, m_t, stride, D: tl.constexpr, BD: tl.constexpr):
-    """Write the rows `o_t` where `m_t`."""
+    """Store rows of a tile to the rows `o_t` of a matrix where `m_t`."""
     o_d = tl.arange(0, BD)
     p_x += o_t.to(tl.int64)[:, None] * stride + o_d[None, :]
     tl.store(p_x, b_x.to(p_x.dtype.element_ty), mask=m_t[:, None] & (o_d < D)[None, :])
@@ -105,13 +105,13 @@ def _listed_keys_backward(
     p_do = do + i_b * s_db + start * s_dt + i_hq * s_dh
     o_row = (i_b * HQ + i_hq) * TQ + start
     mask = ColumnsVisibleTo(o_k, shift, b_away if dm is not None else None, b_end)
-    clear = tl.maximum(full_max - full_min, 1)
+    unmasked = tl.maximum(full_max - full_min, 1)
     for i in range(0, (full_max - full_min) * (HQ // H)):
-        i_g = (i // clear).to(tl.int64)
+        i_g = (i // unmasked).to(tl.int64)
         q_rows, do_rows = Rows(p_q + i_g * s_qh, s_qt), Rows(p_do + i_g * s_dh, s_dt)
         given = QueryRows(q_rows, do_rows, lse + o_row + i_g * TQ, delta + o_row + i_g * TQ, queries)
         sums = dkdv_step(
-            sums, kv, given, full_min + i % clear, mask, scale * LOG2_E,
+            sums, kv, given, full_min + i % unmasked, mask, scale * LOG2_E,
             Config(K, V, BK, BV, PRECISION, LISTED=True), BM, False,
         )  # fmt: skip
     masked = tl.maximum(full_min - m_min + m_max - full_max, 1)
@@ -184,7 +184,7 @@ def listed_keys_backward(
     schedule = schedule_tiles(keys, q, k, tile.BM, tile.BN, most)
     partials = len(schedule.partial_tiles) * tile.BN
     partial_k, partial_v = (lse.new_empty(partials, compiled_for[size]) for size in ("BK", "BV"))
-    # gradients and partial sums, and the lists that place them
+    # gradients and partial sums, and the lists that locate their rows
     written = dict(
         dk=dk, dv=dv, dm=dm, partial_k=partial_k, partial_v=partial_v,
         partial_m=None if dm is None else lse.new_empty(partials), ranks=keys.ranks, lists=keys.lists,

@@ -120,7 +120,7 @@ def find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM):
 
 
 @triton.jit
-def _place(p_rank, o_u, kept):
+def _position(p_rank, o_u, kept):
     """Return the number of listed units before unit `o_u`."""
     b_rank = tl.load(p_rank + o_u)
     return tl.where(kept, b_rank, o_u - b_rank)
@@ -139,20 +139,20 @@ def _locate_columns(p_rank, i_s, T, U, N, cu_seqlens, kept, BN: tl.constexpr, UN
         for i in range(0, N, 256):
             o_n = i + tl.arange(0, 256)
             b_unit = first_unit(tl.load(cu_seqlens + o_n, mask=o_n < N, other=0).to(tl.int32), o_n, UNIT)
-            b_place = _place(p_rank, tl.where(o_n < N, b_unit, 0), kept)
-            sequences += tl.sum(((b_place * UNIT // BN + o_n <= i_s) & (o_n < N)).to(tl.int32), 0)
+            b_position = _position(p_rank, tl.where(o_n < N, b_unit, 0), kept)
+            sequences += tl.sum(((b_position * UNIT // BN + o_n <= i_s) & (o_n < N)).to(tl.int32), 0)
         i_n = sequences - 1
         start = tl.load(cu_seqlens + i_n).to(tl.int32)
         length = tl.load(cu_seqlens + i_n + 1).to(tl.int32) - start
         begin = first_unit(start, i_n, UNIT)
-        place = _place(p_rank, begin, kept) * UNIT
-        column = place + (i_s - place // BN - i_n) * BN
+        position = _position(p_rank, begin, kept) * UNIT
+        column = position + (i_s - position // BN - i_n) * BN
     else:
         start = i_s * 0
         length = T + start
         begin = start
         column = i_s * BN
-    return start, length, begin, column, _place(p_rank, begin + tl.cdiv(length, UNIT), kept) * UNIT
+    return start, length, begin, column, _position(p_rank, begin + tl.cdiv(length, UNIT), kept) * UNIT
 
 
 @cached_launch

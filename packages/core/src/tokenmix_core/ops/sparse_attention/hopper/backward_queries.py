@@ -52,7 +52,7 @@ from tokenmix_core.ops.sparse_attention.hopper.tiles import (
     read_list,
 )
 from tokenmix_core.ops.sparse_attention.mask import left_of
-from tokenmix_core.ops.sparse_attention.tiles import far_tiles, local_tiles, tile_of_queries
+from tokenmix_core.ops.sparse_attention.tiles import find_listed, local_tiles, tile_of_queries
 
 
 class Columns(NamedTuple):
@@ -165,7 +165,7 @@ def _kept_attention_backward_queries(
         last = gl.minimum(first + BT, keys) - 1
         n_min, full_min, full_max, n_max = local_tiles(first, last, window, keys, BT, UNIT, WINDOW)
         row_of_lists = (i_b, i_hk // (H // HM), i_n, start)
-        p_list, begin, unmasked, count = far_tiles(
+        p_list, begin, unmasked, count = find_listed(
             ranks, lists, row_of_lists, first, last, window, (U, HM), UNIT, WINDOW
         )
         units = KeyList(p_list, begin, count)

@@ -35,7 +35,7 @@ from tokenmix_core.ops.softmax_attention.launch_args import listed_sizes, stride
 from tokenmix_core.ops.softmax_attention.types import KeyLists
 from tokenmix_core.ops.sparse_attention import tuning
 from tokenmix_core.ops.sparse_attention.hopper.tiles import KeyList, async_gather_rows, columns, seen
-from tokenmix_core.ops.sparse_attention.tiles import far_tiles, local_tiles, tile_of_queries
+from tokenmix_core.ops.sparse_attention.tiles import find_listed, local_tiles, tile_of_queries
 
 
 @cached_launch
@@ -64,7 +64,7 @@ def _kept_attention_forward(
         last = gl.minimum(first + BM, keys) - 1
         n_min, full_min, full_max, n_max = local_tiles(first, last, window, keys, BN, UNIT, WINDOW)
         row_of_lists = (i_b, i_hk // (H // HM), i_n, start)
-        p_list, begin, unmasked, count = far_tiles(
+        p_list, begin, unmasked, count = find_listed(
             ranks, lists, row_of_lists, first, last, window, (U, HM), UNIT, WINDOW
         )
         units = KeyList(p_list, begin, count)

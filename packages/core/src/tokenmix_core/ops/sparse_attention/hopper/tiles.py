@@ -20,7 +20,7 @@ class KeyList(NamedTuple):
 
     Attributes:
         pointer: first unit of the list.
-        begin: number of the sequence's first unit; listed numbers count from the start of the batch row.
+        begin: index of the sequence's first unit; unit indices count from the start of the batch row.
         count: listed columns, single keys, that a query tile may read.
     """
 
