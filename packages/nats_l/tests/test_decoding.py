@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tokenmix_core.kernels.launch import cuda_graphs
 from tokenmix_core.modeling import HybridCache
 from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.state import Span
 from tokenmix_core.ops.types import AttentionOutput
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.fake_cuda_graph import Watched
+from tokenmix_core.testing.fake_cuda_graph import Watched, record
 from tokenmix_core.testing.mixers import run_in_pieces
 from tokenmix_core.testing.models import left_padded, logits_in_pieces
 from tokenmix_nats_l import decoding
@@ -211,6 +212,20 @@ def test_prompt_operations_do_not_depend_on_length_and_synchronise_once(monkeypa
     assert not asked
     assert operations(33 * 64) == operations(40 * 64) <= 40
     assert [x.numel() for x in asked] == [1, 1]
+
+
+@torch.no_grad()
+def test_captured_steps_follow_assigned_types(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "capture_on", lambda device: record)
+    model, ids = build(), drawn_ids(random.Random(0), 1, 60)
+    options = {"max_new_tokens": 75, "do_sample": False, "pad_token_id": 0}
+    found = []
+    for types in ("learned", "softmax", "linear"):
+        for mixer in model.model.mixers:
+            mixer.types = types
+        found.append(model.generate(ids, decoding_graph=False, **options))
+        assert torch.equal(model.generate(ids, **options), found[-1]), types
+    assert not torch.equal(found[1], found[2])
 
 
 def test_cached_call_has_the_gradients_of_an_uncached_call():

@@ -1,9 +1,9 @@
-"""The Oryx mixer by length and share of attention, forward and backward, beside the FLOPs of appendix E.
+"""The Oryx mixer by length and share of attention, forward and backward, compared with the FLOPs of appendix E.
 
-"mixer" is the layer of the 1.4B model, its projections included; "mixing" leaves the six large ones out, at the price
-of a copy in mixed modes, which read what one product of them gives. Both are compiled, as training with `torch_compile`
-runs them. Share 1 is attention alone, which advances no linear state; other shares spread chunks of 128 evenly. The
-order of tokens, which a model makes once for all layers, is given.
+"mixer" is the layer of the 1.4B model with its projections; "mixing" excludes the six large ones, which costs a copy in
+mixed modes, as these read slices of one GEMM. Both are compiled, as in training with `torch_compile`. Share 1 is
+attention alone, without a linear state; other shares have evenly spaced chunks of 128. The order of tokens, which a
+model computes once for all layers, is given.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LARGE = ("attention_q_proj", "linear_q_proj", "k_proj", "v_proj", "g_proj", "o_p
 
 
 def modes(share: float, batch: int, tokens: int, device: str) -> Modes:
-    """Chunks in attention mode spread evenly, as exactly as the share allows."""
+    """Return modes with evenly spaced chunks in attention mode."""
     if share in (0.0, 1.0):
         return Modes("attention" if share else "linear")
     chunks = torch.arange(tokens // CHUNK, device=device)

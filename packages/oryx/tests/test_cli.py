@@ -1,4 +1,4 @@
-"""The command line chooses modes, and what is measured says in which."""
+"""The command line sets modes, and results name them."""
 
 import json
 
@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Mode (one, or by token), tokens and promise of every call of the backbone."""
+    """Mode (one, or per token), tokens and promise of every call of the backbone."""
     seen = []
     prepare = OryxForCausalLM.model_class.prepare_mixer_inputs
 
@@ -64,7 +64,7 @@ def generate(checkpoint, capsys, *flags):
         (("--prefill-mode", "0.0:attention,0.5:linear"), ([[t < 5 for t in range(9)]], "linear", False)),
     ],
 )
-def test_generate_reads_prompt_and_answer_in_the_modes_of_the_command(checkpoint, capsys, calls, flags, modes):
+def test_generate_uses_the_modes_of_the_command(checkpoint, capsys, calls, flags, modes):
     code, _ = generate(checkpoint, capsys, *flags)
     assert code == 0
     prompt, *steps = calls
@@ -75,7 +75,7 @@ def test_generate_reads_prompt_and_answer_in_the_modes_of_the_command(checkpoint
     assert all(step == (modes[1], 1, modes[2]) for step in steps)
 
 
-def test_generation_switches_where_its_schedule_says(checkpoint, capsys, calls):
+def test_generation_switches_by_its_schedule(checkpoint, capsys, calls):
     assert (
         generate(checkpoint, capsys, "--prefill-mode", "linear", "--generation-mode", "0:linear,10:attention")[0] == 0
     )
@@ -87,12 +87,12 @@ def test_generation_switches_where_its_schedule_says(checkpoint, capsys, calls):
     [
         (("--prefill-mode", "quick"), "a mode must be 'linear' or 'attention', got 'quick'"),
         (("--prefill-mode", "a:linear"), "expected linear, attention or a schedule such as 0:linear,1000:attention"),
-        (("--prefill-mode", "4:linear"), "the starts of a schedule must rise from 0, got [4]"),
+        (("--prefill-mode", "4:linear"), "the starts of a schedule must increase from 0, got [4]"),
         (("--generation-mode", "0.0:linear,0.5:attention"), "the starts of generation_mode must be positions"),
         (("--generation-mode", "attention", "--no-keep-kv"), "keep_kv=False promises linear mode to the end"),
     ],
 )
-def test_a_wrong_mode_is_answered_by_one_sentence(checkpoint, capsys, flags, said):
+def test_invalid_mode_gives_one_sentence(checkpoint, capsys, flags, said):
     code, streams = generate(checkpoint, capsys, *flags)
     assert (code, streams.out) == (2, "")
     assert "Traceback" not in streams.err
@@ -101,7 +101,7 @@ def test_a_wrong_mode_is_answered_by_one_sentence(checkpoint, capsys, flags, sai
     assert said in last
 
 
-def test_modes_of_a_model_that_has_none_are_refused(tmp_path, capsys):
+def test_modes_of_a_model_without_modes_are_refused(tmp_path, capsys):
     options = {"attention": {"num_heads": 2}}
     folder = saved(HybridForCausalLM(HybridConfig(**SIZES, mixers=["attention"], mixer_options=options)), tmp_path)
     code, streams = generate(folder, capsys, "--prefill-mode", "linear")
@@ -114,7 +114,7 @@ def results(folder, suite):
     return json.loads((folder / f"{suite}.json").read_text())
 
 
-def test_bench_measures_in_the_modes_of_the_command_and_names_them(checkpoint, tmp_path, capsys, calls):
+def test_bench_uses_and_names_the_modes_of_the_command(checkpoint, tmp_path, capsys, calls):
     argv = ["bench", checkpoint, "--lengths", "32", "--repeats", "1", "--out", str(tmp_path)]
     assert main([*argv, "--prefill-mode", "linear", "--generation-mode", "attention"]) == 0
     for suite in ("training", "efficiency"):
@@ -128,7 +128,7 @@ def test_bench_measures_in_the_modes_of_the_command_and_names_them(checkpoint, t
 
 
 @pytest.mark.parametrize("prefill", ["linear", "attention"])
-def test_a_cache_without_keys_and_values_is_as_large_at_any_length(checkpoint, tmp_path, prefill):
+def test_cache_size_without_keys_and_values_is_constant(checkpoint, tmp_path, prefill):
     argv = ["eval", checkpoint, "--suite", "efficiency", "--lengths", "32,96", "--limit", "1", "--out", str(tmp_path)]
     assert main([*argv, "--prefill-mode", prefill, "--no-keep-kv"]) == 0
     dropped = results(tmp_path, "efficiency")
@@ -143,7 +143,7 @@ def test_a_cache_without_keys_and_values_is_as_large_at_any_length(checkpoint, t
     assert all(2 * model.state_bytes(n) > size >= model.state_bytes(n) for size, n in zip(kept, (32, 96), strict=True))
 
 
-def test_a_suite_of_core_names_the_mode_it_measured(checkpoint, tmp_path, calls):
+def test_suites_of_core_name_their_mode(checkpoint, tmp_path, calls):
     argv = ["eval", checkpoint, "--suite", "perplexity-by-position", "--lengths", "64", "--limit", "2"]
     found = {}
     for mode in ("linear", "attention"):
@@ -161,10 +161,10 @@ def test_a_suite_of_core_names_the_mode_it_measured(checkpoint, tmp_path, calls)
     assert own["rows"] == results(tmp_path / "attention", "perplexity-by-position")["rows"]
 
 
-def test_a_suite_that_goes_through_the_modes_takes_none(checkpoint, tmp_path, capsys):
+def test_suite_that_sets_modes_refuses_mode_options(checkpoint, tmp_path, capsys):
     argv = ["eval", checkpoint, "--suite", "isolated-mqar", "--out", str(tmp_path), "--prefill-mode", "linear"]
     assert main(argv) == 2
-    assert "suite isolated-mqar goes through the modes itself" in capsys.readouterr().err
+    assert "suite isolated-mqar sets the modes itself" in capsys.readouterr().err
     assert main([*argv[:-2], "--lengths", "64", "--limit", "1"]) == 0
     result = results(tmp_path, "isolated-mqar")
     assert result["settings"]["modes"] == "each row's"

@@ -51,7 +51,7 @@ def calls(model, monkeypatch):
     return seen
 
 
-def test_schedules_switch_once_often_and_off_the_chunks():
+def test_schedules_switch_once_often_and_within_chunks():
     plots = evals.switch_schedules(2048, 128)
     assert plots["one switch"]["linear → attention at 1024"] == [(0, "linear"), (1024, "attention")]
     assert len(plots["one switch"]) == 6
@@ -63,7 +63,7 @@ def test_schedules_switch_once_often_and_off_the_chunks():
         assert all(a[1] != b[1] for a, b in itertools.pairwise(schedule))
 
 
-def test_the_excess_is_measured_from_the_switch_on():
+def test_excess_is_measured_after_the_switch():
     alone = {"linear": np.zeros((3, 400)), "attention": np.full((3, 400), 5.0)}
     losses = np.concatenate([np.zeros((3, 100)), 5.0 + 2.0 * (np.arange(300) < 16)[None].repeat(3, 0)], 1)
     found = evals._excess(losses, alone, [(0, "linear"), (100, "attention")])
@@ -75,7 +75,7 @@ def test_the_excess_is_measured_from_the_switch_on():
 
 
 @pytest.mark.parametrize("chunk_size", [1, 16, 128])
-def test_a_length_with_room_for_every_kind_of_switch_has_them_and_a_shorter_one_is_refused(chunk_size):
+def test_least_length_for_all_switches(chunk_size):
     least = chunk_size + chunk_size // 3 + 3
     for curves in evals.switch_schedules(least, chunk_size).values():
         assert curves
@@ -84,7 +84,7 @@ def test_a_length_with_room_for_every_kind_of_switch_has_them_and_a_shorter_one_
         evals.switch_schedules(least - 1, chunk_size)
 
 
-def test_perplexity_around_switches_is_that_of_the_schedule(model, text, tmp_path):
+def test_perplexity_around_switches_equals_that_of_the_schedule(model, text, tmp_path):
     options = EvalOptions(limit=3, lengths=(128,), text=text, progress=False)
     result = evaluate(model, byte_tokenizer(), ["switch-perplexity"], options, out=tmp_path, suites=evals.SUITES)
     result = result["switch-perplexity"]
@@ -113,7 +113,7 @@ def test_isolated_suites_run_in_each_mode(model, text, calls):
     assert model.model.default_mode == "attention"
 
 
-def test_every_number_of_pairs_that_the_vocabulary_allows_is_crossed(model):
+def test_all_pair_counts_of_the_vocabulary_are_crossed(model):
     options = EvalOptions(limit=1, lengths=(64,), vocab_size=20, progress=False)
     rows = evals.SUITES["cross-mode-mqar"].run(model, byte_tokenizer(), options)["rows"]
     # 16 pairs would fit in 64 tokens, but not in nine keys
@@ -180,7 +180,7 @@ metric_list:
 """
 
 
-def test_the_average_is_that_of_the_paper_s_seven_columns(model, tmp_path, monkeypatch):
+def test_average_is_over_the_papers_seven_columns(model, tmp_path, monkeypatch):
     """OBQA by accuracy, HellaSwag and ARC-c by normalised accuracy, as the headers of Tables 1 and 9 say."""
     pytest.importorskip("lm_eval")
     (tmp_path / "local.py").write_text(CHOICES)
@@ -209,7 +209,7 @@ def ruler(monkeypatch):
     monkeypatch.setattr(evals, "run_tasks", partial(evals.run_tasks, include=[folder], builtin=False))
 
 
-def test_ruler_s_needles_cross_modes_at_the_question(model, calls, monkeypatch, ruler):
+def test_ruler_needles_cross_modes_at_the_question(model, calls, monkeypatch, ruler):
     options = EvalOptions(lengths=(600,), tasks=("niah_single_1",), limit=2, batch_size=2, progress=False)
     prompts = []
     generate = type(model).generate
@@ -236,17 +236,17 @@ def test_ruler_s_needles_cross_modes_at_the_question(model, calls, monkeypatch, 
     assert [row["modes"] for row in isolated["rows"] if row["task"] == "niah_single_1"] == ["linear", "attention"]
 
 
-def test_a_prompt_without_ruler_s_question_is_refused():
+def test_prompt_without_rulers_question_raises():
     with pytest.raises(ValueError, match="must hold 'What is the special magic'"):
         evals._question_start(byte_tokenizer(), byte_tokenizer()("no question")["input_ids"])
 
 
-def test_suites_join_core_s():
+def test_suite_names_differ_from_core():
     assert not set(evals.SUITES) & set(CORE_SUITES)
     assert all(suite.summary for suite in evals.SUITES.values())
 
 
-def test_a_model_in_training_goes_back_to_it(model, text):
+def test_training_mode_is_restored(model, text):
     model.train()
     options = EvalOptions(limit=1, lengths=(64,), text=text, tasks=("one switch",), progress=False)
     evaluate(model, byte_tokenizer(), ["switch-perplexity"], options, suites=evals.SUITES)
@@ -254,7 +254,7 @@ def test_a_model_in_training_goes_back_to_it(model, text):
     model.eval()
 
 
-def test_the_command_knows_recipes_and_suites(capsys):
+def test_command_lists_recipes_and_suites(capsys):
     from tokenmix_oryx.cli import main
 
     assert main(["info"]) == 0
@@ -265,7 +265,7 @@ def test_the_command_knows_recipes_and_suites(capsys):
     assert "tokenmix_oryx" in capsys.readouterr().out
 
 
-def test_a_prompt_s_boundary_is_counted_from_its_row_s_end():
+def test_boundaries_are_counted_from_the_end_of_rows():
     split = evals._split_rows([3, 5], 6, "linear", "attention")
     assert split.tolist() == [[t >= 3 for t in range(6)], [t >= 5 for t in range(6)]]
     assert evals._split_rows([3], 6, "attention", "linear").tolist() == [[t < 3 for t in range(6)]]

@@ -50,7 +50,7 @@ def gradients(mixer, x, upstream, mode):
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.parametrize("kind", ["linear", "attention", "chunks", "sorted", "tokens"])
-def test_the_layer_in_bfloat16_is_as_close_to_float64_as_eager_code(family, kind):
+def test_bfloat16_errors_do_not_exceed_those_of_eager_code(family, kind):
     torch.manual_seed(0)
     mixers = {}
     for impl in (None, "reference"):
@@ -75,7 +75,7 @@ def test_the_layer_in_bfloat16_is_as_close_to_float64_as_eager_code(family, kind
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_a_grouped_projection_takes_any_share_of_tokens_and_waits_for_nothing(share):
+def test_grouped_projection_takes_any_share_without_synchronisation(share):
     torch.manual_seed(0)
     x, linear, attention, upstream = (torch.randn(*s, 256, device="cuda") for s in ((2, 700), (256,), (256,), (2, 700)))
     attends = (torch.arange(1400, device="cuda").view(2, 700) % 10 < 10 * share).contiguous()
@@ -108,22 +108,22 @@ def test_a_grouped_projection_takes_any_share_of_tokens_and_waits_for_nothing(sh
 @torch.no_grad()
 @pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.parametrize("kind", ["linear", "attention", "tokens"])
-def test_pieces_and_steps_give_what_the_whole_gives(family, kind):
+def test_any_split_equals_the_full_forward(family, kind):
     torch.manual_seed(0)
     model = build(family, initializer_range=0.05).cuda().eval()
     ids = torch.randint(0, 61, (2, 300), device="cuda")
     mode = kind if kind != "tokens" else modes("tokens", 2, 300).attention
     whole, cache, outputs, start = model(ids, mode=mode, use_cache=False).logits, model.make_cache(), [], 0
-    for piece in ids.split([129, 1, 1, 100, *[1] * 69], 1):
-        stop = start + piece.shape[1]
+    for part_ids in ids.split([129, 1, 1, 100, *[1] * 69], 1):
+        stop = start + part_ids.shape[1]
         part = mode if isinstance(mode, str) else mode[:, start:stop]
-        outputs.append(model(piece, mode=part, past_key_values=cache).logits)
+        outputs.append(model(part_ids, mode=part, past_key_values=cache).logits)
         start = stop
     assert relative_error(torch.cat(outputs, 1), whole) < 1e-3
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_training_and_decoding_never_wait_for_the_device(family):
+def test_training_and_decoding_never_synchronise(family):
     model = build(family).cuda().bfloat16()
     ids = torch.randint(0, 61, (2, 512), device="cuda")
     mode = modes("chunks", 2, 512).attention
@@ -152,7 +152,7 @@ def test_training_and_decoding_never_wait_for_the_device(family):
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_a_compiled_training_step_in_mixed_modes_is_one_graph(family):
+def test_compiled_training_step_in_mixed_modes_is_one_graph(family):
     torch.manual_seed(0)
     model = build(family).cuda().train()
     ids = torch.randint(0, 61, (2, 256), device="cuda")
@@ -167,7 +167,7 @@ def test_a_compiled_training_step_in_mixed_modes_is_one_graph(family):
 
 
 @torch.no_grad()
-def test_a_sequence_in_linear_mode_reads_no_keys():
+def test_sequences_in_linear_mode_read_no_keys():
     mixer = OryxMixer(256).cuda()
     cache = HybridCache([mixer.make_state()])
     table, x = RotaryEmbedding(128, {"rope_theta": 1e4}).cuda(), torch.randn(2, 9, 256, device="cuda")
@@ -175,7 +175,7 @@ def test_a_sequence_in_linear_mode_reads_no_keys():
         cache.begin(2, stop - start, x.device)
         rotary = table(torch.arange(start, stop, device="cuda")[None])
         if start:
-            # keys of the sequence that stays linear, which nobody may look at
+            # keys of the sequence in linear mode, which kernels must not read
             cache.layers[0].kv.keys[1] = float("nan")
         attends = torch.tensor([[True], [False]], device="cuda").expand(2, stop - start)
         o = mixer(x[:, start:stop], state=cache.layers[0], rotary=rotary, mode=Modes(None, attends))[0]

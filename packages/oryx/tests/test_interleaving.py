@@ -1,4 +1,4 @@
-"""Oryx layers stand in one model with the attention they are compared with and with core's."""
+"""Oryx layers combine with their baseline attention and core's mixers in one model."""
 
 from typing import ClassVar
 

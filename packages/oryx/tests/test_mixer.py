@@ -61,7 +61,7 @@ class TestNormedAttention(MixerContract):
 
 
 @pytest.mark.parametrize(("conv_size", "output_gate"), [(0, False), (4, True)])
-def test_normed_attention_is_the_layer_in_attention_mode(conv_size, output_gate, x):
+def test_normed_attention_equals_the_layer_in_attention_mode(conv_size, output_gate, x):
     oryx = seeded("mamba2", conv_size=conv_size, output_gate=output_gate)
     own = NormedAttention(WIDTH, num_heads=HEADS, head_dim=K, conv_size=conv_size, output_gate=output_gate).double()
     weights = {name.replace("attention_q_proj", "q_proj"): p for name, p in oryx.state_dict().items()}
@@ -121,7 +121,7 @@ def by_the_equations(mixer: OryxMixer, x: Tensor, attends: Tensor, family: str) 
 @torch.no_grad()
 @pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.parametrize("given", ["linear", "attention", "random"])
-def test_the_layer_computes_the_paper_s_equations(family, given, x):
+def test_layer_equals_the_papers_equations(family, given, x):
     mixer = seeded(family)
     attends = torch.rand(19, generator=torch.Generator().manual_seed(2)) < 0.5
     mode = Modes(None, attends.expand(2, -1)) if given == "random" else Modes(given)
@@ -131,8 +131,9 @@ def test_the_layer_computes_the_paper_s_equations(family, given, x):
     assert relative_error(run_mixer(mixer, x, mode=mode), exact) < (1e-7 if family == "mamba2" else 2e-5)
 
 
-def test_no_mode_pays_for_the_other(x, monkeypatch):
-    import tokenmix_oryx.mixer as module
+def test_no_mode_runs_the_other_mixer(x, monkeypatch):
+    from tokenmix_oryx import mixer as layer
+    from tokenmix_oryx import mode_attention
 
     def never(*args, **kwargs):
         raise AssertionError("computed for a mode that no token is in")
@@ -140,18 +141,19 @@ def test_no_mode_pays_for_the_other(x, monkeypatch):
     tm, tg = seeded("mamba2"), seeded("gated_delta_net")
     with monkeypatch.context() as patch:
         for name in ("attention", "selected_attention", "cached_attention", "attention_decode"):
-            patch.setattr(module, name, never)
+            patch.setattr(mode_attention, name, never)
         for mixer in (tm, tg):
             run_mixer(mixer, x, mode=Modes("linear"))
     with monkeypatch.context() as patch:
-        for name in ("chunk_ssd", "chunk_gated_delta_rule", "selected_attention"):
-            patch.setattr(module, name, never)
+        patch.setattr(mode_attention, "selected_attention", never)
+        for name in ("chunk_ssd", "chunk_gated_delta_rule"):
+            patch.setattr(layer, name, never)
         for mixer in (tm, tg):
             run_mixer(mixer, x, mode=Modes("attention"))
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_tokens_share_all_but_their_query_across_modes(family, x):
+def test_modes_share_everything_but_the_query(family, x):
     mixer = seeded(family)
     used = {}
     for mode in ("linear", "attention"):
@@ -165,7 +167,7 @@ def test_tokens_share_all_but_their_query_across_modes(family, x):
 
 
 def before_norm(mixer: OryxMixer, x: Tensor, mode: str, **rotation) -> Tensor:
-    """What the mixers give, heads side by side, before norm and gate."""
+    """Return the mixers' outputs, heads concatenated, before norm and gate."""
     seen = []
     handle = mixer.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     run_mixer(mixer, x, mode=Modes(mode), **rotation)
@@ -192,7 +194,7 @@ SWITCHES = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("switch", SWITCHES)
-def test_a_switch_changes_what_it_names_and_nothing_else(switch, x):
+def test_each_option_changes_only_its_part(switch, x):
     family, option, removed, changed = SWITCHES[switch]
     plain, other = seeded(family), make(family, **option).double().eval()
     weights = plain.state_dict()
@@ -216,7 +218,7 @@ def test_a_shared_query_is_one_projection(x):
 
 
 @torch.no_grad()
-def test_without_a_convolution_keys_and_values_are_their_projections(x):
+def test_keys_and_values_without_convolution_are_projections(x):
     for family in FAMILIES:
         plain, bare = seeded(family), make(family, conv_size=0).double()
         for conv in (plain.k_conv, plain.v_conv):
@@ -228,7 +230,7 @@ def test_without_a_convolution_keys_and_values_are_their_projections(x):
 
 
 @torch.no_grad()
-def test_without_a_gate_outputs_are_only_normalised(x):
+def test_outputs_without_gate_are_only_normalised(x):
     class Open(nn.Module):
         def forward(self, x):
             # silu(1.2784645…) = 1
@@ -261,7 +263,7 @@ def test_the_norm_is_over_heads_or_the_whole_width(family, grouped, x):
 @torch.no_grad()
 @pytest.mark.parametrize("rope", ["both", "attention"])
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_rope_turns_the_queries_and_keys_it_names(family, rope, x):
+def test_rope_rotates_only_the_named_queries_and_keys(family, rope, x):
     from tokenmix_core.nn.rotary import RotaryEmbedding
 
     mixer = seeded(family, rope=rope)
@@ -274,7 +276,7 @@ def test_rope_turns_the_queries_and_keys_it_names(family, rope, x):
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["none", "key", "query_key"])
-def test_unit_length_takes_the_size_from_attention_s_inputs(kind, x):
+def test_l2_norm_removes_the_size_of_attention_inputs(kind, x):
     mixer = seeded("mamba2", attention_l2_norm=kind)
     plain = before_norm(mixer, x, "attention")
     for name, ignored in (("k_proj", kind != "none"), ("attention_q_proj", kind == "query_key")):
@@ -286,7 +288,7 @@ def test_unit_length_takes_the_size_from_attention_s_inputs(kind, x):
 
 @torch.no_grad()
 @pytest.mark.parametrize("mode", ["linear", "attention"])
-def test_a_query_s_activation_is_silu_after_its_projection(mode, x):
+def test_query_activation_is_silu_after_the_projection(mode, x):
     name = "attention_q_proj" if mode == "attention" else "linear_q_proj"
     silu, plain = seeded("gated_delta_net"), make("gated_delta_net", **{f"{mode}_query_activation": "none"}).double()
     plain.load_state_dict(silu.state_dict())
@@ -305,7 +307,7 @@ def test_values_are_linear_in_their_projection_unless_activated(activation, conv
     assert (relative_error(before_norm(mixer, x, "attention"), -2 * plain) < 1e-12) is (activation == "none")
 
 
-def test_the_flops_of_training_follow_the_share_of_attention():
+def test_training_flops_follow_the_share_of_attention():
     few, many = make(attention_probability=0.0), make(attention_probability=1.0)
     convs = 2 * 2 * HEADS * K * 4
     # a state update and a read-out; a state update and T / 2 keys
@@ -323,7 +325,7 @@ def test_the_flops_of_training_follow_the_share_of_attention():
         ({"head_dim": 8}, "unknown key 'head_dim'.*options of a layer belong in mixer_options"),
     ],
 )
-def test_wrong_configurations_are_told(fields, message):
+def test_invalid_configurations_raise(fields, message):
     with pytest.raises(ValueError, match=message):
         OryxConfig(hidden_size=256, num_hidden_layers=1, **fields)
 
@@ -340,13 +342,13 @@ def test_wrong_configurations_are_told(fields, message):
         ({"conv_size": 1}, "conv_size must be 0 or"),
     ],
 )
-def test_wrong_layers_are_told_when_the_configuration_is_made(options, message):
+def test_invalid_layers_raise_in_the_configuration(options, message):
     options = {"num_heads": HEADS, "head_dim": K} | options
     with pytest.raises(ValueError, match=message):
         OryxConfig(hidden_size=WIDTH, num_hidden_layers=1, mixer_options={"oryx": options})
 
 
-def test_a_family_s_choices_hold_where_nothing_is_said():
+def test_family_defaults_apply():
     for family, choices in FAMILIES.items():
         plain, told = OryxMixer(256, linear_mixer=family), OryxMixer(256, linear_mixer=family, **choices)
         for mixer in (plain, told):
@@ -356,7 +358,7 @@ def test_a_family_s_choices_hold_where_nothing_is_said():
             assert list(mixer.activations.values()) == [choices["kv_activation"]] * 2
 
 
-def test_tokens_of_a_span_have_their_modes():
+def test_span_tokens_have_their_modes():
     assert resolve([(0, "linear"), (2, "attention")], Span(1, 4, torch.device("cpu"))).attention.tolist() == [
         [False, False, True, True]
     ]

@@ -68,7 +68,7 @@ def ids():
     return torch.randint(1, 61, (3, 19), generator=torch.Generator().manual_seed(0))
 
 
-def test_a_checkpoint_whose_configuration_holds_options_as_fields_is_read(model, ids, tmp_path):
+def test_old_configurations_with_options_as_fields_load(model, ids, tmp_path):
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     content = json.loads(path.read_text())
@@ -81,7 +81,7 @@ def test_a_checkpoint_whose_configuration_holds_options_as_fields_is_read(model,
 
 
 @torch.no_grad()
-def test_a_promise_of_linear_mode_frees_what_oryx_layers_keep_and_nothing_else(ids):
+def test_promise_of_linear_mode_frees_only_oryx_layers(ids):
     options = {**fields("mamba2")["mixer_options"], "attention": {"num_heads": 3}}
     config = OryxConfig(**FIELDS | {"mixers": ["oryx", "attention"], "mixer_options": options})
     model = OryxForCausalLM(config).eval()
@@ -116,40 +116,40 @@ def cached_model(family):
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(sorted(FAMILIES)), st.randoms(use_true_random=False), st.integers(1, 40), st.booleans())
 @torch.no_grad()
-def test_any_schedule_in_any_split_gives_what_the_whole_gives(family, rng: random.Random, tokens, per_sequence):
+def test_any_schedule_and_split_equals_the_full_forward(family, rng: random.Random, tokens, per_sequence):
     model = cached_model(family)
     ids = torch.randint(1, 61, (2, tokens), generator=torch.Generator().manual_seed(tokens))
-    pieces, left = [], tokens
+    split, left = [], tokens
     while left:
-        pieces.append(min(left, rng.choice([1, 1, 1, 2, 3, 5, 8, 13])))
-        left -= pieces[-1]
+        split.append(min(left, rng.choice([1, 1, 1, 2, 3, 5, 8, 13])))
+        left -= split[-1]
     starts = sorted({0, *(rng.randrange(1, tokens + 1) for _ in range(rng.randrange(5)))})
     schedule = [(s, rng.choice(["linear", "attention"])) for s in starts]
     if not per_sequence:
         whole = model(ids, mode=schedule, use_cache=False).logits
-        assert relative_error(logits_in_pieces(model, ids, pieces, mode=schedule), whole) < 1e-4
+        assert relative_error(logits_in_pieces(model, ids, split, mode=schedule), whole) < 1e-4
         return
     mode = torch.tensor([[rng.random() < 0.4 for _ in range(tokens)] for _ in range(2)])
     whole, cache, outputs = model(ids, mode=mode, use_cache=False).logits, model.make_cache(), []
-    for piece, modes in zip(ids.split(pieces, 1), mode.split(pieces, 1), strict=True):
-        outputs.append(model(piece, mode=modes, past_key_values=cache).logits)
+    for part, modes in zip(ids.split(split, 1), mode.split(split, 1), strict=True):
+        outputs.append(model(part, mode=modes, past_key_values=cache).logits)
     assert relative_error(torch.cat(outputs, 1), whole) < 1e-4
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("mode", ["linear", "attention", SCHEDULE])
-def test_left_padding_changes_nothing_in_any_split(model, ids, mode):
+def test_left_padding_does_not_change_outputs(model, ids, mode):
     lengths = [19, 12, 2]
     mask = left_padded(lengths, 19)
-    for pieces in ([19], [1] * 19, [7, 1, 5, 6]):
-        padded = logits_in_pieces(model, ids, pieces, mask, mode=mode)
+    for split in ([19], [1] * 19, [7, 1, 5, 6]):
+        padded = logits_in_pieces(model, ids, split, mask, mode=mode)
         for row, n, tokens in zip(padded, lengths, ids, strict=True):
             exact = model(tokens[None, -n:], mode=mode, use_cache=False).logits[0]
             assert relative_error(row[-n:], exact) < 1e-4
 
 
 @torch.no_grad()
-def test_a_schedule_is_the_tensor_it_stands_for(model, ids):
+def test_schedule_equals_its_tensor(model, ids):
     attends = torch.zeros(3, 19, dtype=torch.bool)
     attends[:, 5:11] = attends[:, 16:] = True
     outputs = [model(ids, mode=mode, use_cache=False).logits for mode in (SCHEDULE, attends)]
@@ -162,7 +162,7 @@ def test_a_schedule_is_the_tensor_it_stands_for(model, ids):
 
 
 @torch.no_grad()
-def test_modes_differ_from_where_they_do(model, ids):
+def test_outputs_differ_only_from_the_first_different_mode_on(model, ids):
     both = [model(ids, mode=[(0, "linear"), (9, m)], use_cache=False).logits for m in ("linear", "attention")]
     assert torch.equal(both[0][:, :9], both[1][:, :9])
     assert not torch.isclose(both[0][:, 9:], both[1][:, 9:]).all(-1).any()
@@ -212,7 +212,7 @@ PLANS = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("plan", PLANS)
-def test_generation_follows_its_plan_with_and_without_a_cache(model, ids, plan):
+def test_generation_follows_its_plan_with_and_without_cache(model, ids, plan):
     options, attends = PLANS[plan]
     exact = by_hand(model, ids[:1], lambda t: "attention" if attends(t) else "linear")
     assert torch.equal(generate(model, ids[:1], **options), exact)
@@ -225,7 +225,7 @@ def test_generation_follows_its_plan_with_and_without_a_cache(model, ids, plan):
 
 @torch.no_grad()
 @pytest.mark.parametrize("plan", ["linear then attention", "a switch while generating", "a tensor"])
-def test_embeddings_generate_what_their_tokens_do(model, ids, plan):
+def test_embeddings_and_tokens_generate_equal_tokens(model, ids, plan):
     embeds, (options, _) = model.get_input_embeddings()(ids[:1]), PLANS[plan]
     tokens = generate(model, ids[:1], **options)
     for use_cache in (True, False):
@@ -237,7 +237,7 @@ def test_embeddings_generate_what_their_tokens_do(model, ids, plan):
 
 @torch.no_grad()
 @pytest.mark.parametrize("plan", ["linear then attention", "a switch while generating", "shares of the prompt"])
-def test_a_padded_batch_generates_what_its_sequences_do(model, ids, plan):
+def test_padded_batch_generates_like_single_sequences(model, ids, plan):
     lengths, (options, _) = [19, 12], PLANS[plan]
     mask = left_padded(lengths, 19)
     together = generate(model, ids[:2], attention_mask=mask, **options)
@@ -256,7 +256,7 @@ def test_beams_and_copies_follow_the_plan(model, ids, form):
 
 
 @torch.no_grad()
-def test_one_cache_serves_both_modes_in_turn(model, ids):
+def test_one_cache_serves_alternating_modes(model, ids):
     cache = model.make_cache()
     first = generate(model, ids[:1], prefill_mode="attention", generation_mode="linear", past_key_values=cache)
     seen = cache.length
@@ -267,7 +267,7 @@ def test_one_cache_serves_both_modes_in_turn(model, ids):
 
 @torch.no_grad()
 @pytest.mark.parametrize("prefill", ["linear", "attention"])
-def test_a_promise_keeps_no_keys_and_changes_no_output(model, ids, prefill):
+def test_promise_keeps_no_keys_and_does_not_change_outputs(model, ids, prefill):
     options = {"prefill_mode": prefill, "generation_mode": "linear"}
     kept = generate(model, ids, return_dict_in_generate=True, **options)
     freed = generate(model, ids, return_dict_in_generate=True, keep_kv=False, **options)
@@ -292,14 +292,14 @@ def test_memory_is_constant_after_the_promise(model, ids):
 
 @torch.no_grad()
 @pytest.mark.parametrize("mode", ["attention", [(0, "linear"), (22, "attention")], "tensor"])
-def test_attention_after_the_promise_is_refused(model, ids, mode):
+def test_attention_after_the_promise_raises(model, ids, mode):
     cache = model.make_cache()
     cache.promise_linear()
     model(ids, mode="linear", past_key_values=cache)
     mode = torch.arange(5).expand(3, -1) == 4 if mode == "tensor" else mode
     with pytest.raises(ValueError, match="promise of linear mode"):
         model(ids[:, :5], mode=mode, past_key_values=cache)
-    # what was refused left the cache as it was
+    # the refused call did not change the cache
     assert cache.length == 19
     whole = model(torch.cat((ids, ids[:, :5]), 1), mode="linear", use_cache=False).logits[:, 19:]
     assert relative_error(model(ids[:, :5], mode="linear", past_key_values=cache).logits, whole) < 1e-4
@@ -319,13 +319,13 @@ def test_attention_after_the_promise_is_refused(model, ids, mode):
         ({"prefill_mode": "both"}, "got 'both'"),
     ],
 )
-def test_wrong_plans_are_told(model, ids, options, message):
+def test_invalid_plans_raise(model, ids, options, message):
     with pytest.raises(ValueError, match=message):
         generate(model, ids, **options)
 
 
 @torch.no_grad()
-def test_default_modes_hold_within_their_context(model, ids):
+def test_default_modes_apply_within_their_context(model, ids):
     exact = {m: model(ids, mode=m, use_cache=False).logits for m in ("linear", "attention")}
     assert torch.equal(model(ids, use_cache=False).logits, exact["attention"])
     with model.modes("linear"):
@@ -340,12 +340,12 @@ def test_default_modes_hold_within_their_context(model, ids):
 
 
 @torch.no_grad()
-def test_a_prompt_in_pieces_is_generated_from_alike(model, ids):
+def test_chunked_prefill_generates_equal_tokens(model, ids):
     options = {"prefill_mode": SCHEDULE, "generation_mode": "linear"}
     assert torch.equal(generate(model, ids, prefill_chunk_size=4, **options), generate(model, ids, **options))
 
 
-def test_a_compiled_training_step_in_mixed_modes_is_one_graph(ids):
+def test_compiled_training_step_in_mixed_modes_is_one_graph(ids):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 1}
     model = OryxForCausalLM(OryxConfig(**fields("mamba2", head_dim=16, impl="triton") | sizes)).train()
@@ -371,7 +371,7 @@ def test_padding_compiles_into_one_graph(model, ids):
         assert relative_error(compiled(ids, attention_mask=mask, mode=mode).logits, exact) < 1e-5, mode
 
 
-def test_only_what_replaces_all_kernels_can_be_requested():
+def test_only_eager_attention_can_be_requested():
     from transformers import AutoModelForCausalLM
 
     config = OryxConfig(**FAMILIES["tm"])
@@ -390,7 +390,7 @@ def test_only_what_replaces_all_kernels_can_be_requested():
     ],
     ids=["schedule", "promise", "by sequence"],
 )
-def test_modes_switch_between_recorded_steps(modes):
+def test_modes_switch_between_captured_steps(modes):
     torch.manual_seed(0)
     model = OryxForCausalLM(OryxConfig(**FAMILIES["tg"])).eval()
     ids = torch.randint(1, 61, (3, 7))

@@ -1,4 +1,4 @@
-"""Modes given in any form say the same; training's draws depend on the seed and the row alone."""
+"""All forms of modes are equivalent; training's draws depend only on seed and row."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_a_single_mode_needs_no_tensor():
 
 
 @pytest.mark.parametrize(("past", "tokens", "mode"), [(0, 3, "linear"), (3, 4, "attention"), (9, 2, "linear")])
-def test_a_call_inside_one_piece_of_a_schedule_has_one_mode(past, tokens, mode):
+def test_call_within_one_part_of_a_schedule_has_one_mode(past, tokens, mode):
     assert resolve(SCHEDULE, Span(2, tokens, CPU, past=past)) == Modes(mode)
 
 
@@ -37,14 +37,14 @@ def test_a_schedule_does_not_count_padding():
     assert torch.equal(modes.attention, expected(torch.tensor([[*range(9), *range(5)]])))
 
 
-def test_a_schedule_begins_anew_in_each_packed_sequence():
+def test_schedule_restarts_in_each_packed_sequence():
     cu_seqlens = torch.tensor([0, 5, 5, 13])
     modes = resolve(SCHEDULE, Span(1, 13, CPU), cu_seqlens)
     assert torch.equal(modes.attention, expected(torch.tensor([[*range(5), *range(8)]])))
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_shares_are_of_each_sequence_without_padding(packed):
+def test_shares_refer_to_sequences_without_padding(packed):
     schedule = [(0.0, "linear"), (0.75, "attention")]
     if packed:
         modes = resolve(schedule, Span(1, 12, CPU), torch.tensor([0, 8, 12]))
@@ -78,7 +78,7 @@ def test_a_tensor_is_packed_with_the_tokens():
         (torch.zeros(2, 4, dtype=torch.bool), r"\[2, 5\], got \[2, 4\]"),
     ],
 )
-def test_what_is_no_mode_is_told(mode, message):
+def test_invalid_modes_raise(mode, message):
     with pytest.raises(ValueError, match=message):
         resolve(mode, Span(2, 5, CPU))
 
@@ -88,14 +88,14 @@ def test_shares_need_the_whole_sequence():
         resolve([(0.0, "linear"), (0.5, "attention")], Span(2, 5, CPU, past=4))
 
 
-def test_draws_are_a_function_of_seed_and_row():
+def test_draws_depend_only_on_seed_and_row():
     draws = {(s, i): draw_modes(4096, seed=s, index=i).tolist() for s in (0, 1) for i in range(3)}
     for (seed, index), modes in draws.items():
         assert draw_modes(4096, seed=seed, index=index).tolist() == modes
     assert len(set(map(tuple, draws.values()))) == 6
 
 
-def test_chunks_of_128_attend_one_time_in_four():
+def test_a_quarter_of_chunks_attend():
     modes = torch.stack([draw_modes(2000, seed=0, index=i) for i in range(800)])
     chunks = torch.nn.functional.pad(modes, (0, 48)).unflatten(1, (16, 128))
     whole = chunks[:, :15]
@@ -116,13 +116,13 @@ def test_a_sequence_has_one_mode_under_sequence_assignment():
     assert abs(modes[:, 0].double().mean() - 0.25) < 0.05
 
 
-def test_draws_refuse_what_makes_no_sense():
+def test_invalid_draw_arguments_raise():
     for wrong in ({"assignment": "token"}, {"chunk_size": 0}, {"attention_probability": 1.5}):
         with pytest.raises(ValueError, match=r"assignment|chunk_size"):
             draw_modes(8, seed=0, index=0, **wrong)
 
 
-def test_modes_say_nothing_of_the_recall_rows_that_they_go_with():
+def test_modes_are_independent_of_recall_rows():
     rows = MQARRows(256, 8, 64, seed=0)
     first: dict[int, list[float]] = {}
     for index in range(1500):

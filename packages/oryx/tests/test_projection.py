@@ -1,4 +1,4 @@
-"""The grouped projection gives each token what the weights of its mode give it, and each weight its own tokens."""
+"""The grouped projection uses the weights of each token's mode, forward and backward."""
 
 import pytest
 import torch
@@ -7,18 +7,18 @@ from tokenmix_oryx.projection import can_group, project_by_mode, token_order
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-def test_places_and_tokens_are_inverse_with_linear_tokens_first(share):
+def test_rows_and_tokens_are_inverse_with_linear_tokens_first(share):
     attends = torch.rand(3, 50, generator=torch.Generator().manual_seed(0)) < share
-    order, places, ends = token_order(attends)
-    assert torch.equal(order[places], torch.arange(150))
-    sorted_modes = attends.flatten()[order]
+    tokens, rows, ends = token_order(attends)
+    assert torch.equal(tokens[rows], torch.arange(150))
+    sorted_modes = attends.flatten()[tokens]
     linear = int((~attends).sum())
     assert ends.tolist() == [linear, 150]
     assert not sorted_modes[:linear].any()
     assert sorted_modes[linear:].all()
     # tokens of one mode stay in their order
-    assert (order[:linear].diff() > 0).all()
-    assert (order[linear:].diff() > 0).all()
+    assert (tokens[:linear].diff() > 0).all()
+    assert (tokens[linear:].diff() > 0).all()
 
 
 def test_each_token_has_the_weights_of_its_mode():

@@ -44,7 +44,7 @@ def own(sizes, names):
 
 @pytest.mark.parametrize("size", WIDTHS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_mode_uses_the_parameters_the_paper_states(family, size):
+def test_a_mode_uses_the_papers_parameter_count(family, size):
     _, sizes = counted(f"{family}-{size}")
     baselines = [sum(counted(f"{kind}-{size}")[1].values()) for kind in ("transformer", "mamba2", "gated_delta_net")]
     for other in (LINEAR_OWN, ATTENTION_OWN):
@@ -56,7 +56,7 @@ def test_a_mode_uses_the_parameters_the_paper_states(family, size):
 
 @pytest.mark.parametrize("size", WIDTHS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_more_than_nine_tenths_of_a_mode_s_weights_are_shared(family, size):
+def test_more_than_nine_tenths_of_weights_are_shared(family, size):
     _, sizes = counted(f"{family}-{size}")
     sizes = {n: s for n, s in sizes.items() if "embed_tokens" not in n}
     total = sum(sizes.values())
@@ -67,7 +67,7 @@ def test_more_than_nine_tenths_of_a_mode_s_weights_are_shared(family, size):
 
 @pytest.mark.parametrize("size", WIDTHS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_settings_are_those_of_appendix_d(family, size):
+def test_settings_equal_appendix_d(family, size):
     # GPT-3's peak learning rates at 125M, 350M, 760M and 1.3B
     gpt3 = {"130m": 6e-4, "380m": 3e-4, "810m": 2.5e-4, "1.4b": 2e-4}[size]
     recipe, baseline = RECIPES[f"{family}-{size}"](), RECIPES[f"transformer-{size}"]()
@@ -88,7 +88,7 @@ def test_settings_are_those_of_appendix_d(family, size):
     assert dataclasses.replace(recipe.data) == baseline.data
 
 
-def test_baselines_keep_the_states_that_section_4_states():
+def test_baseline_state_sizes_equal_section_4():
     states = {}
     for kind in ("tm-1.4b", "mamba2-1.4b", "gated_delta_net-1.4b"):
         with torch.device("meta"):
@@ -120,7 +120,7 @@ def test_ablations_are_matched_in_parameters(family):
         assert config.mode_assignment == assignment["mode_assignment"]
 
 
-def test_ablations_are_of_the_model_whose_perplexity_their_table_states():
+def test_ablations_start_from_their_tables_base():
     """Table 4 left and Table 6: no gate, and no convolution where it does not say so; Table 7: RoPE in both mixers."""
     for name in ("shared-query", "grouped-norm", "shared-query-grouped-norm", "no-conv-rope-attention"):
         for config in (RECIPES[f"tm-380m-{n}"]().model_config() for n in ("no-conv-no-gate", name)):
@@ -153,7 +153,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_a_row_of_the_ablations_has_this_many_parameters(name):
+def test_parameter_counts_of_ablations(name):
     assert sum(counted(name)[1].values()) == COUNTS[name]
 
 
@@ -195,7 +195,7 @@ def small(tmp_path_factory):
 
 
 @pytest.mark.parametrize("documents", ["joined", "separate"])
-def test_the_modes_of_a_row_come_with_it(small, documents):
+def test_rows_include_their_modes(small, documents):
     from tokenmix_core.training.data import collate_joined, collate_separate
 
     recipe = dataclasses.replace(small, data=dataclasses.replace(small.data, documents=documents))
@@ -209,20 +209,20 @@ def test_the_modes_of_a_row_come_with_it(small, documents):
 
 
 @pytest.mark.parametrize("assignment", ["chunk", "sequence"])
-def test_the_assignment_is_the_recipe_s(small, assignment):
+def test_mode_assignment_follows_the_recipe(small, assignment):
     recipe = dataclasses.replace(small, model={**small.model, "mode_assignment": assignment})
     rows, _ = training_rows(recipe, byte_tokenizer())
     drawn = torch.stack([rows[i]["inputs"]["mode"] for i in range(24)])
     assert bool((drawn.all(1) == drawn.any(1)).all()) is (assignment == "sequence")
 
 
-def test_a_run_s_record_names_the_versions_of_core_and_of_this_package(small, tmp_path):
+def test_run_manifest_names_the_versions_of_core_and_this_package(small, tmp_path):
     versions = run_manifest(small, build_trainer(small, tmp_path, progress=False))["versions"]
     expected = {"tokenmix_core": tokenmix_core.__version__, "tokenmix_oryx": tokenmix_oryx.__version__}
     assert expected.items() <= versions.items()
 
 
-def test_a_resumed_run_goes_on_with_the_same_modes(small, tmp_path):
+def test_resumed_run_continues_with_the_same_modes(small, tmp_path):
     whole = train(small, tmp_path / "whole", progress=False)
     assert whole.step == 6
     # as if the run had been killed after its third step
@@ -236,7 +236,7 @@ def test_a_resumed_run_goes_on_with_the_same_modes(small, tmp_path):
     assert curves[0] == curves[1]
 
 
-def test_micro_batches_change_nothing(small, tmp_path):
+def test_micro_batches_do_not_change_results(small, tmp_path):
     """As with processes: a step's rows and their modes are the same however they are divided."""
     losses = []
     for micro in (256, 64):
@@ -247,7 +247,7 @@ def test_micro_batches_change_nothing(small, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_importing_is_quiet():
+def test_importing_does_not_import_torch():
     code = "import sys, tokenmix_oryx, tokenmix_oryx.cli; print([m for m in ('torch', 'triton') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

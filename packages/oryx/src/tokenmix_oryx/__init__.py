@@ -1,7 +1,6 @@
-"""Oryx: one set of weights, softmax attention or a linear recurrence chosen along the sequence.
+"""Oryx: one set of weights for softmax attention and a linear recurrence, selected per token.
 
-Importing this package is quick, touches no device and needs neither Triton nor a GPU; transformers' auto classes then
-know the family.
+Importing this package registers it with transformers' auto classes, is fast, and needs neither Triton nor a GPU.
 """
 
 from __future__ import annotations

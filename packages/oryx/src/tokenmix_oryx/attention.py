@@ -1,4 +1,4 @@
-"""Softmax attention with the parts that Oryx adds for its linear mixer, and no linear mixer (Table 5, left)."""
+"""Softmax attention with the norm, gate and convolutions of Oryx, without a linear mixer (Table 5, left)."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class NormedAttention(Mixer):
         num_heads: H.
         head_dim: K; None for D / H.
         conv_size: width of the short convolution on keys and values; 0 for none.
-        output_gate: multiply with silu(W_g x) before the norm; without it outputs are only normalised.
+        output_gate: multiply by silu(W_g x) before the norm; if False, outputs are only normalised.
         norm_eps: of the norm.
         impl: implementation of the operations.
 
     Raises:
-        ValueError: no heads, or, without head_dim, heads that do not divide D.
+        ValueError: no heads, or heads that do not divide D without head_dim.
     """
 
     takes_more_tokens = True
@@ -77,7 +77,7 @@ class NormedAttention(Mixer):
         cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
         rotary: Rotation | None = None,
     ) -> MixerOutput:
-        assert rotary is not None, "the model turns every call's positions"
+        assert rotary is not None, "the model computes rotation angles in every call"
         step = stepping(hidden_states, state)
         q, k, v, gate = projected(hidden_states, self.q_proj, self.k_proj, self.v_proj, self.g_proj)
         if self.k_conv is not None and self.v_conv is not None:
@@ -93,7 +93,7 @@ class NormedAttention(Mixer):
         return output_linear(self.norm(o.flatten(-2), gate), self.o_proj), None
 
     def mixing_flops(self, seq_len: int) -> float:
-        # 2 · 2 · K operations a visible key and head; the convolutions: 2 W a channel
+        # 2 · 2 · K operations per visible key and head; the convolutions: 2 W per channel
         convs = sum(2 * conv.weight.numel() for conv in (self.k_conv, self.v_conv) if conv is not None)
         return 4.0 * self.num_heads * self.head_dim * mean_visible(seq_len) + convs
 

@@ -1,4 +1,4 @@
-"""The command `tokenmix-oryx`: core's command line with this package's recipes and suites, and a choice of modes."""
+"""The command `tokenmix-oryx`: core's command line with this package's recipes, suites and mode options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenmix_core import cli as core_cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     return core_cli.main(
         argv,
         prog="tokenmix-oryx",
@@ -30,18 +30,21 @@ def _add_modes(command: str, parser: argparse.ArgumentParser) -> None:
         "share of the prompt.",
     )
     group.add_argument(
-        "--prefill-mode", type=_mode, metavar="MODE", help="of prompts and scored text (default: the checkpoint's)"
+        "--prefill-mode", type=_mode, metavar="MODE", help="mode of prompts and scored text (default: the checkpoint's)"
     )
     group.add_argument(
-        "--generation-mode", type=_mode, metavar="MODE", help="of generated tokens (default: as the prompt ends)"
+        "--generation-mode",
+        type=_mode,
+        metavar="MODE",
+        help="mode of generated tokens (default: that at the end of the prompt)",
     )
     group.add_argument(
-        "--no-keep-kv", action="store_true", help="generate in linear mode to the end, and keep no keys and values"
+        "--no-keep-kv", action="store_true", help="generate in linear mode, without storing keys and values"
     )
 
 
 def _mode(text: str) -> str | list[tuple[int | float, str]]:
-    """A mode, or the (start, mode) pairs of a schedule; what they mean is checked by the model."""
+    """Parse a mode, or the (start, mode) pairs of a schedule; the model validates them."""
     if ":" not in text:
         return text
     pairs = [part.partition(":") for part in text.split(",")]

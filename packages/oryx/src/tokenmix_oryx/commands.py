@@ -1,4 +1,4 @@
-"""The package's own arguments: they put a model into the modes that a command names."""
+"""Mode options of the command line, applied to a model."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from tokenmix_oryx.modes import LINEAR
 
 
 def chosen_modes(model: Any, args: argparse.Namespace) -> AbstractContextManager[None]:
-    """The context in which `eval`, `generate` and `bench` use a model.
+    """Return the context in which `eval`, `generate` and `bench` run a model.
 
     Raises:
-        ValueError: modes for a model that has none or for a suite that measures each itself, no modes, or a promise of
-            linear mode that they break.
+        ValueError: modes for a model without modes or for a suite that sets them itself, invalid modes, or modes that
+            contradict --no-keep-kv.
     """
     prefill, generation, keep_kv = args.prefill_mode, args.generation_mode, not args.no_keep_kv
     if prefill is None and generation is None and keep_kv:
         return nullcontext()
     if not isinstance(model, OryxForCausalLM):
         raise ValueError(
-            f"--prefill-mode, --generation-mode and --no-keep-kv choose the mode of an Oryx model, got one of type "
-            f"{model.config.model_type!r}, which has none to choose"
+            f"--prefill-mode, --generation-mode and --no-keep-kv set the modes of an Oryx model, got one of type "
+            f"{model.config.model_type!r}, which has no modes"
         )
     if own := [name for name in getattr(args, "suite", ()) if name in BY_MODE]:
-        raise ValueError(f"suite {own[0]} goes through the modes itself: leave --prefill-mode and its like away")
+        raise ValueError(f"suite {own[0]} sets the modes itself: omit the options of modes")
     if not keep_kv and generation is None:
         generation = LINEAR
     return model.modes(model.model.default_mode if prefill is None else prefill, generation, keep_kv=keep_kv)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-# registers the mixer that configurations name
+# registers the mixer
 import tokenmix_oryx.mixer  # noqa: F401
 from tokenmix_core.modeling import HybridConfig
 from tokenmix_oryx.modes import Assignment, check_mode
 
-# what configurations held of their layers before `mixer_options` did
+# fields of old configurations that are now `mixer_options`
 _OF_LAYERS = (
     "linear_mixer",
     "head_dim",
@@ -28,19 +28,19 @@ _OF_LAYERS = (
 
 
 class OryxConfig(HybridConfig):
-    """`HybridConfig` whose layers are "oryx" where nothing else is said.
+    """`HybridConfig` whose layers are "oryx" by default.
 
-    Options of the layers are `mixer_options["oryx"]`: see `OryxMixer`. Other mixers may interleave; modes are for the
-    Oryx layers alone.
+    Options of the layers are `mixer_options["oryx"]`, see `OryxMixer`. Other mixers may interleave; modes apply only to
+    Oryx layers.
 
     Args:
-        mode: the mode of calls that name none.
-        mode_assignment: in training, a mode for each "chunk" or for a whole "sequence".
-        mode_chunk_size: tokens in such a chunk.
-        attention_probability: of attention, for each chunk or sequence.
+        mode: default mode of calls.
+        mode_assignment: in training, one mode per "chunk" or per "sequence".
+        mode_chunk_size: tokens of a chunk.
+        attention_probability: probability of attention for each chunk or sequence.
 
     Raises:
-        ValueError: as `HybridConfig`, or what is no mode, no size or no probability.
+        ValueError: as for `HybridConfig`, or an invalid mode, size or probability.
     """
 
     model_type = "tokenmix_oryx"
@@ -64,7 +64,7 @@ class OryxConfig(HybridConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
-        """As `HybridConfig.from_dict`; reads configurations, too, that held the options of all layers as fields."""
+        """Call `HybridConfig.from_dict`; convert old configurations with the layers' options as fields."""
         old = {name: config_dict[name] for name in _OF_LAYERS if name in config_dict}
         if old:
             rest = {name: value for name, value in config_dict.items() if name not in old}

@@ -1,4 +1,4 @@
-"""The paper's measurements: loss by position around switches, each mode alone, and recall across modes."""
+"""The paper's measurements: loss by position around mode switches, single modes, and recall across modes."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from tokenmix_oryx.generation import PromptMode
 from tokenmix_oryx.modes import ATTENTION, LINEAR, MODES
 
 Schedule = list[tuple[int, str]]
-# tokens after a switch, over which its cost is averaged
+# ranges of tokens after a switch over which the excess loss is averaged
 AFTER = ((0, 16), (16, 64), (64, 128))
-# the share of a prompt that counts as context where no boundary is known
+# share of a prompt that counts as context if its boundary is unknown
 CONTEXT_SHARE = 0.975
-# the columns of Tables 1 and 9 that enter the average
+# columns of Tables 1 and 9 in the average
 LANGUAGE = {
     "lambada_openai": "acc",
     "hellaswag": "acc_norm",
@@ -57,23 +57,23 @@ LANGUAGE = {
     "openbookqa": "acc",
 }
 RULER_NIAH = ("niah_single_1", "niah_single_2", "niah_single_3")
-# what the question begins with, after RULER's haystack
+# beginning of the question after RULER's haystack
 _QUESTION = "What is the special magic"
-# in the settings of suites whose rows name their modes
+# settings of suites whose rows name their modes
 _BY_ROW = {"modes": "each row's"}
 
 
 def switch_schedules(length: int, chunk_size: int) -> dict[str, dict[str, Schedule]]:
-    """By plot and curve: one switch, several, and switches that no chunk begins with, each from either mode.
+    """Return schedules by plot and curve: one switch, several, and switches within chunks, starting in either mode.
 
     Raises:
-        ValueError: a length that has no room for them.
+        ValueError: a length too short for a switch.
     """
     quarter = max(chunk_size, length // 4 // chunk_size * chunk_size)
     off = quarter + chunk_size // 3 + 1
     if length <= off + 1:
         raise ValueError(f"switches of chunks of {chunk_size} tokens need more than {off + 1} tokens, got {length}")
-    # the last token predicts none
+    # the last token predicts nothing
     end = length - 1
     plots: dict[str, dict[str, Schedule]] = {"one switch": {}, "several switches": {}, "unaligned switches": {}}
     for first, second in ((ATTENTION, LINEAR), (LINEAR, ATTENTION)):
@@ -87,10 +87,10 @@ def switch_schedules(length: int, chunk_size: int) -> dict[str, dict[str, Schedu
 
 
 def switch_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Perplexity by position with switches beside the curves of both modes alone (Figures 3 to 10).
+    """Measure perplexity by position with mode switches, and in each mode alone (Figures 3 to 10).
 
-    The excess after a switch is what the loss lies above that of the new mode alone on the same tokens, by how many
-    tokens ago the switch was; with its standard error over sequences.
+    The excess is the loss minus that of the new mode alone on the same tokens, by the distance from the switch, with
+    its standard error over sequences.
     """
     plots = options.choose("switch-perplexity", ("one switch", "several switches", "unaligned switches"))
     length = options.one_length("switch-perplexity", 2048)
@@ -127,7 +127,7 @@ def _loss_row(name: str, losses: Float[np.ndarray, "N T"]) -> dict[str, Any]:
 
 
 def _excess(losses: np.ndarray, alone: dict[str, np.ndarray], schedule: Schedule) -> dict[str, float | None]:
-    """Mean excess by tokens since the last switch, over all switches of a schedule; one sequence gives no error."""
+    """Return the mean excess by distance from the last switch, over all switches, with its standard error."""
     ends = [start for start, _ in schedule[1:]] + [losses.shape[1]]
     found: dict[str, float | None] = {}
     for low, high in AFTER:
@@ -152,7 +152,7 @@ def _switch_plot(title: str, curves: dict[str, np.ndarray], length: int) -> Plot
 
 
 def _excess_plot(curves: dict[str, np.ndarray], alone: dict[str, np.ndarray], schedules: dict[str, Schedule]) -> Plot:
-    """The excess by tokens since the switch: mean over sequences and places of the switch, smoothed over 8 tokens."""
+    """Plot the excess by distance from the switch: mean over sequences and switch positions, smoothed over 8 tokens."""
     series: Series = {}
     for first, second in ((ATTENTION, LINEAR), (LINEAR, ATTENTION)):
         parts = [
@@ -169,19 +169,19 @@ def _excess_plot(curves: dict[str, np.ndarray], alone: dict[str, np.ndarray], sc
 
 
 def language_modeling_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """The seven tasks of Tables 1 and 9 and their average, zero-shot."""
+    """Run the seven tasks of Tables 1 and 9 zero-shot, and average them."""
     return run_tasks("language-modeling", model, tokenizer, LANGUAGE, options)
 
 
 def ruler_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """RULER's single needles, NIAH-1 to 3 of Tables 2 and 3, at 2,048 tokens by default, and their mean."""
+    """Run RULER's single needles (NIAH-1 to 3 of Tables 2 and 3), by default at 2,048 tokens, and average them."""
     options = replace(options, lengths=options.lengths or (2048,))
     result = run_tasks("ruler", model, tokenizer, dict.fromkeys(RULER_NIAH, ""), options)
     return {**result, "suite": "ruler-niah"}
 
 
 def isolated(name: str, suite: Callable[[Any, Any, EvalOptions], SuiteResult]) -> Suite:
-    """A suite of core in each mode alone: its rows with a column for the mode (Tables 1 and 2)."""
+    """Return a suite that runs a suite of core in each mode and adds a column for the mode (Tables 1 and 2)."""
 
     def run(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
         results = {}
@@ -194,14 +194,14 @@ def isolated(name: str, suite: Callable[[Any, Any, EvalOptions], SuiteResult]) -
 
 
 def crossed() -> Iterator[tuple[str, str, str]]:
-    """Name, mode of the context, and mode of prompt and generation, for each pair of modes."""
+    """Yield (name, mode of the context, mode of prompt and generation) for each pair of modes."""
     for prompt in MODES:
         for context in MODES:
             yield f"{context} → {prompt}", context, prompt
 
 
 def cross_recall_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Cloze questions, the first 97.5 % of a prompt in one mode, the rest and the answer in another (Table 3)."""
+    """Run cloze questions with 97.5 % of the prompt in one mode, and the rest and the answer in another (Table 3)."""
     results = {}
     for name, context, prompt in crossed():
         with model.modes([(0.0, context), (CONTEXT_SHARE, prompt)], prompt):
@@ -210,7 +210,7 @@ def cross_recall_suite(model: Any, tokenizer: Any, options: EvalOptions) -> Suit
 
 
 def cross_ruler_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """RULER's single needles with the haystack in one mode, the question and the answer in another (Table 3)."""
+    """Run RULER's single needles with haystack in one mode, and question and answer in another (Table 3)."""
     results = {}
     for name, context, prompt in crossed():
         with model.modes(_before_question(tokenizer, context, prompt), prompt):
@@ -219,7 +219,7 @@ def cross_ruler_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> 
 
 
 def _before_question(tokenizer: Any, context: str, prompt: str) -> PromptMode:
-    """`context` up to RULER's question, `prompt` from it on."""
+    """Return a prompt mode: `context` before RULER's question, `prompt` from the question on."""
 
     def modes(input_ids: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
         boundaries = [_question_start(tokenizer, row) for row in input_ids.tolist()]
@@ -229,7 +229,7 @@ def _before_question(tokenizer: Any, context: str, prompt: str) -> PromptMode:
 
 
 def _question_start(tokenizer: Any, tokens: list[int]) -> int:
-    """The last token from which on the rest still holds RULER's whole question."""
+    """Return the last token index from which the text still contains RULER's whole question."""
     if _QUESTION not in tokenizer.decode(tokens):
         raise ValueError(f"a prompt of RULER's needles must hold {_QUESTION!r}, got {tokenizer.decode(tokens[-64:])!r}")
     low, high = 0, len(tokens)
@@ -240,7 +240,7 @@ def _question_start(tokenizer: Any, tokens: list[int]) -> int:
 
 
 def cross_mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Associative recall with the pairs in one mode and the queries in another."""
+    """Run associative recall with the pairs in one mode and the queries in another."""
     cases = mqar_cases(model, options)
     chosen = options.choose("cross-mode-mqar", tuple(cases))
     results = {}
@@ -257,7 +257,7 @@ def cross_mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
 
 
 def cross_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """S-NIAH 1 to 3 with the haystack in one mode, the question and the answer in another (Table 3)."""
+    """Run S-NIAH 1 to 3 with haystack in one mode, and question and answer in another (Table 3)."""
     limit, batch_size = options.limit or 50, options.batch_size or 8
     tasks = options.choose("cross-mode-niah", tuple(NIAH_TASKS))
     haystack = niah_haystack(tasks, options, tokenizer)
@@ -280,16 +280,16 @@ def cross_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
 
 
 def _found(model: Any, tokenizer: Any, batch: Sequence[NiahExample], context: str, prompt: str) -> list[bool]:
-    """Tell whether greedy decoding names each needle."""
+    """Return whether greedy decoding gives each needle."""
     prompts = [example.context + example.question for example in batch]
-    room = max(_count(tokenizer, " " + example.answer) for example in batch) + 8
+    new_tokens = max(_count(tokenizer, " " + example.answer) for example in batch) + 8
     lengths = [_count(tokenizer, p) for p in prompts]
     boundaries = [max(lengths) - n + _count(tokenizer, e.context) for n, e in zip(lengths, batch, strict=True)]
     said = generate_text(
         model,
         tokenizer,
         prompts,
-        max_new_tokens=room,
+        max_new_tokens=new_tokens,
         prefill_mode=_split_rows(boundaries, max(lengths), context, prompt),
         generation_mode=prompt,
     )
@@ -297,7 +297,7 @@ def _found(model: Any, tokenizer: Any, batch: Sequence[NiahExample], context: st
 
 
 def _split_rows(boundaries: Sequence[int], tokens: int, context: str, prompt: str) -> Bool[Tensor, "B T"]:
-    """True for attention: `context` before each row's boundary, `prompt` from it on."""
+    """Return modes with `context` before each row's boundary and `prompt` from it on; True for attention."""
     before = torch.arange(tokens) < torch.tensor(boundaries).unsqueeze(1)
     return torch.where(before, context == ATTENTION, prompt == ATTENTION)
 
@@ -307,7 +307,7 @@ def _count(tokenizer: Any, string: str) -> int:
 
 
 def _joined(suite: str, results: dict[str, SuiteResult]) -> SuiteResult:
-    """The rows and curves of several runs of one suite, each with the name of its modes."""
+    """Join the rows and curves of several runs of one suite, labelled by their modes."""
     rows = [{"modes": name, **row} for name, result in results.items() for row in result["rows"]]
     first = next(iter(results.values()))
     plots: list[Plot] = []
@@ -339,7 +339,7 @@ def _accuracy_plot(title: str, x: str, rows: list[dict[str, Any]]) -> Plot:
     }
 
 
-# suites that go through the modes themselves
+# suites that set the modes themselves
 BY_MODE: dict[str, Suite] = {
     "switch-perplexity": Suite(
         "loss by position around switches of the mode; offline", switch_suite, one_sequence(2048)
@@ -348,7 +348,7 @@ BY_MODE: dict[str, Suite] = {
     "cross-mode-niah": Suite(
         "S-NIAH 1 to 3, haystack in one mode and question in another; offline", cross_niah_suite, lambda options: 1
     ),
-    "cross-mode-ruler-niah": Suite("the same with RULER's needles, through lm-eval (Table 3)", cross_ruler_niah_suite),
+    "cross-mode-ruler-niah": Suite("RULER's needles likewise, through lm-eval (Table 3)", cross_ruler_niah_suite),
     "cross-mode-recall": Suite(
         "cloze recall, 97.5 % of the prompt in one mode, the rest in another (Table 3)", cross_recall_suite
     ),

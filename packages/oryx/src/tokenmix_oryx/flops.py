@@ -1,4 +1,4 @@
-"""Floating-point operations of the sequence mixers, matrix products only (appendix E): a forward pass, one head."""
+"""FLOPs of the sequence mixers, matmuls only (appendix E), for the forward pass of one head."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class MixerFlops(NamedTuple):
-    """The parts of an Oryx mixer's forward pass over a sequence.
+    """FLOPs of the parts of an Oryx mixer's forward pass over a sequence.
 
     Attributes:
-        state: advancing the linear state over all tokens.
-        linear_output: reading it out for the tokens in linear mode.
-        attention_output: attending from the tokens in attention mode to all before them.
+        state: updates of the linear state by all tokens.
+        linear_output: outputs of tokens in linear mode.
+        attention_output: attention of tokens in attention mode to all earlier ones.
     """
 
     state: float
@@ -20,29 +20,29 @@ class MixerFlops(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Sum of all parts."""
         return sum(self)
 
 
 def linear_state_flops(seq_len: int, key_size: int, value_size: int, chunk_size: int) -> float:
-    """Chunk states 2 T K V and state passing 2 T K V / C."""
+    """Return 2 T K V for chunk states plus 2 T K V / C for state passing."""
     return 2.0 * seq_len * key_size * value_size * (1 + 1 / chunk_size)
 
 
 def linear_output_flops(seq_len: int, key_size: int, value_size: int, chunk_size: int) -> float:
-    """Within chunks 2 T C (K + V), from earlier ones 2 T K V."""
+    """Return 2 T C (K + V) within chunks plus 2 T K V from earlier chunks."""
     return 2.0 * seq_len * (chunk_size * (key_size + value_size) + key_size * value_size)
 
 
 def attention_output_flops(seq_len: int, key_size: int, value_size: int) -> float:
-    """Scores and weighted values of T (T + 1) / 2 pairs: T (T + 1) (K + V)."""
+    """Return T (T + 1) (K + V) for scores and weighted values of T (T + 1) / 2 pairs."""
     return float(seq_len * (seq_len + 1) * (key_size + value_size))
 
 
 def mixer_flops(
     seq_len: int, attention_share: float, *, key_size: int = 128, value_size: int = 128, chunk_size: int = 128
 ) -> MixerFlops:
-    """The forward pass of one head over T tokens of which a share 1 − δ, spread evenly, is in attention mode.
+    """Return the FLOPs of one head over T tokens, of which an evenly spaced share 1 − δ is in attention mode.
 
         2 T K V (1 + 1/C) + δ (2 T C (K + V) + 2 T K V) + (1 − δ) T (T + 1) (K + V)
 
@@ -69,7 +69,7 @@ def mixer_flops(
 
 
 def crossover(attention_share: float, chunk_size: int = 128) -> float:
-    """The length from which the mixed pass needs fewer operations than attention alone: (1/δ + 3) C for C = K = V."""
+    """Return the length above which mixed modes need fewer FLOPs than attention: (1/δ + 3) C for C = K = V."""
     if not 0 <= attention_share < 1:
         raise ValueError(f"crossover: attention_share must be from 0 to below 1, got {attention_share}")
     return (1 / (1 - attention_share) + 3) * chunk_size

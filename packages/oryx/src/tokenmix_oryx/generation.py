@@ -1,4 +1,4 @@
-"""The modes of a generation: one plan for the prompt, one for what follows it, with a cache or without."""
+"""Modes of a generation: of the prompt and of generated tokens, with or without a cache."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tokenmix_core.modeling import CACHE, Span
 from tokenmix_oryx.modes import ATTENTION, LINEAR, MODES, ModeInput, check_mode, resolve
 from tokenmix_oryx.state import OryxCache
 
-# from the step, counted from 0, and all tokens so far [B, T]: a mode, or [B] bool, True for attention
+# function of the step (from 0) and all tokens so far [B, T]; returns a mode, or [B] bool, True for attention
 Decision = Callable[[int, Tensor], str | Tensor]
 GenerationMode = str | Sequence[tuple[int | float, str]] | Decision
-# from a prompt's tokens [B, T]: [B, T] bool, True for attention
+# function of a prompt's tokens [B, T]; returns [B, T] bool, True for attention
 PromptMode = Callable[[Tensor], Tensor]
 
 
 def check_generation(generation: Any, keep_kv: bool) -> None:
-    """Raise a ValueError for what is no mode of generated tokens, or breaks the promise of `keep_kv=False`."""
+    """Raise a ValueError for an invalid mode of generated tokens, or one that contradicts `keep_kv=False`."""
     if isinstance(generation, Tensor) or not (callable(generation) or isinstance(generation, str | list | tuple)):
         raise ValueError(
             "generation_mode must be 'linear', 'attention', a list of (start, mode) or a function of the step and "
@@ -36,20 +36,20 @@ def check_generation(generation: Any, keep_kv: bool) -> None:
 
 
 class ModePlan:
-    """Which mode each token of a generation is in.
+    """The mode of each token of a generation.
 
-    The token at step s is the s-th generated one when it is read, to predict the next; the first generated token is
-    predicted by the last one of the prompt, in the prompt's mode.
+    Step s reads the s-th generated token to predict the next one; the last token of the prompt predicts the first
+    generated token, in the prompt's mode.
 
     Args:
-        prefill: of the prompt, in any form; a tensor has one column for each token of the prompt.
-        generation: of what follows: one mode, a schedule by position, or a function called at each step.
+        prefill: mode of the prompt, in any form; a tensor has one column for each token of the prompt.
+        generation: mode of generated tokens: one mode, a schedule by position, or a function called at each step.
         prompt_tokens: columns of the prompt, padding included.
-        keep_kv: False promises linear mode to the end, from the end of the prompt on or, for a prompt in linear mode,
-            from its beginning.
+        keep_kv: False promises linear mode from the end of the prompt on (from its start if the prompt is in linear
+            mode).
 
     Raises:
-        ValueError: no mode, or a promise that the generation's mode breaks.
+        ValueError: an invalid mode, or one that contradicts `keep_kv=False`.
     """
 
     def __init__(self, prefill: ModeInput, generation: GenerationMode, prompt_tokens: int, keep_kv: bool):
@@ -60,7 +60,7 @@ class ModePlan:
         self._decided: list[str | Tensor] = []
 
     def for_call(self, inputs: dict[str, Any], input_ids: Int[Tensor, "B T"]) -> ModeInput:
-        """The mode of a forward call, given its inputs and all tokens so far."""
+        """Return the mode of a forward call from its inputs and all tokens so far."""
         new = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         batch, tokens = new.shape[:2]
         cache: OryxCache | None = inputs.get(CACHE)
@@ -74,7 +74,7 @@ class ModePlan:
             if isinstance(self.prefill, Tensor):
                 return _rows(self.prefill, batch, self.prompt_tokens)[:, past : past + tokens]
             return self.prefill
-        # without a cache, prompt and all that followed come at once
+        # without a cache, the call contains the prompt and all generated tokens
         if not callable(self.generation) and self.generation == self.prefill:
             return self.prefill
         return self._whole(batch, tokens, inputs.get("attention_mask"), input_ids, new.device)
@@ -115,7 +115,7 @@ def _checked(mode: Any, batch: int) -> str | Tensor:
 
 
 def _rows(mode: Bool[Tensor, "N T"], batch: int, tokens: int) -> Bool[Tensor, "B T"]:
-    """A row for each of `batch` sequences, of which beams of one stand side by side."""
+    """Repeat rows for `batch` sequences; beams of a sequence are adjacent."""
     if mode.shape[1] != tokens or batch % len(mode):
         raise ValueError(f"prefill_mode must have shape [B, T] = {[batch, tokens]}, got {list(mode.shape)}")
     return mode.repeat_interleave(batch // len(mode), 0)

@@ -1,4 +1,4 @@
-"""The Oryx layer: keys, values, gate and output shared by attention and a linear recurrence, a query for each."""
+"""The Oryx layer: attention and a linear recurrence share keys, values, gate and output, with separate queries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from tokenmix_core.nn import (
     TensorState,
     apply_rotary_to_both,
     at_least_float32,
-    cached_attention,
     convolved,
     init_decay_,
     init_time_step_,
@@ -36,8 +35,6 @@ from tokenmix_core.ops import (
     GLUON,
     Impl,
     ScanOutput,
-    attention,
-    attention_decode,
     chunk_gated_delta_rule,
     chunk_ssd,
     gated_delta_rule_step,
@@ -45,23 +42,24 @@ from tokenmix_core.ops import (
     ssd_step,
     unless_gluon,
 )
-from tokenmix_oryx.modes import ATTENTION, LINEAR, Modes, of_step, resolve
-from tokenmix_oryx.ops import MixOptions, mix, selected_attention
+from tokenmix_oryx.mode_attention import attend, attend_cached
+from tokenmix_oryx.modes import ATTENTION, LINEAR, Modes, resolve, step_mode
+from tokenmix_oryx.ops import MixOptions, mix
 from tokenmix_oryx.options import FAMILIES, MAMBA2, Activation, LinearMixer, Normalised, Rotated
 from tokenmix_oryx.projection import TokenOrder, can_group, project_by_mode, project_in_order
 from tokenmix_oryx.state import DroppableKV
 
-# of a call that names no mode
+# default mode of a call
 ALL_ATTEND = Modes(ATTENTION)
-# so many tokens make up for putting them in order
+# least tokens for which a grouped GEMM outweighs sorting tokens by mode
 GROUPED_TOKENS = 512
 
 
 class OryxMixer(Mixer):
     """o_t = attention(q^A, k, v)_t or linear(q^L, k, v)_t by the token's mode; y = W_o norm(o, silu(W_g x)).
 
-    k and v are projections of x, convolved along time, and q^A, q^L projections of their own. Linear is Mamba-2 with
-    B = k, C = q^L and x = v,
+    k and v are projections of x, convolved along time; q^A and q^L are separate projections. The linear mixer is
+    Mamba-2 with B = k, C = q^L and x = v,
 
         S_t = exp(−Δ_t A) S_{t−1} + k_t (Δ_t v_t)ᵀ,   o_t = S_tᵀ q_t + D v_t,   Δ = softplus(W_Δ x + b), A = exp(A_log)
 
@@ -69,8 +67,8 @@ class OryxMixer(Mixer):
 
         S_t = exp(−Δ_t A) (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ,   o_t = S_tᵀ q_t / √K,   β = sigmoid(W_β x)
 
-    The norm acts after the gate for Mamba-2 and before it for the delta rule. Whatever the mode, every token enters the
-    KV cache, the convolution's inputs and S. A call that names no mode attends.
+    The norm acts after the gate for Mamba-2 and before it for the delta rule. Every token enters the KV cache, the
+    convolution's inputs and S in any mode. The default mode of a call is attention.
 
     Args:
         hidden_size: D.
@@ -78,25 +76,25 @@ class OryxMixer(Mixer):
         head_dim: K = V, of both mixers; even.
         num_heads: heads H of queries, keys and values; None for D / K.
         conv_size: width of the short convolution on keys and values, from 2 to 8; 0 for none.
-        output_gate: multiply with silu(W_g x); without it outputs are only normalised.
+        output_gate: multiply by silu(W_g x); if False, outputs are only normalised.
         shared_query: one query projection for both mixers.
-        grouped_norm: normalise each head on its own rather than the whole width; None for the family's choice.
-        rope: rotate the queries and keys of "both" mixers or of "attention" only; None for the family's choice.
-        attention_l2_norm: unit length for "none" of attention's inputs, its "key", or "query_key".
-        kv_activation: of keys and values after the convolution, "silu" or "none"; None for the family's choice.
-        attention_query_activation, linear_query_activation: of the queries; None for the family's choice.
-        attention_probability: share of tokens in attention mode that floating-point operations are counted for; in an
-            Oryx model by default its own.
+        grouped_norm: normalise each head separately instead of the whole width; None for the family's default.
+        rope: rotate the queries and keys of "both" mixers or of "attention" only; None for the family's default.
+        attention_l2_norm: L2-normalise "none" of attention's inputs, its "key", or "query_key".
+        kv_activation: of keys and values after the convolution, "silu" or "none"; None for the family's default.
+        attention_query_activation, linear_query_activation: of the queries; None for the family's default.
+        attention_probability: share of tokens in attention mode for counting FLOPs; by default that of an Oryx model's
+            configuration.
         norm_eps: of the norm.
         impl: implementation of the operations, None, "gluon", "triton" or "reference".
 
     Raises:
-        ValueError: an unknown choice, or sizes that do not fit.
+        ValueError: an unknown option value, or sizes that do not fit.
     """
 
     inputs = ("mode",)
 
-    # its kernels do both its kinds of mixing: only all of them can be replaced
+    # kernels of both mixers use one impl, so that only all of them together can be replaced
     attention_impls: ClassVar[dict[str, str]] = {"eager": "reference"}
 
     def __init__(
@@ -175,7 +173,7 @@ class OryxMixer(Mixer):
 
     @classmethod
     def prepare_input(cls, name: str, value: Any, span: Span, cu_seqlens: Tensor | None) -> Modes:
-        """The modes of a call's tokens, of a mode in any form that `resolve` takes."""
+        """Convert a mode in any form to the modes of a call's tokens; see `resolve`."""
         modes = resolve(value, span, cu_seqlens)
         attention = modes.attention
         grouped = attention is not None and attention.is_cuda and attention.numel() >= GROUPED_TOKENS
@@ -183,8 +181,8 @@ class OryxMixer(Mixer):
 
     @classmethod
     def step_input(cls, name: str, value: Any, lengths: Callable[[], list[int]]) -> str | Tensor:
-        """The modes of the tokens of a decoding step."""
-        return of_step(value, lengths)
+        """Convert a mode to that of a decoding step; see `step_mode`."""
+        return step_mode(value, lengths)
 
     def init_weights_(self) -> None:
         init_decay_(self.A_log)
@@ -210,19 +208,19 @@ class OryxMixer(Mixer):
     ) -> MixerOutput:
         step = stepping(hidden_states, state)
         if state is None and mode.attention is not None and self._fuses(hidden_states):
-            assert rotary is not None, "the model turns every call's positions"
+            assert rotary is not None, "the model computes rotation angles in every call"
             mixed = self._mix(hidden_states, mode.attention, mode.order, rotary, cu_seqlens)
             return output_linear(mixed, self.o_proj), None
-        # without a cache nobody will read the state that attention leaves behind
+        # without a cache, the final state is unused, so attention mode needs no recurrence
         recurs = mode.uniform != ATTENTION or state is not None
         rates = (self.dt_proj, self.beta_proj) if recurs else (None, None)
-        of_q = self._query_layer(_name_of(mode)) if mode.attention is None else None
+        of_q = self._query_layer(mode.uniform) if mode.attention is None else None
         q, k, v, gate, *rates = projected(hidden_states, of_q, self.k_proj, self.v_proj, self.g_proj, *rates)
         q = self._query(hidden_states, q, mode)
         k, v = self._shared(k, v, state, cu_seqlens, step)
         rotated = (q, k)
         if self.rope_both or mode.may_attend or state is not None:
-            assert rotary is not None, "the model turns every call's positions"
+            assert rotary is not None, "the model computes rotation angles in every call"
             rotated = apply_rotary_to_both(q, k, rotary)
         o = self._attend(*rotated, v, mode, state, cu_seqlens, step)
         if recurs:
@@ -230,13 +228,13 @@ class OryxMixer(Mixer):
             if o is None:
                 o = linear
             elif mode.attention is not None:
-                # attention is 0 where it does not answer, and looks at no gradient there
+                # attention's outputs are 0, without gradients, for tokens in linear mode
                 o = o + linear.masked_fill(mode.attention[..., None, None], 0.0)
-        assert o is not None, "a mode has one mixer at least"
+        assert o is not None, "every mode has at least one mixer"
         return output_linear(self.norm(o.flatten(-2), gate), self.o_proj), None
 
     def _fuses(self, x: Tensor) -> bool:
-        """Tell whether what lies between the projections is one operation: kernels, and none of some ablations."""
+        """Return whether `mix` can run all steps between the projections: with kernels, and without some ablations."""
         parts = (self.k_conv, self.v_conv, self.g_proj)
         kernels = resolve_impl("OryxMixer", self.impl, x, GLUON) != "reference"
         if not kernels or None in parts or self.attention_l2_norm != "none":
@@ -254,10 +252,10 @@ class OryxMixer(Mixer):
         rotary: Rotation,
         cu_seqlens: Tensor | None,
     ) -> Float[Tensor, "B T E"]:
-        """The input of the output projection in a call of mixed modes without a cache."""
+        """Return the output projection's input, for a call of mixed modes without a cache."""
         k_conv, v_conv, linear_q, attention_q = self.k_conv, self.v_conv, self.linear_q_proj, self.attention_q_proj
-        assert k_conv is not None, "asked for beforehand"
-        assert v_conv is not None, "asked for beforehand"
+        assert k_conv is not None, "checked by _fuses"
+        assert v_conv is not None, "checked by _fuses"
         if linear_q is None:
             rows, order = output_linear(x, attention_q), None
         elif order is not None and can_group(x, linear_q, attention_q):
@@ -269,7 +267,7 @@ class OryxMixer(Mixer):
             silu_shared=self.kv_activation == "silu",
             silu_attention_query=self.activations[ATTENTION] == "silu",
             silu_linear_query=self.activations[LINEAR] == "silu",
-            turn_linear=self.rope_both,
+            rotate_linear=self.rope_both,
             gate_before=self.norm.gate == "before",
             groups=self.norm.groups,
             eps=self.norm.eps,
@@ -277,14 +275,14 @@ class OryxMixer(Mixer):
         return mix(
             rows.reshape(-1, rows.shape[-1]), self._project_shared(x), A_log=self.A_log, dt_bias=self.dt_bias, D=self.D,
             k_weight=k_conv.weight, v_weight=v_conv.weight, norm_weight=self.norm.weight, attends=attends,
-            rotation=rotary, options=options, places=None if order is None else order.places, cu_seqlens=cu_seqlens,
+            rotation=rotary, options=options, row_ids=None if order is None else order.rows, cu_seqlens=cu_seqlens,
             impl=self.impl,
         )  # fmt: skip
 
     def _project_shared(self, x: Tensor) -> Float[Tensor, "B T C"]:
-        """Project what both modes project alike, side by side: one product where layers are plain.
+        """Return the projections shared by both modes, concatenated; one GEMM if the layers are plain.
 
-        Rows are padded to whole lines of 128 bytes, as torch.compile would else do behind a copy.
+        Rows are padded to multiples of 128 bytes, which torch.compile would otherwise do by a copy.
         """
         layers = (self.k_proj, self.v_proj, self.g_proj, self.dt_proj, self.beta_proj)
         layers = [layer for layer in layers if layer is not None]
@@ -295,19 +293,19 @@ class OryxMixer(Mixer):
         return F.pad(y, (0, -y.shape[-1] % 64))
 
     def _rates(self, rates: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """g, Δ and β (None without a delta rule), float32 `[B, T, H]`, of their projections."""
+        """Return g, Δ and β (None for Mamba-2), float32 `[B, T, H]`, from their projections."""
         dt = F.softplus(at_least_float32(rates) + self.dt_bias)
         return -self.A_log.exp() * dt, dt, None if beta is None else at_least_float32(beta).sigmoid()
 
-    def _query_layer(self, name: str) -> nn.Linear:
-        """The projection of queries in a mode."""
+    def _query_layer(self, name: str | None) -> nn.Linear:
+        """Return the query projection of a mode."""
         own = self.linear_q_proj if name == LINEAR else None
         return self.attention_q_proj if own is None else own
 
     def _query(self, x: Tensor, q: Tensor | None, mode: Modes) -> Float[Tensor, "B T H K"]:
-        """Each token's query for the mixer of its mode: the other mixer's output of that token is never used.
+        """Return each token's query for the mixer of its mode, as the other mixer's output for the token is unused.
 
-        Where all tokens are in one mode, q is their projection.
+        `q` is the projection of all tokens if they have one mode.
         """
 
         def activated(q: Tensor, name: str) -> Tensor:
@@ -316,7 +314,7 @@ class OryxMixer(Mixer):
         heads = self.num_heads, self.head_dim
         if mode.attention is None:
             assert q is not None, "projected with the others"
-            return activated(q, _name_of(mode)).unflatten(-1, heads)
+            return activated(q, mode.uniform or ATTENTION).unflatten(-1, heads)
         attends = mode.attention[..., None]
         attention_q, linear_q = self._query_layer(ATTENTION), self._query_layer(LINEAR)
         if linear_q is attention_q:
@@ -334,7 +332,7 @@ class OryxMixer(Mixer):
     def _shared(
         self, k: Tensor, v: Tensor, state: LayerState | None, cu_seqlens: Tensor | None, step: bool
     ) -> tuple[Tensor, Tensor]:
-        """Keys, before rotation, and values, `[B, T, H, K]`, of their projections."""
+        """Return keys (not rotated) and values `[B, T, H, K]` from their projections."""
         if self.k_conv is not None and self.v_conv is not None:
             past = (None, None) if state is None else (state.k_conv, state.v_conv)
             k, v = convolved((self.k_conv, self.v_conv), (k, v), past, cu_seqlens=cu_seqlens, step=step)
@@ -344,55 +342,16 @@ class OryxMixer(Mixer):
         return k.unflatten(-1, heads), v.unflatten(-1, heads)
 
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mode: Modes,
-        state: LayerState | None,
-        cu_seqlens: Tensor | None,
-        step: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, mode: Modes, state: LayerState | None, cu_seqlens: Any, step: bool
     ) -> Float[Tensor, "B T H K"] | None:
-        """Attention's outputs, 0 for tokens in linear mode; None when no token is in attention mode."""
+        """Return attention's outputs, 0 for tokens in linear mode; None if no token is in attention mode."""
         if self.attention_l2_norm != "none":
             k = _unit(k)
         if self.attention_l2_norm == "query_key":
             q = _unit(q)
-        if state is not None:
-            return self._attend_cached(q, k, v, mode, state, step)
-        if not mode.may_attend:
-            return None
-        if mode.attention is None:
-            return attention(q, k, v, cu_seqlens=cu_seqlens, impl=self.impl).o
-        return selected_attention(q, k, v, mode.attention, cu_seqlens=cu_seqlens, impl=self.impl)
-
-    def _attend_cached(
-        self, q: Tensor, k: Tensor, v: Tensor, mode: Modes, state: LayerState, step: bool
-    ) -> Float[Tensor, "B T H K"] | None:
-        """As `_attend`, over what the state holds and the call's own tokens, which are stored in any mode."""
-        kv, span = state.kv, state.span
-        if not mode.may_attend:
-            kv.write(k, v, span)
-            return None
-        if mode.attention is None:
-            return cached_attention(q, k, v, kv, span, step=step, impl=self.impl)
-        if not (step or span.past == 0 or span.uniform):
-            o = cached_attention(q, k, v, kv, span, step=False, impl=self.impl)
-            return o.masked_fill(~mode.attention[..., None, None], 0.0)
-        if span.past and k.requires_grad:
-            keys, values = (torch.cat(pair, 1) for pair in zip(kv.read(span), (k, v), strict=True))
-            kv.write(k, v, span)
-            return selected_attention(q, keys, values, mode.attention, impl=self.impl)
-        kv.write(k, v, span)
-        if step:
-            places = min(span.past + 1, kv.num_slots)
-            # a sequence in linear mode reads no keys
-            seen = kv.filled(span) * mode.attention.squeeze(1)
-            return attention_decode(q, kv.keys[:, :places], kv.values[:, :places], seen, impl=unless_gluon(self.impl)).o
-        if span.past:
-            places = span.past + span.tokens
-            k, v = kv.keys[:, :places], kv.values[:, :places]
-        return selected_attention(q, k, v, mode.attention, cu_seqlens=span.cu_seqlens, impl=self.impl)
+        if state is None:
+            return attend(q, k, v, mode, cu_seqlens=cu_seqlens, impl=self.impl)
+        return attend_cached(q, k, v, mode, state.kv, state.span, step=step, impl=self.impl)
 
     def _recur(
         self,
@@ -404,44 +363,34 @@ class OryxMixer(Mixer):
         cu_seqlens: Tensor | None,
         step: bool,
     ) -> Float[Tensor, "B T H K"]:
-        """The linear mixer's outputs of all tokens, whose state advances over all of them."""
+        """Return the linear mixer's outputs of all tokens and advance the state."""
         g, dt, beta = self._rates(*rates)
         options: dict[str, Any] = {"impl": self.impl}
-        chunked: Callable[..., ScanOutput] = chunk_ssd
-        stepped: Callable[..., Tensor] = ssd_step
-        inputs: tuple[Tensor, ...] = (q, k, v, g)
-        if beta is None:
-            options |= {"dt": dt, "D": self.D}
-        else:
-            chunked, stepped, options["qk_l2norm"] = chunk_gated_delta_rule, gated_delta_rule_step, True
-            inputs = (q, k, v, g, beta)
+        chunked: Callable[..., ScanOutput] = chunk_ssd if beta is None else chunk_gated_delta_rule
+        stepped: Callable[..., Tensor] = ssd_step if beta is None else gated_delta_rule_step
+        options |= {"dt": dt, "D": self.D} if beta is None else {"qk_l2norm": True}
+        inputs = (q, k, v, g) if beta is None else (q, k, v, g, beta)
         if state is not None and step:
             recurrent = state.recurrent.get(v.shape[0], v)
             if beta is None:
                 options["dt"] = dt.squeeze(1)
             options["impl"] = unless_gluon(self.impl)
-            o = stepped(*(t.squeeze(1) for t in inputs), recurrent, **options).unsqueeze(1)
-        else:
-            before = None if state is None else state.recurrent.value
-            # all outputs are computed: a branch that skips some costs the kernels more than it saves them
-            o, after = chunked(*inputs, initial_state=before, cu_seqlens=cu_seqlens, **options)
-            if state is not None:
-                state.recurrent.set(after)
+            return stepped(*(t.squeeze(1) for t in inputs), recurrent, **options).unsqueeze(1)
+        before = None if state is None else state.recurrent.value
+        # compute all outputs: skipping chunks in attention mode costs more by its branch than it saves
+        o, after = chunked(*inputs, initial_state=before, cu_seqlens=cu_seqlens, **options)
+        if state is not None:
+            state.recurrent.set(after)
         return o
 
     def mixing_flops(self, seq_len: int) -> float:
-        # as trained: the state for every token (the delta rule also reads it with k), then the read-out or the visible
-        # keys; 2 K² operations a product with the state, 4 K a key; the convolutions: 2 W a channel
-        products = (1 if self.is_mamba2 else 2) + (1 - self.attention_probability)
-        head = 2.0 * self.head_dim**2 * products
+        # as trained: the state update of every token (the delta rule also reads Sᵀk), and Sᵀq or attention; 2 K²
+        # operations per matmul with the state, 4 K per visible key; the convolutions: 2 W per channel
+        matmuls = (1 if self.is_mamba2 else 2) + (1 - self.attention_probability)
+        head = 2.0 * self.head_dim**2 * matmuls
         head += self.attention_probability * 4.0 * self.head_dim * mean_visible(seq_len)
         convs = sum(2 * conv.weight.numel() for conv in (self.k_conv, self.v_conv) if conv is not None)
         return self.num_heads * head + convs
-
-
-def _name_of(mode: Modes) -> str:
-    """The mode of all tokens of a call."""
-    return LINEAR if mode.uniform == LINEAR else ATTENTION
 
 
 def _unit(x: Float[Tensor, "B T H K"]) -> Tensor:

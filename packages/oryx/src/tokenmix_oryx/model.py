@@ -1,29 +1,42 @@
-"""The Oryx language model: modes by position in every call, and plans of modes for generation."""
+"""The Oryx language model: modes in every call, and plans of modes for generation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from tokenmix_core.modeling import CACHE, HybridCache, HybridForCausalLM, HybridModel, Span, register_model
 from tokenmix_oryx.config import OryxConfig
 from tokenmix_oryx.generation import GenerationMode, ModePlan, PromptMode, check_generation
-from tokenmix_oryx.modes import ATTENTION, LINEAR, ModeInput, Modes, check_mode, said
+from tokenmix_oryx.modes import ATTENTION, LINEAR, ModeInput, Modes, check_mode, describe
 from tokenmix_oryx.state import OryxCache
 
 
-class OryxModel(HybridModel):
-    """The backbone; `mode` says which mixer answers where.
+class Defaults(NamedTuple):
+    """Modes of calls and generations that give none; see `OryxForCausalLM.modes`."""
 
-    `mode` is "linear" or "attention" for all tokens; a list of (start, mode), whose starts count the tokens of each
-    sequence from 0 without padding, a cache's included, or are shares of its length; or a bool tensor `[B, T]`, True
-    for attention, one value for each token of the call. Without it `default_mode` holds.
+    prefill: ModeInput | PromptMode
+    generation: GenerationMode | None = None
+    keep_kv: bool = True
+
+    @property
+    def generated(self) -> GenerationMode:
+        """The mode of generated tokens: by default the mode at the end of the prompt."""
+        return _last(self.prefill) if self.generation is None else self.generation
+
+
+class OryxModel(HybridModel):
+    """The backbone; `mode` selects the mixer of each token.
+
+    `mode` is "linear" or "attention" for all tokens; a list of (start, mode), where starts are positions in each
+    sequence without padding, including cached tokens, or shares of its length; or a bool tensor `[B, T]`, True for
+    attention, with one value for each token of the call. By default it is `default_mode`.
 
     Attributes:
-        default_mode: the mode of calls that name none; the configuration's `mode` at first.
+        default_mode: the mode of calls that give none; initially the configuration's `mode`.
     """
 
     config: OryxConfig
@@ -31,13 +44,19 @@ class OryxModel(HybridModel):
 
     def __init__(self, config: OryxConfig):
         super().__init__(config)
-        self.default_mode: ModeInput | PromptMode = config.mode
-        # whether caches are made with the promise of linear mode
-        self.promises_linear = False
+        self.defaults = Defaults(config.mode)
+
+    @property
+    def default_mode(self) -> ModeInput | PromptMode:
+        return self.defaults.prefill
+
+    @default_mode.setter
+    def default_mode(self, mode: ModeInput | PromptMode) -> None:
+        self.defaults = self.defaults._replace(prefill=mode)
 
     def make_cache(self, max_length: int = 0, *, offload: bool = False) -> OryxCache:
         cache = OryxCache((mixer.make_state() for mixer in self.mixers), max_length=max_length, offload=offload)
-        if self.promises_linear:
+        if not self.defaults.keep_kv and self.default_mode == LINEAR:
             cache.promise_linear()
         return cache
 
@@ -45,92 +64,85 @@ class OryxModel(HybridModel):
         self, inputs: dict[str, Any], span: Span, cu_seqlens: Tensor | None, cache: HybridCache | None
     ) -> dict[str, Any]:
         if inputs.get("mode") is None:
-            # of a default that is a function of a prompt's tokens, `resolve` says what a call takes instead
+            # `resolve` refuses a default that is a function of the prompt
             inputs = {**inputs, "mode": self.default_mode}
         prepared = super().prepare_mixer_inputs(inputs, span, cu_seqlens, cache)
         if "mode" in prepared and isinstance(cache, OryxCache) and cache.linear_only:
-            prepared["mode"] = _kept_promise(prepared["mode"])
+            prepared["mode"] = _require_linear(prepared["mode"])
         return prepared
 
 
-def _kept_promise(modes: Modes) -> Modes:
+def _require_linear(modes: Modes) -> Modes:
     if modes.uniform == ATTENTION or (modes.attention is not None and bool(modes.attention.any())):
         raise ValueError(
-            "attention was asked for after a promise of linear mode to the end: the cache keeps no keys and values; "
-            "begin with a new cache, or do not promise"
+            "attention was requested after a promise of linear mode to the end: the cache keeps no keys and values; "
+            "use a new cache, or do not promise linear mode"
         )
     return Modes(LINEAR)
 
 
 class OryxForCausalLM(HybridForCausalLM):
-    """The language model; `forward` takes `mode` as `OryxModel` does, `generate` a mode for the prompt and the rest."""
+    """The language model; `forward` takes `mode` like `OryxModel`, `generate` modes for prompt and generation."""
 
     config: OryxConfig
     model: OryxModel
     config_class = OryxConfig
     model_class: ClassVar[type[HybridModel]] = OryxModel
 
-    def __init__(self, config: OryxConfig):
-        super().__init__(config)
-        self.default_generation_mode: GenerationMode | None = None
-        self.default_keep_kv = True
-
     @contextmanager
     def modes(
         self, prefill: ModeInput | PromptMode, generation: GenerationMode | None = None, *, keep_kv: bool = True
     ) -> Iterator[None]:
-        """Within it, what calls and generations use that name no mode: for functions that know nothing of modes.
+        """Context that sets the default modes of calls and generations, for code without a `mode` argument.
 
         Args:
-            prefill: for calls, and the prompts of generations; of prompts alone where it is a function.
-            generation: for what generations add; by default the mode that `prefill` ends with.
-            keep_kv: for generations, as in `generate`.
+            prefill: mode of calls and of prompts; a function applies to prompts only.
+            generation: mode of generated tokens; by default the mode at the end of `prefill`.
+            keep_kv: as for `generate`.
 
         Raises:
-            ValueError: no modes, or a promise that they break.
+            ValueError: invalid modes, or modes that contradict `keep_kv=False`.
         """
         if not callable(prefill):
             check_mode(prefill)
         if not keep_kv or generation is not None:
             check_generation(_last(prefill) if generation is None else generation, keep_kv)
-        model = self.model
-        before = model.default_mode, model.promises_linear, self.default_generation_mode, self.default_keep_kv
-        model.default_mode, model.promises_linear = prefill, not keep_kv and prefill == LINEAR
-        self.default_generation_mode, self.default_keep_kv = generation, keep_kv
+        with self._defaults(Defaults(prefill, generation, keep_kv)):
+            yield
+
+    @contextmanager
+    def _defaults(self, defaults: Defaults) -> Iterator[None]:
+        before, self.model.defaults = self.model.defaults, defaults
         try:
             yield
         finally:
-            model.default_mode, model.promises_linear, self.default_generation_mode, self.default_keep_kv = before
+            self.model.defaults = before
 
     @contextmanager
     def decoding(self, cache: OryxCache, *, graph: bool | None = None) -> Iterator[None]:
-        """As core's, and within it calls that name no mode read generated tokens, as `modes` says.
+        """Context of core's `decoding` in which calls without a mode use the default mode of generated tokens.
 
         Args:
-            cache: of the prompt; without keys and values from now on, where `modes` says so.
-            graph: as core's.
+            cache: cache of the prompt; its keys and values are freed if `modes` has set `keep_kv=False`.
+            graph: as for core's `decoding`.
 
         Raises:
-            ValueError: the mode is a function, which only `generate` asks at every step; or as core's.
+            ValueError: the mode is a function, which only `generate` supports; or as for core's `decoding`.
         """
-        generation = self.default_generation_mode
-        generation = _last(self.model.default_mode) if generation is None else generation
+        defaults = self.model.defaults
+        generation = defaults.generated
         if callable(generation):
-            raise ValueError("a generation_mode that is a function is asked by generate alone; give a mode or schedule")
-        if not self.default_keep_kv:
+            raise ValueError("only generate supports a generation_mode that is a function; give a mode or schedule")
+        if not defaults.keep_kv:
             cache.promise_linear()
-        before, self.model.default_mode = self.model.default_mode, generation
-        try:
-            with super().decoding(cache, graph=graph):
-                yield
-        finally:
-            self.model.default_mode = before
+        with self._defaults(defaults._replace(prefill=generation)), super().decoding(cache, graph=graph):
+            yield
 
     def evaluation_settings(self) -> dict[str, str]:
-        """The modes that evaluations are made in, and whether generations keep keys and values."""
-        prefill, generation = self.model.default_mode, self.default_generation_mode
-        modes = said(prefill) if generation in (None, prefill) else f"{said(prefill)} → {said(generation)}"
-        return {"modes": modes} | ({} if self.default_keep_kv else {"keys and values": "not kept"})
+        """Return the modes of evaluations, and whether generations keep keys and values."""
+        prefill, generation, keep_kv = self.model.defaults
+        modes = describe(prefill) if generation in (None, prefill) else f"{describe(prefill)} → {describe(generation)}"
+        return {"modes": modes} | ({} if keep_kv else {"keys and values": "not kept"})
 
     def generate(
         self,
@@ -142,31 +154,31 @@ class OryxForCausalLM(HybridForCausalLM):
         keep_kv: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Generate as transformers does, and:
+        """Generate with transformers' `generate`, and:
 
         Args:
-            mode: of prompt and generation alike.
-            prefill_mode: of the prompt, in any form that `OryxModel` takes; a tensor has a column for each of its
-                tokens, padding included; a function makes one of the prompt's tokens `[B, T]`. By default the model's
+            mode: mode of prompt and generated tokens.
+            prefill_mode: mode of the prompt, in any form of `OryxModel`; a tensor has a column for each token, padding
+                included; a function returns such a tensor for the prompt's tokens `[B, T]`. By default the model's
                 default mode.
-            generation_mode: of generated tokens: a mode, a schedule by position, or a function of the step (from 0)
-                and all tokens `[B, T]` that returns a mode or a bool tensor `[B]`. By default the mode that the prompt
-                ends with.
-            keep_kv: False promises linear mode from the end of the prompt on (from its beginning if it is in linear
-                mode too), so that no keys and values are kept. By default they are, unless `modes` says otherwise.
+            generation_mode: mode of generated tokens: a mode, a schedule by position, or a function of the step (from
+                0) and all tokens `[B, T]` that returns a mode or a bool tensor `[B]`. By default the mode at the end of
+                the prompt.
+            keep_kv: False promises linear mode from the end of the prompt on (from its start if the prompt is in linear
+                mode), so that no keys and values are kept. By default True, unless set by `modes`.
 
         Raises:
-            ValueError: no modes, `mode` beside one of the others, or a broken promise.
+            ValueError: invalid modes, `mode` together with one of the others, or a contradiction to `keep_kv=False`.
         """
         if mode is not None and (prefill_mode is not None or generation_mode is not None):
             raise ValueError("give either mode, or prefill_mode and generation_mode")
-        named = prefill_mode if mode is None else mode
-        prefill = self.model.default_mode if named is None else named
+        given = prefill_mode if mode is None else mode
+        defaults = self.model.defaults if given is None else Defaults(given)
+        prefill = defaults.prefill
         if generation_mode is None:
-            own = self.default_generation_mode if named is None else None
-            generation_mode = _last(prefill) if own is None else own
+            generation_mode = defaults.generated
         if keep_kv is None:
-            keep_kv = self.default_keep_kv if named is None else True
+            keep_kv = defaults.keep_kv
         if callable(prefill):
             prompt = kwargs.get("input_ids") if inputs is None else inputs
             if prompt is None:
@@ -178,7 +190,7 @@ class OryxForCausalLM(HybridForCausalLM):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        # embeddings by name: transformers looks for them here to tell whether it may generate from them
+        # transformers inspects this signature for inputs_embeds to decide whether it may generate from them
         plan = kwargs.pop("mode", None)
         prepare: Any = super().prepare_inputs_for_generation
         inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
@@ -187,13 +199,13 @@ class OryxForCausalLM(HybridForCausalLM):
     def step_inputs(self, given: dict[str, Any], cache: HybridCache, tokens: Tensor | None) -> dict[str, Any]:
         mode: Any = given.get("mode")
         if isinstance(mode, ModePlan):
-            assert tokens is not None, "a plan is followed by generate alone"
+            assert tokens is not None, "only generate supports plans"
             mode = mode.for_call({"input_ids": tokens[:, -1:], CACHE: cache}, tokens)
         mode = self.model.default_mode if mode is None else mode
         return super().step_inputs({**given, "mode": mode}, cache, tokens)
 
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: Any = None, *, linear_only: bool = False) -> int:
-        """Bytes that the cache holds of `batch_size` sequences of `seq_len` tokens; `linear_only` after the promise."""
+        """Return the most bytes of a cache of `batch_size` sequences; `linear_only` after a promise of linear mode."""
         if not linear_only:
             return super().state_bytes(seq_len, batch_size, dtype)
         cache = self.make_cache()
@@ -205,13 +217,13 @@ class OryxForCausalLM(HybridForCausalLM):
 
 
 def _last(mode: ModeInput | PromptMode) -> GenerationMode:
-    """The mode that goes on after the tokens that one was given for."""
+    """Return the mode that continues after the tokens of `mode`."""
     if isinstance(mode, str):
         return mode
     if isinstance(mode, Tensor) or callable(mode):
         kind = "tensor" if isinstance(mode, Tensor) else "function"
-        raise ValueError(f"a prefill_mode that is a {kind} says nothing of later tokens: give generation_mode too")
-    # a schedule by position goes on by itself, and may switch once more
+        raise ValueError(f"a prefill_mode that is a {kind} has no mode for later tokens: give generation_mode too")
+    # a schedule by position also applies to later tokens
     return mode[-1][1] if any(isinstance(start, float) for start, _ in mode) else mode
 
 
@@ -219,7 +231,7 @@ def _prompt_tokens(inputs: Tensor | None, kwargs: dict[str, Any]) -> int:
     for name in ("attention_mask", "inputs_embeds", "input_ids"):
         if kwargs.get(name) is not None:
             return kwargs[name].shape[1]
-    # without any input generation begins with one token
+    # without any input, generation begins with one token
     return 1 if inputs is None else inputs.shape[1]
 
 

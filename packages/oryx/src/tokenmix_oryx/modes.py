@@ -1,4 +1,4 @@
-"""Which mixer answers at which position: the forms in which a mode is given, and what the layers make of it."""
+"""Modes, which select the mixer of each token: the forms in which callers give them, and their resolution."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ModeInput = str | Sequence[tuple[int | float, str]] | Tensor
 
 
 class Modes(NamedTuple):
-    """The modes of a call as the layers take them.
+    """Modes of a call in the form that layers take.
 
     Attributes:
-        uniform: the one mode of all tokens, when the host knows that it is one; else None.
+        uniform: the mode of all tokens, if the host knows that they have the same one; else None.
         attention: `[B, T]`, True for attention, in the layout of the layers; None with `uniform`.
-        order: the tokens in order of their modes, for layers that work so; None where nobody made it.
+        order: tokens sorted by mode, for a grouped GEMM; None if it does not pay.
     """
 
     uniform: str | None
@@ -38,16 +38,16 @@ class Modes(NamedTuple):
 
     @property
     def may_attend(self) -> bool:
-        """Tell whether some token may be in attention mode, as far as the host knows."""
+        """True unless the host knows that all tokens are in linear mode."""
         return self.uniform != LINEAR
 
     def ordered(self) -> Modes:
-        """These with the order of the tokens, made once for all layers."""
+        """Return the modes with the order of tokens, computed once for all layers."""
         return self if self.attention is None else self._replace(order=token_order(self.attention))
 
 
 def check_mode(mode: Any) -> None:
-    """Raise a ValueError for something that is no mode in any of its forms."""
+    """Raise a ValueError for an invalid mode."""
     if isinstance(mode, Tensor):
         if mode.dtype != torch.bool or mode.dim() != 2:
             raise ValueError(
@@ -81,11 +81,11 @@ def _check_schedule(schedule: Sequence[Any]) -> None:
             f"1), got {list(starts)!r}"
         )
     if starts[0] != 0 or any(a >= b for a, b in itertools.pairwise(starts)):
-        raise ValueError(f"the starts of a schedule must rise from 0, got {list(starts)!r}")
+        raise ValueError(f"the starts of a schedule must increase from 0, got {list(starts)!r}")
 
 
-def said(mode: Any) -> str:
-    """A mode in words, a schedule as the command line takes it."""
+def describe(mode: Any) -> str:
+    """Return a mode as text, a schedule in the command line's format."""
     if isinstance(mode, str):
         return mode
     if isinstance(mode, list | tuple):
@@ -94,16 +94,16 @@ def said(mode: Any) -> str:
 
 
 def resolve(mode: ModeInput, span: Span, cu_seqlens: Int[Tensor, "N_plus_1"] | None = None) -> Modes:
-    """The modes of a call's tokens.
+    """Return the modes of a call's tokens.
 
     Args:
-        mode: one mode; a schedule, whose starts count the tokens of each sequence from 0 without padding, or are
-            shares of its length, in a call that begins it; or `[B, T]`, one value for each place of the call.
-        span: where the call's tokens lie.
+        mode: one mode; a schedule, whose starts are positions in each sequence without padding, or shares of its
+            length if the call begins the sequence; or `[B, T]`, one value for each token of the call.
+        span: token layout of the call.
         cu_seqlens: boundaries of packed sequences.
 
     Raises:
-        ValueError: no mode, a tensor of another shape, or shares in a call that does not begin its sequences.
+        ValueError: an invalid mode, a tensor of another shape, or shares in a call that continues sequences.
     """
     check_mode(mode)
     if isinstance(mode, str):
@@ -118,20 +118,20 @@ def resolve(mode: ModeInput, span: Span, cu_seqlens: Int[Tensor, "N_plus_1"] | N
         return _by_share(starts, modes, span, cu_seqlens)
     if cu_seqlens is None and span.uniform:
         ends = [*starts[1:], last]
-        met = {m for s, e, m in zip(starts, ends, modes, strict=True) if max(s, first) < min(e, last)}
-        if len(met) == 1:
-            return Modes(met.pop())
+        present = {m for s, e, m in zip(starts, ends, modes, strict=True) if max(s, first) < min(e, last)}
+        if len(present) == 1:
+            return Modes(present.pop())
     positions = _positions(span, cu_seqlens)
     boundaries = torch.tensor(starts[1:], device=span.device)
-    piece = torch.searchsorted(boundaries, positions, right=True)
-    return Modes(None, _is_attention(modes, span.device)[piece])
+    index = torch.searchsorted(boundaries, positions, right=True)
+    return Modes(None, _is_attention(modes, span.device)[index])
 
 
-def of_step(mode: ModeInput, lengths: Callable[[], list[int]]) -> str | Tensor:
-    """The mode of one more token of each sequence, which hold so many tokens: one for all, or `[B, 1]`.
+def step_mode(mode: ModeInput, lengths: Callable[[], list[int]]) -> str | Tensor:
+    """Return the mode of the next token of each sequence: one for all, or `[B, 1]`; `lengths` gives the positions.
 
     Raises:
-        ValueError: no mode, or a schedule by shares, which a sequence that goes on has none of.
+        ValueError: an invalid mode, or a schedule by shares, which need the sequence's final length.
     """
     check_mode(mode)
     if isinstance(mode, str | Tensor):
@@ -155,26 +155,26 @@ def _by_share(starts: Sequence[float], modes: Sequence[str], span: Span, cu_seql
             "give the starts as positions"
         )
     positions = _positions(span, cu_seqlens)
-    boundaries = span.cu_seqlens if cu_seqlens is None else cu_seqlens
-    if boundaries is None:
+    cu_seqlens = span.cu_seqlens if cu_seqlens is None else cu_seqlens
+    if cu_seqlens is None:
         lengths = span.after.unsqueeze(1).expand_as(positions)
     else:
-        lengths = boundaries.long().diff().repeat_interleave(boundaries.long().diff(), output_size=positions.shape[1])
-        lengths = lengths.unsqueeze(0)
+        lengths = cu_seqlens.long().diff()
+        lengths = lengths.repeat_interleave(lengths, output_size=positions.shape[1]).unsqueeze(0)
     share = torch.tensor(starts[1:], device=span.device, dtype=torch.float64)
-    # the first token at or past a share of the length
-    piece = (positions.unsqueeze(-1) >= (share * lengths.unsqueeze(-1)).ceil()).sum(-1)
-    return Modes(None, _is_attention(modes, span.device)[piece])
+    # each part starts at the first token at or past its share of the length
+    index = (positions.unsqueeze(-1) >= (share * lengths.unsqueeze(-1)).ceil()).sum(-1)
+    return Modes(None, _is_attention(modes, span.device)[index])
 
 
 def _positions(span: Span, cu_seqlens: Tensor | None) -> Int[Tensor, "B T"]:
-    """The position of each token in its sequence, in the layout of the layers."""
+    """Return the position of each token in its sequence, in the layout of the layers."""
     if cu_seqlens is not None:
         return packed_positions(cu_seqlens, span.tokens).unsqueeze(0)
     return span.positions.view(span.layout)
 
 
-def _is_attention(modes: Sequence[str], device: torch.device) -> Bool[Tensor, "pieces"]:
+def _is_attention(modes: Sequence[str], device: torch.device) -> Bool[Tensor, "parts"]:
     return torch.tensor([mode == ATTENTION for mode in modes], device=device)
 
 
@@ -187,10 +187,10 @@ def draw_modes(
     attention_probability: float = 0.25,
     assignment: Assignment = "chunk",
 ) -> Bool[Tensor, "T"]:
-    """The modes of training sequence `index`: a function of the seed and the index alone.
+    """Draw the modes of training sequence `index`, which depend only on the seed and the index.
 
-    "chunk": each chunk of `chunk_size` tokens is in attention mode with probability `attention_probability`, on its
-    own; "sequence": all tokens share one draw. True is attention.
+    "chunk": each chunk of `chunk_size` tokens is independently in attention mode with probability
+    `attention_probability`; "sequence": all tokens have the same mode. True is attention.
 
     Raises:
         ValueError: an unknown assignment, sizes below 1, or a probability outside 0 … 1.

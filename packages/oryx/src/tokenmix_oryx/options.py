@@ -1,4 +1,4 @@
-"""The options of a layer: their values, and what each family chooses where nothing is said."""
+"""Values of a layer's options, and each family's defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One projection a token, by the weights of its mode: a grouped product over the tokens in order of their modes."""
+"""Query projection of each token by the weights of its mode: a grouped GEMM over tokens sorted by mode."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from tokenmix_core.nn import is_plain_linear, moved
 
 
 class TokenOrder(NamedTuple):
-    """N tokens in order of their modes, linear ones first.
+    """N tokens sorted by mode, linear ones first.
 
     Attributes:
-        order: `[N]`, the token at each place.
-        places: `[N]`, the place of each token.
-        ends: `[2]` int32, where each mode's tokens end.
+        tokens: `[N]`, the token of each row.
+        rows: `[N]`, the row of each token.
+        ends: `[2]` int32, end of each mode's rows.
     """
 
-    order: Int[Tensor, "N"]
-    places: Int[Tensor, "N"]
+    tokens: Int[Tensor, "N"]
+    rows: Int[Tensor, "N"]
     ends: Int[Tensor, "2"]
 
 
 def token_order(attention: Bool[Tensor, "B T"]) -> TokenOrder:
-    """The order of tokens of which `attention` is True for those in attention mode; nothing waits for the device."""
+    """Sort tokens by mode, without a synchronisation; `attention` is True for tokens in attention mode."""
     attends = attention.flatten()
     before = attends.cumsum(0)
     tokens = torch.arange(len(attends), device=attends.device)
     linear = len(attends) - before[-1]
-    places = torch.where(attends, linear + before - 1, tokens - before)
-    order = torch.empty_like(places).scatter_(0, places, tokens)
-    return TokenOrder(order, places, torch.stack([linear, torch.full_like(linear, len(attends))]).int())
+    rows = torch.where(attends, linear + before - 1, tokens - before)
+    by_row = torch.empty_like(rows).scatter_(0, rows, tokens)
+    return TokenOrder(by_row, rows, torch.stack([linear, torch.full_like(linear, len(attends))]).int())
 
 
 def can_group(x: Tensor, *layers: nn.Module | None) -> bool:
-    """Tell whether the device multiplies groups of sizes unknown to the host, and the layers are plain matrices."""
+    """Return whether the device has a grouped GEMM with group sizes on the device, and the layers are plain."""
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     if (
         not x.is_cuda
@@ -46,24 +46,24 @@ def can_group(x: Tensor, *layers: nn.Module | None) -> bool:
         or not all(layer is not None and is_plain_linear(layer) for layer in layers)
     ):
         return False
-    # elsewhere torch takes the sizes to the host
+    # on other devices, torch copies the sizes to the host
     return torch.cuda.get_device_capability(x.device)[0] in (9, 10)
 
 
 def project_in_order(
     x: Float[Tensor, "B T D"], linear: Float[Tensor, "E D"], attention: Float[Tensor, "E D"], order: TokenOrder
 ) -> Float[Tensor, "N E"]:
-    """y = W x with the weights of each token's mode, each token multiplied once, in order of their modes."""
+    """Compute y = W x with the weights of each token's mode, in order of modes."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     weights = torch.stack([linear, attention]).to(x.dtype).transpose(1, 2)
-    rows = moved(x.flatten(0, 1), order.order, order.places)
+    rows = moved(x.flatten(0, 1), order.tokens, order.rows)
     return F.grouped_mm(rows, weights, offs=order.ends)
 
 
 def project_by_mode(
     x: Float[Tensor, "B T D"], linear: Float[Tensor, "E D"], attention: Float[Tensor, "E D"], order: TokenOrder
 ) -> Float[Tensor, "B T E"]:
-    """The same, each token in its own place."""
+    """`project_in_order`, with the result in the order of the input's tokens."""
     y = project_in_order(x, linear, attention, order)
-    return moved(y, order.places, order.order).unflatten(0, x.shape[:2])
+    return moved(y, order.rows, order.tokens).unflatten(0, x.shape[:2])

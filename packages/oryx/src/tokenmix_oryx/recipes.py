@@ -1,7 +1,7 @@
-"""Recipes: the paper's models and ablations, their baselines, a demonstration for one GPU, and a tiny one for a laptop.
+"""Recipes: the paper's models, ablations and baselines, a demonstration for one GPU, and a tiny model for a laptop.
 
-Sizes count what a mode uses, as the paper does: 13 D² weights a layer, 5 of them in the mixer. The other mode's query
-adds one more. Baselines are core's of the same sizes, which the paper trains at half the learning rate.
+As in the paper, sizes count the weights used by one mode: 13 D² per layer, 5 of them in the mixer. The other mode's
+query adds one more. Baselines are core's of the same sizes, which the paper trains at half the learning rate.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from tokenmix_oryx.options import GDN, MAMBA2
 
 FAMILIES = {"tm": MAMBA2, "tg": GDN}
 WIDTHS = {size: (sizes.width, sizes.layers) for size, sizes in SIZES.items()}
-# parameters that a mode uses, in millions, for 20 tokens each
+# millions of parameters used by a mode, each trained on 20 tokens
 _MILLIONS = {"130m": 130, "380m": 380, "810m": 810, "1.4b": 1400}
 
 
 def mode_rows(recipe: Recipe) -> RowInputs:
-    """The modes of each training row, drawn from the data's seed and the row's index as the configuration says."""
+    """Return the modes of each training row, drawn from the data's seed and the row's index."""
     config = recipe.model_config()
     return partial(
         _modes_of_row,
@@ -62,7 +62,7 @@ def _modes_of_row(seq_len: int, seed: int, chunk_size: int, probability: float, 
 
 
 def model_fields(family: str, width: int, layers: int, **options: Any) -> dict[str, Any]:
-    """The fields of a model whose layers have these options: an MLP of 8 D² weights, of 9 D² if they have no gate."""
+    """Return the fields of a model with these layer options; its MLP has 8 D² weights, or 9 D² without output gate."""
     ratio = 8 if options.get("output_gate", True) else 9
     return {
         "hidden_size": width,
@@ -75,7 +75,7 @@ def model_fields(family: str, width: int, layers: int, **options: Any) -> dict[s
 
 
 def paper(family: str, size: str) -> Recipe:
-    """ORYX-TM or ORYX-TG at one of the paper's sizes: the baselines' setting at twice their learning rate."""
+    """Return ORYX-TM or ORYX-TG at one of the paper's sizes: the baselines' setting with twice the learning rate."""
     base = baseline("transformer", size)
     shared = {name: base.model[name] for name in ("vocab_size", "tie_word_embeddings", "max_position_embeddings")}
     peak = 2 * base.optimizer.learning_rate
@@ -91,7 +91,7 @@ def paper(family: str, size: str) -> Recipe:
     )
 
 
-# the rows of "Table 5, left", as what the mixer is made of beside the baseline's attention
+# parts added to the baseline's attention in the rows of Table 5, left
 COMPONENTS: dict[str, dict[str, Any]] = {
     "norm": {},
     "norm-conv-gate": {"conv_size": 4, "output_gate": True},
@@ -99,7 +99,7 @@ COMPONENTS: dict[str, dict[str, Any]] = {
 
 
 def components(name: str) -> Recipe:
-    """The 1.4B Transformer with what Oryx adds to attention (Table 5, left), fully trained, as many parameters."""
+    """Return the 1.4B Transformer with Oryx' additions to attention (Table 5, left), with equal parameter count."""
     base, parts = baseline("transformer", "1.4b"), COMPONENTS[name]
     options = {"type": "normed_attention", **base.model["mixer_options"][ATTENTION], **parts}
     width, gate = base.model["hidden_size"], bool(parts.get("output_gate"))
@@ -113,7 +113,7 @@ def components(name: str) -> Recipe:
 
 
 _PLAIN = {"conv_size": 0, "output_gate": False}
-# the rows of Tables 4 to 8, as what differs from the family's final choice; the perplexities tell each table's base
+# differences of the rows of Tables 4 to 8 from the family's final model; perplexities identify each table's base
 ABLATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "tm": {
         "sequence": {},
@@ -145,10 +145,10 @@ ABLATIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def ablation(family: str, name: str, size: str = "380m") -> Recipe:
-    """A row of Tables 4 to 8 or a curve of Figures 4 and 5: 20 tokens a parameter, modes assigned to sequences.
+    """Return a row of Tables 4 to 8 or a curve of Figures 4 and 5: 20 tokens per parameter, one mode per sequence.
 
-    The assignment is that of chunks where the name says so. Models without a gate have a wider MLP, so that all of a
-    size have as many parameters in a mode.
+    "chunk" in the name means one mode per chunk. Models without a gate have a wider MLP, so that all models of a size
+    have equally many parameters per mode.
     """
     changes = {"mode_assignment": "sequence", **ABLATIONS[family][name]}
     base, tokens = paper(family, size), 20 * _MILLIONS[size] * 10**6
@@ -164,10 +164,10 @@ def ablation(family: str, name: str, size: str = "380m") -> Recipe:
 
 
 def demo(family: str, assignment: str) -> Recipe:
-    """About 100M parameters on the built-in corpus and associative recall: some minutes of a GPU.
+    """Return about 100M parameters on the built-in corpus and associative recall, for some minutes of a GPU.
 
-    Recall needs steps more than tokens, hence small ones, and four rows in five; and more pairs than either family's
-    linear state can hold.
+    Recall needs many steps rather than many tokens, hence small batches with four of five rows of recall, and more
+    pairs than the linear state of either family can store.
     """
     suffix = "" if assignment == "chunk" else "-sequence"
     tokens, vocab = 1024, 1024
@@ -212,7 +212,7 @@ def demo(family: str, assignment: str) -> Recipe:
 
 
 def tiny(family: str = "tm") -> Recipe:
-    """Two heads, four layers, on Python's standard library: minutes on a laptop, in core's tiny setting."""
+    """Return two heads and four layers on Python's standard library: minutes on a laptop, in core's tiny setting."""
     base = tiny_setting()
     fields = {**model_fields(family, 128, 4, head_dim=64), "mode_chunk_size": 32}
     return replace(
@@ -228,7 +228,7 @@ def tiny(family: str = "tm") -> Recipe:
 
 
 def recall() -> Recipe:
-    """Associative recall of more pairs than a small linear state keeps: what crossing modes is good for, on a CPU."""
+    """Return associative recall with more pairs than a small linear state can store, for a CPU."""
     base = tiny()
     return replace(
         base,

@@ -1,4 +1,4 @@
-"""Keys and values that can be given up: after a promise of linear mode to the end nothing of them is kept."""
+"""Keys and values that can be dropped after a promise of linear mode."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tokenmix_core.nn import Bounds
 
 
 class DroppableKV(KVState):
-    """All keys and values, or none from `drop` on."""
+    """All keys and values, or none after `drop`."""
 
     dropped = False
 
     def drop(self) -> None:
-        """Free what is held and keep nothing from now on."""
+        """Free all keys and values, and store none from now on."""
         self.clear()
         self.dropped = True
 
@@ -29,19 +29,18 @@ class DroppableKV(KVState):
 
 
 class OryxCache(HybridCache):
-    """The cache of an Oryx model: for each layer keys and values, the linear state and the convolutions' last inputs.
+    """The cache of an Oryx model: keys and values, linear state and the convolutions' last inputs of each layer.
 
-    After `promise_linear` only the constant-size parts remain of Oryx layers and grow no more; other mixers keep what
-    they keep.
+    After `promise_linear` only the parts of constant size of Oryx layers remain; other mixers are not affected.
     """
 
-    # the model refuses attention where no keys are kept
+    # whether the model must refuse attention
     linear_only = False
 
     def promise_linear(self) -> None:
-        """Take the caller's word that all further tokens are in linear mode: Oryx' keys and values are freed for good.
+        """Free keys and values of Oryx layers for good, as all further tokens will be in linear mode.
 
-        It holds as long as the cache exists; asking for attention later is a ValueError of the model.
+        The model raises a ValueError if attention is requested later.
         """
         self.linear_only = True
         for part in self._parts():

@@ -31,7 +31,7 @@ def made(options, B, T, K, dtype=torch.float32, device="cpu", W=4, seed=0):
     # columns beyond those that are read
     shapes = {"rows": (B * T, E), "shared": (B, T, 3 * E + 2 * H + 3), "norm_weight": (E,)}
     # one value a head of A_log, dt_bias and D (not for the delta rule): their errors are measured together
-    shapes |= {"k_weight": (E, W), "v_weight": (E, W), "heads": (3 if options.turn_linear else 2, H)}
+    shapes |= {"k_weight": (E, W), "v_weight": (E, W), "heads": (3 if options.rotate_linear else 2, H)}
     x = {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()}
     x["heads"][0] -= 2
     return {name: t.to(device, torch.float32 if name == "heads" else dtype) for name, t in x.items()}
@@ -50,7 +50,7 @@ def modes(kind, B, T, device="cpu"):
     )
 
 
-def functions(options, attends, K, *, places=None, cu_seqlens=None, own_angles=False):
+def functions(options, attends, K, *, row_ids=None, cu_seqlens=None, own_angles=False):
     B, T = attends.shape
 
     positions = torch.arange(T, device=attends.device)[None]
@@ -60,7 +60,7 @@ def functions(options, attends, K, *, places=None, cu_seqlens=None, own_angles=F
 
     def run(impl, heads, recurrence="reference", **x):
         x |= dict(zip(("A_log", "dt_bias", "D"), heads, strict=False))
-        form = {"attends": attends, "rotation": rotation, "places": places, "cu_seqlens": cu_seqlens}
+        form = {"attends": attends, "rotation": rotation, "row_ids": row_ids, "cu_seqlens": cu_seqlens}
         if recurrence == "triton":
             return Output(mix_reference(**{"D": None} | x | form, options=options, impl="triton"))
         return Output(mix(**x, **form, options=options, impl=impl))
@@ -85,7 +85,7 @@ CHANGES = {
     "SiLU after the convolution": {"silu_shared": True},
     "SiLU on attention's queries": {"silu_attention_query": True},
     "SiLU on linear's queries": {"silu_linear_query": True},
-    "attention alone rotated": {"turn_linear": False},
+    "attention alone rotated": {"rotate_linear": False},
     "gate after the norm": {"gate_before": False},
     "norm by head": {"groups": 3},
     "three heads": {},
@@ -106,7 +106,7 @@ def z(*shape, dtype=torch.float32):
 class TestMix(OpContract):
     covers = (mix,)
     absent: ClassVar = {
-        "pieces": "a whole call of a layer: the layer keeps the states of what follows it",
+        "pieces": "a whole call of a layer, whose states are stored by the layer",
         "step": "a token is decoded mixer by mixer",
         "malformed_steps": "no steps",
     }
@@ -154,7 +154,7 @@ class TestMix(OpContract):
         "weights of fewer channels": (
             lambda x: x | {"k_weight": x["k_weight"][1:]}, r"k_weight must have shape \[E, W\] with E=32"
         ),
-        "modes that are numbers": (lambda x: x | {"attends": x["attends"].long()}, "attends must be bool"),
+        "modes that are integers": (lambda x: x | {"attends": x["attends"].long()}, "attends must be bool"),
         "no rates": (lambda x: x | {"heads": (x["heads"][0], None)}, "dt_bias must be a tensor .*, got None"),
         "mixed dtypes": (lambda x: x | {"rows": x["rows"].double()}, "must share one dtype"),
         "no angles": ({"rotation": None}, "rotation must be a Rotation of cos and sin, got NoneType"),
@@ -179,20 +179,20 @@ class TestMix(OpContract):
         rotation = RotaryEmbedding(K, {"rope_theta": 1e4}).to(device)(positions)
         form = {"options": options, "attends": attends, "rotation": rotation}
         if order:
-            form["places"] = token_order(attends).places
+            form["row_ids"] = token_order(attends).rows
         if boundaries is not None:
             form["cu_seqlens"] = torch.tensor(boundaries, device=device)
         # a weight that skips the state, or the delta rule
-        x = made(options._replace(turn_linear=not delta), B, T, K, dtype=dtype, device=device, W=W, seed=seed)
+        x = made(options._replace(rotate_linear=not delta), B, T, K, dtype=dtype, device=device, W=W, seed=seed)
         if dtype == torch.float64:
             x["heads"] = x["heads"].double()
         return Call(x, form)
 
     def definition(
-        self, rows, shared, norm_weight, k_weight, v_weight, heads, *, options, attends, rotation, places=None
+        self, rows, shared, norm_weight, k_weight, v_weight, heads, *, options, attends, rotation, row_ids=None
     ):
         (B, T), E, H = attends.shape, rows.shape[1], options.heads
-        q = (rows if places is None else rows[places]).view(B, T, E)
+        q = (rows if row_ids is None else rows[row_ids]).view(B, T, E)
         k, v, gate, rates, strength = shared[..., : 3 * E + 2 * H].split((E, E, E, H, H), -1)
         dt = (1 + (rates + heads[1]).exp()).log()
 
@@ -213,7 +213,7 @@ class TestMix(OpContract):
         near = rotated(activated if options.silu_attention_query else q)
         far = activated if options.silu_linear_query else q
         keys, scale = rotated(k), k.shape[3] ** -0.5
-        far, k = (rotated(far), keys) if options.turn_linear else (far, k)
+        far, k = (rotated(far), keys) if options.rotate_linear else (far, k)
         if len(heads) < 3:
             far, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (far, k))
         S, outputs = v.new_zeros(B, H, k.shape[3], v.shape[3]), []
@@ -237,7 +237,7 @@ class TestMix(OpContract):
         """Rows too, and angles."""
         yield from super().growing(arguments)
         yield arguments["rows"], 0
-        yield arguments["places"], 0
+        yield arguments["row_ids"], 0
         yield from ((x, 1) for x in arguments["rotation"])
 
     def operators(self, device):
@@ -267,7 +267,7 @@ class TestMix(OpContract):
 
     def assert_kernels_agree(self, kernels, reference, call):
         """As `agree` has it: beside single operations around the recurrence's kernels."""
-        form = {name: call.options.get(name) for name in ("places", "cu_seqlens")}
+        form = {name: call.options.get(name) for name in ("row_ids", "cu_seqlens")}
         x, options = dict(call.tensors), call.options
 
         def single(heads, **x):
@@ -278,26 +278,28 @@ class TestMix(OpContract):
         assert_agrees(kernels, reference, x, baseline=single, floor=least)
 
 
-def test_heads_that_ssd_has_to_widen_are_widened(device, monkeypatch):
+def test_heads_are_padded_if_ssd_needs_it(device, monkeypatch):
     # as they are in float32 on a GPU
     monkeypatch.setattr("tokenmix_core.ops.ssd.autograd.needs_widening", lambda x, *sizes: min(sizes) < 64)
     attends = modes("runs", 2, 24, device)
     x = made(MAMBA2, 2, 24, 32, device=device)
-    agree(functions(MAMBA2, attends, 32, places=token_order(attends).places), x)
+    agree(functions(MAMBA2, attends, 32, row_ids=token_order(attends).rows), x)
 
 
-def test_tensors_in_any_layout_are_read_right(device):
+def test_tensors_of_any_layout(device):
     attends = modes("runs", 1, 24, device)
-    places = token_order(attends).places
+    row_ids = token_order(attends).rows
     x = made(DELTA, 1, 24, 64, device=device)
-    plain, *_ = functions(DELTA, attends, 64, places=places)
-    strided, *_ = functions(DELTA, attends.repeat_interleave(2, 1)[:, ::2], 64, places=places.repeat_interleave(2)[::2])
+    plain, *_ = functions(DELTA, attends, 64, row_ids=row_ids)
+    strided, *_ = functions(
+        DELTA, attends.repeat_interleave(2, 1)[:, ::2], 64, row_ids=row_ids.repeat_interleave(2)[::2]
+    )
     apart = {name: t.repeat_interleave(2, -1)[..., ::2] for name, t in x.items()}
     assert torch.equal(plain(**x).y, strided(**apart).y)
 
 
 @pytest.mark.parametrize("family", ["mamba2", "delta rule"])
-def test_memory_that_nobody_wrote_is_never_read(family, device, monkeypatch):
+def test_unwritten_memory_is_never_read(family, device, monkeypatch):
     options, K = (MAMBA2, 16) if family == "mamba2" else (DELTA, 64)
     # tiles without attention, and for Mamba-2 rows that no tile of attention's reaches
     T = 170 if family == "mamba2" else 70
@@ -329,14 +331,14 @@ def test_kernels_on_a_gpu(family, kind, dtype):
     options = (MAMBA2 if family == "mamba2" else DELTA)._replace(heads=16, groups=1 if family == "mamba2" else 16)
     attends = modes(kind, 2, 700, "cuda")
     x = made(options, 2, 700, 128, dtype, "cuda")
-    agree(functions(options, attends, 128, places=token_order(attends).places), x)
+    agree(functions(options, attends, 128, row_ids=token_order(attends).rows), x)
 
 
 @pytest.mark.parametrize("family", ["mamba2", "delta rule"])
-def test_traced_and_recomputed_calls_give_the_same(family, device):
+def test_compiled_and_checkpointed_calls_are_equal(family, device):
     options, K = (MAMBA2, 16) if family == "mamba2" else (DELTA, 64)
     attends = modes("runs", 1, 20, device)
-    ours, *_ = functions(options, attends, K, places=token_order(attends).places)
+    ours, *_ = functions(options, attends, K, row_ids=token_order(attends).rows)
     leaves = {name: t.requires_grad_() for name, t in made(options, 1, 20, K, device=device).items()}
     found = []
     recomputed = partial(checkpoint, ours, use_reentrant=False)
@@ -349,8 +351,8 @@ def test_traced_and_recomputed_calls_give_the_same(family, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("K", [16, 32])
-def test_narrow_heads_of_float32_on_a_gpu(K):
+def test_small_heads_in_float32_on_a_gpu(K):
     options = MAMBA2._replace(heads=16)
     attends = modes("runs", 2, 300, "cuda")
     x = made(options, 2, 300, K, torch.float32, "cuda")
-    agree(functions(options, attends, K, places=token_order(attends).places), x)
+    agree(functions(options, attends, K, row_ids=token_order(attends).rows), x)

@@ -77,7 +77,7 @@ class TestSelectedAttention(OpContract):
     replayed: ClassVar = dict(T=5, kind="runs")
     valid: ClassVar = dict(B=1, T=8)
     malformed: ClassVar = {
-        "marks that are numbers": ({"selected": torch.ones(1, 8)}, "selected must be bool"),
+        "selection of floats": ({"selected": torch.ones(1, 8)}, "selected must be bool"),
         "marks of fewer queries": (
             {"selected": torch.ones(1, 7, dtype=torch.bool)}, r"selected must have shape \[B, TQ\]"
         ),

@@ -1,6 +1,6 @@
-"""Operations of this package: attention for chosen queries, and a mixed call of the layer as a whole."""
+"""Operations of this package: attention for selected queries, and a fused call of the layer in mixed modes."""
 
-# what explain knows
+# registers the operations for `explain`
 import tokenmix_oryx.ops.registry  # noqa: F401
 from tokenmix_oryx.ops.mixing.api import MixOptions, mix
 from tokenmix_oryx.ops.selected_queries.api import selected_attention

@@ -1,4 +1,4 @@
-"""This package's operations as core's `explain` knows them."""
+"""Registration of this package's operations for core's `explain`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mixed call of the layer between its projections: shapes, validation and the choice of an implementation."""
+"""Fused call of the layer in mixed modes, without projections: validation and selection of the implementation."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tokenmix_oryx.ops.mixing.reference import mix_reference
 
 
 class MixOptions(NamedTuple):
-    """The kind of a layer.
+    """Options of a layer.
 
     Attributes:
         heads: H.
         silu_shared: SiLU after the convolutions.
-        silu_attention_query, silu_linear_query: SiLU on the queries of a mode.
-        turn_linear: whether the linear mixer reads rotated queries and keys, as attention always does.
-        gate_before: the gate acts before the norm, or after it.
-        groups: the norm is over E / groups channels.
+        silu_attention_query, silu_linear_query: SiLU on the queries of each mode.
+        rotate_linear: whether the linear mixer uses rotated queries and keys, as attention always does.
+        gate_before: whether the gate acts before or after the norm.
+        groups: the norm acts on E / groups channels.
         eps: of the norm.
     """
 
@@ -41,7 +41,7 @@ class MixOptions(NamedTuple):
     silu_shared: bool
     silu_attention_query: bool
     silu_linear_query: bool
-    turn_linear: bool
+    rotate_linear: bool
     gate_before: bool
     groups: int
     eps: float
@@ -63,40 +63,41 @@ def mix(
     attends: Bool[Tensor, "B T"],
     rotation: Rotation,
     options: MixOptions,
-    places: Int[Tensor, "N"] | None = None,
+    row_ids: Int[Tensor, "N"] | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B T E"]:
-    r"""All that lies between a layer's projections in a call of mixed modes, each token answered by its own mixer.
+    r"""Compute all steps between a layer's projections in a call of mixed modes, with each token's own mixer.
 
-    With a ∗ w a causal convolution along time, σ SiLU where the options have it (else the identity), R a rotation and
+    With a ∗ w a causal convolution along time, σ SiLU or the identity (by the options), R the rotation and
     `shared` = [k, v, z, δ, b] by columns, E each of the first three and H each of the others:
 
-    .. math:: K = \sigma(k ∗ w_k), \quad V = \sigma(v ∗ w_v), \quad q_t = \sigma(\text{rows}_{\text{places}_t}), \quad
+    .. math:: K = \sigma(k ∗ w_k), \quad V = \sigma(v ∗ w_v), \quad q_t = \sigma(\text{rows}_{\text{row_ids}_t}), \quad
         \Delta = \text{softplus}(\delta + \text{bias}), \quad g = -e^{A_\log} \Delta
 
-    .. math:: o_t = \text{attention}(R q, R K, V)_t \;\text{where `attends`, else}\; \text{linear}(q, K, V)_t
+    .. math:: o_t = \text{attention}(R q, R K, V)_t \;\text{if `attends`, else}\; \text{linear}(q, K, V)_t
 
-    and y is o normalised and gated by silu(z). With D linear is SSD, o = SSD(q, K, Δ V, g) + D V; without it the gated
-    delta rule with g, β = sigmoid(b), and q and k of unit length. Differentiable in all float tensors but the rotation.
+    and y is o, normalised and gated by silu(z). With D, linear is SSD, o = SSD(q, K, Δ V, g) + D V; without D it is the
+    gated delta rule with g, β = sigmoid(b), and L2-normalised q and k. Differentiable in all float tensors except the
+    rotation.
 
     Args:
         rows: each token's query by the projection of its mode, N = B · T.
-        shared: what both modes project alike, in the dtype of `rows`; columns beyond those named are not read.
-        A_log, dt_bias: of the rates.
-        D: of SSD; None for the delta rule.
-        k_weight, v_weight: of the convolutions, W taps.
-        norm_weight: of the norm.
+        shared: projections used by both modes, in the dtype of `rows`; further columns are padding.
+        A_log, dt_bias: parameters of decay and step.
+        D: skip weight of SSD; None for the delta rule.
+        k_weight, v_weight: weights of the convolutions of width W.
+        norm_weight: weight of the norm.
         attends: True for tokens in attention mode.
-        rotation: angles of each token, of all channels of a head.
-        places: the row of each token's query; None: rows are in the order of tokens.
+        rotation: angles of each token for all channels of a head.
+        row_ids: the row of each token's query; None if rows are in the order of tokens.
         cu_seqlens: boundaries of packed sequences, for B = 1.
-        impl: "gluon" (Hopper, bfloat16 or float16: attention's gradients and the linear mixer, head sizes that both
-            take in Gluon), "triton" (portable kernels), "reference" (any device), or None: the fastest here, which is
-            Gluon for whichever of them it runs for, then Triton on CUDA tensors, and the reference on others.
+        impl: "gluon" (Hopper, bfloat16 or float16: attention's gradients and the linear mixer, for head sizes that both
+            support), "triton" (portable kernels), "reference" (any device), or None: Gluon for each part that supports
+            it, then Triton on CUDA tensors, else the reference.
 
     Raises:
-        ValueError: shapes, dtypes, devices or options do not fit; it says what was got and expected.
+        ValueError: shapes, dtypes, devices or options do not fit; the message names the given and the expected ones.
     """
     op = "mix"
     if not isinstance(rotation, Rotation):
@@ -104,7 +105,7 @@ def mix(
     dims = bind_shapes(
         op, {}, shared=(shared, "B T C"), rows=(rows, "N E"), A_log=(A_log, "H"), dt_bias=(dt_bias, "H"), D=(D, "H?"),
         k_weight=(k_weight, "E W"), v_weight=(v_weight, "E W"), norm_weight=(norm_weight, "E"),
-        attends=(attends, "B T"), places=(places, "N?"), cu_seqlens=(cu_seqlens, "N_plus_1?"),
+        attends=(attends, "B T"), row_ids=(row_ids, "N?"), cu_seqlens=(cu_seqlens, "N_plus_1?"),
         cos=(rotation.cos, "BR T HALF"), sin=(rotation.sin, "BR T HALF"),
     )  # fmt: skip
     chosen = resolve_impl(op, impl, rows, ATTENTION)
@@ -126,7 +127,7 @@ def mix(
     check_cu_seqlens(op, cu_seqlens, B, T)
     given = dict(
         rows=rows, shared=shared, A_log=A_log, dt_bias=dt_bias, D=D, k_weight=k_weight, v_weight=v_weight,
-        norm_weight=norm_weight, places=places, attends=attends, cu_seqlens=cu_seqlens,
+        norm_weight=norm_weight, row_ids=row_ids, attends=attends, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     if chosen == "reference":
         return mix_reference(**given, rotation=rotation, options=options)
@@ -140,7 +141,7 @@ def mix(
         ATTENTION.require(op, rows.device, rows.dtype, f"takes head sizes of 64 and 128, got {E // H}")
     from tokenmix_oryx.ops.mixing import autograd
 
-    # angles that all sequences have in common are kept once
+    # angles shared by all sequences are stored once
     cos, sin = (x.flatten(0, 1).contiguous() for x in rotation)
-    kind = {name: x for name, x in options._asdict().items() if name != "heads"}
-    return autograd.mix(*autograd.Inputs(**given, cos=cos, sin=sin, **kind, impl=chosen))[0]
+    flags = {name: x for name, x in options._asdict().items() if name != "heads"}
+    return autograd.mix(*autograd.Inputs(**given, cos=cos, sin=sin, **flags, impl=chosen))[0]

@@ -1,4 +1,4 @@
-"""The fused form of a mixed call and its gradients: directly in eager mode, as torch custom ops where torch traces."""
+"""The fused `mix` and its gradients: direct in eager mode, custom ops under torch.compile."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tokenmix_core.ops import delta_rule_autograd as delta_rule
 from tokenmix_core.ops import ssd_autograd as ssd
 from tokenmix_oryx.ops.selected_queries.autograd import CAUSAL
 
-# inputs that have gradients, the first ones, and inputs that are tensors, which come before all others
+# number of differentiable inputs, which come first, and of tensor inputs, which precede all others
 _DIFFERENTIABLE, _TENSORS = 8, 13
 
 
 class Inputs(NamedTuple):
-    """What a mixed call is given, as `mix` explains it; angles `[BR · T, K / 2]`, those of all rows where BR is 1."""
+    """Arguments of `mix`; angles are `[BR · T, K / 2]`, shared by all rows if BR = 1."""
 
     rows: Tensor
     shared: Tensor
@@ -28,7 +28,7 @@ class Inputs(NamedTuple):
     k_weight: Tensor
     v_weight: Tensor
     norm_weight: Tensor
-    places: Tensor | None
+    row_ids: Tensor | None
     attends: Tensor
     cos: Tensor
     sin: Tensor
@@ -36,25 +36,25 @@ class Inputs(NamedTuple):
     silu_shared: bool
     silu_attention_query: bool
     silu_linear_query: bool
-    turn_linear: bool
+    rotate_linear: bool
     gate_before: bool
     groups: int
     eps: float
     impl: str | None
 
     def readable(self) -> Inputs:
-        """The same as kernels read it: products of projections are read by columns, all else is contiguous."""
-        names = "rows", "A_log", "dt_bias", "k_weight", "v_weight", "norm_weight", "places", "attends"
+        """Return the kernels' inputs: slices of the shared projection stay strided, all else is contiguous."""
+        names = "rows", "A_log", "dt_bias", "k_weight", "v_weight", "norm_weight", "row_ids", "attends"
         return self._replace(**{name: t.contiguous() for name in names if (t := getattr(self, name)) is not None})
 
 
 class Kept(NamedTuple):
-    """What the backward pass needs; what there is not is empty.
+    """Tensors saved for the backward; absent ones are empty.
 
     Attributes:
-        q, k_rotated, k_plain, values: what the mixers read, `[N, E]`; keys before they are rotated where linear does.
-        o, lse: attention's, of its tokens.
-        o_linear, g, dt, beta: the linear mixer's outputs and its rates, and two more tensors of its own.
+        q, k_rotated, k_plain, values: inputs of the mixers, `[N, E]`; k_plain if the linear mixer is not rotated.
+        o, lse: attention's outputs for its tokens.
+        o_linear, g, dt, beta: the linear mixer's outputs and rates; saved_0 and saved_1 are its saved tensors.
     """
 
     q: Tensor
@@ -72,31 +72,31 @@ class Kept(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """y `[B, T, E]`, and what the backward pass needs."""
+    """y `[B, T, E]`, and the tensors saved for the backward."""
 
     y: Tensor
     kept: Kept
 
 
 class BackwardInputs(NamedTuple):
-    """What was given, what it left, and the gradient of y."""
+    """Arguments of the backward: the forward's, its saved tensors, and the gradient of y."""
 
     inputs: Inputs
     kept: Kept
     dy: Tensor
 
 
-def _widened(*heads: Tensor) -> tuple[Tensor, ...]:
-    """Heads as SSD's gradients are right for them: zeros add nothing to any product."""
+def _padded_heads(*heads: Tensor) -> tuple[Tensor, ...]:
+    """Pad heads with zeros to the sizes for which SSD's gradients are exact."""
     K = heads[0].shape[-1]
     return tuple(F.pad(x, (0, 64 - K)) for x in heads) if ssd.needs_widening(heads[0], K) else heads
 
 
 def _linear_forward(q, k, v, *, g, dt, D, beta, cu_seqlens, impl) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Outputs of the linear mixer for all tokens, and what its backward pass needs."""
+    """Return the linear mixer's outputs for all tokens, and its tensors saved for the backward."""
     K = q.shape[-1]
     if beta is None:
-        q, k, v = _widened(q, k, v)
+        q, k, v = _padded_heads(q, k, v)
         o, *_ = ssd.run_forward(
             q=q, k=k, v=v, g=g, scale=1.0, initial_state=None, cu_seqlens=cu_seqlens, dt=dt, D=D, impl=impl
         )
@@ -109,10 +109,10 @@ def _linear_forward(q, k, v, *, g, dt, D, beta, cu_seqlens, impl) -> tuple[Tenso
 
 
 def _linear_backward(q, k, v, *, g, dt, D, beta, cu_seqlens, saved, do, impl) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv, dg, dΔ, dD and dβ, of the last three those that there are."""
+    """Return dq, dk, dv, dg, dΔ, dD and dβ; absent ones are None."""
     K = q.shape[-1]
     if beta is None:
-        q, k, v, do = _widened(q, k, v, do)
+        q, k, v, do = _padded_heads(q, k, v, do)
         *grads, dg, _, ddt, dD = ssd.run_backward(
             q=q, k=k, v=v, g=g, scale=1.0, initial_state=None, cu_seqlens=cu_seqlens, entering=None, do=do,
             dfinal_state=None, dt=dt, D=D, impl=impl,
@@ -128,7 +128,7 @@ def _linear_backward(q, k, v, *, g, dt, D, beta, cu_seqlens, saved, do, impl) ->
 
 
 def _parts(shared: Tensor, E: int) -> tuple[Tensor, ...]:
-    """k, v, gate and rates: columns of the product of all projections that both modes share."""
+    """Split the shared projection into k, v, gate and rates."""
     shared = token_rows(shared)
     return shared.split((E, E, E, shared.shape[-1] - 3 * E), -1)
 
@@ -136,7 +136,7 @@ def _parts(shared: Tensor, E: int) -> tuple[Tensor, ...]:
 @retried
 @of_fields
 def _forward(x: Inputs) -> Outputs:
-    """Rates, queries, keys and values; both mixers; and of each token the output of its mode, gated and normalised."""
+    """Compute rates, queries, keys and values; both mixers; and the gated, normalised output of each token's mode."""
     from tokenmix_core.ops import attention_forward
     from tokenmix_oryx.ops.mixing.output import output_forward
     from tokenmix_oryx.ops.mixing.queries import queries_forward
@@ -148,11 +148,11 @@ def _forward(x: Inputs) -> Outputs:
     k, v, gate, rates = _parts(x.shared, E)
     g, dt, beta = rates_forward(rates, x.A_log, x.dt_bias, with_beta=x.D is None)
     q = queries_forward(
-        rows=x.rows, places=x.places, attends=x.attends, cos=x.cos, sin=x.sin, H=H,
-        silu_attention=x.silu_attention_query, silu_linear=x.silu_linear_query, turn_linear=x.turn_linear,
+        rows=x.rows, row_ids=x.row_ids, attends=x.attends, cos=x.cos, sin=x.sin, H=H,
+        silu_attention=x.silu_attention_query, silu_linear=x.silu_linear_query, rotate_linear=x.rotate_linear,
     )  # fmt: skip
     k_rotated, values = torch.empty_like(q), torch.empty_like(q)
-    k_plain = None if x.turn_linear else torch.empty_like(q)
+    k_plain = None if x.rotate_linear else torch.empty_like(q)
     options = dict(H=H, cu_seqlens=x.cu_seqlens, silu=x.silu_shared)
     shared_forward(k, x.k_weight, y=k_plain, rotated=k_rotated, angles=(x.cos, x.sin), **options)
     shared_forward(v, x.v_weight, y=values, **options)
@@ -169,7 +169,7 @@ def _forward(x: Inputs) -> Outputs:
         o_attention=o.view(-1, E), o_linear=o_linear.view(-1, E), gate=gate.view(-1, E), weight=x.norm_weight,
         attends=x.attends, groups=x.groups, eps=x.eps, before=x.gate_before,
     )  # fmt: skip
-    # an op returns tensors only, each its own
+    # custom ops must return distinct tensors
     k_plain, beta, saved_0, saved_1 = (
         x.rows.new_empty(0) if t is None else t for t in (k_plain, beta, *(saved or (None, None)))
     )
@@ -199,7 +199,7 @@ def _(x: Inputs) -> Outputs:
         )  # fmt: skip
     kept = Kept(
         q=x.rows.new_empty(like_rows), k_rotated=x.rows.new_empty(like_rows),
-        k_plain=x.rows.new_empty(0 if x.turn_linear else like_rows), values=x.rows.new_empty(like_rows),
+        k_plain=x.rows.new_empty(0 if x.rotate_linear else like_rows), values=x.rows.new_empty(like_rows),
         o=x.rows.new_empty(heads), lse=x.rows.new_empty(B, H, T, dtype=torch.float32), o_linear=x.rows.new_empty(heads),
         g=g, dt=torch.empty_like(g), beta=x.rows.new_empty(0) if x.D is not None else torch.empty_like(g),
         saved_0=saved[0], saved_1=saved[1],
@@ -210,7 +210,7 @@ def _(x: Inputs) -> Outputs:
 @retried
 @of_fields
 def _backward(given: BackwardInputs) -> list[Tensor]:
-    """Gradients of the first eight inputs, those that there are: back through the steps of the forward pass."""
+    """Return the gradients of the present ones among the first eight inputs, in reverse order of the forward."""
     from tokenmix_core.ops import attention_backward
     from tokenmix_oryx.ops.mixing.output import output_backward
     from tokenmix_oryx.ops.mixing.queries import queries_backward
@@ -227,7 +227,7 @@ def _backward(given: BackwardInputs) -> list[Tensor]:
         attends=x.attends, dy=token_rows(given.dy).view(-1, E), dgate=dgate.view(-1, E), groups=x.groups, eps=x.eps,
         before=x.gate_before,
     )  # fmt: skip
-    read = kept.q, kept.k_rotated, kept.k_rotated if x.turn_linear else kept.k_plain, kept.values, do, do_linear
+    read = kept.q, kept.k_rotated, kept.k_rotated if x.rotate_linear else kept.k_plain, kept.values, do, do_linear
     q4, k4, kl4, v4, do4, dol4 = (t.view(B, T, H, -1) for t in read)
     dq, dk_attention, dv_attention = attention_backward(
         q=q4, k=k4, v=v4, o=kept.o, lse=kept.lse, do=do4, dlse=None, cu_seqlens=x.cu_seqlens, mask=CAUSAL,
@@ -238,13 +238,13 @@ def _backward(given: BackwardInputs) -> list[Tensor]:
         saved=(kept.saved_0, kept.saved_1), do=dol4, impl=x.impl,
     )  # fmt: skip
     drows = queries_backward(
-        rows=x.rows, places=x.places, attends=x.attends, cos=x.cos, sin=x.sin, dq_attention=dq, dq_linear=dq_linear,
-        H=H, silu_attention=x.silu_attention_query, silu_linear=x.silu_linear_query, turn_linear=x.turn_linear,
+        rows=x.rows, row_ids=x.row_ids, attends=x.attends, cos=x.cos, sin=x.sin, dq_attention=dq, dq_linear=dq_linear,
+        H=H, silu_attention=x.silu_attention_query, silu_linear=x.silu_linear_query, rotate_linear=x.rotate_linear,
     )  # fmt: skip
     options = dict(H=H, cu_seqlens=x.cu_seqlens, silu=x.silu_shared)
     dk_weight = shared_backward(
         k, x.k_weight, dattention=dk_attention, dlinear=dk_linear, dx=dk, angles=(x.cos, x.sin),
-        turn_linear=x.turn_linear, **options,
+        rotate_linear=x.rotate_linear, **options,
     )  # fmt: skip
     dv_weight = shared_backward(v, x.v_weight, dattention=dv_attention, dlinear=dv_linear, dx=dv, **options)
     dA_log, ddt_bias = rates_backward(
@@ -274,7 +274,7 @@ def _save(ctx, inputs, output) -> None:
 def _gradients(ctx, dy, *_):
     if dy is None:
         return (None,) * len(Inputs._fields)
-    # asked for once: activations that are recomputed are there only once
+    # read saved_tensors once: gradient checkpointing recomputes them at each access
     saved = ctx.saved_tensors
     grads = iter(mix_backward(*saved[:_TENSORS], *ctx.options, *saved[_TENSORS:], dy))
     found = (None if t is None else next(grads) for t in saved[:_DIFFERENTIABLE])

@@ -1,4 +1,4 @@
-"""Each token's output by its mode, gated and normalised, in one pass; and the way back in one."""
+"""Selection of each token's output by mode, gate and norm in one kernel; and the backward in one."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.kernels import cached_launch, sm_count
 from tokenmix_oryx.ops.mixing.queries import silu_gradient
 
-# tokens of a program, forward
+# tokens per program, forward
 TOKENS = 1
-# attention's tiles hold at most so many queries: gradients of a tile's other rows must be numbers
+# attention's tiles have at most REACH + 1 queries: gradients of unselected rows of a tile must be finite
 REACH = 127
 
 
 @triton.jit
 def column(b_x, BG: tl.constexpr):
-    """A number as a column: Triton 3.9's interpreter takes no number in a mask."""
+    """Broadcast a scalar to a column: Triton 3.9's interpreter does not accept scalars in masks."""
     return tl.zeros([BG, 1], tl.int32) + b_x
 
 
 @triton.jit
 def load_output(o_attention, o_linear, o_x, m_a, m_x):
-    """The output of the token's mode, float32."""
+    """Load the output of the token's mode, float32."""
     b_o = tl.load(o_attention + o_x, mask=m_x & m_a, other=0.0).to(tl.float32)
     return b_o + tl.load(o_linear + o_x, mask=m_x & (m_a == 0), other=0.0).to(tl.float32)
 
@@ -68,7 +68,7 @@ def _output_backward(
     b_w = tl.load(weight + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_dw = tl.zeros([BG, BS], tl.float32)
     first = tl.program_id(0) * tokens
-    # rows beside a query in attention mode may be read with it
+    # attention's backward may read rows near a query in attention mode
     o_near = first - REACH + tl.arange(0, BN)
     m_near = (o_near >= 0) & (o_near < tl.minimum(first + tokens + REACH, N))
     near = column(tl.max((tl.load(attends + o_near, mask=m_near, other=0) != 0).to(tl.int32), 0), BG) != 0
@@ -80,7 +80,7 @@ def _output_backward(
         b_z = tl.load(gate + i_t * stride_gate + o_d, mask=m_d, other=0.0).to(tl.float32)
         b_o = load_output(o_attention, o_linear, o_x, m_a, m_d)
         b_gate = b_z * tl.sigmoid(b_z)
-        # y = c û for the normalised û of u: c is the gate, or u holds it
+        # y = c û with the normalised û of u; c is the gate, unless u contains it
         b_c = b_dy
         b_u = b_o
         if BEFORE:
@@ -104,9 +104,9 @@ def _output_backward(
 
 
 def output_forward(*, o_attention, o_linear, gate, weight, attends, groups: int, eps: float, before: bool) -> Tensor:
-    """y `[N, E]` of tokens whose rows are `o_attention`'s or `o_linear`'s.
+    """Return y `[N, E]` from the rows of `o_attention` or `o_linear`, by mode.
 
-    `gate [N, E]` is that before its SiLU, which acts `before` the norm over E / groups channels or after it.
+    `gate [N, E]`, before its SiLU, acts `before` or after the norm over E / groups channels.
     """
     N, E = gate.shape
     y = gate.new_empty(N, E)
@@ -121,9 +121,9 @@ def output_forward(*, o_attention, o_linear, gate, weight, attends, groups: int,
 def output_backward(
     *, o_attention, o_linear, gate, weight, attends, dy, dgate, groups: int, eps: float, before: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of attention's outputs (in its tokens' rows alone), of linear's (0 in the others), and of weight.
+    """Return the gradients of attention's outputs (its tokens' rows only), linear's (else 0), and weight.
 
-    That of the gate goes to `dgate`.
+    The gradient of the gate is written to `dgate`.
     """
     N, E = gate.shape
     do_attention, do_linear = (dy.new_empty(N, E) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Queries of either mode: put in their places, activated and rotated, in one pass; and the way back."""
+"""Queries of both modes: gathered to token order, activated and rotated in one kernel; and the backward."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import cached_launch
 
-# tokens and heads of a program
+# tokens and heads per program
 BT, HEADS = 16, 2
 
 
 @triton.jit
 def silu_gradient(b_x):
-    """The derivative of SiLU."""
+    """Return the derivative of SiLU."""
     b_sigmoid = tl.sigmoid(b_x)
     return b_sigmoid * (1.0 + b_x * (1.0 - b_sigmoid))
 
 
 @triton.jit
 def by_mode(m_a, b_attention, b_linear, ATTENTION: tl.constexpr, LINEAR: tl.constexpr):
-    """Rows of the one where their mode has it, else of the other: `ATTENTION`, `LINEAR` say which modes have it."""
+    """Select `b_attention` for the modes with their flag set, else `b_linear`; m_a marks attention mode."""
     if ATTENTION and LINEAR:
         return b_attention
     elif ATTENTION:
@@ -35,13 +35,13 @@ def by_mode(m_a, b_attention, b_linear, ATTENTION: tl.constexpr, LINEAR: tl.cons
 
 
 @triton.jit
-def locate_tokens(places, attends, cos, sin, N, groups, angles, HALF: tl.constexpr, BT: tl.constexpr):
+def locate_tokens(row_ids, attends, cos, sin, N, groups, angles, HALF: tl.constexpr, BT: tl.constexpr):
     """Return a program's tokens, the rows of their queries, which are in attention mode, and their rotation angles."""
     o_t = tl.program_id(0) // groups * BT + tl.arange(0, BT)
     m_t = o_t < N
     o_row = o_t.to(tl.int64)
-    if places is not None:
-        o_row = tl.load(places + o_t, mask=m_t, other=0).to(tl.int64)
+    if row_ids is not None:
+        o_row = tl.load(row_ids + o_t, mask=m_t, other=0).to(tl.int64)
     m_a = (tl.load(attends + o_t, mask=m_t, other=0) != 0)[:, None]
     o_angle = (o_t % angles)[:, None] * HALF + tl.arange(0, HALF)[None, :]
     b_cos = tl.load(cos + o_angle, mask=m_t[:, None], other=1.0)
@@ -50,7 +50,7 @@ def locate_tokens(places, attends, cos, sin, N, groups, angles, HALF: tl.constex
 
 @triton.jit
 def locate_head(i, o_t, N, H, groups, K: tl.constexpr, HEADS: tl.constexpr):
-    """The first half of the channels of a program's i-th head, and which of its tokens' there are."""
+    """Return the offsets of the first half of a program's i-th head, and their mask."""
     i_h = tl.program_id(0) % groups * HEADS + i
     o_d = i_h * K + tl.arange(0, K // 2)[None, :]
     return o_d, (o_t < N)[:, None] & (o_d < H * K)
@@ -59,13 +59,13 @@ def locate_head(i, o_t, N, H, groups, K: tl.constexpr, HEADS: tl.constexpr):
 @cached_launch
 @triton.jit
 def _queries_forward(
-    rows, places, attends, cos, sin, q, N, H, angles,
+    rows, row_ids, attends, cos, sin, q, N, H, angles,
     K: tl.constexpr, BT: tl.constexpr, HEADS: tl.constexpr,
-    SILU_ATTENTION: tl.constexpr, SILU_LINEAR: tl.constexpr, TURN_LINEAR: tl.constexpr,
+    SILU_ATTENTION: tl.constexpr, SILU_LINEAR: tl.constexpr, ROTATE_LINEAR: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = K // 2
     groups = tl.cdiv(H, HEADS)
-    o_t, o_row, m_a, b_cos, b_sin = locate_tokens(places, attends, cos, sin, N, groups, angles, HALF, BT)
+    o_t, o_row, m_a, b_cos, b_sin = locate_tokens(row_ids, attends, cos, sin, N, groups, angles, HALF, BT)
     for i in tl.static_range(HEADS):
         o_d, m_x = locate_head(i, o_t, N, H, groups, K, HEADS)
         p_x = rows + o_row * (H * K) + o_d
@@ -74,8 +74,8 @@ def _queries_forward(
         if SILU_ATTENTION or SILU_LINEAR:
             b_lo = by_mode(m_a, b_lo * tl.sigmoid(b_lo), b_lo, SILU_ATTENTION, SILU_LINEAR)
             b_hi = by_mode(m_a, b_hi * tl.sigmoid(b_hi), b_hi, SILU_ATTENTION, SILU_LINEAR)
-        b_first = by_mode(m_a, b_lo * b_cos - b_hi * b_sin, b_lo, True, TURN_LINEAR)
-        b_second = by_mode(m_a, b_hi * b_cos + b_lo * b_sin, b_hi, True, TURN_LINEAR)
+        b_first = by_mode(m_a, b_lo * b_cos - b_hi * b_sin, b_lo, True, ROTATE_LINEAR)
+        b_second = by_mode(m_a, b_hi * b_cos + b_lo * b_sin, b_hi, True, ROTATE_LINEAR)
         p_q = q + o_t.to(tl.int64)[:, None] * (H * K) + o_d
         tl.store(p_q, b_first.to(q.dtype.element_ty), mask=m_x)
         tl.store(p_q + HALF, b_second.to(q.dtype.element_ty), mask=m_x)
@@ -84,23 +84,23 @@ def _queries_forward(
 @cached_launch
 @triton.jit
 def _queries_backward(
-    rows, places, attends, cos, sin, dq_attention, dq_linear, drows, N, H, angles,
+    rows, row_ids, attends, cos, sin, dq_attention, dq_linear, drows, N, H, angles,
     K: tl.constexpr, BT: tl.constexpr, HEADS: tl.constexpr,
-    SILU_ATTENTION: tl.constexpr, SILU_LINEAR: tl.constexpr, TURN_LINEAR: tl.constexpr,
+    SILU_ATTENTION: tl.constexpr, SILU_LINEAR: tl.constexpr, ROTATE_LINEAR: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = K // 2
     groups = tl.cdiv(H, HEADS)
-    o_t, o_row, m_a, b_cos, b_sin = locate_tokens(places, attends, cos, sin, N, groups, angles, HALF, BT)
+    o_t, o_row, m_a, b_cos, b_sin = locate_tokens(row_ids, attends, cos, sin, N, groups, angles, HALF, BT)
     for i in tl.static_range(HEADS):
         o_d, m_x = locate_head(i, o_t, N, H, groups, K, HEADS)
-        # each row has the gradient of its own mode alone
+        # each row gets the gradient of its own mode only
         o_q = o_t.to(tl.int64)[:, None] * (H * K) + o_d
         b_first = tl.load(dq_attention + o_q, mask=m_x & m_a, other=0.0).to(tl.float32)
         b_first += tl.load(dq_linear + o_q, mask=m_x & (m_a == 0), other=0.0).to(tl.float32)
         b_second = tl.load(dq_attention + o_q + HALF, mask=m_x & m_a, other=0.0).to(tl.float32)
         b_second += tl.load(dq_linear + o_q + HALF, mask=m_x & (m_a == 0), other=0.0).to(tl.float32)
-        b_lo = by_mode(m_a, b_first * b_cos + b_second * b_sin, b_first, True, TURN_LINEAR)
-        b_hi = by_mode(m_a, b_second * b_cos - b_first * b_sin, b_second, True, TURN_LINEAR)
+        b_lo = by_mode(m_a, b_first * b_cos + b_second * b_sin, b_first, True, ROTATE_LINEAR)
+        b_hi = by_mode(m_a, b_second * b_cos - b_first * b_sin, b_second, True, ROTATE_LINEAR)
         o_x = o_row * (H * K) + o_d
         if SILU_ATTENTION or SILU_LINEAR:
             b_x = tl.load(rows + o_x, mask=m_x, other=0.0).to(tl.float32)
@@ -112,34 +112,34 @@ def _queries_backward(
 
 
 def queries_forward(
-    *, rows: Tensor, places: Tensor | None, attends: Tensor, cos: Tensor, sin: Tensor, H: int, **modes: bool
+    *, rows: Tensor, row_ids: Tensor | None, attends: Tensor, cos: Tensor, sin: Tensor, H: int, **modes: bool
 ) -> Tensor:
-    """q `[N, H, K]` from `rows [N, H K]`, that of token t at `places[t]` (None: at t).
+    """Return q `[N, H, K]` from `rows [N, H K]`; token t has row `row_ids[t]`, or t if None.
 
-    `modes`, all of them: whether SiLU acts in attention mode (`silu_attention`), in linear mode (`silu_linear`), and
-    whether queries in linear mode are rotated too (`turn_linear`).
+    `modes`: SiLU in attention mode (`silu_attention`) and in linear mode (`silu_linear`), and rotation in linear mode
+    (`rotate_linear`).
     """
     N, E = rows.shape
     q = torch.empty_like(rows)
     _queries_forward[(cdiv(N, BT) * cdiv(H, HEADS),)](
-        rows=rows, places=places, attends=attends, cos=cos, sin=sin, q=q, N=N, H=H, angles=cos.shape[0],
+        rows=rows, row_ids=row_ids, attends=attends, cos=cos, sin=sin, q=q, N=N, H=H, angles=cos.shape[0],
         K=E // H, BT=BT, HEADS=HEADS, **_flags(**modes), num_warps=4,
     )  # fmt: skip
     return q
 
 
 def queries_backward(
-    *, rows, places, attends, cos, sin, dq_attention, dq_linear, H: int, **modes: bool
+    *, rows, row_ids, attends, cos, sin, dq_attention, dq_linear, H: int, **modes: bool
 ) -> Tensor:  # fmt: skip
-    """The gradient of `rows`, from gradients of q that count in the rows of their mode alone."""
+    """Return the gradient of `rows`; each gradient of q is used only in the rows of its mode."""
     N, E = rows.shape
     drows = torch.empty_like(rows)
     _queries_backward[(cdiv(N, BT) * cdiv(H, HEADS),)](
-        rows=rows, places=places, attends=attends, cos=cos, sin=sin, dq_attention=dq_attention, dq_linear=dq_linear,
+        rows=rows, row_ids=row_ids, attends=attends, cos=cos, sin=sin, dq_attention=dq_attention, dq_linear=dq_linear,
         drows=drows, N=N, H=H, angles=cos.shape[0], K=E // H, BT=BT, HEADS=HEADS, **_flags(**modes), num_warps=4,
     )  # fmt: skip
     return drows
 
 
-def _flags(*, silu_attention: bool, silu_linear: bool, turn_linear: bool) -> dict[str, bool]:
-    return {"SILU_ATTENTION": silu_attention, "SILU_LINEAR": silu_linear, "TURN_LINEAR": turn_linear}
+def _flags(*, silu_attention: bool, silu_linear: bool, rotate_linear: bool) -> dict[str, bool]:
+    return {"SILU_ATTENTION": silu_attention, "SILU_LINEAR": silu_linear, "ROTATE_LINEAR": rotate_linear}

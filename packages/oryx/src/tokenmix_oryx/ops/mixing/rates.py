@@ -1,4 +1,4 @@
-"""Decay, step and learning rate of each token and head from their projections, and the way back."""
+"""Decay, step Δ and β of each token and head from their projections, and the backward."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.kernels import cached_launch
 
-# tokens of a program
+# tokens per program
 BT = 64
 
 
 @triton.jit
 def softplus(b_x):
-    """log(1 + e^x), exact where e^x is small."""
-    # log(1 + e) where 1 + e is rounded
+    """Return log(1 + e^x), precise for small e^x."""
+    # log(1 + e), corrected for the rounding of 1 + e
     b_e = tl.exp(-tl.abs(b_x))
     b_u = 1.0 + b_e
     b_log = tl.where(b_u == 1.0, b_e, tl.log(b_u) * (b_e / tl.where(b_u == 1.0, 1.0, b_u - 1.0)))
@@ -67,7 +67,7 @@ def _rates_backward(
         b_beta = tl.sigmoid(tl.load(p_x + H, mask=m_x, other=0.0).to(tl.float32))
         b_dbeta = tl.load(dbeta + o_g, mask=m_x, other=0.0).to(tl.float32) * b_beta * (1.0 - b_beta)
         tl.store(p_dx + H, b_dbeta.to(dx.dtype.element_ty), mask=m_x)
-    # columns that pad the product
+    # padding columns of the shared projection
     o_r = tl.arange(0, BR)
     p_rest = dx + o_t[:, None] * stride_dx + o_r[None, :]
     tl.store(p_rest, tl.zeros([BT, BR], dx.dtype.element_ty), mask=m_t & ((o_r >= used) & (o_r < R))[None, :])
@@ -77,7 +77,7 @@ def _rates_backward(
 
 
 def rates_forward(x: Tensor, A_log: Tensor, bias: Tensor, with_beta: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """g = −exp(A_log) Δ, Δ = softplus(x + bias) and β = sigmoid of the next H columns, float32 `[B, T, H]`."""
+    """Return g = −exp(A_log) Δ, Δ = softplus(x + bias) and β = sigmoid of the next H columns, float32 `[B, T, H]`."""
     (B, T, _), H = x.shape, len(A_log)
     g, dt = (x.new_empty(B, T, H, dtype=torch.float32) for _ in range(2))
     beta = torch.empty_like(g) if with_beta else None
@@ -89,7 +89,7 @@ def rates_forward(x: Tensor, A_log: Tensor, bias: Tensor, with_beta: bool) -> tu
 
 
 def rates_backward(x: Tensor, A_log: Tensor, bias: Tensor, dg, ddt, dbeta, dx: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of A_log and bias; that of x goes to `dx`, 0 in columns that stand for nothing."""
+    """Return the gradients of A_log and bias; write that of x to `dx`, 0 in padding columns."""
     (B, T, R), H = x.shape, len(A_log)
     programs = cdiv(B * T, BT)
     dsums = x.new_empty(programs, 2, H, dtype=torch.float32)

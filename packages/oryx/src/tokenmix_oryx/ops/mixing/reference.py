@@ -1,4 +1,4 @@
-"""A mixed call of the layer between its projections, in eager PyTorch."""
+"""Reference of `mix` in eager PyTorch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tokenmix_oryx.ops.selected_queries.reference import selected_attention_by_r
 
 
 def mix_reference(
-    rows, shared, A_log, dt_bias, D, k_weight, v_weight, norm_weight, places, attends, rotation, cu_seqlens, options, *,
-    impl: Impl = "reference",
+    rows, shared, A_log, dt_bias, D, k_weight, v_weight, norm_weight, row_ids, attends, rotation, cu_seqlens, options,
+    *, impl: Impl = "reference",
 ) -> Tensor:  # fmt: skip
-    """As `mix` defines it, differentiable by autograd; `impl` is that of the recurrence."""
+    """Compute `mix` with autograd; `impl` is that of the recurrence."""
     (B, T, _), E, H = shared.shape, rows.shape[1], options.heads
     heads = (H, E // H)
     k, v, gate, rates = shared.split((E, E, E, shared.shape[-1] - 3 * E), -1)
@@ -23,7 +23,7 @@ def mix_reference(
     dt = F.softplus(rates[..., :H] + dt_bias)
     g = -A_log.exp() * dt
     own = attends[..., None]
-    q = (rows if places is None else rows[places]).view(B, T, E)
+    q = (rows if row_ids is None else rows[row_ids]).view(B, T, E)
     activated = F.silu(q)
     q = torch.where(
         own,
@@ -38,7 +38,7 @@ def mix_reference(
     q, k, v = (x.unflatten(-1, heads) for x in (q, k, v))
     rotated_q, rotated_k = (apply_rotary(x, rotation) for x in (q, k))
     attention = selected_attention_by_runs(rotated_q, rotated_k, v, attends, cu_seqlens=cu_seqlens, impl="reference")
-    if options.turn_linear:
+    if options.rotate_linear:
         q, k = rotated_q, rotated_k
     if D is not None:
         scaled = (v * dt.unsqueeze(-1)).to(v.dtype)

@@ -1,6 +1,6 @@
-"""Keys and values, which both mixers share: convolved and rotated or scaled in one pass; and the way back in one."""
+"""Keys and values, shared by both mixers: convolution, SiLU and rotation in one kernel; and the backward in one."""
 
-# Triton knows no stars in tuples
+# Triton does not support starred tuples
 # ruff: noqa: RUF005
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tokenmix_core.kernels import cached_launch, locate_chunk
 from tokenmix_core.ops import conv1d_backward_tile, load_input, short_conv_sums_kernel, within
 from tokenmix_oryx.ops.mixing.queries import silu_gradient
 
-# tokens of a program and of a step, forward
+# tokens per program and per loop iteration, forward
 BT, BU = 32, 4
 
 
@@ -25,7 +25,7 @@ def _shared_forward(
     x, weight, cos, sin, y, rotated, cu_seqlens, stride_x, angles, T, N, H,
     K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One walk over BT tokens of a head, BU a step; the last W inputs of either half's channels are registers."""
+    """Loop over BT tokens of a head, BU per iteration, with the last W inputs of both halves in registers."""
     HALF: tl.constexpr = K // 2
     i_h = tl.program_id(0) % H
     _, begin, length, first = locate_chunk(tl.program_id(0) // H, T, BT, N, cu_seqlens, PACKED)
@@ -74,7 +74,7 @@ def _shared_forward(
 
 @triton.jit
 def load_sum(p_attention, p_linear, o_x, m_x, BOTH: tl.constexpr):
-    """One gradient in float32, or with `BOTH` the sum of two."""
+    """Load one gradient in float32, or the sum of two with `BOTH`."""
     b_sum = tl.load(p_attention + o_x, mask=m_x, other=0.0).to(tl.float32)
     if BOTH:
         b_sum += tl.load(p_linear + o_x, mask=m_x, other=0.0).to(tl.float32)
@@ -85,13 +85,12 @@ def load_sum(p_attention, p_linear, o_x, m_x, BOTH: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "N", "BT"])
 def _shared_backward(
     x, weight, cos, sin, dattention, dlinear, dx, dsums, cu_seqlens, stride_x, stride_dx, angles, T, N, BT, H,
-    K: tl.constexpr, W: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, TURN_LINEAR: tl.constexpr,
+    K: tl.constexpr, W: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, ROTATE_LINEAR: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One walk over BT tokens of a head, BU a step, as in the convolution's own backward pass.
+    """Loop over BT tokens of a head, BU per iteration, as in the backward of core's convolution.
 
-    What differs is the gradient of the convolution's outputs, which is summed from both mixers here, and rotated back
-    where there are angles.
+    Here, the gradient of the convolution's outputs is the sum over both mixers, rotated back if there are angles.
     """
     HALF: tl.constexpr = K // 2
     i_h = tl.program_id(0) % H
@@ -99,7 +98,7 @@ def _shared_backward(
     _, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
     o_k = tl.arange(0, K)
     o_d = i_h * K + o_k
-    # the channel that a channel is rotated with
+    # partner of each channel in the rotation
     o_partner = o_d + tl.where(o_k < HALF, HALF, -HALF)
     b_sign = tl.where(o_k < HALF, 1.0, -1.0)
     m_d = o_d >= 0
@@ -131,10 +130,10 @@ def _shared_backward(
             if cos is not None:
                 b_cos = tl.load(cos + p_angle + o_t * HALF, mask=m_t, other=1.0)
                 b_sin = tl.load(sin + p_angle + o_t * HALF, mask=m_t, other=0.0)
-                b_g = load_sum(p_attention, p_linear, o_x, m_t, TURN_LINEAR) * b_cos
+                b_g = load_sum(p_attention, p_linear, o_x, m_t, ROTATE_LINEAR) * b_cos
                 o_p = o_t.to(tl.int64) * E + o_partner
-                b_g += load_sum(p_attention, p_linear, o_p, m_t, TURN_LINEAR) * b_sin * b_sign
-                if not TURN_LINEAR:
+                b_g += load_sum(p_attention, p_linear, o_p, m_t, ROTATE_LINEAR) * b_sin * b_sign
+                if not ROTATE_LINEAR:
                     b_g += tl.load(p_linear + o_x, mask=m_t, other=0.0).to(tl.float32)
             else:
                 b_g = load_sum(p_attention, p_linear, o_x, m_t, True)
@@ -149,7 +148,7 @@ def _shared_backward(
                     b_z += b_w[w] * b_x[w]
                 b_new *= silu_gradient(b_z)
             b_dz = b_dz[1:] + (b_new,)
-            # later tokens are the next run's
+            # later tokens belong to the next program
             b_own = tl.where(o_t < end, b_new, 0.0)
             b_added = ()
             for w in tl.static_range(W):
@@ -171,7 +170,7 @@ def shared_forward(
     x: Tensor, weight: Tensor, *, H: int, cu_seqlens, silu: bool, y: Tensor | None, rotated: Tensor | None = None,
     angles: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
 ) -> None:  # fmt: skip
-    """Write conv(x) to `y`, and rotated by `angles` to `rotated`, those that are given."""
+    """Write conv(x) to `y` and its rotation by `angles` to `rotated`, unless None."""
     B, T, E = x.shape
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     cos, sin = angles
@@ -184,13 +183,13 @@ def shared_forward(
 
 def shared_backward(
     x: Tensor, weight: Tensor, *, H: int, cu_seqlens, silu: bool, dattention: Tensor, dlinear: Tensor, dx: Tensor,
-    angles: tuple[Tensor, Tensor] | tuple[None, None] = (None, None), turn_linear: bool = False,
+    angles: tuple[Tensor, Tensor] | tuple[None, None] = (None, None), rotate_linear: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The gradient of weight; that of x goes to `dx`.
+    """Return the gradient of weight; write that of x to `dx`.
 
     Args:
-        dattention, dlinear: gradients of what the two mixers read, `[B, T, H, K]`.
-        angles: what attention reads was rotated by; with `turn_linear` what the linear mixer reads too.
+        dattention, dlinear: gradients of both mixers' inputs, `[B, T, H, K]`.
+        angles: rotation angles of attention's input, and with `rotate_linear` of the linear mixer's.
     """
     B, T, E = x.shape
     W = weight.shape[1]
@@ -202,11 +201,11 @@ def shared_backward(
     _shared_backward[(runs * H,)](
         x=x, weight=weight, cos=cos, sin=sin, dattention=dattention, dlinear=dlinear, dx=dx, dsums=dsums,
         cu_seqlens=cu_seqlens, stride_x=x.stride(1), stride_dx=dx.stride(1), angles=1 if cos is None else cos.shape[0],
-        T=T, N=N, BT=config.BT, H=H, K=E // H, W=W, BU=config.BU, SILU=silu, TURN_LINEAR=turn_linear,
+        T=T, N=N, BT=config.BT, H=H, K=E // H, W=W, BU=config.BU, SILU=silu, ROTATE_LINEAR=rotate_linear,
         PACKED=cu_seqlens is not None, num_warps=1 if cos is None else 2,
     )  # fmt: skip
     dweight = torch.empty_like(weight)
-    # it has room for the gradient of a bias, which is not asked for
+    # the buffer includes a bias gradient, which is not needed
     short_conv_sums_kernel[(cdiv(E, 32), W)](
         dsums=dsums, dweight=dweight, dbias=None, runs=runs, D=E, W=W, BR=128, BD=32, num_warps=4
     )

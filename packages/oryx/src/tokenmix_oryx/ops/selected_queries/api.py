@@ -1,4 +1,4 @@
-"""Public function of attention for chosen queries: shapes, validation and the choice of an implementation."""
+"""Public function of attention for selected queries: shapes, validation and selection of the implementation."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ def selected_attention(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B TQ HQ V"]:
-    r"""Causal softmax attention of the selected queries to all keys before them; what it costs follows the selection.
+    r"""Causal softmax attention of selected queries to all earlier keys; the cost is proportional to the selection.
 
     .. math:: o_i = \sum_{j \le i} e^{s_{ij} - \mathrm{lse}_i} v_j, \quad s_{ij} = \text{scale} \cdot q_i \cdot k_j
               \quad\text{for selected } i, \qquad o_i = 0 \text{ for others}
 
-    Positions count keys, the last query standing at the last key; head h of k and v serves the HQ / H query heads from
-    h · HQ / H on. Differentiable in q, k and v; queries that are not selected pass no gradient.
+    The last query has the position of the last key; head h of k and v serves the HQ / H query heads from h · HQ / H on.
+    Differentiable in q, k and v; queries that are not selected get no gradient.
 
     Args:
         q, k, v: bfloat16, float16 or float32, all of one dtype (the reference also float64). HQ is a multiple of H,
             TQ at most TK.
-        selected: True for the queries whose outputs are wanted. Whole tiles of queries without any are skipped.
-        scale: factor of the scores, positive; None is K ** −0.5.
+        selected: True for queries whose outputs are needed. Tiles without a selected query are skipped.
+        scale: factor of the scores, positive; None for K ** −0.5.
         cu_seqlens: boundaries of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
-        impl: "gluon" (Hopper, bfloat16 or float16, K = V of 64 or 128: the gradients, as no faster outputs are known),
-            "triton" (portable kernels; K and V up to 256), "reference" (runs of selected queries, each by core's eager
-            attention), or None: the fastest here, which is Gluon where it runs, then Triton on CUDA tensors, and runs
-            by the fastest attention of a CPU on others.
+        impl: "gluon" (Hopper, bfloat16 or float16, K = V of 64 or 128; gradients only, as the Triton forward is as
+            fast), "triton" (portable kernels; K and V up to 256), "reference" (core's eager attention for each run of
+            selected queries), or None: Gluon if supported, then Triton on CUDA tensors, else core's fastest CPU
+            attention for each run.
 
     Returns:
         o `[B, TQ, HQ, V]` in the dtype of q.
 
     Raises:
-        ValueError: a wrong shape, dtype, device or option, or an `impl` that cannot do what is asked.
+        ValueError: a wrong shape, dtype, device or option, or an `impl` that does not support the call.
     """
     op = "selected_attention"
     dims = bind_shapes(

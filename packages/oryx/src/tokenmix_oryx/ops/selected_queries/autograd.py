@@ -1,4 +1,4 @@
-"""Attention for chosen queries, by core's kernels: directly in eager mode, as torch custom ops where torch traces."""
+"""Attention for selected queries by core's kernels: direct in eager mode, custom ops under torch.compile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CAUSAL = Mask(causal=True, window=None, sinks=0)
 
 
 class Inputs(NamedTuple):
-    """What attention for chosen queries is given."""
+    """Arguments of attention for selected queries."""
 
     q: Tensor
     k: Tensor
@@ -24,12 +24,12 @@ class Inputs(NamedTuple):
     impl: str | None
 
     def readable(self) -> dict[str, Any]:
-        """The same as kernels read it, by name."""
+        """Return the kernels' arguments by name."""
         return self._replace(selected=self.selected.contiguous())._asdict()
 
 
 class BackwardInputs(NamedTuple):
-    """The same, its results, the log-sum-exp `[B, HQ, TQ]`, and the gradient of o."""
+    """Arguments of the backward: the forward's, its results, log-sum-exp `[B, HQ, TQ]`, and the gradient of o."""
 
     inputs: Inputs
     o: Tensor
@@ -40,7 +40,7 @@ class BackwardInputs(NamedTuple):
 @retried
 @of_fields
 def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
-    """o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`, +∞ for queries that are not selected."""
+    """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`, +∞ for queries that are not selected."""
     from tokenmix_core.ops import attention_forward
 
     return attention_forward(**x.readable(), mask=CAUSAL)
@@ -59,7 +59,7 @@ def _(x: Inputs):
 @retried
 @of_fields
 def _backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv."""
+    """Return dq, dk and dv."""
     from tokenmix_core.ops import attention_backward
 
     x, o, lse, do = given

@@ -1,4 +1,4 @@
-"""Attention for chosen queries in eager PyTorch: each run of them meets the keys before its end."""
+"""Attention for selected queries in eager PyTorch: each run of queries attends to all keys before its end."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ def selected_attention_by_runs(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: str | None = "reference",
 ) -> Float[Tensor, "B TQ HQ V"]:
-    """As `selected_attention` defines it, differentiable by autograd; reads `selected` on the host.
+    """Compute `selected_attention` with autograd; reads `selected` on the host.
 
     Args:
-        impl: of core's attention, which answers each run.
+        impl: implementation of core's attention for each run.
     """
     shift = k.shape[1] - q.shape[1]
     rows = []
     for i, row in enumerate(selected.tolist()):
-        pieces = []
+        parts = []
         for start, stop, first_key, wanted in _runs(row, cu_seqlens):
             if wanted:
                 keys = slice(first_key, stop + shift)
                 run = attention(
                     q[i : i + 1, start:stop], k[i : i + 1, keys], v[i : i + 1, keys], scale=scale, impl=impl
                 )
-                pieces.append(run.o)
+                parts.append(run.o)
             else:
-                pieces.append(q.new_zeros(1, stop - start, q.shape[2], v.shape[3]))
-        rows.append(torch.cat(pieces, 1))
-    # a call without selected queries still hangs on its inputs
+                parts.append(q.new_zeros(1, stop - start, q.shape[2], v.shape[3]))
+        rows.append(torch.cat(parts, 1))
+    # connect the output to the inputs also without selected queries, for zero gradients
     return torch.cat(rows) + 0.0 * (q.sum() + k.sum() + v.sum()) if not selected.any() else torch.cat(rows)
 
 
 def _runs(selected: list[bool], cu_seqlens: Tensor | None) -> Iterator[tuple[int, int, int, bool]]:
-    """Runs of equal queries within a sequence: their begin and end, the sequence's first token, and which they are."""
+    """Yield runs of queries with equal selection: start, end, the sequence's first token, and whether selected."""
     boundaries = [0, len(selected)] if cu_seqlens is None else cu_seqlens.tolist()
     for first, last in itertools.pairwise(boundaries):
         start = first
