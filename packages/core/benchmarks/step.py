@@ -423,7 +423,7 @@ def _warmed(
 ) -> Measured:
     """A model after its first steps; what it keeps is counted where that much more memory is to be had (`keep`)."""
     losses = training.warm(ids, warmup)
-    if training.recorded is not None and not any(training.recorded.kinds.values()):
+    if training.recorded is not None and not any(training.recorded.graphs.values()):
         raise RuntimeError("no passes were recorded")
     kept = kept_bytes(training.model, ids) if keep and impl == f"{OURS} eager" else None
     say(f"first step after {training.first:.1f} s; a turn alone")

@@ -24,7 +24,8 @@ from tokenmix_core.modeling import (
     register_model,
 )
 from tokenmix_core.ops.types import AttentionOutput
-from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens, overridden
+from tokenmix_core.training.overrides import overridden
+from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
 
 SIZES = {"vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 GDN = {"mixers": ["gated_delta_net"], "mixer_options": {"gated_delta_net": {"num_heads": 1, "head_dim": 16}}}
@@ -150,7 +151,7 @@ RECIPES = [
     (lambda: DataRecipe(seq_len=1), "seq_len must be at least 2, got 1"),
     (lambda: DataRecipe(sources=[]), "at least one source"),
     (lambda: DataRecipe(sources=["stdlib", "mqar"], weights=[1.0]), r"one for each of the sources .*got \[1.0\]"),
-    (lambda: DataRecipe(weights=[0.0]), r"weights must be positive numbers.*got \[0.0\]"),
+    (lambda: DataRecipe(weights=[0.0]), r"weights must be positive.*got \[0.0\]"),
     (lambda: DataRecipe(mqar_ramp=-0.1), "mqar_ramp must be from 0 to 1, got -0.1"),
     (lambda: DataRecipe(documents="mixed"), "one of 'separate', 'joined', got 'mixed'"),
     (lambda: DataRecipe(data_seed=-1), "data_seed .*got -1"),

@@ -11,11 +11,13 @@ import pytest
 from tokenmix_core.cli.app import main
 from tokenmix_core.data.prepare import prepare
 from tokenmix_core.data.sources import BadRow, Source
-from tokenmix_core.data.token_file import TokenFile, TokenFileWriter
+from tokenmix_core.data.token_file import TokenFile
+from tokenmix_core.data.token_writer import TokenFileWriter
 from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.checkpoint import checkpoint_to_resume, write_manifest
 from tokenmix_core.training.manifest import resumed
-from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens, overridden
+from tokenmix_core.training.overrides import overridden
+from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
 
 MODEL = {"vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "mixers": ["attention"]}
 
@@ -146,7 +148,7 @@ SOURCES = [
     (*_jsonl('\n\n{"text": '), "line 3: not valid JSON"),
     (*_jsonl(b'{"text": "\xff"}'), "line 1: not valid JSON"),
     (*_jsonl("[" * 100_000), "line 1: not valid JSON"),
-    (*_jsonl('{"text": "\\udc00"}'), "half a character at place 0"),
+    (*_jsonl('{"text": "\\udc00"}'), "half a character at position 0"),
     (*_jsonl(""), "has no text: 0 rows read"),
     (*_jsonl('{"text": ""}\n{"text": ""}'), "has no text: 2 rows read, all of them empty"),
     ("a.jsonl.gz", b"no archive", "a.jsonl.gz is damaged or cut short after line 0: Not a gzipped file"),
@@ -326,7 +328,7 @@ CHECKPOINTS = [
     (_manifest(identity={}), "learning_rate was None and is 0.1"),
     (_manifest(step=5), "trainer_state.json is of step 4, expected 5"),
     (_manifest(step=None), "no readable manifest.json"),
-    (_write("optimizer.pt", "changed....."), "the content of optimizer.pt is not what was written"),
+    (_write("optimizer.pt", "changed....."), "the content of optimizer.pt has changed since"),
     (_write("scheduler.pt", ""), "scheduler.pt has 0 bytes, expected 12"),
     (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
     (_gone("optimizer.pt"), "lists no optimizer"),
@@ -396,7 +398,7 @@ COMMANDS = [
     ("train nano --config RUN", "cannot be read: Is a directory"),
     ("train nano --total_tokens 0", "total_tokens must be at least 1"),
     ("train nano --evaluations perplexity-by-position --sources EMPTY", "EMPTY holds nothing to read"),
-    ("train nano --weights 1 1", "weights must be positive numbers, one for each"),
+    ("train nano --weights 1 1", "weights must be positive, one for each"),
     ("data prepare FILE out --on-bad-row drop", "invalid choice: 'drop'"),
     ("data prepare FILE out --on-bad-row", "expected one argument"),
     ("data prepare FILE out --held-out some", "invalid float value: 'some'"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tokenmix_core.training.recipe import overridden
+from tokenmix_core.training.overrides import overridden
 from tokenmix_lte.recipes import ABLATIONS, RECIPES
 
 

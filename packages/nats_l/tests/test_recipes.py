@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from tokenmix_core.testing.corpora import documents, token_file
 from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
 from tokenmix_core.training.callbacks import read_metrics
-from tokenmix_core.training.recipe import Tokens, overridden
+from tokenmix_core.training.overrides import overridden
+from tokenmix_core.training.recipe import Tokens
 from tokenmix_core.training.trainer import train
 from tokenmix_nats_l.baselines import BASELINES
 from tokenmix_nats_l.mixer import NatsL

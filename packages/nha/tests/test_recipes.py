@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from tokenmix_core.training.callbacks import read_metrics
-from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe, Tokens, overridden
+from tokenmix_core.training.overrides import overridden
+from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe, Tokens
 from tokenmix_core.training.trainer import METRICS, train
 from tokenmix_nha.model_windows import windows_of
 from tokenmix_nha.recipes import ABLATIONS, BASELINES, RECIPES, drawn, tiny

@@ -15,7 +15,8 @@ from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_core.testing.corpora import documents, token_file
 from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.manifest import run_manifest
-from tokenmix_core.training.recipe import Tokens, overridden
+from tokenmix_core.training.overrides import overridden
+from tokenmix_core.training.recipe import Tokens
 from tokenmix_core.training.trainer import build_trainer, train, training_rows
 from tokenmix_oryx.mixer import OryxMixer
 from tokenmix_oryx.recipes import ABLATIONS, FAMILIES, RECIPES, WIDTHS

@@ -433,7 +433,7 @@ def test_info_tells_sizes_without_making_weights(checkpoint, recipes, capsys):
 
 
 def test_the_fields_that_info_shows_are_a_config_of_the_same_recipe(recipes, tmp_path, capsys):
-    from tokenmix_core.training.recipe import overridden
+    from tokenmix_core.training.overrides import overridden
 
     assert main(["info", "nano", "--fields"], recipes=recipes) == 0
     path = tmp_path / "nano.yaml"

@@ -111,7 +111,7 @@ def test_a_run_that_began_with_the_split_by_text_keeps_it(python, capsys):
 
 def test_a_recipe_that_goes_on_trains_on_the_text_that_it_began_with(python):
     from tokenmix_core.training.baselines import RECIPES
-    from tokenmix_core.training.recipe import overridden
+    from tokenmix_core.training.overrides import overridden
     from tokenmix_core.training.trainer import training_rows
 
     python("3.11")

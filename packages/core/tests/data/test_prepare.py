@@ -11,7 +11,8 @@ from tokenmix_core.data import encode as encode_module
 from tokenmix_core.data import prepare as prepare_module
 from tokenmix_core.data.prepare import built_in_corpus, is_held_out, prepare
 from tokenmix_core.data.sources import Source, open_source, stdlib_source
-from tokenmix_core.data.token_file import TokenFile, TokenFileWriter
+from tokenmix_core.data.token_file import TokenFile
+from tokenmix_core.data.token_writer import TokenFileWriter
 from tokenmix_core.data.tokenizer import byte_tokenizer, tokenizer_fingerprint
 
 TEXTS = [f"document {i}: " + "ä\n" * (i * i % 97) for i in range(600)]
@@ -365,7 +366,7 @@ def test_boundaries_are_where_documents_begin_inside_a_range(good):
         ({"source": "{in}/field.jsonl"}, r"field.jsonl, line 1 has no field 'text'; it has body"),
         ({"source": "{in}/field.jsonl", "text_field": "n"}, "line 1 has no field 'n'"),
         ({"source": "{in}/number.jsonl"}, "field 'text' must be text, got int"),
-        ({"source": "{in}/half.jsonl"}, "line 1: field 'text' holds half a character at place 1"),
+        ({"source": "{in}/half.jsonl"}, "line 1: field 'text' holds half a character at position 1"),
         ({"source": "{in}/list.jsonl"}, "has no field 'text'; it has list"),
         ({"source": "{in}/latin.txt"}, "is not UTF-8 text: byte 3"),
         ({"source": "{in}/blank.txt"}, "has no text"),

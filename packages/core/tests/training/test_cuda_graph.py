@@ -88,7 +88,7 @@ def test_what_cannot_be_recorded_is_said_once_and_trained(corpus, recorded, tmp_
     hooked = Hooked()
     with pytest.warns(UserWarning, match="hooks") as caught:
         train(recipe(corpus, callbacks=(lambda _: hooked,), **changes), tmp_path / "hooked", progress=False)
-    assert sum("records no graph" in str(w.message) for w in caught) == 1
+    assert sum("without CUDA graphs" in str(w.message) for w in caught) == 1
     assert hooked.calls == 8
     assert not recorded
 
@@ -108,7 +108,7 @@ def test_passes_that_read_from_the_device_end_a_run_with_what_to_do(corpus, tmp_
         except HostRead as error:
             raise RuntimeError(f"operation not permitted: {error}") from error
 
-    with pytest.raises(RuntimeError, match=r"cannot be recorded .*not permitted.*train with training_graph='never'"):
+    with pytest.raises(RuntimeError, match=r"cannot be captured .*not permitted.*train with training_graph='never'"):
         train(recipe(corpus, training_graph="always"), tmp_path / "run", progress=False)
 
 
@@ -117,7 +117,7 @@ def test_left_to_itself_a_run_records_layers_that_a_host_cannot_keep_up_with(cor
     train(recipe(corpus, **changes), tmp_path / "small", progress=False)
     assert len(recorded) == 2
     for name, owner, attribute, value, said in (
-        ("large layers", engine, "WAITED_FOR", 1.0, nullcontext()),
+        ("large layers", engine, "_LAUNCH_BOUND_FLOPS", 1.0, nullcontext()),
         ("little memory", cuda_graphs, "at_most_half_used", lambda _: False, pytest.warns(match="more memory")),
     ):
         with monkeypatch.context() as patch, said:
@@ -226,7 +226,7 @@ def test_what_is_changed_in_a_layer_is_another_kind():
         make(passes_of(model), given(16, step), torch.tensor(30))
         passes_of(plain)(given(16, step), torch.tensor(30))
         assert all(equal(a, b) for a, b in zip(gradients(model), gradients(plain), strict=True)), step
-    assert len(make.kinds) == 3
+    assert len(make.graphs) == 3
 
 
 def test_gradients_that_others_made_are_added_to_and_left_to_them():
@@ -254,10 +254,10 @@ def test_no_more_kinds_are_recorded_than_memory_is_meant_for():
         make(passes_of(model), given(tokens, 0), torch.tensor(30))
         passes_of(plain)(given(tokens, 0), torch.tensor(30))
         assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(plain), strict=True))
-    assert sum(recorded is not None for recorded in make.kinds.values()) == MOST
+    assert sum(recorded is not None for recorded in make.graphs.values()) == MOST
 
 
-@pytest.mark.filterwarnings("ignore:the model has got other modules")
+@pytest.mark.filterwarnings("ignore:the model has other modules now")
 @pytest.mark.parametrize("path", ["lm_head", "model.layers.0", "model.norm"])
 def test_nothing_is_replayed_after_a_module_was_replaced(path):
     model, plain = learners()
@@ -306,7 +306,7 @@ def test_kinds_that_never_come_again_are_forgotten(monkeypatch):
     for tokens in [8, *range(8, 16)]:
         model.zero_grad()
         make(passes_of(model), given(tokens, 0), torch.tensor(30))
-    assert [recorded is None for recorded in make.kinds.values()] == [False, True, True, True]
+    assert [recorded is None for recorded in make.graphs.values()] == [False, True, True, True]
 
 
 def test_a_trained_model_is_whole(corpus, recorded, tmp_path):
@@ -344,7 +344,7 @@ def test_a_gpu_is_told_by_its_kind_or_its_number():
         for _ in range(3):
             model.zero_grad()
             make(passes, {"x": torch.ones(2, 8, device="cuda")}, None)
-        assert any(make.kinds.values()), device
+        assert any(make.graphs.values()), device
 
 
 def learn(make, waits):
@@ -368,7 +368,7 @@ def learn(make, waits):
 
 
 def recording(model, passes):
-    make = GraphedStep(model, torch.device("cuda"), needed=False)
+    make = GraphedStep(model, torch.device("cuda"), training_graph="auto")
     return lambda inputs: make(passes, inputs, None)
 
 

@@ -188,7 +188,7 @@ def test_needle_rows_are_the_same_in_another_process(tmp_path):
 
 
 def test_a_row_without_room_for_a_needle_is_refused():
-    with pytest.raises(ValueError, match="s-niah-1: seq_len=100 leaves no room"):
+    with pytest.raises(ValueError, match="s-niah-1: seq_len=100 is too short"):
         NiahRows("s-niah-1", byte_tokenizer(), None, 100, seed=0)
 
 

@@ -8,7 +8,8 @@ from runs import recipe
 
 from tokenmix_core.training.baselines import BASELINES, RECIPES, SIZES
 from tokenmix_core.training.manifest import resumed
-from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe, Tokens, overridden
+from tokenmix_core.training.overrides import overridden
+from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe, Tokens
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -79,7 +80,7 @@ def test_flags_come_after_the_file_and_the_file_after_the_recipe(tmp_path):
         (["--total_tokens", "many"], "total_tokens.*'many'"),
         (["--total_tokens", "0"], "total_tokens must be at least 1"),
         (["--warmup_tokens", "1B"], "warmup_tokens must be below total_tokens"),
-        (["--weights", "1", "2"], "weights must be positive numbers, one for each"),
+        (["--weights", "1", "2"], "weights must be positive, one for each"),
         (["--torch_compile", "perhaps"], "Truthy value expected"),
         (["--seed", "-1"], "seed must be from 0"),
         (["extra"], "unexpected argument 'extra'"),
@@ -170,7 +171,7 @@ def test_a_run_goes_on_with_the_fields_that_it_was_begun_with(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--learning_rate", "2e-2"], r"cannot go on with other fields \(learning_rate was 0.01 and is 0.02\)"),
+        (["--learning_rate", "2e-2"], r"cannot continue with other fields \(learning_rate was 0.01 and is 0.02\)"),
         (["--seed", "5"], "seed was 0 and is 5"),
         (["--model.hidden_size", "64"], "model was .*'hidden_size': 32.* and is .*'hidden_size': 64"),
         (["--total_tokens", "4K"], "total_tokens was 1024 and is 4000"),

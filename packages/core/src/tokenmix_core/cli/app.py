@@ -85,10 +85,24 @@ def main(
         _close_bars()
         print(f"{name}: error: {sentence(error)}", file=sys.stderr)
         return 2
+    except (RuntimeError, MemoryError) as error:
+        if not _lacks_memory(error):
+            raise
+        _close_bars()
+        told = (str(error).strip().splitlines() or ["out of memory"])[0]
+        print(f"{name}: error: there is not enough memory for these sizes: {told}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         _close_bars()
         print(f"\n{name}: stopped", file=sys.stderr)
         return 130
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Return whether an error of torch says that memory is too small for a tensor."""
+    # torch's allocator of the CPU has no type of error of its own
+    parts = ("out of memory", "can't allocate memory", "not enough memory", "Storage size calculation overflowed")
+    return isinstance(error, MemoryError) or any(part in str(error) for part in parts)
 
 
 def _close_bars() -> None:

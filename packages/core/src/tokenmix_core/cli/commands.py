@@ -38,7 +38,8 @@ from tokenmix_core.evaluation.text import document_separator, held_out_from
 from tokenmix_core.nn.registry import known_mixers
 from tokenmix_core.ops.explanation import OPERATIONS, explain
 from tokenmix_core.training.manifest import RUN_MANIFEST, read_manifest, resumed, trained_on
-from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, overridden
+from tokenmix_core.training.overrides import overridden
+from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe
 
 RECIPES = "tokenmix_core.training.baselines:RECIPES"
 LIBRARIES = ("torch", "triton", "transformers", "accelerate")
@@ -409,9 +410,12 @@ def config_of(target: str, context: Context) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    from tokenmix_core.modeling.folder_checks import check_model_folder
+
+    check_model_folder(Path(target))
     try:
         return from_pretrained(AutoConfig, target, local_files_only=True)
-    except (OSError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+    except (OSError, KeyError, TypeError, AttributeError, RecursionError, StrictDataclassError) as error:
         raise ValueError(f"{target} holds no config that can be read: {sentence(error)}") from error
 
 
@@ -452,12 +456,14 @@ def load_tokenizer(folder: str | Path) -> Any:
     Raises:
         ValueError: there is none that can be loaded.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     try:
         return from_pretrained(AutoTokenizer, folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+    except ImportError:
+        raise
+    except Exception as error:
+        # the library raises plain exceptions for a damaged file
         raise ValueError(f"{folder} holds no tokenizer that can be loaded: {sentence(error)}") from error
 
 

@@ -19,7 +19,8 @@ from tokenmix_core._utils.atomic_io import writing
 from tokenmix_core.data.encode import Encoding, encode_stream, encoding_of
 from tokenmix_core.data.sources import BY_FAMILY, STDLIB, ModuleText, Source, open_source, stdlib_source
 from tokenmix_core.data.text import BadRow, FileText, LongText, parts_of, sha256_of
-from tokenmix_core.data.token_file import META, TOKENS, TokenFile, TokenFileMeta, TokenFileWriter
+from tokenmix_core.data.token_file import META, TOKENS, TokenFile, TokenFileMeta
+from tokenmix_core.data.token_writer import TokenFileWriter
 from tokenmix_core.data.tokenizer import BYTES, load_tokenizer, tokenizer_fingerprint
 
 _COMMIT_SECONDS = 10.0
@@ -189,7 +190,7 @@ class _Preparation:
         about = {"total": self.source.total, "initial": self.consumed, "unit": "doc", "disable": not progress}
         committed = time.monotonic()
         with (
-            tqdm(desc=f"tokens of {writer.path.name}", **about) as bar,
+            tqdm(desc=f"tokens of {writer.path.name}", **about) as meter,
             closing(encode_stream(self._parts(), encoding, workers)) as parts,
         ):
             for part, tokens in parts:
@@ -199,7 +200,7 @@ class _Preparation:
                         raise row
                     self.skipped += 1
                     if self.skipped <= _SHOWN_BAD_ROWS:
-                        bar.write(f"skipped: {row}", file=sys.stderr)
+                        meter.write(f"skipped: {row}", file=sys.stderr)
                 elif part.text:
                     writer.add(tokens, held_out=part.held_out)
                     if row is None:
@@ -209,11 +210,11 @@ class _Preparation:
                     if isinstance(row, FileText | LongText):
                         writer.kinds[row.kind] += 1
                 self.consumed += 1
-                bar.update()
+                meter.update()
                 if self._is_enough():
                     return
                 if time.monotonic() - committed > _COMMIT_SECONDS:
-                    bar.set_postfix(tokens=f"{writer.tokens:,}", refresh=False)
+                    meter.set_postfix(tokens=f"{writer.tokens:,}", refresh=False)
                     writer.commit(self.consumed, self.skipped)
                     committed = time.monotonic()
 
@@ -273,7 +274,7 @@ class TrainedOn(NamedTuple):
         fingerprints: by source; that of a text begins with the sha256 of its tokens.
         sources: names and folders, as the recipe lists them.
         tokenizer: name of the tokenizer.
-        corpora: Python version and split of the built-in corpus, if the run read it; empty in old records.
+        corpora: Python version and split of the built-in corpus, if the run read it; empty in old manifests.
     """
 
     fingerprints: Mapping[str, str] = MappingProxyType({})
@@ -310,7 +311,7 @@ def built_in_corpus(tokenizer: str = BYTES, *, begun_with: str | None = None) ->
 
 
 def tokens_sha256(path: Path) -> str:
-    """Return the recorded sha256 of a token file's tokens, which identifies corpus, tokenizer and split."""
+    """Return the sha256 in a token file's meta of its tokens, which identifies corpus, tokenizer and split."""
     return TokenFile(path, verify=False).meta.sha256[TOKENS]
 
 

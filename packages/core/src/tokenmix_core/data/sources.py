@@ -67,7 +67,7 @@ class Source:
     """A source of documents.
 
     Attributes:
-        description: what it is, recorded with every token file made from it.
+        description: identifies the source; every token file made from it holds the description.
         rows: `rows(n)` iterates over the rows after the first n: texts (`LongText` if long), and a `BadRow` for each
             row without text.
         total: number of rows, where it is known beforehand.
@@ -78,7 +78,7 @@ class Source:
     total: int | None = None
 
     def documents(self, skip: int = 0) -> Iterator[str]:
-        """The texts after the first `skip` rows.
+        """Yield the texts after the first `skip` rows.
 
         Raises:
             BadRow: at the first bad row.
@@ -96,7 +96,7 @@ def open_source(spec: str, *, text_field: str = "text", subset: str | None = Non
         spec: "stdlib" (the built-in corpus), a JSONL, parquet or text file, a folder of them, of several kinds, too
             (a text file is one document), or one saved by `datasets`, "fineweb-edu", "slimpajama", or a dataset's name
             on the hub.
-        text_field: the field that holds the text.
+        text_field: key of the text in a row.
         subset: the configuration of a hub dataset.
         split: the split of a dataset.
 
@@ -173,7 +173,7 @@ def _text_of(row: Any, text_field: str, where: str) -> str | BadRow:
         return BadRow(f"{where}: field {text_field!r} must be text, got {got}")
     # JSON may escape one half of a pair of surrogates alone
     if not text.isascii() and (half := _SURROGATE.search(text)) is not None:
-        return BadRow(f"{where}: field {text_field!r} holds half a character at place {half.start()}")
+        return BadRow(f"{where}: field {text_field!r} holds half a character at position {half.start()}")
     return text
 
 
@@ -280,19 +280,19 @@ def _open_parquet(parquet: Any, file: Path, text_field: str) -> Any:
 
 
 def _row_group(opened: Any, group: int, rows: range, text_field: str, file: Path) -> Iterator[str | BadRow]:
-    """The rows of a row group; of what is damaged, one bad row for each that is lost."""
-    places = iter(rows)
+    """Yield the rows of a row group; a bad row for each row that damage has lost."""
+    indices = iter(rows)
     about = opened.metadata.row_group(group)
     each = about.total_byte_size // max(1, about.num_rows)
     count = max(1, min(_PARQUET_ROWS, _PARQUET_BYTES // max(1, each)))
     try:
         for batch in opened.iter_batches(count, row_groups=[group], columns=[text_field]):
             for row in batch.to_pylist():
-                text = _text_of(row, text_field, f"{file}, row {next(places)}")
+                text = _text_of(row, text_field, f"{file}, row {next(indices)}")
                 yield text if isinstance(text, BadRow) else FileText(text, PARQUET)
     except _DAMAGED_PARQUET as error:
-        for place in places:
-            yield BadRow(f"{file}, row {place} cannot be read as parquet: {_first_line(error)}")
+        for index in indices:
+            yield BadRow(f"{file}, row {index} cannot be read as parquet: {_first_line(error)}")
 
 
 def _text_file(file: Path) -> str | LongText | BadRow:
@@ -320,7 +320,7 @@ def module_family(name: str) -> str:
 def stdlib_source(*, by_family: bool = True) -> Source:
     """Python's own standard-library sources, one document a file, in the order of their paths.
 
-    Left out: tests, installed packages, and the files that record the paths of the machine Python was built on. The
+    Left out: tests, installed packages, and the files that hold the paths of the machine Python was built on. The
     remaining text depends on the Python version, so its sha256 is part of the description.
 
     Args:

@@ -60,7 +60,7 @@ def mqar(
         random_filler: fill the other positions with random tokens, else with token 0.
 
     Raises:
-        ValueError: sizes that leave no room, or negative counts.
+        ValueError: sizes that are too small for an example, or negative counts.
     """
     if num_examples < 0 or first < 0:
         raise ValueError(f"mqar: num_examples and first must be at least 0, got {num_examples} and {first}")
@@ -108,9 +108,9 @@ def copying(
 ) -> RecallExamples:
     """Copying after a delay (Arjovsky et al. 2016), and selective copying (Jing et al. 2019; Gu and Dao 2023).
 
-    A sequence is blank but for `num_tokens` tokens: its first ones, or, if `selective`, ones at random places. Then
+    A sequence is blank but for `num_tokens` tokens: its first ones, or, if `selective`, ones at random positions. Then
     comes a marker, and behind it these tokens once more, in their order, which the model must predict. Token 0 is the
-    blank, token 1 the marker; what is copied is drawn from [2, vocab_size) and may occur several times.
+    blank, token 1 the marker; the tokens to copy are drawn from [2, vocab_size) and may occur several times.
 
     Args:
         num_examples: N; the examples `first` … `first + N − 1` of this seed.
@@ -122,7 +122,7 @@ def copying(
         first: index of the first example.
 
     Raises:
-        ValueError: sizes that leave no room, or negative counts.
+        ValueError: sizes that are too small for an example, or negative counts.
     """
     if num_examples < 0 or first < 0:
         raise ValueError(f"copying: num_examples and first must be at least 0, got {num_examples} and {first}")
@@ -139,10 +139,10 @@ def copying(
     for row in range(num_examples):
         rng = stream("copying", int(selective), seed, first + row)
         tokens = rng.integers(2, vocab_size, num_tokens)
-        places = np.arange(num_tokens)
+        positions = np.arange(num_tokens)
         if selective:
-            places = np.sort(rng.choice(answer - 1, num_tokens, replace=False))
-        input_ids[row, places] = tokens
+            positions = np.sort(rng.choice(answer - 1, num_tokens, replace=False))
+        input_ids[row, positions] = tokens
         input_ids[row, answer - 1] = 1
         input_ids[row, answer:] = labels[row, answer:] = tokens
     return RecallExamples(torch.from_numpy(input_ids), torch.from_numpy(labels))
@@ -171,13 +171,13 @@ class _NiahTask(NamedTuple):
     value: str
 
 
-# the three single-needle tasks of RULER: what the haystack is made of, and what is to be found
+# the three single-needle tasks of RULER: the content of the haystack, and the type of the value to find
 NIAH_TASKS = {
     "s-niah-1": _NiahTask("noise", "number"),
     "s-niah-2": _NiahTask("text", "number"),
     "s-niah-3": _NiahTask("text", "uuid"),
 }
-# by the name of the source of training rows, whether blanks stand between what is copied
+# by the name of the source of training rows, whether blanks stand between the tokens to copy
 COPYING = {"copying": False, "selective-copying": True}
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _NOISE_WORDS = [*NOISE.split()[:-1], NOISE.split()[-1] + "\n"]
@@ -274,7 +274,7 @@ def niah(
     )
     question = f"\nWhat is the special magic {kind} for {key} mentioned in the provided text? {asked}"
 
-    def place(count: int) -> tuple[str, float]:
+    def hide(count: int) -> tuple[str, float]:
         words = [source[(first + i) % len(source)] for i in range(count)]
         boundaries = np.cumsum([0, *(len(word) + 1 for word in words)])
         at = int(np.abs(boundaries - depth * boundaries[-1]).argmin())
@@ -283,13 +283,13 @@ def niah(
         return text, float(boundaries[at] / max(boundaries[-1], 1))
 
     def tokens(count: int) -> int:
-        return count_tokens(head + place(count)[0] + question)
+        return count_tokens(head + hide(count)[0] + question)
 
     budget = max_tokens - count_tokens(" " + answer)
     bare = tokens(0)
     if bare > budget:
         raise ValueError(
-            f"niah: max_tokens={max_tokens} leaves no room for the needle and its question, which need "
+            f"niah: max_tokens={max_tokens} is too short for the needle and its question, which need "
             f"{bare + max_tokens - budget} tokens"
         )
     # extrapolate from the tokens per word of a growing sample, then remove words until it fits
@@ -299,7 +299,7 @@ def niah(
         count = int((budget - bare) / rate)
     while (length := tokens(count)) > budget:
         count = max(0, count - max(1, int((length - budget) / rate)))
-    text, at = place(count)
+    text, at = hide(count)
     return NiahExample(head + text, question, answer, at, length)
 
 

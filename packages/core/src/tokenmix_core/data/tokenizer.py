@@ -59,7 +59,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
 
     try:
         tokenizer = from_pretrained(AutoTokenizer, name)
-    except (OSError, ValueError, KeyError) as error:
+    except ImportError:
+        raise
+    except Exception as error:
+        # the library raises plain exceptions for a damaged file
         reason = str(error).strip().splitlines()
         raise ValueError(
             f"tokenizer {name!r} could not be loaded ({reason[0] if reason else type(error).__name__}); "

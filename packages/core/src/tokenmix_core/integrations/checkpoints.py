@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tokenmix_core._utils.atomic_io import check_new_folder
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.modeling.checkpoint import copy_companions, not_finite, some
+from tokenmix_core.modeling.folder_checks import INDEX, check_sizes, index_parts
 from tokenmix_core.nn.rotary import RotaryEmbedding, rope_frequencies
 
 CONFIG = "config.json"
 DTYPES = ("float32", "bfloat16", "float16")
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # their name of each of our weights; None for a weight that they do not have, which is zero
 Names = dict[str, str | None]
 
@@ -91,6 +92,7 @@ def read_fields(source: Path) -> Fields:
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a dictionary of fields, and does not")
+    check_sizes(values, source)
     return Fields(source, values)
 
 
@@ -106,12 +108,9 @@ def read_weights(source: Path) -> dict[str, Tensor]:
         ValueError: there are none, or a part is missing, damaged or truncated.
     """
     for name, load in (("model.safetensors", load_file), ("pytorch_model.bin", _load_pickled)):
-        index = source / f"{name}.index.json"
+        index = source / f"{name}{INDEX}"
         if index.is_file():
-            try:
-                files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{index} is damaged: {error}") from error
+            files = index_parts(index)
         elif (source / name).is_file():
             files = {"": name}
         else:
@@ -119,11 +118,10 @@ def read_weights(source: Path) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for part in sorted(set(files.values())):
             path = source / part
-            if Path(part).name != part or not path.is_file():
-                raise ValueError(f"{source}: {index.name} names {part}, which is not there")
             try:
                 tensors |= load(path)
-            except (SafetensorError, EOFError, OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
+            except Exception as error:
+                # the unpickler of a damaged file raises any error
                 raise ValueError(f"{path} cannot be read, it is damaged or cut short ({error})") from error
         if lost := sorted(set(files) - set(tensors) - {""}):
             raise ValueError(f"{source}: {len(lost)} weights of {index.name} are in no part ({some(lost)})")
@@ -170,6 +168,9 @@ def load_third_party(source: Path, layouts: Sequence[Layout], dtype: str = "auto
     """
     check_dtype(dtype)
     fields = read_fields(source)
+    if (quantized := fields.get("quantization_config")) is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise fields.refused(f"quantization_config={method!r} cannot be converted: its weights are quantized")
     layout = layout_of(fields, layouts)
     config, names = layout.read(fields)
     weights = {n: x for n, x in read_weights(source).items() if not n.endswith(layout.ignored or ("\0",))}
@@ -200,6 +201,8 @@ def _ours(
         embedding = weights.get(names["model.embed_tokens.weight"] or "")
         if head is not None and embedding is not None and not torch.equal(head, embedding):
             raise ValueError(f"{source}: word embeddings are said to be tied, and lm_head.weight differs from them")
+    if others := [f"{n} {str(x.dtype).removeprefix('torch.')}" for n, x in weights.items() if x.dtype not in _FLOATS]:
+        raise ValueError(f"{source}: weights are not floating-point numbers: {len(others)} tensors ({some(others)})")
     asked = {theirs for theirs in names.values() if theirs is not None}
     problems = {"missing": sorted(asked - set(weights)), "unknown": sorted(set(weights) - asked)}
     found: dict[str, Tensor] = {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from tokenmix_core._utils.trust import is_trusted
+from tokenmix_core.modeling.folder_checks import check_model_folder
 
 # files of a checkpoint other than the model
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "added_tokens.json", "*.jinja")
+_TOO_LARGE = ("Storage size calculation", "can't allocate memory", "not enough memory")
+_DAMAGED = (SafetensorError, EOFError, pickle.UnpicklingError)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -26,13 +31,26 @@ def load_checked(cls: type, load: Callable[..., Any], source: Any, *args: Any, s
             misshapen or non-finite weights.
     """
     wants_info = kwargs.pop("output_loading_info", False)
+    integers: dict[str, str] = {}
+    if isinstance(source, str | os.PathLike) and Path(source).is_dir():
+        integers = check_model_folder(Path(source, kwargs.get("subfolder") or ""))
     if strict:
         # reported below with the other faults
         kwargs["ignore_mismatched_sizes"] = True
     try:
         model, info = load(source, *args, output_loading_info=True, **kwargs)
-    except (SafetensorError, EOFError) as error:
-        raise ValueError(f"{source}: the weights cannot be read, the file is damaged or cut short ({error})") from error
+    except Exception as error:
+        if isinstance(error, RuntimeError) and any(said in str(error) for said in _TOO_LARGE):
+            raise ValueError(
+                f"{source}: config.json has sizes that no memory can hold ({_first_line(error)})"
+            ) from error
+        # the unpickler of damaged weights raises any error
+        pickled = isinstance(source, str | os.PathLike) and any(Path(source).glob("*.bin"))
+        if not isinstance(error, _DAMAGED) and (not pickled or isinstance(error, ValueError | OSError | ImportError)):
+            raise
+        raise ValueError(
+            f"{source}: the weights cannot be read, the file is damaged or cut short ({_first_line(error)})"
+        ) from error
     if strict:
         # a backbone may be loaded from a language model's checkpoint
         head = set() if hasattr(model, "lm_head") else {"lm_head.weight"}
@@ -47,12 +65,32 @@ def load_checked(cls: type, load: Callable[..., Any], source: Any, *args: Any, s
                 f"{source}: the weights do not fit {cls.__name__}: {text}; "
                 "from_pretrained(..., strict=False) loads it anyway"
             )
+        if names := _floating(model, integers):
+            raise ValueError(
+                f"{source}: weights are not floating-point numbers: {len(names)} tensors ({some(names)}); quantized "
+                "weights need the quantization_config of their library in config.json"
+            )
         if names := not_finite(model):
             raise ValueError(
                 f"{source}: weights are not finite: NaN or infinity in {len(names)} tensors ({some(names)}); "
                 "from_pretrained(..., strict=False) loads it anyway"
             )
     return (model, info) if wants_info else model
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _floating(model: nn.Module, integers: Mapping[str, str]) -> list[str]:
+    """Return names and dtypes of the file's integer tensors that are floating-point in the model."""
+    known = {name: x.is_floating_point() for name, x in model.state_dict().items()} if integers else {}
+    prefix = getattr(model, "base_model_prefix", "")
+    return [
+        f"{name} {dtype}"
+        for name, dtype in sorted(integers.items())
+        if any(known.get(each) for each in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")))
+    ]
 
 
 @torch.no_grad()

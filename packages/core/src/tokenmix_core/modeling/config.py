@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from tokenmix_core._utils import validation
 from tokenmix_core.modeling.cache_name import NAMES
+from tokenmix_core.modeling.folder_checks import MOST_LAYERS, check_sizes
 from tokenmix_core.nn.loss import LossImpl
 from tokenmix_core.nn.registry import find_mixer
 from tokenmix_core.nn.rotary import check_rope
@@ -38,7 +39,6 @@ _OF_TRANSFORMERS = frozenset(
 
 
 # no model is deeper; without a limit, the list of labels could exhaust memory before a message appears
-MOST_LAYERS = 10_000
 
 
 def check_depth(layers: Any) -> None:
@@ -172,7 +172,7 @@ class HybridConfig(PreTrainedConfig):
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be at least 1, got {value!r}")
-        check_depth(self.num_hidden_layers)
+        check_sizes(self)
         for name in ("intermediate_size", "initializer_range"):
             if (value := getattr(self, name)) < 0:
                 raise ValueError(f"{name} must be at least 0, got {value!r}")

@@ -317,7 +317,7 @@ class ModelContract(CacheContract, ModulesContract, ResidualContract, LengthsCon
             losses.append(seen)
             weights.append([*learner.parameters(), *learner.buffers()])
         assert isinstance(make, GraphedStep)
-        assert sum(x is not None for x in make.kinds.values()) == 2, "the first of an update, and the others"
+        assert sum(x is not None for x in make.graphs.values()) == 2, "the first of an update, and the others"
         assert losses[0] == losses[1]
         assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from tokenmix_core.training.data import RowInputs as RowInputs
     from tokenmix_core.training.manifest import read_manifest as read_manifest
     from tokenmix_core.training.manifest import resumed as resumed
+    from tokenmix_core.training.overrides import overridden as overridden
     from tokenmix_core.training.recipe import DataRecipe as DataRecipe
     from tokenmix_core.training.recipe import OptimizerRecipe as OptimizerRecipe
     from tokenmix_core.training.recipe import Recipe as Recipe
     from tokenmix_core.training.recipe import RunRecipe as RunRecipe
     from tokenmix_core.training.recipe import Tokens as Tokens
-    from tokenmix_core.training.recipe import overridden as overridden
     from tokenmix_core.training.trainer import run_lock as run_lock
     from tokenmix_core.training.trainer import train_locked as train_locked
 
@@ -64,6 +64,6 @@ __getattr__ = lazily(
         "Recipe": "recipe",
         "RunRecipe": "recipe",
         "Tokens": "recipe",
-        "overridden": "recipe",
+        "overridden": "overrides",
     },
 )

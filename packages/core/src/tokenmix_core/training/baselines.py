@@ -1,6 +1,6 @@
 """Recipes of the baselines: tiny ones for a laptop, recall ones for one GPU, and language models from 130M to 1.4B.
 
-`language_model`, `model_fields` and `corpus` are what the papers' packages make theirs of, too. What nobody says is as
+The papers' packages build theirs from `language_model`, `model_fields` and `corpus`, too. Unstated values are as
 usual: documents joined in a row, β = (0.9, 0.95), weight decay 0.1, clipping at 1, and a cosine that ends at a tenth of
 its peak.
 """
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
 
 GDN, ATTENTION, MAMBA2 = "gated_delta_net", "attention", "mamba2"
-# 256 bytes and three special tokens, rounded up to what matrix products like
+# 256 bytes and three special tokens, rounded up to a multiple that suits matmuls
 BYTE_VOCAB = 264
 GPT2, LLAMA2 = "gpt2", "fla-hub/transformer-1.3B-100B"
 GPT2_VOCAB, LLAMA2_VOCAB = 50257, 32000
@@ -140,7 +140,7 @@ def recall(kind: str, size: str) -> Recipe:
 
     The small models are Zoology's: two layers without MLP, so that mixing along time is all they can do, and one GDN
     head of size 64, which cannot hold 128 pairs. The others have the sizes of language models, and recall only with
-    small steps: one of AdamW's changes what a matrix gives by about its width times the learning rate. Their initial
+    small steps: an AdamW step changes a matrix's output by about its width times the learning rate. Their initial
     weights are small, too, for the layers' outputs not to drown the embeddings. Steps count for more than tokens, so
     batches are small; examples begin with two pairs and grow over the first part of training.
     """

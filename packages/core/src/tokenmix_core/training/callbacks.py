@@ -27,28 +27,28 @@ class Progress(TrainerCallback):
     """A progress bar, with a line above it for each line of the log."""
 
     def __init__(self) -> None:
-        self.bar: tqdm | None = None
+        self._progress: tqdm | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
             begun = {"total": state.max_steps, "initial": state.global_step}
-            self.bar = tqdm(**begun, desc="training", unit="step", delay=0)
+            self._progress = tqdm(**begun, desc="training", unit="step", delay=0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.bar is not None:
-            self.bar.update(state.global_step - self.bar.n)
+        if self._progress is not None:
+            self._progress.update(state.global_step - self._progress.n)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        if self.bar is not None and logs and "loss" in logs:
-            # an epoch of the Trainer's is the whole run
+        if self._progress is not None and logs and "loss" in logs:
+            # the Trainer's epoch is the whole run
             shown = [f"{name} {_rounded(value)}" for name, value in logs.items() if name != "epoch"]
-            self.bar.write(f"step {state.global_step}: {', '.join(shown)}")
+            self._progress.write(f"step {state.global_step}: {', '.join(shown)}")
 
     def close(self) -> None:
-        """Close the bar, so that what is printed next has a line of its own."""
-        if self.bar is not None:
-            self.bar.refresh()
-            self.bar.close()
+        """Close the progress bar, so that the next message has a line of its own."""
+        if self._progress is not None:
+            self._progress.refresh()
+            self._progress.close()
 
 
 def _rounded(value: float) -> str:
@@ -94,7 +94,7 @@ def _readable_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL log; a last line that a killed process did not finish is left out.
+    """Return the lines of a JSONL log, without a last line that a killed process did not finish.
 
     Raises:
         ValueError: a damaged line before the last.

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: written aside and renamed, with a manifest that resume checks."""
+"""Atomic checkpoints: written to another folder and renamed, with a manifest that resuming checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STATE = "trainer_state.json"
 
 
 def checkpoint_steps(output_dir: Path) -> dict[int, Path]:
-    """The checkpoints of a run by step, in order."""
+    """Return the checkpoints of a run by step, in order."""
     found = {}
     for path in output_dir.glob("checkpoint-*"):
         step = path.name.removeprefix("checkpoint-")
@@ -28,7 +28,7 @@ def checkpoint_steps(output_dir: Path) -> dict[int, Path]:
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """Record size and sha256 of every file of a checkpoint, beside `content`."""
+    """Write size and sha256 of every file of a checkpoint, and `content`, to its manifest."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
     with ThreadPoolExecutor(8) as pool:
         sums = list(pool.map(file_sha256, files))
@@ -44,7 +44,7 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
 
     Args:
         folder: the checkpoint.
-        identity: what the run's loss curve depends on.
+        identity: the values that the run's loss curve depends on.
 
     Raises:
         ValueError: which file is missing, truncated or damaged, or what differs from the run.
@@ -65,7 +65,7 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
     if differing:
         told = "; ".join(f"{key} was {saved.get(key)!r} and is {wanted.get(key)!r}" for key in differing)
         raise ValueError(f"{folder} belongs to another run: {told}")
-    # without these the Trainer would begin with a fresh optimizer or seed, and say nothing
+    # without these the Trainer would silently begin with a new optimizer or seed
     for needed in ("model", "optimizer", "scheduler", "rng_state", "trainer_state"):
         if not any(name.startswith(needed) for name in files):
             raise ValueError(f"{folder} is damaged: its {MANIFEST} lists no {needed}")
@@ -79,7 +79,7 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
         sums = pool.map(file_sha256, [folder / name for name in files])
         for (name, (_, expected)), got in zip(files.items(), sums, strict=True):
             if got != expected:
-                raise ValueError(f"{folder} is damaged: the content of {name} is not what was written")
+                raise ValueError(f"{folder} is damaged: the content of {name} has changed since it was written")
     try:
         reached = json.loads((folder / _STATE).read_text(encoding="utf-8"))["global_step"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -97,8 +97,8 @@ def _widened(saved: Any, wanted: Any) -> Any:
 def checkpoint_to_resume(output_dir: Path, identity: Mapping[str, Any]) -> Path | None:
     """Return the last checkpoint of a run, checked, or None if there is none yet.
 
-    A checkpoint that was being written when its process was killed never had its name, so the last one is whole unless
-    something happened to it later; then it is refused rather than an older one taken silently.
+    A checkpoint gets its name when it is whole. If the last one is damaged, it was damaged later: it is refused, rather
+    than an older one used silently.
 
     Raises:
         ValueError: the last one is damaged or belongs to another run.

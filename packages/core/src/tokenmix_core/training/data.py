@@ -1,7 +1,7 @@
 """Training rows: fixed chunks of token files and synthetic tasks, in an order that the seed and the epoch decide.
 
-Row i of a run is a function of the recipe and of i alone. Whoever asks for rows i, i + 1, … goes on exactly where
-another run, killed at i, would have gone on, on any number of processes, without reading what came before.
+Row i of a run depends on the recipe and i alone. A run that resumes at row i therefore continues exactly as a run that
+was killed there would have, on any number of processes, without reading earlier rows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Row(TypedDict):
 
 
 def permuted(index: int, size: int, key: Sequence[int]) -> int:
-    """The image of `index` under a random permutation of `range(size)` that `key` chooses; no table is kept.
+    """Return the image of `index` under a random permutation of `range(size)` that `key` chooses; no table is kept.
 
     Four rounds of a Feistel network over the next even number of bits; images outside the range are mapped again.
     """
@@ -67,7 +67,7 @@ def permuted(index: int, size: int, key: Sequence[int]) -> int:
 
 
 class ChunkRows(Dataset):
-    """The chunks `[i·T, (i + 1)·T)` of a token file, shuffled anew in every epoch; row i belongs to epoch i // chunks.
+    """The chunks `[i·T, (i + 1)·T)` of a token file, shuffled for each epoch; row i belongs to epoch i // chunks.
 
     Raises:
         ValueError: the file is shorter than one chunk.
@@ -88,12 +88,12 @@ class ChunkRows(Dataset):
 
 
 class GrowingRows(Dataset):
-    """Examples without end of a task that has a size: what a row is made of, from few to many.
+    """An endless supply of examples of a task that has a size, from small to large.
 
     An example has size P = 2, 4, 8, ... or `largest`, each as often, and 4P, 8P, 16P, ... or at most T tokens, 16 at
     least. Recall is learnt from few tokens in short examples and then holds for more: over the first `ramp_rows` rows
     the larger sizes join one by one, sooner and sooner, and no example is longer than 16 times the largest. A subclass
-    says in `examples` what they are, and in `draws` what a row's size and length are drawn from.
+    defines `examples`, which makes them, and `draws`, the random generator of a row's size and length.
 
     Args:
         seq_len: T, the tokens of a row.
@@ -104,23 +104,23 @@ class GrowingRows(Dataset):
         ramp_rows: rows until all sizes occur; 0 for at once.
 
     Raises:
-        ValueError: sizes that leave no room.
+        ValueError: sizes that are too small for an example.
     """
 
     def __init__(self, seq_len: int, largest: int, seed: int, *, packed: bool = True, ramp_rows: int = 0) -> None:
         self.seq_len, self.seed, self.packed, self.ramp_rows = seq_len, seed, packed, ramp_rows
         self.sizes = [largest >> i for i in range(largest.bit_length()) if largest >> i >= 2] or [largest]
         self.sizes.sort()
-        # bad sizes are told before training begins
+        # raise for bad sizes before training begins
         self.examples(1, seq_len, largest, 0)
 
     def examples(self, count: int, seq_len: int, size: int, first: int) -> synthetic.RecallExamples:
-        """`count` examples of one length and size, from the index `first` on."""
+        """Return `count` examples of one length and size, from the index `first` on."""
         raise undefined(self, "examples(count, seq_len, size, first)", "which makes the examples")
 
     def draws(self, index: int) -> np.random.Generator:
-        """The random numbers of a row."""
-        raise undefined(self, "draws(index)", "which gives the random numbers of a row")
+        """Return the random generator of a row."""
+        raise undefined(self, "draws(index)", "which returns the random generator of a row")
 
     def __getitem__(self, index: int) -> Row:
         rng = self.draws(index)
@@ -135,7 +135,7 @@ class GrowingRows(Dataset):
             length = shortest << int(rng.integers((longest // shortest).bit_length()))
         count, rest = divmod(self.seq_len, length)
         first = index * self.seq_len
-        # the last example takes what is left of the row
+        # the last example takes the rest of the row
         parts = (
             self.examples(count - 1, length, size, first),
             self.examples(1, length + rest, size, first + count - 1),
@@ -153,7 +153,7 @@ class MQARRows(GrowingRows):
         vocab_size: of keys, values and filler.
 
     Raises:
-        ValueError: sizes that leave no room.
+        ValueError: sizes that are too small for an example.
     """
 
     def __init__(
@@ -179,10 +179,10 @@ class CopyRows(GrowingRows):
         task: "copying" or "selective-copying".
         seq_len, seed, packed, ramp_rows: see `GrowingRows`.
         max_tokens: the most tokens to copy.
-        vocab_size: of what is copied, the blank and the marker.
+        vocab_size: of the tokens to copy, the blank and the marker.
 
     Raises:
-        ValueError: sizes that leave no room.
+        ValueError: sizes that are too small for an example.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class NiahRows(Dataset):
         ramp_rows: rows until examples have grown; 0 for at once.
 
     Raises:
-        ValueError: a row has no room for a fact and its question.
+        ValueError: a row is too short for a fact and its question.
     """
 
     _FACTS = (1, 2, 4)
@@ -247,9 +247,9 @@ class NiahRows(Dataset):
         if text is None:
             lines = 1 + seq_len // len(self._encode(synthetic.NOISE))
             self._noise = self._encode("\n".join([synthetic.NOISE] * lines))
-        rng = stream("niah room", seed)
+        rng = stream("niah capacity", seed)
         if not all(self._example(rng, [], seq_len, 1)[0] for _ in range(8)):
-            raise ValueError(f"{task}: seq_len={seq_len} leaves no room for a fact and its question")
+            raise ValueError(f"{task}: seq_len={seq_len} is too short for a fact and its question")
 
     def _encode(self, text: str) -> list[int]:
         return encode_texts(self.tokenizer, [text])[0]
@@ -266,11 +266,11 @@ class NiahRows(Dataset):
     ) -> tuple[list[int], list[int]]:
         """Tokens and labels of an example with up to so many facts; none where not even one fits."""
         drawn = {needle.key: needle for needle in (synthetic.needle(self.task, rng) for _ in range(facts))}
-        hidden, asked, room = [], [], longest - 1
+        hidden, asked, free = [], [], longest - 1
         for needle in drawn.values():
             fact = self._encode(f" {needle.text} ")
             question, answer = self._encode(f"\n{needle.question}"), self._encode(f" {needle.answer}")
-            if (room := room - len(fact) - len(question) - len(answer)) < 0:
+            if (free := free - len(fact) - len(question) - len(answer)) < 0:
                 break
             hidden.append(fact)
             asked.append((question, answer))
@@ -279,8 +279,8 @@ class NiahRows(Dataset):
         used = sum(map(len, hidden)) + sum(len(x) for pair in asked for x in pair)
         length = min(len(haystack), int((longest - 1 - used) * rng.random()))
         boundaries = [0, *sorted(int(at) for at in rng.integers(0, length + 1, len(hidden))), length]
-        pieces = [haystack[start:stop] for start, stop in itertools.pairwise(boundaries)]
-        ids = [*pieces[0], *(token for pair in zip(hidden, pieces[1:], strict=True) for x in pair for token in x)]
+        parts = [haystack[start:stop] for start, stop in itertools.pairwise(boundaries)]
+        ids = [*parts[0], *(token for pair in zip(hidden, parts[1:], strict=True) for x in pair for token in x)]
         labels = [IGNORE_INDEX] * len(ids)
         for i in rng.permutation(len(asked)):
             question, answer = asked[i]
@@ -298,8 +298,8 @@ class NiahRows(Dataset):
         labels: list[int] = []
         boundaries: list[int] = []
         while True:
-            room = min(longest, self.seq_len - len(ids))
-            more, scored = self._example(rng, haystack, room, int(rng.choice(joined)))
+            free = min(longest, self.seq_len - len(ids))
+            more, scored = self._example(rng, haystack, free, int(rng.choice(joined)))
             if not more:
                 break
             ids += more
@@ -337,7 +337,7 @@ class MixedRows(Dataset):
         inputs: RowInputs | None = None,
     ) -> None:
         if len(weights) != len(datasets) or not all(w > 0 and np.isfinite(w) for w in weights):
-            raise ValueError(f"weights must be {len(datasets)} positive numbers, one for each source, got {weights}")
+            raise ValueError(f"weights must be {len(datasets)} positive, one for each source, got {weights}")
         share = np.asarray(weights) / sum(weights) * _BLOCK
         counts = np.floor(share).astype(int)
         for i in np.argsort(counts - share)[: _BLOCK - counts.sum()]:
@@ -360,9 +360,9 @@ class MixedRows(Dataset):
         return self.length
 
     def __getitem__(self, index: int) -> Row:
-        block, place = divmod(index, _BLOCK)
-        chosen = self.pattern[place]
-        row = self.datasets[chosen][int(block * self.counts[chosen] + self.rank[place])]
+        block, offset = divmod(index, _BLOCK)
+        chosen = self.pattern[offset]
+        row = self.datasets[chosen][int(block * self.counts[chosen] + self.rank[offset])]
         return row if self.inputs is None else Row(**{**row, "inputs": self.inputs(index)})
 
 

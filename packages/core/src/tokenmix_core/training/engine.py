@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -23,7 +23,7 @@ from transformers import Trainer, TrainingArguments
 
 from tokenmix_core._utils.atomic_io import writing
 from tokenmix_core.training import checkpoint
-from tokenmix_core.training.cuda_graph import GraphedStep, Losses
+from tokenmix_core.training.cuda_graph import GraphedStep, Losses, TrainingGraph
 from tokenmix_core.training.recipe import OptimizerRecipe
 
 # dense bfloat16 FLOP/s by a part of the GPU's name, the first that fits
@@ -39,25 +39,23 @@ PEAK_FLOPS = (
     ("L40S", 362e12),
     ("RTX 4090", 165e12),
 )
-# what becomes of passes that could be recorded
-Record = Literal["auto", "always", "never"]
-# operations of a micro-batch and layer, below which a GPU waits for the host that launches them: with .84e12 graphs
-# made steps 1.6 times as fast, with 3.4e12 1.01 times (docs/step_time.md)
-WAITED_FOR = 2e12
+# FLOPs per micro-batch and layer below which a GPU waits for the CPU that launches kernels: at .84e12 graphs made steps
+# 1.6 times as fast, at 3.4e12 1.01 times (docs/step_time.md)
+_LAUNCH_BOUND_FLOPS = 2e12
 
 
 class RecipeTrainer(Trainer):
     """The Trainer of a recipe.
 
-    What it adds: the recipe's schedule and weight decay; no cache in training; tokens/s, model-FLOPs utilisation and
-    auxiliary losses in the log; whole checkpoints; an error as soon as the loss or a weight is not finite; passes that
-    are recorded.
+    It adds the recipe's schedule and weight decay; training without a cache; tokens/s, model-FLOPs utilisation and
+    auxiliary losses in the log; atomic checkpoints; an error as soon as the loss or a weight is not finite; and CUDA
+    graphs.
 
     Args:
-        schedule: of the learning rate, and the batch.
+        schedule: the schedule of the learning rate, and the batch.
         seq_len: T, tokens of a row.
-        identity: what a checkpoint is of.
-        record: repeat forward and backward passes as CUDA graphs where that can be; "auto", where it gains time, too.
+        identity: the values that a checkpoint must agree with.
+        training_graph: whether forward and backward passes are captured as CUDA graphs, as in `RunRecipe`.
     """
 
     def __init__(
@@ -66,18 +64,17 @@ class RecipeTrainer(Trainer):
         schedule: OptimizerRecipe,
         seq_len: int,
         identity: dict[str, Any],
-        record: Record = "never",
+        training_graph: TrainingGraph = "never",
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
-        self.schedule, self.identity, self._record = schedule, identity, record
-        self._recorded: GraphedStep | None = None
+        self.schedule, self.identity, self.training_graph = schedule, identity, training_graph
+        self._graphed_step: GraphedStep | None = None
         self.output_dir = Path(str(self.args.output_dir))
-        # such a model divides its summed loss terms by num_items_in_batch itself
+        # our models divide their summed loss terms by num_items_in_batch themselves
         self.model_accepts_loss_kwargs = True
         self._redirected: Path | None = None
-        # of a micro-batch: auxiliary terms of the loss; since the last line of the log: their sums, and the steps
-        # there were before the first of them
+        # auxiliary terms of a micro-batch's loss; their sums since the last line of the log, and the steps before those
         self._terms: dict[str, Tensor] = {}
         self._auxiliary: dict[str, Tensor] = {}
         self._steps_before = 0
@@ -88,13 +85,13 @@ class RecipeTrainer(Trainer):
         self._flops_per_token = flops(seq_len) if flops is not None else None
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Matrices decay; norms, biases, gates and other vectors do not."""
+        """Return the names of matrices: norms, biases, gates and other vectors do not decay."""
         return [name for name, p in model.named_parameters() if p.dim() >= 2]
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """The schedule of the recipe."""
+        """Return the schedule of the recipe."""
         if self.lr_scheduler is None:
-            # a plain function: what the scheduler saves is its step alone
+            # a plain function, so that the scheduler saves its step alone
             factor = self.schedule.learning_rate_factor
             chosen: Any = optimizer or self.optimizer
             self.lr_scheduler = LambdaLR(chosen, lambda step: factor(step))
@@ -102,7 +99,7 @@ class RecipeTrainer(Trainer):
         return self.lr_scheduler
 
     def get_train_dataloader(self) -> DataLoader:
-        """The rows in order, read by processes that leave Ctrl-C and SIGTERM to this one."""
+        """Return the loader of the rows in order; its processes ignore Ctrl-C and SIGTERM."""
         loader = super().get_train_dataloader()
         # accelerate keeps the loader that starts the processes inside its own
         inner = getattr(loader, "base_dataloader", loader)
@@ -112,55 +109,57 @@ class RecipeTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Forward and backward passes of a micro-batch, recorded where that was asked for and can be."""
+        """Run the forward and backward passes of a micro-batch, as a CUDA graph if possible and asked for."""
 
         def passes(inputs: dict[str, Any], items: Any) -> Losses:
             self._terms = {}
             return Losses(step(model, inputs, items), self._terms)
 
         step = super().training_step
-        if self._record != "never" and self._recorded is None:
-            # not before the first step, as callbacks may have changed the model
-            self._recorded = self._recorder(model)
+        if self.training_graph != "never" and self._graphed_step is None:
+            # in the first step, as callbacks may have changed the model before
+            self._graphed_step = self._make_graphed_step(model)
         self._stepped = True
-        if self._recorded is None:
+        if self._graphed_step is None:
             losses = passes(inputs, num_items_in_batch)
         else:
-            # what a callback has evaluated is no other kind of model
+            # a callback may have switched to evaluation mode, which would change the signature
             model.train()
-            losses = self._recorded(passes, self._prepare_inputs(inputs), num_items_in_batch)
+            losses = self._graphed_step(passes, self._prepare_inputs(inputs), num_items_in_batch)
         if not self._auxiliary:
             self._steps_before = self.state.global_step
         for name, share in losses.auxiliary.items():
             self._auxiliary[name] = self._auxiliary.get(name, 0.0) + share
         return losses.loss
 
-    def forget_recordings(self) -> None:
-        """Give back the memory of recorded passes."""
-        self._recorded = None
+    def release_graphs(self) -> None:
+        """Free the memory of CUDA graphs."""
+        self._graphed_step = None
 
-    def _recorder(self, model: nn.Module) -> GraphedStep | None:
-        """What records the passes; None where they cannot be, which is said if they had to, or nothing is gained."""
-        auto = self._record == "auto"
+    def _make_graphed_step(self, model: nn.Module) -> GraphedStep | None:
+        """Return the step that captures graphs, or None; warn if they were demanded and are impossible."""
+        auto = self.training_graph == "auto"
         try:
             if self.args.world_size > 1:
                 raise ValueError("several processes train")
-            if auto and not self._waited_for(model):
-                raise ValueError("the GPU would not wait for the host")
-            return GraphedStep(model, self.args.device, needed=not auto)
+            if auto and not self._is_launch_bound(model):
+                raise ValueError("the GPU would not wait for the CPU")
+            return GraphedStep(model, self.args.device, training_graph=self.training_graph)
         except ValueError as why:
-            self._record = "never"
+            self.training_graph = "never"
             if auto:
                 return None
-            warnings.warn(f"training goes on kernel by kernel and records no graph: {why}", stacklevel=2)
+            warnings.warn(f"training continues kernel by kernel, without CUDA graphs: {why}", stacklevel=2)
             return None
 
-    def _waited_for(self, model: nn.Module) -> bool:
-        """Tell whether layers are done sooner than they are launched, by what they compute."""
+    def _is_launch_bound(self, model: nn.Module) -> bool:
+        """Return whether layers compute so little that launching them takes longer."""
         layers = getattr(getattr(model, "config", None), "num_hidden_layers", None)
         tokens = self.schedule.batch_tokens / self.args.gradient_accumulation_steps
         return (
-            bool(layers) and self._flops_per_token is not None and self._flops_per_token * tokens < WAITED_FOR * layers
+            bool(layers)
+            and self._flops_per_token is not None
+            and self._flops_per_token * tokens < _LAUNCH_BOUND_FLOPS * layers
         )
 
     def compute_loss(
@@ -170,7 +169,7 @@ class RecipeTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The model's loss; a cache would let packed documents see each other, so there is none."""
+        """Return the model's loss, without a cache, which would let packed documents see each other."""
         inputs = {**inputs, "use_cache": False}
         outputs: Any
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
@@ -197,7 +196,7 @@ class RecipeTrainer(Trainer):
                     raise FloatingPointError(
                         f"{name} is {logs[name]} at step {self.state.global_step}: training diverged. A lower "
                         "learning_rate, a longer warm-up or a smaller max_grad_norm may help; the last checkpoint is "
-                        "from before"
+                        "older"
                     )
         super().log(logs, start_time)
 
@@ -257,7 +256,7 @@ class RecipeTrainer(Trainer):
         return writing(what, self.output_dir, RuntimeError, SafetensorError)
 
     def _require_finite_weights(self, model: nn.Module) -> None:
-        # of a sharded parameter, each process looks at its own part
+        # each process checks its own part of a sharded parameter
         parameters = [getattr(p, "_local_tensor", p) for p in model.parameters()]
         finite = torch.stack([p.detach().isfinite().all() for p in parameters if p.numel()]).all()
         if not self._gathered(finite).all():
@@ -267,7 +266,7 @@ class RecipeTrainer(Trainer):
             )
 
     def _gathered(self, value: Tensor) -> Tensor:
-        """A scalar of every process, `[processes]`."""
+        """Return a scalar of every process, `[processes]`."""
         gathered = self.accelerator.gather(value[None])
         assert isinstance(gathered, Tensor)
         return gathered
@@ -287,7 +286,7 @@ class RecipeTrainer(Trainer):
 
 @contextmanager
 def _reading(what: str, checkpoint: str | None) -> Iterator[None]:
-    # unpickling what is damaged can raise anything
+    # the unpickler of a damaged file raises any error
     try:
         yield
     except Exception as error:
@@ -299,7 +298,7 @@ def _reading(what: str, checkpoint: str | None) -> Iterator[None]:
 
 
 def _leave_signals_to_trainer(then: Callable[[int], None] | None, worker: int) -> None:
-    # both reach the whole process group, and a reader that died would end the run before its checkpoint
+    # both signals reach the whole process group; if a reader died, the run would end before its checkpoint
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if then is not None:
@@ -307,11 +306,11 @@ def _leave_signals_to_trainer(then: Callable[[int], None] | None, worker: int) -
 
 
 def device_name(args: TrainingArguments) -> str:
-    """The device that the run computes on."""
+    """Return the name of the device of a run."""
     cuda = args.device.type == "cuda"
     return torch.cuda.get_device_name(args.device) if cuda else platform.processor() or platform.machine()
 
 
 def peak_flops(device_name: str, *, bf16: bool) -> float | None:
-    """Dense bfloat16 FLOP/s of a GPU by its name, where they are known and used."""
+    """Return dense bfloat16 FLOP/s of a GPU by its name; None if unknown or not in bfloat16."""
     return next((peak for part, peak in PEAK_FLOPS if part in device_name), None) if bf16 else None

@@ -1,4 +1,4 @@
-"""The record of a run, kept beside it as plain data, and the recipe made from that when it goes on."""
+"""The manifest of a run, plain data beside it, and the recipe of a run that is resumed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmix_core.data.prepare import TrainedOn
 from tokenmix_core.data.tokenizer import BYTES
-from tokenmix_core.training.recipe import Recipe, overridden
+from tokenmix_core.training.overrides import overridden
+from tokenmix_core.training.recipe import Recipe
 
 if TYPE_CHECKING:
     from tokenmix_core.training.engine import RecipeTrainer
@@ -20,7 +21,7 @@ RUN_MANIFEST = "run.json"
 
 
 def run_manifest(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
-    """The record of a run, as plain data."""
+    """Return the manifest of a run, as plain data."""
     import torch
     import transformers
 
@@ -29,7 +30,7 @@ def run_manifest(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
     args, model = trainer.args, trainer.model
     rows: Any = trainer.train_dataset
     assert model is not None
-    # core, and the package that the model is of
+    # core, and the package of the model
     packages = [sys.modules[name] for name in ("tokenmix_core", type(model).__module__.partition(".")[0])]
     return {
         "recipe": recipe.name,
@@ -53,7 +54,7 @@ def run_manifest(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
 
 
 def read_manifest(output_dir: str | Path) -> dict[str, Any]:
-    """Return the record of the run that a folder holds.
+    """Return the manifest of the run in a folder.
 
     Raises:
         ValueError: there is none, or one that cannot be read.
@@ -62,23 +63,23 @@ def read_manifest(output_dir: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{output_dir} has no {RUN_MANIFEST}, the manifest of a run; name its recipe, too")
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        return {**record, "recipe": str(record["recipe"]), "values": dict(record["values"])}
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        return {**manifest, "recipe": str(manifest["recipe"]), "values": dict(manifest["values"])}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(
-            f"{path} is damaged ({type(error).__name__}); remove it and give the fields of the run again to go on"
+            f"{path} is damaged ({type(error).__name__}); remove it and give the fields of the run again to continue"
         ) from error
 
 
 def trained_on(folder: str | Path) -> TrainedOn:
-    """Return the text of a run from the record in its folder, or in the one above, where checkpoints are."""
+    """Return the text of a run from the manifest in its folder, or in the one above, where checkpoints are."""
     for path in (Path(folder), Path(folder).parent):
         if (path / RUN_MANIFEST).is_file():
-            record = read_manifest(path)
-            identity, values = record.get("identity"), record["values"]
+            manifest = read_manifest(path)
+            identity, values = manifest.get("identity"), manifest["values"]
             data = identity.get("data") if isinstance(identity, dict) else None
             known = {str(k): str(v) for k, v in data.items()} if isinstance(data, dict) else {}
-            sources, corpora = values.get("sources"), record.get("corpora")
+            sources, corpora = values.get("sources"), manifest.get("corpora")
             return TrainedOn(
                 known,
                 [str(source) for source in sources] if isinstance(sources, list) else [],
@@ -91,10 +92,10 @@ def trained_on(folder: str | Path) -> TrainedOn:
 def resumed(
     recipe: Recipe, output_dir: str | Path, flags: Sequence[str] = (), config: str | Path | None = None
 ) -> Recipe:
-    """The recipe of the run that a folder holds, so that nothing has to be given again.
+    """Return the recipe of the run in a folder, so that no field has to be given again.
 
-    Flags, and fields of a file, may change how the run is carried out, not what its loss curve depends on. Without a
-    record in the folder they are all that is known; the checkpoint is still compared with them.
+    Flags, and fields of a file, may change how the run is executed, but none of the fields that its loss curve depends
+    on. Without a manifest in the folder they are the only source; the checkpoint is still compared with them.
 
     Args:
         recipe: the recipe that the run was begun with, before any field of it was overridden.
@@ -102,13 +103,13 @@ def resumed(
         flags, config: as for `overridden`.
 
     Raises:
-        ValueError: a record that cannot be read or is another recipe's, or a field that contradicts it.
+        ValueError: a manifest that cannot be read or is another recipe's, or a field that contradicts it.
     """
     path = Path(output_dir) / RUN_MANIFEST
     if not path.is_file():
         return overridden(recipe, flags, config)
-    record = read_manifest(output_dir)
-    name, values = record["recipe"], record["values"]
+    manifest = read_manifest(output_dir)
+    name, values = manifest["recipe"], manifest["values"]
     if name != recipe.name:
         raise ValueError(f"{path.parent} holds a run of the recipe {name!r}, not of {recipe.name!r}")
     try:
@@ -121,6 +122,6 @@ def resumed(
     if differing := sorted(k for k in was if was[k] != now[k]):
         told = "; ".join(f"{k} was {was[k]!r} and is {now[k]!r}" for k in differing)
         raise ValueError(
-            f"{path.parent} cannot go on with other fields ({told}); leave them out, or begin a run in a new folder"
+            f"{path.parent} cannot continue with other fields ({told}); leave them out, or begin a run in a new folder"
         )
     return made

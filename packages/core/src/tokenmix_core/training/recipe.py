@@ -1,19 +1,13 @@
-"""A recipe: the complete, frozen description of a training run, and how a YAML file or flags change its fields."""
+"""A recipe: the complete, frozen description of a training run."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-import os
-import sys
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-import yaml
 
 from tokenmix_core._utils.validation import check_fields
 
@@ -26,7 +20,7 @@ _SUFFIXES = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 class BadTokens(ValueError, ArgumentTypeError):
-    """Not a number of tokens; argparse shows what such an error says, and nothing of another ValueError."""
+    """Not a number of tokens; argparse shows the text of such an error, and of no other ValueError."""
 
 
 class Tokens(int):
@@ -38,6 +32,8 @@ class Tokens(int):
             try:
                 if "**" in text:
                     base, exponent = map(int, text.split("**"))
+                    if not 0 <= exponent <= 63:
+                        raise ValueError
                     value = base**exponent
                 else:
                     scale = _SUFFIXES.get(text[-1:], 1)
@@ -103,7 +99,7 @@ class DataRecipe:
             raise ValueError("sources must name at least one source of data, got none")
         if self.weights and (min(self.weights) <= 0 or len(self.weights) != len(self.sources)):
             raise ValueError(
-                f"weights must be positive numbers, one for each of the sources {self.sources}, got {self.weights}"
+                f"weights must be positive, one for each of the sources {self.sources}, got {self.weights}"
             )
 
 
@@ -124,7 +120,7 @@ class OptimizerRecipe:
         min_learning_rate: the learning rate of the last step.
         adam_beta1: decay of the running mean of gradients.
         adam_beta2: decay of the running mean of their squares.
-        adam_epsilon: what is added to the root of that mean.
+        adam_epsilon: added to the root of that mean.
         weight_decay: of matrices, times the learning rate.
         max_grad_norm: gradients are scaled down to this norm.
     """
@@ -157,7 +153,7 @@ class OptimizerRecipe:
         return math.ceil(self.total_tokens / self.batch_tokens)
 
     def learning_rate_factor(self, step: int) -> float:
-        """The learning rate of a step, counted from 0, as a factor of `learning_rate`."""
+        """Return the learning rate of a step, counted from 0, as a factor of `learning_rate`."""
         peak = self.learning_rate or 1.0
         warmup = math.ceil(self.warmup_tokens / self.batch_tokens)
         if step < warmup:
@@ -168,7 +164,7 @@ class OptimizerRecipe:
         return low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2
 
     def split(self, seq_len: int, world_size: int) -> tuple[int, int]:
-        """`(rows, accumulation)`: rows of a micro-batch on each process, and micro-batches in a step.
+        """Return `(rows, accumulation)`: rows of a micro-batch on each process, and micro-batches in a step.
 
         Raises:
             ValueError: the batch cannot be divided so.
@@ -191,16 +187,16 @@ class OptimizerRecipe:
 
 @dataclass(frozen=True)
 class RunRecipe:
-    """How the run is carried out.
+    """Execution of the run.
 
     Attributes:
         precision: "bf16" is bfloat16 autocast with float32 weights; "auto" is that where the GPU has it, else "fp32".
         seed: the seed of the weights and of dropout.
         gradient_checkpointing: recompute activations in the backward pass.
         torch_compile: compile the model; on an H200 steps were faster without, in less memory (docs/step_time.md).
-        training_graph: on one GPU, record forward and backward passes as a CUDA graph and repeat it, as far as
-            micro-batches are of few kinds (docs/step_time.md); "auto" does so where layers are so small that the GPU
-            would wait for the host. Goes with neither of the two above, nor `fsdp`.
+        training_graph: on one GPU, capture forward and backward passes as CUDA graphs and replay them, for up to eight
+            signatures of micro-batches (docs/step_time.md); "auto" does so if layers are so small that the GPU would
+            wait for the CPU. Excludes the two options above and `fsdp`.
         fsdp: shard parameters, gradients and optimizer states over the processes (FSDP2).
         dataloader_num_workers: processes that read data; 0 reads in the training process.
         logging_steps: steps between two lines of the log.
@@ -210,7 +206,7 @@ class RunRecipe:
         evaluations: suites to run on the trained model.
         evaluation_lengths: the context lengths they measure at; none given leaves that to each suite.
         evaluation_limit: examples for each of their tasks.
-        sample_prompt: what the sample that is shown at the end begins with; empty for none.
+        sample_prompt: beginning of the sample that is printed at the end; empty for none.
     """
 
     precision: Literal["auto", "bf16", "fp32"] = "auto"
@@ -242,7 +238,7 @@ class Recipe:
     """A complete training run. A variant is made with `dataclasses.replace` in a new function.
 
     Attributes:
-        name: what the recipe is called on the command line.
+        name: its name on the command line.
         description: one line on what it trains.
         model: fields of the model's config.
         model_type: the registered type of the model.
@@ -266,7 +262,7 @@ class Recipe:
     make_model: Callable[[Recipe], PreTrainedModel] | None = None
 
     def model_config(self) -> PreTrainedConfig:
-        """The config of the model.
+        """Return the config of the model.
 
         Raises:
             ValueError: an unknown type, or what the config finds wrong.
@@ -281,170 +277,15 @@ class Recipe:
         return AutoConfig.for_model(self.model_type, **self.model)
 
     def values(self) -> dict[str, Any]:
-        """All fields that a YAML file or a flag can set, as plain data; `overridden` takes them back."""
+        """Return all fields that a YAML file or a flag can set, as plain data; `overridden` takes them back."""
         groups = (self.data, self.optimizer, self.run)
         flat = {f.name: getattr(group, f.name) for group in groups for f in dataclasses.fields(group)}
         plain = {k: int(v) if isinstance(v, Tokens) else v for k, v in flat.items()}
         return {**plain, "model": dict(self.model)}
 
     def identity(self) -> dict[str, Any]:
-        """The fields that the loss curve depends on; a checkpoint goes on only under equal ones."""
+        """Return the fields that the loss curve depends on; a checkpoint is resumed only if they are equal."""
         values = self.values()
         about_run = {f.name for f in dataclasses.fields(RunRecipe)} - {"precision", "seed"}
         kept = {k: v for k, v in values.items() if k not in about_run and k != "micro_batch_tokens"}
         return {"model_type": self.model_type, **kept}
-
-
-def overridden(
-    recipe: Recipe, flags: Sequence[str] = (), config: str | Path | Mapping[str, Any] | None = None
-) -> Recipe:
-    """The recipe with fields replaced by those of a YAML file, and then by flags.
-
-    Where `total_tokens` is lowered and `warmup_tokens` is not given, the warm-up keeps its share of the run, and that
-    is said.
-
-    Args:
-        recipe: the recipe to begin with.
-        flags: `--field value ...`; `--model.field value` sets a field of the model's config, and
-            `--model.mixer_options.label.option value` one entry of a field that has entries.
-        config: a YAML file with `field: value` lines and, under `model:`, fields of the model's config; or a mapping
-            of them, such as `Recipe.values` gives.
-
-    Raises:
-        ValueError: an unknown field, with the nearest known one, or a value that does not fit its field.
-    """
-    parser = _parser(recipe)
-    model = dict(recipe.model)
-    if config is not None:
-        read = (config, "the recorded fields") if isinstance(config, Mapping) else (_yaml_file(config), str(config))
-        flags = [*_field_flags(*read, parser), *flags]
-    flags = list(flags)
-    rest = []
-    position = 0
-    while position < len(flags):
-        flag, equals, value = flags[position].partition("=")
-        position += 1
-        if not flag.startswith("--model."):
-            rest.append(flags[position - 1])
-            continue
-        if not equals:
-            if position == len(flags):
-                raise ValueError(f"{flag} needs a value")
-            value = flags[position]
-            position += 1
-        name, *inside = flag.removeprefix("--model.").split(".")
-        name = _known_name(flag, name, _model_fields(recipe))
-        model[name] = _with(model.get(name), inside, _yaml_value(flag, value), flag)
-    _scale_warmup(recipe.optimizer, parser, rest)
-    *groups, unknown = parser.parse_args_into_dataclasses(rest, return_remaining_strings=True, look_for_args_file=False)
-    for text in unknown:
-        if text.startswith("--"):
-            flag = text.partition("=")[0]
-            _known_name(flag, flag[2:].replace("-", "_"), [*_fields(), "model.FIELD"])
-    if unknown:
-        raise ValueError(f"unexpected argument {unknown[0]!r}; fields are given as --field value")
-    data, optimizer, run = groups
-    changed = dataclasses.replace(recipe, model=model, data=data, optimizer=optimizer, run=run)
-    changed.model_config()
-    return changed
-
-
-def _scale_warmup(optimizer: OptimizerRecipe, parser: Any, flags: Sequence[str]) -> None:
-    known, _ = parser.parse_known_args(flags)
-    given = any(flag.partition("=")[0] in ("--warmup_tokens", "--warmup-tokens") for flag in flags)
-    old, total = optimizer.total_tokens, known.total_tokens
-    warmup = optimizer.warmup_tokens * max(total, 0) // old
-    if given or total >= old or warmup == optimizer.warmup_tokens:
-        return
-    parser.set_defaults(warmup_tokens=Tokens(warmup))
-    if os.environ.get("RANK", "0") == "0":
-        print(
-            f"warmup_tokens is {warmup:,} instead of {optimizer.warmup_tokens:,}, the same share of "
-            f"total_tokens={total:,} as of {old:,}; --warmup_tokens sets another",
-            file=sys.stderr,
-        )
-
-
-def _fields() -> list[str]:
-    return [f.name for group in (DataRecipe, OptimizerRecipe, RunRecipe) for f in dataclasses.fields(group)]
-
-
-def _model_fields(recipe: Recipe) -> list[str]:
-    return [name for name in recipe.model_config().to_dict() if not name.startswith("_")]
-
-
-def _known_name(shown: str, name: str, known: Sequence[str]) -> str:
-    if name in known:
-        return name
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"the nearest is {near[0]!r}" if near else "`info RECIPE --fields` shows all"
-    raise ValueError(f"unknown field {shown}; {hint}")
-
-
-def _with(old: Any, inside: Sequence[str], value: Any, flag: str) -> Any:
-    """The value, or a copy of `old` with it as the entry that the keys `inside` lead to."""
-    if not inside:
-        return value
-    if not isinstance(old, Mapping | None):
-        raise ValueError(f"{flag}: there is no {inside[0]!r} inside {old!r}")
-    return {**(old or {}), inside[0]: _with((old or {}).get(inside[0]), inside[1:], value, flag)}
-
-
-def _parser(recipe: Recipe) -> Any:
-    from transformers import HfArgumentParser
-
-    class Parser(HfArgumentParser):
-        def error(self, message: str) -> Any:
-            raise ValueError(message)
-
-    groups: Any = [DataRecipe, OptimizerRecipe, RunRecipe]
-    parser = Parser(groups, add_help=False, allow_abbrev=False)
-    parser.set_defaults(**{k: v for k, v in recipe.values().items() if k != "model"})
-    return parser
-
-
-def _yaml_value(flag: str, text: str) -> Any:
-    try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{flag}: {text!r} is not valid YAML: {error}") from error
-    if isinstance(value, str):
-        # YAML takes 1e-6 for text
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-def _yaml_file(path: str | Path) -> Any:
-    try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
-
-
-def _field_flags(content: Any, path: str, parser: Any) -> list[str]:
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{path} must hold `field: value` lines, got {type(content).__name__}")
-    flags: list[str] = []
-    model = content.get("model") or {}
-    if not isinstance(model, dict):
-        raise ValueError(f"{path}: model must hold `field: value` lines, got {type(model).__name__}")
-    flags += [f"--model.{key}={yaml.safe_dump(value, default_flow_style=True).strip()}" for key, value in model.items()]
-    for key, value in content.items():
-        if key == "model":
-            continue
-        name = _known_name(f"{key!r} in {path}", str(key), _fields())
-        if isinstance(value, list):
-            if value:
-                flags += [f"--{name}", *map(str, value)]
-            else:
-                parser.set_defaults(**{name: []})
-        elif isinstance(value, dict) or value is None:
-            raise ValueError(f"{path}: {name} must have one value or a list of them, got {value!r}")
-        else:
-            flags.append(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")
-    return flags

@@ -1,15 +1,14 @@
-"""Running a recipe: its rows, its model and its engine put together, trained, and recorded."""
+"""Run a recipe: assemble rows, model and engine, train, and write the manifest."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback,
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from tokenmix_core._utils import rng
-from tokenmix_core._utils.atomic_io import check_folder_path, is_temporary, remove, write_atomically
-from tokenmix_core._utils.locks import FolderLock, check_unused, contents
+from tokenmix_core._utils.atomic_io import is_temporary, remove, write_atomically
 from tokenmix_core._utils.optional import install_command
 from tokenmix_core._utils.trust import from_config
 from tokenmix_core.data.prepare import built_in_corpus
@@ -30,6 +28,7 @@ from tokenmix_core.data.token_file import TokenFile
 from tokenmix_core.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from tokenmix_core.training import checkpoint
 from tokenmix_core.training.callbacks import MetricsFile, Progress, StopOnSignal
+from tokenmix_core.training.cuda_graph import TrainingGraph
 from tokenmix_core.training.data import (
     ChunkRows,
     CopyRows,
@@ -39,11 +38,11 @@ from tokenmix_core.training.data import (
     collate_joined,
     collate_separate,
 )
-from tokenmix_core.training.engine import RecipeTrainer, Record
-from tokenmix_core.training.manifest import RUN_MANIFEST, read_manifest, run_manifest, trained_on
+from tokenmix_core.training.engine import RecipeTrainer
+from tokenmix_core.training.folder import METRICS, check_folder, run_lock
+from tokenmix_core.training.manifest import RUN_MANIFEST, run_manifest, trained_on
 from tokenmix_core.training.recipe import Recipe
 
-METRICS = "metrics.jsonl"
 MQAR = "mqar"
 
 
@@ -69,7 +68,7 @@ class TrainResult:
 
 
 def check_sources(recipe: Recipe) -> None:
-    """Refuse a recipe whose corpora are not here, before anything is loaded or fetched.
+    """Refuse a recipe whose corpora are not here, before anything is loaded or downloaded.
 
     Raises:
         ValueError: a source is neither known by name nor there; the message holds the command that prepares it.
@@ -136,7 +135,7 @@ def training_arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
     """The recipe in the Trainer's terms, for this process and its device.
 
     Raises:
-        ValueError: `report_to` names what is not known or not installed.
+        ValueError: `report_to` names a logger that is unknown or not installed.
     """
     run, optimizer = recipe.run, recipe.optimizer
     known = get_available_reporting_integrations()
@@ -203,7 +202,7 @@ def _checkpointing(wanted: bool) -> dict[str, Any]:
 
 
 def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
-    """The recipe's model: what it makes itself, or a new one, its weights drawn from the recipe's seed.
+    """Return the model of `make_model`, or a new one with weights drawn from the recipe's seed.
 
     Raises:
         ValueError: a config that is wrong, or a vocabulary smaller than the tokenizer's or the recall task's.
@@ -246,59 +245,18 @@ def build_trainer(
         schedule=recipe.optimizer,
         seq_len=recipe.data.seq_len,
         identity=identity,
-        record=_recording(recipe),
+        training_graph=_training_graph(recipe),
     )
     # the Trainer's own, which writes dictionaries
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
-def _recording(recipe: Recipe) -> Record:
-    """Whether passes are recorded; where it is left to the engine, not those that nobody has recorded yet."""
+def _training_graph(recipe: Recipe) -> TrainingGraph:
+    """Return the recipe's `training_graph`; "auto" captures no passes that are untested as a graph."""
     run = recipe.run
     others = run.gradient_checkpointing or run.torch_compile or run.fsdp or recipe.make_model is not None
     return "never" if run.training_graph == "auto" and others else run.training_graph
-
-
-def check_folder(output_dir: Path, *, resume: bool) -> None:
-    """Refuse a folder that a run cannot be written to.
-
-    Raises:
-        ValueError: the folder holds other files than those of a run without a checkpoint, a checkpoint although nothing
-            is to be resumed, or another process writes it.
-    """
-    check_folder_path(output_dir)
-    saved = checkpoint.checkpoint_steps(output_dir)
-    if (resume and saved) or not output_dir.exists():
-        return
-    found = contents(output_dir)
-    if saved or not (_only_begun(output_dir, found) or all(is_temporary(path) for path in found)):
-        check_unused(output_dir)
-        way = "resume the run that it holds" if saved else "remove it"
-        raise ValueError(f"{output_dir} is not empty; {way}, or choose another folder")
-
-
-def _only_begun(output_dir: Path, found: list[Path]) -> bool:
-    """Return whether a folder holds a run that ended before its first checkpoint, and nothing else."""
-    # TensorBoard's folder is "runs"
-    known = {RUN_MANIFEST, METRICS, checkpoint.PARTIAL, "runs"}
-    if any(path.name not in known and not is_temporary(path) for path in found):
-        return False
-    try:
-        read_manifest(output_dir)
-    except ValueError:
-        return False
-    return True
-
-
-def run_lock(output_dir: str | Path, *, resume: bool = False) -> AbstractContextManager[Any]:
-    """Return the lock of a run's folder, to be held while the folder is written; of several processes the first has it.
-
-    Raises:
-        ValueError: as `check_folder`; on entering, another process holds the lock.
-    """
-    check_folder(Path(output_dir), resume=resume)
-    return FolderLock(Path(output_dir), "training") if os.environ.get("RANK", "0") == "0" else nullcontext()
 
 
 def train(
@@ -327,7 +285,7 @@ def train(
         ValueError: a recipe that does not fit together, a folder that holds another run or that another process
             writes, or a checkpoint that is damaged or another run's.
         FloatingPointError: training diverged.
-        OSError: what is to be saved cannot be written.
+        OSError: a file cannot be written.
     """
     with run_lock(output_dir, resume=resume):
         return train_locked(recipe, output_dir, resume=resume, progress=progress, recorded=recorded)
@@ -395,7 +353,7 @@ def train_locked(
         for callback in trainer.callback_handler.callbacks:
             if isinstance(callback, StopOnSignal | Progress):
                 callback.close()
-        trainer.forget_recordings()
+        trainer.release_graphs()
     step = trainer.state.global_step
     interrupted = step < recipe.optimizer.steps
     if not interrupted:

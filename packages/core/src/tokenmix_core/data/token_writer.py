@@ -1,0 +1,225 @@
+"""Write a token file so that a killed writer can continue."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tokenmix_core._utils.atomic_io import remove, sync, sync_tree, write_atomically
+from tokenmix_core._utils.locks import FolderLock
+from tokenmix_core.data.token_file import (
+    DOCUMENTS,
+    FORMAT,
+    META,
+    TOKENS,
+    TokenFileMeta,
+    file_sha256,
+    map_tokens,
+    token_dtype,
+)
+
+_SPLITS = ("train", "held_out")
+# a document past so many tokens is not held out whole if only one is; and the fewest tokens that are held out of it
+_LARGE_DOCUMENT, _LEAST_HELD_OUT = 2**18, 2**14
+
+
+def _least(tokens: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Which of the documents between `edges`, `[N, 2]`, have the least hash; none where all are equal."""
+    hashes = [hashlib.sha256(tokens[start:stop].tobytes()).digest() for start, stop in edges]
+    least = min(hashes)
+    chosen = np.array([each == least for each in hashes])
+    return chosen & ~chosen.all()
+
+
+def _hold_out_one(
+    tokens: np.ndarray, lengths: np.ndarray, share: float, eos_token_id: int
+) -> tuple[dict[str, list[np.ndarray]], dict[str, np.ndarray]]:
+    """Return tokens and lengths of both splits with one document held out, or the last tokens of a large one."""
+    ends = np.cumsum(lengths)
+    edges = np.stack([ends - lengths, ends], 1)
+    moved = np.array([True]) if len(lengths) == 1 else _least(tokens, edges)
+    large = moved.sum() == 1 and lengths[moved][0] > max(_LARGE_DOCUMENT, share * len(tokens))
+    if len(lengths) == 1 and not large:
+        moved[:] = False
+    # alternately tokens that stay and tokens that are moved
+    cut = np.split(tokens, edges[moved].ravel())
+    stay, go, left, gone = cut[0::2], cut[1::2], lengths[~moved], lengths[moved]
+    if large:
+        (document,), index = go, int(np.flatnonzero(moved)[0])
+        at = len(document) - max(_LEAST_HELD_OUT, int(share * len(tokens)))
+        # each part is a document and has an end
+        stay[1:1] = [document[:at], np.array([eos_token_id], tokens.dtype)]
+        go, gone = [document[at:]], np.array([len(document) - at])
+        left = np.insert(left, index, at + 1)
+    return {"train": stay, "held_out": go}, {"train": left, "held_out": gone}
+
+
+class TokenFileWriter:
+    """Writes a token file into `<path>.partial`, which becomes `path` in one rename when all of it is there.
+
+    `commit` makes the documents appended so far durable; a writer opened again with the same settings continues after
+    the last commit. Then `consumed` is the number of rows of the source before it, `skipped` that of bad ones, and
+    `kinds` counts documents by kind of file; the caller counts them there.
+
+    Args:
+        path: the folder to make.
+        settings: all that decides which tokens come out; a partial file with other settings is refused.
+        vocab_size: decides between uint16 and uint32.
+
+    Raises:
+        ValueError: `path` exists, a partial file of other settings does, or another process is writing it.
+    """
+
+    _PARTS = ("train.tokens", "train.lengths", "held_out.tokens", "held_out.lengths")
+
+    def __init__(self, path: str | Path, settings: Mapping[str, Any], vocab_size: int) -> None:
+        self.path = Path(path)
+        self.partial = self.path.with_name(self.path.name + ".partial")
+        self.settings = json.loads(json.dumps(dict(settings)))
+        self.vocab_size = vocab_size
+        self.dtype = token_dtype(vocab_size)
+        self.consumed = self.skipped = 0
+        self.kinds: Counter[str] = Counter()
+        if self.path.exists() or self.path.is_symlink():
+            raise ValueError(f"{self.path} exists already; choose another folder or remove it")
+        self._lock = FolderLock(self.partial, "preparing a corpus")
+        self._lock.acquire()
+        try:
+            sizes = self._read_progress()
+        except BaseException:
+            self._lock.release()
+            raise
+        self._files = {name: open(self.partial / name, "ab") for name in self._PARTS}  # noqa: SIM115
+        for name, size in sizes.items():
+            self._files[name].truncate(size)
+        self._sizes, self._length = dict(sizes), 0
+        self.tokens = (sizes["train.tokens"] + sizes["held_out.tokens"]) // self.dtype.itemsize
+
+    def _read_progress(self) -> dict[str, int]:
+        try:
+            progress = json.loads((self.partial / "progress.json").read_text())
+            old, sizes = dict(progress["settings"]), {name: int(progress["sizes"][name]) for name in self._PARTS}
+            self.consumed, self.skipped = int(progress["consumed"]), int(progress["skipped"])
+            self.kinds = Counter(progress.get("kinds", {}))
+        except FileNotFoundError:
+            return dict.fromkeys(self._PARTS, 0)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{self.partial} is damaged: its progress.json cannot be read; remove it") from error
+        if old != self.settings:
+            new = self.settings
+            changed = sorted(k for k in {*old, *new} if old.get(k) != new.get(k))
+            told = "; ".join(f"{k} was {old.get(k)!r} and is {new.get(k)!r}" for k in changed)
+            raise ValueError(f"{self.partial} was begun with other settings ({told}); remove it to begin again")
+        for name, size in sizes.items():
+            there = (self.partial / name).stat().st_size if (self.partial / name).is_file() else 0
+            if there < size:
+                raise ValueError(
+                    f"{self.partial} is damaged: {name} has {there} bytes, expected at least {size}; remove it"
+                )
+        return sizes
+
+    def append(self, documents: Sequence[Sequence[int]], held_out: Sequence[bool]) -> None:
+        """Append documents, each with its end token; `held_out` says which split each one goes to."""
+        for document, held in zip(documents, held_out, strict=True):
+            self.add(np.asarray(document), held_out=held)
+            self.end_document(held_out=held)
+
+    def add(self, tokens: np.ndarray, *, held_out: bool) -> None:
+        """Append tokens to the document that is being written, which belongs to a split."""
+        self._files[f"{_SPLITS[held_out]}.tokens"].write(tokens.astype(self.dtype, copy=False).tobytes())
+        self._length += len(tokens)
+
+    def end_document(self, *, held_out: bool) -> None:
+        """End the document that is being written."""
+        self._files[f"{_SPLITS[held_out]}.lengths"].write(self._length.to_bytes(8, "little"))
+        self._sizes[f"{_SPLITS[held_out]}.tokens"] += self._length * self.dtype.itemsize
+        self._sizes[f"{_SPLITS[held_out]}.lengths"] += 8
+        self.tokens += self._length
+        self._length = 0
+
+    def commit(self, consumed: int, skipped: int = 0) -> None:
+        """Make all that was appended durable, as the outcome of the first `consumed` rows of the source."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        self.consumed, self.skipped = consumed, skipped
+        # without a document that is not ended
+        progress = {"settings": self.settings, "consumed": consumed, "skipped": skipped, "sizes": self._sizes}
+        progress["kinds"] = dict(self.kinds)
+        write_atomically(self.partial / "progress.json", json.dumps(progress))
+
+    def finish(
+        self,
+        *,
+        eos_token_id: int,
+        tokenizer: str,
+        fingerprint: str,
+        source: Mapping[str, Any],
+        hold_out: float = 0.0,
+    ) -> TokenFileMeta:
+        """Join the two splits, write offsets and meta, and give the folder its name.
+
+        If a share is to be held out and no document is, the one with the least hash is, and those that equal it, unless
+        all are equal. Of a single large document, or a large one that is alone, only the last tokens are held out.
+        """
+        self._close_files()
+        lengths = {s: np.fromfile(self.partial / f"{s}.lengths", "<i8") for s in _SPLITS}
+        parts = {split: [map_tokens(self.partial / f"{split}.tokens", self.dtype)] for split in lengths}
+        if hold_out and len(lengths["train"]) and not len(lengths["held_out"]):
+            parts, lengths = _hold_out_one(parts["train"][0], lengths["train"], hold_out, eos_token_id)
+        # aside, so that a kill from here on leaves what commit() wrote
+        whole = self.partial / "whole"
+        remove(whole)
+        whole.mkdir()
+        with open(whole / TOKENS, "wb") as file:
+            for part in itertools.chain(*parts.values()):
+                part.tofile(file)
+        offsets = np.concatenate([[0], np.cumsum(np.concatenate(list(lengths.values())))])
+        np.save(whole / DOCUMENTS, offsets.astype(np.int64))
+        meta = TokenFileMeta(
+            format=FORMAT,
+            dtype=self.dtype.str,
+            tokens=int(offsets[-1]),
+            documents=len(offsets) - 1,
+            held_out_tokens=int(lengths["held_out"].sum()),
+            held_out_documents=len(lengths["held_out"]),
+            vocab_size=self.vocab_size,
+            eos_token_id=eos_token_id,
+            tokenizer=tokenizer,
+            tokenizer_fingerprint=fingerprint,
+            source=dict(source),
+            sha256={name: file_sha256(whole / name) for name in (TOKENS, DOCUMENTS)},
+        )
+        write_atomically(whole / META, json.dumps(asdict(meta), indent=2) + "\n")
+        sync_tree(whole)
+        os.rename(whole, self.path)
+        # the parts are removed only after the whole file is on the disk
+        sync(self.path.parent)
+        shutil.rmtree(self.partial)
+        self._lock.release()
+        return meta
+
+    def _close_files(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def close(self) -> None:
+        """Close the open files; the next writer continues after the last commit."""
+        self._close_files()
+        self._lock.release()
+
+    def discard(self) -> None:
+        """Remove all that was written."""
+        self._close_files()
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self._lock.release()
