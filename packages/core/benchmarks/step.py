@@ -8,21 +8,8 @@ step, milliseconds of device time by kind of kernel, and the share of the floor.
 
 Each model takes a turn as soon as it is warm, ours first; then all, still in memory, take turns in rounds, of which the
 median counts. A row is printed and kept after each turn, with the rounds behind it, so that a run that is cut off
-leaves what it had found: 0 rounds are the turn that a model took alone. With `--rounds 0` each model is dropped after
-its turn, so that a GPU need hold one alone.
-
-**The floor** is a model, not a measurement: what a step cannot take less than, part by part, on one chip.
-
-- products: 6 operations a weight of every linear layer and token, the output layer included, at the chip's rate.
-- mixing: three times the mixers' operations of a forward pass, at the same rate.
-- activations: what lies between products, of 2 bytes a number. Forward, the outputs of products are read and their
-  inputs written once; backward, the outputs are read again, gradients of inputs read, and gradients of outputs written.
-  The residual stream, of 4 bytes, is read and written at each norm, and read twice and written once backward.
-- loss: logits written, read, and written as gradients, which two products read.
-- weights: each read in 4 bytes and written in 2, its gradient read in 2 and written in 4; AdamW and clipping 32 bytes.
-
-A step's **share as run** is that of what its products and operations took in it, by the profile, and of one pass over
-activations, logits and weights: what is lost between kernels that are given.
+leaves the earlier rows: 0 rounds are the turn that a model took alone. With `--rounds 0` each model is dropped after
+its turn, so that a GPU need hold one alone. `step_floor.py` defines the floor.
 """
 
 from __future__ import annotations
@@ -31,7 +18,6 @@ import argparse
 import gc
 import importlib
 import importlib.util
-import re
 import statistics
 import sys
 import time
@@ -39,9 +25,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
+from step_floor import as_run, chip_of, floor, kind_of
 from torch import Tensor, nn
 
 from tokenmix_core.testing.benchmarking import WITHOUT_GPU, table
@@ -52,89 +39,7 @@ DEFAULT = ("gated_delta_net-380m", "transformer-380m")
 CPU_SIZES = {"rows": 1, "length": 64, "steps": 1, "rounds": 1}
 RESULTS = Path(__file__).parent / "results" / "step"
 
-# by kind, what names of kernels have; the first that fits
-KINDS = {
-    # by torch's compiler, which names a kernel after the operations that it is made of
-    "compiled": r"^triton_(poi|red|per|tem|for)_",
-    # before products: FlashAttention-4's names tell of cutlass, too
-    "attention": r"flash|fmha|cudnn.*sdpa|attention|^_(forward|backward_keys|backward_queries)$"
-    r"|^_(list|merge|count|find|join|share|sum|meet|own|rank|attend|choose|split)_",
-    "products": r"gemm|cutlass|nvjet|xmma|cublas|splitK",
-    "scorer": r"scorer|hopper_layer_backward",
-    "delta rule, scans": r"^(for|back)ward_(state_|chunk_)?kernel|gated_delta|delta_rule|chunk_|prepare_|segment_"
-    r"|entering_|ssd|slot_|recurrent|backward_scan|boundary_states|hopper_(forward|backward|window|gradients|step)"
-    r"|(group|head)_gradients|scan_segments|(sum|repeat)_(gates|groups)|longest_first",
-    "convolutions": r"conv",
-    "norms": r"norm|rstd",
-    "rotation": r"rotate|rotary|rope",
-    "SwiGLU": r"swiglu",
-    "gates": r"delta_gates|softplus|sigmoid",
-    "loss": r"softmax|nll|cross_entropy",
-    "optimizer": r"adam|multi_tensor|foreach",
-    "copies between dtypes": r"direct_copy|copy_kernel|_to_copy",
-    "copies": r"memcpy|memset|CatArray|copy|fill",
-    "sums": r"reduce|CUDAFunctor_add|AddFunctor",
-    "products by element": r"MulFunctor|mul",
-    "activations": r"silu|gelu|sigmoid",
-}
-# kinds that are a mixer's operations
-OPERATIONS = ("attention", "scorer", "delta rule, scans", "convolutions")
-# layers whose inputs are read by no other layer
-OWN_INPUTS = ("o_proj", "out_proj", "down_proj")
-
-
 Form = Literal["eager", "graph", "compiled"]
-
-
-class Chip(NamedTuple):
-    """Operations and bytes a second that a chip was seen to reach."""
-
-    flops: float
-    bytes: float
-
-
-# by a part of the GPU's name
-CHIPS = {"H200": Chip(790e12, 4.27e12), "H100": Chip(790e12, 3.0e12)}
-
-
-def chip_of(device: torch.device) -> Chip:
-    """What a GPU was seen to reach; an H200 for one that is not known, and for a CPU."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((chip for part, chip in CHIPS.items() if part in name), CHIPS["H200"])
-
-
-def floor(model: Any, rows: int, length: int, chip: Chip = CHIPS["H200"]) -> dict[str, float]:
-    """Milliseconds of a step's parts that no kernel can undercut, by the module's table; and their sum, "all"."""
-    tokens = rows * length
-    backbone, head = model.model, model.lm_head.weight
-    weights, vocab, width = sum(p.numel() for p in model.parameters()), *head.shape
-    linear = sum(m.weight.numel() for m in backbone.modules() if isinstance(m, nn.Linear)) + head.numel()
-    mixing = sum(mixer.mixing_flops(length) for mixer in backbone.mixers)
-    between, norms = 0, 1
-    for block in backbone.layers:
-        # what each norm writes, by as many layers as read it
-        norms += 1 if block.mlp is None else 2
-        for name, layer in block.named_modules():
-            if isinstance(layer, nn.Linear):
-                own = layer.in_features if name.rpartition(".")[2] in OWN_INPUTS else 0
-                between += 2 * own + 3 * layer.out_features
-    between += 2 * width * norms
-    seconds = {
-        "products": 6 * linear * tokens / chip.flops,
-        "mixing": 3 * mixing * tokens / chip.flops,
-        "activations": tokens * (2 * between + 4 * 5 * width * norms) / chip.bytes,
-        "loss": tokens * vocab * 2 * 5 / chip.bytes,
-        "weights": weights * (6 + 6 + 32) / chip.bytes,
-    }
-    found = {part: 1e3 * x for part, x in seconds.items()}
-    return found | {"all": sum(found.values())}
-
-
-def as_run(floor: dict[str, float], kinds: dict[str, float]) -> float:
-    """Milliseconds of products and operations as they were measured, and of the floor's passes over everything else."""
-    return sum(kinds.get(x, 0.0) for x in ("products", *OPERATIONS)) + sum(
-        floor[x] for x in ("activations", "loss", "weights")
-    )
 
 
 def kept_bytes(model: Any, ids: Tensor) -> int:
@@ -250,11 +155,6 @@ class Training:
                 kind = kind_of(event.name)
                 times[kind] = times.get(kind, 0.0) + event.time_range.elapsed_us() / 1e3 / steps
         return dict(sorted(times.items(), key=lambda item: -item[1]))
-
-
-def kind_of(kernel: str) -> str:
-    """The kind of a kernel by its name."""
-    return next((kind for kind, names in KINDS.items() if re.search(names, kernel, re.IGNORECASE)), "others")
 
 
 def recipe_named(name: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -15,8 +14,9 @@ from tokenmix_core.kernels.launch import caching
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
 from tokenmix_core.testing.calls import Call, KernelCase, Results, Sizes
 from tokenmix_core.testing.closeness import assert_within, relative_error
-from tokenmix_core.testing.launch_spies import no_launches, replays
+from tokenmix_core.testing.launch_spies import replays
 from tokenmix_core.testing.layout_contract import LayoutTests
+from tokenmix_core.testing.refusals import RefusalTests
 from tokenmix_core.testing.tracing import CountedGraphs
 
 # of a kernel on a GPU; the interpreter has no bfloat16
@@ -53,7 +53,7 @@ PROPERTIES = {
 Malformed = Mapping[str, tuple[Any, str]]
 
 
-class OpContract(LayoutTests):
+class OpContract(LayoutTests, RefusalTests):
     """Inherit it as `TestX(OpContract)`, and describe the operation: each property, or why it has it not.
 
     A property is described by an attribute, and the attributes that are not set are named in `absent`.
@@ -345,45 +345,6 @@ class OpContract(LayoutTests):
         # the second and the third call, with their backward passes
         assert made[0] >= (4 if self.differentiable else 2)
 
-    def test_malformed_calls_are_refused_before_a_launch(self, form, bad, device):
-        tensors, options = self.make(torch.float32, **self.valid)
-        self._assert_refused(self.forms[form], tensors | options, *self.malformed[bad], device)
-
-    def _assert_refused(self, function: Callable, arguments: dict[str, Any], change: Any, said: str, device) -> None:
-        # the call is right but for the change
-        function(**arguments)
-        changed: Any = change(arguments) if callable(change) else {**arguments, **change}
-        if changed.get("impl") == "triton":
-            # where there are kernels
-            changed = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in changed.items()}
-        with no_launches(), pytest.raises(ValueError, match=said) as error:
-            function(**changed)
-        assert "\n" not in str(error.value)
-        assert ": " in str(error.value)
-
-    def test_a_meta_tensor_among_real_ones_is_refused_by_name(self, form, impl, device):
-        tensors, options = self.make(torch.float32, device if impl == "triton" else "cpu", **self.valid)
-        self._assert_meta_refused(self.forms[form], tensors | options | {"impl": impl}, lambda x: self.named(form, x))
-
-    def test_a_meta_tensor_among_those_of_a_step_is_refused_by_name(self, impl, device):
-        if self.step is None:
-            pytest.skip(self.absent["step"])
-        step, sizes = self.step
-        tensors, options = self.make(torch.float32, device if impl == "triton" else "cpu", **sizes, T=1)
-        token = self._token(tensors | options, 0)
-        self._assert_meta_refused(step, token | {"state": tensors[self.state[0]], "impl": impl}, str)
-
-    def _assert_meta_refused(self, function: Callable, arguments: dict[str, Any], named: Callable) -> None:
-        names = {name: named(name) for name, x in arguments.items() if isinstance(x, Tensor) and named(name)}
-        if arguments["impl"] == "reference":
-            # the call is right but for the device, which no cache of checked calls may leave out
-            function(**{key: x.clone() if isinstance(x, Tensor) else x for key, x in arguments.items()})
-        # of a single tensor, nothing says where the call is
-        for name, told in names.items() if len(names) > 1 else ():
-            changed = {key: x.clone() if isinstance(x, Tensor) else x for key, x in arguments.items()}
-            with no_launches(), pytest.raises(ValueError, match=rf"\b{re.escape(told)} is on meta\b"):
-                function(**changed | {name: arguments[name].to("meta")})
-
     def test_steps_equal_the_whole_and_write_to_the_state_they_are_given(self, impl, device):
         step, sizes = self.step
         tensors, options = self.make(torch.float32, device, **sizes, T=3)
@@ -394,12 +355,6 @@ class OpContract(LayoutTests):
             o = step(**self._token(tensors | options, t), state=state, impl=impl)
             assert relative_error(o, whole.o[:, t]) < 2e-6
         assert relative_error(state, getattr(whole, left)) < 2e-6
-
-    def test_malformed_steps_are_refused_before_a_launch(self, bad_step, device):
-        step, sizes = self.step
-        tensors, options = self.make(torch.float32, **sizes, T=1)
-        token = self._token(tensors | options, 0) | {"state": tensors[self.state[0]]}
-        self._assert_refused(step, token, *self.malformed_steps[bad_step], device)
 
     def _token(self, arguments: dict[str, Any], t: int) -> dict[str, Any]:
         """The arguments of a step, but for its state."""
