@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_LAYERS = 10_000
-# far past any model; the product of two such sizes still has a meaning
+# far beyond any model; two such sizes multiply without an overflow
 _MOST = {"hidden_size": 2**24, "intermediate_size": 2**24, "vocab_size": 2**28, "num_hidden_layers": MOST_LAYERS}
 _MOST |= {"max_position_embeddings": 2**40, "num_attention_heads": 2**20, "head_dim": 2**20}
 _FLOATS = ("F16", "BF16", "F32", "F64")
