@@ -34,7 +34,7 @@ def test_ours_stands_beside_the_best_peer_of_each_number(tmp_path):
     assert pair["peak_mb_baseline"] == (64.0, "slow but small")
     assert pair["fwdbwd_ms_baseline"] is None
     table = results.markdown(rows)
-    assert "| ssd | B1 | 0.250 | 0.500 (fast) | 512 | 64.000 (slow but small) |" in table
+    assert "| ssd | B1 | 0.250 / 0.500 (fast) | 512 / 64.000 (slow but small) |" in table
     assert "| ssd | B2 | tokenmix | 0.250 | 512 |" in table
 
 

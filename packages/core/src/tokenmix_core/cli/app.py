@@ -82,18 +82,18 @@ def main(
     except USER_ERRORS as error:
         from tokenmix_core.cli.commands import sentence
 
-        _close_bars()
+        _close_progress()
         print(f"{name}: error: {sentence(error)}", file=sys.stderr)
         return 2
     except (RuntimeError, MemoryError) as error:
         if not _lacks_memory(error):
             raise
-        _close_bars()
+        _close_progress()
         told = (str(error).strip().splitlines() or ["out of memory"])[0]
         print(f"{name}: error: there is not enough memory for these sizes: {told}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        _close_bars()
+        _close_progress()
         print(f"\n{name}: stopped", file=sys.stderr)
         return 130
 
@@ -105,13 +105,13 @@ def _lacks_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(part in str(error) for part in parts)
 
 
-def _close_bars() -> None:
-    """Close the progress bars that an error left open, so that its message has a line of its own."""
+def _close_progress() -> None:
+    """Close the progress display that an error left open, so that its message has a line of its own."""
     if "tqdm" in sys.modules:
         from tqdm import tqdm
 
-        for bar in list(getattr(tqdm, "_instances", ())):
-            bar.close()
+        for display in list(getattr(tqdm, "_instances", ())):
+            display.close()
 
 
 def packages_of(*registries: Any) -> list[str]:

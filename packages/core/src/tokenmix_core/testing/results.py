@@ -128,23 +128,27 @@ def beside(rows: Iterable[dict]) -> list[dict]:
 
 
 def markdown(rows: Sequence[dict]) -> str:
-    """Rows as markdown tables under a line that says where they were measured: ours beside baselines, then others."""
+    """Return rows as Markdown tables below a line with the devices: ours beside the best baseline, then others."""
     pairs = beside(rows)
     paired = {(row["op"], row["shape"]) for row in pairs}
     others = [row for row in rows if (row["op"], row["shape"]) not in paired]
     blocks = [devices(rows)]
     if pairs:
-        columns = {key: _COLUMNS[key] for key in ("op", "shape")}
-        for key in (*_TIMES, "peak_mb", "first_call_s"):
-            if any(row.get(key) is not None for row in pairs):
-                columns[key] = _COLUMNS[key]
-            if any(row[f"{key}_baseline"] for row in pairs):
-                columns[f"{key}_baseline"] = "best baseline"
-        blocks.append(_markdown_table(columns, pairs))
+        values = [key for key in (*_TIMES, "peak_mb") if any(row.get(key) is not None for row in pairs)]
+        columns = {key: _COLUMNS[key] for key in ("op", "shape", *values)}
+        cells = [{**row, **{key: _beside_baseline(row, key) for key in values}} for row in pairs]
+        blocks.append("Cells: ours / the best baseline (its name).\n\n" + _markdown_table(columns, cells))
     if others:
         columns = {key: name for key, name in _COLUMNS.items() if any(row.get(key) is not None for row in others)}
         blocks.append(_markdown_table(columns, others))
     return "\n\n".join(blocks)
+
+
+def _beside_baseline(row: dict, key: str) -> str:
+    """Return our value, the best baseline's and its name as one cell."""
+    best = row[f"{key}_baseline"]
+    ours = _cell(row.get(key))
+    return ours if best is None else f"{ours} / {_cell(best[0])} ({best[1]})"
 
 
 def by_version(rows: Sequence[dict]) -> str:
