@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
 
 from tokenmix_lte import eviction
-from tokenmix_lte.eviction import eviction_times, eviction_times_by_heap
+from tokenmix_lte.eviction import eviction_times
 
 
 def scores(B: int, T: int, H: int, *, share: float, ties: bool, seed: int = 0) -> Tensor:
@@ -18,6 +21,27 @@ def scores(B: int, T: int, H: int, *, share: float, ties: bool, seed: int = 0) -
     x = x.masked_fill(torch.rand(B, T, H, generator=rng) > share, -torch.inf)
     x[:, :2] = torch.inf
     return x
+
+
+def eviction_times_by_heap(scores: Tensor, cap: int, window: int, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Compute `eviction_times` on the CPU like a decoder: push each key on a heap of `cap` keys and pop the worst."""
+    B, T, H = scores.shape
+    times = torch.full((B, T, H), T + window, dtype=torch.int32)
+    boundaries = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
+    values = scores.tolist()
+    for b in range(B):
+        for h in range(H):
+            for start, stop in pairwise(boundaries):
+                retained: list[tuple[float, int]] = []
+                for j in range(start, stop):
+                    if values[b][j][h] == -torch.inf:
+                        continue
+                    # the worst is popped first: the lowest score, and among equal scores the youngest key
+                    heapq.heappush(retained, (values[b][j][h], -j))
+                    if len(retained) > cap:
+                        _, worst = heapq.heappop(retained)
+                        times[b, -worst, h] = j - start + window
+    return times
 
 
 def by_counting(x: Tensor, capacity: int, window: int) -> Tensor:

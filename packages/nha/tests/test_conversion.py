@@ -302,7 +302,7 @@ def test_documents_of_the_collator_do_not_attend_to_each_other(original, ids):
     for names in (["position_ids"], ["position_ids", "seq_idx"], ["cu_seq_lens_q", "cu_seq_lens_k", "max_length_q"]):
         given = {name: batch[name] for name in names}
         assert relative_error(model(batch["input_ids"], **given).logits, apart) < 1e-4, names
-    with pytest.raises(ValueError, match="position_ids that begin anew"):
+    with pytest.raises(ValueError, match="position_ids that restart"):
         model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=True)
     with pytest.raises(ValueError, match="got 'flash_attention_2'"):
         model.set_attn_implementation("flash_attention_2")
@@ -331,18 +331,18 @@ class TestRowsOfConvertedModels:
         return convert(original, [4, "full", 0], slots=4)
 
     @torch.no_grad()
-    def test_hooks_see_rows_in_pieces_of_a_prompt_and_in_steps(self, model, ids):
+    def test_hooks_see_rows_in_parts_of_a_prompt_and_in_steps(self, model, ids):
         mask = left_padded([TOKENS - 3, TOKENS - 7, 2], TOKENS)
-        pieces, seen = [7, 6, 1, 1, 4], []
-        exact = logits_in_pieces(model, ids, pieces, mask)
+        lengths, seen = [7, 6, 1, 1, 4], []
+        exact = logits_in_pieces(model, ids, lengths, mask)
         for layer in model.model.layers:
             for module in (layer, layer.self_attn, layer.mlp):
                 module.register_forward_pre_hook(
                     lambda m, args, given: seen.append((args[0] if args else given["hidden_states"]).shape[:2]),
                     with_kwargs=True,
                 )
-        got = logits_in_pieces(model, ids, pieces, mask)
-        assert seen == [torch.Size([3, piece]) for piece in pieces for _ in range(9)]
+        got = logits_in_pieces(model, ids, lengths, mask)
+        assert seen == [torch.Size([3, n]) for n in lengths for _ in range(9)]
         assert relative_error(got[mask.bool()], exact[mask.bool()]) < 1e-5
 
     @pytest.mark.parametrize("reentrant", [False, True])
@@ -371,7 +371,7 @@ class TestRowsOfConvertedModels:
             assert relative_error(recomputed[name], gradient) < 1e-5, name
 
     @torch.no_grad()
-    def test_a_hook_on_a_router_sees_all_places_of_all_rows(self, model, ids):
+    def test_a_hook_on_a_router_sees_all_positions_of_all_rows(self, model, ids):
         routers = [m for m in model.modules() if type(m).__name__ == "Qwen3MoeTopKRouter"]
         if not routers:
             pytest.skip("no experts")

@@ -8,9 +8,6 @@ sequence retain the same keys.
 
 from __future__ import annotations
 
-import heapq
-from itertools import pairwise
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -121,26 +118,3 @@ def _smallest(
         to = torch.where(zero, before[:, :-1], zeros + indices - before[:, :-1])
         values = torch.empty_like(values).scatter_(1, to, values)
     return found
-
-
-def eviction_times_by_heap(
-    scores: Float[Tensor, "B T H"], cap: int, window: int, cu_seqlens: Int[Tensor, "N_plus_1"] | None = None
-) -> Int[Tensor, "B T H"]:
-    """Compute `eviction_times` on the CPU like a decoder: push each key on a heap of `cap` keys and pop the worst."""
-    B, T, H = scores.shape
-    times = torch.full((B, T, H), T + window, dtype=torch.int32)
-    boundaries = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
-    values = scores.tolist()
-    for b in range(B):
-        for h in range(H):
-            for start, stop in pairwise(boundaries):
-                retained: list[tuple[float, int]] = []
-                for j in range(start, stop):
-                    if values[b][j][h] == -torch.inf:
-                        continue
-                    # the worst is popped first: the lowest score, and among equal scores the youngest key
-                    heapq.heappush(retained, (values[b][j][h], -j))
-                    if len(retained) > cap:
-                        _, worst = heapq.heappop(retained)
-                        times[b, -worst, h] = j - start + window
-    return times

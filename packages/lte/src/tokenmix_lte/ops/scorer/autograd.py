@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.ops import cached_op, differentiable, direct_when_eager, of_fields, retried
-from tokenmix_lte.ops.scorer.steps import BackwardInputs, Inputs
+from tokenmix_lte.ops.scorer.types import BackwardInputs, Inputs
 
 # number of differentiable fields of `Inputs` (k, v, three convolutions, the linear map), and of all its tensors
 _DIFFERENTIABLE, _TENSORS = 10, 13

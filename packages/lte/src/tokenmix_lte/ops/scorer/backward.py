@@ -14,8 +14,8 @@ from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
 from tokenmix_core.kernels import cached_launch, sm_count
 from tokenmix_lte.ops.scorer.forward import load_tap
 from tokenmix_lte.ops.scorer.sizes import Sizes
-from tokenmix_lte.ops.scorer.steps import Inputs
 from tokenmix_lte.ops.scorer.tokens import apply_dropout, load_channels, locate_tokens, store_channels
+from tokenmix_lte.ops.scorer.types import Inputs
 
 _PROGRAMS_PER_SM = 2
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.kernels import cached_launch
 from tokenmix_lte.ops.scorer.sizes import Sizes, Taps
-from tokenmix_lte.ops.scorer.steps import Inputs
 from tokenmix_lte.ops.scorer.tokens import apply_dropout, load_channels, locate_tokens, store_channels
+from tokenmix_lte.ops.scorer.types import Inputs
 
 
 @triton.jit

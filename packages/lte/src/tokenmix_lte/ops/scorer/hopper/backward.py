@@ -41,7 +41,7 @@ from tokenmix_lte.ops.scorer.hopper.streams import (
     stream_blocks,
 )
 from tokenmix_lte.ops.scorer.sizes import Sizes
-from tokenmix_lte.ops.scorer.steps import Inputs
+from tokenmix_lte.ops.scorer.types import Inputs
 
 # columns of all tiles: assemblers before CUDA 12.9 produce wrong code for narrower tiles that are read both as they are
 # and transposed

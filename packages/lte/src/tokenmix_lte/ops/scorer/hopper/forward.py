@@ -35,7 +35,7 @@ from tokenmix_lte.ops.scorer.hopper.streams import (
     stream_blocks,
 )
 from tokenmix_lte.ops.scorer.sizes import INPUT_STAGES, Sizes
-from tokenmix_lte.ops.scorer.steps import Inputs
+from tokenmix_lte.ops.scorer.types import Inputs
 
 NUM_STAGES = gl.constexpr(INPUT_STAGES)
 

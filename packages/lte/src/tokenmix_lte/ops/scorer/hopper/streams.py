@@ -21,7 +21,7 @@ from tokenmix_core.chunking import cdiv, chunk_slots
 from tokenmix_core.kernels import sm_count
 from tokenmix_core.kernels.gluon import LOG2_E, async_load, row_layout, sequence_span
 from tokenmix_lte.ops.scorer.sizes import BLOCK_STREAMS, Sizes
-from tokenmix_lte.ops.scorer.steps import Inputs
+from tokenmix_lte.ops.scorer.types import Inputs
 
 STREAMS = gl.constexpr(BLOCK_STREAMS)
 # of each stream, the row in `[tokens, H]` of its first own token, and start and end of its existing tokens from there
