@@ -224,6 +224,7 @@ FIELDS = [
     (lambda: overridden(recipe(), ["--seq_len="]), "seq_len"),
     (lambda: overridden(recipe(), ["--sources"]), "sources"),
     (lambda: overridden(recipe(), ["--model.mixers=[attention"]), "mixers.*not valid YAML"),
+    (lambda: overridden(recipe(), ["--model.mixer_options={a: {}, a: {}}"]), "mixer_options.*'a' occurs twice"),
     (lambda: overridden(recipe(), ["--model.mixers=attention"]), "mixers must be"),
     (lambda: overridden(recipe(), ["--model.="]), "unknown field --model."),
     (lambda: overridden(recipe(), ["--model.vocab_size=null"]), "vocab_size must be .*got None"),
@@ -249,6 +250,9 @@ YAMLS = [
     ("a: &a [*a]\nb: *c", "not valid YAML"),
     ("!!python/object:os.system {}", "not valid YAML"),
     ("- " * 5000, "not valid YAML"),
+    ("seq_len: 64\nseq_len: 128", "(?s)'seq_len' occurs twice.*line 2"),
+    ("model:\n  hidden_size: 64\n  hidden_size: 32", "(?s)'hidden_size' occurs twice.*line 3"),
+    ("model: {mixer_options: {attention: {num_heads: 2, num_heads: 4}}}", "'num_heads' occurs twice"),
     ("3: 4", "unknown field 3 in"),
     ("null: 4", "unknown field None in"),
     ("seq_len: 2020-01-01", "invalid int value"),
@@ -388,6 +392,10 @@ def test_logs(content, said, run_folder):
 
 
 COMMANDS = [
+    ("eval CHECKPOINT --suite mqar --text FILE", "mqar does not read text; leave it out"),
+    ("eval CHECKPOINT --suite mqar --suite efficiency --text FILE", "mqar, efficiency do not read text; leave it out"),
+    ("eval CHECKPOINT --suite niah --vocab-size 64", "niah does not read vocab_size; leave it out"),
+    ("eval CHECKPOINT --suite perplexity-by-position --include .", "does not read include"),
     ("train nano --resume --out RUN --learning_rate 1", "learning_rate was 0.0003 and is 1.0"),
     ("train nano --resume --out RUN --learning_rate", "learning_rate"),
     ("train nano --resume --out RUN --seed -1", "seed must be from 0"),

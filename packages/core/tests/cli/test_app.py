@@ -104,7 +104,18 @@ def test_train_leaves_a_model_its_tables_and_its_plots(recipes, tmp_path, capsys
     }
     rows = json.loads((out / "evaluation" / "perplexity-by-position.json").read_text())["rows"]
     assert [row["predictor"] for row in rows] == ["model", "model", "bigram"]
-    assert json.loads((out / "run.json").read_text())["values"]["learning_rate"] == 1e-3
+    manifest = json.loads((out / "run.json").read_text())
+    assert manifest["values"]["learning_rate"] == 1e-3
+    # each result names its model, software and text; the text evaluated on is the held-out part of the trained one
+    for path in (out / "evaluation").glob("*.json"):
+        origin = json.loads(path.read_text())["provenance"]
+        assert origin["checkpoint"] == str(out)
+        assert origin["commit"] == manifest["commit"]
+        assert {"dtype", "device", "seed", "limit", "lengths", "python", "versions"} <= origin.keys()
+        if path.stem in ("samples", "perplexity-by-position"):
+            assert manifest["identity"]["data"]["tokens-0"].startswith(origin["corpus"]["sha256"])
+        elif path.stem == "training":
+            assert origin["corpus"]["fingerprints"] == manifest["identity"]["data"]
     samples = json.loads((out / "evaluation" / "samples.json").read_text())["rows"]
     assert [row["prompt"] for row in samples] == ["word1"]
     assert "trained 4 steps" in capsys.readouterr().out

@@ -1,11 +1,30 @@
 """Suites are found by name, run with their options, and leave results and the model's mode behind."""
 
 import json
+import platform
+import subprocess
 
 import pytest
+import torch
 
-from tokenmix_core.evaluation.options import EvalOptions, Suite
-from tokenmix_core.evaluation.suites import LONGBENCH, RULER, SUITES, _longbench_ranges, evaluate, samples_suite
+from tokenmix_core._utils.versions import commit_of, software
+from tokenmix_core.evaluation.efficiency import BENCH_SUITES
+from tokenmix_core.evaluation.options import OPTIONAL, EvalOptions, Suite
+from tokenmix_core.evaluation.report import write_result
+from tokenmix_core.evaluation.suites import (
+    LONGBENCH,
+    RULER,
+    SUITES,
+    _longbench_ranges,
+    check_read,
+    evaluate,
+    samples_suite,
+)
+from tokenmix_core.evaluation.text import corpus_of
+
+PROVENANCE = {
+    *("checkpoint", "dtype", "device", "seed", "limit", "lengths", "corpus", "python", "versions", "commit"),
+}
 
 
 def test_the_suites_of_the_papers_are_there():
@@ -31,9 +50,56 @@ def test_every_result_is_written_and_the_mode_restored(llama, tokenizer, text_fi
     assert list(results) == ["mqar", "samples"]
     for name, result in results.items():
         assert json.loads((tmp_path / f"{name}.json").read_text())["rows"] == result["rows"]
+    origins = [json.loads((tmp_path / f"{name}.json").read_text())["provenance"] for name in results]
+    for origin, asked in zip(origins, options.values(), strict=True):
+        assert origin.keys() >= PROVENANCE
+        assert (origin["dtype"], origin["seed"], origin["limit"]) == ("float32", 0, asked.limit)
+        assert origin["device"].startswith("cpu, ")
+        assert origin["python"] == platform.python_version()
+        assert origin["versions"]["torch"] == torch.__version__
+    assert origins[0]["lengths"] == [32]
+    assert origins[0]["corpus"] is None
+    assert origins[1]["corpus"] == corpus_of(text_file, tokenizer)
     printed = capsys.readouterr().out
     assert "mqar-32-4" in printed
     assert "continuation" in printed
+
+
+def test_a_result_that_is_written_alone_names_its_software(tmp_path):
+    write_result({"suite": "own", "settings": {}, "rows": [{"a": 1}], "plots": []}, tmp_path)
+    assert json.loads((tmp_path / "own.json").read_text())["provenance"] == software()
+
+
+def test_the_commit_is_that_of_our_checkout_and_of_no_other(tmp_path):
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    installed = tmp_path / "site-packages" / "module.py"
+    installed.parent.mkdir()
+    installed.touch()
+    assert commit_of(installed) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b"]
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-qm", "c"], check=True)
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout
+    assert commit_of(installed) == head.strip()
+    installed.write_text("x = 1")
+    assert commit_of(installed) == f"{head.strip()}, changed"
+
+
+def test_options_that_no_suite_reads_are_refused():
+    options = EvalOptions(text="a.txt", vocab_size=8)
+    check_read(["niah", "mqar"], options, SUITES)
+    with pytest.raises(ValueError, match="niah does not read vocab_size"):
+        check_read(["niah"], options, SUITES)
+    # a suite of others may read anything
+    check_read(["own"], options, {"own": Suite("", lambda *_: None)})
+    assert all(set(suite.reads) <= set(OPTIONAL) for suite in (*SUITES.values(), *BENCH_SUITES.values()))
+
+
+def test_a_suite_without_a_row_is_an_error(llama, tokenizer, tmp_path):
+    empty = Suite("", lambda *_: {"suite": "empty", "settings": {}, "rows": [], "plots": []})
+    with pytest.raises(ValueError, match="empty has no row"):
+        evaluate(llama, tokenizer, ["empty"], out=tmp_path / "out", suites={"empty": empty})
+    assert not (tmp_path / "out" / "empty.json").exists()
 
 
 def test_what_ran_before_an_error_is_kept(llama, tokenizer, tmp_path):

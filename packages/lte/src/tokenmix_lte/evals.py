@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from tokenmix_core.evaluation import (
     BUILT_IN_TEXT,
+    LM_EVAL_READS,
     EvalOptions,
     Suite,
     SuiteResult,
@@ -118,8 +119,18 @@ def evaporate_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteRe
 
 
 SUITES: dict[str, Suite] = {
-    "evaporate": Suite("recall from passages, prompts of 4K (Table 3), through lm-eval", evaporate_suite),
-    "latency": Suite("time of layers with a KV cache, prefilling and decoding (Figure 4); offline", latency_suite),
-    "retention": Suite("retained share of the tokens beyond the window, by layer and head; offline", retention_suite),
-    "scorer": Suite("the scorers' share of parameters and operations; offline", scorer_suite),
+    "evaporate": Suite(
+        "recall from passages, prompts of 4K (Table 3), through lm-eval", evaporate_suite, reads=LM_EVAL_READS
+    ),
+    "latency": Suite(
+        "time of layers with a KV cache, prefilling and decoding (Figure 4); offline",
+        latency_suite,
+        reads=("lengths", "text"),
+    ),
+    "retention": Suite(
+        "retained share of the tokens beyond the window, by layer and head; offline",
+        retention_suite,
+        reads=("lengths", "max_length", "text"),
+    ),
+    "scorer": Suite("the scorers' share of parameters and operations; offline", scorer_suite, reads=("lengths",)),
 }

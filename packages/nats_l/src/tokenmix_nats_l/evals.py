@@ -143,6 +143,14 @@ def held_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
 
 
 SUITES: dict[str, Suite] = {
-    "chunk-types": Suite("share of softmax chunks by layer and head; offline", chunk_types_suite),
-    "held": Suite("cache bytes (allocated, in use) and tokens by context length, layer and head; offline", held_suite),
+    "chunk-types": Suite(
+        "share of softmax chunks by layer and head; offline",
+        chunk_types_suite,
+        reads=("lengths", "max_length", "text"),
+    ),
+    "held": Suite(
+        "cache bytes (allocated, in use) and tokens by context length, layer and head; offline",
+        held_suite,
+        reads=("lengths", "text"),
+    ),
 }

@@ -128,8 +128,13 @@ def _result(
 
 SUITES: dict[str, Suite] = {
     "slot-share": Suite(
-        "share of attention on slots by layer, head and position; offline", share_suite, one_sequence(1024)
+        "share of attention on slots by layer, head and position; offline",
+        share_suite,
+        one_sequence(1024),
+        ("lengths", "max_length", "text"),
     ),
-    "slot-share-mqar": Suite("the same on associative recall; offline", recall_share_suite),
+    "slot-share-mqar": Suite(
+        "the same on associative recall; offline", recall_share_suite, reads=("lengths", "max_length", "vocab_size")
+    ),
     **pretrained.SUITES,
 }

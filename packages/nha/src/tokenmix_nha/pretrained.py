@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tokenmix_core.evaluation import EvalOptions, Suite, SuiteResult, run_tasks
+from tokenmix_core.evaluation import LM_EVAL_READS, EvalOptions, Suite, SuiteResult, run_tasks
 
 _SUBJECTS = """
 abstract_algebra anatomy astronomy business_ethics clinical_knowledge college_biology college_chemistry
@@ -114,6 +114,10 @@ def _with_mmlu(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 SUITES: dict[str, Suite] = {
-    "understanding": Suite("common sense and MMLU, through lm-eval (Tables 3 and 9)", understanding_suite),
-    "knowledge": Suite("GPQA, IFEval, HumanEval, MathQA and MMLU, through lm-eval (Table 4)", knowledge_suite),
+    "understanding": Suite(
+        "common sense and MMLU, through lm-eval (Tables 3 and 9)", understanding_suite, reads=LM_EVAL_READS
+    ),
+    "knowledge": Suite(
+        "GPQA, IFEval, HumanEval, MathQA and MMLU, through lm-eval (Table 4)", knowledge_suite, reads=LM_EVAL_READS
+    ),
 }

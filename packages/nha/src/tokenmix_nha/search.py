@@ -23,6 +23,7 @@ from tokenmix_core.evaluation import (
     SuiteResult,
     check_suites,
     format_rows,
+    provenance,
     write_result,
 )
 from tokenmix_core.training import read_metrics
@@ -273,6 +274,7 @@ def command(args: argparse.Namespace, context: Any) -> None:
     settings = {"checkpoint": str(args.checkpoint), "window": window, "layers": layers, "seed": args.seed}
     result = result_of(args.task, candidates, chosen, settings)
     print(f"\n{format_rows(result['rows'])}")
+    result["provenance"] = provenance(model, tokenizer, options, reads_text=suite.reads_text)
     files = write_result(result, out)
     config = model.config.to_dict() | layers_with_windows(model.config, chosen.windows)
     text = json.dumps(type(model.config).from_dict(config).to_dict(), indent=2, default=str) + "\n"

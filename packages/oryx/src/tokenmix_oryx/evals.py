@@ -15,6 +15,7 @@ from tqdm import tqdm
 from tokenmix_core.data import NIAH_TASKS, NiahExample
 from tokenmix_core.evaluation import (
     BUILT_IN_TEXT,
+    LM_EVAL_READS,
     NIAH_LENGTHS,
     EvalOptions,
     Plot,
@@ -180,7 +181,9 @@ def ruler_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
     return {**result, "suite": "ruler-niah"}
 
 
-def isolated(name: str, suite: Callable[[Any, Any, EvalOptions], SuiteResult]) -> Suite:
+def isolated(
+    name: str, suite: Callable[[Any, Any, EvalOptions], SuiteResult], reads: tuple[str, ...] | None = None
+) -> Suite:
     """Return a suite that runs a suite of core in each mode and adds a column for the mode (Tables 1 and 2)."""
 
     def run(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
@@ -190,7 +193,7 @@ def isolated(name: str, suite: Callable[[Any, Any, EvalOptions], SuiteResult]) -
                 results[mode] = suite(model, tokenizer, options)
         return _joined(f"isolated-{name}", results)
 
-    return Suite(f"{name} in each mode alone", run)
+    return Suite(f"{name} in each mode alone", run, reads=reads)
 
 
 def crossed() -> Iterator[tuple[str, str, str]]:
@@ -342,31 +345,49 @@ def _accuracy_plot(title: str, x: str, rows: list[dict[str, Any]]) -> Plot:
 # suites that set the modes themselves
 BY_MODE: dict[str, Suite] = {
     "switch-perplexity": Suite(
-        "loss by position around switches of the mode; offline", switch_suite, one_sequence(2048)
+        "loss by position around switches of the mode; offline",
+        switch_suite,
+        one_sequence(2048),
+        ("lengths", "max_length", "text"),
     ),
-    "cross-mode-mqar": Suite("associative recall, pairs in one mode and queries in another; offline", cross_mqar_suite),
+    "cross-mode-mqar": Suite(
+        "associative recall, pairs in one mode and queries in another; offline",
+        cross_mqar_suite,
+        reads=("lengths", "vocab_size"),
+    ),
     "cross-mode-niah": Suite(
-        "S-NIAH 1 to 3, haystack in one mode and question in another; offline", cross_niah_suite, lambda options: 1
+        "S-NIAH 1 to 3, haystack in one mode and question in another; offline",
+        cross_niah_suite,
+        lambda options: 1,
+        ("lengths", "text"),
     ),
-    "cross-mode-ruler-niah": Suite("RULER's needles likewise, through lm-eval (Table 3)", cross_ruler_niah_suite),
+    "cross-mode-ruler-niah": Suite(
+        "RULER's needles likewise, through lm-eval (Table 3)", cross_ruler_niah_suite, reads=LM_EVAL_READS
+    ),
     "cross-mode-recall": Suite(
-        "cloze recall, 97.5 % of the prompt in one mode, the rest in another (Table 3)", cross_recall_suite
+        "cloze recall, 97.5 % of the prompt in one mode, the rest in another (Table 3)",
+        cross_recall_suite,
+        reads=LM_EVAL_READS,
     ),
     **{
-        f"isolated-{name}": isolated(name, suite)
-        for name, suite in {
-            "perplexity-by-position": perplexity_suite,
-            "mqar": mqar_suite,
-            "niah": niah_suite,
-            "ruler-niah": ruler_niah_suite,
-            "commonsense": commonsense_suite,
-            "language-modeling": language_modeling_suite,
-            "recall": recall_suite,
-        }.items()
+        f"isolated-{name}": isolated(name, suite, reads)
+        for name, suite, reads in (
+            ("perplexity-by-position", perplexity_suite, ("lengths", "max_length", "text")),
+            ("mqar", mqar_suite, ("lengths", "vocab_size")),
+            ("niah", niah_suite, ("lengths", "text")),
+            ("ruler-niah", ruler_niah_suite, LM_EVAL_READS),
+            ("commonsense", commonsense_suite, LM_EVAL_READS),
+            ("language-modeling", language_modeling_suite, LM_EVAL_READS),
+            ("recall", recall_suite, LM_EVAL_READS),
+        )
     },
 }
 SUITES: dict[str, Suite] = {
-    "language-modeling": Suite("the seven tasks of Tables 1 and 9 and their average", language_modeling_suite),
-    "ruler-niah": Suite("RULER's single needles of Table 2, at 2,048 tokens, through lm-eval", ruler_niah_suite),
+    "language-modeling": Suite(
+        "the seven tasks of Tables 1 and 9 and their average", language_modeling_suite, reads=LM_EVAL_READS
+    ),
+    "ruler-niah": Suite(
+        "RULER's single needles of Table 2, at 2,048 tokens, through lm-eval", ruler_niah_suite, reads=LM_EVAL_READS
+    ),
     **BY_MODE,
 }

@@ -21,7 +21,9 @@ def software() -> dict[str, Any]:
 
 
 def version_of(distribution: str) -> str | None:
-    """Return the version of an installed distribution, or None."""
+    """Return the version of an imported module or an installed distribution, or None."""
+    if (found := getattr(sys.modules.get(distribution.replace("-", "_")), "__version__", None)) is not None:
+        return str(found)
     try:
         return version(distribution)
     except PackageNotFoundError:

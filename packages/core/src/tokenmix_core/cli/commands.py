@@ -32,8 +32,9 @@ from tokenmix_core.data import tokenizer as tokenizers
 from tokenmix_core.data.encode import usable_cores
 from tokenmix_core.evaluation.efficiency import BENCH_SUITES, device_name
 from tokenmix_core.evaluation.options import EvalOptions, Suite
+from tokenmix_core.evaluation.origin import training_provenance
 from tokenmix_core.evaluation.report import training_result, write_result
-from tokenmix_core.evaluation.suites import LM_EVAL, SUITES, check_options, check_suites, evaluate
+from tokenmix_core.evaluation.suites import LM_EVAL, SUITES, check_options, check_read, check_suites, evaluate
 from tokenmix_core.evaluation.text import document_separator, held_out_from
 from tokenmix_core.nn.registry import known_mixers
 from tokenmix_core.ops.explanation import OPERATIONS, explain
@@ -141,7 +142,9 @@ def train(args: argparse.Namespace, context: Context) -> int:
             return 130
         print(f"trained {result.step} steps in {result.seconds:.0f} s; the model is in {result.model_dir}")
         log = read_metrics(out / trainer.METRICS)
-        write_result(training_result(log, recipe.optimizer.batch_tokens), out / "evaluation")
+        trained = training_result(log, recipe.optimizer.batch_tokens)
+        trained["provenance"] = training_provenance(read_manifest(out)) | {"checkpoint": str(result.model_dir)}
+        write_result(trained, out / "evaluation")
         if names:
             model, tokenizer = load_model(result.model_dir), load_tokenizer(result.model_dir)
             options = held_out_from(options_of(recipe), trained_on(out))
@@ -198,7 +201,8 @@ def eval(args: argparse.Namespace, context: Context) -> None:
     out = args.out or Path(args.checkpoint) / "evaluation"
     if Path(args.checkpoint).is_dir():
         check_writable(out)
-    if any(context.suites[name].needs is not None for name in suites):
+    check_read(suites, options, context.suites)
+    if any(context.suites[name].reads_text for name in suites):
         options = held_out_from(options, trained_on(args.checkpoint))
     device, dtype = device_and_dtype(args.device, args.dtype)
     model, tokenizer = load_model(args.checkpoint, device, dtype), load_tokenizer(args.checkpoint)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tokenmix_core.evaluation.options import Suite as Suite
     from tokenmix_core.evaluation.options import SuiteResult as SuiteResult
     from tokenmix_core.evaluation.options import one_sequence as one_sequence
+    from tokenmix_core.evaluation.origin import provenance as provenance
     from tokenmix_core.evaluation.parts import Parts as Parts
     from tokenmix_core.evaluation.perplexity import cut_sequences as cut_sequences
     from tokenmix_core.evaluation.perplexity import perplexity_suite as perplexity_suite
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from tokenmix_core.evaluation.report import format_rows as format_rows
     from tokenmix_core.evaluation.report import write_result as write_result
     from tokenmix_core.evaluation.suites import COMMONSENSE as COMMONSENSE
+    from tokenmix_core.evaluation.suites import LM_EVAL_READS as LM_EVAL_READS
     from tokenmix_core.evaluation.suites import LONGBENCH as LONGBENCH
     from tokenmix_core.evaluation.suites import RECALL as RECALL
     from tokenmix_core.evaluation.suites import RULER as RULER
@@ -62,6 +64,7 @@ __getattr__ = lazily(
         "perplexity_suite": "perplexity",
         "smooth": "perplexity",
         "token_losses": "perplexity",
+        "provenance": "origin",
         "MQAR_HELD_OUT": "recall",
         "MQAR_LENGTHS": "recall",
         "NIAH_LENGTHS": "recall",
@@ -76,6 +79,7 @@ __getattr__ = lazily(
         "write_result": "report",
         "COMMONSENSE": "suites",
         "LONGBENCH": "suites",
+        "LM_EVAL_READS": "suites",
         "RECALL": "suites",
         "RULER": "suites",
         "check_suites": "suites",

@@ -268,6 +268,8 @@ def training_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteRes
 
 # what `bench` measures
 BENCH_SUITES = {
-    "training": Suite("forward and backward passes by context", training_suite),
-    "efficiency": Suite("prefill and decode latency, memory, cache bytes by context; offline", efficiency_suite),
+    "training": Suite("forward and backward passes by context", training_suite, reads=("lengths",)),
+    "efficiency": Suite(
+        "prefill and decode latency, memory, cache bytes by context; offline", efficiency_suite, reads=("lengths",)
+    ),
 }

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from tokenmix_core._utils.validation import check_fields
 
+# options that not every suite reads
+OPTIONAL = ("lengths", "max_length", "include", "text", "prompt", "vocab_size")
+
 
 @dataclass(frozen=True)
 class EvalOptions:
@@ -121,6 +124,7 @@ class SuiteResult(TypedDict):
         rows: flat records, the lines of the table.
         plots: what to draw.
         failed: errors of the parts that failed, by name; the rows are those of the other parts.
+        provenance: the model, options, text and software that made it.
     """
 
     suite: str
@@ -128,6 +132,7 @@ class SuiteResult(TypedDict):
     rows: list[dict[str, Any]]
     plots: list[Plot]
     failed: NotRequired[dict[str, Exception]]
+    provenance: NotRequired[dict[str, Any]]
 
 
 class Suite(NamedTuple):
@@ -136,12 +141,19 @@ class Suite(NamedTuple):
     Attributes:
         summary: one line on what it measures, for `info` and `--help`.
         run: `(model, tokenizer, options) -> SuiteResult`.
-        needs: the tokens of held-out text that it cannot do without, found from the options; None for no text.
+        needs: returns the fewest tokens of held-out text that it can run with, for some options; None for none.
+        reads: the options of `OPTIONAL` that it reads; None if unknown.
     """
 
     summary: str
     run: Callable[[Any, Any, EvalOptions], SuiteResult]
     needs: Callable[[EvalOptions], int] | None = None
+    reads: tuple[str, ...] | None = None
+
+    @property
+    def reads_text(self) -> bool:
+        """False if the suite is known to read no text."""
+        return self.reads is None or "text" in self.reads
 
 
 def one_sequence(default: int) -> Callable[[EvalOptions], int]:

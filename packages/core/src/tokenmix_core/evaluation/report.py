@@ -14,6 +14,7 @@ from typing import Any
 from tokenmix_core._utils.atomic_io import write_atomically
 from tokenmix_core._utils.locks import one_at_a_time
 from tokenmix_core._utils.optional import require
+from tokenmix_core._utils.versions import software
 from tokenmix_core.evaluation.options import Plot, SuiteResult
 
 REPORT = "report.md"
@@ -153,6 +154,7 @@ def write_result(result: SuiteResult, folder: Path) -> list[Path]:
     folder = Path(folder)
     suite = result["suite"]
     written = [folder / f"{suite}.json"]
+    result = {"provenance": software(), **result}
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=True) + "\n"
     # several processes may evaluate into one folder
     with one_at_a_time(folder):

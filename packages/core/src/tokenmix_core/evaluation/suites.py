@@ -15,7 +15,8 @@ from tokenmix_core.evaluation import text
 from tokenmix_core.evaluation.copying import copy_needs, copy_suite
 from tokenmix_core.evaluation.efficiency import BENCH_SUITES
 from tokenmix_core.evaluation.harness import run_tasks
-from tokenmix_core.evaluation.options import EvalOptions, Suite, SuiteResult, one_sequence
+from tokenmix_core.evaluation.options import OPTIONAL, EvalOptions, Suite, SuiteResult, one_sequence
+from tokenmix_core.evaluation.origin import provenance
 from tokenmix_core.evaluation.parts import report_failure
 from tokenmix_core.evaluation.perplexity import perplexity_suite
 from tokenmix_core.evaluation.recall import copying_suite, generate_text, mqar_suite, niah_suite
@@ -153,19 +154,37 @@ def samples_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResu
     return {"suite": "samples", "settings": settings, "rows": rows, "plots": []}
 
 
+# of every suite that runs through lm-eval
+LM_EVAL_READS = ("lengths", "max_length", "include")
+_TEXT_READS = ("lengths", "max_length", "text")
 SUITES: dict[str, Suite] = {
-    "commonsense": Suite("common sense and WikiText, zero-shot, through lm-eval", commonsense_suite),
-    "recall": Suite("recall from passages in cloze form (SWDE, SQuAD, FDA, TriviaQA, NQ, DROP)", recall_suite),
-    "ruler": Suite("RULER's thirteen long-context tasks, through lm-eval", ruler_suite),
-    "longbench": Suite("LongBench-E, through lm-eval", longbench_suite),
-    LM_EVAL: Suite("any tasks of lm-eval, by --tasks", lm_eval_suite),
-    "mqar": Suite("multi-query associative recall; offline", mqar_suite),
-    "copying": Suite("copying and selective copying of tokens; offline", copying_suite),
-    "niah": Suite("single needle in a haystack, S-NIAH 1 to 3; offline", niah_suite, lambda options: 1),
-    "perplexity-by-position": Suite("loss on held-out text by position; offline", perplexity_suite, one_sequence(2048)),
-    "copy": Suite("loss on a passage's second copy by distance; offline", copy_suite, copy_needs),
+    "commonsense": Suite(
+        "common sense and WikiText, zero-shot, through lm-eval", commonsense_suite, reads=LM_EVAL_READS
+    ),
+    "recall": Suite(
+        "recall from passages in cloze form (SWDE, SQuAD, FDA, TriviaQA, NQ, DROP)", recall_suite, reads=LM_EVAL_READS
+    ),
+    "ruler": Suite("RULER's thirteen long-context tasks, through lm-eval", ruler_suite, reads=LM_EVAL_READS),
+    "longbench": Suite("LongBench-E, through lm-eval", longbench_suite, reads=LM_EVAL_READS),
+    LM_EVAL: Suite("any tasks of lm-eval, by --tasks", lm_eval_suite, reads=LM_EVAL_READS),
+    "mqar": Suite("multi-query associative recall; offline", mqar_suite, reads=("lengths", "vocab_size")),
+    "copying": Suite(
+        "copying and selective copying of tokens; offline", copying_suite, reads=("lengths", "vocab_size")
+    ),
+    "niah": Suite(
+        "single needle in a haystack, S-NIAH 1 to 3; offline", niah_suite, lambda options: 1, ("lengths", "text")
+    ),
+    "perplexity-by-position": Suite(
+        "loss on held-out text by position; offline", perplexity_suite, one_sequence(2048), _TEXT_READS
+    ),
+    "copy": Suite("loss on a passage's second copy by distance; offline", copy_suite, copy_needs, _TEXT_READS),
     "efficiency": BENCH_SUITES["efficiency"],
-    "samples": Suite("continuations of held-out text; offline", samples_suite, lambda o: int(o.prompt is None)),
+    "samples": Suite(
+        "continuations of held-out text; offline",
+        samples_suite,
+        lambda o: int(o.prompt is None),
+        ("max_length", "text", "prompt"),
+    ),
 }
 
 
@@ -173,6 +192,20 @@ def check_suites(names: Sequence[str], suites: Mapping[str, Suite]) -> None:
     """Raise a ValueError for a name that is not among the suites."""
     if unknown := [name for name in names if name not in suites]:
         raise ValueError(f"there is no suite {unknown[0]!r}; choose from {', '.join(suites)}")
+
+
+def check_read(names: Sequence[str], options: EvalOptions, suites: Mapping[str, Suite]) -> None:
+    """Refuse options that are given and that no suite reads.
+
+    Raises:
+        ValueError: there is such an option.
+    """
+    read = [reads for name in names if (reads := suites[name].reads) is not None]
+    if len(read) < len(names):
+        return
+    for option in OPTIONAL:
+        if getattr(options, option) is not None and not any(option in reads for reads in read):
+            raise ValueError(f"{', '.join(names)} {'do' if len(names) > 1 else 'does'} not read {option}; leave it out")
 
 
 def check_options(names: Sequence[str], tokenizer: Any, options: EvalOptions, suites: Mapping[str, Suite]) -> None:
@@ -239,6 +272,8 @@ def evaluate(
             start = time.perf_counter()
             try:
                 result = suites[name].run(model, tokenizer, chosen or EvalOptions())
+                if not result["rows"]:
+                    raise ValueError(f"{name} has no row: the options leave nothing to measure")
             except Exception as error:
                 if len(names) == 1:
                     raise
@@ -253,6 +288,9 @@ def evaluate(
             result["settings"] = {**about, **result["settings"]}
             result["rows"] = [{**about, **row} for row in result["rows"]]
             result["settings"]["seconds"] = round(time.perf_counter() - start, 1)
+            result["provenance"] = provenance(
+                model, tokenizer, chosen or EvalOptions(), reads_text=suites[name].reads_text
+            )
             results[name] = result
             print(f"\n{name}: {format_settings(result['settings'])}\n{format_rows(result['rows'])}", flush=True)
             if out is not None:

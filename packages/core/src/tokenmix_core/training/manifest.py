@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenmix_core._utils.versions import commit_of
 from tokenmix_core.data.prepare import TrainedOn
 from tokenmix_core.data.tokenizer import BYTES
 from tokenmix_core.training.overrides import overridden
@@ -50,6 +51,7 @@ def run_manifest(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
+        "commit": commit_of(Path(__file__)),
     }
 
 

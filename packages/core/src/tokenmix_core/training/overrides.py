@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from tokenmix_core._utils.strict_yaml import load_yaml
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
 
 
@@ -125,7 +126,7 @@ def _parser(recipe: Recipe) -> Any:
 
 def _yaml_value(flag: str, text: str) -> Any:
     try:
-        value = yaml.safe_load(text)
+        value = load_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{flag}: {text!r} is not valid YAML: {error}") from error
     if isinstance(value, str):
@@ -139,7 +140,7 @@ def _yaml_value(flag: str, text: str) -> Any:
 
 def _yaml_file(path: str | Path) -> Any:
     try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return load_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:

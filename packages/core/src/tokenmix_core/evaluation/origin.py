@@ -1,0 +1,46 @@
+"""Provenance of results: the model, the options, the text and the software that made them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenmix_core._utils.versions import software
+from tokenmix_core.evaluation.efficiency import device_name
+from tokenmix_core.evaluation.options import EvalOptions
+from tokenmix_core.evaluation.text import corpus_of
+
+
+def provenance(model: Any, tokenizer: Any, options: EvalOptions, *, reads_text: bool = True) -> dict[str, Any]:
+    """Return what a result file records of its origin, as plain data.
+
+    Args:
+        model: the model; its `name_or_path` is the checkpoint.
+        tokenizer: its tokenizer.
+        options: the options; None in them stands for the suite's own default.
+        reads_text: record the text that the options name.
+    """
+    return {
+        "checkpoint": getattr(model, "name_or_path", None) or None,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": device_name(model.device),
+        "seed": options.seed,
+        "limit": options.limit,
+        "lengths": None if options.lengths is None else list(options.lengths),
+        "corpus": corpus_of(options.text, tokenizer) if reads_text and tokenizer is not None else None,
+        **software(),
+    }
+
+
+def training_provenance(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the same of a training run, from its `run.json`."""
+    values, identity = record["values"], record["identity"]
+    return {
+        "checkpoint": None,
+        "dtype": identity["precision"],
+        "device": record["device"],
+        "seed": values["seed"],
+        "limit": None,
+        "lengths": [values["seq_len"]],
+        "corpus": {"fingerprints": identity["data"], "corpora": record["corpora"]},
+        **software(),
+    }
