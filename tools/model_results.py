@@ -8,9 +8,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from tokenmix_core.evaluation.report import draw
-from tokenmix_nha.search import plot_of
-
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 MEASURED = ROOT / "packages" / "core" / "benchmarks" / "results"
@@ -46,6 +43,10 @@ def tables() -> dict[str, dict[str, str]]:
 
 def draw_plots() -> None:
     """Draw the figures of documents whose data are kept in `docs/results`."""
+    # these import models, which the tables do not need
+    from tokenmix_core.evaluation.report import draw
+    from tokenmix_nha.search import plot_of
+
     settings = _read("search-nha-100m")["settings"]
     chosen, tried = json.loads(settings["chosen"]), json.loads(settings["tried"])
     plot = plot_of(

@@ -14,9 +14,9 @@ PACKAGES = [f"tokenmix_{path.parent.name}" for path in Path(__file__).parents[1]
 CONTEXTS = (1024, 16384, 131072)
 
 
-def tables() -> dict[str, str]:
-    """Return the table by its mark; nothing unless every package is installed."""
-    if any(importlib.util.find_spec(package) is None for package in PACKAGES):
+def tables(models: bool = True) -> dict[str, str]:
+    """Return the table by its mark; nothing without `models` or if a package is not installed."""
+    if not models or any(importlib.util.find_spec(package) is None for package in PACKAGES):
         return {}
     columns = ["mixer", "parameters", *(f"{length:,} tokens, KiB" for length in CONTEXTS)]
     lines = [f"| {' | '.join(columns)} |", "|---|" + "---:|" * (len(columns) - 1)]

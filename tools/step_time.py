@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import statistics
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,42 +30,39 @@ MODELS = {
 }
 
 
-def tables() -> dict[str, str]:
-    """By mark; floors only where every package is installed, as they are in the session that writes tables."""
+def tables(models: bool = True) -> dict[str, str]:
+    """Return the tables by mark; floors need all packages, and `models`, since they are counted from the models."""
     measured = [row for path in sorted((BENCHMARKS / "results" / "step").glob("*.json")) for row in _read(path)]
     found = {"measured": _measured(measured), "gpus": _gpus(_read(GPUS))}
+    if not models:
+        return found
     packages = {name.partition(".")[0] for name in MODELS.values()}
     if missing := sorted(name for name in packages if importlib.util.find_spec(name) is None):
         print(f"docs/step_time.md: floors are left as they are without {', '.join(missing)}", file=sys.stderr)
         return found
-    return found | {"floors": _floors(_benchmark())}
+    return found | {"floors": _floors()}
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())
 
 
-def _benchmark() -> ModuleType:
-    """`packages/core/benchmarks/step.py`, which holds the model of the floor."""
-    spec = importlib.util.spec_from_file_location("training_step", BENCHMARKS / "step.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _floors(benchmark: ModuleType) -> str:
+def _floors() -> str:
     from transformers import AutoModelForCausalLM
 
     lines = ["| model | matmuls | mixing | activations | loss | weights | floor, ms | thousand tokens/s |"]
     lines.append("|---|---|---|---|---|---|---|---|")
+    # the benchmark's model of the floor
+    sys.path.insert(0, str(BENCHMARKS))
+    from step_floor import floor
+
     for title, name in MODELS.items():
-        config = benchmark.recipe_named(name).model_config()
+        module, _, recipe = name.partition(":")
+        config = importlib.import_module(module).RECIPES[recipe]().model_config()
         # shapes alone
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        parts = benchmark.floor(model, ROWS, LENGTH)
+        parts = floor(model, ROWS, LENGTH)
         cells = " | ".join(f"{ms:.1f}" for ms in parts.values())
         lines.append(f"| {title}, `{name.partition(':')[2]}` | {cells} | {ROWS * LENGTH / parts['all']:.0f} |")
     return "\n".join(lines)

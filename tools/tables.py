@@ -1,9 +1,11 @@
 """Fill the tables of the READMEs and of docs from committed measurements; `--check` fails on stale ones.
 
+`--without-models` leaves out the tables that are counted from models, which take most of the time.
+
 Speeds go to the READMEs and docs/speed.md, training steps and their floors to docs/step_time.md (`step_time.py`),
 third-party models to docs/integrations.md (`integrations.py`), measurements of trained models to the papers' pages in
-docs (`model_results.py`), the size of mixers'
-states to docs/choose.md (`states.py`), and sentences that repeat measurements to the pages that `claims.py` names.
+docs (`model_results.py`), the size of mixers' states to docs/choose.md (`states.py`), and sentences that repeat
+measurements to the pages that `claims.py` names.
 
 The rows of the sweeps over shapes are in no table: the script plots them and prints those slower than a baseline.
 """
@@ -34,7 +36,8 @@ def measurements(folder: str) -> dict[Path, list[dict]]:
     return packages
 
 
-def main(check: bool) -> int:
+def main(check: bool, models: bool = True) -> int:
+    """Write or check all tables; without `models`, leave out those that are counted from models."""
     packages = measurements("results")
     # by file and by what its marks say
     tables = {(package / "README.md", "speed"): results.markdown(rows) for package, rows in packages.items()}
@@ -44,9 +47,9 @@ def main(check: bool) -> int:
         tables[ROOT / "docs" / "speed.md", "speed"] = goals.table(everything, sweeps)
     for document, found in model_results.tables().items():
         tables |= {(ROOT / "docs" / document, mark): table for mark, table in found.items()}
-    tables |= {(ROOT / "docs" / "step_time.md", mark): table for mark, table in step_time.tables().items()}
+    tables |= {(ROOT / "docs" / "step_time.md", mark): table for mark, table in step_time.tables(models).items()}
     tables |= {(ROOT / "docs" / "integrations.md", mark): table for mark, table in integrations.tables().items()}
-    tables |= {(ROOT / "docs" / "choose.md", mark): table for mark, table in states.tables().items()}
+    tables |= {(ROOT / "docs" / "choose.md", mark): table for mark, table in states.tables(models).items()}
     tables |= claims.sentences()
     versions = [row for rows in measurements("results/versions").values() for row in rows]
     if versions:
@@ -74,4 +77,4 @@ def main(check: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main("--check" in sys.argv[1:]))
+    sys.exit(main("--check" in sys.argv[1:], models="--without-models" not in sys.argv[1:]))

@@ -53,7 +53,7 @@ NAMES = {
     "triton:FutureKernel": _SEQUENTIAL,
 }
 
-# attributes that objects turned out to lack, and the consequences
+# attributes that objects lack, and the consequences
 _lacking: dict[str, str] = {}
 
 
