@@ -1,4 +1,4 @@
-"""The contract of the gated delta rule, and what gates, segments and an order of pieces add to it."""
+"""The contract of the gated delta rule, and tests of extreme gates, segments and the order of segments."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TestGatedDeltaRule(OpContract):
     forms: ClassVar = {"chunks": chunk_gated_delta_rule, "tokens": recurrent_gated_delta_rule}
     tokens = ("q", "k", "v", "g", "beta")
     state = ("initial_state", "final_state")
-    # products of 16 bits are measured on a GPU
+    # 16-bit matmuls are tested on a GPU
     dtypes = ("float32",)
     cases: ClassVar = {
         "groups and states": dict(T=70, H=2, HV=4, K=4, V=3, N=2),
@@ -117,7 +117,7 @@ class TestGatedDeltaRule(OpContract):
     malformed_steps: ClassVar = {
         "a state of other sizes": ({"state": z(2, 2, 32, 64)}, r"state must have shape \[.*got \[2, 2, 32, 64\]"),
         "a half-precision state": ({"state": z(2, 2, 64, 64, dtype=torch.bfloat16)}, "got bfloat16"),
-        "a state whose channels lie apart": ({"state": z(2, 2, 64, 64).mT}, "contiguous to be updated in place"),
+        "a state whose channels lie apart": ({"state": z(2, 2, 64, 64).mT}, "contiguous to be overwritten"),
         "two tokens": ({"q": z(2, 1, 1, 64)}, r"q must have shape \[.*got \[2, 1, 1, 64\]"),
     }
 
@@ -180,7 +180,7 @@ def test_kernels_agree_for_extreme_gates(device):
     check(x)
 
 
-# decays that are forgotten within a segment, that are not, and the first followed by the second
+# decays that are negligible over a segment, that are not, and the first followed by the second
 @pytest.mark.parametrize("slow", [slice(0), slice(None), slice(130, None)], ids=["fast", "slow", "mixed"])
 def test_sequences_split_into_segments_agree(slow, device, override):
     override(tuning, segment_tokens=lambda *_: 64)
@@ -190,12 +190,12 @@ def test_sequences_split_into_segments_agree(slow, device, override):
     check(x)
 
 
-# what each step takes as forgotten differs by half a power of two, so that none asks for what another left out
+# limits of negligible decays differ by half a power of two between steps, so that none reads a state another left out
 @pytest.mark.parametrize("left", [-31.5, -32.25, -32.75, -33.5])
-def test_segments_that_barely_forget_agree(left, device, override):
+def test_segments_with_barely_negligible_decays_agree(left, device, override):
     override(tuning, segment_tokens=lambda *_: 128)
     x = inputs(B=1, T=400, HV=1, K=64, V=64, N=1, dtype=torch.float32, device=device)
-    # what a chunk of 64 tokens leaves of a state, as a base-2 logarithm
+    # base-2 logarithm of the decay over a chunk of 64 tokens
     x["g"][:] = left / 64 * math.log(2)
     check(x)
 
@@ -210,7 +210,7 @@ def test_segments_follow_the_boundaries_of_packed_sequences(device, override):
 
 @pytest.mark.parametrize("segment", [0, 64, 128])
 @pytest.mark.parametrize("N", [1, 7, 200])
-def test_packed_pieces_begin_with_the_longest(N, segment, device):
+def test_packed_segments_start_with_the_longest(N, segment, device):
     from tokenmix_core.ops.gated_delta_rule.tile_order import longest_first
 
     T = 2000

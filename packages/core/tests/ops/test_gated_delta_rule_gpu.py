@@ -50,7 +50,7 @@ def check(x, form=chunk_gated_delta_rule, factor=2.0, upstream=None, **options):
     function = partial(form, impl=None, **options)
     reference = partial(chunk_gated_delta_rule, impl="reference", **options)
     dtype = x["q"].dtype
-    # a test may choose other tiles or segments between its calls: those recorded before would be replayed
+    # a test may choose other tiles or segments between its calls: cached launches would be replayed
     invalidate()
     got, upstream = values_and_gradients(function, x, upstream)
     exact, _ = values_and_gradients(reference, x, upstream, dtype=torch.float64)
@@ -69,9 +69,9 @@ def one_step(monkeypatch):
 
 
 def use_tile(override, index):
-    """Let every step take the tile of this place in its table (or its last), whatever the number of heads.
+    """Let every step take the tile of this index in its table (or its last), for any number of heads.
 
-    Few heads are shared out by columns on Hopper, but not in the first place.
+    With index 0 the Hopper forward kernel does not split columns.
     """
 
     def choose(step, K, V, size, heads):
@@ -84,7 +84,7 @@ def use_tile(override, index):
 
 
 def tiles(dtype):
-    """Places that reach every tile of the tables; both 16-bit types have the same ones, so one of them takes all."""
+    """Return the indices that reach every tile of the tables; both 16-bit dtypes share them, so one covers all."""
     if dtype == torch.float16:
         return [0]
     return range(max(len(tuning.all_tiles(step, K, dtype.itemsize)) for step in STEPS for K in SIZES))
@@ -122,7 +122,7 @@ def test_few_programs_take_two_steps(dtype, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_runs_of_identical_keys(dtype):
-    # float32 products are exact to some 2⁻²¹, and reflections along one key do not damp what is lost
+    # float32 matmuls are exact to some 2⁻²¹, and reflections along one key do not damp what is lost
     check(inputs(1, 333, 1, 2, 128, 128, dtype=dtype, kind="repeating"), factor=8.0 if dtype.itemsize == 4 else 2.0)
 
 
@@ -171,7 +171,7 @@ def test_token_by_token(dtype):
 @pytest.mark.parametrize("on_hopper", [True, False])
 @pytest.mark.parametrize("batch", [1, 128])
 @pytest.mark.parametrize(("K", "V"), [(64, 256), (128, 64), (128, 128), (256, 64)])
-def test_decoding_updates_the_state_in_place(batch, K, V, on_hopper):
+def test_decoding_overwrites_the_state(batch, K, V, on_hopper):
     impl = None if on_hopper else "triton"
     x = inputs(batch, 1, 8, 16, K, V, N=batch)
     got_state = x.pop("initial_state").contiguous()

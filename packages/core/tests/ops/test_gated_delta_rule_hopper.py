@@ -1,4 +1,4 @@
-"""The gated delta rule's steps for Hopper on a CPU, run by the stand-in for Gluon, against float64."""
+"""The gated delta rule's steps for Hopper on a CPU, run by the Gluon emulator, against float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def steps():
 
 @pytest.fixture
 def on_hopper(steps, monkeypatch):
-    """Let these steps run in place of Triton's, and return the names of those that have run."""
+    """Run these steps instead of Triton's, and return the names of those that ran."""
     ran = set()
 
     def run(name, step, *args, **options):
@@ -74,7 +74,7 @@ def check(x, half=False, **options):
 
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (256, 64)])
 def test_small_gradients_in_float16(K, V, on_hopper):
-    # operands have norms of q and k in them, small where heads are wide: float16 has to be given room for that
+    # operands include norms of q and k, small for wide heads: without a factor float16 would underflow
     x = {name: value.half() if name in "qkv" else value for name, value in inputs(1, 70, 1, 1, K, V, N=1).items()}
     form = partial(chunk_gated_delta_rule, qk_l2norm=True)
     function, reference = partial(form, impl="gluon"), partial(form, impl="reference")
@@ -97,7 +97,7 @@ def test_decays_of_a_state_are_summed_before_its_gradient_is_rounded(K, V, least
         # where S is kept in 16 bits alone
         x["initial_state"] = x["initial_state"].half().float()
     form = partial(chunk_gated_delta_rule, qk_l2norm=True)
-    # a gradient of its own draw: dg is a sum of all products with it, which cancel in some
+    # a separate draw: dg is a sum of terms with this gradient, which cancel for some draws
     final_state = torch.randn(1, 1, K, V, generator=torch.Generator().manual_seed(1))
     upstream = {"o": torch.zeros_like(x["v"]), "final_state": final_state}
     got, _ = values_and_gradients(partial(form, impl="gluon"), x, upstream)
@@ -122,20 +122,20 @@ def test_heads_whose_keys_and_values_differ_in_size(K, V, on_hopper):
     assert on_hopper == {"prepare", state, chunk} | ({"forward_tiled"} if K > 64 else set())
 
 
-@pytest.mark.parametrize("withheld", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("qk_l2norm", [False, True])
-def test_values_of_256_are_two_heads_of_128(qk_l2norm, withheld, on_hopper):
+def test_values_of_256_are_two_heads_of_128(qk_l2norm, gated, on_hopper):
     x = inputs(1, 130, 1, 2, 128, 256, N=4)
     if not qk_l2norm:
         x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
-    if withheld:
+    if gated:
         x["writes"] = torch.rand(1, 6, 2)
     check(x, cu_seqlens=torch.tensor([0, 0, 1, 64, 130], dtype=torch.int32), qk_l2norm=qk_l2norm)
-    steps = {"backward"} if qk_l2norm and not withheld else {"backward_state"}
-    assert on_hopper == {"prepare", "forward"} | steps | ({"backward_chunk"} if qk_l2norm and withheld else set())
+    steps = {"backward"} if qk_l2norm and not gated else {"backward_state"}
+    assert on_hopper == {"prepare", "forward"} | steps | ({"backward_chunk"} if qk_l2norm and gated else set())
 
 
-def test_traced_calls_know_the_shapes_of_narrowed_heads(on_hopper):
+def test_traced_calls_know_the_shapes_of_split_heads(on_hopper):
     x = inputs(1, 70, 1, 2, 128, 256, N=1) | {
         "writes": None, "cu_seqlens": None, "scale": 0.1, "qk_l2norm": True, "impl": "gluon",
     }  # fmt: skip
@@ -172,9 +172,9 @@ def test_few_programs_take_two_steps(on_hopper, monkeypatch):
     assert on_hopper == set(STEPS) - {"backward"}
 
 
-# of the first 256 tokens and of the rest: in 128 of them all is forgotten, or nothing
+# of the first 256 tokens and of the rest: over 128 tokens the decay is negligible, or near 1
 DECAYS = [(0.5, 0.5), (0.001, 0.001), (0.5, 0.001), (0.001, 0.5)]
-WITHHELD = {
+GATED = {
     "heads of 128": (dict(K=128), {"forward", "backward_state", "backward_chunk"}),
     "heads of 64": (dict(K=64), {"backward_state", "backward_chunk"}),
     "wide keys": (dict(K=128, V=64), {"forward_tiled", "backward_state_tiled", "backward_chunk"}),
@@ -184,12 +184,12 @@ WITHHELD = {
 
 
 @pytest.mark.parametrize(("case", "decay", "signed"), [
-    *((case, 0.5, True) for case in WITHHELD), ("heads of 128", 0.5, False), ("wide keys", 0.001, False),
+    *((case, 0.5, True) for case in GATED), ("heads of 128", 0.5, False), ("wide keys", 0.001, False),
 ])  # fmt: skip
-def test_withheld_writes(case, decay, signed, on_hopper, override):
-    # segments begin from states before them that decays have forgotten, where factors let decays bound them
+def test_gated_writes(case, decay, signed, on_hopper, override):
+    # scans of segments start after negligible chunks if the factors let decays bound the state
     override(tuning, segment_tokens=lambda *shape: 128)
-    sizes, ran = WITHHELD[case]
+    sizes, ran = GATED[case]
     sizes = dict(sizes)
     norm = sizes.pop("norm", True)
     x = inputs(1, 230, 1, 1, N=3, decay=decay, **sizes)
@@ -201,14 +201,14 @@ def test_withheld_writes(case, decay, signed, on_hopper, override):
     assert on_hopper == {"prepare"} | ran
 
 
-# of what factors beyond 0 and 1 write nothing is forgotten early
+# decays do not bound writes with factors outside [0, 1]
 @pytest.mark.parametrize(("decay", "then", "beyond", "forward"), [
     *((*decays, beyond, 128) for decays in DECAYS for beyond in ("no factor", "one factor")),
     (0.5, 0.5, "all factors", 128), (0.001, 0.5, "all factors", 128),
     # without segments of the forward pass there are no M
     (0.5, 0.5, "no factor", 0), (0.5, 0.5, "one factor", 0), (0.5, 0.001, "one factor", 0),
 ])  # fmt: skip
-def test_segments_with_withheld_writes(decay, then, beyond, forward, on_hopper, override):
+def test_segments_with_gated_writes(decay, then, beyond, forward, on_hopper, override):
     override(tuning, segment_tokens=lambda *shape: forward)
     override(tuning, backward_segment_tokens=lambda *shape: 128)
     x = inputs(1, 540, 1, 1, 64, N=3, decay=decay)
@@ -249,18 +249,18 @@ def test_segments(decay, then, boundaries, on_hopper, override):
 
 
 @pytest.mark.parametrize("segment", [0, 128])
-def test_states_kept_by_the_forward_pass_give_the_gradients_of_those_made_anew(segment, on_hopper, override):
+def test_saved_states_give_the_gradients_of_recomputed_states(segment, on_hopper, override):
     override(tuning, segment_tokens=lambda *shape: segment)
     x = inputs(1, 200, 1, 2, 128, N=3)
     x = {name: (value.half() if name in "qkv" else value).requires_grad_() for name, value in x.items()}
     cu_seqlens = torch.tensor([0, 40, 40, 200], dtype=torch.int32)
     gradients, kept = [], []
-    for room in (0, 1 << 20):
-        override(tuning, MOST_SAVED_BYTES=room)
+    for size in (0, 1 << 20):
+        override(tuning, MOST_SAVED_BYTES=size)
         output = chunk_gated_delta_rule(**x, cu_seqlens=cu_seqlens, qk_l2norm=True, impl="gluon")
         kept.append(output.o.grad_fn.saved_tensors[8].numel())
         upstream = [value.detach().cos() for value in output]
-        # what is kept is there for a second time
+        # saved tensors serve a second backward pass
         for again in (True, False):
             gradients.append(torch.autograd.grad(output, list(x.values()), upstream, retain_graph=again))
     assert kept[1] > kept[0]
@@ -269,7 +269,7 @@ def test_states_kept_by_the_forward_pass_give_the_gradients_of_those_made_anew(s
 
 @pytest.mark.parametrize("columns", [64, 128])
 @pytest.mark.parametrize("decay", [0.5, 0.001])
-def test_segments_of_heads_that_groups_of_warps_share(decay, columns, on_hopper, override):
+def test_segments_of_warp_specialised_heads(decay, columns, on_hopper, override):
     override(tuning, segment_tokens=lambda *shape: 128)
     override(tuning, forward_columns=lambda *programs: columns)
     x = inputs(1, 300, 1, 2, 128, N=3, decay=decay)

@@ -190,7 +190,7 @@ def test_token_by_token(dtype, T):
 @pytest.mark.parametrize("on_hopper", [True, False])
 @pytest.mark.parametrize("steps", [False, True], ids=["", "steps"])
 @pytest.mark.parametrize("batch", [1, 32, 128])
-def test_decoding_updates_the_state_in_place(batch, steps, on_hopper):
+def test_decoding_overwrites_the_state(batch, steps, on_hopper):
     x = inputs(batch, 1, 1, 16, 128, 128, N=batch, steps=steps)
     got_state = x.pop("initial_state").contiguous()
     expected_state = got_state.clone()

@@ -1,4 +1,4 @@
-"""SSD's steps for Hopper on a CPU, run by the stand-in for Gluon, against float64."""
+"""SSD's steps for Hopper on a CPU, run by the Gluon emulator, against float64."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def steps():
 
 @pytest.fixture
 def on_hopper(steps, monkeypatch):
-    """Let these steps run in place of Triton's, and return the names of those that have run."""
+    """Run these steps instead of Triton's, and return the names of those that ran."""
     ran = set()
 
     def note(name, run, *args, **options):
@@ -56,8 +56,8 @@ def on_hopper(steps, monkeypatch):
 
     for name, module in zip(STEPS, steps, strict=True):
         launcher = f"hopper_{name}"
-        stand_in = SimpleNamespace(**{launcher: partial(note, name, getattr(module, launcher))})
-        monkeypatch.setitem(sys.modules, module.__name__, stand_in)
+        emulated = SimpleNamespace(**{launcher: partial(note, name, getattr(module, launcher))})
+        monkeypatch.setitem(sys.modules, module.__name__, emulated)
     monkeypatch.setattr(GluonForm, "require", lambda *_: None)
     return ran
 

@@ -1,4 +1,4 @@
-"""Writes that chunks withhold: the state after a chunk holds a share of what the chunk has written."""
+"""Write gates: the writes of a chunk enter the state by a factor."""
 
 from __future__ import annotations
 
@@ -156,13 +156,13 @@ def check(x, form=chunk_gated_delta_rule, impl="triton", **options):
     function, reference = partial(form, impl=impl, **options), partial(form, impl="reference", **options)
     dtype = x["q"].dtype
     if dtype.itemsize == 2:
-        # whose products, too, are of 16 bits
+        # with 16-bit matmuls, too
         got, upstream = values_and_gradients(function, x)
         exact, _ = values_and_gradients(reference, x, upstream, dtype=torch.float64)
         with RoundedProducts(dtype):
-            products, _ = values_and_gradients(reference, x, upstream)
+            rounded, _ = values_and_gradients(reference, x, upstream)
         for name, value in got.items():
-            assert_within(name, value, exact[name], products[name], floor=torch.finfo(dtype).eps / 2)
+            assert_within(name, value, exact[name], rounded[name], floor=torch.finfo(dtype).eps / 2)
         return
     # a factor's gradient is one sum over a chunk's tokens and channels
     assert_agrees(function, reference, x, floor=granted_to_sums("dwrites"))
@@ -171,8 +171,8 @@ def check(x, form=chunk_gated_delta_rule, impl="triton", **options):
 @pytest.mark.parametrize("chunk", [64, 128])
 @pytest.mark.parametrize("qk_l2norm", [False, True])
 @pytest.mark.parametrize("within", [False, True])
-def test_segments_do_not_change_what_is_withheld(chunk, qk_l2norm, within, device, override):
-    """Cut into segments; factors beyond 0 and 1 are not forgotten as early as those within."""
+def test_segments_do_not_change_gated_writes(chunk, qk_l2norm, within, device, override):
+    """Segments agree; decays bound factors in [0, 1] only."""
     override(tuning, gated_delta_rule_segment=lambda *_: 256)
     x = inputs(B=1, T=700, H=1, HV=1, K=64, V=64, N=1, chunk=chunk, dtype=torch.float32, device=device)
     if within:

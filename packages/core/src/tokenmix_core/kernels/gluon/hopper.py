@@ -277,6 +277,12 @@ def parity(i, NUM_STAGES: gl.constexpr):
 
 
 @gluon.jit
+def empty_parity(i, NUM_STAGES: gl.constexpr):
+    """Return the phase bit that the producer of the i-th tile waits for on its stage's empty barrier."""
+    return (i // NUM_STAGES + 1) & 1
+
+
+@gluon.jit
 def wait_full(full, i, count, NUM_STAGES: gl.constexpr):
     """Wait for the full barrier of the i-th tile of a pipeline, or of the last one."""
     i = gl.minimum(i, count - 1)

@@ -134,7 +134,7 @@ def _check(
     written = {"q_inputs": q_inputs, "k_inputs": k_inputs, "v_inputs": v_inputs, "state": state, "arrivals": arrivals}
     for name, x in written.items():
         if not x.is_contiguous():
-            raise ValueError(f"{op}: {name} must be contiguous to be updated in place, got strides {x.stride()}")
+            raise ValueError(f"{op}: {name} must be contiguous to be overwritten, got strides {x.stride()}")
     return impl, dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
 
 

@@ -141,7 +141,7 @@ def gated_delta_rule_step(
     qk_l2norm: bool = False,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B HV V"]:
-    """Update `state` in place by one token and read it out: a decoding step. Not differentiable.
+    """Overwrite `state` by one token and read it out: a decoding step. Not differentiable.
 
     Args:
         q, k: `[B, H, K]`, one token of each sequence; H divides HV.
@@ -210,7 +210,7 @@ def _check_step(q, k, v, g, beta, state, scale, impl) -> tuple[str | None, float
         GLUON_STEP.require(op, q.device, q.dtype, step_limit(dims["K"], dims["V"]))
     _check_dtypes(op, q, k, v, g, beta, state, impl)
     if not state.is_contiguous():
-        raise ValueError(f"{op}: state must be contiguous to be updated in place, got strides {state.stride()}")
+        raise ValueError(f"{op}: state must be contiguous to be overwritten, got strides {state.stride()}")
     return impl, dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
 
 

@@ -1,4 +1,4 @@
-"""All gradients but the state's and the values', parallel over chunks."""
+"""Gradients of q, k, g and β, in parallel over chunks."""
 
 import torch
 import triton
@@ -25,7 +25,7 @@ from tokenmix_core.ops.gated_delta_rule.types import Gradients, Reverse, StateGr
 
 @triton.jit
 def unnormalise(b_dx, b_x, r_x, b_dot):
-    """The gradient of x from that of x̂ = r x with r = (Σ x² + ε)^−½: r (dx̂ − x̂ (x̂ · dx̂))."""
+    """Return the gradient of x from that of x̂ = r x with r = (Σ x² + ε)^−½: r (dx̂ − x̂ (x̂ · dx̂))."""
     return (b_dx.to(tl.float32) - b_x.to(tl.float32) * (r_x * b_dot)[:, None]) * r_x[:, None]
 
 
@@ -37,13 +37,13 @@ def backward_chunk_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
     WRITES: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """dQ, dK, dg and dβ of one chunk and value head; with WRITES of 1 also the gradient of its factor in `writes`.
+    """Compute dQ, dK, dg and dβ of one chunk and value head; with WRITES = 1 also the gradient of its write factor.
 
-    With more than 1, that many chunks share a factor, of which `dstates` know, and the decay of the state before them
-    has the gradient in `bare_ends`.
+    With WRITES > 1 chunks share a factor that `dstates` include, and the decays through the state before these chunks
+    have the gradient `bare_ends`.
 
-    Products come in pairs, of a matrix and of its transpose: transposing a result to use it as an operand would cost a
-    trip through shared memory, and is compiled wrongly for Hopper by some versions of Triton.
+    Matrices and their transposes are separate MMAs: a transposed accumulator as an operand would pass through shared
+    memory, and some versions of Triton compile it wrongly for Hopper.
     """
     i_slot, i_hv = tl.program_id(0), tl.program_id(1)
     i_n, begin, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED)
@@ -52,7 +52,7 @@ def backward_chunk_kernel(
     first, rows = begin + start, length - start
     HV = H * group
     if WRITES:
-        run = (first_chunk(i_n, begin, T, BT * WRITES, PACKED) + start // (BT * WRITES)).to(tl.int64) * HV + i_hv
+        i_w = (first_chunk(i_n, begin, T, BT * WRITES, PACKED) + start // (BT * WRITES)).to(tl.int64) * HV + i_hv
     o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, BK), tl.arange(0, BV)
     p_q, p_k = q + (first * H + i_hv // group) * K, k + (first * H + i_hv // group) * K
     p_dq, p_dk = dq + (first * HV + i_hv) * K, dk + (first * HV + i_hv) * K
@@ -87,7 +87,7 @@ def backward_chunk_kernel(
     if L2NORM:
         r_q = diagonal_inverse_norm(b_qq, BT)
 
-    # what meets K and Q in dQ and dK; sums over tokens, in float32, for dβ and the products x̂ · dx̂
+    # left operands of K and Q in dQ and dK; float32 sums over tokens for dβ and x̂ · dx̂
     b_decay = causal_decay(b_b, b_b, o_t, o_t)
     b_e *= b_decay * scale
     b_f *= tl.where(o_t[:, None] > o_t[None, :], -b_decay, 0.0)
@@ -105,7 +105,7 @@ def backward_chunk_kernel(
     b_out = tl.zeros([BT], tl.float32)
     share = 1.0
     if WRITES == 1:
-        share = tl.load(writes + run).to(tl.float32)
+        share = tl.load(writes + i_w).to(tl.float32)
     for i_k in range(K // BK):
         b_q, b_k = load_rows(p_q + i_k * BK, H * K, rows, BT, BK), load_rows(p_k + i_k * BK, H * K, rows, BT, BK)
         b_dq, b_dk = tl.zeros([BT, BK], tl.float32), tl.zeros([BT, BK], tl.float32)
@@ -138,11 +138,11 @@ def backward_chunk_kernel(
         store_rows(p_dk + i_k * BK, b_dk, HV * K, rows, BT, BK)
         p_tile += BK * V
     if WRITES == 1:
-        tl.store(dwrites + run, tl.sum(b_out * b_beta, 0))
+        tl.store(dwrites + i_w, tl.sum(b_out * b_beta, 0))
         b_out *= share
     b_dbeta += b_out
     if L2NORM and K > BK:
-        # the products x̂ · dx̂ are complete only now
+        # x̂ · dx̂ is complete only now
         tl.debug_barrier()
         for i_k in range(K // BK):
             b_q, b_k = load_rows(p_q + i_k * BK, H * K, rows, BT, BK), load_rows(p_k + i_k * BK, H * K, rows, BT, BK)
@@ -154,12 +154,12 @@ def backward_chunk_kernel(
             store_rows(p_dk + i_k * BK, b_dk, HV * K, rows, BT, BK)
     store_vector(dbeta + first * HV + i_hv, b_dbeta, HV, rows, BT)
 
-    # dg gathers all later decays of the chunk; a decay that was cut off has none
+    # dg sums the later db of the chunk; a clamped decay has no gradient
     b_db = tl.where(o_t < rows, b_dot_q + b_dot_k - b_beta * b_dbeta, 0.0)
     b_end = tl.load(ends + (i_slot.to(tl.int64) * HV + i_hv) * PARTS + tl.arange(0, PARTS))
     b_dg = tl.cumsum(b_db, 0, reverse=True) + tl.sum(b_end, 0) * tl.exp2(b_last) + tl.sum(b_out * b_beta, 0)
     if WRITES > 1:
-        b_dg += tl.sum(tl.load(bare_ends + run * PARTS + tl.arange(0, PARTS)), 0)
+        b_dg += tl.sum(tl.load(bare_ends + i_w * PARTS + tl.arange(0, PARTS)), 0)
     b_g = load_vector(g + first * HV + i_hv, HV, rows, BT)
     store_vector(dg + first * HV + i_hv, tl.where(b_g * LOG2_E < LOWEST, 0.0, b_dg), HV, rows, BT)
 

@@ -1,4 +1,4 @@
-"""The gradient of the state, sequential in reverse over a sequence's chunks, and with it that of the values."""
+"""Gradients of the states and the values, by a reverse scan over a sequence's chunks."""
 
 import torch
 import triton
@@ -23,11 +23,11 @@ def backward_state_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, L2NORM: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """dV, the gradient dS' of the state leaving each chunk, and this tile's part of ⟨dS', S⟩ with S entering it.
+    """Compute dV, the gradient dS' of the state leaving each chunk, and this tile's part of ⟨dS', S⟩.
 
-    Of o and of the final state there may be no gradient, nor may the initial state's be wanted; S may come in two
-    parts. WRITES: so many chunks share a factor in `writes`; where that is more than one, also this tile's part of the
-    factor's gradient, and of the gradient that the decay of the state before these chunks has.
+    `do`, `dfinal_state`, `dinitial_state` and `remainders` may be None. WRITES chunks share a factor in `writes`; for
+    more than one, also compute this tile's parts of the factor's gradient and of `bare_ends`, the gradient of the
+    decays through the state before these chunks.
     """
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
@@ -43,15 +43,15 @@ def backward_state_kernel(
         b_ds = tl.zeros([K, BV], tl.float32)
 
     chunks = tl.cdiv(length, BT)
-    # the gradient of the state after a run of chunks, decayed: that of the state before it, but for what the run writes
+    # the decayed gradient of the state after WRITES chunks: their writes do not contribute
     if WRITES > 1:
         b_bare, b_dwrite = b_ds, tl.zeros([BT], tl.float32)
     for i_c in range(chunks):
         start = (chunks - 1 - i_c) * BT
         if WRITES:
-            run = (first_chunk(i_n, begin, T, BT * WRITES, PACKED) + start // (BT * WRITES)).to(tl.int64) * HV + i_hv
-            share = tl.load(writes + run).to(tl.float32)
-        # what is known when a kernel is compiled stands alone
+            i_w = (first_chunk(i_n, begin, T, BT * WRITES, PACKED) + start // (BT * WRITES)).to(tl.int64) * HV + i_hv
+            share = tl.load(writes + i_w).to(tl.float32)
+        # compile-time conditions are not joined with run-time ones
         if WRITES > 1:  # noqa: SIM102
             if (i_c == 0) | ((start // BT + 1) % WRITES == 0):
                 b_bare, b_dwrite = b_ds, tl.zeros([BT], tl.float32)
@@ -76,7 +76,7 @@ def backward_state_kernel(
         b_dh = b_ds.to(k.dtype.element_ty)
         o_state = (slot + (chunks - 1 - i_c)).to(tl.int64) * HV + i_hv
         tl.store(dstates + o_state * K * V + p_tile, b_dh)
-        # its terms cancel, so that both have to be as they were before they were rounded
+        # the summands cancel, so both factors are unrounded
         b_s = tl.load(states + o_state * K * V + p_tile).to(tl.float32)
         if remainders is not None:
             b_s += tl.load(remainders + o_state * K * V + p_tile).to(tl.float32)
@@ -109,8 +109,8 @@ def backward_state_kernel(
         if WRITES > 1:  # noqa: SIM102
             if (start // BT) % WRITES == 0:
                 b_ds += (1.0 - share) * b_bare
-                tl.store(dwrites + run * (V // BV) + i_v, tl.sum(b_dwrite, 0))
-                tl.store(bare_ends + run * (V // BV) + i_v, b_end)
+                tl.store(dwrites + i_w * (V // BV) + i_v, tl.sum(b_dwrite, 0))
+                tl.store(bare_ends + i_w * (V // BV) + i_v, b_end)
 
     if dinitial_state is not None:
         tl.store(dinitial_state + i_nh.to(tl.int64) * K * V + p_tile, b_ds)

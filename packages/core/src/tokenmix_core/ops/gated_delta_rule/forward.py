@@ -1,7 +1,7 @@
-"""States and outputs: sequential over chunks, parallel over sequences or their segments, value heads and tiles of V.
+"""States and outputs: a scan over chunks, parallel over sequences or their segments, value heads and tiles of V.
 
-The state is held transposed, `[BV, K]`: every matrix that is computed is then the left operand of the next product,
-which Hopper's matrix units take from registers, and nothing between two states passes through shared memory.
+The state is transposed, `[BV, K]`: every computed matrix is then the left operand of the next MMA, from registers on
+Hopper's Tensor Cores, and nothing between two states passes through shared memory.
 """
 
 from typing import Any
@@ -21,53 +21,53 @@ from tokenmix_core.ops.gated_delta_rule.plan import Form
 from tokenmix_core.ops.gated_delta_rule.tile_order import longest_first
 from tokenmix_core.ops.gated_delta_rule.types import Inputs, Saved, Terms
 
-# base-2 logarithm of a decay that leaves nothing of a state
-FORGOTTEN = tl.constexpr(-32.0)
+# base-2 logarithm of a negligible decay
+NEGLIGIBLE = tl.constexpr(-32.0)
 
 
 @triton.jit
-def forgotten(p_gates, segment, BT: tl.constexpr, L2NORM: tl.constexpr, LIMIT: tl.constexpr):
-    """How many of a segment's chunks need not be run: what comes before the rest is forgotten by the segment's end.
+def negligible_chunks(p_gates, segment, BT: tl.constexpr, L2NORM: tl.constexpr, LIMIT: tl.constexpr):
+    """Return how many first chunks of a segment are negligible for the state that leaves it; 0 if none is.
 
-    With keys of norm 1 and β ≤ 2 no update lengthens a column of the state, so decays bound what is left of it. 0 means
-    that the state entering the segment is not forgotten.
+    The decay of the later chunks is then below 2^LIMIT. With keys of norm 1 and β ≤ 2 no update lengthens a column of
+    the state, so decays bound it; without norm the result is 0.
     """
     BC: tl.constexpr = 128
-    chunks = segment // BT
+    NT = segment // BT
     if not L2NORM:
         return 0
-    # the last chunks decide, as more than BC of them are hardly needed to forget
-    o_c = tl.maximum(chunks - BC, 0) + tl.arange(0, BC)
-    b_b = tl.load(p_gates + (o_c * BT + BT - 1) * 4, mask=o_c < chunks, other=0.0)
+    # the last BC chunks decide
+    o_c = tl.maximum(NT - BC, 0) + tl.arange(0, BC)
+    b_b = tl.load(p_gates + (o_c * BT + BT - 1) * 4, mask=o_c < NT, other=0.0)
     b_left = tl.cumsum(b_b, 0, reverse=True)
-    return tl.max(tl.where((b_left < LIMIT) & (o_c < chunks), o_c, 0), 0)
+    return tl.max(tl.where((b_left < LIMIT) & (o_c < NT), o_c, 0), 0)
 
 
 @triton.jit
-def first_run(i_n, begin, T, BT: tl.constexpr, WRITES: tl.constexpr, PACKED: tl.constexpr):
-    """The slot of the first factor of sequence `i_n` in `writes`, a factor for each run of WRITES chunks; int64."""
+def first_write(i_n, begin, T, BT: tl.constexpr, WRITES: tl.constexpr, PACKED: tl.constexpr):
+    """Return the slot of the first factor of sequence `i_n` in `writes`, one per WRITES chunks; int64."""
     return first_chunk(i_n, begin, T, BT * WRITES, PACKED).to(tl.int64)
 
 
 @triton.jit
 def bounded(skipped, p_w, stride, first, segment, BT: tl.constexpr, WRITES: tl.constexpr):
-    """`skipped`, if the factors of writes in the segment that begins at `first` lie between 0 and 1; else 0.
+    """Return `skipped` if all factors of writes in the segment at token `first` are in [0, 1]; else 0.
 
-    Between a decayed state and an updated one no column is longer than both; beyond them decays bound nothing.
+    Such factors interpolate between the decayed and the updated state, so decays still bound its columns.
     """
     BC: tl.constexpr = 128
-    run: tl.constexpr = BT * WRITES
+    tokens: tl.constexpr = BT * WRITES
     beyond = 0
-    for i in range(first // run, (first + segment) // run, BC):
+    for i in range(first // tokens, (first + segment) // tokens, BC):
         o_c = i + tl.arange(0, BC)
-        b_w = tl.load(p_w + o_c.to(tl.int64) * stride, mask=o_c < (first + segment) // run, other=0.0).to(tl.float32)
+        b_w = tl.load(p_w + o_c.to(tl.int64) * stride, mask=o_c < (first + segment) // tokens, other=0.0).to(tl.float32)
         beyond += tl.sum(((b_w < 0.0) | (b_w > 1.0)).to(tl.int32), 0)
     return tl.where(beyond > 0, 0, skipped)
 
 
 @triton.jit
 def chunk_gates(p_gates, rows, BT: tl.constexpr):
-    """b, β r and r of a chunk's tokens, and the last b, which b keeps past the end: no difference is ever positive."""
+    """Return b, β r and r of a chunk's tokens, and the last b; rows past the end have the last b."""
     b_gates = load_rows(p_gates, 4, rows, BT, 4)
     b_b = column(b_gates, 0)
     b_last = last_of(b_b, rows, BT)
@@ -76,7 +76,7 @@ def chunk_gates(p_gates, rows, BT: tl.constexpr):
 
 @triton.jit
 def residual_of(b_s, b_k, b_v, b_a, b_b, r_k, DOT: tl.constexpr):
-    """Rᵀ = (V − γ ⊙ K S)ᵀ Ãᵀ from a state in the operands' dtype; the part of V does not wait for the state."""
+    """Return Rᵀ = (V − γ ⊙ K S)ᵀ Ãᵀ from a state in the operands' dtype; V's part does not wait for the state."""
     b_y = tl.dot(b_s, tl.trans(b_k), input_precision=DOT) * -(tl.exp2(b_b) * r_k)[None, :]
     b_r = tl.dot(tl.trans(b_v), tl.trans(b_a), input_precision=DOT)
     return tl.dot(b_y.to(b_k.dtype), tl.trans(b_a), b_r, input_precision=DOT)
@@ -84,14 +84,14 @@ def residual_of(b_s, b_k, b_v, b_a, b_b, r_k, DOT: tl.constexpr):
 
 @triton.jit
 def next_state(b_s, b_r, b_k, b_b, b_w, b_last, DOT: tl.constexpr):
-    """S'ᵀ = 2^b_last Sᵀ + (2^(b_last − b) β ⊙ R)ᵀ K."""
+    """Return S'ᵀ = 2^b_last Sᵀ + (2^(b_last − b) β ⊙ R)ᵀ K."""
     b_r = (b_r * (b_w * tl.exp2(b_last - b_b))[None, :]).to(b_k.dtype)
     return tl.dot(b_r, b_k, b_s * tl.exp2(b_last), input_precision=DOT)
 
 
 @triton.jit
 def outputs(b_o, b_r, b_q, b_k, b_b, b_w, o_t, scale, L2NORM: tl.constexpr, DOT: tl.constexpr):
-    """Oᵀ = scale (Sᵀ Qᵀ ⊙ γ + Rᵀ P'ᵀ) with P'ᵀ = diag(β) triu(K Qᵀ ⊙ Γᵀ), from Sᵀ Qᵀ."""
+    """Return Oᵀ = scale (Sᵀ Qᵀ ⊙ γ + Rᵀ P'ᵀ) with P'ᵀ = diag(β) triu(K Qᵀ ⊙ Γᵀ), from Sᵀ Qᵀ."""
     b_p = tl.dot(b_k, tl.trans(b_q), input_precision=DOT)
     b_p = (b_p * causal_decay_transposed(b_b, b_b, o_t, o_t) * b_w[:, None]).to(b_k.dtype)
     b_o = tl.dot(b_r.to(b_k.dtype), b_p, b_o * tl.exp2(b_b)[None, :], input_precision=DOT)
@@ -108,12 +108,11 @@ def forward_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, L2NORM: tl.constexpr,
     PACKED: tl.constexpr, ORDERED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and final states, if there is `o`; for the backward pass R and the state entering each chunk, if asked.
+    """Compute outputs and final states (with `o`), and save R and the state entering each chunk (with `residual`).
 
-    With `remainders` also what rounding has taken from each of those states. With `entering` a program runs through one
-    segment of a sequence, from as many chunks before it as are not forgotten then, or, if these are more than a
-    segment, from the state that enters it; with ORDERED programs take segments, or sequences, by `order`. With WRITES
-    each run of so many chunks writes to the state by its factor in `writes`.
+    `remainders` are the rounding errors of the saved states. With `entering` a program scans one segment: from the
+    first chunk before it that is not negligible, or from the state that enters it if that is a segment or more before.
+    ORDERED: programs take segments, or sequences, in the order of `order`. WRITES chunks share a factor in `writes`.
     """
     OUTPUT: tl.constexpr = o is not None
     SAVE: tl.constexpr = residual is not None
@@ -127,7 +126,7 @@ def forward_kernel(
         i_sh = i_s * HV + i_hv
     if SPLIT:
         i_n, begin, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED)
-        # an empty sequence has a segment too, which hands its state on
+        # an empty sequence has a segment, too, which passes its state on
         if first > 0 and first >= length:
             return
         end = tl.minimum(first + segment, length)
@@ -138,9 +137,9 @@ def forward_kernel(
     begun = first
     if SPLIT and first > 0:
         p_before = gates + (i_hv.to(tl.int64) * tokens + begin + first - segment) * 4
-        skipped = forgotten(p_before, segment, BT, L2NORM, FORGOTTEN)
+        skipped = negligible_chunks(p_before, segment, BT, L2NORM, NEGLIGIBLE)
         if WRITES:
-            p_w = writes + first_run(i_n, begin, T, BT, WRITES, PACKED) * HV + i_hv
+            p_w = writes + first_write(i_n, begin, T, BT, WRITES, PACKED) * HV + i_hv
             skipped = bounded(skipped, p_w, HV, first - segment, segment, BT, WRITES)
         begun = tl.where(skipped > 0, first - segment + skipped * BT, first)
     o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, K), tl.arange(0, BV)
@@ -171,15 +170,15 @@ def forward_kernel(
         known = tl.where(begun < first, 0, K)
         b_s = tl.load(entering + i_sh.to(tl.int64) * K * V + p_tile, mask=o_k[None, :] < known, other=0.0)
 
-    # the state without what this run of chunks has written so far
+    # the state without the writes of the current WRITES chunks
     if WRITES > 1:
         b_bare = b_s
     for start in range(begun, end, BT):
         rows = length - start
-        # what is kept of a chunk
-        kept_rows, kept = rows, K
+        # chunks before the segment are not stored
+        stored_rows, stored = rows, K
         if SPLIT:
-            kept_rows, kept = tl.where(start < first, 0, rows), tl.where(start < first, 0, K)
+            stored_rows, stored = tl.where(start < first, 0, rows), tl.where(start < first, 0, K)
         b_k = load_rows(p_k, H * K, rows, BT, K)
         b_v = load_rows(p_v, HV * V, rows, BT, BV)
         b_a = load_rows(p_a, HV * BT, rows, BT, BT)
@@ -188,12 +187,12 @@ def forward_kernel(
             b_q = load_rows(p_q, H * K, rows, BT, K)
         b_h = b_s.to(k.dtype.element_ty)
         if REMAINDERS:
-            tl.store(p_m, (b_s - b_h.to(tl.float32)).to(k.dtype.element_ty), mask=o_k[None, :] < kept)
+            tl.store(p_m, (b_s - b_h.to(tl.float32)).to(k.dtype.element_ty), mask=o_k[None, :] < stored)
         if OUTPUT:
             b_o = tl.dot(b_h, tl.trans(b_q), input_precision=DOT)
         b_r = residual_of(b_h, b_k, b_v, b_a, b_b, r_k, DOT)
         if WRITES:
-            p_w = writes + (first_run(i_n, begin, T, BT, WRITES, PACKED) + start // (BT * WRITES)) * HV + i_hv
+            p_w = writes + (first_write(i_n, begin, T, BT, WRITES, PACKED) + start // (BT * WRITES)) * HV + i_hv
             share = tl.load(p_w).to(tl.float32)
         if WRITES == 1:
             b_s = next_state(b_s, b_r, b_k, b_b, b_w * share, b_last, DOT)
@@ -205,11 +204,11 @@ def forward_kernel(
                 b_s = b_bare + share * (b_s - b_bare)
                 b_bare = b_s
         if SAVE:
-            tl.store(p_s, b_h, mask=o_k[None, :] < kept)
-            store_rows(p_r, tl.trans(b_r.to(k.dtype.element_ty)), HV * V, kept_rows, BT, BV)
+            tl.store(p_s, b_h, mask=o_k[None, :] < stored)
+            store_rows(p_r, tl.trans(b_r.to(k.dtype.element_ty)), HV * V, stored_rows, BT, BV)
         if OUTPUT:
             b_o = outputs(b_o, b_r, b_q, b_k, b_b, b_w, o_t, scale, L2NORM, DOT)
-            store_rows(p_o, tl.trans(b_o.to(o.dtype.element_ty)), HV * V, kept_rows, BT, BV)
+            store_rows(p_o, tl.trans(b_o.to(o.dtype.element_ty)), HV * V, stored_rows, BT, BV)
 
         p_q += BT * H * K
         p_k += BT * H * K

@@ -46,7 +46,7 @@ class GDNPlan(NamedTuple):
         saves_states: whether the forward pass saves R and the chunk states for the backward pass.
         states: computes R and the chunk states for the backward pass.
         remainders: whether `states` also saves the rounding errors of 16-bit states.
-        fused_backward: whether one Gluon kernel computes all gradients, in place of the next two steps.
+        fused_backward: whether one Gluon kernel computes all gradients, instead of the next two steps.
         backward_state: the reverse scan, which computes dV and the gradients of the states.
         backward_chunk: computes the other gradients, all chunks in parallel.
     """

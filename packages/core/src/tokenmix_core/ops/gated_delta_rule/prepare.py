@@ -1,4 +1,4 @@
-"""Terms of a chunk's keys and gates alone: cumulative decays, key norms and the inverse Ã. Parallel over chunks."""
+"""Cumulative decays, key norms and Ã = (I + L̃)⁻¹ of each chunk, in parallel over chunks."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ from tokenmix_core.ops.gated_delta_rule.plan import Form
 
 @triton.jit
 def block_gates(p_g, p_beta, p_gates, stride, rows, before, r_k):
-    """Cumulative decay b and w = β r of 16 tokens, and b's end, where the next 16 go on; stores (b, w, r, β)."""
+    """Store b, β r, r and β of 16 tokens; return b, β r, and the last b, where the next 16 tokens continue."""
     o_t = tl.arange(0, 16)
     b_g = load_decay(p_g + o_t * stride, o_t < rows)
     b_b = tl.cumsum(b_g, 0) + before
@@ -33,7 +33,7 @@ def block_gates(p_g, p_beta, p_gates, stride, rows, before, r_k):
 
 @triton.jit
 def system(b_kk, b_bi, b_bj, r_i, w_j, DIAGONAL: tl.constexpr):
-    """A block of L̃: (k_i · k_j) 2^(b_i − b_j) r_i w_j; of a diagonal block the strictly lower part."""
+    """Return a block of L̃: (k_i · k_j) 2^(b_i − b_j) r_i w_j; only the strictly lower part of a diagonal block."""
     if DIAGONAL:
         o_t = tl.arange(0, 16)
         b_decay = causal_decay(b_bi, b_bj, o_t, o_t + 1)
@@ -44,7 +44,7 @@ def system(b_kk, b_bi, b_bj, r_i, w_j, DIAGONAL: tl.constexpr):
 
 @triton.jit
 def squares(b_k):
-    """Σ k² of each row."""
+    """Return Σ k² of each row."""
     b_k = b_k.to(tl.float32)
     return tl.sum(b_k * b_k, 1)
 
@@ -56,7 +56,7 @@ def prepare_kernel(
     K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, SOLVE: tl.constexpr,
 ):  # fmt: skip
-    """Ã, b, β r, r and β of a chunk, for the value heads of a key head."""
+    """Compute Ã, b, β r, r and β of a chunk, for the value heads of a key head."""
     tl.static_assert(BT == 64)
     i_slot, i_h = tl.program_id(0), tl.program_id(1)
     _, begin, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED)
@@ -150,7 +150,10 @@ def prepare(
     form: Form,
     out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Ã `[B, T, HV, C]` in k's dtype, and float32 `[HV, B · T, 4]`: b, β r, r and β, with r the keys' inverse norms."""
+    """Return Ã `[B, T, HV, C]` in k's dtype, and b, β r, r and β `[HV, B · T, 4]` in float32.
+
+    r are the keys' inverse norms. With `out` write both tensors there.
+    """
     B, T, H, K = k.shape
     HV = g.shape[2]
     inverse, gates = out or (k.new_empty(shape, dtype=dtype) for shape, dtype in term_layouts(k, HV))

@@ -1,4 +1,4 @@
-"""Token by token, the state in registers: for decoding and short inputs."""
+"""The gated delta rule token by token, with the state in registers: for decoding and short inputs."""
 
 import torch
 import triton
@@ -16,15 +16,15 @@ from tokenmix_core.ops.gated_delta_rule.types import Inputs
 
 
 @triton.jit
-def pass_token(b_s, p_q, p_k, p_v, p_g, p_beta, p_o, scale, L2NORM: tl.constexpr):
-    """Write a token's output and return the state after it; norms scale sums, so that nothing waits for them."""
+def scan_token(b_s, p_q, p_k, p_v, p_g, p_beta, p_o, scale, L2NORM: tl.constexpr):
+    """Write a token's output and return the state after it; norms scale sums, so no load waits for them."""
     b_q, b_k, b_v = tl.load(p_q).to(tl.float32), tl.load(p_k).to(tl.float32), tl.load(p_v).to(tl.float32)
     decay, beta_t = tl.exp(tl.load(p_g).to(tl.float32)), tl.load(p_beta).to(tl.float32)
     r_q, r_k = scale, 1.0
     if L2NORM:
         r_q = scale * tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6)
         r_k = tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
-    # both read-outs of the old state at once; the output's part of the update is (k · q) u
+    # both read-outs of the old state together; the update adds (k · q) u to the output
     b_sk, b_sq = tl.sum(b_s * b_k[:, None], 0), tl.sum(b_s * b_q[:, None], 0)
     b_u = (b_v - decay * r_k * b_sk) * (beta_t * r_k)
     b_o = r_q * (decay * b_sq + tl.sum(b_k * b_q, 0) * b_u)
@@ -39,9 +39,9 @@ def recurrent_kernel(
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, L2NORM: tl.constexpr,
     PACKED: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """A sequence, value head and tile of V a program, which reads its tile first: `state_out` may be `state_in`.
+    """Scan a sequence, value head and tile of V per program; `state_out` may be `state_in`.
 
-    A STEP is one token, without a loop, which costs the compiler registers. WRITES tokens share a factor in `writes`.
+    A STEP is one token, without a loop, which costs registers. WRITES tokens share a factor in `writes`.
     """
     gdc_launch_and_wait(PDL)
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
@@ -59,13 +59,13 @@ def recurrent_kernel(
     p_q, p_k = q + (begin * H + i_hv // group) * K + o_k, k + (begin * H + i_hv // group) * K + o_k
     p_v, p_o, p_g, p_beta = v + o_g * V + o_v, o + o_g * V + o_v, g + o_g, beta + o_g
     if STEP:
-        b_s = pass_token(b_s, p_q, p_k, p_v, p_g, p_beta, p_o, scale, L2NORM)
+        b_s = scan_token(b_s, p_q, p_k, p_v, p_g, p_beta, p_o, scale, L2NORM)
     else:
         if WRITES:
             p_w = writes + first_chunk(i_n, begin, T, WRITES, PACKED).to(tl.int64) * HV + i_hv
             b_bare = b_s
         for t in range(length):
-            b_s = pass_token(b_s, p_q, p_k, p_v, p_g, p_beta, p_o, scale, L2NORM)
+            b_s = scan_token(b_s, p_q, p_k, p_v, p_g, p_beta, p_o, scale, L2NORM)
             if WRITES:
                 b_bare *= tl.exp(tl.load(p_g).to(tl.float32))
                 if ((t + 1) % WRITES == 0) | (t + 1 == length):
@@ -87,7 +87,7 @@ def recurrent_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return outputs and final states; the latter are written to `state_out`, which may be the initial state, if given.
 
-    With `tile` the Gluon kernel takes one token and updates the state in place.
+    With `tile` the Gluon kernel takes one token and overwrites the state.
     """
     _, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]

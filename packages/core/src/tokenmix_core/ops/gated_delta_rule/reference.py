@@ -1,7 +1,7 @@
-"""The gated delta rule in eager PyTorch: token by token as the specification, chunkwise as what a CPU runs.
+"""The gated delta rule in eager PyTorch: token by token, the specification; chunkwise, the form for CPUs.
 
-Both take any head size and any device, compute in float32 (float64 for float64 inputs) and differentiate by plain
-autograd. The derivation of the chunkwise form is in README.md.
+Both take any head size and device, compute in float32 (float64 for float64 inputs) and differentiate by autograd.
+README.md derives the chunkwise form.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from tokenmix_core.chunking import next_power_of_2
 
-# A natural-log decay below this leaves no trace in float32 or float64, while its cumulative sum would cost digits.
+# exp of a lower natural-log decay is zero in float32; the bound keeps digits of cumulative sums
 MIN_LOG_DECAY = -110.0
 
 
 def l2_normalise(x: Tensor) -> Tensor:
-    """x · rsqrt(Σ x² + 1e−6) over the last dimension."""
+    """Return x · rsqrt(Σ x² + 1e−6) over the last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
@@ -37,7 +37,7 @@ def recurrent_reference(
     writes: Float[Tensor, "B slots HV"] | None = None,
     write_chunk: int = 64,
 ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "N HV K V"]]:
-    """Token by token, as the equation reads. Returns outputs in v's dtype and final states."""
+    """Apply the equation token by token; return outputs in v's dtype and final states."""
     if cu_seqlens is not None:
         boundaries = cu_seqlens.tolist()
         parts = [
@@ -66,11 +66,11 @@ def recurrent_reference(
     else:
         state = initial_state.to(dtype)
 
-    # without the writes of the chunk that t is in
+    # `bare` is the state without the writes of t's chunk
     outputs, bare = [], state
     for t in range(q.shape[1]):
         if writes is not None and t % write_chunk == 0:
-            state = bare = state if t == 0 else _withheld(state, bare, writes[:, t // write_chunk - 1], dtype)
+            state = bare = state if t == 0 else _gate_writes(state, bare, writes[:, t // write_chunk - 1], dtype)
         decay = g[:, t, :, None, None].exp()
         state, bare = state * decay, bare * decay
         seen = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
@@ -78,13 +78,13 @@ def recurrent_reference(
         state = state + k[:, t, :, :, None] * update[:, :, None, :]
         outputs.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
     if writes is not None and outputs:
-        state = _withheld(state, bare, writes[:, (len(outputs) - 1) // write_chunk], dtype)
+        state = _gate_writes(state, bare, writes[:, (len(outputs) - 1) // write_chunk], dtype)
     o = torch.stack(outputs, 1) if outputs else torch.zeros_like(v)
     return o.to(out_dtype), state.to(torch.promote_types(torch.float32, dtype))
 
 
-def _withheld(state: Tensor, bare: Tensor, write: Tensor, dtype: torch.dtype) -> Tensor:
-    """The state after a chunk of which only a share `write [N, ...]` is written to the state `bare` of its writes."""
+def _gate_writes(state: Tensor, bare: Tensor, write: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the state after a chunk whose writes to `bare` enter by the factor `write [N, ...]`."""
     return bare + write.to(dtype)[..., None, None] * (state - bare)
 
 
@@ -102,10 +102,10 @@ def chunk_reference(
     write_chunk: int = 64,
     chunk_size: int = 64,
 ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "N HV K V"]]:
-    """Chunkwise: dense algebra over all chunks at once, and a loop over chunks for the states alone.
+    """Apply the chunkwise form: dense algebra over all chunks at once, and a loop over chunks for the states.
 
-    Rows of an unpacked batch are sequences of one length: both kinds of batch are gathered into chunks
-    `[chunks, heads, C, size]`, ordered by their index within the sequence, padded with tokens that change nothing.
+    Packed and unpacked batches are gathered into chunks `[chunks, heads, C, size]`, ordered by their index in the
+    sequence and padded with tokens that change nothing.
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -116,11 +116,11 @@ def chunk_reference(
     chunks, C = index.shape
 
     def gather(x: Tensor) -> Tensor:
-        # one more row, of zeros, is what padding reads
+        # padding reads one more row, of zeros
         x = torch.nn.functional.pad(x.reshape(B * T, *x.shape[2:]).to(dtype), (0, 0) * (x.dim() - 2) + (0, 1))
         return x[index].movedim(2, 1)
 
-    # heads of q and k become [H, 1], those of v and the gates [H, HV / H], so that products broadcast
+    # heads of q and k become [H, 1], those of v and the gates [H, HV / H], so that matmuls broadcast
     q, k = gather(q).unsqueeze(2), gather(k).unsqueeze(2)
     v, g, beta = (gather(x).unflatten(1, (H, HV // H)) for x in (v, g, beta))
     if qk_l2norm:
@@ -139,14 +139,14 @@ def chunk_reference(
     N = len(boundaries) - 1
     state = q.new_zeros(N, H, HV // H, K, V) if initial_state is None else initial_state.to(dtype).unflatten(1, (H, -1))
     entering, residual, first = [], [], 0
-    # with `writes`: states without what the chunk so far has written, and the share of it that stays
+    # with `writes`: states without the writes of the current chunk, and its factor
     bare, share = state, state.new_ones(state.shape[:3])
     for step, active in enumerate(steps):
         here = slice(first, first + len(active))
         whole = len(active) == N
         s = state if whole else state[active]
         if writes is not None and step * C % write_chunk == 0:
-            s = _withheld(s, bare[active], share[active], dtype)
+            s = _gate_writes(s, bare[active], share[active], dtype)
             bare = bare.index_copy(0, active, s)
             now = _shares(writes, boundaries, active, step * C // write_chunk, write_chunk)
             share = share.index_copy(0, active, now.unflatten(1, (H, -1)).to(dtype))
@@ -159,7 +159,7 @@ def chunk_reference(
             bare = bare.index_copy(0, active, last[here] * bare[active])
         first += len(active)
     if writes is not None:
-        state = _withheld(state, bare, share, dtype)
+        state = _gate_writes(state, bare, share, dtype)
 
     if chunks:
         r, s = torch.cat(residual), torch.cat(entering)
@@ -174,10 +174,10 @@ def chunk_reference(
 
 
 def _shares(writes: Tensor, boundaries: Sequence[int], active: Tensor, chunk: int, write_chunk: int) -> Tensor:
-    """`writes` of the active sequences' chunk of that number, `[active, HV]`."""
+    """Return the factors of chunk `chunk` of the active sequences, `[active, HV]`."""
     rows = writes.flatten(0, 1)
     if len(writes) == 1:
-        # packed, or a single row, which is the same
+        # packed, or a single row, numbered alike
         slots = [boundaries[n] // write_chunk + n + chunk for n in active.tolist()]
     else:
         slots = [n * writes.shape[1] + chunk for n in active.tolist()]
@@ -185,7 +185,7 @@ def _shares(writes: Tensor, boundaries: Sequence[int], active: Tensor, chunk: in
 
 
 def _chunks(boundaries: list[int], C: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """The tokens of each chunk `[chunks, C]` (T where there is none), and the sequences active at each chunk index."""
+    """Return the tokens of each chunk `[chunks, C]`, T for padding, and the sequences with a chunk of each index."""
     # plain integers, so that torch.compile can follow
     lengths = [end - start for start, end in pairwise(boundaries)]
     rows, steps = [torch.empty(0, C, dtype=torch.long)], []

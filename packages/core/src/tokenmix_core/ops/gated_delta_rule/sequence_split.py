@@ -1,7 +1,7 @@
-"""Sequences split into segments, so that few heads keep many SMs busy.
+"""Sequences split into segments, so that few heads fill many SMs.
 
-A segment takes the state S that enters it to M S + L. `segment_states` finds L and M of all segments at once, then runs
-along a sequence's segments to find what enters each.
+A segment maps the state S that enters it to M S + L. `segment_states` computes L and M of all segments in parallel, and
+then the states that enter segments, by a scan over a sequence's segments.
 """
 
 import torch
@@ -18,18 +18,18 @@ from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES, dot_preci
 from tokenmix_core.ops.gated_delta_rule.forward import (
     bounded,
     chunk_gates,
-    first_run,
-    forgotten,
+    first_write,
+    negligible_chunks,
     next_state,
     residual_of,
 )
 from tokenmix_core.ops.gated_delta_rule.types import Inputs
 
-# The forward step asks for the state that enters a segment where less than 2^-32 of the one a segment before is left
-# of it: what it may ask for is computed in good time, as sums of decays are rounded differently everywhere.
-FORGOTTEN = tl.constexpr(-33.0)
-# what the reverse pass, or the step along the segments, may ask for
-ASKED = tl.constexpr(-32.5)
+# The forward scan reads the state that enters a segment unless the decay over the segment before is below 2^-32. Each
+# kernel rounds sums of decays differently, so earlier steps use lower limits and compute all that later ones may read.
+NEGLIGIBLE = tl.constexpr(-33.0)
+# limit of the scan over segments, and of the reverse one
+NEGLIGIBLE_IN_SCAN = tl.constexpr(-32.5)
 
 
 @cached_launch
@@ -39,10 +39,10 @@ def segment_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, L2NORM: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """L, which for a sequence's first segment is the state it leaves, and M: a tile of BV columns of either a program.
+    """Compute L (for a first segment the state that leaves it) or M of a segment, BV columns per program.
 
-    M's columns follow the recurrence from those of the identity, with values of 0. Nothing needs L and M of a segment
-    that forgets, but L if the next one does not; nor those of the last segment: all chunks are full.
+    M's columns follow the recurrence from those of the identity, with values of 0. L and M are not needed of the last
+    segment, nor of one with negligible decay, except L if the next one's decay is not negligible. All chunks are full.
     """
     i_tile, i_sh = tl.program_id(0) % ((K + V) // BV), tl.program_id(0) // ((K + V) // BV)
     HV = H * group
@@ -52,14 +52,14 @@ def segment_kernel(
     if (first + segment >= length) | ((i_m >= 0) & (first == 0)):
         return
     p_gates = gates + (i_hv.to(tl.int64) * tokens + begin + first) * 4
-    skipped = forgotten(p_gates, segment, BT, L2NORM, FORGOTTEN)
+    skipped = negligible_chunks(p_gates, segment, BT, L2NORM, NEGLIGIBLE)
     if WRITES:
-        p_w = writes + first_run(i_n, begin, T, BT, WRITES, PACKED) * HV + i_hv
+        p_w = writes + first_write(i_n, begin, T, BT, WRITES, PACKED) * HV + i_hv
         skipped = bounded(skipped, p_w, HV, first, segment, BT, WRITES)
     if skipped > 0:
         if (i_m >= 0) | (first + 2 * segment >= length):
             return
-        after = forgotten(p_gates + segment * 4, segment, BT, L2NORM, FORGOTTEN)
+        after = negligible_chunks(p_gates + segment * 4, segment, BT, L2NORM, NEGLIGIBLE)
         if WRITES:
             after = bounded(after, p_w, HV, first + segment, segment, BT, WRITES)
         if after > 0:
@@ -72,7 +72,7 @@ def segment_kernel(
         b_s = tl.load(p_initial, mask=o_v[:, None] < rows, other=0.0).to(tl.float32)
     else:
         b_s = tl.zeros([BV, K], tl.float32)
-    # a value's row is read for no token where the values are 0
+    # M's values are 0: no row of v is loaded
     b_s = tl.where((i_m >= 0) & (i_m * BV + o_v[:, None] == o_k[None, :]), 1.0, b_s)
     value_rows = tl.where(i_m >= 0, 0, BT)
 
@@ -112,20 +112,20 @@ def segment_kernel(
 
 
 @triton.jit
-def all_forget(p_gates, segments, segment, BT: tl.constexpr):
-    """Tell whether `forgotten` finds something in every segment, all of which are looked at together."""
+def all_negligible(p_gates, segments, segment, BT: tl.constexpr):
+    """True if every segment has negligible chunks; all segments are read together."""
     BS: tl.constexpr = 16
     BC: tl.constexpr = 128
-    chunks = segment // BT
-    o_c = tl.maximum(chunks - BC, 0) + tl.arange(0, BC)
+    NT = segment // BT
+    o_c = tl.maximum(NT - BC, 0) + tl.arange(0, BC)
     kept = 0
     for i in range(0, segments, BS):
         o_s = i + tl.arange(0, BS)
         p_b = p_gates + (o_s[:, None].to(tl.int64) * segment + o_c[None, :] * BT + BT - 1) * 4
-        b_b = tl.load(p_b, mask=(o_s < segments)[:, None] & (o_c < chunks)[None, :], other=0.0)
-        # the first chunk is always run
+        b_b = tl.load(p_b, mask=(o_s < segments)[:, None] & (o_c < NT)[None, :], other=0.0)
+        # the first chunk is never negligible
         b_left = tl.sum(tl.where(o_c > 0, b_b, 0.0), 1)
-        kept += tl.sum(((b_left >= ASKED) & (o_s < segments)).to(tl.int32), 0)
+        kept += tl.sum(((b_left >= NEGLIGIBLE_IN_SCAN) & (o_s < segments)).to(tl.int32), 0)
     return kept == 0
 
 
@@ -136,7 +136,7 @@ def entering_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr,
     L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The state that enters a segment, from L and M of those before it, where that or the next one forgets nothing."""
+    """Compute the state that enters a segment from L and M of those before it, unless both decays are negligible."""
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
     i_n, i_hv = i_nh // HV, i_nh % HV
@@ -146,30 +146,30 @@ def entering_kernel(
         return
     p_gates = gates + (i_hv.to(tl.int64) * tokens + begin) * 4
     if L2NORM and WRITES == 0:  # noqa: SIM102
-        if all_forget(p_gates, segments - 1, segment, BT):
+        if all_negligible(p_gates, segments - 1, segment, BT):
             return
     i_sh = first_chunk(i_n, begin, T, segment, PACKED).to(tl.int64) * HV + i_hv
     o_k, o_b, o_v = tl.arange(0, K), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     p_l, p_s = states + i_sh * K * V, entering + i_sh * K * V
     p_m = transitions + i_sh * K * K + o_k[:, None] * K + o_b[None, :]
     p_tile, p_part = o_k[:, None] * V + o_v[None, :], o_b[:, None] * V + o_v[None, :]
-    skipped = forgotten(p_gates, segment, BT, L2NORM, ASKED)
+    skipped = negligible_chunks(p_gates, segment, BT, L2NORM, NEGLIGIBLE_IN_SCAN)
     if WRITES:
-        p_w = writes + first_run(i_n, begin, T, BT, WRITES, PACKED) * HV + i_hv
+        p_w = writes + first_write(i_n, begin, T, BT, WRITES, PACKED) * HV + i_hv
         skipped = bounded(skipped, p_w, HV, 0, segment, BT, WRITES)
     before = skipped == 0
     for i in range(1, segments):
         p_gates += segment * 4
         here = False
         if i + 1 < segments:
-            skipped = forgotten(p_gates, segment, BT, L2NORM, ASKED)
+            skipped = negligible_chunks(p_gates, segment, BT, L2NORM, NEGLIGIBLE_IN_SCAN)
             if WRITES:
                 skipped = bounded(skipped, p_w, HV, i * segment, segment, BT, WRITES)
             here = skipped == 0
         if before | here:
             b_s = tl.load(p_l + p_tile)
             if before & (i > 1):
-                # S is read back by parts, each by all threads
+                # all threads read S back, part by part
                 tl.debug_barrier()
                 for i_k in range(K // BK):
                     b_part = tl.load(p_s + i_k * BK * V + p_part)
@@ -188,7 +188,7 @@ def pass_back_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Adds to what each segment passes back by itself Mᵀ times what the next one passes back to it."""
+    """Add Mᵀ times the gradient that a segment receives to the local gradient that it passes back."""
     BC: tl.constexpr = 128
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     i_n, i_hv = i_nh // HV, i_nh % HV
@@ -198,8 +198,8 @@ def pass_back_kernel(
     o_k, o_b, o_v = tl.arange(0, K), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     p_gates = gates + (i_hv.to(tl.int64) * tokens + begin) * 4
     if WRITES:
-        p_w = writes + first_run(i_n, begin, T, BT, WRITES, PACKED) * HV + i_hv
-    # the first segment passes nothing on, and to the last nothing is passed
+        p_w = writes + first_write(i_n, begin, T, BT, WRITES, PACKED) * HV + i_hv
+    # the first segment passes no gradient back, and the last receives none
     for i in range(2, segments):
         i_s = segments - i
         decay = 0.0
@@ -207,11 +207,11 @@ def pass_back_kernel(
             o_c = i_c + tl.arange(0, BC)
             p_c = p_gates + (i_s * segment + o_c * BT + BT - 1).to(tl.int64) * 4
             decay += tl.sum(tl.load(p_c, mask=o_c < segment // BT, other=0.0), 0)
-        remembers = decay > ASKED
+        remembers = decay > NEGLIGIBLE_IN_SCAN
         if WRITES:
             remembers |= bounded(1, p_w, HV, i_s * segment, segment, BT, WRITES) == 0
         if remembers:
-            # what the next segment passes is read by parts, each by all threads
+            # all threads read the next segment's gradient, part by part
             tl.debug_barrier()
             p_s, p_m = passed + (i_sh + i_s * HV) * K * V, transitions + (i_sh + i_s * HV) * K * K
             b_ds = tl.load(p_s + o_k[:, None] * V + o_v[None, :])
@@ -234,7 +234,7 @@ def pass_back(
     writes: Tensor | None,
     run: int,
 ) -> None:
-    """Turn the gradients that segments pass back if nothing is passed to them, `passed`, into those that they do."""
+    """Turn each segment's local gradient in `passed`, from a zero one after it, into the gradient leaving it."""
     K, V = passed.shape[2:]
     launch = tuning.scan_tile("entering", K, V, 4, N * HV)
     pass_back_kernel[(N * HV * (V // launch.BV),)](
@@ -245,10 +245,10 @@ def pass_back(
 
 
 def segment_states(x: Inputs, inverse: Tensor, gates: Tensor, segment: int) -> tuple[Tensor | None, Tensor | None]:
-    """The state that enters each segment and its M, float32 `[slots, HV, K, …]`, numbered as `tile.sequences` does.
+    """Return the state that enters each segment, and its M, float32 `[slots, HV, K, …]`; None for whole sequences.
 
-    None where sequences are not split. A sequence's first segment has neither: it starts from the initial state. Nor
-    has the last an M, or one that forgets.
+    Slots are numbered as in `kernels.triton.varlen`. A sequence's first segment, which starts from the initial state,
+    has neither; the last segment, and one with negligible decay, has no M.
     """
     if not segment:
         return None, None

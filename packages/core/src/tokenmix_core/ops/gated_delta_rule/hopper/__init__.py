@@ -1,6 +1,6 @@
-"""Steps of the gated delta rule on Hopper for 16-bit inputs, in Gluon, which is part of Triton.
+"""Steps of the gated delta rule on Hopper for 16-bit inputs, in Gluon.
 
-Triton's own forms of these steps pass tiles through registers on their way to shared memory and change layouts there;
-they spill, and wait at every such place. Here tiles go straight to shared memory while products run, and computed
-matrices stay in registers as left operands of the next product.
+The portable Triton kernels pass tiles through registers on their way to shared memory and change layouts there; they
+spill, and synchronise at each such change. Here cp.async writes tiles to shared memory during MMAs, and computed
+matrices stay in registers as left operands of the next MMA.
 """

@@ -1,4 +1,6 @@
-"""The way of `backward` along the chunks on Hopper: copies into shared memory, and the groups of warps that hold dS."""
+"""Producer and reverse scan of the fused backward on Hopper, and its barriers; `backward.py` has the diagram."""
+
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,98 +15,104 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tokenmix_core.kernels.gluon.hopper import (
     async_copy_rows,
     causal_decay,
+    empty_parity,
     log2,
     mma_layout,
     opaque,
+    parity,
     scale_tile,
     store_rows,
     widen,
 )
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import multiply
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, room
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, range_factor
 
-# chunks of q, k and dO that are in shared memory or on their way there
-PLACES = gl.constexpr(2)
-# barriers of a place: the chunk is there, it has been read, P' and the norms of q are made
-FULL, EMPTY, MADE = gl.constexpr(0), gl.constexpr(2), gl.constexpr(4)
-# barriers of what has one place: it is there, it has been read; ⟨dS', S⟩ is read before S is
-A_THERE, A_READ = gl.constexpr(6), gl.constexpr(7)
-R_THERE, R_READ = gl.constexpr(8), gl.constexpr(9)
-S_THERE, S_READ = gl.constexpr(10), gl.constexpr(11)
-DS_THERE, DS_READ = gl.constexpr(12), gl.constexpr(13)
-DY_THERE, DY_READ = gl.constexpr(14), gl.constexpr(15)
-P_READ, SUMMED = gl.constexpr(16), gl.constexpr(17)
+# chunks of q, k and dO in shared memory or in flight
+NUM_STAGES = gl.constexpr(2)
+# barriers of a stage: chunk loaded; chunk read; P' and the norms of q computed
+FULL, EMPTY, SCORES = gl.constexpr(0), gl.constexpr(2), gl.constexpr(4)
+# barriers of tiles with one stage: full, empty; SUMMED: ⟨dS', S⟩ stored
+A_FULL, A_EMPTY = gl.constexpr(6), gl.constexpr(7)
+R_FULL, R_EMPTY = gl.constexpr(8), gl.constexpr(9)
+S_FULL, S_EMPTY = gl.constexpr(10), gl.constexpr(11)
+DS_FULL, DS_EMPTY = gl.constexpr(12), gl.constexpr(13)
+DY_FULL, DY_EMPTY = gl.constexpr(14), gl.constexpr(15)
+P_EMPTY, SUMMED = gl.constexpr(16), gl.constexpr(17)
 BARRIERS = gl.constexpr(18)
 
 
 @gluon.jit
-def announce(barriers):
-    """Tell barriers how many arrive: each of 128 threads of its copies and one of the gates, else one of each group."""
+def initialise_barriers(barriers):
+    """Set arrivals: 128 threads for their copies, one more for the gates; one per consuming or storing warpgroup."""
     for i in gl.static_range(2):
         mbarrier.init(barriers.index(FULL + i), 129)
         mbarrier.init(barriers.index(EMPTY + i), 3)
-        mbarrier.init(barriers.index(MADE + i), 1)
-    mbarrier.init(barriers.index(A_THERE), 128)
-    mbarrier.init(barriers.index(A_READ), 2)
-    mbarrier.init(barriers.index(R_THERE), 128)
-    mbarrier.init(barriers.index(R_READ), 3)
-    mbarrier.init(barriers.index(S_THERE), 128)
-    mbarrier.init(barriers.index(S_READ), 3)
-    mbarrier.init(barriers.index(DS_THERE), 2)
-    mbarrier.init(barriers.index(DS_READ), 1)
-    mbarrier.init(barriers.index(DY_THERE), 2)
-    mbarrier.init(barriers.index(DY_READ), 1)
-    mbarrier.init(barriers.index(P_READ), 1)
+        mbarrier.init(barriers.index(SCORES + i), 1)
+    mbarrier.init(barriers.index(A_FULL), 128)
+    mbarrier.init(barriers.index(A_EMPTY), 2)
+    mbarrier.init(barriers.index(R_FULL), 128)
+    mbarrier.init(barriers.index(R_EMPTY), 3)
+    mbarrier.init(barriers.index(S_FULL), 128)
+    mbarrier.init(barriers.index(S_EMPTY), 3)
+    mbarrier.init(barriers.index(DS_FULL), 2)
+    mbarrier.init(barriers.index(DS_EMPTY), 1)
+    mbarrier.init(barriers.index(DY_FULL), 2)
+    mbarrier.init(barriers.index(DY_EMPTY), 1)
+    mbarrier.init(barriers.index(P_EMPTY), 1)
     mbarrier.init(barriers.index(SUMMED), 2)
+
+
+# rows from the first chunk on, chunks, chunks of later segments; columns of dS that are loaded, and stored
+Span = namedtuple("Span", "rows steps warm known wanted")
 
 
 @gluon.jit
 def load_last(g_b, layout: gl.constexpr):
-    """The b of a chunk's last token, which all rows past the end have, as a vector of one."""
+    """Return the b of a chunk's last token, which rows past the end share, as a vector of one element."""
     return g_b.slice(63, 1).load(layout)
 
 
 @gluon.jit
 def divisible(b_w, b_r, dtype: gl.constexpr):
-    """β r, which gradients are divided by: where β is 0, what is nothing beside 1, if the dtype has room for it."""
+    """Return β r as a divisor of gradients: for bfloat16 a β of 0 is replaced by 2^−48, negligible beside 1."""
     if dtype == gl.bfloat16:
         b_w = gl.where(gl.abs(b_w) < 2.0**-48 * b_r, 2.0**-48 * b_r, b_w)
     return b_w
 
 
 @gluon.jit
-def copy_chunks(pointers, tiles, places, barriers, rows, steps, warm, H: gl.constexpr, HV: gl.constexpr):
-    """Bring what a chunk reads to its place as soon as the chunk that was there has left it."""
+def producer(pointers, tiles, stages, barriers, rows, steps, warm, H: gl.constexpr, HV: gl.constexpr):
+    """Issue cp.async of each chunk's tiles as soon as their stage is empty; store its gates."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     p_q, p_k, p_do, p_a, p_r, p_s, p_gates = pointers
-    q_s, k_s, do_s, gates_s = places
+    q_s, k_s, do_s, gates_s = stages
     s_a, s_1, r_1 = tiles
-    # strides are known to the compiler: as numbers they would take the registers of this group, and more
+    # constexpr strides: as values they would take more registers than this warpgroup has
     D: gl.constexpr = k_s.shape[2]
     BT: gl.constexpr = k_s.shape[1]
     for i in range(steps):
-        here = i % PLACES
+        stage = i % NUM_STAGES
         b_b, b_w = load_gate(p_gates, rows, line), load_gate(p_gates + 1, rows, line)
         b_r = load_gate(p_gates + 2, rows, line)
-        mbarrier.wait(barriers.index(EMPTY + here), (i // PLACES + 1) & 1)
-        async_copy_rows(k_s.index(here), p_k, H * D, rows, 4)
-        async_copy_rows(q_s.index(here), p_q, H * D, rows, 4)
-        async_copy_rows(do_s.index(here), p_do, HV * D, rows, 4)
-        async_copy.mbarrier_arrive(barriers.index(FULL + here), increment_count=False)
-        gates_s.index(here * 4).store(b_b)
-        gates_s.index(here * 4 + 1).store(divisible(b_w, b_r, k_s.dtype))
-        gates_s.index(here * 4 + 2).store(b_r)
-        mbarrier.arrive(barriers.index(FULL + here))
-        mbarrier.wait(barriers.index(A_READ), (i + 1) & 1)
+        mbarrier.wait(barriers.index(EMPTY + stage), empty_parity(i, NUM_STAGES))
+        async_copy_rows(k_s.index(stage), p_k, H * D, rows, 4)
+        async_copy_rows(q_s.index(stage), p_q, H * D, rows, 4)
+        async_copy_rows(do_s.index(stage), p_do, HV * D, rows, 4)
+        async_copy.mbarrier_arrive(barriers.index(FULL + stage), increment_count=False)
+        gates_s.index(stage * 4).store(b_b)
+        gates_s.index(stage * 4 + 1).store(divisible(b_w, b_r, k_s.dtype))
+        gates_s.index(stage * 4 + 2).store(b_r)
+        mbarrier.arrive(barriers.index(FULL + stage))
+        mbarrier.wait(barriers.index(A_EMPTY), empty_parity(i, 1))
         async_copy_rows(s_a, p_a, HV * BT, rows, 4)
-        async_copy.mbarrier_arrive(barriers.index(A_THERE), increment_count=False)
+        async_copy.mbarrier_arrive(barriers.index(A_FULL), increment_count=False)
         if i >= warm:
-            mbarrier.wait(barriers.index(R_READ), (i - warm + 1) & 1)
+            mbarrier.wait(barriers.index(R_EMPTY), empty_parity(i - warm, 1))
             async_copy_rows(r_1.index(0), p_r, HV * D, rows, 4)
-            async_copy.mbarrier_arrive(barriers.index(R_THERE), increment_count=False)
-            mbarrier.wait(barriers.index(S_READ), (i - warm + 1) & 1)
+            async_copy.mbarrier_arrive(barriers.index(R_FULL), increment_count=False)
+            mbarrier.wait(barriers.index(S_EMPTY), empty_parity(i - warm, 1))
             async_copy_rows(s_1.index(0), p_s, D, D, 4)
-            async_copy.mbarrier_arrive(barriers.index(S_THERE), increment_count=False)
+            async_copy.mbarrier_arrive(barriers.index(S_FULL), increment_count=False)
         p_q -= BT * H * D
         p_k -= BT * H * D
         p_do -= BT * HV * D
@@ -116,8 +124,8 @@ def copy_chunks(pointers, tiles, places, barriers, rows, steps, warm, H: gl.cons
 
 
 @gluon.jit
-def make_products(s_q, s_k, s_p, g_b, g_w, g_n, scale):
-    """P' = tril(Q̂ Kᵀ ⊙ Γ) diag(β r) scale, and the norms of q from the diagonal of Q Qᵀ."""
+def compute_scores(s_q, s_k, s_p, g_b, g_w, g_n, scale):
+    """Store P' = tril(Q̂ Kᵀ ⊙ Γ) diag(β r) scale, and the norms of q, from the diagonal of Q Qᵀ."""
     BT: gl.constexpr = s_p.shape[0]
     row: gl.constexpr = gl.SliceLayout(1, mma_layout(BT, 4))
     col: gl.constexpr = gl.SliceLayout(0, mma_layout(BT, 4))
@@ -131,24 +139,22 @@ def make_products(s_q, s_k, s_p, g_b, g_w, g_n, scale):
 
 
 @gluon.jit
-def run_back(
-    pointers, tiles, places, results, barriers, scale, rows, steps, warm, known, wanted,
-    HV: gl.constexpr, FIRST: gl.constexpr,
-):  # fmt: skip
-    """64 columns of dS along the chunks, transposed: what depends on dS is a left operand, from registers.
+def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl.constexpr, FIRST: gl.constexpr):
+    """Scan 64 columns of dS over the chunks in reverse; dS is transposed, so its MMAs have register operands.
 
-    dS begins from the one at `p_initial` if `known` is V, from 0 if it is 0; the last one is stored if `wanted` is V.
-    The first `warm` chunks are another segment's, and nothing is handed on.
+    dS starts from `p_initial` if `known` is V, from zero if it is 0; the last one is stored if `wanted` is V. The first
+    `warm` chunks belong to later segments, and their gradients are not stored.
     """
+    rows, steps, warm, known, wanted = span
     p_initial, p_final, p_dv = pointers
-    q_s, k_s, do_s, gates_s = places
+    q_s, k_s, do_s, gates_s = stages
     s_a, s_1, r_1 = tiles
     ds_1, dy_1, s_p, s_ends = results
     dtype: gl.constexpr = k_s.dtype
     BT: gl.constexpr = k_s.shape[1]
     D: gl.constexpr = k_s.shape[2]
     # dS is held with this factor
-    ROOM: gl.constexpr = room(dtype, D)
+    RANGE: gl.constexpr = range_factor(dtype, D)
     tile: gl.constexpr = mma_layout(D, 4)
     flat: gl.constexpr = mma_layout(BT, 4)
     col: gl.constexpr = gl.SliceLayout(0, flat)
@@ -156,75 +162,75 @@ def run_back(
     left_k: gl.constexpr = gl.DotOperandLayout(0, tile, 2)
     o_v, o_k = FIRST + gl.arange(0, 64, gl.SliceLayout(1, tile)), gl.arange(0, D, gl.SliceLayout(0, tile))
     p_tile = o_k[None, :] * D + o_v[:, None]
-    b_ds = gl.load(p_initial + p_tile, mask=o_v[:, None] < known, other=0.0) * ROOM
+    b_ds = gl.load(p_initial + p_tile, mask=o_v[:, None] < known, other=0.0) * RANGE
     zero = gl.zeros([64, BT], gl.float32, flat)
     out_v = gl.zeros([64], gl.float32, gl.SliceLayout(1, tile))
     for i in range(steps):
-        here = i % PLACES
-        s_q, s_k, s_dot = q_s.index(here), k_s.index(here), do_s.index(here).slice(FIRST, 64, 1).permute((1, 0))
-        g_b, g_w = gates_s.index(here * 4), gates_s.index(here * 4 + 1)
-        g_r, g_n = gates_s.index(here * 4 + 2), gates_s.index(here * 4 + 3)
+        stage = i % NUM_STAGES
+        s_q, s_k, s_dot = q_s.index(stage), k_s.index(stage), do_s.index(stage).slice(FIRST, 64, 1).permute((1, 0))
+        g_b, g_w = gates_s.index(stage * 4), gates_s.index(stage * 4 + 1)
+        g_r, g_n = gates_s.index(stage * 4 + 2), gates_s.index(stage * 4 + 3)
         at = opaque(0)
         s_s, s_dy = s_1.index(at), dy_1.index(at)
         s_dst, s_dyt = ds_1.index(at).slice(FIRST, 64, 1).permute((1, 0)), s_dy.slice(FIRST, 64, 1).permute((1, 0))
-        mbarrier.wait(barriers.index(FULL + here), (i // PLACES) & 1)
+        mbarrier.wait(barriers.index(FULL + stage), parity(i, NUM_STAGES))
         fence_async_shared()
         if FIRST > 0:
-            mbarrier.wait(barriers.index(P_READ), (i + 1) & 1)
-            make_products(s_q, s_k, s_p, g_b, g_w, g_n, scale)
+            mbarrier.wait(barriers.index(P_EMPTY), empty_parity(i, 1))
+            compute_scores(s_q, s_k, s_p, g_b, g_w, g_n, scale)
             fence_async_shared()
-            mbarrier.arrive(barriers.index(MADE + here))
-        # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; meanwhile dS is handed on
-        mbarrier.wait(barriers.index(DS_READ), (i + 1) & 1)
-        s_dst.store((b_ds * (1 / ROOM)).to(dtype))
+            mbarrier.arrive(barriers.index(SCORES + stage))
+        # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; dS is stored for the epilogue first
+        mbarrier.wait(barriers.index(DS_EMPTY), empty_parity(i, 1))
+        s_dst.store((b_ds * (1 / RANGE)).to(dtype))
         fence_async_shared()
-        mbarrier.arrive(barriers.index(DS_THERE))
+        mbarrier.arrive(barriers.index(DS_FULL))
         b_dr = warpgroup_mma(s_dst, s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
         b_dr = warpgroup_mma_wait(0, deps=[b_dr])
         b_dr *= (g_w.load(col) * gl.exp2(load_last(g_b, col) - g_b.load(col)))[None, :]
         if i >= warm:
-            mbarrier.wait(barriers.index(R_THERE), (i - warm) & 1)
+            mbarrier.wait(barriers.index(R_FULL), parity(i - warm, 1))
             b_r = widen(r_1.index(at).slice(FIRST, 64, 1).permute((1, 0)).load(flat))
             out_v = gl.convert_layout(gl.sum(b_r * b_dr, 1), gl.SliceLayout(1, tile))
-            mbarrier.arrive(barriers.index(R_READ))
-        mbarrier.wait(barriers.index(MADE + here), (i // PLACES) & 1)
+            mbarrier.arrive(barriers.index(R_EMPTY))
+        mbarrier.wait(barriers.index(SCORES + stage), parity(i, NUM_STAGES))
         b_dr = warpgroup_mma(s_dot, s_p, b_dr, is_async=True)
         b_dr = warpgroup_mma_wait(0, deps=[b_dr])
         if FIRST == 0:
-            mbarrier.arrive(barriers.index(P_READ))
+            mbarrier.arrive(barriers.index(P_EMPTY))
         # dY = Ãᵀ dR
-        mbarrier.wait(barriers.index(A_THERE), i & 1)
+        mbarrier.wait(barriers.index(A_FULL), parity(i, 1))
         fence_async_shared()
         b_dr = gl.convert_layout(b_dr.to(dtype), left)
         b_dy = warpgroup_mma(b_dr, s_a, zero, use_acc=False, is_async=True)
         b_dy, b_dr = warpgroup_mma_wait(0, deps=[b_dy, b_dr])
-        mbarrier.arrive(barriers.index(A_READ))
+        mbarrier.arrive(barriers.index(A_EMPTY))
         if i >= warm:
-            mbarrier.wait(barriers.index(DY_READ), (i - warm + 1) & 1)
+            mbarrier.wait(barriers.index(DY_EMPTY), empty_parity(i - warm, 1))
             s_dyt.store(b_dy.to(dtype))
             fence_async_shared()
-            mbarrier.arrive(barriers.index(DY_THERE))
+            mbarrier.arrive(barriers.index(DY_FULL))
             store_rows(p_dv + FIRST, s_dy.slice(FIRST, 64, 1), HV * D, rows, 4)
-        b_dy = (b_dy * -(gl.exp2(g_b.load(col)) * g_r.load(col) * ROOM)[None, :]).to(dtype)
+        b_dy = (b_dy * -(gl.exp2(g_b.load(col)) * g_r.load(col) * RANGE)[None, :]).to(dtype)
         if i >= warm:
-            # its terms cancel, so that one of the two has to be as it was before it was rounded
-            mbarrier.wait(barriers.index(S_THERE), (i - warm) & 1)
+            # the summands cancel, so dS is unrounded
+            mbarrier.wait(barriers.index(S_FULL), parity(i - warm, 1))
             b_s = widen(gl.convert_layout(s_s.slice(FIRST, 64, 1).permute((1, 0)).load(left_k), tile))
-            b_end = gl.sum(b_s * b_ds, 1) * (1 / ROOM) * gl.exp2(load_last(g_b, gl.SliceLayout(1, tile))) + out_v
-            # rows of one thread together
+            b_end = gl.sum(b_s * b_ds, 1) * (1 / RANGE) * gl.exp2(load_last(g_b, gl.SliceLayout(1, tile))) + out_v
+            # a thread first sums its own rows
             s_ends.slice(FIRST // 2, 32).store(gl.sum(b_end.reshape([4, 2, 8]), 1).reshape([32]))
             mbarrier.arrive(barriers.index(SUMMED))
-            mbarrier.arrive(barriers.index(S_READ))
+            mbarrier.arrive(barriers.index(S_EMPTY))
         # dS ← 2^b_last dS + scale Qᵀ (γ ⊙ dO) − Kᵀ (γ ⊙ dY)
-        b_g = gl.exp2(g_b.load(gl.SliceLayout(0, left_k))) * g_n.load(gl.SliceLayout(0, left_k)) * scale * ROOM
+        b_g = gl.exp2(g_b.load(gl.SliceLayout(0, left_k))) * g_n.load(gl.SliceLayout(0, left_k)) * scale * RANGE
         b_do = scale_tile(s_dot.load(left_k), b_g[None, :])
         b_ds = warpgroup_mma(b_do, s_q, b_ds * gl.exp2(load_last(g_b, gl.SliceLayout(0, tile)))[None, :], is_async=True)
         b_dy = gl.convert_layout(b_dy, left_k)
         b_ds = warpgroup_mma(b_dy, s_k, b_ds, is_async=True)
         b_ds, b_dy, b_do = warpgroup_mma_wait(0, deps=[b_ds, b_dy, b_do])
-        mbarrier.arrive(barriers.index(EMPTY + here))
+        mbarrier.arrive(barriers.index(EMPTY + stage))
         p_dv -= BT * HV * D
-        rows += BT
-    # offsets that are known to be those from before would be kept all along
+        rows = rows + BT
+    # opaque: the compiler would hold these offsets in registers during the loop
     p_tile = opaque(0) + o_k[None, :] * D + o_v[:, None]
-    gl.store(p_final + p_tile, b_ds * (1 / ROOM), mask=o_v[:, None] < wanted)
+    gl.store(p_final + p_tile, b_ds * (1 / RANGE), mask=o_v[:, None] < wanted)

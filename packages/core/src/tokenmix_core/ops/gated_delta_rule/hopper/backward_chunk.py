@@ -1,5 +1,12 @@
-"""`backward_chunk` on Hopper: all gradients but the state's and the values' of one chunk and value head a program."""
+"""Gradients of q, k, g and β on Hopper: one program per chunk and value head.
 
+    cp.async dO dY R Q ─┐     cp.async S K ─┐                 cp.async dS', over S ─┐
+                        └► E ───────────────┴► dQ ─► store   F, dK ─────────────────┴► X ─► dK, dβ, dg ─► store
+
+There is no loop; results and later operands reuse the buffers of earlier operands.
+"""
+
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -24,47 +31,47 @@ from tokenmix_core.kernels.gluon.hopper import (
 )
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, room
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, range_factor
 from tokenmix_core.ops.gated_delta_rule.types import Reverse, StateGradients
 
-# β up to which a token counts for nothing in the sums that cancel
+# a token with a smaller β is left out of the sums that cancel
 SMALLEST = gl.constexpr(2.0**-8)
 
 
 @gluon.jit
 def multiply(a, b, N: gl.constexpr):
-    """Begin A B."""
+    """Issue A B for 64 rows of A."""
     zero = gl.zeros([64, N], gl.float32, mma_layout(N, 4))
     return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def accumulate(a, b, acc):
-    """Begin to add A B."""
+    """Issue acc + A B."""
     return warpgroup_mma(a, b, acc, is_async=True)
 
 
 @gluon.jit
 def scale_rows(b_x, x_i, D: gl.constexpr, WARPS: gl.constexpr = 4):
-    """diag(x) X."""
+    """Return diag(x) X."""
     return b_x * gl.convert_layout(x_i, gl.SliceLayout(1, mma_layout_split_n(D, WARPS)))[:, None]
 
 
 @gluon.jit
 def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Σ x y of each row of X in registers and Y in shared memory."""
+    """Return Σ x y of each row of X in registers and Y in shared memory."""
     return gl.convert_layout(gl.sum(b_x * s_y.load(mma_layout_split_n(D, WARPS)).to(gl.float32), 1), row)
 
 
 @gluon.jit
 def square(s_x, i: gl.constexpr, D: gl.constexpr):
-    """Room for the i-th tile `[64, 64]` in that of one `[64, D]`."""
+    """Return the buffer of the i-th tile `[64, 64]` within that of a tile `[64, D]`."""
     return reinterpret(s_x, s_x.dtype, [64, 64], gl.NVMMASharedLayout(128, 16), i)
 
 
 @gluon.jit
 def store_result(p_x, b_x, s_half, stride, rows, D: gl.constexpr):
-    """Store a tile `[64, D]` by 64 columns, by way of shared memory."""
+    """Store a tile `[64, D]` through shared memory, 64 columns at a time."""
     if D == 64:
         s_half.store(b_x)
         store_rows(p_x, s_half, stride, rows, 4)
@@ -78,35 +85,40 @@ def store_result(p_x, b_x, s_half, stride, rows, D: gl.constexpr):
 
 @gluon.jit
 def unnormalise(b_dx, s_x, r_i, dot_i, D: gl.constexpr, WARPS: gl.constexpr = 4):
-    """The gradient of x from r times that of x̂ = r x, with r = (Σ x² + ε)^−½: r dx̂ − r x̂ (x̂ · dx̂)."""
+    """Return the gradient of x from r times that of x̂ = r x, with r = (Σ x² + ε)^−½: r dx̂ − r x̂ (x̂ · dx̂)."""
     b_x = s_x.load(mma_layout_split_n(D, WARPS)).to(gl.float32)
     return b_dx - scale_rows(b_x, r_i * r_i * dot_i, D, WARPS)
 
 
 @gluon.jit
 def nonzero(beta_r, r):
-    """β r, but r where β is too small to be divided by."""
+    """Return β r, or r if β is too small as a divisor."""
     return gl.where(beta_r > SMALLEST * r, beta_r, r)
 
 
 @gluon.jit
-def withhold(b_x, out_i, beta_i, writes, dwrites, o_w):
-    """The share of X that is written to the state, and of its products with K̂; stores the gradient of that factor."""
+def apply_write_factor(b_x, out_i, beta_i, writes, dwrites, o_w):
+    """Scale X and X · K̂ by the chunk's factor of writes; store the gradient of the factor."""
     if writes is not None:
-        share = gl.load(writes + o_w)
+        factor = gl.load(writes + o_w)
         gl.store(dwrites + o_w, gl.sum(out_i * beta_i, 0))
-        b_x *= share
-        out_i *= share
+        b_x *= factor
+        out_i *= factor
     return b_x, out_i
 
 
+# pointers at a chunk's g, dg, dβ and parts of ⟨dS', S⟩
+GatePointers = namedtuple("GatePointers", "g dg dbeta end")
+# vectors by row: β, and the gradients of b, of β and through the state's update
+GateGradients = namedtuple("GateGradients", "beta db dbeta out")
+
+
 @gluon.jit
-def store_gates(
-    p_g, p_dg, p_dbeta, p_end, stride, rows, last, beta_i, db_i, dbeta_i, out_i, V: gl.constexpr,
-    row: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Store dβ, and dg, which gathers all later decays of the chunk; a decay that was cut off has none."""
-    # each warp on its own
+def store_gate_gradients(p, x, stride, rows, last, V: gl.constexpr, row: gl.constexpr, WARPS: gl.constexpr):
+    """Store dβ, and dg, the sum of all later db of the chunk; a clamped decay has no gradient."""
+    p_g, p_dg, p_dbeta, p_end = p
+    beta_i, db_i, dbeta_i, out_i = x
+    # every warp computes all of it
     line: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
     o_i = gl.arange(0, 64, row)
     p_t, m_t = o_i * stride, o_i < rows
@@ -126,15 +138,14 @@ def backward_chunk_kernel(
     scale, T, N, H, group, tokens,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of 64 rows by K or V columns. Vectors by row are `x_i`, by column `x_j`.
+    """Compute all gradients, in tiles of 64 rows by K or V columns. Vectors by row are `x_i`, by column `x_j`.
 
-    What meets K and Q transposed is read from shared memory so; no result is transposed on its way there. Products
-    x̂ · dx̂ come from results, so that Q Kᵀ and K Kᵀ are not needed. E and F are rounded with all factors of their rows
-    and columns: what cancels in dg then comes from the same numbers. The order keeps at most two results in registers,
-    and nothing is spilled.
+    Transposed operands are read so from shared memory; no accumulator is transposed. x̂ · dx̂ comes from results, so Q Kᵀ
+    and K Kᵀ are not computed. E and F are rounded with all factors of their rows and columns, so that summands that
+    cancel in dg are equal. The order keeps at most two accumulators in registers, without spills.
     """
     dtype: gl.constexpr = q.dtype.element_ty
-    ROOM: gl.constexpr = room(dtype, K)
+    RANGE: gl.constexpr = range_factor(dtype, K)
     row: gl.constexpr = gl.SliceLayout(1, mma_layout(BT, 4))
     col: gl.constexpr = gl.SliceLayout(0, mma_layout(BT, 4))
     left: gl.constexpr = gl.DotOperandLayout(0, mma_layout(K, 4), 2)
@@ -148,7 +159,7 @@ def backward_chunk_kernel(
     o_qk, o_vo, o_dqk = (first * H + i_hv // group) * K, (first * HV + i_hv) * V, (first * HV + i_hv) * K
     o_s = (i_slot.to(gl.int64) * HV + i_hv) * K * V
 
-    # Eᵀ and half of dQ on its way out take the place of dO, Fᵀ that of dY, and dS that of S
+    # Eᵀ and the store buffer of half of dQ reuse the buffer of dO, Fᵀ that of dY, and dS that of S
     s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_r = gl.allocate_shared_memory(dtype, [BT, V], shared)
@@ -172,12 +183,12 @@ def backward_chunk_kernel(
     p_gates = gates + (i_hv.to(gl.int64) * tokens + first) * 4
     b_i, last = load_gate(p_gates, rows, row), gl.load(p_gates + (gl.minimum(rows, BT) - 1) * 4)
     r_i, beta_i = load_gate(p_gates + 2, rows, row), load_gate(p_gates + 3, rows, row)
-    d_i = nonzero(beta_i * r_i, r_i) * ROOM
+    d_i = nonzero(beta_i * r_i, r_i) * RANGE
     w_j = load_gate(p_gates + 1, rows, col)
-    w_j, d_j = w_j * ROOM, nonzero(w_j, load_gate(p_gates + 2, rows, col)) * ROOM
+    w_j, d_j = w_j * RANGE, nonzero(w_j, load_gate(p_gates + 2, rows, col)) * RANGE
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
 
-    # E = scale dO Rᵀ ⊙ Γ meets β K̂, and as Eᵀ Q̂: dQ̂ = scale γ dO Sᵀ + E β K̂
+    # E = scale dO Rᵀ ⊙ Γ; dQ̂ = scale γ dO Sᵀ + E β K̂
     async_copy.wait_group(1)
     b_e = multiply(s_do, s_r.permute((1, 0)), BT)
     b_q = s_q.load(row_layout(K, 4)).to(gl.float32)
@@ -189,14 +200,14 @@ def backward_chunk_kernel(
     b_dq = multiply(s_do, s_state.permute((1, 0)), K)
     b_dq = warpgroup_mma_wait(0, deps=[b_dq])
     s_e.store(b_et)
-    b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale * rq_i * ROOM, K)
+    b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale * rq_i * RANGE, K)
     b_dq = accumulate(gl.convert_layout(b_e, left), s_k, b_dq)
-    b_dq = warpgroup_mma_wait(0, deps=[b_dq]) * (1 / ROOM)
+    b_dq = warpgroup_mma_wait(0, deps=[b_dq]) * (1 / RANGE)
     dot_i = dot_rows(b_dq, s_q, row, K)
     b_dq = unnormalise(b_dq, s_q, rq_i, dot_i, K)
     store_result(dq + o_dqk, b_dq.to(dtype), s_dq, HV * K, rows, K)
 
-    # F = −dY Rᵀ ⊙ Γ, strictly below the diagonal, meets β K̂, and as Fᵀ K̂: dK̂ = −γ dY Sᵀ + F β K̂ + β X
+    # F = −dY Rᵀ ⊙ Γ, strictly below the diagonal; dK̂ = −γ dY Sᵀ + F β K̂ + β X
     b_f, b_dk = multiply(s_dy, s_r.permute((1, 0)), BT), multiply(s_dy, s_state.permute((1, 0)), K)
     b_f = warpgroup_mma_wait(1, deps=[b_f])
     b_f *= -causal_decay(b_i, load_gate(p_gates, rows, col), o_i, o_j + 1) * r_i[:, None]
@@ -205,10 +216,10 @@ def backward_chunk_kernel(
     s_f.store(b_ft)
     async_copy_rows(s_state, dstates + o_s, V, K, 4)
     async_copy.commit_group()
-    b_dk = scale_rows(b_dk, -gl.exp2(b_i) * r_i * ROOM, K)
+    b_dk = scale_rows(b_dk, -gl.exp2(b_i) * r_i * RANGE, K)
     fence_async_shared()
     b_dk = accumulate(gl.convert_layout(b_f, left), s_k, b_dk)
-    b_dk = warpgroup_mma_wait(0, deps=[b_dk]) * (1 / ROOM)
+    b_dk = warpgroup_mma_wait(0, deps=[b_dk]) * (1 / RANGE)
     dot_k_i = dot_rows(b_dk, s_k, row, K)
 
     # X = w R dSᵀ + Eᵀ Q̂ + Fᵀ K̂ is the gradient of β K̂
@@ -216,7 +227,7 @@ def backward_chunk_kernel(
     b_x = multiply(s_r, s_state.permute((1, 0)), K)
     b_x = scale_rows(warpgroup_mma_wait(0, deps=[b_x]), gl.exp2(last - b_i) * d_i, K)
     out_i = dot_rows(b_x, s_k, row, K) * (r_i / d_i)
-    b_x, out_i = withhold(b_x, out_i, beta_i, writes, dwrites, i_slot.to(gl.int64) * HV + i_hv)
+    b_x, out_i = apply_write_factor(b_x, out_i, beta_i, writes, dwrites, i_slot.to(gl.int64) * HV + i_hv)
     b_x = accumulate(s_e.permute((1, 0)), s_q, b_x)
     b_x = accumulate(s_f.permute((1, 0)), s_k, b_x)
     b_x = warpgroup_mma_wait(0, deps=[b_x])
@@ -231,13 +242,12 @@ def backward_chunk_kernel(
 
     o_t, p_end = first * HV + i_hv, ends + (i_slot.to(gl.int64) * HV + i_hv) * V
     db_i = dot_i + dot_k_i
-    store_gates(
-        g + o_t, dg + o_t, dbeta + o_t, p_end, HV, rows, last, beta_i, db_i, dbeta_i, out_i, V, row, 4
-    )  # fmt: skip
+    pointers, vectors = GatePointers(g + o_t, dg + o_t, dbeta + o_t, p_end), GateGradients(beta_i, db_i, dbeta_i, out_i)
+    store_gate_gradients(pointers, vectors, HV, rows, last, V, row, 4)
 
 
 class Warps(NamedTuple):
-    """A form of the kernel, with its warps and registers a thread."""
+    """A kernel, with its warps and registers per thread."""
 
     kernel: Any
     warps: int
@@ -259,7 +269,7 @@ def backward_chunk(
     x, terms, saved, do, _, _ = reverse
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
-    # 168 registers let three blocks run on a SM, for which there is shared memory at K = V = 64
+    # 168 registers let three CTAs share a SM, which has enough shared memory at K = V = 64
     by = by or Warps(backward_chunk_kernel, 4, 168 if K == V == 64 else 255)
     by.kernel[(chunk_slots(B, T, CHUNK, x.cu_seqlens), HV)](
         q=x.q, k=x.k, g=x.g, gates=terms.gates, writes=x.writes, cu_seqlens=x.cu_seqlens, do=do,

@@ -1,4 +1,8 @@
-"""`backward_chunk` on Hopper for heads of other sizes: a chunk and value head a program, V by tiles of 64 columns."""
+"""Gradients of q, k, g and β on Hopper for heads of other sizes: one program per chunk and value head.
+
+cp.async dO dY R Q ─► E, F        S, then dS', in tiles of 64 columns ─ cp.async, 2 stages
+Σ over tiles of S:  dO Sᵀ, dY Sᵀ ─► dQ ─► store;   Σ over tiles of dS':  R dS'ᵀ ─► X ─► dK, dβ, dg
+"""
 
 from functools import partial
 
@@ -21,18 +25,20 @@ from tokenmix_core.kernels.gluon.hopper import (
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.gated_delta_rule.constants import SIZES
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
+    GateGradients,
+    GatePointers,
     Warps,
     accumulate,
+    apply_write_factor,
     backward_chunk,
     dot_rows,
     nonzero,
     scale_rows,
-    store_gates,
+    store_gate_gradients,
     unnormalise,
-    withhold,
 )
 from tokenmix_core.ops.gated_delta_rule.hopper.forward_tiled import WARPS
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, room
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, range_factor
 
 
 @cached_launch
@@ -42,13 +48,13 @@ def backward_chunk_kernel(
     scale, T, N, H, group, tokens,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Rows of 64 tokens. S and dS' come 64 columns at a time, the next ones while the last are used.
+    """Compute all gradients of 64 tokens; the next 64 columns of S and dS' are loaded during the MMAs of the last.
 
-    The roundings of E and F, and the sums, are those of `backward_chunk.py`; with twice the registers, dO Sᵀ and dY Sᵀ
-    are made beside each other, so that S is read once. All operands of products are in shared memory.
+    Roundings of E and F, and sums, are those of `backward_chunk.py`. Two warpgroups have registers for dO Sᵀ and dY Sᵀ
+    together, so S is read once. All operands of MMAs are in shared memory.
     """
     dtype: gl.constexpr = q.dtype.element_ty
-    ROOM: gl.constexpr = room(dtype, K)
+    RANGE: gl.constexpr = range_factor(dtype, K)
     square: gl.constexpr = mma_layout_split_n(BT, WARPS)
     tile: gl.constexpr = mma_layout_split_n(K, WARPS)
     row: gl.constexpr = gl.SliceLayout(1, square)
@@ -71,13 +77,13 @@ def backward_chunk_kernel(
     s_do = gl.allocate_shared_memory(dtype, [TILES, BT, 64], shared)
     s_dy = gl.allocate_shared_memory(dtype, [TILES, BT, 64], shared)
     states_2 = gl.allocate_shared_memory(dtype, [2, K, 64], shared)
-    # E and F, each in two roundings, take the places of dO and dY
+    # E and F, each in two roundings, reuse the buffers of dO and dY
     if TILES > 1:
         s_e, s_et, s_f, s_ft = s_do.index(0), s_do.index(1), s_dy.index(0), s_dy.index(1)
     else:
         s_more = gl.allocate_shared_memory(dtype, [2, BT, 64], shared)
         s_e, s_et, s_f, s_ft = s_do.index(0), s_more.index(0), s_dy.index(0), s_more.index(1)
-    # what leaves takes the place of a tile of S
+    # the store buffer reuses that of a tile of S
     s_out = reinterpret(states_2.index((TILES - 1) % 2), dtype, [BT, K], shared)
     for i in gl.static_range(TILES):
         async_copy_rows(s_do.index(i), do + o_vo + i * 64, HV * V, rows, WARPS)
@@ -97,14 +103,14 @@ def backward_chunk_kernel(
     p_gates = gates + (i_hv.to(gl.int64) * tokens + first) * 4
     b_i, last = load_gate(p_gates, rows, row), gl.load(p_gates + (gl.minimum(rows, BT) - 1) * 4)
     r_i, beta_i = load_gate(p_gates + 2, rows, row), load_gate(p_gates + 3, rows, row)
-    d_i = nonzero(beta_i * r_i, r_i) * ROOM
+    d_i = nonzero(beta_i * r_i, r_i) * RANGE
     w_j = load_gate(p_gates + 1, rows, col)
-    w_j, d_j = w_j * ROOM, nonzero(w_j, load_gate(p_gates + 2, rows, col)) * ROOM
+    w_j, d_j = w_j * RANGE, nonzero(w_j, load_gate(p_gates + 2, rows, col)) * RANGE
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     zero = gl.zeros([BT, BT], gl.float32, square)
     b_zero = gl.zeros([BT, K], gl.float32, tile)
 
-    # E = scale dO Rᵀ ⊙ Γ and F = −dY Rᵀ ⊙ Γ, strictly below the diagonal, in the roundings that meet K and Q
+    # E = scale dO Rᵀ ⊙ Γ and F = −dY Rᵀ ⊙ Γ, strictly below the diagonal, in the roundings for K and for Q
     wait_async_copies(2)
     b_e, b_f = zero, zero
     for i in gl.static_range(TILES):
@@ -140,9 +146,9 @@ def backward_chunk_kernel(
     barrier()
 
     # dQ̂ = scale γ dO Sᵀ + E β K̂
-    b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale * rq_i * ROOM, K, WARPS)
+    b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale * rq_i * RANGE, K, WARPS)
     b_dq = accumulate(s_e, s_k, b_dq)
-    b_dq = warpgroup_mma_wait(0, deps=[b_dq]) * (1 / ROOM)
+    b_dq = warpgroup_mma_wait(0, deps=[b_dq]) * (1 / RANGE)
     dot_i = dot_rows(b_dq, s_q, row, K, WARPS)
     b_dq = unnormalise(b_dq, s_q, rq_i, dot_i, K, WARPS)
     s_out.store(b_dq.to(dtype))
@@ -154,9 +160,9 @@ def backward_chunk_kernel(
     async_copy.commit_group()
 
     # dK̂ = −γ dY Sᵀ + F β K̂ + β X
-    b_dk = scale_rows(b_dk, -gl.exp2(b_i) * r_i * ROOM, K, WARPS)
+    b_dk = scale_rows(b_dk, -gl.exp2(b_i) * r_i * RANGE, K, WARPS)
     b_dk = accumulate(s_f, s_k, b_dk)
-    b_dk = warpgroup_mma_wait(0, deps=[b_dk]) * (1 / ROOM)
+    b_dk = warpgroup_mma_wait(0, deps=[b_dk]) * (1 / RANGE)
     dot_k_i = dot_rows(b_dk, s_k, row, K, WARPS)
 
     # X = w R dSᵀ + Eᵀ Q̂ + Fᵀ K̂ is the gradient of β K̂
@@ -171,7 +177,7 @@ def backward_chunk_kernel(
         async_copy.commit_group()
     b_x = scale_rows(b_x, gl.exp2(last - b_i) * d_i, K, WARPS)
     out_i = dot_rows(b_x, s_k, row, K, WARPS) * (r_i / d_i)
-    b_x, out_i = withhold(b_x, out_i, beta_i, writes, dwrites, i_slot.to(gl.int64) * HV + i_hv)
+    b_x, out_i = apply_write_factor(b_x, out_i, beta_i, writes, dwrites, i_slot.to(gl.int64) * HV + i_hv)
     b_x = accumulate(s_et.permute((1, 0)), s_q, b_x)
     b_x = accumulate(s_ft.permute((1, 0)), s_k, b_x)
     b_x = warpgroup_mma_wait(0, deps=[b_x])
@@ -184,9 +190,8 @@ def backward_chunk_kernel(
 
     o_t, p_end = first * HV + i_hv, ends + (i_slot.to(gl.int64) * HV + i_hv) * V
     db_i = dot_i + dot_k_i
-    store_gates(
-        g + o_t, dg + o_t, dbeta + o_t, p_end, HV, rows, last, beta_i, db_i, dbeta_i, out_i, V, row, WARPS
-    )  # fmt: skip
+    pointers, vectors = GatePointers(g + o_t, dg + o_t, dbeta + o_t, p_end), GateGradients(beta_i, db_i, dbeta_i, out_i)
+    store_gate_gradients(pointers, vectors, HV, rows, last, V, row, WARPS)
 
 
 # as `backward_chunk`, for heads of 64, 128 and 256

@@ -1,4 +1,9 @@
-"""`backward_state` on Hopper: dV, every chunk's dS' and ⟨dS', S⟩, a segment and value head a program."""
+"""Reverse scan over chunks on Hopper: dV, dS' and ⟨dS', S⟩ of each chunk, one program per segment and value head.
+
+q k Ã dO S of chunk t − 1 ─ cp.async, 2 stages ─┐ during the MMAs of chunk t
+dS ─► dR = P'ᵀ dO + … K dS ─► dY = Ãᵀ dR ─► dS ← 2^b dS + Qᵀ(γ dO) − Kᵀ(γ dY)     dS in registers
+ └─► dS', ⟨dS', S⟩              └─► dV
+"""
 
 from typing import Any, NamedTuple
 
@@ -19,8 +24,15 @@ from tokenmix_core.kernels.gluon.hopper import (
 )
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import factors_of_scores, load_gates, room, share_gates, share_of
-from tokenmix_core.ops.gated_delta_rule.hopper.segments import locate_segment, start_after
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import (
+    gate_vectors,
+    load_gates,
+    range_factor,
+    score_factors,
+    store_gate_vectors,
+    write_factor,
+)
+from tokenmix_core.ops.gated_delta_rule.hopper.segments import Chunks, Factors, locate_segment, reverse_scan_start
 from tokenmix_core.ops.gated_delta_rule.sequence_split import pass_back
 from tokenmix_core.ops.gated_delta_rule.tile_order import longest_first
 from tokenmix_core.ops.gated_delta_rule.types import Reverse, StateGradients
@@ -34,25 +46,24 @@ def backward_state_kernel(
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
     ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """dS is held transposed, `[V, K]`, 16 rows a warp: what depends on it is a left operand, from registers.
+    """Scan a segment in reverse. dS is transposed, `[V, K]`, 16 rows per warp: its MMAs have register operands.
 
-    Vectors by row are `x_i`, by column `x_j`. Of the final state there may be no gradient, nor may the initial state's
-    be wanted; S may come in two parts. ORDERED: programs take segments by `order`. Without `dv` only what a segment
-    passes back if nothing enters it is written, into `passed`, where it or the one before remembers; with it what is
-    passed back to a segment lies there, if the one that passes it remembers. With factors `writes` each chunk writes to
-    the state by its own.
+    Vectors by row are `x_i`, by column `x_j`. `dfinal_state`, `dinitial_state` and `remainders` may be None. ORDERED:
+    programs take segments in the order of `order`. Without `dv` the kernel writes to `passed` the local gradient that a
+    segment passes back, see `reverse_scan_start`; with `dv` it reads from `passed` the gradient passed to a segment.
+    `writes` has a factor per chunk.
     """
     LOCAL: gl.constexpr = dv is None
     CARRIED: gl.constexpr = dv is not None and passed is not None
     REMAINDERS: gl.constexpr = remainders is not None
-    # all columns of V are one program's
+    # a program has all columns of V
     WARPS: gl.constexpr = V // 16
     dtype: gl.constexpr = q.dtype.element_ty
     # dS is held with this factor
-    ROOM: gl.constexpr = room(dtype, K, L2NORM)
+    RANGE: gl.constexpr = range_factor(dtype, K, L2NORM)
     tile: gl.constexpr = mma_layout(K, WARPS)
     flat: gl.constexpr = mma_layout(BT, WARPS)
-    # P' is shared out among all warps: a warp group for each part of its columns
+    # warpgroups split the columns of P'
     square: gl.constexpr = mma_layout_split_n(BT, WARPS)
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
@@ -65,7 +76,7 @@ def backward_state_kernel(
     i_s, i_hv, i_n, begin, length, start = locate_segment(
         gl.program_id(0), order, T, N, HV, segment, cu_seqlens, PACKED, ORDERED, WARPS
     )
-    # an empty sequence has a segment too, which hands its gradient on
+    # an empty sequence has a segment, too, which passes its gradient on
     if (start >= length) & (start > 0):
         return
     slot = first_chunk(i_n, begin, T, BT, PACKED)
@@ -86,17 +97,18 @@ def backward_state_kernel(
     s_2 = gl.allocate_shared_memory(dtype, [2, K, V], shared)
     if REMAINDERS:
         m_2 = gl.allocate_shared_memory(dtype, [2, K, V], shared)
-    # for dS, and then dY, on their way out
+    # the store buffer of dS, then of dY
     s_ds = gl.allocate_shared_memory(dtype, [K, V], shared)
     s_dy = s_ds.slice(0, BT)
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
     s_gates = gl.allocate_shared_memory(gl.float32, [5, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    g_b, g_p, g_w, g_y, g_q = s_gates.index(0), s_gates.index(1), s_gates.index(2), s_gates.index(3), s_gates.index(4)
+    g = gate_vectors(s_gates)
 
     chunks, first = gl.cdiv(length, BT), start // BT
     end = gl.minimum(chunks, first + segment // BT)
-    started = start_after(
-        p_gates, writes, slot, i_hv, HV, first, end, chunks, segment, length, line, L2NORM, LOCAL, CARRIED
+    span = Chunks(first, end, chunks)
+    started = reverse_scan_start(
+        p_gates, Factors(writes, slot, i_hv, HV), span, segment, length, line, L2NORM, LOCAL, CARRIED
     )
     if LOCAL and started == first:
         return
@@ -104,9 +116,9 @@ def backward_state_kernel(
     p_tile = (i_n.to(gl.int64) * HV + i_hv) * K * V + o_k[None, :] * V + o_v[:, None]
     b_ds = gl.zeros([V, K], gl.float32, tile)
     if dfinal_state is not None and started == chunks:
-        b_ds = gl.load(dfinal_state + p_tile) * ROOM
+        b_ds = gl.load(dfinal_state + p_tile) * RANGE
     if CARRIED and (started == end) & (end < chunks):
-        b_ds = gl.load(passed + ((i_s + 1).to(gl.int64) * HV + i_hv) * K * V + o_k[None, :] * V + o_v[:, None]) * ROOM
+        b_ds = gl.load(passed + ((i_s + 1).to(gl.int64) * HV + i_hv) * K * V + o_k[None, :] * V + o_v[:, None]) * RANGE
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     zero, zero_p = gl.zeros([V, BT], gl.float32, flat), gl.zeros([BT, BT], gl.float32, square)
 
@@ -125,48 +137,48 @@ def backward_state_kernel(
     for i in range(started - first):
         i_c = started - 1 - i
         token = i_c * BT
-        here, then = i % 2, (i + 1) % 2
-        s_k, s_q, s_a, s_do = k_2.index(here), q_2.index(here), a_2.index(here), do_2.index(here)
-        s_s = s_2.index(here)
+        stage, next_stage = i % 2, (i + 1) % 2
+        s_k, s_q, s_a, s_do = k_2.index(stage), q_2.index(stage), a_2.index(stage), do_2.index(stage)
+        s_s = s_2.index(stage)
         last = b_last
-        share_gates(g_b, g_p, g_w, g_y, b_b, b_w, b_r, last, ROOM, share_of(writes, slot + i_c, i_hv, HV))
+        store_gate_vectors(g, b_b, b_w, b_r, last, RANGE, write_factor(writes, slot + i_c, i_hv, HV))
         async_copy.wait_group(0)
         if i_c > first:
             before = token.to(gl.int64) - BT
-            async_copy_rows(k_2.index(then), p_k + before * s_qk, s_qk, BT, WARPS)
-            async_copy_rows(q_2.index(then), p_q + before * s_qk, s_qk, BT, WARPS)
-            async_copy_rows(a_2.index(then), p_a + before * s_at, s_at, BT, WARPS)
-            async_copy_rows(do_2.index(then), p_do + before * s_vo, s_vo, BT, WARPS)
-            async_copy_rows(s_2.index(then), p_s + (i_c - 1).to(gl.int64) * HV * K * V, V, K, WARPS)
+            async_copy_rows(k_2.index(next_stage), p_k + before * s_qk, s_qk, BT, WARPS)
+            async_copy_rows(q_2.index(next_stage), p_q + before * s_qk, s_qk, BT, WARPS)
+            async_copy_rows(a_2.index(next_stage), p_a + before * s_at, s_at, BT, WARPS)
+            async_copy_rows(do_2.index(next_stage), p_do + before * s_vo, s_vo, BT, WARPS)
+            async_copy_rows(s_2.index(next_stage), p_s + (i_c - 1).to(gl.int64) * HV * K * V, V, K, WARPS)
             if REMAINDERS:
-                async_copy_rows(m_2.index(then), p_m + (i_c - 1).to(gl.int64) * HV * K * V, V, K, WARPS)
+                async_copy_rows(m_2.index(next_stage), p_m + (i_c - 1).to(gl.int64) * HV * K * V, V, K, WARPS)
             async_copy.commit_group()
         b_b, b_w, b_r, b_last = load_gates(p_gates, token - BT, length, line)
 
         b_p = warpgroup_mma(s_q, s_k.permute((1, 0)), zero_p, use_acc=False, is_async=True)
-        b_dh = gl.convert_layout((b_ds * (1 / ROOM)).to(dtype), left)
+        b_dh = gl.convert_layout((b_ds * (1 / RANGE)).to(dtype), left)
         b_dr = warpgroup_mma(b_dh, s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s_ds.permute((1, 0)).store((b_ds * (1 / ROOM)).to(dtype))
+        s_ds.permute((1, 0)).store((b_ds * (1 / RANGE)).to(dtype))
         if i_c < end and not LOCAL:
             store_rows(p_ds + i_c.to(gl.int64) * HV * K * V, s_ds, V, K, WARPS)
 
-        b_factors, b_i, n_i = factors_of_scores(s_q, g_b, g_p, g_q, scale, o_i, o_j, row, col, L2NORM, WARPS)
+        b_factors, b_i, n_i = score_factors(s_q, g, scale, o_i, o_j, row, col, L2NORM, WARPS)
         b_p = warpgroup_mma_wait(1, deps=[b_p])
         s_p.store((b_p * b_factors).to(dtype))
-        g_p.store(gl.exp2(b_i) * n_i * ROOM)
+        g.p.store(gl.exp2(b_i) * n_i * RANGE)
         fence_async_shared()
         if i_c < end and not LOCAL:
-            # its terms cancel, so that one of the two, or both, have to be as they were before they were rounded
+            # the summands cancel, so dS', and S if there are remainders, are unrounded
             b_s = gl.convert_layout(s_s.permute((1, 0)).load(left_k), tile).to(gl.float32)
             if REMAINDERS:
-                b_s += gl.convert_layout(m_2.index(here).permute((1, 0)).load(left_k), tile).to(gl.float32)
-            gl.store(p_end + i_c.to(gl.int64) * HV * V + o_v, gl.sum(b_s * b_ds, 1) * (1 / ROOM))
+                b_s += gl.convert_layout(m_2.index(stage).permute((1, 0)).load(left_k), tile).to(gl.float32)
+            gl.store(p_end + i_c.to(gl.int64) * HV * V + o_v, gl.sum(b_s * b_ds, 1) * (1 / RANGE))
         b_dr, b_dh = warpgroup_mma_wait(0, deps=[b_dr, b_dh])
 
         # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; dY = Ãᵀ dR
-        b_dr = warpgroup_mma(s_do.permute((1, 0)), s_p, b_dr * g_w.load(flat_col)[None, :], is_async=True)
+        b_dr = warpgroup_mma(s_do.permute((1, 0)), s_p, b_dr * g.w.load(flat_col)[None, :], is_async=True)
         b_do = s_do.permute((1, 0)).load(left_k).to(gl.float32)
-        b_do = (b_do * g_p.load(gl.SliceLayout(0, left_k))[None, :]).to(dtype)
+        b_do = (b_do * g.p.load(gl.SliceLayout(0, left_k))[None, :]).to(dtype)
         b_dr = gl.convert_layout(warpgroup_mma_wait(0, deps=[b_dr]).to(dtype), left)
         b_dy = warpgroup_mma(b_dr, s_a, zero, use_acc=False, is_async=True)
 
@@ -174,21 +186,21 @@ def backward_state_kernel(
         b_ds = warpgroup_mma(b_do, s_q, b_ds * gl.exp2(last), is_async=True)
         b_dy, b_dr = warpgroup_mma_wait(1, deps=[b_dy, b_dr])
         s_dy.permute((1, 0)).store(b_dy.to(dtype))
-        b_dy = gl.convert_layout((b_dy * g_y.load(flat_col)[None, :]).to(dtype), left_k)
+        b_dy = gl.convert_layout((b_dy * g.y.load(flat_col)[None, :]).to(dtype), left_k)
         b_ds = warpgroup_mma(b_dy, s_k, b_ds, is_async=True)
         if i_c < end and not LOCAL:
             store_rows(p_dv + token.to(gl.int64) * s_vo, s_dy, s_vo, length - token, WARPS)
         b_ds, b_dy, b_do = warpgroup_mma_wait(0, deps=[b_ds, b_dy, b_do])
 
     if LOCAL:
-        b_ds *= 1 / ROOM
+        b_ds *= 1 / RANGE
         gl.store(passed + (i_s.to(gl.int64) * HV + i_hv) * K * V + o_k[None, :] * V + o_v[:, None], b_ds)
     if dinitial_state is not None and first == 0:
-        gl.store(dinitial_state + p_tile, b_ds * (1 / ROOM))
+        gl.store(dinitial_state + p_tile, b_ds * (1 / RANGE))
 
 
 class Columns(NamedTuple):
-    """A form of the kernel, of which a program takes so many columns of V by so many warps."""
+    """A kernel, with the columns of V and the warps of a program."""
 
     kernel: Any
     columns: int
@@ -196,7 +208,7 @@ class Columns(NamedTuple):
 
 
 def launch_kernel(reverse: Reverse, of_states: StateGradients | None, passed: Tensor | None, by: Columns) -> None:
-    """Launch a form of the kernel; without `of_states` only what every segment passes back by itself is made."""
+    """Launch a kernel; without `of_states` it computes only the local gradients that segments pass back."""
     x, terms, saved, do, dfinal_state, segment = reverse
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
@@ -213,7 +225,7 @@ def launch_kernel(reverse: Reverse, of_states: StateGradients | None, passed: Te
 
 
 def between_segments(reverse: Reverse, by: Columns | None = None) -> Tensor | None:
-    """The gradient that every segment passes back where it does not forget, by its M; None if there are no M."""
+    """Return the gradients that segments pass back, from their local gradients and M; None without M."""
     x, terms, segment = reverse.x, reverse.terms, reverse.segment
     if terms.transitions is None:
         return None
@@ -228,10 +240,10 @@ def between_segments(reverse: Reverse, by: Columns | None = None) -> Tensor | No
 
 
 def backward_state(reverse: Reverse, of_states: StateGradients, by: Columns | None = None) -> None:
-    """Write what `of_states` has room for: dv, dS' of every chunk, ⟨dS', S⟩ by columns, the initial state's gradient.
+    """Write dv, dS' of every chunk, ⟨dS', S⟩ by columns and the initial state's gradient into `of_states`.
 
-    Where a segment does not forget, its M carries gradients through it; without M a segment starts as far back as it
-    takes.
+    M carries gradients through segments whose decay is not negligible; without M a segment's scan starts as many chunks
+    after it as are not negligible.
     """
     V = reverse.x.v.shape[-1]
     by = by or Columns(backward_state_kernel, V, V // 16)

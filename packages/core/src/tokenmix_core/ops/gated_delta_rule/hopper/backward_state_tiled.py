@@ -1,4 +1,11 @@
-"""`backward_state` on Hopper for heads of other sizes: a segment, value head and 64 columns of V a program."""
+"""Reverse scan over chunks on Hopper for heads of other sizes: one program per segment, value head and 64 columns of V.
+
+    q k of chunk t − 1 ─ cp.async, 2 stages;  Ã, dO, halves of S ─ cp.async, 1 stage, prefetched once read
+    dS ─► smem ─► dR ─► smem ─► dY = Ãᵀ dR ─► smem ─► dS ← 2^b dS + Qᵀ(γ dO) − Kᵀ(γ dY)
+     └─► dS', ⟨dS', S⟩            └─► dV
+
+Two warpgroups split the columns of each result, so operands pass through shared memory, between barriers of the CTA.
+"""
 
 from functools import partial
 
@@ -20,19 +27,26 @@ from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.gated_delta_rule.constants import SIZES
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import Columns, backward_state
 from tokenmix_core.ops.gated_delta_rule.hopper.forward_tiled import COLUMNS, WARPS
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import factors_of_scores, load_gates, room, share_gates, share_of
-from tokenmix_core.ops.gated_delta_rule.hopper.segments import locate_segment, start_after
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import (
+    gate_vectors,
+    load_gates,
+    range_factor,
+    score_factors,
+    store_gate_vectors,
+    write_factor,
+)
+from tokenmix_core.ops.gated_delta_rule.hopper.segments import Chunks, Factors, locate_segment, reverse_scan_start
 
 
 @gluon.jit
 def halves(x, D: gl.constexpr):
-    """The first and second half of the columns of a tile `[64, D]`."""
+    """Return the first and second half of the columns of a tile `[64, D]`."""
     return gl.split(x.reshape([64, 2, D // 2]).permute((0, 2, 1)))
 
 
 @gluon.jit
-def product_with(b_ds, s_parts, col: gl.constexpr, REMAINDERS: gl.constexpr):
-    """⟨dS', S⟩ by columns of V, of half of the rows; S in two parts."""
+def state_dot(b_ds, s_parts, col: gl.constexpr, REMAINDERS: gl.constexpr):
+    """Return ⟨dS', S⟩ by columns of V, over half of the rows; S with its rounding error if REMAINDERS."""
     tile: gl.constexpr = mma_layout_split_n(s_parts.shape[1], WARPS)
     b_s = s_parts.index(0).permute((1, 0)).load(tile).to(gl.float32)
     if REMAINDERS:
@@ -41,8 +55,8 @@ def product_with(b_ds, s_parts, col: gl.constexpr, REMAINDERS: gl.constexpr):
 
 
 @gluon.jit
-def fetch_half(s_parts, p_s, p_m, stride, rows, i: gl.constexpr, REMAINDERS: gl.constexpr):
-    """Begin to copy the i-th half of S, in both parts."""
+def prefetch_half(s_parts, p_s, p_m, stride, rows, i: gl.constexpr, REMAINDERS: gl.constexpr):
+    """Issue cp.async of the i-th half of S, and of its rounding errors."""
     async_copy_rows(s_parts.index(0), p_s + i * s_parts.shape[1] * stride, stride, rows, WARPS)
     if REMAINDERS:
         async_copy_rows(s_parts.index(1), p_m + i * s_parts.shape[1] * stride, stride, rows, WARPS)
@@ -56,18 +70,18 @@ def backward_state_kernel(
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
     ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """dS is held transposed, `[BV, K]`, half of its columns in either group of warps, and passes through shared memory.
+    """Scan a segment in reverse. dS is transposed, `[BV, K]`, half of its columns in each warpgroup.
 
-    S comes in two parts, half of their rows at a time, to be multiplied with dS' while both are as exact as they were.
-    ORDERED, and what may be absent, are as in `backward_state.py`.
+    S and its rounding errors are loaded half of their rows at a time, for ⟨dS', S⟩ with both unrounded. ORDERED and
+    tensors that may be None are as in `backward_state.py`.
     """
     LOCAL: gl.constexpr = dv is None
     CARRIED: gl.constexpr = dv is not None and passed is not None
     REMAINDERS: gl.constexpr = remainders is not None
     dtype: gl.constexpr = q.dtype.element_ty
     # dS is held with this factor
-    ROOM: gl.constexpr = room(dtype, K, L2NORM)
-    # either half of the columns is itself shared out between the groups
+    RANGE: gl.constexpr = range_factor(dtype, K, L2NORM)
+    # the warpgroups split either half of the columns
     tile: gl.constexpr = mma_layout_split_n(K // 2, WARPS)
     flat: gl.constexpr = mma_layout_split_n(BT, WARPS)
     row: gl.constexpr = gl.SliceLayout(1, flat)
@@ -79,7 +93,7 @@ def backward_state_kernel(
     i_s, i_hv, i_n, begin, length, start = locate_segment(
         i_sh, order, T, N, HV, segment, cu_seqlens, PACKED, ORDERED, WARPS
     )
-    # an empty sequence has a segment too, which hands its gradient on
+    # an empty sequence has a segment, too, which passes its gradient on
     if (start >= length) & (start > 0):
         return
     slot = first_chunk(i_n, begin, T, BT, PACKED)
@@ -98,19 +112,20 @@ def backward_state_kernel(
     q_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
     s_a = gl.allocate_shared_memory(dtype, [BT, BT], shared)
     s_do = gl.allocate_shared_memory(dtype, [BT, BV], shared)
-    # half of both parts of S
+    # half of S, and of its rounding errors
     parts = gl.allocate_shared_memory(dtype, [2, K // 2, BV], shared)
-    # for dS, and then dY, on their way out
+    # the store buffer of dS, then of dY
     s_ds = gl.allocate_shared_memory(dtype, [K, BV], shared)
     s_dy = s_ds.slice(0, BT)
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
     s_gates = gl.allocate_shared_memory(gl.float32, [5, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    g_b, g_p, g_w, g_y, g_q = s_gates.index(0), s_gates.index(1), s_gates.index(2), s_gates.index(3), s_gates.index(4)
+    g = gate_vectors(s_gates)
 
     chunks, first = gl.cdiv(length, BT), start // BT
     end = gl.minimum(chunks, first + segment // BT)
-    started = start_after(
-        p_gates, writes, slot, i_hv, HV, first, end, chunks, segment, length, line, L2NORM, LOCAL, CARRIED
+    span = Chunks(first, end, chunks)
+    started = reverse_scan_start(
+        p_gates, Factors(writes, slot, i_hv, HV), span, segment, length, line, L2NORM, LOCAL, CARRIED
     )
     if LOCAL and started == first:
         return
@@ -119,9 +134,9 @@ def backward_state_kernel(
     o_passed = i_hv.to(gl.int64) * K * V + i_v * BV + o_k[None, :] * V + o_v[:, None]
     b_ds = gl.zeros([BV, K], gl.float32, tile)
     if dfinal_state is not None and started == chunks:
-        b_ds = gl.load(dfinal_state + p_tile) * ROOM
+        b_ds = gl.load(dfinal_state + p_tile) * RANGE
     if CARRIED and (started == end) & (end < chunks):
-        b_ds = gl.load(passed + (i_s + 1).to(gl.int64) * HV * K * V + o_passed) * ROOM
+        b_ds = gl.load(passed + (i_s + 1).to(gl.int64) * HV * K * V + o_passed) * RANGE
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     zero = gl.zeros([BV, BT], gl.float32, flat)
 
@@ -131,7 +146,7 @@ def backward_state_kernel(
     async_copy_rows(q_2.index(0), p_q + before * s_qk, s_qk, length - token, WARPS)
     async_copy.commit_group()
     chunk = (token // BT).to(gl.int64) * HV * K * V
-    fetch_half(parts, p_s + chunk, p_m + chunk, V, gl.minimum(length, 1) * K, 0, REMAINDERS)
+    prefetch_half(parts, p_s + chunk, p_m + chunk, V, gl.minimum(length, 1) * K, 0, REMAINDERS)
     async_copy.commit_group()
     async_copy_rows(s_a, p_a + before * s_at, s_at, length - token, WARPS)
     async_copy_rows(s_do, p_do + before * s_vo, s_vo, length - token, WARPS)
@@ -142,52 +157,52 @@ def backward_state_kernel(
         token = i_c * BT
         s_k, s_q = k_2.index(i % 2), q_2.index(i % 2)
         here = i_c.to(gl.int64) * HV * K * V
-        # the chunk before, which is copied next; none is, at the segment's first
+        # the chunk to prefetch; none at the segment's first
         then = gl.maximum(i_c - 1, 0).to(gl.int64)
         some = gl.where(i_c > first, K, 0)
         last = b_last
-        share_gates(g_b, g_p, g_w, g_y, b_b, b_w, b_r, last, ROOM, share_of(writes, slot + i_c, i_hv, HV))
+        store_gate_vectors(g, b_b, b_w, b_r, last, RANGE, write_factor(writes, slot + i_c, i_hv, HV))
         wait_async_copies(2)
         b_b, b_w, b_r, b_last = load_gates(p_gates, token - BT, length, line)
 
         b_p = warpgroup_mma(s_q, s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s_ds.permute((1, 0)).store((b_ds * (1 / ROOM)).to(dtype))
+        s_ds.permute((1, 0)).store((b_ds * (1 / RANGE)).to(dtype))
         fence_async_shared()
         barrier()
         b_dr = warpgroup_mma(s_ds.permute((1, 0)), s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
         if i_c < end and not LOCAL:
             store_rows(p_ds + here, s_ds, V, K, WARPS)
 
-        # its terms cancel, so that both have to be as they were before they were rounded
+        # the summands cancel, so both factors are unrounded
         ds_0, ds_1 = halves(b_ds, K)
         wait_async_copies(1)
-        b_end = product_with(ds_0, parts, row, REMAINDERS)
+        b_end = state_dot(ds_0, parts, row, REMAINDERS)
         barrier()
-        fetch_half(parts, p_s + here, p_m + here, V, BT * K, 1, REMAINDERS)
+        prefetch_half(parts, p_s + here, p_m + here, V, BT * K, 1, REMAINDERS)
         async_copy.commit_group()
         async_copy_rows(k_2.index((i + 1) % 2), p_k + then * BT * s_qk, s_qk, some, WARPS)
         async_copy_rows(q_2.index((i + 1) % 2), p_q + then * BT * s_qk, s_qk, some, WARPS)
         async_copy.commit_group()
 
-        b_factors, b_i, n_i = factors_of_scores(s_q, g_b, g_p, g_q, scale, o_i, o_j, row, col, L2NORM, WARPS)
+        b_factors, b_i, n_i = score_factors(s_q, g, scale, o_i, o_j, row, col, L2NORM, WARPS)
         b_p = warpgroup_mma_wait(1, deps=[b_p])
         s_p.store((b_p * b_factors).to(dtype))
-        g_p.store(gl.exp2(b_i) * n_i * ROOM)
+        g.p.store(gl.exp2(b_i) * n_i * RANGE)
         wait_async_copies(2)
         b_dr = warpgroup_mma_wait(0, deps=[b_dr])
 
         # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; dY = Ãᵀ dR
-        b_dr = warpgroup_mma(s_do.permute((1, 0)), s_p, b_dr * g_w.load(col)[None, :], is_async=True)
+        b_dr = warpgroup_mma(s_do.permute((1, 0)), s_p, b_dr * g.w.load(col)[None, :], is_async=True)
         wait_async_copies(1)
-        b_end += product_with(ds_1, parts, row, REMAINDERS)
+        b_end += state_dot(ds_1, parts, row, REMAINDERS)
         barrier()
-        fetch_half(parts, p_s + then * HV * K * V, p_m + then * HV * K * V, V, some, 0, REMAINDERS)
+        prefetch_half(parts, p_s + then * HV * K * V, p_m + then * HV * K * V, V, some, 0, REMAINDERS)
         async_copy.commit_group()
         if i_c < end and not LOCAL:
-            gl.store(p_end + i_c.to(gl.int64) * HV * V + gl.arange(0, BV, row), b_end * (1 / ROOM))
-        b_do = s_do.permute((1, 0)).load(flat).to(gl.float32) * g_p.load(col)[None, :]
+            gl.store(p_end + i_c.to(gl.int64) * HV * V + gl.arange(0, BV, row), b_end * (1 / RANGE))
+        b_do = s_do.permute((1, 0)).load(flat).to(gl.float32) * g.p.load(col)[None, :]
         b_dr = warpgroup_mma_wait(0, deps=[b_dr])
-        # dR and then γ dY take the place of P', and γ dO that of dO
+        # dR, then γ dY, reuse the buffer of P'; γ dO that of dO
         barrier()
         s_p.store(b_dr.to(dtype))
         s_do.permute((1, 0)).store(b_do.to(dtype))
@@ -200,7 +215,7 @@ def backward_state_kernel(
         b_dy = warpgroup_mma_wait(1, deps=[b_dy])
         barrier()
         s_dy.permute((1, 0)).store(b_dy.to(dtype))
-        s_p.store((b_dy * g_y.load(col)[None, :]).to(dtype))
+        s_p.store((b_dy * g.y.load(col)[None, :]).to(dtype))
         fence_async_shared()
         barrier()
         b_ds = warpgroup_mma(s_p, s_k, b_ds, is_async=True)
@@ -214,9 +229,9 @@ def backward_state_kernel(
     async_copy.wait_group(0)
 
     if LOCAL:
-        gl.store(passed + i_s.to(gl.int64) * HV * K * V + o_passed, b_ds * (1 / ROOM))
+        gl.store(passed + i_s.to(gl.int64) * HV * K * V + o_passed, b_ds * (1 / RANGE))
     if dinitial_state is not None and first == 0:
-        gl.store(dinitial_state + p_tile, b_ds * (1 / ROOM))
+        gl.store(dinitial_state + p_tile, b_ds * (1 / RANGE))
 
 
 # as `backward_state`, for heads of 64, 128 and 256

@@ -1,10 +1,17 @@
-"""`forward` on Hopper: a segment and value head a program, whose groups of four warps share out the work of a chunk.
+"""Forward on Hopper, warp-specialised: one program per segment and value head of 128, or 64 of its columns.
 
-One group brings what chunks read into shared memory, two run along the chunks with 64 columns of S each, and one turns
-the S and R that those hand on into outputs, or keeps them for the backward pass. They meet at barriers alone: what is
-not part of the chain from state to state is done beside it. Heads of 128; where there are few of them, a program takes
-64 columns, with one group that runs along the chunks.
+    producer    k v Ã q ─ cp.async, NUM_STAGES ─► smem;  gates ─► smem                      arrive full, wait empty
+                   │ full                          ▲ empty
+    scan        S ─► R = Ã (V − γ K S) ─► S' = 2^b S + Kᵀ(…R)    64 columns of S per warpgroup, S in registers
+      1 or 2       │ S, R ─► smem, 1 stage                       arrive states[0], residuals[0]; wait [1]
+    epilogue    P' from Q Kᵀ ─► O = γ Q S + P' R ─► o; or S, R ─► saved for the backward pass
+                                                                 wait states[0], residuals[0]; arrive [1], empty
+
+Warpgroups meet at mbarriers only, so work outside the chain from state to state runs beside it. If there are few heads,
+a program takes 64 columns with one scanning warpgroup.
 """
+
+from collections import namedtuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -22,8 +29,10 @@ from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.kernels.gluon.hopper import (
     async_copy_rows,
     causal_decay,
+    empty_parity,
     first_chunk,
     mma_layout,
+    parity,
     pointer_or,
     store_rows,
 )
@@ -31,52 +40,65 @@ from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
-from tokenmix_core.ops.gated_delta_rule.hopper.segments import begun_at, locate_segment
+from tokenmix_core.ops.gated_delta_rule.hopper.segments import Factors, locate_segment, scan_start
 from tokenmix_core.ops.gated_delta_rule.types import Inputs, Saved, Terms
 
-# chunks that are in shared memory or on their way there
-PLACES = gl.constexpr(2)
+# chunks in shared memory or in flight
+NUM_STAGES = gl.constexpr(2)
+# q, k, v, Ã and four gate vectors per stage
+Tiles = namedtuple("Tiles", "q k v a gates")
+# S and R of the current chunk, from the scan to the epilogue
+Results = namedtuple("Results", "s r")
+# full and empty barriers of the stages
+Pipeline = namedtuple("Pipeline", "full empty")
+# the same, and of S and of R a pair: stored, read
+Barriers = namedtuple("Barriers", "full empty states residuals")
+# rows from the first chunk on, chunks before the segment, which are not stored, and all chunks
+Span = namedtuple("Span", "rows before chunks")
+# whether q is normalised, outputs are computed, S and R are saved; constexprs, so never a variable's value
+Options = namedtuple("Options", "l2norm output save")
 
 
 @gluon.jit
 def load_last(p_gates, rows):
-    """The b of a chunk's last token."""
+    """Load the b of a chunk's last token."""
     return gl.load(p_gates + (gl.maximum(gl.minimum(rows, 64), 1) - 1) * 4)
 
 
 @gluon.jit
-def copy_chunks(
-    pointers, tiles, full, empty, rows, chunks, H: gl.constexpr, HV: gl.constexpr, V: gl.constexpr,
-    QUERIES: gl.constexpr, WRITES: gl.constexpr,
+def producer(
+    pointers, tiles, pipeline, rows, chunks, H: gl.constexpr, HV: gl.constexpr, V: gl.constexpr, QUERIES: gl.constexpr,
+    WRITES: gl.constexpr,
 ):  # fmt: skip
-    """Bring what a chunk reads into one of the places, as soon as the chunk that was there has left it."""
+    """Issue cp.async of each chunk's tiles to the next stage as soon as it is empty; store its gates there."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     p_q, p_k, p_v, p_a, p_gates, p_w = pointers
     q_s, k_s, v_s, a_s, gates_s = tiles
-    # strides are known to the compiler: as numbers they would take the registers of this group, and more
+    full, empty = pipeline.full, pipeline.empty
+    # constexpr strides: as values they would take more registers than this warpgroup has
     s_qk: gl.constexpr = H * k_s.shape[2]
     s_vo: gl.constexpr = HV * V
     s_at: gl.constexpr = HV * a_s.shape[2]
     for i in range(chunks):
-        here = i % PLACES
+        stage = i % NUM_STAGES
         b_b, b_w = load_gate(p_gates, rows, line), load_gate(p_gates + 1, rows, line)
         b_r, last = load_gate(p_gates + 2, rows, line), load_last(p_gates, rows)
-        share = 1.0
+        factor = 1.0
         if WRITES:
-            share = gl.load(p_w)
+            factor = gl.load(p_w)
             p_w += HV
-        mbarrier.wait(empty.index(here), (i // PLACES + 1) & 1)
-        async_copy_rows(k_s.index(here), p_k, s_qk, rows, 4)
-        async_copy_rows(v_s.index(here), p_v, s_vo, rows, 4)
-        async_copy_rows(a_s.index(here), p_a, s_at, rows, 4)
+        mbarrier.wait(empty.index(stage), empty_parity(i, NUM_STAGES))
+        async_copy_rows(k_s.index(stage), p_k, s_qk, rows, 4)
+        async_copy_rows(v_s.index(stage), p_v, s_vo, rows, 4)
+        async_copy_rows(a_s.index(stage), p_a, s_at, rows, 4)
         if QUERIES:
-            async_copy_rows(q_s.index(here), p_q, s_qk, rows, 4)
-        async_copy.mbarrier_arrive(full.index(here), increment_count=False)
-        gates_s.index(here * 4).store(b_b)
-        gates_s.index(here * 4 + 1).store(b_w)
-        gates_s.index(here * 4 + 2).store(-gl.exp2(b_b) * b_r)
-        gates_s.index(here * 4 + 3).store(b_w * gl.exp2(last - b_b) * share)
-        mbarrier.arrive(full.index(here))
+            async_copy_rows(q_s.index(stage), p_q, s_qk, rows, 4)
+        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+        gates_s.index(stage * 4).store(b_b)
+        gates_s.index(stage * 4 + 1).store(b_w)
+        gates_s.index(stage * 4 + 2).store(-gl.exp2(b_b) * b_r)
+        gates_s.index(stage * 4 + 3).store(b_w * gl.exp2(last - b_b) * factor)
+        mbarrier.arrive(full.index(stage))
         p_q += 64 * s_qk
         p_k += 64 * s_qk
         p_v += 64 * s_vo
@@ -86,14 +108,13 @@ def copy_chunks(
 
 
 @gluon.jit
-def run_states(pointers, tiles, results, barriers, rows, chunks, known, wanted, FIRST: gl.constexpr, V: gl.constexpr):
-    """64 columns of S along the chunks, transposed: what depends on S is a left operand, from registers.
+def scan_states(pointers, tiles, results, barriers, rows, chunks, known, wanted, FIRST: gl.constexpr, V: gl.constexpr):
+    """Scan 64 columns of S over the chunks; S is transposed, so matrices that depend on it are register operands.
 
-    The state begins from the one at `p_initial` if `known` is V, from 0 if it is 0; the last one is stored if `wanted`
-    is V.
+    The state starts from `p_initial` if `known` is V, from zero if it is 0; the last one is stored if `wanted` is V.
     """
     p_initial, p_final, p_gates = pointers
-    _, k_s, v_s, a_s, gates_s = tiles
+    k_s, v_s, a_s, gates_s = tiles.k, tiles.v, tiles.a, tiles.gates
     full, empty, states, residuals = barriers
     dtype: gl.constexpr = k_s.dtype
     BT: gl.constexpr = k_s.shape[1]
@@ -103,24 +124,24 @@ def run_states(pointers, tiles, results, barriers, rows, chunks, known, wanted, 
     col: gl.constexpr = gl.SliceLayout(0, flat)
     left: gl.constexpr = gl.DotOperandLayout(0, flat, 2)
     left_k: gl.constexpr = gl.DotOperandLayout(0, tile, 2)
-    s_s = results[0].slice(FIRST, 64, 1).permute((1, 0))
-    s_r = results[1].slice(FIRST, 64, 1).permute((1, 0))
+    s_s = results.s.slice(FIRST, 64, 1).permute((1, 0))
+    s_r = results.r.slice(FIRST, 64, 1).permute((1, 0))
     o_v, o_k = FIRST + gl.arange(0, 64, gl.SliceLayout(1, tile)), gl.arange(0, K, gl.SliceLayout(0, tile))
     p_tile = o_k[None, :] * V + o_v[:, None]
     b_s = gl.load(p_initial + p_tile, mask=o_v[:, None] < known, other=0.0)
     zero = gl.zeros([64, BT], gl.float32, flat)
     last = load_last(p_gates, rows)
     for i in range(chunks):
-        here = i % PLACES
-        s_k, s_a, s_v = k_s.index(here), a_s.index(here).permute((1, 0)), v_s.index(here).slice(FIRST, 64, 1)
-        s_y, s_w = gates_s.index(here * 4 + 2), gates_s.index(here * 4 + 3)
+        stage = i % NUM_STAGES
+        s_k, s_a, s_v = k_s.index(stage), a_s.index(stage).permute((1, 0)), v_s.index(stage).slice(FIRST, 64, 1)
+        s_y, s_w = gates_s.index(stage * 4 + 2), gates_s.index(stage * 4 + 3)
         decay = gl.exp2(last)
         b_h = b_s.to(dtype)
-        mbarrier.wait(full.index(here), (i // PLACES) & 1)
+        mbarrier.wait(full.index(stage), parity(i, NUM_STAGES))
         fence_async_shared()
-        # R = Ã (V − γ ⊙ K S); meanwhile S is handed on
+        # R = Ã (V − γ ⊙ K S); during the MMA S is stored for the epilogue
         b_y = warpgroup_mma(gl.convert_layout(b_h, left_k), s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        mbarrier.wait(states.index(1), (i + 1) & 1)
+        mbarrier.wait(states.index(1), empty_parity(i, 1))
         s_s.store(b_h)
         fence_async_shared()
         mbarrier.arrive(states.index(0))
@@ -134,30 +155,29 @@ def run_states(pointers, tiles, results, barriers, rows, chunks, known, wanted, 
         b_r = warpgroup_mma(b_y, s_a, zero, use_acc=False, is_async=True)
         b_s *= decay
         b_r, b_y = warpgroup_mma_wait(0, deps=[b_r, b_y])
-        # S ← 2^b_last S + Kᵀ (2^(b_last − b) β ⊙ R); meanwhile R is handed on
+        # S ← 2^b_last S + Kᵀ (2^(b_last − b) β ⊙ R); during the MMA R is stored for the epilogue
         b_u = gl.convert_layout((b_r * s_w.load(col)[None, :]).to(dtype), left)
         b_s = warpgroup_mma(b_u, s_k, b_s, is_async=True)
-        mbarrier.wait(residuals.index(1), (i + 1) & 1)
+        mbarrier.wait(residuals.index(1), empty_parity(i, 1))
         s_r.store(b_r.to(dtype))
         fence_async_shared()
         mbarrier.arrive(residuals.index(0))
         b_s, b_u = warpgroup_mma_wait(0, deps=[b_s, b_u])
-        mbarrier.arrive(empty.index(here))
+        mbarrier.arrive(empty.index(stage))
     gl.store(p_final + p_tile, b_s, mask=o_v[:, None] < wanted)
 
 
 @gluon.jit
-def write_outputs(
-    pointers, tiles, results, barriers, s_o, scale, span, HV: gl.constexpr, V: gl.constexpr, L2NORM: gl.constexpr,
-    SAVE: gl.constexpr,
-):  # fmt: skip
-    """O = n ⊙ (γ ⊙ Q S + P' R) with P' = tril(Q Kᵀ ⊙ Γ) diag(β), n the scale over the norms of Q, from diag(Q Qᵀ).
+def write_outputs(pointers, tiles, results, barriers, s_o, scale, span, HV: gl.constexpr, V: gl.constexpr, options):
+    """Compute O = n ⊙ (γ ⊙ Q S + P' R), P' = tril(Q Kᵀ ⊙ Γ) diag(β), n the scale over the norms of Q, from diag(Q Qᵀ).
 
-    With SAVE also S and R of each chunk.
+    With `options.save` also store S and R of each chunk.
     """
+    L2NORM: gl.constexpr = options.l2norm
+    SAVE: gl.constexpr = options.save
     p_o, p_r, p_s = pointers
-    rows, early, chunks = span
-    q_s, k_s, _, _, gates_s = tiles
+    rows, before, chunks = span
+    q_s, k_s, gates_s = tiles.q, tiles.k, tiles.gates
     s_s, s_r = results
     full, empty, states, residuals = barriers
     dtype: gl.constexpr = k_s.dtype
@@ -171,9 +191,9 @@ def write_outputs(
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     zero, zero_o = gl.zeros([BT, BT], gl.float32, square), gl.zeros([BT, BV], gl.float32, tile)
     for i in range(chunks):
-        here = i % PLACES
-        s_q, s_k, s_b, s_w = q_s.index(here), k_s.index(here), gates_s.index(here * 4), gates_s.index(here * 4 + 1)
-        mbarrier.wait(full.index(here), (i // PLACES) & 1)
+        stage = i % NUM_STAGES
+        s_q, s_k, s_b, s_w = q_s.index(stage), k_s.index(stage), gates_s.index(stage * 4), gates_s.index(stage * 4 + 1)
+        mbarrier.wait(full.index(stage), parity(i, NUM_STAGES))
         fence_async_shared()
         b_p = warpgroup_mma(s_q, s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
         b_i = s_b.load(row)
@@ -190,22 +210,22 @@ def write_outputs(
             b_n = gl.full([BT], scale, gl.float32, row)
         b_p = gl.convert_layout((b_p * b_n[:, None]).to(dtype), gl.DotOperandLayout(0, tile, 2))
         b_g = gl.convert_layout(b_n * gl.exp2(b_i), row_o)
-        mbarrier.wait(states.index(0), i & 1)
+        mbarrier.wait(states.index(0), parity(i, 1))
         b_o = warpgroup_mma(s_q, s_s, zero_o, use_acc=False, is_async=True)
         if SAVE:
-            store_rows(p_s, s_s, V, gl.where(i < early, 0, s_s.shape[0]), 4)
+            store_rows(p_s, s_s, V, gl.where(i < before, 0, s_s.shape[0]), 4)
         b_o = warpgroup_mma_wait(0, deps=[b_o])
         mbarrier.arrive(states.index(1))
-        mbarrier.arrive(empty.index(here))
+        mbarrier.arrive(empty.index(stage))
         b_o *= b_g[:, None]
-        mbarrier.wait(residuals.index(0), i & 1)
+        mbarrier.wait(residuals.index(0), parity(i, 1))
         b_o = warpgroup_mma(b_p, s_r, b_o, is_async=True)
         if SAVE:
-            store_rows(p_r, s_r, HV * V, gl.where(i < early, 0, rows), 4)
+            store_rows(p_r, s_r, HV * V, gl.where(i < before, 0, rows), 4)
         b_o, b_p = warpgroup_mma_wait(0, deps=[b_o, b_p])
         mbarrier.arrive(residuals.index(1))
         s_o.store(b_o.to(dtype))
-        store_rows(p_o, s_o, HV * V, gl.where(i < early, 0, rows), 4)
+        store_rows(p_o, s_o, HV * V, gl.where(i < before, 0, rows), 4)
         p_o += BT * HV * V
         p_r += BT * HV * V
         p_s += HV * s_s.shape[0] * V
@@ -213,18 +233,18 @@ def write_outputs(
 
 
 @gluon.jit
-def keep_states(pointers, results, barriers, span, HV: gl.constexpr, V: gl.constexpr):
-    """Write S and R of each chunk."""
+def save_states(pointers, results, barriers, span, HV: gl.constexpr, V: gl.constexpr):
+    """Store S and R of each chunk."""
     _, p_r, p_s = pointers
-    rows, early, chunks = span
+    rows, before, chunks = span
     s_s, s_r = results
     _, _, states, residuals = barriers
     for i in range(chunks):
-        mbarrier.wait(states.index(0), i & 1)
-        store_rows(p_s, s_s, V, gl.where(i < early, 0, s_s.shape[0]), 4)
+        mbarrier.wait(states.index(0), parity(i, 1))
+        store_rows(p_s, s_s, V, gl.where(i < before, 0, s_s.shape[0]), 4)
         mbarrier.arrive(states.index(1))
-        mbarrier.wait(residuals.index(0), i & 1)
-        store_rows(p_r, s_r, HV * V, gl.where(i < early, 0, rows), 4)
+        mbarrier.wait(residuals.index(0), parity(i, 1))
+        store_rows(p_r, s_r, HV * V, gl.where(i < before, 0, rows), 4)
         mbarrier.arrive(residuals.index(1))
         p_s += HV * s_s.shape[0] * V
         p_r += 64 * HV * V
@@ -232,15 +252,12 @@ def keep_states(pointers, results, barriers, span, HV: gl.constexpr, V: gl.const
 
 
 @gluon.jit
-def write_results(
-    pointers, tiles, results, barriers, s_o, scale, span, HV: gl.constexpr, V: gl.constexpr, L2NORM: gl.constexpr,
-    OUTPUT: gl.constexpr, SAVE: gl.constexpr,
-):  # fmt: skip
-    """Outputs, or only what the backward pass needs."""
-    if OUTPUT:
-        write_outputs(pointers, tiles, results, barriers, s_o, scale, span, HV, V, L2NORM, SAVE)
+def epilogue(pointers, tiles, results, barriers, s_o, scale, span, HV: gl.constexpr, V: gl.constexpr, options):
+    """Write outputs, or only S and R for the backward pass."""
+    if options.output:
+        write_outputs(pointers, tiles, results, barriers, s_o, scale, span, HV, V, options)
     else:
-        keep_states(pointers, results, barriers, span, HV, V)
+        save_states(pointers, results, barriers, span, HV, V)
 
 
 @cached_launch
@@ -251,50 +268,48 @@ def forward_kernel(
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr,
     L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Outputs and final states, or R and the state entering each chunk, or all of these: of BV columns a program.
+    """Compute outputs and final states, or R and the state entering each chunk, or all, for BV columns.
 
-    With ORDERED programs take segments by `order`. With factors `writes` each chunk writes to the state by its own.
+    ORDERED: programs take segments in the order of `order`. `writes` has a factor per chunk.
     """
     OUTPUT: gl.constexpr = o is not None
     SAVE: gl.constexpr = residual is not None
     dtype: gl.constexpr = q.dtype.element_ty
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    places: gl.constexpr = PLACES
-    q_s = gl.allocate_shared_memory(dtype, [places, BT, K], shared)
-    k_s = gl.allocate_shared_memory(dtype, [places, BT, K], shared)
-    v_s = gl.allocate_shared_memory(dtype, [places, BT, BV], shared)
-    a_s = gl.allocate_shared_memory(dtype, [places, BT, BT], shared)
+    stages: gl.constexpr = NUM_STAGES
+    q_s = gl.allocate_shared_memory(dtype, [stages, BT, K], shared)
+    k_s = gl.allocate_shared_memory(dtype, [stages, BT, K], shared)
+    v_s = gl.allocate_shared_memory(dtype, [stages, BT, BV], shared)
+    a_s = gl.allocate_shared_memory(dtype, [stages, BT, BT], shared)
     # b, β r, −γ r and 2^(b_last − b) β r
-    gates_s = gl.allocate_shared_memory(gl.float32, [places * 4, BT], vector)
+    gates_s = gl.allocate_shared_memory(gl.float32, [stages * 4, BT], vector)
     s_s = gl.allocate_shared_memory(dtype, [K, BV], shared)
     s_r = gl.allocate_shared_memory(dtype, [BT, BV], shared)
     s_o = gl.allocate_shared_memory(dtype, [BT, BV], shared)
-    # S and R have a barrier for being there and one for having been read
-    full = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     states_2 = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     residuals_2 = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    groups: gl.constexpr = BV // 64
-    for i in gl.static_range(places):
-        # each of 128 threads tells of its copies, and one of the gates
+    warpgroups: gl.constexpr = BV // 64
+    for i in gl.static_range(stages):
+        # 128 threads arrive for their copies, one for the gates
         mbarrier.init(full.index(i), 129)
-        mbarrier.init(empty.index(i), groups + 1 if OUTPUT else groups)
-    mbarrier.init(states_2.index(0), groups)
+        mbarrier.init(empty.index(i), warpgroups + 1 if OUTPUT else warpgroups)
+    mbarrier.init(states_2.index(0), warpgroups)
     mbarrier.init(states_2.index(1), 1)
-    mbarrier.init(residuals_2.index(0), groups)
+    mbarrier.init(residuals_2.index(0), warpgroups)
     mbarrier.init(residuals_2.index(1), 1)
 
     gdc_wait()
     i_v, i_sh = gl.program_id(0) % (V // BV), gl.program_id(0) // (V // BV)
-    i_s, i_hv, i_n, begin, length, first = locate_segment(
-        i_sh, order, T, N, HV, segment, cu_seqlens, PACKED, ORDERED, 4
-    )
-    # an empty sequence has a segment too, which hands its state on
+    located = locate_segment(i_sh, order, T, N, HV, segment, cu_seqlens, PACKED, ORDERED, 4)
+    i_s, i_hv, i_n, begin, length, first = located
+    # an empty sequence has a segment, too, which passes its state on
     if (first >= length) & (first > 0):
         return
     slot = first_chunk(i_n, begin, T, BT, PACKED)
-    begun = begun_at(gates, writes, slot, i_hv, HV, tokens, begin, first, segment, L2NORM, 4)
+    begun = scan_start(gates, Factors(writes, slot, i_hv, HV), located, tokens, segment, L2NORM, 4)
     token = begin + begun
     o_qk, o_vo = (token * H + i_hv // (HV // H)) * K, (token * HV + i_hv) * V + i_v * BV
     # an empty sequence may begin past the last token
@@ -302,9 +317,9 @@ def forward_kernel(
     slot += begun // BT
 
     rows, end = length - begun, gl.minimum(first + segment, length)
-    # the chunks before the segment come first, and nothing of them is stored
-    chunks, early = gl.cdiv(end - begun, BT), (first - begun) // BT
-    span = (rows, early, chunks)
+    # chunks before the segment are scanned, but not stored
+    chunks, before = gl.cdiv(end - begun, BT), (first - begun) // BT
+    span = Span(rows, before, chunks)
     o_state = (i_n.to(gl.int64) * HV + i_hv) * K * V + i_v * BV
     p_initial, known = pointer_or(entering, gates) + (i_s.to(gl.int64) * HV + i_hv) * K * V + i_v * BV, V
     if first == 0:
@@ -315,7 +330,8 @@ def forward_kernel(
     wanted = 0
     if OUTPUT & (end >= length):
         wanted = V
-    tiles, results, barriers = (q_s, k_s, v_s, a_s, gates_s), (s_s, s_r), (full, empty, states_2, residuals_2)
+    tiles, results = Tiles(q_s, k_s, v_s, a_s, gates_s), Results(s_s, s_r)
+    pipeline, barriers = Pipeline(full, empty), Barriers(full, empty, states_2, residuals_2)
     p_w = p_gates
     if writes is not None:
         p_w = writes + slot.to(gl.int64) * HV + i_hv
@@ -323,23 +339,23 @@ def forward_kernel(
     ends = (p_initial, pointer_or(final_state, gates) + o_state, p_gates)
     o_s = (slot * HV + i_hv) * K * V + i_v * BV
     outputs = (pointer_or(o, v) + o_vo, pointer_or(residual, v) + o_vo, pointer_or(states, v) + o_s)
-    # the first group takes the registers that the others leave of 512, or 504, a thread of each
-    if groups == 2:
+    # the first warpgroup gets the remaining registers, of 512 or 504 per thread of each
+    if warpgroups == 2:
         gl.warp_specialize(
             [
-                (run_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 0, V)),
-                (run_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 64, V)),
-                (write_results, (outputs, tiles, results, barriers, s_o, scale, span, HV, V, L2NORM, OUTPUT, SAVE)),
-                (copy_chunks, (inputs, tiles, full, empty, rows, chunks, H, HV, V, OUTPUT, writes is not None)),
+                (scan_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 0, V)),
+                (scan_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 64, V)),
+                (epilogue, (outputs, tiles, results, barriers, s_o, scale, span, HV, V, Options(L2NORM, OUTPUT, SAVE))),
+                (producer, (inputs, tiles, pipeline, rows, chunks, H, HV, V, OUTPUT, writes is not None)),
             ],
             [4, 4, 4], [160, 136, 56],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (run_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 0, V)),
-                (write_results, (outputs, tiles, results, barriers, s_o, scale, span, HV, V, L2NORM, OUTPUT, SAVE)),
-                (copy_chunks, (inputs, tiles, full, empty, rows, chunks, H, HV, V, OUTPUT, writes is not None)),
+                (scan_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 0, V)),
+                (epilogue, (outputs, tiles, results, barriers, s_o, scale, span, HV, V, Options(L2NORM, OUTPUT, SAVE))),
+                (producer, (inputs, tiles, pipeline, rows, chunks, H, HV, V, OUTPUT, writes is not None)),
             ],
             [4, 4], [200, 96],
         )  # fmt: skip
@@ -355,13 +371,13 @@ def forward(
     final_state: Tensor | None,
     saved: Saved | None,
 ) -> None:
-    """Write what there is room for: outputs and final states, R and the states of chunks.
+    """Write outputs and final states, R and the states of chunks, into the tensors that are not None.
 
-    Sequences are split into segments of `segment` tokens, unless that is 0. `writes` has a factor a chunk.
+    Sequences are split into segments of `segment` tokens, unless that is 0. `writes` has a factor per chunk.
     """
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
-    # one that no sequence exceeds
+    # at least as long as any sequence
     segment = segment or (T // CHUNK + 1) * CHUNK
     programs = chunk_slots(B, T, segment, x.cu_seqlens) * HV
     BV = tuning.forward_columns(programs, V)

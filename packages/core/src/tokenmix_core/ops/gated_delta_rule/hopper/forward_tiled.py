@@ -1,4 +1,10 @@
-"""`forward` on Hopper for heads of other sizes: a segment, value head and 64 columns of V a program."""
+"""Forward on Hopper for heads of other sizes: one program per segment, value head and 64 columns of V.
+
+    k v Ã q of chunk t + 1 ─ cp.async, 2 stages ─┐ during the MMAs of chunk t
+    S ─► smem ─► Y = V − γ K S ─► smem ─► R = Ã Y ─► smem ─► S' = 2^b S + Kᵀ(…R) ─► O = γ Q S + P' R ─► o
+
+Two warpgroups split the columns of each result, so operands pass through shared memory, between barriers of the CTA.
+"""
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -19,13 +25,13 @@ from tokenmix_core.kernels.gluon.hopper import (
 )
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gates, share_gates, share_of
-from tokenmix_core.ops.gated_delta_rule.hopper.segments import begun_at, locate_segment
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import gate_vectors, load_gates, store_gate_vectors, write_factor
+from tokenmix_core.ops.gated_delta_rule.hopper.segments import Factors, locate_segment, scan_start
 from tokenmix_core.ops.gated_delta_rule.types import Inputs, Saved, Terms
 
 # columns of V a program, the rows of its transposed state
 COLUMNS = 64
-# two groups of four, with half of each result's columns
+# two warpgroups, each with half of a result's columns
 WARPS = gl.constexpr(8)
 
 
@@ -37,10 +43,10 @@ def forward_kernel(
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
     ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Outputs and final states or, without `o`, R and the state entering each chunk, in two 16-bit parts.
+    """Compute outputs and final states or, without `o`, R and the state entering each chunk with its rounding errors.
 
-    S is held transposed, `[BV, K]`, half of its columns in either group of warps, and passes through shared memory.
-    With ORDERED programs take segments by `order`. With factors `writes` each chunk writes to the state by its own.
+    S is transposed, `[BV, K]`, half of its columns in each warpgroup, and passes through shared memory.
+    ORDERED: programs take segments in the order of `order`. `writes` has a factor per chunk.
     """
     SAVE: gl.constexpr = o is None
     dtype: gl.constexpr = q.dtype.element_ty
@@ -52,14 +58,13 @@ def forward_kernel(
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     HV = H * group
     i_v, i_sh = gl.program_id(0) % (V // BV), gl.program_id(0) // (V // BV)
-    i_s, i_hv, i_n, begin, length, first = locate_segment(
-        i_sh, order, T, N, HV, segment, cu_seqlens, PACKED, ORDERED, WARPS
-    )
-    # an empty sequence has a segment too, which hands its state on
+    located = locate_segment(i_sh, order, T, N, HV, segment, cu_seqlens, PACKED, ORDERED, WARPS)
+    i_s, i_hv, i_n, begin, length, first = located
+    # an empty sequence has a segment, too, which passes its state on
     if (first >= length) & (first > 0):
         return
     slot = first_chunk(i_n, begin, T, BT, PACKED)
-    begun = begun_at(gates, writes, slot, i_hv, HV, tokens, begin, first, segment, L2NORM, WARPS)
+    begun = scan_start(gates, Factors(writes, slot, i_hv, HV), located, tokens, segment, L2NORM, WARPS)
     s_qk, s_vo, s_at = H * K, HV * V, HV * BT
     p_k, p_q = k + (begin * H + i_hv // group) * K, q + (begin * H + i_hv // group) * K
     o_vo = (begin * HV + i_hv) * V + i_v * BV
@@ -83,7 +88,7 @@ def forward_kernel(
         q_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
         s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
     s_gates = gl.allocate_shared_memory(gl.float32, [5, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    g_b, g_p, g_w, g_y, g_q = s_gates.index(0), s_gates.index(1), s_gates.index(2), s_gates.index(3), s_gates.index(4)
+    g = gate_vectors(s_gates)
 
     end = gl.minimum(first + segment, length)
     o_v, o_k = gl.arange(0, BV, gl.SliceLayout(1, tile)), gl.arange(0, K, gl.SliceLayout(0, tile))
@@ -107,13 +112,13 @@ def forward_kernel(
     b_b, b_w, b_r, b_last = load_gates(p_gates, begun, length, line)
     for i in range(gl.cdiv(end - begun, BT)):
         start = begun + i * BT
-        here, then = i % 2, (i + 1) % 2
-        s_k, s_v, s_a = k_2.index(here), v_2.index(here), a_2.index(here)
-        kept = start >= first
+        stage, next_stage = i % 2, (i + 1) % 2
+        s_k, s_v, s_a = k_2.index(stage), v_2.index(stage), a_2.index(stage)
+        stored = start >= first
         last = b_last
-        share = share_of(writes, slot + start // BT, i_hv, HV)
-        share_gates(g_b, g_p, g_w, g_y, b_b, b_w, b_r, last, 1.0, share)
-        # S, and what rounding takes from it
+        factor = write_factor(writes, slot + start // BT, i_hv, HV)
+        store_gate_vectors(g, b_b, b_w, b_r, last, 1.0, factor)
+        # S and its rounding error
         b_h = b_s.to(dtype)
         s_s.permute((1, 0)).store(b_h)
         if SAVE:
@@ -122,11 +127,11 @@ def forward_kernel(
         b_y = warpgroup_mma(s_s.permute((1, 0)), s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
         after = start.to(gl.int64) + BT
         left = length - start - BT
-        async_copy_rows(k_2.index(then), p_k + after * s_qk, s_qk, left, WARPS)
-        async_copy_rows(v_2.index(then), p_v + after * s_vo, s_vo, left, WARPS)
-        async_copy_rows(a_2.index(then), p_a + after * s_at, s_at, left, WARPS)
+        async_copy_rows(k_2.index(next_stage), p_k + after * s_qk, s_qk, left, WARPS)
+        async_copy_rows(v_2.index(next_stage), p_v + after * s_vo, s_vo, left, WARPS)
+        async_copy_rows(a_2.index(next_stage), p_a + after * s_at, s_at, left, WARPS)
         if not SAVE:
-            async_copy_rows(q_2.index(then), p_q + after * s_qk, s_qk, left, WARPS)
+            async_copy_rows(q_2.index(next_stage), p_q + after * s_qk, s_qk, left, WARPS)
         async_copy.commit_group()
         b_b, b_w, b_r, b_last = load_gates(p_gates, start + BT, length, line)
 
@@ -135,44 +140,44 @@ def forward_kernel(
             chunk = (start // BT).to(gl.int64) * HV * K * V
             b_y = warpgroup_mma_wait(0, deps=[b_y])
         else:
-            s_q = q_2.index(here)
+            s_q = q_2.index(stage)
             b_p = warpgroup_mma(s_k, s_q.permute((1, 0)), zero, use_acc=False, is_async=True)
             b_o = warpgroup_mma(s_s.permute((1, 0)), s_q.permute((1, 0)), zero, use_acc=False, is_async=True)
             b_y = warpgroup_mma_wait(2, deps=[b_y])
         b_v = s_v.permute((1, 0)).load(flat).to(gl.float32)
-        s_y.store((b_v + b_y * g_y.load(col)[None, :]).to(dtype))
+        s_y.store((b_v + b_y * g.y.load(col)[None, :]).to(dtype))
         fence_async_shared()
         barrier()
         # R = Ã Y, and S ← 2^b_last S + Kᵀ (2^(b_last − b) β ⊙ R)
         b_x = warpgroup_mma(s_y, s_a.permute((1, 0)), zero, use_acc=False, is_async=True)
         if SAVE:
-            store_rows(p_s + chunk, s_s, V, gl.where(kept, K, 0), WARPS)
-            store_rows(p_m + chunk, s_m, V, gl.where(kept, K, 0), WARPS)
+            store_rows(p_s + chunk, s_s, V, gl.where(stored, K, 0), WARPS)
+            store_rows(p_m + chunk, s_m, V, gl.where(stored, K, 0), WARPS)
             b_x = warpgroup_mma_wait(0, deps=[b_x])
             s_r.permute((1, 0)).store(b_x.to(dtype))
         else:
             if L2NORM:
                 b_q = s_q.load(row_layout(K, WARPS)).to(gl.float32)
-                g_q.store(gl.rsqrt(gl.sum(b_q * b_q, 1) + 1e-6) * scale)
+                g.q.store(gl.rsqrt(gl.sum(b_q * b_q, 1) + 1e-6) * scale)
             else:
-                g_q.store(gl.full([BT], scale, gl.float32, line))
+                g.q.store(gl.full([BT], scale, gl.float32, line))
             b_p = warpgroup_mma_wait(2, deps=[b_p])
-            b_i = g_b.load(row)
-            b_decay = gl.where(o_i[:, None] <= o_j[None, :], g_b.load(col)[None, :] - b_i[:, None], float("-inf"))
-            s_p.store((b_p * gl.exp2(b_decay) * g_p.load(row)[:, None]).to(dtype))
+            b_i = g.b.load(row)
+            b_decay = gl.where(o_i[:, None] <= o_j[None, :], g.b.load(col)[None, :] - b_i[:, None], float("-inf"))
+            s_p.store((b_p * gl.exp2(b_decay) * g.p.load(row)[:, None]).to(dtype))
             b_o, b_x = warpgroup_mma_wait(0, deps=[b_o, b_x])
             s_r.store(b_x.to(dtype))
-        s_u.store((b_x * g_w.load(col)[None, :]).to(dtype))
+        s_u.store((b_x * g.w.load(col)[None, :]).to(dtype))
         fence_async_shared()
         barrier()
         b_s = warpgroup_mma(s_u, s_k, b_s * gl.exp2(last), is_async=True)
-        rows = gl.where(kept, length - start, 0)
+        rows = gl.where(stored, length - start, 0)
         if SAVE:
             store_rows(p_r + start.to(gl.int64) * s_vo, s_r, s_vo, rows, WARPS)
         else:
-            b_o = warpgroup_mma(s_r, s_p, b_o * gl.exp2(g_b.load(col))[None, :], is_async=True)
+            b_o = warpgroup_mma(s_r, s_p, b_o * gl.exp2(g.b.load(col))[None, :], is_async=True)
             b_o = warpgroup_mma_wait(0, deps=[b_o])
-            s_y.permute((1, 0)).store((b_o * g_q.load(col)[None, :]).to(dtype))
+            s_y.permute((1, 0)).store((b_o * g.q.load(col)[None, :]).to(dtype))
             barrier()
             store_rows(p_o + start.to(gl.int64) * s_vo, s_y, s_vo, rows, WARPS)
         b_s = warpgroup_mma_wait(0, deps=[b_s])
@@ -192,10 +197,10 @@ def forward_tiled(
     final_state: Tensor | None,
     saved: Saved | None,
 ) -> None:
-    """Write outputs and final states, or else R and the states of chunks in two parts."""
+    """Write outputs and final states; or R, the states of chunks and their rounding errors."""
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
-    # one that no sequence exceeds
+    # at least as long as any sequence
     segment = segment or (T // CHUNK + 1) * CHUNK
     residual, states, remainders = saved or (None, None, None)
     forward_kernel[(chunk_slots(B, T, segment, x.cu_seqlens) * HV * (V // COLUMNS),)](

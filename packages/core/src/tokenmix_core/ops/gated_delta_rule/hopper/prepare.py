@@ -1,7 +1,10 @@
-"""`prepare` on Hopper: chunk after chunk of a key head a program of one warp, so that nothing waits for another warp.
+"""Gates and Ã on Hopper: persistent programs of one warp, without barriers; each takes chunks of a key head in turn.
 
-The result of a product lies in registers as a left operand does, and as a right operand of the transposed product: what
-becomes a right operand is computed transposed, and nothing moves between threads.
+    keys of the next chunk ─ cp.async, 1 stage ─┐ after K Kᵀ
+    K Kᵀ (10 blocks of 16 × 16, MMA) ─► for each value head of the group: gates ─► L̃ ─► Ã by blocks ─► store
+
+An accumulator of these MMAs has the register layout of a left operand, and of a right operand of the transposed MMA:
+right operands are computed transposed, and nothing moves between threads.
 """
 
 from torch import Tensor
@@ -25,10 +28,10 @@ from tokenmix_core.kernels.gluon.hopper import (
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
 
-# warps that share a SM: its registers are enough for no more without spills
+# warps per SM: more would spill registers
 WARPS = 8
 
-# blocks of 16 tokens: a product, and its operands
+# layouts of blocks of 16 tokens: accumulator and operands of MMAs
 BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
@@ -36,13 +39,13 @@ RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [1
 
 @gluon.jit
 def multiply(b_x, b_yt, b_z):
-    """Z + X Y, from Yᵀ."""
+    """Return Z + X Y, from Yᵀ."""
     return mma_v2(gl.convert_layout(b_x, LEFT), gl.convert_layout(b_yt.permute((1, 0)), RIGHT), b_z)
 
 
 @gluon.jit
-def product(x, yt, b_z):
-    """Z + X Y for X and Yᵀ in parts, without the product of their rests."""
+def split_multiply(x, yt, b_z):
+    """Return Z + X Y for X and Yᵀ as high and low parts, without low × low."""
     b_z = multiply(x[1], yt[0], b_z)
     b_z = multiply(x[0], yt[1], b_z)
     return multiply(x[0], yt[0], b_z)
@@ -50,7 +53,7 @@ def product(x, yt, b_z):
 
 @gluon.jit
 def invert_diagonal(s_l):
-    """(I + L)⁻¹ of four strictly lower blocks `[16, 16]` in place by rows; a thread holds two columns of a block."""
+    """Replace four strictly lower blocks `[16, 16]` by (I + L)⁻¹, row by row; a thread holds two columns of a block."""
     layout: gl.constexpr = gl.BlockedLayout([1, 16, 2], [4, 1, 8], [1, 1, 1], [2, 1, 0])
     o_b = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     o_i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
@@ -64,10 +67,10 @@ def invert_diagonal(s_l):
 
 @gluon.jit
 def block_decays(s_gates, b_b, b_w, r_k, o_t):
-    """Factors of L̃'s blocks: a decay from one block to another goes through the end of the earlier one, e.
+    """Store factors of L̃'s blocks: a decay between blocks is split at the end e of the earlier block.
 
-    Stores b, w and r as vectors 0 to 2, the factors of columns −w 2^(e − b) as 3, and those of rows r 2^(b − e) as 4 to
-    6, for the end of each block but the last.
+    Vectors 0 to 2 are b, w and r; 3 are the column factors −w 2^(e − b); 4 to 6 the row factors r 2^(b − e), for the
+    end of each block but the last.
     """
     s_gates.index(0).store(b_b)
     s_gates.index(1).store(b_w)
@@ -82,10 +85,10 @@ def block_decays(s_gates, b_b, b_w, r_k, o_t):
 
 @gluon.jit
 def invert(kk, s_gates, s_l, s_blocks, s_a, p_a, stride: gl.constexpr, rows, dtype: gl.constexpr):
-    """Ã = (I + L̃)⁻¹, from the blocks of K Kᵀ on and under the diagonal, row by row.
+    """Compute Ã = (I + L̃)⁻¹ from the blocks of K Kᵀ on and under the diagonal, row by row.
 
-    Under the diagonal A_ij = A_ii X_ij with X_ij = −Σ_m L_im A_mj. Every factor is a piece of the matrix or of its
-    inverse, so nothing grows beyond what these hold, as powers of L̃ would. Factors are taken in parts.
+    Under the diagonal A_ij = A_ii X_ij with X_ij = −Σ_m L_im A_mj. Every factor is a block of the matrix or of its
+    inverse, so no intermediate exceeds their entries, as powers of L̃ would. Factors are split in high and low parts.
     """
     row: gl.constexpr = gl.SliceLayout(1, BLOCK)
     col: gl.constexpr = gl.SliceLayout(0, BLOCK)
@@ -113,11 +116,11 @@ def invert(kk, s_gates, s_l, s_blocks, s_a, p_a, stride: gl.constexpr, rows, dty
         for j in gl.static_range(i):
             b_x = zero
             for m in gl.static_range(j, i):
-                b_x = product(at[m * (m + 1) // 2 + j], l_i[m], b_x)
+                b_x = split_multiply(at[m * (m + 1) // 2 + j], l_i[m], b_x)
             xt = split_hi_lo(b_x, dtype)
-            s_row.slice(16 * j, 16, 1).store(product(a_ii, xt, zero).to(dtype))
+            s_row.slice(16 * j, 16, 1).store(split_multiply(a_ii, xt, zero).to(dtype))
             if i < 3:
-                at += (split_hi_lo(product(xt, a_ii, zero), dtype),)
+                at += (split_hi_lo(split_multiply(xt, a_ii, zero), dtype),)
         if i < 3:
             at += (split_hi_lo(s_l.index(i).permute((1, 0)).load(BLOCK), dtype),)
         store_rows(p_a + 16 * i * stride, s_row, stride, rows - 16 * i, 1)
@@ -145,15 +148,15 @@ def store_gates(p_gates, b_b, b_w, r_k, b_beta, rows):
 
 @gluon.jit
 def find(i_u, units, T, N, H: gl.constexpr, cu_seqlens, BT: gl.constexpr, PACKED: gl.constexpr):
-    """A unit's key head, first token and how many tokens there are from it on; none past the end."""
+    """Return a unit's key head, its first token, and the tokens from there on; 0 past the end."""
     i_slot = gl.minimum(i_u, units - 1) // H
     _, begin, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED, 1)
     return i_u % H, begin + start, gl.where(i_u < units, length - start, 0)
 
 
 @gluon.jit
-def fetch_keys(s_k, k, token, i_h, H: gl.constexpr, rows, K: gl.constexpr):
-    """Begin to copy a chunk's keys, 64 columns a tile."""
+def prefetch_keys(s_k, k, token, i_h, H: gl.constexpr, rows, K: gl.constexpr):
+    """Issue cp.async of a chunk's keys, in tiles of 64 columns."""
     for i in gl.static_range(K // 64):
         async_copy_rows(s_k.index(i), k + (token * H + i_h) * K + i * 64, H * K, rows, 1)
     async_copy.commit_group()
@@ -165,7 +168,7 @@ def prepare_kernel(
     k, g, beta, cu_seqlens, inverse, gates, T, N, tokens, units,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Ã, b, β r, r and β, for the value heads of a key head, chunk after chunk; meanwhile the next one's keys come."""
+    """Compute Ã, b, β r, r and β for the value heads of a key head, chunk after chunk."""
     dtype: gl.constexpr = k.dtype.element_ty
     line: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -175,19 +178,19 @@ def prepare_kernel(
     s_gates = gl.allocate_shared_memory(gl.float32, [7, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     s_l = gl.allocate_shared_memory(gl.float32, [4, 16, 16], plain)
     s_blocks = reinterpret(s_l, gl.float32, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    # two, as a row of blocks is made while the one before is stored
+    # two stages: a row of blocks is computed while the one before is stored
     s_a = gl.allocate_shared_memory(dtype, [2, 16, BT], gl.NVMMASharedLayout(128, 16))
     o_t = gl.arange(0, BT, line)
     zero = gl.zeros([16, 16], gl.float32, BLOCK)
 
     i_h, token, rows = find(gl.program_id(0), units, T, N, H, cu_seqlens, BT, PACKED)
-    fetch_keys(s_k, k, token, i_h, H, rows, K)
+    prefetch_keys(s_k, k, token, i_h, H, rows, K)
     for i_u in range(gl.program_id(0), units, gl.num_programs(0)):
         b_g, b_beta = load_gates(g, beta, token, i_h * group, HV, rows, BT)
         async_copy.wait_group(0)
         # K Kᵀ in blocks on and under the diagonal, shared by the value heads
         kk = (zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
-        # a loop indeed: unrolled, it would take more registers than there are
+        # not unrolled: that would take more registers than there are
         for i_k in range(K // 64):
             s_x = s_k.index(i_k)
             k_0, k_1 = s_x.slice(0, 16).load(LEFT), s_x.slice(16, 16).load(LEFT)
@@ -199,9 +202,9 @@ def prepare_kernel(
                 multiply(k_3, k_0, kk[6]), multiply(k_3, k_1, kk[7]), multiply(k_3, k_2, kk[8]),
                 multiply(k_3, k_3, kk[9]),
             )  # fmt: skip
-        here, first, left = i_h, token, rows
+        this_h, first, left = i_h, token, rows
         i_h, token, rows = find(i_u + gl.num_programs(0), units, T, N, H, cu_seqlens, BT, PACKED)
-        fetch_keys(s_k, k, token, i_h, H, rows, K)
+        prefetch_keys(s_k, k, token, i_h, H, rows, K)
         r_k = gl.full([BT], 1.0, gl.float32, line)
         if L2NORM:
             o_i, o_j = gl.arange(0, 16, gl.SliceLayout(1, BLOCK)), gl.arange(0, 16, gl.SliceLayout(0, BLOCK))
@@ -210,7 +213,7 @@ def prepare_kernel(
                 s_gates.index(2).slice(16 * i, 16).store(b_n)
             r_k = gl.rsqrt(s_gates.index(2).load(line) + 1e-6)
         for i_g in range(group):
-            i_hv = here * group + i_g
+            i_hv = this_h * group + i_g
             if group > 1 and i_g > 0:
                 b_g, b_beta = load_gates(g, beta, first, i_hv, HV, left, BT)
             b_w = b_beta.to(gl.float32) * r_k
@@ -230,11 +233,11 @@ def prepare(
     inverse: Tensor,
     gates: Tensor,
 ) -> None:
-    """Write Ã and the gates."""
+    """Write Ã and the gates into `inverse` and `gates`."""
     B, T, H, K = k.shape
     HV = g.shape[2]
     units = chunk_slots(B, T, CHUNK, cu_seqlens) * H
-    # shared memory is enough for fewer where keys are long
+    # shared memory holds fewer warps for K = 256
     warps = WARPS if K < 256 else 5
     prepare_kernel[(min(units, warps * tuning.sm_count(k.device)),)](
         k=k, g=g, beta=beta, cu_seqlens=cu_seqlens, inverse=inverse, gates=gates, T=T, N=num_sequences(k, cu_seqlens),

@@ -1,43 +1,50 @@
-"""Where segments lie, from how far before one its state is found, and from how far behind the last state's gradient."""
+"""Locations of segments, and the first chunk that a segment's state, or its gradient, is scanned from."""
+
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tokenmix_core.kernels.gluon.hopper import add, locate_chunk
 
-# base-2 logarithm of a decay that leaves nothing beside the rounding of 16-bit operands
-FORGOTTEN = gl.constexpr(-32.0)
-# stands for the decay of a chunk that decays do not bound: more than all others together take away
+# base-2 logarithm of a decay that is negligible beside the rounding of 16-bit operands
+NEGLIGIBLE = gl.constexpr(-32.0)
+# replaces the decay of a chunk whose writes are not bounded by decays: larger than any sum of decays
 UNBOUNDED = gl.constexpr(1e30)
+
+
+# a segment and a value head; its sequence with first row and length; the segment's first token in the sequence
+Segment = namedtuple("Segment", "i_s i_hv i_n begin length first")
+# factors of writes (None: all 1), the slot of a sequence's first chunk, and a value head of HV
+Factors = namedtuple("Factors", "writes slot i_hv HV")
+# first chunk of a segment, one past its last chunk, and chunks of its sequence
+Chunks = namedtuple("Chunks", "first end count")
 
 
 @gluon.jit
 def locate_segment(
     i_sh, order, T, N, HV, segment, cu_seqlens, PACKED: gl.constexpr, ORDERED: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """A program's segment and value head; the segment's sequence, its first row and length, and the first token in it.
-
-    With ORDERED programs take segments by `order`.
-    """
+    """Return a program's `Segment`; with ORDERED programs take segments in the order of `order`."""
     i_s, i_hv = i_sh // HV, i_sh % HV
     if ORDERED:
         i_s = gl.load(order + i_s)
     i_n, begin, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, WARPS)
-    return i_s, i_hv, i_n, begin, length, first
+    return Segment(i_s, i_hv, i_n, begin, length, first)
 
 
 @gluon.jit
-def forgotten(p_gates, segment, WARPS: gl.constexpr):
-    """As in `..forward`: how many of a segment's chunks need not be run for the state that leaves it; 0 if all do."""
+def negligible_chunks(p_gates, segment, WARPS: gl.constexpr):
+    """Return how many first chunks of a segment are negligible for the state that leaves it, as in `..forward`."""
     o_c = gl.arange(0, 128, gl.BlockedLayout([1], [32], [WARPS], [0])) + gl.maximum(segment // 64 - 128, 0)
     b_b = gl.load(p_gates + (o_c * 64 + 63) * 4, mask=o_c < segment // 64, other=0.0)
     b_left = gl.associative_scan(b_b, 0, add, reverse=True)
-    return gl.max(gl.where((b_left < FORGOTTEN) & (o_c < segment // 64), o_c, 0), 0)
+    return gl.max(gl.where((b_left < NEGLIGIBLE) & (o_c < segment // 64), o_c, 0), 0)
 
 
 @gluon.jit
 def bounded(skipped, p_w, stride, chunks, WARPS: gl.constexpr):
-    """As in `..forward`: `skipped`, if the factors of writes of so many chunks lie between 0 and 1; else 0."""
+    """Return `skipped` if the factors of writes of all `chunks` are in [0, 1]; else 0; as in `..forward`."""
     beyond = 0
     for i in range(0, chunks, 128):
         o_c = i + gl.arange(0, 128, gl.BlockedLayout([1], [32], [WARPS], [0]))
@@ -47,18 +54,17 @@ def bounded(skipped, p_w, stride, chunks, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def begun_at(
-    gates, writes, slot, i_hv, HV, tokens, begin, first, segment, L2NORM: gl.constexpr, WARPS: gl.constexpr
-):  # fmt: skip
-    """The token that a segment's state is run from: of chunks before the segment, if they forget all before them.
+def scan_start(gates, factors, span, tokens, segment, L2NORM: gl.constexpr, WARPS: gl.constexpr):
+    """Return the token that the scan of a `Segment` starts from: the first before it whose chunk is not negligible.
 
-    `first` itself means that the state entering the segment is not forgotten within the segment before. `slot` is that
-    of the sequence's first chunk.
+    The result is the segment's first token if no chunk of the segment before is negligible.
     """
+    writes, slot, i_hv, HV = factors.writes, factors.slot, factors.i_hv, factors.HV
+    begin, first = span.begin, span.first
     begun = first
     if L2NORM and first > 0:
         before = gates + (i_hv.to(gl.int64) * tokens + begin + first - segment) * 4
-        skipped = forgotten(before, segment, WARPS)
+        skipped = negligible_chunks(before, segment, WARPS)
         if writes is not None:
             p_w = writes + (slot + (first - segment) // 64).to(gl.int64) * HV + i_hv
             skipped = bounded(skipped, p_w, HV, segment // 64, WARPS)
@@ -69,9 +75,9 @@ def begun_at(
 
 @gluon.jit
 def decay_of(p_gates, p_w, stride, chunk, end, length):
-    """Base-2 logarithms of the decays of chunks, 0 from `end` on; of a chunk whose factor is not in [0, 1] UNBOUNDED.
+    """Return base-2 logarithms of the decays of chunks: 0 from `end` on, UNBOUNDED for a factor outside [0, 1].
 
-    The factors of a sequence's writes begin at `p_w`; None where all is written.
+    `p_w` points at the factors of a sequence's writes; None if all are 1.
     """
     b_last = gl.load(p_gates + gl.minimum(chunk * 64 + 63, length - 1) * 4, mask=chunk < end, other=0.0)
     if p_w is not None:
@@ -81,15 +87,15 @@ def decay_of(p_gates, p_w, stride, chunk, end, length):
 
 
 @gluon.jit
-def started_after(p_gates, p_w, stride, end, chunks, length, BOUNDED: gl.constexpr):
-    """One past the last chunk that a segment ending before chunk `end` has to start from, `chunks` at most.
+def reverse_scan_end(p_gates, p_w, stride, end, chunks, length, BOUNDED: gl.constexpr):
+    """Return one past the last chunk that contributes to the gradient at chunk `end`, `chunks` at most.
 
-    What comes later is forgotten there: keys of norm 1 and β ≤ 2 lengthen no column of the state, so decays bound it.
+    Later chunks are negligible: keys of norm 1 and β ≤ 2 lengthen no column of the state, so decays bound it.
     """
     chunk = end
     if BOUNDED:
         decay = 0.0
-        while (chunk < chunks) & (decay > FORGOTTEN):
+        while (chunk < chunks) & (decay > NEGLIGIBLE):
             decay = decay + decay_of(p_gates, p_w, stride, chunk, chunks, length)
             chunk = chunk + 1
     else:
@@ -99,7 +105,7 @@ def started_after(p_gates, p_w, stride, end, chunks, length, BOUNDED: gl.constex
 
 @gluon.jit
 def decay_over(p_gates, p_w, stride, first, end, length, layout: gl.constexpr):
-    """Base-2 logarithm of the decay over chunks `first` to `end`."""
+    """Return the base-2 logarithm of the decay over chunks `first` to `end`."""
     decay = 0.0
     for i in range(first, end, 128):
         o_c = i + gl.arange(0, 128, layout)
@@ -108,15 +114,18 @@ def decay_over(p_gates, p_w, stride, first, end, length, layout: gl.constexpr):
 
 
 @gluon.jit
-def start_after(
-    p_gates, writes, slot, i_hv, HV, first, end, chunks, segment, length, layout: gl.constexpr, L2NORM: gl.constexpr,
-    LOCAL: gl.constexpr, CARRIED: gl.constexpr,
+def reverse_scan_start(
+    p_gates, factors, span, segment, length, layout: gl.constexpr, L2NORM: gl.constexpr, LOCAL: gl.constexpr,
+    CARRIED: gl.constexpr,
 ):  # fmt: skip
-    """One past the chunk that a segment of chunks `first` to `end` starts from; `first` if it has nothing to do.
+    """Return one past the chunk that the reverse scan of a segment (`Chunks`) starts from; `first` if there is none.
 
-    LOCAL and CARRIED are those of the kernels: a gradient is passed back from a segment if it, or the one before it,
-    remembers, but not from a sequence's first, which passes it to the initial state alone. `slot` is as in `begun_at`.
+    LOCAL: the segment starts from a zero gradient and passes its local gradient back, if its decay or that of the
+    segment before is not negligible; a first segment passes none. CARRIED: the segment starts from the gradient that
+    the next one passed back, if any.
     """
+    writes, slot, i_hv, HV = factors.writes, factors.slot, factors.i_hv, factors.HV
+    first, end, chunks = span.first, span.end, span.count
     p_w = writes
     if writes is not None:
         p_w += slot.to(gl.int64) * HV + i_hv
@@ -124,15 +133,15 @@ def start_after(
     if LOCAL:
         started = first
         if first > 0:
-            # a little more than is going to be used, as sums in another order may differ
+            # with a margin, as sums of decays in another order differ
             earlier = decay_over(p_gates, p_w, HV, first - segment // 64, first, length, layout)
             here = decay_over(p_gates, p_w, HV, first, end, length, layout)
-            if (here > FORGOTTEN - 1) | (earlier > FORGOTTEN - 1):
-                started = started_after(p_gates, p_w, HV, first, end, length, L2NORM)
+            if (here > NEGLIGIBLE - 1) | (earlier > NEGLIGIBLE - 1):
+                started = reverse_scan_end(p_gates, p_w, HV, first, end, length, L2NORM)
     elif CARRIED:
         later = gl.minimum(end + segment // 64, chunks)
-        if decay_over(p_gates, p_w, HV, end, later, length, layout) <= FORGOTTEN:
-            started = started_after(p_gates, p_w, HV, end, chunks, length, L2NORM)
+        if decay_over(p_gates, p_w, HV, end, later, length, layout) <= NEGLIGIBLE:
+            started = reverse_scan_end(p_gates, p_w, HV, end, chunks, length, L2NORM)
     else:
-        started = started_after(p_gates, p_w, HV, end, chunks, length, L2NORM)
+        started = reverse_scan_end(p_gates, p_w, HV, end, chunks, length, L2NORM)
     return started
