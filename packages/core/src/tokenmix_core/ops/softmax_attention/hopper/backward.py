@@ -55,10 +55,11 @@ from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
     plus_columns,
 )
 from tokenmix_core.ops.softmax_attention.hopper.bias_columns import BIAS_COLUMNS, PARTS, bias_selector, store_bias
-from tokenmix_core.ops.softmax_attention.hopper.query_tile import Rows, load_delta, locate_query_tile, store_tile
+from tokenmix_core.ops.softmax_attention.hopper.query_tile import load_delta, locate_query_tile, store_tile
 from tokenmix_core.ops.softmax_attention.kv_tiles import key_tiles, query_tiles, tile_of_queries
 from tokenmix_core.ops.softmax_attention.launch_args import sizes, strides
 from tokenmix_core.ops.softmax_attention.query_selection import list_offset, list_tiles
+from tokenmix_core.ops.softmax_attention.steps import Rows
 
 
 class KeySpan(NamedTuple):
@@ -158,7 +159,7 @@ def _backward_queries(
 ):  # fmt: skip
     """Compute dQ, delta and, unless `bias` is None, bias columns of one query tile of one head per program."""
     tile = locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BT, PACKED)
-    i_b, i_h, i_hk, _, i_t, start, queries, keys = tile
+    i_b, i_h, i_hk, _, i_t, _, start, queries, keys = tile
     o_head = (i_b * TQ + start) * HQ * D + i_h * D
     wanted = i_t * BT < queries
     if selected is not None:

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgro
 
 from tokenmix_core.kernels.gluon.hopper import async_copy_tile, mma_layout, opaque, opaque_tile
 from tokenmix_core.ops.softmax_attention.hopper.bias_columns import allocate_bias
-from tokenmix_core.ops.softmax_attention.hopper.query_tile import Rows
+from tokenmix_core.ops.softmax_attention.steps import Rows
 
 
 class KeyStage(NamedTuple):

@@ -48,7 +48,7 @@ def _forward(
 ):  # fmt: skip
     """Compute O and lse of one query tile of one head per program."""
     tile = locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BT, PACKED)
-    i_b, i_h, i_hk, _, i_t, start, queries, keys = tile
+    i_b, i_h, i_hk, _, i_t, _, start, queries, keys = tile
     if i_t * BT < queries:
         scores: gl.constexpr = mma_layout(BT, gl.num_warps())
         sums: gl.constexpr = mma_layout(D, gl.num_warps())

@@ -48,9 +48,10 @@ from tokenmix_core.kernels.gluon.online_softmax import (
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.masks import visible
 from tokenmix_core.ops.softmax_attention.hopper import ROWS, constants
-from tokenmix_core.ops.softmax_attention.hopper.query_tile import Rows, locate_query_tile
+from tokenmix_core.ops.softmax_attention.hopper.query_tile import locate_query_tile
 from tokenmix_core.ops.softmax_attention.kv_tiles import key_tiles, tile_from_last, tile_of_queries
 from tokenmix_core.ops.softmax_attention.launch_args import sizes, strides
+from tokenmix_core.ops.softmax_attention.steps import Rows
 
 NUM_STAGES = gl.constexpr(2)
 # keys of a KV tile
@@ -266,7 +267,7 @@ def _forward(
 ):  # fmt: skip
     """Compute O and lse of BM queries of one head per program."""
     tile = locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BM, PACKED)
-    i_b, i_h, i_hk, _, i_t, start, queries, keys = tile
+    i_b, i_h, i_hk, _, i_t, _, start, queries, keys = tile
     if i_t * BM >= queries:
         return
     dtype: gl.constexpr = q.dtype.element_ty

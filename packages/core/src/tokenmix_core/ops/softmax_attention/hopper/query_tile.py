@@ -2,43 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tokenmix_core.kernels.gluon.hopper import barrier, locate_chunk, row_layout, store_rows, wait_async_copies
-
-
-class Rows(NamedTuple):
-    """A matrix in global memory: the pointer to its first row, and the stride of rows."""
-
-    pointer: gl.tensor
-    stride: gl.tensor
-
-
-class QueryTile(NamedTuple):
-    """The work tile of a program: BM queries of one head of one sequence.
-
-    Attributes:
-        i_b: batch row, int64.
-        i_h: query head, int64.
-        i_hk: key head, int64.
-        i_n: sequence of a packed batch, else 0.
-        i_t: index of the tile in its sequence; an unused tile begins past the last query.
-        start: first token of the sequence in its batch row, int64.
-        queries: the sequence's queries.
-        keys: the sequence's keys.
-    """
-
-    i_b: gl.tensor
-    i_h: gl.tensor
-    i_hk: gl.tensor
-    i_n: gl.tensor
-    i_t: gl.tensor
-    start: gl.tensor
-    queries: gl.tensor
-    keys: gl.tensor
+from tokenmix_core.ops.softmax_attention.steps import QueryTile
 
 
 @gluon.jit
@@ -49,11 +17,12 @@ def locate_query_tile(indices, TQ, TK, N, cu_seqlens, BM: gl.constexpr, PACKED: 
     start = i_b * 0
     queries = TQ
     keys = TK
+    first_row = i_t * BM
     if PACKED:
         i_n, start, queries, first_row = locate_chunk(i_t, TQ, BM, N, cu_seqlens, PACKED, gl.num_warps())
         i_t = first_row // BM
         keys = queries
-    return QueryTile(i_b, i_h, i_hk, i_n, i_t, start, queries, keys)
+    return QueryTile(i_b, i_h, i_hk, i_n, i_t, first_row, start, queries, keys)
 
 
 @gluon.jit

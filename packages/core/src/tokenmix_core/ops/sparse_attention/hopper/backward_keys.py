@@ -40,7 +40,6 @@ from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
     plus_columns,
 )
 from tokenmix_core.ops.softmax_attention.hopper.bias_columns import BIAS_COLUMNS, PARTS, bias_selector
-from tokenmix_core.ops.softmax_attention.hopper.query_tile import Rows
 from tokenmix_core.ops.softmax_attention.launch_args import listed_sizes, strides
 from tokenmix_core.ops.softmax_attention.listed_keys.lists import away_from
 from tokenmix_core.ops.softmax_attention.listed_keys.tile_schedule import (
@@ -56,6 +55,7 @@ from tokenmix_core.ops.softmax_attention.listed_keys.tile_schedule import (
     TileSchedule,
     find_tile,
 )
+from tokenmix_core.ops.softmax_attention.steps import Rows
 from tokenmix_core.ops.softmax_attention.types import KeyLists
 from tokenmix_core.ops.sparse_attention.hopper import constants
 from tokenmix_core.ops.sparse_attention.hopper.tiles import KeyList, async_gather_rows, listed_columns

@@ -40,8 +40,9 @@ from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
     mma_scores,
 )
 from tokenmix_core.ops.softmax_attention.hopper.bias_columns import BIAS_COLUMNS, store_bias
-from tokenmix_core.ops.softmax_attention.hopper.query_tile import Rows, load_delta, locate_query_tile
+from tokenmix_core.ops.softmax_attention.hopper.query_tile import load_delta, locate_query_tile
 from tokenmix_core.ops.softmax_attention.launch_args import listed_sizes, strides
+from tokenmix_core.ops.softmax_attention.steps import Rows
 from tokenmix_core.ops.softmax_attention.types import KeyLists
 from tokenmix_core.ops.sparse_attention.hopper import TILE, constants
 from tokenmix_core.ops.sparse_attention.hopper.tiles import (
@@ -154,7 +155,7 @@ def _kept_attention_backward_queries(
 ):  # fmt: skip
     """Compute dQ and bias columns of one query tile of one head per program."""
     tile = locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BT, PACKED)
-    i_b, i_h, i_hk, i_n, i_t, start, queries, keys = tile
+    i_b, i_h, i_hk, i_n, i_t, _, start, queries, keys = tile
     if i_t * BT < queries:
         scores: gl.constexpr = mma_layout(BT, gl.num_warps())
         shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

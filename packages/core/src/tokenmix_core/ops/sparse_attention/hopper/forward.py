@@ -49,7 +49,7 @@ def _kept_attention_forward(
 ):  # fmt: skip
     """Compute O and lse of one query tile of one head per program."""
     tile = locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BM, PACKED)
-    i_b, i_h, i_hk, i_n, i_t, start, queries, keys = tile
+    i_b, i_h, i_hk, i_n, i_t, _, start, queries, keys = tile
     if i_t * BM < queries:
         scores: gl.constexpr = mma_layout(BN, gl.num_warps())
         sums: gl.constexpr = mma_layout(V, gl.num_warps())
