@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.kernels.gluon.hopper import (
@@ -42,24 +42,24 @@ from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
     Heads,
     Keys,
     KeyStage,
+    Masking,
     Queries,
-    QueryStage,
-    advance,
+    QuerySpan,
     allocate_keys,
     allocate_queries,
     async_copy_queries,
+    dkdv_step,
+    listed,
     minus_columns,
     mma_dq,
     mma_scores,
-    mma_scores_transposed,
-    plus_columns,
 )
 from tokenmix_core.ops.softmax_attention.hopper.bias_columns import BIAS_COLUMNS, PARTS, bias_selector, store_bias
 from tokenmix_core.ops.softmax_attention.hopper.query_tile import load_delta, locate_query_tile, store_tile
 from tokenmix_core.ops.softmax_attention.kv_tiles import key_tiles, query_tiles, tile_of_queries
 from tokenmix_core.ops.softmax_attention.launch_args import sizes, strides
 from tokenmix_core.ops.softmax_attention.query_selection import list_offset, list_tiles
-from tokenmix_core.ops.softmax_attention.steps import Rows
+from tokenmix_core.ops.softmax_attention.steps import Rows, VisibleTo
 
 
 class KeySpan(NamedTuple):
@@ -73,32 +73,6 @@ class KeySpan(NamedTuple):
     count: gl.tensor
     window: gl.tensor
     sinks: gl.tensor
-
-
-class QuerySpan(NamedTuple):
-    """Query tiles that a KV tile visits, by one head: see `query_tiles`.
-
-    `count` is over all heads of the GQA group. `order` lists the tiles to visit, or is None: all of them.
-    """
-
-    queries: gl.tensor
-    keys: gl.tensor
-    m_min: gl.tensor
-    full_min: gl.tensor
-    full_max: gl.tensor
-    m_max: gl.tensor
-    count: gl.tensor
-    window: gl.tensor
-    sinks: gl.tensor
-    order: gl.tensor
-
-
-class Cursor(NamedTuple):
-    """A query tile: its index in the order of visits, its index in the sequence, its head in the GQA group."""
-
-    i_q: gl.tensor
-    t_q: gl.tensor
-    i_h: gl.tensor
 
 
 @gluon.jit
@@ -211,55 +185,6 @@ def _backward_queries(
         store_tile(p_dq, q_s, b_dq * scale, HQ * D, queries - i_t * BT)
 
 
-@gluon.jit
-def listed(order, i, exists):
-    """Return the i-th query tile of a list, or 0 unless it exists; i itself without a list."""
-    if order is None:
-        return i
-    else:
-        return gl.load(order + i, mask=exists, other=0)
-
-
-@gluon.jit
-def dkdv_step(
-    i, cursor: Cursor, sums, stage: QueryStage, next_stage: QueryStage, heads: Heads, given: Keys, span: QuerySpan,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-):  # fmt: skip
-    """Accumulate dK and dV over the i-th query tile, which is in `stage`; prefetch the next one to `next_stage`.
-
-    Returns:
-        the cursor of the next tile, and the sums.
-    """
-    i_q, t_q, i_h = cursor
-    b_dk, b_dv = sums
-    more = i + 1 < span.count
-    BT: gl.constexpr = stage.q.shape[0]
-    dtype: gl.constexpr = stage.q.dtype
-    left: gl.constexpr = gl.DotOperandLayout(0, mma_layout(stage.q.shape[1], gl.num_warps()), 2)
-    wait_async_copies(0)
-    b_st, b_dpt = mma_scores_transposed(given, stage)
-    i_next, i_h = advance(i_q, i_h, span.m_min, span.m_max)
-    t_next = listed(span.order, i_next, more)
-    # nothing is copied behind the last tile
-    async_copy_queries(next_stage, heads, i_h, t_next * BT, gl.where(more, span.queries, 0))
-    b_st = warpgroup_mma_wait(1, [b_st])
-    o_k = given.o_k
-    b_pt = gl.exp2(b_st * (given.scale * LOG2_E))
-    if (i_q < span.full_min) | (i_q >= span.full_max):
-        # rows beyond the last query have dO = 0
-        distance = plus_columns(t_q * BT + span.keys - span.queries - o_k, BT)
-        m_s = visible(distance, o_k[:, None], span.keys, span.window, span.sinks, CAUSAL, WINDOW)
-        b_pt = gl.where(m_s, b_pt, 0.0)
-    b_left = gl.convert_layout(b_pt.to(dtype), left)
-    b_dv = warpgroup_mma(b_left, opaque_tile(stage.do), b_dv, is_async=True)
-    b_dpt = warpgroup_mma_wait(1, [b_dpt])
-    b_right = gl.convert_layout((b_pt * b_dpt).to(dtype), left)
-    b_dk = warpgroup_mma(b_right, opaque_tile(stage.q), b_dk, is_async=True)
-    # listing b_left and b_right in deps keeps their registers live until the WGMMAs have read them
-    b_dk, b_dv, b_left, b_right = warpgroup_mma_wait(0, [b_dk, b_dv, b_left, b_right])
-    return Cursor(i_next, t_next, i_h), (b_dk, b_dv)
-
-
 @cached_launch
 @gluon.jit
 def _backward_keys(
@@ -311,20 +236,27 @@ def _backward_keys(
         )
         async_copy_tile(k_s, k + i_b * s_kb + start * s_kt + i_hk * s_kh, first, keys, s_kt)
         async_copy_tile(v_s, v + i_b * s_vb + start * s_vt + i_hk * s_vh, first, keys, s_vt)
-        cursor = Cursor(m_min, t_q, m_min * 0)
+        cursor = (m_min, m_min * 0, t_q)
         async_copy_queries(stage_0, heads, m_min * 0, t_q * BT, queries)
 
         adds_lse, adds_delta = bias_selector(0, BT), bias_selector(PARTS, BT)
         o_k = first + gl.arange(0, BT, gl.SliceLayout(1, mma_layout(BT, gl.num_warps())))
         given = Keys(k_s, v_s, adds_lse, adds_delta, o_k, scale)
-        span = QuerySpan(queries, keys, m_min, full_min, full_max, m_max, count, window, sinks, order)
+        mask = VisibleTo(o_k, shift, keys, window, sinks)
+        span = QuerySpan(queries, m_min, full_min, full_max, m_max, count, order, mask)
         zeros = gl.zeros([BT, D], gl.float32, mma_layout(D, gl.num_warps()))
         sums = (zeros, zeros)
         for i in range(0, count - 1, 2):
-            cursor, sums = dkdv_step(i, cursor, sums, stage_0, stage_1, heads, given, span, CAUSAL, WINDOW)
-            cursor, sums = dkdv_step(i + 1, cursor, sums, stage_1, stage_0, heads, given, span, CAUSAL, WINDOW)
+            cursor, sums = dkdv_step(
+                i, cursor, sums, stage_0, stage_1, heads, given, span, Masking(CAUSAL, WINDOW, False)
+            )  # fmt: skip
+            cursor, sums = dkdv_step(
+                i + 1, cursor, sums, stage_1, stage_0, heads, given, span, Masking(CAUSAL, WINDOW, False)
+            )  # fmt: skip
         if count % 2 == 1:
-            cursor, sums = dkdv_step(count - 1, cursor, sums, stage_0, stage_1, heads, given, span, CAUSAL, WINDOW)
+            cursor, sums = dkdv_step(
+                count - 1, cursor, sums, stage_0, stage_1, heads, given, span, Masking(CAUSAL, WINDOW, False)
+            )  # fmt: skip
         b_dk, b_dv = sums
         wait_async_copies(0)
         k_s.store((b_dk * scale).to(dk.dtype.element_ty))

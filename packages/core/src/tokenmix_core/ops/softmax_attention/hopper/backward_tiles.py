@@ -8,7 +8,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.kernels.gluon.hopper import async_copy_tile, mma_layout, opaque, opaque_tile
+from tokenmix_core.kernels.gluon.hopper import (
+    LOG2_E,
+    async_copy_tile,
+    mma_layout,
+    opaque,
+    opaque_tile,
+    wait_async_copies,
+)
+from tokenmix_core.kernels.triton.masks import visible, within
 from tokenmix_core.ops.softmax_attention.hopper.bias_columns import allocate_bias
 from tokenmix_core.ops.softmax_attention.steps import Rows
 
@@ -57,6 +65,38 @@ class Heads(NamedTuple):
     do: Rows
     bias: Rows
     strides: gl.tuple
+
+
+class QuerySpan(NamedTuple):
+    """Query tiles that a tile of keys visits, by one head: see `query_tiles`.
+
+    Attributes:
+        queries: queries of the sequence.
+        m_min: first query tile.
+        full_min: first query tile that needs no mask.
+        full_max: first query tile behind those.
+        m_max: end of the query tiles.
+        count: query tiles of all heads of the GQA group.
+        order: list of the query tiles to visit, or None: all of them.
+        mask: `VisibleTo` or `ColumnsVisibleTo`.
+    """
+
+    queries: gl.tensor
+    m_min: gl.tensor
+    full_min: gl.tensor
+    full_max: gl.tensor
+    m_max: gl.tensor
+    count: gl.tensor
+    order: gl.tensor
+    mask: gl.tuple
+
+
+class Masking(NamedTuple):
+    """Compile-time facts of a mask; pass it as an expression."""
+
+    CAUSAL: gl.constexpr
+    WINDOW: gl.constexpr
+    LISTED: gl.constexpr
 
 
 @gluon.jit
@@ -147,3 +187,75 @@ def mma_scores_transposed(given: Keys, stage: QueryStage):
     b_dpt = warpgroup_mma(given.adds_delta, b_bias, zeros, use_acc=False, is_async=True)
     b_dpt = warpgroup_mma(opaque_tile(given.v), opaque_tile(stage.do).permute((1, 0)), b_dpt, is_async=True)
     return b_st, b_dpt
+
+
+@gluon.jit
+def listed(order, i, exists):
+    """Return the i-th query tile of a list, or 0 unless it exists; i itself without a list."""
+    if order is None:
+        return i
+    else:
+        return gl.load(order + i, mask=exists, other=0)
+
+
+@gluon.jit
+def dkdv_step(
+    i, cursor, sums, stage: QueryStage, next_stage: QueryStage, heads: Heads, given: Keys, span: QuerySpan,
+    masking: Masking,
+):  # fmt: skip
+    """Accumulate dK and dV over the i-th query tile, which is in `stage`; prefetch the next one to `next_stage`.
+
+    `cursor` is the tile's index in the order of visits, its head in the GQA group and, unless columns are listed, its
+    index in the sequence. `sums` are dK, dV and, of listed columns, the gradient of `keep`.
+
+    Returns:
+        the cursor of the next tile, and the sums.
+    """
+    i_q, i_h = cursor[0], cursor[1]
+    # early for dense masks, late for lists: the position decides ptxas' register allocation
+    if not masking.LISTED:
+        more = i + 1 < span.count
+    o_k = given.o_k
+    BT: gl.constexpr = stage.q.shape[0]
+    dtype: gl.constexpr = stage.q.dtype
+    left_k: gl.constexpr = gl.DotOperandLayout(0, mma_layout(stage.q.shape[1], gl.num_warps()), 2)
+    left_v: gl.constexpr = gl.DotOperandLayout(0, mma_layout(stage.do.shape[1], gl.num_warps()), 2)
+    wait_async_copies(0)
+    b_st, b_dpt = mma_scores_transposed(given, stage)
+    i_next, i_h = advance(i_q, i_h, span.m_min, span.m_max)
+    if masking.LISTED:
+        more = i + 1 < span.count
+    t_next = listed(span.order, i_next, more)
+    # nothing is copied behind the last tile
+    async_copy_queries(next_stage, heads, i_h, t_next * BT, gl.where(more, span.queries, 0))
+    b_st = warpgroup_mma_wait(1, [b_st])
+    b_pt = gl.exp2(b_st * (given.scale * LOG2_E))
+    mask = span.mask
+    if (i_q < span.full_min) | (i_q >= span.full_max):
+        # rows beyond the last query have dO = 0
+        if masking.LISTED:
+            distance = plus_columns(i_q * BT + mask.shift - o_k, BT)
+            b_pt = gl.where(within(distance, gl.maximum(mask.b_end - o_k, 0)[:, None]), b_pt, 0.0)
+        else:
+            distance = plus_columns(cursor[2] * BT + mask.keys - span.queries - o_k, BT)
+            m_s = visible(
+                distance, o_k[:, None], mask.keys, mask.window, mask.sinks, masking.CAUSAL, masking.WINDOW
+            )  # fmt: skip
+            b_pt = gl.where(m_s, b_pt, 0.0)
+    b_left = gl.convert_layout(b_pt.to(dtype), left_v)
+    b_dv = warpgroup_mma(b_left, opaque_tile(stage.do), sums[1], is_async=True)
+    b_dpt = warpgroup_mma_wait(1, [b_dpt])
+    b_dst = b_pt * b_dpt
+    if masking.LISTED:
+        b_dm = sums[2]
+        if mask.b_away is not None:
+            o_q = i_q * BT + mask.shift + gl.arange(0, BT, gl.SliceLayout(0, mma_layout(BT, gl.num_warps())))
+            b_dm += gl.sum(gl.where(o_q[None, :] >= mask.b_away[:, None], b_dst, 0.0), 1)
+    b_right = gl.convert_layout(b_dst.to(dtype), left_k)
+    b_dk = warpgroup_mma(b_right, opaque_tile(stage.q), sums[0], is_async=True)
+    # listing b_left and b_right in deps keeps their registers live until the WGMMAs have read them
+    b_dk, b_dv, b_left, b_right = warpgroup_mma_wait(0, [b_dk, b_dv, b_left, b_right])
+    if masking.LISTED:
+        return (i_next, i_h), (b_dk, b_dv, b_dm)
+    else:
+        return (i_next, i_h, t_next), (b_dk, b_dv)

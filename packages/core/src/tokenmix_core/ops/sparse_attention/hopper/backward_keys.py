@@ -11,33 +11,26 @@ epilogue   all query tiles: rows of dK, dV are scattered; a share: float32 parti
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.kernels.gluon.hopper import (
-    LOG2_E,
     barrier,
     mma_layout,
     opaque,
-    opaque_tile,
     row_layout,
     wait_async_copies,
 )
 from tokenmix_core.kernels.launch.launcher import cached_launch
-from tokenmix_core.kernels.triton.masks import within
 from tokenmix_core.kernels.tuning import register_limit
 from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
     Heads,
     Keys,
-    QueryStage,
-    advance,
+    Masking,
+    QuerySpan,
     allocate_queries,
     async_copy_queries,
-    mma_scores_transposed,
-    plus_columns,
+    dkdv_step,
 )
 from tokenmix_core.ops.softmax_attention.hopper.bias_columns import BIAS_COLUMNS, PARTS, bias_selector
 from tokenmix_core.ops.softmax_attention.launch_args import listed_sizes, strides
@@ -55,36 +48,10 @@ from tokenmix_core.ops.softmax_attention.listed_keys.tile_schedule import (
     TileSchedule,
     find_tile,
 )
-from tokenmix_core.ops.softmax_attention.steps import Rows
+from tokenmix_core.ops.softmax_attention.steps import ColumnsVisibleTo, Rows
 from tokenmix_core.ops.softmax_attention.types import KeyLists
 from tokenmix_core.ops.sparse_attention.hopper import constants
 from tokenmix_core.ops.sparse_attention.hopper.tiles import KeyList, async_gather_rows, listed_columns
-
-
-class Visits(NamedTuple):
-    """Query tiles of a work tile, by one head, and the queries that see its columns.
-
-    Attributes:
-        queries: queries of the sequence.
-        shift: position of the first query.
-        m_min: first query tile.
-        full_min: first query tile that needs no mask.
-        full_max: first query tile behind those.
-        m_max: end of the query tiles.
-        count: query tiles of all heads of the GQA group.
-        b_away: first query for which each column is no longer local.
-        b_end: first query after b_away's range that does not see the column.
-    """
-
-    queries: gl.tensor
-    shift: gl.tensor
-    m_min: gl.tensor
-    full_min: gl.tensor
-    full_max: gl.tensor
-    m_max: gl.tensor
-    count: gl.tensor
-    b_away: gl.tensor
-    b_end: gl.tensor
 
 
 @gluon.jit
@@ -103,48 +70,6 @@ def store_partial(p_x, b_x, rows: gl.constexpr, layout: gl.constexpr):
     o_n = gl.arange(0, rows, gl.SliceLayout(1, layout))
     o_d = gl.arange(0, b_x.shape[1], gl.SliceLayout(0, layout))
     gl.store(p_x + o_n[:, None] * b_x.shape[1] + o_d[None, :], b_x)
-
-
-@gluon.jit
-def dkdv_step(
-    i, cursor, sums, stage: QueryStage, next_stage: QueryStage, heads: Heads, given: Keys, visits: Visits,
-    THROUGH_KEEP: gl.constexpr,
-):  # fmt: skip
-    """Accumulate dK, dV and, if wanted, d(keep) over the query tile in `stage`; prefetch the next one to `next_stage`.
-
-    Returns:
-        the next query tile and its head, and the sums.
-    """
-    i_q, i_h = cursor
-    b_dk, b_dv, b_dm = sums
-    o_k = given.o_k
-    BT: gl.constexpr = stage.q.shape[0]
-    dtype: gl.constexpr = stage.q.dtype
-    left_k: gl.constexpr = gl.DotOperandLayout(0, mma_layout(stage.q.shape[1], gl.num_warps()), 2)
-    left_v: gl.constexpr = gl.DotOperandLayout(0, mma_layout(stage.do.shape[1], gl.num_warps()), 2)
-    wait_async_copies(0)
-    b_st, b_dpt = mma_scores_transposed(given, stage)
-    i_next, i_h = advance(i_q, i_h, visits.m_min, visits.m_max)
-    # nothing is copied behind the last tile
-    async_copy_queries(next_stage, heads, i_h, i_next * BT, gl.where(i + 1 < visits.count, visits.queries, 0))
-    b_st = warpgroup_mma_wait(1, [b_st])
-    b_pt = gl.exp2(b_st * (given.scale * LOG2_E))
-    if (i_q < visits.full_min) | (i_q >= visits.full_max):
-        # rows beyond the last query have dO = 0
-        distance = plus_columns(i_q * BT + visits.shift - o_k, BT)
-        b_pt = gl.where(within(distance, gl.maximum(visits.b_end - o_k, 0)[:, None]), b_pt, 0.0)
-    b_left = gl.convert_layout(b_pt.to(dtype), left_v)
-    b_dv = warpgroup_mma(b_left, opaque_tile(stage.do), b_dv, is_async=True)
-    b_dpt = warpgroup_mma_wait(1, [b_dpt])
-    b_dst = b_pt * b_dpt
-    if THROUGH_KEEP:
-        o_q = i_q * BT + visits.shift + gl.arange(0, BT, gl.SliceLayout(0, mma_layout(BT, gl.num_warps())))
-        b_dm += gl.sum(gl.where(o_q[None, :] >= visits.b_away[:, None], b_dst, 0.0), 1)
-    b_right = gl.convert_layout(b_dst.to(dtype), left_k)
-    b_dk = warpgroup_mma(b_right, opaque_tile(stage.q), b_dk, is_async=True)
-    # listing b_left and b_right in deps keeps their registers live until the WGMMAs have read them
-    b_dk, b_dv, b_left, b_right = warpgroup_mma_wait(0, [b_dk, b_dv, b_left, b_right])
-    return (i_next, i_h), (b_dk, b_dv, b_dm)
 
 
 @cached_launch
@@ -204,19 +129,25 @@ def _kept_attention_backward_keys(
         b_away = away_from(o_k, window, UNIT, WINDOW)
         b_end = gl.where(kept, keys, b_away)
         given = Keys(k_s, v_s, bias_selector(0, BT), bias_selector(PARTS, BT), o_k, scale)
-        visits = Visits(queries, shift, m_min, full_min, full_max, m_max, total, b_away, b_end)
+        mask = ColumnsVisibleTo(o_k, shift, b_away if dm is not None else None, b_end)
+        span = QuerySpan(queries, m_min, full_min, full_max, m_max, total, None, mask)
         cursor = (m_min, m_min * 0)
         sums = (
             gl.zeros([BT, K], gl.float32, sums_k),
             gl.zeros([BT, V], gl.float32, sums_v),
             gl.zeros([BT], gl.float32, gl.SliceLayout(1, scores)),
         )
-        through_keep: gl.constexpr = dm is not None
         for i in range(0, total - 1, 2):
-            cursor, sums = dkdv_step(i, cursor, sums, stage_0, stage_1, heads, given, visits, through_keep)
-            cursor, sums = dkdv_step(i + 1, cursor, sums, stage_1, stage_0, heads, given, visits, through_keep)
+            cursor, sums = dkdv_step(
+                i, cursor, sums, stage_0, stage_1, heads, given, span, Masking(True, WINDOW, True)
+            )  # fmt: skip
+            cursor, sums = dkdv_step(
+                i + 1, cursor, sums, stage_1, stage_0, heads, given, span, Masking(True, WINDOW, True)
+            )  # fmt: skip
         if total % 2 == 1:
-            cursor, sums = dkdv_step(total - 1, cursor, sums, stage_0, stage_1, heads, given, visits, through_keep)
+            cursor, sums = dkdv_step(
+                total - 1, cursor, sums, stage_0, stage_1, heads, given, span, Masking(True, WINDOW, True)
+            )  # fmt: skip
         b_dk, b_dv, b_dm = sums
         wait_async_copies(0)
         # loaded again: held through the loop, these values would take its registers

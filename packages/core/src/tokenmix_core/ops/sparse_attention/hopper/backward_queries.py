@@ -184,7 +184,7 @@ def _kept_attention_backward_queries(
 
         o_row = (i_b * HQ + i_h) * TQ + start
         p_o = o + ((i_b * TQ + start) * HQ + i_h) * V
-        b_delta, _ = load_delta(p_o, HQ * V, do_s, dlse, o_row, i_t * BT, queries)
+        b_delta = load_delta(p_o, HQ * V, do_s, dlse, o_row, i_t * BT, queries)[0]
         b_delta = gl.convert_layout(b_delta, gl.SliceLayout(1, scores))
         o_m = gl.arange(0, BT, gl.SliceLayout(1, scores))
         b_lse = gl.load(lse + o_row + i_t * BT + o_m, mask=i_t * BT + o_m < queries, other=0.0) * LOG2_E
