@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tokenmix_core._utils.optional import install_command
+from tokenmix_core._utils.versions import software
 from tokenmix_core.evaluation.report import (
     draw,
     figure_of,
@@ -66,7 +67,7 @@ def test_a_result_comes_back_from_its_json_beside_its_plots(tmp_path, plots):
     assert [f.name for f in files] == ["demo.json", *names, "report.md"]
     assert {f.name for f in files} == {f.name for f in (tmp_path / "new" / "folder").iterdir()}
     read = json.loads(files[0].read_text())
-    assert read == json.loads(json.dumps(result(plots=plots)))
+    assert read == json.loads(json.dumps(result(plots=plots))) | {"provenance": software()}
     assert all(f.read_bytes().startswith(b"\x89PNG") for f in files[1:-1])
     assert all(f"({name})" in files[-1].read_text() for name in names)
 

@@ -1,4 +1,4 @@
-"""Loss on a passage's second copy, by its distance from the first: what a model makes of what it has just read."""
+"""Loss on a passage's second copy by its distance from the first: recall in running text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULT_LENGTH = 2048
 
 
 def copy_distances(length: int) -> tuple[int, list[int]]:
-    """The passage's length and the distances between its copies, for sequences of `length` tokens.
+    """Return the passage's length and the distances between its copies, for sequences of `length` tokens.
 
     The passage is an eighth of the sequence, at most 32 tokens. The copies follow each other at the first distance,
     which doubles until the first copy has as many tokens before it as it is long.
@@ -37,7 +37,7 @@ def copy_distances(length: int) -> tuple[int, list[int]]:
 
 
 def with_copy(windows: Int[Tensor, "N W"], length: int, passage: int, distance: int | None) -> Int[Tensor, "N T"]:
-    """Sequences of text that end in a passage for the second time; the first time it stands `distance` tokens before.
+    """Return sequences of text that end in a passage and hold it a first time `distance` tokens earlier.
 
     Args:
         windows: running text of `2 * (length - passage)` tokens, whose second half begins with the passage.
@@ -56,7 +56,7 @@ def with_copy(windows: Int[Tensor, "N W"], length: int, passage: int, distance: 
 def copy_losses(
     model: Any, windows: Int[Tensor, "N W"], length: int, passage: int, distance: int | None, *, batch_size: int = 8
 ) -> tuple[Float[np.ndarray, "N n"] | None, Float[np.ndarray, "N n"]]:
-    """The losses of the passages' tokens, in nats, float64: in the first copy, if there is one, and in the last.
+    """Return the losses of the passages' tokens in nats, float64: in the first copy, if there is one, and in the last.
 
     Args:
         windows, length, passage, distance: as `with_copy` takes them.
@@ -70,17 +70,17 @@ def copy_losses(
 
 
 def copy_needs(options: EvalOptions) -> int:
-    """The tokens of text that the suite cannot do without: two windows of its length."""
+    """Return the fewest tokens of text that the suite can run with: two windows of its length."""
     length = one_sequence(DEFAULT_LENGTH)(options)
     return 4 * (length - copy_distances(length)[0])
 
 
 def copy_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Loss on passages of held-out text that are repeated, at the end of one length of sequence, by distance.
+    """Measure the loss on repeated passages of held-out text at the end of a sequence, by distance.
 
-    The same passages stand at the same place after text that does not hold them, too: what the second copy's loss lies
-    below that ("saved", with its standard error over passages) is what the model recalls. The length is the largest of
-    `options.lengths` (2,048 tokens by default).
+    The same passages are also measured at the same position after text without them. The model recalls the difference:
+    "saved" is that loss minus the loss of the second copy, with its standard error over passages. The length is the
+    largest of `options.lengths` (2,048 tokens by default).
     """
     length = options.one_length("copy", DEFAULT_LENGTH)
     limit, batch_size = options.limit or 64, options.batch_size or 8

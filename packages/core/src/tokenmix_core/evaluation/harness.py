@@ -1,4 +1,4 @@
-"""lm-eval driven with a model object: one adapter for every suite of published tasks."""
+"""Run lm-eval with a model object: one adapter for all suites of published tasks."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ def run_tasks(
     runs_code: bool = False,
     by_sample: Callable[[str, list[dict[str, Any]], str], list[dict[str, Any]]] | None = None,
 ) -> SuiteResult:
-    """Run lm-eval's tasks, each by itself and from the same seed, so that no result depends on its company.
+    """Run lm-eval's tasks, each alone and from the same seed, so that no result depends on the other tasks.
 
     Args:
-        suite: what the result is called.
-        tasks: by lm-eval's name, the metric that stands for the task in averages. A group of tasks gets rows of its
-            own: the mean of each metric that all of its tasks have, by their examples.
+        suite: name of the result.
+        tasks: metric that enters averages, by lm-eval's name of the task. A group of tasks has rows of its own: the
+            mean over examples of each metric that all of its tasks have.
         include: folders with further task files, beside those of `options.include`.
-        builtin: whether lm-eval's own tasks are there too.
+        builtin: include lm-eval's own tasks.
         average_over: the tasks whose metric enters the average; all by default, none for an empty sequence.
-        few_shot: by task, how many solved examples stand before a question; lm-eval's own choice for the others.
-        runs_code: let tasks run the programs that the model writes.
+        few_shot: solved examples before a question, by task; lm-eval's own choice for the others.
+        runs_code: allow tasks to run programs that the model wrote.
         by_sample: further rows made from a task's name, its samples and its metric.
 
     Raises:
         ImportError: lm-eval, or a library that a task needs, is not installed.
-        ValueError: a task that cannot be set up; for data that is neither here nor reachable, what is to be fetched.
+        ValueError: a task that cannot be set up; for data that is neither here nor reachable, its names.
     """
     lm_eval = require("lm_eval", "eval")
     HFLM = require("lm_eval.models.huggingface", "eval").HFLM
     TaskManager = require("lm_eval.tasks", "eval").TaskManager
-    # what it says of every task is not for whoever runs a suite
+    # it logs several lines about each task
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     chosen = options.choose(suite, tuple(tasks))
     max_length = options.max_length
@@ -80,7 +80,7 @@ def run_tasks(
         # tasks that measure lengths load the tokenizer by name
         tokenizer.save_pretrained(folder)
         if not is_trusted():
-            _forget_code(Path(folder))
+            _remove_code(Path(folder))
         metadata: dict[str, Any] = {"tokenizer": folder}
         if options.lengths:
             metadata["max_seq_lengths"] = list(options.lengths)
@@ -123,12 +123,12 @@ def run_tasks(
     else:
         rows += _average(rows, tasks, chosen if average_over is None else average_over)
     settings = {"limit": options.limit, "max_length": lm.max_length, "seed": options.seed}
-    plots = [_bars_by_length(rows)] if suite == "ruler" else []
+    plots = [_plot_by_length(rows)] if suite == "ruler" else []
     return {"suite": suite, "settings": settings, "rows": rows, "plots": plots}
 
 
-def _forget_code(folder: Path) -> None:
-    """Remove from a saved tokenizer what names code: tasks of lm-eval load it with `trust_remote_code=True`."""
+def _remove_code(folder: Path) -> None:
+    """Remove references to code from a saved tokenizer: tasks of lm-eval load it with `trust_remote_code=True`."""
     path = folder / "tokenizer_config.json"
     fields = json.loads(path.read_text(encoding="utf-8"))
     if fields.pop("auto_map", None) is not None:
@@ -136,11 +136,11 @@ def _forget_code(folder: Path) -> None:
 
 
 def load_tasks(manager: Any, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """By each name, of a task or a group, its task objects by their own; data loaded or built, each from the same seed.
+    """Return the task objects of each task or group, with their data, built from the same seed.
 
     Raises:
         ImportError: a library that a task needs is not installed.
-        ValueError: unknown tasks, or in one sentence all data that is to be fetched.
+        ValueError: unknown tasks, or, in one sentence, all data that cannot be reached.
     """
     if unknown := [name for name in names if name not in manager.all_tasks]:
         near = difflib.get_close_matches(unknown[0], manager.all_tasks, n=3)
@@ -181,7 +181,7 @@ def _what_is_missing(task: str, error: OSError) -> str:
 
 @contextmanager
 def _offline(wanted: bool) -> Iterator[None]:
-    """Make hub clients fail at once instead of retrying for half a minute: one unreachable data set tells enough."""
+    """Make hub clients fail at once: after one unreachable data set, others would be retried for half a minute each."""
     if not wanted:
         yield
         return
@@ -197,7 +197,7 @@ def _offline(wanted: bool) -> Iterator[None]:
 
 
 def check_ruler(tasks: Sequence[str], tokenizer: Any, lengths: Sequence[int]) -> None:
-    """Refuse lengths that RULER's generators would try to reach for ever.
+    """Refuse lengths at which RULER's generators never end.
 
     Raises:
         ValueError: a length that cannot hold the shortest prompt of a task, or a tokenizer with too short tokens.
@@ -280,7 +280,7 @@ def _length_averages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"task": "average", "metric": str(n), "value": sum(v) / len(v)} for n, v in values.items()]
 
 
-def _bars_by_length(rows: list[dict[str, Any]]) -> Plot:
+def _plot_by_length(rows: list[dict[str, Any]]) -> Plot:
     series: Series = {}
     for row in rows:
         x, y = series.setdefault(row["task"], ([], []))

@@ -1,4 +1,4 @@
-"""The options that a suite is given, and the results that it gives back."""
+"""The options and the results of suites."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ OPTIONAL = ("lengths", "max_length", "include", "text", "prompt", "vocab_size")
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Options that all suites share; None stands for the suite's own default.
+    """Options of suites; None is the suite's own default.
 
     Attributes:
         limit: examples for each task.
         batch_size: sequences in one forward pass.
         lengths: context lengths to measure at, in tokens.
-        max_length: longest prompt, answer included, that is put to the model; longer ones are cut.
+        max_length: longest prompt in tokens, answer included; longer ones are cut.
         tasks: names of the suite's tasks to run; of the suite "lm-eval", any that lm-eval has.
         include: folders with further tasks for lm-eval.
         text: a text file to measure on or to hide needles in; the held-out part of the built-in corpus by default.
-        prompt: what generated samples begin with; the beginnings of held-out documents by default.
-        vocab_size: how many tokens synthetic sequences are made of, from token 0 on.
-        seed: what random data depends on.
+        prompt: beginning of generated samples; the beginnings of held-out documents by default.
+        vocab_size: vocabulary of synthetic sequences, from token 0 on.
+        seed: seed of random data.
         progress: show progress bars.
 
     Raises:
-        ValueError: a value that makes no sense, named.
+        ValueError: an invalid value; the message names its field.
     """
 
     limit: int | None = None
@@ -62,10 +62,10 @@ class EvalOptions:
             raise ValueError("tasks must name at least one task, got none")
 
     def choose(self, suite: str, tasks: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of the suite's `tasks` that are wanted, in the suite's order.
+        """Return the chosen ones of the suite's `tasks`, in the suite's order.
 
         Raises:
-            ValueError: a wanted task that the suite does not have.
+            ValueError: the suite does not have a chosen task.
         """
         if self.tasks is None:
             return tasks
@@ -85,7 +85,7 @@ class EvalOptions:
         return max(lengths)
 
 
-# by name, the points' x and y, equally long
+# x and y of the points by name, equally long
 Series = dict[str, tuple[list[float], list[float]]]
 
 
@@ -93,12 +93,12 @@ class Plot(TypedDict):
     """Curves over one axis.
 
     Attributes:
-        title, x, y: what the plot and its axes are called, units included.
+        title, x, y: names of the plot and its axes, with units.
         log_x, log_y: whether an axis is logarithmic; not by default.
         shares: whether y is a share, shown from 0 to 1; not by default.
         series: the curves.
         points: names of series drawn as points without a line, such as several values at one x.
-        heatmap: rows of values from 0 to 1 in their place, all equally long; the first row is at the bottom.
+        heatmap: rows of values from 0 to 1 instead of curves, all equally long; the first row is at the bottom.
         x_labels, y_labels: names of the heatmap's columns and rows; their indices by default.
     """
 
@@ -120,9 +120,9 @@ class SuiteResult(TypedDict):
 
     Attributes:
         suite: its name.
-        settings: what the numbers depend on.
-        rows: flat records, the lines of the table.
-        plots: what to draw.
+        settings: the settings on which the results depend.
+        rows: the lines of the table, each a flat dictionary.
+        plots: the plots.
         failed: errors of the parts that failed, by name; the rows are those of the other parts.
         provenance: the model, options, text and software that made it.
     """
@@ -157,5 +157,5 @@ class Suite(NamedTuple):
 
 
 def one_sequence(default: int) -> Callable[[EvalOptions], int]:
-    """The `needs` of a suite that measures at the largest of the lengths: a sequence of that many tokens."""
+    """Return the `needs` of a suite that measures at the largest of the lengths: one sequence of that length."""
     return lambda options: max(options.lengths or (options.max_length or default,))

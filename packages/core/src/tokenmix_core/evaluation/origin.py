@@ -11,13 +11,13 @@ from tokenmix_core.evaluation.text import corpus_of
 
 
 def provenance(model: Any, tokenizer: Any, options: EvalOptions, *, reads_text: bool = True) -> dict[str, Any]:
-    """Return what a result file records of its origin, as plain data.
+    """Return the origin of a result as plain data.
 
     Args:
         model: the model; its `name_or_path` is the checkpoint.
         tokenizer: its tokenizer.
         options: the options; None in them stands for the suite's own default.
-        reads_text: record the text that the options name.
+        reads_text: include the text that the options name.
     """
     return {
         "checkpoint": getattr(model, "name_or_path", None) or None,
@@ -31,16 +31,16 @@ def provenance(model: Any, tokenizer: Any, options: EvalOptions, *, reads_text: 
     }
 
 
-def training_provenance(record: dict[str, Any]) -> dict[str, Any]:
+def training_provenance(manifest: dict[str, Any]) -> dict[str, Any]:
     """Return the same of a training run, from its `run.json`."""
-    values, identity = record["values"], record["identity"]
+    values, identity = manifest["values"], manifest["identity"]
     return {
         "checkpoint": None,
         "dtype": identity["precision"],
-        "device": record["device"],
+        "device": manifest["device"],
         "seed": values["seed"],
         "limit": None,
         "lengths": [values["seq_len"]],
-        "corpus": {"fingerprints": identity["data"], "corpora": record["corpora"]},
+        "corpus": {"fingerprints": identity["data"], "corpora": manifest["corpora"]},
         **software(),
     }

@@ -1,4 +1,4 @@
-"""Loss by position: how well a model predicts the t-th token of a long sequence, and what a bigram model does."""
+"""Loss by position of a model on long sequences, and the loss of a bigram model."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def token_losses(model: Any, input_ids: Int[Tensor, "B T"], *, piece: int | None
     Args:
         model: the model; it should be in evaluation mode.
         input_ids: the tokens, on the model's device.
-        piece: tokens in one forward pass; later pieces read the earlier ones from the model's cache. By default the
-            whole sequence, or as much of it as keeps the logits of one row under an eighth of the GPU's memory
-            (1 GiB on a CPU).
+        piece: tokens in one forward pass; later passes read the earlier tokens from the model's cache. Default: the
+            whole sequence, or as many tokens as keep the logits of one row below an eighth of the GPU's memory (1 GiB
+            on a CPU).
 
     Raises:
-        ValueError: sequences of fewer than two tokens, or a piece that is not positive.
+        ValueError: sequences of fewer than two tokens, or fewer than one token in a pass.
     """
     length = input_ids.shape[1]
     if length < 2:
@@ -42,26 +42,26 @@ def token_losses(model: Any, input_ids: Int[Tensor, "B T"], *, piece: int | None
     budget = torch.cuda.get_device_properties(input_ids.device).total_memory // 8 if on_gpu else 2**30
     # float32 logits and their log-softmax
     token_bytes = 8 * text.text_vocab_size(model)
-    piece = piece or max(16, budget // token_bytes)
-    # fewer rows before shorter pieces: a whole sequence needs no cache
-    rows = max(1, budget // (token_bytes * min(piece, length)))
-    losses = [_row_losses(model, chunk, piece) for chunk in input_ids.split(rows)]
+    chunk = piece or max(16, budget // token_bytes)
+    # fewer rows rather than shorter chunks: a whole sequence needs no cache
+    rows = max(1, budget // (token_bytes * min(chunk, length)))
+    losses = [_row_losses(model, batch, chunk) for batch in input_ids.split(rows)]
     return torch.cat(losses)
 
 
-def _row_losses(model: Any, input_ids: Tensor, piece: int) -> Tensor:
+def _row_losses(model: Any, input_ids: Tensor, chunk: int) -> Tensor:
     targets = input_ids[:, 1:]
     inputs = input_ids[:, :-1]
-    if inputs.shape[1] <= piece:
+    if inputs.shape[1] <= chunk:
         return _cross_entropy(model(input_ids=inputs, use_cache=False).logits, targets)
     # `info` lists the suites and should not import models
     from tokenmix_core.modeling import CACHE
 
     cache, losses = None, []
-    for start in range(0, inputs.shape[1], piece):
-        output = model(input_ids=inputs[:, start : start + piece], use_cache=True, **{CACHE: cache})
+    for start in range(0, inputs.shape[1], chunk):
+        output = model(input_ids=inputs[:, start : start + chunk], use_cache=True, **{CACHE: cache})
         cache = getattr(output, CACHE)
-        losses.append(_cross_entropy(output.logits, targets[:, start : start + piece]))
+        losses.append(_cross_entropy(output.logits, targets[:, start : start + chunk]))
     return torch.cat(losses, 1)
 
 
@@ -72,18 +72,20 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def loss_by_position(
     model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 8, progress: bool = True
 ) -> Float[np.ndarray, "T-1"]:
-    """The mean over sequences of `token_losses`, float64; entry t is the loss of token t + 1."""
+    """Return the mean over sequences of `token_losses` in float64; entry t is the loss of token t + 1."""
     total = np.zeros(sequences.shape[1] - 1)
-    bar = tqdm(total=sequences.numel(), unit="tok", unit_scale=True, desc="loss by position", disable=not progress)
-    with bar:
+    progress_bar = tqdm(
+        total=sequences.numel(), unit="tok", unit_scale=True, desc="loss by position", disable=not progress
+    )
+    with progress_bar:
         for batch in sequences.split(batch_size):
             total += token_losses(model, batch.to(model.device)).double().sum(0).cpu().numpy()
-            bar.update(batch.numel())
+            progress_bar.update(batch.numel())
     return total / len(sequences)
 
 
 def smooth(values: Float[np.ndarray, "T"], window: int) -> Float[np.ndarray, "T"]:
-    """A centred moving average over at most `window` entries, fewer at the ends."""
+    """Return the centred moving average over at most `window` entries, fewer at the ends."""
     if window < 1:
         raise ValueError(f"smooth: window must be positive, got {window}")
     sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -93,7 +95,7 @@ def smooth(values: Float[np.ndarray, "T"], window: int) -> Float[np.ndarray, "T"
 
 
 def bigram_loss(train: Int[np.ndarray, "n"], held_out: Int[np.ndarray, "*N T"], vocab_size: int) -> float:
-    """Mean loss in nats of a bigram model of `train` on the sequences `held_out`: what a byte-level model must beat.
+    """Return the mean loss in nats of a bigram model of `train` on the sequences `held_out`, a baseline.
 
     p(b | a) = (n(a, b) + p(b)) / (n(a) + 1), with p(b) = (n(b) + 1) / (n + vocab_size): counts of pairs, backed by
     counts of single tokens, backed by the uniform distribution.
@@ -116,7 +118,7 @@ def bigram_loss(train: Int[np.ndarray, "n"], held_out: Int[np.ndarray, "*N T"], 
 
 
 def cut_sequences(tokens: Int[np.ndarray, "n"], length: int, limit: int) -> Int[Tensor, "N T"]:
-    """At most `limit` sequences of `length` tokens that do not overlap, spread evenly over `tokens`.
+    """Return at most `limit` sequences of `length` tokens that do not overlap, spread evenly over `tokens`.
 
     Raises:
         ValueError: fewer tokens than one sequence.
@@ -129,9 +131,9 @@ def cut_sequences(tokens: Int[np.ndarray, "n"], length: int, limit: int) -> Int[
 
 
 def perplexity_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Loss by position on text: one sequence length, the largest of `options.lengths` (2,048 tokens by default).
+    """Measure the loss by position on text, at the largest of `options.lengths` (2,048 tokens by default).
 
-    Where the text has a training part and the vocabulary is small, a bigram model of that part stands beside.
+    If the text has a training part and the vocabulary is small, a bigram model of that part is a second row.
     """
     options.choose("perplexity-by-position", ("perplexity-by-position",))
     length = options.one_length("perplexity-by-position", 2048)

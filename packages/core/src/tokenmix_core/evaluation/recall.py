@@ -1,4 +1,4 @@
-"""Recall measured on any causal language model: associative recall and copying of tokens, needles in haystacks."""
+"""Recall of any causal language model: associative recall and copying of tokens, needles in haystacks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _HAYSTACK_WORDS = 200_000
 def score_recall(
     model: Any, examples: RecallExamples, *, batch_size: int = 8, progress: bool = False
 ) -> tuple[float, float]:
-    """Accuracy (share of scored positions whose most likely token is the label) and mean loss there, in nats.
+    """Return the accuracy (share of scored positions whose most likely token is the label) and the mean loss in nats.
 
     Raises:
         ValueError: tokens that lie outside the model's vocabulary, or no scored position.
@@ -69,7 +69,7 @@ def mqar_vocabulary(model: Any, options: EvalOptions) -> int:
 
 
 def mqar_cases(model: Any, options: EvalOptions) -> dict[str, tuple[int, int]]:
-    """Return the suite's lengths and numbers of pairs by name: those that lengths and vocabulary allow.
+    """Return the suite's lengths and pairs by name: those that lengths and vocabulary allow.
 
     Raises:
         ValueError: lengths and vocabulary allow none.
@@ -188,7 +188,7 @@ def _recall_suite(
 
 
 class NeedleScore(NamedTuple):
-    """How a model did on one needle: whether greedy decoding names it, and the loss of its tokens in nats each."""
+    """The result on one needle: whether greedy decoding names it, and the mean loss of its tokens in nats."""
 
     found: bool
     loss: float
@@ -197,12 +197,12 @@ class NeedleScore(NamedTuple):
 def score_niah(
     model: Any, tokenizer: Any, examples: Sequence[NiahExample], *, batch_size: int = 8
 ) -> list[NeedleScore]:
-    """Let a model complete each prompt greedily, in left-padded batches, and look for the answer in what it says."""
+    """Complete each prompt greedily, in left-padded batches, and look for the answer in the completion."""
     scores = []
     for start in range(0, len(examples), batch_size):
         batch = examples[start : start + batch_size]
-        room = max(len(tokenizer(" " + e.answer, add_special_tokens=False)["input_ids"]) for e in batch) + 8
-        said = generate_text(model, tokenizer, [e.context + e.question for e in batch], max_new_tokens=room)
+        longest = max(len(tokenizer(" " + e.answer, add_special_tokens=False)["input_ids"]) for e in batch) + 8
+        said = generate_text(model, tokenizer, [e.context + e.question for e in batch], max_new_tokens=longest)
         scores += [
             NeedleScore(e.answer in s, answer_loss(model, tokenizer, e)) for e, s in zip(batch, said, strict=True)
         ]
@@ -225,7 +225,7 @@ def niah_examples(
 
 
 def niah_haystack(tasks: Sequence[str], options: EvalOptions, tokenizer: Any) -> list[str]:
-    """The words of running text that some of the tasks hide their needles in; none where no task does."""
+    """Return the words of running text in which tasks hide their needles; none if no task does."""
     needs_text = any(NIAH_TASKS[task].haystack == "text" for task in tasks)
     return text.words(options.text, tokenizer, _HAYSTACK_WORDS) if needs_text else []
 
@@ -249,11 +249,11 @@ def niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
         with parts.part(f"{task} at {length:,} tokens"):
             examples = niah_examples(task, tokenizer, length, limit, haystack=haystack, seed=options.seed)
             scores = []
-            with tqdm(total=limit, desc=f"{task}, {length} tokens", leave=False, disable=not options.progress) as bar:
+            with tqdm(total=limit, desc=f"{task}, {length} tokens", leave=False, disable=not options.progress) as shown:
                 for start in range(0, limit, batch_size):
                     batch = examples[start : start + batch_size]
                     scores += score_niah(model, tokenizer, batch, batch_size=batch_size)
-                    bar.update(len(batch))
+                    shown.update(len(batch))
             accuracy, loss = (float(np.mean(column)) for column in zip(*scores, strict=True))
             depths = [example.depth for example in examples]
             row = {"task": task, "length": length, "accuracy": accuracy, "answer loss": loss, "examples": limit}
@@ -281,7 +281,7 @@ def niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
 
 @torch.inference_mode()
 def generate_text(model: Any, tokenizer: Any, prompts: list[str], *, max_new_tokens: int, **settings: Any) -> list[str]:
-    """The continuations of `prompts`, decoded; greedy unless transformers' generation `settings` say otherwise."""
+    """Return the decoded continuations of `prompts`; greedy unless transformers' generation `settings` change it."""
     rows = [tokenizer(prompt, verbose=False)["input_ids"] for prompt in prompts]
     pad = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
     longest = max(map(len, rows))
@@ -300,7 +300,7 @@ def generate_text(model: Any, tokenizer: Any, prompts: list[str], *, max_new_tok
 
 @torch.inference_mode()
 def answer_loss(model: Any, tokenizer: Any, example: NiahExample) -> float:
-    """The mean loss of the true answer's tokens after the prompt, in nats."""
+    """Return the mean loss of the true answer's tokens after the prompt, in nats."""
     prompt = tokenizer(example.context + example.question, verbose=False)["input_ids"]
     answer = tokenizer(" " + example.answer, add_special_tokens=False)["input_ids"]
     input_ids = torch.tensor([prompt + answer], device=model.device)

@@ -19,7 +19,7 @@ from tokenmix_core.evaluation.options import Plot, SuiteResult
 
 REPORT = "report.md"
 _MARKERS = "osD^v<>ph*"
-# what stands for characters that would break a table
+# substitutes of characters that would break a table
 _SHOWN = {"\n": "⏎", "\t": "⇥", "\r": ""}
 
 
@@ -50,7 +50,7 @@ def format_rows(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def format_settings(settings: dict[str, Any]) -> str:
-    """The settings that the numbers depend on, on one line."""
+    """Return the settings on which the results depend, on one line."""
     return "; ".join(f"{name}: {_cell(value)}" for name, value in settings.items())
 
 
@@ -144,9 +144,9 @@ def _format_axes(axes: Any, plot: Plot) -> None:
 
 
 def write_result(result: SuiteResult, folder: Path) -> list[Path]:
-    """Write `<suite>.json` and its plots, then make the folder's report anew.
+    """Write `<suite>.json` and its plots, then write the folder's report again.
 
-    Without matplotlib the plots are left out, with a word on stderr.
+    Without matplotlib there are no plots, and a line on stderr says so.
 
     Returns:
         The files that were written.
@@ -161,7 +161,7 @@ def write_result(result: SuiteResult, folder: Path) -> list[Path]:
         write_atomically(written[0], text)
         paths = _plot_paths(suite, len(result["plots"]), folder)
         for path in paths:
-            # one of an earlier run would stand beside other numbers
+            # a plot of an earlier run would not match these rows
             path.unlink(missing_ok=True)
         for path, plot in zip(paths, result["plots"], strict=True):
             try:
@@ -179,7 +179,7 @@ def _plot_paths(suite: str, count: int, folder: Path) -> list[Path]:
 
 
 def training_result(metrics: Sequence[dict[str, Any]], tokens_per_step: int) -> SuiteResult:
-    """A run's log as a result: where it began and ended, its speed, and the loss curve.
+    """Return a run's log as a result: its first, middle and last line, its speed, and the loss curve.
 
     Args:
         metrics: the lines of the log, of which those with `step` and `loss` count.

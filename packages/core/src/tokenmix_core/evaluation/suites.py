@@ -1,4 +1,4 @@
-"""The suites by name, and the function that runs them and writes what they find."""
+"""The suites by name, and the function that runs them and writes their results."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def check_read(names: Sequence[str], options: EvalOptions, suites: Mapping[str, 
 
 
 def check_options(names: Sequence[str], tokenizer: Any, options: EvalOptions, suites: Mapping[str, Suite]) -> None:
-    """Check before a model is there that the text is long enough for suites.
+    """Check, before a model is loaded, that the text is long enough for suites.
 
     Raises:
         ValueError: one that needs more held-out text than there is, or a text that cannot be read.
@@ -240,13 +240,13 @@ def evaluate(
     out: str | Path | None = None,
     suites: Mapping[str, Suite] = SUITES,
 ) -> dict[str, SuiteResult]:
-    """Run suites on a model, print each one's table, and write it at once, so that what is done is kept.
+    """Run suites on a model; print and write each result at once, so that finished results are kept.
 
-    One that fails is told and does not keep the others from running.
+    A suite that fails is reported, and the others run.
 
     Args:
-        model: any causal language model of transformers; it is put in evaluation mode and back. What its method
-            `evaluation_settings`, if it has one, says of it (by name) stands in every result's settings and rows.
+        model: any causal language model of transformers; it is put in evaluation mode and back. The entries of its
+            method `evaluation_settings`, if it has one, are part of every result's settings and rows.
         tokenizer: its tokenizer.
         names: the suites to run, in order.
         options: one for all, or by suite's name (others get the defaults).

@@ -1,4 +1,4 @@
-"""The text that suites measure on, as documents, words or tokens."""
+"""The text of suites, as documents, words or tokens."""
 
 from __future__ import annotations
 

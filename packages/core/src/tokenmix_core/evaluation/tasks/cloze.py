@@ -54,21 +54,21 @@ def cut(row: dict[str, Any], tokenizer: Any, max_length: int, *, around_answer: 
     """
     passage = _passage(row)
     question = len(tokenizer(". " + row["question"].strip())["input_ids"])
-    room = max_length - ANSWER_TOKENS - question
-    if room < 1:
+    budget = max_length - ANSWER_TOKENS - question
+    if budget < 1:
         raise ValueError(
-            f"max_length={max_length} leaves no room for a passage beside a question of {question} tokens and an "
+            f"max_length={max_length} is too short for a passage beside a question of {question} tokens and an "
             f"answer of {ANSWER_TOKENS}"
         )
     spans = tokenizer(passage, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    if len(spans) <= room:
+    if len(spans) <= budget:
         return row
     first = 0
     if around_answer and (found := re.search(re.escape(_answers(row)[0]), passage, re.IGNORECASE)):
         middle = sum(1 for _, end in spans if end <= found.start())
-        first = min(max(0, middle - room // 2), len(spans) - room)
-    # characters rather than decoded tokens, so that the text stays what it was
-    return {**row, "context": passage[spans[first][0] : spans[first + room - 1][1]]}
+        first = min(max(0, middle - budget // 2), len(spans) - budget)
+    # characters rather than decoded tokens, so that the text does not change
+    return {**row, "context": passage[spans[first][0] : spans[first + budget - 1][1]]}
 
 
 def _passage(row: dict[str, Any]) -> str:
