@@ -1,4 +1,4 @@
-"""Attention beside its peers: cuDNN and FlashAttention-2 through torch, flash-attn 2 or 4, FlexAttention."""
+"""Attention beside its baselines: cuDNN and FlashAttention-2 through torch, flash-attn 2 or 4, FlexAttention."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def rows(device: str) -> list[dict]:
 
 
 def sweep(device: str) -> list[dict]:
-    """Training at the shapes of `SWEEP`, beside every peer that runs there."""
+    """Training at the shapes of `SWEEP`, beside every baseline that runs there."""
     return [row for shape in (SWEEP if device != "cpu" else CPU_SWEEP) for row in _training_rows(shape, device)]
 
 

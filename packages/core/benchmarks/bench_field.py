@@ -4,13 +4,13 @@ A layer and a small model of every family in training, and one decoded token. Wi
 only these are measured (`python bench_field.py mamba2 bamba`), and with `--only` only forms whose name has this; what
 fails is told and left out, and the rest goes on.
 
-Each peer is transformers as it is, by what it finds installed:
+Each baseline is transformers as it is, by what it finds installed:
 
 - "transformers with fla, causal_conv1d": the delta-rule families, on `flash-linear-attention` and `causal-conv1d`.
 - "transformers with mamba_ssm, causal_conv1d": the Mamba-2 families, on `mamba-ssm` (of which Mamba-2 needs the Triton
   kernels alone) and `causal-conv1d`. In training both go into one function, which also norms and projects.
 - "transformers, torch": its own functions, whatever is installed. Mamba-2's products of whole chunks need 8 MiB a token
-  at these widths, so that this peer runs out of memory at the first shape.
+  at these widths, so that this baseline runs out of memory at the first shape.
 
 FLA and mamba_ssm tune their kernels anew for other sizes of heads, FLA also for another number of them and parts of it
 for another batch, some minutes each. Heads are the same at all shapes of `rows`, so that a process tunes once for all.
@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict]:
     """Measure, print, and keep what a GPU gave."""
     parser = argparse.ArgumentParser(description="measure transformers' hybrid models on our kernels and on others")
     parser.add_argument("families", nargs="*", metavar="family", help=f"of {', '.join(FAMILIES)}; without any, all")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="peers whose name has this")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="baselines whose name has this")
     parser.add_argument("--sweep", action="store_true", help="layers at other shapes")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -89,7 +89,7 @@ def rows(device: str) -> list[dict]:
 
 
 def sweep(device: str) -> list[dict]:
-    """Training at the shapes of `SWEEP`, beside every peer that runs there; FLA tunes itself for half an hour."""
+    """Training at the shapes of `SWEEP`, beside every baseline that runs there; FLA tunes itself for half an hour."""
     return [row for shape in (SWEEP if device != "cpu" else CPU_SWEEP) for row in _training_rows(shape, device)]
 
 
@@ -122,10 +122,10 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
         if importlib.util.find_spec("fla") is not None and tuned:
             from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla
 
-            peer = functools.partial(fla, q, k, v, g, beta, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True)
+            baseline = functools.partial(fla, q, k, v, g, beta, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True)
             # FLA hands over to FlashQLA where that is installed and can do it
             over = K == V == 128 and importlib.util.find_spec("flash_qla") is not None
-            forwards["flash-linear-attention" + (" over FlashQLA" if over else "")] = lambda: peer()[0]
+            forwards["flash-linear-attention" + (" over FlashQLA" if over else "")] = lambda: baseline()[0]
         if importlib.util.find_spec("flash_qla") is not None and K == V == 128:
             from flash_qla.ops.gated_delta_rule import chunk_gated_delta_rule as qla
 
@@ -186,6 +186,6 @@ def _decode_rows(shape: tuple, device: str) -> list[dict]:
 def _inputs(B: int, T: int, H: int, HV: int, K: int, V: int, device: str) -> list[Tensor]:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q, k, v = (torch.randn(B, T, heads, size, device=device, dtype=dtype) for heads, size in ((H, K), (H, K), (HV, V)))
-    # of length one already, for peers that leave the norm out
+    # of length one already, for baselines that leave the norm out
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
     return [q, k, v, -0.1 * torch.rand(B, T, HV, device=device), torch.rand(B, T, HV, device=device)]

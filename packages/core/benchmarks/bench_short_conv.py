@@ -60,7 +60,7 @@ def rows(device: str) -> list[dict]:
 
 
 def sweep(device: str) -> list[dict]:
-    """Training at the shapes of `SWEEP`, beside every peer that runs there."""
+    """Training at the shapes of `SWEEP`, beside every baseline that runs there."""
     return [row for shape in (SWEEP if device != "cpu" else CPU_SWEEP) for row in _rows(shape, device)]
 
 
@@ -79,8 +79,8 @@ def _rows(shape: tuple, device: str) -> list[dict]:
     if device != "cpu" and importlib.util.find_spec("fla") is not None:
         from fla.modules.causal_conv1d import causal_conv1d
 
-        peer = functools.partial(causal_conv1d, x, weight, bias, activation="silu", cu_seqlens=cu_seqlens)
-        forwards["FLA causal_conv1d"] = lambda: peer()[0]
+        baseline = functools.partial(causal_conv1d, x, weight, bias, activation="silu", cu_seqlens=cu_seqlens)
+        forwards["FLA causal_conv1d"] = lambda: baseline()[0]
     first = {"tokenmix": functools.partial(first_call_seconds, _FIRST_CALL, _CALL)} if shape == SHAPES[0] else None
     name = f"B{B} T{T} D{D} W{W}" + (", 32 sequences" if packed else "")
     return measure("short convolution", name, device, forwards, (x, weight, bias), first_calls=first, alike=True)

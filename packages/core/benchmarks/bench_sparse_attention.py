@@ -1,6 +1,6 @@
 """Attention over kept keys beside attention to all keys and to the window alone, and FlexAttention with the same mask.
 
-Run as a program it prints each row when it is measured: ours alone, or with `--peers` beside the libraries.
+Run as a program it prints each row when it is measured: ours alone, or with `--baselines` beside the libraries.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ def rows(device: str) -> Iterator[dict]:
         yield from _rows(case, device)
 
 
-def peers(device: str) -> Iterator[dict]:
+def baselines(device: str) -> Iterator[dict]:
     """The same cases beside FlashAttention-4, cuDNN and FlexAttention, which takes a minute a case to compile."""
     for case in CASES if device != "cpu" else CPU_CASES[:1]:
-        yield from _rows(case, device, peers=True)
+        yield from _rows(case, device, baselines=True)
 
 
 def sweep(device: str) -> Iterator[dict]:
@@ -144,7 +144,7 @@ def _inputs(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return q, k, v, keep.float().requires_grad_() if case.unit > 1 else keep
 
 
-def _rows(case: Case, device: str, peers: bool = False) -> list[dict]:
+def _rows(case: Case, device: str, baselines: bool = False) -> list[dict]:
     q, k, v, keep = _inputs(case, device)
     own = None if device == "cpu" else "triton"
     forwards: dict[str, Callable[[], Tensor]] = {
@@ -153,15 +153,15 @@ def _rows(case: Case, device: str, peers: bool = False) -> list[dict]:
     }
     if case.window is not None:
         forwards["the window alone, tokenmix"] = lambda: attention(q, k, v, window=case.window, impl=own).o
-    if peers and device != "cpu":
-        forwards |= _peers(case, q, k, v, keep.detach() > 0.5, forwards["tokenmix"])
+    if baselines and device != "cpu":
+        forwards |= _baselines(case, q, k, v, keep.detach() > 0.5, forwards["tokenmix"])
     first = None
-    if device != "cpu" and peers and case == CASES[0]:
+    if device != "cpu" and baselines and case == CASES[0]:
         first = {"tokenmix": functools.partial(first_call_seconds, _FIRST_CALL, _CALL)}
     return measure("kept_attention", _name(case), device, forwards, (q, k, v), first_calls=first)
 
 
-def _peers(case: Case, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, ours: Callable) -> dict[str, Callable]:
+def _baselines(case: Case, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, ours: Callable) -> dict[str, Callable]:
     forwards = {"all keys, cuDNN": lambda: attention(q, k, v, impl="sdpa").o}
     if (flash := _flash()) is not None:
         forwards["all keys, FlashAttention-4"] = lambda: flash(q, k, v, causal=True)
@@ -257,12 +257,12 @@ def _flex(case: Case, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, ours: Calla
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     wanted = parser.add_mutually_exclusive_group()
-    wanted.add_argument("--peers", action="store_true", help="beside FlashAttention-4, cuDNN and FlexAttention")
+    wanted.add_argument("--baselines", action="store_true", help="beside FlashAttention-4, cuDNN and FlexAttention")
     wanted.add_argument("--sweep", action="store_true", help="other lists and heads, ours alone")
     wanted.add_argument("--versions", action="store_true", help="kernels in Gluon beside portable ones")
     wanted.add_argument("--tiles", action="store_true", help="other tiles of the forward kernel in Gluon")
     asked = next((name for name, yes in vars(parser.parse_args()).items() if yes), "rows")
-    for row in {f.__name__: f for f in (rows, peers, sweep, versions, tiles)}[asked](
+    for row in {f.__name__: f for f in (rows, baselines, sweep, versions, tiles)}[asked](
         "cuda" if torch.cuda.is_available() else "cpu"
     ):
         print(table([row]).splitlines()[1], flush=True)

@@ -82,7 +82,7 @@ def rows(device: str) -> list[dict]:
 
 
 def sweep(device: str) -> list[dict]:
-    """Training at the shapes of `SWEEP`, beside every peer that runs there; FLA tunes itself for half an hour."""
+    """Training at the shapes of `SWEEP`, beside every baseline that runs there; FLA tunes itself for half an hour."""
     return [row for shape in (SWEEP if device != "cpu" else CPU_SWEEP) for row in _training_rows(shape, device)]
 
 
@@ -121,8 +121,8 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
         if device != "cpu" and importlib.util.find_spec("fla") is not None and tuned:
             from fla.ops.simple_gla import chunk_simple_gla
 
-            peer = functools.partial(chunk_simple_gla, q, k, v, g=g, scale=1.0, cu_seqlens=cu_seqlens)
-            forwards["FLA chunk_simple_gla"] = lambda: peer()[0]
+            baseline = functools.partial(chunk_simple_gla, q, k, v, g=g, scale=1.0, cu_seqlens=cu_seqlens)
+            forwards["FLA chunk_simple_gla"] = lambda: baseline()[0]
     first = {"tokenmix": functools.partial(first_call_seconds, _FIRST_CALL, _CALL)} if shape == SHAPES[0] else None
     name = f"B{B} T{T} G{G} HV{HV} K{K} V{V}" + (", 32 sequences" if packed else "")
     return measure("SSD", name, device, forwards, inputs, first_calls=first, alike=True)

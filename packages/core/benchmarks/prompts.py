@@ -1,4 +1,4 @@
-"""What it takes to read a prompt into a cache, beside the peers of `step.py`: `python prompts.py RECIPE... [options]`.
+"""Measure reading a prompt into a cache, beside the baselines of `step.py`: `python prompts.py RECIPE... [options]`.
 
 Models of recipes with random weights in bfloat16, and FLA's and transformers' of the same sizes where these are
 installed (Llama by flash-attn where that is, else by torch's attention). A read is a forward pass that fills a cache
@@ -34,7 +34,7 @@ TOLD = ("op", "shape", "impl", "ms", "thousand_tokens_s", "peak_gib")
 
 
 def readers(name: str, only: Sequence[str]) -> dict[str, Callable[[], Any]]:
-    """By name, what makes the recipe's model and its peers; those of them whose name has one of `only`, or all."""
+    """By name, what makes the recipe's model and its baselines; those of them whose name has one of `only`, or all."""
     made = {impl.removesuffix(" eager"): make for _, impl, make, form in step.chosen([name]) if form == "eager"}
     return {impl: make for impl, make in made.items() if not only or any(x.lower() in impl.lower() for x in only)}
 
@@ -75,7 +75,7 @@ def measure(
                 try:
                     # the first compiles kernels
                     read(model, prompt)
-                # peers fail in errors of their own
+                # baselines fail in errors of their own
                 except Exception as error:
                     print(f"{impl} does not read {length:,} tokens: {type(error).__name__}: {str(error)[:300]}")
                     continue
@@ -98,7 +98,7 @@ def measure(
 
 def main(arguments: list[str] | None = None) -> list[dict]:
     """Measure, print, and keep what a GPU gave."""
-    parser = argparse.ArgumentParser(description="measure reading prompts into caches beside peers")
+    parser = argparse.ArgumentParser(description="measure reading prompts into caches beside baselines")
     parser.add_argument("recipes", nargs="*", default=list(DEFAULT), help="of core, or module:name")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="models whose name has this")
     parser.add_argument("--length", type=int, action="append", default=[], help="tokens; may be given again")

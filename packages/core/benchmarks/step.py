@@ -167,7 +167,7 @@ def recipe_named(name: str) -> Any:
 
 
 def models(recipe: Any) -> dict[str, tuple[Callable[[], nn.Module], Form]]:
-    """By name, how a model is made and the form in which it runs: the recipe's own, then peers of its sizes."""
+    """By name, how a model is made and the form in which it runs: the recipe's own, then baselines of its sizes."""
     from transformers import AutoModelForCausalLM
 
     config = recipe.model_config()
@@ -258,7 +258,7 @@ def chosen(names: Sequence[str], only: Sequence[str] = ()) -> list[tuple[str, st
         if not any(part.lower() in impl.lower() for impl in known):
             raise ValueError(f"--only {part!r} is in the name of no model, there is {', '.join(known)}")
     meant = [one for one in every if not only or any(part.lower() in one[1].lower() for part in only)]
-    # peers may warm up for minutes
+    # baselines may warm up for minutes
     return sorted(meant, key=lambda one: not one[1].startswith(OURS))
 
 
@@ -288,14 +288,14 @@ def measure(
         config = recipe_named(name).model_config()
         generator = torch.Generator(where).manual_seed(0)
         ids = torch.randint(0, config.vocab_size, (rows, length), generator=generator, device=where)
-        # shapes alone, so that a peer has its floor without our model
+        # shapes alone, so that a baseline has its floor without our model
         with torch.device("meta"):
             parts = floor(AutoModelForCausalLM.from_config(config), rows, length, chip_of(where))
         try:
             one = _warmed(Training(make, where, form), name, impl, ids, parts, warmup, keep=rounds > 0)
             one.times = [one.training.time(ids, steps)]
             row = one.row(0, None if rounds else one.training.profile(ids))
-        # peers and compilers fail in errors of their own
+        # baselines and compilers fail in errors of their own
         except Exception as error:
             print(f"{impl} does not run {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             one = row = None
@@ -352,7 +352,7 @@ def report(found: Sequence[dict]) -> str:
 
 def main(arguments: list[str] | None = None) -> list[dict]:
     """Measure, print, and keep what a GPU gave."""
-    parser = argparse.ArgumentParser(description="measure training steps beside their floor and their peers")
+    parser = argparse.ArgumentParser(description="measure training steps beside their floor and their baselines")
     parser.add_argument("recipes", nargs="*", default=list(DEFAULT), help="of core, or module:name")
     only = 'models whose name has this, such as "tokenmix", "tokenmix eager", "compiled", "FLA"; may be given again'
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help=only)

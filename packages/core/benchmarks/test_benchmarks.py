@@ -26,10 +26,10 @@ def test_sweep(path, benchmark, capsys):
     run_benchmark(path, benchmark, capsys, function="sweep")
 
 
-@pytest.mark.parametrize("path", having("peers"), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", having("baselines"), ids=lambda path: path.stem)
 @pytest.mark.timeout(3600)
-def test_peers(path, benchmark, capsys):
-    run_benchmark(path, benchmark, capsys, function="peers")
+def test_baselines(path, benchmark, capsys):
+    run_benchmark(path, benchmark, capsys, function="baselines")
 
 
 @pytest.mark.parametrize("path", having("own"), ids=lambda path: path.stem)

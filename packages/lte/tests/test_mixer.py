@@ -19,7 +19,7 @@ from tokenmix_core.ops import kept_attention
 from tokenmix_core.ops.types import AttentionOutput
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.fake_cuda_graph import Watched
-from tokenmix_core.testing.mixers import MixerContract, run_in_pieces, run_mixer
+from tokenmix_core.testing.mixers import MixerContract, run_in_parts, run_mixer
 from tokenmix_lte import decoding
 from tokenmix_lte.mixer import Lte
 from tokenmix_lte.retention import Retention, Tokens
@@ -111,7 +111,7 @@ def test_steps_agree_with_the_forward_pass_for_700_tokens():
     layer, x = build(), inputs(B=1, T=700, seed=3)
     whole = run_mixer(layer, x)
     for lengths in ([1] * 700, [333, *[1] * 200, 167]):
-        assert relative_error(run_in_pieces(layer, x, lengths)[0], whole) < 1e-11
+        assert relative_error(run_in_parts(layer, x, lengths)[0], whole) < 1e-11
 
 
 @torch.no_grad()
@@ -122,10 +122,10 @@ def test_among_equal_scores_the_youngest_is_evicted_first():
     layer.scorer.bias.fill_(0.5)
     whole = run_mixer(layer, x)
     assert relative_error(whole, literal(layer, x, cap=layer.cap)[0]) < 1e-11
-    _, cache = run_in_pieces(layer, x, [1] * 80)
+    _, cache = run_in_parts(layer, x, [1] * 80)
     ages = cache.layers[0].ages.value
     assert torch.equal(ages.sort(-1).values, torch.arange(5, dtype=torch.int32).expand_as(ages))
-    assert relative_error(run_in_pieces(layer, x, [1] * 80)[0], whole) < 1e-11
+    assert relative_error(run_in_parts(layer, x, [1] * 80)[0], whole) < 1e-11
 
 
 def test_logits_get_the_straight_through_gradient_of_values():
@@ -184,7 +184,7 @@ def test_the_held_share_agrees_with_the_state():
     layer, x = build(), inputs(B=2, T=33)
     rotary = RotaryEmbedding(8, {"rope_theta": 10_000.0})(torch.arange(33).unsqueeze(0))
     _, auxiliary = layer(x, rotary=rotary)
-    _, cache = run_in_pieces(layer, x, [33])
+    _, cache = run_in_parts(layer, x, [33])
     held = cache.layers[0].kv.lengths - layer.window
     torch.testing.assert_close(auxiliary["held_share"], (held.double() / (33 - layer.window)).mean(0).float())
 
@@ -195,13 +195,13 @@ def test_bfloat16_scores_agree_in_any_split_of_the_calls():
     layer, x = layer.bfloat16(), x.bfloat16()
     whole = run_mixer(layer, x)
     for lengths in ([1] * 200, [90, *[1] * 60, 50]):
-        assert relative_error(run_in_pieces(layer, x, lengths)[0], whole) < 2e-2
+        assert relative_error(run_in_parts(layer, x, lengths)[0], whole) < 2e-2
 
 
 @torch.no_grad()
 def test_the_state_has_a_constant_size_from_the_first_token_on():
     layer = build()
-    sizes = {run_in_pieces(layer, inputs(T=n), [n])[1].allocated_nbytes for n in (1, 12, 60)}
+    sizes = {run_in_parts(layer, inputs(T=n), [n])[1].allocated_nbytes for n in (1, 12, 60)}
     assert len(sizes) == 1
 
 
@@ -239,11 +239,11 @@ def test_malformed_options_are_refused(options, words):
 def test_uniform_retains_every_n_th_token_when_these_fill_the_cap():
     layer = build(scorer="uniform", window=5, cap=8, sinks=0)
     for held, step in ((8, 1), (16, 2), (32, 4)):
-        _, cache = run_in_pieces(layer, inputs(B=1, T=held + 5), [1] * (held + 5))
+        _, cache = run_in_parts(layer, inputs(B=1, T=held + 5), [1] * (held + 5))
         ages = cache.layers[0].ages.value.sort(-1).values
         assert torch.equal(ages, torch.arange(0, held, step, dtype=torch.int32).expand_as(ages))
     # in between, the newest tokens have been replaced first
-    _, cache = run_in_pieces(layer, inputs(B=1, T=12 + 5), [12, 5])
+    _, cache = run_in_parts(layer, inputs(B=1, T=12 + 5), [12, 5])
     assert cache.layers[0].ages.value[0, 0].sort().values.tolist() == [0, 1, 2, 3, 4, 6, 8, 10]
 
 
@@ -265,7 +265,7 @@ def test_split_calls_agree_with_one_call_for_thousands_of_tokens():
     layer = layer.double().eval()
     x = torch.randn(1, 32768, 16, dtype=torch.float64)
     whole = run_mixer(layer, x)
-    got, _ = run_in_pieces(layer, x, [20_000, *[1] * 700, 12_068])
+    got, _ = run_in_parts(layer, x, [20_000, *[1] * 700, 12_068])
     assert relative_error(got, whole) < 1e-11
 
 
@@ -285,7 +285,7 @@ def test_kernels_agree_with_the_eager_layer_in_prefill_and_steps(device):
     eager, kernels = (build(head_dim=16, cap=8, impl=impl).float().to(device) for impl in ("reference", "triton"))
     x = inputs(B=1, T=43).float().to(device)
     whole = run_mixer(eager, x)
-    outputs, _ = run_in_pieces(kernels, x, [28, *[1] * 15])
+    outputs, _ = run_in_parts(kernels, x, [28, *[1] * 15])
     torch.testing.assert_close(outputs, whole, rtol=1e-4, atol=1e-4)
 
 

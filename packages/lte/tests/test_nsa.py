@@ -14,7 +14,7 @@ from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.rotary import RotaryEmbedding, apply_rotary
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.mixers import MixerContract, run_in_pieces, run_mixer
+from tokenmix_core.testing.mixers import MixerContract, run_in_parts, run_mixer
 from tokenmix_lte.nsa import Nsa
 
 # blocks and windows so small that most keys are not selected
@@ -86,7 +86,7 @@ def test_the_layer_agrees_with_its_definition():
 def test_a_step_reads_only_the_selected_blocks_and_the_window():
     layer, x = build(), inputs(B=1, T=120)
     whole = run_mixer(layer, x)
-    _, cache = run_in_pieces(layer, x[:, :119], [119])
+    _, cache = run_in_parts(layer, x[:, :119], [119])
     state = cache.layers[0]
     cache.begin(1, 1, x.device)
     rotary = RotaryEmbedding(8, {"rope_theta": 10_000.0})(torch.tensor([[119]]))
@@ -116,7 +116,7 @@ def test_split_calls_agree_with_one_call_in_bfloat16():
     layer, x = build(block=8, window=16).bfloat16(), inputs(T=60).bfloat16()
     whole = run_mixer(layer, x)
     for lengths in ([1] * 60, [30, *[1] * 10, 20]):
-        assert relative_error(run_in_pieces(layer, x, lengths)[0], whole) < 2e-2
+        assert relative_error(run_in_parts(layer, x, lengths)[0], whole) < 2e-2
 
 
 def test_the_paper_s_sizes():

@@ -17,7 +17,7 @@ from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.rotary import RotaryEmbedding, apply_rotary
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.mixers import MixerContract, run_in_pieces, run_mixer
+from tokenmix_core.testing.mixers import MixerContract, run_in_parts, run_mixer
 from tokenmix_core.testing.models import ModelContract
 from tokenmix_lte.cli import main
 from tokenmix_lte.model import LteConfig, LteForCausalLM, LteModel
@@ -84,7 +84,7 @@ def test_evictions_do_not_depend_on_the_ends_of_calls_and_blocks(held):
     x = torch.randn(2, 170, 32, dtype=torch.float64)
     whole = run_mixer(layer, x)
     for lengths in ([170], [1] * 170, [63, 2, 64, 41], [held + 1, 169 - held]):
-        assert relative_error(run_in_pieces(layer, x, lengths)[0], whole) < 1e-11
+        assert relative_error(run_in_parts(layer, x, lengths)[0], whole) < 1e-11
 
 
 @torch.no_grad()
@@ -98,7 +98,7 @@ def test_it_is_attention_in_training_and_if_all_tokens_are_held():
     assert relative_error(run_mixer(layer.eval(), x), whole) > 1e-3
     layer.held = 20
     assert relative_error(run_mixer(layer, x), whole) < 1e-5
-    assert relative_error(run_in_pieces(layer, x, [9, 1, 10])[0], whole) < 1e-5
+    assert relative_error(run_in_parts(layer, x, [9, 1, 10])[0], whole) < 1e-5
 
 
 def trained(**attention) -> HybridForCausalLM:

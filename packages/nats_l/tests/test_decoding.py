@@ -15,9 +15,9 @@ from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.state import Span
 from tokenmix_core.ops.types import AttentionOutput
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.fake_cuda_graph import Watched, record
-from tokenmix_core.testing.mixers import run_in_pieces
-from tokenmix_core.testing.models import left_padded, logits_in_pieces
+from tokenmix_core.testing.fake_cuda_graph import Watched
+from tokenmix_core.testing.mixers import run_in_parts
+from tokenmix_core.testing.models import left_padded, logits_in_parts
 from tokenmix_nats_l import decoding
 from tokenmix_nats_l.config import NatsLConfig
 from tokenmix_nats_l.mixer import NatsL
@@ -65,7 +65,7 @@ def test_any_length_and_split_equals_the_full_forward(chunk, types, seed):
         assert 0 < whole.auxiliary["softmax_share"].mean() < 1
     for _ in range(2):
         split = random_split(tokens, rng)
-        assert relative_error(logits_in_pieces(model, ids, split), whole.logits) < 1e-11, split
+        assert relative_error(logits_in_parts(model, ids, split), whole.logits) < 1e-11, split
 
 
 @torch.no_grad()
@@ -80,7 +80,7 @@ def test_padded_rows_equal_single_sequences(chunk, seed):
     # a padded prompt, a few tokens at once, steps that end each row's chunk at a different time
     last = rng.randrange(1, 70)
     for split in ([tokens], [tokens - 75, 5, *[1] * 70], [tokens - last, *[1] * last], random_split(tokens, rng)):
-        padded = logits_in_pieces(model, ids, split, mask)
+        padded = logits_in_parts(model, ids, split, mask)
         for row, n, exact in zip(padded, lengths, alone, strict=True):
             assert relative_error(row[-n:], exact) < 1e-11, (split, n)
 
@@ -90,7 +90,7 @@ def test_padded_rows_equal_single_sequences(chunk, seed):
 def test_padded_prompts_of_all_variants_continue_as_single_sequences(options):
     model, lengths = build(**options), [140, 64, 3, 70]
     ids, mask = drawn_ids(random.Random(0), 4, 142), left_padded([n + 2 for n in lengths], 142)
-    padded = logits_in_pieces(model, ids, [140, 1, 1], mask)
+    padded = logits_in_parts(model, ids, [140, 1, 1], mask)
     for row, tokens, n in zip(padded, ids, lengths, strict=True):
         alone = model(tokens[None, -n - 2 :], use_cache=False).logits[0]
         assert relative_error(row[-n - 2 :], alone) < 1e-11
@@ -110,7 +110,7 @@ def test_rows_with_equally_filled_chunks_are_processed_together(options, monkeyp
         total = sum(split)
         ids, mask = drawn_ids(rng, 4, total), left_padded(lengths, total)
         groups.clear()
-        padded = logits_in_pieces(model, ids, split, mask)
+        padded = logits_in_parts(model, ids, split, mask)
         assert max(groups) >= 3
         for row, tokens, n in zip(padded, ids, lengths, strict=True):
             alone = model(tokens[None, -n:], use_cache=False).logits[0]
@@ -169,7 +169,7 @@ def test_heads_retain_different_tokens():
         init_weights_(module, 0.2)
     layer = layer.double()
     x = torch.randn(1, 40 * 64, 16, dtype=torch.float64)
-    _, cache = run_in_pieces(layer, x, [40 * 64])
+    _, cache = run_in_parts(layer, x, [40 * 64])
     lengths = layer.held_tokens(cache.layers[0])[0]
     # two softmax heads share the types of one head of the delta rule
     assert lengths[0] == lengths[1] != lengths[2] == lengths[3]
@@ -185,7 +185,7 @@ def test_requested_slots_equal_the_longest_list(options, monkeypatch):
     model, ids = build(**options), drawn_ids(random.Random(0), 2, 720)
     whole = model(ids, use_cache=False).logits
     for split in ([700, 20], [70, 260, 1, 63, 326]):
-        assert relative_error(logits_in_pieces(model, ids, split), whole) < 1e-11, split
+        assert relative_error(logits_in_parts(model, ids, split), whole) < 1e-11, split
     cache = model(ids, use_cache=True).past_key_values
     for layer in cache.layers:
         assert layer.parts["kept"].num_slots == max(64, int(layer.parts["kept"].lengths.max()))
@@ -216,7 +216,7 @@ def test_prompt_operations_do_not_depend_on_length_and_synchronise_once(monkeypa
 
 @torch.no_grad()
 def test_captured_steps_follow_assigned_types(monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "capture_on", lambda device: record)
+    monkeypatch.setattr(cuda_graphs, "capture_on", lambda device: capture_work)
     model, ids = build(), drawn_ids(random.Random(0), 1, 60)
     options = {"max_new_tokens": 75, "do_sample": False, "pad_token_id": 0}
     found = []

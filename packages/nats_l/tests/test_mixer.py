@@ -13,7 +13,7 @@ import torch
 from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.mixers import MixerContract, run_in_pieces, run_mixer
+from tokenmix_core.testing.mixers import MixerContract, run_in_parts, run_mixer
 from tokenmix_nats_l.ablations import read_state
 from tokenmix_nats_l.chunks import Types, chunk_means, learned_types
 from tokenmix_nats_l.mixer import NatsL, Norms
@@ -239,7 +239,7 @@ def test_only_keys_of_softmax_chunks_are_retained(types, held):
     layer = build(types=types)
     for split in ([170], [1] * 170, [100, 70]):
         with torch.no_grad():
-            _, cache = run_in_pieces(layer, inputs(), split)
+            _, cache = run_in_parts(layer, inputs(), split)
         lengths = layer.held_tokens(cache.layers[0])
         assert (0 if lengths is None else int(lengths.max())) == held
 
@@ -298,7 +298,7 @@ def test_assigned_types_replace_learned_ones_in_all_calls(types):
     learned.types = types
     assert learned.types == types
     assert torch.equal(run_mixer(learned, x), run_mixer(forced, x))
-    (got, _), (expected, _) = (run_in_pieces(layer, x, [100, 70]) for layer in (learned, forced))
+    (got, _), (expected, _) = (run_in_parts(layer, x, [100, 70]) for layer in (learned, forced))
     torch.testing.assert_close(got, expected)
     learned.types = "learned"
     assert torch.equal(run_mixer(learned, x), before)

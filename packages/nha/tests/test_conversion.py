@@ -24,7 +24,7 @@ from transformers import (
 
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
-from tokenmix_core.testing.models import left_padded, logits_in_pieces
+from tokenmix_core.testing.models import left_padded, logits_in_parts
 from tokenmix_core.testing.modules import ModulesContract
 from tokenmix_nha.cli import main
 from tokenmix_nha.conversion import convert
@@ -128,8 +128,8 @@ def test_decoding_equals_one_forward_pass_and_ignores_padding(original, ids):
     # the first chunks of a padded prompt may hold only padding
     mask = left_padded([TOKENS - 3, TOKENS - 7, 2], TOKENS)
     for lengths in ([TOKENS], [1] * TOKENS, [7, 1, 5, 6]):
-        assert relative_error(logits_in_pieces(converted, ids, lengths), whole) < 1e-4
-        padded = logits_in_pieces(converted, ids, lengths, mask)
+        assert relative_error(logits_in_parts(converted, ids, lengths), whole) < 1e-4
+        padded = logits_in_parts(converted, ids, lengths, mask)
         for row, tokens, n in zip(padded, ids, mask.sum(1).tolist(), strict=True):
             alone = converted(tokens[None, -n:], use_cache=False).logits[0]
             assert relative_error(row[-n:], alone) < 1e-4
@@ -334,14 +334,14 @@ class TestRowsOfConvertedModels:
     def test_hooks_see_rows_in_parts_of_a_prompt_and_in_steps(self, model, ids):
         mask = left_padded([TOKENS - 3, TOKENS - 7, 2], TOKENS)
         lengths, seen = [7, 6, 1, 1, 4], []
-        exact = logits_in_pieces(model, ids, lengths, mask)
+        exact = logits_in_parts(model, ids, lengths, mask)
         for layer in model.model.layers:
             for module in (layer, layer.self_attn, layer.mlp):
                 module.register_forward_pre_hook(
                     lambda m, args, given: seen.append((args[0] if args else given["hidden_states"]).shape[:2]),
                     with_kwargs=True,
                 )
-        got = logits_in_pieces(model, ids, lengths, mask)
+        got = logits_in_parts(model, ids, lengths, mask)
         assert seen == [torch.Size([3, n]) for n in lengths for _ in range(9)]
         assert relative_error(got[mask.bool()], exact[mask.bool()]) < 1e-5
 

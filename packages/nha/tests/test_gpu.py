@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tokenmix_core.testing.agreement import RoundedProducts
 from tokenmix_core.testing.closeness import assert_within
 from tokenmix_core.testing.fake_cuda_graph import assert_graphs_train_alike
-from tokenmix_core.testing.models import left_padded, logits_in_pieces
+from tokenmix_core.testing.models import left_padded, logits_in_parts
 from tokenmix_nha import NhaConfig, NhaForCausalLM, nha_layers, using_windows
 from tokenmix_nha.conversion import convert
 from tokenmix_nha.evals import slot_shares
@@ -90,11 +90,11 @@ def test_decoding_errs_no_more_than_one_eager_call(form, dtype, ids):
     floor = FLOORS[dtype]
     assert_within("whole", fast(ids.cuda(), use_cache=False).logits, truth, baseline, floor=floor)
     for lengths in ([TOKENS], [100] + [1] * 50, [63, 1, 64, 22]):
-        assert_within(str(lengths[:3]), logits_in_pieces(fast, ids.cuda(), lengths), truth, baseline, floor=floor)
+        assert_within(str(lengths[:3]), logits_in_parts(fast, ids.cuda(), lengths), truth, baseline, floor=floor)
     mask = left_padded([TOKENS, 37], TOKENS)
     alone = exact(ids[1:, -37:], use_cache=False).logits
     baseline_alone = eager(ids[1:, -37:], use_cache=False).logits
-    padded = logits_in_pieces(fast, ids.cuda(), [120] + [1] * 30, mask.cuda())
+    padded = logits_in_parts(fast, ids.cuda(), [120] + [1] * 30, mask.cuda())
     assert_within("padded", padded[1, -37:], alone[0], baseline_alone[0], floor=floor)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
-from tokenmix_core.testing.models import ModelContract, left_padded, logits_in_pieces
+from tokenmix_core.testing.models import ModelContract, left_padded, logits_in_parts
 from tokenmix_oryx.config import OryxConfig
 from tokenmix_oryx.model import OryxForCausalLM, OryxModel
 
@@ -98,7 +98,7 @@ def test_any_model_with_the_layer_takes_modes(model, ids):
     found = {str(mode): plain(ids, mode=mode, use_cache=False).logits for mode in ("linear", "attention", SCHEDULE)}
     assert torch.equal(plain(ids, use_cache=False).logits, found["attention"])
     assert len({x.sum().item() for x in found.values()}) == 3
-    assert relative_error(logits_in_pieces(plain, ids, [4, 1, 14], mode=SCHEDULE), found[str(SCHEDULE)]) < 1e-4
+    assert relative_error(logits_in_parts(plain, ids, [4, 1, 14], mode=SCHEDULE), found[str(SCHEDULE)]) < 1e-4
     with pytest.raises(ValueError, match="unknown input 'modes'; inputs of the mixers are: mode"):
         plain(ids, modes="linear")
 
@@ -127,7 +127,7 @@ def test_any_schedule_and_split_equals_the_full_forward(family, rng: random.Rand
     schedule = [(s, rng.choice(["linear", "attention"])) for s in starts]
     if not per_sequence:
         whole = model(ids, mode=schedule, use_cache=False).logits
-        assert relative_error(logits_in_pieces(model, ids, split, mode=schedule), whole) < 1e-4
+        assert relative_error(logits_in_parts(model, ids, split, mode=schedule), whole) < 1e-4
         return
     mode = torch.tensor([[rng.random() < 0.4 for _ in range(tokens)] for _ in range(2)])
     whole, cache, outputs = model(ids, mode=mode, use_cache=False).logits, model.make_cache(), []
@@ -142,7 +142,7 @@ def test_left_padding_does_not_change_outputs(model, ids, mode):
     lengths = [19, 12, 2]
     mask = left_padded(lengths, 19)
     for split in ([19], [1] * 19, [7, 1, 5, 6]):
-        padded = logits_in_pieces(model, ids, split, mask, mode=mode)
+        padded = logits_in_parts(model, ids, split, mask, mode=mode)
         for row, n, tokens in zip(padded, lengths, ids, strict=True):
             exact = model(tokens[None, -n:], mode=mode, use_cache=False).logits[0]
             assert relative_error(row[-n:], exact) < 1e-4

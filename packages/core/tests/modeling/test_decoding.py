@@ -10,7 +10,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from tokenmix_core.kernels.launch import cuda_graphs
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, decode_graph, sampling
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.fake_cuda_graph import HostRead, Watched, graphs_everywhere, record
+from tokenmix_core.testing.fake_cuda_graph import HostRead, Watched, capture_work, graphs_everywhere
 from tokenmix_core.testing.models import left_padded
 
 FIELDS = {
@@ -51,7 +51,7 @@ def free_graphs(model):
 def captures(monkeypatch):
     """The captured works; decoding captures on this device."""
     counted = []
-    monkeypatch.setattr(cuda_graphs, "capture_on", lambda device: lambda work: counted.append(work) or record(work))
+    monkeypatch.setattr(cuda_graphs, "capture_on", lambda _: lambda work: counted.append(work) or capture_work(work))
     return counted
 
 
@@ -68,7 +68,7 @@ def test_fake_capture_refuses_synchronisation():
         with pytest.raises(HostRead), Watched():
             work()
     assert x.tolist() == [3, 0, 1]
-    replay = record(lambda: x.add_(x.roll(1) * 2))
+    replay = capture_work(lambda: x.add_(x.roll(1) * 2))
     assert x.tolist() == [3, 0, 1]
     replay()
     assert x.tolist() == [5, 6, 1]
@@ -152,7 +152,7 @@ def test_failed_capture_warns_once_and_decodes(model, ids, monkeypatch, error):
         raise error
 
     # the fake capture runs nothing, like a device that has not executed the operations before the failure
-    monkeypatch.setattr(cuda_graphs, "capture_on", lambda device: lambda work: (record(work), fail(lambda: None)))
+    monkeypatch.setattr(cuda_graphs, "capture_on", lambda device: lambda work: (capture_work(work), fail(lambda: None)))
     with pytest.warns(UserWarning, match="kernel by kernel") as caught:
         assert torch.equal(model.generate(ids, decoding_graph=True, **OPTIONS), plain)
     assert len(caught) == 1

@@ -7,7 +7,7 @@ import torch
 
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.testing.closeness import assert_within, relative_error
-from tokenmix_core.testing.models import left_padded, logits_in_pieces
+from tokenmix_core.testing.models import left_padded, logits_in_parts
 
 pytestmark = pytest.mark.gpu
 
@@ -74,11 +74,11 @@ def test_decoding_errs_no_more_than_the_eager_whole(mixer, ids):
     exact, eager, fast = (model.eval() for model in three(build(mixer)))
     truth, baseline = exact(ids, use_cache=False).logits, eager(ids, use_cache=False).logits
     for chunks in ([TOKENS], [100] + [1] * 50, [63, 1, 64, 22]):
-        assert_within(str(chunks[:3]), logits_in_pieces(fast, ids.cuda(), chunks), truth, baseline)
+        assert_within(str(chunks[:3]), logits_in_parts(fast, ids.cuda(), chunks), truth, baseline)
     mask = left_padded([TOKENS, 37], TOKENS)
     alone = exact(ids[1:, -37:], use_cache=False).logits
     for chunks in ([TOKENS], [120] + [1] * 30, [120, 20, 10]):
-        padded = logits_in_pieces(fast, ids.cuda(), chunks, mask.cuda())
+        padded = logits_in_parts(fast, ids.cuda(), chunks, mask.cuda())
         assert_within("whole", padded[0], truth[0], baseline[0])
         assert_within("padded", padded[1, -37:], alone[0], eager(ids[1:, -37:], use_cache=False).logits[0])
 

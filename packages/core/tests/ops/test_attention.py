@@ -121,7 +121,7 @@ class TestAttention(OpContract):
             "packed, window and sinks": dict(window=10, sinks=3, boundaries=[0, 50, 55, 70]),
         }.items()
     }
-    pieces: ClassVar = {mask: dict(T=20, **MASKS[mask]) for mask in ("causal", "window and sinks")}
+    parts: ClassVar = {mask: dict(T=20, **MASKS[mask]) for mask in ("causal", "window and sinks")}
     packed: ClassVar = {
         mask: dict(boundaries=[0, 5, 5, 6, 17], **MASKS[mask])
         for mask in ("causal", "bidirectional", "more sinks than the window holds")
@@ -204,7 +204,7 @@ def by_decoding(cache_seqlens, **options):
 class TestDecoding(OpContract):
     covers = (attention_decode,)
     absent: ClassVar = {
-        "pieces": "it is itself a part of attention",
+        "parts": "it is itself a part of attention",
         "step": "it is the step itself, of attention",
         "malformed_steps": "no other step",
         "packed": "rows of a cache hold a sequence each",
@@ -271,7 +271,7 @@ class TestMerging(OpContract):
     absent: ClassVar = {
         "kernels": "the kernel has no gradients: a test of its own",
         "lengths": "a token stands alone",
-        "pieces": "a token stands alone, without a state",
+        "parts": "a token stands alone, without a state",
         "step": "a token stands alone, without a state",
         "malformed_steps": "no steps",
         "packed": "a token stands alone, in any document",

@@ -77,7 +77,7 @@ class TestGatedDeltaRule(OpContract):
         "keys that are normalised before": KernelCase(dict(B=1, T=65, HV=1, K=128, V=64, qk_l2norm=False)),
         "by tokens": KernelCase(dict(B=1, T=3, K=64, V=64, N=1), "tokens"),
     }
-    pieces: ClassVar = {"of a sequence": dict(T=70, K=8, V=8)}
+    parts: ClassVar = {"of a sequence": dict(T=70, K=8, V=8)}
     step = (gated_delta_rule_step, dict(K=64, V=64, N=2))
     packed: ClassVar = {"of documents": dict(K=4, V=4, N=5, boundaries=PACKED)}
     neighbours: ClassVar = dict(B=3, T=3, HV=1, K=64, V=64, N=3)

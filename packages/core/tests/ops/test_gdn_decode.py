@@ -20,7 +20,7 @@ from tokenmix_core.ops import (
 )
 from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_core.testing.layout_contract import differently_laid
-from tokenmix_core.testing.mixers import run_in_pieces, run_mixer, run_recorded
+from tokenmix_core.testing.mixers import run_captured, run_in_parts, run_mixer
 
 SIZES = (64, 128, 256)
 WRITTEN = ("q_inputs", "k_inputs", "v_inputs", "state")
@@ -180,29 +180,29 @@ def test_decoding_by_the_kernel_equals_the_forward_pass(case, device, monkeypatc
         module.impl = "reference"
     x = torch.randn(2, sum(pieces), 32, generator=torch.Generator().manual_seed(1)).to(device)
     exact = run_mixer(copy.deepcopy(plain).double(), x.double())
-    eager, cache = run_in_pieces(plain, x, pieces)
+    eager, cache = run_in_parts(plain, x, pieces)
     launched = []
     monkeypatch.setattr(
         "tokenmix_core.nn.gated_delta_net.delta_layer_step",
         lambda *args, **options: launched.append(args) or delta_layer_step(*args, **options),
     )
-    got, other = run_in_pieces(mixer, x, pieces)
+    got, other = run_in_parts(mixer, x, pieces)
     assert len(launched) == pieces.count(1)
     assert_within("outputs", got, exact, eager, floor=1e-6)
     for name, part in other.layers[0].parts.items():
         assert relative_error(part.value, cache.layers[0].parts[name].value) < 1e-5, name
     if device == "cpu":
-        assert torch.equal(run_recorded(mixer, x, pieces[0])[0], got)
+        assert torch.equal(run_captured(mixer, x, pieces[0])[0], got)
 
 
 @torch.no_grad()
 def test_a_step_compiles_into_one_graph(device):
     mixer = prepared(num_heads=1, head_dim=64, expand_v=1.0).to(device)
     x = torch.randn(2, 2, 32, generator=torch.Generator().manual_seed(1)).to(device)
-    wanted, cache = run_in_pieces(mixer, x, [1, 1])
+    wanted, cache = run_in_parts(mixer, x, [1, 1])
     compiled = copy.copy(mixer)
     compiled.forward = torch.compile(mixer.forward, fullgraph=True, backend="aot_eager")
-    _, other = run_in_pieces(mixer, x[:, :1], [1])
+    _, other = run_in_parts(mixer, x[:, :1], [1])
     other.begin(2, 1, x.device)
     got = compiled.forward(x[:, 1:], state=other.layers[0])[0]
     torch.testing.assert_close(got, wanted[:, 1:])

@@ -27,7 +27,7 @@ class TestLinears(OpContract):
     covers = (fused_linears,)
     absent: ClassVar = {
         "lengths": "a row stands alone: sizes of tiles are among the kernels' cases",
-        "pieces": "a row stands alone, without a state",
+        "parts": "a row stands alone, without a state",
         "packed": "rows belong to no sequence",
         "step": "it is of one token",
         "malformed_steps": "no steps",

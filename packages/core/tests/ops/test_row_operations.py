@@ -44,7 +44,7 @@ def rms(x: Tensor, eps: float) -> Tensor:
 
 # what no operation between matrix products has
 ALONE = {
-    "pieces": "a token stands alone, without a state",
+    "parts": "a token stands alone, without a state",
     "packed": "a token stands alone, in any document",
     "step": "a token stands alone, without a state",
     "malformed_steps": "no steps",

@@ -59,7 +59,7 @@ class TestShortConv(OpContract):
         "packed, width two": KernelCase(dict(W=2, activation="silu", boundaries=PACKED)),
         "many channels": KernelCase(dict(T=3, D=130, activation="silu")),
     }
-    pieces: ClassVar = {"of a sequence": dict(activation="silu")}
+    parts: ClassVar = {"of a sequence": dict(activation="silu")}
     packed: ClassVar = {"of documents": dict(N=5, activation="silu", boundaries=PACKED)}
     neighbours: ClassVar = dict(B=3, N=3, T=5)
     laid: ClassVar = {"one row": dict(B=1, N=1, T=3, activation="silu")}

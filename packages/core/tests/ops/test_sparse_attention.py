@@ -169,7 +169,7 @@ class TestKeptAttention(OpContract):
             "packed chunks": dict(TQ=150, unit=64, cu=[0, 5, 5, 135, 150], kept=0.6),
         }.items()
     }
-    pieces: ClassVar = {
+    parts: ClassVar = {
         "tokens": dict(TQ=50, **HEADS, window=6),
         "tokens until": dict(TQ=50, **HEADS, window=6, until=True),
         "chunks": dict(TQ=200, **HEADS, unit=64),
@@ -215,9 +215,9 @@ class TestKeptAttention(OpContract):
     def definition(self, **arguments):
         return by_definition(**arguments)
 
-    def piece(self, arguments, start, stop):
+    def part(self, arguments, start, stop):
         units = -(-stop // arguments["unit"])
-        return super().piece(arguments, start, stop) | {"keep": arguments["keep"][:, :units]}
+        return super().part(arguments, start, stop) | {"keep": arguments["keep"][:, :units]}
 
     def document(self, arguments, n, start, stop):
         unit = arguments["unit"]

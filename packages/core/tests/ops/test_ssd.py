@@ -80,7 +80,7 @@ class TestSSD(OpContract):
         ),
         "by tokens, packed": KernelCase(dict(N=3, steps=True, boundaries=[0, 0, 5, 9]), "tokens", dtypes=("float32",)),
     }
-    pieces: ClassVar = {"of a sequence": dict(T=70, K=4, V=4, steps=True)}
+    parts: ClassVar = {"of a sequence": dict(T=70, K=4, V=4, steps=True)}
     step = (ssd_step, dict(N=2, steps=True))
     packed: ClassVar = {
         "with states": dict(K=4, V=4, N=5, steps=True, boundaries=PACKED),

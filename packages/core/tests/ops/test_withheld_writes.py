@@ -44,7 +44,7 @@ def inputs(
 class TestWithheldWrites(OpContract):
     covers = (chunk_gated_delta_rule, recurrent_gated_delta_rule)
     absent: ClassVar = {
-        "pieces": "a piece ends where a run of chunks does, which is a test of its own",
+        "parts": "a piece ends where a run of chunks does, which is a test of its own",
         "step": "a token alone is no run of chunks",
         "malformed_steps": "no steps",
     }

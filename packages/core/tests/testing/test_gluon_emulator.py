@@ -1,4 +1,4 @@
-"""The stand-in for Gluon: what it leaves as it was."""
+"""The Gluon emulator leaves other modules unchanged."""
 
 import torch
 
@@ -6,7 +6,7 @@ from tokenmix_core.ops.softmax_attention.autograd import attention_op
 from tokenmix_core.testing import gluon_emulator
 
 
-def test_kernels_imported_anew_leave_torch_operators_registered():
+def test_kernels_imported_again_leave_torch_operators_registered():
     q = torch.randn(1, 6, 2, 16)
     inputs = (q, q, q, None, True, None, 0, 0.25, "sdpa")
     before = attention_op(*inputs)

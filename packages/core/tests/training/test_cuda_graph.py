@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from tokenmix_core.kernels.launch import cuda_graphs
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
-from tokenmix_core.testing.fake_cuda_graph import HostRead, assert_graphs_train_alike, graphs_everywhere, record
+from tokenmix_core.testing.fake_cuda_graph import HostRead, assert_graphs_train_alike, capture_work, graphs_everywhere
 from tokenmix_core.training import engine
 from tokenmix_core.training.cuda_graph import MOST, GraphedStep, Losses
 from tokenmix_core.training.recipe import Tokens
@@ -104,7 +104,7 @@ def test_passes_that_read_from_the_device_end_a_run_with_what_to_do(corpus, tmp_
 
     def fails(work):
         try:
-            return record(work)
+            return capture_work(work)
         except HostRead as error:
             raise RuntimeError(f"operation not permitted: {error}") from error
 
@@ -138,7 +138,7 @@ def test_left_to_itself_a_run_goes_on_where_recording_fails(micro, corpus, tmp_p
 
     def fails(work):
         # what a failed recording leaves behind are gradients that nobody computed
-        record(work, eager=True)
+        capture_work(work, eager=True)
         raise RuntimeError("CUDA out of memory")
 
     monkeypatch.setattr(cuda_graphs, "capture_on", lambda device: fails)

@@ -67,7 +67,7 @@ class TestEviction(OpContract):
     covers = (evict_step,)
     absent: ClassVar = {
         "lengths": "a step has one token",
-        "pieces": "a step has one token; the test of retained slots follows a sequence",
+        "parts": "a step has one token; the test of retained slots follows a sequence",
         "packed": "each row of memory holds one sequence",
         "step": "the operation is a step itself",
         "malformed_steps": "the operation has no other step",

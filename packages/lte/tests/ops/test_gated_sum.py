@@ -23,7 +23,7 @@ def inputs(B=2, T=9, HQ=3, V=24, dtype=torch.float64, device="cpu", seed=0):
 class TestGatedSum(OpContract):
     covers = (gated_sum,)
     absent: ClassVar = {
-        "pieces": "tokens are independent",
+        "parts": "tokens are independent",
         "packed": "tokens are independent",
         "step": "tokens are independent",
         "malformed_steps": "no steps",

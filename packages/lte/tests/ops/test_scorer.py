@@ -171,7 +171,7 @@ def rounding(dtype):
 class TestRetentionLogits(OpContract):
     covers = (retention_logits,)
     absent: ClassVar = {
-        "pieces": "a logit reads tokens on both sides; another test covers parts of a sequence",
+        "parts": "a logit reads tokens on both sides; another test covers parts of a sequence",
         "step": "decoding calls the operation with the tokens that it reads",
         "malformed_steps": "no steps",
     }

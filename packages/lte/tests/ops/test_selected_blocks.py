@@ -84,7 +84,7 @@ class TestBlockAttention(OpContract):
         "groups of 16, odd heads": KernelCase(dict(TQ=40, HQ=16, H=1, size=16, K=24, V=40), dtypes=("half",)),
         "no groups": KernelCase(dict(TQ=40, HQ=1, H=1, size=32, K=16), dtypes=("float32",)),
     }
-    pieces: ClassVar = {"blocks of 4": dict(TQ=20)}
+    parts: ClassVar = {"blocks of 4": dict(TQ=20)}
     packed: ClassVar = {"blocks of 4": dict(cu=[0, 3, 3, 4, 14, 24])}
     neighbours: ClassVar = dict(B=3, TQ=5, HQ=1, H=1, S=2, size=16)
     on_gpu: ClassVar = {"heads of 64": dict(B=2, TQ=300, S=4, size=16, K=64)}
@@ -155,7 +155,7 @@ class TestSelection(OpContract):
         "packed": KernelCase(dict(T=14, HQ=3, H=1, U=6, count=3, cu_seqlens=[0, 1, 1, 14])),
         "a long sequence among packed ones": KernelCase(dict(T=90, HQ=1, U=26, count=6, cu_seqlens=[0, 3, 3, 86, 90])),
     }
-    pieces: ClassVar = {"of a sequence": dict(T=30)}
+    parts: ClassVar = {"of a sequence": dict(T=30)}
     neighbours: ClassVar = dict(B=3, T=5, HQ=16, count=3)
     traced: ClassVar = dict(B=1, HQ=16, count=3)
     traced_lengths = (9, 14)
@@ -204,9 +204,9 @@ class TestSelection(OpContract):
             found[b, i, h, : len(chosen)] = torch.tensor(chosen)
         return found
 
-    def piece(self, arguments, start, stop):
+    def part(self, arguments, start, stop):
         blocks = arguments["pooled"][:, : -(-stop // 4)]
-        return super().piece(arguments, start, stop) | {"pooled": blocks, "shift": start}
+        return super().part(arguments, start, stop) | {"pooled": blocks, "shift": start}
 
 
 def test_all_blocks_listed_are_causal_attention():

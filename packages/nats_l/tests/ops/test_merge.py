@@ -36,7 +36,7 @@ def inputs(kind, B=2, T=13, H=3, V=24, dtype=torch.float64, device="cpu", seed=0
 class TestMerge(OpContract):
     covers = (merge_operations,)
     absent: ClassVar = {
-        "pieces": "each token is independent, without a state",
+        "parts": "each token is independent, without a state",
         "packed": "a token stands alone, in any document",
         "step": "a token stands alone, without a state",
         "malformed_steps": "no steps",

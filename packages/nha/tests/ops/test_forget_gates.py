@@ -15,7 +15,7 @@ from tokenmix_nha.ops import log_forget_gates
 class TestForgetGates(OpContract):
     covers = (log_forget_gates,)
     absent: ClassVar = {
-        "pieces": "a token stands alone, without a state",
+        "parts": "a token stands alone, without a state",
         "packed": "a token stands alone, in any document",
         "step": "a token stands alone, without a state",
         "malformed_steps": "no steps",

@@ -40,7 +40,7 @@ class TestGatedLinearAttention(OpContract):
         "no states": dict(T=300),
     }
     lengths = (1, 15, 16, 17, 37)
-    pieces: ClassVar = {"of a sequence": dict(T=37)}
+    parts: ClassVar = {"of a sequence": dict(T=37)}
     # more chunks than `CHUNK`, so that the scan recurses; boundaries inside chunks and at their ends
     packed: ClassVar = {
         "with states": dict(N=5, boundaries=[0, 20, 20, 21, 37, 37]),

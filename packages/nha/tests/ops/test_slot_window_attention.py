@@ -141,7 +141,7 @@ class TestSlotWindowAttention(OpContract):
             ("programs of several heads", dict(T=40, HQ=3, H=3, window=4, gates="uneven"), programs_of_several_heads),
         )
     }
-    pieces: ClassVar = {f"a window of {window}": dict(T=30, window=window, own_keys=True) for window in (0, 7, 100)}
+    parts: ClassVar = {f"a window of {window}": dict(T=30, window=window, own_keys=True) for window in (0, 7, 100)}
     packed: ClassVar = {
         f"a window of {window}": dict(window=window, own_keys=True, boundaries=[0, 0, 9, 10, 42, 42, 50])
         for window in (0, 6, 100)

@@ -106,7 +106,7 @@ def z(*shape, dtype=torch.float32):
 class TestMix(OpContract):
     covers = (mix,)
     absent: ClassVar = {
-        "pieces": "a whole call of a layer, whose states are stored by the layer",
+        "parts": "a whole call of a layer, whose states are stored by the layer",
         "step": "a token is decoded mixer by mixer",
         "malformed_steps": "no steps",
     }

@@ -70,7 +70,7 @@ class TestSelectedAttention(OpContract):
             ("packed", dict(boundaries=[0, 5, 5, 40, 70])),
         )
     }
-    pieces: ClassVar = {kind: dict(T=30, kind=kind) for kind in KINDS}
+    parts: ClassVar = {kind: dict(T=30, kind=kind) for kind in KINDS}
     packed: ClassVar = {kind: dict(kind=kind, boundaries=[0, 3, 3, 4, 20, 37]) for kind in KINDS}
     neighbours: ClassVar = dict(B=3, T=5)
     traced: ClassVar = dict(B=2)

@@ -1,1 +1,1 @@
-"""For tests and benchmarks: contracts, fixtures, closeness to float64, a stand-in for Gluon, timing beside peers."""
+"""For tests and benchmarks: contracts, fixtures, errors against float64, a Gluon emulator, timing beside baselines."""

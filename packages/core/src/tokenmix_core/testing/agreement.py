@@ -52,7 +52,7 @@ def gradients_through(function: Callable, inputs: Inputs, output: str) -> dict[s
 
 
 def granted(eps: float) -> float:
-    """The relative error that `assert_agrees` always grants to what is computed with a dtype of this eps."""
+    """Return the relative error that `assert_agrees` always permits for a dtype of this eps."""
     # half a dtype's spacing is one rounding; in float32, where kernels multiply in three tf32 parts and sum gates in
     # another order than the reference, errors up to 7.5e-7 were seen, 2.3 times the reference's
     return 8 * eps if eps < 1e-5 else eps / 2
@@ -62,7 +62,7 @@ def granted_to_sums(*names: str, times: int = 2) -> Callable[[str, float], float
     """A `floor` of `assert_agrees` that grants `times` as much in float32 to gradients that are sums over tokens.
 
     What they sum cancels: 1.5e-6 was seen on an H200 of a number a head, 2.3 times what single operations had in the
-    same four numbers; and 1.8e-6 of decays, by the stand-in on a processor (AVX2 alone) where the reference's own err
+    same four values; and 1.8e-6 of decays, by the emulator on a processor (AVX2 alone) where the reference's own err
     by .5e-6.
     """
     return lambda name, eps: granted(eps) * (times if name in names and eps < 1e-5 else 1)
@@ -106,9 +106,9 @@ def watched(run: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Tensor], list
 
 
 class RoundedProducts(TorchDispatchMode):
-    """Round the operands and results of matrix products and triangular solves to `dtype`, as products of that dtype do.
+    """Round the operands and results of matmuls and triangular solves to `dtype`, as matmuls of that dtype do.
 
-    An eager reference run under this mode, backward included, is the reference run in `dtype`: sums inside a product,
+    An eager reference run under this mode, backward included, is the reference run in `dtype`: sums inside a matmul,
     and all that is computed element by element, keep the precision they have.
     """
 

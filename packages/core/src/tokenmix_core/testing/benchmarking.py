@@ -1,4 +1,4 @@
-"""Timing side by side: interleaved medians, peak memory, host time, and the seconds of a first call.
+"""Timing side by side: interleaved medians, peak memory, CPU overhead, and the seconds of a first call.
 
 Every benchmark module exposes `rows(device)`, an iterable of rows; a row is made by `measure` and holds the keys
 `op, shape, impl, fwd_ms, fwdbwd_ms, peak_mb, host_us, first_call_s`.
@@ -50,7 +50,7 @@ def interleaved_medians(
     flush = torch.empty(256 << 20, dtype=torch.int8, device=device)
     events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
     for i in range(repeats):
-        # whoever follows a heavy neighbour finds lower clocks: let everyone follow everyone
+        # clocks are lower after a heavy neighbour: each entry follows each other one equally often
         order = list(runs.items())[i % len(runs) :] + list(runs.items())[: i % len(runs)]
         for name, run in order:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -79,7 +79,7 @@ def captured(run: Run) -> Run:
 
 
 def peak_megabytes(run: Run, device: str) -> float | None:
-    """Peak device memory that a run allocates beyond what was allocated before it, in MiB; None on a CPU."""
+    """Return the peak device memory that a run allocates beyond earlier allocations, in MiB; None on a CPU."""
     if device == "cpu":
         return None
     run()
@@ -94,7 +94,7 @@ def peak_megabytes(run: Run, device: str) -> float | None:
 
 
 def host_microseconds(run: Run, device: str, *, repeats: int = 20) -> float | None:
-    """Median host time of enqueueing a run, in µs; None on a CPU, where the host does the work itself."""
+    """Return the median CPU time of enqueueing a run, in µs; None on a CPU, which does the work itself."""
     if device == "cpu":
         return None
     run()
@@ -140,9 +140,9 @@ def able(
 
     That is to 5 %. The rest is left out with a warning: a kernel that was built for other sizes may be fast and wrong.
     """
-    first, *peers = forwards
+    first, *baselines = forwards
     out = {first: forwards[first]}
-    for name in peers:
+    for name in baselines:
         try:
             o = forwards[name]()
             if inputs:
@@ -173,8 +173,8 @@ def measure(
     """Rows of one shape: every implementation forward, and forward with backward, interleaved in one process.
 
     `forwards` maps an implementation's name to a function of no arguments that returns the output, the first our own;
-    a peer that fails at this shape, or where `alike` computes something else, is left out. `inputs` are the leaves to
-    differentiate by; `first_calls` gives, by implementation, a function that measures its first call.
+    a baseline that fails at this shape, or computes another result (`alike`), is left out. `inputs` are the leaves
+    to differentiate by; `first_calls` gives, by implementation, a function that measures its first call.
     """
     forwards = able(forwards, inputs, alike)
 
@@ -235,7 +235,7 @@ def document_boundaries(device: str, documents: int = 100, tokens: int = 152_497
 def measure_step(op: str, shape: str, device: str, forwards: Mapping[str, Callable[[], Tensor]]) -> list[dict]:
     """Rows of a decoding step: every implementation without gradients, on a GPU as a CUDA graph.
 
-    `forwards` are as in `measure`, but a state may be updated in place by the first. A peer that computes something
+    `forwards` are as in `measure`, but a state may be updated by the first. A baseline that computes something
     else is left out: it may not even have read what it was meant to.
     """
     with torch.no_grad():
@@ -253,7 +253,7 @@ def table(rows: Sequence[dict]) -> str:
     def cell(value: object) -> str:
         return "–" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
-    # rows of several kinds stand in one table
+    # one table has rows of several kinds
     keys = list(dict.fromkeys(key for row in rows for key in row))
     cells = [keys] + [[cell(row.get(key)) for key in keys] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(keys))]

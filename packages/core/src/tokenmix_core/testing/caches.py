@@ -22,11 +22,11 @@ class CacheContract:
     @torch.no_grad()
     def test_a_cache_that_is_given_is_read_and_updated_whatever_use_cache_says(self, model, ids):
         whole, cache, start = model(ids, use_cache=False, **self.inputs).logits, model.make_cache(), 0
-        for piece in ids.split([5, 3, self.tokens - 8], 1):
-            out = model(piece, cache=cache, use_cache=False, **self.inputs)
+        for part in ids.split([5, 3, self.tokens - 8], 1):
+            out = model(part, cache=cache, use_cache=False, **self.inputs)
             assert out.cache is cache
-            assert relative_error(out.logits, whole[:, start : start + piece.shape[1]]) < 1e-4
-            start += piece.shape[1]
+            assert relative_error(out.logits, whole[:, start : start + part.shape[1]]) < 1e-4
+            start += part.shape[1]
 
     @torch.no_grad()
     def test_a_cache_goes_by_both_of_its_names(self, model, ids):

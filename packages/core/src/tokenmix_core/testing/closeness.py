@@ -1,4 +1,4 @@
-"""How close is close enough: errors against float64, with a measured bar."""
+"""Errors against float64, with a measured tolerance."""
 
 from __future__ import annotations
 
@@ -28,5 +28,7 @@ def assert_within(
     """
     if floor is None:
         floor = torch.finfo(x.dtype).eps
-    error, bar = relative_error(x, exact), max(factor * relative_error(baseline, exact), floor)
-    assert error <= bar, f"{name}: relative error {error:.3e} exceeds {bar:.3e} ({factor} x the eager reference's)"
+    error, tolerance = relative_error(x, exact), max(factor * relative_error(baseline, exact), floor)
+    assert error <= tolerance, (
+        f"{name}: relative error {error:.3e} exceeds {tolerance:.3e} ({factor} x the reference's)"
+    )

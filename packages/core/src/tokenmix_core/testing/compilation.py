@@ -53,7 +53,7 @@ def assert_all_fit(kernels: Iterable[dict]) -> None:
 def compile_calls(calls: Mapping[str, Callable[[], object]], *packages: str, portable: bool = False) -> None:
     """Make the calls, whose tensors lie on the CPU, compile the Gluon kernels they would launch and print a line each.
 
-    With `portable` the others are compiled in their place; what can begin early is compiled to do so as well.
+    With `portable` the others are compiled instead; kernels with PDL are compiled with and without it.
 
     A line is JSON with the call, the kernel, `shared`, its bytes of shared memory, and `error`, None where it compiled.
     `packages` hold the operations.
@@ -85,7 +85,7 @@ def compile_calls(calls: Mapping[str, Callable[[], object]], *packages: str, por
 
 
 def _forms(kernel: Any, args: tuple, options: dict) -> Iterator[tuple[tuple, dict]]:
-    """A launch, and the same where it may begin early."""
+    """Return a launch, and the same launch with PDL."""
     yield args, options
     if compat.argument_names(kernel)[-1] == PDL:
         yield (*args[:-1], True), {**options, "launch_pdl": True}

@@ -1,6 +1,6 @@
-"""A stand-in for CUDA graphs on any device: work recorded operation by operation, and repeated on the same tensors.
+"""Emulate CUDA graphs on any device: work is captured operation by operation, and replayed on the same tensors.
 
-As a graph it bakes in every number that Python has at the time of recording, reads and writes the tensors it found, and
+Like a graph it bakes in every value that Python has during the capture, reads and writes the tensors it found, and
 cannot look at the device, unless eager forms of operations are let do so. It has no streams, and memory of its own for
 all that is made: what a graph's memory being used again would do is not seen here.
 """
@@ -29,13 +29,13 @@ _READS = {
     _aten.equal.default, _aten._unique2.default, _aten.repeat_interleave.Tensor, _aten.bincount.default,
     _aten.multinomial.default,
 }  # fmt: skip
-# copies of numbers that Python has, from memory that a graph would find changed
+# copies of Python's values, from memory that a graph would find changed
 _UPLOADS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default}
 _INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
 
 
 class HostRead(AssertionError):
-    """Work that is to be recorded asked the device, or gave it numbers of Python's."""
+    """Captured work read from the device, or copied a value of Python to it."""
 
 
 class _NoReads(TorchFunctionMode):
@@ -53,7 +53,7 @@ class Watched(TorchDispatchMode):
     Args:
         seen: called with each operation, its arguments and its outputs.
         before: called with each operation and its arguments.
-        eager: whether numbers may pass between tensors and Python, as in eager forms of operations; they are baked in.
+        eager: whether values may pass between tensors and Python, as in eager forms of operations; they are baked in.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Watched(TorchDispatchMode):
         if (masked or (func in _READS and not sized)) and not self.eager:
             raise HostRead(f"{func} waits for the device")
         if func in _UPLOADS and not self.eager:
-            raise HostRead(f"{func} copies numbers of Python's to the device")
+            raise HostRead(f"{func} copies values of Python to the device")
         if self.before is not None:
             self.before(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -92,11 +92,11 @@ class Watched(TorchDispatchMode):
         self._functions.__exit__(*error)
 
 
-def record(work: Callable[[], object], *, eager: bool = False) -> Callable[[], object]:
-    """`work` recorded and not done: what it wrote is put back, and the function returned does it.
+def capture_work(work: Callable[[], object], *, eager: bool = False) -> Callable[[], object]:
+    """Capture `work` without its effects: tensors that it wrote are restored; the returned function replays it.
 
-    What `work` made of its own is made anew by a repeat; of tensors that it returns, those that were returned then hold
-    the new values, as all have in a graph's memory. `eager`: as in `Watched`.
+    A replay allocates new temporary tensors; tensors that `work` returned receive the new values, as in a graph's
+    memory. `eager`: as in `Watched`.
     """
     tape: list[tuple[Any, Callable, Callable, list]] = []
     # tensors that operations made are kept, so that no other one gets their identity
@@ -129,9 +129,9 @@ def record(work: Callable[[], object], *, eager: bool = False) -> Callable[[], o
         results = work()
     torch.set_rng_state(generator)
     # a parameter's gradient is another tensor on the memory of one that was made
-    places = {(t.data_ptr(), t.shape): key for key, t in made.items()}
+    slots = {(t.data_ptr(), t.shape): key for key, t in made.items()}
     returned = [t.detach() for t in tree_flatten(results)[0] if isinstance(t, Tensor)]
-    returned = [(t, places[t.data_ptr(), t.shape]) for t in returned if (t.data_ptr(), t.shape) in places]
+    returned = [(t, slots[t.data_ptr(), t.shape]) for t in returned if (t.data_ptr(), t.shape) in slots]
     for whole, copy in saved.values():
         whole.copy_(copy)
 
@@ -154,7 +154,7 @@ def _several(out: Any) -> list | tuple:
 
 
 def _found(x: Any, made: dict[int, Tensor], new: dict[int, Any]) -> Callable[[], Any]:
-    """A function that finds an argument when the tape runs: in the place of a tensor made then, the one made now."""
+    """Return a function that finds an argument during a replay: the new tensor for one that the capture allocated."""
     if isinstance(x, Tensor):
         key = id(x)
         return (lambda: new[key]) if key in made else (lambda: x)
@@ -175,15 +175,15 @@ def _with_schema(func, args, kwargs):
 
 @contextmanager
 def graphs_everywhere(*, eager: bool = False) -> Iterator[list]:
-    """Within it, decoding steps and training's passes are recorded and repeated on every device, as CUDA does.
+    """Capture and replay decoding steps and training passes inside the block, on every device, as CUDA does.
 
-    Yields what was recorded, work by work.
+    Yields the captured functions, one by one.
     """
     works: list[Callable[[], object]] = []
 
     def capture(work: Callable[[], object]) -> Callable[[], object]:
         works.append(work)
-        return record(work, eager=eager)
+        return capture_work(work, eager=eager)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_graphs, "capture_on", lambda device: capture)
@@ -192,7 +192,7 @@ def graphs_everywhere(*, eager: bool = False) -> Iterator[list]:
 
 
 def assert_graphs_train_alike(recipe: Any, folder: Path, *, steps: int = 8, tolerance: float = 1e-3) -> None:
-    """Assert that the first steps of a recipe on a GPU are recorded as graphs, and lose what they do without."""
+    """Assert that the first steps of a recipe on a GPU are captured as graphs, with the losses of eager steps."""
     from tokenmix_core.training.callbacks import read_metrics
     from tokenmix_core.training.recipe import Tokens
     from tokenmix_core.training.trainer import METRICS, train

@@ -51,7 +51,7 @@ def device() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels_are_interpreted_quickly() -> None:
-    """Spare the interpreter what it does twice; its products are the same on all processors."""
+    """Speed up the interpreter, and make its matmuls equal on all processors."""
     if not torch.cuda.is_available():
         hurry()
         steady()
@@ -75,7 +75,7 @@ def unwritten_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where the interpreter tests operations, `torch.empty` gives NaN: an element that a kernel leaves out is seen."""
     poisoned = "ops" in request.path.parts and not torch.cuda.is_available()
     if poisoned:
-        # it fills what is allocated; nothing here is wanted for being deterministic
+        # this mode fills allocations; determinism is not its purpose here
         torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     if poisoned:

@@ -1,6 +1,6 @@
 """FLA's models by definition: random folders in its layout, and their logits in plain PyTorch, without its kernels.
 
-Written from fla-core 0.6 (`fla/models`, `fla/layers`), layer by layer, so that what is read from such a folder can be
+Written from fla-core 0.6 (`fla/models`, `fla/layers`), layer by layer, so that a model of such a folder can be
 compared with what it means there.
 """
 

@@ -1,8 +1,8 @@
 """Gluon kernels on a CPU: their Python bodies run by torch, one program after another.
 
-Triton's interpreter does not know Gluon. This stand-in gives what our kernels use of it: layouts mean nothing, copies
-and products are done when they are begun, and partitions of warps are threads that wait for each other at barriers. It
-shows that a kernel computes the right thing, not that it waits where it must.
+Triton's interpreter does not support Gluon. This emulator implements the part of Gluon that our kernels use. Layouts
+have no effect, async copies and MMAs complete at once, and warp partitions are threads that wait at barriers. It shows
+that a kernel computes the right result, not that its waits are sufficient. Its scope is frozen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.library import CustomOpDef  # type: ignore[attr-defined]
 _GLUON = "triton.experimental.gluon"
 # where Triton has programmatic dependent launch
 _CUDA = "triton.language.extra.cuda"
-# torch compares no unsigned numbers
+# torch does not compare unsigned integers
 _UINT32 = "uint32"
 
 
@@ -137,7 +137,7 @@ def _warp_specialize(partitions: Sequence[tuple[Callable, tuple]], warps, regist
     @torch.no_grad()
     def run(function: Callable, arguments: tuple) -> None:
         try:
-            # numbers are changed in place here, and a partition's are its own
+            # values are mutable here, and each partition has its own
             function(*(x.clone() if isinstance(x, Tensor) else x for x in arguments))
         except BaseException:
             with Barrier.changed:
@@ -164,7 +164,7 @@ class Jit:
     def __getitem__(self, grid: Sequence[int]):
         def launch(*args, **options: int) -> None:
             signature = inspect.signature(self.function)
-            # what is no parameter is an option of the launch
+            # keywords other than parameters are options of the launch
             named = {name: x for name, x in options.items() if name in signature.parameters}
             given = signature.bind(*args, **named)
             given.apply_defaults()
@@ -205,17 +205,17 @@ def _where(condition: Tensor, x, y):
     return torch.where(*map(torch.as_tensor, (condition, x, y)))
 
 
-def _product(a, b: Shared, acc: Tensor, *, use_acc: bool = True, is_async: bool = False) -> Tensor:
-    product = _rounded_once(a.data if isinstance(a, Shared) else a, b.data)
-    return acc + product if use_acc else product
+def _mma(a, b: Shared, acc: Tensor, *, use_acc: bool = True, is_async: bool = False) -> Tensor:
+    result = _rounded_once(a.data if isinstance(a, Shared) else a, b.data)
+    return acc + result if use_acc else result
 
 
-def _registers_product(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
+def _register_mma(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
     return acc + _rounded_once(a, b)
 
 
 def _rounded_once(a: Tensor, b: Tensor) -> Tensor:
-    """The product in float64, rounded: the same on all processors."""
+    """Return the matmul in float64, rounded: equal on all processors."""
     return (a.double() @ b.double()).float()
 
 
@@ -291,8 +291,8 @@ def _language() -> ModuleType:
     return gl
 
 
-def _stand_ins() -> dict[str, ModuleType]:
-    gluon, gl, copies, products = ModuleType("gluon"), _language(), ModuleType("ampere"), ModuleType("hopper")
+def _emulated_modules() -> dict[str, ModuleType]:
+    gluon, gl, ampere, hopper = ModuleType("gluon"), _language(), ModuleType("ampere"), ModuleType("hopper")
     vars(gluon).update(
         language=gl,
         constexpr_function=lambda function: function,
@@ -305,14 +305,14 @@ def _stand_ins() -> dict[str, ModuleType]:
         # each thread of four warps tells of its copies
         mbarrier_arrive=lambda barrier, increment_count: barrier.arrive(128),
     )
-    vars(copies).update(async_copy=async_copy, mma_v2=_registers_product)
-    vars(products).update(
+    vars(ampere).update(async_copy=async_copy, mma_v2=_register_mma)
+    vars(hopper).update(
         async_copy=async_copy,
         mbarrier=SimpleNamespace(
             init=Barrier.init, arrive=Barrier.arrive, wait=Barrier.wait, MBarrierLayout=lambda: None
         ),
         fence_async_shared=lambda: None,
-        warpgroup_mma=_product,
+        warpgroup_mma=_mma,
         warpgroup_mma_wait=lambda outstanding, deps: deps[0] if len(deps) == 1 else tuple(deps),
     )
     language = f"{_GLUON}.language"
@@ -322,13 +322,13 @@ def _stand_ins() -> dict[str, ModuleType]:
         _CUDA: pdl,
         _GLUON: gluon,
         language: gl,
-        f"{language}.nvidia.ampere": copies,
-        f"{language}.nvidia.hopper": products,
+        f"{language}.nvidia.ampere": ampere,
+        f"{language}.nvidia.hopper": hopper,
     }
 
 
 def _rebound(function: Any, language: ModuleType) -> FunctionType:
-    """A device function of Triton's, and those that it calls, as Python that computes by the stand-in."""
+    """A device function of Triton's, and those that it calls, as Python that computes by the emulator."""
     python = function.fn
     scope = python.__globals__
     known = {name: scope[name] for name in python.__code__.co_names if name in scope}
@@ -352,10 +352,10 @@ def _steps(*bounds) -> Iterator[Tensor]:
 
 
 def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[ModuleType]:
-    """Modules of kernels and their launchers, imported anew with this stand-in, and what they need of `shared` modules
-    elsewhere; those imported before stay. Device functions of Triton's that they import compute by the stand-in, too.
+    """Modules of kernels and their launchers, imported again with this emulator, and what they need of `shared` modules
+    elsewhere; those imported before stay. Device functions of Triton's that they import compute by the emulator, too.
 
-    Modules with torch operators are not imported anew: a second registration would take away what the first one holds.
+    Modules with torch operators are not imported again: a second registration would take away what the first one holds.
     """
     prefixes = (f"{package}.", _GLUON, _CUDA, *shared)
     before = {
@@ -367,8 +367,8 @@ def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[Modu
     for name in before:
         del sys.modules[name]
     kept = {name for name in sys.modules if name.startswith(prefixes)}
-    stand_ins = _stand_ins()
-    sys.modules.update(stand_ins)
+    emulated = _emulated_modules()
+    sys.modules.update(emulated)
     # a package's attribute is found before a module's name
     experimental = vars(importlib.import_module("triton.experimental"))
     real = experimental.pop("gluon", None)
@@ -376,7 +376,7 @@ def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[Modu
         loaded = [importlib.import_module(f"{package}.{name}") for name in modules]
         for module in loaded:
             names = vars(module)
-            names.update(_usable(names, stand_ins[f"{_GLUON}.language"]), range=_steps)
+            names.update(_usable(names, emulated[f"{_GLUON}.language"]), range=_steps)
     finally:
         for name in [name for name in sys.modules if name.startswith(prefixes) and name not in kept]:
             del sys.modules[name]

@@ -11,7 +11,7 @@ import torch
 
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, find_mixer, known_mixers
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.models import left_padded, logits_in_pieces
+from tokenmix_core.testing.models import left_padded, logits_in_parts
 
 # options of small layers, by registered name, at the width of the contract
 Options = Mapping[str, dict[str, Any]]
@@ -76,10 +76,10 @@ class InterleavingContract:
     @torch.no_grad()
     def test_interleaved_mixers_decode_as_they_read(self, model, ids):
         whole = model(ids, use_cache=False).logits
-        pieces = [1, 1, self.tokens - 9, 1, 1, 3, 1, 1]
-        assert relative_error(logits_in_pieces(model, ids, pieces), whole) < 1e-4
+        parts = [1, 1, self.tokens - 9, 1, 1, 3, 1, 1]
+        assert relative_error(logits_in_parts(model, ids, parts), whole) < 1e-4
         lengths = [self.tokens, self.tokens - 9]
-        padded = logits_in_pieces(model, ids, [self.tokens - 2, 1, 1], left_padded(lengths, self.tokens))
+        padded = logits_in_parts(model, ids, [self.tokens - 2, 1, 1], left_padded(lengths, self.tokens))
         alone = model(ids[1:, -lengths[1] :], use_cache=False).logits[0]
         assert relative_error(padded[1, -lengths[1] :], alone) < 1e-4
 

@@ -44,9 +44,9 @@ def hurry(interpreter: ModuleType | None = None) -> None:
 
 
 def steady(interpreter: ModuleType | None = None) -> None:
-    """Let the interpreter make products in float64 and round them: a row's is then the same wherever the row stands.
+    """Let the interpreter compute matmuls in float64 and round them: a row's result is independent of its position.
 
-    On some processors numpy adds up float32 products of a matrix's last rows in another order than those of the others.
+    On some processors numpy sums the last rows of a float32 matmul in another order than the others.
 
     Args:
         interpreter: Triton's module; another for tests.
@@ -62,8 +62,8 @@ def steady(interpreter: ModuleType | None = None) -> None:
     def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
         if any(x.data.dtype.kind != "f" for x in (a, b)):
             return multiply(self, a, b, d, *options)
-        product = np.matmul(a.data, b.data, dtype=np.float64).astype(d.data.dtype)
-        return type(d)(product + d.data, d.dtype.scalar)
+        result = np.matmul(a.data, b.data, dtype=np.float64).astype(d.data.dtype)
+        return type(d)(result + d.data, d.dtype.scalar)
 
     builder.create_dot = create_dot  # type: ignore[union-attr]
 

@@ -1,4 +1,4 @@
-"""Launches refused, and calls recorded and replayed, by kernels of a GPU or, on a CPU, by those of the interpreter."""
+"""Refuse launches; count replays of the launch cache, on a CPU with kernels of the interpreter."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def no_launches() -> Iterator[None]:
 
 @contextmanager
 def replays() -> Iterator[list[int]]:
-    """Gives a list of one number: how many calls were replayed within it, on a CPU by kernels of the interpreter."""
+    """Yield the number of replayed calls inside the block, as a list of one element."""
     made, compiled = [0], codegen.compiled
 
-    def counted(*recorded: Any) -> Callable:
-        call = compiled(*recorded)
+    def counted(*captured: Any) -> Callable:
+        call = compiled(*captured)
 
         def count(*inputs: Any) -> Any:
             made[0] += 1
@@ -67,7 +67,7 @@ def _take_for_a_gpu(patch: pytest.MonkeyPatch) -> None:
 
 
 def _let_launches_be_taken(patch: pytest.MonkeyPatch, launches: list | None = None) -> None:
-    """Let launches of the interpreter's kernels be handed to whoever takes those of `cached_launch`."""
+    """Hand launches of the interpreter's kernels to the function that takes those of `cached_launch`."""
     from triton.runtime.interpreter import InterpretedFunction
 
     from tokenmix_core.kernels.launch import launcher
@@ -78,7 +78,7 @@ def _let_launches_be_taken(patch: pytest.MonkeyPatch, launches: list | None = No
             if take is None:
                 kernel.run(*args, grid=grid, warmup=False, **options)
             else:
-                # all arguments in their places, and nothing begins early; what remains are options of a compiler
+                # all arguments in order, without PDL; the remaining options are the compiler's
                 options = {PDL: False, **options}
                 args = (*args, *(options[name] for name in kernel.arg_names[len(args) :]))
                 take((_Interpreted(kernel, launches), grid, args, {}))
@@ -89,16 +89,16 @@ def _let_launches_be_taken(patch: pytest.MonkeyPatch, launches: list | None = No
 
 
 class _Packed:
-    """A launch without its tensors: of these the dtypes, and which address each has."""
+    """A launch without its tensors: their dtypes and addresses alone."""
 
-    def __init__(self, kernel: Any, grid: tuple, args: tuple, places: dict[int, tuple[int, int]]) -> None:
-        self.kernel, self.grid, self.places = kernel, grid, places
+    def __init__(self, kernel: Any, grid: tuple, args: tuple, pointers: dict[int, tuple[int, int]]) -> None:
+        self.kernel, self.grid, self.pointers = kernel, grid, pointers
         self.args = [x.dtype if isinstance(x, Tensor) else x for x in args]
         self.tensors = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
 
 
 class _Interpreted:
-    """A kernel of the interpreter in the place of a launcher of `cached_launch`."""
+    """A kernel of the interpreter with the interface of a launcher of `cached_launch`."""
 
     def __init__(self, kernel: Any, launches: list[_Packed] | None) -> None:
         self.fn, self._launches = kernel, launches
@@ -107,23 +107,23 @@ class _Interpreted:
         return self.fn[grid]
 
     def packing(self, grid: tuple, args: tuple, options: dict) -> Callable[[dict], bytes]:
-        """`pack(places)`: the launch's number."""
+        """Return `pack(pointers)`, which packs the launch's index."""
 
-        def pack(places: dict) -> bytes:
+        def pack(pointers: dict) -> bytes:
             assert self._launches is not None
-            self._launches.append(_Packed(self.fn, grid, args, places))
+            self._launches.append(_Packed(self.fn, grid, args, pointers))
             return struct.pack("q", len(self._launches) - 1)
 
         return pack
 
 
 def _launch(launches: list[_Packed], packed: bytes, addresses: tuple) -> None:
-    """What the launcher in C does, for kernels of the interpreter."""
+    """Do the work of the C launcher for kernels of the interpreter."""
     for (number,) in struct.iter_unpack("q", packed):
         found = launches[number]
         args, known = list(found.args), {}
         for i in found.tensors:
-            name, offset = found.places.get(i, (None, 0))
+            name, offset = found.pointers.get(i, (None, 0))
             if name is None:
                 args[i] = torch.empty(0, dtype=args[i])
                 continue

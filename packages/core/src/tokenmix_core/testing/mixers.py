@@ -14,7 +14,7 @@ from tokenmix_core.modeling import HybridCache, Mixer
 from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.rotary import RotaryEmbedding
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.fake_cuda_graph import record
+from tokenmix_core.testing.fake_cuda_graph import capture_work
 
 
 def run_mixer(mixer: Mixer, x: Tensor, *, cu_seqlens: Tensor | None = None, **inputs) -> Tensor:
@@ -23,20 +23,20 @@ def run_mixer(mixer: Mixer, x: Tensor, *, cu_seqlens: Tensor | None = None, **in
     return mixer(x, cu_seqlens=cu_seqlens, rotary=_rotary(mixer, positions), **inputs)[0]
 
 
-def run_in_pieces(mixer: Mixer, x: Tensor, pieces: list[int], **inputs) -> tuple[Tensor, HybridCache]:
-    """The mixer's outputs for pieces of the sequences, and the cache that carried it from one to the next."""
+def run_in_parts(mixer: Mixer, x: Tensor, parts: list[int], **inputs) -> tuple[Tensor, HybridCache]:
+    """The mixer's outputs for parts of the sequences, and the cache that carried it from one to the next."""
     cache, outputs, start = HybridCache([mixer.make_state()]), [], 0
-    for piece in x.split(pieces, 1):
-        cache.begin(x.shape[0], piece.shape[1], x.device)
-        rotary = _rotary(mixer, torch.arange(start, start + piece.shape[1]))
-        outputs.append(mixer(piece, state=cache.layers[0], rotary=rotary, **inputs)[0])
+    for part in x.split(parts, 1):
+        cache.begin(x.shape[0], part.shape[1], x.device)
+        rotary = _rotary(mixer, torch.arange(start, start + part.shape[1]))
+        outputs.append(mixer(part, state=cache.layers[0], rotary=rotary, **inputs)[0])
         cache.end()
-        start += piece.shape[1]
+        start += part.shape[1]
     return torch.cat(outputs, 1), cache
 
 
-def run_recorded(mixer: Mixer, x: Tensor, prompt: int, **inputs) -> tuple[Tensor, HybridCache]:
-    """As `run_in_pieces` for a prompt and single tokens, which are made in fixed storage: recorded and repeated."""
+def run_captured(mixer: Mixer, x: Tensor, prompt: int, **inputs) -> tuple[Tensor, HybridCache]:
+    """Run a prompt and single tokens in fixed storage, by a captured and replayed step; see `run_in_parts`."""
     cache, table, B = HybridCache([mixer.make_state()]), _table(mixer), len(x)
     cache.begin(B, prompt, x.device)
     outputs = [mixer(x[:, :prompt], state=cache.layers[0], rotary=_rotary(mixer, torch.arange(prompt)), **inputs)[0]]
@@ -58,7 +58,7 @@ def run_recorded(mixer: Mixer, x: Tensor, prompt: int, **inputs) -> tuple[Tensor
         form = mixer.step_form(cache.next_step())
         if form not in repeats:
             with cache.capturing():
-                repeats[form] = record(step)
+                repeats[form] = capture_work(step)
         repeats[form]()
         cache.count(1)
         outputs.append(o.clone())
@@ -71,13 +71,13 @@ def addresses(cache: HybridCache) -> list[int]:
     return [x.data_ptr() for layer in cache.layers for part in layer.parts.values() for x in part.tensors]
 
 
-def random_pieces(total: int, rng: random.Random) -> list[int]:
-    """A split of `total` tokens into pieces, single steps among them."""
-    pieces = []
+def random_parts(total: int, rng: random.Random) -> list[int]:
+    """A split of `total` tokens into parts, single steps among them."""
+    parts = []
     while total:
-        pieces.append(min(total, rng.choice([1, 1, 1, 2, 3, 5, 8, 13])))
-        total -= pieces[-1]
-    return pieces
+        parts.append(min(total, rng.choice([1, 1, 1, 2, 3, 5, 8, 13])))
+        total -= parts[-1]
+    return parts
 
 
 class MixerContract:
@@ -118,14 +118,14 @@ class MixerContract:
     @torch.no_grad()
     def test_any_split_gives_what_the_whole_gives(self, mixer, x):
         whole, rng = run_mixer(mixer, x, **self.inputs), random.Random(0)
-        splits = [[self.tokens], [1] * self.tokens, *(random_pieces(self.tokens, rng) for _ in range(4))]
-        for pieces in splits:
-            assert relative_error(run_in_pieces(mixer, x, pieces, **self.inputs)[0], whole) < 1e-11, pieces
+        splits = [[self.tokens], [1] * self.tokens, *(random_parts(self.tokens, rng) for _ in range(4))]
+        for parts in splits:
+            assert relative_error(run_in_parts(mixer, x, parts, **self.inputs)[0], whole) < 1e-11, parts
 
     @torch.no_grad()
-    def test_a_step_recorded_once_gives_what_the_whole_gives(self, mixer, x):
+    def test_a_captured_step_gives_what_the_whole_gives(self, mixer, x):
         whole = run_mixer(mixer, x, **self.inputs)
-        assert relative_error(run_recorded(mixer, x, self.tokens // 3, **self.inputs)[0], whole) < 1e-11
+        assert relative_error(run_captured(mixer, x, self.tokens // 3, **self.inputs)[0], whole) < 1e-11
 
     @torch.no_grad()
     def test_the_past_does_not_depend_on_the_future(self, mixer, x):
@@ -152,7 +152,7 @@ class MixerContract:
     def test_the_declared_bytes_are_the_bytes_held(self, mixer, x):
         mixer, x = mixer.float(), x.float()
         for length in (1, 2, self.tokens - 1, self.tokens):
-            _, cache = run_in_pieces(mixer, x[:, :length], [1] * length, **self.inputs)
+            _, cache = run_in_parts(mixer, x[:, :length], [1] * length, **self.inputs)
             least, most = mixer.state_bounds(length, len(x), torch.float32)
             assert least <= cache.nbytes <= most
             assert cache.nbytes <= cache.allocated_nbytes <= 1.5 * mixer.state_bytes(length + 64, len(x), torch.float32)
@@ -161,7 +161,7 @@ class MixerContract:
     def test_reordered_sequences_continue_as_themselves(self, mixer, x):
         order, half = torch.tensor([2, 0, 0]), self.tokens // 2
         whole = run_mixer(mixer, x, **self.inputs)[order]
-        _, cache = run_in_pieces(mixer, x[:, :half], [half], **self.inputs)
+        _, cache = run_in_parts(mixer, x[:, :half], [half], **self.inputs)
         cache.reorder_cache(order)
         outputs = []
         for t in range(half, self.tokens):

@@ -16,20 +16,20 @@ from tokenmix_core.testing.checkpoints import CheckpointContract
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
 from tokenmix_core.testing.lengths import LengthsContract
-from tokenmix_core.testing.mixers import addresses, random_pieces
+from tokenmix_core.testing.mixers import addresses, random_parts
 from tokenmix_core.testing.modules import ModulesContract
 from tokenmix_core.testing.residual import ResidualContract
 from tokenmix_core.testing.tracing import CountedGraphs, by_kernels
 from tokenmix_core.training.cuda_graph import GraphedStep, Losses
 
 
-def logits_in_pieces(model, ids: Tensor, pieces: list[int], mask: Tensor | None = None, **inputs) -> Tensor:
-    """Logits of a sequence fed in pieces through a cache."""
+def logits_in_parts(model, ids: Tensor, parts: list[int], mask: Tensor | None = None, **inputs) -> Tensor:
+    """Logits of a sequence fed in parts through a cache."""
     cache, outputs, start = model.make_cache(), [], 0
-    for piece in ids.split(pieces, 1):
-        start += piece.shape[1]
+    for part in ids.split(parts, 1):
+        start += part.shape[1]
         seen = None if mask is None else mask[:, :start]
-        outputs.append(model(piece, attention_mask=seen, past_key_values=cache, **inputs).logits)
+        outputs.append(model(part, attention_mask=seen, past_key_values=cache, **inputs).logits)
     return torch.cat(outputs, 1)
 
 
@@ -86,21 +86,21 @@ class ModelContract(CacheContract, CheckpointContract, ModulesContract, Residual
     @torch.no_grad()
     def test_any_split_gives_what_the_whole_gives(self, model, ids):
         whole, rng = model(ids, use_cache=False, **self.inputs).logits, random.Random(0)
-        for pieces in ([1] * self.tokens, random_pieces(self.tokens, rng), random_pieces(self.tokens, rng)):
-            assert relative_error(logits_in_pieces(model, ids, pieces, **self.inputs), whole) < 1e-4, pieces
+        for parts in ([1] * self.tokens, random_parts(self.tokens, rng), random_parts(self.tokens, rng)):
+            assert relative_error(logits_in_parts(model, ids, parts, **self.inputs), whole) < 1e-4, parts
 
-    # 4: pieces of padding alone come first
+    # 4: parts of padding alone come first
     @pytest.mark.parametrize("padded_everywhere", [0, 4])
     @torch.no_grad()
     def test_padding_changes_nothing_in_any_split(self, model, ids, padded_everywhere):
         lengths, rng = [self.tokens - padded_everywhere, self.tokens - 7, 2], random.Random(1)
         mask = left_padded(lengths, self.tokens)
         alone = [model(ids[i : i + 1, -n:], use_cache=False, **self.inputs).logits[0] for i, n in enumerate(lengths)]
-        splits = [[self.tokens], [1] * self.tokens, random_pieces(self.tokens, rng), random_pieces(self.tokens, rng)]
-        for pieces in splits:
-            padded = logits_in_pieces(model, ids, pieces, mask, **self.inputs)
+        splits = [[self.tokens], [1] * self.tokens, random_parts(self.tokens, rng), random_parts(self.tokens, rng)]
+        for parts in splits:
+            padded = logits_in_parts(model, ids, parts, mask, **self.inputs)
             for row, n, exact in zip(padded, lengths, alone, strict=True):
-                assert relative_error(row[-n:], exact) < 1e-4, (pieces, n)
+                assert relative_error(row[-n:], exact) < 1e-4, (parts, n)
         right = model(ids, attention_mask=mask.flip(1), use_cache=False, **self.inputs).logits
         for i, n in enumerate(lengths):
             exact = model(ids[i : i + 1, :n], use_cache=False, **self.inputs).logits[0]
@@ -171,23 +171,23 @@ class ModelContract(CacheContract, CheckpointContract, ModulesContract, Residual
     @torch.no_grad()
     def test_a_refused_call_leaves_the_cache_as_it_was(self, model, ids):
         whole, cache = model(ids, use_cache=False, **self.inputs).logits, model.make_cache()
-        for at, piece in ((0, ids[:, :5]), (5, ids[:, 5:])):
+        for at, part in ((0, ids[:, :5]), (5, ids[:, 5:])):
             for wrong in (
                 {"attention_mask": torch.ones(3, 99)},
                 {"position_ids": torch.zeros(3, 99, dtype=torch.long)},
-                {"position_ids": torch.zeros_like(piece)},
+                {"position_ids": torch.zeros_like(part)},
             ):
                 with pytest.raises(ValueError, match=r"must have shape|restart"):
-                    model(piece, past_key_values=cache, **wrong, **self.inputs)
-            logits = model(piece, past_key_values=cache, **self.inputs).logits
-            assert relative_error(logits, whole[:, at : at + piece.shape[1]]) < 1e-4
+                    model(part, past_key_values=cache, **wrong, **self.inputs)
+            logits = model(part, past_key_values=cache, **self.inputs).logits
+            assert relative_error(logits, whole[:, at : at + part.shape[1]]) < 1e-4
 
     @torch.no_grad()
     def test_the_declared_bytes_are_the_bytes_held(self, model, ids):
-        for pieces in ([self.tokens], [1] * self.tokens):
+        for parts in ([self.tokens], [1] * self.tokens):
             cache = model.make_cache()
-            for piece in ids.split(pieces, 1):
-                model(piece, past_key_values=cache, **self.inputs)
+            for part in ids.split(parts, 1):
+                model(part, past_key_values=cache, **self.inputs)
             least, most = model.state_bounds(self.tokens, len(ids), torch.float32)
             assert least <= cache.nbytes <= most
 
@@ -206,7 +206,7 @@ class ModelContract(CacheContract, CheckpointContract, ModulesContract, Residual
         assert torch.equal(*outputs)
 
     @torch.no_grad()
-    def test_recorded_steps_give_what_the_whole_gives(self, model, ids):
+    def test_captured_steps_give_what_the_whole_gives(self, model, ids):
         prompt, lengths = self.tokens // 3, [self.tokens, self.tokens - 2, self.tokens - self.tokens // 3 + 1]
         mask = left_padded(lengths, self.tokens)
         alone = [model(ids[i : i + 1, -n:], use_cache=False, **self.inputs).logits[0] for i, n in enumerate(lengths)]
@@ -229,14 +229,14 @@ class ModelContract(CacheContract, CheckpointContract, ModulesContract, Residual
         [{"num_beams": 2}, {"do_sample": True, "top_k": 20, "repetition_penalty": 1.2, "eos_token_id": [7, 8, 9]}],
         ids=["beams", "sampling"],
     )
-    def test_recorded_generation_gives_the_same_tokens(self, model, ids, options):
+    def test_captured_generation_gives_the_same_tokens(self, model, ids, options):
         mask = left_padded([self.tokens, self.tokens - 7, 2], self.tokens)
         options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, **self.inputs, **options}
         outputs = []
-        for recorded in (False, True):
+        for captured in (False, True):
             torch.manual_seed(3)
             with graphs_everywhere():
-                outputs.append(model.generate(ids, attention_mask=mask, decoding_graph=recorded, **options))
+                outputs.append(model.generate(ids, attention_mask=mask, decoding_graph=captured, **options))
         assert torch.equal(*outputs)
         assert len(model.step_store) == 1
 
@@ -264,9 +264,9 @@ class ModelContract(CacheContract, CheckpointContract, ModulesContract, Residual
             assert exact.any(), name
             assert relative_error(gradients[1][name], exact) < 1e-5, name
 
-    def test_training_by_recorded_passes_is_the_training_that_it_was(self, model, ids):
+    def test_training_by_captured_passes_equals_eager_training(self, model, ids):
         losses, weights = [], []
-        for recorded in (False, True):
+        for captured in (False, True):
             learner = copy.deepcopy(model).train()
             optimizer = torch.optim.SGD(learner.parameters(), lr=0.1)
 
@@ -276,12 +276,12 @@ class ModelContract(CacheContract, CheckpointContract, ModulesContract, Residual
                 terms = {k: v.detach().sum() for k, v in (out.auxiliary or {}).items() if k.endswith("_loss")}
                 return Losses(out.loss.detach(), terms)
 
-            # on a GPU kernels are recorded
+            # on a GPU kernels are captured
             with graphs_everywhere(eager=True):
-                make = GraphedStep(learner, ids.device) if recorded else lambda passes, *given: passes(*given)
+                make = GraphedStep(learner, ids.device) if captured else lambda passes, *given: passes(*given)
             generator, seen = torch.Generator().manual_seed(0), []
             torch.manual_seed(0)
-            # of three micro-batches an update, in the second update all are recorded or repeated
+            # with three micro-batches an update, all passes of the second update are captured or replayed
             for i in range(12):
                 row = ids[:, torch.randperm(ids.shape[1], generator=generator)]
                 found = make(passes, {"input_ids": row, "labels": row, **self.inputs}, torch.tensor(100 + i))
@@ -312,7 +312,7 @@ class ModelContract(CacheContract, CheckpointContract, ModulesContract, Residual
         assert abs(model(ids, labels=nothing, num_items_in_batch=torch.tensor(0), **self.inputs).loss - extra) < 1e-5
 
     @pytest.mark.parametrize("form", ["packed", "padded"])
-    def test_one_graph_serves_all_lengths_and_numbers_of_documents(self, traced_case, form):
+    def test_one_graph_serves_all_lengths_and_counts_of_documents(self, traced_case, form):
         torch.compiler.reset()
         model = by_kernels(self.causal_lm_class(self.config_class(**self.traced[traced_case])))
         # padding is scored, and not trained on: losses of a mixer's own cannot leave it out

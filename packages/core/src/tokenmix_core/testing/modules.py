@@ -86,7 +86,7 @@ def moved(x: Any, generator: torch.Generator, scale: float = 2.0) -> Any:
 
 
 class ModulesContract:
-    """Part of `ModelContract`: what is done to a module shows in training, evaluation, prefill and decoding alike."""
+    """Part of `ModelContract`: changes of a module show in training, evaluation, prefill and decoding alike."""
 
     inputs: ClassVar[dict] = {}
 
@@ -147,7 +147,7 @@ class ModulesContract:
             handle.remove()
         for i, n in enumerate(lengths):
             assert relative_error(together[i, -n:], alone[i]) < 1e-4, n
-            # the last place of a shorter row is padding, which no loss reads
+            # the last position of a shorter row is padding, which no loss reads
             assert n == tokens or relative_error(right[i, :n], plain[i, :n]) < 1e-4, n
 
     @torch.no_grad()

@@ -32,7 +32,7 @@ PROPERTIES = {
     "cases": ("test_the_reference_is_the_definition",),
     "lengths": ("test_ragged_lengths_give_what_the_definition_gives",),
     "kernels": ("test_kernels_err_at_most_twice_as_much_as_the_reference",),
-    "pieces": ("test_pieces_equal_the_whole",),
+    "parts": ("test_parts_equal_the_whole",),
     "step": (
         "test_steps_equal_the_whole_and_write_to_the_state_they_are_given",
         "test_steps_do_not_depend_on_layouts",
@@ -67,28 +67,28 @@ class OpContract(LayoutTests, RefusalTests):
         eager: implementations on any device that answer to the definition in float64.
         tokens: arguments with tokens along their second axis.
         grows: others whose second axis follows from the number of tokens.
-        past: tokens of which a piece needs all that came before.
+        past: tokens of which a part needs all that came before.
         state: the argument that a state enters by, and the result that it leaves by.
         final: results that are one for a sequence, where the state is not itself such a result.
         shared: arguments that belong to no row.
         dtypes: names of those that kernels are run in.
         cases: by name, sizes of calls that the definition is asked for.
-        lengths: T where pieces of the computation begin and end.
+        lengths: T where parts of the computation begin and end.
         kernels: by name, what the kernels are run on.
         factor: how many times the eager reference's error theirs may be.
         floor: the error that is always allowed, of a result's name and the eps of the inputs' dtype; `assert_agrees` by
             default.
-        pieces: by name, sizes of calls that are made in pieces.
+        parts: by name, sizes of calls that are made in parts.
         step: the function of one token, which writes to its argument `state`, and sizes of a call that it repeats.
         malformed_steps: as `malformed`, of the step.
         packed: by name, sizes of packed calls, with an empty document and one of a token.
         neighbours: sizes of a call of three rows.
         traced: sizes of a call that is compiled for several lengths.
         traced_lengths: these lengths.
-        replayed: sizes of a call that is recorded.
+        replayed: sizes of a call that the launch cache replays.
         operators: a method of the device that yields torch's custom ops, each with arguments and, where not all apply,
             the names of the checks.
-        malformed: by name, arguments that are changed, or a function that changes them, and words of what is said then.
+        malformed: by name, changed arguments, or a function that changes them, and words of the error.
             The call that they change has the sizes `valid`.
     """
 
@@ -111,7 +111,7 @@ class OpContract(LayoutTests, RefusalTests):
     kernels: ClassVar[Mapping[str, KernelCase]] = {}
     factor: ClassVar[float] = 2.0
     floor: ClassVar[Any] = None
-    pieces: ClassVar[Mapping[str, Sizes]] = {}
+    parts: ClassVar[Mapping[str, Sizes]] = {}
     step: ClassVar[Any] = None
     malformed_steps: ClassVar[Malformed] = {}
     packed: ClassVar[Mapping[str, Sizes]] = {}
@@ -153,7 +153,7 @@ class OpContract(LayoutTests, RefusalTests):
         """The name that messages give to an argument of a form; None for one that the operation is not given."""
         return name
 
-    def piece(self, arguments: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+    def part(self, arguments: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
         """The arguments of a call for tokens from start to stop."""
         begins = {name: 0 if name in self.past else start for name in self.tokens}
         return {name: x[:, begins[name] : stop] if name in begins else x for name, x in arguments.items()}
@@ -195,7 +195,7 @@ class OpContract(LayoutTests, RefusalTests):
             "eager_impl": [*self.eager],
             "case": [*self.cases],
             "length": [*self.lengths],
-            "cut_case": [*self.pieces],
+            "cut_case": [*self.parts],
             "packed_case": [*self.packed],
             "bad": [*self.malformed],
             "bad_step": [*self.malformed_steps],
@@ -245,20 +245,20 @@ class OpContract(LayoutTests, RefusalTests):
         kernels, reference = (self._function(form, call.options, impl) for impl in ("triton", "reference"))
         self.assert_kernels_agree(kernels, reference, call)
 
-    def test_pieces_equal_the_whole(self, form, eager_impl, cut_case):
-        tensors, options = self.make(**self.pieces[cut_case])
+    def test_parts_equal_the_whole(self, form, eager_impl, cut_case):
+        tensors, options = self.make(**self.parts[cut_case])
         T = max(x.shape[1] for name, x in (tensors | options).items() if name in self.tokens)
 
-        def by_pieces(**given):
+        def by_parts(**given):
             outputs, state = [], {}
             for start, stop in pairwise((0, 1, T // 2, T)):
-                part = self.piece(given | options, start, stop) | state
+                part = self.part(given | options, start, stop) | state
                 outputs.append(self.forms[form](**part, impl=eager_impl))
                 if self.state is not None:
                     state = {self.state[0]: getattr(outputs[-1], self.state[1])}
             return self._joined(outputs)
 
-        self._assert_equal(by_pieces, self._function(form, options, eager_impl), tensors)
+        self._assert_equal(by_parts, self._function(form, options, eager_impl), tensors)
 
     def test_packed_documents_equal_each_alone(self, form, eager_impl, packed_case):
         tensors, options = self.make(**self.packed[packed_case])
@@ -309,14 +309,14 @@ class OpContract(LayoutTests, RefusalTests):
                 assert torch.equal(got[name][1], x[1]), name
 
     def test_operators_pass_torchs_own_checks(self, device, monkeypatch):
-        # torch would fill what nobody writes, in some calls and not in others
+        # torch would fill unwritten memory in some calls and not in others
         monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
         for op, arguments, *tests in self.operators(device):
             torch.library.opcheck(op, arguments, test_utils=tests or ALL_CHECKS)
 
     def test_one_graph_serves_all_lengths(self, form, device):
         torch.compiler.reset()
-        graphs, function, results = CountedGraphs(numbers=True), self.forms[form], self.results
+        graphs, function, results = CountedGraphs(values=True), self.forms[form], self.results
         impl = "triton" if self.kernels else self.eager[0]
         compiled = torch.compile(lambda **x: results(function(**x, impl=impl)), fullgraph=True, backend=graphs)
         for length in self.traced_lengths:

@@ -38,7 +38,7 @@ _LABELS = {
 
 
 def environment() -> dict[str, Any]:
-    """Where and with what a measurement is made: device, versions and commit."""
+    """Return the environment of a measurement: device, versions and commit."""
     try:
         import triton
 
@@ -207,7 +207,7 @@ def plot(rows: Sequence[dict], path: Path, *, bound: float | None = None) -> Non
         axes.set_xlabel("share of the best baseline's in the same run")
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False, fontsize=8)
     axes.set_ylim(len(pairs) - 0.5, -0.5)
-    title = _places(pairs)
+    title = _environments(pairs)
     if bound is not None:
         late = {(row["op"], row["shape"]) for row, _ in slower(rows, bound)}
         kept = len(pairs) - len(late)
@@ -248,10 +248,10 @@ def _key(row: dict) -> tuple[str, str, str]:
 
 def devices(rows: Iterable[dict]) -> str:
     """A sentence that says where rows were measured."""
-    return "Measured on " + "; ".join(_places(rows)) + "."
+    return "Measured on " + "; ".join(_environments(rows)) + "."
 
 
-def _places(rows: Iterable[dict]) -> list[str]:
+def _environments(rows: Iterable[dict]) -> list[str]:
     """Where rows were measured: a line for each machine and its versions, with the commits."""
     commits: dict[str, set[str]] = {}
     for where in (row["environment"] for row in rows):

@@ -1,4 +1,4 @@
-"""A contract of folders that an earlier version wrote: they load, give the same numbers, and training continues.
+"""A contract of folders that an earlier version wrote: they load, give equal results, and training continues.
 
 A folder of fixtures holds `model/` with its results in `expected.safetensors`, a token file in `tokens/`, a run that
 was killed after its checkpoint in `interrupted/`, and the log of the same run without the kill in `metrics.jsonl`.

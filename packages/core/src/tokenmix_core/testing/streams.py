@@ -20,7 +20,7 @@ def stalls_forbidden() -> Iterator[None]:
 
 
 def assert_replays(step: Callable[[], Sequence[Tensor]]) -> None:
-    """Assert that a step, captured as a CUDA graph, gives bit by bit what it gives when run, wherever it writes."""
+    """Assert that a step replayed from a CUDA graph equals the run step bit by bit, in all tensors that it writes."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

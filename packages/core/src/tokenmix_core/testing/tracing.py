@@ -20,15 +20,15 @@ class CountedGraphs:
     """A backend for torch.compile: graphs, forward and backward, give zeros of the right shapes, and are counted.
 
     Args:
-        numbers: whether they compute what they stand for, instead.
+        values: whether they compute values instead of shapes alone.
 
     Attributes:
         made: how many graphs torch.compile has asked for.
     """
 
-    def __init__(self, *, numbers: bool = False) -> None:
+    def __init__(self, *, values: bool = False) -> None:
         self.made = 0
-        self._compiler = nop if numbers else _shapes_of
+        self._compiler = nop if values else _shapes_of
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Tensor]) -> Callable:
         self.made += 1
