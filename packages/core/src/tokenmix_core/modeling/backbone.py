@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -111,6 +111,15 @@ class HybridPreTrainedModel(ChoosesAttention, CheckedLoading, PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         init_weights_(module, self.config.initializer_range)
+
+    def state_bounds(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> Bounds:
+        """Return the least and most bytes of a cache of `batch_size` sequences of `seq_len` tokens."""
+        dtype, backbone = self.dtype if dtype is None else dtype, cast(HybridModel, self.base_model)
+        return Bounds.sum(mixer.state_bounds(seq_len, batch_size, dtype) for mixer in backbone.mixers)
+
+    def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
+        """Return the most bytes of a cache; see `state_bounds`."""
+        return self.state_bounds(seq_len, batch_size, dtype).most
 
 
 class HybridModel(HybridPreTrainedModel):
@@ -268,15 +277,6 @@ class HybridModel(HybridPreTrainedModel):
         """Return the forward FLOPs per token of the layers at this context length."""
         mlps = sum(2.0 * p.numel() for layer in self._blocks if layer.mlp is not None for p in layer.mlp.parameters())
         return mlps + sum(mixer.flops_per_token(seq_len) for mixer in self.mixers)
-
-    def state_bounds(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> Bounds:
-        """Return the least and most bytes of a cache of `batch_size` sequences of `seq_len` tokens."""
-        dtype = self.dtype if dtype is None else dtype
-        return Bounds.sum(mixer.state_bounds(seq_len, batch_size, dtype) for mixer in self.mixers)
-
-    def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
-        """Return the most bytes of a cache; see `state_bounds`."""
-        return self.state_bounds(seq_len, batch_size, dtype).most
 
     def _deferring(self) -> list[bool]:
         """Return for each block whether the next block's norm adds its last branch; a hook between them forbids it."""

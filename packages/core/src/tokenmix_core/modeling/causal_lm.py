@@ -23,7 +23,6 @@ from tokenmix_core.nn.dtypes import at_least_float32
 from tokenmix_core.nn.loss import IGNORE, at_least_one, linear_cross_entropy
 from tokenmix_core.nn.plain import warn_slower
 from tokenmix_core.nn.projections import is_plain_linear, output_linear
-from tokenmix_core.nn.state import Bounds
 
 
 @dataclass
@@ -159,14 +158,6 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         over visible keys, recurrences in their recurrent form), but not embedding, norms and activations.
         """
         return 3.0 * (self.model.flops_per_token(seq_len) + 2.0 * self.lm_head.weight.numel())
-
-    def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
-        """Return the most bytes of a cache of `batch_size` sequences of `seq_len` tokens; see `state_bounds`."""
-        return self.model.state_bytes(seq_len, batch_size, dtype)
-
-    def state_bounds(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> Bounds:
-        """Return the least and most bytes of a cache of `batch_size` sequences of `seq_len` tokens."""
-        return self.model.state_bounds(seq_len, batch_size, dtype)
 
     def _fuses_loss(self) -> bool:
         """True if the loss is computed from the output layer's weight, block by block, without forming all logits."""
