@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tokenmix_core._utils.trust import trusting
+from tokenmix_core.cli.packages import packages_of
 
 # a command's name, summary, example and "module:function", `takes_fields=True` for flags that name a recipe's fields
 AddCommand = Callable[..., argparse.ArgumentParser]
@@ -112,12 +113,6 @@ def _close_progress() -> None:
 
         for display in list(getattr(tqdm, "_instances", ())):
             display.close()
-
-
-def packages_of(*registries: Any) -> list[str]:
-    """Return core and the packages of "module:attribute" names, by the names that modules have."""
-    own = [x.partition(":")[0].partition(".")[0] for x in registries if isinstance(x, str)]
-    return list(dict.fromkeys(["tokenmix_core", *own]))
 
 
 class _Version(argparse.Action):

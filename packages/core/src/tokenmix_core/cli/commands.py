@@ -26,7 +26,7 @@ import yaml
 from tokenmix_core._utils.atomic_io import check_writable
 from tokenmix_core._utils.trust import from_config, from_pretrained
 from tokenmix_core._utils.validation import described
-from tokenmix_core.cli.app import packages_of
+from tokenmix_core.cli.packages import packages_of
 from tokenmix_core.data import prepare as corpora
 from tokenmix_core.data import tokenizer as tokenizers
 from tokenmix_core.data.encode import usable_cores

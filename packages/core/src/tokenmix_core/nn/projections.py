@@ -17,7 +17,8 @@ from tokenmix_core.nn.plain import is_plain, refuse_meta
 from tokenmix_core.ops import fused_linears
 from tokenmix_core.ops.autograd import refuse_graph
 from tokenmix_core.ops.buffers import as_rows
-from tokenmix_core.ops.fused.gemv import MAX_BYTES, MAX_ROWS, MAX_WEIGHTS
+from tokenmix_core.ops.fused import MAX_WEIGHTS
+from tokenmix_core.ops.fused.gemv import MAX_BYTES, MAX_ROWS
 
 # layers with fewer than _THIN outputs share one GEMM in training, padded to a multiple of _MULTIPLE outputs: rows of
 # six heads are not aligned, and separate GEMMs take several times as long as reading x

@@ -12,11 +12,11 @@ from torch import Tensor
 from tokenmix_core.kernels.launch.cache.replay import Checked
 from tokenmix_core.ops.checks import bind_shapes, check_dtype, check_same_dtype
 from tokenmix_core.ops.dispatch import resolve_impl
+from tokenmix_core.ops.fused import MAX_WEIGHTS
 from tokenmix_core.ops.types import Impl
 
 # each program holds all rows of x
 MAX_ROWS = 64
-MAX_WEIGHTS = 6
 # mean size of a weight: cuBLAS is faster above it for several rows, and equally fast at any size for one weight
 MAX_BYTES = 16 << 20
 # dtypes of x and the weights that the kernels support

@@ -15,7 +15,7 @@ from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.launch.pdl import PDL
 from tokenmix_core.kernels.triton.activations import sigmoid
 from tokenmix_core.ops.autograd import cached_op, direct_when_eager, of_fields
-from tokenmix_core.ops.fused.gemv import MAX_WEIGHTS
+from tokenmix_core.ops.fused import MAX_WEIGHTS
 
 _COUNTS = [f"n{i}" for i in range(MAX_WEIGHTS)]
 
