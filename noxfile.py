@@ -265,7 +265,9 @@ def contracts(session: nox.Session) -> None:
     """Which module may import which, and what the workspace's own tools promise."""
     sync(session, "--all-packages", "--all-groups")
     session.run("lint-imports")
-    session.run("pytest", "tests", "-m", "not pages")
+    # one thread a worker, as in `tests`
+    workers = os.environ.get("TEST_WORKERS", "2")
+    session.run("pytest", "tests", "-m", "not pages", "-n", workers, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session
