@@ -1,6 +1,6 @@
 """Create the files of a new operation of core, which run and pass its test: `uvx nox -s new-op -- NAME`.
 
-The files compute y = x ⊙ σ(gate) in place of your operation. Replace the equation first, then reference, kernels and
+The files compute y = x ⊙ σ(gate) as an example. Replace the equation first, then reference, kernels and
 test; CONTRIBUTING.md, "Add an operation", explains each file.
 """
 

@@ -212,6 +212,7 @@ def file_sha256(path: str | Path) -> str:
 
 
 def map_tokens(path: Path, dtype: np.dtype) -> np.ndarray:
+    """Map the tokens of a file into memory, read-only."""
     # an empty file cannot be mapped
     return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
 
