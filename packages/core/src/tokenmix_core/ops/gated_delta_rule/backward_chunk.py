@@ -46,13 +46,13 @@ def backward_chunk_kernel(
     memory, and some versions of Triton compile it wrongly for Hopper.
     """
     i_slot, i_hv = tl.program_id(0), tl.program_id(1)
-    i_n, begin, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED)
+    i_n, bos, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED)
     if start >= length:
         return
-    first, rows = begin + start, length - start
+    first, rows = bos + start, length - start
     HV = H * group
     if WRITES:
-        i_w = (first_chunk(i_n, begin, T, BT * WRITES, PACKED) + start // (BT * WRITES)).to(tl.int64) * HV + i_hv
+        i_w = (first_chunk(i_n, bos, T, BT * WRITES, PACKED) + start // (BT * WRITES)).to(tl.int64) * HV + i_hv
     o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, BK), tl.arange(0, BV)
     p_q, p_k = q + (first * H + i_hv // group) * K, k + (first * H + i_hv // group) * K
     p_dq, p_dk = dq + (first * HV + i_hv) * K, dk + (first * HV + i_hv) * K

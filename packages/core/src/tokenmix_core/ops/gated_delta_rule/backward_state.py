@@ -32,8 +32,8 @@ def backward_state_kernel(
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
     i_n, i_hv = i_nh // HV, i_nh % HV
-    begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
-    slot = first_chunk(i_n, begin, T, BT, PACKED)
+    bos, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+    slot = first_chunk(i_n, bos, T, BT, PACKED)
     o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, K), tl.arange(0, BV)
     p_tile = o_k[:, None] * V + i_v * BV + o_v[None, :]
 
@@ -42,21 +42,21 @@ def backward_state_kernel(
     else:
         b_ds = tl.zeros([K, BV], tl.float32)
 
-    chunks = tl.cdiv(length, BT)
+    NT = tl.cdiv(length, BT)
     # the decayed gradient of the state after WRITES chunks: their writes do not contribute
     if WRITES > 1:
         b_bare, b_dwrite = b_ds, tl.zeros([BT], tl.float32)
-    for i_c in range(chunks):
-        start = (chunks - 1 - i_c) * BT
+    for i_c in range(NT):
+        start = (NT - 1 - i_c) * BT
         if WRITES:
-            i_w = (first_chunk(i_n, begin, T, BT * WRITES, PACKED) + start // (BT * WRITES)).to(tl.int64) * HV + i_hv
+            i_w = (first_chunk(i_n, bos, T, BT * WRITES, PACKED) + start // (BT * WRITES)).to(tl.int64) * HV + i_hv
             share = tl.load(writes + i_w).to(tl.float32)
         # compile-time conditions are not joined with run-time ones
         if WRITES > 1:  # noqa: SIM102
             if (i_c == 0) | ((start // BT + 1) % WRITES == 0):
                 b_bare, b_dwrite = b_ds, tl.zeros([BT], tl.float32)
                 b_ds *= share
-        first, rows = begin + start, length - start
+        first, rows = bos + start, length - start
         o_qk, o_vo = (first * H + i_hv // group) * K, (first * HV + i_hv) * V + i_v * BV
         b_k = load_rows(k + o_qk, H * K, rows, BT, K)
         b_q = load_rows(q + o_qk, H * K, rows, BT, K)
@@ -74,7 +74,7 @@ def backward_state_kernel(
         if L2NORM:
             r_q *= inverse_norm(b_q, DOT)
         b_dh = b_ds.to(k.dtype.element_ty)
-        o_state = (slot + (chunks - 1 - i_c)).to(tl.int64) * HV + i_hv
+        o_state = (slot + (NT - 1 - i_c)).to(tl.int64) * HV + i_hv
         tl.store(dstates + o_state * K * V + p_tile, b_dh)
         # the summands cancel, so both factors are unrounded
         b_s = tl.load(states + o_state * K * V + p_tile).to(tl.float32)

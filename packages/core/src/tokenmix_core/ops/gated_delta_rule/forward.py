@@ -44,9 +44,9 @@ def negligible_chunks(p_gates, segment, BT: tl.constexpr, L2NORM: tl.constexpr, 
 
 
 @triton.jit
-def first_write(i_n, begin, T, BT: tl.constexpr, WRITES: tl.constexpr, PACKED: tl.constexpr):
+def first_write(i_n, bos, T, BT: tl.constexpr, WRITES: tl.constexpr, PACKED: tl.constexpr):
     """Return the slot of the first factor of sequence `i_n` in `writes`, one per WRITES chunks; int64."""
-    return first_chunk(i_n, begin, T, BT * WRITES, PACKED).to(tl.int64)
+    return first_chunk(i_n, bos, T, BT * WRITES, PACKED).to(tl.int64)
 
 
 @triton.jit
@@ -125,27 +125,27 @@ def forward_kernel(
         i_s = tl.load(order + i_s)
         i_sh = i_s * HV + i_hv
     if SPLIT:
-        i_n, begin, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED)
+        i_n, bos, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED)
         # an empty sequence has a segment, too, which passes its state on
         if first > 0 and first >= length:
             return
         end = tl.minimum(first + segment, length)
     else:
         i_n, first = i_s, 0
-        begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+        bos, length = sequence_span(i_n, T, cu_seqlens, PACKED)
         end = length
     begun = first
     if SPLIT and first > 0:
-        p_before = gates + (i_hv.to(tl.int64) * tokens + begin + first - segment) * 4
+        p_before = gates + (i_hv.to(tl.int64) * tokens + bos + first - segment) * 4
         skipped = negligible_chunks(p_before, segment, BT, L2NORM, NEGLIGIBLE)
         if WRITES:
-            p_w = writes + first_write(i_n, begin, T, BT, WRITES, PACKED) * HV + i_hv
+            p_w = writes + first_write(i_n, bos, T, BT, WRITES, PACKED) * HV + i_hv
             skipped = bounded(skipped, p_w, HV, first - segment, segment, BT, WRITES)
         begun = tl.where(skipped > 0, first - segment + skipped * BT, first)
     o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, K), tl.arange(0, BV)
     p_tile = o_k[None, :] * V + i_v * BV + o_v[:, None]
     o_state = (i_n.to(tl.int64) * HV + i_hv) * K * V + p_tile
-    row = begin + begun
+    row = bos + begun
     p_q, p_k = q + (row * H + i_hv // group) * K, k + (row * H + i_hv // group) * K
     o_vo = (row * HV + i_hv) * V + i_v * BV
     p_v = v + o_vo
@@ -155,7 +155,7 @@ def forward_kernel(
         p_r = residual + o_vo
     p_a = inverse + (row * HV + i_hv) * BT
     p_gates = gates + (i_hv.to(tl.int64) * tokens + row) * 4
-    slot = first_chunk(i_n, begin, T, BT, PACKED) + begun // BT
+    slot = first_chunk(i_n, bos, T, BT, PACKED) + begun // BT
     o_s = (slot.to(tl.int64) * HV + i_hv) * K * V
     if SAVE:
         p_s = states + o_s + p_tile
@@ -192,7 +192,7 @@ def forward_kernel(
             b_o = tl.dot(b_h, tl.trans(b_q), input_precision=DOT)
         b_r = residual_of(b_h, b_k, b_v, b_a, b_b, r_k, DOT)
         if WRITES:
-            p_w = writes + (first_write(i_n, begin, T, BT, WRITES, PACKED) + start // (BT * WRITES)) * HV + i_hv
+            p_w = writes + (first_write(i_n, bos, T, BT, WRITES, PACKED) + start // (BT * WRITES)) * HV + i_hv
             share = tl.load(p_w).to(tl.float32)
         if WRITES == 1:
             b_s = next_state(b_s, b_r, b_k, b_b, b_w * share, b_last, DOT)

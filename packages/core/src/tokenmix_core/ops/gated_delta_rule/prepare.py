@@ -59,10 +59,10 @@ def prepare_kernel(
     """Compute Ã, b, β r, r and β of a chunk, for the value heads of a key head."""
     tl.static_assert(BT == 64)
     i_slot, i_h = tl.program_id(0), tl.program_id(1)
-    _, begin, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED)
+    _, bos, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED)
     if start >= length:
         return
-    first, rows = begin + start, length - start
+    first, rows = bos + start, length - start
     HV = H * group
 
     # k_i · k_j in blocks of 16 tokens, and the norms, shared by the value heads of this key head

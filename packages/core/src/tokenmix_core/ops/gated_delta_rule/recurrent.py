@@ -47,7 +47,7 @@ def recurrent_kernel(
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
     i_n, i_hv = i_nh // HV, i_nh % HV
-    begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+    bos, length = sequence_span(i_n, T, cu_seqlens, PACKED)
     o_k, o_v = tl.arange(0, K), i_v * BV + tl.arange(0, BV)
     p_state = i_nh.to(tl.int64) * K * V + o_k[:, None] * V + o_v[None, :]
     if state_in is not None:
@@ -55,14 +55,14 @@ def recurrent_kernel(
     else:
         b_s = tl.zeros([K, BV], tl.float32)
 
-    o_g = begin * HV + i_hv
-    p_q, p_k = q + (begin * H + i_hv // group) * K + o_k, k + (begin * H + i_hv // group) * K + o_k
+    o_g = bos * HV + i_hv
+    p_q, p_k = q + (bos * H + i_hv // group) * K + o_k, k + (bos * H + i_hv // group) * K + o_k
     p_v, p_o, p_g, p_beta = v + o_g * V + o_v, o + o_g * V + o_v, g + o_g, beta + o_g
     if STEP:
         b_s = scan_token(b_s, p_q, p_k, p_v, p_g, p_beta, p_o, scale, L2NORM)
     else:
         if WRITES:
-            p_w = writes + first_chunk(i_n, begin, T, WRITES, PACKED).to(tl.int64) * HV + i_hv
+            p_w = writes + first_chunk(i_n, bos, T, WRITES, PACKED).to(tl.int64) * HV + i_hv
             b_bare = b_s
         for t in range(length):
             b_s = scan_token(b_s, p_q, p_k, p_v, p_g, p_beta, p_o, scale, L2NORM)

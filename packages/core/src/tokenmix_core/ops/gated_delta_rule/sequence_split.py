@@ -47,14 +47,14 @@ def segment_kernel(
     i_tile, i_sh = tl.program_id(0) % ((K + V) // BV), tl.program_id(0) // ((K + V) // BV)
     HV = H * group
     i_s, i_hv = i_sh // HV, i_sh % HV
-    i_n, begin, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED)
+    i_n, bos, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED)
     i_m = i_tile - V // BV
     if (first + segment >= length) | ((i_m >= 0) & (first == 0)):
         return
-    p_gates = gates + (i_hv.to(tl.int64) * tokens + begin + first) * 4
+    p_gates = gates + (i_hv.to(tl.int64) * tokens + bos + first) * 4
     skipped = negligible_chunks(p_gates, segment, BT, L2NORM, NEGLIGIBLE)
     if WRITES:
-        p_w = writes + first_write(i_n, begin, T, BT, WRITES, PACKED) * HV + i_hv
+        p_w = writes + first_write(i_n, bos, T, BT, WRITES, PACKED) * HV + i_hv
         skipped = bounded(skipped, p_w, HV, first, segment, BT, WRITES)
     if skipped > 0:
         if (i_m >= 0) | (first + 2 * segment >= length):
@@ -76,7 +76,7 @@ def segment_kernel(
     b_s = tl.where((i_m >= 0) & (i_m * BV + o_v[:, None] == o_k[None, :]), 1.0, b_s)
     value_rows = tl.where(i_m >= 0, 0, BT)
 
-    row = begin + first + skipped * BT
+    row = bos + first + skipped * BT
     p_k = k + (row * H + i_hv // group) * K
     p_v = v + (row * HV + i_hv) * V + i_tile * BV
     p_a = inverse + (row * HV + i_hv) * BT
@@ -140,22 +140,22 @@ def entering_kernel(
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
     i_n, i_hv = i_nh // HV, i_nh % HV
-    begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+    bos, length = sequence_span(i_n, T, cu_seqlens, PACKED)
     segments = tl.cdiv(length, segment)
     if segments < 2:
         return
-    p_gates = gates + (i_hv.to(tl.int64) * tokens + begin) * 4
+    p_gates = gates + (i_hv.to(tl.int64) * tokens + bos) * 4
     if L2NORM and WRITES == 0:  # noqa: SIM102
         if all_negligible(p_gates, segments - 1, segment, BT):
             return
-    i_sh = first_chunk(i_n, begin, T, segment, PACKED).to(tl.int64) * HV + i_hv
+    i_sh = first_chunk(i_n, bos, T, segment, PACKED).to(tl.int64) * HV + i_hv
     o_k, o_b, o_v = tl.arange(0, K), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     p_l, p_s = states + i_sh * K * V, entering + i_sh * K * V
     p_m = transitions + i_sh * K * K + o_k[:, None] * K + o_b[None, :]
     p_tile, p_part = o_k[:, None] * V + o_v[None, :], o_b[:, None] * V + o_v[None, :]
     skipped = negligible_chunks(p_gates, segment, BT, L2NORM, NEGLIGIBLE_IN_SCAN)
     if WRITES:
-        p_w = writes + first_write(i_n, begin, T, BT, WRITES, PACKED) * HV + i_hv
+        p_w = writes + first_write(i_n, bos, T, BT, WRITES, PACKED) * HV + i_hv
         skipped = bounded(skipped, p_w, HV, 0, segment, BT, WRITES)
     before = skipped == 0
     for i in range(1, segments):
@@ -192,13 +192,13 @@ def pass_back_kernel(
     BC: tl.constexpr = 128
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     i_n, i_hv = i_nh // HV, i_nh % HV
-    begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+    bos, length = sequence_span(i_n, T, cu_seqlens, PACKED)
     segments = tl.cdiv(length, segment)
-    i_sh = first_chunk(i_n, begin, T, segment, PACKED).to(tl.int64) * HV + i_hv
+    i_sh = first_chunk(i_n, bos, T, segment, PACKED).to(tl.int64) * HV + i_hv
     o_k, o_b, o_v = tl.arange(0, K), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    p_gates = gates + (i_hv.to(tl.int64) * tokens + begin) * 4
+    p_gates = gates + (i_hv.to(tl.int64) * tokens + bos) * 4
     if WRITES:
-        p_w = writes + first_write(i_n, begin, T, BT, WRITES, PACKED) * HV + i_hv
+        p_w = writes + first_write(i_n, bos, T, BT, WRITES, PACKED) * HV + i_hv
     # the first segment passes no gradient back, and the last receives none
     for i in range(2, segments):
         i_s = segments - i

@@ -19,11 +19,11 @@ def segment_lengths(o_s, N, segment, cu_seqlens, BLOCK: tl.constexpr):
     b_length = tl.zeros([BLOCK], tl.int32)
     for i in range(0, N, BLOCK):
         o_n = i + tl.arange(0, BLOCK)
-        begin = tl.load(cu_seqlens + o_n, mask=o_n < N, other=0).to(tl.int64)
-        end = tl.load(cu_seqlens + o_n + 1, mask=o_n < N, other=0).to(tl.int64)
+        bos = tl.load(cu_seqlens + o_n, mask=o_n < N, other=0).to(tl.int64)
+        eos = tl.load(cu_seqlens + o_n + 1, mask=o_n < N, other=0).to(tl.int64)
         # first token, in the sequence, of a slot's segment
-        first = (o_s[:, None] - (begin // segment + o_n)[None, :]) * segment
-        left = tl.minimum((end - begin)[None, :] - first, segment)
+        first = (o_s[:, None] - (bos // segment + o_n)[None, :]) * segment
+        left = tl.minimum((eos - bos)[None, :] - first, segment)
         b_length += tl.sum(tl.where((first >= 0) & (left > 0), left, 0).to(tl.int32), 1)
     return b_length
 

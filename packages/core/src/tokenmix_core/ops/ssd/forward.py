@@ -38,14 +38,14 @@ def ssd_forward_kernel(
     i_h = i_p // (V // BV) % HV
     i_s = i_p // (V // BV) // HV
     if SEGMENTED:
-        i_n, begin, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED)
+        i_n, bos, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED)
         length = tl.minimum(length, first + segment)
     else:
         i_n = i_s
-        begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+        bos, length = sequence_span(i_n, T, cu_seqlens, PACKED)
         first = 0
     i_g = i_h // (HV // G)
-    begin += first
+    bos += first
     q += i_g * K
     k += i_g * K
     v += i_h * V + i_v * BV
@@ -64,7 +64,7 @@ def ssd_forward_kernel(
     if initial_state is not None:
         b_s += tl.load(initial_state + o_state)
     for i_t in range(tl.cdiv(length - first, BT)):
-        o_t = begin + i_t * BT
+        o_t = bos + i_t * BT
         m_t = i_t * BT + o_i < length - first
         b_g = load_decay(g + o_t * HV + o_i * HV, m_t)
         b_b = tl.cumsum(b_g, 0)

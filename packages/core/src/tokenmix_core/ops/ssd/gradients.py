@@ -38,24 +38,24 @@ def ssd_gradients_kernel(
     """
     i_c = tl.program_id(0) // HV
     i_h = tl.program_id(0) % HV
-    _, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
+    _, bos, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
     if first >= length:
         return
-    begin += first
+    bos += first
     i_g = i_h // (HV // G)
     o_i = tl.arange(0, BT)
     o_k = tl.arange(0, K)
     m_t = o_i < length - first
-    b_q = tl.load(q + begin * stride_q + i_g * K + o_i[:, None] * stride_q + o_k[None, :], mask=m_t[:, None], other=0.0)
-    b_k = tl.load(k + begin * stride_k + i_g * K + o_i[:, None] * stride_k + o_k[None, :], mask=m_t[:, None], other=0.0)
+    b_q = tl.load(q + bos * stride_q + i_g * K + o_i[:, None] * stride_q + o_k[None, :], mask=m_t[:, None], other=0.0)
+    b_k = tl.load(k + bos * stride_k + i_g * K + o_i[:, None] * stride_k + o_k[None, :], mask=m_t[:, None], other=0.0)
 
     o_v = tl.arange(0, BV)
-    b_g = load_decay(g + begin * HV + i_h + o_i * HV, m_t)
+    b_g = load_decay(g + bos * HV + i_h + o_i * HV, m_t)
     b_b = tl.cumsum(b_g, 0)
     b_total = last_of(b_b, tl.sum(m_t.to(tl.int32), 0), BT)
     b_to_end = tl.exp2(b_total - b_b)
-    p_v = v + begin * stride_v + i_h * V + o_i[:, None] * stride_v + o_v[None, :]
-    p_do = do + begin * stride_do + i_h * V + o_i[:, None] * stride_do + o_v[None, :]
+    p_v = v + bos * stride_v + i_h * V + o_i[:, None] * stride_v + o_v[None, :]
+    p_do = do + bos * stride_do + i_h * V + o_i[:, None] * stride_do + o_v[None, :]
     b_dp = tl.zeros([BT, BT], tl.float32)
     b_dpt = tl.zeros([BT, BT], tl.float32)
     b_v = tl.load(p_v, mask=m_t[:, None], other=0.0)
@@ -76,7 +76,7 @@ def ssd_gradients_kernel(
     b_dpt = (b_dpt * causal_decay_transposed(b_b, b_b, o_i, o_i) * scale).to(b_q.dtype)
 
     o_state = (i_c.to(tl.int64) * HV + i_h) * K * V + o_k[:, None] * V + o_v[None, :]
-    p_dv = dv + (begin * HV + i_h) * V + o_i[None, :] * (HV * V) + o_v[:, None]
+    p_dv = dv + (bos * HV + i_h) * V + o_i[None, :] * (HV * V) + o_v[:, None]
     b_dq = tl.zeros([K, BT], tl.float32)
     b_dk = tl.zeros([K, BT], tl.float32)
     b_sd = 0.0
@@ -99,8 +99,8 @@ def ssd_gradients_kernel(
     b_key = tl.sum(b_dk * tl.trans(b_k).to(tl.float32), 0)
     b_dk = tl.dot(tl.trans(b_q), b_dp, b_dk, input_precision="tf32x3")
     b_dg = decay_gradient(b_m, b_query, b_key, b_sd * tl.exp2(b_total), BT)
-    tl.store(dg + begin * HV + i_h + o_i * HV, b_dg, mask=m_t)
-    o_dqk = (begin * HV + i_h) * K + o_i[None, :] * (HV * K) + o_k[:, None]
+    tl.store(dg + bos * HV + i_h + o_i * HV, b_dg, mask=m_t)
+    o_dqk = (bos * HV + i_h) * K + o_i[None, :] * (HV * K) + o_k[:, None]
     tl.store(dq + o_dqk, b_dq.to(dq.dtype.element_ty), mask=m_t[None, :])
     tl.store(dk + o_dqk, b_dk.to(dk.dtype.element_ty), mask=m_t[None, :])
 

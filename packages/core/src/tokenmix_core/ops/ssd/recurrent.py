@@ -48,7 +48,7 @@ def ssd_recurrent_kernel(
     i_v = i_p % (V // BV)
     i_h = i_p // (V // BV) % HV
     i_n = i_p // (V // BV) // HV
-    begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+    bos, length = sequence_span(i_n, T, cu_seqlens, PACKED)
     i_g = i_h // (HV // G)
     o_k = tl.arange(0, K)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -67,10 +67,10 @@ def ssd_recurrent_kernel(
         D += i_h
     pointers, strides = Pointers(q, k, v, g, dt, D, o), (stride_q, stride_k, stride_v)
     if STEP:
-        b_s = scan_token(b_s, pointers, begin, strides, scale, HV, V)
+        b_s = scan_token(b_s, pointers, bos, strides, scale, HV, V)
     else:
         for i_t in range(length):
-            b_s = scan_token(b_s, pointers, begin + i_t, strides, scale, HV, V)
+            b_s = scan_token(b_s, pointers, bos + i_t, strides, scale, HV, V)
     tl.store(final_state + o_state, b_s)
 
 

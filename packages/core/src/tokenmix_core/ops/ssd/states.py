@@ -18,7 +18,7 @@ from tokenmix_core.ops.ssd.types import Inputs
 # K, V, tokens of a chunk, rows and columns of a program's tile of the state; constexprs, so never a variable's value
 Sizes = namedtuple("Sizes", "K V BT BK BV")
 # a program's first row, tokens and first boundary slot; its span and head; its tile along K and V
-Tile = namedtuple("Tile", "begin length i_slot i_s i_h i_k i_v")
+Tile = namedtuple("Tile", "bos length i_slot i_s i_h i_k i_v")
 # the tensors that a scan reads, with their strides between tokens, and the scale
 Rows = namedtuple("Rows", "x y g dt stride_x stride_y scale")
 # the initial state that a scan reads, and the states and decay that it writes; None if absent
@@ -57,7 +57,7 @@ def scan_states(rows, states, tile, i_g, HV, sizes, REVERSE: tl.constexpr):
         if states.boundaries is not None:
             o_boundary = ((tile.i_slot + i_t) * HV + tile.i_h) * K * V
             tl.store(states.boundaries + o_boundary + o_tile, b_s.to(states.boundaries.dtype.element_ty))
-        o_t = tile.begin + i_t * BT
+        o_t = tile.bos + i_t * BT
         m_t = i_t * BT + o_i < tile.length
         b_g = load_decay(g + o_t * HV + o_i * HV, m_t)
         b_b = tl.cumsum(b_g, 0)
@@ -93,14 +93,14 @@ def locate_tile(T, N, HV, segment, cu_seqlens, sizes, SEGMENTED: tl.constexpr, P
     i_h = i_p // (NV * NK) % HV
     i_s = i_p // (NV * NK) // HV
     if SEGMENTED:
-        i_n, begin, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED)
-        i_slot = first_chunk(i_n, begin, T, sizes.BT, PACKED) + first // sizes.BT
-        begin += first
+        i_n, bos, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED)
+        i_slot = first_chunk(i_n, bos, T, sizes.BT, PACKED) + first // sizes.BT
+        bos += first
         length = tl.minimum(length - first, segment)
     else:
-        begin, length = sequence_span(i_s, T, cu_seqlens, PACKED)
-        i_slot = first_chunk(i_s, begin, T, sizes.BT, PACKED)
-    return Tile(begin, length, i_slot, i_s, i_h, i_k, i_v)
+        bos, length = sequence_span(i_s, T, cu_seqlens, PACKED)
+        i_slot = first_chunk(i_s, bos, T, sizes.BT, PACKED)
+    return Tile(bos, length, i_slot, i_s, i_h, i_k, i_v)
 
 
 @cached_launch
@@ -152,8 +152,8 @@ def scan_segments_kernel(
     i_e = i_p % (KV // BE)
     i_h = i_p // (KV // BE) % HV
     i_n = i_p // (KV // BE) // HV
-    begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
-    i_slot = first_chunk(i_n, begin, T, segment, PACKED)
+    bos, length = sequence_span(i_n, T, cu_seqlens, PACKED)
+    i_slot = first_chunk(i_n, bos, T, segment, PACKED)
     o_e = i_e * BE + tl.arange(0, BE)
     o_sequence = (i_n.to(tl.int64) * HV + i_h) * KV
     b_s = tl.zeros([BE], tl.float32)
