@@ -197,91 +197,30 @@ def _loss(
     return transformers_loss(logits, labels, *args, **options)
 
 
-class NhaLlamaConfig(HybridizedConfig, LlamaConfig):
-    """A Llama configuration with slots and windows."""
+def _family(
+    kind: str, config_base: type, model_base: type, causal_lm_base: type
+) -> tuple[type[PreTrainedConfig], type, type]:
+    """Make and register a family's configuration, backbone and language model: `NhaLlamaConfig` and so on."""
 
-    model_type = "tokenmix_nha_llama"
+    def made(base: type, mixin: type, **attributes: Any) -> type:
+        attributes |= {"__module__": __name__, "__doc__": f"{base.__name__} with Native Hybrid Attention."}
+        name = f"Nha{base.__name__}"
+        globals()[name] = type(name, (mixin, base), attributes)
+        return globals()[name]
 
-
-class NhaLlamaModel(HybridizedModel, LlamaModel):
-    """Llama's backbone with NHA."""
-
-    config_class = NhaLlamaConfig
-
-
-class NhaLlamaForCausalLM(HybridizedForCausalLM, LlamaForCausalLM):
-    """Llama with NHA."""
-
-    config_class = NhaLlamaConfig
-    model_class = NhaLlamaModel
-
-
-class NhaQwen2Config(HybridizedConfig, Qwen2Config):
-    """A Qwen2 (also Qwen2.5) configuration with slots and windows."""
-
-    model_type = "tokenmix_nha_qwen2"
-
-
-class NhaQwen2Model(HybridizedModel, Qwen2Model):
-    """Qwen2's backbone with NHA."""
-
-    config_class = NhaQwen2Config
-
-
-class NhaQwen2ForCausalLM(HybridizedForCausalLM, Qwen2ForCausalLM):
-    """Qwen2 with NHA."""
-
-    config_class = NhaQwen2Config
-    model_class = NhaQwen2Model
-
-
-class NhaQwen3Config(HybridizedConfig, Qwen3Config):
-    """A Qwen3 configuration with slots and windows."""
-
-    model_type = "tokenmix_nha_qwen3"
-
-
-class NhaQwen3Model(HybridizedModel, Qwen3Model):
-    """Qwen3's backbone with NHA."""
-
-    config_class = NhaQwen3Config
-
-
-class NhaQwen3ForCausalLM(HybridizedForCausalLM, Qwen3ForCausalLM):
-    """Qwen3 with NHA."""
-
-    config_class = NhaQwen3Config
-    model_class = NhaQwen3Model
-
-
-class NhaQwen3MoeConfig(HybridizedConfig, Qwen3MoeConfig):
-    """A Qwen3-MoE configuration with slots and windows."""
-
-    model_type = "tokenmix_nha_qwen3_moe"
-
-
-class NhaQwen3MoeModel(HybridizedModel, Qwen3MoeModel):
-    """Qwen3-MoE's backbone with NHA."""
-
-    config_class = NhaQwen3MoeConfig
-
-
-class NhaQwen3MoeForCausalLM(HybridizedForCausalLM, Qwen3MoeForCausalLM):
-    """Qwen3-MoE with NHA."""
-
-    config_class = NhaQwen3MoeConfig
-    model_class = NhaQwen3MoeModel
+    config = made(config_base, HybridizedConfig, model_type=f"tokenmix_nha_{kind}")
+    model = made(model_base, HybridizedModel, config_class=config)
+    causal_lm = made(causal_lm_base, HybridizedForCausalLM, config_class=config, model_class=model)
+    AutoConfig.register(config.model_type, config, exist_ok=True)  # type: ignore[attr-defined]
+    AutoModel.register(config, model, exist_ok=True)
+    AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
+    return config, model, causal_lm
 
 
 # configuration, backbone and language model by the original's model type
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], type, type]] = {
-    "llama": (NhaLlamaConfig, NhaLlamaModel, NhaLlamaForCausalLM),
-    "qwen2": (NhaQwen2Config, NhaQwen2Model, NhaQwen2ForCausalLM),
-    "qwen3": (NhaQwen3Config, NhaQwen3Model, NhaQwen3ForCausalLM),
-    "qwen3_moe": (NhaQwen3MoeConfig, NhaQwen3MoeModel, NhaQwen3MoeForCausalLM),
+    "llama": _family("llama", LlamaConfig, LlamaModel, LlamaForCausalLM),
+    "qwen2": _family("qwen2", Qwen2Config, Qwen2Model, Qwen2ForCausalLM),
+    "qwen3": _family("qwen3", Qwen3Config, Qwen3Model, Qwen3ForCausalLM),
+    "qwen3_moe": _family("qwen3_moe", Qwen3MoeConfig, Qwen3MoeModel, Qwen3MoeForCausalLM),
 }
-
-for _config, _model, _causal_lm in FAMILIES.values():
-    AutoConfig.register(_config.model_type, _config, exist_ok=True)
-    AutoModel.register(_config, _model, exist_ok=True)
-    AutoModelForCausalLM.register(_config, _causal_lm, exist_ok=True)

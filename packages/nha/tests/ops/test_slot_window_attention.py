@@ -40,6 +40,43 @@ def inputs(
     return {name: value.to(gate if name == "f" else dtype) for name, value in x.items()}
 
 
+def loop_reference(
+    q, k, v, f, q_slots, k_slots, slots_k, slots_v, start, *, window: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute equations 1 to 4 of the paper, token by token, with the token shift: the specification.
+
+    `start` is the index of the first valid key of each sequence; the keys before it are padding. Return o and both
+    slots.
+    """
+    queries, keys = q.shape[1], k.shape[1]
+    group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    index = torch.arange(keys, device=q.device)
+    outputs = []
+
+    def enter(j: int) -> tuple[torch.Tensor, torch.Tensor]:
+        alpha = torch.where((j >= start)[:, None, None], f[:, j].exp(), 1)[..., None]
+        return (
+            alpha * slots_k + (1 - alpha) * k_slots[:, j, :, None],
+            alpha * slots_v + (1 - alpha) * v_entering[:, j, :, None],
+        )
+
+    v_entering = v[:, :, ::group]
+    for t in range(keys):
+        if t >= window:
+            slots_k, slots_v = enter(t - window)
+        if (i := t - (keys - queries)) < 0:
+            continue
+        hidden = (index > t) | (index <= t - window) | (index < start[:, None])
+        long = torch.einsum("nhd,nhmd->nhm", q_slots[:, i], slots_k.repeat_interleave(group, 1))
+        short = torch.einsum("nhd,njhd->nhj", q[:, i], k).masked_fill(hidden[:, None], -math.inf)
+        p = (scale * torch.cat([long, short], -1)).softmax(-1)
+        p_long, p_short = p.split([long.shape[-1], keys], -1)
+        o = torch.einsum("nhm,nhmd->nhd", p_long, slots_v.repeat_interleave(group, 1))
+        outputs.append(o + torch.einsum("nhj,njhd->nhd", p_short, v))
+    return torch.stack(outputs, 1), slots_k, slots_v
+
+
 def tokens(x, begin, end):
     return {name: value[:, begin:end] for name, value in x.items()}
 
@@ -261,7 +298,7 @@ def test_the_chunkwise_reference_equals_the_loop(window, before, own_keys):
     old, _ = carried(2, 2, 8, 6, 5, 4)
     start = torch.tensor([0, before // 2])
     arguments = (q, x["k"], x["v"], x["f"], q_slots, k_slots, old["slots_k"], old["slots_v"], start)
-    loop = reference.loop_reference(*arguments, window=window, scale=0.4)
+    loop = loop_reference(*arguments, window=window, scale=0.4)
     chunks = reference.chunk_reference(*arguments, window=window, scale=0.4)
     for a, b in zip(loop, chunks, strict=True):
         assert relative_error(b, a) < 1e-12

@@ -1,7 +1,7 @@
-"""The operation in plain PyTorch, on any device and in any float dtype: specification and CPU implementation.
+"""The operation in plain PyTorch, on any device and in any float dtype.
 
-In both functions the *keys* are the tokens of the initial state's window followed by the new tokens; the queries belong
-to the last of them: `TK = TQ + before`.
+In `chunk_reference` the *keys* are the tokens of the initial state's window followed by the new tokens; the queries
+belong to the last of them: `TK = TQ + before`.
 """
 
 from __future__ import annotations
@@ -14,54 +14,6 @@ from torch import Tensor
 
 # tokens of a chunk: the eager form builds [C, C, M] weights, so time and memory grow with it
 CHUNK = 16
-
-
-def loop_reference(
-    q: Float[Tensor, "N TQ HQ K"],
-    k: Float[Tensor, "N TK H K"],
-    v: Float[Tensor, "N TK H V"],
-    f: Float[Tensor, "N TK H M"],
-    q_slots: Float[Tensor, "N TQ HQ K"],
-    k_slots: Float[Tensor, "N TK H K"],
-    slots_k: Float[Tensor, "N H M K"],
-    slots_v: Float[Tensor, "N H M V"],
-    start: Int[Tensor, "N"],
-    *,
-    window: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute equations 1 to 4 of the paper, token by token, with the token shift: the specification.
-
-    `start` is the index of the first valid key of each sequence; the keys before it are padding. Return o and both
-    slots.
-    """
-    queries, keys = q.shape[1], k.shape[1]
-    group = q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    index = torch.arange(keys, device=q.device)
-    outputs = []
-
-    def enter(j: int) -> tuple[Tensor, Tensor]:
-        alpha = torch.where((j >= start)[:, None, None], f[:, j].exp(), 1)[..., None]
-        return (
-            alpha * slots_k + (1 - alpha) * k_slots[:, j, :, None],
-            alpha * slots_v + (1 - alpha) * v_entering[:, j, :, None],
-        )
-
-    v_entering = v[:, :, ::group]
-    for t in range(keys):
-        if t >= window:
-            slots_k, slots_v = enter(t - window)
-        if (i := t - (keys - queries)) < 0:
-            continue
-        hidden = (index > t) | (index <= t - window) | (index < start[:, None])
-        long = torch.einsum("nhd,nhmd->nhm", q_slots[:, i], slots_k.repeat_interleave(group, 1))
-        short = torch.einsum("nhd,njhd->nhj", q[:, i], k).masked_fill(hidden[:, None], -math.inf)
-        p = (scale * torch.cat([long, short], -1)).softmax(-1)
-        p_long, p_short = p.split([long.shape[-1], keys], -1)
-        o = torch.einsum("nhm,nhmd->nhd", p_long, slots_v.repeat_interleave(group, 1))
-        outputs.append(o + torch.einsum("nhj,njhd->nhd", p_short, v))
-    return torch.stack(outputs, 1), slots_k, slots_v
 
 
 def chunk_reference(
@@ -78,7 +30,10 @@ def chunk_reference(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the same function vectorised over chunks of entering tokens; autograd differentiates it.
+    """Compute equations 1 to 4 of the paper, vectorised over chunks of entering tokens; autograd differentiates it.
+
+    `start` is the index of the first valid key of each sequence; the keys before it are padding. Return o and both
+    slots.
 
     The computation is in float32 or wider and rounds the output once. Chunk c pairs the entering tokens `c·C + r` with
     the queries at `c·C + r + window`; queries before the first entering token form chunks with negative c.
