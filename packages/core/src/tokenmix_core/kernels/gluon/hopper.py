@@ -13,7 +13,7 @@ async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
-# as in `tile.decay`
+# as in `kernels.triton.decay`
 LOG2_E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-160.0)
 
@@ -209,7 +209,7 @@ def add(x, y):
 
 @gluon.jit
 def sequence_span(i_n, T, cu_seqlens, PACKED: gl.constexpr):
-    """Return a sequence's first row and length, as `tile.sequences.sequence_span`."""
+    """Return a sequence's first row and length, as `kernels.triton.varlen.sequence_span`."""
     if PACKED:
         begin = gl.load(cu_seqlens + i_n).to(gl.int64)
         length = (gl.load(cu_seqlens + i_n + 1).to(gl.int64) - begin).to(gl.int32)
@@ -221,7 +221,7 @@ def sequence_span(i_n, T, cu_seqlens, PACKED: gl.constexpr):
 
 @gluon.jit
 def first_chunk(i_n, begin, T, C, PACKED: gl.constexpr):
-    """Return the slot of a sequence's first chunk of C tokens, as `tile.sequences.first_chunk`."""
+    """Return the slot of a sequence's first chunk of C tokens, as `kernels.triton.varlen.first_chunk`."""
     if PACKED:
         slot = begin // C + i_n
     else:
@@ -231,7 +231,7 @@ def first_chunk(i_n, begin, T, C, PACKED: gl.constexpr):
 
 @gluon.jit
 def locate_chunk(i_c, T, C, N, cu_seqlens, PACKED: gl.constexpr, WARPS: gl.constexpr):
-    """Return the sequence, first row, length and first token of slot `i_c`, as `tile.sequences.locate_chunk`."""
+    """Return the sequence, first row, length and first token of slot `i_c`, as `kernels.triton.varlen.locate_chunk`."""
     if PACKED:
         BN: gl.constexpr = 256
         sequences = 0

@@ -1,6 +1,6 @@
 """dK, dV and the gradient of `keep` over retained keys on Hopper: heads of 64 or 128, one warpgroup per CTA.
 
-work tile  a tile of gathered columns, or a share of the query tiles that see it (`schedule.py`)
+work tile  a tile of gathered columns, or a share of the query tiles that see it (`tile_schedule.py`)
 smem       K, V (gathered once), bias selectors; stages: Q, dO, bias columns (two buffers)
 iteration  wait Q_i, dO_i
            Sᵀ = bias + K Q_iᵀ, dPᵀ = bias + V dO_iᵀ in flight together (WGMMA); meanwhile cp.async tile i + 1
