@@ -1,4 +1,4 @@
-"""A kernel that adds by addresses in place of Triton's, so that a CPU shows what is recorded and replayed."""
+"""A kernel that adds by addresses instead of one of Triton's, to test captures and replays on a CPU."""
 
 import ctypes
 import struct
@@ -15,7 +15,7 @@ def at(address, n):
 
 
 class Adding:
-    """`out = a + b` of n float32 numbers, launched as `cached_launch` does; counts its launches."""
+    """`out = a + b` of n float32 elements, launched as `cached_launch` does; counts its launches."""
 
     def __init__(self, kernels):
         self.kernels, self.launches = kernels, 0
@@ -32,13 +32,13 @@ class Adding:
         return call
 
     def packing(self, grid, args, options):
-        return lambda places: struct.pack("7q", *(x for place in range(3) for x in places[place]), args[3])
+        return lambda pointers: struct.pack("7q", *(x for i in range(3) for x in pointers[i]), args[3])
 
     def launch(self, packed, stream, *addresses):
-        """What a call in C does."""
+        """Do the work of the C launcher."""
         addresses = stream, *addresses
-        for *places, n in struct.iter_unpack("7q", packed):
-            self._run(*(addresses[i] + offset for i, offset in zip(places[::2], places[1::2], strict=True)), n)
+        for *pointers, n in struct.iter_unpack("7q", packed):
+            self._run(*(addresses[i] + offset for i, offset in zip(pointers[::2], pointers[1::2], strict=True)), n)
 
     def _run(self, a, b, out, n):
         self.launches += 1
@@ -46,7 +46,7 @@ class Adding:
 
 
 @pytest.fixture
-def stand_in(monkeypatch):
+def fake_gpu(monkeypatch):
     """Lets modules of `launch` take a CPU for a GPU, and gives them the kernel."""
 
     def put(kernels, private, replay):
@@ -62,8 +62,8 @@ def stand_in(monkeypatch):
 
 
 @pytest.fixture
-def add(stand_in):
+def add(fake_gpu):
     from tokenmix_core.kernels.launch import compat, launcher
     from tokenmix_core.kernels.launch.cache import replay
 
-    return stand_in(launcher, compat, replay)
+    return fake_gpu(launcher, compat, replay)

@@ -1,4 +1,4 @@
-"""Numbers that are asked for now and read later."""
+"""Integers whose copy starts now and that are read later."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Names that nobody promises: which there are, and that results stay right without each of them."""
+"""Undocumented names of torch and Triton: all are present, and results are right without each of them."""
 
 import ast
 import importlib
@@ -64,7 +64,7 @@ def test_nothing_is_missing_of_kernels_that_triton_compiles(tmp_path):
 
 
 @pytest.mark.parametrize(("asked", "fused"), [(None, True), ("0", False)])
-def test_kernels_fuse_products_and_sums_unless_the_user_says_otherwise(tmp_path, asked, fused):
+def test_kernels_fuse_multiplications_and_additions_unless_the_user_disables_it(tmp_path, asked, fused):
     """So they were measured; Triton warns that it will no longer do so by itself."""
     script = tmp_path / "kernel.py"
     script.write_text(f"""if True:
@@ -127,8 +127,8 @@ def test_nothing_else_touches_such_names():
 
 
 @pytest.fixture
-def anew(monkeypatch):
-    """Modules of `launch` and `ops.autograd`, imported anew where `find` misses a name."""
+def reloaded(monkeypatch):
+    """Modules of `launch` and `ops.autograd`, imported again without a name."""
 
     def load(name):
         # as they are, before
@@ -151,13 +151,13 @@ def anew(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [None, *NAMES])
-def test_without_a_name_results_are_the_same(name, anew, stand_in):
-    launch = anew(name)
+def test_without_a_name_results_are_the_same(name, reloaded, fake_gpu):
+    launch = reloaded(name)
     assert set(launch.compat.missing()) == ({name.replace(":", ".")} if name else set())
     empty = launch.compat.empty
-    add = stand_in(launch.launcher, launch.compat, launch.replay)
+    add = fake_gpu(launch.launcher, launch.compat, launch.replay)
     if name == "torch._C._dynamo.guards:_empty_strided_cuda":
-        # what is in its place, but for the device
+        # its substitute, apart from the device
         assert empty is launch.compat._torch_empty
     runs = []
 
@@ -193,8 +193,8 @@ def _word(name):
 
 
 @pytest.mark.parametrize("name", [x for x in NAMES if x.startswith("triton")])
-def test_without_a_name_triton_launches_every_kernel_once(name, anew, monkeypatch):
-    kernels = anew(name).launcher
+def test_without_a_name_triton_launches_every_kernel_once(name, reloaded, monkeypatch):
+    kernels = reloaded(name).launcher
     launched = []
 
     class Kernel:
@@ -255,9 +255,9 @@ def test_without_any_name_operations_are_imported_and_compute(tmp_path):
     subprocess.run([sys.executable, script], check=True, timeout=250, env=environment)
 
 
-def test_what_is_missing_is_said_once(anew):
+def test_missing_names_are_reported_once(reloaded):
     name = "triton:AsyncCompileMode"
-    launch = anew(name)
+    launch = reloaded(name)
     with pytest.warns(RuntimeWarning, match=r"triton.AsyncCompileMode \(kernels are compiled one after the other\)"):
         launch.compat.warn_of_missing()
     with warnings.catch_warnings():
@@ -265,7 +265,7 @@ def test_what_is_missing_is_said_once(anew):
         launch.compat.warn_of_missing()
 
 
-def test_nothing_is_said_where_nothing_is_missing(anew):
+def test_nothing_is_reported_if_nothing_is_missing(reloaded):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        anew(None).compat.warn_of_missing()
+        reloaded(None).compat.warn_of_missing()

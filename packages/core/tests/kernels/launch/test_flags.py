@@ -15,7 +15,7 @@ from tokenmix_core.ops.ssd import tuning as ssd
 
 
 class Calls:
-    """Calls of a recorded sum and of a check; counts how many of each were run."""
+    """Calls of a cached sum and of a check; counts how many of each were run."""
 
     def __init__(self, add):
         self.add, self.sums, self.checks = add, 0, 0
@@ -60,14 +60,14 @@ def test_with_other_tiles_calls_are_run(call, change):
     assert [call(), call()] == [(3, 3)] * 2
 
 
-def test_where_recording_is_off_every_call_is_run(call):
+def test_without_the_cache_every_call_is_run(call):
     assert [call(), call()] == [(1, 1)] * 2
     with caching(False):
         assert [call(), call()] == [(2, 2), (3, 3)]
         with caching(True):
             assert call() == (3, 3)
         assert call() == (4, 4)
-    # what was recorded before is there
+    # earlier captures are still cached
     assert call() == (4, 4)
     with pytest.raises(RuntimeError, match="mine"), caching(False):
         raise RuntimeError("mine")
@@ -80,7 +80,7 @@ def test_the_former_name_of_the_switch_is_accepted_with_the_new_one():
 
 
 @pytest.mark.parametrize(("value", "on"), [("0", False), ("1", True), (None, True)])
-def test_an_environment_variable_turns_recording_off(value, on, monkeypatch):
+def test_an_environment_variable_disables_the_cache(value, on, monkeypatch):
     monkeypatch.delenv("TOKENMIX_RECORD", raising=False)
     if value is not None:
         monkeypatch.setenv("TOKENMIX_RECORD", value)

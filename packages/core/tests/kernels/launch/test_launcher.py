@@ -143,7 +143,7 @@ class Config(ctypes.Structure):
 
 @pytest.fixture
 def handed_over(monkeypatch):
-    """What CUDA's driver was asked for: sizes, the stream, and parameters as words."""
+    """The request to CUDA's driver: sizes, the stream, and parameters as words."""
     if shutil.which("gcc") is None and shutil.which("clang") is None:
         pytest.skip("there is no compiler")
     calls = []
@@ -275,7 +275,7 @@ def test_a_first_launch_is_handed_over_like_later_ones(handed_over, monkeypatch)
 
 
 class Numbered:
-    """A kernel that tells of the numbers that it is compiled for, and whether these are left unspecialised."""
+    """A kernel that notes the integers it is compiled for, and which of them are not specialised."""
 
     arg_names, __name__ = ("x", "flag", "y", "n", "stride", "tiles", "factor"), "numbered"
     params = tuple(SimpleNamespace(is_constexpr=name == "flag") for name in arg_names)
@@ -289,7 +289,7 @@ class Numbered:
 
 @pytest.fixture
 def numbered(handed_over, monkeypatch):
-    """`launch(n, tiles, flag=True)` of such a kernel, its launcher, what it was compiled for, and what was launched."""
+    """`launch(n, tiles, flag=True)` of such a kernel, its launcher, its compiled forms, and its launches."""
     form = ("Q", None, "Q", "i", "i", "i", "f")
     monkeypatch.setattr(launcher, "_load", lambda *_: driver.Loaded(7, 128, 100, False, form))
     monkeypatch.setattr(launcher, "current_device", lambda: 0)
@@ -311,13 +311,13 @@ def test_lengths_share_one_form_of_a_kernel(numbered):
     for n in range(320, 800):
         launch(n, -(-n // 8))
     assert [words[2] & 0xFFFFFFFF for *_, words in launched] == [*range(320, 800)]
-    # for the first numbers, and for all values of those two that vary; the stride stays known
+    # for the first integers, and for all values of the two that vary; the stride stays specialised
     assert compiled == [(True, 320, 64, 40), (True, 321, 64, 41, "n", "tiles")]
     launch(5, 1, flag=False)
     assert compiled[2:] == [(False, 5, 64, 1)]
 
 
-def test_other_numbers_of_the_same_kind_share_the_first_form(numbered):
+def test_other_integers_of_the_same_kind_share_the_first_form(numbered):
     launch, _, compiled, launched = numbered
     for n in (32, 64, 48):
         launch(n, 16)
@@ -325,7 +325,7 @@ def test_other_numbers_of_the_same_kind_share_the_first_form(numbered):
     assert len(launched) == 3
 
 
-def test_numbers_that_vary_later_are_left_unspecialised_from_then_on(numbered):
+def test_integers_that_vary_later_are_not_specialised_from_then_on(numbered):
     launch, _, compiled, _ = numbered
     for n in (32, 33, 47):
         launch(n, 16)
@@ -342,7 +342,7 @@ def test_strides_that_stay_multiples_of_16_stay_known(numbered):
     assert compiled == [(True, 31, 31 * 64, 16), (True, 32, 32 * 64, 16, "n")]
 
 
-def test_a_kernel_that_needs_its_numbers_is_compiled_for_each_combination(numbered, monkeypatch):
+def test_a_kernel_that_needs_its_integers_is_compiled_for_each_combination(numbered, monkeypatch):
     launch, _, compiled, launched = numbered
     warmup = Numbered.warmup
 
@@ -374,7 +374,7 @@ def test_a_call_that_is_replayed_often_gets_a_form_of_its_own(numbered):
     assert len(compiled) == 3
 
 
-def test_forms_are_told_apart_by_the_size_of_numbers():
+def test_forms_differ_by_the_width_of_integers():
     assert len({forms.kind(x) for x in (1, 5, 16, 5 + (1 << 31), 16 + (1 << 31), 5 + (1 << 63))}) == 6
     assert forms.kind(True) is bool
     assert forms.kind(0.5) is forms.kind(1.0)
@@ -393,7 +393,7 @@ def test_forms_of_a_kernel_are_bounded(numbered, monkeypatch):
 
 
 class Counted:
-    """A kernel that counts what it is compiled for."""
+    """A kernel that counts its compilations."""
 
     arg_names, __name__ = ("x", "flag", "y", "n", "factor"), "counted"
 
@@ -422,8 +422,8 @@ def test_arguments_by_name_make_the_launch_that_those_in_order_make(handed_over,
     x, y = torch.zeros(4), torch.zeros(4)
     for give in NAMED.values():
         args, options = give(x, y)
-        for room in ({"num_warps": 4}, {"num_stages": 4}):
-            kernel[(2,)](*args, **options, **room)
+        for more in ({"num_warps": 4}, {"num_stages": 4}):
+            kernel[(2,)](*args, **options, **more)
         with launcher.taken(taken.append):
             kernel[(2,)](*args, num_warps=4, **options)
     args = x, True, y, 5, 0.0
@@ -431,7 +431,7 @@ def test_arguments_by_name_make_the_launch_that_those_in_order_make(handed_over,
     assert kernel.fn.compiled == [(args, {"num_warps": 4}), (args, {"num_stages": 4})]
     assert len({tuple(words) for *_, words in handed_over}) == 1
     assert len(handed_over) == 2 * len(NAMED)
-    # what is recorded has places of arguments in it
+    # a capture contains indices of arguments
     assert all(found == (kernel, (2,), args, {"num_warps": 4}) for found in taken)
     with compiled_together() as launch:
         for give in NAMED.values():

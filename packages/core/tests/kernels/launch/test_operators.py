@@ -1,4 +1,4 @@
-"""Operators that torch compiles are recorded and replayed as calls in eager mode are."""
+"""Operators of compiled graphs go through the launch cache like calls in eager mode."""
 
 import inspect
 from typing import NamedTuple
@@ -104,7 +104,7 @@ def test_code_that_torch_generates_replays(operators, runs):
     assert runs["forward"] == 1
 
 
-def test_where_recording_is_off_compiled_graphs_run(operators, runs):
+def test_without_the_cache_compiled_graphs_run(operators, runs):
     add_twice = compiled(lambda a, b: operators[0](a, b, None)[0])
     a, b = torch.randn(6), torch.randn(6)
     with caching(False):
@@ -121,7 +121,7 @@ def test_modes_see_operators_and_not_what_they_are_made_of(operators, runs):
         assert seen == ["tokenmix_tests.sum.default"]
 
 
-def test_recorded_operators_pass_torchs_own_checks(operators):
+def test_cached_operators_pass_torchs_own_checks(operators):
     sum_op, double_op, step_op = operators[2]
     for _ in range(2):
         torch.library.opcheck(sum_op, tuple(torch.randn(6, requires_grad=True) for _ in "ab"))
@@ -130,7 +130,7 @@ def test_recorded_operators_pass_torchs_own_checks(operators):
 
 
 class Step(NamedTuple):
-    """What a step is given."""
+    """Arguments of a step."""
 
     x: Tensor
     weight: Tensor | None
@@ -146,7 +146,7 @@ class Result(NamedTuple):
 
 @of_fields
 def _scaled(step: Step) -> Result:
-    """x scaled, and what is left of it."""
+    """Return x scaled, and the rest."""
     weight = 1.0 if step.weight is None else step.weight
     return Result(step.x * step.scale * weight, step.x - weight)
 
@@ -166,7 +166,7 @@ def test_a_step_of_fields_is_an_operator_of_tensors():
 
 
 class Nested(NamedTuple):
-    """What the gradient of `_scaled` is given."""
+    """Arguments of the gradient of `_scaled`."""
 
     dtwice: Tensor
     result: Result

@@ -11,7 +11,7 @@ from tokenmix_core.ops import fused_linears, rms_norm, swiglu_linear
 
 
 class Kernel:
-    """A kernel that knows how to wait; tells of what it is compiled for."""
+    """A kernel with the parameter PDL; notes its compilations."""
 
     arg_names, __name__ = ("x", "n", "PDL"), "kernel"
 
@@ -24,7 +24,7 @@ class Kernel:
 
 @pytest.fixture
 def launched(monkeypatch):
-    """`launched(early, *args, **options)`: what a kernel is compiled for by a launch."""
+    """`launched(on, *args, **options)`: the compilation of a kernel by a launch."""
     monkeypatch.setattr(launcher, "_load", lambda *_: None)
     monkeypatch.setattr(launcher, "current_device", lambda: 0)
     monkeypatch.setattr(launcher, "_prepared", list)
@@ -46,7 +46,7 @@ def test_kernels_that_wait_begin_early_where_it_is_asked_for(launched, named):
     args, options = ((), dict(n=5, x=x)) if named else ((x, 5), {})
     assert launched(False, *args, num_warps=2, **options) == [((5, False), {"num_warps": 2})]
     assert launched(True, *args, num_warps=2, **options) == [((5, True), {"num_warps": 2, "launch_pdl": True})]
-    # what is handed on has been asked before
+    # options that are handed on are already resolved
     assert launched(True, x, 5, False, num_warps=2) == [((5, False), {"num_warps": 2})]
 
 

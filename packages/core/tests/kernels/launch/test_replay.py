@@ -1,4 +1,4 @@
-"""Recorded calls give what calls that are run give, on a CPU that is taken for a GPU (conftest.py)."""
+"""Replayed calls equal calls that are run, on a CPU that is treated as a GPU (conftest.py)."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def counted(function):
 
 
 def three_sums(add):
-    """a + b + b, then the second half of it beside its first; what lies between is a buffer that nobody gets."""
+    """a + b + b, then the second half of it beside its first; the buffer between them is not returned."""
 
     def run(a, b, factor):
         a = a.contiguous()
@@ -94,7 +94,7 @@ def test_a_tensor_given_twice_is_run(add):
     replayed(a, torch.randn(6), 1.0)
     b = torch.randn(6)
     torch.testing.assert_close(replayed(a, b, 1.0)[0], a + 2 * b)
-    # what was recorded of two is right for one place, too
+    # the capture of two tensors is also right for one tensor
     torch.testing.assert_close(replayed(a, a[:], 1.0)[0], 3 * a)
     assert function.runs == 4
 
@@ -144,7 +144,7 @@ def test_operations_between_launches_are_replayed_in_order(add, mode):
 @pytest.mark.parametrize(
     "other",
     [lambda x: x.max(0)[0], lambda x: x.nonzero(), lambda x: torch.cat([x, x]), lambda x: torch.tensor(x.sum().item())],
-    ids=["two results", "size that depends on numbers", "list of tensors", "number"],
+    ids=["two results", "size that depends on values", "list of tensors", "number"],
 )
 def test_a_call_with_other_work_is_run(add, other):
     def run(a, b):
@@ -159,12 +159,12 @@ def test_a_call_with_other_work_is_run(add, other):
     assert function.runs == 3
 
 
-def test_a_call_that_launches_what_nobody_sees_is_run(add):
+def test_a_call_that_launches_unseen_kernels_is_run(add):
     def run(a, b):
         out, seen = torch.empty_like(a), torch.zeros_like(a)
         add[(1,)](a, b, out, len(a))
         capture.launches_unseen()
-        # another library reads what was launched before, and no operation of torch tells of it
+        # another library reads earlier results, without a torch operation
         seen.numpy()[:] = out.numpy()
         return seen
 
@@ -176,7 +176,7 @@ def test_a_call_that_launches_what_nobody_sees_is_run(add):
     capture.launches_unseen()
 
 
-def test_memory_of_somebody_else_is_not_replayed(add):
+def test_memory_of_other_owners_is_not_replayed(add):
     kept = torch.randn(6)
 
     def run(a):
@@ -213,13 +213,13 @@ def test_more_kinds_than_are_tried_take_turns(add):
         for n in sizes:
             a, b = torch.randn(n), torch.randn(n)
             torch.testing.assert_close(replayed(a, b, 1.0)[0], a + b + b)
-    # the first of these sizes is recorded at once, since kernels may be new, the others as they return
+    # the first of these sizes is captured at once, since kernels may be new, the others as they return
     assert function.runs == 2 * len(sizes) - 1
 
 
 @pytest.fixture
-def recordings(monkeypatch):
-    """Sizes of the first input of each call that is recorded."""
+def captures(monkeypatch):
+    """Sizes of the first input of each call that is captured."""
     made, init = [], capture.Capture.__init__
 
     def noted(self, inputs):
@@ -235,70 +235,70 @@ def call(replayed, n):
     torch.testing.assert_close(replayed(a, b, 1.0)[0], a + b + b)
 
 
-def test_a_call_is_recorded_where_its_signature_has_occurred_before(add, recordings):
+def test_a_call_is_captured_where_its_signature_has_occurred_before(add, captures):
     function, replayed = three_sums(add)
     # the first call of a magnitude, whose kernels are compiled side by side
     call(replayed, 1024)
-    assert recordings == [1024]
+    assert captures == [1024]
     for _ in range(4):
         call(replayed, 1100)
-    assert recordings == [1024, 1100]
+    assert captures == [1024, 1100]
     assert function.runs == 3
     call(replayed, 2048)
-    assert recordings == [1024, 1100, 2048]
+    assert captures == [1024, 1100, 2048]
 
 
-def test_lengths_that_never_return_are_not_recorded_and_leave_little_behind(add, recordings):
+def test_lengths_that_never_return_are_not_captured_and_leave_little_behind(add, captures):
     _, replayed = three_sums(add)
     for n in range(1024, 2048):
         call(replayed, n)
-    assert recordings == [1024]
+    assert captures == [1024]
     assert len(replayed._calls) == 1
     assert len(replayed._admission._seen) <= admission.MAX_SEEN
     assert len(replayed._admission._magnitudes) == 1
 
 
-def test_a_length_that_repeats_after_others_is_recorded_again(add, recordings):
+def test_a_length_that_repeats_after_others_is_captured_again(add, captures):
     function, replayed = three_sums(add)
     for n in range(1024, 1600):
         call(replayed, n)
-    recordings.clear()
+    captures.clear()
     for _ in range(5):
         call(replayed, 1700)
-    assert recordings == [1700]
+    assert captures == [1700]
     runs = function.runs
     call(replayed, 1700)
     assert function.runs == runs
 
 
-def test_recordings_that_are_not_replayed_become_rare_and_repeats_bring_them_back(add, recordings):
+def test_captures_that_are_not_replayed_become_rare_and_repeats_bring_them_back(add, captures):
     _, replayed = three_sums(add)
-    # each length twice, as in a model of two layers: what is recorded the second time never returns
+    # each length twice, as in a model of two layers: the length captured the second time never returns
     for n in range(1024, 1324):
         call(replayed, n)
         call(replayed, n)
-    assert len(recordings) <= 2 * admission._PATIENCE
-    recordings.clear()
+    assert len(captures) <= 2 * admission._PATIENCE
+    captures.clear()
     for _ in range(20):
         call(replayed, 1700)
-    assert recordings == [1700]
-    # many replays: the next lengths are recorded at once, and as they do not return, later ones wait again
+    assert captures == [1700]
+    # many replays: the next lengths are captured at once, and as they do not return, later ones wait again
     for n in range(1701, 2000):
         call(replayed, n)
-    assert recordings == [*range(1700, 1701 + admission._RECENT)]
+    assert captures == [*range(1700, 1701 + admission._RECENT)]
 
 
-def test_recordings_of_deep_models_are_made_at_once(add, recordings):
+def test_captures_of_deep_models_are_made_at_once(add, captures):
     function, replayed = three_sums(add)
     for n in range(1024, 1044):
         for _ in range(24):
             call(replayed, n)
     # but for the second length, when nothing was known yet
     assert function.runs <= 21
-    assert len(recordings) == 20
+    assert len(captures) == 20
 
 
-def test_recordings_are_bounded_and_the_least_recently_used_is_dropped(add, recordings):
+def test_captures_are_bounded_and_the_least_recently_used_is_dropped(add, captures):
     function, replayed = three_sums(add)
     for n in range(1024, 1024 + 3 * replay.MAX_CALLS):
         for _ in range(3):
@@ -312,7 +312,7 @@ def test_recordings_are_bounded_and_the_least_recently_used_is_dropped(add, reco
     assert function.runs == runs + 1
 
 
-def test_calls_that_cannot_be_recorded_are_hardly_tried(add, recordings):
+def test_calls_that_cannot_be_captured_are_hardly_tried(add, captures):
     def run(a, b, factor):
         out = torch.empty_like(a)
         add[(1,)](a, b, out, len(a))
@@ -323,7 +323,7 @@ def test_calls_that_cannot_be_recorded_are_hardly_tried(add, recordings):
         for _ in range(2):
             a, b = torch.randn(n), torch.randn(n)
             torch.testing.assert_close(replayed(a, b, 1.0), (a + b).max())
-    assert len(recordings) <= 2 * admission._PATIENCE
+    assert len(captures) <= 2 * admission._PATIENCE
 
 
 def test_a_first_occurrence_enters_no_dispatch_mode(add, monkeypatch):
@@ -369,12 +369,12 @@ def test_without_torchs_guards_calls_are_replayed_all_the_same(add, monkeypatch)
     assert function.runs == 1
 
 
-def test_a_call_that_is_replayed_often_is_recorded_once_more_by_kernels_of_its_own(add, recordings, monkeypatch):
+def test_a_call_that_is_replayed_often_is_captured_once_more_by_kernels_of_its_own(add, captures, monkeypatch):
     monkeypatch.setattr(replay, "_SPECIALISED", 6)
     asked = []
 
     def packing(self, grid, args, options):
-        pack = lambda places: packs(self, grid, args, options)(places)  # noqa: E731
+        pack = lambda pointers: packs(self, grid, args, options)(pointers)  # noqa: E731
         pack.general = not forms.asked()
         asked.append(forms.asked())
         return pack
@@ -384,26 +384,26 @@ def test_a_call_that_is_replayed_often_is_recorded_once_more_by_kernels_of_its_o
     function, replayed = three_sums(add)
     for _ in range(20):
         call(replayed, 1024)
-    assert recordings == [1024, 1024]
+    assert captures == [1024, 1024]
     assert function.runs == 2
     assert asked == [False] * 3 + [True] * 3
     assert replayed._calls
     assert len(replayed.recent) == 1
 
 
-@pytest.mark.parametrize("room", [1 << 20, 0], ids=["one buffer", "buffers"])
-def test_buffers_between_launches_do_not_meet(add, monkeypatch, room):
-    monkeypatch.setattr(codegen, "_MAX_SHARED_BYTES", room)
+@pytest.mark.parametrize("limit", [1 << 20, 0], ids=["one buffer", "buffers"])
+def test_buffers_between_launches_do_not_meet(add, monkeypatch, limit):
+    monkeypatch.setattr(codegen, "_MAX_SHARED_BYTES", limit)
     n = 700
 
     def run(a, b):
         twice, thrice, part = torch.empty_like(a), a.new_empty(3, n), torch.empty_like(a)
-        nobody_reads, out = torch.empty_like(a), torch.empty_like(a)
+        unread, out = torch.empty_like(a), torch.empty_like(a)
         add[(1,)](a, a, twice, n)
         add[(1,)](twice, a, thrice[1], n)
         add[(1,)](thrice[1], b, thrice[2], n)
         add[(1,)](thrice[1], thrice[2], part, n)
-        add[(1,)](part, twice, nobody_reads, n)
+        add[(1,)](part, twice, unread, n)
         add[(1,)](part, twice, out, n)
         return out
 
@@ -508,7 +508,7 @@ def test_what_is_checked_of_lengths_that_never_return_is_not_kept(monkeypatch):
         lambda: (torch.randn(5), None, 1, torch.randn(3)),
         lambda: (torch.randn(5), None),
     ],
-    ids=["size", "dtype", "stride", "another tensor", "bool", "float", "place", "no tensor", "more", "fewer"],
+    ids=["size", "dtype", "stride", "another tensor", "bool", "float", "address", "no tensor", "more", "fewer"],
 )
 def test_what_looks_different_is_checked(monkeypatch, other):
     check, again = checked(lambda x, y, n=1, *more: None, monkeypatch)
@@ -577,7 +577,7 @@ def test_autograd_is_told_of_what_a_step_writes(device):
             y.backward()
 
 
-def test_recording_a_call_does_not_import_torchs_compiler():
+def test_capturing_a_call_does_not_import_torchs_compiler():
     script = """if True:
         import sys
         import torch
@@ -594,7 +594,7 @@ def test_recording_a_call_does_not_import_torchs_compiler():
     subprocess.run([sys.executable, "-c", script], check=True, timeout=250)
 
 
-def test_a_recording_whose_kernel_does_not_compile_is_not_kept(add, monkeypatch):
+def test_a_capture_whose_kernel_does_not_compile_is_not_kept(add, monkeypatch):
     refusals = [NotCompiled("no", "somewhere")]
     launch = type(add)._run
 

@@ -1,4 +1,4 @@
-"""Replayed calls on a GPU: the same numbers as calls that are run, wherever and whenever they are made."""
+"""Replayed calls on a GPU: the same results as calls that are run, wherever and whenever they are made."""
 
 import pytest
 import torch
@@ -72,8 +72,8 @@ def replays(monkeypatch):
     made = [0]
     compiled = capture.compiled
 
-    def counted(*recorded):
-        call = compiled(*recorded)
+    def counted(*captured):
+        call = compiled(*captured)
 
         def count(*inputs):
             made[0] += 1
@@ -230,7 +230,7 @@ def test_steps_change_the_state_they_are_given():
 
 @pytest.fixture
 def made(monkeypatch):
-    """Kernels and options of what was launched, and of what was foreseen, which is compiled beside it."""
+    """Kernels and options of the launches, and of the foreseen launches that are compiled with them."""
     launched, foreseen, together = [], [], launcher.launch_together
 
     def seen(launches, later=()):
