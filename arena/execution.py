@@ -26,10 +26,11 @@ from tokenmix_core.cli.commands import device_and_dtype, load_model, load_tokeni
 from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_core.evaluation.efficiency import measure_inference, measure_training
 from tokenmix_core.evaluation.suites import evaluate
-from tokenmix_core.evaluation.text import corpus_of
+from tokenmix_core.evaluation.text import corpus_of, held_out_from
 from tokenmix_core.testing.results import environment
 from tokenmix_core.training import checkpoint, trainer
 from tokenmix_core.training.callbacks import read_metrics
+from tokenmix_core.training.manifest import trained_on
 from tokenmix_lte.training_free import in_constant_memory
 
 # fraction of a run, at its end, whose mean loss selects the learning rate
@@ -108,7 +109,9 @@ def execute(run: Run, comparison: Comparison, work: Path, *, deadline: float, co
 
 
 def _evaluate(run: Run, size: Size, folder: Path) -> dict[str, Any]:
-    options = suites(CONTESTANTS[run.contestant], run.task, size)
+    # a run that began with an older split of the built-in corpus keeps it
+    trained, asked = trained_on(folder), suites(CONTESTANTS[run.contestant], run.task, size)
+    options = {name: held_out_from(option, trained) for name, option in asked.items()}
     model, tokenizer = load_model(folder), load_tokenizer(folder)
 
     def rows_of(model: Any) -> dict[str, list[dict[str, Any]]]:
