@@ -26,7 +26,7 @@ NAMES = ["enum.py", "html/parser.py", "_code.py", *(f"module{i}.py" for i in ran
 
 @pytest.fixture
 def python(tmp_path, monkeypatch):
-    """Put a small standard library in the place of Python's; called again, it is another version's."""
+    """Put a small standard library instead of Python's; called again, it is another version's."""
     monkeypatch.setenv("TOKENMIX_CACHE", str(tmp_path / "cache"))
 
     def install(version):
@@ -173,16 +173,16 @@ def test_a_result_names_its_text(python, tmp_path, text_file, token_file):
     assert corpus_of(str(tmp_path), tokenizer) == {"text": str(tmp_path), "sha256": None}
 
 
-def test_the_text_of_a_run_is_read_from_its_record(tmp_path):
+def test_the_text_of_a_run_is_read_from_its_manifest(tmp_path):
     from tokenmix_core.training.manifest import trained_on
 
     checkpoint = tmp_path / "run" / "checkpoint-3"
     checkpoint.mkdir(parents=True)
     assert trained_on(checkpoint) == trained_on(tmp_path / "absent") == TrainedOn()
-    record = {"recipe": "tiny", "values": {"sources": [STDLIB], "tokenizer": "some/folder"}}
-    old = {**record, "identity": {"data": {STDLIB: "0" * 64}}}
+    manifest = {"recipe": "tiny", "values": {"sources": [STDLIB], "tokenizer": "some/folder"}}
+    old = {**manifest, "identity": {"data": {STDLIB: "0" * 64}}}
     new = {**old, "corpora": [{"corpus": STDLIB, "python": "3.12", "split": BY_FAMILY}]}
-    for content in (record, old, new):
+    for content in (manifest, old, new):
         (tmp_path / "run" / "run.json").write_text(json.dumps(content))
         found = trained_on(checkpoint)
         assert (found.sources, found.tokenizer) == ([STDLIB], "some/folder")

@@ -110,12 +110,26 @@ def test_a_killed_process_is_told_and_costs_no_committed_rows(folder, tmp_path, 
             yield text
 
     options = {"tokenizer": folder, "held_out": 0, "progress": False}
-    with pytest.raises(OSError, match=r"a process that tokenizes was killed.*the same command continues, perhaps with"):
+    with pytest.raises(
+        OSError, match=r"^a process that tokenizes was killed.*the same command continues, perhaps with"
+    ):
         prepare(Source({"corpus": "test"}, read), tmp_path / "out", workers=2, **options)
     assert json.loads((tmp_path / "out.partial" / "progress.json").read_text())["consumed"] > 0
     monkeypatch.setattr("tokenmix_core.data.prepare._COMMIT_SECONDS", 10.0)
     prepare(source(texts), tmp_path / "out", **options)
     assert TokenFile(tmp_path / "out").num_documents == sum(map(bool, texts))
+
+
+def test_a_disk_that_is_full_is_told_with_the_folder(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    told = r"the corpus could not be written into .*out.partial, where [\d,.]+ MB are free.*: .*No space left on device"
+    with pytest.raises(OSError, match=told):
+        prepare(source(), tmp_path / "out", progress=False)
+    monkeypatch.undo()
+    prepare(source(), tmp_path / "out", progress=False)
 
 
 def test_a_small_corpus_starts_no_process(tmp_path, monkeypatch):
@@ -235,8 +249,8 @@ def test_text_that_spells_a_special_token_is_text(folder, tmp_path):
 def test_a_tokenizer_that_reads_special_tokens_whatever_it_is_told_is_refused(tmp_path):
     from tokenizers import Tokenizer, models
 
-    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((c, -5.0) for c in "</s>ab ")]
-    unigram = Tokenizer(models.Unigram(pieces, unk_id=0))
+    vocabulary = [("<unk>", 0.0), ("</s>", 0.0), *((c, -5.0) for c in "</s>ab ")]
+    unigram = Tokenizer(models.Unigram(vocabulary, unk_id=0))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=unigram, eos_token="</s>", unk_token="<unk>")
     with pytest.raises(
         ValueError, match=r"turns text that spells '</s>' into that special token.*--special-tokens acc"

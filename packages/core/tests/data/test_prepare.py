@@ -145,7 +145,7 @@ def test_a_preparation_that_was_stopped_goes_on_to_the_same_file(stops, tmp_path
         with open(tmp_path / "out.partial" / "train.tokens", "ab") as file:
             file.write(b"torn")
     prepare(source(), tmp_path / "out", held_out=0.1, progress=False)
-    assert asked[-1] >= stops[-1] - 50, "the last call began anew"
+    assert asked[-1] >= stops[-1] - 50, "the last call began again"
     for name in ("tokens.bin", "documents.npy", "meta.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert not (tmp_path / "out.partial").exists()
@@ -154,8 +154,8 @@ def test_a_preparation_that_was_stopped_goes_on_to_the_same_file(stops, tmp_path
 def _rows_with_holes(bad):
     """JSONL of 600 documents, the rows of `bad` among them spoilt."""
     rows = [json.dumps({"text": t}) for t in TEXTS]
-    for place, row in zip(bad, ('{"text": null}', '{"text": 3}', "{", '["a"]', '{"body": "a"}'), strict=False):
-        rows[place] = row
+    for index, row in zip(bad, ('{"text": null}', '{"text": 3}', "{", '["a"]', '{"body": "a"}'), strict=False):
+        rows[index] = row
     return "\n".join(rows)
 
 
@@ -174,7 +174,7 @@ def test_a_bad_row_keeps_what_came_before_it_and_skipping_goes_on_from_there(tmp
         prepare(str(tmp_path / "in.jsonl"), tmp_path / "out", held_out=0.1, progress=False)
     assert seen == []
     meta = prepare(str(tmp_path / "in.jsonl"), tmp_path / "out", held_out=0.1, on_bad_row="skip", progress=False)
-    good = [text for place, text in enumerate(TEXTS) if place not in bad]
+    good = [text for index, text in enumerate(TEXTS) if index not in bad]
     assert seen == good[290:]
     assert sorted(documents(tmp_path / "out")) == sorted(good)
     assert meta.source["skipped_rows"] == 5

@@ -1,4 +1,4 @@
-"""Synthetic recall data: what is asked can be answered from the context, and only from there."""
+"""Synthetic recall data: each question can be answered from the context, and only from there."""
 
 import re
 
@@ -16,14 +16,14 @@ WORDS = [f"word{i}." if i % 9 == 8 else f"word{i}" for i in range(400)]
 @settings(max_examples=40, deadline=None)
 @given(
     num_pairs=st.integers(1, 12),
-    room=st.integers(0, 40),
+    slack=st.integers(0, 40),
     extra=st.integers(0, 30),
     seed=st.integers(0, 2**32),
     filler=st.booleans(),
     power=st.sampled_from([0.01, 0.5, 1.0]),
 )
-def test_mqar_asks_each_key_once_and_labels_it_with_its_value(num_pairs, room, extra, seed, filler, power):
-    seq_len, vocab = 4 * num_pairs + room, 2 * num_pairs + 2 + extra
+def test_mqar_asks_each_key_once_and_labels_it_with_its_value(num_pairs, slack, extra, seed, filler, power):
+    seq_len, vocab = 4 * num_pairs + slack, 2 * num_pairs + 2 + extra
     ids, labels = mqar(
         3, seq_len=seq_len, num_pairs=num_pairs, vocab_size=vocab, seed=seed, random_filler=filler, power=power
     )
@@ -54,13 +54,13 @@ def test_mqar_example_depends_on_seed_and_index_alone():
 @settings(max_examples=40, deadline=None)
 @given(
     num_tokens=st.integers(1, 20),
-    room=st.integers(1, 40),
+    slack=st.integers(1, 40),
     vocab=st.integers(4, 70),
     selective=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_copying_asks_for_all_tokens_in_their_order(num_tokens, room, vocab, selective, seed):
-    seq_len = 2 * num_tokens + room
+def test_copying_asks_for_all_tokens_in_their_order(num_tokens, slack, vocab, selective, seed):
+    seq_len = 2 * num_tokens + slack
     options = {"seq_len": seq_len, "num_tokens": num_tokens, "vocab_size": vocab, "selective": selective, "seed": seed}
     ids, labels = copying(3, **options, first=7)
     for row, wanted in zip(ids, labels, strict=True):

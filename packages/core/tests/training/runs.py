@@ -35,7 +35,7 @@ HYBRID = {
 
 
 class Penalised(Attention):
-    """Attention with a penalty on large values, weighted by head: a stand-in for learned sparsity."""
+    """Attention with a penalty on large values, weighted by head: a substitute for learned sparsity."""
 
     def __init__(self, hidden_size: int, *, num_heads: int = 2, norm_eps: float = 1e-6):
         super().__init__(hidden_size, num_heads=num_heads, norm_eps=norm_eps)

@@ -1,4 +1,4 @@
-"""Passes that are recorded once and repeated: the training that it was, and what is recorded of it."""
+"""CUDA graphs of training: the same losses and weights as eager passes, and which passes are captured."""
 
 import copy
 import shutil
@@ -20,8 +20,8 @@ from tokenmix_core.training.trainer import train
 
 
 @pytest.fixture
-def recorded():
-    """What was recorded, work by work; training records on this device."""
+def captured():
+    """The captured passes in order; training captures graphs on this device."""
     with graphs_everywhere(eager=True) as works:
         yield works
 
@@ -32,14 +32,14 @@ def same(folder, other) -> bool:
 
 
 @pytest.mark.parametrize("micro", [128, 64, 32])
-def test_a_run_is_the_run_that_it_was(micro, corpus, recorded, tmp_path):
+def test_a_run_with_graphs_equals_an_eager_run(micro, corpus, captured, tmp_path):
     # with loss terms whose weights follow what layers observe
     changes = {"model": penalised_model(), "callbacks": (adaptation,), "documents": "joined", "save_steps": 8}
     changes["micro_batch_tokens"] = micro
     train(recipe(corpus, training_graph="never", **changes), tmp_path / "plain", progress=False)
-    train(recipe(corpus, training_graph="always", **changes), tmp_path / "recorded", progress=False)
-    assert same(tmp_path / "recorded", tmp_path / "plain")
-    assert len(recorded) == (1 if micro == 128 else 2), "the first micro-batch of an update, and the others"
+    train(recipe(corpus, training_graph="always", **changes), tmp_path / "captured", progress=False)
+    assert same(tmp_path / "captured", tmp_path / "plain")
+    assert len(captured) == (1 if micro == 128 else 2), "the first micro-batch of an update, and the others"
 
 
 class StopAfter(TrainerCallback):
@@ -47,14 +47,14 @@ class StopAfter(TrainerCallback):
         control.should_save = control.should_training_stop = state.global_step == 5
 
 
-def test_a_resumed_run_goes_on_as_it_would_have(corpus, recorded, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_run(corpus, captured, tmp_path):
     changes = {"documents": "joined", "micro_batch_tokens": 64, "training_graph": "always"}
     train(recipe(corpus, **changes), tmp_path / "whole", progress=False)
     stopped = recipe(corpus, callbacks=(lambda _: StopAfter(),), **changes)
     assert train(stopped, tmp_path / "cut", progress=False).step == 5
     assert train(recipe(corpus, **changes), tmp_path / "cut", resume=True, progress=False).step == 8
     assert same(tmp_path / "cut", tmp_path / "whole")
-    # recorded or not is nothing that a checkpoint is of
+    # a checkpoint does not depend on graphs
     shutil.rmtree(tmp_path / "cut")
     train(stopped, tmp_path / "cut", progress=False)
     train(recipe(corpus, **{**changes, "training_graph": "never"}), tmp_path / "cut", resume=True, progress=False)
@@ -66,12 +66,12 @@ class Evaluating(TrainerCallback):
         model.eval()
 
 
-def test_a_model_that_was_evaluated_is_trained_by_what_was_recorded(corpus, recorded, tmp_path):
+def test_evaluation_during_training_needs_no_new_graph(corpus, captured, tmp_path):
     changes = {"documents": "joined", "micro_batch_tokens": 64}
     train(recipe(corpus, training_graph="never", **changes), tmp_path / "plain", progress=False)
     changes |= {"callbacks": (lambda _: Evaluating(),), "training_graph": "always"}
     train(recipe(corpus, **changes), tmp_path / "evaluated", progress=False)
-    assert len(recorded) == 2
+    assert len(captured) == 2
     assert same(tmp_path / "evaluated", tmp_path / "plain")
 
 
@@ -83,14 +83,14 @@ class Hooked(TrainerCallback):
         model.register_forward_hook(lambda *_: setattr(self, "calls", self.calls + 1))
 
 
-def test_what_cannot_be_recorded_is_said_once_and_trained(corpus, recorded, tmp_path, monkeypatch):
+def test_a_model_that_cannot_be_captured_warns_once_and_trains(corpus, captured, tmp_path, monkeypatch):
     changes = {"documents": "joined", "training_graph": "always"}
     hooked = Hooked()
     with pytest.warns(UserWarning, match="hooks") as caught:
         train(recipe(corpus, callbacks=(lambda _: hooked,), **changes), tmp_path / "hooked", progress=False)
     assert sum("without CUDA graphs" in str(w.message) for w in caught) == 1
     assert hooked.calls == 8
-    assert not recorded
+    assert not captured
 
     monkeypatch.setattr(cuda_graphs, "capture_on", lambda device: None)
     with pytest.warns(UserWarning, match="no graphs on"):
@@ -112,10 +112,10 @@ def test_passes_that_read_from_the_device_end_a_run_with_what_to_do(corpus, tmp_
         train(recipe(corpus, training_graph="always"), tmp_path / "run", progress=False)
 
 
-def test_left_to_itself_a_run_records_layers_that_a_host_cannot_keep_up_with(corpus, recorded, tmp_path, monkeypatch):
+def test_auto_captures_layers_that_a_cpu_launches_too_slowly(corpus, captured, tmp_path, monkeypatch):
     changes = {"documents": "joined", "micro_batch_tokens": 64}
     train(recipe(corpus, **changes), tmp_path / "small", progress=False)
-    assert len(recorded) == 2
+    assert len(captured) == 2
     for name, owner, attribute, value, said in (
         ("large layers", engine, "_LAUNCH_BOUND_FLOPS", 1.0, nullcontext()),
         ("little memory", cuda_graphs, "at_most_half_used", lambda _: False, pytest.warns(match="more memory")),
@@ -125,19 +125,19 @@ def test_left_to_itself_a_run_records_layers_that_a_host_cannot_keep_up_with(cor
             train(recipe(corpus, **changes), tmp_path / name, progress=False)
         assert same(tmp_path / name, tmp_path / "small"), name
     checkpointing = recipe(corpus, gradient_checkpointing=True, **changes)
-    foreign = replace(recipe(corpus, **changes), make_model=lambda _: learners()[0])
-    for i, made in enumerate((checkpointing, foreign)):
+    other = replace(recipe(corpus, **changes), make_model=lambda _: learners()[0])
+    for i, made in enumerate((checkpointing, other)):
         train(made, tmp_path / str(i), progress=False)
-    assert len(recorded) == 2
+    assert len(captured) == 2
 
 
 @pytest.mark.parametrize("micro", [128, 64])
-def test_left_to_itself_a_run_goes_on_where_recording_fails(micro, corpus, tmp_path, monkeypatch):
+def test_auto_continues_if_capture_fails(micro, corpus, tmp_path, monkeypatch):
     changes = {"documents": "joined", "micro_batch_tokens": micro}
     train(recipe(corpus, training_graph="never", **changes), tmp_path / "plain", progress=False)
 
     def fails(work):
-        # what a failed recording leaves behind are gradients that nobody computed
+        # a failed capture leaves gradients that were never computed
         capture_work(work, eager=True)
         raise RuntimeError("CUDA out of memory")
 
@@ -244,7 +244,7 @@ def test_gradients_that_others_made_are_added_to_and_left_to_them():
         assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(plain), strict=True)), step
 
 
-def test_no_more_kinds_are_recorded_than_memory_is_meant_for():
+def test_the_number_of_graphs_is_limited():
     model, plain = learners()
     with graphs_everywhere(eager=True):
         make = GraphedStep(model, torch.device("cpu"))
@@ -254,7 +254,7 @@ def test_no_more_kinds_are_recorded_than_memory_is_meant_for():
         make(passes_of(model), given(tokens, 0), torch.tensor(30))
         passes_of(plain)(given(tokens, 0), torch.tensor(30))
         assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(plain), strict=True))
-    assert sum(recorded is not None for recorded in make.graphs.values()) == MOST
+    assert sum(captured is not None for captured in make.graphs.values()) == MOST
 
 
 @pytest.mark.filterwarnings("ignore:the model has other modules now")
@@ -298,7 +298,7 @@ def test_a_hook_that_comes_later_is_called_and_a_tensor_elsewhere_refused():
         make(passes_of(model), given(16, 0), torch.tensor(30, device="meta"))
 
 
-def test_kinds_that_never_come_again_are_forgotten(monkeypatch):
+def test_signatures_that_occur_once_are_dropped(monkeypatch):
     model, _ = learners()
     monkeypatch.setattr("tokenmix_core.training.cuda_graph.SEEN", 3)
     with graphs_everywhere(eager=True):
@@ -306,14 +306,14 @@ def test_kinds_that_never_come_again_are_forgotten(monkeypatch):
     for tokens in [8, *range(8, 16)]:
         model.zero_grad()
         make(passes_of(model), given(tokens, 0), torch.tensor(30))
-    assert [recorded is None for recorded in make.graphs.values()] == [False, True, True, True]
+    assert [captured is None for captured in make.graphs.values()] == [False, True, True, True]
 
 
-def test_a_trained_model_is_whole(corpus, recorded, tmp_path):
+def test_a_trained_model_is_whole(corpus, captured, tmp_path):
     train(recipe(corpus, documents="joined", training_graph="always"), tmp_path / "run", progress=False)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
     assert all(p.isfinite().all() for p in model.parameters())
-    assert recorded
+    assert captured
 
 
 @pytest.mark.gpu
@@ -348,7 +348,7 @@ def test_a_gpu_is_told_by_its_kind_or_its_number():
 
 
 def learn(make, waits):
-    """Five gradients of a layer with dropout by what `make` makes of its passes."""
+    """Five gradients of a layer with dropout by passes that `make` runs."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)).cuda()
 
@@ -367,29 +367,29 @@ def learn(make, waits):
     return torch.stack(found)
 
 
-def recording(model, passes):
+def capturing(model, passes):
     make = GraphedStep(model, torch.device("cuda"), training_graph="auto")
     return lambda inputs: make(passes, inputs, None)
 
 
-def fails_in_a_recording(loss):
+def fails_in_a_capture(loss):
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("out of memory")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("waits", "why"), [(torch.Tensor.item, "waits for the device"), (fails_in_a_recording, "out of memory")]
+    ("waits", "why"), [(torch.Tensor.item, "waits for the device"), (fails_in_a_capture, "out of memory")]
 )
-def test_a_gpu_goes_on_where_nothing_can_be_recorded(waits, why):
+def test_a_gpu_continues_if_nothing_can_be_captured(waits, why):
     with pytest.warns(UserWarning, match=f"kernel by kernel: .*{why}") as caught:
-        found = learn(recording, waits)
+        found = learn(capturing, waits)
     assert sum("kernel by kernel" in str(w.message) for w in caught) == 1
     assert torch.equal(found, learn(lambda model, passes: lambda inputs: passes(inputs, None), waits))
 
 
 @pytest.mark.gpu
-def test_a_gpu_records_the_third_of_passes_that_need_not_be(monkeypatch):
+def test_auto_on_a_gpu_captures_the_third_pass(monkeypatch):
     captures = []
 
     def counted(device):
@@ -397,6 +397,6 @@ def test_a_gpu_records_the_third_of_passes_that_need_not_be(monkeypatch):
         return lambda work: captures.append(capture(work)) or captures[-1]
 
     monkeypatch.setattr(cuda_graphs, "capture_on", counted)
-    found = learn(recording, lambda loss: None)
+    found = learn(capturing, lambda loss: None)
     assert len(captures) == 1
     assert torch.equal(found, learn(lambda model, passes: lambda inputs: passes(inputs, None), lambda loss: None))

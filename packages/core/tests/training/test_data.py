@@ -72,7 +72,7 @@ def test_sources_are_mixed_in_exact_shares_each_in_its_own_order():
     rows = [mixed[i] for i in range(2000)]
     for name, count in (("a", 600), ("b", 300), ("c", 100)):
         assert [i for n, i in rows if n == name] == list(range(2 * count))
-    assert len({n for n, _ in rows[:20]}) > 1, "sources come in stretches"
+    assert len({n for n, _ in rows[:20]}) > 1, "sources come in runs"
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, 1e-6]])
@@ -144,7 +144,7 @@ def test_recall_examples_grow_to_all_sizes(packed):
 
 
 def _facts(row, tokenizer):
-    """Each example's facts, and what is scored of it, as keys and values."""
+    """Each example's facts, and its scored tokens, as keys and values."""
     found = []
     parts = (np.split(row[name].numpy(), row["boundaries"]) for name in ("input_ids", "labels"))
     for ids, labels in zip(*parts, strict=True):
@@ -187,7 +187,7 @@ def test_needle_rows_are_the_same_in_another_process(tmp_path):
         assert torch.equal(there[index]["input_ids"], rows[index]["input_ids"])
 
 
-def test_a_row_without_room_for_a_needle_is_refused():
+def test_a_row_too_short_for_a_needle_is_refused():
     with pytest.raises(ValueError, match="s-niah-1: seq_len=100 is too short"):
         NiahRows("s-niah-1", byte_tokenizer(), None, 100, seed=0)
 
@@ -226,13 +226,13 @@ def test_joined_documents_stay_rows(corpus):
 
 def test_a_row_s_own_inputs_go_with_it_into_the_batch(corpus):
     def inputs(index):
-        return {"place": 1000 * index + torch.arange(64)}
+        return {"index": 1000 * index + torch.arange(64)}
 
     rows = MixedRows([ChunkRows(TokenFile(corpus), 64, seed=0)], [1.0], 8, 0, inputs)
     batch = [rows[5], rows[2]]
-    place = torch.stack([5000 + torch.arange(64), 2000 + torch.arange(64)])
-    assert torch.equal(collate_joined(batch)["place"], place)
-    assert torch.equal(collate_separate(batch)["place"], place.view(1, -1))
+    expected = torch.stack([5000 + torch.arange(64), 2000 + torch.arange(64)])
+    assert torch.equal(collate_joined(batch)["index"], expected)
+    assert torch.equal(collate_separate(batch)["index"], expected.view(1, -1))
 
 
 def test_packed_documents_never_see_each_other(corpus):

@@ -54,7 +54,7 @@ def assert_on_disk(calls, folder, renamed_from):
     return at
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc to name what is synchronised")
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc to name the synchronised file")
 def test_a_checkpoint_is_on_the_disk_before_an_older_one_is_removed(calls, corpus, tmp_path):
     out = tmp_path / "run"
     kept = {}
@@ -73,7 +73,7 @@ def test_a_checkpoint_is_on_the_disk_before_an_older_one_is_removed(calls, corpu
         assert ("fsync", str(out)) in calls[renamed:removed], f"{older.name} was removed too early"
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc to name what is synchronised")
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc to name the synchronised file")
 def test_a_token_file_is_on_the_disk_before_its_parts_are_removed(calls, tmp_path):
     out = tmp_path / "out"
     prepare(source(), out, progress=False)

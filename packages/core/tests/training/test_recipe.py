@@ -138,9 +138,9 @@ def test_a_warm_up_that_was_asked_for_is_not_changed():
         overridden(RECIPES["tiny"](), ["--total_tokens", "100K", "--warmup_tokens", "200K"])
 
 
-def _record(folder, made, **changes):
-    record = {"recipe": made.name, "values": made.values(), **changes}
-    (folder / "run.json").write_text(json.dumps({k: v for k, v in record.items() if v is not None}))
+def _manifest(folder, made, **changes):
+    content = {"recipe": made.name, "values": made.values(), **changes}
+    (folder / "run.json").write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
 
 
 def test_a_run_goes_on_with_the_fields_that_it_was_begun_with(tmp_path, capsys):
@@ -157,7 +157,7 @@ def test_a_run_goes_on_with_the_fields_that_it_was_begun_with(tmp_path, capsys):
         "x: ",
     ]
     begun = overridden(plain, [*flags, "--model.norm_eps", "1e-5", "--gradient_checkpointing", "true"])
-    _record(tmp_path, begun)
+    _manifest(tmp_path, begun)
     capsys.readouterr()
     assert resumed(plain, tmp_path) == begun
     assert capsys.readouterr().err == "", "the warm-up was scaled once more"
@@ -179,12 +179,12 @@ def test_a_run_goes_on_with_the_fields_that_it_was_begun_with(tmp_path, capsys):
     ],
 )
 def test_flags_that_contradict_the_run_are_refused(flags, told, tmp_path):
-    _record(tmp_path, recipe("c"))
+    _manifest(tmp_path, recipe("c"))
     with pytest.raises(ValueError, match=told):
         resumed(recipe("c"), tmp_path, flags)
 
 
-def test_without_a_record_flags_are_what_is_known(tmp_path):
+def test_without_a_manifest_only_flags_are_known(tmp_path):
     assert resumed(recipe("c"), tmp_path, ["--seed", "5"]).run.seed == 5
 
 

@@ -196,9 +196,9 @@ def test_the_message_of_an_error_has_a_line_of_its_own(corpus, tmp_path, capsys,
     monkeypatch.delenv("TQDM_DELAY", raising=False)
     made = recipe(corpus, callbacks=(lambda _: Spoil(_fail),), save_steps=100)
     assert main(["train", "small", "--out", str(tmp_path / "run"), "--no-eval"], recipes={"small": lambda: made}) == 2
-    *_, bar, last = capsys.readouterr().err.rstrip("\n").split("\n")
+    *_, before, last = capsys.readouterr().err.rstrip("\n").split("\n")
     assert last == "tokenmix train: error: no luck"
-    assert "training" in bar
+    assert "training" in before
 
 
 def _fail():

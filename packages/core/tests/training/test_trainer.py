@@ -50,18 +50,18 @@ def reference(corpus, tmp_path_factory):
     return folder
 
 
-def test_a_run_leaves_a_model_its_tokenizer_a_log_and_a_record(reference, corpus):
+def test_a_run_leaves_a_model_its_tokenizer_a_log_and_a_manifest(reference, corpus):
     model = AutoModelForCausalLM.from_pretrained(reference)
     tokenizer = AutoTokenizer.from_pretrained(reference)
     ids = tokenizer("word1 word", return_tensors="pt").input_ids
     text = tokenizer.decode(model.generate(ids, max_new_tokens=4, do_sample=False)[0])
     assert text.startswith("word1 word")
-    record = json.loads((reference / "run.json").read_text())
+    content = json.loads((reference / "run.json").read_text())
     meta = json.loads((corpus / "meta.json").read_text())
     sums, held_out = meta["sha256"], meta["held_out_documents"]
     fingerprint = f"{sums['tokens.bin']} documents {sums['documents.npy']} held out {held_out}"
-    assert record["identity"]["data"] == {"tokens-0": fingerprint}
-    assert record["values"]["learning_rate"] == 1e-2
+    assert content["identity"]["data"] == {"tokens-0": fingerprint}
+    assert content["values"]["learning_rate"] == 1e-2
     losses = curve(reference)
     assert list(losses) == list(range(1, 9))
     assert losses[8][0] < losses[1][0]
@@ -145,7 +145,7 @@ def test_a_model_in_training_never_keeps_a_cache(corpus, tmp_path):
     assert seen == [False] * 8
 
 
-def test_a_recipe_may_bring_the_model_that_it_trains(corpus, tmp_path):
+def test_a_recipe_may_make_the_model_that_it_trains(corpus, tmp_path):
     own = AutoModelForCausalLM.from_config(recipe(corpus).model_config())
     asked = []
 
@@ -153,9 +153,9 @@ def test_a_recipe_may_bring_the_model_that_it_trains(corpus, tmp_path):
         asked.append(given)
         return own
 
-    brings = replace(recipe(corpus), make_model=make)
-    assert build_trainer(brings, tmp_path / "run", progress=False).model is own
-    assert asked == [brings]
+    makes = replace(recipe(corpus), make_model=make)
+    assert build_trainer(makes, tmp_path / "run", progress=False).model is own
+    assert asked == [makes]
 
 
 def test_vectors_do_not_decay(corpus, tmp_path):
@@ -281,7 +281,7 @@ def test_a_full_disk_is_told_and_leaves_what_was_whole(corpus, tmp_path, monkeyp
     write = Trainer._save_checkpoint
 
     def full(self, *args, **options):
-        # what torch says when the disk is full
+        # torch's text for a full disk
         if self.state.global_step > 3:
             raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 41024 vs 40912")
         return write(self, *args, **options)

@@ -24,7 +24,7 @@ MODEL = {
 
 
 class _Check(TrainerCallback):
-    """What the first step finds is written into the run's folder, one file a process."""
+    """Values of the first step are written into the run's folder, one file a process."""
 
     def on_step_end(self, args, state, control, *, model, **_):
         kinds = {type(p).__name__ for p in model.parameters()}

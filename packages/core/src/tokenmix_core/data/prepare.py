@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from filelock import FileLock
 
-from tokenmix_core._utils.atomic_io import writing
 from tokenmix_core.data.encode import Encoding, encode_stream, encoding_of
 from tokenmix_core.data.sources import BY_FAMILY, STDLIB, ModuleText, Source, open_source, stdlib_source
 from tokenmix_core.data.text import BadRow, FileText, LongText, parts_of, sha256_of
@@ -99,11 +98,10 @@ def prepare(
     writer = TokenFileWriter(output, {"source": source.description, "tokenizer": fingerprint, **about}, len(encoder))
     run = _Preparation(source, writer, encoder.eos_token_id, held_out, max_tokens)
     try:
-        with writing("the corpus", writer.partial):
-            run.tokenize(encoding, workers, skip_bad_rows=on_bad_row == "skip", progress=progress)
-            if not writer.tokens:
-                bad_ones = f" or bad ({run.skipped})" if run.skipped else ""
-                raise ValueError(f"the source has no text: {run.consumed} rows read, all of them empty{bad_ones}")
+        run.tokenize(encoding, workers, skip_bad_rows=on_bad_row == "skip", progress=progress)
+        if not writer.tokens:
+            bad_ones = f" or bad ({run.skipped})" if run.skipped else ""
+            raise ValueError(f"the source has no text: {run.consumed} rows read, all of them empty{bad_ones}")
     except ValueError as error:
         if not run.consumed or not writer.tokens:
             writer.discard()
@@ -122,8 +120,7 @@ def prepare(
     if writer.kinds:
         described["document_kinds"] = dict(sorted(writer.kinds.items()))
     known_by = {"tokenizer": tokenizer, "fingerprint": fingerprint}
-    with writing("the corpus", writer.partial):
-        meta = writer.finish(eos_token_id=run.eos, **known_by, source=described, hold_out=held_out)
+    meta = writer.finish(eos_token_id=run.eos, **known_by, source=described, hold_out=held_out)
     if held_out and not meta.held_out_documents:
         few = "is one document" if meta.documents == 1 else f"are {meta.documents:,} equal documents"
         print(f"{output}: nothing is held out, for there {few}; evaluations need another text", file=sys.stderr)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from tokenmix_core._utils.atomic_io import remove, sync, sync_tree, write_atomically
+from tokenmix_core._utils.atomic_io import remove, sync, sync_tree, write_atomically, writing
 from tokenmix_core._utils.locks import FolderLock
 from tokenmix_core.data.token_file import (
     DOCUMENTS,
@@ -28,6 +29,7 @@ from tokenmix_core.data.token_file import (
     token_dtype,
 )
 
+P, T = ParamSpec("P"), TypeVar("T")
 _SPLITS = ("train", "held_out")
 # a document past so many tokens is not held out whole if only one is; and the fewest tokens that are held out of it
 _LARGE_DOCUMENT, _LEAST_HELD_OUT = 2**18, 2**14
@@ -62,6 +64,17 @@ def _hold_out_one(
         go, gone = [document[at:]], np.array([len(document) - at])
         left = np.insert(left, index, at + 1)
     return {"train": stay, "held_out": go}, {"train": left, "held_out": gone}
+
+
+def _told(method: Callable[Concatenate[TokenFileWriter, P], T]) -> Callable[Concatenate[TokenFileWriter, P], T]:
+    """Tell an error of writing in one sentence, with the folder and its free space."""
+
+    @functools.wraps(method)
+    def call(self: TokenFileWriter, *args: P.args, **options: P.kwargs) -> T:
+        with writing("the corpus", self.partial):
+            return method(self, *args, **options)
+
+    return call
 
 
 class TokenFileWriter:
@@ -134,11 +147,13 @@ class TokenFileWriter:
             self.add(np.asarray(document), held_out=held)
             self.end_document(held_out=held)
 
+    @_told
     def add(self, tokens: np.ndarray, *, held_out: bool) -> None:
         """Append tokens to the document that is being written, which belongs to a split."""
         self._files[f"{_SPLITS[held_out]}.tokens"].write(tokens.astype(self.dtype, copy=False).tobytes())
         self._length += len(tokens)
 
+    @_told
     def end_document(self, *, held_out: bool) -> None:
         """End the document that is being written."""
         self._files[f"{_SPLITS[held_out]}.lengths"].write(self._length.to_bytes(8, "little"))
@@ -147,6 +162,7 @@ class TokenFileWriter:
         self.tokens += self._length
         self._length = 0
 
+    @_told
     def commit(self, consumed: int, skipped: int = 0) -> None:
         """Make all that was appended durable, as the outcome of the first `consumed` rows of the source."""
         for file in self._files.values():
@@ -158,6 +174,7 @@ class TokenFileWriter:
         progress["kinds"] = dict(self.kinds)
         write_atomically(self.partial / "progress.json", json.dumps(progress))
 
+    @_told
     def finish(
         self,
         *,
