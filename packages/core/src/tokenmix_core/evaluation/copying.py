@@ -76,7 +76,7 @@ def copy_needs(options: EvalOptions) -> int:
 
 
 def copy_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure the loss on repeated passages of held-out text at the end of a sequence, by distance.
+    """Measure the loss on second copies of held-out passages at the end of a sequence, by distance.
 
     The same passages are also measured at the same position after text without them. The model recalls the difference:
     "saved" is that loss minus the loss of the second copy, with its standard error over passages. The length is the
