@@ -87,7 +87,7 @@ class TestEviction(OpContract):
     dtypes = ("float32",)
     kernels: ClassVar = {name: KernelCase(sizes) for name, sizes in cases.items()}
     neighbours: ClassVar = dict(sinks=3)
-    in_place = ("keys", "values", "lengths", "scores", "ages", "raws")
+    mutated = ("keys", "values", "lengths", "scores", "ages", "raws")
     traced: ClassVar = dict(sinks=3)
     malformed: ClassVar = {
         "scores of float64": (

@@ -236,7 +236,7 @@ def measure_step(op: str, shape: str, device: str, forwards: Mapping[str, Callab
     """Rows of a decoding step: every implementation without gradients, on a GPU as a CUDA graph.
 
     `forwards` are as in `measure`, but a state may be updated by the first. A baseline that computes something
-    else is left out: it may not even have read what it was meant to.
+    else is left out: it may not have read all of its inputs.
     """
     with torch.no_grad():
         runs: dict[str, Run] = {**able(forwards, (), alike=True)}

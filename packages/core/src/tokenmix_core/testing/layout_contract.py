@@ -29,13 +29,13 @@ class LayoutTests:
         laid: by name, sizes of calls beside `neighbours`, such as with other arguments; on a CPU in two layouts.
         on_gpu: by name, sizes of calls that only a GPU makes: of heads that other kernels take.
         impls: implementations beside those that other tests run, where there is a GPU.
-        in_place: arguments that are written to and must be contiguous; a malformed call says so.
+        mutated: arguments that are written to and must be contiguous; a malformed call says so.
     """
 
     laid: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     on_gpu: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     impls: ClassVar[tuple[str | None, ...]] = (None, "gluon")
-    in_place: ClassVar[tuple[str, ...]] = ()
+    mutated: ClassVar[tuple[str, ...]] = ()
 
     def laid_calls(self) -> list[tuple[str, str | None]]:
         """Return which calls are made by which implementation."""
@@ -129,7 +129,7 @@ class Compared:
     def run(self, layout: Layout, plain: bool = False) -> dict[str, Tensor]:
         """Return results and gradients by name; `plain` copies the laid-out tensors to contiguous ones."""
         change = copies if plain else dict
-        written = {name: x.clone() for name, x in self.tensors.items() if name in self.contract.in_place}
+        written = {name: x.clone() for name, x in self.tensors.items() if name in self.contract.mutated}
         tensors = change(layout.arguments({n: x for n, x in self.tensors.items() if n not in written})) | written
         options = self.options if plain else laid_out(self.options, layout)
         differentiable = self.contract.differentiable

@@ -83,7 +83,7 @@ def short_convs(
         ScanOutput of each input.
 
     Raises:
-        ValueError: as `short_conv`; or the numbers of inputs, weights and states, or their sizes, differ.
+        ValueError: as `short_conv`; or the counts or sizes of inputs, weights and states differ.
     """
     _check_number("short_convs", xs, weights, xs if initial_states is None else initial_states)
     states = [None] * len(xs) if initial_states is None else initial_states
@@ -147,7 +147,7 @@ def short_conv_steps(
         o `[B, D]` of each input.
 
     Raises:
-        ValueError: as `short_conv_step`; or the numbers of inputs, weights and states, or their sizes, differ.
+        ValueError: as `short_conv_step`; or the counts or sizes of inputs, weights and states differ.
     """
     _check_number("short_conv_steps", xs, weights, states)
     for x, weight, state in zip(xs, weights, states, strict=True):

@@ -1,4 +1,4 @@
-"""Kernels of the convolution: forward over whole sequences, and one decoding step in place.
+"""Kernels of the convolution: forward over whole sequences, and one decoding step that updates the state.
 
 A program, one warp, sweeps BT tokens of BD channels and keeps the last W inputs in registers, so each is loaded once.
 """

@@ -192,7 +192,7 @@ class Capture(compat.Mode):
         simple = isinstance(output, Tensor) and not any(isinstance(x, (Tensor, list)) for x in kwargs.values())
         simple &= not any(isinstance(x, list) and any(isinstance(y, Tensor) for y in x) for x in args)
         self._possible &= simple and not operation.by_value
-        # an in-place operation returns its argument
+        # an operation that mutates its argument returns it
         result = self._slot(output) if simple and operation.makes else None
         call = functools.partial(func, **kwargs) if kwargs else func
         self._steps.append(Step(self._buffers, call, False, args, tensors, result))
