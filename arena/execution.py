@@ -30,6 +30,7 @@ from tokenmix_core.evaluation.text import corpus_of, held_out_from
 from tokenmix_core.testing.results import environment
 from tokenmix_core.training import checkpoint, trainer
 from tokenmix_core.training.callbacks import read_metrics
+from tokenmix_core.training.folder import METRICS
 from tokenmix_core.training.manifest import trained_on
 from tokenmix_lte.training_free import in_constant_memory
 
@@ -132,7 +133,7 @@ def _training_log(folder: Path, diverged: bool) -> dict[str, Any]:
 
     Callbacks log `NAME/LAYER`; about `_POINTS` steps of each are stored.
     """
-    lines = [line for line in read_metrics(folder / trainer.METRICS) if "loss" in line]
+    lines = [line for line in read_metrics(folder / METRICS) if "loss" in line]
     # evenly spaced, the last line included
     thinned = lines[:: -max(1, len(lines) // _POINTS)][::-1]
     names = sorted({name for line in lines for name in line if "/" in name})

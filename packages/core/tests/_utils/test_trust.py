@@ -64,7 +64,7 @@ def test_a_tokenizer_that_tasks_load_with_trust_has_no_code(tmp_path, checkpoint
     from transformers import AutoTokenizer
 
     from tokenmix_core.cli.commands import load_tokenizer
-    from tokenmix_core.evaluation.harness import _forget_code
+    from tokenmix_core.evaluation.harness import _remove_code
 
     folder = folder_with_code(tmp_path / "model", checkpoint)
     saved = tmp_path / "saved"
@@ -72,6 +72,6 @@ def test_a_tokenizer_that_tasks_load_with_trust_has_no_code(tmp_path, checkpoint
     tokenizer.init_kwargs["auto_map"] = {"AutoTokenizer": [f"{folder}--code.Tokenizer"] * 2}
     tokenizer.save_pretrained(saved)
     assert "auto_map" in (saved / "tokenizer_config.json").read_text()
-    _forget_code(saved)
+    _remove_code(saved)
     AutoTokenizer.from_pretrained(saved, trust_remote_code=True)
     assert not mark_of(folder).exists()

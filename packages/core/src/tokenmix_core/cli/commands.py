@@ -110,6 +110,7 @@ def train(args: argparse.Namespace, context: Context) -> int:
     """Run a recipe, then its evaluations."""
     from tokenmix_core.training import trainer
     from tokenmix_core.training.callbacks import read_metrics
+    from tokenmix_core.training.folder import METRICS, run_lock
 
     name, out, fields = _asked_for(args, context)
     begun, evaluating = context.recipe(name), not args.no_eval
@@ -125,7 +126,7 @@ def train(args: argparse.Namespace, context: Context) -> int:
     check_suites(names, context.suites)
     resume = bool(args.resume)
     # kept until the evaluations are written
-    with trainer.run_lock(out, resume=resume):
+    with run_lock(out, resume=resume):
         trainer.check_sources(recipe)
         if names:
             check_options(names, tokenizers.load_tokenizer(recipe.data.tokenizer), options_of(recipe), context.suites)
@@ -141,7 +142,7 @@ def train(args: argparse.Namespace, context: Context) -> int:
             print(f"stopped at step {result.step}; go on{launched} with: {shlex.join(again)}")
             return 130
         print(f"trained {result.step} steps in {result.seconds:.0f} s; the model is in {result.model_dir}")
-        log = read_metrics(out / trainer.METRICS)
+        log = read_metrics(out / METRICS)
         trained = training_result(log, recipe.optimizer.batch_tokens)
         trained["provenance"] = training_provenance(read_manifest(out)) | {"checkpoint": str(result.model_dir)}
         write_result(trained, out / "evaluation")

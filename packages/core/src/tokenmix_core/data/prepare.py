@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 from filelock import FileLock
@@ -96,7 +96,7 @@ def prepare(
     encoding = encoding_of(tokenizer, encoder, special_tokens=special_tokens)
     output.parent.mkdir(parents=True, exist_ok=True)
     writer = TokenFileWriter(output, {"source": source.description, "tokenizer": fingerprint, **about}, len(encoder))
-    run = _Preparation(source, writer, encoder.eos_token_id, held_out, max_tokens)
+    run = _Preparation(source, writer, cast(int, encoder.eos_token_id), held_out, max_tokens)
     try:
         run.tokenize(encoding, workers, skip_bad_rows=on_bad_row == "skip", progress=progress)
         if not writer.tokens:

@@ -209,7 +209,7 @@ def _files_source(path: Path, text_field: str) -> Source:
         description["text_field"], total = text_field, None
     parquet = require("pyarrow.parquet", "data") if PARQUET in kinds.values() else None
 
-    def rows(skip: int) -> Iterator[str | BadRow]:
+    def rows(skip: int) -> Iterator[str | LongText | BadRow]:
         for file, kind in kinds.items():
             if kind == PARQUET:
                 skip = yield from _parquet_rows(parquet, file, text_field, skip)
@@ -251,7 +251,9 @@ def _json_row(line: bytes, text_field: str, where: str) -> str | BadRow:
     return text if isinstance(text, BadRow) else FileText(text, JSONL)
 
 
-def _parquet_rows(parquet: Any, file: Path, text_field: str, skip: int) -> Generator[str | BadRow, None, int]:
+def _parquet_rows(
+    parquet: Any, file: Path, text_field: str, skip: int
+) -> Generator[str | LongText | BadRow, None, int]:
     """Yield the rows of a parquet file after the first `skip`, and return how many are left to skip.
 
     A file that cannot be read at all is one bad row.

@@ -29,7 +29,8 @@ from tokenmix_core.data.token_file import (
     token_dtype,
 )
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 _SPLITS = ("train", "held_out")
 # a document past so many tokens is not held out whole if only one is; and the fewest tokens that are held out of it
 _LARGE_DOCUMENT, _LEAST_HELD_OUT = 2**18, 2**14

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tokenmix_core.kernels.launch import compat
-from tokenmix_core.kernels.launch.cache import replay
+from tokenmix_core.kernels.launch.cache import capture
 from tokenmix_core.nn.dtypes import has_float32_output
 from tokenmix_core.nn.plain import is_plain, refuse_meta
 from tokenmix_core.ops import fused_linears
@@ -65,7 +65,7 @@ def split_linear(x: Float[Tensor, "*tokens D"], layer: nn.Module, sizes: Sequenc
 def _can_share(x: Tensor, layers: Sequence[nn.Module]) -> bool:
     """Return whether calling the layers equals multiplying by their weights."""
     # under torch.compile, a test of the number of tokens would trace a graph per answer
-    usable = type(x) in _ORDINARY and (torch.compiler.is_compiling() or (replay.is_plain(x) and x.numel() > 0))
+    usable = type(x) in _ORDINARY and (torch.compiler.is_compiling() or (capture.is_plain(x) and x.numel() > 0))
     return usable and all(is_plain_linear(layer) for layer in layers)
 
 

@@ -194,8 +194,9 @@ def graphs_everywhere(*, eager: bool = False) -> Iterator[list]:
 def assert_graphs_train_alike(recipe: Any, folder: Path, *, steps: int = 8, tolerance: float = 1e-3) -> None:
     """Assert that the first steps of a recipe on a GPU are captured as graphs, with the losses of eager steps."""
     from tokenmix_core.training.callbacks import read_metrics
+    from tokenmix_core.training.folder import METRICS
     from tokenmix_core.training.recipe import Tokens
-    from tokenmix_core.training.trainer import METRICS, train
+    from tokenmix_core.training.trainer import train
 
     curves, captures = [], []
     tokens = Tokens(steps * recipe.optimizer.batch_tokens)

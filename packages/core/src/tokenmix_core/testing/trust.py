@@ -53,7 +53,7 @@ def folder_with_code(folder: Path, checkpoint: Path | None = None) -> Path:
     return folder
 
 
-def run_with_yes(main: Callable[[Sequence[str]], int], call: Sequence[str], folder: Path) -> int:
+def run_with_yes(main: Callable[..., int], call: Sequence[str], folder: Path) -> int:
     """Run a command while standard input says yes to everything; return its exit code.
 
     Raises:
@@ -77,7 +77,7 @@ class TrustContract:
         calls: by command, its arguments after DIR, the folder; OUT is a folder to make.
     """
 
-    main: ClassVar[Callable[[Sequence[str]], int]]
+    main: ClassVar[Callable[..., int]]
     calls: ClassVar[dict[str, str]] = {}
 
     def pytest_generate_tests(self, metafunc):

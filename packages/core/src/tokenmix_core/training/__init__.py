@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tokenmix_core.training.callbacks import AdaptHeadWeights as AdaptHeadWeights
     from tokenmix_core.training.callbacks import read_metrics as read_metrics
     from tokenmix_core.training.data import RowInputs as RowInputs
+    from tokenmix_core.training.folder import run_lock as run_lock
     from tokenmix_core.training.manifest import read_manifest as read_manifest
     from tokenmix_core.training.manifest import resumed as resumed
     from tokenmix_core.training.overrides import overridden as overridden
@@ -31,13 +32,12 @@ if TYPE_CHECKING:
     from tokenmix_core.training.recipe import Recipe as Recipe
     from tokenmix_core.training.recipe import RunRecipe as RunRecipe
     from tokenmix_core.training.recipe import Tokens as Tokens
-    from tokenmix_core.training.trainer import run_lock as run_lock
     from tokenmix_core.training.trainer import train_locked as train_locked
 
 __getattr__ = lazily(
     __name__,
     {
-        "run_lock": "trainer",
+        "run_lock": "folder",
         "train_locked": "trainer",
         "ATTENTION": "baselines",
         "BASELINES": "baselines",

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
-from tokenmix_core._utils.atomic_io import writing
+from tokenmix_core._utils.atomic_io import sync_tree, writing
 from tokenmix_core.training import checkpoint
 from tokenmix_core.training.cuda_graph import GraphedStep, Losses, TrainingGraph
 from tokenmix_core.training.recipe import OptimizerRecipe
@@ -144,7 +144,7 @@ class RecipeTrainer(Trainer):
                 raise ValueError("several processes train")
             if auto and not self._is_launch_bound(model):
                 raise ValueError("the GPU would not wait for the CPU")
-            return GraphedStep(model, self.args.device, training_graph=self.training_graph)
+            return GraphedStep(model, self.args.device, training_graph="auto" if auto else "always")
         except ValueError as why:
             self.training_graph = "never"
             if auto:
@@ -229,7 +229,7 @@ class RecipeTrainer(Trainer):
                 self._redirected = None
             if aside.is_dir():
                 # on a network file system, only the writer of a file can wait for it
-                checkpoint.sync_tree(aside)
+                sync_tree(aside)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             with self._writing(f"the checkpoint of step {step}"):
