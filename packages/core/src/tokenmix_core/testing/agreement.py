@@ -1,4 +1,4 @@
-"""An operation's kernels against its eager reference: values, and gradients of every tensor argument."""
+"""Compare an operation's kernels with its eager reference: values, and gradients of every tensor argument."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Inputs = Mapping[str, Tensor]
 
 
 def upstream_like(outputs: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
-    """Random gradients for the outputs, each in its output's dtype."""
+    """Return random upstream gradients for the outputs, each in the dtype of its output."""
     generator = torch.Generator(next(iter(outputs.values())).device).manual_seed(seed)
     return {
         name: torch.randn(x.shape, generator=generator, device=x.device, dtype=torch.float32).to(x.dtype)
@@ -29,14 +29,14 @@ def values_and_gradients(
     *,
     dtype: torch.dtype | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Outputs by name with the gradients of all inputs as `d<name>`, and the upstream gradients used.
+    """Return outputs by name and gradients of all inputs as `d<name>` in one dict, and the upstream gradients used.
 
     `function` takes the inputs by name and returns a named tuple; `dtype` converts inputs and upstream gradients first.
     """
     leaves = {name: x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for name, x in inputs.items()}
     outputs = function(**leaves)._asdict()
     upstream = dict(upstream or upstream_like(outputs))
-    # a result may be a constant, and an input that plays no part has a gradient of zeros
+    # some results may not require gradients; unused inputs get zero gradients
     used = {name: x for name, x in outputs.items() if x.requires_grad}
     into = [upstream[name].to(x.dtype) for name, x in used.items()]
     grads = torch.autograd.grad(list(used.values()), list(leaves.values()), into, materialize_grads=True)
@@ -44,7 +44,7 @@ def values_and_gradients(
 
 
 def gradients_through(function: Callable, inputs: Inputs, output: str) -> dict[str, Tensor]:
-    """Gradients of the inputs by name where one output alone is used, as the sum of its squares."""
+    """Return the gradients of the sum of squares of one output, by the inputs' names."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     loss = getattr(function(**leaves), output).square().sum()
     grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
@@ -53,17 +53,17 @@ def gradients_through(function: Callable, inputs: Inputs, output: str) -> dict[s
 
 def granted(eps: float) -> float:
     """Return the relative error that `assert_agrees` always permits for a dtype of this eps."""
-    # half a dtype's spacing is one rounding; in float32, where kernels multiply in three tf32 parts and sum gates in
-    # another order than the reference, errors up to 7.5e-7 were seen, 2.3 times the reference's
+    # eps / 2 is one rounding. float32 gets 8 eps: kernels multiply in three tf32 parts and sum gates in another order
+    # than the reference; measured errors reached 7.5e-7, 2.3 times the reference's
     return 8 * eps if eps < 1e-5 else eps / 2
 
 
 def granted_to_sums(*names: str, times: int = 2) -> Callable[[str, float], float]:
-    """A `floor` of `assert_agrees` that grants `times` as much in float32 to gradients that are sums over tokens.
+    """Return a `floor` for `assert_agrees`: in float32, `granted` × `times` for gradients `names` that sum tokens.
 
-    What they sum cancels: 1.5e-6 was seen on an H200 of a number a head, 2.3 times what single operations had in the
-    same four values; and 1.8e-6 of decays, by the emulator on a processor (AVX2 alone) where the reference's own err
-    by .5e-6.
+    The terms of these sums cancel. Measured errors: 1.5e-6 on an H200 for a parameter with one value per head, 2.3
+    times the error of an implementation by single operations; 1.8e-6 for decays in the emulator on a CPU with AVX2,
+    against 0.5e-6 for the reference.
     """
     return lambda name, eps: granted(eps) * (times if name in names and eps < 1e-5 else 1)
 
@@ -79,9 +79,9 @@ def assert_agrees(
 ) -> None:
     """Assert that `function` errs, in every value and gradient, at most `factor` times as much as the eager reference.
 
-    Errors are against `reference` in float64; `baseline` (default: `reference`) is run in the inputs' own dtype.
-    Results kept in float32 are held to the rounding of the inputs' dtype, with which they are computed, or to what
-    `floor` makes of a result's name and that dtype's eps.
+    Errors are relative to `reference` in float64. The eager reference is `baseline` (default: `reference`), run in the
+    inputs' own dtype. `floor` maps a result's name and the coarsest eps of the input dtypes to the error that is always
+    allowed; the default is `granted` of that eps, for float32 results, too.
     """
     got, upstream = values_and_gradients(function, inputs)
     exact, _ = values_and_gradients(reference, inputs, upstream, dtype=torch.float64)
@@ -93,7 +93,7 @@ def assert_agrees(
 
 
 def watched(run: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Tensor], list[str]]:
-    """Run `run()`: its results, and the operations of torch that a mode around it is shown."""
+    """Return the results of `run()`, and the names of the torch operations that a dispatch mode sees meanwhile."""
     seen: list[str] = []
 
     class Watching(TorchDispatchMode):
@@ -108,8 +108,8 @@ def watched(run: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Tensor], list
 class RoundedProducts(TorchDispatchMode):
     """Round the operands and results of matmuls and triangular solves to `dtype`, as matmuls of that dtype do.
 
-    An eager reference run under this mode, backward included, is the reference run in `dtype`: sums inside a matmul,
-    and all that is computed element by element, keep the precision they have.
+    Under this mode a float32 reference, backward included, has the matmul rounding of `dtype`. Sums inside matmuls and
+    elementwise operations keep the precision of their inputs.
     """
 
     PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.linalg_solve_triangular.default)
@@ -128,10 +128,10 @@ class RoundedProducts(TorchDispatchMode):
 
 
 def with_scanned_sums(function: Callable) -> Callable:
-    """The function with its cumulative sums along the last axis taken by doubling, as scans in parallel take them.
+    """Return the function with its cumulative sums along the last axis computed by doubling, as in parallel scans.
 
-    Differences of such sums cancel less than those of sums in order: the last token's factor exp(b_last - b_t) errs by
-    the rounding of both.
+    The rounding errors of two such sums cancel less in a difference than those of sequential sums, so factors such as
+    exp(b_last - b_t) have larger errors.
     """
 
     def scanned(**inputs):

@@ -1,4 +1,4 @@
-"""Timing side by side: interleaved medians, peak memory, CPU overhead, and the seconds of a first call.
+"""Benchmarks of several implementations: interleaved median times, peak memory, CPU overhead, first-call seconds.
 
 Every benchmark module exposes `rows(device)`, an iterable of rows; a row is made by `measure` and holds the keys
 `op, shape, impl, fwd_ms, fwdbwd_ms, peak_mb, host_us, first_call_s`.
@@ -29,9 +29,9 @@ WITHOUT_GPU = "the benchmarks are meant for a GPU; without one they run small sh
 def interleaved_medians(
     runs: Mapping[str, Run], device: str, *, repeats: int = 50, warmup: int = 3
 ) -> dict[str, float]:
-    """Median milliseconds of each run, taken in turns, so that drift of clocks and caches meets all of them alike.
+    """Return the median milliseconds of each run. The runs take turns, so that clock drift affects all of them equally.
 
-    CUDA runs are timed by events around each call, with the L2 cache flushed before it; others by the host's clock.
+    CUDA runs are timed by events around each call, after a flush of the L2 cache; CPU runs by the host's clock.
     """
     for run in runs.values():
         for _ in range(warmup):
@@ -44,13 +44,13 @@ def interleaved_medians(
                 run()
                 times[name].append((time.perf_counter() - start) * 1e3)
         return {name: statistics.median(x) for name, x in times.items()}
-    # at least a millisecond, else three times what the host takes to enqueue; some two cycles are a nanosecond
+    # sleep for three times the enqueueing time, within 1 to 20 ms; a nanosecond takes about two cycles
     host = {name: host_microseconds(run, device, repeats=3) or 0.0 for name, run in runs.items()}
     cycles = {name: int(2000 * min(max(1000.0, 3 * us), 20_000.0)) for name, us in host.items()}
     flush = torch.empty(256 << 20, dtype=torch.int8, device=device)
     events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
     for i in range(repeats):
-        # clocks are lower after a heavy neighbour: each entry follows each other one equally often
+        # clocks are lower after a heavy run: rotate the order, so that no run always comes first
         order = list(runs.items())[i % len(runs) :] + list(runs.items())[: i % len(runs)]
         for name, run in order:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -68,7 +68,7 @@ def interleaved_medians(
 
 
 def captured(run: Run) -> Run:
-    """The run as a CUDA graph, without gradients, so that its kernels are timed and not the host."""
+    """Capture a run without gradients as a CUDA graph, so that timing excludes CPU launch overhead."""
     with torch.no_grad():
         run()
         torch.cuda.synchronize()
@@ -84,7 +84,7 @@ def peak_megabytes(run: Run, device: str) -> float | None:
         return None
     run()
     torch.cuda.synchronize()
-    # autograd's thread lets go of the last graph a moment after it has handed over the gradients
+    # autograd's thread frees the last graph shortly after it has returned the gradients
     time.sleep(0.2)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -109,7 +109,7 @@ def host_microseconds(run: Run, device: str, *, repeats: int = 20) -> float | No
 
 
 def first_call_seconds(setup: str, call: str) -> float:
-    """Seconds that `call` takes in a fresh process with an empty compile cache; `setup` runs before, untimed."""
+    """Return the seconds of `call` in a new process with an empty compile cache; `setup` runs first, untimed."""
     code = f"{setup}\nimport time\nstart = time.perf_counter()\n{call}\nprint('seconds', time.perf_counter() - start)"
     with tempfile.TemporaryDirectory() as cache:
         environment = dict(os.environ, TRITON_CACHE_DIR=cache, TORCHINDUCTOR_CACHE_DIR=cache)
@@ -120,7 +120,7 @@ def first_call_seconds(setup: str, call: str) -> float:
 
 
 def mixed_lengths(tokens: int) -> Tensor:
-    """Lengths of 32 sequences, many short and a few long, from 128 tokens on and `tokens` in all."""
+    """Return the lengths of 32 sequences, many short and a few long: at least 128 tokens each, `tokens` in total."""
     generator = torch.Generator().manual_seed(0)
     beyond = torch.rand(32, generator=generator) ** 3
     lengths = 128 + (beyond / beyond.sum() * (tokens - 32 * 128)).long()
@@ -129,16 +129,17 @@ def mixed_lengths(tokens: int) -> Tensor:
 
 
 def forward_backward(forward: Callable[[], Tensor], inputs: Sequence[Tensor], upstream: Tensor) -> Run:
-    """A run of forward and backward that returns gradients instead of adding them to `.grad`."""
+    """Return a run of forward and backward that returns gradients instead of adding them to `.grad`."""
     return lambda: torch.autograd.grad(forward(), inputs, upstream)
 
 
 def able(
     forwards: Mapping[str, Callable[[], Tensor]], inputs: Sequence[Tensor], alike: bool
 ) -> dict[str, Callable[[], Tensor]]:
-    """The first of `forwards`, and those of the others that run at this shape and, where `alike`, give its output.
+    """Return the first of `forwards` and the baselines (the others) that run at this shape without an error.
 
-    That is to 5 %. The rest is left out with a warning: a kernel that was built for other sizes may be fast and wrong.
+    If `alike`, a baseline's output must also differ from the first one's by less than 5 %, since a kernel that was
+    built for other sizes may be fast and wrong. A warning names each excluded baseline.
     """
     first, *baselines = forwards
     out = {first: forwards[first]}
@@ -151,7 +152,7 @@ def able(
                 ours = forwards[first]().detach().float()
                 error = ((o.detach().float() - ours).norm() / ours.norm()).item()
                 assert error < 0.05, f"its output differs from ours by {error:.2g}"
-        # compilers and libraries refuse sizes in errors of their own
+        # compilers and libraries raise errors of many types for unsupported sizes
         except Exception as error:
             warnings.warn(f"{name} does not run here: {type(error).__name__}: {str(error)[:200]}", stacklevel=2)
         else:
@@ -170,11 +171,11 @@ def measure(
     alike: bool = False,
     repeats: int = 50,
 ) -> list[dict]:
-    """Rows of one shape: every implementation forward, and forward with backward, interleaved in one process.
+    """Return one row per implementation at one shape: times of forward, and of forward with backward, interleaved.
 
-    `forwards` maps an implementation's name to a function of no arguments that returns the output, the first our own;
-    a baseline that fails at this shape, or computes another result (`alike`), is left out. `inputs` are the leaves
-    to differentiate by; `first_calls` gives, by implementation, a function that measures its first call.
+    `forwards` maps an implementation's name to a function without arguments that returns the output; the first entry is
+    ours, the others are baselines, which `able` selects. Gradients are taken with respect to `inputs`. `first_calls`
+    maps an implementation's name to a function that measures its first call in seconds.
     """
     forwards = able(forwards, inputs, alike)
 
@@ -208,23 +209,23 @@ def measure(
 def measure_forms(
     op: str, shape: str, device: str, forward: Callable[[str], Tensor], inputs: Sequence[Tensor]
 ) -> list[dict]:
-    """Rows of one shape for each form of our kernels, `forward(impl)`, named with the version of Triton.
+    """Return the rows of one shape for each form of our kernels, computed by `forward(impl)`.
 
-    Rows of several versions stand beside each other in one file.
+    The rows' names contain the Triton version, so that one file can hold the rows of several versions.
     """
     names = {"gluon": "Gluon", "triton": "portable"} if device != "cpu" else {"reference": "reference"}
     forwards = {name: functools.partial(forward, impl) for impl, name in names.items()}
     rows = measure(op, shape, device, forwards, inputs, alike=True)
     if device == "cpu":
         return rows
-    # the one that is imported, which need not be the one that is installed
+    # the imported version may differ from the installed package's metadata
     from triton import __version__ as version
 
     return [{**row, "impl": f"{row['impl']}, Triton {version}"} for row in rows]
 
 
 def document_boundaries(device: str, documents: int = 100, tokens: int = 152_497) -> Tensor:
-    """`cu_seqlens` of packed documents, some of 64 tokens and some of thousands, as a corpus has them."""
+    """Return `cu_seqlens` of packed documents, about 70 to 7,000 tokens long, as in a corpus."""
     generator = torch.Generator().manual_seed(0)
     spread = (torch.rand(documents, generator=generator) * math.log(100)).exp()
     lengths = (spread / spread.sum() * tokens).long().clamp(min=1)
@@ -233,10 +234,10 @@ def document_boundaries(device: str, documents: int = 100, tokens: int = 152_497
 
 
 def measure_step(op: str, shape: str, device: str, forwards: Mapping[str, Callable[[], Tensor]]) -> list[dict]:
-    """Rows of a decoding step: every implementation without gradients, on a GPU as a CUDA graph.
+    """Return one row per implementation of a decoding step, without gradients; on a GPU as a CUDA graph.
 
-    `forwards` are as in `measure`, but a state may be updated by the first. A baseline that computes something
-    else is left out: it may not have read all of its inputs.
+    `forwards` are as in `measure`, but may update a state in place. A baseline whose output differs from ours is
+    excluded: it may not have read all of its inputs.
     """
     with torch.no_grad():
         runs: dict[str, Run] = {**able(forwards, (), alike=True)}
@@ -248,12 +249,12 @@ def measure_step(op: str, shape: str, device: str, forwards: Mapping[str, Callab
 
 
 def table(rows: Sequence[dict]) -> str:
-    """Return rows as text, a line each, for a terminal; a row has "–" under keys of other rows."""
+    """Return rows as a text table for a terminal, one line per row; "–" marks a key that the row lacks."""
 
     def cell(value: object) -> str:
         return "–" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
-    # one table has rows of several kinds
+    # rows may have different keys
     keys = list(dict.fromkeys(key for row in rows for key in row))
     cells = [keys] + [[cell(row.get(key)) for key in keys] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(keys))]

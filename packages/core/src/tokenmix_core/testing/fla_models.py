@@ -1,7 +1,7 @@
-"""FLA's models by definition: random folders in its layout, and their logits in plain PyTorch, without its kernels.
+"""Reference for FLA's models: random checkpoints in FLA's layout, and their logits in plain PyTorch.
 
-Written from fla-core 0.6 (`fla/models`, `fla/layers`), layer by layer, so that a model of such a folder can be
-compared with what it means there.
+The code follows fla-core 0.6 (`fla/models`, `fla/layers`) layer by layer, without FLA's kernels. Tests compare
+converted checkpoints with these logits.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 Weights = dict[str, Tensor]
-# of norms that take FLA's default, whatever the configuration says
+# eps of the norms for which FLA ignores the configuration
 _DEFAULT_EPS = 1e-5
 
 
 def fla_folder(path: Path, config: dict[str, Any], *, seed: int = 0) -> Weights:
-    """Make a folder of random weights in FLA's layout; returns the weights in float32 by FLA's names."""
+    """Write random weights in FLA's layout to a folder; return the weights in float32 by FLA's names."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in _shapes(config).items():
         x = torch.randn(shape, generator=generator)
-        # far from one and zero, so that a lost one is seen
+        # values far from the initial 1 and 0, so that a lost weight changes the logits
         weights[name] = 1 + x / 4 if "norm" in name else x * (shape[-1] ** -0.5 if len(shape) > 1 else 0.5)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""Gluon kernels on a CPU: their Python bodies run by torch, one program after another.
+"""Gluon kernels on a CPU: torch runs their Python code, one program after another.
 
 Triton's interpreter does not support Gluon. This emulator implements the part of Gluon that our kernels use. Layouts
 have no effect, async copies and MMAs complete at once, and warp partitions are threads that wait at barriers. It shows
@@ -24,14 +24,14 @@ from torch import Tensor
 from torch.library import CustomOpDef  # type: ignore[attr-defined]
 
 _GLUON = "triton.experimental.gluon"
-# where Triton has programmatic dependent launch
+# Triton's module with programmatic dependent launch
 _CUDA = "triton.language.extra.cuda"
-# torch does not compare unsigned integers
+# a marker instead of a dtype, because torch does not compare unsigned integers
 _UINT32 = "uint32"
 
 
 class Pointer:
-    """Elements of a flat tensor, by offsets."""
+    """A tensor of pointers: offsets into a flat tensor."""
 
     def __init__(self, base: Tensor, offset: Tensor):
         self.base, self.offset = base, offset
@@ -56,14 +56,14 @@ class Pointer:
 
     def store(self, x: Tensor, mask=None) -> None:
         offset, mask, x = torch.broadcast_tensors(self.offset, torch.tensor(True) if mask is None else mask, x)
-        # where nothing is stored the pointer may be into anything
+        # pointers that are fully masked may have another dtype
         if mask.any():
             assert x.dtype == self.base.dtype
             self.base[offset[mask]] = x[mask]
 
 
 class Shared:
-    """A tile of shared memory, NaN, or −1 for integers, until it is written."""
+    """A tile of shared memory, initially NaN (−1 for integers)."""
 
     layout = None
 
@@ -92,7 +92,7 @@ class Shared:
 
 
 class Barrier:
-    """An mbarrier: a phase ends when as many have arrived as were announced."""
+    """An mbarrier: a phase ends after `count` arrivals."""
 
     changed = threading.Condition()
     broken = False
@@ -109,7 +109,7 @@ class Barrier:
             Barrier.changed.notify_all()
 
     def wait(self, parity) -> None:
-        """Until the phase of this parity is over, as it is for 1 before the first one."""
+        """Wait until the phase of this parity has ended; before the first phase, parity 1 counts as ended."""
         with Barrier.changed:
             over = Barrier.changed.wait_for(lambda: Barrier.broken or self.parity != int(parity), timeout=60)
             assert over, "a barrier was waited for in vain"
@@ -117,7 +117,7 @@ class Barrier:
 
 
 class Barriers:
-    """Shared memory for barriers."""
+    """An array of barriers in shared memory."""
 
     def __init__(self, count: int):
         self.barriers = [Barrier() for _ in range(count)]
@@ -127,7 +127,7 @@ class Barriers:
 
 
 def _allocate(dtype: torch.dtype, shape: Sequence[int], layout) -> Shared | Barriers:
-    """Barriers are 64-bit integers, as nothing else in shared memory is."""
+    """Allocate shared memory: barriers if the dtype is int64, which kernels use for nothing else."""
     if dtype == torch.int64:
         return Barriers(shape[0])
     return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype))
@@ -137,7 +137,7 @@ def _warp_specialize(partitions: Sequence[tuple[Callable, tuple]], warps, regist
     @torch.no_grad()
     def run(function: Callable, arguments: tuple) -> None:
         try:
-            # values are mutable here, and each partition has its own
+            # each partition gets a copy, because torch tensors are mutable and Gluon values are not
             function(*(x.clone() if isinstance(x, Tensor) else x for x in arguments))
         except BaseException:
             with Barrier.changed:
@@ -153,7 +153,7 @@ def _warp_specialize(partitions: Sequence[tuple[Callable, tuple]], warps, regist
 
 
 class Jit:
-    """A kernel to launch, or a function inside one."""
+    """A kernel, or a device function that kernels call."""
 
     def __init__(self, function: Callable, language: ModuleType):
         self.function, self.language = function, language
@@ -178,8 +178,8 @@ class Jit:
 
 
 def _argument(x, annotation):
-    """A pointer or a number as a kernel sees it; compile-time values as they are."""
-    # annotations are strings where a module postpones them
+    """Convert a kernel argument: tensors to pointers, numbers to tensors, constexprs and None unchanged."""
+    # annotations are strings in modules with `from __future__ import annotations`
     if x is None or "constexpr" in str(getattr(annotation, "__name__", annotation)):
         return x
     return Pointer(x.view(-1), torch.tensor(0)) if isinstance(x, Tensor) else torch.tensor(x)
@@ -194,12 +194,12 @@ def _binary(function: Callable) -> Callable:
 
 
 def constexpr(x=None):
-    """A compile-time value is itself."""
+    """Return the compile-time value unchanged."""
     return x
 
 
 def _where(condition: Tensor, x, y):
-    """One of two addresses, or of two tensors' elements."""
+    """Select one of two pointers, or select elementwise from two tensors."""
     if isinstance(x, Pointer):
         return x if condition else y
     return torch.where(*map(torch.as_tensor, (condition, x, y)))
@@ -215,7 +215,7 @@ def _register_mma(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
 
 
 def _rounded_once(a: Tensor, b: Tensor) -> Tensor:
-    """Return the matmul in float64, rounded: equal on all processors."""
+    """Return the matmul in float64, rounded to float32, so that all processors give equal results."""
     return (a.double() @ b.double()).float()
 
 
@@ -232,7 +232,7 @@ def _sums(values: Sequence[Tensor], axis: int, combine: Callable) -> tuple[Tenso
 
 
 def _assembly(asm: str, constraints: str, args: Sequence[Tensor], **options) -> Tensor | None:
-    """A logarithm or a reciprocal; all else changes nothing, but keeps the compiler from knowing it."""
+    """Compute a logarithm or reciprocal; other assembly is opaque to LICM only: return its first argument."""
     if asm.startswith("lg2"):
         return args[0].log2()
     if asm.startswith("rcp"):
@@ -302,7 +302,7 @@ def _emulated_modules() -> dict[str, ModuleType]:
         async_load=lambda shared, p, mask=None: shared.store(p.load(mask)),
         commit_group=lambda: None,
         wait_group=lambda outstanding: None,
-        # each thread of four warps tells of its copies
+        # each of the 128 threads of four warps arrives
         mbarrier_arrive=lambda barrier, increment_count: barrier.arrive(128),
     )
     vars(ampere).update(async_copy=async_copy, mma_v2=_register_mma)
@@ -328,7 +328,7 @@ def _emulated_modules() -> dict[str, ModuleType]:
 
 
 def _rebound(function: Any, language: ModuleType) -> FunctionType:
-    """A device function of Triton's, and those that it calls, as Python that computes by the emulator."""
+    """Return a Triton device function as Python code on the emulator; do so for the device functions it calls, too."""
     python = function.fn
     scope = python.__globals__
     known = {name: scope[name] for name in python.__code__.co_names if name in scope}
@@ -336,7 +336,7 @@ def _rebound(function: Any, language: ModuleType) -> FunctionType:
 
 
 def _usable(names: Mapping[str, Any], language: ModuleType) -> dict[str, Any]:
-    """Of names in a module those that stand for something of Triton's, with what a kernel on a CPU takes instead."""
+    """Return replacements for the Triton objects in a namespace: values of constexprs, emulated device functions."""
     out: dict[str, Any] = {}
     for name, x in names.items():
         if isinstance(x, triton.language.constexpr):
@@ -347,15 +347,17 @@ def _usable(names: Mapping[str, Any], language: ModuleType) -> dict[str, Any]:
 
 
 def _steps(*bounds) -> Iterator[Tensor]:
-    """A kernel's loop variable is a number on the device."""
+    """Replace `range` in kernels: yield the loop variable as a tensor, as in a kernel."""
     return (torch.tensor(i) for i in range(*map(int, bounds)))
 
 
 def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[ModuleType]:
-    """Modules of kernels and their launchers, imported again with this emulator, and what they need of `shared` modules
-    elsewhere; those imported before stay. Device functions of Triton's that they import compute by the emulator, too.
+    """Import modules of kernels and their launchers again, on the emulator, and return them.
 
-    Modules with torch operators are not imported again: a second registration would take away what the first one holds.
+    The modules of `package` and of the prefixes `shared` that they import are imported again, too; `sys.modules` is
+    restored afterwards. Triton device functions that the returned modules import run on the emulator as well.
+
+    Modules with torch operators are not imported again: a second registration would replace the first one.
     """
     prefixes = (f"{package}.", _GLUON, _CUDA, *shared)
     before = {
@@ -369,7 +371,7 @@ def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[Modu
     kept = {name for name in sys.modules if name.startswith(prefixes)}
     emulated = _emulated_modules()
     sys.modules.update(emulated)
-    # a package's attribute is found before a module's name
+    # `from triton.experimental import gluon` reads this attribute before `sys.modules`
     experimental = vars(importlib.import_module("triton.experimental"))
     real = experimental.pop("gluon", None)
     try:
@@ -383,7 +385,7 @@ def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[Modu
         sys.modules.update(before)
         if real is not None:
             experimental["gluon"] = real
-        # an import makes a module an attribute of its package
+        # the imports set attributes of the package: restore them
         parent = vars(sys.modules[package])
         for name in parent.keys() - attributes:
             del parent[name]

@@ -1,4 +1,4 @@
-"""Refuse launches; count replays of the launch cache, on a CPU with kernels of the interpreter."""
+"""Forbid launches, and count replays of the launch cache; on a CPU with interpreted kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenmix_core.kernels.launch.pdl import PDL
 
 @contextmanager
 def no_launches() -> Iterator[None]:
-    """Within it, a launch of a kernel is an AssertionError."""
+    """Raise an AssertionError if a kernel is launched inside the block."""
     from tokenmix_core.kernels.launch import launcher
 
     def refuse(launch: tuple) -> NoReturn:
@@ -32,7 +32,7 @@ def no_launches() -> Iterator[None]:
 
 @contextmanager
 def replays() -> Iterator[list[int]]:
-    """Yield the number of replayed calls inside the block, as a list of one element."""
+    """Count the replayed calls inside the block; yield a list whose only element is the count."""
     made, compiled = [0], codegen.compiled
 
     def counted(*captured: Any) -> Callable:
@@ -54,7 +54,7 @@ def replays() -> Iterator[list[int]]:
 
 
 def _take_for_a_gpu(patch: pytest.MonkeyPatch) -> None:
-    """Let a CPU pass for a device that kernels are launched on by their addresses."""
+    """Make the launch cache treat a CPU like a GPU."""
     from tokenmix_core.kernels.launch import launcher
 
     patch.setattr(replay, "on_gpu", lambda x: True)
@@ -67,7 +67,7 @@ def _take_for_a_gpu(patch: pytest.MonkeyPatch) -> None:
 
 
 def _let_launches_be_taken(patch: pytest.MonkeyPatch, launches: list | None = None) -> None:
-    """Hand launches of the interpreter's kernels to the function that takes those of `cached_launch`."""
+    """Pass launches of interpreted kernels to the launch cache, like those of `cached_launch`."""
     from triton.runtime.interpreter import InterpretedFunction
 
     from tokenmix_core.kernels.launch import launcher
@@ -78,7 +78,7 @@ def _let_launches_be_taken(patch: pytest.MonkeyPatch, launches: list | None = No
             if take is None:
                 kernel.run(*args, grid=grid, warmup=False, **options)
             else:
-                # all arguments in order, without PDL; the remaining options are the compiler's
+                # pass all kernel arguments by position, with PDL off; the remaining options are the compiler's
                 options = {PDL: False, **options}
                 args = (*args, *(options[name] for name in kernel.arg_names[len(args) :]))
                 take((_Interpreted(kernel, launches), grid, args, {}))
@@ -89,7 +89,7 @@ def _let_launches_be_taken(patch: pytest.MonkeyPatch, launches: list | None = No
 
 
 class _Packed:
-    """A launch without its tensors: their dtypes and addresses alone."""
+    """A launch that keeps the dtypes and addresses of its tensors instead of the tensors."""
 
     def __init__(self, kernel: Any, grid: tuple, args: tuple, pointers: dict[int, tuple[int, int]]) -> None:
         self.kernel, self.grid, self.pointers = kernel, grid, pointers
@@ -98,7 +98,7 @@ class _Packed:
 
 
 class _Interpreted:
-    """A kernel of the interpreter with the interface of a launcher of `cached_launch`."""
+    """An interpreted kernel with the interface of `cached_launch`'s launchers."""
 
     def __init__(self, kernel: Any, launches: list[_Packed] | None) -> None:
         self.fn, self._launches = kernel, launches
@@ -107,7 +107,7 @@ class _Interpreted:
         return self.fn[grid]
 
     def packing(self, grid: tuple, args: tuple, options: dict) -> Callable[[dict], bytes]:
-        """Return `pack(pointers)`, which packs the launch's index."""
+        """Return `pack(pointers)`, which packs the index of this launch instead of its arguments."""
 
         def pack(pointers: dict) -> bytes:
             assert self._launches is not None
@@ -118,7 +118,7 @@ class _Interpreted:
 
 
 def _launch(launches: list[_Packed], packed: bytes, addresses: tuple) -> None:
-    """Do the work of the C launcher for kernels of the interpreter."""
+    """Run interpreted kernels from packed arguments, in place of the C launcher."""
     for (number,) in struct.iter_unpack("q", packed):
         found = launches[number]
         args, known = list(found.args), {}
@@ -128,7 +128,7 @@ def _launch(launches: list[_Packed], packed: bytes, addresses: tuple) -> None:
                 args[i] = torch.empty(0, dtype=args[i])
                 continue
             address = addresses[name] + offset
-            # one storage for each address, as the interpreter tells memory apart
+            # one storage per address, because the interpreter identifies memory by its storage
             if address not in known:
                 known[address] = torch.frombuffer((ctypes.c_char * 8).from_address(address), dtype=torch.uint8)
             args[i] = known[address].view(args[i])

@@ -1,4 +1,4 @@
-"""The part of every operation's contract that holds whatever the layout of its tensors in memory."""
+"""Tests that an operation's results do not depend on the memory layout of its tensors."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tokenmix_core.testing.layouts import LAYOUTS, Layout, Named, copies, laid_o
 
 # layouts in which a call is repeated until the launch cache replays it: fewer on a CPU, to save time
 OF_LAUNCH_CACHE = (*LAYOUTS,) if torch.cuda.is_available() else ("slices",)
-# layouts of the calls beside `neighbours` on a CPU
+# layouts in which calls other than `neighbours` are tested on a CPU
 OF_FURTHER_CALLS = ("every second element", "expanded")
-# the layouts of steps, whose state is written to
+# layouts in which decoding steps, which write to their state, are tested
 OF_STEPS = ("transposed", "every second element", "slices", "offset")
 
 
 class LayoutTests:
-    """Inherited by `OpContract`: results do not depend on how arguments and gradients lie in memory.
+    """Part of `OpContract`: results do not depend on the memory layout of arguments and gradients.
 
     Attributes:
-        laid: by name, sizes of calls beside `neighbours`, such as with other arguments; on a CPU in two layouts.
-        on_gpu: by name, sizes of calls that only a GPU makes: of heads that other kernels take.
-        impls: implementations beside those that other tests run, where there is a GPU.
-        mutated: arguments that are written to and must be contiguous; a malformed call says so.
+        laid: by name, sizes of further calls, such as with other arguments; on a CPU they are tested in two layouts.
+        on_gpu: by name, sizes of calls that are tested only on a GPU, because other kernels compute them.
+        impls: further implementations that are tested on a GPU.
+        mutated: arguments that the operation updates in place; they must be contiguous, else the call raises.
     """
 
     laid: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -38,7 +38,7 @@ class LayoutTests:
     mutated: ClassVar[tuple[str, ...]] = ()
 
     def laid_calls(self) -> list[tuple[str, str | None]]:
-        """Return which calls are made by which implementation."""
+        """Return the tested pairs of a call's name and an implementation."""
         here: Any = self
         gpu = torch.cuda.is_available()
         impls = [*here.eager, *(("triton",) if here.kernels else ()), *(self.impls if gpu and here.kernels else ())]
@@ -46,7 +46,7 @@ class LayoutTests:
         return [(name, impl) for name in names for impl in dict.fromkeys(impls)]
 
     def layout_dtype(self) -> torch.dtype:
-        """Return the dtype of calls in several layouts: of 16 bits where kernels take it, to begin 2 bytes aside."""
+        """Return the dtype of the calls: 16 bits if the kernels support it, so that `offset` shifts by 2 bytes."""
         here: Any = self
         if not here.kernels:
             return torch.float32
@@ -61,14 +61,14 @@ class LayoutTests:
         try:
             compared = Compared(here, form, impl, call)
         except ValueError as error:
-            # what only some sizes have kernels for
+            # an implementation asked for by name may not support these sizes
             if impl in (None, "reference", "triton") or f"impl={impl!r}" not in str(error):
                 raise
             pytest.skip(str(error))
         every = name == "neighbours" or torch.cuda.is_available()
         plain = Layout(copies, copies)
         with replays():
-            # the launch cache holds the contiguous call, then that in each layout
+            # fill the launch cache with the contiguous call first, then repeat the call in each layout
             for _ in range(2 if every else 0):
                 compared.run(plain)
             for title in LAYOUTS if every else OF_FURTHER_CALLS:
@@ -111,7 +111,7 @@ class Compared:
         try:
             got = self.run(layout)
         except ValueError as error:
-            # kernels that were asked for by name may refuse arguments of this layout, but never gradients
+            # an implementation asked for by name may refuse arguments in this layout, but not gradients
             if f"impl={self.impl!r} takes tensors that begin" not in str(error):
                 raise
             layout = layout._replace(arguments=copies)
@@ -121,7 +121,7 @@ class Compared:
         for name, x in got.items():
             where = f"{title}: {name}"
             if x.is_floating_point():
-                # a tensor that is read wrongly errs by about 1, one row of a thousand by .03
+                # reading a whole tensor wrongly gives an error of about 1, reading one row in a thousand wrongly .03
                 assert relative_error(x, wanted[name]) <= 8 * granted(self.eps), where
             else:
                 assert torch.equal(x, wanted[name]), where

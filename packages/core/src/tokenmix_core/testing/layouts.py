@@ -1,4 +1,4 @@
-"""Tensors of equal shape that lie differently in memory."""
+"""Layouts: tensors with equal elements and different strides, offsets or storages."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Layout(NamedTuple):
     """How the arguments of a call and the gradients of its outputs lie in memory.
 
     Attributes:
-        arguments: a function of all arguments with gradients by name.
-        gradients: the same for the gradients of outputs.
-        others: the same for arguments without gradients, whose elements must not change.
-        repeats: whether elements differ from those that are laid out.
-        alone: whether the gradient of the first output alone is asked for, too, on a CPU.
+        arguments: maps the arguments with gradients, by name, to tensors in this layout.
+        gradients: maps the gradients of the outputs, by name, to tensors in this layout.
+        others: maps the arguments without gradients, by name, to this layout; the elements must stay equal.
+        repeats: whether the layout changes the elements, such as by repeating some.
+        alone: whether gradients through the first output alone are also tested on a CPU.
     """
 
     arguments: Callable[[Named], dict[str, Tensor]]
@@ -30,7 +30,7 @@ class Layout(NamedTuple):
 
 
 def each(change: Callable[[Tensor], Tensor]) -> Callable[[Named], dict[str, Tensor]]:
-    """Return a function that changes every tensor alone."""
+    """Return a function that applies `change` to every tensor of a dict."""
     return lambda tensors: {name: change(x) for name, x in tensors.items()}
 
 
@@ -40,7 +40,7 @@ def copies(tensors: Named) -> dict[str, Tensor]:
 
 
 def laid_out(options: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    """Return the arguments without gradients in a layout: tensors and tuples of them.
+    """Return the arguments without gradients (tensors and tuples of tensors) in a layout.
 
     `cu_seqlens` must be contiguous.
     """
@@ -55,7 +55,7 @@ def laid_out(options: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
 
 
 def unwritten(x: Tensor, size: Iterable[int]) -> Tensor:
-    """Return a tensor like x whose elements, if read, change every result: NaN, or the greatest integer."""
+    """Return a tensor of x's dtype filled with NaN (or the greatest integer), so that reading an element shows."""
     greatest: Any = torch.nan if x.is_floating_point() else True if x.dtype == torch.bool else torch.iinfo(x.dtype).max
     return x.new_full(tuple(size), greatest)
 
@@ -83,7 +83,7 @@ def strided(x: Tensor) -> Tensor:
 
 
 def sliced(x: Tensor) -> Tensor:
-    """Return x as a part of rows that are one element longer, and of more rows."""
+    """Return x as a slice of a larger tensor, with longer and more rows."""
     if not x.dim():
         return x
     wide = unwritten(x, (n + 1 for n in x.shape))
@@ -91,12 +91,12 @@ def sliced(x: Tensor) -> Tensor:
 
 
 def offset(x: Tensor) -> Tensor:
-    """Return contiguous x that begins one element behind an aligned address."""
+    """Return contiguous x that begins one element after an aligned address."""
     return unwritten(x, (x.numel() + 1,))[1:].view(x.shape).copy_(x)
 
 
 def expanded(*axes: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that repeats the first element along axes, without memory for the repetitions."""
+    """Return a function that expands the first element along the axes, with stride 0."""
 
     def expand(x: Tensor) -> Tensor:
         first = x
@@ -109,13 +109,13 @@ def expanded(*axes: int) -> Callable[[Tensor], Tensor]:
 
 
 def repeated_rows_and_heads(tensors: Named) -> dict[str, Tensor]:
-    """Expand every tensor along its first axis, every second one along its third instead."""
+    """Expand every other tensor along its first axis, and the rest along the third axis."""
     changes = (expanded(0), expanded(2))
     return {name: changes[i % 2 and x.dim() > 2](x) for i, (name, x) in enumerate(tensors.items())}
 
 
 def of_a_sum(x: Tensor) -> Tensor:
-    """Return the gradient of a sum of all elements times the first element of x."""
+    """Return the first element of x expanded to all axes, the gradient of (a multiple of) a sum."""
     return x.flatten()[:1].clone().view((1,) * x.dim()).expand(x.shape)
 
 

@@ -18,13 +18,13 @@ from tokenmix_core.testing.fake_cuda_graph import capture_work
 
 
 def run_mixer(mixer: Mixer, x: Tensor, *, cu_seqlens: Tensor | None = None, **inputs) -> Tensor:
-    """The mixer's outputs for whole sequences, without a state."""
+    """Return the mixer's outputs for whole sequences, without a state."""
     positions = torch.arange(x.shape[1]) if cu_seqlens is None else _restarted(cu_seqlens)
     return mixer(x, cu_seqlens=cu_seqlens, rotary=_rotary(mixer, positions), **inputs)[0]
 
 
 def run_in_parts(mixer: Mixer, x: Tensor, parts: list[int], **inputs) -> tuple[Tensor, HybridCache]:
-    """The mixer's outputs for parts of the sequences, and the cache that carried it from one to the next."""
+    """Return the mixer's outputs for sequences passed in parts, and the cache that holds the state between parts."""
     cache, outputs, start = HybridCache([mixer.make_state()]), [], 0
     for part in x.split(parts, 1):
         cache.begin(x.shape[0], part.shape[1], x.device)
@@ -36,7 +36,7 @@ def run_in_parts(mixer: Mixer, x: Tensor, parts: list[int], **inputs) -> tuple[T
 
 
 def run_captured(mixer: Mixer, x: Tensor, prompt: int, **inputs) -> tuple[Tensor, HybridCache]:
-    """Run a prompt and single tokens in fixed storage, by a captured and replayed step; see `run_in_parts`."""
+    """Run a prompt, then capture and replay steps of one token on a cache with fixed storage; see `run_in_parts`."""
     cache, table, B = HybridCache([mixer.make_state()]), _table(mixer), len(x)
     cache.begin(B, prompt, x.device)
     outputs = [mixer(x[:, :prompt], state=cache.layers[0], rotary=_rotary(mixer, torch.arange(prompt)), **inputs)[0]]
@@ -67,12 +67,12 @@ def run_captured(mixer: Mixer, x: Tensor, prompt: int, **inputs) -> tuple[Tensor
 
 
 def addresses(cache: HybridCache) -> list[int]:
-    """Where the tensors of a cache lie."""
+    """Return the addresses of a cache's tensors."""
     return [x.data_ptr() for layer in cache.layers for part in layer.parts.values() for x in part.tensors]
 
 
 def random_parts(total: int, rng: random.Random) -> list[int]:
-    """A split of `total` tokens into parts, single steps among them."""
+    """Return a random split of `total` tokens into parts of 1 to 13 tokens."""
     parts = []
     while total:
         parts.append(min(total, rng.choice([1, 1, 1, 2, 3, 5, 8, 13])))
@@ -81,13 +81,13 @@ def random_parts(total: int, rng: random.Random) -> list[int]:
 
 
 class MixerContract:
-    """Inherit it as `TestX(MixerContract)` and set `cases`: names, and functions that build a small mixer.
+    """Tests of a token mixer. A subclass `TestX(MixerContract)` sets `cases`.
 
     Attributes:
         cases: by name, a function that returns a mixer of width `width`.
         width: D.
         tokens: length of the test sequences, longer than any window among the cases.
-        inputs: the extra inputs that every call gets.
+        inputs: further inputs that every call passes to the mixer.
     """
 
     cases: ClassVar[dict[str, Callable[[], Mixer]]] = {}
@@ -112,7 +112,7 @@ class MixerContract:
         return torch.randn(3, self.tokens, self.width, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     def trained(self, x: Tensor) -> dict:
-        """The extra inputs of a call in training."""
+        """Return the further inputs of a call in training."""
         return self.inputs
 
     @torch.no_grad()
@@ -181,7 +181,7 @@ class MixerContract:
             assert p.grad.any(), name
 
     def test_every_parameter_has_a_gradient_where_a_token_is_all_there_is(self, mixer, x):
-        # of zeros where nothing is learned: what trains on several devices waits for all of them
+        # zeros instead of None if a parameter has no effect: data-parallel training waits for every gradient
         token = x[:, :1]
         run_mixer(mixer.train(), token, **self.trained(token)).square().sum().backward()
         assert [name for name, p in mixer.named_parameters() if p.grad is None] == []

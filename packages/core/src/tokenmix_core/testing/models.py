@@ -24,7 +24,7 @@ from tokenmix_core.training.cuda_graph import GraphedStep, Losses
 
 
 def logits_in_parts(model, ids: Tensor, parts: list[int], mask: Tensor | None = None, **inputs) -> Tensor:
-    """Logits of a sequence fed in parts through a cache."""
+    """Return the logits of sequences that are passed to the model in parts, with a cache."""
     cache, outputs, start = model.make_cache(), [], 0
     for part in ids.split(parts, 1):
         start += part.shape[1]
@@ -34,20 +34,20 @@ def logits_in_parts(model, ids: Tensor, parts: list[int], mask: Tensor | None = 
 
 
 def left_padded(lengths: list[int], tokens: int) -> Tensor:
-    """An attention mask `[B, tokens]` of rows that end with `lengths` real tokens."""
+    """Return an attention mask `[B, tokens]`: row i has `lengths[i]` real tokens after its padding."""
     return (torch.arange(tokens) >= tokens - torch.tensor(lengths).unsqueeze(1)).long()
 
 
 class ModelContract(CacheContract, CheckpointContract, ModulesContract, ResidualContract, LengthsContract):
-    """Inherit it as `TestX(ModelContract)` and set `configs`.
+    """Tests of a model family. A subclass `TestX(ModelContract)` sets `configs`.
 
     Attributes:
         configs: by name, the fields of a tiny configuration: at most a few layers, a vocabulary of at least 50.
-        config_class, model_class, causal_lm_class: of the family.
-        inputs: the extra inputs that every call gets.
+        config_class, model_class, causal_lm_class: the classes of the family.
+        inputs: further inputs that every call passes to the model.
         tokens: length of the test sequences, longer than any window among the configurations.
-        traced: the fields of tiny configurations that torch.compile traces as on a GPU, whose heads kernels take; all
-            kinds of mixers among them.
+        traced: by name, the fields of tiny configurations that torch.compile traces as on a GPU. They include all kinds
+            of mixers, with head sizes that the kernels support.
     """
 
     configs: ClassVar[dict[str, dict[str, Any]]] = {}
@@ -72,7 +72,7 @@ class ModelContract(CacheContract, CheckpointContract, ModulesContract, Residual
     def model(self, config) -> HybridForCausalLM:
         torch.manual_seed(0)
         model = self.causal_lm_class(config).eval()
-        # larger than the usual start, so that a layer that is wrong shows in the logits
+        # larger than the usual initial weights, so that an error in a layer changes the logits noticeably
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if name.endswith("proj.weight"):
@@ -89,7 +89,7 @@ class ModelContract(CacheContract, CheckpointContract, ModulesContract, Residual
         for parts in ([1] * self.tokens, random_parts(self.tokens, rng), random_parts(self.tokens, rng)):
             assert relative_error(logits_in_parts(model, ids, parts, **self.inputs), whole) < 1e-4, parts
 
-    # 4: parts of padding alone come first
+    # with 4, the first parts of a split consist of padding only
     @pytest.mark.parametrize("padded_everywhere", [0, 4])
     @torch.no_grad()
     def test_padding_changes_nothing_in_any_split(self, model, ids, padded_everywhere):
@@ -276,12 +276,12 @@ class ModelContract(CacheContract, CheckpointContract, ModulesContract, Residual
                 terms = {k: v.detach().sum() for k, v in (out.auxiliary or {}).items() if k.endswith("_loss")}
                 return Losses(out.loss.detach(), terms)
 
-            # on a GPU kernels are captured
+            # eager operations are captured on a CPU, kernels on a GPU
             with graphs_everywhere(eager=True):
                 make = GraphedStep(learner, ids.device) if captured else lambda passes, *given: passes(*given)
             generator, seen = torch.Generator().manual_seed(0), []
             torch.manual_seed(0)
-            # with three micro-batches an update, all passes of the second update are captured or replayed
+            # an update has three micro-batches; all passes from the second update on are captured or replayed
             for i in range(12):
                 row = ids[:, torch.randperm(ids.shape[1], generator=generator)]
                 found = make(passes, {"input_ids": row, "labels": row, **self.inputs}, torch.tensor(100 + i))
@@ -315,7 +315,7 @@ class ModelContract(CacheContract, CheckpointContract, ModulesContract, Residual
     def test_one_graph_serves_all_lengths_and_counts_of_documents(self, traced_case, form):
         torch.compiler.reset()
         model = by_kernels(self.causal_lm_class(self.config_class(**self.traced[traced_case])))
-        # padding is scored, and not trained on: losses of a mixer's own cannot leave it out
+        # no training on padded batches: the auxiliary losses of mixers cannot exclude padding
         training = form != "padded"
         graphs = CountedGraphs()
         compiled = torch.compile(model.train(training), fullgraph=True, backend=graphs)

@@ -1,4 +1,4 @@
-"""The contract that a model calls its modules: hooks and adapters take effect in every form of a call, or it raises."""
+"""Tests that a model calls its modules: hooks and adapters take effect in every form of a call, or the call raises."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from tokenmix_core.testing.closeness import relative_error
 
-# tokens before a decoding step, from the end of the test's sequences, and steps
+# tokens between the end of the prompt and the end of the sequence; decoding steps
 BEFORE_END, STEPS = 12, 3
 
 
 def own_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules with parameters of their own by name, those of the first layer of each kind."""
+    """Return by name the modules that own parameters; of several layers with equal mixers only those of the first."""
     found, kinds = {}, set()
     for name, module in model.named_modules():
         if not any(x is not None for x in module._parameters.values()):
@@ -33,12 +33,12 @@ def own_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class Forms:
-    """The forms of a model's call, as functions that return what they compute in one row.
+    """The forms of a model's call: `forms(name)` runs one of `names` and returns its results as one vector.
 
     Args:
         model: a causal language model.
         ids: `[B, T]`.
-        inputs: the extra inputs of each call.
+        inputs: further inputs of each call.
     """
 
     names = ("training", "evaluation", "prefill", "decoding")
@@ -50,7 +50,7 @@ class Forms:
             self.cache = self._cached()[0]
 
     def __call__(self, name: str) -> Tensor:
-        # dropout, where there is any, is alike
+        # equal dropout in all calls
         torch.manual_seed(0)
         self.model.train(name == "training")
         if name == "training":
@@ -59,7 +59,7 @@ class Forms:
             if name == "prefill":
                 return self._cached()[1].flatten()
             if name == "decoding":
-                # the prompt was read before anything was changed
+                # the cache was filled before any module was changed
                 return torch.cat(list(self._steps(copy.deepcopy(self.cache)))).flatten()
             out = self.model(input_ids=self.ids, labels=self.ids, use_cache=False, **self.inputs)
             return torch.cat((out.loss.view(1), out.logits.flatten()))
@@ -77,7 +77,7 @@ class Forms:
 
 
 def moved(x: Any, generator: torch.Generator, scale: float = 2.0) -> Any:
-    """Return a module's output, or a parameter, moved by random numbers of `scale` times its own size."""
+    """Return a module's output, or a parameter, plus noise whose RMS is `scale` times that of the tensor."""
     if isinstance(x, Tensor):
         size = x.detach().double().square().mean().sqrt().item() or 1.0
         noise = torch.randn(x.shape, generator=generator, dtype=torch.float64)
@@ -86,7 +86,7 @@ def moved(x: Any, generator: torch.Generator, scale: float = 2.0) -> Any:
 
 
 class ModulesContract:
-    """Part of `ModelContract`: changes of a module show in training, evaluation, prefill and decoding alike."""
+    """Part of `ModelContract`: a changed module changes the results of training, evaluation, prefill and decoding."""
 
     inputs: ClassVar[dict] = {}
 
@@ -98,10 +98,10 @@ class ModulesContract:
             for name in forms.names:
                 with _changed(module, lambda p: moved(p, torch.Generator().manual_seed(0))):
                     if torch.equal(forms(name), exact[name]):
-                        # such a call, as of attention alone, does not use the module
+                        # this form of the call does not use the module
                         continue
                 seen.add(path)
-                # scores that are compared with a threshold need not change sides at the first try; each goes farther
+                # a small change may leave a score on one side of its threshold: try changes up to 16 times as large
                 assert any(
                     not torch.equal(_hooked(module, lambda: forms(name), seed), exact[name])  # noqa: B023
                     for seed in range(1, 17)
@@ -147,13 +147,13 @@ class ModulesContract:
             handle.remove()
         for i, n in enumerate(lengths):
             assert relative_error(together[i, -n:], alone[i]) < 1e-4, n
-            # the last position of a shorter row is padding, which no loss reads
+            # in a shorter row the hook changed the last position, which is padding and enters no loss
             assert n == tokens or relative_error(right[i, :n], plain[i, :n]) < 1e-4, n
 
     @torch.no_grad()
     def test_each_row_of_a_padded_batch_has_its_own_adapter(self, model, ids):
         peft = pytest.importorskip("peft")
-        # scores are of chunks, which are no tokens of a row
+        # score projections take chunks instead of batch rows, so adapters per row do not apply to them
         linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
         names = [name for name in linear if "score" not in name and name != "lm_head"]
         config = peft.LoraConfig(r=2, target_modules=names, init_lora_weights=False)
@@ -170,7 +170,7 @@ class ModulesContract:
 
     def test_adapters_on_every_linear_layer_take_effect_and_merge(self, model, ids):
         peft = pytest.importorskip("peft")
-        # merged into a tied weight, the head's adapter would change the embedding as well
+        # untie the weights: an adapter of the head, merged into a tied weight, would change the embedding as well
         model.config.tie_word_embeddings = False
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
         names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
@@ -186,7 +186,7 @@ class ModulesContract:
         base = Forms(model, ids, self.inputs)
         exact = {name: base(name).detach() for name in base.names}
         base("training").sum().backward()
-        # such as the gates of a layer whose window is full
+        # modules without a gradient in the base model, such as gates of a layer whose window covers all tokens
         idle = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
         adapted = peft.get_peft_model(copy.deepcopy(model), config)
         learned = [(name, p) for name, p in adapted.named_parameters() if p.requires_grad]
@@ -206,7 +206,7 @@ class ModulesContract:
 
 
 def _hooked(module: nn.Module, call: Callable[[], Tensor], seed: int) -> Tensor:
-    """Return what a call computes while a hook moves the module's output, farther with each seed from 1 on."""
+    """Return the result of a call while a hook adds noise to the module's output, in proportion to `seed`."""
     calls: list[int] = []
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
@@ -224,7 +224,7 @@ def _hooked(module: nn.Module, call: Callable[[], Tensor], seed: int) -> Tensor:
 
 @contextmanager
 def _changed(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Within it, the module's own parameters are others."""
+    """Apply `change` to the module's own parameters inside the block."""
     before = dict(module._parameters)
     module._parameters.update(
         {name: p if p is None else nn.Parameter(change(p.detach())) for name, p in before.items()}

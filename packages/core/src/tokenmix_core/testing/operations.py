@@ -19,15 +19,15 @@ from tokenmix_core.testing.layout_contract import LayoutTests
 from tokenmix_core.testing.refusals import RefusalTests
 from tokenmix_core.testing.tracing import CountedGraphs
 
-# of a kernel on a GPU; the interpreter has no bfloat16
+# the 16-bit dtype in which kernels are tested: the interpreter does not support bfloat16
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 DTYPES = {"float32": torch.float32, "half": HALF}
-# what `opcheck` looks at
+# the checks that `opcheck` can run
 ALL_CHECKS = (
     "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static",
     "test_aot_dispatch_dynamic",
 )  # fmt: skip
-# by the attribute that describes it, the tests of each property
+# the tests of each property, by the attribute that describes the property
 PROPERTIES = {
     "cases": ("test_the_reference_is_the_definition",),
     "lengths": ("test_ragged_lengths_give_what_the_definition_gives",),
@@ -54,42 +54,43 @@ Malformed = Mapping[str, tuple[Any, str]]
 
 
 class OpContract(LayoutTests, RefusalTests):
-    """Inherit it as `TestX(OpContract)`, and describe the operation: each property, or why it has it not.
+    """Tests of an operation. A subclass `TestX(OpContract)` describes the operation's properties by attributes.
 
-    A property is described by an attribute, and the attributes that are not set are named in `absent`.
+    The properties that the operation does not have are named in `absent`.
 
     Attributes:
-        covers: the public functions that are described.
-        absent: by attribute, why there is no such property.
-        forms: by name, functions of one mathematics: of all arguments by name and `impl`, `results` of what they return
-            being tensors by name.
+        covers: the public functions that the tests cover.
+        absent: maps the attribute of each missing property to the reason why the operation lacks the property.
+        forms: by name, functions that compute the operation in different forms. They take all arguments by name and
+            `impl`; `results` turns the returned value into tensors by name.
         differentiable: whether results have gradients.
-        eager: implementations on any device that answer to the definition in float64.
+        eager: implementations that run on any device and are compared with the definition in float64.
         tokens: arguments with tokens along their second axis.
-        grows: others whose second axis follows from the number of tokens.
-        past: tokens of which a part needs all that came before.
-        state: the argument that a state enters by, and the result that it leaves by.
-        final: results that are one for a sequence, where the state is not itself such a result.
-        shared: arguments that belong to no row.
-        dtypes: names of those that kernels are run in.
-        cases: by name, sizes of calls that the definition is asked for.
-        lengths: T where parts of the computation begin and end.
-        kernels: by name, what the kernels are run on.
-        factor: how many times the eager reference's error theirs may be.
-        floor: the error that is always allowed, of a result's name and the eps of the inputs' dtype; `assert_agrees` by
-            default.
-        parts: by name, sizes of calls that are made in parts.
-        step: the function of one token, which writes to its argument `state`, and sizes of a call that it repeats.
-        malformed_steps: as `malformed`, of the step.
-        packed: by name, sizes of packed calls, with an empty document and one of a token.
-        neighbours: sizes of a call of three rows.
-        traced: sizes of a call that is compiled for several lengths.
-        traced_lengths: these lengths.
+        grows: further arguments whose second axis depends on the number of tokens.
+        past: arguments among `tokens` that are passed from the first token on if a sequence is computed in parts.
+        state: names of the argument that takes the initial state and of the result that holds the final state.
+        final: results with one entry per sequence; by default the final state.
+        shared: arguments without a batch axis.
+        dtypes: names of the dtypes in which the kernels are tested.
+        cases: by name, sizes of calls that are compared with the definition.
+        lengths: values of T at which chunks or tiles begin and end.
+        kernels: by name, calls that are tested with the kernels.
+        factor: largest error of the kernels, as a multiple of the eager reference's error.
+        floor: maps a result's name and the eps of the inputs' dtype to the error that is always allowed; by default
+            that of `assert_agrees`.
+        parts: by name, sizes of calls that are repeated in several parts of the tokens.
+        step: the function that computes one token and updates its argument `state` in place, and the sizes of a call
+            that is repeated token by token.
+        malformed_steps: as `malformed`, for calls of the step.
+        packed: by name, sizes of packed calls; each includes an empty document and a document of one token.
+        neighbours: sizes of a call with three batch rows.
+        traced: sizes, without T, of a call that torch.compile traces.
+        traced_lengths: the values of T for the traced call.
         replayed: sizes of a call that the launch cache replays.
-        operators: a method of the device that yields torch's custom ops, each with arguments and, where not all apply,
-            the names of the checks.
-        malformed: by name, changed arguments, or a function that changes them, and words of the error.
-            The call that they change has the sizes `valid`.
+        operators: a method that takes the device and yields torch's custom ops, each with its arguments and, if not all
+            checks apply, the names of the checks to run.
+        malformed: by name, invalid arguments (or a function that changes the arguments) and words of the error message.
+            The valid call that is changed has the sizes `valid`.
     """
 
     pytestmark = pytest.mark.operation
@@ -129,37 +130,37 @@ class OpContract(LayoutTests, RefusalTests):
             if bool(getattr(cls, name)) == (name in cls.absent):
                 raise TypeError(f"{cls.__name__}: {name} must be described, or be named in absent with a reason")
             for test in tests if name in cls.absent else ():
-                # nothing to collect
+                # pytest does not collect an attribute that is None
                 setattr(cls, test, None)
 
     # ---- the description ----
 
     def make(self, dtype: torch.dtype = torch.float64, device: str = "cpu", seed: int = 0, **sizes: Any) -> Call:
-        """Random arguments; `sizes` are the description's own, T among them."""
+        """Return random arguments; `sizes` are defined by the subclass and include T."""
         raise NotImplementedError
 
     def definition(self, **arguments: Any) -> Any:
-        """What a form returns, by the equations alone, token by token."""
+        """Return the results of the operation, computed token by token from its equations."""
         raise NotImplementedError
 
     @staticmethod
     def results(output: Any) -> dict[str, Tensor]:
-        """A form's results by name, finite."""
+        """Return the results of a form by name: finite tensors, without those that are None."""
         if isinstance(output, Tensor):
             return {"y": output}
         return {name: x for name, x in output._asdict().items() if x is not None}
 
     def named(self, form: str, name: str) -> str | None:
-        """The name that messages give to an argument of a form; None for one that the operation is not given."""
+        """Return the name of an argument in error messages of a form; None if the form does not take the argument."""
         return name
 
     def part(self, arguments: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """The arguments of a call for tokens from start to stop."""
+        """Return the arguments of a call for the tokens from `start` to `stop`."""
         begins = {name: 0 if name in self.past else start for name in self.tokens}
         return {name: x[:, begins[name] : stop] if name in begins else x for name, x in arguments.items()}
 
     def document(self, arguments: dict[str, Any], n: int, start: int, stop: int) -> dict[str, Any]:
-        """The arguments of a call for the packed document n alone."""
+        """Return the arguments of a call for the packed document n alone."""
         alone = {name: x[:, start:stop] if name in self.tokens else x for name, x in arguments.items()}
         del alone["cu_seqlens"]
         if self.state is not None and self.state[0] in alone:
@@ -167,7 +168,7 @@ class OpContract(LayoutTests, RefusalTests):
         return alone
 
     def growing(self, arguments: dict[str, Any]) -> Iterator[tuple[Tensor, int]]:
-        """The tensors of a call whose size follows from the number of tokens, each with the axis that does."""
+        """Yield the tensors whose size depends on the number of tokens, each with the axis that depends on it."""
         for name in {*self.tokens, *self.grows} & arguments.keys():
             yield arguments[name], 1
 
@@ -188,7 +189,7 @@ class OpContract(LayoutTests, RefusalTests):
     # ---- the tests ----
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Parametrize by forms, and by what the description names."""
+        """Parametrize the tests by forms, implementations and the cases in the class attributes."""
         by_name = {
             "form": [*self.forms],
             "impl": ["reference", "triton"] if self.kernels else [*self.eager],
@@ -208,17 +209,17 @@ class OpContract(LayoutTests, RefusalTests):
                 metafunc.parametrize(name, values, ids=ids)
 
     def _function(self, form: str, options: Mapping[str, Any], impl: str | None) -> Callable:
-        """A form as a function of tensors that returns what `values_and_gradients` takes."""
+        """Return a function that calls a form with given tensors and returns `Results`."""
         return lambda **tensors: Results(self.results(self.forms[form](**tensors, **options, impl=impl)))
 
     def _found(self, function: Callable, tensors: Mapping[str, Tensor], upstream: Any = None) -> tuple[dict, Any]:
-        """Values, with gradients where there are any, and the upstream gradients."""
+        """Return values (with gradients if `differentiable`), and the upstream gradients or None."""
         if self.differentiable:
             return values_and_gradients(function, tensors, upstream)
         return function(**tensors)._asdict(), None
 
     def _assert_equal(self, got: Callable, wanted: Callable, tensors: Mapping[str, Tensor]) -> None:
-        """Assert that two functions are one in float64, in value and gradient."""
+        """Assert that the values and gradients of two functions are equal to a relative error of 1e-10."""
         exact, upstream = self._found(wanted, tensors)
         found, _ = self._found(got, tensors, upstream)
         assert found.keys() == exact.keys()
@@ -274,7 +275,7 @@ class OpContract(LayoutTests, RefusalTests):
                 if start < stop:
                     outputs.append(self.forms[form](**alone, impl=eager_impl))
                 for name, found in ends.items():
-                    # an empty document leaves the state that it was given, or none
+                    # the final state of an empty document is its initial state, or zeros
                     found.append(self.results(outputs[-1])[name] if start < stop else alone.get(self.state[0]))
             joined = self._joined(outputs)
             for name, found in ends.items():
@@ -285,11 +286,11 @@ class OpContract(LayoutTests, RefusalTests):
         self._assert_equal(self._function(form, options, eager_impl), apart, tensors)
 
     def _ends(self) -> tuple[str, ...]:
-        """Results that are one for a sequence, not for a token."""
+        """Return the names of results with one entry per sequence instead of one per token."""
         return self.final or (() if self.state is None else (self.state[1],))
 
     def _joined(self, outputs: Sequence[Any]) -> Results:
-        """The results of parts of the tokens as those of all."""
+        """Join the results of consecutive parts: concatenate along tokens, and take final states from the last part."""
         parts = [self.results(x) for x in outputs]
         ends = self._ends()
         return Results({n: x if n in ends else torch.cat([p[n] for p in parts], 1) for n, x in parts[-1].items()})
@@ -309,7 +310,7 @@ class OpContract(LayoutTests, RefusalTests):
                 assert torch.equal(got[name][1], x[1]), name
 
     def test_operators_pass_torchs_own_checks(self, device, monkeypatch):
-        # torch would fill unwritten memory in some calls and not in others
+        # opcheck compares calls, and torch would fill uninitialised memory in only some of the calls
         monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
         for op, arguments, *tests in self.operators(device):
             torch.library.opcheck(op, arguments, test_utils=tests or ALL_CHECKS)
@@ -357,6 +358,6 @@ class OpContract(LayoutTests, RefusalTests):
         assert relative_error(state, getattr(whole, left)) < 2e-6
 
     def _token(self, arguments: dict[str, Any], t: int) -> dict[str, Any]:
-        """The arguments of a step, but for its state."""
+        """Return the arguments of the decoding step for token t, without the state."""
         rest = {name: x for name, x in arguments.items() if name != self.state[0]}
         return {name: x[:, t] if name in self.tokens else x for name, x in rest.items()}

@@ -1,4 +1,4 @@
-"""Measured rows as committed JSON, one file a device, and as the tables of the READMEs."""
+"""Benchmark results: committed JSON files, one per device, and the READMEs' tables made from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenmix_core.testing.benchmarking import table
 
 OURS = "tokenmix"
 
-# the columns of a README's table, by key of a row: of a measurement alone, and beside its baselines
+# titles of the columns of a README's table, by key of a row
 _COLUMNS = {
     "op": "operation",
     "shape": "shape",
@@ -59,7 +59,7 @@ def environment() -> dict[str, Any]:
 
 
 def save(rows: Iterable[dict], folder: Path) -> Path:
-    """Write rows to `folder/<device>.json`; an older row of the same operation, shape and implementation gives way."""
+    """Write rows to `folder/<device>.json`; replace older rows of equal operation, shape and implementation."""
     where = environment()
     name = "cpu" if not torch.cuda.is_available() else re.sub(r"[^a-z0-9]+", "-", where["device"].lower()).strip("-")
     path = folder / f"{name}.json"
@@ -70,13 +70,13 @@ def save(rows: Iterable[dict], folder: Path) -> Path:
 
 
 def kept(rows: Iterable[dict], folder: Path) -> Iterator[dict]:
-    """Yield the rows, each printed as it comes, and a GPU's saved: a run that is cut short leaves what it measured."""
+    """Yield the rows; print each row and, on a GPU, save it at once, so that an interrupted run keeps its rows."""
     header: list[str] = []
     for row in rows:
-        # a row of another kind has columns of its own
+        # print a new header if the columns differ from those of the row before
         print(table([row]).splitlines()[1] if list(row) == header else "\n" + table([row]), flush=True)
         header = list(row)
-        # a CPU's times are for the one who runs it; a GPU's are kept
+        # times of a CPU are printed only
         if torch.cuda.is_available():
             save([row], folder)
         yield row
@@ -85,11 +85,11 @@ def kept(rows: Iterable[dict], folder: Path) -> Iterator[dict]:
 def run_benchmark(path: Path, benchmark: Any, capsys: Any, *, function: str = "rows") -> None:
     """Run one function of a `bench_*.py` under pytest-benchmark, print its rows, and keep those of a GPU.
 
-    The `rows` of the tables go to `results/`, or a file's `FOLDER` in there, every other function's to a folder of its
-    name in there, as they come.
+    Each row is saved as soon as it is measured: rows of the function `rows` in `results/`, or in the file's `FOLDER`
+    below `results/`; rows of another function in `results/<function>/`.
     """
     with capsys.disabled():
-        # libraries that log keep the standard error of their import, and pytest closes its own after the test
+        # libraries bind sys.stderr for their logs at import, and pytest's replacement of it is closed after the test
         script = runpy.run_path(str(path))
     measure = script[function]
     folder = path.parent / "results" / (script.get("FOLDER", "") if function == "rows" else function)
@@ -107,7 +107,7 @@ def run_benchmark(path: Path, benchmark: Any, capsys: Any, *, function: str = "r
 
 
 def beside(rows: Iterable[dict]) -> list[dict]:
-    """One row an operation and shape that `tokenmix` and a baseline ran: our row with the best baseline of each number.
+    """Return one row per operation and shape measured for us and a baseline: our row and the best baseline values.
 
     `<key>_baseline` is the pair of the baseline's value and its name, or None if no baseline has that value.
     """
@@ -128,7 +128,7 @@ def beside(rows: Iterable[dict]) -> list[dict]:
 
 
 def markdown(rows: Sequence[dict]) -> str:
-    """Return rows as Markdown tables below a line with the devices: ours beside the best baseline, then others."""
+    """Return Markdown: a line with the devices, a table of ours against the best baseline, a table of other rows."""
     pairs = beside(rows)
     paired = {(row["op"], row["shape"]) for row in pairs}
     others = [row for row in rows if (row["op"], row["shape"]) not in paired]
@@ -145,14 +145,14 @@ def markdown(rows: Sequence[dict]) -> str:
 
 
 def _beside_baseline(row: dict, key: str) -> str:
-    """Return our value, the best baseline's and its name as one cell."""
+    """Return a table cell with our value, the best baseline's value and the baseline's name."""
     best = row[f"{key}_baseline"]
     ours = _cell(row.get(key))
     return ours if best is None else f"{ours} / {_cell(best[0])} ({best[1]})"
 
 
 def by_version(rows: Sequence[dict]) -> str:
-    """Rows of `measure_forms` as one markdown table: a line a shape, a column a form and version of Triton."""
+    """Return a Markdown table of `measure_forms` rows: one line per shape, one column per form and Triton version."""
     forms = sorted({row["impl"] for row in rows}, key=lambda form: (form.partition(",")[0], _version(form)))
     lines = [devices(rows), ""]
     lines += ["| operation | shape | " + " | ".join(forms) + " |", "|---|---|" + "---|" * len(forms)]
@@ -170,17 +170,17 @@ def _version(form: str) -> tuple[int, ...]:
 
 
 def slower(rows: Iterable[dict], bound: float) -> list[tuple[dict, str]]:
-    """Return the pairs of `beside` above `bound` times the best baseline's time, each with the name of that time."""
+    """Return the rows of `beside` with a time above `bound` × the best baseline's, each with the key of that time."""
     pairs = beside(rows)
     return [(row, key) for row in pairs for key in _TIMES if (share := _share(row, key)) is not None and share > bound]
 
 
 def plot(rows: Sequence[dict], path: Path, *, bound: float | None = None) -> None:
-    """Draw our times as shares of the best baseline's, a line a shape: left of 1 is faster.
+    """Draw the ratio of our time to the best baseline's, one line per shape; a ratio below 1 means that ours is faster.
 
-    With a `bound`, a second line stands there, the title counts the shapes within it, shapes carry the name of the
-    fastest baseline, and a second panel shows an eager forward with backward, which takes what the slower of host and
-    device takes, and the peak of memory.
+    With `bound`, the plot marks this ratio, counts the shapes below it in the title and names each shape's fastest
+    baseline. A second panel shows peak memory and the time of an eager forward and backward pass (the greater of CPU
+    and device time).
     """
     from matplotlib.figure import Figure
 
@@ -218,7 +218,7 @@ def plot(rows: Sequence[dict], path: Path, *, bound: float | None = None) -> Non
 
 
 def fill(readme: Path, table: str, mark: str = "speed") -> bool:
-    """Put a table between the marks `<!-- speed -->` and `<!-- /speed -->` of a README; return whether it changed."""
+    """Replace the text between `<!-- mark -->` and `<!-- /mark -->` in a README; return whether the README changed."""
     text = readme.read_text()
     new, marks = re.subn(
         rf"(?s)(<!-- {re.escape(mark)} -->\n).*?(<!-- /{re.escape(mark)} -->)", lambda m: f"{m[1]}{table}\n{m[2]}", text
@@ -231,13 +231,13 @@ def fill(readme: Path, table: str, mark: str = "speed") -> bool:
 
 
 def _eager(row: dict) -> float | None:
-    """Milliseconds of an eager forward with backward: the host's where it is slower than the device."""
+    """Return the milliseconds of an eager forward and backward pass: the greater of CPU and device time."""
     device, host = row.get("fwdbwd_ms"), row.get("host_us")
     return None if device is None or host is None else max(device, host / 1e3)
 
 
 def _share(pair: dict, key: str) -> float | None:
-    """Our number over the best baseline's, where both are known."""
+    """Return our value divided by the best baseline's; None if one of them is unknown."""
     ours, baseline = pair.get(key), pair[f"{key}_baseline"]
     return None if ours is None or baseline is None else ours / baseline[0]
 
@@ -247,12 +247,12 @@ def _key(row: dict) -> tuple[str, str, str]:
 
 
 def devices(rows: Iterable[dict]) -> str:
-    """A sentence that says where rows were measured."""
+    """Return a sentence that names the devices and versions of the rows."""
     return "Measured on " + "; ".join(_environments(rows)) + "."
 
 
 def _environments(rows: Iterable[dict]) -> list[str]:
-    """Where rows were measured: a line for each machine and its versions, with the commits."""
+    """Return one line for each device and set of versions that the rows were measured with, with the commits."""
     commits: dict[str, set[str]] = {}
     for where in (row["environment"] for row in rows):
         machine = f"one {where['device']}, torch {where['torch']}, Triton {where['triton']}"
