@@ -47,12 +47,12 @@ def override(
         invalidate()
 
 
-# registers a thread, passed to ptxas for wide float32 tiles: ptxas 12.8 and 12.9 would use 32 and spill up to 16 KB
+# registers per thread, passed to ptxas for wide float32 tiles: ptxas 12.8 and 12.9 would use 32 and spill up to 16 KB
 ALL_REGISTERS = 255
 
 
 def splits(programs: int, tiles: int, device: torch.device) -> int:
-    """Return the number of parts of each of `programs` loops over `tiles` tiles that gives every SM two programs."""
+    """Return the parts to split each of `programs` loops over `tiles` tiles into, to give every SM two programs."""
     return max(1, min(2 * sm_count(device) // programs, tiles // 2, 64))
 
 
@@ -63,14 +63,14 @@ def sm_count(device: torch.device) -> int:
 
 
 def one_wave() -> int:
-    """Return the number of SMs of the current GPU; 132, as of an H100 or H200, before CUDA is initialised."""
+    """Return the number of SMs of the current GPU; before CUDA is initialised 132, the number of an H100 or H200."""
     if not torch.cuda.is_initialized():
         return 132
     return sm_count(torch.device("cuda", torch.cuda.current_device()))
 
 
 class RowTile(NamedTuple):
-    """BM rows of at most BD elements an iteration."""
+    """The rows and elements of each row that an iteration processes, BM and BD, and the warps of a program."""
 
     BM: int
     BD: int
@@ -78,12 +78,12 @@ class RowTile(NamedTuple):
 
 
 def many_waves(programs: int) -> bool:
-    """Tell whether there are at least eight programs a SM."""
+    """Tell whether there are at least eight programs per SM."""
     return programs >= 8 * one_wave()
 
 
 def register_limit(programs: int, registers: int) -> int | None:
-    """Return a limit of registers a thread if there are many waves; None leaves the choice to the compiler.
+    """Return `registers`, a limit per thread, if there are many waves; else None, which leaves the compiler the choice.
 
     Fewer registers increase occupancy and slow down each program, which pays only with many programs.
     """

@@ -1,6 +1,6 @@
-"""Undocumented names of torch and Triton: no other module of the packages uses them.
+"""Undocumented names of torch and Triton; no other module of the packages uses such names.
 
-Each may be missing: results are the same then, and one warning at the first launch on a GPU names the slower parts.
+If a name is missing, results do not change, and one warning at the first launch on a GPU names the slower parts.
 Gluon is handled elsewhere (`ops.dispatch`).
 """
 
@@ -113,18 +113,18 @@ class Mode(_Mode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # torch's compiler, which takes seconds to import, need not know: nothing is traced here
+        # nothing is traced here, so torch's compiler, whose import takes seconds, is not needed
         return False
 
 
 # the current device and stream, queried like Triton's driver does, without its Python code
 current_device: Callable[[], int] = find("torch._C:_cuda_getDevice") or _device
 current_stream: Callable[[int], int] = find("torch._C:_cuda_getCurrentRawStream") or _stream
-# the number of active dispatch modes; if unknown, more than our own one
+# the number of active dispatch modes; 2 if unknown, which stands for another mode besides our own
 modes: Callable[[], int] = find("torch._C:_len_torch_dispatch_stack") or (lambda: 2)
-# the allocation of torch's compiled code, in less than half the time: size, stride, dtype
+# `empty(size, stride, dtype)` of torch's compiled code, which takes less than half the time of torch.empty_strided
 empty: Callable[..., Tensor] = find("torch._C._dynamo.guards:_empty_strided_cuda") or _torch_empty
-# the comparison of tensors with a signature in torch's compiled code, or None
+# the class with which torch's compiled code compares tensors with a signature, or None
 Guards: Any = find("torch._C._dynamo.guards:TensorGuards")
 # whether torch has all that captures need
 captures: bool = _Mode is not object and find("torch._ops:OpOverload.tags") is not None
@@ -175,7 +175,7 @@ def watches_all_modules() -> bool:
 def call_replaced(module: torch.nn.Module, change: Callable[[Callable], Callable]) -> Iterator[None]:
     """Replace a module's call, hooks included, by `change(call)` inside the block.
 
-    The new call is stored in the attribute of `Module.compile`, which every call looks up.
+    The new call is stored in `_compiled_call_impl`, which `Module.compile` sets and every call of the module looks up.
     """
     before = module.__dict__.get("_compiled_call_impl")
     module.__dict__["_compiled_call_impl"] = change(before or module._call_impl)
@@ -188,14 +188,20 @@ def call_replaced(module: torch.nn.Module, change: Callable[[Callable], Callable
 
 
 def direct_apply(function: Any) -> Callable:
-    """Return `function.apply` without its first part, which serves function transforms."""
+    """Return `apply` of an autograd function without its Python code, which only serves function transforms."""
     direct = find("torch._C:_FunctionBase.apply") is not None
     base: Any = super(torch.autograd.Function, function)
     return base.apply if direct else function.apply
 
 
 class Operation(NamedTuple):
-    """Effects of an operation: it returns a view, allocates, or its result's size depends on values."""
+    """Effects of a torch operation.
+
+    Attributes:
+        views: whether it returns a view of an argument.
+        makes: whether its results are new tensors.
+        by_value: whether its result, or the result's size, depends on values in a way that torch cannot trace.
+    """
 
     views: bool
     makes: bool
@@ -268,10 +274,10 @@ _ALLOCATOR = "--regAllocOptLevel=4"
 
 
 def choose_compiler_options(kernel: Any) -> None:
-    """Compile a kernel with the options of the measured kernels if Triton's defaults differ.
+    """Set the compiler options with which we measured, if Triton's defaults differ.
 
-    Multiplications and additions are fused, which Triton 3.10 will no longer do by default, and ptxas selects the
-    register allocator of Gluon kernels, which Triton 3.9 overrides. Options set by the user take precedence.
+    Multiplications and additions are fused; Triton 3.10 will no longer do so by default. ptxas selects the register
+    allocator of Gluon kernels; Triton 3.9 overrides that choice. Options set by the user take precedence.
     """
     import triton
 
@@ -286,7 +292,7 @@ def choose_compiler_options(kernel: Any) -> None:
 
 
 def prepare() -> list[Callable[[], Any]]:
-    """Return Triton's work before a first kernel, which can be done ahead and mostly outside Python."""
+    """Return functions that do Triton's one-time work before the first kernel, mostly outside Python."""
     names = launching()
     first = [] if names is None else [lambda: names.driver.active]
     key = find("triton.runtime.cache:triton_key")
@@ -294,12 +300,12 @@ def prepare() -> list[Callable[[], Any]]:
 
 
 def parallel_compilation() -> Callable[..., Any] | None:
-    """Return `mode(pool, ignore_errors=True)`, in which kernels are compiled in a pool; None if Triton cannot."""
+    """Return the context `mode(pool, ignore_errors=True)`, which compiles kernels in a thread pool; None without it."""
     return find("triton:AsyncCompileMode") if launching() is not None and find("triton:FutureKernel") else None
 
 
 def result(compiled: Any) -> Any:
-    """Return a compiled kernel; wait for one that is compiled in a pool."""
+    """Return a compiled kernel; wait if a thread pool is still compiling it."""
     future = find("triton:FutureKernel")
     return compiled.result() if future is not None and isinstance(compiled, future) else compiled
 
@@ -338,7 +344,7 @@ def constexprs(kernel: Any) -> list[bool]:
 
 
 def unspecialised(kernel: Any, names: list[str]) -> Any:
-    """Return the kernel without specialisation of these integers; None if Triton cannot."""
+    """Return the kernel without specialisation of the integer parameters `names`; None if Triton cannot."""
     if getattr(kernel, "params", None) is None:
         return None
     made = type(kernel)(kernel.fn, do_not_specialize=names)
@@ -358,7 +364,7 @@ class Described(NamedTuple):
         ctas: programs of a cluster.
         shared: bytes of shared memory.
         pdl: whether it is launched with programmatic dependent launch.
-        more: whether a launch needs more than arguments, such as scratch memory.
+        more: whether a launch needs more than arguments, e.g. scratch memory.
     """
 
     name: str
@@ -387,7 +393,7 @@ def described(kernel: Any) -> Described | None:
 
 
 def put_on_device(kernel: Described, device: int) -> tuple[int, int] | None:
-    """Return CUDA's handle of a kernel's function and its most threads a program; None if Triton cannot load it."""
+    """Return CUDA's handle of a kernel and the maximum number of its threads; None if Triton cannot load the kernel."""
     names = launching()
     if names is None:
         return None

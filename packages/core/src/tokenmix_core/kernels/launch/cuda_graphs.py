@@ -28,7 +28,7 @@ def capture_on(device: torch.device) -> Capture | None:
 
 
 def at_most_half_used(device: torch.device) -> bool:
-    """Tell whether the device has free memory as large as the peak so far."""
+    """Tell whether the peak of allocated memory so far is at most half of the device's memory."""
     if device.type != "cuda":
         return True
     return 2 * torch.cuda.max_memory_allocated(device) <= torch.cuda.get_device_properties(device).total_memory
@@ -69,7 +69,7 @@ def captures_cuda(device: torch.device) -> Capture:
             before = torch.cuda.current_stream(device)
             drawn = torch.cuda.get_rng_state(device)
             try:
-                # other threads may go on allocating
+                # thread_local: other threads may allocate during the capture
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     work()
             except BaseException:
@@ -78,7 +78,7 @@ def captures_cuda(device: torch.device) -> Capture:
                 _restore_generator(device, drawn)
                 raise
             torch.cuda.set_stream(before)
-            # torch sets the generator's offset to 0 on that stream, which must precede the first replay's own
+            # torch sets the generator's offset to 0 on `stream`; the first replay, which sets its own, must come later
             before.wait_stream(stream)
         return graph.replay
 
@@ -88,8 +88,8 @@ def captures_cuda(device: torch.device) -> Capture:
 def _restore_generator(device: torch.device, drawn: torch.Tensor) -> None:
     """Restore the generator's state from before a failed capture.
 
-    torch before 2.12 leaves the generator in capture mode, in which it refuses to draw. It is then replaced by a new
-    one, and graphs captured before must not be replayed any more.
+    torch before 2.12 leaves the generator in capture mode, in which it refuses to draw. A new state then replaces the
+    generator's, and graphs captured before must not be replayed any more.
     """
     generator = torch.cuda.default_generators[torch.empty(0, device=device).device.index]
     try:

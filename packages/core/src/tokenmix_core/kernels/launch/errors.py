@@ -23,10 +23,10 @@ class NotCompiled(RuntimeError):
 
 @contextmanager
 def compiling(kernel: Any) -> Iterator[None]:
-    """Raise compiler errors of a Gluon kernel as `NotCompiled`; other errors, and those of other kernels, pass.
+    """Raise compiler errors of a Gluon kernel as `NotCompiled`; all other errors pass unchanged.
 
     Gluon is experimental and differs between versions of Triton, so callers fall back to portable kernels. Exhausted
-    memory and errors of the device are no reason to do so.
+    memory and device errors cause no fallback.
     """
     try:
         yield

@@ -2,8 +2,8 @@
 
 Triton compiles a kernel again if an integer argument becomes 1 or a multiple of 16. If lengths vary, each of a kernel's
 counts (tokens, tiles, documents) is occasionally such a multiple, and every combination would be compiled, which takes
-seconds. So the first call is compiled for its integers. For later calls with another combination, the arguments that
-have varied are not specialised, in one form for all their values. A call that is replayed often gets a form of its own
+seconds. So the first call is compiled for its integers. Later calls with other integers use a general form, in which
+the arguments that have varied are not specialised. A call that is replayed often gets a form of its own
 (`specialised`).
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tokenmix_core.kernels.launch import compat
 
-# most signatures of a kernel whose first integers are kept; the oldest is dropped
+# maximum number of a kernel's signatures for which the first call's integers are stored; the oldest is dropped
 _MAX_SIGNATURES = 1024
 
 
@@ -54,7 +54,7 @@ class Forms:
         self._constant = compat.constexprs(kernel)
         # by signature without integers: the first call's integers by index, and the indices that have varied
         self._first: dict[tuple, tuple[dict[int, int], set[int]]] = {}
-        # by indices, the kernel without specialisation of these
+        # by indices of integers, the kernel that does not specialise these integers; None if it does not compile
         self._general: dict[frozenset[int], Any] = {}
 
     def key(self, device: int, args: tuple, options: dict) -> tuple:
@@ -65,7 +65,7 @@ class Forms:
         return (*kinds, *options.items())
 
     def general(self, key: tuple, args: tuple) -> tuple[tuple, Any] | None:
-        """Return key and kernel for all values of the integers that vary; None for the first call of its signature."""
+        """Return key and kernel of the general form; None if no integer has varied, or if there is no general form."""
         integers = {
             i: x for i, (x, c) in enumerate(zip(args, self._constant, strict=True)) if x.__class__ is int and not c
         }
@@ -77,7 +77,7 @@ class Forms:
             self._first[alike] = integers, set()
             return None
         first, varying = found
-        # strides that stay multiples of 16 remain specialised: async copies may need it
+        # integers that stay multiples of 16 remain specialised: async copies may need aligned strides
         varying.update(i for i, x in integers.items() if (y := first.get(i, 1)) != x and (x | y) & 15)
         if not varying:
             return None

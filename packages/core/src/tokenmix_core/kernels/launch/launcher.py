@@ -22,9 +22,9 @@ from tokenmix_core.kernels.launch.pdl import PDL
 # a kernel, its grid, its arguments in order, and options of the launch
 Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
 
-# the parameter requires an option of the launch
+# a kernel with PDL=True must be launched with Triton's option `launch_pdl`
 _WITH_PDL, _WITHOUT_PDL = {PDL: True, "launch_pdl": True}, {PDL: False}
-# most compiled forms kept for a kernel; the oldest is dropped
+# maximum number of a kernel's compiled forms; the oldest is dropped
 _MAX_FORMS = 1024
 
 
@@ -48,7 +48,7 @@ def cached_launch(kernel):
 def _prepared() -> list[Future]:
     """Start the work that precedes the first kernel, mostly outside Python, while other modules are imported.
 
-    It compiles Triton's driver module and the launcher in C, and hashes Triton's compiler.
+    The work is to compile Triton's driver module and the launcher in C, and to hash Triton's compiler.
     """
     pool = ThreadPoolExecutor(3)
     begun = [pool.submit(x) for x in (*compat.prepare(), launch)]
@@ -74,9 +74,9 @@ def compiled_together() -> Iterator[Callable]:
 
 
 def launch_together(launches: list[Launch], foreseen: Sequence[Launch] = ()) -> None:
-    """Launch in order, after compiling the new kernels, and those of `foreseen` launches, in parallel if Triton can.
+    """Compile the new kernels of `launches` and `foreseen`, in parallel if Triton can, then make `launches` in order.
 
-    Compiling takes seconds a kernel, mostly outside Python.
+    Compiling takes seconds per kernel, mostly outside Python.
     """
     new = [] if _taker.take is not None else [x for x in (*launches, *foreseen) if _is_new(*x)]
     together = compat.parallel_compilation()
@@ -95,7 +95,7 @@ def launch_together(launches: list[Launch], foreseen: Sequence[Launch] = ()) -> 
             if load.exception() is None:
                 launcher.keep(load.result(), args, options)
             else:
-                # once in thousands of times: the launch compiles it alone, or raises the error
+                # a rare failure, once in thousands of times: the launch compiles the kernel alone, or raises the error
                 compat.drop(form, compiled)
     for kernel, grid, args, options in launches:
         kernel[grid](*args, **options)
@@ -107,7 +107,7 @@ def _is_new(kernel: Any, _grid: tuple, args: tuple, options: dict) -> bool:
 
 def _load(kernel: Any, device: int) -> Loaded | None:
     """Load a compiled kernel on a device."""
-    # a new thread uses the first device
+    # the current device of a new thread is device 0
     with torch.cuda.device(device):
         return loaded(compat.result(kernel), device)
 
@@ -121,7 +121,7 @@ _taker = _Taker()
 
 @contextmanager
 def taken(take: Callable[[Launch], None] | None) -> Iterator[None]:
-    """Hand launches of this thread by `cached_launch` to `take` inside the block; None makes them."""
+    """Pass this thread's launches of `cached_launch` kernels to `take` inside the block; make the launches if None."""
     before, _taker.take = _taker.take, take
     try:
         yield
@@ -137,7 +137,8 @@ observed = compat.observing()
 def replays_on(device: int) -> int | None:
     """Return this thread's stream if its launches may be replayed on a device; None otherwise.
 
-    They may not if a hook observes them, or if PDL is enabled, since captured launches do not use it.
+    Launches may not be replayed if the launch cache is off, if a capture or a hook observes the launches, or if PDL is
+    enabled: captured launches do not use PDL.
     """
     seen = not flags.on or _taker.take or observed() or pdl.enabled.on
     return None if seen or current_device() != device else current_stream(device)
@@ -147,9 +148,10 @@ class _Launcher:
     def __init__(self, kernel: triton.JITFunction) -> None:
         self.fn = kernel
         self.__doc__ = kernel.__doc__
-        # by number of positional arguments and names of others: the function that orders the latter, other options
+        # by the number of positional arguments and the names of options: the function that returns the options that are
+        # arguments, in order, and the names of the other options
         self._orders: dict[tuple, tuple[Callable | None, tuple[str, ...]]] = {}
-        # by key, the loaded kernel, None if only Triton can launch it, and whether it is a general form
+        # by key: the loaded kernel, or None if only Triton can launch it; and whether the kernel is a general form
         self._loaded: dict[tuple, tuple[Loaded | None, bool]] = {}
         self._forms = forms.Forms(kernel)
         # the number of parameters before PDL, if the kernel has it
@@ -200,15 +202,15 @@ class _Launcher:
         return (None if forms.asked() else self._forms.general(key, args)) or (key, self.fn)
 
     def knows(self, args: tuple, options: dict) -> bool:
-        """Tell whether a kernel for such a call is loaded."""
+        """Tell whether the kernel of a call with these arguments is loaded."""
         key = self.form(args, options)[0]
         return key in self._loaded and not (forms.asked() and self._loaded[key][1])
 
     def keep(self, kernel: Loaded | None, args: tuple, options: dict) -> None:
-        """Use this kernel for such calls."""
+        """Store the kernel for calls with the key of these arguments."""
         key = self.form(args, options)[0]
         exact = self._forms.key(current_device(), args, options)
-        # the next call with these integers finds it at once
+        # with the exact key the next call with these integers needs one lookup
         for found in (key, exact):
             self._loaded[found] = kernel, key != exact
         while len(self._loaded) > _MAX_FORMS:
@@ -216,9 +218,9 @@ class _Launcher:
         compat.warn_of_missing()
 
     def packing(self, grid: tuple[int, ...], args: tuple, options: dict) -> Callable[[dict], bytes] | None:
-        """Return `pack(pointers)` of a call whose kernel is loaded for `driver.launch`; None if Triton must launch it.
+        """Return `pack(pointers)`, which packs a call for `driver.launch`; None if Triton must launch the kernel.
 
-        `pack.general` tells whether the kernel is a general form.
+        The kernel must be loaded. `pack.general` tells whether the kernel is a general form.
         """
         kernel, general = self._loaded[self._forms.key(current_device(), args, options)]
         if kernel is None:
@@ -246,7 +248,7 @@ class _Launcher:
             start(words, current_stream(key[0]))
 
     def _compile(self, grid: tuple[int, ...], args: tuple, options: dict) -> Loaded | None:
-        """Find or compile the kernel of such calls and keep it; return None if only Triton can launch it."""
+        """Find or compile a call's kernel and store it; return None if only Triton can launch the kernel."""
         key, form = self.form(args, options)
         if self.knows(args, options):
             kernel = self._loaded[key][0]

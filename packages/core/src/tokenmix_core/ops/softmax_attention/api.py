@@ -188,10 +188,10 @@ def _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl) -> tuple[Mas
 
 
 def implementation(op: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed: bool, impl: str | None) -> str | None:
-    """Return the implementation of a call whose shapes fit; None: our kernels, in Gluon if they run.
+    """Return the implementation of a call whose shapes fit; None stands for our kernels, in Gluon if Gluon runs.
 
     Raises:
-        ValueError: an unknown name, or one that does not support the call.
+        ValueError: an unknown name, or an implementation that does not support the call.
     """
     impl = _resolve(op, impl, call_of(q, k, v, mask, packed, impl is None and takes_gluon(q, k, v)))
     if impl == "gluon" and not torch.compiler.is_compiling():

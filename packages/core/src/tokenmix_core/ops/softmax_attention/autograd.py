@@ -1,7 +1,7 @@
 """Attention forward and backward: directly in eager mode, as torch custom ops if torch traces.
 
-Any backward can follow any forward, since it needs only q, k, v, o and the log-sum-exp. The libraries' own backwards
-take no gradient of the log-sum-exp; if there is one, the kernels of this package run.
+Any backward pass can follow any forward pass, since all need only q, k, v, o and the log-sum-exp. The backward passes
+of cuDNN and FlashAttention-2 take no gradient of the log-sum-exp; if it has one, our kernels run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenmix_core.ops.softmax_attention.types import Mask, call_of
 
 
 class Inputs(NamedTuple):
-    """Inputs of attention; `impl` None: our kernels."""
+    """Inputs of attention; `impl=None` stands for our kernels."""
 
     q: Tensor
     k: Tensor
@@ -33,7 +33,7 @@ class Inputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """The inputs, the results o and lse `[B, HQ, TQ]`, and their gradients; None: zero."""
+    """The inputs, the results o and lse `[B, HQ, TQ]`, and the gradients of both; a gradient of None is zero."""
 
     inputs: Inputs
     o: Tensor
@@ -111,7 +111,7 @@ def _save(ctx, inputs, output):
     x, (o, lse) = Inputs(*inputs), output
     ctx.save_for_backward(x.q, x.k, x.v, o, lse, x.cu_seqlens)
     ctx.options = dict(causal=x.causal, window=x.window, sinks=x.sinks, scale=x.scale, impl=x.impl)
-    # the gradient of an unused output is then None, which lets a library's own backward run
+    # the gradient of an unused output is then None; without a gradient of lse a library's backward pass can run
     ctx.set_materialize_grads(False)
 
 

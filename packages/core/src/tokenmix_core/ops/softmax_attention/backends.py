@@ -19,17 +19,18 @@ _HALF = (torch.bfloat16, torch.float16)
 
 AttentionImpl = Literal["gluon", "triton", "sdpa", "flash_attn", "reference"]
 IMPLS: tuple[str, ...] = get_args(AttentionImpl)
-# an internal name: our kernels for both passes, in Gluon if they run; None lets another library run the backward pass
+# an internal name: our kernels for both passes, in Gluon if Gluon runs; with impl=None another library may run the
+# backward pass
 OURS = "ours"
 
-# least queries per row for which the libraries' plain causal kernels are faster than ours
+# from this many queries per row on, the libraries' plain causal kernels are faster than ours
 _LONG = 128
-# most blocks of 64 queries for which they are not: with fewer blocks than SMs, latency decides
+# up to this many blocks of 64 queries the libraries are not faster: with fewer blocks than SMs, latency decides
 _FEW_BLOCKS = 128
-# FlashAttention-4 is fastest in the measured calls, with at least so many blocks of 64 queries and windows so wide
+# FlashAttention-4 is fastest with at least this many blocks of 64 queries, and a window of at least _WIDE keys, if any
 _MANY_BLOCKS = 8192
 _WIDE = 1024
-# most elements of a window's mask on a CPU: 64 MiB in float32
+# maximum size of a window's mask on a CPU, in elements: 64 MiB in float32
 _MASK_ELEMENTS = 1 << 24
 
 _REFERENCE = "pass impl='reference'"
@@ -37,19 +38,22 @@ _REFERENCE = "pass impl='reference'"
 
 @functools.cache
 def cudnn_heads() -> int:
-    """Return the largest head of torch's cuDNN attention on every CUDA device; 0 if it is missing or not faster."""
+    """Return the largest head size that torch's cuDNN attention supports on every CUDA device.
+
+    0 if cuDNN is missing or a device is older than Hopper, where cuDNN is not faster.
+    """
     if not torch.cuda.is_available() or not torch.backends.cudnn.is_available():
         return 0
     oldest = _oldest()
     if oldest < (9, 0):
         return 0
-    # torch's own rule: more than 128 only on Hopper
+    # torch permits heads of more than 128 on Hopper only
     return 256 if oldest == (9, 0) and (torch.backends.cudnn.version() or 0) >= 91000 else 128
 
 
 @constant_when_traced
 def flash_attention() -> int:
-    """Return the version of "flash_attn": 4 if it is installed and every GPU supports it, else 2, or 0 for none."""
+    """Return the version that "flash_attn" runs: 4 if installed and every GPU supports it, else 2, or 0 for none."""
     from tokenmix_core.ops.softmax_attention.flash4 import is_here
 
     if (9, 0) <= _oldest() < (12, 0) and is_here():
@@ -58,7 +62,7 @@ def flash_attention() -> int:
 
 
 def _oldest() -> tuple[int, int]:
-    """Return the lowest compute capability of all CUDA devices; (0, 0) without any."""
+    """Return the lowest compute capability of all CUDA devices; (0, 0) without a CUDA device."""
     if not torch.cuda.is_available():
         return 0, 0
     return min(torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count()))
@@ -77,13 +81,13 @@ def takes_cudnn(tq: int, tk: int, head_k: int, head_v: int, mask: Mask, packed: 
 
 
 def by_cudnn(impl: str | None, q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed: bool) -> bool:
-    """True if cuDNN runs one of the passes of a 16-bit call on CUDA whose forward pass is by `impl`."""
+    """True if cuDNN runs at least one pass of a 16-bit call on CUDA, given the forward pass's `impl`."""
     call = call_of(q, k, v, mask, packed)
     return backward_impl(impl, call, False) == "sdpa" and call.dtype in _HALF and takes_cudnn(*call[2:8])
 
 
 def limit(impl: str, call: Call) -> str | None:
-    """Return why `impl` does not support this call, as a sentence that names an alternative; None if it does."""
+    """Return why `impl` does not support the call, and an alternative, as a phrase; None if it supports the call."""
     return _LIMITS[impl](call)
 
 
@@ -108,7 +112,7 @@ def choose_impl(call: Call) -> str:
 
 
 def _is_for_cudnn(call: Call) -> bool:
-    """True for plain attention that is large enough for cuDNN to be the fastest of libraries and portable kernels."""
+    """True for plain attention large enough for cuDNN to be faster than other libraries and our portable kernels."""
     plain = call.mask.window is None and not call.packed and call.tq >= _LONG
     plain = plain and (call.tq == call.tk or not call.mask.causal)
     small = call.heads is not None and call.heads * cdiv(call.tq, 64) <= _FEW_BLOCKS and call.head_k <= 128
@@ -116,7 +120,7 @@ def _is_for_cudnn(call: Call) -> bool:
 
 
 def _is_for_flash_attention_4(call: Call) -> bool:
-    """True if FlashAttention-4 is installed and is the fastest on Hopper for such calls in at least one pass."""
+    """True if FlashAttention-4 is installed, supports the call, and is the fastest in at least one pass on Hopper."""
     wide = call.mask.window is None or call.mask.window >= _WIDE
     many = call.tq == call.tk and call.query_heads * cdiv(call.tq, 64) >= _MANY_BLOCKS
     heads = call.head_k == call.head_v and call.head_k in (64, 128)
@@ -127,9 +131,10 @@ def _is_for_flash_attention_4(call: Call) -> bool:
 def backward_impl(impl: str | None, call: Call, through_lse: bool) -> str | None:
     """Return the implementation of the backward pass after a forward pass by `impl`; None: our kernels.
 
-    It is the same one unless the log-sum-exp has a gradient that it does not take. After our kernels with `impl` None,
-    it is the fastest: FlashAttention-4 for large calls, except for heads of 64 with a window or packed, and for heads
-    of 128 with both; cuDNN for plain attention of other heads that is not small.
+    Both passes use one implementation, unless the log-sum-exp has a gradient that this implementation does not take.
+    With `impl` None the fastest one runs: FlashAttention-4 for large calls, except for heads of 64 with a window or
+    packed sequences, and for heads of 128 with both; cuDNN for plain attention that is not small, except for heads of
+    64.
     """
     if through_lse and (impl == "sdpa" or (impl == "flash_attn" and flash_attention() != 4)):
         return None if call.device == "cuda" else "reference"
@@ -137,7 +142,7 @@ def backward_impl(impl: str | None, call: Call, through_lse: bool) -> str | None
         ours_lead = (call.head_k == 64) + (call.mask.window is not None) + call.packed > 1
         if _is_for_flash_attention_4(call) and not ours_lead:
             return "flash_attn"
-        # without Gluon kernels cuDNN would have run the forward pass, too
+        # this case implies Gluon kernels: without them cuDNN would have run the forward pass already
         if call.head_k != 64 and not through_lse and _is_for_cudnn(call) and takes_cudnn(*call[2:8]):
             return "sdpa"
     return impl
@@ -187,7 +192,7 @@ def _flash_attn_limit(call: Call) -> str | None:
 
 
 def _flash_limit(call: Call) -> str | None:
-    """Return the limit of FlashAttention, in torch and in its own packages."""
+    """Return why FlashAttention, in torch or its own packages, does not support the call; None if it does."""
     if call.dtype not in _HALF:
         return f"takes bfloat16 and float16, got {str(call.dtype).removeprefix('torch.')}; pass impl='triton'"
     if call.head_k != call.head_v or call.head_k % 8 or call.head_k > 256:
@@ -202,7 +207,7 @@ def _flash_limit(call: Call) -> str | None:
 
 
 def _gluon_limit(call: Call) -> str | None:
-    """Return the limit of Gluon kernels that follows from sizes; `plan.limit` has the rest."""
+    """Return why Gluon kernels do not support the call; `plan.limit` checks head sizes and layouts."""
     return _triton_limit(call) if call.device == "cuda" else None
 
 

@@ -53,7 +53,10 @@ def _attention_backward_queries(
     BS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     FILL: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq, delta and, unless `bias` is None, bias columns of one query tile of one head; sinks as forward."""
+    """Compute dq, delta and, unless `bias` is None, bias columns of one query tile of one head per program.
+
+    Sinks take a step of BS keys, or whole tiles if BS is 0.
+    """
     tile = locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BM, PACKED)
     i_b, i_h, i_hk, _, i_t, first_row, start, queries, keys = tile
     if PACKED:  # noqa: SIM102
@@ -113,7 +116,7 @@ def _attention_backward_keys(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one KV tile of one key head per program."""
-    # the first tiles, which most queries see, start first
+    # tiles of the first keys, which the most queries see, start first: the longest programs do not end last
     pid = tl.program_id(0)
     i_t = pid % tiles
     i_hk = (pid // tiles % H).to(tl.int64)
@@ -167,16 +170,19 @@ def _attention_backward_keys(
 
 
 def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale, selected=None, fill=True, impl=None):
-    """Return dq, dk and dv from the gradients of o and of the log-sum-exp (None: zero), as the forward pass."""
+    """Return dq, dk and dv from the gradients of o and of the log-sum-exp (None: zero).
+
+    The other arguments are those of `attention_forward`.
+    """
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
     if limit(q, k, v) is None and limit(q, k, v, do) is not None:
-        # callers do not choose the layout of a gradient: copy it for the kernels that take the other tensors
+        # callers cannot choose the layout of do: copy it if Gluon kernels support all other tensors
         do = do.clone(memory_format=torch.contiguous_format)
     (B, TQ, HQ, _), (TK, H) = q.shape, k.shape[1:3]
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    # the dQ kernel leaves delta, or bias columns, for the dK/dV kernel, with selected queries in visited tiles only: so
-    # the second kernel's query tiles must lie within the first's
+    # the dQ kernel stores delta or bias columns for the dK/dV kernel. It skips tiles without a selected query, so each
+    # query tile of the dK/dV kernel must lie within one of the dQ kernel
     delta = torch.empty_like(lse)
     by = plan(q, k, v, mask, impl, do, cu_seqlens=cu_seqlens, chosen=selected is not None, scale=scale)
     bias = lse.new_empty(*lse.shape, BIAS_COLUMNS.value, dtype=torch.bfloat16) if by.keys is Form.ONE else None

@@ -18,8 +18,9 @@ BIAS_COLUMNS = tl.constexpr(16)
 def bias_of(o_c, b_lse, b_delta, scale):
     """Return the bias columns `o_c` of queries, in bfloat16; shapes broadcast.
 
-    `scale` is a score's factor in units of `b_lse`. `b_lse` is −∞ if a query sees no key: all its scores are masked. It
-    is ∞ if a query is not selected: all its weights are 0. An infinite bias would turn them into NaNs.
+    `scale` converts a score to the units of `b_lse`. `b_lse` is −∞ if a query sees no key: all scores of this query are
+    masked. `b_lse` is ∞ if a query is not selected: all weights of this query must be 0. Both get a finite bias, since
+    an infinite one would make scores NaN.
     """
     b_infinite = tl.where(b_lse > 0, -(2.0**100), 0.0)
     b_x = tl.where(tl.abs(b_lse) == float("inf"), b_infinite, -b_lse / scale)
@@ -34,7 +35,7 @@ def bias_of(o_c, b_lse, b_delta, scale):
 
 @triton.jit
 def store_bias(bias, o_row, b_lse, b_delta, m_row, scale):
-    """Store the bias columns of the rows `o_row` where `m_row`."""
+    """Store the bias columns of the rows `o_row` that `m_row` marks."""
     o_c = tl.arange(0, BIAS_COLUMNS)[None, :]
     b_bias = bias_of(o_c, b_lse[:, None], b_delta[:, None], scale)
     tl.store(bias + o_row[:, None] * BIAS_COLUMNS + o_c, b_bias, mask=m_row[:, None])

@@ -1,7 +1,7 @@
-"""Shapes that recur often enough for cuDNN, which makes a plan for each.
+"""Decide which shapes recur often enough for cuDNN, which makes an execution plan for each shape.
 
-A plan takes 50 ms per pass (H100, torch 2.11), as long as hundreds of calls, and torch never frees it. So our kernels
-run the first calls of a shape even if cuDNN is faster; with lengths that never recur, cuDNN never runs.
+Making a plan takes 50 ms per pass (H100, torch 2.11), as long as hundreds of calls, and torch never frees a plan. So
+our kernels run the first calls of a shape even if cuDNN is faster; if lengths never recur, cuDNN never runs.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from tokenmix_core.kernels.launch.cache.capture import is_plain
 from tokenmix_core.ops.softmax_attention.backends import OURS, limit
 from tokenmix_core.ops.softmax_attention.types import Mask, call_of
 
-# calls of a shape before a plan pays off, and shapes whose calls are counted
+# number of calls of a shape before cuDNN runs, and number of shapes whose calls are counted
 _CALLS, _SHAPES = 100, 16
 # number of calls by shapes and dtype, in the order of last use
 _calls: dict[tuple, int] = {}
 
 
 def kernels_before_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> str | None:
-    """Return `OURS`, for both passes, as long as cuDNN should make no plan for such an unpacked call; then None."""
+    """Return `OURS` if an unpacked call of this shape is too rare for a cuDNN plan, else None.
+
+    `OURS` selects our kernels for both passes. The call is counted.
+    """
     if not is_plain(q):
         return None
     shape = q.shape, k.shape, v.shape, q.dtype, mask

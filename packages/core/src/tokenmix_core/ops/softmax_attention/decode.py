@@ -1,7 +1,7 @@
 """Decoding by split KV: the last few queries of each sequence attend to shares of its cache; a second kernel merges.
 
-A CTA has the queries of one key head, TQ · HQ / H rows, so that the cache is read once, and visits its share of their
-KV tiles. Lengths stay on the device: no host synchronisation.
+A CTA holds a tile of the TQ · HQ / H query rows of one key head, so that these share the reads of the cache, and visits
+one share of the KV tiles. Lengths stay on the device: no host synchronisation.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _merge_two(
     o_a, lse_a, o_b, lse_b, o, lse, rows, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Merge outputs over two disjoint sets of keys, a block of queries and heads per program."""
+    """Merge outputs over two disjoint sets of keys; a program merges BM rows, one row per query and head."""
     gdc_launch_and_wait(PDL)
     o_r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     o_d = tl.arange(0, BV)

@@ -48,7 +48,7 @@ def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
 
 
 def readable(x: Tensor) -> Tensor:
-    """Return x if the libraries' kernels can read it, in aligned runs of 16 bytes without broadcast; else a copy."""
+    """Return x if its rows are aligned to 16 bytes and not broadcast, as the libraries require; else a copy."""
     if x.is_contiguous() and x.data_ptr() % 16 == 0:
         # heads are multiples of 8 elements
         return x
@@ -58,12 +58,15 @@ def readable(x: Tensor) -> Tensor:
 
 
 def window_sides(mask: Mask) -> tuple[int | None, int | None]:
-    """Return the keys that a query sees to its left and right, its own not counted; None: no bound."""
+    """Return how many keys a query sees to its left and to its right, its own key not counted; None: no bound."""
     if mask.window is None:
         return None, 0 if mask.causal else None
     return mask.window - 1, 0
 
 
 def boundaries(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """Return int32 sequence boundaries and upper bounds of the lengths: reading the maximum would stall the stream."""
+    """Return int32 sequence boundaries, and upper bounds of the lengths of queries and keys.
+
+    The exact maximum is on the device, and reading it would synchronise.
+    """
     return None if cu_seqlens is None else cu_seqlens.int(), q.shape[1], k.shape[1]

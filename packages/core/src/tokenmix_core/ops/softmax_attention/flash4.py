@@ -1,4 +1,4 @@
-"""FlashAttention-4 from the package flash-attn-4, by its private functions that take and return lse.
+"""FlashAttention-4 from the package flash-attn-4; calls its private functions, which take and return lse.
 
 Its backward takes the gradient of the log-sum-exp. Atomics sum dq in a different order in every run, unless
 `torch.use_deterministic_algorithms(True)` requires one order, which is slower.
@@ -18,7 +18,7 @@ from tokenmix_core.kernels.launch.cache.capture import launches_unseen
 from tokenmix_core.ops.softmax_attention.flash import boundaries, readable, window_sides
 from tokenmix_core.ops.softmax_attention.types import Mask
 
-# parameters of its private functions that this module passes; a newer version may lack them
+# parameters that this module passes to private functions of flash-attn-4; a newer version may lack some
 _PARAMETERS = {
     "_flash_attn_fwd": {"softmax_scale", "causal", "window_size_left", "window_size_right", "cu_seqlens_q",
                         "cu_seqlens_k", "return_lse"},
@@ -29,7 +29,7 @@ _PARAMETERS = {
 
 @functools.cache
 def is_here() -> bool:
-    """True if the package is installed and its functions have these parameters; warns if they do not.
+    """True if the package is installed and its functions have the `_PARAMETERS`; warn if the functions lack some.
 
     flash-attn 2 contains an early version under the same module name, so the package's own version is read.
     """
@@ -46,7 +46,7 @@ def is_here() -> bool:
             for parameter in sorted(parameters - inspect.signature(getattr(fa, name)).parameters.keys())
         ]
         why = f"it has no {lacking[0]}" if lacking else None
-    # its own imports may fail in any way
+    # the package's own imports may fail with any exception
     except Exception as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     if why is not None:
@@ -89,7 +89,7 @@ def _rows(x: Tensor, cu: Tensor | None) -> Tensor:
 
 
 def _options(mask: Mask, scale: float, cu: Tensor | None) -> dict:
-    """Return the named arguments of both passes. Lengths of packed sequences stay on the device."""
+    """Return the keyword arguments of both passes. Lengths of packed sequences are not read on the host."""
     left, right = window_sides(mask)
     return {
         "softmax_scale": scale, "causal": mask.causal, "window_size_left": left, "window_size_right": right,

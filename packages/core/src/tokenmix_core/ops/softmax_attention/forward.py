@@ -82,7 +82,7 @@ def _attention_forward(
 
     b_norm, b_lse = finish_softmax(b_m, b_l, scale)
     if selected is not None:
-        # probabilities recomputed from +∞ are 0: these rows drop out of all gradients
+        # with lse = +∞ the backward pass recomputes probabilities of 0: queries that are not selected get no gradient
         b_norm = tl.where(m_s, b_norm, 0.0)
         b_lse = tl.where(m_s, b_lse, float("inf"))
     store_outputs(o, lse, tile, b_o, b_norm, b_lse, TQ, HQ, Config(K, V, BK, BV, PRECISION, CAUSAL, WINDOW), BM)
@@ -91,8 +91,8 @@ def _attention_forward(
 def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None, fill=True, impl=None):
     """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`.
 
-    Queries outside the mask `selected [B, TQ]` get 0 and +∞. Tiles without a selected query are skipped, and written
-    only with `fill`.
+    Queries outside the mask `selected [B, TQ]` get o = 0 and lse = +∞. Tiles without a selected query are not computed;
+    these outputs are written to them only if `fill`.
     """
     q, k, v = (dense_rows(x) for x in (q, k, v))
     (B, TQ, HQ, _), V = q.shape, v.shape[3]

@@ -1,7 +1,7 @@
-"""The KV tiles that a query tile visits and conversely, and loads and stores of tiles.
+"""The KV tiles that a query tile visits, the query tiles that a KV tile visits, and loads and stores of tiles.
 
-Unmasked tiles are one contiguous range. Softmax is invariant to the order of keys, so all masked tiles, which are
-not contiguous, share a second loop.
+Unmasked tiles are one contiguous range. Masked tiles are not contiguous, but softmax is invariant to the order of keys,
+so one second loop visits all masked tiles.
 """
 
 import triton
@@ -12,7 +12,8 @@ import triton.language as tl
 def tile_of_queries(tiles, HQ, H):
     """Return a program's batch row, query head, key head (int64) and query tile.
 
-    Tiles of one head run together, to share its keys in L2; the last ones, which see most keys, start first.
+    Consecutive programs take tiles of one head, which share the head's keys in L2. The last queries see the most keys,
+    so their tiles start first.
     """
     pid = tl.program_id(0)
     i_t = tiles - 1 - pid % tiles
@@ -65,7 +66,7 @@ def query_tiles(
         m_min = tl.maximum(first - shift, 0) // BM
         full_min = tl.cdiv(tl.maximum(last - shift, 0), BM)
     if WINDOW:
-        # every later query sees a sink
+        # a tile with a sink is seen by all later queries, so the window bounds no range
         if sinks is None:
             sinks = 0
         if first >= sinks:
@@ -145,8 +146,8 @@ def store_tile(p_x, b_x, first, rows, stride, D: tl.constexpr, BT: tl.constexpr,
 def add_dot(b_x, b_y, b_sum, PRECISION: tl.constexpr):
     """Return `b_sum + b_x · b_y`.
 
-    In float32, MMAs of a tile are summed separately first: sums per tile lose less than one running sum. The select
-    keeps the compiler from fusing the two.
+    In float32 the tile's product is computed before it is added: separate sums per tile lose less precision than one
+    running sum. The `tl.where` keeps the compiler from fusing product and addition.
     """
     if PRECISION == "ieee":
         b_xy = tl.dot(b_x, b_y, input_precision=PRECISION)

@@ -33,17 +33,17 @@ def constants(q, v, cu_seqlens, mask: Mask, tile: AttentionTile) -> dict:
 
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return x if the elements of a head are contiguous, else a copy. All other strides are free."""
+    """Return x if the elements of a head are contiguous, else a copy. All other strides may have any value."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def block_size(size: int) -> int:
-    """Return the width of a tile for `size` columns: a power of two, at least 16, the least of an MMA."""
+    """Return the width of a tile for `size` columns: a power of two, at least 16, the minimum of an MMA."""
     return max(16, next_power_of_2(size))
 
 
 def sink_step(q: torch.Tensor, mask: Mask, BN: int) -> int:
-    """Return the keys in the step over a window's sinks; 0 if there are none, or if they fill a tile of BN."""
+    """Return the number of keys in the extra step over a window's sinks; 0 without sinks, or if they fill BN keys."""
     step = block_size(mask.sinks)
     if mask.window is None or not mask.sinks or step >= BN:
         return 0

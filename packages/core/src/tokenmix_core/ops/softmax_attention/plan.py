@@ -19,15 +19,15 @@ from tokenmix_core.ops.softmax_attention.types import Mask
 
 GLUON = GluonForm("attention", "tokenmix_core.ops.softmax_attention.hopper", slower="about 1.2 to 1.4 times slower")
 
-# least keys per sequence, and least window if there is one, for which the warp-specialised forward is faster: by 2 %
-# with a window of 1,024, 8 % with 2,048 and 14 % without
+# the warp-specialised forward is faster from this mean number of keys per sequence, and this window, if any, on: by 2 %
+# with a window of 1,024 keys, 8 % with 2,048 and 14 % without a window
 _LONG, _WIDE = 1024, 1024
-# below it, −lse / scale of `bias_columns.py` could overflow float32
+# with a smaller scale, −lse / scale of `bias_columns.py` could overflow float32
 MIN_SCALE = 2.0**-64
 
 
 class Form(Enum):
-    """A Gluon kernel: one warpgroup per CTA, or, forward, warp-specialised: two consumers and a producer."""
+    """A Gluon kernel: one warpgroup per CTA, or, in the forward pass only, warp-specialised with two consumers."""
 
     ONE = "one warpgroup"
     GROUPS = "warp-specialised"
@@ -59,7 +59,7 @@ def plan(
         v: values.
         mask: the keys that each query sees.
         impl: the argument of the public function.
-        others: more tensors that the backward pass reads by rows.
+        others: further tensors that the backward pass reads, such as do.
         cu_seqlens: boundaries of packed sequences.
         chosen: whether only selected queries are computed.
         scale: factor of the scores, for plans of a backward pass.
@@ -83,8 +83,8 @@ def plan(
         forward = Form.ONE
     if scale >= MIN_SCALE:
         keys = Form.ONE
-    # with heads of 64, packed sequences and few rows are not measured; without a window it gains 1 %, and spills on
-    # Triton 3.9
+    # the Gluon dQ kernel with heads of 64: packed sequences and few rows are not measured; without a window the kernel
+    # gains 1 %, and spills on Triton 3.9
     dense = cu_seqlens is None and not chosen
     measured = mask.window is not None and dense and device_tuning.many_waves(B * HQ * cdiv(TQ, TILE))
     return AttentionPlan(forward, Form.ONE if K == 128 or measured else queries, keys)
@@ -99,7 +99,7 @@ def takes_gluon(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def limit(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> str | None:
-    """Return why Gluon kernels do not support such tensors `[B, T, H, D]`; None if they do."""
+    """Return why Gluon kernels do not support these tensors `[B, T, H, D]`; None if Gluon kernels support them."""
     K, V = q.shape[3], v.shape[3]
     if K != V or K not in (64, 128):
         return f"takes K = V of 64 or 128, got K={K} and V={V}"
@@ -108,7 +108,7 @@ def limit(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> str | None:
 
 def unreadable(*tensors: Tensor) -> str | None:
     """Return why Gluon kernels cannot copy rows of these tensors `[B, T, H, D]`; None if they can."""
-    # rows with gaps between elements are copied first
+    # tensors with gaps between the elements of a head are copied before the launch, so they are always readable
     as_they_are = [x for x in tensors if x.stride(3) == 1]
     if any(x.data_ptr() % 16 or any(stride % 16 for stride in x.stride()[:3]) for x in as_they_are):
         return "takes tensors that begin at multiples of 16 bytes, with strides of multiples of 16 elements"

@@ -1,4 +1,4 @@
-"""Query selection: the selected rows of a tile, and a list of the tiles that hold one."""
+"""Query selection: the selected rows of a tile, and a list of the tiles that hold a selected row."""
 
 import torch
 import triton
@@ -12,14 +12,14 @@ from tokenmix_core.kernels.triton.varlen import sequence_span
 
 @triton.jit
 def selected_rows(selected, o_row, first, rows, BM: tl.constexpr):
-    """True for each selected row of `first` … `first + BM − 1`, rows counted from `o_row` on."""
+    """True for each selected row among `first` … `first + BM − 1`; row 0 is at offset `o_row` of `selected`."""
     o_t = first + tl.arange(0, BM)
     return tl.load(selected + o_row + o_t, mask=o_t < rows, other=0) != 0
 
 
 @triton.jit
 def listed(order, i):
-    """Return the i-th tile of a list; i itself without a list."""
+    """Return the i-th tile of the list `order`; i if `order` is None."""
     if order is None:
         return i
     else:
@@ -28,7 +28,7 @@ def listed(order, i):
 
 @triton.jit
 def list_offset(i_b, i_n, start, tiles, BM: tl.constexpr, PACKED: tl.constexpr):
-    """Return the offset of a sequence's list, whose capacity is the sequence's tiles and one more."""
+    """Return the offset of a sequence's list, whose capacity is the number of the sequence's tiles plus one."""
     if PACKED:
         return start // BM + 2 * i_n
     else:
@@ -56,9 +56,10 @@ def _list_tiles(
 
 
 def list_tiles(selected: Tensor, cu_seqlens: Tensor | None, BM: int) -> tuple[Tensor, Tensor]:
-    """Return, for each sequence, the tiles with a selected query, and the number of them before each tile.
+    """Return `(ranks, order)`, int32: for each sequence, from `list_offset` on, its tiles with a selected query.
 
-    Ranks come first, then the list, both int32, from `list_offset` on; a sequence's ranks end with its listed tiles.
+    `order` lists these tiles. `ranks` holds, for each tile of the sequence, the number of listed tiles before it, then
+    the number of all listed tiles.
     """
     B, TQ = selected.shape
     sequences = num_sequences(selected, cu_seqlens)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenmix_core.ops.types import AttentionOutput
 
-# scores of one block of queries: 2²⁴ of them are 64 MiB in float32
+# number of scores of one block of queries: 2²⁴ scores take 64 MiB in float32
 _BLOCK_SCORES = 1 << 24
 
 
@@ -111,7 +111,7 @@ def visible(o_q: Tensor, o_k: Tensor, causal: bool, window: int | None, sinks: i
 
 
 class _Block(NamedTuple):
-    """Consecutive queries with the keys that at least one of them may see: the first `sinks` and `[start, stop)`."""
+    """Consecutive queries, and the keys that at least one of these may see: the first `sinks` and `[start, stop)`."""
 
     rows: slice
     sinks: int
@@ -129,7 +129,7 @@ class _Block(NamedTuple):
 
 
 def sequences(tq: int, tk: int, cu_seqlens: Tensor | None) -> Iterator[tuple[slice, slice]]:
-    """Yield the queries and the keys of each sequence; all at once if nothing is packed."""
+    """Yield the slices of queries and of keys of each packed sequence; one pair of full slices if unpacked."""
     boundaries = [0, tq] if cu_seqlens is None else cu_seqlens.tolist()
     for start, stop in itertools.pairwise(boundaries):
         rows = slice(start, stop)
@@ -164,7 +164,7 @@ def attended(
 
 
 def joined(parts: Sequence[AttentionOutput], q: Tensor, v: Tensor) -> AttentionOutput:
-    """Concatenate results of consecutive queries; without parts, return those of queries that see no key."""
+    """Concatenate results of consecutive queries; without parts, return o = 0 and lse = −∞."""
     if not parts:
         return AttentionOutput(q.new_zeros(*q.shape[:3], v.shape[3]), wide(q).new_full(q.shape[:3], float("-inf")))
     return AttentionOutput(*(torch.cat(x, 1) for x in zip(*parts, strict=True)))
@@ -173,12 +173,12 @@ def joined(parts: Sequence[AttentionOutput], q: Tensor, v: Tensor) -> AttentionO
 def softmax(q: Tensor, k: Tensor, mask: Tensor, scale: float, bias: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
     """Return probabilities `[B, H, G, rows, keys]` and log-sum-exp `[B, H, G, rows]`; 0 and −∞ if a row sees no key.
 
-    `mask` is `[rows, keys]`, or any shape that broadcasts to that of the probabilities; so is `bias`, added to scores.
+    `mask` is `[rows, keys]` or of another shape that broadcasts to the probabilities; so is `bias`, added to scores.
     """
     q = wide(q).unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))
     blind = ~mask.any(-1)
     s = torch.einsum("bihgk,bjhk->bhgij", q, wide(k)) * scale + bias
-    # a row of −∞ has no derivative: use zeros, then discard them
+    # softmax of a row of −∞ has NaN gradients: use zeros as scores, then discard the result
     s = s.masked_fill(~mask, float("-inf")).masked_fill(blind.unsqueeze(-1), 0.0)
     lse = s.logsumexp(-1)
     p = (s - lse.unsqueeze(-1)).exp()

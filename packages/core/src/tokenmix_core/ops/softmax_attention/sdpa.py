@@ -1,6 +1,6 @@
-"""torch's own attention kernels, by its operators that return the log-sum-exp.
+"""torch's own attention kernels; calls the operators that return the log-sum-exp.
 
-On a CPU, torch's flash kernel, sequence by sequence if packed. On CUDA, cuDNN for plain attention on Hopper and newer
+A CPU runs torch's flash kernel, sequence by sequence if packed. CUDA runs cuDNN for plain attention on Hopper and newer
 devices, else FlashAttention-2 (packed batches, windows, fewer queries than keys, older devices).
 """
 
@@ -87,24 +87,24 @@ def cudnn_backward(
 def _tokens_before_heads(q: Tensor) -> Tensor:
     """Return q in the memory order of `[B, T, HQ, K]`, copied only if its strides have another order.
 
-    torch gives cuDNN's o the memory order of q, so that another order would be copied in o.
+    torch gives cuDNN's o the memory order of q; in another order o would need a copy later.
     """
     strides = [stride for size, stride in zip(q.shape, q.stride(), strict=True) if size > 1]
     return q if strides == sorted(strides, reverse=True) else q.clone(memory_format=torch.contiguous_format)
 
 
 def _with_strides_of(o: Tensor, do: Tensor) -> Tensor:
-    """Return do with the strides of o, copied only if the elements lie otherwise."""
+    """Return do with the strides of o, copied only if its elements have another order in memory."""
     if do.stride() == o.stride():
         return do
     if do.is_contiguous() and o.is_contiguous():
-        # strides of dimensions of size 1 differ
+        # only the strides of dimensions of size 1 differ
         return do.as_strided(o.shape, o.stride())
     return torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device).copy_(do)
 
 
 def _no_dropout(q: Tensor) -> Tensor:
-    """Return the state of a random generator that only dropout would read."""
+    """Return a placeholder for the random generator's state, which only dropout would read."""
     return torch.empty((), dtype=torch.int64, device=q.device)
 
 
@@ -134,12 +134,12 @@ def _cpu_backward(q, k, v, o, lse, do, cu_seqlens, mask: Mask, scale):
 
 
 def _with_adjacent_elements(x: Tensor) -> Tensor:
-    """Return x, or a copy if the elements of a head are apart: torch's kernel ignores the last stride."""
+    """Return x if the elements of a head are contiguous, else a copy: torch's kernel ignores the last stride."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _cpu_mask(q: Tensor, k: Tensor, mask: Mask) -> tuple[bool, Tensor | None]:
-    """Return whether to use the kernel's own causal mask, and else a bias of the scores, 0 or −∞, `[TQ, TK]`."""
+    """Return whether to use the kernel's causal mask, and a score bias `[TQ, TK]` of 0 or −∞, None if not needed."""
     tq, tk = q.shape[1], k.shape[1]
     if mask.window is None and (tq == tk or tq == 1 or not mask.causal):
         return mask.causal and tq > 1, None

@@ -1,4 +1,4 @@
-"""One tile's step of each portable kernel, and the tiles of its program: shared with attention to listed keys.
+"""One loop step of each portable kernel, and the named tuples that it takes: shared by dense and listed keys.
 
 Dense attention reads contiguous KV tiles and masks them by distance. Attention to listed keys (`Config.LISTED`) reads
 tiles of columns at given positions; its mask tells local columns from listed ones.
@@ -123,7 +123,7 @@ class VisibleTo(NamedTuple):
 
 
 class ColumnsVisibleTo(NamedTuple):
-    """Mask of columns at `o_k`: queries before `b_end` see them, as listed columns from `b_away` on.
+    """Mask of columns at `o_k`: queries from `o_k` to `b_end − 1` see a column, as a listed one from `b_away` on.
 
     `b_away` is None unless the gradient of `keep` is wanted.
     """
@@ -161,7 +161,7 @@ def load_keys(x: Rows, at, keys, D: tl.constexpr, BD: tl.constexpr, BN: tl.const
 
 @triton.jit
 def mask_of(mask, at, keys, BN: tl.constexpr, config: Config):
-    """True where a query sees a key of the tile `at`, by `Visible` or `VisibleColumns`."""
+    """Return the mask of a tile: whether each query sees each key at `at`, by `Visible` or `VisibleColumns`."""
     if config.LISTED:
         return visible_columns(mask.o_q, mask.b_left, at, mask.listed, mask.p_until, mask.s_ut, keys)
     else:
@@ -232,9 +232,9 @@ def dq_step(b_dq, given: Queries, kv: KeyRows, at, mask, scale, config: Config, 
 
 @triton.jit
 def dkdv_step(sums, kv, given: QueryRows, i_q, mask, scale, config: Config, BM: tl.constexpr, MASKED: tl.constexpr):
-    """Accumulate dK and dV, the first two of `sums`, over query tile `i_q` of a head; `kv` are tiles of K and V.
+    """Add the terms of query tile `i_q` of a head to dK and dV, the first two of `sums`; `kv` are tiles of K and V.
 
-    Over listed columns also accumulate the gradient of `keep`: dS of the queries that see a column as a listed one.
+    For listed columns a third sum is the gradient of `keep`: dS summed over queries that see the column as listed.
     """
     b_k, b_v = kv
     o_q = i_q * BM + tl.arange(0, BM)

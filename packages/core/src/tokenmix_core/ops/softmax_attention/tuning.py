@@ -10,7 +10,7 @@ from tokenmix_core.kernels.tuning import ALL_REGISTERS, many_waves, sm_count
 
 
 class AttentionTile(NamedTuple):
-    """BM queries by BN keys; `maxnreg` limits the registers of a thread unless it is None."""
+    """A tile of BM queries by BN keys; `maxnreg` limits the registers per thread unless it is None."""
 
     BM: int
     BN: int
@@ -54,18 +54,18 @@ def listed_keys(head_size: int, dtype: torch.dtype) -> AttentionTile:
 
 
 def work_tiles(tiles: int, device: torch.device) -> int:
-    """Return how many work tiles the dK/dV kernel over `tiles` tiles of listed keys gets beyond one per tile.
+    """Return how many work tiles the dK/dV kernel over listed keys gets in addition to one for each of `tiles` tiles.
 
-    Eight waves balance the load; few tiles get fewer work tiles, since partial sums take memory.
+    Eight per SM balance the load. If there are few tiles, fewer work tiles are added, since partial sums take memory.
     """
     return min(8 * sm_count(device), max(2 * sm_count(device), tiles // 4))
 
 
 def hopper_forward(head_size: int, programs: int) -> tuple[int, int]:
-    """Return the pipeline stages of K and V of the forward kernel for Hopper, and its registers per thread.
+    """Return the pipeline stages of K and V, and the registers per thread, of the forward kernel for Hopper.
 
-    They let an SM hold four CTAs with heads of 64, and two with heads of 128, or three with one stage, which is faster
-    if many CTAs wait.
+    An SM then holds four CTAs with heads of 64, and two with heads of 128. With many waves heads of 128 get one stage:
+    three CTAs per SM are then faster.
     """
     if head_size == 64:
         return 2, 128

@@ -9,7 +9,10 @@ from torch import Tensor
 
 
 class Mask(NamedTuple):
-    """The keys that a query sees: all, or those up to itself, of these a window and the first keys."""
+    """The keys that a query sees: all; if `causal`, those up to its position; of these, if `window`, the last ones.
+
+    `sinks` is the number of first keys that a query sees besides the window.
+    """
 
     causal: bool
     window: int | None
@@ -29,9 +32,9 @@ class Call(NamedTuple):
     packed: bool = False
     # B · HQ if every query head has its own keys; None if heads share keys
     heads: int | None = None
-    # B · HQ in any case; 0 if it does not matter
+    # B · HQ, also if heads share keys; 0 if no rule needs the number
     query_heads: int = 0
-    # Gluon kernels run here and support such tensors
+    # whether Gluon kernels run here and support the call's tensors
     gluon: bool = False
 
 
@@ -45,8 +48,8 @@ class KeyLists(NamedTuple):
     """Listed keys, and the mask of attention to them and to a local part.
 
     Attributes:
-        ranks: listed units before each unit, and in all, `[B, HM, U + 1]`, int32.
-        lists: listed units, then the others, in order, `[B, HM, U]`, int32.
+        ranks: number of listed units before each unit, then of all, `[B, HM, U + 1]`, int32.
+        lists: indices of the listed units, then of all other units, both ascending, `[B, HM, U]`, int32.
         until: first query that no longer sees a listed key, `[B, TK, H]`; None: no key is evicted.
         cu_seqlens: boundaries of packed sequences, or None.
         unit: tokens of a unit: 1, or a multiple of 64.

@@ -4,6 +4,6 @@ Sizes, tiles, strides and buffers follow from the arguments' shapes, and computi
 launches. So a call is captured (`capture`): the buffers that it allocates and the kernels that it launches on them.
 Later calls with its signature are replayed (`replay`) by generated code (`codegen`) that does nothing else.
 
-A capture takes longer than a run, and lengths may never recur. So a call is captured after its signature has occurred
-before, more often if captured calls are not replayed (`admission`), and the number of cached calls is bounded.
+A capture takes longer than a run, and lengths may never recur. So a call is captured only if its signature recurs; more
+occurrences are needed if captured calls are not replayed (`admission`). The number of cached calls is bounded.
 """

@@ -7,7 +7,7 @@ from itertools import islice, takewhile
 
 from torch import Tensor
 
-# most signatures whose occurrences are counted, and most magnitudes, for each function
+# maxima for each function: signatures whose occurrences are counted, and magnitudes
 MAX_SEEN, _MAX_MAGNITUDES = 512, 128
 # if one of the _RECENT last captures was replayed _OFTEN times, as in a deep model, the first occurrence is captured
 _RECENT, _OFTEN = 4, 8
@@ -19,14 +19,14 @@ class Admission:
     """Count occurrences of the signatures of one function's calls."""
 
     def __init__(self) -> None:
-        # by hash of a signature the number of its occurrences; the last one is at the end
+        # by a signature's hash, the number of its occurrences; the latest signature is at the end
         self._seen: dict[int, int] = {}
         self._magnitudes: dict[tuple, None] = {}
         # the number of replays of the last captures, the newest first
         self._replays: deque[list[int]] = deque(maxlen=4 * _PATIENCE)
 
     def new_magnitude(self, inputs: tuple) -> tuple | None:
-        """Return dtypes, options and the bit lengths of sizes; None if `add_magnitude` was called with them.
+        """Return dtypes, options and the bit lengths of sizes; None if `add_magnitude` was given equal ones before.
 
         New magnitudes may select other kernels, which are compiled in parallel if the call is captured.
         """

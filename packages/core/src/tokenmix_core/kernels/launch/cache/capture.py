@@ -73,7 +73,8 @@ class Capture(compat.Mode):
         self._tensors = inputs
         self._inputs = {id(x): slot for slot, x in enumerate(inputs)}
         self._addresses = {x.data_ptr(): slot for slot, x in enumerate(inputs) if x.numel()}
-        # by storage, its only input: other tensors of the storage are views of it; None if it has several inputs
+        # by storage, the slot of its input, of which all other tensors of the storage are views; None if several inputs
+        # share the storage
         self._alone: dict[Any, int | None] = {}
         for slot, x in enumerate(inputs):
             self._alone[storage(x)] = None if storage(x) in self._alone else slot
@@ -86,7 +87,7 @@ class Capture(compat.Mode):
         self._waiting: list[tuple[Any, list[tuple]]] = []
         self._steps: list[Step] = []
         self._possible = True
-        # whether a kernel is compiled for all lengths
+        # whether one of the kernels is a general form, compiled for all lengths
         self.general = False
 
     @contextmanager
@@ -106,7 +107,8 @@ class Capture(compat.Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        # below autograd, as in compiled code, composite operations arrive whole: `contiguous` copies or does nothing
+        # below autograd, as in compiled code, composite operations arrive undecomposed, and their effects depend on the
+        # arguments: `contiguous` copies or does nothing
         if func not in _ALLOCATIONS and func not in _not_composite:
             with self:
                 output = compat.composed(func, args, kwargs)
@@ -156,7 +158,7 @@ class Capture(compat.Mode):
         self._buffers = []
 
     def launch(self, foreseen: Sequence = ()) -> None:
-        """Make and capture the postponed launches; compile the kernels of `foreseen` launches with theirs."""
+        """Make and capture the postponed launches; compile their kernels together with those of `foreseen` launches."""
         waiting, self._waiting = self._waiting, []
         with launching().taken(None):
             launching().launch_together([launch for launch, _ in waiting], foreseen)
@@ -192,7 +194,7 @@ class Capture(compat.Mode):
         simple = isinstance(output, Tensor) and not any(isinstance(x, (Tensor, list)) for x in kwargs.values())
         simple &= not any(isinstance(x, list) and any(isinstance(y, Tensor) for y in x) for x in args)
         self._possible &= simple and not operation.by_value
-        # an operation that mutates its argument returns it
+        # an operation that mutates its argument returns this argument, which has a slot
         result = self._slot(output) if simple and operation.makes else None
         call = functools.partial(func, **kwargs) if kwargs else func
         self._steps.append(Step(self._buffers, call, False, args, tensors, result))

@@ -98,7 +98,7 @@ def compiled(
 
 
 def _packed(launches: list[Step], parts: dict[int, int]) -> tuple[bytes, list[str]]:
-    """Return launches for `driver.launch`, and the names of the addresses that follow the stream."""
+    """Return launches for `driver.launch`, and the names of the addresses to pass after the stream."""
     names: dict[str, int] = {}
     packed = []
     for step in launches:
@@ -115,8 +115,8 @@ def matching(
 ) -> Callable | None:
     """Return `match(*inputs)`: `call` and its arguments for inputs of this signature; None for others.
 
-    Returns None if no comparison is faster than a lookup by signature. Matches are counted in `matches[0]` and end
-    after `most` of them.
+    Returns None if torch lacks guards or an input's address is not a multiple of 16 bytes. Matches are counted in
+    `matches[0]`; after `most` matches `match` returns None.
     """
     tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, Tensor)}
     if compat.Guards is None or any(x.data_ptr() % 16 for x in tensors.values()):
@@ -135,7 +135,7 @@ def matching(
 
 
 def alike(inputs: Sequence, matches: list[int]) -> Callable:
-    """Return `same(*inputs)`: true if as many inputs have the signature of these, addresses apart.
+    """Return a function that is true for arguments, equal in number, with the signature of `inputs`, addresses apart.
 
     Matches are counted in `matches[0]`.
     """
@@ -145,7 +145,7 @@ def alike(inputs: Sequence, matches: list[int]) -> Callable:
 
 
 def _guarded(name: str, inputs: Sequence, lines: list[str], names: dict[str, Any]) -> Callable:
-    """Return a function that runs `lines` if its inputs have the signature of these, and returns None otherwise."""
+    """Return a function that runs `lines` if its arguments have the signature of `inputs`, else returns None."""
     different = []
     for i, x in enumerate(inputs):
         if x is None:
@@ -163,14 +163,17 @@ def _guarded(name: str, inputs: Sequence, lines: list[str], names: dict[str, Any
 
 
 def renew(guarded: Callable, inputs: Sequence) -> None:
-    """Also accept tensors like these, whose dispatch differs from the last: with gradients, or under autocast."""
+    """Let a guarded function accept these inputs also, which differ in dispatch from those that it was made for.
+
+    Dispatch differs with gradients and under autocast. The latest two kinds of inputs are accepted.
+    """
     names = guarded.__globals__
     names["also"] = names.get("same", lambda *tensors: False)
     names["same"] = _same([x for x in inputs if isinstance(x, Tensor)])
 
 
 def _same(tensors: Sequence[Tensor]) -> Callable:
-    """Return `same(*tensors)`: whether tensors have the type, dtype, device, sizes, strides and dispatch of these."""
+    """Return a function that compares its arguments with `tensors`: type, dtype, device, sizes, strides, dispatch."""
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     return compat.Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 

@@ -40,7 +40,7 @@ class Loaded(NamedTuple):
 
 @functools.cache
 def loaded(kernel: Any, device: int) -> Loaded | None:
-    """Load a compiled kernel on a device; return None if only Triton can launch, or refuse, it."""
+    """Load a compiled kernel on a device; return None if Triton must launch the kernel, or raise its error."""
     names, x = compat.launching(), compat.described(kernel)
     if names is None or x is None or x.more:
         return None
@@ -57,8 +57,8 @@ def loaded(kernel: Any, device: int) -> Loaded | None:
 def packed(kernel: Loaded, grid: tuple[int, ...], args: Iterable, pointers: Mapping[int, tuple[int, int]]) -> bytes:
     """Pack a launch for `launch`; several launches are concatenated.
 
-    `pointers` maps the index of each argument that is replaced at the launch to `(which address, byte offset)`; address
-    0 is the stream.
+    `pointers` maps the index of each argument that is set at the launch to `(number of the address, byte offset)`;
+    number 0 is the stream.
     """
     grid = (*grid, 1, 1)[:3]
     if not all(grid):
@@ -78,7 +78,7 @@ def packed(kernel: Loaded, grid: tuple[int, ...], args: Iterable, pointers: Mapp
 
 @functools.cache
 def _packing(formats: tuple[str | None, ...]) -> Callable[..., bytes]:
-    """Return the function that packs the head of a launch and its arguments, a word each, without scratch memory."""
+    """Return the function that packs a launch's head and arguments, 8 bytes each, and null pointers for scratch."""
     words = (f"{form}{8 - struct.calcsize(form)}x" for form in formats if form is not None)
     return struct.Struct(f"<10Q{''.join(words)}16x").pack
 

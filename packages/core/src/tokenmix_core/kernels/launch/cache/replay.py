@@ -15,11 +15,11 @@ from tokenmix_core.kernels.launch.cache.admission import Admission, keep_last
 from tokenmix_core.kernels.launch.cache.capture import Capture, is_plain, launching
 from tokenmix_core.kernels.launch.cache.codegen import alike, matching, renew
 
-# most calls that are cached for a function
+# maximum number of calls that are cached for a function
 MAX_CALLS = 96
 # a call that was replayed this often gets kernels that are compiled for its lengths
 _SPECIALISED = 512
-# most signatures that a call is compared with before the lookup of its own
+# maximum number of recent signatures that a call is compared with before its own signature is looked up
 _COMPARED = 4
 # all instances of `Replayed` and `Checked`
 _caches: list[Any] = []
@@ -28,7 +28,7 @@ on_gpu = attrgetter("is_cuda")
 
 
 def invalidate() -> None:
-    """Drop all cached calls and checks: the values that they follow from have changed."""
+    """Drop all cached calls and checks, after a change of values that they depend on."""
     for x in _caches:
         x.clear()
 
@@ -36,18 +36,19 @@ def invalidate() -> None:
 class Replayed:
     """Wrap `run` with the launch cache: a GPU call whose signature recurs is captured, and replayed if possible.
 
-    A call's signature is all that it may depend on: shapes, strides, dtypes and alignment of tensors, and the values of
-    other arguments. It can be replayed if `run` only makes buffers, views them, launches kernels of `cached_launch` and
-    calls simple operations of torch; else every call is run. Tiles are not selected again: `tuning.override`
-    invalidates the cache, and code that changes another choice calls `invalidate`. The kernels of a captured call are
-    compiled in parallel; for this purpose the first call of each magnitude of sizes is captured at once.
+    The launches of `run` may depend only on the call's signature: shapes, strides, dtypes and alignment of tensors, and
+    values of other arguments. A call can be replayed if `run` only makes and views buffers, launches kernels of
+    `cached_launch` and calls simple torch operations; else every call is run. A replay selects no tiles:
+    `tuning.override` invalidates the cache, and code that changes another choice calls `invalidate`. The kernels of a
+    captured call are compiled in parallel; for this purpose the first call of each magnitude of sizes is captured at
+    once.
     """
 
     def __init__(self, run: Callable) -> None:
         self.run = run
-        # by signature, the one used last at the end; None for calls that cannot be replayed
+        # cached calls by signature, in order of their last use; None for calls that cannot be replayed
         self._calls: dict[tuple, _Call | None] = {}
-        # of the last signatures, `match(*inputs)`: a replay's `call, stream, tensors, pointers`, or None
+        # `match(*inputs)` of the latest signatures; it returns a replay's `call, stream, tensors, pointers`, or None
         self.recent: tuple[Callable, ...] = ()
         self._admission = Admission()
         _caches.append(self)
@@ -61,9 +62,10 @@ class Replayed:
         return self.miss(inputs)
 
     def miss(self, inputs: tuple, foresee: Callable | None = None) -> Any:
-        """Make a call that no match of `recent` fits.
+        """Make a call whose signature is not in `recent`.
 
-        If the call is captured, the kernels of `foresee(inputs, output)`, which will follow, are compiled with its own.
+        If the call is captured, its kernels are compiled together with those of `foresee(inputs, output)`, the call
+        that is expected to follow.
         """
         signature, tensors, pointers = [], [], []
         for x in inputs:
@@ -127,7 +129,7 @@ class Replayed:
         return output
 
     def _expect(self, known: _Call) -> None:
-        """Compare the next calls with this signature first."""
+        """Make this call's signature the first one that the next calls are compared with."""
         if known.match is not None:
             self.recent = (known.match, *(x for x in self.recent if x is not known.match))[:_COMPARED]
 
@@ -155,9 +157,9 @@ class _Call(NamedTuple):
 
 
 class Checked:
-    """Wrap `check` so that plain GPU tensors of a signature that passed before get the earlier result.
+    """Wrap `check` to return its earlier result for plain GPU tensors of a signature that passed before.
 
-    The comparison is generated, as for captures, for signatures that have occurred before.
+    A signature is stored, with generated code for the comparison, once it has recurred, as in `Replayed`.
     """
 
     def __init__(self, check: Callable) -> None:
@@ -192,7 +194,7 @@ class Checked:
 
 
 def _foreseen(foresee: Callable, *inputs: Any) -> list:
-    """Return the launches that a call would make; nothing is launched, so its results are undefined."""
+    """Return the launches that `foresee(*inputs)` would make, without making them."""
     launches: list = []
     # an error here will be raised again by the call itself, if it is ever made
     with launching().taken(launches.append), suppress(Exception):
