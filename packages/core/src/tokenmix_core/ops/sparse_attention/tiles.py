@@ -42,8 +42,8 @@ def find_listed(ranks, lists, row, first, last, window, sizes, UNIT: tl.constexp
     `row` is the batch row, the head of `keep`, the sequence and its first token; `sizes` are U and HM.
 
     Returns:
-        `(p_list, begin, whole, count)`: the sequence's list, the index of its first unit, and the listed columns that
-        lie before all local parts, and before any of them.
+        `(p_list, begin, whole, count)`: the sequence's list, the index of its first unit, the number of listed columns
+        before the local part of every query, and the number before that of at least one query.
     """
     i_b, i_m, i_n, start = row
     U, HM = sizes

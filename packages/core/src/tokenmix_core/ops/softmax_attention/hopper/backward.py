@@ -108,7 +108,7 @@ def dq_step(
     wait_async_copies(0)
     b_s, b_dp = mma_scores(given, k_s, v_s)
     i_next = i + 1 + gl.where(i + 1 < span.sink_tiles, 0, span.gap)
-    # nothing is copied behind the last tile
+    # there is no tile after the last one to prefetch: 0 rows are copied
     left = gl.where(i + 1 < span.count, span.keys, 0)
     async_copy_tile(next_stage.k, k.pointer, i_next * BT, left, k.stride, THREAD_RELATIVE=True)
     async_copy_tile(next_stage.v, v.pointer, i_next * BT, left, v.stride, THREAD_RELATIVE=True)

@@ -74,10 +74,10 @@ class QuerySpan(NamedTuple):
         queries: queries of the sequence.
         m_min: first query tile.
         full_min: first query tile that needs no mask.
-        full_max: first query tile behind those.
+        full_max: first masked query tile after the unmasked ones.
         m_max: end of the query tiles.
         count: query tiles of all heads of the GQA group.
-        order: list of the query tiles to visit, or None: all of them.
+        order: list of the query tiles to visit; None for all query tiles.
         mask: `VisibleTo` or `ColumnsVisibleTo`.
     """
 
@@ -117,7 +117,7 @@ def allocate_queries(dtype: gl.constexpr, BT: gl.constexpr, K: gl.constexpr, V: 
 
 @gluon.jit
 def minus_columns(b_row, columns: gl.constexpr):
-    """Return a value per row minus 0, 1, … by column, as constant offsets from the thread's first column."""
+    """Return `b_row[i] − j` for row i and column j; a thread's columns are constant offsets from its first column."""
     o_c = gl.arange(0, columns, gl.SliceLayout(0, mma_layout(columns, gl.num_warps())))[None, :]
     return b_row[:, None] - o_c % 8 - o_c // 8 * 8
 
@@ -191,7 +191,7 @@ def mma_scores_transposed(given: Keys, stage: QueryStage):
 
 @gluon.jit
 def listed(order, i, exists):
-    """Return the i-th query tile of a list, or 0 unless it exists; i itself without a list."""
+    """Return the i-th query tile of the list `order`, or 0 unless `exists`; i if `order` is None."""
     if order is None:
         return i
     else:
@@ -212,7 +212,7 @@ def dkdv_step(
         the cursor of the next tile, and the sums.
     """
     i_q, i_h = cursor[0], cursor[1]
-    # early for dense masks, late for lists: the position decides ptxas' register allocation
+    # dense masks compute `more` here, lists later: the position decides ptxas' register allocation
     if not masking.LISTED:
         more = i + 1 < span.count
     o_k = given.o_k
@@ -226,7 +226,7 @@ def dkdv_step(
     if masking.LISTED:
         more = i + 1 < span.count
     t_next = listed(span.order, i_next, more)
-    # nothing is copied behind the last tile
+    # there is no tile after the last one to prefetch: 0 rows are copied
     async_copy_queries(next_stage, heads, i_h, t_next * BT, gl.where(more, span.queries, 0))
     b_st = warpgroup_mma_wait(1, [b_st])
     b_pt = gl.exp2(b_st * (given.scale * LOG2_E))

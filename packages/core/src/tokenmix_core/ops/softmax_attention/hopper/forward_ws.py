@@ -79,7 +79,7 @@ class Barriers(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What a CTA attends to.
+    """The queries of a CTA, and the KV tiles that it visits.
 
     Attributes:
         queries: queries from the tile's first one to the end of the sequence.
@@ -88,7 +88,7 @@ class Span(NamedTuple):
         gap: KV tiles between the sinks and the window.
         count: KV tiles to visit.
         full_min: first KV tile that needs no mask.
-        full_max: first KV tile behind those.
+        full_max: first masked KV tile after the unmasked ones.
         window: keys of the window.
         sinks: sinks, or None.
     """
@@ -252,7 +252,7 @@ def consumer(
 
     b_norm, b_lse = finalize(b_shift, b_l)
     gl.store(p_lse + o_m, b_lse, mask=o_m < span.queries)
-    # through this consumer's Q buffer, so that a thread stores 16 bytes at once
+    # O passes through this consumer's Q buffer, so that a thread stores 16 bytes at once
     q_s.store((b_o * gl.convert_layout(b_norm, gl.SliceLayout(1, sums))[:, None]).to(dtype))
     store_rows(o.pointer + FIRST * o.stride, q_s, o.stride, span.queries - FIRST, 4)
 
@@ -277,7 +277,7 @@ def _forward(
     first = i_t * BM + keys - queries
     last = gl.minimum(first + BM, keys) - 1
     sink_tiles, n_min, full_min, full_max, n_max = key_tiles(first, last, keys, window, sinks, BN, CAUSAL, WINDOW)
-    # queries that see no key visit a masked tile, too
+    # at least one tile: queries that see no key visit a fully masked one
     count = gl.maximum(sink_tiles + n_max - n_min, 1)
     q_s = gl.allocate_shared_memory(dtype, [consumers, 64, D], shared)
     k_s = gl.allocate_shared_memory(dtype, [stages, BN, D], shared)

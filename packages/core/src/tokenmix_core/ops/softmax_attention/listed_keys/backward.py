@@ -38,7 +38,7 @@ from tokenmix_core.ops.softmax_attention.types import KeyLists
 
 @triton.jit
 def store_rows(p_x, b_x, o_t, m_t, stride, D: tl.constexpr, BD: tl.constexpr):
-    """Store rows of a tile to the rows `o_t` of a matrix where `m_t`."""
+    """Store the rows of a tile that `m_t` marks to the rows `o_t` of a matrix."""
     o_d = tl.arange(0, BD)
     p_x += o_t.to(tl.int64)[:, None] * stride + o_d[None, :]
     tl.store(p_x, b_x.to(p_x.dtype.element_ty), mask=m_t[:, None] & (o_d < D)[None, :])
@@ -46,7 +46,7 @@ def store_rows(p_x, b_x, o_t, m_t, stride, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def store_gradients(outputs, sums, tile: ColumnTile, o_k, m_k, TK, H, scale, config: Config):
-    """Write dk, dv and, unless it is None, dm of the keys at positions `o_k` where `m_k`."""
+    """Write dk, dv and, unless None, dm of the keys at positions `o_k` that `m_k` marks."""
     dk, dv, dm = outputs
     b_dk, b_dv, b_dm = sums
     i_b, i_h, start, _, kept, _, _, _, _ = tile
@@ -143,7 +143,10 @@ def _sum_partials(
     dk, dv, dm, partial_k, partial_v, partial_m, ranks, lists, facts, partial_tiles, totals, B, TK, U, H, HM, tiles,
     scale, K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums of a tile in order: one program per partial sum; all but the tile's first exit."""
+    """Add the partial sums of a split tile in order.
+
+    There is one program per partial sum; only the program of a tile's first partial sum adds them, all others exit.
+    """
     i_w = tl.program_id(0)
     if i_w >= tl.load(totals + NUM_PARTIALS):
         return
@@ -174,8 +177,8 @@ def listed_keys_backward(
     Args:
         dm: None, or where to write each retained key's sum of dS over the queries that see it as a listed key,
             `[B, H, TK]`.
-        tile: tile of `launch`; None: of the portable kernel.
-        launch: launches another dK/dV kernel on a schedule; None: the portable kernel.
+        tile: tile sizes of the kernel that `launch` launches; None for those of the portable kernel.
+        launch: a function that launches another dK/dV kernel on a schedule; None for the portable kernel.
     """
     (B, TK, H, V), K = v.shape, q.shape[3]
     tile = tile or tuning.listed_keys(max(K, V), q.dtype)

@@ -52,7 +52,7 @@ def listed_columns(p_list, begin, o_c, count, BN: tl.constexpr, UNIT: tl.constex
 @cached_launch
 @triton.jit
 def _list_first(ranks, lists, cu_seqlens, T, count, PACKED: tl.constexpr, BT: tl.constexpr):
-    """List a sequence's first tokens; write the ranks at its boundaries, which are all that the dK/dV kernel reads."""
+    """List a sequence's first `count` tokens; write ranks at its boundaries only: the dK/dV kernel reads no others."""
     i_n = tl.program_id(0)
     begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
     before = 0
@@ -66,7 +66,7 @@ def _list_first(ranks, lists, cu_seqlens, T, count, PACKED: tl.constexpr, BT: tl
             before += tl.sum(tl.minimum(b_length, count).to(tl.int32), 0)
     start = begin - o_row * T
     after = before + tl.minimum(length, count)
-    # the next sequence writes the same value
+    # the rank at a sequence's end is also the next sequence's first rank: both programs write an equal value
     tl.store(ranks + o_row * (T + 1) + start, before)
     tl.store(ranks + o_row * (T + 1) + start + length, after)
     for i in range(before, after, BT):
@@ -75,9 +75,10 @@ def _list_first(ranks, lists, cu_seqlens, T, count, PACKED: tl.constexpr, BT: tl
 
 
 def list_first(tokens: Tensor, count: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return ranks `[B, 1, T + 1]` at sequence boundaries and the list `[B, 1, T]` of the first `count` tokens of each.
+    """List the first `count` tokens of each sequence of `tokens [B, T, ...]`.
 
-    `tokens` is `[B, T, ...]`.
+    Returns:
+        ranks `[B, 1, T + 1]`, of which only those at sequence boundaries are written, and the list `[B, 1, T]`.
     """
     B, T = tokens.shape[:2]
     ranks, lists = (tokens.new_empty(shape, dtype=torch.int32) for shape in ((B, 1, T + 1), (B, 1, T)))

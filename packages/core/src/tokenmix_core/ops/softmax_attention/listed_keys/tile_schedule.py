@@ -46,7 +46,7 @@ SPLIT_SIZE = tl.constexpr(0)
 NUM_WORK = tl.constexpr(1)
 NUM_PARTIALS = tl.constexpr(2)
 
-# least query tiles of a work tile: fewer are not worth a CTA
+# minimum number of query tiles of a work tile: fewer are not worth a CTA
 _LEAST = 8
 
 
@@ -96,7 +96,7 @@ class ColumnTile(NamedTuple):
 
 @triton.jit
 def list_of(ranks, lists, i_b, i_m, U, HM, kept):
-    """Return the list of retained units of a batch row and head, or of the others, and the ranks of retained units."""
+    """Return the list of retained units, or of the other units unless `kept`, of a row and head, and the ranks."""
     o_row = i_b * HM + i_m
     p_rank = ranks + o_row * (U + 1)
     return lists + o_row * U + tl.where(kept, 0, tl.load(p_rank + U)), p_rank
@@ -213,7 +213,7 @@ def _find_query_tiles(
     tl.store(p_fact + LENGTH * tiles, length)
     tl.store(p_fact + BEGIN * tiles, begin)
     tl.store(p_fact + KEPT * tiles, kept.to(tl.int32))
-    # until work tiles are counted: whether the tile has columns
+    # a flag that the tile has columns; `_split_work` replaces it by the number of work tiles
     tl.store(p_fact + SPLITS * tiles, used.to(tl.int32))
 
 
@@ -222,7 +222,7 @@ def _find_query_tiles(
 def _split_work(
     facts, work_tiles, partial_tiles, totals, slots, tiles, programs, LEAST: tl.constexpr, BT: tl.constexpr
 ):  # fmt: skip
-    """Split the tiles into work tiles of at most a `programs`-th of all work; runs as one program."""
+    """Split the tiles into work tiles of at most 1 / `programs` of all work; the kernel runs as one program."""
     work = tl.zeros([], tl.int64)
     for i in range(0, tiles, BT):
         o_x = i + tl.arange(0, BT)
@@ -233,8 +233,8 @@ def _split_work(
     split_size = tl.maximum(LEAST, tl.cdiv(work, programs).to(tl.int32))
     work_tile = 0
     partial = 0
-    # retained keys first, across heads, as early keys have most queries; then the others head by head, as neighbours
-    # have the same queries
+    # first the retained keys, across heads, since the earliest keys have the most queries; then the other keys, head by
+    # head, since neighbouring tiles read the same queries
     for kept in tl.static_range(1, -1, -1):
         for i in range(0, tiles, BT):
             o_x = i + tl.arange(0, BT)
