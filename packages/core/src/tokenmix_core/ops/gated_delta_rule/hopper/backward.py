@@ -70,13 +70,13 @@ from tokenmix_core.ops.gated_delta_rule.types import Gradients, Reverse
 
 @gluon.jit
 def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr):
-    """Return Σ x y of each row of X in registers and Y in shared memory."""
+    """Return the dot products of the rows of X, in registers, with the rows of Y, in shared memory."""
     return gl.convert_layout(gl.sum(b_x * widen(s_y.load(mma_layout(D, 4))), 1), row)
 
 
 @gluon.jit
 def unnormalise(b_dx, b_x, r_i, row: gl.constexpr, D: gl.constexpr):
-    """Return x̂ · dx̂ and r dx̂ − r x̂ (x̂ · dx̂), the gradient of x, from r dx̂; x̂ = r x, r = (Σ x² + ε)^−½."""
+    """Return x̂ · dx̂ and dx = r dx̂ − r x̂ (x̂ · dx̂), for x̂ = r x and r = (Σ x² + ε)^−½; `b_dx` holds r dx̂."""
     b_x = widen(b_x)
     dot_i = gl.convert_layout(gl.sum(b_dx * b_x, 1), row)
     return dot_i, b_dx - scale_rows(b_x, r_i * r_i * dot_i, D)
@@ -84,7 +84,7 @@ def unnormalise(b_dx, b_x, r_i, row: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def column_factors(g_w, g_r, col: gl.constexpr, dtype: gl.constexpr, RANGE: gl.constexpr):
-    """Return β r for bfloat16; for float16, β r as a divisor (`nonzero`) times `range_factor`."""
+    """Return the column factors of E and F: β r for bfloat16; for float16, `nonzero(β r, r)` times `range_factor`."""
     w_j = g_w.load(col)
     if dtype != gl.bfloat16:
         w_j = nonzero(w_j, g_r.load(col)) * RANGE
@@ -93,7 +93,7 @@ def column_factors(g_w, g_r, col: gl.constexpr, dtype: gl.constexpr, RANGE: gl.c
 
 @gluon.jit
 def store_scaled(b_x, s_x, g_w, g_r, col: gl.constexpr):
-    """Store X, which includes `column_factors`; return X with the factor β r times `range_factor` instead."""
+    """Store X, which is scaled by `column_factors`; return X scaled by β r times `range_factor` instead."""
     dtype: gl.constexpr = s_x.dtype
     s_x.store(b_x.to(dtype))
     if dtype != gl.bfloat16:
@@ -104,7 +104,10 @@ def store_scaled(b_x, s_x, g_w, g_r, col: gl.constexpr):
 
 @gluon.jit
 def epilogue(pointers, tiles, stages, barriers, scale, length, steps, warm, HV: gl.constexpr):
-    """Write dQ, dK, dg and dβ of each chunk but the first `warm`. Vectors by row are `x_i`, by column `x_j`."""
+    """Write dQ, dK, dg and dβ of each chunk except the first `warm`, which belong to later segments.
+
+    Vectors `x_i` have the layout of a tile's rows, vectors `x_j` that of its columns.
+    """
     p_g, p_dq, p_dk, p_dg, p_dbeta = pointers
     q_s, k_s, do_s, gates_s = stages
     r_1, s_1, ds_1, dy_1, ef_1, s_ends, s_db = tiles
@@ -130,7 +133,7 @@ def epilogue(pointers, tiles, stages, barriers, scale, length, steps, warm, HV: 
         s_r, s_s, s_ds, s_dy, s_ef = r_1.index(at), s_1.index(at), ds_1.index(at), dy_1.index(at), ef_1.index(at)
         s_e, s_f = square(s_ef, 0, D), square(s_ef, 1, D)
         o_i, o_j, o_t = opaque(gl.arange(0, BT, row)), opaque(gl.arange(0, BT, col)), opaque(gl.arange(0, BT, line))
-        # offsets are relative to the last chunk
+        # pointers begin at the last chunk, so offsets are negative
         t_0 = -i * BT
         o_0, rows = t_0.to(gl.int64) * HV, length - t_0
         mbarrier.wait(barriers.index(FULL + stage), parity(i, NUM_STAGES))
@@ -206,7 +209,8 @@ def epilogue(pointers, tiles, stages, barriers, scale, length, steps, warm, HV: 
         s_db.store(gl.where(o_i < rows, dot_i + dot_k_i - 2 * (w_i / r_i) * dbeta_i, 0.0))
         s_ef.store(b_dk.to(dtype))
         store_rows(p_dk + o_0 * D, s_ef, HV * D, rows, 4)
-        # dg sums the later db of the chunk, in every warp; a clamped decay has no gradient
+        # dg_t sums db, the gradient of the cumulative decay b, from t to the chunk's end; every warp computes all of
+        # dg. A clamped decay has no gradient.
         dg_t = gl.associative_scan(s_db.load(line), 0, add, reverse=True) + end
         dg_t = gl.where(g_t * LOG2_E < LOWEST, 0.0, dg_t)
         gl.store(p_dg + o_0 + o_t * HV, dg_t.to(p_dg.dtype.element_ty), mask=o_t < rows)
@@ -222,8 +226,8 @@ def backward_kernel(
 ):  # fmt: skip
     """Compute all gradients; `dfinal_state` and `dinitial_state` may be None.
 
-    ORDERED: programs take segments in the order of `order`. `passed` has the gradients that segments pass back, see
-    `reverse_scan_start`; without it a segment's scan starts as many chunks after it as are not negligible.
+    ORDERED: programs take segments in the order of `order`. `passed` has the state gradients that segments pass back,
+    see `reverse_scan_start`. Without `passed` a segment's scan starts at the last later chunk that is not negligible.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -233,11 +237,11 @@ def backward_kernel(
     i_s, i_hv, i_n, begin, length, start = locate_segment(
         gl.program_id(0), order, T, N, HV, segment, cu_seqlens, PACKED, ORDERED, 4
     )
-    # an empty sequence has a segment, too, which passes its gradient on
+    # an empty sequence also has a segment: its program copies the final state's gradient to the initial state's
     if (start >= length) & (start > 0):
         return
     slot = first_chunk(i_n, begin, T, BT, PACKED)
-    # an empty sequence may begin past the last token
+    # clamped, because an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     chunks, first = gl.cdiv(length, BT), start // BT
     end = gl.minimum(chunks, first + segment // BT)
@@ -264,9 +268,9 @@ def backward_kernel(
     s_1 = gl.allocate_shared_memory(dtype, [1, D, D], shared)
     ds_1 = gl.allocate_shared_memory(dtype, [1, D, D], shared)
     dy_1 = gl.allocate_shared_memory(dtype, [1, BT, D], shared)
-    # Eᵀ, and the store buffer of dQ, then Fᵀ; then over both the store buffer of dK
+    # first half: E; second half: the store buffer of dQ, then F; at last both halves: the store buffer of dK
     ef_1 = gl.allocate_shared_memory(dtype, [1, BT, D], shared)
-    # b, β r, r and the norms of q
+    # b, β r, r and the inverse norms of q
     gates_s = gl.allocate_shared_memory(gl.float32, [stages * 4, BT], vector)
     s_ends = gl.allocate_shared_memory(gl.float32, [64], vector)
     s_db = gl.allocate_shared_memory(gl.float32, [BT], vector)
@@ -285,7 +289,7 @@ def backward_kernel(
     chunk, read, chain = (q_s, k_s, do_s, gates_s), (s_a, s_1, r_1), (ds_1, dy_1, s_p, s_ends)
     span = Span(rows, steps, warm, known, wanted)
     sums = (r_1, s_1, ds_1, dy_1, ef_1, s_ends, s_db)
-    # 16 warps of 128 registers on average; the first warpgroup gets the remaining ones
+    # 16 warps have 128 registers per thread on average; the first warpgroup gets those that the others leave
     gl.warp_specialize(
         [
             (epilogue, (outputs, sums, chunk, barriers, scale, rows, steps, warm, HV)),
@@ -298,7 +302,7 @@ def backward_kernel(
 
 
 def backward(reverse: Reverse, grads: Gradients) -> None:
-    """Write dq and dk of each value head, and all other gradients, into `grads`; the operation normalises q and k.
+    """Write dq and dk of each value head, and all other gradients, into `grads`. Requires `qk_l2norm`.
 
     Segments are as in `backward_state`.
     """

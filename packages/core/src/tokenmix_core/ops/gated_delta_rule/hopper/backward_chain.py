@@ -29,7 +29,7 @@ from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, range_fac
 
 # chunks of q, k and dO in shared memory or in flight
 NUM_STAGES = gl.constexpr(2)
-# barriers of a stage: chunk loaded; chunk read; P' and the norms of q computed
+# barriers of a stage: chunk loaded; chunk read; P' and the inverse norms of q computed
 FULL, EMPTY, SCORES = gl.constexpr(0), gl.constexpr(2), gl.constexpr(4)
 # barriers of tiles with one stage: full, empty; SUMMED: ⟨dS', S⟩ stored
 A_FULL, A_EMPTY = gl.constexpr(6), gl.constexpr(7)
@@ -43,7 +43,7 @@ BARRIERS = gl.constexpr(18)
 
 @gluon.jit
 def initialise_barriers(barriers):
-    """Set arrivals: 128 threads for their copies, one more for the gates; one per consuming or storing warpgroup."""
+    """Initialise arrival counts: 128 threads for copies, one more for gates; else one per warpgroup that arrives."""
     for i in gl.static_range(2):
         mbarrier.init(barriers.index(FULL + i), 129)
         mbarrier.init(barriers.index(EMPTY + i), 3)
@@ -62,19 +62,20 @@ def initialise_barriers(barriers):
     mbarrier.init(barriers.index(SUMMED), 2)
 
 
-# rows from the first chunk on, chunks, chunks of later segments; columns of dS that are loaded, and stored
+# rows: tokens from the first scanned chunk (the last in time) to the sequence's end; steps: chunks to scan; warm: how
+# many of them belong to later segments; known, wanted: columns of dS to load before, and to store after the scan
 Span = namedtuple("Span", "rows steps warm known wanted")
 
 
 @gluon.jit
 def load_last(g_b, layout: gl.constexpr):
-    """Return the b of a chunk's last token, which rows past the end share, as a vector of one element."""
+    """Return b of a chunk's last token as a vector of one element; rows past the sequence's end repeat the last b."""
     return g_b.slice(63, 1).load(layout)
 
 
 @gluon.jit
 def divisible(b_w, b_r, dtype: gl.constexpr):
-    """Return β r as a divisor of gradients: for bfloat16 a β of 0 is replaced by 2^−48, negligible beside 1."""
+    """Return β r as a divisor of gradients: for bfloat16 a β below 2^−48 becomes 2^−48, so that no divisor is 0."""
     if dtype == gl.bfloat16:
         b_w = gl.where(gl.abs(b_w) < 2.0**-48 * b_r, 2.0**-48 * b_r, b_w)
     return b_w
@@ -125,7 +126,7 @@ def producer(pointers, tiles, stages, barriers, rows, steps, warm, H: gl.constex
 
 @gluon.jit
 def compute_scores(s_q, s_k, s_p, g_b, g_w, g_n, scale):
-    """Store P' = tril(Q̂ Kᵀ ⊙ Γ) diag(β r) scale, and the norms of q, from the diagonal of Q Qᵀ."""
+    """Store P' = tril(Q̂ Kᵀ ⊙ Γ) diag(β r) scale, and the inverse norms of q, from the diagonal of Q Qᵀ."""
     BT: gl.constexpr = s_p.shape[0]
     row: gl.constexpr = gl.SliceLayout(1, mma_layout(BT, 4))
     col: gl.constexpr = gl.SliceLayout(0, mma_layout(BT, 4))
@@ -142,8 +143,8 @@ def compute_scores(s_q, s_k, s_p, g_b, g_w, g_n, scale):
 def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl.constexpr, FIRST: gl.constexpr):
     """Scan 64 columns of dS over the chunks in reverse; dS is transposed, so its MMAs have register operands.
 
-    dS starts from `p_initial` if `known` is V, from zero if it is 0; the last one is stored if `wanted` is V. The first
-    `warm` chunks belong to later segments, and their gradients are not stored.
+    dS is first read from `p_initial` if `known` is V, or zero if `known` is 0; dS after the scan is stored if `wanted`
+    is V. The first `warm` chunks belong to later segments, and their gradients are not stored.
     """
     rows, steps, warm, known, wanted = span
     p_initial, p_final, p_dv = pointers
@@ -153,7 +154,7 @@ def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl
     dtype: gl.constexpr = k_s.dtype
     BT: gl.constexpr = k_s.shape[1]
     D: gl.constexpr = k_s.shape[2]
-    # dS is held with this factor
+    # dS is held multiplied by this factor, which keeps float16 operands from underflow
     RANGE: gl.constexpr = range_factor(dtype, D)
     tile: gl.constexpr = mma_layout(D, 4)
     flat: gl.constexpr = mma_layout(BT, 4)
@@ -213,7 +214,7 @@ def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl
             store_rows(p_dv + FIRST, s_dy.slice(FIRST, 64, 1), HV * D, rows, 4)
         b_dy = (b_dy * -(gl.exp2(g_b.load(col)) * g_r.load(col) * RANGE)[None, :]).to(dtype)
         if i >= warm:
-            # the summands cancel, so dS is unrounded
+            # terms of this sum cancel, so dS is not rounded
             mbarrier.wait(barriers.index(S_FULL), parity(i - warm, 1))
             b_s = widen(gl.convert_layout(s_s.slice(FIRST, 64, 1).permute((1, 0)).load(left_k), tile))
             b_end = gl.sum(b_s * b_ds, 1) * (1 / RANGE) * gl.exp2(load_last(g_b, gl.SliceLayout(1, tile))) + out_v

@@ -34,20 +34,20 @@ from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, range_factor
 from tokenmix_core.ops.gated_delta_rule.types import Reverse, StateGradients
 
-# a token with a smaller β is left out of the sums that cancel
+# smallest β that serves as a divisor, see `nonzero`
 SMALLEST = gl.constexpr(2.0**-8)
 
 
 @gluon.jit
 def multiply(a, b, N: gl.constexpr):
-    """Issue A B for 64 rows of A."""
+    """Issue the WGMMA A B for 64 rows of A; return the pending accumulator."""
     zero = gl.zeros([64, N], gl.float32, mma_layout(N, 4))
     return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def accumulate(a, b, acc):
-    """Issue acc + A B."""
+    """Issue the WGMMA acc + A B; return the pending accumulator."""
     return warpgroup_mma(a, b, acc, is_async=True)
 
 
@@ -59,13 +59,13 @@ def scale_rows(b_x, x_i, D: gl.constexpr, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Return Σ x y of each row of X in registers and Y in shared memory."""
+    """Return the dot products of the rows of X, in registers, with the rows of Y, in shared memory."""
     return gl.convert_layout(gl.sum(b_x * s_y.load(mma_layout_split_n(D, WARPS)).to(gl.float32), 1), row)
 
 
 @gluon.jit
 def square(s_x, i: gl.constexpr, D: gl.constexpr):
-    """Return the buffer of the i-th tile `[64, 64]` within that of a tile `[64, D]`."""
+    """Return the i-th part `[64, 64]` of the buffer of a tile `[64, D]`."""
     return reinterpret(s_x, s_x.dtype, [64, 64], gl.NVMMASharedLayout(128, 16), i)
 
 
@@ -85,20 +85,20 @@ def store_result(p_x, b_x, s_half, stride, rows, D: gl.constexpr):
 
 @gluon.jit
 def unnormalise(b_dx, s_x, r_i, dot_i, D: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Return the gradient of x from r times that of x̂ = r x, with r = (Σ x² + ε)^−½: r dx̂ − r x̂ (x̂ · dx̂)."""
+    """Return dx = r dx̂ − r x̂ (x̂ · dx̂) for x̂ = r x, r = (Σ x² + ε)^−½; `b_dx` holds r dx̂, `dot_i` holds x̂ · dx̂."""
     b_x = s_x.load(mma_layout_split_n(D, WARPS)).to(gl.float32)
     return b_dx - scale_rows(b_x, r_i * r_i * dot_i, D, WARPS)
 
 
 @gluon.jit
 def nonzero(beta_r, r):
-    """Return β r, or r if β is too small as a divisor."""
+    """Return β r as a divisor, or r if β is at most SMALLEST."""
     return gl.where(beta_r > SMALLEST * r, beta_r, r)
 
 
 @gluon.jit
 def apply_write_factor(b_x, out_i, beta_i, writes, dwrites, o_w):
-    """Scale X and X · K̂ by the chunk's factor of writes; store the gradient of the factor."""
+    """Scale X and its row-wise dot products with K̂ by the chunk's write factor; store the factor's gradient."""
     if writes is not None:
         factor = gl.load(writes + o_w)
         gl.store(dwrites + o_w, gl.sum(out_i * beta_i, 0))
@@ -109,13 +109,14 @@ def apply_write_factor(b_x, out_i, beta_i, writes, dwrites, o_w):
 
 # pointers at a chunk's g, dg, dβ and parts of ⟨dS', S⟩
 GatePointers = namedtuple("GatePointers", "g dg dbeta end")
-# vectors by row: β, and the gradients of b, of β and through the state's update
+# vectors in the row layout: β; the gradients of b and of β; the part of β's gradient through the state that the chunk
+# leaves
 GateGradients = namedtuple("GateGradients", "beta db dbeta out")
 
 
 @gluon.jit
 def store_gate_gradients(p, x, stride, rows, last, V: gl.constexpr, row: gl.constexpr, WARPS: gl.constexpr):
-    """Store dβ, and dg, the sum of all later db of the chunk; a clamped decay has no gradient."""
+    """Store dβ and dg. dg sums db from each token to the chunk's end; a clamped decay has no gradient."""
     p_g, p_dg, p_dbeta, p_end = p
     beta_i, db_i, dbeta_i, out_i = x
     # every warp computes all of it
@@ -138,11 +139,12 @@ def backward_chunk_kernel(
     scale, T, N, H, group, tokens,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute all gradients, in tiles of 64 rows by K or V columns. Vectors by row are `x_i`, by column `x_j`.
+    """Compute all gradients of a chunk, in tiles of 64 rows by K or V columns.
 
-    Transposed operands are read so from shared memory; no accumulator is transposed. x̂ · dx̂ comes from results, so Q Kᵀ
-    and K Kᵀ are not computed. E and F are rounded with all factors of their rows and columns, so that summands that
-    cancel in dg are equal. The order keeps at most two accumulators in registers, without spills.
+    Vectors `x_i` have the layout of a tile's rows, vectors `x_j` that of its columns. Transposed operands are views of
+    shared memory; no accumulator is transposed. x̂ · dx̂ is computed from dQ and dK, so Q Kᵀ and K Kᵀ are not needed.
+    E and F are rounded after all row and column factors are applied, so that terms of dg that cancel are rounded alike.
+    The order of the steps keeps at most two accumulators in registers, which avoids spills.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     RANGE: gl.constexpr = range_factor(dtype, K)
@@ -159,7 +161,7 @@ def backward_chunk_kernel(
     o_qk, o_vo, o_dqk = (first * H + i_hv // group) * K, (first * HV + i_hv) * V, (first * HV + i_hv) * K
     o_s = (i_slot.to(gl.int64) * HV + i_hv) * K * V
 
-    # Eᵀ and the store buffer of half of dQ reuse the buffer of dO, Fᵀ that of dY, and dS that of S
+    # E and the store buffer of half of dQ reuse dO's buffer; F reuses dY's buffer; dS' reuses S's buffer
     s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_r = gl.allocate_shared_memory(dtype, [BT, V], shared)
@@ -265,7 +267,7 @@ def backward_chunk(
     dwrites: Tensor | None,
     by: Warps | None = None,
 ) -> None:
-    """Write dq and dk of each value head, dg, dβ and the gradients of `writes`; the operation normalises q and k."""
+    """Write dq and dk of each value head, dg, dβ and the gradients of `writes`. Requires `qk_l2norm`."""
     x, terms, saved, do, _, _ = reverse
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]

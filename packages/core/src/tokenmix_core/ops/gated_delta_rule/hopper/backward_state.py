@@ -48,10 +48,10 @@ def backward_state_kernel(
 ):  # fmt: skip
     """Scan a segment in reverse. dS is transposed, `[V, K]`, 16 rows per warp: its MMAs have register operands.
 
-    Vectors by row are `x_i`, by column `x_j`. `dfinal_state`, `dinitial_state` and `remainders` may be None. ORDERED:
-    programs take segments in the order of `order`. Without `dv` the kernel writes to `passed` the local gradient that a
-    segment passes back, see `reverse_scan_start`; with `dv` it reads from `passed` the gradient passed to a segment.
-    `writes` has a factor per chunk.
+    Vectors `x_i` have the layout of a tile's rows, vectors `x_j` that of its columns. `dfinal_state`, `dinitial_state`
+    and `remainders` may be None. ORDERED: programs take segments in the order of `order`. Without `dv` the kernel
+    writes to `passed` the local gradient that a segment passes back, see `reverse_scan_start`; with `dv` the kernel
+    reads from `passed` the gradient that the next segment passes back. `writes` has one factor per chunk.
     """
     LOCAL: gl.constexpr = dv is None
     CARRIED: gl.constexpr = dv is not None and passed is not None
@@ -59,7 +59,7 @@ def backward_state_kernel(
     # a program has all columns of V
     WARPS: gl.constexpr = V // 16
     dtype: gl.constexpr = q.dtype.element_ty
-    # dS is held with this factor
+    # dS is held multiplied by this factor, which keeps float16 operands from underflow
     RANGE: gl.constexpr = range_factor(dtype, K, L2NORM)
     tile: gl.constexpr = mma_layout(K, WARPS)
     flat: gl.constexpr = mma_layout(BT, WARPS)
@@ -76,7 +76,7 @@ def backward_state_kernel(
     i_s, i_hv, i_n, begin, length, start = locate_segment(
         gl.program_id(0), order, T, N, HV, segment, cu_seqlens, PACKED, ORDERED, WARPS
     )
-    # an empty sequence has a segment, too, which passes its gradient on
+    # an empty sequence also has a segment: its program copies the final state's gradient to the initial state's
     if (start >= length) & (start > 0):
         return
     slot = first_chunk(i_n, begin, T, BT, PACKED)
@@ -84,7 +84,7 @@ def backward_state_kernel(
     p_k, p_q = k + (begin * H + i_hv // group) * K, q + (begin * H + i_hv // group) * K
     p_do, p_dv = do + (begin * HV + i_hv) * V, pointer_or(dv, do) + (begin * HV + i_hv) * V
     p_a = inverse + (begin * HV + i_hv) * BT
-    # an empty sequence may begin past the last token
+    # clamped, because an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     o_s = (slot * HV + i_hv) * K * V
     p_ds, p_s, p_m = pointer_or(dstates, do) + o_s, states + o_s, pointer_or(remainders, states) + o_s
@@ -168,7 +168,7 @@ def backward_state_kernel(
         g.p.store(gl.exp2(b_i) * n_i * RANGE)
         fence_async_shared()
         if i_c < end and not LOCAL:
-            # the summands cancel, so dS', and S if there are remainders, are unrounded
+            # terms of this sum cancel, so dS' is not rounded, nor is S if there are remainders
             b_s = gl.convert_layout(s_s.permute((1, 0)).load(left_k), tile).to(gl.float32)
             if REMAINDERS:
                 b_s += gl.convert_layout(m_2.index(stage).permute((1, 0)).load(left_k), tile).to(gl.float32)
@@ -208,7 +208,7 @@ class Columns(NamedTuple):
 
 
 def launch_kernel(reverse: Reverse, of_states: StateGradients | None, passed: Tensor | None, by: Columns) -> None:
-    """Launch a kernel; without `of_states` it computes only the local gradients that segments pass back."""
+    """Launch the kernel of `by`; without `of_states` compute only the local gradients that segments pass back."""
     x, terms, saved, do, dfinal_state, segment = reverse
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
@@ -225,7 +225,7 @@ def launch_kernel(reverse: Reverse, of_states: StateGradients | None, passed: Te
 
 
 def between_segments(reverse: Reverse, by: Columns | None = None) -> Tensor | None:
-    """Return the gradients that segments pass back, from their local gradients and M; None without M."""
+    """Return the state gradient that each segment passes back, from local gradients and M; None without M."""
     x, terms, segment = reverse.x, reverse.terms, reverse.segment
     if terms.transitions is None:
         return None
@@ -242,8 +242,8 @@ def between_segments(reverse: Reverse, by: Columns | None = None) -> Tensor | No
 def backward_state(reverse: Reverse, of_states: StateGradients, by: Columns | None = None) -> None:
     """Write dv, dS' of every chunk, ⟨dS', S⟩ by columns and the initial state's gradient into `of_states`.
 
-    M carries gradients through segments whose decay is not negligible; without M a segment's scan starts as many chunks
-    after it as are not negligible.
+    M carries gradients through segments whose decay is not negligible. Without M a segment's scan starts at the last
+    later chunk that is not negligible.
     """
     V = reverse.x.v.shape[-1]
     by = by or Columns(backward_state_kernel, V, V // 16)

@@ -79,7 +79,7 @@ def backward_state_kernel(
     CARRIED: gl.constexpr = dv is not None and passed is not None
     REMAINDERS: gl.constexpr = remainders is not None
     dtype: gl.constexpr = q.dtype.element_ty
-    # dS is held with this factor
+    # dS is held multiplied by this factor, which keeps float16 operands from underflow
     RANGE: gl.constexpr = range_factor(dtype, K, L2NORM)
     # the warpgroups split either half of the columns
     tile: gl.constexpr = mma_layout_split_n(K // 2, WARPS)
@@ -93,7 +93,7 @@ def backward_state_kernel(
     i_s, i_hv, i_n, begin, length, start = locate_segment(
         i_sh, order, T, N, HV, segment, cu_seqlens, PACKED, ORDERED, WARPS
     )
-    # an empty sequence has a segment, too, which passes its gradient on
+    # an empty sequence also has a segment: its program copies the final state's gradient to the initial state's
     if (start >= length) & (start > 0):
         return
     slot = first_chunk(i_n, begin, T, BT, PACKED)
@@ -102,7 +102,7 @@ def backward_state_kernel(
     o_vo = (begin * HV + i_hv) * V + i_v * BV
     p_do, p_dv = do + o_vo, pointer_or(dv, do) + o_vo
     p_a = inverse + (begin * HV + i_hv) * BT
-    # an empty sequence may begin past the last token
+    # clamped, because an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     o_s = (slot * HV + i_hv) * K * V + i_v * BV
     p_ds, p_s, p_m = pointer_or(dstates, do) + o_s, states + o_s, pointer_or(remainders, states) + o_s
@@ -173,7 +173,7 @@ def backward_state_kernel(
         if i_c < end and not LOCAL:
             store_rows(p_ds + here, s_ds, V, K, WARPS)
 
-        # the summands cancel, so both factors are unrounded
+        # terms of this sum cancel, so neither factor is rounded
         ds_0, ds_1 = halves(b_ds, K)
         wait_async_copies(1)
         b_end = state_dot(ds_0, parts, row, REMAINDERS)

@@ -51,9 +51,10 @@ Tiles = namedtuple("Tiles", "q k v a gates")
 Results = namedtuple("Results", "s r")
 # full and empty barriers of the stages
 Pipeline = namedtuple("Pipeline", "full empty")
-# the same, and of S and of R a pair: stored, read
+# full and empty barriers of the stages; for each of S and R a pair of barriers: stored, read
 Barriers = namedtuple("Barriers", "full empty states residuals")
-# rows from the first chunk on, chunks before the segment, which are not stored, and all chunks
+# rows: tokens from the first scanned chunk to the sequence's end; chunks: scanned chunks; before: how many of them
+# precede the segment, whose results are not stored
 Span = namedtuple("Span", "rows before chunks")
 # whether q is normalised, outputs are computed, S and R are saved; constexprs, so never a variable's value
 Options = namedtuple("Options", "l2norm output save")
@@ -61,7 +62,7 @@ Options = namedtuple("Options", "l2norm output save")
 
 @gluon.jit
 def load_last(p_gates, rows):
-    """Load the b of a chunk's last token."""
+    """Load b, the cumulative decay, of a chunk's last token."""
     return gl.load(p_gates + (gl.maximum(gl.minimum(rows, 64), 1) - 1) * 4)
 
 
@@ -111,7 +112,8 @@ def producer(
 def scan_states(pointers, tiles, results, barriers, rows, chunks, known, wanted, FIRST: gl.constexpr, V: gl.constexpr):
     """Scan 64 columns of S over the chunks; S is transposed, so matrices that depend on it are register operands.
 
-    The state starts from `p_initial` if `known` is V, from zero if it is 0; the last one is stored if `wanted` is V.
+    The initial state is read from `p_initial` if `known` is V and is zero if `known` is 0. The final state is stored if
+    `wanted` is V.
     """
     p_initial, p_final, p_gates = pointers
     k_s, v_s, a_s, gates_s = tiles.k, tiles.v, tiles.a, tiles.gates
@@ -169,8 +171,9 @@ def scan_states(pointers, tiles, results, barriers, rows, chunks, known, wanted,
 
 @gluon.jit
 def write_outputs(pointers, tiles, results, barriers, s_o, scale, span, HV: gl.constexpr, V: gl.constexpr, options):
-    """Compute O = n ⊙ (γ ⊙ Q S + P' R), P' = tril(Q Kᵀ ⊙ Γ) diag(β), n the scale over the norms of Q, from diag(Q Qᵀ).
+    """Compute O = n ⊙ (γ ⊙ Q S + P' R), P' = tril(Q Kᵀ ⊙ Γ) diag(β); n is the scale.
 
+    With `options.l2norm` n is the scale divided by the norms of Q's rows, which are computed from diag(Q Qᵀ).
     With `options.save` also store S and R of each chunk.
     """
     L2NORM: gl.constexpr = options.l2norm
@@ -268,9 +271,10 @@ def forward_kernel(
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr,
     L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Compute outputs and final states, or R and the state entering each chunk, or all, for BV columns.
+    """Compute outputs and final states (with `o`), and R and each chunk's entering state (with `residual`).
 
-    ORDERED: programs take segments in the order of `order`. `writes` has a factor per chunk.
+    A program computes BV columns of V. ORDERED: programs take segments in the order of `order`. `writes` has one factor
+    per chunk.
     """
     OUTPUT: gl.constexpr = o is not None
     SAVE: gl.constexpr = residual is not None
@@ -305,14 +309,14 @@ def forward_kernel(
     i_v, i_sh = gl.program_id(0) % (V // BV), gl.program_id(0) // (V // BV)
     located = locate_segment(i_sh, order, T, N, HV, segment, cu_seqlens, PACKED, ORDERED, 4)
     i_s, i_hv, i_n, begin, length, first = located
-    # an empty sequence has a segment, too, which passes its state on
+    # an empty sequence also has a segment: its program copies the initial state to the final state
     if (first >= length) & (first > 0):
         return
     slot = first_chunk(i_n, begin, T, BT, PACKED)
     begun = scan_start(gates, Factors(writes, slot, i_hv, HV), located, tokens, segment, L2NORM, 4)
     token = begin + begun
     o_qk, o_vo = (token * H + i_hv // (HV // H)) * K, (token * HV + i_hv) * V + i_v * BV
-    # an empty sequence may begin past the last token
+    # clamped, because an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(token, tokens - 1)) * 4
     slot += begun // BT
 
@@ -339,7 +343,7 @@ def forward_kernel(
     ends = (p_initial, pointer_or(final_state, gates) + o_state, p_gates)
     o_s = (slot * HV + i_hv) * K * V + i_v * BV
     outputs = (pointer_or(o, v) + o_vo, pointer_or(residual, v) + o_vo, pointer_or(states, v) + o_s)
-    # the first warpgroup gets the remaining registers, of 512 or 504 per thread of each
+    # one thread of each warpgroup: together 512 (four warpgroups) or 504 registers (three); the first gets the rest
     if warpgroups == 2:
         gl.warp_specialize(
             [
@@ -371,9 +375,9 @@ def forward(
     final_state: Tensor | None,
     saved: Saved | None,
 ) -> None:
-    """Write outputs and final states, R and the states of chunks, into the tensors that are not None.
+    """Write outputs, final states, R and the chunks' entering states into the tensors that are not None.
 
-    Sequences are split into segments of `segment` tokens, unless that is 0. `writes` has a factor per chunk.
+    Segments have `segment` tokens; 0 is for whole sequences. `writes` has one factor per chunk.
     """
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]

@@ -29,7 +29,7 @@ from tokenmix_core.ops.gated_delta_rule.hopper.gates import gate_vectors, load_g
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import Factors, locate_segment, scan_start
 from tokenmix_core.ops.gated_delta_rule.types import Inputs, Saved, Terms
 
-# columns of V a program, the rows of its transposed state
+# columns of V per program: the rows of its transposed state
 COLUMNS = 64
 # two warpgroups, each with half of a result's columns
 WARPS = gl.constexpr(8)
@@ -60,7 +60,7 @@ def forward_kernel(
     i_v, i_sh = gl.program_id(0) % (V // BV), gl.program_id(0) // (V // BV)
     located = locate_segment(i_sh, order, T, N, HV, segment, cu_seqlens, PACKED, ORDERED, WARPS)
     i_s, i_hv, i_n, begin, length, first = located
-    # an empty sequence has a segment, too, which passes its state on
+    # an empty sequence also has a segment: its program copies the initial state to the final state
     if (first >= length) & (first > 0):
         return
     slot = first_chunk(i_n, begin, T, BT, PACKED)
@@ -70,7 +70,7 @@ def forward_kernel(
     o_vo = (begin * HV + i_hv) * V + i_v * BV
     p_v, p_o, p_r = v + o_vo, pointer_or(o, v) + o_vo, pointer_or(residual, v) + o_vo
     p_a = inverse + (begin * HV + i_hv) * BT
-    # an empty sequence may begin past the last token
+    # clamped, because an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     o_s = (slot * HV + i_hv) * K * V + i_v * BV
     p_s, p_m = pointer_or(states, v) + o_s, pointer_or(remainders, v) + o_s
@@ -197,7 +197,7 @@ def forward_tiled(
     final_state: Tensor | None,
     saved: Saved | None,
 ) -> None:
-    """Write outputs and final states; or R, the states of chunks and their rounding errors."""
+    """Write outputs and final states; or R, the chunks' entering states and the rounding errors of these states."""
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
     # at least as long as any sequence

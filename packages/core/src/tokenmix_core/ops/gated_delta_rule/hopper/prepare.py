@@ -3,8 +3,8 @@
     keys of the next chunk ─ cp.async, 1 stage ─┐ after K Kᵀ
     K Kᵀ (10 blocks of 16 × 16, MMA) ─► for each value head of the group: gates ─► L̃ ─► Ã by blocks ─► store
 
-An accumulator of these MMAs has the register layout of a left operand, and of a right operand of the transposed MMA:
-right operands are computed transposed, and nothing moves between threads.
+An accumulator of these MMAs has the register layout of a left operand, and its transpose has that of a right operand.
+Right operands are therefore computed transposed, and no value moves between threads.
 """
 
 from torch import Tensor
@@ -45,7 +45,7 @@ def multiply(b_x, b_yt, b_z):
 
 @gluon.jit
 def split_multiply(x, yt, b_z):
-    """Return Z + X Y for X and Yᵀ as high and low parts, without low × low."""
+    """Return Z + X Y; X and Yᵀ are pairs of high and low parts, and the MMA of the two low parts is left out."""
     b_z = multiply(x[1], yt[0], b_z)
     b_z = multiply(x[0], yt[1], b_z)
     return multiply(x[0], yt[0], b_z)
@@ -67,10 +67,10 @@ def invert_diagonal(s_l):
 
 @gluon.jit
 def block_decays(s_gates, b_b, b_w, r_k, o_t):
-    """Store factors of L̃'s blocks: a decay between blocks is split at the end e of the earlier block.
+    """Store row and column factors of L̃'s blocks: a decay between blocks is split at the end e of the earlier block.
 
-    Vectors 0 to 2 are b, w and r; 3 are the column factors −w 2^(e − b); 4 to 6 the row factors r 2^(b − e), for the
-    end of each block but the last.
+    Vectors 0 to 2 are b, w and r; vector 3 has the column factors −w 2^(e − b); vectors 4 to 6 have the row factors
+    r 2^(b − e), one vector for the end e of each of the first three blocks.
     """
     s_gates.index(0).store(b_b)
     s_gates.index(1).store(b_w)
@@ -88,7 +88,7 @@ def invert(kk, s_gates, s_l, s_blocks, s_a, p_a, stride: gl.constexpr, rows, dty
     """Compute Ã = (I + L̃)⁻¹ from the blocks of K Kᵀ on and under the diagonal, row by row.
 
     Under the diagonal A_ij = A_ii X_ij with X_ij = −Σ_m L_im A_mj. Every factor is a block of the matrix or of its
-    inverse, so no intermediate exceeds their entries, as powers of L̃ would. Factors are split in high and low parts.
+    inverse, so no intermediate exceeds their entries; powers of L̃ would. Factors are split in high and low parts.
     """
     row: gl.constexpr = gl.SliceLayout(1, BLOCK)
     col: gl.constexpr = gl.SliceLayout(0, BLOCK)
@@ -128,7 +128,7 @@ def invert(kk, s_gates, s_l, s_blocks, s_a, p_a, stride: gl.constexpr, rows, dty
 
 @gluon.jit
 def load_gates(g, beta, token, i_hv, HV: gl.constexpr, rows, BT: gl.constexpr):
-    """g and β of a chunk's tokens."""
+    """Return g and β of a chunk's tokens."""
     line: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_t = gl.arange(0, BT, line)
     p_t = (token + o_t) * HV + i_hv
@@ -137,7 +137,7 @@ def load_gates(g, beta, token, i_hv, HV: gl.constexpr, rows, BT: gl.constexpr):
 
 @gluon.jit
 def store_gates(p_gates, b_b, b_w, r_k, b_beta, rows):
-    """The four gates of a token side by side."""
+    """Store the four gates of each token side by side."""
     b_gates = gl.join(gl.join(b_b, r_k), gl.join(b_w, b_beta))
     layout: gl.constexpr = gl.BlockedLayout([2, 4], [32, 1], [1, 1], [1, 0])
     b_gates = gl.convert_layout(gl.reshape(b_gates, [64, 4]), layout)
@@ -148,7 +148,7 @@ def store_gates(p_gates, b_b, b_w, r_k, b_beta, rows):
 
 @gluon.jit
 def find(i_u, units, T, N, H: gl.constexpr, cu_seqlens, BT: gl.constexpr, PACKED: gl.constexpr):
-    """Return a unit's key head, its first token, and the tokens from there on; 0 past the end."""
+    """Return key head, first token and remaining tokens of a unit (chunk and key head); 0 tokens past the last unit."""
     i_slot = gl.minimum(i_u, units - 1) // H
     _, begin, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED, 1)
     return i_u % H, begin + start, gl.where(i_u < units, length - start, 0)
@@ -168,7 +168,7 @@ def prepare_kernel(
     k, g, beta, cu_seqlens, inverse, gates, T, N, tokens, units,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute Ã, b, β r, r and β for the value heads of a key head, chunk after chunk."""
+    """Compute Ã, b, β r, r and β for all value heads of a key head; programs take chunks and key heads in turn."""
     dtype: gl.constexpr = k.dtype.element_ty
     line: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -190,7 +190,7 @@ def prepare_kernel(
         async_copy.wait_group(0)
         # K Kᵀ in blocks on and under the diagonal, shared by the value heads
         kk = (zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
-        # not unrolled: that would take more registers than there are
+        # not unrolled: the unrolled loop would exceed the registers of a thread
         for i_k in range(K // 64):
             s_x = s_k.index(i_k)
             k_0, k_1 = s_x.slice(0, 16).load(LEFT), s_x.slice(16, 16).load(LEFT)

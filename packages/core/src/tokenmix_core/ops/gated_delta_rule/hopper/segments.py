@@ -1,4 +1,4 @@
-"""Locations of segments, and the first chunk that a segment's state, or its gradient, is scanned from."""
+"""Locations of segments, and the chunk at which the scan of a segment's state, or of its gradient, starts."""
 
 from collections import namedtuple
 
@@ -9,11 +9,13 @@ from tokenmix_core.kernels.gluon.hopper import add, locate_chunk
 
 # base-2 logarithm of a decay that is negligible beside the rounding of 16-bit operands
 NEGLIGIBLE = gl.constexpr(-32.0)
-# replaces the decay of a chunk whose writes are not bounded by decays: larger than any sum of decays
+# stands for the decay of a chunk whose write factor is outside [0, 1], so that decays do not bound its state; the value
+# exceeds the magnitude of any sum of decays
 UNBOUNDED = gl.constexpr(1e30)
 
 
-# a segment and a value head; its sequence with first row and length; the segment's first token in the sequence
+# i_s, i_hv: a segment and a value head; i_n, begin, length: the sequence, its first row and its tokens; first: the
+# segment's first token in the sequence
 Segment = namedtuple("Segment", "i_s i_hv i_n begin length first")
 # factors of writes (None: all 1), the slot of a sequence's first chunk, and a value head of HV
 Factors = namedtuple("Factors", "writes slot i_hv HV")
@@ -35,7 +37,7 @@ def locate_segment(
 
 @gluon.jit
 def negligible_chunks(p_gates, segment, WARPS: gl.constexpr):
-    """Return how many first chunks of a segment are negligible for the state that leaves it, as in `..forward`."""
+    """Return how many of a segment's first chunks are negligible for the state that leaves it, as in `..forward`."""
     o_c = gl.arange(0, 128, gl.BlockedLayout([1], [32], [WARPS], [0])) + gl.maximum(segment // 64 - 128, 0)
     b_b = gl.load(p_gates + (o_c * 64 + 63) * 4, mask=o_c < segment // 64, other=0.0)
     b_left = gl.associative_scan(b_b, 0, add, reverse=True)
@@ -44,7 +46,7 @@ def negligible_chunks(p_gates, segment, WARPS: gl.constexpr):
 
 @gluon.jit
 def bounded(skipped, p_w, stride, chunks, WARPS: gl.constexpr):
-    """Return `skipped` if the factors of writes of all `chunks` are in [0, 1]; else 0; as in `..forward`."""
+    """Return `skipped` if the write factors of all `chunks` are in [0, 1], else 0, as in `..forward`."""
     beyond = 0
     for i in range(0, chunks, 128):
         o_c = i + gl.arange(0, 128, gl.BlockedLayout([1], [32], [WARPS], [0]))
@@ -55,9 +57,9 @@ def bounded(skipped, p_w, stride, chunks, WARPS: gl.constexpr):
 
 @gluon.jit
 def scan_start(gates, factors, span, tokens, segment, L2NORM: gl.constexpr, WARPS: gl.constexpr):
-    """Return the token that the scan of a `Segment` starts from: the first before it whose chunk is not negligible.
+    """Return the token at which the scan of a `Segment` starts: in the first chunk before it that is not negligible.
 
-    The result is the segment's first token if no chunk of the segment before is negligible.
+    The result is the segment's own first token if no chunk of the segment before is negligible.
     """
     writes, slot, i_hv, HV = factors.writes, factors.slot, factors.i_hv, factors.HV
     begin, first = span.begin, span.first
@@ -75,9 +77,9 @@ def scan_start(gates, factors, span, tokens, segment, L2NORM: gl.constexpr, WARP
 
 @gluon.jit
 def decay_of(p_gates, p_w, stride, chunk, end, length):
-    """Return base-2 logarithms of the decays of chunks: 0 from `end` on, UNBOUNDED for a factor outside [0, 1].
+    """Return base-2 logarithms of the decays of chunks: 0 from `end` on, UNBOUNDED if a write factor is outside [0, 1].
 
-    `p_w` points at the factors of a sequence's writes; None if all are 1.
+    `p_w` points at a sequence's write factors; None if all are 1.
     """
     b_last = gl.load(p_gates + gl.minimum(chunk * 64 + 63, length - 1) * 4, mask=chunk < end, other=0.0)
     if p_w is not None:
@@ -88,9 +90,10 @@ def decay_of(p_gates, p_w, stride, chunk, end, length):
 
 @gluon.jit
 def reverse_scan_end(p_gates, p_w, stride, end, chunks, length, BOUNDED: gl.constexpr):
-    """Return one past the last chunk that contributes to the gradient at chunk `end`, `chunks` at most.
+    """Return one past the last chunk whose contribution to the state gradient at chunk `end` is not negligible.
 
-    Later chunks are negligible: keys of norm 1 and β ≤ 2 lengthen no column of the state, so decays bound it.
+    BOUNDED: keys of norm 1 and β ≤ 2 lengthen no column of the state, so decays bound contributions. Otherwise the
+    result is `chunks`, the number of all chunks.
     """
     chunk = end
     if BOUNDED:
@@ -105,7 +108,7 @@ def reverse_scan_end(p_gates, p_w, stride, end, chunks, length, BOUNDED: gl.cons
 
 @gluon.jit
 def decay_over(p_gates, p_w, stride, first, end, length, layout: gl.constexpr):
-    """Return the base-2 logarithm of the decay over chunks `first` to `end`."""
+    """Return the base-2 logarithm of the decay over chunks `first` to `end` − 1."""
     decay = 0.0
     for i in range(first, end, 128):
         o_c = i + gl.arange(0, 128, layout)
@@ -118,11 +121,12 @@ def reverse_scan_start(
     p_gates, factors, span, segment, length, layout: gl.constexpr, L2NORM: gl.constexpr, LOCAL: gl.constexpr,
     CARRIED: gl.constexpr,
 ):  # fmt: skip
-    """Return one past the chunk that the reverse scan of a segment (`Chunks`) starts from; `first` if there is none.
+    """Return one past the chunk at which a segment's reverse scan starts; the segment's first chunk for no scan.
 
-    LOCAL: the segment starts from a zero gradient and passes its local gradient back, if its decay or that of the
-    segment before is not negligible; a first segment passes none. CARRIED: the segment starts from the gradient that
-    the next one passed back, if any.
+    LOCAL: the scan computes the local gradient that the segment passes back, from a zero gradient after the segment.
+    There is no scan if the segment is the first of its sequence, or if its decay and the decay of the segment before
+    are both negligible. CARRIED: the scan starts from the gradient that the next segment passes back, unless the decay
+    of the next segment is negligible.
     """
     writes, slot, i_hv, HV = factors.writes, factors.slot, factors.i_hv, factors.HV
     first, end, chunks = span.first, span.end, span.count
@@ -133,7 +137,7 @@ def reverse_scan_start(
     if LOCAL:
         started = first
         if first > 0:
-            # with a margin, as sums of decays in another order differ
+            # a margin of 1, because sums of decays in another order round differently
             earlier = decay_over(p_gates, p_w, HV, first - segment // 64, first, length, layout)
             here = decay_over(p_gates, p_w, HV, first, end, length, layout)
             if (here > NEGLIGIBLE - 1) | (earlier > NEGLIGIBLE - 1):
