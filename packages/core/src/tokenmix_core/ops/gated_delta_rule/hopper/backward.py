@@ -70,7 +70,7 @@ from tokenmix_core.ops.gated_delta_rule.types import Gradients, Reverse
 
 @gluon.jit
 def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr):
-    """Return the dot products of the rows of X, in registers, with the rows of Y, in shared memory."""
+    """Return ⟨x_i, y_i⟩ for the rows x_i of X, in registers, and y_i of Y, in shared memory."""
     return gl.convert_layout(gl.sum(b_x * widen(s_y.load(mma_layout(D, 4))), 1), row)
 
 

@@ -59,7 +59,7 @@ def scale_rows(b_x, x_i, D: gl.constexpr, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Return the dot products of the rows of X, in registers, with the rows of Y, in shared memory."""
+    """Return ⟨x_i, y_i⟩ for the rows x_i of X, in registers, and y_i of Y, in shared memory."""
     return gl.convert_layout(gl.sum(b_x * s_y.load(mma_layout_split_n(D, WARPS)).to(gl.float32), 1), row)
 
 
@@ -98,7 +98,7 @@ def nonzero(beta_r, r):
 
 @gluon.jit
 def apply_write_factor(b_x, out_i, beta_i, writes, dwrites, o_w):
-    """Scale X and its row-wise dot products with K̂ by the chunk's write factor; store the factor's gradient."""
+    """Scale X and `out_i`, ⟨x_i, k̂_i⟩ of its rows, by the chunk's write factor; store the factor's gradient."""
     if writes is not None:
         factor = gl.load(writes + o_w)
         gl.store(dwrites + o_w, gl.sum(out_i * beta_i, 0))
