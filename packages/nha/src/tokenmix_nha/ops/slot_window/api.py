@@ -199,7 +199,7 @@ def _check(op, q, k, v, f, q_slots, k_slots, cu_seqlens, window, scale, impl, *s
         raise ValueError(f"{op}: q_slots and k_slots go together, got {given} without {absent}")
     sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
     dims["N"] = dims["B"] if sequences is None else sequences
-    # q again, so that devices are compared with q's
+    # pass q again, so that the device of cu_seqlens is compared with the device of q
     bind_shapes(op, dims, q=(q, "B T HQ K"), cu_seqlens=(cu_seqlens, "_?"))
     _check_rest(op, backend, dims, q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
     if backend == "gluon":
@@ -211,7 +211,7 @@ def _check(op, q, k, v, f, q_slots, k_slots, cu_seqlens, window, scale, impl, *s
 
 
 def _reference(x: Inputs):
-    """Compute the eager chunkwise form, sequence by sequence if packed."""
+    """Return o and the final slots by the eager chunkwise form; a packed batch runs one sequence at a time."""
     q, k, v, f, slots_k, slots_v, start = x.q, x.k, x.v, x.f, x.slots_k, x.slots_v, x.start
     q_slots, k_slots = (q, k) if x.q_slots is None or x.k_slots is None else (x.q_slots, x.k_slots)
     sequences = q.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
@@ -258,7 +258,7 @@ def _zero_slots(dims: dict[str, int], q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_rest(op: str, impl: str | None, dims: dict[str, int], **tensors: Tensor | None) -> None:
-    """Check dtypes, head counts and the sizes that Triton supports."""
+    """Raise a ValueError for unsupported dtypes, head counts, or sizes that the kernels do not support."""
     floats = (*FLOATS, torch.float64) if impl == "reference" else FLOATS
     check_dtype(op, floats, **tensors)
     check_same_dtype(op, **{name: x for name, x in tensors.items() if name != "f"})
@@ -275,7 +275,7 @@ def _check_rest(op: str, impl: str | None, dims: dict[str, int], **tensors: Tens
 def _check_state(
     op: str, dims: dict[str, int], q: Tensor, f: Tensor | None, k_slots: Tensor | None, state: SlotWindowState
 ) -> None:
-    """Check the state of a call with these queries and gates; f is None if the caller's f holds logits."""
+    """Raise a ValueError unless `state` fits the queries and gates; f is None if the caller's f holds logits."""
     if not isinstance(state, SlotWindowState):
         raise ValueError(f"{op}: the state must be a SlotWindowState, got {type(state).__name__}")
     shapes = {
@@ -283,7 +283,7 @@ def _check_state(
         "k_slots": "N W H K?", "length": "N H",
     }  # fmt: skip
     got = state._asdict()
-    # q first, so that the state's device is compared with q's
+    # pass q first, so that the device of the state is compared with the device of q
     spec = " ".join(["B", "T", "HQ", "K"] if q.dim() == 4 else ["B", "HQ", "K"])
     bind_shapes(op, dict(dims), q=(q, spec), **{f"state.{name}": (got[name], shapes[name]) for name in shapes})
     if (k_slots is None) != (state.k_slots is None):

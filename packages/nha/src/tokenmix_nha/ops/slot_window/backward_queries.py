@@ -1,4 +1,4 @@
-"""Gradients of a chunk's queries, and the fields of `Softmax` for the gradients of keys, values and gates."""
+"""Kernel of the query gradients of a chunk; it also fills `Softmax` for the gradients of keys, values and gates."""
 
 from collections import namedtuple
 
@@ -32,15 +32,16 @@ from tokenmix_nha.ops.slot_window.types import Backward, Gates, Softmax
 _Tensors = namedtuple(
     "_Tensors", "q k v f q_slots k_slots row column states_k states_v o lse do dq dq_slots p dz x delta scale"
 )
-# tiles of a chunk: queries and do, q̂ k̂ᵀ and do vᵀ
+# tiles of a chunk. q, do: queries and output gradients; a: q̂ k̂ᵀ; dp: do vᵀ
 _Pairs = namedtuple("_Pairs", "q do a dp")
-# pointers to a chunk's factors and gates, and to its slots of keys and values
+# pointers to a chunk's row and column factors and log-gates, and to its key slots and value slots
 _Slots = namedtuple("_Slots", "row column f k v")
 
 
 @triton.jit
 def _slot_logits(b, s, i_m, i_t, count, o_j, m_e, stride, slots, c):
-    """Return for BM slots logits z and dp, both without row factors; then row factors, column factors, log2 gates."""
+    """Return `(z, dp, row, column, log)` of BM slots: logits and dp before multiplication by the row factors, the two
+    factors, and the log2 gates (strong chunks only)."""
     p_k, p_v, p_row, p_col, p_f = s.k + i_m, s.v + i_m, s.row + i_m, s.column + i_m, s.f + i_m
     b_z = tl.dot(b.q, load_columns(p_k, c.M, c.K, c.BM), input_precision=c.DOT)
     b_d = tl.dot(b.do, load_columns(p_v, c.M, c.V, c.BM), input_precision=c.DOT)
@@ -68,7 +69,7 @@ def _slot_logits(b, s, i_m, i_t, count, o_j, m_e, stride, slots, c):
 
 @triton.jit
 def _window(b_q, b_do, b_lse, t, shift, chunk, at, scale_2, c):
-    """Return BN keys of the window, their probabilities, and do · v."""
+    """Return BN window keys `[BN, K]`, their probabilities `[BT, BN]`, and do · v `[BT, BN]`."""
     o_n, r_t = tl.arange(0, c.BN), tl.arange(0, c.BT)[:, None]
     o_jn = chunk.i_t * c.BT + shift + o_n
     m_jn = (o_jn >= chunk.oldest) & (o_jn < chunk.keys)
@@ -82,7 +83,7 @@ def _window(b_q, b_do, b_lse, t, shift, chunk, at, scale_2, c):
 
 @triton.jit
 def _queries(chunk, t, at, c):
-    """Compute dq (and dq_slots) of a chunk of one query head."""
+    """Store dq, dq_slots and the fields of `Softmax` for a query chunk of one query head."""
     i_t, keys, oldest, length, count, entry, begin_q, begin_k = chunk
     HQ = at.H * c.GROUP
     o_r = tl.arange(0, c.BT)
@@ -94,7 +95,7 @@ def _queries(chunk, t, at, c):
 
     b_do = load_rows(t.do + begin_q * c.V, o_q, m_q, HQ * c.V, c.V)
     p_row = begin_q + o_q.to(tl.int64) * HQ
-    # lse = ∞ gives rows without a query probability 0
+    # lse = ∞ makes the probabilities 0 in rows that hold no query
     b_lse = tl.load(t.lse + p_row, mask=m_q, other=float("inf"))
 
     b_q, b_qs, b_ks = load_pairs(t, chunk, o_q, m_q, o_j, m_j, at.H, c)
@@ -121,7 +122,7 @@ def _queries(chunk, t, at, c):
     )  # fmt: skip
     pairs = _Pairs(b_qs, b_do, b_a, b_dp)
     if c.SHORT:
-        # sum δ from the probabilities: with nearly equal slots, dz cancels only if δ has the same rounding as p and dp
+        # compute δ from p and dp: if the slots are nearly equal, dz sums to 0 only if δ is rounded like p and dp
         b_delta = tl.sum(b_w * b_dp, 1)
         for shift in range(shift_0, shift_1, c.BN):
             _, b_s, b_ds = _window(b_q, b_do, b_lse, t, shift, chunk, at, scale_2, c)
@@ -153,7 +154,7 @@ def _queries(chunk, t, at, c):
             b_p = tl.exp2(tl.where(i_m + o_m < c.SLOTS, b_z * b_row * scale_2, float("-inf")) - b_lse[:, None])
         b_y = as_factor(b_p * b_row, c.FACTOR, c.DOT)
         store_by_slot(t.p + begin_q * c.M + i_m, b_y, o_q, m_q, HQ, c.M, c.BM)
-        # x multiplies the same rounded factors as the keys' gradients, so that their rounding errors cancel in df
+        # x uses the rounded factors of the key gradients, so that the rounding errors of both cancel in df
         b_x = b_y.to(tl.float32) * b_d
         b_y = as_factor(b_p * (b_d * b_row - b_delta[:, None]) * (t.scale * b_row), c.FACTOR, c.DOT)
         store_by_slot(t.dz + begin_q * c.M + i_m, b_y, o_q, m_q, HQ, c.M, c.BM)
@@ -170,7 +171,7 @@ def _queries(chunk, t, at, c):
                 b_w += tl.where(opposite_pairs(r_t, r_j, half), b_h, 0.0)
         b_dq = tl.dot(b_ys, tl.trans(load_columns(slots.k + i_m, c.M, c.K, c.BM)), b_dq, input_precision=c.DOT)
     if not c.OWN_SLOT_KEYS:
-        # recomputed, to save registers
+        # recompute the window's probabilities, to save registers
         b_ks = load_rows(t.k + begin_k * c.K, o_j, m_j, at.H * c.K, c.K)
         b_a = tl.dot(b_q, tl.trans(b_ks), input_precision=c.DOT) * scale_2 - b_lse[:, None]
         b_a = tl.exp2(tl.where(m_w, b_a, float("-inf")))
@@ -196,8 +197,8 @@ def slot_window_backward_queries_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
     SHORT: tl.constexpr,
 ):  # fmt: skip
-    """Store dq (and dq_slots) of a query chunk for HEADS query heads, and per slot the probability p, the scaled logit
-    gradient dz and x = ⟨dS, S⟩."""
+    """Store dq, and dq_slots if OWN_SLOT_KEYS, of a query chunk for HEADS query heads; per slot also the probability p,
+    the scaled gradient dz of the logit, and x = ⟨dS, S⟩."""
     each_head_of_queries(
         _queries,
         _Tensors(
@@ -210,7 +211,7 @@ def slot_window_backward_queries_kernel(
 
 
 def query_gradients(launch, b: Backward, gates: Gates, softmax: Softmax, *, strong: bool) -> None:
-    """Fill dq, dq_slots and `softmax` of weak or `strong` chunks."""
+    """Fill dq, dq_slots and `softmax` of the strong chunks (a slot decays by more than 80 bits) or of the weak ones."""
     x, y, saved = b.x, b.y, b.saved
     tile = tuning.tile(y.M, y.window, x.q.dtype)
     chunks, heads = y.query_chunks * y.rows, y.H * y.GROUP

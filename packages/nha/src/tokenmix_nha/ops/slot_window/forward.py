@@ -41,7 +41,7 @@ _Tensors = namedtuple("_Tensors", "q k v f q_slots k_slots row column states_k s
 
 @triton.jit
 def _outputs(chunk, t, at, c):
-    """Compute o and the log-sum-exp of a chunk of one query head."""
+    """Store o and the log-sum-exp of a query chunk of one query head."""
     i_t, keys, oldest, length, _, entry, begin_q, begin_k = chunk
     HQ = at.H * c.GROUP
     o_r = tl.arange(0, c.BT)
@@ -58,7 +58,7 @@ def _outputs(chunk, t, at, c):
     m_e = (o_j >= 0) & (o_j < keys - at.window)
     r_t, r_j = o_r[:, None], o_r[None, :]
     if c.STRONG:
-        # the Hopper scan marks chunks only as strong; store the number of halvings for the backward pass
+        # the Hopper scan marks chunks as strong without a number of halvings; store the number for the backward pass
         b_f = load_gates(t.f + begin_k * c.SLOTS, o_j, m_e, at.H * c.SLOTS, c.SLOTS, c.BM)
         b_log = log2_gates(b_f, c.DOT)
         count = halvings(b_log, 1, c.BT, c.DOT)
@@ -79,12 +79,12 @@ def _outputs(chunk, t, at, c):
             b_h = as_factor(tl.where(opposite_pairs(r_t, r_j, half), b_a, 0.0), c.FACTOR, c.DOT)
             b_z += b_boundary * tl.dot(b_h, as_factor(b_col * b_boundary, c.FACTOR, c.DOT), input_precision=c.DOT)
     b_z = tl.dot(as_factor(tl.where(m_b, b_a, 0.0), c.FACTOR, c.DOT), b_col, b_z, input_precision=c.DOT) * b_row
-    # a tile may be wider than SLOTS
+    # mask the columns from SLOTS on, which are padding
     b_z = tl.where((tl.arange(0, c.BM) < c.SLOTS)[None, :], b_z * scale, float("-inf"))
     b_max = tl.max(b_z, 1)
 
-    # row t sees tokens j ≤ t of the chunk in the slots and j > t in its window: if both use the same keys, one tile of
-    # q kᵀ serves both; with separate keys the window's loop starts at the chunk itself
+    # query t sees tokens j ≤ t of the chunk through the slots and tokens j > t in the window. If slots and window use
+    # the same keys, one tile of q kᵀ serves both. With separate keys, the window's loop starts at the chunk.
     shift_0 = 0
     b_w = tl.full([c.BT, c.BT], float("-inf"), dtype=tl.float32)
     if not c.OWN_SLOT_KEYS:
@@ -114,7 +114,7 @@ def _outputs(chunk, t, at, c):
         b_w.to(b_q.dtype), load_rows(t.v + begin_k * c.V, o_j, m_j, at.H * c.V, c.V), b_o, input_precision=c.DOT
     )
 
-    # the rest of the window, without tiles before the first valid key
+    # loop over the remaining window tiles, from the first valid key on
     o_n = tl.arange(0, c.BN)
     skip = tl.maximum(oldest - first - shift_0, 0) // c.BN * c.BN
     for shift in range(shift_0 + skip, tl.minimum(c.BT + at.window, keys - first), c.BN):
@@ -156,7 +156,10 @@ def slot_window_forward_kernel(
 def window_outputs(
     launch, x: Inputs, y: Layout, gates: Gates, results: Results, saved: Saved, *, strong: bool
 ) -> None:  # fmt: skip
-    """Fill o and the log-sum-exp of weak or `strong` chunks; the latter compute their gates' factors themselves."""
+    """Fill o and the log-sum-exp of the weak chunks, or of the strong ones (a slot decays by more than 80 bits).
+
+    The programs of strong chunks compute the gate factors; the programs of weak chunks read `gates`.
+    """
     tile = tuning.tile(y.M, y.window, x.q.dtype)
     chunks, heads = y.query_chunks * y.rows, y.H * y.GROUP
     each = tuning.strong_heads(chunks, heads) if strong else 1

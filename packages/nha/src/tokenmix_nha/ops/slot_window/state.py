@@ -1,4 +1,4 @@
-"""The state of sequences: slots and window, of constant size."""
+"""State that slot-window attention carries between calls: slots and window, of constant size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SlotWindowState(NamedTuple):
 
     Attributes:
         slots_k: `[N, H, M, K]`, float32 (float64 beside float64 inputs).
-        slots_v: `[N, H, M, V]`, the same.
+        slots_v: `[N, H, M, V]`, the dtype of `slots_k`.
         k: `[N, W, H, K]`, the window's keys.
         v: `[N, W, H, V]`, the window's values.
         f: `[N, W, H, M]`, log-gates of the window's tokens, applied when they enter the slots.
@@ -70,7 +70,7 @@ class SlotWindowState(NamedTuple):
         return self.k.shape[1]
 
     def bytes(self) -> int:
-        """Return the bytes of all tensors."""
+        """Return the size of all tensors in bytes."""
         return sum(x.numel() * x.element_size() for x in self if x is not None)
 
     def reserve(self, window: int) -> SlotWindowState:
@@ -96,7 +96,7 @@ class SlotWindowState(NamedTuple):
 
 
 def prepend(state: SlotWindowState, k: Tensor, v: Tensor, f: Tensor, k_slots: Tensor | None, cu_seqlens: Tensor | None):
-    """Put the window's W tokens before each sequence's own; return `(k, v, f, k_slots, start)`.
+    """Prepend the state's W window tokens to each sequence; return `(k, v, f, k_slots, start)`.
 
     `start` `[N]` int32 is the index of each sequence's first valid token; tokens before it have log-gate 0 and must be
     masked out of the window.
@@ -131,10 +131,10 @@ def last_tokens(
     k: Tensor, v: Tensor, f: Tensor, k_slots: Tensor | None, window: int, before: int, start: Tensor | None,
     cu_seqlens: Tensor | None,
 ):  # fmt: skip
-    """Return the final window, `(k, v, f, k_slots, length)`: rings of each sequence's last tokens, oldest first.
+    """Return `(k, v, f, k_slots, length)` of the final state: rings of each sequence's last tokens, oldest first.
 
-    The arguments hold `before` tokens of an earlier window before each sequence's own, valid from `start` on;
-    `cu_seqlens` are the sequence boundaries without them. Rings are no larger than the number of tokens.
+    Each sequence of the arguments begins with `before` tokens of the carried window, valid from index `start` on.
+    `cu_seqlens` counts only the new tokens. A ring is no larger than the number of tokens.
     """
     if cu_seqlens is None:
         sequences, capacity = k.shape[0], min(window, k.shape[1])
@@ -149,7 +149,7 @@ def last_tokens(
         capacity = min(window, k.shape[1] - (sequences - 1) * before)
     exist = tokens if start is None else tokens - start
     length = exist.clamp(max=capacity).to(torch.int32)
-    # unused entries repeat some valid token, or the last one of the batch
+    # unused entries repeat a later token of the batch, so that every index is valid
     index = begins[:, None] + ((tokens - length)[:, None] + torch.arange(capacity, device=k.device))
     index = index.clamp(max=k.shape[0] * k.shape[1] - 1)
     rings = (None if x is None else x.flatten(0, 1)[index] for x in (k, v, f, k_slots))
@@ -157,7 +157,7 @@ def last_tokens(
 
 
 def _gather(x: Tensor, index: Tensor) -> Tensor:
-    """Return the tokens `index [N, W]` of dimension 1."""
+    """Return `x[n, index[n, w]]` for `index` `[N, W]`."""
     return x.gather(1, index[..., None, None].expand(*index.shape, *x.shape[2:]))
 
 

@@ -1,6 +1,6 @@
-"""Scans along chunks: slots before each chunk forward, their gradients in reverse.
+"""Scans along chunks: a forward scan stores the slots before each chunk, a reverse scan the gradients after each.
 
-One program scans a slice of the channels of one head of one sequence, or of one segment of it. If there are few heads,
+One program scans some channels of one head, over one sequence or one segment of the sequence. If there are few heads,
 sequences are split into segments that run in parallel:
 
     LOCAL pass     segment 0 │ segment 1 │ …   each scan starts from zero; store final slots and total log2 decay
@@ -40,7 +40,7 @@ from tokenmix_nha.ops.slot_window.types import (
     empty,
 )
 
-# rows of a tile of slots in a program of the carry kernel
+# channels that one program of the carry kernel scans
 _CARRY_ROWS = 16
 
 
@@ -79,7 +79,10 @@ def slot_states_kernel(
     final_v, T, NH, H, before, window, entries, segments, M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BT: tl.constexpr, ND: tl.constexpr, LOCAL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Scan: store the slots before every chunk and at the sequence's end, tiles `[entries, H, D, M]`."""
+    """Scan a segment: store the slots before every chunk and after the last one, tiles `[entries, H, D, M]`.
+
+    With LOCAL, start from zero and store only the final slots and the total log2 decay.
+    """
     i_s, i_nh = tl.program_id(0) // NH, tl.program_id(0) % NH
     i_d = tl.program_id(1)
     i_n, i_h = i_nh // H, i_nh % H
@@ -144,15 +147,18 @@ def slot_carry_kernel(
     outer, local, local_g, NH, segments, M: tl.constexpr, SLOTS, D: tl.constexpr, BD: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """Inter-segment scan: turn each segment's local final slots, `local` `[segments, NH, D, M]`, into the slots
-    entering it (backward: the gradients leaving it), starting from `outer`, the initial slots (the gradients of the
-    final slots)."""
+    """Scan the segments: replace each segment's local final slots in `local` `[segments, NH, D, M]` by the slots that
+    enter the segment. `outer` holds the initial slots.
+
+    With BACKWARD, scan in reverse and store gradients of the slots after each segment; `outer` holds the gradients of
+    the final slots.
+    """
     i_nh, i_d = tl.program_id(0), tl.program_id(1) * BD
     o_m = tl.arange(0, M)
     b_s = tl.zeros([BD, M], dtype=tl.float32)
     if outer is not None:
         b_s += _load_slots(outer, i_nh, i_d, BD, D, M, SLOTS)
-    # prefetching is safe: no iteration reads an element after an earlier one has replaced it
+    # prefetching is safe, because each iteration reads and replaces a different tile
     for i in tl.range(segments, num_stages=4):
         if BACKWARD:
             i = segments - 1 - i
@@ -171,7 +177,8 @@ def slot_gradients_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, ND: tl.constexpr, GROUP: tl.constexpr, LOCAL: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """Reverse scan: store gradients of the slots after every chunk `[entries, H, D, M]` and of the initial slots."""
+    """Scan a segment in reverse: store the gradients of the slots after every chunk, `[entries, H, D, M]`, and of the
+    initial slots. With LOCAL, start from zero and store only the segment's gradients and its total log2 decay."""
     i_s, i_nh = tl.program_id(0) // NH, tl.program_id(0) % NH
     i_d = tl.program_id(1)
     i_n, i_h = i_nh // H, i_nh % H
@@ -204,7 +211,7 @@ def slot_gradients_kernel(
             if dfinal_v is not None:
                 b_sv += _load_slots(dfinal_v, i_nh, i_d * BV, BV, V, BM, SLOTS)
 
-    # the query chunks before the first entering token see the initial slots, without decay
+    # query chunks before the first token that enters the slots read the initial slots without decay
     stop = first
     if (i_s == 0) & (not LOCAL):
         stop = -lead
@@ -250,7 +257,7 @@ def slot_gradients_kernel(
 
 
 class Local(NamedTuple):
-    """Local results of segments: slots `[segments · N · H, K or V, M]` and log2 decays."""
+    """Results of the LOCAL pass: slots `[segments · N · H, K or V, M]` and log2 decays `[segments · N · H, M]`."""
 
     local_k: Tensor | None
     local_v: Tensor | None
@@ -258,7 +265,7 @@ class Local(NamedTuple):
 
 
 def slot_states(launch, x: Inputs, y: Layout, gates: Gates, results: Results, saved: Saved) -> None:
-    """Fill the slots before every chunk and at the sequence's end."""
+    """Fill the slots before every chunk, in `saved`, and after each sequence's last token, in `results`."""
     config = tuning.scan_config(y.N * y.H, y.entries, y.M, x.q.dtype)
     launch_scan(
         launch, slot_states_kernel, config, x, y, outer=(x.slots_k, x.slots_v), backward=False,
@@ -270,7 +277,7 @@ def slot_states(launch, x: Inputs, y: Layout, gates: Gates, results: Results, sa
 
 
 def slot_gradients(launch, b: Backward, softmax: Softmax) -> SlotGradients:
-    """Return the gradients of the slots after every chunk, and fill those of the initial slots in `b.grads`."""
+    """Return the gradients of the slots after every chunk; fill the gradients of the initial slots in `b.grads`."""
     x, y, saved = b.x, b.y, b.saved
     slots = SlotGradients(torch.empty_like(saved.states_k), torch.empty_like(saved.states_v))
     config = tuning.scan_config(y.N * y.H, y.entries, y.M, x.q.dtype)
@@ -290,7 +297,7 @@ def launch_scan(
 ) -> None:  # fmt: skip
     """Launch a scan; if sequences are split into segments, first launch the LOCAL pass and the carry.
 
-    `outer` are the initial slots, or with `backward` the gradients of the final slots; `arguments` go to the kernel.
+    `outer` holds the initial slots, or the gradients of the final slots if `backward`. The kernel gets `arguments`.
     """
     local = _empty_local(config, x, y)
     for is_local in (True, False) if config.segments > 1 else (False,):
@@ -312,7 +319,7 @@ def _empty_local(config: tuning.ScanConfig, x: Inputs, y: Layout) -> Local:
 
 
 def _carry(launch, config: tuning.ScanConfig, y: Layout, outer: tuple, local: Local, backward: bool) -> None:
-    """Turn each segment's local final slots into the slots entering it (backward: gradients)."""
+    """Replace each segment's local final slots by the slots that enter the segment; gradients if `backward`."""
     for slots, local_slots, D in ((outer[0], local.local_k, y.K), (outer[1], local.local_v, y.V)):
         launch(
             slot_carry_kernel, (y.N * y.H, D // _CARRY_ROWS),

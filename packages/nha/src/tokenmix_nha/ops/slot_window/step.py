@@ -14,7 +14,7 @@ from tokenmix_nha.ops.forget_gates.kernels import log_sigmoid
 from tokenmix_nha.ops.slot_window.state import SlotWindowState
 from tokenmix_nha.ops.slot_window.tile import LN_2, enter_weight
 
-# core's decoding attention reads a longer ring with split KV
+# largest ring, in tokens, that the kernel reads; core's decoding attention reads a longer ring with split KV
 _RING_INSIDE = 512
 
 
@@ -27,17 +27,17 @@ def slot_window_step_kernel(
     LOGITS: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_RING: tl.constexpr, READ_RING: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Process all query heads of one key head of one sequence.
+    """Update slots and ring of one key head of one sequence; store o and the log-sum-exp of its query heads.
 
-    Each program has its own `length` counter, since another program's would need synchronisation.
+    Each head has its own `length` counter, because a shared counter would need synchronisation between programs.
     """
     if PDL:
         gdc_launch_dependents()
     i_nh = tl.program_id(0).to(tl.int64)
     i_n, i_h = i_nh // H, i_nh % H
     o_m, o_k, o_v, o_n = tl.arange(0, M), tl.arange(0, K), tl.arange(0, V), tl.arange(0, BN)
-    # load the slots, most of the bytes, before `gdc_wait`: no other kernel of a step writes them, and steps do not
-    # overlap (see `launch.pdl`)
+    # load the slots, which are most of the bytes, before `gdc_wait`: no other kernel of a decoding step writes slots,
+    # and steps do not overlap (see `launch.pdl`)
     p_sk = slots_k + i_nh * M * K + o_m[:, None] * K + o_k[None, :]
     p_sv = slots_v + i_nh * M * V + o_m[:, None] * V + o_v[None, :]
     b_sk, b_sv = tl.load(p_sk), tl.load(p_sv)
@@ -114,7 +114,8 @@ def slot_window_step_kernel(
                 b_max = b_top
         tl.store(o + i_q * V + o_v, (b_o / b_l).to(o.dtype.element_ty))
         tl.store(lse + i_q, (b_max + tl.log2(b_l)) * LN_2)
-    # safe: with a ring, the barrier above orders the loads of `length`; without one, only the storing thread loads it
+    # no thread loads `length` after this store: with a ring, the barrier above orders the loads; without a ring, only
+    # the storing thread loads `length`
     tl.store(length + i_nh, seen + 1)
 
 
@@ -158,7 +159,7 @@ def step_triton(q, k, v, f, q_slots, k_slots, state: SlotWindowState, scale: flo
         read_ring=0 < state.window <= _RING_INSIDE,
     )  # fmt: skip
     if state.window > _RING_INSIDE:
-        # the newest token sees every key of the ring, so their order does not matter: read it as a KV cache
+        # the newest token sees every key of the ring, so the order of keys does not matter: read the ring as a KV cache
         keys = state.length[:, 0].clamp(max=state.window)
         ring = attention_decode(q.unsqueeze(1), state.k, state.v, keys, scale=scale)
         o = merge_attention([AttentionOutput(o.unsqueeze(1), lse.unsqueeze(1)), ring]).o.squeeze(1)

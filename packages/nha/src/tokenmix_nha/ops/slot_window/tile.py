@@ -1,10 +1,10 @@
-"""Device functions of the kernels: chunk indices, tile loads and stores, and gates as two factors that cannot overflow.
+"""Device functions: chunk indices, tile loads and stores, and gates split into two factors that cannot overflow.
 
 Inside a chunk the weight of token j in a slot at token t is `exp2(G_t − G_j) · enter_j` with G the cumulative log2
 gates. An MMA needs this weight as (row factor) · (column factor), both relative to the token before a block that holds
-t and j. The block is the whole chunk if its gates are weak enough for factors within 2^±80, otherwise a half or a
-quarter of the chunk, and so on. If no such block holds t and j, they lie in opposite halves of a larger block; relative
-to the boundary between the halves, both factors are at most 1.
+t and j. A chunk is weak if no slot decays by more than 80 bits in the chunk: the block is the whole chunk, and both
+factors lie within 2^±80. A strong chunk is halved until each block satisfies this bound. Tokens t and j of different
+blocks lie in opposite halves of a larger block; relative to the boundary between the halves, both factors are ≤ 1.
 """
 
 from collections import namedtuple
@@ -14,32 +14,34 @@ import triton.language as tl
 
 from tokenmix_core.kernels import LOG2_E
 
-# arguments that kernels do not specialise on; they depend on the length, so each new length would compile again
+# do not specialise on these arguments: they depend on the sequence length, so a new length would recompile
 SIZES = ["N", "NH", "chunks", "entries", "extra", "lead", "segments"]
 LN_2 = tl.constexpr(0.6931471805599453)
-# bound on the factors of a block: 2^±80
+# log2 of the bound on the factors of a block, which lie within 2^±80
 LARGEST_FACTOR = tl.constexpr(80.0)
 
-# boundaries and sizes of a call's chunks as in `Layout`, with the oldest valid keys and how often each chunk is halved
+# sizes of a call as in `Layout`; `splits` counts the halvings of each chunk, `start` holds the first valid keys
 Chunks = namedtuple("Chunks", "splits start cu_seqlens T N H before window chunks entries extra lead", defaults=(0, 0))
-# compile-time sizes and options of a kernel; in a call they are not assigned to a variable, which would make tensors
+# compile-time sizes and options of a kernel; never assign these to a variable, which would turn them into tensors
 Constants = namedtuple(
     "Constants", "M SLOTS BM K V BT GROUP HEADS STRONG FACTOR DOT BN OWN_SLOT_KEYS SHORT", defaults=(None, False, False)
 )
-# a chunk of keys: first and last + 1 key, oldest valid key, number of queries, how often it is halved (−1 if it does
-# not exist), index of its state, offsets of the first rows of keys and queries
+# chunk of keys. first: its first key; keys: keys of the sequence; oldest: first valid key; length: queries of the
+# sequence; count: halvings of the chunk, −1 if the chunk does not exist; entry: index of its state; begin_k, begin_q:
+# offsets of the sequence's first key and query
 KeyChunk = namedtuple("KeyChunk", "first keys oldest length count entry begin_k begin_q")
-# a chunk of queries, which pairs with the i_t-th chunk of entering tokens; otherwise the same
+# chunk of queries that reads the i_t-th chunk of tokens that enter the slots; other fields as in `KeyChunk`
 QueryChunk = namedtuple("QueryChunk", "i_t keys oldest length count entry begin_q begin_k")
 
 
 @triton.jit
 def locate_chunk(i_c, at, extra, BT: tl.constexpr):
-    """Return sequence and chunk index of the `i_c`-th chunk slot, the sequence's first query (int64) and its queries.
+    """Return `(i_n, i_t, begin, length)` of program index `i_c`: sequence, chunk of the sequence, the sequence's first
+    query (int64) and its number of queries.
 
-    A sequence's chunks cover `extra` tokens beside its own. In a packed batch the chunks of sequence n begin at chunk
-    slot `⌊b / BT⌋ + n`, with b the number of tokens before it. So sequences never share a chunk slot, and no table is
-    needed; some chunk slots stay unused.
+    The chunks of a sequence cover `extra` tokens more than it has. In a packed batch the chunks of sequence n begin at
+    index `⌊b / BT⌋ + n`, with b tokens before the sequence. No two sequences share an index, so the kernel needs no
+    table; programs at unused indices return.
     """
     if at.cu_seqlens is not None:
         BN: tl.constexpr = 128
@@ -63,8 +65,9 @@ def locate_chunk(i_c, at, extra, BT: tl.constexpr):
 
 @triton.jit
 def token_rows(first, keys, oldest, length, before, window, BT: tl.constexpr):
-    """Return the tokens of a key chunk with their masks (visible; exists; enters the slots), and the queries that pair
-    with them (a query sees the chunk's tokens up to its own row in the slots, later ones in its window) with theirs."""
+    """Return the key indices of a key chunk with masks of visible, existing and slot-entering keys, then the indices of
+    its queries with the mask of existing ones. Query r sees keys ≤ r of the chunk through the slots, later keys in its
+    window."""
     o_r = tl.arange(0, BT)
     o_j = first + o_r
     m_j = (o_j >= oldest) & (o_j < keys)
@@ -86,7 +89,7 @@ def sequence_span(i_n, T, cu_seqlens):
 
 @triton.jit
 def first_entry(i_n, begin_k, entries, cu_seqlens, BT: tl.constexpr):
-    """Return the index of sequence `i_n`'s first chunk state: one before each entering chunk and one at the end."""
+    """Return the index of sequence `i_n`'s first chunk state; states precede each chunk, and one is final."""
     if cu_seqlens is not None:
         entry = begin_k // BT + 2 * i_n
     else:
@@ -96,7 +99,7 @@ def first_entry(i_n, begin_k, entries, cu_seqlens, BT: tl.constexpr):
 
 @triton.jit
 def load_rows(p, o_t, m_t, stride, D: tl.constexpr):
-    """Load rows `o_t` of a matrix with D columns; zero where masked."""
+    """Load rows `o_t` of a matrix with D columns; rows outside the mask `m_t` are 0."""
     return tl.load(p + o_t.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :], mask=m_t[:, None], other=0.0)
 
 
@@ -109,7 +112,7 @@ def store_rows(p, b_x, o_t, m_t, stride, D: tl.constexpr):
 
 @triton.jit
 def load_pairs(t, chunk, o_q, m_q, o_j, m_j, H, c):
-    """Load a chunk's queries for the window and for the slots, and the keys that enter the slots."""
+    """Return tiles of a chunk: queries of the window, queries of the slots, and keys that enter the slots."""
     HQ = H * c.GROUP
     b_q = load_rows(t.q + chunk.begin_q * c.K, o_q, m_q, HQ * c.K, c.K)
     if c.OWN_SLOT_KEYS:
@@ -123,7 +126,7 @@ def load_pairs(t, chunk, o_q, m_q, o_j, m_j, H, c):
 
 @triton.jit
 def load_gates(p_f, o_t, m_t, stride, slots, M: tl.constexpr):
-    """Load rows `o_t` of log-gates as float32; 0 (the token does not enter) where masked and in columns ≥ `slots`."""
+    """Load rows `o_t` of log-gates as float32; 0, which writes nothing to slots, outside mask and `slots` columns."""
     o_m = tl.arange(0, M)
     p_f = p_f + o_t.to(tl.int64)[:, None] * stride + o_m[None, :]
     return tl.load(p_f, mask=m_t[:, None] & (o_m < slots)[None, :], other=0.0).to(tl.float32)
@@ -131,7 +134,7 @@ def load_gates(p_f, o_t, m_t, stride, slots, M: tl.constexpr):
 
 @triton.jit
 def load_columns(p, M: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
-    """Load a tile `[R, BM]` of a matrix with M columns; zero beyond column M."""
+    """Load a tile `[R, BM]` of a matrix with M columns; columns ≥ M are 0."""
     o_m = tl.arange(0, BM)[None, :]
     p += tl.arange(0, R)[:, None] * M + o_m
     if BM > M:
@@ -153,7 +156,7 @@ def store_columns(p, b_x, M: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def load_by_slot(p, o_t, m_t, heads, M: tl.constexpr, BM: tl.constexpr):
-    """Load rows `o_t` of BM slots of a head of `[.., heads, M]`; zero where masked and beyond M."""
+    """Load BM slots of rows `o_t` of one head of `[.., heads, M]`; 0 outside the mask and in columns ≥ M."""
     o_m = tl.arange(0, BM)[None, :]
     p += o_t.to(tl.int64)[:, None] * (heads * M) + o_m
     mask = m_t[:, None]
@@ -164,7 +167,7 @@ def load_by_slot(p, o_t, m_t, heads, M: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def store_by_slot(p, b_x, o_t, m_t, heads, M: tl.constexpr, BM: tl.constexpr):
-    """Store rows `o_t` of BM slots of a head of `[.., heads, M]`."""
+    """Store BM slots of rows `o_t` of one head of `[.., heads, M]`."""
     o_m = tl.arange(0, BM)[None, :]
     p += o_t.to(tl.int64)[:, None] * (heads * M) + o_m
     mask = m_t[:, None]
@@ -175,7 +178,7 @@ def store_by_slot(p, b_x, o_t, m_t, heads, M: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def load_factors(p, exists, other, M: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr):
-    """Load a chunk's factors `[BT, BM]`; `other` beyond M, and everywhere if no token of the chunk enters the slots."""
+    """Load a chunk's factors `[BT, BM]`; `other` in columns ≥ M, and in all columns if not `exists`."""
     o_t, o_m = tl.arange(0, BT)[:, None], tl.arange(0, BM)[None, :]
     mask = o_t < tl.where(exists, BT, 0)
     if BM > M:
@@ -185,14 +188,14 @@ def load_factors(p, exists, other, M: tl.constexpr, BT: tl.constexpr, BM: tl.con
 
 @triton.jit
 def enter_weight(b_f):
-    """Return 1 − exp(f) for f ≤ 0, by its series near 0 to avoid cancellation."""
+    """Return 1 − exp(f) for f ≤ 0; near 0 by a power series, which avoids cancellation."""
     b_small = -b_f * (1.0 + b_f * (0.5 + b_f * (1 / 6 + b_f * (1 / 24 + b_f * (1 / 120)))))
     return tl.where(b_f > -0.1, b_small, 1.0 - tl.exp2(b_f * LOG2_E))
 
 
 @triton.jit
 def as_factor(b_x, FACTOR: tl.constexpr, DOT: tl.constexpr):
-    """Round to the MMA's operand dtype; TF32 rounds to nearest, since the MMA itself would truncate."""
+    """Round x to the MMA's operand dtype; round TF32 to nearest, because the MMA would truncate."""
     if DOT == "tf32" and tl.float32 == FACTOR:
         return ((b_x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     else:
@@ -201,7 +204,7 @@ def as_factor(b_x, FACTOR: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def log2_gates(b_f, DOT: tl.constexpr):
-    """Return log2 of the gates, clamped below: at the MMA's precision a smaller gate is indistinguishable from 0."""
+    """Return log2 of the gates, at least −28 (float32) or −14: a smaller gate is below the MMA's rounding error."""
     if DOT == "ieee":
         return tl.maximum(b_f * LOG2_E, -28.0)
     else:
@@ -210,7 +213,7 @@ def log2_gates(b_f, DOT: tl.constexpr):
 
 @triton.jit
 def sums_of_rows(b_m, b_x, DOT: tl.constexpr):
-    """Multiply a matrix of −1, 0 and 1 by x, which is split into two bf16 parts to keep 16 bits."""
+    """Return `b_m` x with `b_m` of −1, 0 and 1; x is split into two bf16 parts, which keep 16 of its bits."""
     if DOT == "ieee":
         return tl.dot(b_m, b_x, input_precision=DOT)
     else:
@@ -222,8 +225,8 @@ def sums_of_rows(b_m, b_x, DOT: tl.constexpr):
 
 @triton.jit
 def gates_between(b_log, o_from, o_to, BT: tl.constexpr, DOT: tl.constexpr):
-    """Return `G_to − G_from` by slot `[BT, M]`: per row, the sum of the log-gates after token `from` up to `to`,
-    negated if `to` < `from`; token −1 is the chunk's start."""
+    """Return `G_to − G_from` `[BT, M]` for a pair (from, to) per row: the sum of log-gates over tokens from + 1 … to,
+    or its negative over to + 1 … from. Index −1 is the chunk's start."""
     o_s, o_0 = tl.arange(0, BT)[None, :], tl.zeros([BT], dtype=tl.int32)
     b_to = tl.where(o_s <= (o_0 + o_to)[:, None], 1.0, 0.0)
     b_from = tl.where(o_s <= (o_0 + o_from)[:, None], 1.0, 0.0)
@@ -232,33 +235,36 @@ def gates_between(b_log, o_from, o_to, BT: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def block_pairs(o_t, o_j, size):
-    """Mask of pairs j ≤ t in the same block of `size` tokens."""
+    """Return the mask of pairs j ≤ t that lie in one block of `size` tokens."""
     return (o_j <= o_t) & ((o_j & -size) == (o_t & -size))
 
 
 @triton.jit
 def opposite_pairs(o_t, o_j, half):
-    """Mask of pairs with t in the right half and j in the left half of the same block of 2 · `half` tokens."""
+    """Return the mask of pairs with j in the left half and t in the right half of one block of 2 · `half` tokens."""
     return ((o_j & -(2 * half)) == (o_t & -(2 * half))) & ((o_t & half) > (o_j & half))
 
 
 @triton.jit
 def block_to_boundary(b_log, size, half, BT: tl.constexpr, DOT: tl.constexpr):
-    """Return factors ≤ 1 between the start of blocks of `size` tokens and the middle of blocks of 2 · `half`."""
+    """Return for each row the decay (≤ 1) between the start of its block of `size` tokens and the middle of its block
+    of 2 · `half` tokens."""
     o_r = tl.arange(0, BT)
     return tl.exp2(-tl.abs(gates_between(b_log, (o_r & -(2 * half)) + half - 1, (o_r & -size) - 1, BT, DOT)))
 
 
 @triton.jit
 def block_to_start(b_log, size, BT: tl.constexpr, DOT: tl.constexpr):
-    """Return row factors ≤ 1 from the chunk's start to the start of blocks of `size` tokens."""
+    """Return for each row the decay (≤ 1) from the chunk's start to the start of its block of `size` tokens."""
     return tl.exp2(gates_between(b_log, -1, (tl.arange(0, BT) & -size) - 1, BT, DOT))
 
 
 @triton.jit
 def halvings(b_log, least, BT: tl.constexpr, DOT: tl.constexpr):
-    """Return how often a chunk must be halved until no slot loses more than 80 bits inside a block, at least `least`;
-    blocks of two or four tokens satisfy this for all clamped gates."""
+    """Return the number of halvings, at least `least`, after which no slot decays by more than 80 bits inside a block.
+
+    The clamp on the gates bounds blocks of four tokens (two in float32), so smaller blocks are never needed.
+    """
     o_r = tl.arange(0, BT)
     lowest = tl.min(tl.sum(b_log, 0), 0)
     size = BT
@@ -274,14 +280,14 @@ def halvings(b_log, least, BT: tl.constexpr, DOT: tl.constexpr):
 def add_end_gradients(
     b_dx, p_weight, p_ds, BM: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, DOT: tl.constexpr
 ):
-    """Add the gradient of a chunk's tokens through BM slots at the chunk's end."""
+    """Return `b_dx` plus the gradient that a chunk's tokens receive from BM slots at the chunk's end."""
     b_in = load_columns(p_weight, M, BT, BM)
     return tl.dot(b_in, tl.trans(load_columns(p_ds, M, D, BM)), b_dx, input_precision=DOT)
 
 
 @triton.jit
 def pair_weights(b_y, p_col, p_f, count, o_j, m_e, stride, slots, c):
-    """Return `Σ_m col_m(j) y_m(t)` `[token, query]` over BM slots, 0 if j enters after the slots that t sees."""
+    """Return `Σ_m col_m(j) y_m(t)` `[token j, query t]` over BM slots; 0 for j > t, which t sees in its window."""
     b_col = load_columns(p_col, c.M, c.BT, c.BM)
     o_r = tl.arange(0, c.BT)
     r_j, r_t = o_r[:, None], o_r[None, :]

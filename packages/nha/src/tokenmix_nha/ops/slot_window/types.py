@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
     impl: str | None
 
     def aligned(self) -> Inputs:
-        """Return the inputs with tensors contiguous and aligned as the kernels need them."""
+        """Return the inputs with contiguous tensors, aligned as the kernels require."""
         return Inputs(*map(aligned, self[:8]), *self[8:])
 
 
@@ -51,12 +51,12 @@ class Layout(NamedTuple):
 
     Attributes:
         T, N, H, GROUP: queries of a row, sequences, key heads, and query heads per key head.
-        M, SLOTS, BM: slots of a tile in memory, slots of the layer, and slots of a register tile in Triton kernels that
-            hold all slots at once.
+        M, SLOTS, BM: slots of a tile in memory; slots of the layer; slots of a register tile in those Triton kernels
+            that hold all slots at once.
         BT: tokens of a chunk.
         factor: dtype of the gates' factors.
-        lead, extra: query chunks before the first token enters the slots, and the tokens by which these chunks start
-            before the first query.
+        lead: query chunks before the first token enters the slots.
+        extra: tokens between the start of the first query chunk and the first query.
         rows: rows of chunks: B, or 1 for a packed batch.
         query_chunks, key_chunks, entries: query chunks, key chunks and chunk states per row.
     """
@@ -126,7 +126,8 @@ class Saved(NamedTuple):
     Attributes:
         lse: base-2 log-sum-exp `[B, T, HQ]`.
         end: log2 decay of each chunk, `[entries, H, M]`.
-        splits: how often each chunk is halved to bound its factors, `[entries, H]`; 0 for weak chunks.
+        splits: halvings of each chunk, so that no slot decays by more than 80 bits in a block, `[entries, H]`; 0 for
+            weak chunks, which need none.
         states_k, states_v: slots before each chunk, `[entries, H, K or V, M]`.
     """
 
@@ -138,11 +139,12 @@ class Saved(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """Factors from the gates of chunks, `[entries, H, BT, M]`.
+    """Factors that the gates kernel computes for each chunk, `[entries, H, BT, M]`.
 
     Attributes:
         weight: weight of each token in the slots at the chunk's end.
-        row, column: row and column factors of a token's weight in the slots that a later query sees.
+        row, column: factors by query and by token; row · column is the token's weight in the slots that the query
+            reads.
     """
 
     weight: Tensor | None
@@ -151,7 +153,7 @@ class Gates(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """The slots' part of the queries' softmax, for the gradients of keys, values and gates.
+    """Intermediate results of the query gradients that the kernels of keys, values and gates read.
 
     Attributes:
         p, dz, x: per slot the probability, the scaled gradient of the logit and ⟨dS, S⟩, `[B, T, HQ, M]`.
@@ -189,7 +191,8 @@ class Backward(NamedTuple):
 
     Attributes:
         x, y, saved: the call's inputs and sizes, and the activations that its forward pass saved.
-        o, do, dfinal_k, dfinal_v: outputs, and gradients of all results; None is zero.
+        o, do: the output and its gradient.
+        dfinal_k, dfinal_v: gradients of the final slots; None is zero.
         grads: buffers for all gradients.
     """
 
@@ -211,7 +214,7 @@ def layout(x: Inputs) -> Layout:
     BT = tuning.chunk_size(x.q.dtype)
     lead = max(cdiv(x.window - x.before, BT), 0)
     extra = lead * BT - (x.window - x.before)
-    # shape, not len(), which torch.compile would trace as a constant
+    # torch.compile would trace len() as a constant, so read the shape
     N = x.cu_seqlens.shape[0] - 1 if x.cu_seqlens is not None else batch
     if packed:
         query_chunks = (T + N * extra) // BT + N
@@ -232,12 +235,12 @@ def layout(x: Inputs) -> Layout:
 
 
 def empty(x: Tensor, layouts: Sequence[tuple]) -> tuple[Tensor, ...]:
-    """Allocate tensors of these shapes and dtypes on x's device."""
+    """Allocate one tensor on x's device for each (shape, dtype) of `layouts`."""
     return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in layouts)
 
 
 def empty_results(x: Inputs, y: Layout) -> Results:
-    """Allocate the results."""
+    """Allocate o and the final slots."""
     slots, wide = (y.N, y.H, y.SLOTS), torch.float32
     return Results(*empty(x.q, (((*x.q.shape[:3], y.V), x.q.dtype), ((*slots, y.K), wide), ((*slots, y.V), wide))))
 
@@ -250,7 +253,7 @@ def saved_layouts(x: Inputs, y: Layout) -> _Layouts:
 
 
 def empty_softmax(x: Inputs, y: Layout) -> Softmax:
-    """Allocate `Softmax`."""
+    """Allocate the tensors of `Softmax`."""
     shape = *x.q.shape[:3], y.M
     return Softmax(
         *empty(x.q, ((shape, y.factor), (shape, y.factor), (shape, torch.float32), (shape[:3], torch.float32)))
@@ -258,7 +261,7 @@ def empty_softmax(x: Inputs, y: Layout) -> Softmax:
 
 
 def empty_gradients(x: Inputs, initial: bool) -> Gradients:
-    """Allocate the gradients of all inputs, with those of the `initial` slots if there are any."""
+    """Allocate the gradients of all inputs; gradients of the initial slots only if `initial`."""
     own = (None if t is None else torch.empty_like(t) for t in (x.q_slots, x.k_slots))
     slots = (None, None)
     if initial:

@@ -1,6 +1,7 @@
-"""Gradients of a weak chunk's log-gates on Hopper. Tiles are transposed, `[token, query]`.
+"""Hopper kernel of the log-gate gradients of a weak chunk. Tiles are transposed, `[token, query]`.
 
-One warpgroup; each buffer is one stage, and a later load reuses it after a barrier:
+A chunk is weak if no slot decays by more than 80 bits in it. A CTA is one warpgroup. Each buffer is one pipeline stage;
+later loads reuse buffers after a barrier:
 
     cp.async  k̂, q̂, v, do ── p, dz ── dS^K, dS^V   S^K, S^V, into the buffers of q̂ and do
     WGMMA     A = k̂ q̂ᵀ, B = v doᵀ                  e = A dz + B p; at the chunk's end e' = k̂ dS^K + v dS^V
@@ -53,7 +54,7 @@ def hopper_backward_gates_kernel(
     )  # fmt: skip
     if count != 0:
         return
-    # row r of the query chunk sees the chunk's tokens up to r in the slots, and later ones in its window
+    # query r of the chunk sees tokens ≤ r of the chunk through the slots, and tokens > r in the window
     o_q, entering = first + window - before, keys - window
     o_i, o_m = gl.arange(0, BT, gl.SliceLayout(1, slots)), gl.arange(0, M, gl.SliceLayout(0, slots))
     m_m = (o_m < SLOTS)[None, :]
@@ -118,11 +119,11 @@ def hopper_backward_gates_kernel(
     end_m = gl.exp2(gl.load(end + entry * M + o_l))
     b_last *= gl.convert_layout(end_m, gl.SliceLayout(0, slots))[None, :]
     b_col = enter_weight(b_f) * b_inverse
-    # infinity marks clamped gates, which have no gradient; `store_gates` turns it into 0
+    # infinity marks clamped gates, whose gradient is 0; `store_gates` replaces infinity by 0
     b_own = gl.where(b_f * LOG2_E >= -14.0, (b_inverse - b_col) * (b_e + b_last), float("inf"))
     b_last *= b_col
     p_x = x + ((begin_q + (o_q + o_i).to(gl.int64) * HQ) * M)[:, None] + o_m[None, :]
-    # if the call's window is shorter than the carried one, the first tokens have no query
+    # if the window is shorter than in the preceding call, the first tokens have no query
     m_x = ((o_q + o_i >= 0) & (o_q + o_i < length))[:, None]
     b_x = gl.load(p_x, mask=m_x, other=0.0)
     for i_g in range(1, GROUP):
@@ -137,7 +138,7 @@ def hopper_backward_gates_kernel(
 
 
 def hopper_gate_gradients(launch, b: Backward, softmax: Softmax, slots: SlotGradients) -> None:
-    """Fill df of weak chunks."""
+    """Fill df of the weak chunks, in which no slot decays by more than 80 bits."""
     x, y, saved = b.x, b.y, b.saved
     launch(
         hopper_backward_gates_kernel, (y.key_chunks * y.rows * y.H,),

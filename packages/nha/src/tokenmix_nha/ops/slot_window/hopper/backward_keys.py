@@ -1,7 +1,7 @@
-"""Gradients of a weak chunk's keys and values on Hopper. Tiles are transposed, `[token, query]`.
+"""Hopper kernel of the key and value gradients of a weak chunk. Tiles are transposed, `[token, query]`.
 
-One warpgroup; each buffer is one stage, and a later load reuses it after a barrier. With w the tokens' weights at the
-chunk's end:
+A chunk is weak if no slot decays by more than 80 bits in it. A CTA is one warpgroup. Each buffer is one pipeline stage;
+later loads reuse buffers after a barrier. w: weight of each token in the slots at the chunk's end:
 
     cp.async  q̂, k, v, do ── p, dz ── dS^K, dS^V   queries and do of the window, into the buffers of p and dz
     WGMMA     sums of gates → Ĉ, w                 P = Ĉ pᵀ, Z = Ĉ dzᵀ up to the token's row; later rows π, dζ
@@ -47,7 +47,7 @@ def hopper_backward_keys_kernel(
     scale, T, N, H, before, window, chunks, entries,
     M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, OWN_SLOT_KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Store dk (and dk_slots) `[BT, K]` and dv `[BT, V]` of a key chunk."""
+    """Store dk, and dk_slots if OWN_SLOT_KEYS, `[BT, K]`, and dv `[BT, V]` of a key chunk."""
     BT: gl.constexpr = 64
     BN: gl.constexpr = 32
     dtype: gl.constexpr = q.dtype.element_ty
@@ -64,7 +64,7 @@ def hopper_backward_keys_kernel(
     )  # fmt: skip
     if count != 0:
         return
-    # row r of the query chunk sees the chunk's tokens up to r in the slots, and later ones in its window
+    # query r of the chunk sees tokens ≤ r of the chunk through the slots, and tokens > r in the window
     o_q, entering = first + window - before, keys - window
     # if no token of the chunk enters the slots, there is no chunk state to load
     size_k, size_v = gl.where(first < entering, K, 0), gl.where(first < entering, V, 0)
@@ -73,7 +73,7 @@ def hopper_backward_keys_kernel(
     s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_v = gl.allocate_shared_memory(dtype, [BT, V], shared)
     s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
-    # first p and dz, later the window's queries
+    # this buffer holds p and dz first, the window's queries later
     s_y = gl.allocate_shared_memory(dtype, [2, BT, 64 if GROUP > 1 else M], shared)
     s_p, s_dz = reinterpret(s_y.index(0), dtype, [BT, M], swizzled), reinterpret(s_y.index(1), dtype, [BT, M], swizzled)
     s_dsk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
@@ -103,14 +103,14 @@ def hopper_backward_keys_kernel(
     b_weight = rounded(b_col * gl.convert_layout(end_m, gl.SliceLayout(0, slots))[None, :], dtype)
     b_col = as_left(rounded(b_col, dtype), BT)
 
-    # pairs [token, query]: m_p through the slots, m_w through the window
+    # masks [token, query]: m_p if the query sees the token through the slots, m_w if in the window
     wait_async_copies(1)
     if GROUP == 1:
         b_p, b_dz = mma_opaque(b_col, s_p.permute((1, 0)), BT), mma_opaque(b_col, s_dz.permute((1, 0)), BT)
     m_p = o_i[:, None] <= o_j[None, :]
     m_w = (o_i[:, None] > o_j[None, :]) & (o_i[:, None] <= o_j[None, :] + window)
     m_w = m_w & (first + o_i >= oldest)[:, None]
-    # the window's queries, from the token itself on, reuse buffers that the WGMMAs have read
+    # the window's queries start at the chunk's first token and reuse buffers that the WGMMAs have read
     o_w = first - before
     shift_0, shift_1 = gl.maximum(-o_w, 0) // BN * BN, gl.minimum(window, keys - first)
     queries = QueryWindow(o_w, shift_0, shift_1, window, length, first, oldest, HQ, scale)
@@ -197,7 +197,7 @@ def hopper_backward_keys_kernel(
 
 
 def hopper_key_gradients(launch, b: Backward, softmax: Softmax, slots: SlotGradients) -> None:
-    """Fill dk, dk_slots and dv of weak chunks."""
+    """Fill dk, dk_slots and dv of the weak chunks, in which no slot decays by more than 80 bits."""
     x, y, saved = b.x, b.y, b.saved
     launch(
         hopper_backward_keys_kernel, (y.key_chunks * y.rows * y.H,),

@@ -1,6 +1,7 @@
-"""Gradients of a weak chunk's queries on Hopper, and the fields of `Softmax` for the other gradients.
+"""Hopper kernel of the query gradients of a weak chunk; it also fills `Softmax` for the other gradients.
 
-One warpgroup; each buffer is one stage, and a later load reuses it after a barrier:
+A chunk is weak if no slot decays by more than 80 bits in it. A CTA is one warpgroup. Each buffer is one pipeline stage;
+later loads reuse buffers after a barrier:
 
     cp.async  q̂, k̂, do, v ── S^K, S^V             keys and values of the window, into the buffers of gates and v
     WGMMA     A = q̂ k̂ᵀ, B = do vᵀ                 z = q̂ S^K + A Ĉ, dp = do S^V + B Ĉ; δ from the window's tiles
@@ -41,15 +42,15 @@ from tokenmix_nha.ops.slot_window.hopper.gates import (
 from tokenmix_nha.ops.slot_window.tile import Chunks
 from tokenmix_nha.ops.slot_window.types import Backward, Softmax
 
-# smem tiles of a chunk's queries and do, and of the window's keys and values
+# smem tiles: queries and do of a chunk, keys and values of the window
 _Tiles = namedtuple("_Tiles", "q do k v")
-# keys of the window, `shift_0` … `shift_1` after key `first`, and the rows of keys and values of a sequence
+# pointers to a sequence's keys and values, and the range of window keys: `first + shift_0` … `first + shift_1`
 _KeyWindow = namedtuple("_KeyWindow", "k v shift_0 shift_1 window first oldest keys H")
 
 
 @gluon.jit
 def _window(s, lse_i, shift, w, scale_2):
-    """Return probabilities of BN keys of the window `[64, BN]`, and do · v."""
+    """Return the probabilities of BN window keys, `[64, BN]`, and do · v, `[64, BN]`."""
     BN: gl.constexpr = s.k.shape[0]
     layout: gl.constexpr = mma_layout(BN, 4)
     o_i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
@@ -63,8 +64,10 @@ def _window(s, lse_i, shift, w, scale_2):
 
 @gluon.jit
 def _add_window_delta(delta_i, s, lse_i, w, scale_2):
-    """Add to δ the sum of probability · (do · v) over the window keys `shift_0` … `shift_1`; finally copy the first
-    tile again. With nearly equal slots, dz cancels only if δ has the same rounding as p and dp, unlike do · o."""
+    """Add to δ the sum of probability · (do · v) over the window keys; finally copy the first tile again for dq.
+
+    If the slots are nearly equal, dz sums to 0 only if δ is rounded like p and dp, so δ cannot be do · o.
+    """
     BN: gl.constexpr = s.k.shape[0]
     K: gl.constexpr = s.k.shape[1]
     V: gl.constexpr = s.v.shape[1]
@@ -83,7 +86,7 @@ def _add_window_delta(delta_i, s, lse_i, w, scale_2):
 
 @gluon.jit
 def _delta_from_outputs(s_do, o, begin_q, o_q, length, HQ):
-    """Return δ = do · o, from the rounded o."""
+    """Return δ = do · o, with o as stored in 16 bits."""
     lines: gl.constexpr = row_layout(s_do.shape[1], 4)
     o_t = gl.arange(0, s_do.shape[0], gl.SliceLayout(1, lines))
     o_d = gl.arange(0, s_do.shape[1], gl.SliceLayout(0, lines))
@@ -95,7 +98,7 @@ def _delta_from_outputs(s_do, o, begin_q, o_q, length, HQ):
 
 @gluon.jit
 def _add_window(b_dq, s, lse_i, delta_i, w, scale, scale_2):
-    """Add to dq the gradients from the window keys `shift_0` … `shift_1`; async copies of the first are in flight."""
+    """Add the window keys' part to dq; the caller has started the async copies of the first key tile."""
     BN: gl.constexpr = s.k.shape[0]
     K: gl.constexpr = s.k.shape[1]
     V: gl.constexpr = s.v.shape[1]
@@ -124,8 +127,8 @@ def hopper_backward_queries_kernel(
     M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, OWN_SLOT_KEYS: gl.constexpr,
     SHORT: gl.constexpr,
 ):  # fmt: skip
-    """Store dq (and dq_slots) `[BT, K]` of a query chunk, and per slot the probability p, the scaled logit gradient dz
-    and x = ⟨dS, S⟩ `[BT, M]`."""
+    """Store dq, and dq_slots if OWN_SLOT_KEYS, `[BT, K]` of a query chunk; per slot also the probability p, the scaled
+    gradient dz of the logit, and x = ⟨dS, S⟩, each `[BT, M]`."""
     BT: gl.constexpr = 64
     BN: gl.constexpr = 32
     dtype: gl.constexpr = q.dtype.element_ty
@@ -143,7 +146,7 @@ def hopper_backward_queries_kernel(
     i_t -= lead
     begin_k = begin + i_n.to(gl.int64) * before
     first, keys = i_t * BT, length + before
-    # row r of the query chunk sees the chunk's tokens up to r in the slots, and later ones in its window
+    # query r of the chunk sees tokens ≤ r of the chunk through the slots, and tokens > r in the window
     o_q = first + window - before
     if o_q >= length:
         return
@@ -161,11 +164,11 @@ def hopper_backward_queries_kernel(
     s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
     s_v = gl.allocate_shared_memory(dtype, [BT, V], shared)
     s_sk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
-    # first the values' slots, later p and dz
+    # this buffer holds the slots of the values first, p and dz later
     s_y = gl.allocate_shared_memory(dtype, [2, BT, M], swizzled)
     s_sv = reinterpret(s_y, dtype, [V, M], swizzled)
     s_col = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
-    # first the low parts of the gates, later keys of the window
+    # this buffer holds the low bf16 parts of the gates first, window keys later
     s_1 = gl.allocate_shared_memory(dtype, [max(BT * M, BN * K) // 64, 64], shared)
     s_low = reinterpret(s_1, dtype, [BT, M], swizzled)
     p_k, p_v = k + begin_k * K, v + begin_k * V
@@ -188,7 +191,7 @@ def hopper_backward_queries_kernel(
     b_f = load_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M)
     m_q = (o_q + o_i >= 0) & (o_q + o_i < length)
     o_row = begin_q + (o_q + o_i).to(gl.int64) * HQ
-    # lse = ∞ gives rows without a query probability 0
+    # lse = ∞ makes the probabilities 0 in rows that hold no query
     lse_i = gl.load(lse + o_row, mask=m_q, other=float("inf"))
     b_g = sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_col, s_low, False)
     s_col.store((enter_weight(b_f) * gl.exp2(-b_g)).to(dtype))
@@ -199,7 +202,7 @@ def hopper_backward_queries_kernel(
     tiles = _Tiles(s_q, s_do, s_kn, s_vn)
     window_keys = _KeyWindow(p_k, p_v, shift_0, shift_1, window, first, oldest, keys, H)
 
-    # pairs [query, token]: m_p through the slots, m_w through the window
+    # masks [query, token]: m_p if the query sees the token through the slots, m_w if in the window
     wait_async_copies(1)
     b_a, b_dp = mma_opaque(s_q, s_k.permute((1, 0)), BT), mma_opaque(s_do, s_v.permute((1, 0)), BT)
     b_a, b_dp = warpgroup_mma_wait(0, deps=[b_a, b_dp])
@@ -236,7 +239,7 @@ def hopper_backward_queries_kernel(
         delta_i = gl.convert_layout(_delta_from_outputs(s_do, o, begin_q, o_q, length, HQ), row)
 
     b_row = gl.exp2(b_g)
-    # a tile may be wider than SLOTS
+    # mask the columns from SLOTS on, which are padding
     b_p = gl.where((o_m < SLOTS)[None, :], b_z * b_row * scale_2, float("-inf"))
     b_p = gl.exp2(b_p - gl.convert_layout(lse_i, each)[:, None])
     if SHORT:
@@ -244,7 +247,7 @@ def hopper_backward_queries_kernel(
     gl.store(delta + o_row, delta_i, mask=m_q)
     b_y = rounded(b_p * b_row, dtype)
     b_dz = rounded(b_p * (b_d * b_row - gl.convert_layout(delta_i, each)[:, None]) * (b_row * scale), dtype)
-    # multiply the same rounded factors as the keys' gradients, so that their rounding errors cancel in df
+    # x uses the rounded factors of the key gradients, so that the rounding errors of both cancel in df
     b_x = b_y.to(gl.float32) * b_d + b_dz.to(gl.float32) * b_z
     p_x = x + ((begin_q + (o_q + o_r).to(gl.int64) * HQ) * M)[:, None] + o_m[None, :]
     gl.store(p_x, b_x, mask=((o_q + o_r >= 0) & (o_q + o_r < length))[:, None])
@@ -295,7 +298,7 @@ def hopper_backward_queries_kernel(
 
 
 def hopper_query_gradients(launch, b: Backward, softmax: Softmax) -> None:
-    """Fill dq, dq_slots and `softmax` of weak chunks."""
+    """Fill dq, dq_slots and `softmax` of the weak chunks, in which no slot decays by more than 80 bits."""
     x, y, saved = b.x, b.y, b.saved
     launch(
         hopper_backward_queries_kernel, (y.query_chunks * y.rows * y.H * y.GROUP,),

@@ -1,6 +1,7 @@
-"""Gradients of a weak chunk's keys, values and log-gates in one kernel on Hopper, for 32 slots: more would not fit.
+"""Hopper kernel of the key, value and log-gate gradients of a weak chunk with at most 32 slots.
 
-Tiles are transposed, `[token, query]`. One warpgroup computes `backward_gates.py`, then `backward_keys.py`:
+Tiles of 64 slots would not fit in shared memory. Tiles are transposed, `[token, query]`. One warpgroup runs the
+computation of `backward_gates.py`, then the computation of `backward_keys.py`:
 
     cp.async  k, q, v, do ── p, dz, dS^K, dS^V ── S^K, S^V     queries and do of the window, into the buffers of S
     WGMMA     A = k qᵀ, B = v doᵀ   e, e' → df                 Ĉ pᵀ, Ĉ dzᵀ, A and B again → dv, dk, then the window
@@ -69,7 +70,7 @@ def hopper_backward_tokens_kernel(
     )  # fmt: skip
     if count != 0:
         return
-    # row r of the query chunk sees the chunk's tokens up to r in the slots, and later ones in its window
+    # query r of the chunk sees tokens ≤ r of the chunk through the slots, and tokens > r in the window
     o_q, entering = first + window - before, keys - window
     # if no token of the chunk enters the slots, there is no chunk state to load
     size_k, size_v = gl.where(first < entering, K, 0), gl.where(first < entering, V, 0)
@@ -82,7 +83,8 @@ def hopper_backward_tokens_kernel(
     s_dz = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
     s_dsk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
     s_dsv = gl.allocate_shared_memory(dtype, [V, M], swizzled)
-    # buffers in this order: operands of the gates' sums, slots before the chunk, operands of df's sums, window queries
+    # uses of these two buffers, in order: operands of the gate sums, slots before the chunk, operands of the sums for
+    # df, queries and do of the window
     s_sk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
     s_sv = gl.allocate_shared_memory(dtype, [V, M], swizzled)
     s_high, s_low = reinterpret(s_sk, dtype, [BT, M], swizzled), reinterpret(s_sv, dtype, [BT, M], swizzled)
@@ -124,7 +126,7 @@ def hopper_backward_tokens_kernel(
     b_e = mma_add_opaque(b_right, s_p, mma_opaque(b_left, s_dz, M))
     b_e, b_left, b_right = warpgroup_mma_wait(0, deps=[b_e, b_left, b_right])
     b_last *= b_end
-    # infinity marks clamped gates, which have no gradient; `store_gates` turns it into 0
+    # infinity marks clamped gates, whose gradient is 0; `store_gates` replaces infinity by 0
     b_own = gl.where(b_f * LOG2_E >= -14.0, (b_inverse - b_col) * (b_e + b_last), float("inf"))
     b_last *= b_col
     b_round = rounded(b_col, dtype)
@@ -137,10 +139,10 @@ def hopper_backward_tokens_kernel(
     b_df += gl.convert_layout(rest_m, gl.SliceLayout(0, slots))[None, :]
     store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS)
 
-    # pairs [token, query]: m_p through the slots, m_w through the window
+    # masks [token, query]: m_p if the query sees the token through the slots, m_w if in the window
     b_left = as_left(b_round, BT)
     b_p, b_dz = mma_opaque(b_left, s_p.permute((1, 0)), BT), mma_opaque(b_left, s_dz.permute((1, 0)), BT)
-    # recomputed, to save registers
+    # recompute A and B, to save registers
     b_a, b_dp = mma_opaque(s_k, s_q.permute((1, 0)), BT), mma_opaque(s_v, s_do.permute((1, 0)), BT)
     b_p, b_dz, b_a, b_dp, b_left = warpgroup_mma_wait(0, deps=[b_p, b_dz, b_a, b_dp, b_left])
     o_i, o_j = opaque(o_i), opaque(o_j)
@@ -150,7 +152,7 @@ def hopper_backward_tokens_kernel(
     b_a, b_dp = softmax(b_a, b_dp, gl.convert_layout(lse_t, col), gl.convert_layout(delta_t, col), m_w, scale)
     b_p, b_dz = rounded(gl.where(m_p, b_p, b_a), dtype), rounded(gl.where(m_p, b_dz, b_dp), dtype)
     barrier()
-    # the window's queries, from the token itself on
+    # the window's queries start at the chunk's first token
     s_qn, s_don = reinterpret(s_sk, dtype, [BN, K], shared), reinterpret(s_sv, dtype, [BN, V], shared)
     o_w = first - before
     shift_0, shift_1 = gl.maximum(-o_w, 0) // BN * BN, gl.minimum(window, keys - first)
@@ -175,7 +177,7 @@ def hopper_backward_tokens_kernel(
 
 
 def hopper_token_gradients(launch, b: Backward, softmax: Softmax, slots: SlotGradients) -> None:
-    """Fill dk, dv and df of weak chunks, if slots share the window's keys and GROUP is 1."""
+    """Fill dk, dv and df of the weak chunks; requires that slots and window share keys and that GROUP is 1."""
     x, y, saved = b.x, b.y, b.saved
     launch(
         hopper_backward_tokens_kernel, (y.key_chunks * y.rows * y.H,),

@@ -10,15 +10,18 @@ from tokenmix_nha.ops.slot_window.tile import KeyChunk
 
 @gluon.jit
 def mma(a, b, N: gl.constexpr):
-    """Start the WGMMA A B with 64 rows and N columns."""
+    """Start the WGMMA A B, `[64, N]`, and return its accumulator."""
     zero = gl.zeros([64, N], gl.float32, mma_layout(N, 4))
     return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def mma_add_opaque(a, b, b_sum):
-    """Start the WGMMA A B + b_sum with smem operands at opaque addresses: their descriptors are rematerialised for this
-    MMA. Otherwise ptxas keeps the descriptors of all MMAs of a loop in registers."""
+    """Start the WGMMA A B + b_sum; hide the smem addresses of A and B from the compiler.
+
+    The descriptors are then rematerialised for this WGMMA; otherwise ptxas would hold the descriptors of all WGMMAs of
+    a loop in registers.
+    """
     if isinstance(a, gl.shared_memory_descriptor):
         a = opaque_tile(a)
     return warpgroup_mma(a, opaque_tile(b), b_sum, is_async=True)
@@ -26,7 +29,7 @@ def mma_add_opaque(a, b, b_sum):
 
 @gluon.jit
 def mma_opaque(a, b, N: gl.constexpr):
-    """Start the WGMMA A B with 64 rows and N columns; smem operands as in `mma_add_opaque`."""
+    """Start the WGMMA A B, `[64, N]`; hide the smem addresses from the compiler as in `mma_add_opaque`."""
     if isinstance(a, gl.shared_memory_descriptor):
         a = opaque_tile(a)
     return mma(a, opaque_tile(b), N)
@@ -34,22 +37,26 @@ def mma_opaque(a, b, N: gl.constexpr):
 
 @gluon.jit
 def as_left(b_x, N: gl.constexpr):
-    """Convert an accumulator to the register operand of a WGMMA with N columns."""
+    """Convert an accumulator to the layout of a register operand of a WGMMA with N columns."""
     return gl.convert_layout(b_x, gl.DotOperandLayout(0, mma_layout(N, 4), 2))
 
 
 @gluon.jit
 def rounded(b_x, dtype: gl.constexpr):
-    """Round X to 16 bits, packed two per register; without the `mov` the compiler would delay the conversion and hold
-    float32 values."""
+    """Round x to 16 bits, two elements per register.
+
+    The opaque `mov` forces the conversion here; the compiler would delay it and hold float32 registers.
+    """
     b_x = b_x.to(dtype)
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], dtype=b_x.dtype, is_pure=False, pack=2)
 
 
 @gluon.jit
 def async_copy_tokens(s_x, p_x, first, low, high, stride, OPAQUE: gl.constexpr = False):
-    """Start an async copy of rows `first` … of a matrix to smem; rows outside `low … high` become 0. OPAQUE offsets are
-    rematerialised here, which saves registers elsewhere."""
+    """Start an async copy of matrix rows to smem, starting at row `first`; rows outside [low, high) become 0.
+
+    OPAQUE rematerialises the offsets here, so that they occupy no registers before this copy.
+    """
     layout: gl.constexpr = row_layout(s_x.shape[1], 4)
     o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
     if OPAQUE:
@@ -62,7 +69,7 @@ def async_copy_tokens(s_x, p_x, first, low, high, stride, OPAQUE: gl.constexpr =
 
 @gluon.jit
 def store(s_x, p_x, first, low, high, stride):
-    """Store an smem tile as rows `first` … of a matrix, as far as they lie within `low … high`."""
+    """Copy an smem tile to a matrix, starting at row `first`; rows outside [low, high) are not written."""
     layout: gl.constexpr = row_layout(s_x.shape[1], 4)
     o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
     o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
@@ -80,7 +87,7 @@ def column_dots(s_x, s_y):
 
 @gluon.jit
 def locate_chunk(i_c, at, extra):
-    """Return sequence, chunk index, first row and length, as `tile.locate_chunk` for chunks of 64 tokens."""
+    """Return sequence, chunk of the sequence, first query and number of queries: `tile.locate_chunk` with BT = 64."""
     if at.cu_seqlens is not None:
         sequences = 0
         for i in range(0, at.N, 128):
@@ -101,7 +108,7 @@ def locate_chunk(i_c, at, extra):
 
 @gluon.jit
 def first_entry(i_n, begin_k, entries, cu_seqlens):
-    """Return the index of a sequence's first chunk state, as `tile.first_entry`."""
+    """Return the index of a sequence's first chunk state: `tile.first_entry` with BT = 64."""
     if cu_seqlens is not None:
         entry = begin_k // 64 + 2 * i_n
     else:
@@ -111,7 +118,7 @@ def first_entry(i_n, begin_k, entries, cu_seqlens):
 
 @gluon.jit
 def locate_keys(i_c, i_h, at, GROUP: gl.constexpr = 1):
-    """Return the `KeyChunk` of a key chunk and head, with the query offset of the first query head of the GQA group."""
+    """Return the `KeyChunk` of chunk `i_c` and key head `i_h`; `begin_q` points at the first query head of the head."""
     i_n, i_t, begin, length = locate_chunk(i_c, at, at.before)
     begin_k = begin + i_n.to(gl.int64) * at.before
     first, keys = i_t * 64, length + at.before
@@ -127,7 +134,7 @@ def locate_keys(i_c, i_h, at, GROUP: gl.constexpr = 1):
 
 @gluon.jit
 def load_gates(f, begin_k, o_t, m_t, H, SLOTS, M: gl.constexpr):
-    """Load rows `o_t` of a head's log-gates as float32; 0 (the token does not enter) where masked and from SLOTS on."""
+    """Load rows `o_t` of a head's log-gates as float32; 0, which writes nothing to slots, outside mask and SLOTS."""
     o_m = gl.arange(0, M, gl.SliceLayout(0, mma_layout(M, 4)))
     p_f = f + ((begin_k + o_t.to(gl.int64) * H) * SLOTS)[:, None] + o_m[None, :]
     return gl.load(p_f, mask=m_t[:, None] & (o_m < SLOTS)[None, :], other=0.0).to(gl.float32)
@@ -135,7 +142,7 @@ def load_gates(f, begin_k, o_t, m_t, H, SLOTS, M: gl.constexpr):
 
 @gluon.jit
 def store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS):
-    """Store gradients of a chunk's log-gates; 0 for tokens that do not enter and for infinite values."""
+    """Store the gradients of a chunk's log-gates; 0 for infinite values and for tokens that do not enter the slots."""
     M: gl.constexpr = b_df.shape[1]
     o_t = first + opaque(gl.arange(0, 64, gl.SliceLayout(1, mma_layout(M, 4))))
     o_m = gl.arange(0, M, gl.SliceLayout(0, mma_layout(M, 4)))
@@ -147,15 +154,18 @@ def store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS):
 
 @gluon.jit
 def enter_weight(b_f):
-    """Return 1 − exp(f) for f ≤ 0, by its series near 0 to avoid cancellation."""
+    """Return 1 − exp(f) for f ≤ 0; near 0 by a power series, which avoids cancellation."""
     b_small = -b_f * (1.0 + b_f * (0.5 + b_f * (1 / 6 + b_f * (1 / 24 + b_f * (1 / 120)))))
     return gl.where(b_f > -0.1, b_small, 1.0 - gl.exp2(b_f * LOG2_E))
 
 
 @gluon.jit
 def sums_of_rows(b_x, s_high, s_low, LATER: gl.constexpr):
-    """Return cumulative sums of x `[64, M]` over rows up to each row, or from each row on if LATER, by WGMMAs with a
-    triangle of ones. Two bf16 parts of x overwrite `s_high` and `s_low`: no warp may still be reading them."""
+    """Return the inclusive cumulative sums of x `[64, M]` along rows, or the reverse ones if LATER.
+
+    WGMMAs multiply a triangular matrix of ones by the two bf16 parts of x, stored in `s_high` and `s_low`. No warp may
+    still be reading these two buffers.
+    """
     M: gl.constexpr = b_x.shape[1]
     left: gl.constexpr = gl.DotOperandLayout(0, mma_layout(M, 4), 2)
     b_high = rounded(b_x, s_high.dtype)

@@ -1,7 +1,8 @@
-"""Scan of the slots along chunks on Hopper, which also computes the gates of each chunk.
+"""Hopper kernel that scans the slots along chunks and computes each chunk's gate factors.
 
-One program of two warpgroups scans the chunks of one head of one sequence, or of a segment of it, so that each head's
-gates are computed once. Iteration i, with cp.async stages for keys and values (NUM_STAGES) and gates (2):
+One CTA of two warpgroups scans one head over one sequence, or over one segment of the sequence. One CTA holds all
+channels, so each head's gates are computed once. Iteration i, with NUM_STAGES pipeline stages of keys and values
+and two of gates:
 
     cp.async   k, v of chunk i + NUM_STAGES − 1, f of chunk i + NUM_STAGES
     WGMMA      S ← decay_i S + k_iᵀ w_i            (S in registers, rounded to smem and stored before the update)
@@ -28,19 +29,19 @@ from tokenmix_nha.ops.slot_window.types import Inputs, Layout, Results, Saved
 
 _LARGEST_FACTOR = gl.constexpr(80.0)
 _WARPS = gl.constexpr(8)
-# pipeline stages of keys, values and gates, or a head's rows of a sequence
+# keys, values and gates: their smem buffers with pipeline stages, or pointers to one head of a sequence
 _Tokens = namedtuple("_Tokens", "k v f")
 
 
 @gluon.constexpr_function
 def _warpgroup_layout(rows, columns):
-    """Accumulator layout of a WGMMA of two warpgroups, which split 128 rows, or the columns of 64 rows."""
+    """Return the WGMMA accumulator layout of two warpgroups, which share out 128 rows, or the columns of 64 rows."""
     return gl.NVMMADistributedLayout([3, 0], [rows // 16, 128 // rows], [16, columns * rows // 128, 16])
 
 
 @gluon.jit
 def _sums(s_mask, s_high, s_low, layout: gl.constexpr):
-    """Start the WGMMAs of a matrix of 0 and 1 with log-gates split into two bf16 parts."""
+    """Start the WGMMAs that multiply the 0/1 matrix `s_mask` by log-gates, which are split into two bf16 parts."""
     R: gl.constexpr = s_mask.shape[0]
     M: gl.constexpr = s_high.shape[1]
     zero = gl.zeros([R, M], gl.float32, layout)
@@ -59,7 +60,7 @@ def _store_hi_lo(b_f, s_high, s_low):
 
 @gluon.jit
 def _async_copy_rows(s_x, p_x, first, rows, stride):
-    """Start an async copy of rows `first` … of a matrix; rows from `rows` on become 0."""
+    """Start an async copy of matrix rows to smem, starting at row `first`; rows ≥ `rows` become 0."""
     layout: gl.constexpr = row_layout(s_x.shape[1], _WARPS)
     o_t = first + gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
     o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
@@ -68,7 +69,7 @@ def _async_copy_rows(s_x, p_x, first, rows, stride):
 
 @gluon.jit
 def _async_copy_gates(s_f, p_f, i, first, rows, stride, SLOTS):
-    """Start an async copy of chunk i's gates to one of two stages; rows from `rows` on become 0."""
+    """Start an async copy of chunk i's gates to one of two pipeline stages; rows ≥ `rows` become 0."""
     BT: gl.constexpr = s_f.shape[1]
     M: gl.constexpr = s_f.shape[2]
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // M, M // 4], [_WARPS, 1], [1, 0])
@@ -92,7 +93,7 @@ def _async_copy_chunk(s, t, i, first, last, entering, stride_k, stride_v, stride
 
 @gluon.jit
 def _store_tile(p_x, s_x):
-    """Store an smem tile as a contiguous tile."""
+    """Copy an smem tile to global memory as a contiguous matrix."""
     layout: gl.constexpr = row_layout(s_x.shape[1], _WARPS)
     o_d = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))[:, None]
     o_m = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))[None, :]
@@ -106,8 +107,8 @@ def hopper_slot_states_kernel(
     final_k, final_v, T, NH, H, before, window, entries, segments,
     M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, NUM_STAGES: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
-    """Store the slots before every chunk and at the sequence's end, tiles `[entries, H, D, M]`, each chunk's log2
-    decay, and 1 in `splits` for strong chunks."""
+    """Store the slots before every chunk and after the last one, tiles `[entries, H, D, M]`, and each chunk's log2
+    decay. Store 1 in `splits` for strong chunks, in which a slot decays by more than 80 bits, else 0."""
     BT: gl.constexpr = 64
     dtype: gl.constexpr = k.dtype.element_ty
     layout: gl.constexpr = _warpgroup_layout(BT, M)
@@ -149,7 +150,7 @@ def hopper_slot_states_kernel(
     stages, tokens = _Tokens(s_k, s_v, s_f), _Tokens(p_k, p_v, p_f)
     _async_copy_chunk(stages, tokens, first, first, last, entering, H * K, H * V, H * SLOTS, SLOTS)
 
-    # offsets of slots in tiles [D, M] and in the callers' layout [M, D]
+    # offsets into chunk states [D, M], and into initial and final slots [M, D]
     o_km, o_vm = gl.arange(0, M, gl.SliceLayout(0, keys))[None, :], gl.arange(0, M, gl.SliceLayout(0, values))[None, :]
     o_k, o_v = gl.arange(0, K, gl.SliceLayout(1, keys))[:, None], gl.arange(0, V, gl.SliceLayout(1, values))[:, None]
     tile_k, tile_v = o_k * M + o_km, o_v * M + o_vm
@@ -178,7 +179,7 @@ def hopper_slot_states_kernel(
     barrier()
     for i in gl.static_range(1, NUM_STAGES - 1):
         _async_copy_chunk(stages, tokens, first + i, first, last, entering, H * K, H * V, H * SLOTS, SLOTS)
-    # sums over the later tokens of a chunk; sums over all its tokens, repeated in each row of a tile of slots
+    # b_rest: sum of log-gates over later tokens; b_end: sum over the chunk, repeated in each row of the slots' layout
     b_rest, b_end = _sums(s_upper, s_high, s_low, layout), _sums(s_ones_k, s_high, s_low, keys)
     b_end_v = b_end
     if V != K:
@@ -188,7 +189,7 @@ def hopper_slot_states_kernel(
     for i in range(first, last):
         stage = (i - first) % NUM_STAGES
         tile = (entry + i) * H + i_h
-        # this chunk's keys and values have arrived, and all warps have finished reading the previous chunk's
+        # the copies of this chunk's keys and values are complete; the barrier below frees the previous chunk's stage
         wait_async_copies(NUM_STAGES - 2)
         b_f = s_f.index((i + 1 - first) % 2).load(layout).to(gl.float32)
         _store_hi_lo(b_f, s_high, s_low)
@@ -234,7 +235,7 @@ def hopper_slot_states_kernel(
 
 
 def hopper_slot_states(launch, x: Inputs, y: Layout, results: Results, saved: Saved) -> None:
-    """Fill the slots before every chunk and at the sequence's end, and `saved.end` and `.splits`."""
+    """Fill the slots before every chunk, `saved.end` and `saved.splits`, and the final slots in `results`."""
     config = tuning.hopper_scan_config(y.N * y.H, y.entries)
     launch_scan(
         launch, hopper_slot_states_kernel, config, x, y, outer=(x.slots_k, x.slots_v), backward=False,
