@@ -32,7 +32,8 @@ from tokenmix_nats_l.chunks import ChunkTypes, Tokens, chunk_means
 if TYPE_CHECKING:
     from tokenmix_nats_l.mixer import NatsL
 
-# chunks that are stored without a synchronisation of list lengths; also the chunks of padded rows stored at once
+# most chunks of a call whose lists grow without reading their lengths from the device; also the chunks of each row that
+# `_begin_packed` retains at once
 _BLOCK = 32
 
 
@@ -72,7 +73,7 @@ def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, rotary: Rot
     softmax = merge_attention(seen, impl=unless_gluon(layer.impl)).o if seen else torch.zeros_like(tokens.softmax_v)
 
     if layer.step_form(span):
-        # chunks of rows with equal lengths end together
+        # None: rows have equal lengths, so that all their chunks end in this step
         ending = None if span.lengths is None else filled == layer.chunk
         means = (state.inputs.value / layer.chunk).unsqueeze(1)
         types = layer.types_from(means, lambda: (span.before // layer.chunk).unsqueeze(1))
@@ -102,14 +103,14 @@ def extend(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState) -> tuple[
 def _extend_uniform(
     layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, fill: int, index: int | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`extend` for rows whose open chunk has `fill` tokens and the index `index [N, 1]` in its sequence."""
+    """Extend rows whose open chunk has `fill` tokens; `index`, if a tensor `[N, 1]`, is the chunk's index per row."""
     C, T = layer.chunk, x.shape[1]
     types = _types(layer, _means(layer, state, x, fill), index)
-    # request the copy to the host before the long kernels, and read it afterwards
+    # start copying the longest list's length to the host before the long kernels; the host reads it after them
     longest = _longest(layer, state, types, (fill + T) // C)
     softmax = _attend(layer, tokens, types, state, fill)
 
-    # tokens up to the open chunk's end; tokens of complete chunks; tokens of the next open chunk
+    # head: new tokens of the open chunk; whole: tokens of complete chunks; the remaining tokens open the next chunk
     head = min(C - fill, T) if fill else 0
     whole = (T - head) // C * C
     outputs = []
@@ -119,7 +120,7 @@ def _extend_uniform(
             _close(layer, state, types.softmax[:, 0] > 0.5, longest=longest)
     first = 1 if head else 0
     if layer.own_chunk == "softmax" or not layer.decay:
-        # the operation does not support these options within a call: one chunk after another
+        # one call of the delta rule cannot apply these options to several chunks: process chunk after chunk
         for i in range(whole // C):
             outputs.append(_append(layer, x, tokens, state, slice(head + i * C, head + (i + 1) * C), 0))
             _close(layer, state, types.softmax[:, first + i] > 0.5, longest=longest)
@@ -133,7 +134,7 @@ def _extend_uniform(
     if head + whole < T:
         outputs.append(_append(layer, x, tokens, state, slice(head + whole, T), 0))
     _prepare(state, x, len(x))
-    # gradients pass from chunk to chunk of this call, and do not cross calls
+    # `set` detaches: gradients pass between chunks of this call, but not between calls
     for name in _TENSORS:
         getattr(state, name).set(getattr(state, name).value)
     return _joined(outputs), softmax
@@ -142,7 +143,7 @@ def _extend_uniform(
 def _begin_packed(
     layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, boundaries: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """`extend` for packed sequences with an empty state, such as those of a padded prompt, all at once.
+    """Process packed sequences that begin with an empty state, such as a prompt with padding.
 
     One call of attention processes all tokens. One call of the delta rule processes the complete chunks of all
     sequences, and a second one the open chunks, starting from the final states of the first.
@@ -163,7 +164,7 @@ def _begin_packed(
     outputs, start = [], state.start.value
     if total:
         ends = cu_seqlens_from_lengths(wholes)
-        # slots of chunks among all tokens, and among tokens of complete chunks
+        # each complete chunk's slot: `at` if all tokens are laid out, `slots` if only tokens of complete chunks are
         at, slots = slot_ids(cu_seqlens, x.shape[1], C)[order[:total:C]], slot_ids(ends, total, C)[::C]
         writes = types.linear.new_ones(1, chunk_slots(1, total, C, ends), layer.num_heads)
         writes = writes.index_copy(1, slots.long(), types.linear[:, at])
@@ -182,7 +183,7 @@ def _begin_packed(
     for name in _TENSORS:
         getattr(state, name).set(getattr(state, name).value)
 
-    # retained keys and values, in blocks of all sequences side by side
+    # retain keys and values, _BLOCK chunks of every sequence at a time
     slots = (cu_seqlens[:-1] // C + torch.arange(N, device=device)).unsqueeze(1)
     for begin in range(0, max((end - start) // C * C for start, end in pairwise(boundaries)), _BLOCK * C):
         i = begin + torch.arange(_BLOCK * C, device=device)
@@ -197,7 +198,7 @@ def _begin_packed(
 def _extend_in_groups(
     layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, boundaries: list[int], before: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """`extend` for packed sequences, in groups with equally many open-chunk tokens and new tokens."""
+    """Extend packed sequences in groups with the same count of open-chunk tokens and of new tokens."""
     groups: dict[tuple[int, int], list[int]] = {}
     for n, (start, end) in enumerate(pairwise(boundaries)):
         groups.setdefault((before[n] % layer.chunk, end - start), []).append(n)
@@ -246,7 +247,7 @@ def _attend(layer: NatsL, tokens: Tokens, types: ChunkTypes, state: LayerState, 
         keys.insert(0, state.open_keys.value[:, :fill])
         values.insert(0, state.open_values.value[:, :fill])
     if kept.num_slots:
-        # lists consist of complete chunks
+        # lists consist of complete chunks: one mark per C slots
         keys.insert(0, kept.keys.transpose(1, 2))
         values.insert(0, kept.values.transpose(1, 2))
         held = torch.arange(0, kept.num_slots, C, device=kept.keys.device) < kept.lengths[:, :: layer.group, None]
@@ -291,7 +292,7 @@ def _longest(layer: NatsL, state: LayerState, types: ChunkTypes, ending: int) ->
 def _retain(layer: NatsL, state: LayerState, chunks: Tokens, softmax: Tensor, longest: Asked | None) -> None:
     """Retain the keys and values of complete chunks where `softmax [N, chunks, H]` is True."""
     N, chunk_count, H = softmax.shape
-    # per head, as the lists are
+    # from types per head of the delta rule to a mask per softmax head, as for the lists
     take = softmax.mT[:, :, None, :, None].expand(-1, -1, layer.group, -1, layer.chunk)
     take = take.reshape(N, H * layer.group, chunk_count * layer.chunk).mT
     state.kept.append(chunks.softmax_k, chunks.softmax_v, take, longest=None if longest is None else longest.read())
@@ -305,7 +306,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 def _close(
     layer: NatsL, state: LayerState, softmax: Tensor, rows: Tensor | None = None, longest: Asked | None = None
 ) -> None:
-    """Close the open chunk of all rows or of those in the mask `rows [N]`; `softmax [N, H]` are its types."""
+    """Close the open chunk of all rows, or of the rows in the mask `rows [N]`; `softmax [N, H]` gives the types."""
     start, recurrent, decay = state.start.value, state.recurrent.value, state.decay.value
     take = softmax if rows is None else softmax & rows.unsqueeze(-1)
     bare = decay.exp()[..., None, None] * start if layer.decay else start

@@ -54,12 +54,12 @@ Weights = Literal["queries", "inputs", "none"]
 class NatsL(Mixer):
     """y = W_o ((w_l · RMS(o_l) + w_s · RMS(o_s)) · silu(W_g x)): two operations on the same q, k and v.
 
-    Each chunk of `chunk` tokens and each head of the delta rule, with the softmax heads that share its channels, has a
-    type: the higher of two scores of the chunk's mean input (eq. 8). Keys and values of a *softmax* chunk stay visible
-    to later tokens, and its writes are removed from the state, which only decays (eq. 19). Writes of a *linear* chunk
-    stay in the state, and its keys and values are evicted. Within its own chunk, a token sees earlier tokens by both
-    operations. o_l are the outputs of the gated delta rule, o_s those of softmax attention; w is a softmax over a
-    linear map of q (eq. 20).
+    A chunk of `chunk` tokens has one type for each head of the delta rule, which also applies to the softmax heads with
+    the same channels: the higher of two scores of the chunk's mean input (eq. 8). Keys and values of a *softmax* chunk
+    stay visible to later tokens; its writes are removed from the state, which only decays (eq. 19). Writes of a
+    *linear* chunk stay in the state; its keys and values are evicted. Within its own chunk, a token sees earlier tokens
+    by both operations. o_l is the output of the gated delta rule, o_s the output of softmax attention; w is a softmax
+    over a linear map of q (eq. 20).
 
     Args:
         hidden_size: D.
@@ -71,10 +71,10 @@ class NatsL(Mixer):
         rope: rotate the softmax heads' q and k by position (pure NAtS-L); off in the hybrid.
         conv_size: width of the convolutions.
         types: "learned", or for analysis all "softmax", all "linear", or alternating from linear ("alternate").
-            Assigning to the attribute forces the types of a layer with learned ones.
+            Assigning to the attribute `types` forces the types of a layer that has learned them.
         own_chunk: operations by which a token sees earlier tokens of its own chunk: "both", "softmax" or "linear"
             (Table 4, *SAttn Out* and *GDN Out*).
-        decay: whether the state decays over softmax chunks; if False (*w/o LAttn Decay*), they do not change it.
+        decay: whether the state decays over softmax chunks; if False (*w/o LAttn Decay*), they leave it unchanged.
         norm: normalise "each" operation's outputs, or their "sum" (*w/o Attn Norm*).
         weights: input of the operations' weights: "queries", the layer's "inputs" (*Weights From X*), or "none".
         budget: target of the mean probability of softmax in an auxiliary loss; None for no such loss.
@@ -193,8 +193,9 @@ class NatsL(Mixer):
     def make_state(self) -> LayerState:
         """Return an empty state.
 
-        It has the convolutions' last inputs and the running state; for the open chunk its keys, values, sum of inputs,
-        the state at its start and the decay since; and the keys and values of softmax chunks per head.
+        The state holds the convolutions' last inputs and the running state; the open chunk's keys, values and sum of
+        inputs, the state at the chunk's start and the decay since then; and each head's keys and values of softmax
+        chunks.
         """
         heads, sizes = self.num_softmax_heads, (self.softmax_dim, self.softmax_value_dim)
         state = self.fit.state_shape(self.num_heads)
@@ -341,7 +342,7 @@ class NatsL(Mixer):
         return o.unflatten(-1, (self.group, -1)).flatten(-3, -2)
 
     def attend(self, tokens: Tokens, keep: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Attend to the own chunk and to earlier softmax chunks; returns `[B, T, HA, VA]`."""
+        """Return the outputs of attention to the token's own chunk and earlier softmax chunks, `[B, T, HA, VA]`."""
         q, k, v = tokens.softmax_q, tokens.softmax_k, tokens.softmax_v
         return kept_attention(q, k, v, keep, unit=self.chunk, cu_seqlens=cu_seqlens, impl=self.impl).o
 
@@ -376,12 +377,12 @@ class NatsL(Mixer):
         return found
 
     def mixing_flops(self, seq_len: int) -> float:
-        # the delta rule as in Gated DeltaNet; attention to the own chunk only, as retained chunks depend on data
+        # count attention within a chunk only, as the number of retained chunks depends on data
         convs = sum(2 * conv.weight.numel() for conv in (self.q_conv, self.k_conv, self.v_conv))
         own = 2.0 * self.num_softmax_heads * (self.softmax_dim + self.softmax_value_dim) * (self.chunk + 1) / 2
         return 6.0 * self.num_heads * self.head_dim * self.value_dim + own + convs
 
     def held_tokens(self, state: LayerState) -> Int[Tensor, "N HA"] | None:
-        """Return the number of retained tokens of each row and head; None before the first."""
+        """Return the number of retained tokens of each row and head; None if there are no lists yet."""
         kept: Any = state.kept
         return kept.lengths if kept.num_slots else None

@@ -67,8 +67,8 @@ class OryxMixer(Mixer):
 
         S_t = exp(−Δ_t A) (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ,   o_t = S_tᵀ q_t / √K,   β = sigmoid(W_β x)
 
-    The norm acts after the gate for Mamba-2 and before it for the delta rule. Every token enters the KV cache, the
-    convolution's inputs and S in any mode. The default mode of a call is attention.
+    The norm acts after the gate for Mamba-2 and before the gate for the delta rule. In either mode, a token enters the
+    KV cache, the convolution's inputs and S. The default mode of a call is attention.
 
     Args:
         hidden_size: D.
@@ -81,8 +81,9 @@ class OryxMixer(Mixer):
         grouped_norm: normalise each head separately instead of the whole width; None for the family's default.
         rope: rotate the queries and keys of "both" mixers or of "attention" only; None for the family's default.
         attention_l2_norm: L2-normalise "none" of attention's inputs, its "key", or "query_key".
-        kv_activation: of keys and values after the convolution, "silu" or "none"; None for the family's default.
-        attention_query_activation, linear_query_activation: of the queries; None for the family's default.
+        kv_activation: activation of keys and values after the convolution, "silu" or "none"; None for the family's
+            default.
+        attention_query_activation, linear_query_activation: activations of q^A and q^L; None for the family's default.
         attention_probability: share of tokens in attention mode for counting FLOPs; by default that of an Oryx model's
             configuration.
         norm_eps: of the norm.
@@ -94,7 +95,7 @@ class OryxMixer(Mixer):
 
     inputs = ("mode",)
 
-    # kernels of both mixers use one impl, so that only all of them together can be replaced
+    # one impl selects the kernels of both mixers, so that attention's cannot be replaced alone
     attention_impls: ClassVar[dict[str, str]] = {"eager": "reference"}
 
     def __init__(
@@ -234,7 +235,7 @@ class OryxMixer(Mixer):
         return output_linear(self.norm(o.flatten(-2), gate), self.o_proj), None
 
     def _fuses(self, x: Tensor) -> bool:
-        """Return whether `mix` can run all steps between the projections: with kernels, and without some ablations."""
+        """Return whether `mix` can run all steps between the projections: kernels are used, and all parts are plain."""
         parts = (self.k_conv, self.v_conv, self.g_proj)
         kernels = resolve_impl("OryxMixer", self.impl, x, GLUON) != "reference"
         if not kernels or None in parts or self.attention_l2_norm != "none":
@@ -282,7 +283,8 @@ class OryxMixer(Mixer):
     def _project_shared(self, x: Tensor) -> Float[Tensor, "B T C"]:
         """Return the projections shared by both modes, concatenated; one GEMM if the layers are plain.
 
-        Rows are padded to multiples of 128 bytes, which torch.compile would otherwise do by a copy.
+        A token's outputs are padded to a multiple of 64 elements (128 bytes in 16 bits); otherwise torch.compile would
+        pad them by a copy.
         """
         layers = (self.k_proj, self.v_proj, self.g_proj, self.dt_proj, self.beta_proj)
         layers = [layer for layer in layers if layer is not None]
@@ -305,7 +307,7 @@ class OryxMixer(Mixer):
     def _query(self, x: Tensor, q: Tensor | None, mode: Modes) -> Float[Tensor, "B T H K"]:
         """Return each token's query for the mixer of its mode, as the other mixer's output for the token is unused.
 
-        `q` is the projection of all tokens if they have one mode.
+        `q` is the query projection of all tokens if they have one mode, else None.
         """
 
         def activated(q: Tensor, name: str) -> Tensor:
@@ -384,8 +386,8 @@ class OryxMixer(Mixer):
         return o
 
     def mixing_flops(self, seq_len: int) -> float:
-        # as trained: the state update of every token (the delta rule also reads Sᵀk), and Sᵀq or attention; 2 K²
-        # operations per matmul with the state, 4 K per visible key; the convolutions: 2 W per channel
+        # every token updates the state (the delta rule also reads Sᵀk), and computes Sᵀq or attention by its mode: 2 K²
+        # FLOPs per matmul with the state, 4 K per visible key; a convolution of width W: 2 W per channel
         matmuls = (1 if self.is_mamba2 else 2) + (1 - self.attention_probability)
         head = 2.0 * self.head_dim**2 * matmuls
         head += self.attention_probability * 4.0 * self.head_dim * mean_visible(seq_len)

@@ -4,10 +4,10 @@
         model.generate(...)
 
 transformers marks the functions that kernels may replace (`use_kernelized_func`, `hub_kernels.py`): the scans and
-convolutions that a layer's forward calls. The package `kernels` replaces them for the whole process. Here, a layer's
-forward is rebuilt with our functions under these names, for one model or for a family, and the rest of the layer stays
-the same. The gated norm is replaced as well. On a CPU our operations use their references, so that only rounding
-changes.
+convolutions that a layer's forward calls. The package `kernels` replaces these functions for the whole process. This
+module instead rebuilds a layer's forward with our functions under their names, for one model or for a family, and
+replaces the gated norm. The rest of the layer stays unchanged. On a CPU our operations run their references, so that
+only rounding changes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Family:
 
     Attributes:
         layer: name of the class whose forward calls the functions.
-        norm: name of its gated norm's class; before transformers 5.23 Nemotron-H uses Zamba2's.
+        norm: name of the family's gated norm class; before transformers 5.23 Nemotron-H uses Zamba2's.
         scan: functions that the layer calls, except convolutions.
     """
 
@@ -178,7 +178,7 @@ class KernelUse:
         """Restore the former functions; a second call has no effect.
 
         Raises:
-            ValueError: another library has replaced a forward since: undo that first.
+            ValueError: another library has replaced a forward since; undo that replacement first.
         """
         left = [exchange for exchange in reversed(self._exchanges) if not exchange.undo()]
         self._exchanges = left
@@ -219,7 +219,7 @@ def _family(cls: type) -> Family | None:
 def _attribute(name: str, module: nn.Module) -> str:
     """Return the attribute of a module that holds the forward to replace."""
     own = vars(module).get("forward")
-    # an unpickled model has its classes' methods
+    # an unpickled module may hold its class's own forward as an attribute
     if own is None or getattr(own, _MARK, False) or getattr(own, "__func__", None) is type(module).forward:
         return "forward"
     if _ATTRIBUTES[1] in vars(module):
@@ -239,10 +239,10 @@ def _ours(cls: type, impl: Impl | None) -> Callable[..., Any]:
 
 
 def _rebuilt(cls: type, forward: FunctionType, functions: dict[str, Callable]) -> FunctionType:
-    """Rebuild a function, including its decorators, from the same code with other functions under these global names.
+    """Rebuild a function and its decorators so that the global names in `functions` refer to our functions.
 
     Raises:
-        ValueError: the code does not call all of them.
+        ValueError: the code does not call all of `functions`.
     """
     closure, scope, attributes = forward.__closure__, forward.__globals__, dict(vars(forward))
     inner = attributes.get("__wrapped__")
@@ -279,5 +279,5 @@ def _as_method(norm: Callable[..., Any]) -> Callable[..., Any]:
 
 for _norm in (gated_norm, norm_of_gated):
     setattr(_norm, _MARK, True)
-    # pickle looks up methods by name, and must find that of the class
+    # pickle looks up a method by its name, and must find the class's forward
     _norm.__name__ = "forward"

@@ -71,9 +71,9 @@ class HybridBlock(GradientCheckpointingLayer):
     ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         """Return the residual stream after the block, None, and the mixer's auxiliary tensors.
 
-        With `defer`, the block's last branch is returned instead of None and not added: the next block's first norm
-        adds it, as this block adds `branch`. With `rows` (not together with the others), inputs and outputs have
-        padding, which is removed inside the block.
+        With `defer`, return the block's last branch instead of None, and do not add it to the stream: the next block
+        takes it as `branch`, and its first norm adds it. With `rows` (without `branch` and `defer`), inputs and outputs
+        have padding, which is removed inside the block.
         """
         if rows is None:
             return self._mix(hidden_states, branch, defer, mixer_args)
@@ -140,7 +140,7 @@ class HybridModel(HybridPreTrainedModel):
         self.input_takers = _input_takers(mixers)
         self.layers = nn.ModuleList(HybridBlock(config, mixer) for mixer in mixers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        # one table of angles per head size, shared by all layers
+        # one table of rotation angles per head size, shared by all layers
         self.rotary = nn.ModuleDict(
             {
                 str(dim): RotaryEmbedding(dim, config.rope_parameters or {}, config.max_position_embeddings)
@@ -279,7 +279,7 @@ class HybridModel(HybridPreTrainedModel):
         return mlps + sum(mixer.flops_per_token(seq_len) for mixer in self.mixers)
 
     def _deferring(self) -> list[bool]:
-        """Return for each block whether the next block's norm adds its last branch; a hook between them forbids it."""
+        """Return for each block whether the next block's norm adds its last branch; False if either is not plain."""
         unseen = [is_plain(HybridBlock, layer) for layer in self._blocks]
         return [*(a and b for a, b in itertools.pairwise(unseen)), False]
 

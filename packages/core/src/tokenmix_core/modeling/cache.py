@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from tokenmix_core.nn.state import LayerState, Span, copy_all
 
-# the tensors of every state part of a cache, and the sequences' lengths
+# the tensors of each state part of a cache; the last tuple holds the sequences' lengths
 Storage = list[tuple[Tensor, ...]]
 
 
@@ -22,7 +22,7 @@ class HybridCache(Cache):
     A call of the model opens a `Span` with `begin` and closes it with `end`. Between the first layer's `acquire` and
     `end` the cache is marked as broken: an error in between leaves some layers ahead of others. Sequences are stored
     without padding; the length reported to transformers counts padding, since transformers compares it with input ids.
-    The capacity for keys and values grows by half when it is reached, or is allocated at once if `max_length` is given.
+    When the capacity for keys and values is reached, it grows by half; with `max_length` it is allocated at once.
     Between `fix` and `loosen` all tensors keep their addresses.
 
     Args:
@@ -36,7 +36,8 @@ class HybridCache(Cache):
     def __init__(self, layers: Iterable[LayerState], *, max_length: int = 0, offload: bool = False):
         super().__init__(layers=list(layers))  # type: ignore[arg-type]
         self.max_length, self.offload_states = max_length, offload
-        # tokens seen, padding included; upper bound of stored tokens; exact lengths if sequences differ
+        # length: tokens seen, padding included; past: upper bound of the tokens that a sequence stores;
+        # lengths: stored tokens of each sequence, None if all store `past`
         self.length, self.past = 0, 0
         self.lengths: Tensor | None = None
         # whether the last token of some sequence was padding; a tensor if the host has not read it
@@ -45,8 +46,8 @@ class HybridCache(Cache):
         self.broken = False
         self._batch: int | None = None
         self.span: Span | None = None
-        # while fixed: lengths on the device, capacity in tokens, lengths as last read by the host with `past` at that
-        # time, and whether all lengths are equal
+        # while fixed: _fixed_lengths: lengths on the device; capacity: in tokens; _read: lengths as the host last read
+        # them, and `past` at that time; _equal: whether all lengths are equal
         self._fixed_lengths: Tensor | None = None
         self.capacity = 0
         self._read: tuple[list[int], int] | None = None
@@ -125,11 +126,11 @@ class HybridCache(Cache):
 
         Args:
             capacity: tokens that the longest sequence may reach, more than it has.
-            storage: tensors returned by `fix` of an unused cache of the same model and batch size; None to use the
-                cache's own memory.
+            storage: tensors that `fix` returned for another cache of the same model and batch size, which no longer
+                uses them; None to use the cache's own memory.
 
         Returns:
-            The tensors.
+            The tensors of every state part, and the lengths.
 
         Raises:
             ValueError: an empty or broken cache, no capacity for another token, or storage that does not fit.
@@ -161,7 +162,7 @@ class HybridCache(Cache):
             part.loosen()
 
     def leave(self) -> None:
-        """Loosen and continue with copies, so that another cache can use the storage."""
+        """Loosen, and move the states to copies, so that another cache can use the storage."""
         self.loosen()
         _map(self.layers, torch.clone)
 
@@ -190,7 +191,7 @@ class HybridCache(Cache):
         return [n + self.past - then for n in lengths]
 
     def count(self, tokens: int) -> None:
-        """Count decoding steps that a replayed graph has made on the device."""
+        """Advance the host's counters by `tokens` decoding steps that a replayed graph has run on the device."""
         self.length += tokens
         self.past += tokens
 
@@ -343,7 +344,7 @@ class HybridCache(Cache):
 
 
 def read_padding_flag(cache: Any) -> None:
-    """Read from the device whether a sequence ends in padding, for a compiled step, which cannot synchronise."""
+    """Read from the device whether a sequence ends in padding, before a compiled step, which cannot synchronise."""
     if isinstance(cache, HybridCache):
         cache.ends_in_padding()
 

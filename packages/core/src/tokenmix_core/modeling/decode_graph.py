@@ -66,7 +66,7 @@ class CapturedSteps:
         """Run work eagerly at the first call of a key; capture it at the second, and replay the graph from then on.
 
         Args:
-            key: distinguishes works.
+            key: identifies the work.
             work: a function that reads and writes fixed storage only.
             capturing: makes the context in which work is captured.
 
@@ -89,7 +89,7 @@ class CapturedSteps:
         return True
 
     def evict_all_but(self, newest: int, prefix: str) -> None:
-        """Drop graphs and extra tensors whose key begins with `prefix`, except for the newest ones."""
+        """Drop graphs and extra tensors whose key begins with `prefix`, except for the `newest` latest keys."""
         keys = [key for key in self.extra if isinstance(key, tuple) and key[0] == prefix]
         for key in keys[: max(0, len(keys) - newest)]:
             del self.extra[key]
@@ -130,7 +130,7 @@ class StepStore:
         return len(self._idle)
 
     def take(self, model_key: Hashable, least: int) -> CapturedSteps | None:
-        """Remove and return the smallest storage with this key and a capacity of at least `least` tokens."""
+        """Remove and return the smallest storage with this key for at least `least` tokens; None if there is none."""
         fitting = [x for x in self._idle if x.model_key == model_key and x.capacity >= least]
         if not fitting:
             return None
@@ -139,7 +139,7 @@ class StepStore:
         return smallest
 
     def give(self, steps: CapturedSteps) -> None:
-        """Keep steps for the next cache; drop those with the same key and less capacity, and the oldest ones."""
+        """Keep steps for the next cache; drop kept ones with the same key and no more capacity, then the oldest."""
         others = [x for x in self._idle if x.model_key != steps.model_key or x.capacity > steps.capacity]
         self._idle = [*others, steps][-_MOST_KEPT:]
         while len(self._idle) > _KEPT and sum(x.bytes for x in self._idle) > _KEPT_BYTES:
@@ -180,7 +180,7 @@ class Steps:
         if self._within or torch.is_grad_enabled() or not cache.past or not isinstance(ids, Tensor):
             return False
         if any(self._hooks) or settings_of(self._third_party) != self._settings:
-            # changed since the cache's first step, so that graphs are outdated
+            # hooks or adapters changed after the cache's first step: captured graphs are outdated
             return False
         own = self.model.input_takers
         others = (name for name, x in given.items() if x is not None and name not in _IGNORED and name not in own)
@@ -224,10 +224,10 @@ class Steps:
             try:
                 cache.fix(new.capacity, new.storage)
             except ValueError:
-                # a state whose size depends on data does not fit into it
+                # a state whose size depends on data exceeds this storage
                 new = None
         if new is None:
-            # states of constant size keep their memory, so that the old storage cannot serve another cache
+            # states of constant size stay in the old storage's memory, so no other cache can use the old storage
             new, captured = CapturedSteps(store, key, wanted, cache.fix(wanted), batch, device), None
         if captured is not None:
             store.give(captured)
@@ -250,7 +250,7 @@ class Steps:
         self.model.step_store.give(captured)
 
     def _capacity(self) -> int:
-        """Return the capacity to allocate: twice the present length, or the final length if known and smaller."""
+        """Return the capacity to allocate: twice the length up to `max_length`, or 1.5 times it if that is unknown."""
         past, most = self.cache.past, self.cache.max_length
         if most > past:
             return _rounded_up(min(max(_LEAST_CAPACITY, 2 * past), most))

@@ -31,9 +31,9 @@ class Mixer(KeepsFloat32):
         rotary_dim: rotated channels of a head; None if it needs no `rotary`.
         attention_impls: maps transformers' name of an attention implementation to a value of the mixer's `impl`; empty
             if the mixer has no attention.
-        takes_more_tokens: whether training may pad each row by extra tokens (`modeling.lengths`): no output depends on
-            later tokens or on their number, and the mixer returns nothing but its outputs. Subclasses do not inherit
-            it.
+        takes_more_tokens: whether training may append padding tokens to each row (`modeling.lengths`). This requires
+            that no output depends on later tokens or on their number, and that the mixer returns no auxiliary tensors.
+            Subclasses do not inherit the value.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()
@@ -50,7 +50,7 @@ class Mixer(KeepsFloat32):
     def layer_type(cls, options: dict[str, Any]) -> str:
         """Return the entry of `config.layer_types` for a layer with these options, by default that of recurrences.
 
-        Libraries read it, such as accelerate, which refuses to shard a recurrent layer over the sequence.
+        Libraries read the entry: accelerate, for one, refuses to shard a recurrent layer over the sequence.
         """
         return "linear_attention"
 
@@ -81,7 +81,7 @@ class Mixer(KeepsFloat32):
 
     @classmethod
     def step_input(cls, name: str, value: Any, lengths: Callable[[], list[int]]) -> Any:
-        """Convert an extra input of a decoding step to the form that a CUDA graph takes; override if it varies by step.
+        """Convert an extra input of a decoding step to the form that a CUDA graph takes; by default unchanged.
 
         Args:
             name: one of `inputs`.
@@ -89,7 +89,7 @@ class Mixer(KeepsFloat32):
             lengths: returns the length of each sequence, or a single one if all are equal.
 
         Returns:
-            A tensor of constant shape, or a value; a graph is captured for each value.
+            A tensor of constant shape, or another value; one graph is captured for each of these values.
         """
         return value
 
@@ -134,7 +134,7 @@ class Mixer(KeepsFloat32):
         )
 
     def prepare_steps(self, state: LayerState) -> None:
-        """Allocate the tensors that a decoding step may allocate, before `fix`; the default has none."""
+        """Allocate, before `fix`, the tensors that a decoding step would otherwise allocate; none by default."""
 
     def step_form(self, span: Span) -> Hashable:
         """Return a key of the decoding step with this layout: steps with equal keys run the same kernels.
@@ -146,7 +146,7 @@ class Mixer(KeepsFloat32):
     def state_bounds(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype = torch.bfloat16) -> Bounds:
         """Return the least and most bytes of the layer's state for `batch_size` sequences of `seq_len` tokens.
 
-        `dtype` is that of the activations. The bounds differ if the state's size depends on data.
+        `dtype` is the activations' dtype. The bounds differ if the state's size depends on data.
         """
         return Bounds.sum(part.bounds(seq_len, batch_size, dtype) for part in self.make_state().parts.values())
 
@@ -155,7 +155,7 @@ class Mixer(KeepsFloat32):
         return self.state_bounds(seq_len, batch_size, dtype).most
 
     def mixing_flops(self, seq_len: int) -> float:
-        """Return the forward FLOPs of mixing a token without linear layers, averaged over a causal sequence."""
+        """Return the forward FLOPs of mixing per token, without linear layers, averaged over a causal sequence."""
         raise undefined(
             self,
             "mixing_flops(seq_len)",

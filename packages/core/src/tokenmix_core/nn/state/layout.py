@@ -40,8 +40,8 @@ class Span:
         past: tokens each sequence holds before the call; an upper bound if `lengths` is given.
         lengths: `[N]` int64, the exact lengths if sequences differ.
         mask: `[N, tokens]`, True for real tokens; None if all are real.
-        count: tokens of the earlier calls as counted on the host, for `past` without spare capacity; None for `past`. A
-            decoding step in fixed storage may select one of its variants by it (`Mixer.step_form`).
+        count: tokens stored by earlier calls, as counted on the host, if `past` includes spare capacity; None if both
+            are equal. `Mixer.step_form` may select a variant of a decoding step by this count.
         known: returns `lengths` as Python integers if the host knows them; None if it would have to wait for the
             device.
         fixed: with a mask, give all tensors shapes that do not depend on its values.
@@ -65,7 +65,8 @@ class Span:
         self.batch, self.tokens, self.device, self.past = batch, tokens, device, past
         self.lengths, self.mask, self.known = lengths, mask, known
         self.count = past if count is None else count
-        # padding stays in the call's tensors: behind the real tokens of its row, or as a sequence of its own
+        # padding stays in the call's tensors: behind the real tokens of its row if `aligned`, as one more sequence if
+        # `fixed`
         self.aligned = fixed and stateless and mask is not None
         self.fixed = fixed and not stateless and mask is not None
         # the mask's only token stands for a batch without real tokens; see `with_dummy`
@@ -100,7 +101,7 @@ class Span:
         return self.aligned or self.fixed
 
     def ends(self, every: int) -> bool:
-        """True if the token of some sequence is the last of a run of `every` tokens; for calls of one token.
+        """True if the length of some sequence after the call is a multiple of `every`; for calls of one token.
 
         Waits for the device if the host does not know the lengths.
         """
@@ -111,7 +112,7 @@ class Span:
         return any((n + 1) % every == 0 for n in self.known())
 
     def fill(self, every: int) -> tuple[Int[Tensor, "N"], Int[Tensor, "N"]]:
-        """Return the token's index in its run of `every` tokens and the run's length after it (int32).
+        """Return the new token's index in its chunk of `every` tokens, and the chunk's length after the call (int32).
 
         For calls of one token.
         """

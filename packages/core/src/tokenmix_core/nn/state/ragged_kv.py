@@ -29,8 +29,8 @@ class RaggedKVState(StatePart):
     """Keys `[N, H, slots, K]` and values `[N, H, slots, V]`; head h of row n fills the first `lengths[n, h]` slots.
 
     Lengths are stored on the device. The host knows an upper bound of the longest, which each call raises without a
-    synchronisation. Only if the bound exceeds the number of slots does the host read the longest length from the
-    device, and then allocates or frees slots accordingly.
+    synchronisation. If the bound exceeds the number of slots, the host reads the longest length from the device, and
+    allocates or frees slots accordingly.
 
     Args:
         heads: H.
@@ -127,7 +127,7 @@ class RaggedKVState(StatePart):
         v: Float[Tensor, "N H V"],
         where: Bool[Tensor, "N H"],
     ) -> None:
-        """Overwrite the token in `slot` by another one, in the heads where `where` is True: the old one is evicted."""
+        """Evict the token in `slot` of each head whose `where` is True, and store another token there."""
         slot = slot.long()[..., None, None]
         for held, new in ((self.keys, k), (self.values, v)):
             index = slot.expand(*slot.shape[:3], held.shape[-1])
@@ -135,7 +135,7 @@ class RaggedKVState(StatePart):
             held.scatter_(2, index, torch.where(where[..., None, None], new.detach().unsqueeze(2), kept))
 
     def compact(self, keep: Bool[Tensor, "N H slots"]) -> None:
-        """Drop the tokens where `keep` is False, keep the order of the others, and free memory."""
+        """Evict the tokens whose `keep` is False, preserve the order of the others, and free memory."""
         filled = torch.arange(self.num_slots, device=keep.device) < self.lengths.unsqueeze(-1)
         keep = keep & filled
         order = (~keep).to(torch.int8).argsort(dim=-1, stable=True).unsqueeze(-1)
@@ -155,7 +155,7 @@ class RaggedKVState(StatePart):
         return apart
 
     def join(self, parts: Sequence[tuple[Tensor, RaggedKVState]]) -> None:
-        """Replace the contents by those of other states, each with the rows it is stored in; every row occurs once."""
+        """Replace the contents by the lists of other states; `parts` has `(rows, state)`, and every row in one part."""
         N, slots = sum(len(rows) for rows, _ in parts), max(part.num_slots for _, part in parts)
         keys, values = (x.new_zeros(N, self.heads, slots, x.shape[3]) for x in (self.keys, self.values))
         lengths = self.lengths.new_empty(N, self.heads)
@@ -167,7 +167,7 @@ class RaggedKVState(StatePart):
     def attend(
         self, q: Float[Tensor, "N HQ K"], *, scale: float | None = None, impl: Impl | None = None
     ) -> AttentionOutput:
-        """Attend from one query per row to its head's keys.
+        """Attend with one token per row: each query head to the list of its key head.
 
         Returns:
             o `[N, 1, HQ, V]` and the log-sum-exp `[N, 1, HQ]`, −∞ for a head without keys.
@@ -196,7 +196,7 @@ class RaggedKVState(StatePart):
         super().loosen()
 
     def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
-        """Return the bytes with no token kept (with `capacity`: all its slots) and with every token kept."""
+        """Return the bytes with no token and with every token retained; with `capacity`, both count all slots."""
         token = self.heads * (self.key_size + self.value_size) * dtype.itemsize
         lengths = self.heads * torch.int32.itemsize
         if self.capacity is not None:
@@ -224,7 +224,7 @@ class RaggedKVState(StatePart):
         return self._stored
 
     def _refuse(self, beyond: Bool[Tensor, "N H ..."]) -> None:
-        """Raise for tokens beyond the capacity, unless that would wait for the device."""
+        """Raise for tokens beyond the capacity, on a CPU only: on a GPU the check would synchronise."""
         if self.capacity is not None and not beyond.is_cuda and bool(beyond.any()):
             raise ValueError(f"RaggedKVState: heads keep at most {self.capacity} tokens, got more")
 
@@ -273,13 +273,13 @@ class RaggedKVState(StatePart):
     def _resize(self, max_length: int, more: int) -> None:
         if self._stored is None or self.capacity is not None:
             return
-        # every head may take all tokens to come
+        # every head may take all `more` tokens
         needed = self._rounded(int(self.lengths.max()) + more)
         if needed != self.num_slots:
             self._set_slots(needed)
 
     def _set_slots(self, slots: int) -> None:
-        """Reallocate to `slots` slots; fewer than now only if the last ones are empty."""
+        """Reallocate to `slots` slots; slots that this removes must be empty."""
         keys, values, lengths = self._held()
         pad = (0, 0, 0, slots - self.num_slots)
         self._stored = torch.nn.functional.pad(keys, pad), torch.nn.functional.pad(values, pad), lengths
