@@ -97,8 +97,8 @@ def not_utf8(path: Path, position: int) -> BadRow:
 def part_end(text: str, start: int) -> int:
     """Return where the part of a text from `start` ends.
 
-    That is before a single space between two words, where tokenizers separate words too, so that the parts have the
-    tokens of the whole; else after a line; else anywhere.
+    The end is before a single space between two words, if there is one: tokenizers split there too, so the parts have
+    the tokens of the whole text. Otherwise the end is after a line, or else anywhere.
     """
     end = start + PART_CHARS
     if end >= len(text):

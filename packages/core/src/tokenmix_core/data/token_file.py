@@ -112,7 +112,7 @@ class TokenFile:
 
     @property
     def fingerprint(self) -> str:
-        """What a training curve depends on: the tokens, the documents' offsets and the number of held-out documents."""
+        """Identifies the tokens, the documents' offsets and the number of held-out documents."""
         tokens, documents = self.meta.sha256[TOKENS], self.meta.sha256[DOCUMENTS]
         return f"{tokens} documents {documents} held out {self.meta.held_out_documents}"
 

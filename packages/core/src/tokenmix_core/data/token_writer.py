@@ -37,7 +37,7 @@ _LARGE_DOCUMENT, _LEAST_HELD_OUT = 2**18, 2**14
 
 
 def _least(tokens: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Which of the documents between `edges`, `[N, 2]`, have the least hash; none where all are equal."""
+    """Mark the documents between `edges` `[N, 2]` whose hash is the least; mark none if all documents are equal."""
     hashes = [hashlib.sha256(tokens[start:stop].tobytes()).digest() for start, stop in edges]
     least = min(hashes)
     chosen = np.array([each == least for each in hashes])

@@ -41,7 +41,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _printable_bytes() -> list[str]:
-    """The character that byte-level BPE writes for each byte: itself where that is printable, else from U+0100 on."""
+    """Return byte-level BPE's character for each byte: the byte itself if printable, else one from U+0100 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -102,7 +102,7 @@ def weight_bytes(model: Any) -> int:
 
 @functools.cache
 def bytes_a_second(device: torch.device) -> float:
-    """How fast a device reads its memory: the best of five sums over a tensor far larger than its caches."""
+    """Return memory bandwidth in bytes per second: the best of five sums over a tensor far larger than the caches."""
     x = torch.ones((1 << 30 if device.type == "cuda" else 1 << 26) // 4, device=device)
     x.sum()
     watch = Stopwatch(device)
@@ -220,7 +220,7 @@ def device_name(device: torch.device) -> str:
 
 
 def settings_of(model: Any) -> dict[str, Any]:
-    """The circumstances that a speed depends on beside the shape."""
+    """Return the settings on which speed depends, apart from the shape."""
     return {
         "device": device_name(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def relative_error(x: Tensor, reference: Tensor) -> float:
-    """‖x − reference‖ / ‖reference‖ in float64; ‖x‖ where the reference is zero; inf where x is not finite."""
+    """‖x − reference‖ / ‖reference‖ in float64; ‖x‖ if the reference is zero; inf if x is not finite."""
     x, reference = x.detach().double().cpu(), reference.detach().double().cpu()
     if x.shape != reference.shape:
         raise AssertionError(f"shapes differ: {list(x.shape)} and {list(reference.shape)}")

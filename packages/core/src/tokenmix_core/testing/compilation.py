@@ -46,7 +46,7 @@ def compiled_by(script: str, *, every: bool = False) -> list[dict]:
 
 
 def assert_all_fit(kernels: Iterable[dict]) -> None:
-    """Every kernel that `compiled_by` tells of compiles, and a SM has its shared memory."""
+    """Assert that all kernels of `compiled_by` compiled and that their shared memory fits into an SM."""
     assert [x for x in kernels if x["error"] or x["shared"] > _SHARED_MEMORY] == []
 
 
@@ -92,7 +92,7 @@ def _forms(kernel: Any, args: tuple, options: dict) -> Iterator[tuple[tuple, dic
 
 
 class _Hopper:
-    """Of a driver what Triton's compiler asks."""
+    """The part of a Triton driver that the compiler uses, for Hopper."""
 
     def get_current_device(self) -> int:
         return 0

@@ -72,7 +72,7 @@ def override() -> Iterator[Callable[..., None]]:
 
 @pytest.fixture(autouse=True)
 def unwritten_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where the interpreter tests operations, `torch.empty` gives NaN: an element that a kernel leaves out is seen."""
+    """Make `torch.empty` return NaN if kernels are interpreted, so that elements a kernel leaves unwritten show."""
     poisoned = "ops" in request.path.parts and not torch.cuda.is_available()
     if poisoned:
         # this mode fills allocations; determinism is not its purpose here

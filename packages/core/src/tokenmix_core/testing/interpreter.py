@@ -78,13 +78,13 @@ def _interpreter() -> ModuleType | None:
 
 @functools.cache
 def _languages(fn: Callable) -> frozenset[str]:
-    """The modules of Triton that a function can name."""
+    """Return the names of the Triton modules among a function's globals."""
     modules = (x.__name__ for x in fn.__globals__.values() if inspect.ismodule(x))
     return frozenset(name for name in modules if name.startswith("triton."))
 
 
 class _Nothing:
-    """The patch of a call that replaced nothing: it has nothing to restore."""
+    """A patch without replacements: `restore` does nothing."""
 
     def restore(self) -> None: ...
 

@@ -24,7 +24,7 @@ class LengthsContract:
         ids = ids[:1] if packed else ids
 
         def gradients() -> tuple[Tensor, dict[str, Tensor]]:
-            # dropout, where there is any, is alike
+            # equal dropout in all calls
             torch.manual_seed(0)
             model.train().zero_grad()
             loss = model(ids, labels=ids, **given).loss

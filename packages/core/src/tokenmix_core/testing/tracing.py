@@ -17,10 +17,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class CountedGraphs:
-    """A backend for torch.compile: graphs, forward and backward, give zeros of the right shapes, and are counted.
+    """A torch.compile backend that counts graphs; its forward and backward graphs return zeros of the right shapes.
 
     Args:
-        values: whether they compute values instead of shapes alone.
+        values: whether the graphs compute values instead of zeros.
 
     Attributes:
         made: how many graphs torch.compile has asked for.
@@ -45,7 +45,7 @@ def _shapes_of(graph: GraphModule, _: Sequence[Tensor]) -> Callable:
 
 
 def by_kernels(model: Model) -> Model:
-    """The model with every mixer's `impl` set to "triton", as graphs on a GPU have it."""
+    """Set `impl` of every module to "triton", as on a GPU, and return the model."""
     module: Any
     for module in model.modules():
         if hasattr(module, "impl"):

@@ -101,7 +101,7 @@ def tiny_mamba2() -> Recipe:
 
 
 class _RecallSize(NamedTuple):
-    """Sizes of the recall models: vocabulary, rows, the model, its heads and initial weights; and of their training."""
+    """Settings of a recall model and of its training."""
 
     vocab: int
     seq_len: int
@@ -141,8 +141,8 @@ def recall(kind: str, size: str) -> Recipe:
     The small models are Zoology's: two layers without MLP, so that mixing along time is all they can do, and one GDN
     head of size 64, which cannot hold 128 pairs. The others have the sizes of language models, and recall only with
     small steps: an AdamW step changes a matrix's output by about its width times the learning rate. Their initial
-    weights are small, too, for the layers' outputs not to drown the embeddings. Steps count for more than tokens, so
-    batches are small; examples begin with two pairs and grow over the first part of training.
+    weights are small, so that the embeddings dominate the layers' outputs. Recall depends more on steps than on tokens,
+    so batches are small; examples begin with two pairs and grow over the first part of training.
     """
     sizes = _RECALL_SIZES[size]
     small = size == "small"
@@ -196,7 +196,7 @@ def corpus(name: str, tokenizer: str, seq_len: int, seed: int = 0) -> DataRecipe
 def model_fields(
     width: int, mixers: list[str], options: dict[str, dict[str, Any]], *, mlp: int, vocab: int, tie: bool
 ) -> dict[str, Any]:
-    """The fields of a model with these layers, of whose mixers alone it takes the options."""
+    """Return the fields of a model with these mixers, one per layer, and the options of these mixers."""
     return {
         "vocab_size": vocab,
         "hidden_size": width,
@@ -211,7 +211,7 @@ def model_fields(
 def language_model(
     name: str, description: str, model: dict[str, Any], data: DataRecipe, optimizer: OptimizerRecipe, *, seed: int = 0
 ) -> Recipe:
-    """A model trained as language models of this size are, in bfloat16, and measured by its loss at each position."""
+    """Return a recipe that trains a language model in bfloat16 and evaluates its loss by position."""
     return Recipe(
         name=name,
         description=description,

@@ -47,7 +47,7 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
         identity: the values that the run's loss curve depends on.
 
     Raises:
-        ValueError: which file is missing, truncated or damaged, or what differs from the run.
+        ValueError: a file is missing, truncated or damaged, or the run's values differ; the message names it.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -89,7 +89,7 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
 
 
 def _widened(saved: Any, wanted: Any) -> Any:
-    """Return the fingerprint of a corpus in a checkpoint; the old form, of the tokens alone, is completed."""
+    """Return a checkpoint's fingerprint of a corpus; replace one of the old form, which covers only the tokens."""
     old_form = isinstance(saved, str) and isinstance(wanted, str) and wanted.startswith(f"{saved} documents ")
     return wanted if old_form else saved
 

@@ -79,7 +79,7 @@ class GraphedStep:
         if self._hooked():
             raise ValueError("the model has hooks, which would not be called")
         self.graphs: dict[Hashable, _Graph | None] = {}
-        # of all replays, in the order of the parameters
+        # the gradients that all replays write to, in the order of the parameters
         self.gradients: list[Tensor | None] | None = None
         self._plain = [(vars(m), [name for name, x in vars(m).items() if isinstance(x, _PLAIN)]) for m in self.modules]
         self._settings: Hashable = ()
@@ -129,7 +129,7 @@ class GraphedStep:
         return [gradient if parameter.requires_grad else None for parameter, gradient in pairs]
 
     def _are_ours(self, gradients: list[Tensor | None]) -> bool:
-        """Return whether gradients are the replays'."""
+        """Return whether `gradients` are the tensors that replays write to."""
         return self.gradients is not None and all(
             a is b for a, b in zip(gradients, self._trainable_gradients(), strict=True)
         )
@@ -176,14 +176,14 @@ class GraphedStep:
     def _captured(
         self, passes: Passes, given: dict[str, Any], first: bool, gradients: list[Tensor | None]
     ) -> _Graph | None:
-        """Capture passes whose signature occurred before; return None if that fails and may fail."""
+        """Capture passes whose signature occurred before; if that fails, return None ("auto") or raise ("always")."""
         try:
             return self._capture(passes, given, first)
         except RuntimeError as error:
             if self.training_graph == "always":
                 way = "train with training_graph='never', from the last checkpoint if there is one"
                 raise RuntimeError(f"{error}; {way}") from error
-            # nothing was done on the device
+            # the failed capture has run nothing on the device: restore the gradients
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
             self._give_up(str(error))

@@ -90,10 +90,11 @@ class ChunkRows(Dataset):
 class GrowingRows(Dataset):
     """An endless supply of examples of a task that has a size, from small to large.
 
-    An example has size P = 2, 4, 8, ... or `largest`, each as often, and 4P, 8P, 16P, ... or at most T tokens, 16 at
-    least. Recall is learnt from few tokens in short examples and then holds for more: over the first `ramp_rows` rows
-    the larger sizes join one by one, sooner and sooner, and no example is longer than 16 times the largest. A subclass
-    defines `examples`, which makes them, and `draws`, the random generator of a row's size and length.
+    The size P of an example is drawn evenly from `largest`, `largest` / 2, `largest` / 4, …, down to 2. If packed, its
+    length is 4P, 8P, 16P, … tokens, at least 16 and at most T. Models learn recall faster from short examples: over the
+    first `ramp_rows` rows the sizes are added one by one, at shrinking intervals, and no example is longer than 16
+    times the largest size added so far. A subclass defines `examples`, which makes the examples, and `draws`, which
+    returns the random generator of a row's size and length.
 
     Args:
         seq_len: T, the tokens of a row.
@@ -208,12 +209,12 @@ class CopyRows(GrowingRows):
 
 
 class NiahRows(Dataset):
-    """Facts hidden in haystacks, and a question for each behind them, without end; the answers are scored.
+    """An endless supply of haystacks with hidden facts, each followed by questions; only the answers are scored.
 
-    Facts and questions are those of S-NIAH (`tokenmix_core.data.synthetic.niah`). Its prompts hide one among many other
-    words, too little to learn from: an example has 1, 2 or 4 facts, each as often, or as many as fit, in a haystack of
-    any length, and an end token behind it. Over the first `ramp_rows` rows examples grow, faster and faster: from one
-    fact and 256 tokens to four and T.
+    Facts and questions are those of S-NIAH (`tokenmix_core.data.synthetic.niah`). One fact per prompt is too little to
+    learn from, so an example hides 1, 2 or 4 facts, equally likely (fewer if they do not fit), in a haystack of random
+    length, and ends with an end token. Over the first `ramp_rows` rows examples grow at an increasing rate, from one
+    fact and 256 tokens to four facts and T tokens.
 
     Args:
         task: "s-niah-1", "s-niah-2" or "s-niah-3".
@@ -255,7 +256,7 @@ class NiahRows(Dataset):
         return encode_texts(self.tokenizer, [text])[0]
 
     def _haystack(self, rng: np.random.Generator) -> list[int]:
-        """A row's tokens to hide facts among."""
+        """Return the tokens of a row in which facts are hidden."""
         if self.text is None:
             return self._noise
         start = int(rng.integers(max(1, len(self.text) - self.seq_len)))
@@ -264,7 +265,7 @@ class NiahRows(Dataset):
     def _example(
         self, rng: np.random.Generator, haystack: list[int], longest: int, facts: int
     ) -> tuple[list[int], list[int]]:
-        """Tokens and labels of an example with up to so many facts; none where not even one fits."""
+        """Return tokens and labels of an example with at most `facts` facts; empty lists if no fact fits."""
         drawn = {needle.key: needle for needle in (synthetic.needle(self.task, rng) for _ in range(facts))}
         hidden, asked, free = [], [], longest - 1
         for needle in drawn.values():
@@ -382,8 +383,8 @@ def collate_separate(rows: Sequence[Row]) -> dict[str, Tensor]:
     """A packed batch `[1, B·T]` in which no document sees another.
 
     `cu_seqlens` holds the boundaries of rows and documents. It is filled up with empty sequences to a power of two plus
-    one, so that a compiled model meets few shapes. The first token of a sequence is never predicted: what would
-    predict it belongs to another document.
+    one, so that a compiled model meets few shapes. The first token of a sequence is never predicted, because
+    the token before it belongs to another document.
     """
     input_ids = torch.cat([row["input_ids"] for row in rows])
     labels = torch.cat([row["labels"] for row in rows])

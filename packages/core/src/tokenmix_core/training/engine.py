@@ -26,7 +26,7 @@ from tokenmix_core.training import checkpoint
 from tokenmix_core.training.cuda_graph import GraphedStep, Losses, TrainingGraph
 from tokenmix_core.training.recipe import OptimizerRecipe
 
-# dense bfloat16 FLOP/s by a part of the GPU's name, the first that fits
+# dense bfloat16 FLOP/s by a part of the GPU's name; the first match counts
 PEAK_FLOPS = (
     ("B200", 2250e12),
     ("GH200", 989e12),
@@ -74,7 +74,7 @@ class RecipeTrainer(Trainer):
         # our models divide their summed loss terms by num_items_in_batch themselves
         self.model_accepts_loss_kwargs = True
         self._redirected: Path | None = None
-        # auxiliary terms of a micro-batch's loss; their sums since the last line of the log, and the steps before those
+        # auxiliary losses of the last micro-batch; sums since the last line of the log; steps done before
         self._terms: dict[str, Tensor] = {}
         self._auxiliary: dict[str, Tensor] = {}
         self._steps_before = 0

@@ -132,7 +132,7 @@ def training_rows(
 
 
 def training_arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
-    """The recipe in the Trainer's terms, for this process and its device.
+    """Return the recipe as the Trainer's arguments, for this process and its device.
 
     Raises:
         ValueError: `report_to` names a logger that is unknown or not installed.
@@ -158,7 +158,7 @@ def training_arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
         max_grad_norm=optimizer.max_grad_norm,
         optim="adamw_torch_fused",
         bf16=bf16,
-        # without it several processes on a CPU do not find each other
+        # without `use_cpu`, several processes on a CPU are not connected
         use_cpu=not cuda,
         seed=run.seed,
         data_seed=recipe.data.data_seed,
@@ -224,7 +224,7 @@ def build_trainer(
     recipe: Recipe, output_dir: Path, *, progress: bool = True, begun_with: Mapping[str, str] | None = None
 ) -> RecipeTrainer:
     """Return the trainer of a run, ready for its `train`; `begun_with` as in `training_rows`."""
-    # the arguments set up the processes
+    # creating the arguments initialises torch.distributed
     args = training_arguments(recipe, output_dir)
     tokenizer = load_tokenizer(recipe.data.tokenizer)
     with args.main_process_first(desc="corpora"):
@@ -293,7 +293,7 @@ def train(
 
 @contextmanager
 def _readers_named() -> Iterator[None]:
-    """Tell an error in a process that reads data in one sentence; torch's text holds the traceback of that process.
+    """Replace an error of a DataLoader worker, whose text contains a traceback, by an error of one sentence.
 
     Raises:
         OSError: such a process was killed.
