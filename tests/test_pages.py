@@ -180,7 +180,9 @@ def test_a_command_that_is_not_run_has_its_options(block, capsys):
         for flag in (word for word in arguments if word.startswith("--")):
             assert f"{flag} " in shown or f"{flag}\n" in shown, f"{block}: {' '.join(command)} has no {flag}"
         if command == ["train"]:
-            assert arguments[1] in importlib.import_module(f"{package}.recipes").RECIPES, f"{block}: {arguments[1]}"
+            module = "training.baselines" if package == "tokenmix_core" else "recipes"
+            recipes = importlib.import_module(f"{package}.{module}")
+            assert arguments[1] in recipes.RECIPES, f"{block}: {arguments[1]}"
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=str)

@@ -25,7 +25,7 @@ KINDS = {
     # torch's compiler names a kernel after its operations
     "compiled": r"^triton_(poi|red|per|tem|for)_",
     # before matmuls: FlashAttention-4's names also contain cutlass
-    "attention": r"flash|fmha|cudnn.*sdpa|attention|^_(forward|backward_keys|backward_queries)$"
+    "attention": r"flash|fmha|cudnn.*sdpa|attention|listed_keys|^_(forward|backward_keys|backward_queries)$"
     r"|^_(list|merge|count|find|join|share|sum|meet|own|rank|attend|choose|split)_",
     "products": r"gemm|cutlass|nvjet|xmma|cublas|splitK",
     "scorer": r"scorer|hopper_layer_backward",

@@ -15,7 +15,7 @@ from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.state import Span
 from tokenmix_core.ops.types import AttentionOutput
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.fake_cuda_graph import Watched
+from tokenmix_core.testing.fake_cuda_graph import Watched, capture_work
 from tokenmix_core.testing.mixers import run_in_parts
 from tokenmix_core.testing.models import left_padded, logits_in_parts
 from tokenmix_nats_l import decoding

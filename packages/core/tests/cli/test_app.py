@@ -427,7 +427,11 @@ def test_data_prepare_makes_a_token_file_once(text_file, recipes, tmp_path, caps
     assert main(call, recipes=recipes) == 0
     assert len(TokenFile(tmp_path / "tokens")) > 10_000
     assert "tokens of 1 documents" in capsys.readouterr().out
-    assert main(call, recipes=recipes) == 2
+    before = (tmp_path / "tokens" / "tokens.bin").stat()
+    assert main(call, recipes=recipes) == 0
+    assert (tmp_path / "tokens" / "tokens.bin").stat() == before
+    capsys.readouterr()
+    assert main([*call[:-1], "0.1"], recipes=recipes) == 2
     assert "exists already" in capsys.readouterr().err
 
 

@@ -112,11 +112,11 @@ def test_repeated_calls_read_and_write_what_they_are_given(device):
         (1, torch.zeros(2, 2, 12), "k must have shape"),
         (3, torch.zeros(2, 6), "cos B or 1 rows"),
         (3, None, "cos and sin go together, got only sin"),
-        (5, torch.zeros(3, 7, 2, 24)[..., ::2], "keys must have channels side by side"),
+        (5, torch.zeros(3, 7, 2, 24)[..., ::2], "keys must have contiguous channels"),
         (6, torch.zeros(3, 8, 2, 12), "values must have shape"),
         (2, None, "v and values go together, got only values"),
         (6, None, "v and values go together, got only v"),
-        (7, torch.zeros(3), "places must be"),
+        (7, torch.zeros(3), "positions must be"),
         (9, torch.zeros(11), "k_weight must have shape"),
     ],
 )
@@ -127,8 +127,8 @@ def test_malformed_steps_are_refused(place, bad, said):
         rotate_step(*x)
 
 
-def test_a_cache_without_a_place_is_refused():
+def test_a_cache_without_capacity_is_refused():
     x = list(inputs(dtype=torch.float32, V=0, S=1))
     x[5] = x[5][:, :0]
-    with pytest.raises(ValueError, match="rotate_step: keys must have a place"):
+    with pytest.raises(ValueError, match="rotate_step: keys must have S ≥ 1"):
         rotate_step(*x)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.kernels import tuning
+from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from tokenmix_core.ops.gated_delta_rule.plan import GLUON
 from tokenmix_core.ops.types import ScanOutput
@@ -173,7 +173,7 @@ def check(x, form=chunk_gated_delta_rule, impl="triton", **options):
 @pytest.mark.parametrize("within", [False, True])
 def test_segments_do_not_change_gated_writes(chunk, qk_l2norm, within, device, override):
     """Segments agree; decays bound factors in [0, 1] only."""
-    override(tuning, gated_delta_rule_segment=lambda *_: 256)
+    override(tuning, segment_tokens=lambda *_: 256)
     x = inputs(B=1, T=700, H=1, HV=1, K=64, V=64, N=1, chunk=chunk, dtype=torch.float32, device=device)
     if within:
         x["writes"] = x["writes"].sigmoid()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ import torch
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
 
-SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "step.py"))
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+SCRIPT, FLOOR = (runpy.run_path(str(BENCHMARKS / name)) for name in ("step.py", "step_floor.py"))
 
 
 TINY = ["--device", "cpu", "--rows", "1", "--length", "32", "--steps", "1", "--rounds", "1"]
@@ -74,7 +77,7 @@ def test_the_floor_counts_products_weights_and_the_loss():
     options = {"mixers": ["attention"], "mixer_options": {"attention": {"num_heads": 2}}, "tie_word_embeddings": False}
     with torch.device("meta"):
         model = HybridForCausalLM(HybridConfig(**sizes, **options))
-    floor = SCRIPT["floor"](model, 3, 5, SCRIPT["Chip"](1e3, 1e3))
+    floor = FLOOR["floor"](model, 3, 5, FLOOR["Chip"](1e3, 1e3))
     linear = 2 * (4 * 32 * 32 + 3 * 32 * 48) + 61 * 32
     assert floor["products"] == 6 * linear * 15
     assert floor["loss"] == 15 * 61 * 2 * 5
@@ -89,7 +92,7 @@ def test_the_floor_counts_products_weights_and_the_loss():
 def test_a_step_s_products_and_operations_count_as_they_ran():
     floor = dict.fromkeys(("products", "mixing"), 100.0) | {"activations": 4.0, "loss": 2.0, "weights": 1.0}
     kinds = {"products": 30.0, "attention": 10.0, "convolutions": 5.0, "norms": 50.0, "others": 50.0}
-    assert SCRIPT["as_run"](floor, kinds) == 30 + 10 + 5 + 4 + 2 + 1
+    assert FLOOR["as_run"](floor, kinds) == 30 + 10 + 5 + 4 + 2 + 1
 
 
 @pytest.mark.parametrize(
@@ -100,7 +103,7 @@ def test_every_kernel_of_an_operation_counts_for_it(operation):
     sources = (Path(__file__).parents[2] / "src" / "tokenmix_core" / "ops" / operation).rglob("*.py")
     names = {name for source in sources for name in re.findall(launched, source.read_text())}
     assert names
-    assert {SCRIPT["kind_of"](name) for name in names} <= set(SCRIPT["OPERATIONS"])
+    assert {FLOOR["kind_of"](name) for name in names} <= set(FLOOR["OPERATIONS"])
 
 
 @pytest.mark.parametrize(
@@ -121,4 +124,4 @@ def test_every_kernel_of_an_operation_counts_for_it(operation):
     ],
 )
 def test_kernels_are_told_apart_by_name(kernel, kind):
-    assert SCRIPT["kind_of"](kernel) == kind
+    assert FLOOR["kind_of"](kernel) == kind

@@ -236,7 +236,7 @@ def document_boundaries(device: str, documents: int = 100, tokens: int = 152_497
 def measure_step(op: str, shape: str, device: str, forwards: Mapping[str, Callable[[], Tensor]]) -> list[dict]:
     """Return one row per implementation of a decoding step, without gradients; on a GPU as a CUDA graph.
 
-    `forwards` are as in `measure`, but may update a state in place. A baseline whose output differs from ours is
+    `forwards` are as in `measure`, but may overwrite a state. A baseline whose output differs from ours is
     excluded: it may not have read all of its inputs.
     """
     with torch.no_grad():

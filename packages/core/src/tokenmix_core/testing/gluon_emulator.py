@@ -178,7 +178,7 @@ class Jit:
 
 
 def _argument(x, annotation):
-    """Convert a kernel argument: tensors to pointers, numbers to tensors, constexprs and None unchanged."""
+    """Convert a kernel argument: tensors to pointers, scalars to tensors, constexprs and None unchanged."""
     # annotations are strings in modules with `from __future__ import annotations`
     if x is None or "constexpr" in str(getattr(annotation, "__name__", annotation)):
         return x

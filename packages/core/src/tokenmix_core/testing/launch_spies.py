@@ -118,7 +118,7 @@ class _Interpreted:
 
 
 def _launch(launches: list[_Packed], packed: bytes, addresses: tuple) -> None:
-    """Run interpreted kernels from packed arguments, in place of the C launcher."""
+    """Run interpreted kernels from packed arguments, instead of the C launcher."""
     for (number,) in struct.iter_unpack("q", packed):
         found = launches[number]
         args, known = list(found.args), {}

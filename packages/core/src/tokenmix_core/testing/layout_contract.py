@@ -29,7 +29,7 @@ class LayoutTests:
         laid: by name, sizes of further calls, such as with other arguments; on a CPU they are tested in two layouts.
         on_gpu: by name, sizes of calls that are tested only on a GPU, because other kernels compute them.
         impls: further implementations that are tested on a GPU.
-        mutated: arguments that the operation updates in place; they must be contiguous, else the call raises.
+        mutated: arguments that the operation overwrites; they must be contiguous, else the call raises.
     """
 
     laid: ClassVar[Mapping[str, Mapping[str, Any]]] = {}

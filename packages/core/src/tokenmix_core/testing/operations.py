@@ -79,7 +79,7 @@ class OpContract(LayoutTests, RefusalTests):
         floor: maps a result's name and the eps of the inputs' dtype to the error that is always allowed; by default
             that of `assert_agrees`.
         parts: by name, sizes of calls that are repeated in several parts of the tokens.
-        step: the function that computes one token and updates its argument `state` in place, and the sizes of a call
+        step: the function that computes one token and overwrites its argument `state`, and the sizes of a call
             that is repeated token by token.
         malformed_steps: as `malformed`, for calls of the step.
         packed: by name, sizes of packed calls; each includes an empty document and a document of one token.

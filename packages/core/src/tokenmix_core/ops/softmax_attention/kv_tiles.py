@@ -146,8 +146,8 @@ def store_tile(p_x, b_x, first, rows, stride, D: tl.constexpr, BT: tl.constexpr,
 def add_dot(b_x, b_y, b_sum, PRECISION: tl.constexpr):
     """Return `b_sum + b_x · b_y`.
 
-    In float32 the tile's product is computed before it is added: separate sums per tile lose less precision than one
-    running sum. The `tl.where` keeps the compiler from fusing product and addition.
+    In float32 the tile's matmul is computed before it is added: separate sums per tile lose less precision than one
+    running sum. The `tl.where` keeps the compiler from fusing multiplication and addition.
     """
     if PRECISION == "ieee":
         b_xy = tl.dot(b_x, b_y, input_precision=PRECISION)
