@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.plan import GLUON
 from tokenmix_core.ops.types import ScanOutput
 from tokenmix_core.testing.agreement import RoundedProducts, assert_agrees, granted_to_sums, values_and_gradients
