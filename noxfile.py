@@ -397,7 +397,8 @@ def newest(session: nox.Session) -> None:
             lifted = Path(folder) / "overrides.txt"
             lifted.write_text("transformers\n" if beyond else "")
             extras = () if quick else [x for x in TEST_EXTRAS if x in distribution(package)["optional-dependencies"]]
-            options = ["--upgrade", f"--overrides={lifted}"]
+            # a new environment needs no `--upgrade`, which would download torch again for each package
+            options = [f"--overrides={lifted}"]
             python = install_wheel(session, package, dist, Path(folder) / "env", extras=extras, options=options)
             told = {name: installed(session, python, name) for name in ("torch", "transformers")}
             session.log(f"{package} with {told}")
