@@ -44,6 +44,7 @@ from tokenmix_core.modeling import (
     choose_attention,
     keeps_rows,
     read_padding_flag,
+    rolls_back,
     stepping_forward,
     take_cache,
     takes_either_name,
@@ -67,11 +68,13 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         choose_attention(nha_mixers(self), config._attn_implementation)  # type: ignore[arg-type]
         self.post_init()  # type: ignore[attr-defined]
 
-    def make_cache(self, max_length: int = 0, *, offload: bool = False) -> HybridCache:
+    def make_cache(self, max_length: int = 0, *, offload: bool = False, record: int | None = None) -> HybridCache:
         """Return an empty cache; arguments as for `HybridCache`."""
-        return HybridCache((mixer.make_state() for mixer in nha_mixers(self)), max_length=max_length, offload=offload)  # type: ignore[arg-type]
+        states = [mixer.make_state() for mixer in nha_mixers(self)]  # type: ignore[arg-type]
+        return HybridCache(states, max_length=max_length, offload=offload, record=record)
 
     @takes_either_name
+    @rolls_back
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -146,8 +149,6 @@ class HybridizedForCausalLM(GeneratesInSteps, ChoosesAttention, CheckedLoading):
     """Mixin before transformers' language model: a hybridized backbone, and generation with `HybridCache`."""
 
     model_class: ClassVar[type]
-    # assisted generation would need to roll back recurrent states, which is impossible
-    _is_stateful = True
     model: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -163,9 +164,7 @@ class HybridizedForCausalLM(GeneratesInSteps, ChoosesAttention, CheckedLoading):
         self.loss_function = functools.partial(_loss, self.loss_function)
         self.post_init()  # type: ignore[attr-defined]
 
-    def make_cache(self, max_length: int = 0, *, offload: bool = False) -> HybridCache:
-        """Return an empty cache; arguments as for `HybridCache`."""
-        return self.model.make_cache(max_length, offload=offload)
+    make_cache = HybridForCausalLM.make_cache
 
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
         """Return the cache's bytes for `batch_size` sequences of `seq_len` tokens; data do not change this size."""

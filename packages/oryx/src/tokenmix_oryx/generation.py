@@ -64,9 +64,13 @@ class ModePlan:
         new = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         batch, tokens = new.shape[:2]
         cache: OryxCache | None = inputs.get(CACHE)
-        past = 0 if cache is None else cache.length
+        past = 0 if cache is None else cache.get_seq_length()
         if cache is not None and not self.keep_kv and (past >= self.prompt_tokens or self.prefill == LINEAR):
             cache.promise_linear()
+        if cache is not None and callable(self.generation) and past + tokens > max(past, self.prompt_tokens) + 1:
+            raise ValueError(
+                "a generation_mode that is a function decides for one token at a time, but this call has several"
+            )
         if past >= self.prompt_tokens:
             mode = self._step(past - self.prompt_tokens, input_ids)
             return mode.to(new.device).unsqueeze(1) if isinstance(mode, Tensor) else mode

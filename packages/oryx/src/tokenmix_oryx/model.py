@@ -54,11 +54,18 @@ class OryxModel(HybridModel):
     def default_mode(self, mode: ModeInput | PromptMode) -> None:
         self.defaults = self.defaults._replace(prefill=mode)
 
-    def make_cache(self, max_length: int = 0, *, offload: bool = False) -> OryxCache:
-        cache = OryxCache((mixer.make_state() for mixer in self.mixers), max_length=max_length, offload=offload)
+    def make_cache(self, max_length: int = 0, *, offload: bool = False, record: int | None = None) -> OryxCache:
+        states = [mixer.make_state() for mixer in self.mixers]
+        cache = OryxCache(states, max_length=max_length, offload=offload, record=record)
         if not self.defaults.keep_kv and self.default_mode == LINEAR:
             cache.promise_linear()
         return cache
+
+    def inputs_to_keep(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        mode = self.default_mode if inputs.get("mode") is None else inputs["mode"]
+        if isinstance(mode, list | tuple) and any(isinstance(start, float) for start, _ in mode):
+            raise ValueError("modes by shares of the length cannot be kept for crop: give positions")
+        return {"mode": mode}
 
     def prepare_mixer_inputs(
         self, inputs: dict[str, Any], span: Span, cu_seqlens: Tensor | None, cache: HybridCache | None

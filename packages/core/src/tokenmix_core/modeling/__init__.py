@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from tokenmix_core.modeling.generation import GeneratesInSteps as GeneratesInSteps
     from tokenmix_core.modeling.generation import stepping_forward as stepping_forward
     from tokenmix_core.modeling.packing import begin_call as begin_call
+    from tokenmix_core.modeling.packing import rolls_back as rolls_back
     from tokenmix_core.modeling.pretrained import FAMILIES as FAMILIES
     from tokenmix_core.modeling.pretrained import attention_options as attention_options
     from tokenmix_core.modeling.pretrained import own_fields as own_fields
@@ -66,6 +67,7 @@ __getattr__ = lazily(
         "GeneratesInSteps": "generation",
         "stepping_forward": "generation",
         "begin_call": "packing",
+        "rolls_back": "packing",
         "FAMILIES": "pretrained",
         "attention_options": "pretrained",
         "own_fields": "pretrained",

@@ -18,7 +18,7 @@ from tokenmix_core.modeling.cache import HybridCache
 from tokenmix_core.modeling.cache_name import NAMES, CacheOutput, takes_either_name
 from tokenmix_core.modeling.checkpoint import CheckedLoading
 from tokenmix_core.modeling.config import HybridConfig
-from tokenmix_core.modeling.packing import begin_call
+from tokenmix_core.modeling.packing import begin_call, rolls_back
 from tokenmix_core.modeling.rows import keeps_rows, rows_for_hooks
 from tokenmix_core.nn.dtypes import KeepsFloat32
 from tokenmix_core.nn.init import init_weights_
@@ -106,7 +106,6 @@ class HybridPreTrainedModel(ChoosesAttention, CheckedLoading, PreTrainedModel):
     _no_split_modules = ["HybridBlock"]  # noqa: RUF012
     _skip_keys_device_placement = list(NAMES)  # noqa: RUF012
     # recurrent states cannot be rolled back, as assisted generation would require
-    _is_stateful = True
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -166,13 +165,15 @@ class HybridModel(HybridPreTrainedModel):
         """The mixers of all layers."""
         return [layer.mixer for layer in self._blocks]
 
-    def make_cache(self, max_length: int = 0, *, offload: bool = False) -> HybridCache:
+    def make_cache(self, max_length: int = 0, *, offload: bool = False, record: int | None = None) -> HybridCache:
         """Return an empty cache; arguments as for `HybridCache`."""
         # a list: torch 2.11 cannot reconstruct a traced generator after a graph break
-        return HybridCache([mixer.make_state() for mixer in self.mixers], max_length=max_length, offload=offload)
+        states = [mixer.make_state() for mixer in self.mixers]
+        return HybridCache(states, max_length=max_length, offload=offload, record=record)
 
     @takes_either_name
     @can_return_tuple
+    @rolls_back
     def forward(
         self,
         input_ids: Int[Tensor, "B T"] | None = None,
@@ -302,6 +303,13 @@ class HybridModel(HybridPreTrainedModel):
                 f"{type(self).__name__}.forward: unknown input {', '.join(map(repr, unknown))}; "
                 f"inputs of the mixers are: {known}"
             )
+
+    def inputs_to_keep(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return extra inputs in the form in which a cache keeps them, to compute tokens again after `crop`.
+
+        Override for inputs that depend on the model or the call; tensors `[B, T, ...]` have a value for each token.
+        """
+        return {name: x for name, x in inputs.items() if x is not None}
 
     def prepare_mixer_inputs(
         self, inputs: dict[str, Any], span: Span, cu_seqlens: Tensor | None, cache: HybridCache | None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from tokenmix_core.modeling.rollback import History, Snapshot
 from tokenmix_core.nn.state import LayerState, Span, copy_all
 
 # the tensors of each state part of a cache; the last tuple holds the sequences' lengths
@@ -29,11 +30,14 @@ class HybridCache(Cache):
         layers: the state of each layer (`model.make_cache()` builds them).
         max_length: tokens that the sequences are expected to reach, padding included.
         offload: keep the states of all layers except the running one in CPU memory.
+        record: how many of the last tokens `crop` can remove; None keeps no history.
     """
 
     layers: list[LayerState]  # type: ignore[assignment]
 
-    def __init__(self, layers: Iterable[LayerState], *, max_length: int = 0, offload: bool = False):
+    def __init__(
+        self, layers: Iterable[LayerState], *, max_length: int = 0, offload: bool = False, record: int | None = None
+    ):
         super().__init__(layers=list(layers))  # type: ignore[arg-type]
         self.max_length, self.offload_states = max_length, offload
         # length: tokens seen, padding included; past: upper bound of the tokens that a sequence stores;
@@ -54,6 +58,8 @@ class HybridCache(Cache):
         self._equal = True
         # decoder of single tokens that replaces the model's forward; see `decode_graph.Steps`
         self.steps: Any = None
+        # snapshots and inputs for `crop`; None if the cache keeps none
+        self.history = None if record is None else History(record)
         # set by transformers on a cache that the caller of generate passed
         self._is_user_defined = False
         for part in self._parts():
@@ -142,6 +148,8 @@ class HybridCache(Cache):
             raise ValueError(f"capacity must be above the {self.past} tokens held, got {capacity}")
         if self.offload_states:
             raise ValueError("a cache that is offloaded to CPU memory cannot be fixed")
+        if self.history is not None:
+            raise ValueError("a cache that keeps a history for crop cannot be fixed")
         parts, before = self._parts(), self._counts()
         held: Storage = []
         for part, target in zip(parts, [None] * len(parts) if storage is None else storage[:-1], strict=True):
@@ -216,18 +224,18 @@ class HybridCache(Cache):
 
     @property
     def allocated_nbytes(self) -> int:
-        """Bytes of memory allocated."""
-        return sum(part.allocated for part in self._parts())
+        """Bytes of memory allocated, snapshots for `crop` included."""
+        return sum(part.allocated for part in self._parts()) + (0 if self.history is None else self.history.nbytes)
 
     # interface of transformers' caches
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, padding included."""
-        return self.length
+        return self.length + (0 if self.history is None else self.history.pending_tokens)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return the number of columns of a mask over past and new tokens, and the index of the first."""
-        return self.length + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Return −1: no limit."""
@@ -250,8 +258,8 @@ class HybridCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """False; see `crop`."""
-        return False
+        """Whether the cache keeps a history, so that `crop` can remove its last tokens."""
+        return self.history is not None
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -283,25 +291,52 @@ class HybridCache(Cache):
             part.clear()
         self.length, self.past, self.lengths, self.padding_at_end, self._batch = 0, 0, None, False, None
         self.span, self.broken = None, False
+        if self.history is not None:
+            self.history.clear()
+
+    def activate_past_recording(self, tokens: int = 32) -> None:
+        """Keep a history from now on, so that `crop` can remove up to `tokens` of the last tokens.
+
+        All tokens of the last call can be removed if it had at most twice as many. The history holds up to five copies
+        of the states, and decoding steps are not captured as graphs.
+        """
+        self._check_whole()
+        self.loosen()
+        if self.history is None or self.history.tokens < tokens:
+            self.history = History(tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise: recurrent states cannot be rolled back.
+        """Remove the last `-tokens_to_remove` tokens of each sequence, padding included.
+
+        States return to the newest snapshot; the next call computes the tokens after it, before its own.
 
         Raises:
-            ValueError: always.
+            ValueError: a positive number, more tokens than the history holds, or a broken cache.
         """
-        raise ValueError(
-            "HybridCache cannot drop its last tokens, as recurrent states cannot be rolled back; "
-            "keep a copy.deepcopy of the cache from before them"
-        )
+        self._check_whole()
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
+        if tokens_to_remove == 0:
+            return
+        if self.history is None:
+            raise ValueError(
+                "HybridCache cannot drop its last tokens, as it keeps no history and recurrent states cannot be "
+                "inverted: call cache.activate_past_recording() or model.make_cache(record=n) before them"
+            )
+        self.history.crop(self, -tokens_to_remove)
 
-    def activate_past_recording(self) -> None:
-        """Raise, like `crop`.
+    def snapshot(self) -> Snapshot:
+        """Return a copy of the states; keys and values of all tokens need no copy."""
+        parts = [part.snapshot() for part in self._parts()]
+        return Snapshot(self.length, self.past, self.lengths, self.padding_at_end, self._batch, parts)
 
-        Raises:
-            ValueError: always.
-        """
-        self.crop(0)
+    def restore(self, snapshot: Snapshot) -> None:
+        """Return to the states of an earlier snapshot of this cache."""
+        for part, old in zip(self._parts(), snapshot.parts, strict=True):
+            part.restore(old)
+            if not snapshot.length:
+                part.clear()
+        self.length, self.past, self.lengths, self.padding_at_end, self._batch, _ = snapshot
 
     @property
     def _lengths_equal(self) -> bool:
@@ -329,6 +364,8 @@ class HybridCache(Cache):
     def _change_batch(self, fn: Callable[[Tensor], Tensor], batch: int) -> None:
         self._check_whole()
         if self._batch is None:
+            if self.history is not None:
+                self.history.change_batch(self, fn)
             return
         self.ends_in_padding()
         if self.fixed and batch == self._batch:
@@ -341,6 +378,8 @@ class HybridCache(Cache):
         _map(self.layers, fn)
         self.lengths = None if self.lengths is None else fn(self.lengths)
         self._batch = batch
+        if self.history is not None:
+            self.history.change_batch(self, fn)
 
 
 def read_padding_flag(cache: Any) -> None:

@@ -60,9 +60,9 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def make_cache(self, max_length: int = 0, *, offload: bool = False) -> HybridCache:
+    def make_cache(self, max_length: int = 0, *, offload: bool = False, record: int | None = None) -> HybridCache:
         """Return an empty cache; arguments as for `HybridCache`."""
-        return self.model.make_cache(max_length, offload=offload)
+        return self.model.make_cache(max_length, offload=offload, record=record)
 
     @property
     def input_takers(self) -> dict[str, type[Mixer]]:  # type: ignore[override]
@@ -230,7 +230,10 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
             cache._is_user_defined = True
         elif generation_config.use_cache is not False:
             max_length = generation_config.max_length or 0
-            model_kwargs[CACHE] = self.make_cache(max_length, offload=implementation == "offloaded")
+            cache = model_kwargs[CACHE] = self.make_cache(max_length, offload=implementation == "offloaded")
+            if getattr(generation_config, "is_assistant", False):
+                # the main model rejects some of the drafted tokens
+                cache.activate_past_recording()
 
 
 def _targets(

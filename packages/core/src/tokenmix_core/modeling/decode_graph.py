@@ -304,6 +304,8 @@ def why_not(model: Any, cache: Any) -> str | None:
         return f"there are no graphs on {model.device.type}"
     if not isinstance(cache, HybridCache) or cache.offload_states:
         return "there is no cache that stays in the device's memory"
+    if cache.history is not None:
+        return "the cache keeps a history for crop"
     if torch.is_grad_enabled():
         return "gradients are enabled"
     if model.config.output_hidden_states:

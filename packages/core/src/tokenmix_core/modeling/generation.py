@@ -85,12 +85,6 @@ class GeneratesInSteps:
     @functools.wraps(GenerationMixin.generate)  # pyright: ignore[reportAttributeAccessIssue]
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         take_cache(kwargs)
-        config = args[1] if len(args) > 1 else kwargs.get("generation_config")
-        if getattr(config, "is_assistant", False):
-            raise ValueError(
-                f"{type(self).__name__} cannot be the assistant model: its recurrent states cannot drop the candidates "
-                "that the main model rejects; use an assistant model of another family"
-            )
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kw: Any):
@@ -264,11 +258,12 @@ def _check_new_tokens(input_ids: Tensor, given: dict[str, Any]) -> None:
     prompt = input_ids if embeds is None else embeds
     # a longer mask says that the prompt contains only new tokens
     whole = embeds is not None or mask is None or mask.shape[1] == prompt.shape[1]
-    if whole and cache.length and cache.length >= prompt.shape[1]:
+    held = cache.get_seq_length()
+    if whole and held and held >= prompt.shape[1]:
         raise ValueError(
-            f"the cache holds {cache.length} tokens and the prompt has {prompt.shape[1]}, so that no new token "
-            "is left, and recurrent states cannot be rolled back: pass a longer prompt, or a copy.deepcopy of "
-            "the cache from before the prompt's last token"
+            f"the cache holds {held} tokens and the prompt has {prompt.shape[1]}, so that no new token is left: pass a "
+            "longer prompt, remove the last tokens by cache.crop(-n) if the cache keeps a history, or use a "
+            "copy.deepcopy of the cache from before the prompt's last token"
         )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +13,8 @@ from torch import Tensor
 
 from tokenmix_core.chunking import packed_positions
 from tokenmix_core.modeling.cache import HybridCache
+from tokenmix_core.modeling.cache_name import name_of
+from tokenmix_core.modeling.rollback import Tokens
 from tokenmix_core.nn.state import Span
 
 # arguments of transformers' DataCollatorWithFlattening, in addition to position_ids
@@ -94,6 +99,33 @@ def begin_call(
     return Call(span, cache, cu_seqlens, token_positions(position_ids, span, cu_seqlens, cache))
 
 
+def rolls_back(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a backbone's `forward`: a cache with a history keeps the inputs, and pending tokens are computed."""
+    name = name_of(forward)
+    names = list(inspect.signature(forward).parameters)[1:]
+
+    @functools.wraps(forward)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        cache = given.get(name)
+        history = getattr(cache, "history", None)
+        x = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+        if history is None or not isinstance(x, Tensor) or given.get("cu_seqlens") is not None:
+            # without a history, or with arguments that `forward` refuses
+            return forward(self, *args, **kwargs)
+        mask = real_tokens(given.pop("attention_mask", None), len(x), x.shape[1], cache)
+        takers = getattr(self, "input_takers", {})
+        extra = {key: given.pop(key) for key in list(given) if key in takers}
+        positions = given.pop("position_ids", None)
+        if positions is not None and positions.shape[:1] == (1,):
+            positions = positions.expand(len(x), -1)
+        given = {key: value for key, value in given.items() if key not in ("input_ids", "inputs_embeds")}
+        extra = self.inputs_to_keep(extra) if takers else extra
+        return history.call(functools.partial(forward, self), cache, Tokens(x, mask, positions, extra), given)
+
+    return call
+
+
 def document_cu_seqlens(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None,
     position_ids: Int[Tensor, "B T"] | None,
@@ -158,7 +190,7 @@ def document_cu_seqlens(
 
 def real_tokens(mask: Tensor | None, batch: int, tokens: int, cache: HybridCache | None) -> Bool[Tensor, "B T"] | None:
     """Return which tokens of the call are real; None if all are, as far as a compiled graph can know."""
-    past = 0 if cache is None else cache.length
+    past = 0 if cache is None else cache.get_seq_length()
     if mask is not None and not isinstance(mask, Tensor):
         raise ValueError(f"attention_mask must be a tensor, got {type(mask).__name__}")
     if mask is None:

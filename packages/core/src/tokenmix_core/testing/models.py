@@ -19,6 +19,7 @@ from tokenmix_core.testing.lengths import LengthsContract
 from tokenmix_core.testing.mixers import addresses, random_parts
 from tokenmix_core.testing.modules import ModulesContract
 from tokenmix_core.testing.residual import ResidualContract
+from tokenmix_core.testing.rollback import RollbackContract
 from tokenmix_core.testing.tracing import CountedGraphs, by_kernels
 from tokenmix_core.training.cuda_graph import GraphedStep, Losses
 
@@ -38,7 +39,9 @@ def left_padded(lengths: list[int], tokens: int) -> Tensor:
     return (torch.arange(tokens) >= tokens - torch.tensor(lengths).unsqueeze(1)).long()
 
 
-class ModelContract(CacheContract, CheckpointContract, ModulesContract, ResidualContract, LengthsContract):
+class ModelContract(
+    CacheContract, CheckpointContract, ModulesContract, ResidualContract, LengthsContract, RollbackContract
+):
     """Tests of a model family. A subclass `TestX(ModelContract)` sets `configs`.
 
     Attributes:

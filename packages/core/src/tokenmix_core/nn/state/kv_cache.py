@@ -145,6 +145,10 @@ class KVState(StatePart):
         if self._stored is not None:
             self._stored = fn(self.keys), fn(self.values)
 
+    def snapshot(self) -> StatePart | None:
+        """Return a copy; None without a window, as later tokens then have other slots."""
+        return None if self.window is None else super().snapshot()
+
     def clear(self) -> None:
         """Drop all keys and values."""
         self._stored = None

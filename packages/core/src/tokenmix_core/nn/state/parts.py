@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -86,6 +87,18 @@ class StatePart:
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor, `[N, ...]`, by a function of it, in the order of `tensors`."""
         raise undefined(self, "map_(fn)", "which replaces every tensor by a function of it")
+
+    def snapshot(self) -> StatePart | None:
+        """Return a copy to which `restore` can return; None if later tokens only add to the contents."""
+        copied = copy.copy(self)
+        copied.fixed = False
+        copied.map_(torch.clone)
+        return copied
+
+    def restore(self, snapshot: StatePart | None) -> None:
+        """Return to the contents of an earlier snapshot, which can be restored again."""
+        if snapshot is not None:
+            vars(self).update(vars(snapshot.snapshot()))
 
     def clear(self) -> None:
         """Drop all contents."""
