@@ -46,6 +46,8 @@ KATEX = (
 
 # what of a package's dependencies has broken every model with a minor version
 BOUNDED = re.compile(r'"transformers>=([\d.]+),<([\d.]+)"')
+# a link or an image of Markdown whose target is a file beside the page
+RELATIVE = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)\s]+)\)")
 # the recipe that a package's README begins with, cut to 20 steps
 FIRST_STEPS = ("--total_tokens", "40k", "--no-eval")
 
@@ -299,6 +301,26 @@ def url_given(arguments: list[str]) -> tuple[str | None, list[str]]:
     return known.url, others
 
 
+def published(readme: str, package: str, url: str | None) -> str:
+    """A package's README for an index: relative links name files of the repository, or are plain text without `url`."""
+
+    def link(found: re.Match) -> str:
+        image, text, target = found.groups()
+        if url is None:
+            return text
+        path, mark, part = target.partition("#")
+        path = os.path.normpath(f"packages/{package}/{path}")
+        return f"{image}[{text}]({url}/{'raw' if image else 'blob'}/HEAD/{path}{mark}{part})"
+
+    return RELATIVE.sub(link, readme)
+
+
+def metadata(wheel: Path) -> str:
+    """What an index shows of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        return next(archive.read(x).decode() for x in archive.namelist() if x.endswith(".dist-info/METADATA"))
+
+
 def build(session: nox.Session, which: str, dist: Path) -> None:
     """Build one package or all into an empty `dist`, from a copy that names the project's address where it is known."""
     shutil.rmtree(dist, ignore_errors=True)
@@ -308,16 +330,20 @@ def build(session: nox.Session, which: str, dist: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", source)
     if url is None:
         session.warn("no `--url URL` and no remote named origin: the packages will name no address of the project")
-    for package in PACKAGES if url else ():
-        with (source / "packages" / package / "pyproject.toml").open("a") as file:
-            file.write(f'\n[project.urls]\nSource = "{url}"\n')
+    for package in PACKAGES:
+        folder = source / "packages" / package
+        (folder / "README.md").write_text(published((folder / "README.md").read_text(), package, url))
+        if url:
+            with (folder / "pyproject.toml").open("a") as file:
+                file.write(f'\n[project.urls]\nSource = "{url}"\n')
     command = ["uv", "build", "--quiet", which, "--no-sources", f"--out-dir={dist}", str(source)]
     session.run_install(*command, external=True)
-    for wheel in dist.glob("*.whl") if url else ():
-        with zipfile.ZipFile(wheel) as archive:
-            metadata = next(archive.read(x).decode() for x in archive.namelist() if x.endswith(".dist-info/METADATA"))
-        if f"Project-URL: Source, {url}" not in metadata:
+    for wheel in dist.glob("*.whl"):
+        about = metadata(wheel)
+        if url and f"Project-URL: Source, {url}" not in about:
             session.error(f"{wheel.name} does not name {url}")
+        if found := RELATIVE.search(about):
+            session.error(f"{wheel.name}: an index cannot follow the link {found[0]}")
 
 
 @nox.session

@@ -5,8 +5,11 @@ import importlib
 import importlib.util
 import itertools
 import pkgutil
+import re
+import subprocess
 import sys
 import tomllib
+import types
 from pathlib import Path
 
 import pytest
@@ -87,6 +90,42 @@ def test_the_committed_lock_is_read_whole(noxfile):
     assert sum(len(pin.hashes) for pin in pins.values()) == text.count("--hash=")
     assert {name.partition("==")[0] for name in pins} >= {"torch", "triton", "transformers", "numpy"}
     assert noxfile.pin_differences(text, text) == []
+
+
+@pytest.mark.parametrize("url", ["https://github.com/owner/name", None])
+def test_an_index_can_follow_every_link_of_a_wheel(noxfile, url, tmp_path, monkeypatch):
+    """The built METADATA holds absolute links to files that exist, or plain text if the repository is unknown."""
+    monkeypatch.setattr(noxfile, "address", lambda session: url)
+    session = types.SimpleNamespace(
+        create_tmp=lambda: tmp_path,
+        run_install=lambda *command, external: subprocess.run(command, check=True),
+        warn=lambda text: None,
+        error=pytest.fail,
+    )
+    noxfile.build(session, "--package=tokenmix-nha", tmp_path / "dist")
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    links = re.findall(r"\]\(([^)\s]+)\)", noxfile.metadata(wheel))
+    inside = [x.partition("#")[0].removeprefix(f"{url}/blob/HEAD/") for x in links if url and x.startswith(url)]
+    assert all((ROOT / x).is_file() for x in inside)
+    assert bool(inside) == bool(url)
+    assert all(x.startswith(("https://", "#")) for x in links)
+
+
+@pytest.mark.parametrize("package", sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml")))
+def test_no_readme_has_a_relative_link_that_the_wheel_keeps(noxfile, package):
+    text = (ROOT / "packages" / package / "README.md").read_text()
+    for url in ("https://example.org/x", None):
+        assert not noxfile.RELATIVE.search(noxfile.published(text, package, url))
+    image = "![a plot](figures/a.png) [of](#b) [c](../../docs/c.md#d)"
+    expected = "![a plot](U:/raw/HEAD/packages/nha/figures/a.png) [of](#b) [c](U:/blob/HEAD/docs/c.md#d)"
+    assert noxfile.published(image, "nha", "U:") == expected
+
+
+def test_papers_have_all_extras_of_core(noxfile):
+    """A missing library is named as an extra of the package whose command runs."""
+    for package in set(noxfile.PACKAGES) - {"core"}:
+        extras = noxfile.distribution(package)["optional-dependencies"]
+        assert extras == {x: [f"tokenmix-core[{x}]"] for x in noxfile.distribution("core")["optional-dependencies"]}
 
 
 def test_every_extra_can_be_installed_without_a_compiler(noxfile):

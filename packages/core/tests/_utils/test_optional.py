@@ -1,10 +1,13 @@
 """Missing optional libraries are named with the command that installs them; other errors are left alone."""
 
 import json
+import sys
+import types
 
 import pytest
 
 from tokenmix_core._utils.optional import install_command, is_installed, require
+from tokenmix_core.cli import main
 
 
 def test_what_is_there_is_imported():
@@ -15,6 +18,23 @@ def test_what_is_missing_is_named_with_its_command(monkeypatch):
     monkeypatch.setattr("tokenmix_core._utils.optional.install_command", "COMMAND of {}".format)
     with pytest.raises(ImportError, match=r"no_such is not installed; .*: COMMAND of tokenmix-core\[plots\]"):
         require("no_such.module", "plots")
+
+
+def test_the_package_whose_command_runs_is_named(monkeypatch):
+    monkeypatch.setattr("tokenmix_core._utils.optional._about_core", lambda file: "")
+    monkeypatch.setitem(sys.modules, "tokenmix_new_paper", types.SimpleNamespace(RECIPES={}))
+    commands = []
+
+    def command(args, context):
+        commands.append(install_command("tokenmix-core[plots]"))
+
+    monkeypatch.setattr("tokenmix_core.cli.commands.info", command)
+    for recipes in ({}, "tokenmix_new_paper:RECIPES"):
+        assert main(["info"], recipes=recipes) == 0
+    with pytest.raises(ImportError, match=r"pip install 'tokenmix-nha\[peft\]'"):
+        require("no_such.module", "peft", "tokenmix-nha")
+    assert commands == ["pip install 'tokenmix-core[plots]'", "pip install 'tokenmix-new-paper[plots]'"]
+    assert install_command("tokenmix-core[plots]") == "pip install 'tokenmix-core[plots]'"
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def with_lora(model: Any, rank: int) -> Any:
     Raises:
         ImportError: peft is not installed.
     """
-    peft = require("peft", "peft")
+    peft = require("peft", "peft", "tokenmix-nha")
     tied = {"embed_tokens", "lm_head"} if model.config.tie_word_embeddings else set()
     modules = dict(model.named_modules())
     wrapped = [
@@ -122,7 +122,7 @@ def with_lora(model: Any, rank: int) -> Any:
 
 def merge_lora(checkpoint: str, adapter: str | Path, out: str | Path) -> Any:
     """Merge the adapter in a folder into the checkpoint's weights, and save the model with its tokenizer."""
-    peft = require("peft", "peft")
+    peft = require("peft", "peft", "tokenmix-nha")
     from tokenmix_core.cli import load_tokenizer
 
     model = peft.PeftModel.from_pretrained(

@@ -8,21 +8,27 @@ import json
 import tomllib
 import urllib.parse
 import urllib.request
+from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import ModuleType
 
 CORE = "tokenmix-core"
+# the distribution whose command runs: users install its extras, which are core's by the same names
+PACKAGE = ContextVar("package", default=CORE)
 
 
 def install_command(requirement: str) -> str:
     """Return the command that installs a requirement, such as "tokenmix-core[eval]", into the running environment.
 
-    That is `uv sync` for an extra of core in a clone of the workspace, else `uv pip` where uv installed core, else pip.
+    An extra of core is named as that of `PACKAGE`. The command is `uv sync` for an extra of ours in a clone of the
+    workspace, else `uv pip` where uv installed core, else pip.
     """
     name, _, extras = requirement.rstrip("]").partition("[")
-    if name == CORE and _in_workspace():
+    if name.startswith("tokenmix-") and _in_workspace():
         return f"uv sync --all-packages {' '.join(f'--extra {extra}' for extra in extras.split(','))}"
+    if name == CORE:
+        requirement = f"{PACKAGE.get()}[{extras}]"
     return f"{'uv ' if _about_core('INSTALLER').strip() == 'uv' else ''}pip install '{requirement}'"
 
 
@@ -44,8 +50,8 @@ def _in_workspace() -> bool:
     return root.is_file() and "workspace" in tomllib.loads(root.read_text()).get("tool", {}).get("uv", {})
 
 
-def require(module: str, extra: str) -> ModuleType:
-    """Import an optional library.
+def require(module: str, extra: str, package: str = CORE) -> ModuleType:
+    """Import an optional library of a package's extra.
 
     Raises:
         ImportError: it is not installed; the message holds the command that installs it.
@@ -56,7 +62,7 @@ def require(module: str, extra: str) -> ModuleType:
         if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
             raise
         raise ImportError(
-            f"{module.split('.')[0]} is not installed; install it with: {install_command(f'{CORE}[{extra}]')}"
+            f"{module.split('.')[0]} is not installed; install it with: {install_command(f'{package}[{extra}]')}"
         ) from error
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tokenmix_core._utils.optional import PACKAGE
 from tokenmix_core._utils.trust import trusting
 from tokenmix_core.cli.packages import packages_of
 
@@ -70,6 +71,7 @@ def main(
         print(f"{name}: error: unexpected argument {args_rest[0]!r} (see {name} --help)", file=sys.stderr)
         return 2
     args.rest = args_rest
+    token = PACKAGE.set(packages[-1].replace("_", "-"))
     try:
         from tokenmix_core.cli.commands import Context
 
@@ -97,6 +99,8 @@ def main(
         _close_progress()
         print(f"\n{name}: stopped", file=sys.stderr)
         return 130
+    finally:
+        PACKAGE.reset(token)
 
 
 def _lacks_memory(error: Exception) -> bool:

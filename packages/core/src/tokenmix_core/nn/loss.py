@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tokenmix_core._utils.optional import install_command
 from tokenmix_core.nn.dtypes import at_least_float32, has_float32_output
 from tokenmix_core.ops.autograd import refuse_graph
 
@@ -227,7 +228,7 @@ def _liger(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) ->
     except ImportError as error:
         raise ValueError(
             "linear_cross_entropy: impl='liger' needs the extra 'fast' (liger-kernel), which is not installed; "
-            "install tokenmix-core[fast] or use impl='torch'"
+            f"install it with {install_command('tokenmix-core[fast]')}, or use impl='torch'"
         ) from error
     # its annotation covers the return values with further options, too
     summed: Any = liger_fused_linear_cross_entropy(hidden, weight, labels, ignore_index=ignore_index, reduction="sum")
