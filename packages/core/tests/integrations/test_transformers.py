@@ -118,35 +118,150 @@ def test_decoding_overwrites_the_state(family, monkeypatch):
     assert len(steps) == sum(type(m).__name__ == FAMILIES[family].layer for m in model.modules())
 
 
+def separately(model, rows, lengths):
+    """Logits of sequences that ran alone, laid out as the packed rows."""
+    with torch.no_grad():
+        return torch.cat(
+            [
+                torch.cat([model(part, use_cache=False).logits for part in row[None].split(n, 1)], 1)
+                for row, n in zip(rows, lengths, strict=True)
+            ]
+        )
+
+
+def index_of(lengths):
+    return torch.stack([torch.repeat_interleave(torch.arange(len(n)), torch.tensor(n)) for n in lengths]).int()
+
+
+def restarting(lengths):
+    return torch.stack([torch.cat([torch.arange(k) for k in n]) for n in lengths])
+
+
+LENGTHS = (11, 19, 7)
+BOUNDARIES = torch.tensor([0, 11, 30, 37], dtype=torch.int32)
+FORMS = {
+    "cu_seq_lens_q": {"cu_seq_lens_q": BOUNDARIES},
+    "seq_idx": {"seq_idx": index_of([LENGTHS])},
+    "seq_idx of one row": {"seq_idx": index_of([LENGTHS])[0]},
+    "seq_idx and continued positions": {"seq_idx": index_of([LENGTHS]), "position_ids": torch.arange(37)[None]},
+    "position_ids": {"position_ids": restarting([LENGTHS])},
+    "position_ids and a mask": {
+        "position_ids": restarting([LENGTHS]), "attention_mask": torch.ones(1, 37, dtype=torch.long)
+    },
+}  # fmt: skip
+
+
 @EACH
-@pytest.mark.parametrize("form", ["cu_seq_lens_q", "seq_idx"])
-def test_packed_documents_equal_separate_ones(family, form):
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_sequences_equal_separate_ones(family, form):
     model, row = field_model(family), prompt(1)
-    lengths = (11, 19, 7)
-    boundaries = torch.tensor([0, 11, 30, 37], dtype=torch.int32)
-    index = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)).unsqueeze(0)
-    call = {"position_ids": torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0), "use_cache": False}
-    if family == "granitemoehybrid":
-        # its attention masks know no positions
-        full = torch.full((37, 37), -torch.inf).masked_fill((index[0] == index[0].unsqueeze(1)).tril(), 0.0)
-        call["attention_mask"] = {"full_attention": full[None, None], "linear_attention": None}
-    # its language model hands nothing on
-    body = model.backbone if family == "mamba2" else model
     with torch.no_grad(), use_kernels(model):
-        alone = torch.cat([body(part, use_cache=False)[0] for part in row.split(lengths, 1)], 1)
-        packed = body(row, **call, **{form: boundaries if form == "cu_seq_lens_q" else index.int()})[0]
-    assert relative_error(packed, alone) < TOLERANCE
+        packed = model(row, **FORMS[form]).logits
+        assert relative_error(packed, separately(model, row, [LENGTHS])) < TOLERANCE
 
 
-def test_seq_idx_separates_documents_in_several_rows():
-    model, ids = field_model("mamba2").backbone, prompt()
-    index = torch.zeros_like(ids).int()
-    index[0, 9:], index[1, 30:] = 1, 4
+@EACH
+@pytest.mark.parametrize("given", [{}, {"return_seq_idx": True}, {"return_flash_attn_kwargs": True}])
+def test_gradients_of_flattened_batches_equal_those_of_separate_sequences(family, given):
+    from transformers import DataCollatorWithFlattening
+
+    model, row = field_model(family), prompt(1)
+    parts = [part[0].tolist() for part in row.split(LENGTHS, 1)]
+    batch = DataCollatorWithFlattening(**given)([{"input_ids": part} for part in parts])
+    labels = {"num_items_in_batch": sum(LENGTHS) - 3}
+    with use_kernels(family):
+        model.train()
+        model(**batch, **labels).loss.backward()
+        packed = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        for part in row.split(LENGTHS, 1):
+            model(part, labels=part, **labels).loss.backward()
+    for name, expected in model.named_parameters():
+        if expected.grad is not None:
+            assert relative_error(packed[name], expected.grad) < 10 * TOLERANCE, name
+
+
+@EACH
+@pytest.mark.parametrize("form", ["seq_idx", "position_ids"])
+def test_packed_sequences_in_several_rows(family, form):
+    model, rows, lengths = field_model(family), prompt(), [(9, 28), (30, 7)]
+    given = index_of(lengths) if form == "seq_idx" else restarting(lengths)
     with torch.no_grad(), use_kernels(model):
-        got = model(ids, seq_idx=index, use_cache=False)[0]
-        alone = [torch.cat([model(p, use_cache=False)[0] for p in (r[:, :n], r[:, n:])], 1) for r, n in
-                 ((ids[:1], 9), (ids[1:], 30))]  # fmt: skip
-    assert relative_error(got, torch.cat(alone)) < TOLERANCE
+        packed = model(rows, **{form: given}).logits
+        assert relative_error(packed, separately(model, rows, lengths)) < TOLERANCE
+
+
+@EACH
+def test_eager_attention_separates_as_well(family):
+    model, row = field_model(family), prompt(1)
+    model.set_attn_implementation("eager")
+    with torch.no_grad(), use_kernels(model):
+        packed = model(row, seq_idx=index_of([LENGTHS])).logits
+        assert relative_error(packed, separately(model, row, [LENGTHS])) < TOLERANCE
+
+
+def test_a_mask_of_the_caller_is_kept():
+    model, row = field_model("granitemoehybrid"), prompt(1)
+    full = torch.full((37, 37), -torch.inf).triu(1)[None, None]
+    with torch.no_grad(), use_kernels(model):
+        call = {"seq_idx": index_of([LENGTHS]), "position_ids": torch.arange(37)[None]}
+        got = model(row, **call, attention_mask={"full_attention": full, "linear_attention": None}).logits
+        separate = separately(model, row, [LENGTHS])
+    assert relative_error(got[:, :11], separate[:, :11]) < TOLERANCE
+    assert relative_error(got[:, 11:], separate[:, 11:]) > 0.01
+
+
+@EACH
+def test_sequences_that_cannot_be_separated_raise(family):
+    model, rows = field_model(family), prompt()
+    index, positions = index_of([LENGTHS] * 2), restarting([LENGTHS] * 2)
+    padding = torch.ones_like(rows)
+    padding[0, :5] = 0
+    cache = model(rows, use_cache=True)[cache_name(family)]
+    wrong = [
+        ({"seq_idx": index[:, 1:]}, r"seq_idx must have shape \[B, T\] = \[2, 37\], got \[2, 36\]"),
+        ({"seq_idx": index[0]}, r"seq_idx must have shape \[B, T\] = \[2, 37\], got \[37\]"),
+        ({"cu_seq_lens_q": BOUNDARIES}, "pass seq_idx"),
+        ({"seq_idx": index, "use_cache": True}, r"packed sequences \(seq_idx\) exclude a cache"),
+        ({"position_ids": positions, cache_name(family): cache}, r"\(position_ids\) exclude a cache"),
+        ({"seq_idx": index, "attention_mask": padding}, r"packed sequences \(seq_idx\) exclude padding"),
+        ({"position_ids": positions, "attention_mask": padding}, r"\(position_ids\) exclude padding"),
+    ]
+    with torch.no_grad(), use_kernels(model):
+        for call, message in wrong:
+            with pytest.raises(ValueError, match=message):
+                model(rows, **call)
+        if family != "mamba2":
+            model.config._attn_implementation = "flash_attention_2"
+            with pytest.raises(ValueError, match="in one row only"):
+                model(rows, seq_idx=index)
+            model.config._attn_implementation = "of another library"
+            with pytest.raises(ValueError, match="takes no mask"):
+                model(rows, seq_idx=index)
+
+
+def test_flash_attention_gets_boundaries_and_lengths(monkeypatch):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    calls = []
+
+    def attend(module, query, key, value, mask, **kwargs):
+        calls.append((mask, kwargs))
+        return torch.zeros_like(query.transpose(1, 2)), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", attend)
+    for family in FAMILIES:
+        model = field_model(family)
+        model.config._attn_implementation = "flash_attention_2"
+        with torch.no_grad(), use_kernels(model):
+            model(prompt(1), position_ids=restarting([LENGTHS]))
+        for mask, kwargs in calls:
+            assert mask is None
+            assert torch.equal(kwargs["cu_seq_lens_q"], BOUNDARIES)
+            assert torch.equal(kwargs["cu_seq_lens_k"], BOUNDARIES)
+            assert kwargs["max_length_q"] == kwargs["max_length_k"] == 19
+        assert bool(calls) == (family != "mamba2"), family
+        calls.clear()
 
 
 def test_packed_documents_and_a_cache_exclude_each_other():
@@ -321,7 +436,7 @@ def test_fallback_uses_torch_functions(family, monkeypatch):
 def test_every_family_has_norm_and_scan():
     for family, what in FAMILIES.items():
         home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-        assert all(hasattr(home, name) for name in (what.layer, *what.functions))
+        assert all(hasattr(home, name) for name in (what.layer, what.body, *what.functions))
         # before transformers 5.23 Nemotron-H's norm is Zamba2's
         assert hasattr(home, what.norm) or (family == "nemotron_h" and hasattr(home, "Zamba2RMSNormGated"))
         assert ("torch_chunk_gated_delta_rule" in what.scan) == (family in DELTA_RULE)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tokenmix_core import ops
 from tokenmix_core.integrations import fitting
-from tokenmix_core.modeling.packing import cu_seqlens_where
+from tokenmix_core.integrations.separation import cu_seqlens_of, starts_of
 from tokenmix_core.nn.dtypes import at_least_float32
 from tokenmix_core.ops.dispatch import unless_gluon
 from tokenmix_core.ops.gated_delta_rule.api import HEAD_SIZES as DELTA_SIZES
@@ -248,9 +248,7 @@ def _packed(
     if cu_seqlens is not None:
         return x, cu_seqlens
     index = call.get("seq_idx")
-    if index is None or index.shape != x.shape[:2]:
-        return x, None
-    cu_seqlens = _cu_seqlens_of(index)
+    cu_seqlens = None if index is None else _cu_seqlens_of(index, *x.shape[:2])
     return (x, None) if cu_seqlens is None else (x.reshape(1, -1, *x.shape[2:]), cu_seqlens)
 
 
@@ -260,22 +258,16 @@ class _Last:
     def __init__(self) -> None:
         self.index, self.version, self.cu_seqlens = None, -1, None
 
-    def __call__(self, index: Int[Tensor, "B T"]) -> Int[Tensor, "N_plus_1"] | None:
+    def __call__(self, index: Int[Tensor, "B T"], batch: int, tokens: int) -> Int[Tensor, "N_plus_1"] | None:
+        starts = starts_of(index, batch, tokens)
         if torch.compiler.is_compiling():
-            return _cu_seqlens(index)
+            return cu_seqlens_of(starts)
         if self.index is None or self.index() is not index or self.version != index._version:
-            self.index, self.version, self.cu_seqlens = weakref.ref(index), index._version, _cu_seqlens(index)
+            self.index, self.version, self.cu_seqlens = weakref.ref(index), index._version, cu_seqlens_of(starts)
         return self.cu_seqlens
 
 
 _cu_seqlens_of = _Last()
-
-
-def _cu_seqlens(index: Int[Tensor, "B T"]) -> Int[Tensor, "N_plus_1"] | None:
-    rows, tokens = index.shape
-    begins = F.pad(index[:, 1:] != index[:, :-1], (1, 0), value=True)
-    # rows of one document each stay rows
-    return cu_seqlens_where(begins.flatten()[1:], rows * tokens) if bool(begins[:, 1:].any()) else None
 
 
 def _refuse_cache(cu_seqlens: Tensor | None, state: Tensor | None, output_final_state: bool) -> None:

@@ -22,6 +22,7 @@ from typing import Any, get_args
 from torch import nn
 
 from tokenmix_core.integrations.adapters import FUNCTIONS, gated_norm, norm_of_gated
+from tokenmix_core.integrations.separation import handing_on, separating
 from tokenmix_core.ops.types import Impl
 
 _DELTA = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
@@ -31,6 +32,8 @@ _CONVOLUTION = ("causal_conv1d_fn", "causal_conv1d_update")
 _ATTRIBUTES = ("forward", "_old_forward")
 # marks functions built here
 _MARK = "_runs_tokenmix_kernels"
+# hands its backbone no boundaries of sequences
+_LANGUAGE_MODEL = "Mamba2ForCausalLM"
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,13 @@ class Family:
     Attributes:
         layer: name of the class whose forward calls the functions.
         norm: name of the family's gated norm class; before transformers 5.23 Nemotron-H uses Zamba2's.
+        body: name of the backbone's class, which is wrapped to separate packed sequences.
         scan: functions that the layer calls, except convolutions.
     """
 
     layer: str
     norm: str
+    body: str
     scan: tuple[str, ...]
 
     @property
@@ -54,28 +59,31 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "qwen3_next": Family("Qwen3NextGatedDeltaNet", "Qwen3NextRMSNormGated", _DELTA),
-    "qwen3_5": Family("Qwen3_5GatedDeltaNet", "Qwen3_5RMSNormGated", _DELTA),
-    "qwen3_5_moe": Family("Qwen3_5MoeGatedDeltaNet", "Qwen3_5MoeRMSNormGated", _DELTA),
-    "olmo_hybrid": Family("OlmoHybridGatedDeltaNet", "OlmoHybridRMSNormGated", _DELTA),
-    "mamba2": Family("Mamba2Mixer", "MambaRMSNormGated", _SSD),
-    "bamba": Family("BambaMixer", "BambaRMSNormGated", _SSD),
-    "zamba2": Family("Zamba2MambaMixer", "Zamba2RMSNormGated", _SSD),
-    "nemotron_h": Family("NemotronHMamba2Mixer", "NemotronHRMSNormGated", _SSD),
-    "granitemoehybrid": Family("GraniteMoeHybridMambaLayer", "GraniteMoeHybridRMSNormGated", _SSD),
-    "falcon_h1": Family("FalconH1Mixer", "FalconH1RMSNormGated", _SSD),
+    "qwen3_next": Family("Qwen3NextGatedDeltaNet", "Qwen3NextRMSNormGated", "Qwen3NextModel", _DELTA),
+    "qwen3_5": Family("Qwen3_5GatedDeltaNet", "Qwen3_5RMSNormGated", "Qwen3_5TextModel", _DELTA),
+    "qwen3_5_moe": Family("Qwen3_5MoeGatedDeltaNet", "Qwen3_5MoeRMSNormGated", "Qwen3_5MoeTextModel", _DELTA),
+    "olmo_hybrid": Family("OlmoHybridGatedDeltaNet", "OlmoHybridRMSNormGated", "OlmoHybridModel", _DELTA),
+    "mamba2": Family("Mamba2Mixer", "MambaRMSNormGated", "Mamba2Model", _SSD),
+    "bamba": Family("BambaMixer", "BambaRMSNormGated", "BambaModel", _SSD),
+    "zamba2": Family("Zamba2MambaMixer", "Zamba2RMSNormGated", "Zamba2Model", _SSD),
+    "nemotron_h": Family("NemotronHMamba2Mixer", "NemotronHRMSNormGated", "NemotronHModel", _SSD),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridMambaLayer", "GraniteMoeHybridRMSNormGated", "GraniteMoeHybridModel", _SSD
+    ),
+    "falcon_h1": Family("FalconH1Mixer", "FalconH1RMSNormGated", "FalconH1Model", _SSD),
 }
 
 
 def use_kernels(model_or_family: nn.Module | str, *, impl: Impl | None = None) -> KernelUse:
     """Run a transformers model, or all models of a family, on our kernels: training, prefill and decoding.
 
-    This replaces gated delta rule, convolution and gated norm of Qwen3-Next, Qwen3.5 (and MoE) and OLMo-Hybrid; SSD,
-    convolution and gated norm of Mamba2, Bamba, Zamba2, Nemotron-H, Granite-MoE-hybrid and Falcon-H1 (before
+    This replaces gated delta rule, convolution and gated norm of Qwen3-Next, Qwen3.5 (and MoE) and OLMo-Hybrid;
+    SSD, convolution and gated norm of Mamba2, Bamba, Zamba2, Nemotron-H, Granite-MoE-hybrid and Falcon-H1 (before
     transformers 5.23, Nemotron-H's norm belongs to the family Zamba2). Weights, caches and everything else stay
-    transformers'. Packed documents are separated if the call gives their boundaries as `cu_seq_lens_q` or `seq_idx`. A
-    compiled model keeps the functions it was traced with: call this before compiling. A copy of a model keeps the
-    kernels in use at that time; a pickled one has transformers' again.
+    transformers'. Packed sequences, marked by `cu_seq_lens_q`, `seq_idx` or restarting `position_ids`, are
+    separated in all layers, attention included, as if each ran alone; they exclude a cache and padding. A compiled
+    model keeps the functions it was traced with: call this before compiling. A copy of a model keeps the kernels in
+    use at that time; a pickled one has transformers' again.
 
     Args:
         model_or_family: a model, possibly wrapped, or a key of `FAMILIES`, which affects existing and future models.
@@ -96,8 +104,8 @@ def use_kernels(model_or_family: nn.Module | str, *, impl: Impl | None = None) -
             raise ValueError(f"use_kernels: expected a model, or one of {', '.join(FAMILIES)}, got {model_or_family!r}")
         family = importlib.import_module(_home(model_or_family))
         what = FAMILIES[model_or_family]
-        classes = [getattr(family, what.layer)]
-        classes += [getattr(family, what.norm)] if hasattr(family, what.norm) else []
+        names = (what.layer, what.norm, what.body, _LANGUAGE_MODEL)
+        classes = [cls for name in names if (cls := getattr(family, name, None)) is not None]
         return KernelUse([_Exchange(cls, "forward", _ours(cls, impl)) for cls in classes])
     if not isinstance(model_or_family, nn.Module):
         raise ValueError(f"use_kernels: expected a model or a family, got {type(model_or_family).__name__}")
@@ -115,7 +123,7 @@ def use_fallback(model: nn.Module) -> KernelUse:
         family, home = _family(cls), importlib.import_module(cls.__module__)
         if getattr(vars(cls)["forward"], _MARK, False):
             raise ValueError(f"use_fallback: {cls.__name__} runs our kernels; undo that first")
-        if family is None or cls.__name__ == family.norm:
+        if family is None or cls.__name__ != family.layer:
             return vars(cls)["forward"]
         # the selector between packages wraps the torch function
         functions = {name: getattr(home, name).__wrapped__ for name in family.functions}
@@ -127,7 +135,7 @@ def use_fallback(model: nn.Module) -> KernelUse:
 def _use(model: nn.Module, forward: Callable[[type], Callable[..., Any]]) -> KernelUse:
     """Replace the forward of every layer of a model by `forward(class)`."""
     layers = [(name, m, cls) for name, m in model.named_modules() if (cls := _known(type(m))) is not None]
-    if not layers:
+    if not any(_runs_kernels(cls) for _, _, cls in layers):
         raise ValueError(
             f"use_kernels: {type(model).__name__} has no layers that can run our kernels; "
             f"supported families are {', '.join(FAMILIES)}"
@@ -172,7 +180,7 @@ class KernelUse:
 
     def __init__(self, exchanges: list[_Exchange]) -> None:
         self._exchanges = exchanges
-        self.layers = len(exchanges)
+        self.layers = sum(_runs_kernels(_known(type(e.owner)) or e.owner) for e in exchanges)
 
     def undo(self) -> None:
         """Restore the former functions; a second call has no effect.
@@ -183,9 +191,7 @@ class KernelUse:
         left = [exchange for exchange in reversed(self._exchanges) if not exchange.undo()]
         self._exchanges = left
         if left:
-            raise ValueError(
-                f"undo: {len(left)} of {self.layers} layers have been given another forward since; undo that first"
-            )
+            raise ValueError(f"undo: {len(left)} modules have been given another forward since; undo that first")
 
     def __enter__(self) -> KernelUse:
         return self
@@ -211,9 +217,15 @@ def _known(cls: type) -> type | None:
 
 def _family(cls: type) -> Family | None:
     for name, family in FAMILIES.items():
-        if cls.__module__ == _home(name) and cls.__name__ in (family.layer, family.norm):
+        names = (family.layer, family.norm, family.body, _LANGUAGE_MODEL)
+        if cls.__module__ == _home(name) and cls.__name__ in names:
             return family
     return None
+
+
+def _runs_kernels(cls: type) -> bool:
+    family = _family(cls)
+    return family is not None and cls.__name__ in (family.layer, family.norm)
 
 
 def _attribute(name: str, module: nn.Module) -> str:
@@ -231,6 +243,10 @@ def _ours(cls: type, impl: Impl | None) -> Callable[..., Any]:
     """Return the forward of a transformers class, rebuilt to call our functions."""
     family = _family(cls)
     assert family is not None
+    if not _runs_kernels(cls):
+        made = (separating if cls.__name__ == family.body else handing_on)(vars(cls)["forward"])
+        setattr(made, _MARK, True)
+        return made
     if cls.__name__ == family.norm:
         norm = gated_norm if family.scan is _DELTA else norm_of_gated
         return norm if impl is None else _as_method(functools.partial(norm, impl=impl))
