@@ -33,8 +33,9 @@ from tokenmix_core.ops.gated_delta_rule import autograd, hopper
 from tokenmix_core.ops.gated_delta_rule import plan as delta_rule_plan
 from tokenmix_core.ops.gated_delta_rule.prepare import prepare as portable_prepare
 from tokenmix_core.ops.softmax_attention import plan as attention_plan
+from tokenmix_core.ops.softmax_attention.api import _resolve as resolve_attention
 from tokenmix_core.ops.softmax_attention.tuning import attention as attention_tile
-from tokenmix_core.ops.softmax_attention.types import Mask
+from tokenmix_core.ops.softmax_attention.types import Call, Mask
 from tokenmix_core.ops.sparse_attention import plan as kept_plan
 from tokenmix_core.ops.ssd import plan as ssd_plan
 
@@ -362,3 +363,18 @@ def test_an_explanation_of_attention_names_whose_gradients_follow_our_outputs(wh
 def test_what_cannot_be_explained_is_refused(call, why):
     with pytest.raises(ValueError, match=why):
         call()
+
+
+def test_a_reference_in_place_of_kernels_warns_once_by_name():
+    dispatch._warn_of_reference.cache_clear()
+    large = Call("cuda", torch.bfloat16, 64, 64, 512, 512, Mask(True, None, 0))
+    with pytest.warns(
+        RuntimeWarning, match="attention: impl='triton' takes head sizes up to 256, got K=512 and V=512: "
+    ):
+        assert resolve_attention("attention", None, large) == "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resolve_attention("attention", None, large)
+        # expected of a CPU and of float64
+        resolve_attention("attention", None, large._replace(device="cpu"))
+        resolve_attention("attention", None, large._replace(dtype=torch.float64))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import warnings
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -13,7 +15,7 @@ from tokenmix_core.ops import attention
 from tokenmix_core.ops.types import AttentionOutput
 from tokenmix_core.testing.operations import Call, KernelCase, OpContract
 from tokenmix_lte.ops import block_attention, select_blocks
-from tokenmix_lte.ops.selected_blocks import plan
+from tokenmix_lte.ops.selected_blocks import api, plan
 from tokenmix_lte.ops.selected_blocks.autograd import (
     block_attention_backward_op,
     block_attention_op,
@@ -297,3 +299,23 @@ def test_bfloat16_in_the_interpreter_is_refused():
     tensors, options = inputs(TQ=20, size=16, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="interpreter, got bfloat16"):
         block_attention(*tensors, **options, impl="triton")
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [({"K": 192}, "takes head sizes up to 128, got K=192"), ({"block_size": 48}, "takes blocks of 16, 32, 64 or 128")],
+)
+def test_the_reference_warns_on_a_gpu_once(changed, why):
+    x = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.bfloat16)
+    sizes = {"K": 64, "V": 64, "block_size": 64} | changed
+    dims = {"B": 1, "TQ": 8, "HQ": 4, "H": 1, "K": sizes["K"]}
+
+    def choose():
+        limit = plan.limit(**sizes, q=x)
+        return api._options("block_attention", dims, x, sizes["block_size"], None, None, None, limit)[1]
+
+    with pytest.warns(RuntimeWarning, match=f"block_attention: impl='triton' {why}"):
+        assert choose() == "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose() == "reference"

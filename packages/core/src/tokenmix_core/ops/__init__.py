@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from tokenmix_core.ops.checks import check_scale as check_scale
     from tokenmix_core.ops.checks import check_tensors as check_tensors
     from tokenmix_core.ops.dispatch import GluonForm as GluonForm
+    from tokenmix_core.ops.dispatch import by_reference as by_reference
     from tokenmix_core.ops.dispatch import resolve_impl as resolve_impl
     from tokenmix_core.ops.dispatch import row_impl as row_impl
     from tokenmix_core.ops.dispatch import unless_gluon as unless_gluon
@@ -155,6 +156,7 @@ __getattr__ = lazily(
         "of_fields": "autograd",
         "buffer_views": "buffers",
         "cached_op": "autograd",
+        "by_reference": "dispatch",
         "resolve_impl": "dispatch",
         "retried": "autograd",
         "buffer_bytes": "buffers",

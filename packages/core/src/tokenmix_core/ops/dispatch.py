@@ -142,6 +142,10 @@ def _imported(traceback: TracebackType | None) -> str:
     return name
 
 
+# Triton's interpreter multiplies the bits of bfloat16 as integers
+NOT_INTERPRETED = "takes float16 and float32 in Triton's interpreter, got bfloat16; pass impl='reference'"
+
+
 def interpreting() -> bool:
     """Tell whether Triton kernels run in Triton's interpreter (`TRITON_INTERPRET=1`)."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -157,7 +161,7 @@ def resolve_impl(op: str, impl: str | None, x: Tensor, gluon: GluonForm | None =
 
     Raises:
         ValueError: an unknown name, "gluon" without such kernels, or "triton" for tensors on a CPU outside Triton's
-            interpreter.
+            interpreter, or in bfloat16 inside it.
     """
     if impl is None:
         return None if x.is_cuda else "reference"
@@ -172,7 +176,21 @@ def resolve_impl(op: str, impl: str | None, x: Tensor, gluon: GluonForm | None =
             f"{op}: impl='triton' needs CUDA tensors, got tensors on {x.device}; "
             "pass impl='reference', or set TRITON_INTERPRET=1 to run the kernels on a CPU"
         )
+    if impl == "triton" and not x.is_cuda and x.dtype == torch.bfloat16:
+        raise ValueError(f"{op}: impl='triton' {NOT_INTERPRETED}")
     return impl
+
+
+def by_reference(op: str, why: str | None, device: str, dtype: torch.dtype) -> str:
+    """Return "reference", and warn once if it takes the place of kernels on a GPU; `why` follows the kernels' name."""
+    if device == "cuda" and dtype != torch.float64 and why is not None and not torch.compiler.is_compiling():
+        _warn_of_reference(f"{op}: impl='triton' {why.partition('; pass')[0]}")
+    return "reference"
+
+
+@functools.cache
+def _warn_of_reference(limit: str) -> None:
+    warnings.warn(f"{limit}: the reference runs, which is slower and takes more memory", RuntimeWarning, stacklevel=5)
 
 
 def unless_gluon(impl: Any) -> Any:

@@ -34,6 +34,15 @@ class RefusalTests:
         assert "\n" not in str(error.value)
         assert ": " in str(error.value)
 
+    def test_bfloat16_in_the_interpreter_is_refused_by_name(self, form, device):
+        here: Any = self
+        if device != "cpu" or "half" not in here.dtypes:
+            pytest.skip("the operation has no kernels in bfloat16, or they run on a GPU")
+        tensors, options = here.make(torch.bfloat16, **here.valid)
+        assert torch.bfloat16 in {x.dtype for x in tensors.values()}
+        with no_launches(), pytest.raises(ValueError, match="takes float16 and float32 in Triton's interpreter"):
+            here.forms[form](**tensors, **options, impl="triton")
+
     def test_a_meta_tensor_among_real_ones_is_refused_by_name(self, form, impl, device):
         here: Any = self
         tensors, options = here.make(torch.float32, device if impl == "triton" else "cpu", **here.valid)

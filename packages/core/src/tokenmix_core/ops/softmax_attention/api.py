@@ -21,7 +21,7 @@ from tokenmix_core.ops.checks import (
     check_same_dtype,
     check_scale,
 )
-from tokenmix_core.ops.dispatch import row_impl
+from tokenmix_core.ops.dispatch import by_reference, row_impl
 from tokenmix_core.ops.softmax_attention import autograd
 from tokenmix_core.ops.softmax_attention.backends import (
     IMPLS,
@@ -216,7 +216,8 @@ def _check_decode(q, k_cache, v_cache, cache_seqlens, window, sinks, scale, impl
             raise ValueError(f"{op}: cache_seqlens must lie between 0 and S = {dims['S']}, got {lengths[:16]}")
     call = Call(q.device.type, q.dtype, dims["TQ"], dims["S"], dims["K"], dims["V"], mask)
     if impl is None:
-        impl = "triton" if q.is_cuda and limit("triton", call) is None else "reference"
+        why = limit("triton", call)
+        impl = "triton" if q.is_cuda and why is None else by_reference(op, why, q.device.type, q.dtype)
     elif impl not in ("triton", "reference"):
         raise ValueError(f"{op}: impl must be None, 'triton' or 'reference', got {impl!r}")
     elif (why := limit(impl, call)) is not None:
@@ -247,6 +248,8 @@ def _check_options(op, dims, q, k, v, causal, window, sinks, scale) -> tuple[Mas
 def _resolve(op: str, impl: str | None, call: Call) -> str | None:
     if impl is None:
         chosen = choose_impl(call)
+        if chosen == "reference":
+            by_reference(op, limit("triton", call), call.device, call.dtype)
         return None if chosen == "triton" else chosen
     if impl not in IMPLS:
         raise ValueError(f"{op}: impl must be None or one of {', '.join(map(repr, IMPLS))}, got {impl!r}")

@@ -16,6 +16,7 @@ from tokenmix_core.ops.checks import (
     check_same_dtype,
     check_scale,
 )
+from tokenmix_core.ops.dispatch import by_reference
 from tokenmix_core.ops.softmax_attention.backends import limit
 from tokenmix_core.ops.softmax_attention.types import Call, Mask
 from tokenmix_core.ops.sparse_attention import autograd, plan
@@ -114,7 +115,8 @@ def _check(q, k, v, keep, unit, window, until, scale, cu_seqlens, impl) -> tuple
     mask, packed = Mask(True, window, 0), cu_seqlens is not None
     call = Call(q.device.type, q.dtype, dims["TQ"], dims["TK"], dims["K"], dims["V"], mask, packed)
     if impl is None:
-        impl = None if q.is_cuda and limit("triton", call) is None else "reference"
+        why = limit("triton", call)
+        impl = None if q.is_cuda and why is None else by_reference(op, why, q.device.type, q.dtype)
     elif impl == "gluon":
         if not torch.compiler.is_compiling():
             plan.GLUON.require(op, q.device, q.dtype, plan.limit(q, k, v, until))

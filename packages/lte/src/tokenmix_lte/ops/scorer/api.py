@@ -12,6 +12,7 @@ from tokenmix_core.kernels import Checked
 from tokenmix_core.ops import (
     Impl,
     bind_shapes,
+    by_reference,
     check_cu_seqlens,
     check_dtype,
     check_same_device,
@@ -120,5 +121,5 @@ def _check_flat(k, v, weight, bias, offsets, begin, cu_seqlens, dropout, impl, *
     if impl == "reference" or why is None:
         return impl
     if asked is None:
-        return "reference"
+        return by_reference(op, why, k.device.type, k.dtype)
     raise ValueError(f"{op}: impl={asked!r} {why}; pass impl='reference', or None for what runs here")

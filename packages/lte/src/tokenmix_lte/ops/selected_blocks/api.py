@@ -12,6 +12,7 @@ from tokenmix_core.ops import (
     AttentionOutput,
     Impl,
     bind_shapes,
+    by_reference,
     check_cu_seqlens,
     check_dtype,
     check_multiple,
@@ -170,7 +171,7 @@ def _options(op, dims, q, block_size, scale, cu_seqlens, impl, why: str | None) 
         raise ValueError(f"{op}: scale must be positive, got {scale!r}")
     chosen = resolve_impl(op, impl, q)
     if chosen is None:
-        return factor, "triton" if why is None else "reference"
+        return factor, "triton" if why is None else by_reference(op, why, q.device.type, q.dtype)
     if chosen == "triton" and why is not None:
         raise ValueError(f"{op}: impl='triton' {why}")
     return factor, chosen

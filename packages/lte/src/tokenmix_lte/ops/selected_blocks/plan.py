@@ -41,8 +41,6 @@ def limit(K: int, V: int, block_size: int | None, q: Tensor) -> str | None:
     """Return the reason why the kernels do not support a call, to follow the implementation's name, or None."""
     if q.dtype == torch.float64:
         return "has no float64; pass impl='reference'"
-    if not q.is_cuda and q.dtype == torch.bfloat16:
-        return "takes float16 and float32 in Triton's interpreter, got bfloat16; pass impl='reference'"
     if max(K, V) > MAX_HEAD_SIZE:
         return f"takes head sizes up to {MAX_HEAD_SIZE}, got K={K} and V={V}; pass impl='reference'"
     if block_size not in (None, 16, 32, 64, 128):
