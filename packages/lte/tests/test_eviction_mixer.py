@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tokenmix_core.testing.launch_spies import grids
 from tokenmix_lte import eviction
 from tokenmix_lte.eviction import eviction_times
+from tokenmix_lte.ops.eviction.times import eviction_times_triton
 
 
 def scores(B: int, T: int, H: int, *, share: float, ties: bool, seed: int = 0) -> Tensor:
@@ -77,6 +79,21 @@ def test_a_key_is_evicted_when_the_cap_th_better_key_leaves_the_window(T, capaci
     # the heap evicts such a key when it leaves the window, the definition maybe earlier: no query sees the difference
     never = kept & ~retained
     assert (heap[never] == (torch.arange(T).view(1, T, 1) + 7).expand_as(heap)[never]).all()
+
+
+def test_the_grid_of_eight_million_tokens_can_be_launched():
+    with grids() as launches:
+        eviction_times_triton(torch.empty(2, 2**23, 1), 512, 768)
+    assert launches == [("eviction_times_kernel", (2**18,))]
+
+
+@pytest.mark.gpu
+def test_eviction_times_beyond_four_million_tokens():
+    # only the first keys are retained, so that few are compared
+    x = torch.full((1, 2**22 + 64, 1), -torch.inf, device="cuda")
+    x[:, :3] = torch.tensor([1.0, 3.0, 2.0], device="cuda").view(1, 3, 1)
+    got = eviction_times_triton(x, 1, 7)
+    assert got[0, :3, 0].tolist() == [8, 2**22 + 64 + 7, 8]
 
 
 def test_each_query_sees_at_most_capacity_retained_keys():

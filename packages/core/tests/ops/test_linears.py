@@ -44,6 +44,8 @@ class TestLinears(OpContract):
         "one long row": KernelCase(dict(B=1, D=4200)),
         "more rows than sixteen": KernelCase(dict(B=17, D=64)),
     }
+    # the kernel takes up to 64 rows
+    long = (17, 64)
     neighbours: ClassVar = dict(B=3, D=16)
     replayed: ClassVar = dict(B=1, D=16)
     malformed: ClassVar = {

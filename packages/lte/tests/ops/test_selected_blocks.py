@@ -181,7 +181,8 @@ class TestSelection(OpContract):
         options = {"count": count, "block_size": 4} | {name: sizes.pop(name) for name in names if name in sizes}
         if "cu_seqlens" in options:
             options["cu_seqlens"] = torch.tensor(options["cu_seqlens"], device=device)
-        q, pooled, lse = selection(TQ=T, U=U or -(-T // 4), **sizes, dtype=dtype, device=device, seed=seed)
+        U = max(U or 0, -(-(T + options.get("shift", 0)) // 4))
+        q, pooled, lse = selection(TQ=T, U=U, **sizes, dtype=dtype, device=device, seed=seed)
         # attention returns it in float32
         return Call({"q": q, "pooled": pooled, "lse": lse.to(torch.promote_types(dtype, torch.float32))}, options)
 

@@ -1,4 +1,4 @@
-"""Forbid launches, and count replays of the launch cache; on a CPU with interpreted kernels."""
+"""Forbid launches, list their grids, and count replays of the launch cache; on a CPU with interpreted kernels."""
 
 from __future__ import annotations
 
@@ -28,6 +28,17 @@ def no_launches() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, launcher.taken(refuse):
         _let_launches_be_taken(patch)
         yield
+
+
+@contextmanager
+def grids() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    """Make no launches inside the block; yield a list of their kernels' names and grids."""
+    from tokenmix_core.kernels.launch import launcher
+
+    found: list[tuple[str, tuple[int, ...]]] = []
+    with pytest.MonkeyPatch.context() as patch, launcher.taken(lambda x: found.append((x[0].fn.__name__, x[1]))):
+        _let_launches_be_taken(patch)
+        yield found
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from tokenmix_core.kernels.launch import caching
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
 from tokenmix_core.testing.calls import Call, KernelCase, Results, Sizes
 from tokenmix_core.testing.closeness import assert_within, relative_error
-from tokenmix_core.testing.launch_spies import replays
+from tokenmix_core.testing.launch_spies import grids, replays
 from tokenmix_core.testing.layout_contract import LayoutTests
 from tokenmix_core.testing.refusals import RefusalTests
 from tokenmix_core.testing.tracing import CountedGraphs
@@ -34,6 +34,7 @@ PROPERTIES = {
     "kernels": (
         "test_kernels_err_at_most_twice_as_much_as_the_reference",
         "test_bfloat16_in_the_interpreter_is_refused_by_name",
+        "test_only_the_first_axis_of_a_grid_grows_with_tokens",
     ),
     "parts": ("test_parts_equal_the_whole",),
     "step": (
@@ -81,6 +82,7 @@ class OpContract(LayoutTests, RefusalTests):
         factor: largest error of the kernels, as a multiple of the eager reference's error.
         floor: maps a result's name and the eps of the inputs' dtype to the error that is always allowed; by default
             that of `assert_agrees`.
+        long: two numbers of tokens, for which the kernels' grids are compared.
         parts: by name, sizes of calls that are repeated in several parts of the tokens.
         step: the function that computes one token and overwrites its argument `state`, and the sizes of a call
             that is repeated token by token.
@@ -115,6 +117,7 @@ class OpContract(LayoutTests, RefusalTests):
     kernels: ClassVar[Mapping[str, KernelCase]] = {}
     factor: ClassVar[float] = 2.0
     floor: ClassVar[Any] = None
+    long: ClassVar[tuple[int, int]] = (4000, 12000)
     parts: ClassVar[Mapping[str, Sizes]] = {}
     step: ClassVar[Any] = None
     malformed_steps: ClassVar[Malformed] = {}
@@ -201,6 +204,9 @@ class OpContract(LayoutTests, RefusalTests):
             "length": [*self.lengths],
             "cut_case": [*self.parts],
             "packed_case": [*self.packed],
+            "grid_case": [
+                n for n, x in self.kernels.items() if not {"boundaries", "cu", "cu_seqlens"} & x.sizes.keys()
+            ],
             "bad": [*self.malformed],
             "bad_step": [*self.malformed_steps],
             "laid_call": self.laid_calls() if "laid_call" in metafunc.fixturenames else [],
@@ -248,6 +254,21 @@ class OpContract(LayoutTests, RefusalTests):
         call = self.make(dtype, device, **case.sizes)
         kernels, reference = (self._function(form, call.options, impl) for impl in ("triton", "reference"))
         self.assert_kernels_agree(kernels, reference, call)
+
+    def test_only_the_first_axis_of_a_grid_grows_with_tokens(self, grid_case, device, override):
+        """The other axes have at most 65,535 programs."""
+        case = self.kernels[grid_case]
+        if case.patch is not None:
+            case.patch(override)
+        found = []
+        for T in self.long:
+            tensors, options = self.make(DTYPES[self.dtypes[0]], device, **case.sizes | {"T": T})
+            function = self._function(case.form or next(iter(self.forms)), options, "triton")
+            with caching(False), grids() as launches:
+                self._found(function, tensors)
+            found.append({(name, grid[1:]) for name, grid in launches})
+        assert found[0]
+        assert found[1] == found[0], found[1] ^ found[0]
 
     def test_parts_equal_the_whole(self, form, eager_impl, cut_case):
         tensors, options = self.make(**self.parts[cut_case])

@@ -189,6 +189,12 @@ def test_nothing_is_packed_for_a_grid_of_nothing(handed_over):
     assert packed(grid=(3, 0)) == b""
 
 
+def test_a_grid_that_no_gpu_can_launch_is_refused_in_one_sentence():
+    for grid in ((1, 65_536), (1, 1, 65_536)):
+        with pytest.raises(ValueError, match=r"65,536.* room for 65,535 each: split heads or channels"):
+            packed(grid=grid)
+
+
 @pytest.mark.parametrize("args", [(b"",), ("text", 0), (b"", *range(300))], ids=["no stream", "no bytes", "too many"])
 def test_other_arguments_are_refused(handed_over, args):
     with pytest.raises(TypeError, match="launch"):

@@ -22,9 +22,9 @@ def eviction_times_kernel(scores, times, cap, window, T, H, BT: tl.constexpr, BN
     scores of a head:  | tile 0 | tile 1 | … | tile `tile` | …       `count` better keys before tile `tile`,
                                               ↑ cap-th better key     fewer than `cap`
     """
-    i_bh = tl.program_id(0).to(tl.int64)
+    i_bh = (tl.program_id(0) // tl.cdiv(T, BT)).to(tl.int64)
     p_row = (i_bh // H) * T * H + i_bh % H
-    o_t, o_n = tl.program_id(1) * BT + tl.arange(0, BT), tl.arange(0, BN)
+    o_t, o_n = (tl.program_id(0) % tl.cdiv(T, BT)) * BT + tl.arange(0, BT), tl.arange(0, BN)
     m_t = o_t < T
     tiles = tl.cdiv(T, BN)
     b_s = tl.load(scores + p_row + o_t * H, mask=m_t, other=0.0)
@@ -61,7 +61,7 @@ def eviction_times_triton(scores: Tensor, cap: int, window: int) -> Tensor:
     B, T, H = scores.shape
     scores = scores.contiguous()
     times = torch.empty_like(scores, dtype=torch.int32)
-    eviction_times_kernel[(B * H, cdiv(T, _BT))](
+    eviction_times_kernel[(B * H * cdiv(T, _BT),)](
         scores=scores, times=times, cap=cap, window=window, T=T, H=H, BT=_BT, BN=_BN, num_warps=4
     )
     return times

@@ -18,6 +18,8 @@ _FORMATS = {
 }  # fmt: skip
 # equal to the limit in `launches.c`
 _MAX_PARAMETERS = 96
+# of a grid's second and third axis; the first has room for 2^31 − 1
+_MAX_PROGRAMS = 65_535
 
 
 class Loaded(NamedTuple):
@@ -59,10 +61,18 @@ def packed(kernel: Loaded, grid: tuple[int, ...], args: Iterable, pointers: Mapp
 
     `pointers` maps the index of each argument that is set at the launch to `(number of the address, byte offset)`;
     number 0 is the stream.
+
+    Raises:
+        ValueError: the grid is larger than GPUs allow.
     """
     grid = (*grid, 1, 1)[:3]
     if not all(grid):
         return b""
+    if grid[1] > _MAX_PROGRAMS or grid[2] > _MAX_PROGRAMS:
+        raise ValueError(
+            f"a kernel needs {grid[1]:,} × {grid[2]:,} programs along its grid's second and third axis, and GPUs have "
+            f"room for {_MAX_PROGRAMS:,} each: split heads or channels over several calls"
+        )
     values, later = [], []
     for i, (form, x) in enumerate(zip(kernel.formats, args, strict=True)):
         if form is None:
