@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import pytest
 import torch
 
+from tokenmix_core.modeling.cache_name import CACHE
+from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.models import ModelContract
 from tokenmix_nats_l.config import NatsLConfig
 from tokenmix_nats_l.model import NatsLForCausalLM, NatsLModel
@@ -35,3 +38,40 @@ def test_the_share_of_softmax_chunks_is_among_the_outputs():
     model = NatsLForCausalLM(NatsLConfig(**TestNatsLModel.configs["pure"]))
     out = model(torch.randint(0, 61, (2, 140)), use_cache=False)
     assert out.auxiliary["softmax_share"].shape == (2, 2)
+
+
+@torch.no_grad()
+def test_rows_have_adapters_of_the_chunks_scores_with_a_cache_and_padding():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = NatsLForCausalLM(NatsLConfig(**TestNatsLModel.configs["pure"])).eval()
+    config = peft.LoraConfig(r=2, target_modules=["score_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config, adapter_name="first").eval()
+    adapted.add_adapter("second", config)
+    ids, lengths, names = torch.randint(3, 61, (3, 200)), [200, 130, 2], ["first", "second", "second"]
+    left = (torch.arange(200) >= 200 - torch.tensor(lengths).unsqueeze(1)).long()
+
+    def continued(rows, mask, **given):
+        """Logits of a prompt and of 70 tokens that follow in one call, which ends chunks of some rows."""
+        begun = adapted(input_ids=rows[:, :-70], attention_mask=mask[:, :-70], use_cache=True, **given)
+        more = adapted(input_ids=rows[:, -70:], attention_mask=mask, **{CACHE: begun[CACHE]}, **given)
+        return torch.cat((begun.logits, more.logits), 1)
+
+    ids, left = torch.cat((ids, ids[:, :70]), 1), torch.cat((left, left.new_ones(3, 70)), 1)
+    together = continued(ids, left, adapter_names=names)
+    options = {"max_new_tokens": 70, "do_sample": False, "eos_token_id": None}
+    sampled = adapted.generate(
+        input_ids=ids[:, :200], attention_mask=left[:, :200], adapter_names=names, **options
+    )[:, -70:]  # fmt: skip
+    outputs = {}
+    for name in ("first", "second"):
+        adapted.set_adapter(name)
+        for i, n in enumerate(lengths):
+            alone = continued(ids[i : i + 1, -n - 70 :], left[i : i + 1, -n - 70 :])[0]
+            outputs[name, i] = alone
+            if name == names[i]:
+                assert relative_error(together[i, -n - 70 :], alone) < 1e-4, (name, i)
+                expected = adapted.generate(input_ids=ids[i : i + 1, 200 - n : 200], **options)[0, -70:]
+                assert torch.equal(sampled[i], expected), (name, i)
+    # the adapters choose other types
+    assert relative_error(outputs["first", 0], outputs["second", 0]) > 1e-3

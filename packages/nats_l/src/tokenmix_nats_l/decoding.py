@@ -101,11 +101,20 @@ def extend(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState) -> tuple[
 
 
 def _extend_uniform(
-    layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, fill: int, index: int | Tensor
+    layer: NatsL,
+    x: Tensor,
+    tokens: Tokens,
+    state: LayerState,
+    fill: int,
+    index: int | Tensor,
+    among: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Extend rows whose open chunk has `fill` tokens; `index`, if a tensor `[N, 1]`, is the chunk's index per row."""
+    """Extend rows whose open chunk has `fill` tokens; `index`, if a tensor `[N, 1]`, is the chunk's index per row.
+
+    `among` is as in `types_from`.
+    """
     C, T = layer.chunk, x.shape[1]
-    types = _types(layer, _means(layer, state, x, fill), index)
+    types = _types(layer, _means(layer, state, x, fill), index, among)
     # start copying the longest list's length to the host before the long kernels; the host reads it after them
     longest = _longest(layer, state, types, (fill + T) // C)
     softmax = _attend(layer, tokens, types, state, fill)
@@ -213,7 +222,8 @@ def _extend_in_groups(
         at = torch.tensor([range(boundaries[n], boundaries[n] + length) for n in members], device=x.device)
         here = type(tokens)(*(y[0, at] for y in tokens))
         chunks = state.span.before[rows].unsqueeze(1) // layer.chunk
-        outputs.append([y.flatten(0, 1) for y in _extend_uniform(layer, x[0, at], here, apart, fill, chunks)])
+        both = _extend_uniform(layer, x[0, at], here, apart, fill, chunks, (rows, len(before)))
+        outputs.append([y.flatten(0, 1) for y in both])
         indices.append(at.flatten())
         for name in _TENSORS:
             getattr(state, name).value[rows] = getattr(apart, name).value
@@ -270,13 +280,13 @@ def _means(layer: NatsL, state: LayerState, x: Tensor, fill: int) -> Tensor:
     return _joined(means)
 
 
-def _types(layer: NatsL, means: Tensor, first: int | Tensor) -> ChunkTypes:
+def _types(layer: NatsL, means: Tensor, first: int | Tensor, among: tuple[Tensor, int] | None) -> ChunkTypes:
     """Return the types of chunks with these means; `first [N, 1]` is the index of the first one in its sequence."""
 
     def indices() -> Tensor:
         return (torch.arange(means.shape[1], device=means.device) + first).expand(len(means), -1)
 
-    return layer.types_from(means, indices)
+    return layer.types_from(means, indices, among)
 
 
 def _longest(layer: NatsL, state: LayerState, types: ChunkTypes, ending: int) -> Asked | None:

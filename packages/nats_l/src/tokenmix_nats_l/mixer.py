@@ -87,6 +87,7 @@ class NatsL(Mixer):
     """
 
     float32 = ("A_log", "dt_bias")
+    per_chunk = ("score_proj",)
 
     def __init__(
         self,
@@ -285,9 +286,15 @@ class NatsL(Mixer):
         )
 
     def types_from(
-        self, means: Float[Tensor, "B slots D"], indices: Callable[[], Int[Tensor, "B slots"]]
+        self,
+        means: Float[Tensor, "B slots D"],
+        indices: Callable[[], Int[Tensor, "B slots"]],
+        among: tuple[Int[Tensor, "B"], int] | None = None,
     ) -> ChunkTypes:
-        """Return the types of chunks from their mean inputs, or forced types from their indices in the sequences."""
+        """Return the types of chunks from their mean inputs, or forced types from their indices in the sequences.
+
+        `among` gives the rows' indices in a batch of more rows, all of which an adapter of `score_proj` sees.
+        """
         if self.types != "learned":
             return forced_types(self.types, indices(), self.num_heads, means.dtype)
         assert self.score_proj is not None
@@ -297,7 +304,11 @@ class NatsL(Mixer):
                 return learned_types(F.linear(means, self.score_proj.weight.to(means.dtype)))
             # quantised layers and adapters compute in the dtype of their floating-point weights
             floats = (p.dtype for p in self.score_proj.parameters() if p.is_floating_point())
-            return learned_types(output_linear(means.to(next(floats, means.dtype)), self.score_proj).to(means.dtype))
+            x = means.to(next(floats, means.dtype))
+            if among is not None:
+                x = x.new_zeros(among[1], *x.shape[1:]).index_copy(0, among[0], x)
+            scores = output_linear(x, self.score_proj).to(means.dtype)
+            return learned_types(scores if among is None else scores[among[0]])
 
     def mix(self, tokens: Tokens, types: ChunkTypes, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return both operations' outputs for whole sequences, `[B, T, HA, VA]`."""

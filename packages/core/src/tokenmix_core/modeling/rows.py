@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tokenmix_core.chunking import cdiv, chunk_slots
 from tokenmix_core.kernels.launch import compat
 from tokenmix_core.nn.plain import has_hooks, is_third_party
 from tokenmix_core.nn.state import Span
@@ -47,9 +48,11 @@ def rows_for_hooks(modules: Iterable[nn.Module], span: Span) -> Iterator[None]:
 
     Hooks get rows, and so does the module itself, as adapters may compute per row. Only a module that mixes along time,
     recognised by the argument `cu_seqlens`, computes packed tokens inside its hooks. A module of another library with
-    watched submodules also computes rows, as it may flatten tokens before it calls them.
+    watched submodules also computes rows, as it may flatten tokens before it calls them. Modules that a mixer names in
+    `per_chunk` see rows of chunks, `[B, ⌈T / chunk⌉, ...]`.
     """
-    everything = compat.watches_all_modules()
+    everything, modules = compat.watches_all_modules(), list(modules)
+    chunks = {id(getattr(m, name)): m.chunk for m in modules for name in getattr(m, "per_chunk", ())}
     with ExitStack() as stack:
         for module in modules:
             if (
@@ -57,7 +60,9 @@ def rows_for_hooks(modules: Iterable[nn.Module], span: Span) -> Iterator[None]:
                 or _is_watched(module)
                 or (is_third_party(module) and any(map(_is_watched, module.modules())))
             ):
-                stack.enter_context(compat.call_replaced(module, lambda call, m=module: _in_rows(m, call, span)))
+                stack.enter_context(
+                    compat.call_replaced(module, lambda call, m=module: _in_rows(m, call, span, chunks))
+                )
         yield
 
 
@@ -67,14 +72,17 @@ def _is_watched(module: nn.Module) -> bool:
     return own or has_hooks(module)
 
 
-def _in_rows(module: nn.Module, call: Callable, span: Span) -> Callable:
+def _in_rows(module: nn.Module, call: Callable, span: Span, chunks: dict[int, int]) -> Callable:
+    layout = _Chunks(span, chunks[id(module)]) if id(module) in chunks else span
     packed_shape, rows_shape = (1, len(span.index)), (span.batch, span.tokens)
+    if isinstance(layout, _Chunks):
+        packed_shape, rows_shape = (1, layout.slots), tuple(layout.real.shape)
 
     def pack(x: Any) -> Any:
-        return _mapped(x, rows_shape, span.pack)
+        return _mapped(x, rows_shape, layout.pack)
 
     def unpack(x: Any) -> Any:
-        return _mapped(x, packed_shape, span.unpack)
+        return _mapped(x, packed_shape, layout.unpack)
 
     def in_rows(*args: Any, **kwargs: Any) -> Any:
         if "cu_seqlens" not in kwargs:
@@ -91,7 +99,26 @@ def _in_rows(module: nn.Module, call: Callable, span: Span) -> Callable:
     return in_rows
 
 
-def _mapped(x: Any, shape: tuple[int, int], change: Callable[[Tensor], Tensor]) -> Any:
+class _Chunks:
+    """Layout of the chunks of a call with padding: packed, in the slots of `chunking.slot_ids`, or in rows."""
+
+    def __init__(self, span: Span, chunk: int) -> None:
+        assert span.mask is not None
+        cu_seqlens: Any = span.cu_seqlens
+        within = torch.arange(cdiv(span.tokens, chunk), device=span.device)
+        self.real = within * chunk < span.mask.sum(1, keepdim=True)
+        starts = cu_seqlens[:-1] // chunk + torch.arange(span.batch, device=span.device)
+        self.index = (starts.unsqueeze(1) + within)[self.real]
+        self.slots = chunk_slots(1, len(span.index), chunk, cu_seqlens)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        return x.new_zeros(*self.real.shape, *x.shape[2:]).index_put((self.real,), x[0, self.index])
+
+    def pack(self, x: Tensor) -> Tensor:
+        return x.new_zeros(self.slots, *x.shape[2:]).index_put((self.index,), x[self.real]).unsqueeze(0)
+
+
+def _mapped(x: Any, shape: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> Any:
     """Apply `change` to tensors whose first two dimensions are `shape`, also within tuples, lists and dictionaries."""
     if isinstance(x, Tensor):
         return change(x) if x.dim() > 1 and tuple(x.shape[:2]) == shape else x

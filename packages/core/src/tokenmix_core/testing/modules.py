@@ -153,9 +153,8 @@ class ModulesContract:
     @torch.no_grad()
     def test_each_row_of_a_padded_batch_has_its_own_adapter(self, model, ids):
         peft = pytest.importorskip("peft")
-        # score projections take chunks instead of batch rows, so adapters per row do not apply to them
         linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-        names = [name for name in linear if "score" not in name and name != "lm_head"]
+        names = [name for name in linear if name != "lm_head"]
         config = peft.LoraConfig(r=2, target_modules=names, init_lora_weights=False)
         adapted = peft.get_peft_model(copy.deepcopy(model), config, adapter_name="a").eval()
         adapted.add_adapter("b", config)
