@@ -145,7 +145,6 @@ def test_history_holds_a_bounded_number_of_snapshots_and_inputs(model, ids):
             {"cache_implementation": "static"},
             "None, 'dynamic' or 'offloaded', got 'static'",
         ),
-        ({"cache_implementation": "paged"}, "continuous batching .* is not available"),
     ],
 )
 def test_unsupported_generation_raises(model, ids, options, message):

@@ -177,7 +177,6 @@ class HybridizedForCausalLM(GeneratesInSteps, ChoosesAttention, CheckedLoading):
         return super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
 
     _prepare_cache_for_generation = HybridForCausalLM._prepare_cache_for_generation
-    init_continuous_batching = HybridForCausalLM.init_continuous_batching
 
 
 def _loss(

@@ -34,7 +34,6 @@ __all__ = [
 if TYPE_CHECKING:
     from tokenmix_core.modeling.attn_implementation import ChoosesAttention as ChoosesAttention
     from tokenmix_core.modeling.attn_implementation import choose_attention as choose_attention
-    from tokenmix_core.modeling.cache import read_padding_flag as read_padding_flag
     from tokenmix_core.modeling.cache_name import CACHE as CACHE
     from tokenmix_core.modeling.cache_name import take_cache as take_cache
     from tokenmix_core.modeling.cache_name import takes_either_name as takes_either_name
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from tokenmix_core.modeling.generation import GeneratesInSteps as GeneratesInSteps
     from tokenmix_core.modeling.generation import stepping_forward as stepping_forward
     from tokenmix_core.modeling.packing import begin_call as begin_call
+    from tokenmix_core.modeling.packing import read_padding_flag as read_padding_flag
     from tokenmix_core.modeling.packing import rolls_back as rolls_back
     from tokenmix_core.modeling.pretrained import FAMILIES as FAMILIES
     from tokenmix_core.modeling.pretrained import attention_options as attention_options
@@ -57,7 +57,7 @@ __getattr__ = lazily(
     {
         "ChoosesAttention": "attn_implementation",
         "choose_attention": "attn_implementation",
-        "read_padding_flag": "cache",
+        "read_padding_flag": "packing",
         "CACHE": "cache_name",
         "take_cache": "cache_name",
         "takes_either_name": "cache_name",

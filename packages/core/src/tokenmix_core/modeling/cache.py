@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -268,7 +268,7 @@ class HybridCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """False for each layer: transformers' flag marks layers that do not know how many tokens they have seen."""
+        """False for each layer: transformers' flag marks layers that do not know their length."""
         return [False] * len(self.layers)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -283,6 +283,20 @@ class HybridCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Replace every sequence by `repeats` adjacent copies."""
         self._change_batch(lambda x: x.repeat_interleave(repeats, 0), max(self.batch_size, 0) * repeats)
+
+    def gather_rows(self, sources: Sequence[tuple[HybridCache, Sequence[int]]]) -> None:
+        """Replace all sequences by copies of sequences of other caches of the model, in the given order."""
+        self.reset()
+        for cache, _ in sources:
+            cache._check_whole()
+            cache.loosen()
+        for part, *held in zip(self._parts(), *(cache._parts() for cache, _ in sources), strict=True):
+            part.gather_rows([(x, rows) for x, (_, rows) in zip(held, sources, strict=True)])
+        lengths = torch.cat([cache._counts()[list(rows)] for cache, rows in sources])
+        # the longest sequence of a cache bounds its rows
+        self.length = self.past = max(cache.past for cache, _ in sources)
+        equal = all(cache.lengths is None and cache.past == self.past for cache, _ in sources)
+        self.lengths, self._batch = None if equal else lengths, len(lengths)
 
     def reset(self) -> None:
         """Drop all sequences; a broken cache becomes usable again."""
@@ -300,7 +314,6 @@ class HybridCache(Cache):
         All tokens of the last call can be removed if it had at most twice as many. The history holds up to five copies
         of the states, and decoding steps are not captured as graphs.
         """
-        self._check_whole()
         self.loosen()
         if self.history is None or self.history.tokens < tokens:
             self.history = History(tokens)
@@ -316,19 +329,18 @@ class HybridCache(Cache):
         self._check_whole()
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
-        if tokens_to_remove == 0:
-            return
-        if self.history is None:
+        if self.history is None and tokens_to_remove:
             raise ValueError(
                 "HybridCache cannot drop its last tokens, as it keeps no history and recurrent states cannot be "
                 "inverted: call cache.activate_past_recording() or model.make_cache(record=n) before them"
             )
-        self.history.crop(self, -tokens_to_remove)
+        if self.history is not None and tokens_to_remove:
+            self.history.crop(self, -tokens_to_remove)
 
     def snapshot(self) -> Snapshot:
         """Return a copy of the states; keys and values of all tokens need no copy."""
-        parts = [part.snapshot() for part in self._parts()]
-        return Snapshot(self.length, self.past, self.lengths, self.padding_at_end, self._batch, parts)
+        counters = self.length, self.past, self.lengths, self.padding_at_end, self._batch
+        return Snapshot(*counters, [part.snapshot() for part in self._parts()])
 
     def restore(self, snapshot: Snapshot) -> None:
         """Return to the states of an earlier snapshot of this cache."""
@@ -380,12 +392,6 @@ class HybridCache(Cache):
         self._batch = batch
         if self.history is not None:
             self.history.change_batch(self, fn)
-
-
-def read_padding_flag(cache: Any) -> None:
-    """Read from the device whether a sequence ends in padding, before a compiled step, which cannot synchronise."""
-    if isinstance(cache, HybridCache):
-        cache.ends_in_padding()
 
 
 def _map(layers: list[LayerState], fn: Callable[[Tensor], Tensor]) -> None:

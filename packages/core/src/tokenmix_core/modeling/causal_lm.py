@@ -14,11 +14,12 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.generic import can_return_tuple
 
 from tokenmix_core.modeling.backbone import HybridModel, HybridPreTrainedModel
-from tokenmix_core.modeling.cache import HybridCache, read_padding_flag
+from tokenmix_core.modeling.cache import HybridCache
 from tokenmix_core.modeling.cache_name import CACHE, NAMES, CacheOutput, take_cache
 from tokenmix_core.modeling.config import HybridConfig
 from tokenmix_core.modeling.generation import GeneratesInSteps, stepping_forward
 from tokenmix_core.modeling.lengths import is_given, round_up
+from tokenmix_core.modeling.packing import read_padding_flag
 from tokenmix_core.nn.dtypes import at_least_float32
 from tokenmix_core.nn.loss import IGNORE, at_least_one, linear_cross_entropy
 from tokenmix_core.nn.plain import warn_slower
@@ -193,17 +194,6 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
                 at_least_float32(logits.flatten(0, 1)), targets.flatten(), ignore_index=IGNORE, reduction="sum"
             )
         return sum(extra, start=total) / at_least_one(count)
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise: continuous batching pages keys and values, which recurrent states and windows do not have.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            "continuous batching (cache_implementation='paged') is not available: recurrent states and windows have "
-            "their own cache"
-        )
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         known = (*self.model.input_takers, *NAMES)

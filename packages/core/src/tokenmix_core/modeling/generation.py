@@ -87,6 +87,28 @@ class GeneratesInSteps:
         take_cache(kwargs)
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
+    @torch.no_grad()
+    def init_continuous_batching(
+        self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
+    ) -> Any:
+        """Return transformers' manager of continuous batching; arguments as there.
+
+        Raises:
+            ValueError: a version of transformers before 5.24, or options that are not available.
+        """
+        from tokenmix_core.modeling.continuous_batching import init_manager
+
+        kept = getattr(self, "_cached_continuous_batching_manager", None)
+        return kept or init_manager(self, generation_config, continuous_batching_config, workload_hints)
+
+    @functools.wraps(GenerationMixin.generate_batch)  # pyright: ignore[reportAttributeAccessIssue]
+    def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        results = super().generate_batch(inputs, *args, **kwargs)  # type: ignore[misc]
+        if len(results) < len(inputs):
+            # transformers logs the reason and returns the other results
+            raise RuntimeError(f"{len(inputs) - len(results)} of {len(inputs)} requests did not run: see the log above")
+        return results
+
     def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kw: Any):
         _check_new_tokens(input_ids, model_kwargs)
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kw)  # type: ignore[misc]

@@ -249,6 +249,12 @@ def cu_seqlens_where(begins: Bool[Tensor, "T_minus_1"], tokens: int) -> Int[Tens
     return torch.cat((starts.new_zeros(1), starts, starts.new_full((1,), tokens))).to(torch.int32)
 
 
+def read_padding_flag(cache: Any) -> None:
+    """Read from the device whether a sequence ends in padding, before a compiled step, which cannot synchronise."""
+    if isinstance(cache, HybridCache):
+        cache.ends_in_padding()
+
+
 def _refuse_restarts(position_ids: Tensor, span: Span, cached: bool) -> None:
     # single rows were checked by document_cu_seqlens; a compiled graph cannot check
     plain = span.batch == 1 and span.mask is None and not cached

@@ -105,7 +105,7 @@ class History:
 
     def __init__(self, tokens: int):
         if not isinstance(tokens, int) or tokens < 1:
-            raise ValueError(f"record must be a positive number of tokens, got {tokens!r}")
+            raise ValueError(f"the history must hold a positive number of tokens, got {tokens!r}")
         self.tokens = tokens
         self.snapshots: list[Snapshot] = []
         # inputs since the oldest snapshot, pending tokens included
@@ -194,7 +194,7 @@ class History:
         yield now
 
     def _add(self, cache: Restorable, tokens: Tokens) -> None:
-        """Replace the pending inputs that a call has computed by its inputs, and drop what is too old."""
+        """Replace the pending inputs that a call has computed by its inputs, and drop outdated ones."""
         computed = len(tokens)
         while self.pending and computed >= len(self.inputs[-self.pending]):
             computed -= len(self.inputs.pop(-self.pending))

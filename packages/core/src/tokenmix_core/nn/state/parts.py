@@ -100,6 +100,29 @@ class StatePart:
         if snapshot is not None:
             vars(self).update(vars(snapshot.snapshot()))
 
+    def gather_rows(self, sources: Sequence[tuple[StatePart, Sequence[int]]]) -> None:
+        """Replace the contents by copies of rows of other states of the same layer, in the given order."""
+        held = [(part.tensors, list(rows)) for part, rows in sources]
+        written = next((part for part, _ in sources if part.tensors), None)
+        if written is None:
+            self.clear()
+            return
+        gathered = []
+        for i, like in enumerate(written.tensors):
+            # sequences of other lengths have more or fewer slots; zeros, as kernels may load unwritten slots
+            sizes = [max(n) for n in zip(*(x[i].shape[1:] for x, _ in held if x), strict=True)]
+            target, start = like.new_zeros(sum(len(rows) for _, rows in held), *sizes), 0
+            for tensors, rows in held:
+                if tensors:
+                    values = tensors[i][rows]
+                    target[(slice(start, start + len(rows)), *map(slice, values.shape[1:]))] = values
+                start += len(rows)
+            gathered.append(target)
+        copied, targets = copy.copy(written), iter(gathered)
+        copied.fixed = False
+        copied.map_(lambda _: next(targets))
+        vars(self).update(vars(copied))
+
     def clear(self) -> None:
         """Drop all contents."""
         raise undefined(self, "clear()", "which drops all contents")

@@ -185,6 +185,10 @@ class RaggedKVState(StatePart):
             keys, values, lengths = map(fn, self._stored)
             self._stored = keys, values, lengths
 
+    def gather_rows(self, sources: Sequence[tuple[StatePart, Sequence[int]]]) -> None:
+        super().gather_rows(sources)
+        self._bound = self.num_slots
+
     def clear(self) -> None:
         """Drop all tokens."""
         self._stored, self._bound = None, 0

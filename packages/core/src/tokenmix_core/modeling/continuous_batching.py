@@ -1,0 +1,202 @@
+"""Continuous batching by transformers' engine: `generate_batch`, `continuous_batching_context_manager`, its server.
+
+transformers' scheduler, request queues, sampling and streaming run unchanged. Its paged cache only counts tokens here:
+it belongs to a model of one tiny layer, so that it admits, splits and preempts requests by their lengths. The
+states are those of `RequestStates`.
+"""
+
+from __future__ import annotations
+
+import functools
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.generation.continuous_batching.utils import get_device_and_memory_breakdown
+from transformers.modeling_outputs import CausalLMOutput
+
+from tokenmix_core.modeling.cache_name import CACHE
+from tokenmix_core.modeling.request_states import Chunk, RequestStates
+
+# requests that run at the same time, if memory allows
+_REQUESTS = 256
+# most tokens that a pool of states without keys and values is said to hold
+_MOST_TOKENS = 1 << 22
+
+
+class ServedModel:
+    """A causal language model with the interface that transformers' engine expects of models with a paged cache.
+
+    Args:
+        model: the model, with `make_cache`, `decoding` and `state_bytes`.
+    """
+
+    tp_plan: dict[str, Any] = {}  # noqa: RUF012
+    _supports_flash_attn = False
+
+    def __init__(self, model: Any):
+        self.model, self.device, self.dtype = model.eval(), model.device, model.dtype
+        self.generation_config = model.generation_config
+        text = model.config.get_text_config()
+        # one layer of one head of one channel; flash attention needs no masks
+        self.config = LlamaConfig(
+            num_hidden_layers=1,
+            hidden_size=1,
+            head_dim=1,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            vocab_size=text.vocab_size,
+            eos_token_id=text.eos_token_id,
+            pad_token_id=text.pad_token_id,
+        )
+        self.config._attn_implementation = "flash_attention_2"
+        self.states = RequestStates(model)
+        self._chunks: list[Chunk] = []
+
+    def eval(self) -> ServedModel:
+        """Return the model, which is in evaluation mode."""
+        return self
+
+    def set_attn_implementation(self, name: str) -> None:
+        """Keep the model's own implementation."""
+
+    def _supports_logits_to_keep(self) -> bool:
+        return True
+
+    def _get_logits_processor(self, generation_config: GenerationConfig) -> Any:
+        return self.model._get_logits_processor(generation_config)
+
+    def watch(self, cache: Any) -> None:
+        """Follow the paged cache's calls: the chunks of each step, and requests that end, are preempted or forked."""
+        index, free, fork = cache.extend_read_and_write_indices, cache.free_blocks, cache.prepare_fork_request
+        free_all = cache.free_all_requests
+
+        @functools.wraps(index)
+        def extend(request: str, past: int, tokens: int, *args: Any) -> None:
+            self._chunks.append(Chunk(request, past, tokens))
+            index(request, past, tokens, *args)
+
+        @functools.wraps(free)
+        def free_blocks(request: str, *args: Any, **kwargs: Any) -> None:
+            self.states.drop(request)
+            free(request, *args, **kwargs)
+
+        @functools.wraps(fork)
+        def prepare_fork(state: Any, *args: Any) -> list[str]:
+            forked = fork(state, *args)
+            self.states.fork(state.request_id, forked)
+            return forked
+
+        @functools.wraps(free_all)
+        def free_all_requests(*args: Any, **kwargs: Any) -> None:
+            self.states.clear()
+            free_all(*args, **kwargs)
+
+        cache.extend_read_and_write_indices, cache.free_blocks = extend, free_blocks
+        cache.prepare_fork_request, cache.free_all_requests = prepare_fork, free_all_requests
+
+    def __call__(self, input_ids: Tensor, logits_to_keep: Tensor, **_: Any) -> CausalLMOutput:
+        """Compute a step's tokens `[1, T]`; return the logits `[1, kept, vocab]` of the tokens at `logits_to_keep`."""
+        chunks, self._chunks = self._chunks, []
+        logits = self.states.run(chunks, input_ids[:, : sum(x.tokens for x in chunks)].long())
+        last = torch.tensor([x.tokens for x in chunks], device=logits.device).cumsum(0) - 1
+        # logits are requested of last tokens of chunks only
+        kept = torch.searchsorted(last, logits_to_keep.long())
+        return CausalLMOutput(logits=logits[kept].unsqueeze(0))
+
+
+class HybridBatchingManager(ContinuousBatchingManager):
+    """transformers' manager of continuous batching for our models; `init_continuous_batching` returns it.
+
+    Args:
+        model: the causal language model.
+        generation_config: as for transformers' manager.
+        continuous_batching_config: as for transformers' manager. By default, `num_blocks` fills `max_memory_percent`
+            of the free memory.
+        workload_hints: as for transformers' manager.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        generation_config: GenerationConfig,
+        continuous_batching_config: ContinuousBatchingConfig,
+        workload_hints: Any = None,
+    ):
+        if continuous_batching_config.cpu_offload_space:
+            raise ValueError("cpu_offload_space is not available: preempted requests are computed again")
+        config = copy(continuous_batching_config)
+        # each step's shapes differ, and decoding steps have graphs of their own; states cannot be shared by prefixes
+        config.max_blocks_per_request, config.allow_block_sharing = 0, False
+        config.use_cuda_graph, config.use_async_batching, config.default_compile_level = False, False, 0
+        config.varlen_compile_config = config.decode_compile_config = None
+        if config.max_requests_per_batch is None:
+            config.max_requests_per_batch = _REQUESTS
+        super().__init__(ServedModel(model), generation_config, config, workload_hints)  # type: ignore[arg-type]
+        resolved = self.continuous_batching_config
+        if resolved.num_blocks is None:
+            resolved.num_blocks = max(1, _tokens_that_fit(model, resolved) // resolved.page_size)
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of one request: its prompt and generated tokens."""
+        config = self.continuous_batching_config
+        return (config.num_blocks or 0) * config.page_size
+
+    def check_request(self, input_ids: Any, max_new_tokens: int | None) -> None:
+        """Raise a ValueError for a request that can never run."""
+        tokens = len(input_ids)
+        if not tokens:
+            raise ValueError("a request needs a prompt of at least one token")
+        if tokens + (max_new_tokens or 1) > self.max_tokens:
+            raise ValueError(
+                f"a request of {tokens} tokens and {max_new_tokens or 'more'} new ones exceeds the pool's "
+                f"{self.max_tokens} tokens: set num_blocks in ContinuousBatchingConfig"
+            )
+
+    def add_request(self, input_ids: Any, *args: Any, max_new_tokens: int | None = None, **kwargs: Any) -> Any:
+        limit = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        self.check_request(input_ids, limit)
+        return super().add_request(input_ids, *args, max_new_tokens=max_new_tokens, **kwargs)
+
+    def _create_batch_processor(self) -> Any:
+        fresh = getattr(self, "batch_processor", None) is None
+        processor = super()._create_batch_processor()
+        if fresh:
+            self.model.watch(processor.cache)  # type: ignore[attr-defined]
+        return processor
+
+
+def init_manager(
+    model: Any, generation_config: Any, continuous_batching_config: Any, workload_hints: Any
+) -> HybridBatchingManager:
+    """Return the manager of a model; arguments as for transformers' `init_continuous_batching`.
+
+    Raises:
+        ValueError: a version of transformers whose engine has another interface.
+    """
+    if CACHE != "cache":
+        raise ValueError("continuous batching needs transformers 5.24 or newer: pip install -U transformers")
+    config = copy(model.generation_config if generation_config is None else generation_config)
+    if config.eos_token_id is None:
+        # the engine's value for no end token
+        config.eos_token_id = -1
+    return HybridBatchingManager(
+        model, config, continuous_batching_config or ContinuousBatchingConfig(), workload_hints
+    )
+
+
+def _tokens_that_fit(model: Any, config: ContinuousBatchingConfig) -> int:
+    """Return how many tokens the states of `max_requests_per_batch` requests can hold in the free memory."""
+    _, total, reserved, allocated = get_device_and_memory_breakdown()
+    free = (total - max(reserved, allocated)) * (config.max_memory_percent or 0.9)
+    # bytes of a state: a constant, and a number per token
+    short, long = (model.state_bytes(n) for n in (1 << 15, 1 << 16))
+    per_token = (long - short) / (1 << 15)
+    constant = max(0.0, short - per_token * (1 << 15)) * (config.max_requests_per_batch or _REQUESTS)
+    if not per_token:
+        return _MOST_TOKENS
+    return max(0, min(_MOST_TOKENS, int((free - constant) / per_token)))

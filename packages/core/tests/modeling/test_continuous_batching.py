@@ -1,0 +1,101 @@
+"""Requests of transformers' engine: forks, refusals, memory, and which states they share."""
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
+from tokenmix_core.modeling.cache_name import CACHE
+from tokenmix_core.modeling.request_states import Chunk, RequestStates
+from tokenmix_core.testing.closeness import relative_error
+
+engine = pytest.mark.skipif(CACHE != "cache", reason="the engine before transformers 5.24 has another interface")
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = HybridConfig(
+        vocab_size=53,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        mixers=["gated_delta_net", "window", "attention"],
+        mixer_options={
+            "gated_delta_net": {"num_heads": 1, "head_dim": 16},
+            "window": {"type": "attention", "num_heads": 2, "window": 4},
+            "attention": {"num_heads": 2},
+        },
+        initializer_range=0.2,
+        pad_token_id=0,
+    )
+    return HybridForCausalLM(config).eval()
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(1, 53, (5, 14), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_states_follow_chunks_forks_and_drops(model, ids):
+    whole, states = model(ids, use_cache=False).logits, RequestStates(model)
+
+    def run(*chunks):
+        tokens = torch.cat([ids[row, past : past + n] for row, past, n in chunks])[None]
+        logits = states.run([Chunk(str(row), past, n) for row, past, n in chunks], tokens)
+        for (row, past, n), last in zip(chunks, logits, strict=True):
+            assert relative_error(last, whole[row, past + n - 1]) < 1e-4
+
+    run((0, 0, 5), (1, 0, 3), (2, 0, 1))
+    run((1, 3, 1), (0, 5, 1), (2, 1, 4), (3, 0, 14))
+    run((1, 4, 1), (0, 6, 1))
+    held = states._rows["1"][0]
+    run((1, 5, 1), (0, 7, 1))
+    # the same requests decode in the same cache
+    assert states._rows["1"][0] is held
+    states.fork("0", ["4"])
+    ids[4, :8] = ids[0, :8]
+    whole = model(ids, use_cache=False).logits
+    states.drop("1")
+    run((0, 8, 1), (4, 8, 1), (2, 5, 1))
+    # a preempted request starts again
+    run((2, 0, 6), (0, 9, 1))
+    with pytest.raises(ValueError, match="request 0 has 10 tokens, got 3"):
+        states.run([Chunk("0", 3, 1)], ids[:1, :1])
+    states.clear()
+    assert not len(states)
+    assert not states.allocated_nbytes
+
+
+@engine
+def test_several_sequences_for_one_prompt(model, ids):
+    config = GenerationConfig(max_new_tokens=5, do_sample=True, num_return_sequences=3, pad_token_id=0)
+    pool = ContinuousBatchingConfig(page_size=8, num_blocks=32, max_batch_tokens=32, seed=0)
+    results = model.generate_batch(ids[:2].tolist(), config, pool)
+    assert len(results) == 6
+    assert all(len(x.generated_tokens) == 5 and x.error is None for x in results.values())
+
+
+@engine
+def test_requests_that_cannot_run_are_refused(model, ids, monkeypatch):
+    config = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
+    pool = ContinuousBatchingConfig(page_size=8, num_blocks=2, max_batch_tokens=32)
+    with model.continuous_batching_context_manager(config, continuous_batching_config=pool) as manager:
+        with pytest.raises(ValueError, match=r"14 tokens and 5 new ones exceeds the pool's 16 tokens: set num_blocks"):
+            manager.add_request(ids[0].tolist())
+        with pytest.raises(ValueError, match="at least one token"):
+            manager.add_request([])
+    with pytest.raises(RuntimeError, match="1 of 1 requests did not run"):
+        model.generate_batch([ids[0].tolist()], config, pool)
+    with pytest.raises(ValueError, match="cpu_offload_space is not available"):
+        model.init_continuous_batching(config, ContinuousBatchingConfig(cpu_offload_space=1.0))
+    monkeypatch.setattr("tokenmix_core.modeling.continuous_batching.CACHE", "past_key_values")
+    with pytest.raises(ValueError, match=r"transformers 5\.24 or newer"):
+        model.init_continuous_batching(config)
+
+
+@engine
+def test_pool_is_sized_by_free_memory(model):
+    manager = model.init_continuous_batching(GenerationConfig(max_new_tokens=5, pad_token_id=0))
+    assert manager.max_tokens > 10_000
