@@ -11,7 +11,7 @@ import torch
 from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import attention, attention_decode, merge_attention
 from tokenmix_core.ops.dispatch import interpreting
-from tokenmix_core.ops.softmax_attention import attention_reference, backends, choose_impl
+from tokenmix_core.ops.softmax_attention import attention_reference, backends, backward, choose_impl, forward
 from tokenmix_core.ops.softmax_attention import tuning as attention_tuning
 from tokenmix_core.ops.softmax_attention.autograd import attention_backward_op, attention_decode_op, attention_op
 from tokenmix_core.ops.softmax_attention.backends import limit
@@ -490,3 +490,30 @@ def test_reference_in_blocks_is_the_reference_at_once(monkeypatch):
     want = attention_reference(*x, window=30, sinks=4)
     monkeypatch.setattr(reference, "_BLOCK_SCORES", 1)
     assert relative_error(attention_reference(*x, window=30, sinks=4).o, want.o) < 1e-15
+
+
+@pytest.mark.parametrize("sinks", [3, 20])
+def test_loop_tiles_may_shrink_after_a_launch_is_planned(sinks, monkeypatch, override):
+    """The launcher halves BN of the forward and dQ kernels, after the step over sinks is chosen for the wider tile."""
+    wide = attention_tuning.AttentionTile(32, 64, 4, 1)
+    keys = wide._replace(BM=16)
+    override(attention_tuning, attention=lambda kernel, *_: keys if kernel == "backward_keys" else wide)
+    for module in (forward, backward):
+        constants = module.constants
+        monkeypatch.setattr(
+            module, "constants", lambda *x, constants=constants: constants(*x) | ({} if x[-1] == keys else {"BN": 16})
+        )
+    x = [torch.randn(1, 90, 2, 16, requires_grad=True) for _ in range(3)]
+    up = torch.randn(1, 90, 2, 16)
+    got, wanted = (
+        (y := attention(*x, window=25, sinks=sinks, impl=impl).o, *torch.autograd.grad(y, x, up))
+        for impl in ("triton", "reference")
+    )
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("memory", "rows"), [(232_448, 32), (166_912, 32), (101_376, 16), (65_536, 16)])
+def test_the_query_tile_of_wide_heads_follows_the_device(memory, rows, override):
+    override(attention_tuning, block_memory=lambda: memory)
+    assert rows == attention_tuning.attention("backward_keys", 256, torch.bfloat16).BM
+    assert rows == attention_tuning.listed_keys(192, torch.float16).BM

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
 from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels.launch import fit, launcher
+from tokenmix_core.kernels.launch.cache.replay import invalidate
 from tokenmix_core.ops import attention, attention_decode, merge_attention
-from tokenmix_core.ops.softmax_attention import attention_reference, choose_impl, plan
+from tokenmix_core.ops.softmax_attention import attention_reference, choose_impl, forward, plan
 from tokenmix_core.ops.softmax_attention.autograd import attention_backward_op, attention_decode_op, attention_op
 from tokenmix_core.ops.softmax_attention.backends import cudnn_heads, flash_attention, limit, on_hopper
 from tokenmix_core.ops.softmax_attention.plan import GLUON
@@ -431,3 +435,22 @@ def test_plain_causal_runs_on_torchs_kernels_where_gluon_does_not():
     assert choose_impl(Call("cuda", torch.bfloat16, 4096, 4096, 128, 128, Mask(True, None, 0))) == "sdpa"
     large = Call("cuda", torch.bfloat16, 4096, 4096, 128, 128, Mask(True, None, 0), heads=128, query_heads=128)
     assert choose_impl(large) == ("flash_attn" if on_hopper() and flash_attention() == 4 else "sdpa")
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Shared memory of an RTX 4090's block, and no kernel compiled for more."""
+    monkeypatch.setattr(fit, "shared_memory", lambda: 101_376)
+    for kernel in gc.get_objects():
+        if isinstance(kernel, launcher._Launcher):
+            monkeypatch.setattr(kernel, "_loaded", {})
+            monkeypatch.setattr(kernel, "_fitted", {})
+    invalidate()
+    yield
+    invalidate()
+
+
+@pytest.mark.parametrize("case", ["causal", "window and sinks, grouped heads", "packed"])
+def test_heads_of_256_run_in_the_shared_memory_of_smaller_chips(case, small_blocks):
+    answers_to_float64(CASES[case], torch.bfloat16, "triton", 256)
+    assert all(options["num_stages"] == 1 for _, options in forward._attention_forward._fitted.values())

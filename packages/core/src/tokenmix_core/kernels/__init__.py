@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tokenmix_core.kernels.launch.launcher import compiled_together as compiled_together
     from tokenmix_core.kernels.pdl import gdc_launch_and_wait as gdc_launch_and_wait
     from tokenmix_core.kernels.triton.decay import LOG2_E as LOG2_E
+    from tokenmix_core.kernels.triton.precision import FLOAT32_DOT as FLOAT32_DOT
     from tokenmix_core.kernels.triton.varlen import locate_chunk as locate_chunk
     from tokenmix_core.kernels.tuning import one_wave as one_wave
     from tokenmix_core.kernels.tuning import override as override
@@ -33,6 +34,7 @@ __getattr__ = lazily(
         "compiled_together": "launch.launcher",
         "gdc_launch_and_wait": "pdl",
         "LOG2_E": "triton.decay",
+        "FLOAT32_DOT": "triton.precision",
         "locate_chunk": "triton.varlen",
         "one_wave": "tuning",
         "override": "tuning",

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tokenmix_core.chunking import next_power_of_2
+from tokenmix_core.kernels.launch import fit
 from tokenmix_core.kernels.launch.cache.replay import invalidate
 
 
@@ -47,6 +48,11 @@ def override(
         invalidate()
 
 
+# bytes of shared memory that a block may have on Hopper, where tiles were measured
+_HOPPER_BLOCK = 232_448
+# precision of float32 MMAs: nearly float32's by three tf32 MMAs. AMD's compiler has no such mode, and its MMAs multiply
+# float32 as it is
+FLOAT32_DOT = "ieee" if torch.version.hip else "tf32x3"
 # registers per thread, passed to ptxas for wide float32 tiles: ptxas 12.8 and 12.9 would use 32 and spill up to 16 KB
 ALL_REGISTERS = 255
 
@@ -67,6 +73,11 @@ def one_wave() -> int:
     if not torch.cuda.is_initialized():
         return 132
     return sm_count(torch.device("cuda", torch.cuda.current_device()))
+
+
+def block_memory() -> int:
+    """Return the bytes of shared memory that a block of the current GPU may have; without CUDA a Hopper GPU's."""
+    return fit.shared_memory() or _HOPPER_BLOCK
 
 
 class RowTile(NamedTuple):

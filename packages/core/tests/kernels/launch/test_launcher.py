@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmix_core.kernels.launch import compat, forms, launcher
+from tokenmix_core.kernels.launch import compat, fit, forms, launcher
 from tokenmix_core.kernels.launch.cache import driver
 from tokenmix_core.kernels.launch.launcher import cached_launch, compiled_together
 
@@ -458,3 +458,58 @@ def test_arguments_by_name_make_the_launch_that_those_in_order_make(handed_over,
 def test_a_launch_that_fits_no_kernel_is_refused(args, options, message):
     with pytest.raises(TypeError, match=message):
         launcher._Launcher(Counted())[(1,)](*args, **options)
+
+
+class Sized:
+    """A kernel whose shared memory is a stage's, for each stage, of BM resident and BN loaded rows."""
+
+    arg_names, __name__ = ("x", "BM", "BN"), "sized"
+    params = tuple(SimpleNamespace(is_constexpr=name != "x") for name in arg_names)
+
+    def __init__(self):
+        self.compiled = []
+
+    def warmup(self, x, BM, BN, *, grid, num_stages=3):
+        self.compiled.append((BM, BN, num_stages))
+        return SimpleNamespace(metadata=SimpleNamespace(shared=100 * (BM + num_stages * BN)))
+
+
+@pytest.mark.parametrize(
+    ("limit", "compiled"),
+    [
+        (None, [(64, 64, 3)]),
+        (25_600, [(64, 64, 3)]),
+        (25_599, [(64, 64, 3), (64, 64, 2)]),
+        (12_800, [(64, 64, 3), (64, 64, 2), (64, 64, 1)]),
+        (8_000, [(64, 64, 3), (64, 64, 2), (64, 64, 1), (64, 32, 1), (64, 16, 1)]),
+    ],
+)
+def test_a_kernel_takes_the_next_smaller_tile_until_it_fits(limit, compiled):
+    kernel = Sized()
+    made, args, options = fit.compiled(kernel, (1,), (None, 64, 64), {"num_stages": 3}, ("BN",), limit)
+    assert kernel.compiled == compiled
+    assert made.metadata.shared <= (limit or 25_600)
+    assert (*args[1:], options["num_stages"]) == compiled[-1]
+
+
+def test_a_kernel_that_fits_no_tile_names_the_workaround():
+    with pytest.raises(ValueError, match=r"sized needs 8,000 bytes .* has 7,999; .*impl='reference'"):
+        fit.compiled(Sized(), (1,), (None, 64, 64), {}, ("BN",), 7_999)
+
+
+def test_triton_launches_the_tile_that_fits(monkeypatch):
+    launched = []
+
+    class Kernel(Sized):
+        def __getitem__(self, grid):
+            return lambda *args, **options: launched.append((*args, options))
+
+    monkeypatch.setattr(launcher, "current_device", lambda: 0)
+    monkeypatch.setattr(fit, "shared_memory", lambda: 10_000)
+    monkeypatch.setattr(launcher, "_load", lambda *_: None)
+    monkeypatch.setattr(launcher, "_prepared", list)
+    kernel, x = launcher._Launcher(Kernel(), ("BN",)), torch.zeros(4)
+    for _ in range(2):
+        kernel[(2,)](x, 64, 64, num_stages=2)
+    assert launched == [(x, 64, 32, {"num_stages": 1})] * 2
+    assert kernel.fn.compiled == [(64, 64, 2), (64, 64, 1), (64, 32, 1)]

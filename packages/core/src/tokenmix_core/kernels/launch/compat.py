@@ -282,13 +282,15 @@ def choose_compiler_options(kernel: Any) -> None:
     import triton
 
     chosen: dict[str, Any] = {} if "TRITON_DEFAULT_FP_FUSION" in os.environ else {"enable_fp_fusion": True}
-    gluon = find("triton:JITFunction.is_gluon") is not None and kernel.is_gluon()
     # absent and empty both mean that the user set nothing
     asked = getattr(find("triton.knobs:nvidia"), "ptxas_options", None)
+    gluon = getattr(kernel, "is_gluon", bool)()
     if gluon and not asked and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
         chosen["ptx_options"] = _ALLOCATOR
     # every compilation and launch calls `run`
-    kernel.run = functools.partial(kernel.run, **chosen)
+    run = functools.partial(kernel.run, **chosen)
+    # AMD's compiler refuses the option that limits registers
+    kernel.run = (lambda *args, maxnreg=None, **options: run(*args, **options)) if torch.version.hip else run
 
 
 def prepare() -> list[Callable[[], Any]]:

@@ -64,6 +64,14 @@ class Forms:
             kinds.append(x if constant and not isinstance(x, Tensor) else kind(x))
         return (*kinds, *options.items())
 
+    def tile_key(self, device: int, args: tuple, options: dict) -> tuple:
+        """Return the key of a kernel's tiles: `key` with any integers, alignments and numbers."""
+        kinds = (
+            x if constant or x is None else x.dtype if isinstance(x, Tensor) else type(x)
+            for x, constant in zip(args, self._constant, strict=True)
+        )
+        return (device, *kinds, *options.items())
+
     def general(self, key: tuple, args: tuple) -> tuple[tuple, Any] | None:
         """Return key and kernel of the general form; None if no integer has varied, or if there is no general form."""
         integers = {

@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tokenmix_core.kernels.launch import compat, flags, forms, pdl
+from tokenmix_core.kernels.launch import compat, fit, flags, forms, pdl
 from tokenmix_core.kernels.launch.cache.driver import Loaded, launch, loaded, packed
 from tokenmix_core.kernels.launch.errors import compiling
 from tokenmix_core.kernels.launch.pdl import PDL
@@ -28,20 +28,25 @@ _WITH_PDL, _WITHOUT_PDL = {PDL: True, "launch_pdl": True}, {PDL: False}
 _MAX_FORMS = 1024
 
 
-def cached_launch(kernel):
+def cached_launch(kernel=None, *, loop_tiles: tuple[str, ...] = ()) -> Any:
     """Decorate a `triton.jit` kernel so that launches after the first one have less CPU overhead.
 
     Triton compiles a kernel again for other dtypes, alignments of pointers and divisibilities of integers, and inspects
     every argument at every launch. Here these properties form a key (`forms.py`), so that a launch, also one with new
     lengths, is one lookup. All parameters must be given at each launch, in order or by name. Kernels of the interpreter
     are not changed.
+
+    A portable kernel that exceeds the device's shared memory is compiled with fewer pipeline stages, then with smaller
+    `loop_tiles` (`fit.py`): constexprs that neither the grid nor any tensor's shape depends on.
     """
+    if kernel is None:
+        return functools.partial(cached_launch, loop_tiles=loop_tiles)
     if not isinstance(kernel, triton.JITFunction):
         return kernel
     if torch.cuda.is_initialized():
         _prepared()
     compat.choose_compiler_options(kernel)
-    return _Launcher(kernel)
+    return _Launcher(kernel, loop_tiles)
 
 
 @functools.cache
@@ -90,12 +95,13 @@ def launch_together(launches: list[Launch], foreseen: Sequence[Launch] = ()) -> 
                     form.warmup(*args, grid=grid, **options)
                     for form, (_, grid, args, options) in zip(chosen, new, strict=True)
                 ]
-            loads = [pool.submit(_load, kernel, device) for kernel in made]
+            loads = [pool.submit(_load_fitting, kernel, device, fit.shared_memory()) for kernel in made]
         for (launcher, _, args, options), form, compiled, load in zip(new, chosen, made, loads, strict=True):
             if load.exception() is None:
                 launcher.keep(load.result(), args, options)
             else:
-                # a rare failure, once in thousands of times: the launch compiles the kernel alone, or raises the error
+                # too much shared memory, or a rare failure, once in thousands of times: the launch compiles the kernel
+                # alone, or raises the error
                 compat.drop(form, compiled)
     for kernel, grid, args, options in launches:
         kernel[grid](*args, **options)
@@ -110,6 +116,13 @@ def _load(kernel: Any, device: int) -> Loaded | None:
     # the current device of a new thread is device 0
     with torch.cuda.device(device):
         return loaded(compat.result(kernel), device)
+
+
+def _load_fitting(kernel: Any, device: int, limit: int | None) -> Loaded | None:
+    """Load a compiled kernel on a device; raise an error if it exceeds the device's shared memory."""
+    if not fit.fits(compat.result(kernel), limit):
+        raise RuntimeError("too much shared memory")
+    return _load(kernel, device)
 
 
 class _Taker(threading.local):
@@ -145,8 +158,8 @@ def replays_on(device: int) -> int | None:
 
 
 class _Launcher:
-    def __init__(self, kernel: triton.JITFunction) -> None:
-        self.fn = kernel
+    def __init__(self, kernel: triton.JITFunction, loop_tiles: tuple[str, ...] = ()) -> None:
+        self.fn, self.loop_tiles = kernel, loop_tiles
         self.__doc__ = kernel.__doc__
         # by the number of positional arguments and the names of options: the function that returns the options that are
         # arguments, in order, and the names of the other options
@@ -154,6 +167,8 @@ class _Launcher:
         # by key: the loaded kernel, or None if only Triton can launch it; and whether the kernel is a general form
         self._loaded: dict[tuple, tuple[Loaded | None, bool]] = {}
         self._forms = forms.Forms(kernel)
+        # by device, kinds of arguments and options: the arguments by index, and the options, that fit the device
+        self._fitted: dict[tuple, tuple[dict[int, Any], dict]] = {}
         # the number of parameters before PDL, if the kernel has it
         names = compat.argument_names(kernel)
         if PDL in names[:-1]:
@@ -243,6 +258,7 @@ class _Launcher:
         start = None if kernel is None or observed() else launch()
         if kernel is None or start is None:
             with compiling(self.fn):
+                args, options = self._fitting(grid, args, options)
                 self.fn[grid](*args, **options)
         elif words := packed(kernel, grid, [x.data_ptr() if isinstance(x, Tensor) else x for x in args], {}):
             start(words, current_stream(key[0]))
@@ -263,9 +279,28 @@ class _Launcher:
     def _compiled(self, form: Any, grid: tuple[int, ...], args: tuple, options: dict) -> Loaded | None:
         if form is not self.fn:
             try:
-                return _load(form.warmup(*args, grid=grid, **options), current_device())
+                return _load(self._fit(form, grid, args, options), current_device())
             # a kernel may require specialised integers; the specialised form raises its own error if it fails
             except Exception:
                 self._forms.refuse(form)
         with compiling(self.fn):
-            return _load(self.fn.warmup(*args, grid=grid, **options), current_device())
+            return _load(self._fit(self.fn, grid, args, options), current_device())
+
+    def _fit(self, form: Any, grid: tuple[int, ...], args: tuple, options: dict) -> Any:
+        """Compile a call's kernel for what the current device has, and note the arguments and options if others fit."""
+        # Gluon kernels do not shrink: portable ones replace them
+        limit = None if getattr(self.fn, "is_gluon", bool)() else fit.shared_memory()
+        made, fitting, fitting_options = fit.compiled(form, grid, args, options, self.loop_tiles, limit)
+        changed = {i: new for i, (old, new) in enumerate(zip(args, fitting, strict=True)) if old is not new}
+        self._fitted[self._forms.tile_key(current_device(), args, options)] = changed, fitting_options
+        return made
+
+    def _fitting(self, grid: tuple[int, ...], args: tuple, options: dict) -> tuple[tuple, dict]:
+        """Return the arguments and options of a call for a launch by Triton, which would not reduce a tile."""
+        if compat.find("triton:JITFunction.warmup") is None:
+            return args, options
+        key = self._forms.tile_key(current_device(), args, options)
+        if key not in self._fitted:
+            self._fit(self.fn, grid, args, options)
+        changed, fitting_options = self._fitted[key]
+        return tuple(changed.get(i, x) for i, x in enumerate(args)), fitting_options

@@ -29,7 +29,7 @@ def unnormalise(b_dx, b_x, r_x, b_dot):
     return (b_dx.to(tl.float32) - b_x.to(tl.float32) * (r_x * b_dot)[:, None]) * r_x[:, None]
 
 
-@cached_launch
+@cached_launch(loop_tiles=("BV", "BK"))
 @triton.jit(do_not_specialize=SIZES)
 def backward_chunk_kernel(
     q, k, g, gates, writes, cu_seqlens, do, dv, residual, states, dstates, ends, bare_ends, dq, dk, dg, dbeta, dwrites,

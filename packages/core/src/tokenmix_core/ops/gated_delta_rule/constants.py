@@ -4,10 +4,13 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.kernels.tuning import FLOAT32_DOT
 from tokenmix_core.ops.dispatch import interpreting
 from tokenmix_core.ops.types import Layout
 
 CHUNK = 64
+# MMAs of 16-bit inputs ignore it, but not every AMD GPU's compiler knows tf32
+_HALF_DOT = "ieee" if torch.version.hip else "tf32"
 
 # sizes that Triton would specialise on if they equal 1 or are divisible by 16
 SIZES = ("T", "N", "H", "group", "tokens")
@@ -32,10 +35,10 @@ def split_values(x: Tensor, parts: int) -> Tensor:
 
 def dot_precision(x: Tensor) -> str:
     """Return the precision of float32 MMAs, nearly float32's; MMAs of 16-bit inputs ignore it."""
-    return "tf32x3" if x.element_size() == 4 else "tf32"
+    return FLOAT32_DOT if x.element_size() == 4 else _HALF_DOT
 
 
 def solve_precision(x: Tensor) -> str:
     """Return the precision of the inverse's MMAs: finer than the inputs, as repeated keys amplify rounding."""
     # three MMAs of two bfloat16 parts keep 16 bits, enough for bfloat16 alone; the interpreter needs no parts
-    return "bf16x3" if x.dtype == torch.bfloat16 and not interpreting() else "tf32x3"
+    return "bf16x3" if x.dtype == torch.bfloat16 and not interpreting() else FLOAT32_DOT

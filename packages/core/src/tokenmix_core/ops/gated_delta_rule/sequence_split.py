@@ -13,6 +13,7 @@ from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.memory import load_rows
 from tokenmix_core.kernels.triton.varlen import first_chunk, locate_chunk, sequence_span
+from tokenmix_core.kernels.tuning import FLOAT32_DOT
 from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES, dot_precision
 from tokenmix_core.ops.gated_delta_rule.forward import (
@@ -240,7 +241,7 @@ def pass_back(
     pass_back_kernel[(N * HV * (V // launch.BV),)](
         gates=gates, writes=writes, cu_seqlens=cu_seqlens, transitions=transitions, passed=passed, T=T, HV=HV,
         tokens=gates.shape[1], segment=segment, K=K, V=V, BT=CHUNK, BK=launch.BK, BV=launch.BV, WRITES=run,
-        PACKED=cu_seqlens is not None, DOT="tf32x3", num_warps=launch.num_warps, num_stages=launch.num_stages,
+        PACKED=cu_seqlens is not None, DOT=FLOAT32_DOT, num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
 
 
@@ -271,7 +272,7 @@ def segment_states(x: Inputs, inverse: Tensor, gates: Tensor, segment: int) -> t
     entering_kernel[(N * HV * (V // launch.BV),)](
         gates=gates, writes=x.writes, cu_seqlens=x.cu_seqlens, states=states, transitions=transitions,
         entering=entering, T=T, H=H, group=HV // H, tokens=B * T, segment=segment, K=K, V=V, BT=CHUNK, BK=launch.BK,
-        BV=launch.BV, WRITES=x.chunks_per_write, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None, DOT="tf32x3",
+        BV=launch.BV, WRITES=x.chunks_per_write, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None, DOT=FLOAT32_DOT,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     return entering, transitions

@@ -43,7 +43,7 @@ from tokenmix_core.ops.softmax_attention.steps import (
 from tokenmix_core.ops.softmax_attention.types import Mask
 
 
-@cached_launch
+@cached_launch(loop_tiles=("BN",))
 @triton.jit
 def _attention_backward_queries(
     q, k, v, o, do, lse, dlse, delta, bias, dq, cu_seqlens, selected,

@@ -24,7 +24,7 @@ from tokenmix_core.ops.softmax_attention.steps import Config, KeyRows, Rows, Vis
 from tokenmix_core.ops.softmax_attention.tuning import attention_decode as decode_tile
 
 
-@cached_launch
+@cached_launch(loop_tiles=("BN",))
 @triton.jit
 def _attention_decode(
     q, k, v, o, lse, cache_seqlens,

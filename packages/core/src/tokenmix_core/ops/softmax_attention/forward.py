@@ -27,7 +27,7 @@ from tokenmix_core.ops.softmax_attention.steps import (
 from tokenmix_core.ops.softmax_attention.types import Mask
 
 
-@cached_launch
+@cached_launch(loop_tiles=("BN",))
 @triton.jit
 def _attention_forward(
     q, k, v, o, lse, cu_seqlens, selected,

@@ -52,7 +52,7 @@ def sink_step(q: torch.Tensor, mask: Mask, BN: int) -> int:
 
 def precision(dtype: torch.dtype) -> str:
     """Return the MMA precision: float32 inputs are multiplied in float32, as tf32 would lose half of the digits."""
-    return "ieee" if dtype == torch.float32 else "tf32"
+    return "ieee" if dtype == torch.float32 or torch.version.hip else "tf32"
 
 
 def listed_sizes(q, k, keys: KeyLists) -> dict[str, int]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from tokenmix_core.kernels.tuning import ALL_REGISTERS, many_waves, sm_count
+from tokenmix_core.kernels.tuning import ALL_REGISTERS, block_memory, many_waves, sm_count
 
 
 class AttentionTile(NamedTuple):
@@ -42,9 +42,22 @@ _FLOAT32: dict[int, AttentionTile] = {
 
 
 def attention(kernel: str, head_size: int, dtype: torch.dtype) -> AttentionTile:
-    """Return the tile of a portable kernel: "forward", "backward_keys" or "backward_queries"."""
+    """Return the tile of a portable kernel: "forward", "backward_keys" or "backward_queries".
+
+    The dK/dV kernel's BM also determines lists of query tiles, so it is halved here until the tile fits the device; all
+    other loop tiles are reduced when a kernel is compiled (`kernels.launch.fit`).
+    """
     table = _FLOAT32 if dtype == torch.float32 else ATTENTION[kernel]
-    return next(tile for bound, tile in table.items() if head_size <= bound)
+    bound, tile = next((bound, tile) for bound, tile in table.items() if head_size <= bound)
+    while kernel == "backward_keys" and tile.BM > 16 and _keys_bytes(tile, bound, dtype) > block_memory():
+        tile = tile._replace(BM=tile.BM // 2)
+    return tile
+
+
+def _keys_bytes(tile: AttentionTile, head_size: int, dtype: torch.dtype) -> int:
+    """Return the shared memory of the dK/dV kernel: K and V, the stages of Q and dO in flight, probabilities, rows."""
+    elements = 2 * head_size * (tile.BN + max(1, tile.num_stages - 1) * tile.BM) + tile.BM * tile.BN
+    return dtype.itemsize * elements + 8 * tile.BM
 
 
 def listed_keys(head_size: int, dtype: torch.dtype) -> AttentionTile:

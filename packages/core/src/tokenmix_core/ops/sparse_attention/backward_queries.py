@@ -32,7 +32,7 @@ from tokenmix_core.ops.sparse_attention.plan import takes_gluon
 from tokenmix_core.ops.sparse_attention.tiles import columns, find_listed, local_tiles, tile_of_queries
 
 
-@cached_launch
+@cached_launch(loop_tiles=("BN",))
 @triton.jit
 def _kept_attention_backward_queries(
     q, k, v, o, do, lse, dlse, delta, dq, ranks, lists, until, cu_seqlens,

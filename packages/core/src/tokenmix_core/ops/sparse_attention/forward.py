@@ -28,7 +28,7 @@ from tokenmix_core.ops.sparse_attention.plan import takes_gluon
 from tokenmix_core.ops.sparse_attention.tiles import columns, find_listed, local_tiles, tile_of_queries
 
 
-@cached_launch
+@cached_launch(loop_tiles=("BN",))
 @triton.jit
 def _kept_attention_forward(
     q, k, v, o, lse, ranks, lists, until, cu_seqlens,

@@ -9,6 +9,7 @@ from tokenmix_core.chunking import cdiv, num_sequences
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.decay import causal_decay_transposed, load_decay
 from tokenmix_core.kernels.triton.memory import last_of
+from tokenmix_core.kernels.triton.precision import FLOAT32_DOT
 from tokenmix_core.kernels.triton.varlen import locate_chunk, sequence_span
 from tokenmix_core.ops.ssd.tuning import SSDForward
 from tokenmix_core.ops.ssd.types import Inputs
@@ -19,9 +20,9 @@ def read_out(b_q, b_k, b_v, b_s, b_b, o_i):
     """Return a chunk's unscaled outputs from the state that enters it."""
     # computed operands are on the right: on the left they would be register operands, which the assemblers of
     # Triton 3.4 to 3.7 get wrong on Hopper
-    b_p = tl.dot(b_k, tl.trans(b_q), input_precision="tf32x3") * causal_decay_transposed(b_b, b_b, o_i, o_i)
-    b_ot = tl.dot(tl.trans(b_v), b_p.to(b_v.dtype), input_precision="tf32x3")
-    return tl.dot(b_q, b_s.to(b_q.dtype), input_precision="tf32x3") * tl.exp2(b_b)[:, None] + tl.trans(b_ot)
+    b_p = tl.dot(b_k, tl.trans(b_q), input_precision=FLOAT32_DOT) * causal_decay_transposed(b_b, b_b, o_i, o_i)
+    b_ot = tl.dot(tl.trans(b_v), b_p.to(b_v.dtype), input_precision=FLOAT32_DOT)
+    return tl.dot(b_q, b_s.to(b_q.dtype), input_precision=FLOAT32_DOT) * tl.exp2(b_b)[:, None] + tl.trans(b_ot)
 
 
 @cached_launch
@@ -86,7 +87,7 @@ def ssd_forward_kernel(
         tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_t[:, None])
 
         b_w = (b_x * tl.exp2(b_total - b_b)[:, None]).to(b_v.dtype)
-        b_s = tl.dot(tl.trans(b_k), b_w, b_s * tl.exp2(b_total), input_precision="tf32x3")
+        b_s = tl.dot(tl.trans(b_k), b_w, b_s * tl.exp2(b_total), input_precision=FLOAT32_DOT)
     if not SEGMENTED:
         tl.store(final_state + o_state, b_s)
 

@@ -9,6 +9,7 @@ from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.decay import causal_decay, causal_decay_transposed, load_decay
 from tokenmix_core.kernels.triton.memory import last_of
+from tokenmix_core.kernels.triton.precision import FLOAT32_DOT
 from tokenmix_core.kernels.triton.varlen import locate_chunk
 from tokenmix_core.ops.ssd.tuning import SSDGradients
 from tokenmix_core.ops.ssd.types import Gradients, Inputs
@@ -25,7 +26,7 @@ def decay_gradient(b_m, b_query, b_key, b_state, BT: tl.constexpr):
     return b_suffix + b_prefix + b_state
 
 
-@cached_launch
+@cached_launch(loop_tiles=("BV",))
 @triton.jit(do_not_specialize=["T", "N", "G", "HV"])
 def ssd_gradients_kernel(
     q, k, v, do, g, states, dstates, dq, dk, dv, dg, cu_seqlens,
@@ -65,9 +66,9 @@ def ssd_gradients_kernel(
         if BV < V:
             b_v = tl.load(p_v + i_v * BV, mask=m_t[:, None], other=0.0)
             b_do = tl.load(p_do + i_v * BV, mask=m_t[:, None], other=0.0)
-        b_dp = tl.dot(b_do, tl.trans(b_v), b_dp, input_precision="tf32x3")
-        b_dpt = tl.dot(b_v, tl.trans(b_do), b_dpt, input_precision="tf32x3")
-    b_qk = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3") * scale
+        b_dp = tl.dot(b_do, tl.trans(b_v), b_dp, input_precision=FLOAT32_DOT)
+        b_dpt = tl.dot(b_v, tl.trans(b_do), b_dpt, input_precision=FLOAT32_DOT)
+    b_qk = tl.dot(b_q, tl.trans(b_k), input_precision=FLOAT32_DOT) * scale
     b_gamma = causal_decay(b_b, b_b, o_i, o_i)
     b_dp *= b_gamma
     b_m = b_qk * b_dp
@@ -87,17 +88,17 @@ def ssd_gradients_kernel(
         b_s = tl.load(states + o_state + i_v * BV)
         b_d = tl.load(dstates + o_state + i_v * BV)
         b_sd += tl.sum(b_s.to(tl.float32) * b_d.to(tl.float32))
-        b_dv = tl.dot(tl.trans(b_d), tl.trans(b_k), input_precision="tf32x3") * b_to_end[None, :]
-        b_dv = tl.dot(tl.trans(b_do), b_p, b_dv, input_precision="tf32x3")
+        b_dv = tl.dot(tl.trans(b_d), tl.trans(b_k), input_precision=FLOAT32_DOT) * b_to_end[None, :]
+        b_dv = tl.dot(tl.trans(b_do), b_p, b_dv, input_precision=FLOAT32_DOT)
         tl.store(p_dv + i_v * BV, b_dv.to(dv.dtype.element_ty), mask=m_t[None, :])
-        b_dq = tl.dot(b_s, tl.trans(b_do), b_dq, input_precision="tf32x3")
-        b_dk = tl.dot(b_d, tl.trans(b_v), b_dk, input_precision="tf32x3")
+        b_dq = tl.dot(b_s, tl.trans(b_do), b_dq, input_precision=FLOAT32_DOT)
+        b_dk = tl.dot(b_d, tl.trans(b_v), b_dk, input_precision=FLOAT32_DOT)
     b_dq *= (tl.exp2(b_b) * scale)[None, :]
     b_query = tl.sum(b_dq * tl.trans(b_q).to(tl.float32), 0)
-    b_dq = tl.dot(tl.trans(b_k), b_dpt, b_dq, input_precision="tf32x3")
+    b_dq = tl.dot(tl.trans(b_k), b_dpt, b_dq, input_precision=FLOAT32_DOT)
     b_dk *= b_to_end[None, :]
     b_key = tl.sum(b_dk * tl.trans(b_k).to(tl.float32), 0)
-    b_dk = tl.dot(tl.trans(b_q), b_dp, b_dk, input_precision="tf32x3")
+    b_dk = tl.dot(tl.trans(b_q), b_dp, b_dk, input_precision=FLOAT32_DOT)
     b_dg = decay_gradient(b_m, b_query, b_key, b_sd * tl.exp2(b_total), BT)
     tl.store(dg + bos * HV + i_h + o_i * HV, b_dg, mask=m_t)
     o_dqk = (bos * HV + i_h) * K + o_i[None, :] * (HV * K) + o_k[:, None]

@@ -11,6 +11,7 @@ from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.decay import load_decay
 from tokenmix_core.kernels.triton.memory import last_of
+from tokenmix_core.kernels.triton.precision import FLOAT32_DOT
 from tokenmix_core.kernels.triton.varlen import first_chunk, locate_chunk, sequence_span
 from tokenmix_core.ops.ssd.tuning import SSDStates
 from tokenmix_core.ops.ssd.types import Inputs
@@ -74,7 +75,7 @@ def scan_states(rows, states, tile, i_g, HV, sizes, REVERSE: tl.constexpr):
         if rows.dt is not None:
             b_w *= tl.load(dt + o_t * HV + o_i * HV, mask=m_t, other=0.0).to(tl.float32)
         b_w = (b_y * b_w[:, None]).to(b_y.dtype)
-        b_s = tl.dot(tl.trans(b_x), b_w, b_s * tl.exp2(b_total), input_precision="tf32x3")
+        b_s = tl.dot(tl.trans(b_x), b_w, b_s * tl.exp2(b_total), input_precision=FLOAT32_DOT)
         b_decay += b_total
     if states.final is not None:
         tl.store(states.final + o_span + o_tile, b_s)

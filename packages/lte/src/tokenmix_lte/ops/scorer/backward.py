@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
-from tokenmix_core.kernels import cached_launch, sm_count
+from tokenmix_core.kernels import FLOAT32_DOT, cached_launch, sm_count
 from tokenmix_lte.ops.scorer.forward import load_tap
 from tokenmix_lte.ops.scorer.sizes import Sizes
 from tokenmix_lte.ops.scorer.tokens import apply_dropout, load_channels, locate_tokens, store_channels
@@ -65,8 +65,8 @@ def scorer_layer_backward_kernel(
             o_s = o_t - (FIRST + i * STEP)
             m_s = m_t & (o_s >= start) & (o_s < end)
             b_dz = load_channels(dz, (i_row + o_s) * H + i_h, m_s, CO, BO)
-            b_dx = tl.dot(b_dz, tl.trans(b_w[i]), b_dx, input_precision="tf32x3")
-            b_sums = b_sums + (tl.dot(tl.trans(b_x), b_dz, b_dw[i], input_precision="tf32x3"),)
+            b_dx = tl.dot(b_dz, tl.trans(b_w[i]), b_dx, input_precision=FLOAT32_DOT)
+            b_sums = b_sums + (tl.dot(tl.trans(b_x), b_dz, b_dw[i], input_precision=FLOAT32_DOT),)
             if FIRST + i * STEP == 0:
                 b_dbias += tl.sum(b_dz.to(tl.float32), 0)
         b_dw = b_sums

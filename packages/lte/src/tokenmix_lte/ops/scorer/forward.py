@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.kernels import cached_launch
+from tokenmix_core.kernels import FLOAT32_DOT, cached_launch
 from tokenmix_lte.ops.scorer.sizes import Sizes, Taps
 from tokenmix_lte.ops.scorer.tokens import apply_dropout, load_channels, locate_tokens, store_channels
 from tokenmix_lte.ops.scorer.types import Inputs
@@ -45,7 +45,7 @@ def convolve(b_x, w, bias, i_h, H, CI, CO, BI: tl.constexpr, BO: tl.constexpr, t
     b_z = load_bias(bias, i_h, CO, b_x.shape[0], BO)
     for i in tl.static_range(taps.count):
         b_w = load_tap(w, i, i_h, H, CI, CO, 0, CI, BI, BO)
-        b_z = tl.dot(shift_rows(b_x, taps.first + i * taps.step), b_w, b_z, input_precision="tf32x3")
+        b_z = tl.dot(shift_rows(b_x, taps.first + i * taps.step), b_w, b_z, input_precision=FLOAT32_DOT)
     return b_z
 
 
@@ -86,9 +86,9 @@ def scorer_kernel(
         m_s = (o_s >= start) & (o_s < end)
         o_s = (i_row + o_s) * H + i_h
         b_k = apply_dropout(load_channels(k, o_s, m_s, K, BK), seed, threshold, o_s, 0, 0, DROPOUT)
-        b_z1 = tl.dot(b_k, load_tap(w1, i, i_h, H, 2 * K, C1, 0, K, BK, B1), b_z1, input_precision="tf32x3")
+        b_z1 = tl.dot(b_k, load_tap(w1, i, i_h, H, 2 * K, C1, 0, K, BK, B1), b_z1, input_precision=FLOAT32_DOT)
         b_v = apply_dropout(load_channels(v, o_s, m_s, K, BK), seed, threshold, o_s, K, 0, DROPOUT)
-        b_z1 = tl.dot(b_v, load_tap(w1, i, i_h, H, 2 * K, C1, K, K, BK, B1), b_z1, input_precision="tf32x3")
+        b_z1 = tl.dot(b_v, load_tap(w1, i, i_h, H, 2 * K, C1, K, K, BK, B1), b_z1, input_precision=FLOAT32_DOT)
     # a token that does not exist is 0 in every layer
     b_x = tl.where(m_t[:, None], b_z1 * tl.sigmoid(b_z1), 0.0).to(k.dtype.element_ty)
     b_x = apply_dropout(b_x, seed, threshold, o_row, 0, 1, DROPOUT)

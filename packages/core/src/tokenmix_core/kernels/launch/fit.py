@@ -1,0 +1,70 @@
+"""Fit a portable kernel into the shared memory of its device: fewer pipeline stages, then smaller loop tiles.
+
+Tiles are measured on Hopper, whose blocks have more shared memory than other chips'. What a kernel needs follows from
+its machine code, so that one rule serves all chips: where it is too much, the next smaller configuration is compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tokenmix_core.kernels.launch import compat
+
+# the least size of an MMA
+_SMALLEST = 16
+# the launch option's default
+_STAGES = 3
+
+
+def shared_memory() -> int | None:
+    """Return the bytes of shared memory that a block may have on the current GPU; None without CUDA, or if unknown."""
+    found = compat.find("triton.compiler.compiler:max_shared_mem")
+    return found(compat.current_device()) if found is not None and torch.cuda.is_initialized() else None
+
+
+def compiled(
+    kernel: Any, grid: tuple, args: tuple, options: dict, loop_tiles: tuple[str, ...], limit: int | None
+) -> tuple[Any, tuple, dict]:
+    """Compile a launch so that it needs at most `limit` bytes of shared memory, None for any number.
+
+    Args:
+        kernel: the `triton.jit` function.
+        grid, args, options: of the launch; `args` are all arguments in order.
+        loop_tiles: constexprs that neither the grid nor any tensor's shape depends on.
+        limit: bytes of shared memory that a block may have.
+
+    Returns:
+        The compiled kernel, and the arguments and options that it was compiled with.
+
+    Raises:
+        ValueError: the smallest configuration needs more than `limit`.
+    """
+    while True:
+        made = compat.result(kernel.warmup(*args, grid=grid, **options))
+        if fits(made, limit):
+            return made, args, options
+        smaller = _reduced(compat.argument_names(kernel), loop_tiles, args, options)
+        if smaller is None:
+            raise ValueError(
+                f"{kernel.__name__} needs {made.metadata.shared:,} bytes of shared memory with its smallest tiles, and "
+                f"a block of this device has {limit:,}; pass 16-bit inputs, smaller heads or impl='reference'"
+            )
+        args, options = smaller
+
+
+def fits(made: Any, limit: int | None) -> bool:
+    """Tell whether a compiled kernel needs at most `limit` bytes of shared memory; None is no limit."""
+    return limit is None or getattr(getattr(made, "metadata", None), "shared", 0) <= limit
+
+
+def _reduced(names: list[str], loop_tiles: tuple[str, ...], args: tuple, options: dict) -> tuple[tuple, dict] | None:
+    """Return a launch with one pipeline stage less, or with half the widest loop tile; None for the smallest."""
+    if (stages := options.get("num_stages", _STAGES)) > 1:
+        return args, {**options, "num_stages": stages - 1}
+    sizes = {names.index(name): args[names.index(name)] for name in loop_tiles}
+    widest = max(sizes, key=lambda i: sizes[i], default=None)
+    if widest is None or sizes[widest] <= _SMALLEST:
+        return None
+    return (*args[:widest], sizes[widest] // 2, *args[widest + 1 :]), options

@@ -1,0 +1,7 @@
+"""The precision of float32 MMAs, for kernels."""
+
+import triton.language as tl
+
+from tokenmix_core.kernels import tuning
+
+FLOAT32_DOT = tl.constexpr(tuning.FLOAT32_DOT)
