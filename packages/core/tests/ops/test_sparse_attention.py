@@ -122,6 +122,7 @@ def z(*shape, dtype=torch.float32):
 
 
 class TestKeptAttention(OpContract):
+    straight_through = ("keep",)
     covers = (kept_attention,)
     absent: ClassVar = {"step": "a token is decoded by a call of one query", "malformed_steps": "no steps"}
     forms: ClassVar = {"kept": kept_attention}

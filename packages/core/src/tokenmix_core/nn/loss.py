@@ -10,8 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core._utils.optional import install_command
+from tokenmix_core.kernels.launch import compat
 from tokenmix_core.nn.dtypes import at_least_float32, has_float32_output
-from tokenmix_core.ops.autograd import refuse_graph
+from tokenmix_core.ops.transforms import refuse_graph
 
 IGNORE = -100
 # tokens per block: at a vocabulary of 50,000, its bfloat16 logits take 200 MB
@@ -80,9 +81,21 @@ def linear_cross_entropy(
         hidden = hidden.to(torch.get_autocast_dtype(device))
     if impl == "liger":
         return _liger(hidden, weight.to(hidden.dtype), labels, ignore_index)
+    if compat.in_transform():
+        return _summed(hidden, weight, labels, ignore_index, block_size)
     fused = impl == "triton" or (impl is None and device == "cuda" and hidden.dtype != torch.float64)
     with torch.autocast(device, enabled=False):
         return _LinearCrossEntropy.apply(hidden, weight, labels, ignore_index, block_size, fused)
+
+
+def _summed(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, block_size: int) -> Tensor:
+    """Return the loss by operations that `torch.func` transforms."""
+    parts = zip(hidden.split(block_size), labels.split(block_size), strict=True)
+    losses = [
+        F.cross_entropy(at_least_float32(h @ weight.to(h.dtype).T), y, ignore_index=ignore_index, reduction="sum")
+        for h, y in parts
+    ]
+    return torch.stack(losses).sum()
 
 
 def at_least_one(items: Tensor | int) -> Tensor | int:
@@ -120,7 +133,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        refuse_graph()
+        refuse_graph("linear_cross_entropy")
         d_hidden, d_weight = ctx.saved_tensors
         d_hidden = (d_hidden * grad).to(d_hidden.dtype) if ctx.needs_input_grad[0] else None
         d_weight = (d_weight * grad).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None

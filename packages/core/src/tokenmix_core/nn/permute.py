@@ -23,11 +23,17 @@ def moved(
 
 
 class _Moved(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x: Tensor, source: Tensor, back: Tensor, holes: bool) -> Tensor:
-        ctx.save_for_backward(back)
-        ctx.dims, ctx.holes = source.ndim, holes
+    def forward(x: Tensor, source: Tensor, back: Tensor, holes: bool) -> Tensor:
         return _read(x, source, holes)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        _, source, back, ctx.holes = inputs
+        ctx.save_for_backward(back)
+        ctx.dims = source.ndim
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -15,10 +15,10 @@ from tokenmix_core.kernels.launch.cache import capture
 from tokenmix_core.nn.dtypes import has_float32_output
 from tokenmix_core.nn.plain import is_plain, refuse_meta
 from tokenmix_core.ops import fused_linears
-from tokenmix_core.ops.autograd import refuse_graph
 from tokenmix_core.ops.buffers import as_rows
 from tokenmix_core.ops.fused import MAX_WEIGHTS
 from tokenmix_core.ops.fused.gemv import MAX_BYTES, MAX_ROWS
+from tokenmix_core.ops.transforms import refuse_graph
 
 # layers with fewer than _THIN outputs share one GEMM in training, padded to a multiple of _MULTIPLE outputs: rows of
 # six heads are not aligned, and separate GEMMs take several times as long as reading x
@@ -71,12 +71,12 @@ def _can_share(x: Tensor, layers: Sequence[nn.Module]) -> bool:
 
 def _shares_gradient(x: Tensor) -> bool:
     """Return whether the backward accumulates into one gradient of x."""
-    return torch.is_grad_enabled() and x.requires_grad and on_gpu(x) and not _forward_mode()
+    return torch.is_grad_enabled() and x.requires_grad and on_gpu(x) and not _transformed()
 
 
-def _forward_mode() -> bool:
-    """Return whether forward-mode derivatives may be requested; never under torch.compile."""
-    return not torch.compiler.is_compiling() and compat.forward_mode()
+def _transformed() -> bool:
+    """Return whether forward-mode derivatives or function transforms may be active; never under torch.compile."""
+    return not torch.compiler.is_compiling() and compat.transformed()
 
 
 def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
@@ -96,7 +96,7 @@ def _by_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return False
     rows, count = x.numel() // x.shape[-1], len(weights)
-    if not 0 < count <= MAX_WEIGHTS or rows > MAX_ROWS or _forward_mode() or any(w.dtype != x.dtype for w in weights):
+    if not 0 < count <= MAX_WEIGHTS or rows > MAX_ROWS or _transformed() or any(w.dtype != x.dtype for w in weights):
         return False
     return rows == 1 or (count > 1 and sum(w.nbytes for w in weights) <= MAX_BYTES * count)
 
@@ -146,7 +146,7 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *dys):
-        refuse_graph()
+        refuse_graph("linear layers that share an input")
         if torch.compiler.is_compiling():
             # torch.compile ends the model's own autocast context at the end of a nested one
             return _Linears._gradients(ctx, dys)

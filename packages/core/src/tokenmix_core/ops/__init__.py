@@ -120,6 +120,7 @@ if TYPE_CHECKING:
     from tokenmix_core.ops.softmax_attention.types import Mask as Mask
     from tokenmix_core.ops.ssd import autograd as ssd_autograd
     from tokenmix_core.ops.ssd.api import HEAD_SIZES as SSD_HEAD_SIZES
+    from tokenmix_core.ops.transforms import refuse_writes as refuse_writes
     from tokenmix_core.ops.types import AttentionOutput as AttentionOutput
     from tokenmix_core.ops.types import Impl as Impl
     from tokenmix_core.ops.types import ScanOutput as ScanOutput
@@ -154,6 +155,7 @@ __getattr__ = lazily(
         "direct_when_eager": "autograd",
         "eager_function": "autograd",
         "of_fields": "autograd",
+        "refuse_writes": "transforms",
         "buffer_views": "buffers",
         "cached_op": "autograd",
         "by_reference": "dispatch",

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, get_type_hints
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from tokenmix_core.kernels.launch import compat
 from tokenmix_core.kernels.launch.cache.capture import is_plain
 from tokenmix_core.kernels.launch.cache.replay import Replayed
 from tokenmix_core.ops.dispatch import GLUON_ERRORS, give_up
+from tokenmix_core.ops.transforms import Context, is_reference, refuse_graph, refuse_writes, transformable
 
 # the device type that kernels are launched on
 _LAUNCHED_ON = "cuda"
@@ -116,9 +116,15 @@ def direct_when_eager(op: Callable, run: Callable, *, writes: int | None = None)
         op, run: functions of equal arguments, the first of which is a tensor.
         writes: index of the argument that they write to; its version counter is increased, so that autograd notices.
     """
+    by_torch, plain = is_reference(run), run
+    transformed = transformable(_name(op), run, None, _no_gradients)
     run = Replayed(run)
 
     def call(*inputs):
+        if compat.in_transform():
+            if writes is not None:
+                refuse_writes(_name(op))
+            return plain(*inputs) if by_torch(inputs) else transformed(*inputs)
         if not is_plain(inputs[0]):
             return op(*inputs)
         if writes is not None:
@@ -167,12 +173,14 @@ def differentiable(
         keep: replaces `run` in eager mode if gradients may be needed, and may save other tensors.
     """
     op.register_autograd(gradients, setup_context=save)
+    by_torch, plain = is_reference(run), run
+    with_transforms = transformable(_name(op), op, save, gradients, plain)
     run = Replayed(run)
     keep = run if keep is None else Replayed(keep)
 
     def foresee(inputs, output):
         # most backward passes have a gradient of the first result alone
-        ctx = _Rehearsed(inputs)
+        ctx = Context(inputs)
         save(ctx, inputs, output)
         gradients(ctx, torch.empty_like(output[0]), *[None] * (len(output[:outputs]) - 1))
 
@@ -191,24 +199,30 @@ def differentiable(
         @staticmethod
         def backward(ctx, *output_gradients):
             if torch.is_grad_enabled():
-                refuse_graph()
+                refuse_graph(_name(op))
             return *gradients(ctx, *output_gradients), None
 
     # tensors wrapped by a function transform match no cached call, so the check of `apply` is redundant
     apply = compat.direct_apply(Eager)
 
+    def transformed(*inputs):
+        return plain(*inputs) if by_torch(inputs) and compat.in_transform() else with_transforms(*inputs)
+
     def call(*inputs):
         if not is_plain(inputs[0]):
-            output = op(*inputs)
+            output = transformed(*inputs) if compat.in_transform() else op(*inputs)
             return output if outputs is None else output[:outputs]
         try:
-            if not torch.is_grad_enabled() and not compat.forward_mode():
+            if not torch.is_grad_enabled() and not compat.transformed():
                 output = run(*inputs)
                 return output if outputs is None else output[:outputs]
             for match in keep.recent:
                 found = match(*inputs)
                 if found is not None:
                     return apply(*inputs, found)
+            if by_torch(inputs) or compat.in_transform():
+                output = transformed(*inputs)
+                return output if outputs is None else output[:outputs]
             # torch refuses forward-mode derivatives here, also if no input requires gradients
             return Eager.apply(*inputs, None)
         except GLUON_ERRORS as error:
@@ -218,11 +232,13 @@ def differentiable(
     return call
 
 
-def eager_function(run: Callable, save: Callable, gradients: Callable) -> Callable:
+def eager_function(op: str, run: Callable, save: Callable, gradients: Callable) -> Callable:
     """Return `run` with gradients for eager mode alone; under torch.compile the plain form is faster, as it is fused.
 
     `run` returns a tensor or a tuple and goes through the launch cache; the other arguments are as in `differentiable`.
+    `op` is the operation's name.
     """
+    transformed = transformable(op, run, save, gradients)
     run = Replayed(run)
 
     class Eager(torch.autograd.Function):
@@ -234,34 +250,23 @@ def eager_function(run: Callable, save: Callable, gradients: Callable) -> Callab
 
         @staticmethod
         def backward(ctx, *output_gradients):
-            refuse_graph()
+            refuse_graph(op)
             return gradients(ctx, *output_gradients)
 
     apply = compat.direct_apply(Eager)
-    return lambda *inputs: apply(*inputs) if torch.is_grad_enabled() else run(*inputs)
+
+    def call(*inputs):
+        if compat.in_transform():
+            return transformed(*inputs)
+        return apply(*inputs) if torch.is_grad_enabled() else run(*inputs)
+
+    return call
 
 
-def refuse_graph() -> None:
-    """Raise a RuntimeError in a backward pass under create_graph: it would treat results of kernels as constants.
-
-    Torch's `once_differentiable` raises one only if the incoming gradients require gradients themselves.
-    """
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(
-            "gradients of gradients are not available: call backward without create_graph=True "
-            "(only operations with impl='reference' have them)"
-        )
+def _name(op: Any) -> str:
+    """Return the name of a custom op without its library's."""
+    return op._qualname.partition("::")[2]
 
 
-class _Rehearsed:
-    """A substitute for the context of an autograd function, used to rehearse a backward pass."""
-
-    def __init__(self, inputs: Sequence) -> None:
-        self.needs_input_grad = [isinstance(x, Tensor) for x in inputs]
-        self.saved_tensors: tuple[Tensor | None, ...] = ()
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-    def set_materialize_grads(self, value: bool) -> None:
-        """Ignore it: no gradients are computed here."""
+def _no_gradients(*_: Any) -> Any:
+    raise AssertionError("a call without gradients has no backward pass")

@@ -274,6 +274,23 @@ class ModelContract(
             assert exact.any(), name
             assert relative_error(gradients[1][name], exact) < 1e-5, name
 
+    def test_gradients_of_each_example_are_those_of_single_calls(self, model, ids):
+        """`torch.func` computes gradients of a model's loss per example."""
+        model.eval()
+
+        def loss(parameters: dict, row: Tensor) -> Tensor:
+            inputs = {"input_ids": row[None], "labels": row[None], "use_cache": False, **self.inputs}
+            return torch.func.functional_call(model, parameters, (), inputs).loss
+
+        parameters = {name: x.detach() for name, x in model.named_parameters()}
+        found = torch.vmap(torch.func.grad(loss), (None, 0), randomness="same")(parameters, ids)
+        for i, row in enumerate(ids):
+            model.zero_grad()
+            model(row[None], labels=row[None], use_cache=False, **self.inputs).loss.backward()
+            for name, x in model.named_parameters():
+                exact = torch.zeros_like(x) if x.grad is None else x.grad
+                assert (found[name][i] - exact).norm() < 1e-4 * exact.norm() + 1e-6, name
+
     def test_training_by_captured_passes_equals_eager_training(self, model, ids):
         losses, weights = [], []
         for captured in (False, True):

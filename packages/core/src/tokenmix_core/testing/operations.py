@@ -14,6 +14,7 @@ from tokenmix_core.kernels.launch import caching
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
 from tokenmix_core.testing.calls import Call, KernelCase, Results, Sizes
 from tokenmix_core.testing.closeness import assert_within, relative_error
+from tokenmix_core.testing.derivatives import DerivativeTests
 from tokenmix_core.testing.launch_spies import grids, replays
 from tokenmix_core.testing.layout_contract import LayoutTests
 from tokenmix_core.testing.refusals import RefusalTests
@@ -29,7 +30,11 @@ ALL_CHECKS = (
 )  # fmt: skip
 # the tests of each property, by the attribute that describes the property
 PROPERTIES = {
-    "cases": ("test_the_reference_is_the_definition",),
+    "cases": (
+        "test_the_reference_is_the_definition",
+        "test_function_transforms_give_what_autograd_gives",
+        "test_only_the_reference_has_second_derivatives",
+    ),
     "lengths": ("test_ragged_lengths_give_what_the_definition_gives",),
     "kernels": (
         "test_kernels_err_at_most_twice_as_much_as_the_reference",
@@ -57,7 +62,7 @@ PROPERTIES = {
 Malformed = Mapping[str, tuple[Any, str]]
 
 
-class OpContract(LayoutTests, RefusalTests):
+class OpContract(DerivativeTests, LayoutTests, RefusalTests):
     """Tests of an operation. A subclass `TestX(OpContract)` describes the operation's properties by attributes.
 
     The properties that the operation does not have are named in `absent`.
@@ -82,7 +87,7 @@ class OpContract(LayoutTests, RefusalTests):
         factor: largest error of the kernels, as a multiple of the eager reference's error.
         floor: maps a result's name and the eps of the inputs' dtype to the error that is always allowed; by default
             that of `assert_agrees`.
-        long: two numbers of tokens, for which the kernels' grids are compared.
+        long: two lengths, for which the kernels' grids are compared.
         parts: by name, sizes of calls that are repeated in several parts of the tokens.
         step: the function that computes one token and overwrites its argument `state`, and the sizes of a call
             that is repeated token by token.
@@ -192,6 +197,10 @@ class OpContract(LayoutTests, RefusalTests):
             else:
                 assert torch.equal(x, eager[name]), name
 
+    def kernel_dtype(self) -> torch.dtype:
+        """Return the first dtype in which the kernels are tested."""
+        return DTYPES[self.dtypes[0]]
+
     # ---- the tests ----
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -262,7 +271,7 @@ class OpContract(LayoutTests, RefusalTests):
             case.patch(override)
         found = []
         for T in self.long:
-            tensors, options = self.make(DTYPES[self.dtypes[0]], device, **case.sizes | {"T": T})
+            tensors, options = self.make(DTYPES[self.dtypes[0]], device, **{**case.sizes, "T": T})
             function = self._function(case.form or next(iter(self.forms)), options, "triton")
             with caching(False), grids() as launches:
                 self._found(function, tensors)

@@ -191,7 +191,7 @@ def test_nothing_is_packed_for_a_grid_of_nothing(handed_over):
 
 def test_a_grid_that_no_gpu_can_launch_is_refused_in_one_sentence():
     for grid in ((1, 65_536), (1, 1, 65_536)):
-        with pytest.raises(ValueError, match=r"65,536.* room for 65,535 each: split heads or channels"):
+        with pytest.raises(ValueError, match=r"65,536.* up to 65,535 along each: split heads or channels"):
             packed(grid=grid)
 
 

@@ -158,6 +158,13 @@ def forward_mode() -> bool:
 _transform = find("torch._C._functorch:peek_interpreter_stack")
 
 
+def in_transform() -> bool:
+    """Tell whether `torch.func.grad`, `vmap` or `jvp` is active; never under torch.compile."""
+    if torch.compiler.is_compiling() or _transform is None or (top := _transform()) is None:
+        return False
+    return top.key().name != "Functionalize"
+
+
 def transformed() -> bool:
     """Tell whether forward-mode derivatives or a function transform may be active, which do not support kernels."""
     return forward_mode() or _transform is None or _transform() is not None

@@ -119,4 +119,4 @@ def _gradients(ctx, dg, dbeta):
     return *_cached_backward(a, b, *parameters, dg, dbeta, ctx.max_beta), None
 
 
-gates = eager_function(_forward, _save, _gradients)
+gates = eager_function("delta_gates", _forward, _save, _gradients)

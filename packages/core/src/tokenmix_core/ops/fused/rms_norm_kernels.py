@@ -235,5 +235,5 @@ def _gradients_gated(ctx, dy):
     return *_replayed_gated(*ctx.saved_tensors, dy, eps, before, size), None, None, None, None
 
 
-rms_norm_triton = eager_function(_run, _save, _gradients)
-gated_rms_norm_triton = eager_function(_run_gated, _save_gated, _gradients_gated)
+rms_norm_triton = eager_function("rms_norm", _run, _save, _gradients)
+gated_rms_norm_triton = eager_function("gated_rms_norm", _run_gated, _save_gated, _gradients_gated)

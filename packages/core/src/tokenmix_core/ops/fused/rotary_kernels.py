@@ -262,4 +262,4 @@ def _gradients(ctx, dy):
     return *_replayed(dy, *ctx.saved_tensors, ctx.eps), None, None, None
 
 
-rotate_triton = eager_function(_run, _save, _gradients)
+rotate_triton = eager_function("rotate", _run, _save, _gradients)

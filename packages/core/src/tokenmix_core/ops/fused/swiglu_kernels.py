@@ -122,7 +122,7 @@ def _backward_linear(a, b, weight, dy):
 
 _replayed_linear = Replayed(_backward_linear)
 
-swiglu_triton = eager_function(_run, _save, lambda ctx, dh: _replayed(*ctx.saved_tensors, dh))
+swiglu_triton = eager_function("swiglu", _run, _save, lambda ctx, dh: _replayed(*ctx.saved_tensors, dh))
 
 
 def _gradients_linear(ctx, dy):
@@ -131,4 +131,4 @@ def _gradients_linear(ctx, dy):
     return *gradients, dy if ctx.needs_input_grad[3] else None
 
 
-swiglu_linear_triton = eager_function(_run_linear, _save_linear, _gradients_linear)
+swiglu_linear_triton = eager_function("swiglu_linear", _run_linear, _save_linear, _gradients_linear)

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import packed_positions, sequence_ids
+from tokenmix_core.kernels.launch import compat
 from tokenmix_core.ops.softmax_attention.reference import attended, joined, sequences, softmax, wide
 from tokenmix_core.ops.types import AttentionOutput
 
@@ -137,7 +138,9 @@ def _blocks(
             begin, stop = (x - queries.start + shift for x in (first, last))
             # keys from here on are local to the first query
             left = max(0, begin // unit * unit if window is None else begin - window + 1)
-            listed = (end[:left] > begin).nonzero().squeeze(1)
+            # function transforms allow no sizes that depend on values
+            everything = compat.in_transform()
+            listed = torch.arange(left, device=q.device) if everything else (end[:left] > begin).nonzero().squeeze(1)
             o_k = torch.cat((listed, torch.arange(left, max(left, stop), device=q.device)))
             o_q = torch.arange(begin, stop, device=q.device)[:, None]
             far = o_k < (o_q // unit * unit if window is None else o_q - window + 1)

@@ -26,4 +26,4 @@ def _backward(compressed, selected, window, gates, do) -> tuple[Tensor, ...]:
 
 _replayed = Replayed(_backward)
 
-gated_sum_triton = eager_function(_run, _save, lambda ctx, do: _replayed(*ctx.saved_tensors, do))
+gated_sum_triton = eager_function("gated_sum", _run, _save, lambda ctx, do: _replayed(*ctx.saved_tensors, do))

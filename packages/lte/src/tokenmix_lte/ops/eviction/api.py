@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.kernels import Checked, is_plain
-from tokenmix_core.ops import Impl, bind_shapes, check_dtype, check_same_dtype, of_fields, resolve_impl
+from tokenmix_core.ops import Impl, bind_shapes, check_dtype, check_same_dtype, of_fields, refuse_writes, resolve_impl
 from tokenmix_lte.ops.eviction.reference import evict_step_reference
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -112,6 +112,7 @@ def _check(k, v, raw, keys, values, lengths, scores, ages, raws, before, window,
 
 def _step(x: _Inputs) -> None:
     """Run the kernel: directly in eager mode, as a custom op if torch traces."""
+    refuse_writes("evict_step")
     if is_plain(x.k):
         _run(*x)
     else:

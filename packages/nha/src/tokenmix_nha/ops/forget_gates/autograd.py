@@ -23,4 +23,10 @@ def _backward(f: Tensor, dy: Tensor, normalizer: float) -> Tensor:
 
 
 _replayed = Replayed(_backward)
-gates = eager_function(_run, _save, lambda ctx, dy: (_replayed(*ctx.saved_tensors, dy, ctx.normalizer), None))
+
+
+def _gradients(ctx, dy):
+    return _replayed(*ctx.saved_tensors, dy, ctx.normalizer), None
+
+
+gates = eager_function("log_forget_gates", _run, _save, _gradients)

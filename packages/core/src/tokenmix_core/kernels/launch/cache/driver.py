@@ -18,7 +18,7 @@ _FORMATS = {
 }  # fmt: skip
 # equal to the limit in `launches.c`
 _MAX_PARAMETERS = 96
-# of a grid's second and third axis; the first has room for 2^31 − 1
+# of a grid's second and third axis; the first may have 2^31 − 1
 _MAX_PROGRAMS = 65_535
 
 
@@ -70,8 +70,8 @@ def packed(kernel: Loaded, grid: tuple[int, ...], args: Iterable, pointers: Mapp
         return b""
     if grid[1] > _MAX_PROGRAMS or grid[2] > _MAX_PROGRAMS:
         raise ValueError(
-            f"a kernel needs {grid[1]:,} × {grid[2]:,} programs along its grid's second and third axis, and GPUs have "
-            f"room for {_MAX_PROGRAMS:,} each: split heads or channels over several calls"
+            f"a kernel needs {grid[1]:,} × {grid[2]:,} programs along its grid's second and third axis, and GPUs "
+            f"launch up to {_MAX_PROGRAMS:,} along each: split heads or channels over several calls"
         )
     values, later = [], []
     for i, (form, x) in enumerate(zip(kernel.formats, args, strict=True)):
