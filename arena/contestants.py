@@ -17,7 +17,7 @@ from tokenmix_core.training.recipe import Recipe
 from tokenmix_lte.training import steer_sparsity
 from tokenmix_lte.training_free import Method
 from tokenmix_nats_l.recipes import TABLE_4
-from tokenmix_nats_l.training import log_shares
+from tokenmix_nats_l.training import steer_shares
 from tokenmix_nha.windows import hybrid_windows, nha_layers
 from tokenmix_oryx.recipes import FAMILIES, mode_rows
 
@@ -173,7 +173,7 @@ _ORYX: dict[str, Any] = {
     "droppable": ("kv",),
 }
 _LTE: dict[str, Any] = {"model_type": "tokenmix_lte", "callbacks": (steer_sparsity,)}
-_NATS_L: dict[str, Any] = {"model_type": "tokenmix_nats_l", "callbacks": (log_shares,)}
+_NATS_L: dict[str, Any] = {"model_type": "tokenmix_nats_l", "callbacks": (steer_shares,)}
 
 CONTESTANTS = {
     contestant.name: contestant

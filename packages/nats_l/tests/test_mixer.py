@@ -31,6 +31,7 @@ VARIANTS = {
     "norm-sum": {"norm": "sum"},
     "weights-inputs": {"weights": "inputs"},
     "no-weights": {"weights": "none"},
+    "share": {"softmax_share": 0.5},
     "wide-chunks": {"chunk": 128},
 }
 
@@ -282,6 +283,9 @@ def test_share_counts_only_real_chunks():
         ({"budget": 2.0}, "budget"),
         ({"budget": 0.5, "types": "linear"}, "budget"),
         ({"budget": 0.5, "budget_weight": -1.0}, "budget_weight"),
+        ({"softmax_share": 0.0}, "softmax_share"),
+        ({"softmax_share": 0.5, "types": "alternate"}, "softmax_share"),
+        ({"softmax_share": 0.5, "budget": 0.5}, "not both"),
     ],
 )
 def test_invalid_options_raise(options, words):

@@ -167,9 +167,9 @@ def test_log_line_has_the_mean_over_all_chunks_of_unequal_batches():
 
     import torch
 
-    from tokenmix_nats_l.training import LogSoftmaxShares
+    from tokenmix_nats_l.training import SteerShares
 
-    log, model = LogSoftmaxShares(), torch.nn.Identity()
+    log, model = SteerShares(), torch.nn.Identity()
     log._layers, log._sums = [1], torch.zeros(2, 1, dtype=torch.float64)
     for share, chunks in ((1.0, 1), (0.25, 7)):
         auxiliary = {"softmax_share": torch.tensor([[share]]), "chunks": torch.tensor([chunks])}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, chunk_places, chunk_slots
 from tokenmix_core.nn import at_least_float32, moved
+from tokenmix_nats_l.share import ShareThreshold
 
 Types = Literal["learned", "softmax", "linear", "alternate"]
 
@@ -39,11 +40,13 @@ class ChunkTypes(NamedTuple):
         softmax: 1 if later tokens see the chunk's keys, else 0.
         linear: 1 if the chunk's writes enter the state, else 0.
         probability: probability of softmax from the scores; None for forced types.
+        margin: softmax score less linear score and threshold, without gradient; None for forced types.
     """
 
     softmax: Tensor
     linear: Tensor
     probability: Tensor | None
+    margin: Tensor | None = None
 
 
 def chunk_means(
@@ -68,21 +71,25 @@ def chunk_means(
     return (chunks.sum(1, dtype=wide) / (source >= 0).sum(1).clamp(min=1).unsqueeze(-1)).unsqueeze(0)
 
 
-def learned_types(scores: Float[Tensor, "B slots two_H"]) -> ChunkTypes:
+def learned_types(scores: Float[Tensor, "B slots two_H"], threshold: ShareThreshold | None = None) -> ChunkTypes:
     """Choose the operation with the higher score, linear if equal; gradients pass to the softmax of the scores.
 
+    A threshold is subtracted from the scores of softmax.
     The operation that is not chosen gets no gradient: types multiply its contribution, and a factor of 0 removes it.
     """
-    shares = at_least_float32(scores).unflatten(-1, (2, -1)).softmax(-2)
-    of_linear, of_softmax = shares.unbind(-2)
+    both = at_least_float32(scores).unflatten(-1, (2, -1))
+    if threshold is not None:
+        both = both - torch.stack((torch.zeros_like(threshold.threshold), threshold.threshold))
+    of_linear, of_softmax = both.softmax(-2).unbind(-2)
+    margin = (both[..., 1, :] - both[..., 0, :]).detach()
     # a comparison, as torch.argmax with one_hot would synchronise
-    softmax = (of_softmax > of_linear).to(shares.dtype)
+    softmax = (of_softmax > of_linear).to(both.dtype)
     linear = 1 - softmax
     if not torch.is_grad_enabled():
-        return ChunkTypes(softmax, linear, of_softmax)
+        return ChunkTypes(softmax, linear, of_softmax, margin)
     # s − sg(s) is exactly 0
     softmax, linear = softmax + (of_softmax - of_softmax.detach()), linear + (of_linear - of_linear.detach())
-    return ChunkTypes(softmax, _only_where_active(linear), of_softmax)
+    return ChunkTypes(softmax, _only_where_active(linear), of_softmax, margin)
 
 
 def forced_types(kind: Types, indices: Int[Tensor, "B slots"], H: int, dtype: torch.dtype) -> ChunkTypes:

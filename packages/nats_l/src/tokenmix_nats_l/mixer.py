@@ -46,9 +46,11 @@ from tokenmix_nats_l.chunks import (
 from tokenmix_nats_l.decoding import create_lists, extend, step
 from tokenmix_nats_l.ops import merge_operations
 from tokenmix_nats_l.ops.merge.reference import merge_by_norms
+from tokenmix_nats_l.share import ShareThreshold, check_share
 
 Norms = Literal["each", "sum"]
 Weights = Literal["queries", "inputs", "none"]
+OwnChunk = Literal["both", "softmax", "linear"]
 
 
 class NatsL(Mixer):
@@ -77,7 +79,9 @@ class NatsL(Mixer):
         decay: whether the state decays over softmax chunks; if False (*w/o LAttn Decay*), they leave it unchanged.
         norm: normalise "each" operation's outputs, or their "sum" (*w/o Attn Norm*).
         weights: input of the operations' weights: "queries", the layer's "inputs" (*Weights From X*), or "none".
-        budget: target of the mean probability of softmax in an auxiliary loss; None for no such loss.
+        softmax_share: share of softmax chunks of each head, reached by a threshold with feedback (`ShareThreshold`).
+        budget: target of the mean *probability* of softmax in an auxiliary loss; the share may differ widely from it.
+            None for no such loss. The paper has neither constraint.
         budget_weight: weight of that loss.
         norm_eps: of all norms.
         impl: implementation of the operations, None, "triton" or "reference".
@@ -101,10 +105,11 @@ class NatsL(Mixer):
         rope: bool = False,
         conv_size: int = 4,
         types: Types = "learned",
-        own_chunk: Literal["both", "softmax", "linear"] = "both",
+        own_chunk: OwnChunk = "both",
         decay: bool = True,
         norm: Norms = "each",
         weights: Weights = "queries",
+        softmax_share: float | None = None,
         budget: float | None = None,
         budget_weight: float = 1.0,
         norm_eps: float = 1e-6,
@@ -128,25 +133,16 @@ class NatsL(Mixer):
             )
         if chunk < 64 or chunk % 64:
             raise ValueError(f"NatsL: chunk must be a multiple of 64, got {chunk}")
-        if budget is not None and not (0 <= budget <= 1 and types == "learned"):
-            raise ValueError(
-                f"NatsL: budget is a share from 0 to 1 of learned types, got {budget!r} with {types!r} ones"
-            )
-        if budget_weight < 0:
-            raise ValueError(f"NatsL: budget_weight must be at least 0, got {budget_weight}")
-        for name, value, choices in (
-            ("own_chunk", own_chunk, ("both", "softmax", "linear")),
-            ("norm", norm, get_args(Norms)),
-            ("weights", weights, get_args(Weights)),
-        ):
+        check_share(softmax_share, budget, budget_weight, types)
+        named = {"own_chunk": own_chunk, "norm": norm, "weights": weights}
+        for (name, value), choices in zip(named.items(), map(get_args, (OwnChunk, Norms, Weights)), strict=True):
             if value not in choices:
                 raise ValueError(f"NatsL: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
         self.num_heads, self.head_dim, self.value_dim = num_heads, head_dim, value_dim
         self.num_softmax_heads, self.group, self.chunk = num_softmax_heads, group, chunk
         self.softmax_dim, self.softmax_value_dim = head_dim // group, value_dim // group
         self.own_chunk, self.decay = own_chunk, decay
-        self.norm, self.weights = norm, weights
-        self.budget, self.budget_weight = budget, budget_weight
+        self.norm, self.weights, self.budget, self.budget_weight = norm, weights, budget, budget_weight
         self.impl: Impl | None = impl
         self.rotary_dim = self.softmax_dim if rope else None
         self.fit = HeadFit(head_dim, value_dim, (64, 128, 256))
@@ -166,6 +162,7 @@ class NatsL(Mixer):
         # scores of linear for all heads, then of softmax
         self.score_proj = nn.Linear(hidden_size, 2 * num_heads, bias=False) if types == "learned" else None
         self.types = types
+        self.threshold = None if softmax_share is None else ShareThreshold(hidden_size, num_heads, softmax_share)
         source = {"queries": keys, "inputs": hidden_size, "none": 0}[weights]
         self.weight_proj = nn.Linear(source, 2 * num_softmax_heads, bias=False) if source else None
         self.linear_norm = RMSNorm(self.softmax_value_dim, norm_eps)
@@ -279,11 +276,14 @@ class NatsL(Mixer):
         return apply_rotary(heads, rotary, norm)
 
     def types_of(self, x: Tensor, cu_seqlens: Tensor | None) -> ChunkTypes:
-        """Return the types of the chunks of whole sequences."""
-        B, T, _ = x.shape
-        return self.types_from(
-            chunk_means(x, self.chunk, cu_seqlens), lambda: chunk_indices(B, T, self.chunk, cu_seqlens, x.device)
-        )
+        """Return the types of the chunks of whole sequences; in training, note them for the threshold."""
+        layout = (*x.shape[:2], self.chunk, cu_seqlens, x.device)
+        means = chunk_means(x, self.chunk, cu_seqlens)
+        types = self.types_from(means, lambda: chunk_indices(*layout))
+        # under checkpointing only the recomputation has gradients
+        if self.threshold is not None and types.margin is not None and self.training and torch.is_grad_enabled():
+            self.threshold.observe(types.margin, means, real_chunks(*layout))
+        return types
 
     def types_from(
         self,
@@ -298,17 +298,19 @@ class NatsL(Mixer):
         if self.types != "learned":
             return forced_types(self.types, indices(), self.num_heads, means.dtype)
         assert self.score_proj is not None
+        if self.threshold is not None:
+            means = means - self.threshold.center
         # float32 also under autocast: otherwise chunks with nearly equal scores could change their type in decoding
         with torch.autocast(means.device.type, enabled=False):
             if is_plain_linear(self.score_proj):
-                return learned_types(F.linear(means, self.score_proj.weight.to(means.dtype)))
+                return learned_types(F.linear(means, self.score_proj.weight.to(means.dtype)), self.threshold)
             # quantised layers and adapters compute in the dtype of their floating-point weights
             floats = (p.dtype for p in self.score_proj.parameters() if p.is_floating_point())
             x = means.to(next(floats, means.dtype))
             if among is not None:
                 x = x.new_zeros(among[1], *x.shape[1:]).index_copy(0, among[0], x)
             scores = output_linear(x, self.score_proj).to(means.dtype)
-            return learned_types(scores if among is None else scores[among[0]])
+            return learned_types(scores if among is None else scores[among[0]], self.threshold)
 
     def mix(self, tokens: Tokens, types: ChunkTypes, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return both operations' outputs for whole sequences, `[B, T, HA, VA]`."""
@@ -377,18 +379,17 @@ class NatsL(Mixer):
         )
 
     def _auxiliary(self, types: ChunkTypes, x: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor] | None:
-        """Return the share of softmax chunks per head, the chunk count, and the budget's loss as a sum over tokens."""
+        """Return shares of softmax chunks, the chunk count and the budget's loss (a sum over tokens)."""
         real = real_chunks(x.shape[0], x.shape[1], self.chunk, cu_seqlens, x.device).to(types.softmax.dtype)
         weight = real.unsqueeze(-1) / real.sum().clamp(min=1)
-        shares = (types.softmax.detach() * weight).sum((0, 1))
-        found: dict[str, Tensor] = {"softmax_share": shares, "chunks": real.sum()}
+        found = {"softmax_share": (types.softmax.detach() * weight).sum((0, 1)), "chunks": real.sum()}
         if self.budget is not None and types.probability is not None:
             share = (types.probability * weight).sum((0, 1)).mean()
             found["budget_loss"] = self.budget_weight * x.shape[0] * x.shape[1] * (share - self.budget).square()
         return found
 
     def mixing_flops(self, seq_len: int) -> float:
-        # count attention within a chunk only, as the number of retained chunks depends on data
+        # count attention within a chunk only: retained chunks depend on data
         convs = sum(2 * conv.weight.numel() for conv in (self.q_conv, self.k_conv, self.v_conv))
         own = 2.0 * self.num_softmax_heads * (self.softmax_dim + self.softmax_value_dim) * (self.chunk + 1) / 2
         return 6.0 * self.num_heads * self.head_dim * self.value_dim + own + convs

@@ -23,11 +23,11 @@ SOFTMAX_HEADS = {"380m": 12, "800m": 18}
 EVALUATIONS = ["perplexity-by-position", "chunk-types"]
 
 
-def log(recipe: Recipe) -> TrainerCallback:
-    """Return the callback that logs the share of softmax chunks; imports transformers' Trainer only for a run."""
-    from tokenmix_nats_l.training import log_shares
+def steer(recipe: Recipe) -> TrainerCallback:
+    """Return the callback that adapts and logs softmax shares; imports transformers' Trainer only for a run."""
+    from tokenmix_nats_l.training import steer_shares
 
-    return log_shares(recipe)
+    return steer_shares(recipe)
 
 
 def paper(size: str, *, hybrid: bool = True, **changes: Any) -> Recipe:
@@ -47,7 +47,7 @@ def paper(size: str, *, hybrid: bool = True, **changes: Any) -> Recipe:
         description=f"NAtS-L{' Hybrid' if hybrid else ''} with {size.upper()} parameters, as trained in the paper",
         model={**base.model, "mixers": mixers, "mixer_options": options},
         model_type=MODEL_TYPE,
-        callbacks=(log,),
+        callbacks=(steer,),
         run=replace(base.run, evaluations=EVALUATIONS),
     )
 
@@ -108,7 +108,7 @@ def recall_recipe(kind: str, size: str) -> Recipe:
         description=f"multi-query associative recall, {kind}, {size}; minutes on one GPU",
         model={**base.model, "mixers": mixers, "mixer_options": options},
         model_type=MODEL_TYPE,
-        callbacks=(log,),
+        callbacks=(steer,),
     )
 
 
@@ -125,7 +125,7 @@ def tiny() -> Recipe:
         description="GDN with one NAtS-L layer in four, on the built-in corpus; minutes on a laptop",
         model={**base.model, "mixers": mixers, "mixer_options": options},
         model_type=MODEL_TYPE,
-        callbacks=(log,),
+        callbacks=(steer,),
         run=replace(base.run, evaluations=[*base.run.evaluations, "chunk-types"]),
     )
 

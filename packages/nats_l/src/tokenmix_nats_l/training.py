@@ -1,4 +1,4 @@
-"""Logging of chunk types during training."""
+"""Chunk types during training: feedback for their share, and its log."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from transformers import TrainerCallback
 
 from tokenmix_core.training import Recipe
 from tokenmix_nats_l.mixer import NatsL
+from tokenmix_nats_l.share import adapt_thresholds
 
 
-class LogSoftmaxShares(TrainerCallback):
-    """Log each NAtS-L layer's share of softmax chunks as `softmax_share/LAYER`.
+class SteerShares(TrainerCallback):
+    """Adapt the thresholds of layers with a `softmax_share`, and log each layer's share as `softmax_share/LAYER`.
 
-    The share is a mean over heads, and over the forward passes of all processes since the last log line, or since the
-    run was resumed. Shares are summed on the device, which only log lines synchronise. They appear in the JSONL log and
-    the progress bar, but not in loggers of `report_to`, which run before this callback.
+    The logged share is a mean over heads, and over the forward passes of all processes since the last log line, or
+    since the run was resumed. Shares are summed on the device, which only log lines synchronise. They appear in the
+    JSONL log and the progress bar, but not in loggers of `report_to`, which run before this callback.
     """
 
     def __init__(self) -> None:
@@ -46,6 +47,9 @@ class LogSoftmaxShares(TrainerCallback):
     # works in a CUDA graph
     _gather.on_device = True  # type: ignore[attr-defined]
 
+    def on_step_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
+        adapt_thresholds(model, processes=args.world_size)
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if self._sums is None or not logs or "loss" not in logs:
             return
@@ -60,6 +64,6 @@ class LogSoftmaxShares(TrainerCallback):
             self._hook.remove()
 
 
-def log_shares(recipe: Recipe) -> LogSoftmaxShares:
-    """Return the callback that logs the shares of a recipe's run."""
-    return LogSoftmaxShares()
+def steer_shares(recipe: Recipe) -> SteerShares:
+    """Return the callback that adapts and logs the shares in a recipe's run."""
+    return SteerShares()

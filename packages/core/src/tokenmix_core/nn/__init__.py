@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from tokenmix_core.nn.attention import cached_attention as cached_attention
     from tokenmix_core.nn.attention import cached_attention_lse as cached_attention_lse
     from tokenmix_core.nn.attention import mean_visible as mean_visible
+    from tokenmix_core.nn.dtypes import KeepsFloat32 as KeepsFloat32
     from tokenmix_core.nn.dtypes import at_least_float32 as at_least_float32
     from tokenmix_core.nn.head_padding import HeadFit as HeadFit
     from tokenmix_core.nn.head_padding import attention_heads as attention_heads
     from tokenmix_core.nn.head_weights import HeadWeights as HeadWeights
     from tokenmix_core.nn.init import init_decay_ as init_decay_
     from tokenmix_core.nn.init import init_time_step_ as init_time_step_
+    from tokenmix_core.nn.init import is_loaded as is_loaded
     from tokenmix_core.nn.loss import IGNORE as IGNORE
     from tokenmix_core.nn.loss import at_least_one as at_least_one
     from tokenmix_core.nn.mixer import Mixer as Mixer
@@ -54,12 +56,14 @@ __getattr__ = lazily(
         "cached_attention": "attention",
         "cached_attention_lse": "attention",
         "mean_visible": "attention",
+        "KeepsFloat32": "dtypes",
         "at_least_float32": "dtypes",
         "HeadFit": "head_padding",
         "attention_heads": "head_padding",
         "HeadWeights": "head_weights",
         "init_decay_": "init",
         "init_time_step_": "init",
+        "is_loaded": "init",
         "IGNORE": "loss",
         "at_least_one": "loss",
         "Mixer": "mixer",
