@@ -75,6 +75,9 @@ def test_models_without_such_layers_and_short_texts_are_refused(model):
         retention_suite(other, byte_tokenizer(), EvalOptions(progress=False))
     with pytest.raises(ValueError, match="above the window of 16"):
         retention_suite(model, byte_tokenizer(), EvalOptions(lengths=(16,), progress=False))
+    partial = retention_suite(model, byte_tokenizer(), EvalOptions(lengths=(16, 40), limit=2, progress=False))
+    assert {row["tokens"] for row in partial["rows"]} == {40}
+    assert list(partial["failed"]) == ["16 tokens"]
 
 
 def test_passages_are_truncated_at_4096_tokens(model, monkeypatch):
@@ -109,6 +112,10 @@ def test_latency_times_the_layers_with_a_kv_cache_and_their_scorers(monkeypatch)
     ]
     # 70 steps run the scorer at least once
     assert all(row["ms"] > row["scoring ms"] > 0 for row in result["rows"])
+    monkeypatch.setattr(latency, "decode_latency", lambda *_, **__: 1 / 0)
+    partial = latency.latency_suite(hybrid, byte_tokenizer(), asked)
+    assert [row["context"] for row in partial["rows"]] == [16, 24]
+    assert list(partial["failed"]) == ["decoding after 24 tokens"]
     # the hooks are removed
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in hybrid.modules())
     linear = HybridForCausalLM(

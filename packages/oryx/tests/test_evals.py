@@ -113,6 +113,27 @@ def test_isolated_suites_run_in_each_mode(model, text, calls):
     assert model.model.default_mode == "attention"
 
 
+@pytest.mark.parametrize("suite", ["cross-mode-mqar", "cross-mode-niah", "isolated-mqar", "switch-perplexity"])
+def test_a_failing_mode_costs_no_other_one(suite, model, text, monkeypatch):
+    modes, begun = model.modes, []
+
+    def third_fails(*schedule):
+        begun.append(schedule)
+        if len(begun) == 3 or (suite == "isolated-mqar" and len(begun) == 2):
+            raise RuntimeError("no memory")
+        return modes(*schedule)
+
+    monkeypatch.setattr(model, "modes", third_fails)
+    options = {
+        "cross-mode-niah": EvalOptions(limit=1, lengths=(600,), tasks=("s-niah-1",), text=text, progress=False),
+        "switch-perplexity": EvalOptions(limit=1, lengths=(64,), tasks=("one switch",), text=text, progress=False),
+    }.get(suite, EvalOptions(limit=1, lengths=(64,), tasks=("mqar-64-4",), vocab_size=64, progress=False))
+    result = evals.SUITES[suite].run(model, byte_tokenizer(), options)
+    assert len(result["failed"]) == 1
+    assert all(str(error) == "no memory" for error in result["failed"].values())
+    assert result["rows"]
+
+
 def test_all_pair_counts_of_the_vocabulary_are_crossed(model):
     options = EvalOptions(limit=1, lengths=(64,), vocab_size=20, progress=False)
     rows = evals.SUITES["cross-mode-mqar"].run(model, byte_tokenizer(), options)["rows"]

@@ -150,6 +150,20 @@ def test_choices_are_those_of_the_largest_log_likelihood(harness, model, tokeniz
     assert all(row["examples"] == 4 for row in result["rows"][:3])
 
 
+def test_a_task_that_fails_costs_no_other_task(harness, model, tokenizer, local):
+    (local / "local.py").write_text(LOCAL + "\ndef broken(doc, results):\n    raise RuntimeError('no such answer')\n")
+    broken = WORDS.replace("local_words", "local_broken").replace("local.length", "local.broken")
+    (local / "broken.yaml").write_text(broken)
+    tasks = {"local_broken": "said", "local_words": "said", "local_choices": "acc"}
+    options = EvalOptions(batch_size=3, progress=False)
+    result = harness.run_tasks("local", model, tokenizer, tasks, options, include=[local], builtin=False)
+    # no average over the others
+    assert {row["task"] for row in result["rows"]} == {"local_words", "local_choices"}
+    assert {name: str(error) for name, error in result["failed"].items()} == {"local_broken": "no such answer"}
+    with pytest.raises(RuntimeError, match="no such answer"):
+        harness.run_tasks("local", model, tokenizer, {"local_broken": "said"}, options, include=[local], builtin=False)
+
+
 def test_a_group_is_the_mean_of_its_tasks_by_their_examples(harness, model, tokenizer, local):
     options = EvalOptions(include=(str(local),), progress=False)
     tasks = {"local_group": "acc", "local_words": "said"}

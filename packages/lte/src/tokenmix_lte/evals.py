@@ -15,6 +15,7 @@ from tokenmix_core.evaluation import (
     BUILT_IN_TEXT,
     LM_EVAL_READS,
     EvalOptions,
+    Parts,
     Suite,
     SuiteResult,
     cut_sequences,
@@ -63,28 +64,29 @@ def retention_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteRe
         raise ValueError(f"retention needs LTE layers with equally many key heads, got {sorted(heads)}")
     widest = max(layer.window for layer in layers.values())
     lengths = sorted(options.lengths or (options.max_length or model.config.max_position_embeddings,))
-    if lengths[0] <= widest:
-        raise ValueError(f"retention needs lengths above the window of {widest} tokens, got {lengths[0]}")
     count = options.limit or 16
-    rows, plots = [], []
+    rows, plots, parts = [], [], Parts()
     for length in lengths:
-        sequences = cut_sequences(text_tokens(options.text, tokenizer, 4 * count * length), length, count)
-        shares = held_shares(model, sequences, batch_size=options.batch_size or 8, progress=options.progress)
-        for i, share in zip(layers, shares, strict=True):
-            row = {"tokens": length, "sequences": len(sequences), "layer": i, "mean": float(share.mean())}
-            rows.append(row | {f"head {h}": float(x) for h, x in enumerate(share)})
-        plots.append(
-            {
-                "title": f"Retained share of the tokens beyond the window, after {length} tokens",
-                "x": "key head",
-                "y": "layer",
-                "series": {},
-                "heatmap": shares.tolist(),
-                "y_labels": [str(layer) for layer in layers],
-            }
-        )
+        with parts.part(f"{length:,} tokens"):
+            if length <= widest:
+                raise ValueError(f"retention needs lengths above the window of {widest} tokens, got {length}")
+            sequences = cut_sequences(text_tokens(options.text, tokenizer, 4 * count * length), length, count)
+            shares = held_shares(model, sequences, batch_size=options.batch_size or 8, progress=options.progress)
+            for i, share in zip(layers, shares, strict=True):
+                row = {"tokens": length, "sequences": len(sequences), "layer": i, "mean": float(share.mean())}
+                rows.append(row | {f"head {h}": float(x) for h, x in enumerate(share)})
+            plots.append(
+                {
+                    "title": f"Retained share of the tokens beyond the window, after {length} tokens",
+                    "x": "key head",
+                    "y": "layer",
+                    "series": {},
+                    "heatmap": shares.tolist(),
+                    "y_labels": [str(layer) for layer in layers],
+                }
+            )
     settings = {"text": options.text or BUILT_IN_TEXT}
-    return {"suite": "retention", "settings": settings, "rows": rows, "plots": plots}
+    return parts.result({"suite": "retention", "settings": settings, "rows": rows, "plots": plots})
 
 
 def scorer_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from tokenmix_core.evaluation import (
     BUILT_IN_TEXT,
     EvalOptions,
+    Parts,
     SuiteResult,
     curve,
     cut_sequences,
@@ -134,12 +135,14 @@ def latency_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResu
     tokens = text_tokens(options.text, tokenizer, batch * longest)
     found = cut_sequences(tokens, min(longest, len(tokens)), batch)
     ids = found.repeat(-(-batch // len(found)), -(-longest // found.shape[1]))[:batch, :longest].to(model.device)
-    rows = []
-    if "prefill" in tasks:
-        chosen = tqdm(lengths, desc="latency", unit="length", disable=not options.progress)
-        rows += [prefill_latency(model, ids[:, :length], runs=options.limit or RUNS) for length in chosen]
+    rows, parts = [], Parts()
+    for length in tqdm(lengths if "prefill" in tasks else (), desc="latency", disable=not options.progress):
+        with parts.part(f"prefill of {length:,} tokens"):
+            rows.append(prefill_latency(model, ids[:, :length], runs=options.limit or RUNS))
     plots = [curve("Prefill, layers with a KV cache", "ms", rows, {"ms": "layers", "scoring ms": "of which scoring"})]
     if "decoding" in tasks:
-        rows.append(decode_latency(model, ids[:, : prompt + steps], steps=steps))
+        with parts.part(f"decoding after {prompt:,} tokens"):
+            rows.append(decode_latency(model, ids[:, : prompt + steps], steps=steps))
     settings = settings_of(model) | {"runs": options.limit or RUNS, "text": options.text or BUILT_IN_TEXT}
-    return {"suite": "latency", "settings": settings, "rows": rows, "plots": plots if "prefill" in tasks else []}
+    drawn = plots if "prefill" in tasks else []
+    return parts.result({"suite": "latency", "settings": settings, "rows": rows, "plots": drawn})

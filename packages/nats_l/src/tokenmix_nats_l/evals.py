@@ -61,7 +61,7 @@ def chunk_types_suite(model: Any, tokenizer: Any, options: EvalOptions) -> Suite
         raise ValueError(f"chunk-types needs NAtS-L layers with equally many heads, got {sorted(heads)}")
     layers = list(found)
     lengths, limit = sorted(options.lengths or (options.max_length or 2048,)), options.limit or 32
-    rows, plots, parts = [], [], Parts("chunk-types")
+    rows, plots, parts = [], [], Parts()
     for (name, source), length in itertools.product(_texts(options.text).items(), lengths):
         with parts.part(f"{name} at {length:,} tokens"):
             sequences = cut_sequences(text_tokens(source, tokenizer, 4 * limit * length), length, limit)
@@ -106,25 +106,28 @@ def held_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     if len(tokens) < lengths[-1]:
         raise ValueError(f"a text of {len(tokens)} tokens is too short for a context of {lengths[-1]}")
     ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64)).unsqueeze(0).to(model.device)
-    cache, rows, start = model.make_cache(), [], 0
+    cache, rows, start, parts = model.make_cache(), [], 0, Parts()
     for length in tqdm(lengths, desc="held", unit="length", disable=not options.progress):
-        for part in ids[:, start:length].split(2048, 1):
-            model.model(part, cache=cache, use_cache=True)
-        start = length
-        least, most = model.state_bounds(length, 1)
-        sizes = {"bytes": cache.allocated_nbytes, "bytes in use": cache.nbytes}
-        rows.append({"tokens": length, "layer": "all", **sizes, "least": least, "most": most})
-        for i, layer in layers.items():
-            held = layer.held_tokens(cache.layers[i])
-            heads = [0] * layer.num_softmax_heads if held is None else held[0].tolist()
-            parts = cache.layers[i].parts.values()
-            row = {
-                "tokens": length,
-                "layer": str(i),
-                "bytes": sum(p.allocated for p in parts),
-                "bytes in use": sum(p.held(length) for p in parts),
-            }
-            rows.append(row | {f"head {h}": n for h, n in enumerate(heads)})
+        with parts.part(f"{length:,} tokens"):
+            if parts.failed:
+                raise ValueError("the cache is incomplete, as a shorter context failed")
+            for part in ids[:, start:length].split(2048, 1):
+                model.model(part, cache=cache, use_cache=True)
+            start = length
+            least, most = model.state_bounds(length, 1)
+            sizes = {"bytes": cache.allocated_nbytes, "bytes in use": cache.nbytes}
+            rows.append({"tokens": length, "layer": "all", **sizes, "least": least, "most": most})
+            for i, layer in layers.items():
+                held = layer.held_tokens(cache.layers[i])
+                heads = [0] * layer.num_softmax_heads if held is None else held[0].tolist()
+                stored = cache.layers[i].parts.values()
+                row = {
+                    "tokens": length,
+                    "layer": str(i),
+                    "bytes": sum(p.allocated for p in stored),
+                    "bytes in use": sum(p.held(length) for p in stored),
+                }
+                rows.append(row | {f"head {h}": n for h, n in enumerate(heads)})
     whole = [row for row in rows if row["layer"] == "all"]
     series: Series = {
         name: ([float(row["tokens"]) for row in whole], [float(row[name]) for row in whole])
@@ -139,7 +142,7 @@ def held_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
         "series": series,
     }
     settings = {"text": options.text or BUILT_IN_TEXT}
-    return {"suite": "held", "settings": settings, "rows": rows, "plots": [plot]}
+    return parts.result({"suite": "held", "settings": settings, "rows": rows, "plots": [plot]})
 
 
 SUITES: dict[str, Suite] = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from tokenmix_core.evaluation import (
     LM_EVAL_READS,
     NIAH_LENGTHS,
     EvalOptions,
+    Parts,
     Plot,
     Series,
     Suite,
@@ -102,16 +104,18 @@ def switch_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResul
     alone = {mode: _losses(model, sequences, [(0, mode)], options) for mode in MODES}
     rows = [_loss_row(f"{mode} alone", losses) for mode, losses in alone.items()]
     drawn: list[Plot] = []
+    parts = Parts()
     for plot in plots:
         curves = {f"{mode} alone": losses for mode, losses in alone.items()}
         for name, schedule in schedules[plot].items():
-            curves[name] = losses = _losses(model, sequences, schedule, options)
-            rows.append({**_loss_row(name, losses), **_excess(losses, alone, schedule)})
+            with parts.part(name):
+                curves[name] = losses = _losses(model, sequences, schedule, options)
+                rows.append({**_loss_row(name, losses), **_excess(losses, alone, schedule)})
         drawn.append(_switch_plot(plot, curves, length))
         if plot == "one switch":
             drawn.append(_excess_plot(curves, alone, schedules[plot]))
     settings = {"length": length, "sequences": len(sequences), "text": options.text or BUILT_IN_TEXT, **_BY_ROW}
-    return {"suite": "switch-perplexity", "settings": settings, "rows": rows, "plots": drawn}
+    return parts.result({"suite": "switch-perplexity", "settings": settings, "rows": rows, "plots": drawn})
 
 
 def _losses(
@@ -158,7 +162,7 @@ def _excess_plot(curves: dict[str, np.ndarray], alone: dict[str, np.ndarray], sc
     for first, second in ((ATTENTION, LINEAR), (LINEAR, ATTENTION)):
         parts = [
             (curves[name] - alone[second])[:, at:].mean(0)
-            for name, ((_, start), (at, _)) in ((n, s) for n, s in schedules.items() if len(s) == 2)
+            for name, ((_, start), (at, _)) in ((n, s) for n, s in schedules.items() if len(s) == 2 and n in curves)
             if start == first
         ]
         shortest = min(map(len, parts), default=0)
@@ -187,11 +191,8 @@ def isolated(
     """Return a suite that runs a suite of core in each mode and adds a column for the mode (Tables 1 and 2)."""
 
     def run(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-        results = {}
-        for mode in MODES:
-            with model.modes(mode):
-                results[mode] = suite(model, tokenizer, options)
-        return _joined(f"isolated-{name}", results)
+        schedules = {mode: (mode,) for mode in MODES}
+        return _by_mode(f"isolated-{name}", model, schedules, lambda: suite(model, tokenizer, options))
 
     return Suite(f"{name} in each mode alone", run, reads=reads)
 
@@ -205,20 +206,14 @@ def crossed() -> Iterator[tuple[str, str, str]]:
 
 def cross_recall_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """Run cloze questions with 97.5 % of the prompt in one mode, and the rest and the answer in another (Table 3)."""
-    results = {}
-    for name, context, prompt in crossed():
-        with model.modes([(0.0, context), (CONTEXT_SHARE, prompt)], prompt):
-            results[name] = recall_suite(model, tokenizer, options)
-    return _joined("cross-mode-recall", results)
+    schedules = {name: ([(0.0, context), (CONTEXT_SHARE, prompt)], prompt) for name, context, prompt in crossed()}
+    return _by_mode("cross-mode-recall", model, schedules, lambda: recall_suite(model, tokenizer, options))
 
 
 def cross_ruler_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """Run RULER's single needles with haystack in one mode, and question and answer in another (Table 3)."""
-    results = {}
-    for name, context, prompt in crossed():
-        with model.modes(_before_question(tokenizer, context, prompt), prompt):
-            results[name] = ruler_niah_suite(model, tokenizer, options)
-    return _joined("cross-mode-ruler-niah", results)
+    schedules = {name: (_before_question(tokenizer, context, prompt), prompt) for name, context, prompt in crossed()}
+    return _by_mode("cross-mode-ruler-niah", model, schedules, lambda: ruler_niah_suite(model, tokenizer, options))
 
 
 def _before_question(tokenizer: Any, context: str, prompt: str) -> PromptMode:
@@ -246,17 +241,14 @@ def cross_mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
     """Run associative recall with the pairs in one mode and the queries in another."""
     cases = mqar_cases(model, options)
     chosen = options.choose("cross-mode-mqar", tuple(cases))
-    results = {}
-    for name, context, prompt in crossed():
-        parts = []
-        for task in chosen:
-            with model.modes([(0, context), (2 * cases[task][1], prompt)]):
-                parts.append(mqar_suite(model, tokenizer, replace(options, tasks=(task,), progress=False)))
-        result = {**parts[0], "rows": [row for part in parts for row in part["rows"]]}
-        results[name] = result
-    joined = _joined("cross-mode-mqar", results)
-    joined["plots"] = [_accuracy_plot("Associative recall, pairs → queries", "pairs", joined["rows"])]
-    return joined
+    rows, settings, parts = [], {}, Parts()
+    for (name, context, prompt), task in itertools.product(crossed(), chosen):
+        with parts.part(f"{name}, {task}"), model.modes([(0, context), (2 * cases[task][1], prompt)]):
+            result = mqar_suite(model, tokenizer, replace(options, tasks=(task,), progress=False))
+            rows += [{"modes": name, **row} for row in result["rows"]]
+            settings = {**result["settings"], **_BY_ROW}
+    plots = [_accuracy_plot("Associative recall, pairs → queries", "pairs", rows)]
+    return parts.result({"suite": "cross-mode-mqar", "settings": settings, "rows": rows, "plots": plots})
 
 
 def cross_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
@@ -265,21 +257,23 @@ def cross_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
     tasks = options.choose("cross-mode-niah", tuple(NIAH_TASKS))
     haystack = niah_haystack(tasks, options, tokenizer)
     cases = [(task, length) for task in tasks for length in sorted(options.lengths or NIAH_LENGTHS)]
-    rows = []
+    rows, parts = [], Parts()
     for task, length in tqdm(cases, desc="cross-mode-niah", unit="task", disable=not options.progress):
-        examples = niah_examples(task, tokenizer, length, limit, haystack=haystack, seed=options.seed)
         for name, context, prompt in crossed():
-            found, losses = [], []
-            for start in range(0, limit, batch_size):
-                batch = examples[start : start + batch_size]
-                found += _found(model, tokenizer, batch, context, prompt)
-            for example in examples:
-                with model.modes([(0, context), (_count(tokenizer, example.context), prompt)]):
-                    losses.append(answer_loss(model, tokenizer, example))
-            row = {"modes": name, "task": task, "length": length, "accuracy": float(np.mean(found))}
-            rows.append({**row, "answer loss": float(np.mean(losses)), "examples": limit})
+            with parts.part(f"{name}, {task} at {length:,} tokens"):
+                examples = niah_examples(task, tokenizer, length, limit, haystack=haystack, seed=options.seed)
+                found, losses = [], []
+                for start in range(0, limit, batch_size):
+                    batch = examples[start : start + batch_size]
+                    found += _found(model, tokenizer, batch, context, prompt)
+                for example in examples:
+                    with model.modes([(0, context), (_count(tokenizer, example.context), prompt)]):
+                        losses.append(answer_loss(model, tokenizer, example))
+                row = {"modes": name, "task": task, "length": length, "accuracy": float(np.mean(found))}
+                rows.append({**row, "answer loss": float(np.mean(losses)), "examples": limit})
     plot = _accuracy_plot("Needle in a haystack, haystack → question", "length", rows)
-    return {"suite": "cross-mode-niah", "settings": {"seed": options.seed, **_BY_ROW}, "rows": rows, "plots": [plot]}
+    settings = {"seed": options.seed, **_BY_ROW}
+    return parts.result({"suite": "cross-mode-niah", "settings": settings, "rows": rows, "plots": [plot]})
 
 
 def _found(model: Any, tokenizer: Any, batch: Sequence[NiahExample], context: str, prompt: str) -> list[bool]:
@@ -309,8 +303,17 @@ def _count(tokenizer: Any, string: str) -> int:
     return len(tokenizer(string, verbose=False)["input_ids"])
 
 
-def _joined(suite: str, results: dict[str, SuiteResult]) -> SuiteResult:
-    """Join the rows and curves of several runs of one suite, labelled by their modes."""
+def _by_mode(
+    suite: str, model: Any, schedules: Mapping[str, tuple[Any, ...]], run: Callable[[], SuiteResult]
+) -> SuiteResult:
+    """Join the rows and curves of a suite that runs with each of several arguments of `model.modes`, by name."""
+    results: dict[str, SuiteResult] = {}
+    parts = Parts()
+    for name, schedule in schedules.items():
+        with parts.part(name), model.modes(*schedule):
+            results[name] = parts.take(name, run())
+    if not results:
+        return parts.result({"suite": suite, "settings": {}, "rows": [], "plots": []})
     rows = [{"modes": name, **row} for name, result in results.items() for row in result["rows"]]
     first = next(iter(results.values()))
     plots: list[Plot] = []
@@ -321,7 +324,8 @@ def _joined(suite: str, results: dict[str, SuiteResult]) -> SuiteResult:
             for curve, points in result["plots"][i]["series"].items()
         }
         plots.append({**plot, "series": series})
-    return {"suite": suite, "settings": {**first["settings"], **_BY_ROW}, "rows": rows, "plots": plots}
+    settings = {**first["settings"], **_BY_ROW}
+    return parts.result({"suite": suite, "settings": settings, "rows": rows, "plots": plots})
 
 
 def _accuracy_plot(title: str, x: str, rows: list[dict[str, Any]]) -> Plot:

@@ -19,6 +19,7 @@ from tokenmix_core._utils.optional import install_command, require
 from tokenmix_core._utils.trust import is_trusted
 from tokenmix_core.evaluation import text
 from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, SuiteResult
+from tokenmix_core.evaluation.parts import Parts
 
 OWN_TASKS = Path(__file__).parent / "tasks"
 _RULER_SEED = 1234
@@ -39,6 +40,8 @@ def run_tasks(
     by_sample: Callable[[str, list[dict[str, Any]], str], list[dict[str, Any]]] | None = None,
 ) -> SuiteResult:
     """Run lm-eval's tasks, each alone and from the same seed, so that no result depends on the other tasks.
+
+    A task that fails does not cost the others; averages over tasks are left out then.
 
     Args:
         suite: name of the result.
@@ -76,6 +79,7 @@ def run_tasks(
     limit = options.limit
     batch_size = options.batch_size or 8
     rows: list[dict[str, Any]] = []
+    parts = Parts()
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as folder:
         # tasks that measure lengths load the tokenizer by name
         tokenizer.save_pretrained(folder)
@@ -97,34 +101,36 @@ def run_tasks(
         for name, task in loaded.items():
             if options.progress:
                 print(f"{suite}: {name}", file=sys.stderr, flush=True)
-            output = lm_eval.simple_evaluate(
-                model=lm,
-                tasks=[task],
-                task_manager=manager,
-                limit=None if suite == "ruler" else limit,
-                samples={name: _first_of_each_length(task, limit)} if suite == "ruler" and limit else None,
-                num_fewshot=(few_shot or {}).get(name),
-                confirm_run_unsafe_code=runs_code,
-                batch_size=batch_size,
-                bootstrap_iters=1000,
-                log_samples=by_sample is not None,
-                random_seed=options.seed,
-                numpy_random_seed=options.seed,
-                torch_random_seed=options.seed,
-                fewshot_random_seed=options.seed,
-                verbosity=None,
-            )
-            rows += _rows(name, output)
-            if by_sample is not None:
-                rows += by_sample(name, output["samples"][name], tasks[name])
+            with parts.part(name):
+                output = lm_eval.simple_evaluate(
+                    model=lm,
+                    tasks=[task],
+                    task_manager=manager,
+                    limit=None if suite == "ruler" else limit,
+                    samples={name: _first_of_each_length(task, limit)} if suite == "ruler" and limit else None,
+                    num_fewshot=(few_shot or {}).get(name),
+                    confirm_run_unsafe_code=runs_code,
+                    batch_size=batch_size,
+                    bootstrap_iters=1000,
+                    log_samples=by_sample is not None,
+                    random_seed=options.seed,
+                    numpy_random_seed=options.seed,
+                    torch_random_seed=options.seed,
+                    fewshot_random_seed=options.seed,
+                    verbosity=None,
+                )
+                found = _rows(name, output)
+                if by_sample is not None:
+                    found += by_sample(name, output["samples"][name], tasks[name])
+                rows += found
     rows += _group_rows(rows, asked)
-    if suite == "ruler":
-        rows += _length_averages(rows)
-    else:
-        rows += _average(rows, tasks, chosen if average_over is None else average_over)
+    # an average without the failed tasks would be that of an easier or a harder suite
+    if not parts.failed:
+        averaged = chosen if average_over is None else average_over
+        rows += _length_averages(rows) if suite == "ruler" else _average(rows, tasks, averaged)
     settings = {"limit": options.limit, "max_length": lm.max_length, "seed": options.seed}
     plots = [_plot_by_length(rows)] if suite == "ruler" else []
-    return {"suite": suite, "settings": settings, "rows": rows, "plots": plots}
+    return parts.result({"suite": suite, "settings": settings, "rows": rows, "plots": plots})
 
 
 def _remove_code(folder: Path) -> None:

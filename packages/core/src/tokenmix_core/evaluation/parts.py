@@ -30,8 +30,7 @@ class Parts:
         failed: the errors of failed parts by name.
     """
 
-    def __init__(self, suite: str) -> None:
-        self.suite = suite
+    def __init__(self) -> None:
         self.failed: dict[str, Exception] = {}
         self._succeeded = 0
 
@@ -45,14 +44,18 @@ class Parts:
         else:
             self._succeeded += 1
 
+    def take(self, name: str, result: SuiteResult) -> SuiteResult:
+        """Note the failed parts of the result of one part, and return it without them."""
+        failed = result.pop("failed", {})
+        self.failed |= {f"{name}, {part}": error for part, error in failed.items()}
+        return result
+
     def result(self, result: SuiteResult) -> SuiteResult:
-        """Report the failed parts and return the result with them.
+        """Return the result with the failed parts, which `evaluate` reports.
 
         Raises:
             Exception: the first part's error, if no part succeeded.
         """
         if self.failed and not self._succeeded:
             raise next(iter(self.failed.values()))
-        for name, error in self.failed.items():
-            report_failure(f"{self.suite}, {name}", error)
         return {**result, "failed": self.failed} if self.failed else result

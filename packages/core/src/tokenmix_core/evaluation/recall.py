@@ -167,7 +167,7 @@ def _recall_suite(
     examples: Callable[[int, _Case], RecallExamples],
     vocab_size: int,
 ) -> SuiteResult:
-    limit, rows, parts = options.limit or 128, [], Parts(names.suite)
+    limit, rows, parts = options.limit or 128, [], Parts()
     series: Series = {}
     chosen = options.choose(names.suite, tuple(cases))
     for name in tqdm(chosen, desc=names.suite, unit="task", disable=not options.progress):
@@ -238,7 +238,7 @@ def niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """
     limit, batch_size = options.limit or 50, options.batch_size or 8
     tasks = options.choose("niah", tuple(NIAH_TASKS))
-    parts = Parts("niah")
+    parts = Parts()
     haystack = niah_haystack(tasks, options, tokenizer)
     rows = []
     by_length: Series = {}

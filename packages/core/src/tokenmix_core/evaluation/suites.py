@@ -281,7 +281,9 @@ def evaluate(
                 report_failure(name, error)
                 continue
             if parts := result.pop("failed", {}):
-                failed_parts |= {f"{name}, {part}": error for part, error in parts.items()}
+                for part, error in parts.items():
+                    failed_parts[f"{name}, {part}"] = error
+                    report_failure(f"{name}, {part}", error)
                 result["settings"]["failed"] = {part: _reason(error) for part, error in parts.items()}
             # what the model's answers depend on beside its weights, unless the suite says it better
             about = getattr(model, "evaluation_settings", dict)()
