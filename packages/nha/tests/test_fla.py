@@ -7,7 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_nha.fla import chunk_gla, chunk_gsa
+from tokenmix_nha.fla import (
+    _warn_of_speed,
+    chunk_gla,
+    chunk_gsa,
+    fused_chunk_gla,
+    fused_recurrent_gla,
+    fused_recurrent_gsa,
+)
 
 B, T, H, HQ, K, V, M = 2, 19, 2, 4, 8, 6, 5
 BORDERS = torch.tensor([0, 4, 4, 15, 19])
@@ -62,7 +69,8 @@ def test_gsa_with_initial_and_final_states_agrees_with_the_definition():
     q, k, v, s, g = inputs()
     close(chunk_gsa(q, k, v, s, g, 0.7, states(B), True), gsa(q, k, v, s, g, 0.7, states(B)))
     close(chunk_gsa(q, k, v, None, g, output_final_state=True), gsa(q, k, v, s, g))
-    assert chunk_gsa(q, k, v, s, g)[1] is None
+    assert chunk_gsa(q, k, v, s, g)[1] == (None, None)
+    assert chunk_gsa(q, k, v, 2 * s, g)[1] == (None, None)
 
 
 def test_heads_may_come_before_tokens():
@@ -71,9 +79,10 @@ def test_heads_may_come_before_tokens():
     assert relative_error(o.transpose(1, 2), gsa(q, k, v, s, g)[0]) < 1e-9
 
 
-@pytest.mark.parametrize("abc", [False, True])
-def test_packed_sequences_equal_separate_calls(abc):
+@pytest.mark.parametrize(("abc", "factor"), [(False, 1), (False, 2), (True, 1)])
+def test_packed_sequences_equal_separate_calls(abc, factor):
     q, k, v, s, g = inputs(1)
+    s = factor * s
     logits = draw(1, T, H, M, seed=7)
     got = chunk_gsa(q, k, v, logits, None, output_final_state=True, cu_seqlens=BORDERS) if abc else chunk_gsa(
         q, k, v, s, g, None, states(4), True, cu_seqlens=BORDERS
@@ -103,13 +112,14 @@ def test_without_g_slots_are_sums_weighted_by_s():
     close(chunk_gsa(q, k, v, s, output_final_state=True), gsa(q, k, v, *abc_weights(s)))
 
 
-def test_gradients_through_s_and_g_agree_with_the_definition():
+@pytest.mark.parametrize("factor", [1, -3])
+def test_gradients_through_s_and_g_agree_with_the_definition(factor):
     q, k, v, _, g = inputs()
 
     def gradients(run):
         leaves = [x.clone().requires_grad_() for x in (q, k, v, g, *states(B))]
         *tokens, hk, hv = leaves
-        o, final = run(*tokens[:3], 1 - tokens[3].exp(), tokens[3], (hk, hv))
+        o, final = run(*tokens[:3], factor * (1 - tokens[3].exp()), tokens[3], (hk, hv))
         (o.sin().sum() + sum(x.cos().sum() for x in final)).backward()
         return [x.grad for x in leaves]
 
@@ -137,7 +147,6 @@ def test_chunk_gla_accepts_all_options():
 def test_unsupported_arguments_are_refused_with_the_reason():
     q, k, v, s, g = inputs()
     for message, arguments in {
-        "s must be 1 - exp": (s + 0.1, g),
         "got neither": (None, None),
         "there can be no initial_state": (s, None, None, states(B)),
         "must be the pair": (s, g, None, states(B)[0]),
@@ -145,8 +154,65 @@ def test_unsupported_arguments_are_refused_with_the_reason():
     }.items():
         with pytest.raises(ValueError, match=message):
             chunk_gsa(q, k, v, *arguments)
+    with pytest.raises(ValueError, match="gv is not available"):
+        fused_recurrent_gla(q[:, :, :H], k, v, gv=v)
     with pytest.raises(ValueError, match="no option 'fast'"):
         chunk_gsa(q, k, v, s, g, fast=1)
+
+
+def test_any_weights_warn_of_their_speed():
+    q, k, v, s, g = inputs()
+    _warn_of_speed.cache_clear()
+    with pytest.warns(UserWarning, match=r"s is not 1 - exp\(g\)"):
+        chunk_gsa(q, k, v, s + 0.1, g)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("factor", [1, 2])
+def test_a_reversed_scan_is_one_of_flipped_tokens(packed, factor):
+    q, k, v, s, g = inputs(1 if packed else B)
+    s, (hk, hv) = factor * s, states(4 if packed else B)
+    boundaries, rows = (BORDERS, [3, 2, 1, 0]) if packed else (None, slice(None))
+    got = fused_recurrent_gsa(q, k, v, s, g, None, (hk, hv), True, True, boundaries)
+    flipped = None if boundaries is None else T - boundaries.flip(0)
+    o, after = chunk_gsa(*(x.flip(1) for x in (q, k, v, s, g)), None, (hk[rows], hv[rows]), True, cu_seqlens=flipped)
+    close(got, (o.flip(1), [x[rows] for x in after]))
+    gk, state = F.logsigmoid(draw(*k.shape, seed=9)), draw(len(hk), H, K, V, seed=6)
+    q = q[:, :, :H]
+    o, final = fused_recurrent_gla(q, k, v, gk, None, 0.4, state, True, True, False, boundaries)
+    tokens = (x.flip(1) for x in (q, k, v, gk))
+    wanted, after = chunk_gla(*tokens, 0.4, state[rows], True, cu_seqlens=flipped)
+    close((o, (final,)), (wanted.flip(1), (after[rows],)))
+
+
+def test_recurrent_names_compute_what_the_chunked_ones_do():
+    q, k, v, s, g = inputs()
+    close(fused_recurrent_gsa(q, k, v, s, g, 0.7, states(B), True), gsa(q, k, v, s, g, 0.7, states(B)))
+    assert fused_chunk_gla is chunk_gla
+    q = q[:, :, :H]
+    o, final = fused_recurrent_gla(q, k, v)
+    assert relative_error(o, gla(q, k, v, torch.zeros_like(k))[0]) < 1e-12
+    assert final is None
+
+
+def test_the_old_name_of_the_states_layout_warns():
+    q, k, v, _, _ = inputs()
+    q, g, state = q[:, :, :H], F.logsigmoid(draw(B, T, H, K, seed=9)), draw(B, H, K, V, seed=6)
+    for run in (chunk_gla, fused_recurrent_gla):
+        with pytest.warns(DeprecationWarning, match="now called state_v_first"):
+            got = run(q, k, v, g, initial_state=state.mT, output_final_state=True, transpose_state_layout=True)
+        assert relative_error(got[1], gla(q, k, v, g, state=state)[1].mT) < 1e-12
+        with pytest.raises(ValueError, match="not both"):
+            run(q, k, v, g, state_v_first=True, transpose_state_layout=True)
+
+
+def test_float32_queries_and_keys_beside_16_bit_values():
+    q, k, v, s, g = inputs()
+    mixed = q.float(), k.float(), v.half(), s.float(), g.float()
+    for arguments in (mixed, (*mixed[:3], 2 * mixed[3], mixed[4])):
+        o = chunk_gsa(*arguments)[0]
+        assert o.dtype == torch.float16
+        assert relative_error(o.double(), gsa(q, k, v, arguments[3].double(), g)[0]) < 3e-3
 
 
 def test_s_and_g_rounded_to_bfloat16_count_as_equal():

@@ -165,6 +165,56 @@ def test_unsupported_options_raise():
     refused("exclude each other", fla.chunk_simple_gla, q, k, v, g, g[0, 0])
 
 
+@pytest.mark.parametrize("boundaries", [None, BORDERS])
+def test_a_reversed_scan_is_one_of_flipped_tokens(boundaries):
+    q, k, v, g, _, state = inputs(1)
+    rows = slice(None)
+    if boundaries is not None:
+        state, rows = torch.cat([state, 2 * state, -state, state / 2]), [3, 2, 1, 0]
+    got = fla.fused_recurrent_simple_gla(
+        q, k, v, g, scale=0.2, initial_state=state, output_final_state=True, reverse=True, cu_seqlens=boundaries
+    )
+    flipped = None if boundaries is None else T - boundaries.flip(0)
+    o, after = fla.chunk_simple_gla(
+        *(x.flip(1) for x in (q, k, v, g)), scale=0.2, initial_state=state[rows], output_final_state=True,
+        cu_seqlens=flipped,
+    )  # fmt: skip
+    close(got, (o.flip(1), after[rows]))
+
+
+def test_short_names_and_recurrent_simple_gla():
+    assert fla.chunk_gdn is fla.chunk_gated_delta_rule
+    assert fla.fused_recurrent_gdn is fla.fused_recurrent_gated_delta_rule
+    q, k, v, g, _, state = inputs()
+    got = fla.fused_recurrent_simple_gla(q, k, v, g, scale=0.2, initial_state=state, output_final_state=True)
+    close(got, defined(q, k, v, g, None, 0.2, state))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "chunk_simple_gla", "fused_recurrent_simple_gla"],
+)
+def test_the_old_name_of_the_states_layout_warns(name):
+    q, k, v, g, beta, state = inputs()
+    given = {"g": g} | ({} if "simple" in name else {"beta": beta})
+    with pytest.warns(DeprecationWarning, match="now called state_v_first"):
+        got = getattr(fla, name)(
+            q, k, v, **given, initial_state=state.mT, output_final_state=True, transpose_state_layout=True
+        )
+    close((got[0], got[1].mT), defined(q, k, v, g, given.get("beta"), state=state))
+    with pytest.raises(ValueError, match="not both"):
+        getattr(fla, name)(q, k, v, **given, state_v_first=True, transpose_state_layout=True)
+
+
+@pytest.mark.parametrize("name", ["chunk_gdn", "fused_recurrent_gdn", "chunk_simple_gla", "fused_recurrent_simple_gla"])
+def test_float32_queries_and_keys_beside_16_bit_values(name):
+    q, k, v, g, beta, _ = inputs()
+    given = {"g": g.float()} | ({} if "simple" in name else {"beta": beta.float()})
+    o = getattr(fla, name)(q.float(), k.float(), v.half(), **given)[0]
+    assert o.dtype == torch.float16
+    assert relative_error(o.double(), defined(q, k, v, g, beta if "beta" in given else None)[0]) < 5e-3
+
+
 def test_tuning_options_are_ignored():
     q, k, v, g, beta, _ = inputs()
     steered = fla.chunk_gated_delta_rule(q, k, v, g, beta, chunk_size=32, cu_seqlens_cpu=BORDERS, chunk_indices=BORDERS)

@@ -9,18 +9,31 @@ ask for a result this package does not compute raise a ValueError.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.integrations import Result, as_float32, refuse_unknown, tokens_first
+from tokenmix_core.integrations import (
+    Result,
+    as_float32,
+    as_values,
+    refuse_unknown,
+    reversed_tokens,
+    state_layout,
+    tokens_first,
+)
 from tokenmix_core.nn import at_least_float32
 from tokenmix_core.ops import Impl, bind_shapes, check_cu_seqlens
 from tokenmix_nha import ops
 from tokenmix_nha.ops import SlotWindowState
+from tokenmix_nha.ops.gla.api import scanned_at_once
+from tokenmix_nha.ops.gla.scan import GatedScan
 
+States = tuple[Tensor | None, Tensor | None]
 # log-gate that clears the state: exp(−10⁴) = 0 in float32
 _CLOSED = -1e4
 
@@ -38,6 +51,7 @@ def chunk_gla(
     cu_seqlens_cpu: Tensor | None = None,
     *,
     head_first: bool = False,
+    **more: Any,
 ) -> Result:
     """Compute FLA's `chunk_gla` by `tokenmix_nha.ops.chunk_gla`, which is plain PyTorch.
 
@@ -47,17 +61,71 @@ def chunk_gla(
         output_final_state: return the state after each sequence; if False, `final_state` is None.
         state_v_first: states are `[N, H, V, K]`.
         head_first: q, k, v, g and o have their heads before T.
-        cu_seqlens_cpu: accepted and ignored.
+        cu_seqlens_cpu, and `chunk_size` as a keyword: accepted and ignored.
 
     Returns:
         `(o, final_state)`.
 
     Raises:
-        ValueError: arguments do not fit together.
+        ValueError: an unknown option, or arguments that do not fit together.
     """
+    return _gla(
+        "chunk_gla", q, k, v, g, scale, initial_state, output_final_state, False, state_v_first, cu_seqlens, head_first,
+        more,
+    )  # fmt: skip
+
+
+fused_chunk_gla = chunk_gla
+
+
+def fused_recurrent_gla(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    gk: Float[Tensor, "B T H K"] | None = None,
+    gv: Float[Tensor, "B T H V"] | None = None,
+    scale: float | None = None,
+    initial_state: Float[Tensor, "N H K V"] | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    *,
+    head_first: bool = False,
+    **more: Any,
+) -> Result:
+    """Compute FLA's `fused_recurrent_gla` chunkwise, like `chunk_gla`.
+
+    Args:
+        gk: log of the gates of the key channels; None for no decay.
+        gv: must be None: only key channels have gates here.
+        reverse: scan each sequence from its last token to its first.
+
+    Other arguments, results and errors are those of `chunk_gla`.
+    """
+    op = "fused_recurrent_gla"
+    if gv is not None:
+        raise ValueError(f"{op}: gv is not available: a state decays by the gates of its key channels, gk")
+    g = torch.zeros_like(k) if gk is None else gk
+    return _gla(
+        op, q, k, v, g, scale, initial_state, output_final_state, reverse, state_v_first, cu_seqlens, head_first, more
+    )  # fmt: skip
+
+
+def _gla(
+    op, q, k, v, g, scale, initial_state, output_final_state, reverse, state_v_first, cu_seqlens, head_first, more
+) -> Result:  # fmt: skip
+    state_v_first = state_layout(op, state_v_first, more)
+    refuse_unknown(op, more)
     q, k, v, g = tokens_first(head_first, q, k, v, g)
+    q, k = as_values(v, q, k)
+    boundaries = cu_seqlens
     before = as_float32(initial_state, q, v_first=state_v_first)
-    o, after = ops.chunk_gla(q, k, v, g, scale=scale, initial_state=before, cu_seqlens=cu_seqlens)
+    if reverse:
+        (q, k, v, g), boundaries, before = reversed_tokens((q, k, v, g), cu_seqlens, before)
+    o, after = ops.chunk_gla(q, k, v, g, scale=scale, initial_state=before, cu_seqlens=boundaries)
+    if reverse:
+        (o,), _, after = reversed_tokens((o,), cu_seqlens, after)
     after = after.mT if state_v_first else after
     return o.transpose(1, 2) if head_first else o, after if output_final_state else None
 
@@ -78,19 +146,20 @@ def chunk_gsa(
     head_first: bool = False,
     impl: Impl | None = None,
     **more: Any,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+) -> tuple[Tensor, States]:
     """Compute FLA's `chunk_gsa` by `tokenmix_nha.ops.slot_window_attention` with `window=0`.
 
-    A token enters the slots with weight 1 − e^g, as in Gated Slot Attention (Zhang et al. 2024, eq. 9) and in ABC
-    (g None, both weights from normalised sums of e^s). So `s` follows from `g`. If both are given they are compared,
-    which synchronises with the device; without `s` the call does not synchronise.
+    There a token enters the slots with weight 1 − e^g, as in Gated Slot Attention (Zhang et al. 2024, eq. 9) and in ABC
+    (g None, both weights from normalised sums of e^s). If `s` is given beside g, the two are compared, which
+    synchronises with the device. For an s other than 1 − e^g the call runs in plain PyTorch and warns once.
 
     Args:
         q, k, v, scale, cu_seqlens, impl: as for `tokenmix_nha.ops.slot_window_attention`.
-        s: 1 − e^g, or None for the same; without g, the logs of ABC's weights.
+        s: weights of the entering tokens, None for 1 − e^g; without g, the logs of ABC's weights. Where s equals
+            1 − e^g, it gets no gradient of its own: it is taken for a function of g.
         g: log of the gates, ≤ 0.
         initial_state: `(hk [N, H, K, M], hv [N, H, M, V])`, of any float dtype.
-        output_final_state: return the same two after each sequence; if False, `final_state` is None.
+        output_final_state: return the same two after each sequence; if False, both are None.
         head_first: q, k, v, s, g and o have their heads before T.
         checkpoint_level, cu_seqlens_cpu, and `chunk_size` as a keyword: accepted and ignored.
 
@@ -98,11 +167,52 @@ def chunk_gsa(
         `(o, final_state)`.
 
     Raises:
-        ValueError: s differs from 1 − e^g, ABC has an initial state, or arguments do not fit together.
+        ValueError: ABC has an initial state, or arguments do not fit together.
     """
-    op = "chunk_gsa"
-    refuse_unknown(op, more)
+    refuse_unknown("chunk_gsa", more)
+    return _gsa(
+        "chunk_gsa", q, k, v, s, g, scale, initial_state, output_final_state, cu_seqlens, head_first, impl
+    )  # fmt: skip
+
+
+def fused_recurrent_gsa(
+    q: Float[Tensor, "B T HQ K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    s: Float[Tensor, "B T H M"] | None = None,
+    g: Float[Tensor, "B T H M"] | None = None,
+    scale: float | None = None,
+    initial_state: tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    *,
+    head_first: bool = False,
+    impl: Impl | None = None,
+) -> tuple[Tensor, States]:
+    """Compute FLA's `fused_recurrent_gsa` chunkwise, like `chunk_gsa`.
+
+    `reverse` scans each sequence from its last token to its first. Other arguments, results and errors are those of
+    `chunk_gsa`.
+    """
+    op = "fused_recurrent_gsa"
+    if not reverse:
+        return _gsa(op, q, k, v, s, g, scale, initial_state, output_final_state, cu_seqlens, head_first, impl)
+    tokens = [x if x is None else x.flip(1) for x in tokens_first(head_first, q, k, v, s, g)]
+    _, boundaries, hk = reversed_tokens((), cu_seqlens, None if initial_state is None else initial_state[0])
+    _, _, hv = reversed_tokens((), cu_seqlens, None if initial_state is None else initial_state[1])
+    before = None if hk is None or hv is None else (hk, hv)
+    o, after = _gsa(op, *tokens, scale, before, output_final_state, boundaries, False, impl)
+    hk, hv = (reversed_tokens((), cu_seqlens, x)[2] for x in after)
+    o = o.flip(1)
+    return o.transpose(1, 2) if head_first else o, (hk, hv)
+
+
+def _gsa(
+    op, q, k, v, s, g, scale, initial_state, output_final_state, cu_seqlens, head_first, impl
+) -> tuple[Tensor, States]:  # fmt: skip
     q, k, v, s, g = tokens_first(head_first, q, k, v, s, g)
+    q, k = as_values(v, q, k)
     dims = bind_shapes(op, {}, q=(q, "B T HQ K"), k=(k, "B T H K"), s=(s, "B T H M?"), g=(g, "B T H M?"))
     sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
     if g is None:
@@ -113,19 +223,47 @@ def chunk_gsa(
                 f"{op}: without g (ABC) there can be no initial_state: the weights already in it are not known"
             )
         g = _abc_gates(s, cu_seqlens)
-    elif s is not None:
-        _check_written(op, s, g)
+        s = None
     before = None
     if initial_state is not None:
         before = _slots(op, q, v, g, initial_state, dims["B"] if sequences is None else sequences)
+    if s is not None and not _follows(s, g):
+        o, states = _two_scans(op, q, k, v, s, g, scale, before, cu_seqlens)
+        return o.transpose(1, 2) if head_first else o, states if output_final_state else (None, None)
     o, after = ops.slot_window_attention(
         q, k, v, g, window=0, scale=scale, initial_state=before, cu_seqlens=cu_seqlens,
         output_final_state=output_final_state, impl=impl,
     )  # fmt: skip
     o = o.transpose(1, 2) if head_first else o
     if not isinstance(after, SlotWindowState):
-        return o, None
+        return o, (None, None)
     return o, (after.slots_k.mT, after.slots_v)
+
+
+def _two_scans(
+    op: str, q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor, scale: float | None,
+    before: SlotWindowState | None, cu_seqlens: Tensor | None,
+) -> tuple[Tensor, States]:  # fmt: skip
+    """Compute gated slot attention with any weights s: one recurrence gives the logits of slots, one the outputs."""
+    _warn_of_speed(op)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    parts = []
+    for tokens, rows, boundaries in scanned_at_once(cu_seqlens, carried=before is not None):
+        b_q, b_k, b_v, b_s, b_g = (x[:, tokens].to(wide) for x in (q, k, v, s, g))
+        keys = GatedScan(b_s, b_k, b_g, None if before is None else before.slots_k[rows], boundaries)
+        values = GatedScan(b_s, b_v, b_g, None if before is None else before.slots_v[rows], boundaries)
+        o = values.rows(keys.columns(factor * b_q).softmax(-1))
+        parts.append((o, keys.final.mT, values.final))
+    o, hk, hv = zip(*parts, strict=True)
+    return torch.cat(o, 1).to(v.dtype), (torch.cat(hk), torch.cat(hv))
+
+
+@functools.cache
+def _warn_of_speed(op: str) -> None:
+    warnings.warn(
+        f"{op}: s is not 1 - exp(g), so PyTorch's operations run, which are slower than the kernels", stacklevel=5
+    )
 
 
 def _abc_gates(s: Float[Tensor, "B T H M"], cu_seqlens: Int[Tensor, "N_plus_1"] | None) -> Float[Tensor, "B T H M"]:
@@ -140,12 +278,11 @@ def _abc_gates(s: Float[Tensor, "B T H M"], cu_seqlens: Int[Tensor, "N_plus_1"] 
 
 
 @torch.no_grad()
-def _check_written(op: str, s: Tensor, g: Tensor) -> None:
+def _follows(s: Tensor, g: Tensor) -> bool:
+    """Return whether s is 1 − e^g, up to rounding."""
     # the caller may have rounded either one before computing the other from it
     rounding = 4 * max(torch.finfo(x.dtype).eps for x in (s, g))
-    tied = (at_least_float32(s) - (1 - at_least_float32(g).exp())).abs() <= rounding
-    if not bool(tied.all()):
-        raise ValueError(f"{op}: s must be 1 - exp(g), by which a token enters the slots here; pass s=None for that")
+    return bool(((at_least_float32(s) - (1 - at_least_float32(g).exp())).abs() <= rounding).all())
 
 
 def _slots(op: str, q: Tensor, v: Tensor, g: Tensor, state: Any, sequences: int) -> SlotWindowState:

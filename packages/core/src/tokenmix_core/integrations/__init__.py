@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from tokenmix_core.integrations.checkpoints import read_fields as read_fields
     from tokenmix_core.integrations.fla import Result as Result
     from tokenmix_core.integrations.fla import as_float32 as as_float32
+    from tokenmix_core.integrations.fla import as_values as as_values
     from tokenmix_core.integrations.fla import refuse_unknown as refuse_unknown
+    from tokenmix_core.integrations.fla import reversed_tokens as reversed_tokens
+    from tokenmix_core.integrations.fla import state_layout as state_layout
     from tokenmix_core.integrations.fla import tokens_first as tokens_first
     from tokenmix_core.integrations.layouts import fla_config as fla_config
     from tokenmix_core.integrations.layouts import fla_names as fla_names
@@ -32,6 +35,9 @@ __getattr__ = lazily(
         "Names": "checkpoints",
         "Result": "fla",
         "as_float32": "fla",
+        "as_values": "fla",
+        "reversed_tokens": "fla",
+        "state_layout": "fla",
         "refuse_unknown": "fla",
         "tokens_first": "fla",
         "fla_config": "layouts",

@@ -4,11 +4,14 @@
     from tokenmix_core.integrations.fla import chunk_gated_delta_rule
 
 Signatures are those of fla-core 0.6, with `head_first` of older versions and our `impl` at the end. Options that only
-tune FLA's kernels are accepted and ignored; options that our kernels do not support raise.
+tune FLA's kernels are accepted and ignored; options that our kernels do not support raise. The old name
+`transpose_state_layout` of `state_v_first` warns. q and k in float32 beside a 16-bit v, which FLA accepts, are rounded
+to v's dtype.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -83,6 +86,9 @@ def chunk_gated_delta_rule(
     )  # fmt: skip
 
 
+chunk_gdn = chunk_gated_delta_rule
+
+
 def fused_recurrent_gated_delta_rule(
     q: Float[Tensor, "B T H K"],
     k: Float[Tensor, "B T H K"],
@@ -129,6 +135,9 @@ def fused_recurrent_gated_delta_rule(
     )  # fmt: skip
 
 
+fused_recurrent_gdn = fused_recurrent_gated_delta_rule
+
+
 def chunk_simple_gla(
     q: Float[Tensor, "B T H K"],
     k: Float[Tensor, "B T H K"],
@@ -163,9 +172,48 @@ def chunk_simple_gla(
     Raises:
         ValueError: both decays, an unknown option, or arguments that do not fit.
     """
-    op = "chunk_simple_gla"
+    return _simple_gla(
+        "chunk_simple_gla", ops.chunk_ssd, q, k, v, g, g_gamma, scale, initial_state, output_final_state, False,
+        state_v_first, cu_seqlens, head_first, impl, more,
+    )  # fmt: skip
+
+
+def fused_recurrent_simple_gla(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T HV V"],
+    g: Float[Tensor, "B T HV"] | None = None,
+    g_gamma: Float[Tensor, "HV"] | None = None,
+    scale: float | None = None,
+    initial_state: Float[Tensor, "N HV K V"] | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    *,
+    head_first: bool = False,
+    impl: Impl | None = None,
+    **more: Any,
+) -> Result:
+    """Compute FLA's `fused_recurrent_simple_gla` by `tokenmix_core.ops.recurrent_ssd`.
+
+    `reverse` scans each sequence from its last token to its first. Other arguments, results and errors are those of
+    `chunk_simple_gla`.
+    """
+    return _simple_gla(
+        "fused_recurrent_simple_gla", ops.recurrent_ssd, q, k, v, g, g_gamma, scale, initial_state, output_final_state,
+        reverse, state_v_first, cu_seqlens, head_first, impl, more,
+    )  # fmt: skip
+
+
+def _simple_gla(
+    op, run, q, k, v, g, g_gamma, scale, initial_state, output_final_state, reverse, state_v_first, cu_seqlens,
+    head_first, impl, more,
+) -> Result:  # fmt: skip
+    state_v_first = state_layout(op, state_v_first, more)
     refuse_unknown(op, more)
     q, k, v, g = tokens_first(head_first, q, k, v, g)
+    q, k = as_values(v, q, k)
     dims = bind_shapes(op, {}, q=(q, "B T H K"), v=(v, "B T HV V"), g=(g, "B T HV?"), g_gamma=(g_gamma, "HV?"))
     if g is not None and g_gamma is not None:
         raise ValueError(f"{op}: g and g_gamma exclude each other: give a decay per token or per head")
@@ -173,7 +221,13 @@ def chunk_simple_gla(
         g = _constant(v, 0.0) if g_gamma is None else at_least_float32(g_gamma).expand(v.shape[:3])
     before = as_float32(initial_state, q, v_first=state_v_first)
     factor = dims["K"] ** -0.5 if scale is None else scale
-    out = fitting.ssd(ops.chunk_ssd, q, k, v, g, scale=factor, initial_state=before, cu_seqlens=cu_seqlens, impl=impl)
+    boundaries = cu_seqlens
+    if reverse:
+        (q, k, v, g), boundaries, before = reversed_tokens((q, k, v, g), cu_seqlens, before)
+    out = fitting.ssd(run, q, k, v, g, scale=factor, initial_state=before, cu_seqlens=boundaries, impl=impl)
+    if reverse:
+        (o,), _, state = reversed_tokens((out.o,), cu_seqlens, out.final_state)
+        out = ScanOutput(o, state)
     return _result(out, output_final_state, state_v_first, head_first)
 
 
@@ -188,6 +242,32 @@ def refuse_unknown(op: str, more: dict[str, Any]) -> None:
         raise ValueError(f"{op}: there is no option {', '.join(map(repr, unknown))}")
 
 
+def state_layout(op: str, state_v_first: bool, more: dict[str, Any]) -> bool:
+    """Return `state_v_first`, taken from FLA's old keyword `transpose_state_layout` with a warning."""
+    if "transpose_state_layout" not in more:
+        return state_v_first
+    if state_v_first:
+        raise ValueError(f"{op}: give state_v_first or its old name transpose_state_layout, not both")
+    warnings.warn(f"{op}: transpose_state_layout is now called state_v_first", DeprecationWarning, stacklevel=4)
+    return more.pop("transpose_state_layout")
+
+
+def as_values(v: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """Round float32 tensors to the dtype of a 16-bit v: FLA accepts these dtypes together, our kernels do not."""
+    half = isinstance(v, Tensor) and v.dtype in (torch.float16, torch.bfloat16)
+    return [x.to(v.dtype) if half and isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in tensors]
+
+
+def reversed_tokens(
+    tensors: tuple[Tensor, ...], cu_seqlens: Tensor | None, state: Tensor | None
+) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+    """Return tensors `[B, T, ...]` from the last token to the first, with boundaries and states of packed sequences."""
+    flipped = [x.flip(1) for x in tensors]
+    if cu_seqlens is None:
+        return flipped, None, state
+    return flipped, (cu_seqlens[-1] - cu_seqlens).flip(0), None if state is None else state.flip(0)
+
+
 def as_float32(state: Any, q: Tensor, *, v_first: bool = False) -> Any:
     """Convert an initial state to the operations' layout and dtype: float64 if q is float64, else float32."""
     if not isinstance(state, Tensor) or not isinstance(q, Tensor):
@@ -199,8 +279,10 @@ def _gated_delta_rule(
     op, run, q, k, v, g, beta, scale, initial_state, output_final_state, l2norm, gate, A_log, dt_bias, sigmoid, doubled,
     state_v_first, cu_seqlens, head_first, impl, more,
 ) -> Result:  # fmt: skip
+    state_v_first = state_layout(op, state_v_first, more)
     refuse_unknown(op, more)
     q, k, v, g, beta = tokens_first(head_first, q, k, v, g, beta)
+    q, k = as_values(v, q, k)
     bind_shapes(
         op, {}, q=(q, "B T H K"), v=(v, "B T HV V"), g=(g, "B T HV?"), beta=(beta, "B T HV?"), A_log=(A_log, "HV?"),
         dt_bias=(dt_bias, "HV?"),
