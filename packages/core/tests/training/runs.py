@@ -221,6 +221,32 @@ def touch_steps(recipe: Recipe) -> Any:
     return Touch()
 
 
+def limit_files(recipe: Recipe) -> Any:
+    """A callback that leaves rank 0 no space for a checkpoint."""
+    import resource
+
+    from transformers import TrainerCallback
+
+    class Limit(TrainerCallback):
+        def on_train_begin(self, args: Any, *_: Any, **__: Any) -> None:
+            if args.process_index == 0:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+    return Limit()
+
+
+def fail_on_rank_1(recipe: Recipe) -> Any:
+    """A callback that raises an error on rank 1, after the second step."""
+    from transformers import TrainerCallback
+
+    class Fail(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2 and args.process_index == 1:
+                raise ValueError("no luck")
+
+    return Fail()
+
+
 def train_with_small_files(made: Recipe, output_dir: Path) -> None:
     """Train with a limit of the size of files, and leave the message of the error."""
     import resource
@@ -230,6 +256,17 @@ def train_with_small_files(made: Recipe, output_dir: Path) -> None:
         train(made, output_dir, progress=False)
     except OSError as error:
         Path(output_dir, "said").write_text(str(error))
+
+
+def train_by_command(recipes: list[Recipe], output_dirs: list[Path], said: Path, *flags: str) -> None:
+    """Run `tokenmix train` with the recipe and folder of this rank, and keep what it writes to stderr."""
+    from tokenmix_core.cli import main
+
+    rank = int(os.environ["RANK"])
+    os.dup2(os.open(said / f"rank{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    command = ["train", "small", "--out", str(output_dirs[rank % len(output_dirs)]), "--no-eval", *flags]
+    code = main(command, recipes={"small": lambda: recipes[rank % len(recipes)]})
+    os._exit(code)
 
 
 def steps_logged(output_dir: Path) -> int:

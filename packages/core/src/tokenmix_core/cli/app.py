@@ -72,6 +72,9 @@ def main(
         return 2
     args.rest = args_rest
     token = PACKAGE.set(packages[-1].replace("_", "-"))
+    if "RANK" in os.environ:
+        # else torch writes C++ traces of lost connections between the sentences of the ranks
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         from tokenmix_core.cli.commands import Context
 

@@ -14,7 +14,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -111,6 +111,7 @@ def train(args: argparse.Namespace, context: Context) -> int:
     from tokenmix_core.training import trainer
     from tokenmix_core.training.callbacks import read_metrics
     from tokenmix_core.training.folder import METRICS, run_lock
+    from tokenmix_core.training.ranks import together
 
     name, out, fields = _asked_for(args, context)
     begun, evaluating = context.recipe(name), not args.no_eval
@@ -126,11 +127,14 @@ def train(args: argparse.Namespace, context: Context) -> int:
     check_suites(names, context.suites)
     resume = bool(args.resume)
     # kept until the evaluations are written
-    with run_lock(out, resume=resume):
-        trainer.check_sources(recipe)
-        if names:
-            check_options(names, tokenizers.load_tokenizer(recipe.data.tokenizer), options_of(recipe), context.suites)
-        result = trainer.train_locked(recipe, out, resume=resume, recorded={"evaluate": evaluating})
+    with ExitStack() as held:
+        with together(recipe.run.rank_timeout):
+            held.enter_context(run_lock(out, resume=resume))
+            trainer.check_sources(recipe)
+            if names:
+                tokenizer = tokenizers.load_tokenizer(recipe.data.tokenizer)
+                check_options(names, tokenizer, options_of(recipe), context.suites)
+            result = trainer.train_locked(recipe, out, resume=resume, recorded={"evaluate": evaluating})
         if torch.distributed.is_initialized():
             # the first process goes on alone
             torch.distributed.destroy_process_group()

@@ -19,8 +19,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, set_seed
 
+from tokenmix_core._utils import rng
 from tokenmix_core._utils.atomic_io import sync_tree, writing
 from tokenmix_core.training import checkpoint
 from tokenmix_core.training.cuda_graph import GraphedStep, Losses, TrainingGraph
@@ -80,6 +81,7 @@ class RecipeTrainer(Trainer):
         self._steps_before = 0
         self._logged: tuple[float, int] | None = None
         self._stepped = False
+        self._seeded: int | None = None
         self._peak_flops = peak_flops(device_name(self.args), bf16=self.args.bf16)
         flops = getattr(self.model, "flops_per_token", None)
         self._flops_per_token = flops(seq_len) if flops is not None else None
@@ -111,6 +113,8 @@ class RecipeTrainer(Trainer):
     ) -> Tensor:
         """Run the forward and backward passes of a micro-batch, as a CUDA graph if possible and asked for."""
 
+        self._seed_step()
+
         def passes(inputs: dict[str, Any], items: Any) -> Losses:
             self._terms = {}
             return Losses(step(model, inputs, items), self._terms)
@@ -131,6 +135,14 @@ class RecipeTrainer(Trainer):
         for name, share in losses.auxiliary.items():
             self._auxiliary[name] = self._auxiliary.get(name, 0.0) + share
         return losses.loss
+
+    def _seed_step(self) -> None:
+        """Seed the random generators of a step, so that ranks draw different noise and a resumed run the same."""
+        step = self.state.global_step
+        if self._seeded != step:
+            self._seeded = step
+            key = (self.args.seed, step, self.args.process_index)
+            set_seed(int(rng.stream("dropout", *key).integers(2**32)))
 
     def release_graphs(self) -> None:
         """Free the memory of CUDA graphs."""
@@ -249,6 +261,15 @@ class RecipeTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and self.args.process_index == 0:
+            size = self.args.world_size
+            names = [f"rng_state_{rank}.pth" for rank in range(size)] if size > 1 else ["rng_state.pth"]
+            if missing := [name for name in names if not Path(checkpoint, name).is_file()]:
+                print(
+                    f"{checkpoint} has no {', '.join(missing)}, as it was written by another number of processes: "
+                    "dropout draws from seed, step and rank, other random generators start again",
+                    file=sys.stderr,
+                )
         with _reading("random state", checkpoint):
             super()._load_rng_state(checkpoint)
 

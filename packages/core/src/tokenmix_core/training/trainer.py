@@ -41,6 +41,7 @@ from tokenmix_core.training.data import (
 from tokenmix_core.training.engine import RecipeTrainer
 from tokenmix_core.training.folder import METRICS, check_folder, run_lock
 from tokenmix_core.training.manifest import RUN_MANIFEST, run_manifest, trained_on
+from tokenmix_core.training.ranks import require_agreement, require_shared_folder, together
 from tokenmix_core.training.recipe import Recipe
 
 MQAR = "mqar"
@@ -287,7 +288,7 @@ def train(
         FloatingPointError: training diverged.
         OSError: a file cannot be written.
     """
-    with run_lock(output_dir, resume=resume):
+    with together(recipe.run.rank_timeout), run_lock(output_dir, resume=resume):
         return train_locked(recipe, output_dir, resume=resume, progress=progress, recorded=recorded)
 
 
@@ -323,11 +324,26 @@ def train_locked(
     recorded: Mapping[str, Any] | None = None,
 ) -> TrainResult:
     """Run a recipe as `train` does, for a caller that holds `run_lock` and may keep it for longer."""
-    output_dir = Path(output_dir)
+    with together(recipe.run.rank_timeout):
+        return _train(recipe, Path(output_dir), resume=resume, progress=progress, recorded=recorded)
+
+
+def _train(
+    recipe: Recipe, output_dir: Path, *, resume: bool, progress: bool, recorded: Mapping[str, Any] | None
+) -> TrainResult:
+    differing = ("dataloader_num_workers", "sources")
+    values = {name: value for name, value in recipe.values().items() if name not in differing}
+    values |= {"recipe": recipe.name, "model_type": recipe.model_type, "resume": resume}
+    require_agreement({**values, "the output folder": str(output_dir.resolve())})
+    require_shared_folder(output_dir)
     check_folder(output_dir, resume=resume)
     check_sources(recipe)
     begun_with = trained_on(output_dir).fingerprints if resume else None
     trainer = build_trainer(recipe, output_dir, progress=progress, begun_with=begun_with)
+    # corpora are compared by their contents, which may be in other folders on other nodes
+    identity = {name: value for name, value in trainer.identity.items() if name != "data"}
+    accumulation = trainer.args.gradient_accumulation_steps
+    require_agreement({**identity, "corpora": trainer.identity["data"], "accumulation": accumulation})
     source = None
     if resume:
         source = checkpoint.checkpoint_to_resume(output_dir, trainer.identity)

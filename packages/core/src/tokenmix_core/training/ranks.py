@@ -1,0 +1,266 @@
+"""Ranks that train together: the same recipe on all of them, and one sentence from all of them if one fails."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# beats without a change after which a rank is gone, if a collective operation has failed as well
+_MISSED_BEATS = 5
+_RUNS = 0
+
+
+class RankFailure(OSError):
+    """Another rank failed; the message names it and repeats its sentence."""
+
+
+@contextmanager
+def together(timeout: float) -> Iterator[None]:
+    """Connect the ranks of a run, and watch them meanwhile; nothing happens for one process or inside another watch.
+
+    Every rank sends a beat to the store of the process group. If a rank raises an error, ends without one, or sends no
+    beat for `timeout` seconds, every other rank ends with one sentence that names it: by a `RankFailure`, or, if it
+    waits in a collective operation, by an exit with status 2 after the sentence.
+
+    Args:
+        timeout: seconds without a beat after which a rank counts as stopped.
+
+    Raises:
+        RankFailure: another rank failed first.
+    """
+    global _RUNS
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or _Watch.current is not None:
+        yield
+        return
+    from accelerate import PartialState
+
+    # transformers' arguments reuse this process group
+    PartialState(cpu=not torch.cuda.is_available())
+    _RUNS += 1
+    watch = _Watch.current = _Watch(timeout)
+    try:
+        yield
+    except BaseException as error:
+        cause = watch.report(error)
+        if cause is not None:
+            raise cause from error
+        raise
+    finally:
+        watch.close()
+        _Watch.current = None
+
+
+class _Watch:
+    """The beats of all ranks in the store of the process group, read by threads of their own."""
+
+    current: _Watch | None = None
+
+    def __init__(self, timeout: float) -> None:
+        self.rank, self.size, self.timeout = dist.get_rank(), dist.get_world_size(), timeout
+        self.period = min(2.0, timeout / 20)
+        run = "-".join(os.environ.get(f"TORCHELASTIC_{x}", "") for x in ("RUN_ID", "RESTART_COUNT"))
+        self.address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # a connection of its own: that of the process group blocks while a collective is set up
+        store = dist.TCPStore(*self.address, is_master=False, timeout=timedelta(seconds=timeout))
+        self.store = dist.PrefixStore(f"tokenmix/{run}/{_RUNS}", store)
+        self.failure: str | None = None
+        self.store_lost = False
+        self.suspects = False
+        now = time.monotonic()
+        # the last beat of each rank, and when it changed
+        self.beats = {rank: (b"", now) for rank in range(self.size)}
+        self.read_at = now
+        self.over = threading.Event()
+        self.threads = [threading.Thread(target=work, daemon=True) for work in (self._exchange, self._judge)]
+        # every rank's first beat is there before one is read
+        self.store.set(f"beat/{self.rank}", "0")
+        dist.barrier()
+        for thread in self.threads:
+            thread.start()
+
+    def report(self, error: BaseException) -> RankFailure | None:
+        """Tell the other ranks of an error; return another rank's failure if that is the cause."""
+        if not _is_of_collective(error):
+            told = " ".join(str(error).split()) or type(error).__name__
+            host = socket.gethostname()
+            self._publish(f"rank {self.rank} on {host}: {told}")
+            if self.rank == 0:
+                # the store may end with this process
+                self._wait_until_told()
+            return None
+        # the other rank has not yet told of it, or will never
+        self.suspects = True
+        end = time.monotonic() + 3 * _MISSED_BEATS * self.period
+        while self.failure is None and time.monotonic() < end:
+            time.sleep(self.period / 4)
+        if self.failure is None:
+            self._publish(f"a collective operation failed on rank {self.rank}: {' '.join(str(error).split())[:200]}")
+        return RankFailure(self.failure)
+
+    def _wait_until_told(self) -> None:
+        end = time.monotonic() + _MISSED_BEATS * self.period
+        others = [f"told/{rank}" for rank in range(1, self.size)]
+        with suppress(RuntimeError):
+            while time.monotonic() < end and not self.store.check(others):
+                time.sleep(self.period / 8)
+
+    def close(self) -> None:
+        """Stop the threads, so that this rank may end before the others do."""
+        self.over.set()
+        self.threads[0].join(self.period * 2)
+
+    def _publish(self, told: str, *, store: bool = True) -> None:
+        try:
+            self.failure = self.store.compare_set("failure", "", told).decode() if store else told
+        except RuntimeError:
+            self.failure = told
+        _write_torchelastic_error(self.failure)
+
+    def _exchange(self) -> None:
+        """Send this rank's beat, and read those of the others."""
+        beat = 0
+        try:
+            while not self.over.wait(self.period):
+                beat += 1
+                self.store.set(f"beat/{self.rank}", str(beat))
+                # rank 0 reads all of them, every other rank only that of rank 0
+                ranks = range(self.size) if self.rank == 0 or self.suspects else [0]
+                now = time.monotonic()
+                for rank, value in zip(ranks, self.store.multi_get([f"beat/{r}" for r in ranks]), strict=True):
+                    if value != self.beats[rank][0]:
+                        self.beats[rank] = value, now
+                if self.store.check(["failure"]):
+                    self.failure = self.store.get("failure").decode()
+                    self.store.set(f"told/{self.rank}", "")
+                self.read_at = time.monotonic()
+            self.store.set(f"beat/{self.rank}", "left")
+        except RuntimeError:
+            self.store_lost = True
+
+    def _judge(self) -> None:
+        """Find ranks without a beat, and end this process if it does not end by itself after a failure."""
+        while not self.over.wait(self.period):
+            if self.failure is None and (told := self._store_verdict()):
+                # the store would not answer
+                self._publish(told, store=False)
+            elif self.failure is None and (told := self._verdict()):
+                self._publish(told)
+            if self.failure is not None:
+                break
+        if not self.over.wait(2 * _MISSED_BEATS * self.period):
+            assert self.failure is not None
+            _write_torchelastic_error(self.failure)
+            print(f"\nerror: {self.failure}", file=sys.stderr, flush=True)
+            os._exit(2)
+
+    def _store_verdict(self) -> str | None:
+        if not self.store_lost and time.monotonic() - self.read_at <= self.timeout:
+            return None
+        what = "ended without a message" if self.store_lost else f"has not answered for {self.timeout:g} s"
+        # torchrun has the store in its own process, else rank 0 has it
+        who = "torchrun's process" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
+        return f"{who} at {':'.join(map(str, self.address))}, which connects the ranks, {what}"
+
+    def _verdict(self) -> str | None:
+        now = time.monotonic()
+        patience = _MISSED_BEATS * self.period if self.suspects else self.timeout
+        silent = [r for r, (beat, since) in self.beats.items() if beat != b"left" and now - since > patience]
+        watched = silent if self.rank == 0 or self.suspects else [r for r in silent if r == 0]
+        watched = [r for r in watched if r != self.rank]
+        if not watched:
+            return None
+        names = f"rank{'s' * (len(watched) > 1)} {', '.join(map(str, watched))}"
+        if self.suspects:
+            return f"{names} ended without a message, as a process does that is killed, often for lack of memory"
+        return f"{names} sent no sign of life for {patience:g} s (--rank_timeout): stopped, or the machine is gone"
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    """Return whether an error says that a collective operation failed, which another rank has caused."""
+    if isinstance(error, dist.DistError) or (error.__cause__ is not None and _is_of_collective(error.__cause__)):
+        return True
+    parts = ("gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset by peer")
+    return type(error) is RuntimeError and any(part in str(error) for part in parts)
+
+
+def _write_torchelastic_error(told: str) -> None:
+    """Write the sentence where torchrun reads the error that its summary ends with."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        content = {"message": told, "extraInfo": {"py_callstack": told, "timestamp": str(int(time.time()))}}
+        # a full disk may be the failure itself
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": content}), encoding="utf-8")
+
+
+def _gathered(value: Any) -> list[Any]:
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def require_agreement(values: Mapping[str, Any]) -> None:
+    """Compare values over all ranks.
+
+    Args:
+        values: plain data by the name of its field.
+
+    Raises:
+        ValueError: on all ranks, if one differs; the message names the fields and their values.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    text = json.dumps(values, sort_keys=True, default=str)
+    if len(set(_gathered(hashlib.sha256(text.encode()).hexdigest()))) == 1:
+        return
+    first, *others = (json.loads(x) for x in _gathered(text))
+    differing = []
+    for name in sorted({name for other in (first, *others) for name in other}):
+        rank = next((r for r, other in enumerate(others, 1) if other.get(name) != first.get(name)), None)
+        if rank is not None:
+            differing.append(
+                f"{name} is {first.get(name)!r} on rank 0 and {others[rank - 1].get(name)!r} on rank {rank}"
+            )
+    raise ValueError(f"the ranks do not run the same training: {'; '.join(differing)}; start all with the same command")
+
+
+def require_shared_folder(folder: Path) -> None:
+    """Check that all ranks see the files that rank 0 writes into a folder.
+
+    Raises:
+        ValueError: on all ranks, if one sees them not, such as two nodes without a shared file system.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    name: list[str] = [f".shared-{secrets.token_hex(8)}"]
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name[0]).touch()
+    dist.broadcast_object_list(name)
+    # a network file system may show a new file late
+    end = time.monotonic() + 5
+    while not (seen := (folder / name[0]).exists()) and time.monotonic() < end:
+        time.sleep(0.2)
+    answers = _gathered((seen, socket.gethostname()))
+    if dist.get_rank() == 0:
+        (folder / name[0]).unlink()
+    if blind := [(rank, host) for rank, (seen, host) in enumerate(answers) if not seen]:
+        rank, host = blind[0]
+        raise ValueError(
+            f"rank {rank} on {host} does not see what rank 0 on {answers[0][1]} writes into {folder}; give all nodes a "
+            "folder of a file system that they share"
+        )

@@ -1,0 +1,111 @@
+"""Ranks that differ or fail: every rank ends in time, and the last line of each is the first cause."""
+
+import os
+import re
+import signal
+
+import pytest
+import torch
+from runs import Processes, fail_on_rank_1, limit_files, recipe, slow_steps, train_by_command
+
+from tokenmix_core.testing.corpora import token_file
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several processes share no GPU")
+
+
+def run(recipes, output_dirs, said, *flags, meanwhile=lambda ranks: None):
+    """The exit codes and last lines of two ranks."""
+    said.mkdir(exist_ok=True)
+    ranks = Processes(2, train_by_command, recipes, output_dirs, said, *flags)
+    meanwhile(ranks)
+    for child in ranks.children:
+        child.join(40)
+    codes = [child.exitcode for child in ranks.children]
+    for child in ranks.children:
+        if child.is_alive():
+            os.kill(child.pid, signal.SIGKILL)
+    texts = [(said / f"rank{rank}").read_text() for rank in (0, 1)]
+    assert not any("Traceback" in text for text in texts), texts
+    return codes, [text.rstrip().rpartition("\n")[2] for text in texts]
+
+
+DIFFERENT = {
+    "learning_rate": 2e-2,
+    "micro_batch_tokens": 32,
+    "logging_steps": 2,
+    "save_steps": 2,
+    "total_tokens": 512,
+    "batch_tokens": 256,
+}
+
+
+@pytest.mark.parametrize("field", [*DIFFERENT, "corpora", "the output folder"])
+def test_ranks_that_differ_are_refused_on_all_of_them(field, corpus, tmp_path):
+    made = recipe(corpus, micro_batch_tokens=64)
+    other, folders = made, [tmp_path / "run"]
+    if field == "corpora":
+        (tmp_path / "other").mkdir()
+        other = recipe(token_file(tmp_path / "other", [f"text {i}" * 99 for i in range(40)]), micro_batch_tokens=64)
+    elif field == "the output folder":
+        folders.append(tmp_path / "another")
+    else:
+        other = recipe(corpus, **{"micro_batch_tokens": 64, field: DIFFERENT[field]})
+    codes, last = run([made, other], folders, tmp_path / "said")
+    assert codes == [2, 2]
+    for line in last:
+        assert line.startswith(f"tokenmix train: error: the ranks do not run the same training: {field} is ")
+        assert "on rank 1" in line
+    assert not list(tmp_path.glob("*/checkpoint-*"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named_by_the_others(rank, corpus, tmp_path):
+    made = recipe(corpus, micro_batch_tokens=64, total_tokens=10**6, callbacks=(slow_steps,), rank_timeout=20)
+
+    def kill(ranks):
+        ranks.wait_for((tmp_path / "run" / "checkpoint-3").exists)
+        os.kill(ranks.children[rank].pid, signal.SIGKILL)
+
+    codes, last = run([made], [tmp_path / "run"], tmp_path / "said", meanwhile=kill)
+    assert codes[rank] == -signal.SIGKILL
+    assert codes[1 - rank] == 2
+    names = ("which connects the ranks, ended without a message", "rank 1 ended without a message")
+    assert names[rank] in last[1 - rank]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_named_within_the_time_out(rank, corpus, tmp_path):
+    made = recipe(corpus, micro_batch_tokens=64, total_tokens=10**6, callbacks=(slow_steps,), rank_timeout=4)
+
+    def stop(ranks):
+        ranks.wait_for((tmp_path / "run" / "checkpoint-3").exists)
+        os.kill(ranks.children[rank].pid, signal.SIGSTOP)
+        ranks.children[1 - rank].join(12)
+        os.kill(ranks.children[rank].pid, signal.SIGKILL)
+
+    codes, last = run([made], [tmp_path / "run"], tmp_path / "said", meanwhile=stop)
+    assert codes[1 - rank] == 2
+    # rank 0 holds the store, whose silence and whose missing beat are noticed at the same time
+    told = (
+        r"rank 0 (at .*, which connects the ranks, has not answered|sent no sign of life) for 4 s",
+        "rank 1 sent no sign",
+    )
+    assert re.search(told[rank], last[1 - rank])
+
+
+def test_a_full_disk_at_a_checkpoint_of_rank_0_is_told_by_all(corpus, tmp_path):
+    made = recipe(corpus, micro_batch_tokens=64, callbacks=(limit_files,), rank_timeout=20)
+    codes, last = run([made], [tmp_path / "run"], tmp_path / "said")
+    assert codes == [2, 2]
+    assert "error: the checkpoint of step 3 could not be written into" in last[0]
+    assert "error: rank 0 on " in last[1]
+    assert "the checkpoint of step 3 could not be written into" in last[1]
+
+
+def test_an_error_of_one_rank_is_the_last_line_of_all(corpus, tmp_path):
+    made = recipe(corpus, micro_batch_tokens=64, callbacks=(fail_on_rank_1,), rank_timeout=20)
+    codes, last = run([made], [tmp_path / "run"], tmp_path / "said")
+    assert codes == [2, 2]
+    assert last[1] == "tokenmix train: error: no luck"
+    assert last[0].endswith(": no luck")
+    assert "error: rank 1 on " in last[0]
