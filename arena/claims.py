@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from arena.contestants import EVICTION_METHODS, PARAMETERS, STATE
@@ -17,10 +18,12 @@ HELD, NOT_HELD, UNDECIDED, NOT_LEARNT, NOT_MEASURED = (
     "not learnt",
     "not measured",
 )
-# mean accuracy above the chance that at least one side must reach; two models that guess are equal but not comparable
+# mean accuracy above the chance that the baseline must reach
 LEARNT_MARGIN = 0.05
 # tolerance for rounding in the interval
 _ROUNDING = 1e-9
+# questions of all sizes together, for which Holm's procedure bounds the probability of any wrong verdict
+QUESTIONS, LEVEL = 53, 0.05
 
 
 class Claim(NamedTuple):
@@ -118,19 +121,40 @@ def judge(claim: Claim, scores: Scores, size: Size) -> Verdict:
     """Compare the interval of the difference with the margin.
 
     The outcome is `HELD` or `NOT_HELD` if the whole interval lies on one side of the margin, else `UNDECIDED`. It is
-    `NOT_MEASURED` if the size does not support claims or seeds are missing, and `NOT_LEARNT` if neither side has learnt
-    the task.
+    `NOT_MEASURED` if the size does not support claims or seeds are missing, and `NOT_LEARNT` if the baseline has not
+    learnt the task. `corrected` accounts for the number of claims.
     """
     if not size.supports_claims:
         return Verdict(NOT_MEASURED, None)
     difference = scores.difference(claim.variant, claim.baseline, claim.metric)
     if difference is None or difference.half_width is None or difference.seeds < MIN_SEEDS:
         return Verdict(NOT_MEASURED, difference)
-    sides = [scores.estimate(variant, claim.metric) for variant in (claim.variant, claim.baseline)]
+    baseline = scores.estimate(claim.baseline, claim.metric)
     learnt = chances(claim.task, size).get(claim.metric, 0.0) + LEARNT_MARGIN
-    if claim.higher and all(side is not None and side.mean < learnt for side in sides):
+    if claim.higher and baseline is not None and baseline.mean < learnt:
         return Verdict(NOT_LEARNT, difference)
     better = (1 if claim.higher else -1) * difference.mean + claim.margin
     if abs(better) <= difference.half_width + _ROUNDING:
         return Verdict(UNDECIDED, difference)
     return Verdict(HELD if better > 0 else NOT_HELD, difference)
+
+
+def corrected(claims: Sequence[Claim], verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Turn verdicts that do not survive Holm's correction for `QUESTIONS` questions into `UNDECIDED`."""
+
+    def p_value(i: int) -> float:
+        difference = verdicts[i].difference
+        return (
+            1.0
+            if difference is None
+            else difference.p_value(-claims[i].margin if claims[i].higher else claims[i].margin)
+        )
+
+    kept = list(verdicts)
+    decided = sorted((i for i, v in enumerate(verdicts) if v.outcome in (HELD, NOT_HELD)), key=p_value)
+    surviving = True
+    for rank, i in enumerate(decided):
+        surviving = surviving and p_value(i) <= LEVEL / (QUESTIONS - rank)
+        if not surviving:
+            kept[i] = verdicts[i]._replace(outcome=UNDECIDED)
+    return kept

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from arena.claims import CLAIMS, LEARNT_MARGIN, NOT_MEASURED, judge
+from arena.claims import CLAIMS, LEARNT_MARGIN, NOT_MEASURED, QUESTIONS, corrected, judge
 from arena.comparison import Comparison
 from arena.contestants import CONTESTANTS, PARAMETERS
 from arena.models import solve, target_state
@@ -39,6 +39,10 @@ HEADINGS = {PARAMETERS: "Equal parameters", "state": "Equal parameters and equal
 SMOKE = (
     "**Smoke run.** This run only shows that everything works. The models are too small, and were trained too "
     "briefly, to compare mixers."
+)
+WITHDRAWN = (
+    "Withdrawn: earlier results, whose needles were not spread evenly, or whose held-out text stood in part in the "
+    "training text. They remain in `runs.jsonl`, and runs with the corrected evaluation will replace them."
 )
 Row = dict[str, Any]
 
@@ -183,15 +187,19 @@ def _claims_table(comparison: Comparison) -> str:
         and claim.division in whole.divisions
     ]
     scores = {(c.division, c.task): Scores(comparison, c.division, c.task) for c in claims}
+    verdicts = [judge(claim, scores[claim.division, claim.task], comparison.size) for claim in claims]
     rows: list[Row] = []
-    for claim in claims:
-        verdict = judge(claim, scores[claim.division, claim.task], comparison.size)
+    for claim, verdict in zip(claims, corrected(claims, verdicts), strict=True):
         difference = "" if verdict.difference is None else str(verdict.difference)
         rows.append(
             {"paper": claim.paper, "claim": claim.text, "at this size": verdict.outcome, "difference": difference}
         )
     measured = sum(row["at this size"] != NOT_MEASURED for row in rows)
-    return f"{measured} of {len(rows)} were measured.\n\n{format_table(rows)}"
+    text = (
+        f"{measured} of {len(rows)} were measured. The verdicts account for the {QUESTIONS} questions of all sizes "
+        "(Holm's correction); the intervals of 95 % do not."
+    )
+    return f"{text}\n\n{format_table(rows)}"
 
 
 def scores_table(comparison: Comparison, division: str, task: str) -> str:
@@ -209,6 +217,8 @@ def scores_table(comparison: Comparison, division: str, task: str) -> str:
                 rows.append(row | {metric: _cell(value, comparison.size) for metric, value in estimates.items()})
         if rows:
             tables.append(format_table(rows))
+    if scores.withdrawn:
+        tables.append(WITHDRAWN)
     return "\n\n".join(tables) or "Not measured."
 
 
@@ -239,7 +249,8 @@ COST_COLUMNS = {
     "training tokens/s": "training, tokens/s",
     "prefill ms": "prefill, ms",
     "decode ms/token": "decoding, ms/token",
-    "cache bytes": "state, bytes",
+    # older results have no such value, and their "cache bytes" omit spare capacity
+    "cache bytes, decoded": "state after decoding, bytes allocated",
 }
 
 
@@ -248,6 +259,6 @@ def costs_table(comparison: Comparison, division: str) -> str:
     rows: list[Row] = []
     for variant, by_length in measured_costs(comparison, division).items():
         for length, row in by_length.items():
-            values = {column: row[key] for key, column in COST_COLUMNS.items()}
+            values = {column: row[key] for key, column in COST_COLUMNS.items() if key in row}
             rows.append({"contestant": label(variant), "context": length, **values})
     return format_table(rows) if rows else "Not measured."

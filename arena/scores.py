@@ -49,6 +49,25 @@ class Estimate:
         t = _STUDENT_T[len(values) - 2] if len(values) <= len(_STUDENT_T) + 1 else 1.96
         return cls(fmean(values), t * stdev(values) / math.sqrt(len(values)), len(values))
 
+    def p_value(self, null: float) -> float:
+        """Return the two-sided probability of a mean as far from `null`, by Student's t; 1 from one seed."""
+        if self.half_width is None:
+            return 1.0
+        freedom = self.seeds - 1
+        distance = abs(self.mean - null)
+        if not distance or not self.half_width:
+            return float(not distance)
+        quantile = _STUDENT_T[freedom - 1] if freedom <= len(_STUDENT_T) else 1.96
+        angle = math.atan(quantile * distance / self.half_width / math.sqrt(freedom))
+        # the distribution's closed form for whole degrees of freedom
+        term = math.cos(angle) if freedom % 2 else 1.0
+        total = term if freedom > 1 else 0.0
+        for k in range(2 + freedom % 2, freedom - 1, 2):
+            term *= math.cos(angle) ** 2 * (k - 1) / k
+            total += term
+        inside = math.sin(angle) * total
+        return 1 - (2 / math.pi * (angle + inside) if freedom % 2 else inside)
+
     def __str__(self) -> str:
         return f"{self.mean:.3f}" + ("" if self.half_width is None else f" ± {self.half_width:.3f}")
 
@@ -119,16 +138,32 @@ def chances(task: str, size: Size) -> dict[str, float]:
     return found | {MEAN: fmean(found.values())}
 
 
+def withdrawn(result: Mapping[str, Any]) -> bool:
+    """True for results of text and needles from before results held their corpus.
+
+    Needles were not spread evenly then, and 12 % of the held-out text stood in the training text.
+    """
+    return result.get("task") in (NEEDLE, TEXT) and "corpus" not in result
+
+
 class Scores:
-    """Metrics of a task in a division, by variant, column and seed, without values that are not finite."""
+    """Metrics of a task in a division, by variant, column and seed, without values that are not finite.
+
+    Attributes:
+        withdrawn: number of results that are left out because their evaluation was wrong.
+    """
 
     def __init__(self, comparison: Comparison, division: str, task: str) -> None:
         self.variants: dict[Variant, dict[str, dict[int, float]]] = {}
         self.rates: dict[str, float] = {}
+        self.withdrawn = 0
         for name in comparison.contestants_in(division):
             for run in comparison.scored_runs(division, task, name):
                 self.rates[name] = run.rate
                 if (result := comparison.result(run)) is None:
+                    continue
+                if withdrawn(result):
+                    self.withdrawn += 1
                     continue
                 for mode, metrics in metrics_by_mode(result, comparison.size).items():
                     if belongs(division, (name, mode)):

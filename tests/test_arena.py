@@ -14,7 +14,7 @@ import torch
 
 from arena import execution, report, runner, store, workers
 from arena.__main__ import main
-from arena.claims import CLAIMS, HELD, NOT_HELD, NOT_LEARNT, NOT_MEASURED, UNDECIDED, Claim, judge
+from arena.claims import CLAIMS, HELD, NOT_HELD, NOT_LEARNT, NOT_MEASURED, UNDECIDED, Claim, Verdict, corrected, judge
 from arena.comparison import Comparison, CostRun, Run, eviction_budgets, fingerprint, recipe_of
 from arena.contestants import (
     CONTESTANTS,
@@ -431,7 +431,13 @@ def test_the_report_gives_a_verdict_on_each_claim(tmp_path):
             store_result(comparison, run, rows=recalled(accuracy[name] + noise))
     for name in names:
         run = CostRun(PARAMETERS, name, max(SMALL.cost_lengths))
-        row = {"mode": "", "training tokens/s": 1.0, "prefill ms": 1.0, "decode ms/token": 2.0, "cache bytes": 3}
+        row = {
+            "mode": "",
+            "training tokens/s": 1.0,
+            "prefill ms": 1.0,
+            "decode ms/token": 2.0,
+            "cache bytes, decoded": 3,
+        }
         store_result(comparison, run, rows=[row])
     text = report.write(comparison).read_text()
     # losses rise with the rate
@@ -518,6 +524,33 @@ def test_a_task_that_neither_side_has_learnt_decides_nothing(tmp_path, accuracy,
     assert judge(claim, Scores(comparison, PARAMETERS, MQAR), SMALL).outcome == word
     unlearnt = word == NOT_LEARNT
     assert (judge(claim._replace(margin=0.3), Scores(comparison, PARAMETERS, MQAR), SMALL).outcome != HELD) == unlearnt
+
+
+def test_verdicts_survive_only_with_holms_correction_for_all_questions():
+    claim = Claim("", "", PARAMETERS, MQAR, "mean", ("gdn-h", ""), ("gdn", ""), 0.1)
+    # t = 40, 35, 31 and 4.4 beyond the margin; with two degrees of freedom .05 / 53 needs 32.5, .05 / 52 32.2
+    margins = [4.303 / t for t in (40, 35, 31, 4.4)]
+    verdicts = [Verdict(HELD, Estimate(0.9, half_width, 3)) for half_width in margins]
+    verdicts.append(Verdict(NOT_MEASURED, None))
+    claims = [claim] * len(verdicts)
+    assert [v.outcome for v in corrected(claims, verdicts)] == [HELD, HELD, UNDECIDED, UNDECIDED, NOT_MEASURED]
+    assert Estimate(3.0, 3.182, 4).p_value(3.0) == 1
+    for seeds in (2, 3, 4, 5, 6, 7):
+        # an interval of 95 % that ends at 0
+        assert Estimate(1.0, 1.0, seeds).p_value(0.0) == pytest.approx(0.05, abs=1e-4)
+
+
+def test_text_and_needles_from_before_the_corrected_evaluation_are_withdrawn(tmp_path):
+    comparison = Comparison(SMALL, tmp_path, (PARAMETERS,), ("gdn",), ("niah",))
+    for run in comparison.tuning_runs(PARAMETERS, "niah", "gdn"):
+        store_result(comparison, run)
+    for run in comparison.scored_runs(PARAMETERS, "niah", "gdn"):
+        new = {"corpus": {}} if run.seed == SMALL.seeds[0] else {}
+        store_result(comparison, run, rows={"niah": [{"task": "s-niah-1", "accuracy": 0.5}]}, **new)
+    scores = Scores(comparison, PARAMETERS, "niah")
+    assert scores.withdrawn == len(SMALL.seeds) - 1
+    assert scores.variants["gdn", ""]["mean"] == {SMALL.seeds[0]: 0.5}
+    assert report.WITHDRAWN in report.scores_table(comparison, PARAMETERS, "niah")
 
 
 def test_intervals_use_students_t():
