@@ -211,9 +211,12 @@ def gated_norm(
     *,
     impl: Impl | None = None,
 ) -> Tensor:
-    """Forward of norms that gate after normalising."""
+    """Forward of norms that gate after normalising, with SiLU or, in Qwen4-Exp, optionally sigmoid."""
     module: Any = self
     eps, impl = module.variance_epsilon, unless_gluon(impl)
+    if getattr(module, "activation", "silu") == "sigmoid":
+        y = ops.rms_norm(hidden_states, module.weight, eps=eps, dtype=torch.float32, impl=impl).y
+        return (y * gate.float().sigmoid()).to(hidden_states.dtype)
     return ops.gated_rms_norm(hidden_states, gate, module.weight, eps=eps, impl=impl)
 
 

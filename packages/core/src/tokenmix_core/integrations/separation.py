@@ -90,6 +90,8 @@ def _separate(body: nn.Module, call: dict[str, Any], *, attends: bool) -> dict[s
         return call
     if call.get("use_cache") or any(call.get(name) is not None for name in _CACHES):
         raise ValueError(f"packed sequences ({what}) exclude a cache: pass use_cache=False")
+    if getattr(body.config, "ple_layer_ids", None):
+        raise ValueError(f"packed sequences ({what}) exclude n-gram embeddings (ple_layer_ids): run them one by one")
     if real is not None and not bool(real.all()):
         raise ValueError(f"packed sequences ({what}) exclude padding: pass no attention_mask")
     call["use_cache"] = False

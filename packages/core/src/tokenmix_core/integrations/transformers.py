@@ -42,15 +42,17 @@ class Family:
 
     Attributes:
         layer: name of the class whose forward calls the functions.
-        norm: name of the family's gated norm class; before transformers 5.23 Nemotron-H uses Zamba2's.
+        norm: name of the family's gated norm class, "" without one; before transformers 5.23 Nemotron-H uses Zamba2's.
         body: name of the backbone's class, which is wrapped to separate packed sequences.
         scan: functions that the layer calls, except convolutions.
+        since: the first version of transformers whose layer calls the functions.
     """
 
     layer: str
     norm: str
     body: str
-    scan: tuple[str, ...]
+    scan: tuple[str, ...] = ()
+    since: str = "5.17"
 
     @property
     def functions(self) -> tuple[str, ...]:
@@ -71,19 +73,40 @@ FAMILIES: dict[str, Family] = {
         "GraniteMoeHybridMambaLayer", "GraniteMoeHybridRMSNormGated", "GraniteMoeHybridModel", _SSD
     ),
     "falcon_h1": Family("FalconH1Mixer", "FalconH1RMSNormGated", "FalconH1Model", _SSD),
+    "qwen4_exp": Family(
+        "Qwen4ExpTextGatedDeltaNet", "Qwen4ExpTextRMSNormGated", "Qwen4ExpTextModel", _DELTA, since="5.24"
+    ),
+    "lara_mini": Family("LaraMiniGatedDeltaNet", "LaraMiniRMSNormGated", "LaraMiniModel", _DELTA, since="5.24"),
+    "lfm2": Family("Lfm2ShortConv", "", "Lfm2Model", since="5.24"),
+    "lfm2_moe": Family("Lfm2MoeShortConv", "", "Lfm2MoeModel", since="5.24"),
+    "lfm3": Family("Lfm3ShortConv", "", "Lfm3Model", since="5.24"),
+}
+_KDA = "Kimi delta attention (KDA), whose decay is a vector for each head"
+_INDEXED = "indexed attention, which selects keys by a learned index"
+_MAMBA1 = "the selective scan of Mamba-1, whose decay is a matrix for each channel"
+# families with layers that our operations do not compute, and the missing operation
+UNCOVERED: dict[str, str] = {
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _KDA),
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), _MAMBA1),
+    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note", "glm5_next", "glm_moe_dsa", "hy_v4"), _INDEXED),
+    **dict.fromkeys(("minimax_m3_vl", "mistral_large4"), _INDEXED),
+    "minimax": "lightning attention",
+    "recurrent_gemma": "the real-gated linear recurrent unit (RG-LRU)",
+    "rwkv": "the recurrence of RWKV-4",
+    "xlstm": "the matrix memory of xLSTM (mLSTM)",
 }
 
 
 def use_kernels(model_or_family: nn.Module | str, *, impl: Impl | None = None) -> KernelUse:
     """Run a transformers model, or all models of a family, on our kernels: training, prefill and decoding.
 
-    This replaces gated delta rule, convolution and gated norm of Qwen3-Next, Qwen3.5 (and MoE) and OLMo-Hybrid;
-    SSD, convolution and gated norm of Mamba2, Bamba, Zamba2, Nemotron-H, Granite-MoE-hybrid and Falcon-H1 (before
-    transformers 5.23, Nemotron-H's norm belongs to the family Zamba2). Weights, caches and everything else stay
-    transformers'. Packed sequences, marked by `cu_seq_lens_q`, `seq_idx` or restarting `position_ids`, are
-    separated in all layers, attention included, as if each ran alone; they exclude a cache and padding. A compiled
-    model keeps the functions it was traced with: call this before compiling. A copy of a model keeps the kernels in
-    use at that time; a pickled one has transformers' again.
+    This replaces gated delta rule, convolution and gated norm of Qwen3-Next, Qwen3.5 (and MoE), OLMo-Hybrid, Qwen4-Exp
+    and Lara Mini; the convolution of LFM2 (and MoE) and LFM3; SSD, convolution and gated norm of Mamba2, Bamba, Zamba2,
+    Nemotron-H, Granite-MoE-hybrid and Falcon-H1 (before transformers 5.23, Nemotron-H's norm belongs to the family
+    Zamba2). Weights, caches and everything else stay transformers'. Packed sequences, marked by `cu_seq_lens_q`,
+    `seq_idx` or restarting `position_ids`, are separated in all layers, attention included, as if each ran alone; they
+    exclude a cache and padding. A compiled model keeps the functions it was traced with: call this before compiling. A
+    copy of a model keeps the kernels in use at that time; a pickled one has transformers' again.
 
     Args:
         model_or_family: a model, possibly wrapped, or a key of `FAMILIES`, which affects existing and future models.
@@ -100,10 +123,15 @@ def use_kernels(model_or_family: nn.Module | str, *, impl: Impl | None = None) -
     if impl is not None and impl not in get_args(Impl):
         raise ValueError(f"use_kernels: impl must be None or one of {', '.join(get_args(Impl))}, got {impl!r}")
     if isinstance(model_or_family, str):
+        if model_or_family in UNCOVERED:
+            raise ValueError(_missing(model_or_family))
         if model_or_family not in FAMILIES:
             raise ValueError(f"use_kernels: expected a model, or one of {', '.join(FAMILIES)}, got {model_or_family!r}")
-        family = importlib.import_module(_home(model_or_family))
         what = FAMILIES[model_or_family]
+        try:
+            family = importlib.import_module(_home(model_or_family))
+        except ModuleNotFoundError:
+            raise ValueError(f"use_kernels: {model_or_family} needs transformers {what.since} or newer") from None
         names = (what.layer, what.norm, what.body, _LANGUAGE_MODEL)
         classes = [cls for name in names if (cls := getattr(family, name, None)) is not None]
         return KernelUse([_Exchange(cls, "forward", _ours(cls, impl)) for cls in classes])
@@ -136,6 +164,9 @@ def _use(model: nn.Module, forward: Callable[[type], Callable[..., Any]]) -> Ker
     """Replace the forward of every layer of a model by `forward(class)`."""
     layers = [(name, m, cls) for name, m in model.named_modules() if (cls := _known(type(m))) is not None]
     if not any(_runs_kernels(cls) for _, _, cls in layers):
+        homes = {type(m).__module__ for m in model.modules()}
+        if uncovered := next((name for name in UNCOVERED if _home(name) in homes), None):
+            raise ValueError(_missing(uncovered))
         raise ValueError(
             f"use_kernels: {type(model).__name__} has no layers that can run our kernels; "
             f"supported families are {', '.join(FAMILIES)}"
@@ -145,6 +176,13 @@ def _use(model: nn.Module, forward: Callable[[type], Callable[..., Any]]) -> Ker
     attributes = [_attribute(name, m) for name, m, _ in layers]
     return KernelUse(
         [_Exchange(m, a, MethodType(made[cls], m)) for (_, m, cls), a in zip(layers, attributes, strict=True)]
+    )
+
+
+def _missing(family: str) -> str:
+    return (
+        f"use_kernels: {family} needs {UNCOVERED[family]}, which tokenmix has no operation for; run the model with "
+        f"transformers' own functions"
     )
 
 
@@ -272,7 +310,7 @@ def _rebuilt(cls: type, forward: FunctionType, functions: dict[str, Callable]) -
 
             raise ValueError(
                 f"use_kernels: {cls.__name__} of transformers {transformers.__version__} does not call "
-                f"{', '.join(missing)}, as it does in 5.17 to 5.24"
+                f"{', '.join(missing)}, as it does in {_since(cls)} to 5.24"
             )
         # torch.compile would find the module by __name__, and the original functions in it
         scope = {name: value for name, value in scope.items() if name != "__name__"} | functions
@@ -281,6 +319,11 @@ def _rebuilt(cls: type, forward: FunctionType, functions: dict[str, Callable]) -
     made.__annotations__, made.__qualname__ = forward.__annotations__, forward.__qualname__
     vars(made).update(attributes | {_MARK: True})
     return made
+
+
+def _since(cls: type) -> str:
+    family = _family(cls)
+    return "5.17" if family is None else family.since
 
 
 def _as_method(norm: Callable[..., Any]) -> Callable[..., Any]:

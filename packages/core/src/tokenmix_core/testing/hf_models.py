@@ -19,8 +19,13 @@ _CLASSES = {
     "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM"),
     "granitemoehybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
     "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM"),
+    "qwen4_exp": ("Qwen4ExpTextConfig", "Qwen4ExpForCausalLM"),
+    "lara_mini": ("LaraMiniConfig", "LaraMiniForCausalLM"),
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM"),
+    "lfm2_moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM"),
+    "lfm3": ("Lfm3Config", "Lfm3ForCausalLM"),
 }
-DELTA_RULE = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
+DELTA_RULE = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "qwen4_exp", "lara_mini")
 
 
 def field_config(
@@ -81,11 +86,24 @@ def field_config(
             **attention, **mlp, **bamba, "layer_types": ["mamba"] * (layers - 1) + ["attention"],
             "num_local_experts": 4, "shared_intermediate_size": width,
         },
+        "qwen4_exp": {
+            **attention, **delta, **experts, "layer_types": [*kinds[:-1], "indexed_attention"], "indexer_n_heads": 2,
+            "indexer_kv_heads": 1, "indexer_head_dim": head, "indexer_budget": 64, "indexer_compress_ratio": 4,
+            "hc_count": 2, "hc_lowrank": 8,
+        },
+        # all experts: rounding to bfloat16 would select others
+        "lara_mini": {**attention, **delta, **experts, "num_experts_per_tok": 4},
+        "lfm2": {**attention, **mlp, "layer_types": ["conv"] * (layers - 1) + kinds[-1:]},
+        "lfm2_moe": {
+            **attention, **mlp, "layer_types": ["conv"] * (layers - 1) + kinds[-1:], "num_dense_layers": 1,
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": width,
+        },
+        "lfm3": {**attention, **mlp, "layer_types": ["conv"] * (layers - 1) + kinds[-1:]},
         "falcon_h1": {**attention, **mlp, **bamba, "mamba_d_ssm": 2 * width, "mamba_rms_norm": False},
     }  # fmt: skip
     if family in ("nemotron_h",):
         common.pop("num_hidden_layers")
-    if family in ("bamba", "granitemoehybrid", "olmo_hybrid"):
+    if family in ("bamba", "granitemoehybrid", "olmo_hybrid", "lfm2", "lfm2_moe"):
         own[family].pop("head_dim")
     home = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
     return getattr(home, _CLASSES[family][0])(**common, **own[family])
@@ -102,7 +120,7 @@ def field_model(family: str, *, seed: int = 0, device: str = "cpu", **sizes: int
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # far from what they begin with, so that nothing cancels and every path is seen
-            if name.endswith(("conv1d.weight", "conv1d.bias", "dt_bias")):
+            if name.endswith(("conv1d.weight", "conv1d.bias", "conv.conv.weight", "dt_bias")):
                 parameter.uniform_(-0.5, 0.5, generator=generator)
             elif parameter.dim() > 1:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
