@@ -18,6 +18,9 @@ def merging():
     torch.autograd.grad(y, x, torch.empty_like(y))
 
 
+CALLS = {"merging": merging}
+
+
 @without_gpu
 def test_every_kernel_compiles_and_fits_on_a_SM():
     kernels = compiled_by(__file__)
@@ -26,4 +29,4 @@ def test_every_kernel_compiles_and_fits_on_a_SM():
 
 
 if __name__ == "__main__":
-    compile_calls({"merging": merging}, "tokenmix_core.ops", "tokenmix_nats_l.ops", portable=True)
+    compile_calls(CALLS, "tokenmix_core.ops", "tokenmix_nats_l.ops", portable=True)

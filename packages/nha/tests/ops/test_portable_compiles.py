@@ -26,6 +26,9 @@ def slots_step():
         slot_window_attention_step(q, k, v, f, state, normalizer=8.0, impl="triton")
 
 
+CALLS = {"gates": gates, "slots, a token": slots_step}
+
+
 @without_gpu
 def test_every_kernel_compiles_and_fits_on_an_sm():
     kernels = compiled_by(__file__)
@@ -34,6 +37,4 @@ def test_every_kernel_compiles_and_fits_on_an_sm():
 
 
 if __name__ == "__main__":
-    compile_calls(
-        {"gates": gates, "slots, a token": slots_step}, "tokenmix_core.ops", "tokenmix_nha.ops", portable=True
-    )
+    compile_calls(CALLS, "tokenmix_core.ops", "tokenmix_nha.ops", portable=True)

@@ -65,7 +65,7 @@ class Forms:
         return (*kinds, *options.items())
 
     def tile_key(self, device: int, args: tuple, options: dict) -> tuple:
-        """Return the key of a kernel's tiles: `key` with any integers, alignments and numbers."""
+        """Return the key of a kernel's tiles: `key` without integers, floats and alignments."""
         kinds = (
             x if constant or x is None else x.dtype if isinstance(x, Tensor) else type(x)
             for x, constant in zip(args, self._constant, strict=True)
