@@ -49,7 +49,7 @@ BOUNDED = re.compile(r'"transformers>=([\d.]+),<([\d.]+)"')
 # a link or an image of Markdown whose target is a file beside the page
 RELATIVE = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)\s]+)\)")
 # the test files of other libraries whose operations ours compute
-PEERS = {
+UPSTREAM_TESTS = {
     "fla": [f"tests/ops/test_{name}.py" for name in ("gdn", "simple_gla", "gla", "gsa")],
     "mamba": ["tests/ops/triton/test_selective_state_update.py"],
 }
@@ -198,14 +198,14 @@ def benchmarks(session: nox.Session) -> None:
 def peers(session: nox.Session) -> None:
     """Run other libraries' own tests on our operations and a GPU: `-- --fla CHECKOUT --mamba CHECKOUT [PYTEST ...]`."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in PEERS:
+    for name in UPSTREAM_TESTS:
         parser.add_argument(f"--{name}", type=Path)
     given, others = parser.parse_known_args(session.posargs)
     checkouts = {name: path.resolve() for name, path in vars(given).items() if path is not None}
     if not checkouts:
         session.error("give a checkout of flash-linear-attention (--fla DIR), of mamba (--mamba DIR), or of both")
     if shutil.which("nvidia-smi") is None:
-        session.log("peers: no tests ran, as those of FLA and mamba_ssm need a GPU and this machine has none")
+        session.log("no tests ran, as those of FLA and mamba_ssm need a GPU and this machine has none")
         return
     sync(session, "--all-packages", "--all-groups")
     session.install("einops")
@@ -213,7 +213,9 @@ def peers(session: nox.Session) -> None:
         # their packages are imported from the checkouts
         path = os.pathsep.join((str(checkout), str(ROOT / "tools")))
         with session.chdir(checkout):
-            session.run("pytest", "-p", "peers", "-q", *PEERS[name], *others, env={"PYTHONPATH": path})
+            session.run(
+                "pytest", "-p", "upstream_tests", "-q", *UPSTREAM_TESTS[name], *others, env={"PYTHONPATH": path}
+            )
 
 
 @nox.session

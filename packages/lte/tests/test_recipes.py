@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tokenmix_core.testing.recipes import check_shrinks
 from tokenmix_core.training.overrides import overridden
 from tokenmix_lte.recipes import ABLATIONS, RECIPES
 
@@ -71,3 +72,8 @@ def test_recall_models_have_similar_sizes_and_hold_fewer_tokens_than_a_row(size)
     assert options["window"] + options["cap"] < recipe.data.seq_len / 2
     window = RECIPES[f"recall-gdn-swa-{size}"]().model["mixer_options"]["attention"]["window"]
     assert window == options["window"] + options["cap"] // 2
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_flags_shrink_every_recipe(name):
+    check_shrinks(RECIPES[name]())

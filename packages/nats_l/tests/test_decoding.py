@@ -250,3 +250,20 @@ def test_gradients_do_not_cross_calls():
         for name in ("recurrent", "start", "decay", "inputs", "open_keys", "open_values"):
             assert not layer.parts[name].value.requires_grad, name
         assert not layer.parts["kept"].keys.requires_grad
+
+
+@torch.no_grad()
+def test_a_padded_prompt_reads_lengths_once_for_all_layers(monkeypatch):
+    model, reads = build(), []
+    read = Span.__dict__["on_host"].fn
+
+    def on_host(span):
+        reads.append(1)
+        return read(span)
+
+    monkeypatch.setattr(Span, "on_host", type(Span.__dict__["on_host"])(on_host))
+    monkeypatch.setattr(decoding, "_extend_in_groups", None)
+    assert sum(isinstance(mixer, NatsL) for mixer in model.model.mixers) > 1
+    ids, mask = drawn_ids(random.Random(0), 3, 140), left_padded([140, 70, 3], 140)
+    model(ids, attention_mask=mask, past_key_values=model.make_cache())
+    assert len(reads) == 1

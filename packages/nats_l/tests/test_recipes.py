@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tokenmix_core.testing.corpora import documents, token_file
 from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
+from tokenmix_core.testing.recipes import check_shrinks
 from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.overrides import overridden
 from tokenmix_core.training.recipe import Tokens
@@ -222,3 +223,8 @@ def test_importing_does_not_import_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_flags_shrink_every_recipe(name):
+    check_shrinks(RECIPES[name]())

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from tokenmix_core.testing.recipes import check_shrinks
 from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.overrides import overridden
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe, Tokens
@@ -173,3 +174,8 @@ def test_a_resumed_run_draws_the_windows_of_an_uninterrupted_run(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "parts")
     assert windows_of(model) == windows(model.config) == [4, "full"]
     assert model.config.random_windows == [0, 4, "full"]
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_flags_shrink_every_recipe(name):
+    check_shrinks(RECIPES[name]())

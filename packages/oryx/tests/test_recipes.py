@@ -13,6 +13,7 @@ import tokenmix_core
 import tokenmix_oryx
 from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_core.testing.corpora import documents, token_file
+from tokenmix_core.testing.recipes import check_shrinks
 from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.manifest import run_manifest
 from tokenmix_core.training.overrides import overridden
@@ -252,3 +253,8 @@ def test_importing_does_not_import_torch():
     code = "import sys, tokenmix_oryx, tokenmix_oryx.cli; print([m for m in ('torch', 'triton') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_flags_shrink_every_recipe(name):
+    check_shrinks(RECIPES[name]())

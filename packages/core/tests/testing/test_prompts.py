@@ -1,4 +1,4 @@
-"""The benchmark of prompts runs on a CPU, ours beside a peer."""
+"""The benchmark of prompts runs on a CPU, ours beside a baseline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "prompts.py"))
 
 
-def test_a_prompt_is_read_by_ours_and_by_peers(tmp_path, capsys):
+def test_a_prompt_is_read_by_ours_and_by_baselines(tmp_path, capsys):
     arguments = ["tiny-transformer", "--length", "16", "--length", "24", "--device", "cpu", "--out", str(tmp_path)]
     rows = SCRIPT["main"](arguments)
     assert [(row["shape"], row["impl"]) for row in rows] == [

@@ -247,6 +247,30 @@ def fail_on_rank_1(recipe: Recipe) -> Any:
     return Fail()
 
 
+def stop_at_5(recipe: Recipe) -> Any:
+    """A callback that ends a run after five steps, with a checkpoint."""
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 5:
+                control.should_training_stop = control.should_save = True
+
+    return Stop()
+
+
+def check_sharded(recipe: Recipe) -> Any:
+    """A callback that fails unless the parameters are sharded if, and only if, the recipe says so."""
+    from torch.distributed.tensor import DTensor
+    from transformers import TrainerCallback
+
+    class Check(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, *, model: torch.nn.Module, **_: Any) -> None:
+            assert {isinstance(p, DTensor) for p in model.parameters()} == {recipe.run.fsdp}
+
+    return Check()
+
+
 def train_with_small_files(made: Recipe, output_dir: Path) -> None:
     """Train with a limit of the size of files, and leave the message of the error."""
     import resource

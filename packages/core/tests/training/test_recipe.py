@@ -9,7 +9,7 @@ from runs import recipe
 from tokenmix_core.training.baselines import BASELINES, RECIPES, SIZES
 from tokenmix_core.training.manifest import resumed
 from tokenmix_core.training.overrides import overridden
-from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe, Tokens
+from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -293,3 +293,33 @@ def test_one_option_of_a_mixer_is_set_and_the_others_stay(flags, changed):
 def test_an_option_that_is_none_is_told(flag, told):
     with pytest.raises(ValueError, match=told):
         overridden(RECIPES["tiny"](), [flag])
+
+
+def test_a_smaller_depth_or_width_gets_labels_and_heads_that_fit(capsys):
+    options = {"gated_delta_net": {"num_heads": 2, "head_dim": 8}, "attention": {"num_heads": 24, "num_kv_heads": 6}}
+    sizes = {"vocab_size": 64, "hidden_size": 768, "intermediate_size": 64, "num_hidden_layers": 7}
+    wide = Recipe(
+        "c",
+        "",
+        {
+            **sizes,
+            "mixers": ["gated_delta_net"] * 3 + ["attention"] + ["gated_delta_net"] * 3,
+            "mixer_options": options,
+        },
+    )
+    small = overridden(wide, ["--model.num_hidden_layers", "2", "--model.hidden_size=64"]).model
+    assert small["mixers"] == ["gated_delta_net", "attention"]
+    assert small["mixer_options"]["attention"] == {"num_heads": 8, "num_kv_heads": 2}
+    assert "--model.mixer_options.attention.num_heads sets another" in capsys.readouterr().err
+    assert overridden(wide, ["--model.num_hidden_layers=1"]).model["mixers"] == ["gated_delta_net"]
+    assert overridden(wide, ["--model.num_hidden_layers=8"]).model["mixers"] == [
+        *wide.model["mixers"],
+        "gated_delta_net",
+    ]
+    # a value that a flag gives is not changed
+    with pytest.raises(ValueError, match="num_heads must divide hidden_size"):
+        overridden(wide, ["--model.hidden_size=64", "--model.mixer_options.attention.num_heads=24"])
+    with pytest.raises(ValueError, match="expected a label for each"):
+        overridden(
+            wide, ["--model.num_hidden_layers=2", "--model.mixers=[gated_delta_net, attention, gated_delta_net]"]
+        )

@@ -9,7 +9,6 @@ evicted.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,22 +17,9 @@ from torch import Tensor
 from tokenmix_core.nn import LayerState, RaggedKVState, first_taken
 from tokenmix_core.ops import kept_attention, unless_gluon
 from tokenmix_lte.eviction import eviction_times
+from tokenmix_lte.held import Held, begin_packed
 from tokenmix_lte.ops import evict_step
 from tokenmix_lte.retention import Retention, Tokens
-
-
-class Held(NamedTuple):
-    """Tensors of a state, with S = W + cap slots per head."""
-
-    # [N, H, S, K], [N, H, S, K], [N, H]
-    keys: Tensor
-    values: Tensor
-    lengths: Tensor
-    # [N, H, S], [N, H, cap]
-    scores: Tensor
-    ages: Tensor
-    # [N, reach, H, K], a ring buffer: the token at position p at p mod reach
-    raw: Tensor
 
 
 def step(rule: Retention, tokens: Tokens, state: LayerState) -> Float[Tensor, "N 1 HQ K"]:
@@ -67,15 +53,18 @@ def extend(rule: Retention, tokens: Tokens, state: LayerState) -> Float[Tensor, 
     span = state.span
     if span.uniform:
         o, held = _advance(rule, tokens, _held(state) if span.past else None, span.past)
+    elif not span.past and span.cu_seqlens is not None and tokens.k.shape[1]:
+        o, held = begin_packed(rule, tokens, span)
     else:
         _prepare(tokens.k, state, span.sequences)
         before = _held(state)
-        # sequences of different lengths are handled one by one
+        # sequences that continue from different lengths are handled one by one
         packed = span.cu_seqlens is not None
-        boundaries = pairwise(span.cu_seqlens.tolist() if packed else range(span.sequences + 1))
+        cu_seqlens, lengths = span.on_host
+        boundaries = pairwise(cu_seqlens if packed else range(span.sequences + 1))
         parts = [Tokens(*(x[:, i:j] if packed else x[i:j] for x in tokens)) for i, j in boundaries]
         outputs, rows = [], []
-        for n, (part, past) in enumerate(zip(parts, span.before.tolist(), strict=True)):
+        for n, (part, past) in enumerate(zip(parts, lengths, strict=True)):
             row = Held(*(x[n : n + 1] for x in before))
             if part.k.shape[1]:
                 o, row = _advance(rule, part, row, past)

@@ -174,16 +174,19 @@ class Nsa(Mixer):
         rows = span.sequences
         pooled.grow(k, rows, cdiv(span.past + span.tokens, self.block))
         sums = state.open.get(rows, k)
+        if not span.past and span.cu_seqlens is not None and k.shape[1]:
+            return self._begin_packed(q, k, v, state)
         if span.uniform:
             parts = [(slice(None), slice(None), slice(None), span.past)]
         else:
-            # sequences of different lengths are handled one by one
+            # sequences that continue from different lengths are handled one by one
             packed = span.cu_seqlens is not None
-            boundaries = pairwise(span.cu_seqlens.tolist() if packed else range(rows + 1))
+            cu_seqlens, lengths = span.on_host
+            boundaries = pairwise(cu_seqlens if packed else range(rows + 1))
             whole = slice(None)
             parts = [
                 (slice(n, n + 1), *((whole, slice(i, j)) if packed else (slice(i, j), whole)), past)
-                for n, ((i, j), past) in enumerate(zip(boundaries, span.before.tolist(), strict=True))
+                for n, ((i, j), past) in enumerate(zip(boundaries, lengths, strict=True))
             ]
         outputs = []
         for row, batch, tokens, past in parts:
@@ -206,6 +209,27 @@ class Nsa(Mixer):
         kv.write(k, v, span)
         joined = 1 if span.cu_seqlens is not None else 0
         return Branches(*(torch.cat(x, joined) for x in zip(*outputs, strict=True)))
+
+    def _begin_packed(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState) -> Branches:
+        """Return the branches' outputs for packed prompts and store their tokens, without synchronisation."""
+        kv, pooled, span, block = state.kv, state.pooled, state.span, self.block
+        cu_seqlens, device = span.cu_seqlens, q.device
+        means = [pool_blocks(x, block, cu_seqlens) for x in (k, v)]
+        branches = self._attend(q, k, v, *means, cu_seqlens=cu_seqlens)
+        # a sequence's blocks are adjacent among the means
+        first = cu_seqlens[:-1] // block + torch.arange(span.sequences, device=device)
+        bound = cdiv(span.tokens, block)
+        slots = (first.unsqueeze(1) + torch.arange(bound, device=device)).clamp(max=means[0].shape[1] - 1)
+        for held, new in zip((pooled.keys, pooled.values), means, strict=True):
+            held[:, :bound] = new[0].detach()[slots].to(held.dtype)
+        rest = span.after % block
+        index = torch.arange(block, device=device)
+        tokens = ((cu_seqlens[1:] - rest).unsqueeze(1) + index).clamp(max=k.shape[1] - 1)
+        opened = (index < rest.unsqueeze(1))[..., None, None]
+        sums = (torch.where(opened, at_least_float32(x[0].detach()[tokens]), 0).sum(1) for x in (k, v))
+        state.open.value.copy_(torch.stack(tuple(sums), 1))
+        kv.write(k, v, span)
+        return branches
 
     def mixing_flops(self, seq_len: int) -> float:
         # a query sees half of all means; selection scores them again, without values

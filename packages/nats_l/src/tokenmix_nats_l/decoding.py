@@ -89,7 +89,7 @@ def extend(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState) -> tuple[
     span = state.span
     if span.uniform:
         return _extend_uniform(layer, x, tokens, state, span.past % layer.chunk, span.past // layer.chunk)
-    boundaries, before = [0, *(span.after - span.before).cumsum(0).tolist()], span.before.tolist()
+    boundaries, before = span.on_host
     x, *flat = (y.flatten(0, 1).unsqueeze(0) for y in (x, *tokens))
     packed = type(tokens)(*flat)
     _prepare(state, x, span.batch)
@@ -158,7 +158,8 @@ def _begin_packed(
     sequences, and a second one the open chunks, starting from the final states of the first.
     """
     C, device, N = layer.chunk, x.device, len(boundaries) - 1
-    cu_seqlens = torch.tensor(boundaries, device=device)
+    span = state.span
+    cu_seqlens = cu_seqlens_from_lengths(span.after - span.before)
     types = layer.types_of(x, cu_seqlens)
     attend = layer.attend if layer.own_chunk == "both" else partial(past_chunk_attention, layer)
     softmax = attend(tokens, types.softmax, cu_seqlens)

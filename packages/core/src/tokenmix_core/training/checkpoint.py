@@ -58,6 +58,8 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
             f"{folder} cannot be resumed from: it has no readable {MANIFEST} ({type(error).__name__}), so it was not "
             "written by this trainer or is damaged"
         ) from error
+    # older versions refused to resume a sharded run otherwise
+    saved.pop("fsdp", None)
     wanted = json.loads(json.dumps(identity))
     if isinstance(saved.get("data"), dict) and isinstance(wanted.get("data"), dict):
         saved["data"] = {key: _widened(old, wanted["data"].get(key)) for key, old in saved["data"].items()}

@@ -26,6 +26,7 @@ from tokenmix_core._utils.atomic_io import sync_tree, writing
 from tokenmix_core.training import checkpoint
 from tokenmix_core.training.cuda_graph import GraphedStep, Losses, TrainingGraph
 from tokenmix_core.training.recipe import OptimizerRecipe
+from tokenmix_core.training.sharding import apply_fsdp_policy, load_optimizer, load_weights, whole, whole_weights
 
 # dense bfloat16 FLOP/s by a part of the GPU's name; the first match counts
 PEAK_FLOPS = (
@@ -252,13 +253,52 @@ class RecipeTrainer(Trainer):
                 print(f"checkpoint of step {step} written; stopping", file=sys.stderr)
         self.accelerator.wait_for_everyone()
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator; with `fsdp` it shards, also on a CPU, by our own policy of precision."""
+        super().create_accelerator_and_postprocess()
+        if self.args.fsdp:
+            apply_fsdp_policy(self.accelerator, self.args.fsdp_plugin_args or {})
+            self.is_fsdp_enabled = True
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model; a sharded one whole, by rank 0."""
+        if not self.is_fsdp_enabled:
+            super().save_model(output_dir, _internal_call)
+            return
+        model: Any = self.model
+        state = whole_weights(model, keep=self.args.should_save)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_fsdp_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        # the files of an unsharded run, so that one process or DDP can resume it
+        schedule: Any = self.lr_scheduler
+        state = whole(self.optimizer.state_dict(), keep=self.args.should_save)
+        if self.args.should_save:
+            torch.save(state, Path(output_dir, "optimizer.pt"))
+            torch.save(schedule.state_dict(), Path(output_dir, "scheduler.pt"))
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with _reading("weights", resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if self.is_fsdp_enabled:
+                sharded: Any = self.model
+                load_weights(sharded, Path(resume_from_checkpoint))
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with _reading("optimizer and schedule", checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
+            if not self.is_fsdp_enabled or checkpoint is None or Path(checkpoint, "optimizer.bin").exists():
+                # optimizer.bin is accelerate's file, which earlier runs hold
+                super()._load_optimizer_and_scheduler(checkpoint)
+                return
+            load = partial(torch.load, map_location="cpu", weights_only=True)
+            load_optimizer(getattr(self.optimizer, "optimizer", self.optimizer), load(Path(checkpoint, "optimizer.pt")))
+            schedule: Any = self.lr_scheduler
+            schedule.load_state_dict(load(Path(checkpoint, "scheduler.pt")))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self.args.process_index == 0:

@@ -27,6 +27,7 @@ def run_manifest(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
     import transformers
 
     from tokenmix_core.training.engine import device_name
+    from tokenmix_core.training.sharding import POLICY
 
     args, model = trainer.args, trainer.model
     rows: Any = trainer.train_dataset
@@ -44,6 +45,7 @@ def run_manifest(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
         ],
         "parameters": sum(p.numel() for p in model.parameters()),
         "processes": args.world_size,
+        "fsdp": POLICY if args.fsdp else None,
         "device": device_name(args),
         "versions": {
             "python": platform.python_version(),

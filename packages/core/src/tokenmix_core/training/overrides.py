@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from tokenmix_core._utils.strict_yaml import load_yaml
+from tokenmix_core.training.fitting import fitted
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
 
 
@@ -22,7 +23,8 @@ def overridden(
     """Return the recipe with fields replaced by those of a YAML file, and then by flags.
 
     If `total_tokens` is lowered and `warmup_tokens` is not given, the warm-up keeps its share of the run; a line on
-    stderr says so.
+    stderr says so. Likewise, if the depth or the width changes and its labels or heads are not given, the model gets
+    labels or heads that fit.
 
     Args:
         recipe: the recipe to begin with.
@@ -41,6 +43,7 @@ def overridden(
         flags = [*_field_flags(*read, parser), *flags]
     flags = list(flags)
     rest = []
+    given: dict[str, list[list[str]]] = {}
     position = 0
     while position < len(flags):
         flag, equals, value = flags[position].partition("=")
@@ -56,6 +59,10 @@ def overridden(
         name, *inside = flag.removeprefix("--model.").split(".")
         name = _known_name(flag, name, _model_fields(recipe))
         model[name] = _with(model.get(name), inside, _yaml_value(flag, value), flag)
+        given.setdefault(name, []).append(inside)
+    model, changes = fitted(model, given)
+    for line in changes:
+        _note(line)
     _scale_warmup(recipe.optimizer, parser, rest)
     *groups, unknown = parser.parse_args_into_dataclasses(rest, return_remaining_strings=True, look_for_args_file=False)
     for text in unknown:
@@ -78,12 +85,15 @@ def _scale_warmup(optimizer: OptimizerRecipe, parser: Any, flags: Sequence[str])
     if given or total >= old or warmup == optimizer.warmup_tokens:
         return
     parser.set_defaults(warmup_tokens=Tokens(warmup))
+    _note(
+        f"warmup_tokens is {warmup:,} instead of {optimizer.warmup_tokens:,}, the same share of "
+        f"total_tokens={total:,} as of {old:,}; --warmup_tokens sets another"
+    )
+
+
+def _note(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(
-            f"warmup_tokens is {warmup:,} instead of {optimizer.warmup_tokens:,}, the same share of "
-            f"total_tokens={total:,} as of {old:,}; --warmup_tokens sets another",
-            file=sys.stderr,
-        )
+        print(line, file=sys.stderr)
 
 
 def _fields() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -148,6 +149,8 @@ def training_arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
         )
     cuda = torch.cuda.is_available()
     bf16 = run.precision == "bf16" or (run.precision == "auto" and cuda and torch.cuda.is_bf16_supported())
+    # one process, which may go on with a sharded run, has nothing to shard
+    sharded = run.fsdp and int(os.environ.get("WORLD_SIZE", "1")) > 1
     args = TrainingArguments(
         output_dir=str(output_dir),
         max_steps=optimizer.steps,
@@ -166,8 +169,8 @@ def training_arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
         **_checkpointing(run.gradient_checkpointing),
         torch_compile=run.torch_compile,
         # whole parameters in every checkpoint, so that each one can be loaded as a model
-        fsdp=True if run.fsdp else None,  # type: ignore[arg-type]
-        fsdp_config={"version": 2, "state_dict_type": "FULL_STATE_DICT"} if run.fsdp else None,
+        fsdp=True if sharded else None,  # type: ignore[arg-type]
+        fsdp_config={"version": 2, "state_dict_type": "FULL_STATE_DICT"} if sharded else None,
         ddp_find_unused_parameters=False,
         # else rank 0's buffers would overwrite what the other ranks observed
         ddp_broadcast_buffers=False,
@@ -232,7 +235,7 @@ def build_trainer(
         rows, fingerprints = training_rows(recipe, tokenizer, begun_with)
     model = build_model(recipe, tokenizer)
     identity = {k: v for k, v in recipe.identity().items() if k != "sources"}
-    identity |= {"data": fingerprints, "precision": "bf16" if args.bf16 else "fp32", "fsdp": recipe.run.fsdp}
+    identity |= {"data": fingerprints, "precision": "bf16" if args.bf16 else "fp32"}
     identity |= {"streams": rng.VERSION}
     callbacks = [make(recipe) for make in recipe.callbacks]
     callbacks += [MetricsFile(output_dir / METRICS), StopOnSignal()]

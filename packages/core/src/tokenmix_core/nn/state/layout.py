@@ -164,6 +164,16 @@ class Span:
         return None if self.mask is None or self.aligned else cu_seqlens_from_lengths(self._counts)
 
     @_once
+    def on_host(self) -> tuple[list[int], list[int]]:
+        """Boundaries of the sequences in the flattened call, and their lengths before it; one synchronisation a call.
+
+        Layers share the layout, so only the first one that asks waits for the device.
+        """
+        ends = self.after - self.before
+        ends = torch.cat((ends.cumsum(0), self.before)).tolist()
+        return [0, *ends[: self.sequences]], ends[self.sequences :]
+
+    @_once
     def rows(self) -> Int[Tensor, "total"]:
         """The sequence of each token, in the order of the call's tensors."""
         rows = torch.arange(self.batch, device=self.device)

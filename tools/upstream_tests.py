@@ -1,4 +1,4 @@
-"""A pytest plugin with which FLA's and mamba_ssm's own tests call our operations; `nox -s peers` loads it.
+"""A pytest plugin with which FLA's and mamba_ssm's own tests call our operations; nox loads it.
 
 A test of a chunked operation keeps the recurrent one that it compares with.
 """

@@ -1,0 +1,88 @@
+"""FSDP2 of a run: its precision, its use on a CPU, and checkpoints that any number of processes can resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+# float32 shards and gradients; autocast computes matrix products in bfloat16, as for one process
+POLICY = {"param_dtype": None, "reduce_dtype": "float32", "output_dtype": None, "cast_forward_inputs": False}
+
+
+def apply_fsdp_policy(accelerator: Any, plugin_args: Mapping[str, Any]) -> None:
+    """Make an accelerator shard with our policy of precision, also on a CPU.
+
+    accelerate's own policy casts every parameter, the reduction of gradients and the outputs to bfloat16; A_log,
+    dt_bias and norms must stay float32. On a CPU accelerate ignores its FSDP plugin and replicates the model, because
+    its list of sharded device types lacks the CPU; FSDP2 itself runs there.
+    """
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    state = accelerator.state
+    if accelerator.distributed_type == DistributedType.MULTI_CPU:
+        # the state's attributes are its shared dictionary
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**plugin_args)
+        state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+        reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+
+
+def whole(value: Any, *, keep: bool) -> Any:
+    """Return nested state with every sharded tensor gathered on the CPU.
+
+    All ranks must call it, as each one sends its shards; those with `keep=False` get a tensor without elements.
+    """
+    if isinstance(value, DTensor):
+        full = value.detach().full_tensor()
+        return full.cpu() if keep else full.new_empty(0)
+    if isinstance(value, dict):
+        return {key: whole(item, keep=keep) for key, item in value.items()}
+    return [whole(item, keep=keep) for item in value] if isinstance(value, list) else value
+
+
+def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """Return the state of a sharded model as `whole` does, a tied weight once."""
+    tied = {*dict(model.named_parameters(remove_duplicate=False))} - {*dict(model.named_parameters())}
+    return whole({name: x for name, x in model.state_dict().items() if name not in tied}, keep=keep)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load the state of a whole optimizer; states of sharded parameters are sharded like them."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    sharded = {
+        index: {
+            key: _like(parameters[index], x) if isinstance(x, Tensor) and x.dim() else x for key, x in values.items()
+        }
+        for index, values in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": sharded})
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Load the safetensors files of a checkpoint into a sharded model; each rank keeps its shard."""
+    names = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    missing = set(dict(model.named_parameters()))
+    with torch.no_grad():
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    names[name].copy_(_like(names[name], file.get_tensor(name)))
+                    missing.discard(name)
+    if missing:
+        raise ValueError(f"{folder} has no weights named {', '.join(sorted(missing)[:3])}")
+
+
+def _like(parameter: Tensor, value: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return value.to(parameter.device)
+    value = value.to(parameter.device)
+    # every rank has read the whole tensor, so nothing is sent
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
