@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -11,6 +13,7 @@ import pytest
 from runs import Processes, curve, manifest, recipe, slow_steps, touch_steps, train_with_small_files
 from transformers import TrainerCallback
 
+from tokenmix_core._utils.locks import FolderLock, contents
 from tokenmix_core.cli.app import main
 from tokenmix_core.data.token_file import TokenFile
 from tokenmix_core.testing.corpora import token_file
@@ -115,6 +118,22 @@ def test_two_processes_stop_at_once_however_rarely_they_log(corpus, tmp_path):
     assert pair.join() == [0, 0]
     (saved,) = (tmp_path / "run").glob("checkpoint-*")
     assert 2 <= manifest(saved)["step"] < 50
+
+
+def test_torchrun_into_a_folder_in_use_ends_at_once_and_says_who_holds_it(corpus, tmp_path):
+    command = ["-m", "tokenmix_core.cli", "train", "tiny", "--out", tmp_path / "run", "--sources", corpus, "--no-eval"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with FolderLock(tmp_path / "run", "training"):
+        # most of the time is spent on imports
+        ended = subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=120)
+        assert contents(tmp_path / "run") == []
+    # the launcher's own report follows
+    ours = ended.stderr.partition("torch/distributed")[0]
+    told = f"run is in use: process {os.getpid()} on {socket.gethostname()} has been training there since"
+    assert ended.returncode == 1
+    assert told in ours
+    assert ended.stderr.count("in use") == 1
+    assert "Traceback" not in ours
 
 
 def test_only_what_is_done_is_told_of_a_signal(corpus, tmp_path, monkeypatch, capsys):
