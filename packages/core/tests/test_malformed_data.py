@@ -378,6 +378,7 @@ LOGS = [
     ('3\n{"step": 2}\n', "line 1 is damaged"),
     ('{"step": 1}\nnull\n{"step": 2}\n', "line 2 is damaged"),
     (b'\xff\n{"step": 2}\n', "line 1 is damaged"),
+    ('{"step": ["x"]}\n{"step": 2}\n', r"line 1 is damaged: .*its step must be an integer, got \['x'\]"),
 ]
 
 

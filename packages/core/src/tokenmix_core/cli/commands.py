@@ -57,6 +57,8 @@ EXTRAS = (
 )
 ABSENT = "not installed"
 DTYPES = ("float32", "bfloat16", "float16")
+# what transformers raises at values of other types than it expects
+_OF_VALUES = (KeyError, IndexError, TypeError, AttributeError)
 
 
 def sentence(error: BaseException) -> str:
@@ -424,8 +426,8 @@ def config_of(target: str, context: Context) -> Any:
     check_model_folder(Path(target))
     try:
         return from_pretrained(AutoConfig, target, local_files_only=True)
-    except (OSError, KeyError, TypeError, AttributeError, RecursionError, StrictDataclassError) as error:
-        raise ValueError(f"{target} holds no config that can be read: {sentence(error)}") from error
+    except (OSError, *_OF_VALUES, RecursionError, StrictDataclassError) as error:
+        raise ValueError(f"{target} holds no config that can be read: {_told(error)}") from error
 
 
 def load_model(folder: str | Path, device: torch.device | None = None, dtype: torch.dtype | str | None = None) -> Any:
@@ -454,8 +456,8 @@ def load_model(folder: str | Path, device: torch.device | None = None, dtype: to
         load = partial(from_pretrained, AutoModelForCausalLM)
         # other people's models are held to what our own are
         model: Any = load_checked(AutoModelForCausalLM, load, folder, strict=True, dtype=dtype, local_files_only=True)
-    except (OSError, KeyError, TypeError, AttributeError, RuntimeError, StrictDataclassError) as error:
-        raise ValueError(f"{folder} cannot be loaded as a causal language model: {sentence(error)}") from error
+    except (OSError, *_OF_VALUES, RuntimeError, StrictDataclassError) as error:
+        raise ValueError(f"{folder} cannot be loaded as a causal language model: {_told(error)}") from error
     return model.to(device).eval()
 
 
@@ -473,7 +475,13 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise
     except Exception as error:
         # the library raises plain exceptions for a damaged file
-        raise ValueError(f"{folder} holds no tokenizer that can be loaded: {sentence(error)}") from error
+        raise ValueError(f"{folder} holds no tokenizer that can be loaded: {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    """Return an error of a library as a clause."""
+    told = sentence(error)
+    return f"a file holds a value that transformers cannot use ({told})" if isinstance(error, _OF_VALUES) else told
 
 
 def _version(name: str) -> str:

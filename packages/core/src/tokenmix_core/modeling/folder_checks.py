@@ -15,6 +15,11 @@ _MOST |= {"max_position_embeddings": 2**40, "num_attention_heads": 2**20, "head_
 _FLOATS = ("F16", "BF16", "F32", "F64")
 _HEADER_BYTES = 2**27
 INDEX = ".index.json"
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "model_type": str, "architectures": list, "dtype": str, "torch_dtype": str, "quantization_config": dict,
+    "id2label": dict, "label2id": dict, "num_labels": int, "auto_map": dict, "problem_type": str, "use_cache": bool,
+    "bos_token_id": int, "pad_token_id": int, "eos_token_id": (int, list),
+}  # fmt: skip
 
 
 def check_sizes(owner: Any, source: object = "") -> None:
@@ -37,9 +42,12 @@ def index_parts(index: Path) -> dict[str, str]:
         ValueError: an index that cannot be read, or that names a file outside its folder or one that does not exist.
     """
     try:
-        parts = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{index} is damaged: {error}") from error
+    parts = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(parts, dict):
+        raise ValueError(f"{index} is damaged: it must hold the files of the weights by name, as weight_map")
     for part in set(map(str, parts.values())):
         if Path(part).name != part:
             raise ValueError(f"{index} names {part}, which lies outside its folder; do not use this model")
@@ -86,6 +94,7 @@ def check_model_folder(folder: Path) -> dict[str, str]:
     if not isinstance(config, dict):
         raise ValueError(f"{folder}: config.json must hold a dictionary of fields, and does not")
     check_sizes(config, folder)
+    _check_types(config, folder)
     for index in folder.glob(f"*{INDEX}"):
         index_parts(index)
     headers: dict[str, dict[str, Any]] = {}
@@ -96,6 +105,17 @@ def check_model_folder(folder: Path) -> dict[str, str]:
     if config.get("quantization_config") is not None:
         return {}
     return {name: x["dtype"] for name, x in headers.items() if x["dtype"] not in _FLOATS}
+
+
+def _check_types(config: dict[str, Any], folder: Path) -> None:
+    """Refuse fields of transformers' own of another type, which its errors would not name."""
+    for name, kind in _TYPES.items():
+        value = config.get(name)
+        wrong = not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
+        if value is not None and wrong:
+            kinds = kind if isinstance(kind, tuple) else (kind,)
+            expected = " or ".join(x.__name__ for x in kinds)
+            raise ValueError(f"{folder}: {name} in config.json must be null or of type {expected}, got {value!r:.80}")
 
 
 def _check_elements(folder: Path, config: dict[str, Any], elements: int) -> None:

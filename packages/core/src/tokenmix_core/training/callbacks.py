@@ -89,7 +89,7 @@ def _readable_lines(path: Path) -> list[dict[str, Any]]:
     lines = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with suppress(ValueError, TypeError, RecursionError):
-            lines.append(dict(json.loads(line)))
+            lines.append(_logged(line))
     return lines
 
 
@@ -103,11 +103,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     written = path.read_bytes().splitlines()
     for number, line in enumerate(written, start=1):
         try:
-            lines.append(dict(json.loads(line)))
+            lines.append(_logged(line))
         except (ValueError, TypeError, RecursionError) as error:
             if number < len(written):
                 raise ValueError(f"{path}, line {number} is damaged: expected a JSON object ({error})") from error
     return lines
+
+
+def _logged(line: bytes) -> dict[str, Any]:
+    """Return a line of the log, whose step must be an integer."""
+    found = dict(json.loads(line))
+    if type(step := found.get("step", 0)) is not int:
+        raise ValueError(f"its step must be an integer, got {step!r:.80}")
+    return found
 
 
 class StopOnSignal(TrainerCallback):
