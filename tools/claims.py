@@ -23,7 +23,7 @@ def sentences() -> dict[tuple[Path, str], str]:
     nha = [row for row in tokens if row["model"].startswith("NHA")]
     lte = [row for row in tokens if row["size"] == "1.4B"]
     return {
-        (ROOT / "README.md", "measured"): "\n".join([_steps(), _slots(), _mixed(), _constant(lte), _layers()]),
+        (ROOT / "README.md", "measured"): "\n".join([_steps(), _slots(), _constant(lte), _layers()]),
         (ROOT / "packages" / "nha" / "README.md", "gsa"): _gsa(),
         (ROOT / "packages" / "nha" / "README.md", "decoding"): _decoded(nha),
         (ROOT / "docs" / "nha.md", "decoding"): model_results.tokens_table(nha),
@@ -77,14 +77,13 @@ def _steps() -> str:
 def _slots() -> str:
     """State the slot-window operation's time beside its baselines'."""
     rows, shapes = _of_package("nha"), [f"B8 T4096 H16 D128 M{slots} w0" for slots in (32, 64)]
-    ours, gsa, causal = (
-        [_time(rows, shape=shape, impl=impl)["fwdbwd_ms"] for shape in shapes]
-        for impl in ("tokenmix", "FLA chunk_gsa", "causal attention")
+    ours, gsa = (
+        [_time(rows, shape=shape, impl=impl)["fwdbwd_ms"] for shape in shapes] for impl in ("tokenmix", "FLA chunk_gsa")
     )
     return (
         f"- NHA's operation without a window, forward and backward of 8 × 4,096 tokens, 32 and 64 slots: "
-        f"{ours[0]:.2f} and {ours[1]:.2f} ms; FLA's `chunk_gsa` {gsa[0]:.2f} and {gsa[1]:.2f} ms, causal attention "
-        f"{causal[0]:.2f} and {causal[1]:.2f} ms ({_device(_time(rows, shape=shapes[0], impl='tokenmix'))})."
+        f"{ours[0]:.2f} and {ours[1]:.2f} ms; FLA's `chunk_gsa` {gsa[0]:.2f} and {gsa[1]:.2f} ms "
+        f"({_device(_time(rows, shape=shapes[0], impl='tokenmix'))})."
     )
 
 
@@ -106,24 +105,6 @@ def _decoded(rows: Sequence[Row]) -> str:
     return (
         f"A decoded token of {model}, all layers, one sequence: {first['step_ms']:.2f} ms after {first['after']:,} "
         f"tokens and {last['step_ms']:.2f} ms after {last['after']:,} ({_device(first)})."
-    )
-
-
-def _mixed() -> str:
-    """State the time of an Oryx layer with a quarter of its tokens in attention mode."""
-    rows = _of_package("oryx")
-
-    def share(family: str, tokens: int) -> float:
-        quarter, alone = (
-            _time(rows, op=f"mixer, {family}", tokens=tokens, attention_share=part)["fwdbwd_ms"] for part in (0.25, 1.0)
-        )
-        return quarter / alone
-
-    families = ("mamba2", "gated_delta_net")
-    at = {tokens: _pair(*(share(family, tokens) for family in families)) for tokens in (2048, 32768)}
-    return (
-        f"- An Oryx layer with a quarter of its tokens in attention mode, forward and backward: {at[2048]} of the time "
-        f"of attention alone at 2,048 tokens, {at[32768]} at 32,768 ({_device(rows[0])})."
     )
 
 
