@@ -70,6 +70,8 @@ class Lte(Mixer):
         estimator: gradient of the logits: "values" as in the paper, or "inside", through a factor of the exponentials
             of retained keys.
         dropout: of the scorer's layers, in training.
+        train_capped: apply `cap` in training too, so that training calls and generation see the same keys. For losses
+            that compare the two or subtract a reference (DPO, GRPO), of a trained scorer; pretraining is uncapped.
         qk_norm: RMS-normalise every head of q and k, before the scorer reads k and before both are rotated (Qwen3).
         qkv_bias: biases of the q, k and v projections (Qwen2).
         norm_eps: of the q/k norms.
@@ -95,6 +97,7 @@ class Lte(Mixer):
         scorer: Scorers = "cnn",
         estimator: Estimator = "values",
         dropout: float = 0.1,
+        train_capped: bool = False,
         qk_norm: bool = False,
         qkv_bias: bool = False,
         norm_eps: float = 1e-6,
@@ -115,7 +118,7 @@ class Lte(Mixer):
             if value not in choices:
                 raise ValueError(f"Lte: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.window, self.sinks, self.estimator = window, sinks, estimator
+        self.window, self.sinks, self.estimator, self.train_capped = window, sinks, estimator, train_capped
         self.impl: Impl | None = impl
         self.rotary_dim = head_dim
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias)
@@ -200,7 +203,7 @@ class Lte(Mixer):
         ranks = rule.ranks(logits, positions.position)
         keep = ranks > -torch.inf
         until = None
-        if not self.training:
+        if not self.training or self.train_capped:
             until = eviction_times(ranks, self.cap, self.window, cu_seqlens, impl=unless_gluon(self.impl))
         share = logits.sigmoid()
         factor: Tensor = keep
@@ -210,9 +213,8 @@ class Lte(Mixer):
             # the factor is exactly 1, and the gradient of the share is ⟨v, dv⟩
             v = v * (share - share.detach() + 1).to(v.dtype).unsqueeze(-1)
         o = kept_attention(q, k, v, factor, window=self.window, until=until, cu_seqlens=cu_seqlens, impl=self.impl).o
-        if until is None:
-            return o, self._observe(logits, share, positions)
-        return o, {"held_share": self._held_share(keep, until, positions)}
+        found = self._observe(logits, share, positions) if self.training else {}
+        return o, found if until is None else found | {"held_share": self._held_share(keep, until, positions)}
 
     def _observe(self, logits: Tensor, share: Tensor, positions: Positions) -> dict[str, Tensor]:
         """Return the sparsity loss, a sum over tokens, and the retained share of each head; note it for the callback.

@@ -74,7 +74,8 @@ class ConvScorer(Scorer):
         self.impl: Impl | None = impl
         self.offsets = (-4, -2, 0) if causal else (-2, 0, 2)
         self.behind, self.ahead = -_LAYERS * self.offsets[0], _LAYERS * self.offsets[-1]
-        self.dropout = dropout
+        # a module, so that libraries find it to disable it
+        self.dropout = nn.Dropout(dropout)
         sizes = channels_of_layers(channels, _LAYERS)
         self.kernels = _Parameters(
             torch.empty(heads, sizes[i + 1], sizes[i], len(self.offsets)) for i in range(_LAYERS)
@@ -102,7 +103,7 @@ class ConvScorer(Scorer):
             offsets=self.offsets,
             begin=begin,
             cu_seqlens=cu_seqlens,
-            dropout=self.dropout if self.training else 0.0,
+            dropout=self.dropout.p if self.training else 0.0,
             impl=self.impl,
         )
 
