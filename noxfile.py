@@ -187,6 +187,21 @@ def gpu(session: nox.Session) -> None:
     session.run(*command, "-k", alone)
 
 
+@nox.session(name="post-training")
+def post_training(session: nox.Session) -> None:
+    """Test with the newest TRL, peft, accelerate and torchao that an index has today; arguments go to pytest."""
+    packages = [f"--editable={ROOT / 'packages' / package}" for package in PACKAGES]
+    libraries = ("trl", "peft", "accelerate", "torchao", "datasets", "pytest", "pytest-timeout")
+    python = f"--python={session.virtualenv.location}"
+    # outside of the workspace, whose settings hold the date that the lock ends at
+    command = ["uv", "pip", "install", "--quiet", "--upgrade", f"--directory={session.create_tmp()}", python]
+    session.run_install(*command, *packages, *libraries, external=True)
+    for name in ("torch", "transformers", *libraries[:4]):
+        session.log(f"{name} {installed(session, f'{session.bin}/python', name)}")
+    env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    session.run("pytest", "tests/post_training", *session.posargs, env=env)
+
+
 @nox.session
 def benchmarks(session: nox.Session) -> None:
     """Measure our operations and their baselines on this machine's GPU; without one, small shapes in a few minutes."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tokenmix_core.integrations.layouts import fla_config as fla_config
     from tokenmix_core.integrations.layouts import fla_names as fla_names
     from tokenmix_core.integrations.layouts import hybrid_mixers as hybrid_mixers
+    from tokenmix_core.integrations.trl import count_auxiliary_losses as count_auxiliary_losses
 
 __getattr__ = lazily(
     __name__,
@@ -43,5 +44,6 @@ __getattr__ = lazily(
         "fla_config": "layouts",
         "fla_names": "layouts",
         "hybrid_mixers": "layouts",
+        "count_auxiliary_losses": "trl",
     },
 )

@@ -34,6 +34,7 @@ __all__ = [
 if TYPE_CHECKING:
     from tokenmix_core.modeling.attn_implementation import ChoosesAttention as ChoosesAttention
     from tokenmix_core.modeling.attn_implementation import choose_attention as choose_attention
+    from tokenmix_core.modeling.auxiliary import collected_losses as collected_losses
     from tokenmix_core.modeling.cache_name import CACHE as CACHE
     from tokenmix_core.modeling.cache_name import take_cache as take_cache
     from tokenmix_core.modeling.cache_name import takes_either_name as takes_either_name
@@ -57,6 +58,7 @@ __getattr__ = lazily(
     {
         "ChoosesAttention": "attn_implementation",
         "choose_attention": "attn_implementation",
+        "collected_losses": "auxiliary",
         "read_padding_flag": "packing",
         "CACHE": "cache_name",
         "take_cache": "cache_name",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import can_return_tuple
 
 from tokenmix_core.modeling.attn_implementation import ChoosesAttention, choose_attention
+from tokenmix_core.modeling.auxiliary import AuxiliaryLoss, report_uncounted
 from tokenmix_core.modeling.cache import HybridCache
 from tokenmix_core.modeling.cache_name import NAMES, CacheOutput, takes_either_name
 from tokenmix_core.modeling.checkpoint import CheckedLoading
@@ -41,8 +42,10 @@ class HybridOutput(CacheOutput):
         hidden_states: with `output_hidden_states`, the embeddings and every layer's output, the last one normalised.
         auxiliary: the mixers' further return values by name, stacked over layers; a tuple if their shapes differ.
         cu_seqlens: boundaries of packed documents, converted from the form in which the call gave them.
+        attentions: None, as transformers' heads read it.
     """
 
+    attentions: ClassVar[None] = None
     last_hidden_state: Tensor | None = None
     cache: HybridCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
@@ -147,6 +150,9 @@ class HybridModel(HybridPreTrainedModel):
             }
         )
         self.gradient_checkpointing = False
+        # where calls whose caller does not count the auxiliary losses put them; see `modeling.auxiliary`
+        self.auxiliary_losses: list[AuxiliaryLoss] | None = None
+        self.warned_of_losses = False
         # tensors that stay in float32 when a checkpoint is loaded in 16 bits
         self._keep_in_fp32_modules_strict = {
             f"{path}.{name}"
@@ -184,6 +190,8 @@ class HybridModel(HybridPreTrainedModel):
         inputs_embeds: Float[Tensor, "B T D"] | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        losses_counted: bool = False,
         **mixer_inputs: Any,
     ) -> HybridOutput:
         """Run the backbone.
@@ -205,11 +213,16 @@ class HybridModel(HybridPreTrainedModel):
             use_cache: keep a cache; by default the configuration's value in evaluation mode, and False in training
                 mode, for packed documents, and in a compiled graph with an attention_mask.
             output_hidden_states: return all layers' outputs; by default the configuration's value.
-            mixer_inputs: extra inputs of the mixers by name; None counts as not given.
+            output_attentions: must not be True; the kernels do not form attention weights.
+            losses_counted: whether the caller adds the auxiliary losses to its own; otherwise training warns once.
+            mixer_inputs: extra inputs of the mixers by name; None counts as not given, and so does any other name with
+                None or False, which libraries pass as options.
 
         Raises:
             ValueError: inputs that do not fit together; the message names the given and the expected ones.
         """
+        if output_attentions or (output_attentions is None and self.config.output_attentions):
+            raise ValueError("output_attentions=True is not available: the kernels do not form attention weights")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         hidden = self._embed(input_ids, inputs_embeds)
@@ -266,11 +279,14 @@ class HybridModel(HybridPreTrainedModel):
         hidden = span.unpack(hidden if rows is None else span.pack(hidden))
         if cache is not None:
             cache.end()
+        stacked = {name: _stacked(values) for name, values in auxiliary.items()} or None
+        if not losses_counted:
+            report_uncounted(self, stacked, packed.shape[0] * packed.shape[1])
         return HybridOutput(
             last_hidden_state=hidden,
             cache=cache,
             hidden_states=(*seen[:-1], hidden) if output_hidden_states else None,
-            auxiliary={name: _stacked(values) for name, values in auxiliary.items()} or None,
+            auxiliary=stacked,
             cu_seqlens=call.document_cu_seqlens,
         )
 
@@ -297,7 +313,8 @@ class HybridModel(HybridPreTrainedModel):
         return self.embed_tokens(x)
 
     def _check_inputs(self, mixer_inputs: dict[str, Any]) -> None:
-        if unknown := sorted(set(mixer_inputs) - set(self.input_takers)):
+        asked = {name for name, x in mixer_inputs.items() if x is not None and x is not False}
+        if unknown := sorted(asked - set(self.input_takers)):
             known = ", ".join(self.input_takers) or "none"
             raise ValueError(
                 f"{type(self).__name__}.forward: unknown input {', '.join(map(repr, unknown))}; "

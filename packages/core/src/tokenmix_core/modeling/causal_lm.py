@@ -13,13 +13,14 @@ from transformers import GenerationMixin
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.generic import can_return_tuple
 
+from tokenmix_core.modeling.auxiliary import summed_losses
 from tokenmix_core.modeling.backbone import HybridModel, HybridPreTrainedModel
 from tokenmix_core.modeling.cache import HybridCache
 from tokenmix_core.modeling.cache_name import CACHE, NAMES, CacheOutput, take_cache
 from tokenmix_core.modeling.config import HybridConfig
 from tokenmix_core.modeling.generation import GeneratesInSteps, stepping_forward
 from tokenmix_core.modeling.lengths import is_given, round_up
-from tokenmix_core.modeling.packing import read_padding_flag
+from tokenmix_core.modeling.packing import check_cache, read_padding_flag
 from tokenmix_core.nn.dtypes import at_least_float32
 from tokenmix_core.nn.loss import IGNORE, at_least_one, linear_cross_entropy
 from tokenmix_core.nn.plain import warn_slower
@@ -106,8 +107,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         Raises:
             ValueError: inputs that do not fit together; the message names the given and the expected ones.
         """
-        if output_attentions or (output_attentions is None and self.config.output_attentions):
-            raise ValueError("output_attentions=True is not available: the kernels do not form attention weights")
+        check_cache(cache)
         if labels is not None and cache is not None:
             raise ValueError("labels and a cache exclude each other: a loss is taken over whole sequences")
         if labels is not None and use_cache is None:
@@ -125,6 +125,8 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
             inputs_embeds,
             use_cache,
             output_hidden_states,
+            output_attentions,
+            losses_counted=labels is not None,
             return_dict=True,
             **mixer_inputs,
         )
@@ -177,7 +179,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         auxiliary: dict[str, Tensor | tuple[Tensor, ...]] | None,
     ) -> Float[Tensor, ""]:
         """Return the loss of the logits, or of hidden states and output weight if logits is None."""
-        extra = [x.sum() for name, values in (auxiliary or {}).items() if name.endswith("_loss") for x in values]
+        extra = summed_losses(auxiliary)
         count = (targets != IGNORE).sum() if num_items is None else num_items
         if logits is not None and self.loss_function is not ForCausalLMLoss:
             # a loss function of transformers shifts the labels and divides by the number of tokens itself
@@ -203,6 +205,8 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # pyright: ignore[reportAttributeAccessIssue]
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         read_padding_flag(take_cache(kwargs))
+        # transformers passes it on from generate(stop_strings=..., tokenizer=...)
+        kwargs.pop("tokenizer", None)
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         return prepare(*args, **kwargs)
 

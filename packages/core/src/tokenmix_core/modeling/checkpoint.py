@@ -52,10 +52,11 @@ def load_checked(cls: type, load: Callable[..., Any], source: Any, *args: Any, s
             f"{source}: the weights cannot be read, the file is damaged or cut short ({_first_line(error)})"
         ) from error
     if strict:
-        # a backbone may be loaded from a language model's checkpoint
+        # a backbone may be loaded from a language model's checkpoint, and a classifier with a new head
         head = set() if hasattr(model, "lm_head") else {"lm_head.weight"}
+        new = getattr(cls, "new_weights", None)
         problems = {
-            "missing": sorted(info["missing_keys"]),
+            "missing": sorted(x for x in info["missing_keys"] if new is None or not x.startswith(new)),
             "unknown": sorted(set(info["unexpected_keys"]) - head),
             "misshapen": sorted(map(str, info["mismatched_keys"])),
         }

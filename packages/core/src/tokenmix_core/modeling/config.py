@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +14,7 @@ from tokenmix_core._utils import validation
 from tokenmix_core.modeling.cache_name import NAMES
 from tokenmix_core.modeling.folder_checks import MOST_LAYERS, check_sizes
 from tokenmix_core.nn.loss import LossImpl
+from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.registry import find_mixer
 from tokenmix_core.nn.rotary import check_rope
 
@@ -38,9 +41,11 @@ _OF_TRANSFORMERS = frozenset(
 )
 
 
+# sizes that other libraries read, by the mixers' attribute; they follow from the layers' options
+DERIVED = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads", "head_dim": "head_dim"}
+
+
 # no model is deeper; without a limit, the list of labels could exhaust memory before a message appears
-
-
 def check_depth(layers: Any) -> None:
     """Raise a ValueError for an implausible number of layers, before allocating anything per layer."""
     if isinstance(layers, int) and layers > MOST_LAYERS:
@@ -66,12 +71,18 @@ class HybridConfig(PreTrainedConfig):
         pad_token_id, bos_token_id, eos_token_id: padding token, and tokens that begin and end a text; None for none.
         loss_impl: implementation of the loss, as for `tokenmix_core.nn.loss.linear_cross_entropy`.
 
+    Attributes:
+        num_attention_heads, num_key_value_heads, head_dim: sizes of the softmax attention layers, or of all layers in a
+            model without any (then there are no key/value heads). A size that differs between these layers is absent.
+        auto_map: transformers' table of a checkpoint's own code; empty unless some was registered.
+
     Raises:
         ValueError: an unknown key, label, type or option, or sizes that do not fit, those of the mixers included.
     """
 
     model_type = "tokenmix_hybrid"
     keys_to_ignore_at_inference: ClassVar[list[str]] = [*NAMES, "auxiliary"]
+    auto_map: ClassVar[Mapping[str, str] | None] = MappingProxyType({})
 
     vocab_size: int = 50257
     hidden_size: int = 768
@@ -91,6 +102,7 @@ class HybridConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any):
+        derived = {name: kwargs.pop(name) for name in DERIVED if name in kwargs}
         self._check_keys(kwargs)
         self.check_fields()
         self._check_sizes()
@@ -108,6 +120,39 @@ class HybridConfig(PreTrainedConfig):
         check_rope({name: kwargs[name] for name in ("rope_theta",) if name in kwargs} | rope)
         super().__post_init__(**kwargs)
         self._check_mixers()
+        for name, value in derived.items():
+            if value != (own := getattr(self, name, None)):
+                raise ValueError(f"{name} follows from mixer_options: it is {own}, got {value!r}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in DERIVED and (size := self._derived().get(name)) is not None:
+            return size
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _derived(self) -> dict[str, int]:
+        """Return the sizes that are equal in all softmax attention layers, or in all layers if there are none."""
+        layers = [i for i, kind in enumerate(self.layer_types) if kind != "linear_attention"]
+        chosen = layers or range(len(self.labels))
+        mixers = [self._mixer(i) for i in {self.labels[i]: i for i in chosen}.values()]
+        found = {
+            name: {getattr(mixer, own, getattr(mixer, "num_heads", None) if layers else None) for mixer in mixers}
+            for name, own in DERIVED.items()
+        }
+        return {name: size for name, sizes in found.items() if len(sizes) == 1 and (size := sizes.pop()) is not None}
+
+    def _mixer(self, layer_idx: int) -> Mixer:
+        """Return the mixer of a layer on the meta device, which allocates nothing."""
+        with torch.device("meta"):
+            return find_mixer(self.mixer_type(layer_idx)).from_config(self, layer_idx, **self.options_of(layer_idx))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields, and the head counts that follow from them, which peft reads here."""
+        # older configurations of the papers have a field head_dim
+        return super().to_dict() | {name: size for name, size in self._derived().items() if name != "head_dim"}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults, as in config.json."""
+        return {name: value for name, value in super().to_diff_dict().items() if name not in DERIVED}
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -134,7 +179,9 @@ class HybridConfig(PreTrainedConfig):
         """
         if (kind := config_dict.get("model_type", cls.model_type)) != cls.model_type:
             raise ValueError(f"{cls.__name__}: expected a configuration of model_type {cls.model_type!r}, got {kind!r}")
-        return super().from_dict(config_dict, **kwargs)
+        # a dictionary may have other options than the one that `to_dict` returned
+        fields = {name: value for name, value in config_dict.items() if name not in DERIVED or name == "head_dim"}
+        return super().from_dict(fields, **kwargs)
 
     @property
     def labels(self) -> list[str]:
@@ -172,7 +219,7 @@ class HybridConfig(PreTrainedConfig):
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be at least 1, got {value!r}")
-        check_sizes(self)
+        check_sizes(vars(self))
         for name in ("intermediate_size", "initializer_range"):
             if (value := getattr(self, name)) < 0:
                 raise ValueError(f"{name} must be at least 0, got {value!r}")
@@ -190,9 +237,8 @@ class HybridConfig(PreTrainedConfig):
         for label, layer_idx in {label: i for i, label in enumerate(self.labels)}.items():
             mixer, options = find_mixer(self.mixer_type(layer_idx)), self.options_of(layer_idx)
             mixer.check_options(label, options)
-            # the mixer's constructor checks its sizes; on the meta device it allocates nothing
+            # the mixer's constructor checks its sizes
             try:
-                with torch.device("meta"):
-                    mixer.from_config(self, layer_idx, **options)
+                self._mixer(layer_idx)
             except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
                 raise ValueError(f"layers {label!r}: {error}") from error

@@ -68,11 +68,7 @@ def begin_call(
     """
     batch, tokens = hidden.shape[:2]
     recomputes = model.training and model.gradient_checkpointing
-    if cache is not None and not isinstance(cache, HybridCache):
-        raise ValueError(
-            f"cache (past_key_values) must be a HybridCache (model.make_cache()), got {type(cache).__name__}, "
-            "which cannot hold the states of all mixers"
-        )
+    check_cache(cache)
     if recomputes and cache is not None:
         # recomputing a layer would update its state a second time
         raise ValueError("a cache and gradient checkpointing exclude each other: call model.eval() to generate")
@@ -124,6 +120,16 @@ def rolls_back(forward: Callable[..., Any]) -> Callable[..., Any]:
         return history.call(functools.partial(forward, self), cache, Tokens(x, mask, positions, extra), given)
 
     return call
+
+
+def check_cache(cache: Any) -> None:
+    """Raise a ValueError for a cache of another library."""
+    if cache is not None and not isinstance(cache, HybridCache):
+        raise ValueError(
+            f"cache (past_key_values) must be a HybridCache (model.make_cache()), got {type(cache).__name__}, "
+            "which cannot hold the states of all mixers; peft's prefix tuning makes such a cache and is not available: "
+            "use LoRA or prompt tuning"
+        )
 
 
 def document_cu_seqlens(

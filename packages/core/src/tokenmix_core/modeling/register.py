@@ -7,10 +7,11 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCaus
 from tokenmix_core.modeling.backbone import HybridModel
 from tokenmix_core.modeling.causal_lm import HybridForCausalLM
 from tokenmix_core.modeling.config import HybridConfig
+from tokenmix_core.modeling.heads import register_heads
 
 
 def register_model(config: type[HybridConfig], model: type[HybridModel], causal_lm: type[HybridForCausalLM]) -> None:
-    """Register a family under its `model_type` with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`.
+    """Register a family under its `model_type` with transformers' auto classes, those of classification included.
 
     Raises:
         ValueError: a model type of another family.
@@ -21,6 +22,7 @@ def register_model(config: type[HybridConfig], model: type[HybridModel], causal_
     AutoConfig.register(kind, config, exist_ok=True)
     AutoModel.register(config, model, exist_ok=True)
     AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
+    register_heads(config, model)
 
 
 register_model(HybridConfig, HybridModel, HybridForCausalLM)

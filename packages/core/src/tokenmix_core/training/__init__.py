@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tokenmix_core.training.recipe import RunRecipe as RunRecipe
     from tokenmix_core.training.recipe import Tokens as Tokens
     from tokenmix_core.training.trainer import train_locked as train_locked
+    from tokenmix_core.training.weight_decay import parameter_groups as parameter_groups
 
 __getattr__ = lazily(
     __name__,
@@ -65,5 +66,6 @@ __getattr__ = lazily(
         "RunRecipe": "recipe",
         "Tokens": "recipe",
         "overridden": "overrides",
+        "parameter_groups": "weight_decay",
     },
 )

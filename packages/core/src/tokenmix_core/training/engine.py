@@ -27,6 +27,7 @@ from tokenmix_core.training import checkpoint
 from tokenmix_core.training.cuda_graph import GraphedStep, Losses, TrainingGraph
 from tokenmix_core.training.recipe import OptimizerRecipe
 from tokenmix_core.training.sharding import apply_fsdp_policy, load_optimizer, load_weights, whole, whole_weights
+from tokenmix_core.training.weight_decay import decay_parameter_names
 
 # dense bfloat16 FLOP/s by a part of the GPU's name; the first match counts
 PEAK_FLOPS = (
@@ -88,8 +89,8 @@ class RecipeTrainer(Trainer):
         self._flops_per_token = flops(seq_len) if flops is not None else None
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Return the names of matrices: norms, biases, gates and other vectors do not decay."""
-        return [name for name, p in model.named_parameters() if p.dim() >= 2]
+        """Return the names of matrices; see `decay_parameter_names`."""
+        return decay_parameter_names(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Return the schedule of the recipe."""

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from tokenmix_core._utils.strict_yaml import load_yaml
+from tokenmix_core.modeling.config import DERIVED
 from tokenmix_core.training.fitting import fitted
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
 
@@ -101,7 +102,7 @@ def _fields() -> list[str]:
 
 
 def _model_fields(recipe: Recipe) -> list[str]:
-    return [name for name in recipe.model_config().to_dict() if not name.startswith("_")]
+    return [name for name in recipe.model_config().to_dict() if not name.startswith("_") and name not in DERIVED]
 
 
 def _known_name(shown: str, name: str, known: Sequence[str]) -> str:

@@ -1,0 +1,56 @@
+"""Auxiliary losses of the mixers, for training loops that compute their loss from hidden states or logits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class AuxiliaryLoss(NamedTuple):
+    """The auxiliary losses of one call: their sum over layers and tokens, and the number of tokens."""
+
+    total: Tensor
+    tokens: int
+
+
+@contextmanager
+def collected_losses(model: nn.Module) -> Iterator[list[AuxiliaryLoss]]:
+    """Context that collects the auxiliary losses of the model's training calls that no loss includes."""
+    found: list[AuxiliaryLoss] = []
+    backbones: list[Any] = [module for module in model.modules() if hasattr(module, "auxiliary_losses")]
+    for backbone in backbones:
+        backbone.auxiliary_losses = found
+    try:
+        yield found
+    finally:
+        for backbone in backbones:
+            backbone.auxiliary_losses = None
+
+
+def summed_losses(auxiliary: dict[str, Tensor | tuple[Tensor, ...]] | None) -> list[Tensor]:
+    """Return the sum over layers of each auxiliary loss."""
+    return [x.sum() for name, values in (auxiliary or {}).items() if name.endswith("_loss") for x in values]
+
+
+def report_uncounted(model: Any, auxiliary: dict[str, Tensor | tuple[Tensor, ...]] | None, tokens: int) -> None:
+    """Collect the auxiliary losses of a training call whose caller does not count them, or warn once."""
+    if not (auxiliary and model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        return
+    if not (losses := summed_losses(auxiliary)):
+        return
+    if model.auxiliary_losses is not None:
+        model.auxiliary_losses.append(AuxiliaryLoss(torch.stack(losses).sum(), tokens))
+    elif not model.warned_of_losses:
+        model.warned_of_losses = True
+        names = ", ".join(name for name in auxiliary if name.endswith("_loss"))
+        warnings.warn(
+            f"the caller of {type(model).__name__} computes its own loss, which does not include {names} unless it "
+            "adds them from the output's `auxiliary`; with a trainer of TRL, use "
+            "tokenmix_core.integrations.count_auxiliary_losses(SFTTrainer)",
+            stacklevel=2,
+        )

@@ -1,0 +1,46 @@
+"""Classification heads: transformers' generic ones on the backbone of each family."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
+
+from tokenmix_core.modeling.backbone import HybridModel, HybridPreTrainedModel
+from tokenmix_core.modeling.config import HybridConfig
+
+# by name: transformers' head, its auto class, and the prefix of weights that a language model's checkpoint lacks
+HEADS: dict[str, tuple[type, Any, str]] = {
+    "SequenceClassification": (GenericForSequenceClassification, AutoModelForSequenceClassification, "score."),
+    "TokenClassification": (GenericForTokenClassification, AutoModelForTokenClassification, "score."),
+    "QuestionAnswering": (GenericForQuestionAnswering, AutoModelForQuestionAnswering, "qa_outputs."),
+}
+
+
+def register_heads(config: type[HybridConfig], model: type[HybridModel]) -> None:
+    """Define a family's models with a classification head beside its backbone, and register their auto classes."""
+    family = model.__name__.removesuffix("Model")
+    for head, (generic, auto, new_weights) in HEADS.items():
+        name = f"{family}For{head}"
+        fields = {
+            "__doc__": f"The backbone with transformers' head of `AutoModelFor{head}`.",
+            "__module__": model.__module__,
+            "config_class": config,
+            "new_weights": new_weights,
+            # the heads' losses are means over the call, and the backbone knows no number of items
+            "accepts_loss_kwargs": False,
+        }
+        kind = type(name, (generic, HybridPreTrainedModel), fields)
+        # where pickle looks for it
+        setattr(sys.modules[model.__module__], name, kind)
+        auto.register(config, kind, exist_ok=True)

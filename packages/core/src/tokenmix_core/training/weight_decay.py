@@ -1,0 +1,26 @@
+"""Which parameters weight decay applies to: matrices, but not norms, biases, gates and decay rates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def decay_parameter_names(model: nn.Module) -> list[str]:
+    """Return the names of matrices: norms, biases, gates and other vectors (A_log, dt_bias, D) do not decay."""
+    return [name for name, p in model.named_parameters() if p.dim() >= 2]
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return an optimizer's groups of trainable parameters, with and without weight decay.
+
+    transformers' Trainer decides by names, and would let `A_log` and `D` decay: give it (or a trainer of TRL)
+    `optimizers=(torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-4), None)`.
+    """
+    decaying = set(decay_parameter_names(model))
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            groups[name in decaying].append(p)
+    return [{"params": groups[decays], "weight_decay": weight_decay * decays} for decays in (True, False)]
