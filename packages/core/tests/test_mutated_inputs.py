@@ -121,17 +121,17 @@ def originals(checkpoint, token_file, tmp_path_factory):
     return home
 
 
-def places(value, path=()):
+def paths_of(value, path=()):
     """Paths of all values inside of a JSON value."""
     yield path
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield from places(inner, (*path, key))
+        yield from paths_of(inner, (*path, key))
 
 
 def changed(value, draw):
     """A JSON value of which one part was replaced, removed or added."""
     value = json.loads(json.dumps(value))
-    path = draw.choice([p for p in places(value) if p] or [()])
+    path = draw.choice([p for p in paths_of(value) if p] or [()])
     if not path:
         return draw.choice(VALUES)
     parent = value
@@ -200,7 +200,7 @@ def damage(path, draw):
 
 
 def renew(folder):
-    """Write the sums of damaged files anew, as far as that can be done."""
+    """Write the sums of damaged files again, as far as that can be done."""
     with suppress(OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
         content = json.loads((folder / "TOKENS" / "meta.json").read_text())
         content["sha256"] |= {
