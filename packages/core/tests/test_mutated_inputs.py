@@ -38,7 +38,7 @@ TEXTS = [
     b"", b"null", b"[]", b"{}", b"3", b'"x"', b"{", b"[" * 50_000, b'{"a":' * 50_000, b"\xff\xfe\x00",
     b"\xef\xbb\xbf{}", b"\0" * 64, b"NaN",
 ]  # fmt: skip
-# what Python says of its own objects is no answer to a user
+# messages about Python objects do not help a user
 KNOWN = "a file holds a value that transformers cannot use"
 INTERNALS = re.compile(
     r"object has no attribute|not supported between|unexpected keyword|is not subscriptable|is not iterable"
@@ -148,7 +148,7 @@ def changed(value, draw):
 
 
 def damage(path, draw):
-    """Damage a file; return what was done."""
+    """Damage a file; describe the damage."""
     what = draw.random()
     if path.suffix == ".safetensors" and what < 0.5:
         tensors = load_file(path)
@@ -264,7 +264,7 @@ def case(number, originals, folder):
 
 
 def run_case(number, originals, folder, capsys, monkeypatch):
-    """Return what is wrong with the answer to a case, or None."""
+    """Run a case; return its fault or None, the exit code and the last line on stderr."""
     argv, done = case(number, originals, folder)
     monkeypatch.chdir(folder)
 
@@ -317,5 +317,5 @@ def test_mutated_inputs(originals, tmp_path, capsys, monkeypatch):
         with open(path, "w") as file:
             file.write("\n".join(told) + "\n\n" + "\n".join(faults))
     assert not faults, f"{len(faults)} of {COUNT}:\n" + "\n".join(faults)
-    # damage is found, and what is not damaged is used
+    # damage is found, and other inputs are used
     assert 0 < codes.count(0) < COUNT
