@@ -40,7 +40,7 @@ def both(op: Callable, *leaves: torch.Tensor, **options: object) -> None:
     """Run a forward and a backward pass over tensors without data."""
     leaves = tuple(x.requires_grad_() for x in leaves)
     made = op(*leaves, impl="triton", **options)
-    outputs = [made] if isinstance(made, torch.Tensor) else [y for y in made if y is not None]
+    outputs = [made] if isinstance(made, torch.Tensor) else [y for y in made if isinstance(y, torch.Tensor)]
     torch.autograd.grad(outputs, leaves, [torch.empty_like(y) for y in outputs])
 
 

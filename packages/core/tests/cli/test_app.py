@@ -485,6 +485,17 @@ def test_info_lists_what_there_is(recipes, capsys):
         assert word in out
 
 
+def test_info_tells_the_kernels_of_a_chip_that_is_not_here(recipes, capsys):
+    assert main(["info", "--chip", "sm_89"], recipes=recipes) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("sm_89: 101,376 bytes of shared memory")
+    assert re.search(r"chunk_ssd +triton, never run on this chip", out)
+    assert main(["info", "--chip", "sm_90"], recipes=recipes) == 0
+    assert re.search(r"chunk_ssd +gluon", capsys.readouterr().out)
+    assert main(["info", "--chip", "volta"], recipes=recipes) != 0
+    assert "must be one of sm_80" in capsys.readouterr().err
+
+
 def test_ctrl_c_ends_with_130_and_without_a_traceback(recipes, capsys, monkeypatch):
     from tokenmix_core.cli import commands
 

@@ -282,6 +282,7 @@ def _parser(
         action="store_true",
         help="show a recipe's fields and what they mean, as the YAML that --config takes",
     )
+    sub.add_argument("--chip", metavar="sm_89", help="show the kernels of each operation on a chip, also without it")
     if arguments is not None:
         for name, parsed in commands.choices.items():
             arguments(name, parsed)

@@ -37,7 +37,7 @@ from tokenmix_core.evaluation.report import training_result, write_result
 from tokenmix_core.evaluation.suites import LM_EVAL, SUITES, check_options, check_read, check_suites, evaluate
 from tokenmix_core.evaluation.text import document_separator, held_out_from
 from tokenmix_core.nn.registry import known_mixers
-from tokenmix_core.ops.explanation import OPERATIONS, explain
+from tokenmix_core.ops.explanation import CHIPS, OPERATIONS, explain, on_chip
 from tokenmix_core.training.manifest import RUN_MANIFEST, read_manifest, resumed, trained_on
 from tokenmix_core.training.overrides import overridden
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe
@@ -298,6 +298,11 @@ def convert(args: argparse.Namespace, context: Context) -> None:
 
 def info(args: argparse.Namespace, context: Context) -> None:
     """Show versions, recipes and suites, or describe a model."""
+    if args.chip:
+        lines = on_chip(args.chip)
+        print(f"{args.chip}: {CHIPS[args.chip]:,} bytes of shared memory a block")
+        print(*(f"  {name:{max(map(len, lines))}}  {text}" for name, text in lines.items()), sep="\n")
+        return
     if args.fields:
         if args.target not in context.recipes:
             raise ValueError(f"--fields shows those of a recipe, got {args.target!r}; `info` lists the recipes")

@@ -13,6 +13,11 @@ from torch import Tensor
 from tokenmix_core.ops.checks import bind_shapes
 from tokenmix_core.ops.dispatch import GluonForm
 
+# bytes of shared memory that a block may have on chips for which the portable kernels are compiled in tests
+CHIPS = {
+    "sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "sm_120": 101_376,
+    "gfx942": 65_536,
+}  # fmt: skip
 Tensors = Mapping[str, Tensor]
 # the name of the only step of an operation with one implementation
 WHOLE = "all steps"
@@ -145,3 +150,16 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "that is not installed"
+
+
+def on_chip(chip: str) -> dict[str, str]:
+    """Say which kernels of each operation run on a chip, such as "sm_89", which need not be in this machine.
+
+    Raises:
+        ValueError: a chip that is not among `CHIPS`.
+    """
+    if chip not in CHIPS:
+        raise ValueError(f"info: --chip must be one of {', '.join(CHIPS)}, got {chip!r}")
+    hopper = chip == "sm_90"
+    portable = "triton, in the largest tiles that fit" if hopper else "triton, never run on this chip"
+    return {name: "gluon" if hopper and known.gluon is not None else portable for name, known in OPERATIONS.items()}

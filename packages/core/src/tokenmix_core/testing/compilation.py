@@ -22,12 +22,8 @@ import torch
 
 from tokenmix_core.kernels.launch import compat
 from tokenmix_core.kernels.launch.pdl import PDL
+from tokenmix_core.ops.explanation import CHIPS
 
-# bytes of shared memory that a block may have
-CHIPS = {
-    "sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "sm_120": 101_376,
-    "gfx942": 65_536,
-}  # fmt: skip
 # set to 1, all kernels of the calls are compiled, and not only the first call's of each
 _EVERY = "TOKENMIX_EVERY_KERNEL"
 # the chip to compile for
