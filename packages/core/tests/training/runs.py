@@ -221,6 +221,18 @@ def touch_steps(recipe: Recipe) -> Any:
     return Touch()
 
 
+def look_at_folders(folders: list[Path], said: Path) -> None:
+    """Check that the ranks share a folder, of which each is given its own path, and leave the message of the error."""
+    from tokenmix_core.training.ranks import require_shared_folder, together
+
+    rank = int(os.environ["RANK"])
+    with together(20):
+        try:
+            require_shared_folder(folders[rank])
+        except ValueError as error:
+            Path(said, str(rank)).write_text(str(error))
+
+
 def limit_files(recipe: Recipe) -> Any:
     """A callback that leaves rank 0 no space for a checkpoint."""
     import resource

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from runs import Processes, fail_on_rank_1, limit_files, recipe, slow_steps, train_by_command
+from runs import Processes, fail_on_rank_1, limit_files, look_at_folders, recipe, slow_steps, train_by_command
 
 from tokenmix_core.testing.corpora import token_file
 
@@ -109,3 +109,36 @@ def test_an_error_of_one_rank_is_the_last_line_of_all(corpus, tmp_path):
     assert last[1] == "tokenmix train: error: no luck"
     assert last[0].endswith(": no luck")
     assert "error: rank 1 on " in last[0]
+
+
+def test_nodes_without_a_shared_folder_are_told_before_training(tmp_path):
+    # the folder of rank 1 stands for the same path on a node with a file system of its own
+    said = tmp_path / "said"
+    said.mkdir()
+    assert Processes(2, look_at_folders, [tmp_path / "run", tmp_path / "other"], said).join() == [0, 0]
+    for rank in ("0", "1"):
+        assert "does not see what rank 0 on " in (said / rank).read_text()
+    (said / "0").unlink()
+    assert Processes(2, look_at_folders, [tmp_path / "run"] * 2, said).join() == [0, 0]
+    assert not (said / "0").exists()
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_ranks_draw_their_own_noise_whatever_was_drawn_before():
+    from types import SimpleNamespace
+
+    from tokenmix_core.training.engine import RecipeTrainer
+
+    def noise(rank, step):
+        torch.rand(rank + step)
+        trainer = SimpleNamespace(
+            _seeded=None,
+            state=SimpleNamespace(global_step=step),
+            args=SimpleNamespace(seed=0, process_index=rank),
+        )
+        RecipeTrainer._seed_step(trainer)
+        return torch.rand(1).item()
+
+    drawn = [noise(rank, step) for rank in (0, 1, 2) for step in (0, 1, 2)]
+    assert len(set(drawn)) == 9
+    assert noise(1, 2) == drawn[5]

@@ -277,7 +277,8 @@ class RecipeTrainer(Trainer):
             return
         # the files of an unsharded run, so that one process or DDP can resume it
         schedule: Any = self.lr_scheduler
-        state = whole(self.optimizer.state_dict(), keep=self.args.should_save)
+        optimizer: Any = self.optimizer
+        state = whole(optimizer.state_dict(), keep=self.args.should_save)
         if self.args.should_save:
             torch.save(state, Path(output_dir, "optimizer.pt"))
             torch.save(schedule.state_dict(), Path(output_dir, "scheduler.pt"))
@@ -297,7 +298,8 @@ class RecipeTrainer(Trainer):
                 super()._load_optimizer_and_scheduler(checkpoint)
                 return
             load = partial(torch.load, map_location="cpu", weights_only=True)
-            load_optimizer(getattr(self.optimizer, "optimizer", self.optimizer), load(Path(checkpoint, "optimizer.pt")))
+            optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+            load_optimizer(optimizer, load(Path(checkpoint, "optimizer.pt")))
             schedule: Any = self.lr_scheduler
             schedule.load_state_dict(load(Path(checkpoint, "scheduler.pt")))
 

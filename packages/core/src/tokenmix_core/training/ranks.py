@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 # beats without a change after which a rank is gone, if a collective operation has failed as well
 _MISSED_BEATS = 5
@@ -75,8 +76,8 @@ class _Watch:
         run = "-".join(os.environ.get(f"TORCHELASTIC_{x}", "") for x in ("RUN_ID", "RESTART_COUNT"))
         self.address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # a connection of its own: that of the process group blocks while a collective is set up
-        store = dist.TCPStore(*self.address, is_master=False, timeout=timedelta(seconds=timeout))
-        self.store = dist.PrefixStore(f"tokenmix/{run}/{_RUNS}", store)
+        store = TCPStore(*self.address, is_master=False, timeout=timedelta(seconds=timeout))
+        self.store = PrefixStore(f"tokenmix/{run}/{_RUNS}", store)
         self.failure: str | None = None
         self.store_lost = False
         self.suspects = False
@@ -171,8 +172,10 @@ class _Watch:
         if not self.store_lost and time.monotonic() - self.read_at <= self.timeout:
             return None
         what = "ended without a message" if self.store_lost else f"has not answered for {self.timeout:g} s"
-        # torchrun has the store in its own process, else rank 0 has it
-        who = "torchrun's process" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
+        who = "rank 0"
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            # one of the nodes' torchrun processes has the store, and ends once a rank of its node has failed
+            who, what = "torchrun", f"{what}; the output of that torchrun names the rank that failed on its node"
         return f"{who} at {':'.join(map(str, self.address))}, which connects the ranks, {what}"
 
     def _verdict(self) -> str | None:

@@ -41,7 +41,7 @@ def whole(value: Any, *, keep: bool) -> Any:
     All ranks must call it, as each one sends its shards; those with `keep=False` get a tensor without elements.
     """
     if isinstance(value, DTensor):
-        full = value.detach().full_tensor()
+        full = value.full_tensor().detach()
         return full.cpu() if keep else full.new_empty(0)
     if isinstance(value, dict):
         return {key: whole(item, keep=keep) for key, item in value.items()}
