@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
@@ -129,3 +130,12 @@ def test_a_classifier_reads_the_last_real_token_of_each_row(model):
     padded = torch.stack((IDS[0], torch.nn.functional.pad(IDS[1, :7], (0, 5), value=256)))
     out = classifier(input_ids=padded, attention_mask=(padded != 256).long())
     torch.testing.assert_close(out.logits, alone)
+
+
+def test_flop_counters_count_the_loss(model):
+    with FlopCounterMode(display=False) as whole:
+        model.train()(input_ids=IDS, labels=IDS).loss.backward()
+    with FlopCounterMode(display=False) as backbone:
+        model.model(input_ids=IDS).last_hidden_state.sum().backward()
+    # forward, and the gradients of hidden states and weight
+    assert whole.get_total_flops() - backbone.get_total_flops() == 3 * 2 * model.lm_head.weight.numel() * IDS.numel()
