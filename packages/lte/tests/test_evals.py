@@ -14,7 +14,8 @@ from tokenmix_core.evaluation.report import write_result
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_lte import evals, latency
 from tokenmix_lte.cli import main
-from tokenmix_lte.evals import held_shares, retention_suite, scorer_suite
+from tokenmix_lte.evals import retained_shares, retention_suite, scorer_suite
+from tokenmix_lte.limits import using_retention
 from tokenmix_lte.model import LteConfig, LteForCausalLM
 
 FIELDS = {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
@@ -29,7 +30,7 @@ def model() -> LteForCausalLM:
 
 def test_held_shares_agree_with_the_state_after_the_same_tokens(model):
     ids = torch.randint(0, 264, (5, 50))
-    shares = held_shares(model, ids, batch_size=2, progress=False)
+    shares, scored = retained_shares(model, ids, batch_size=2, progress=False)
     cache = model.make_cache()
     with torch.no_grad():
         model(ids, past_key_values=cache)
@@ -37,17 +38,50 @@ def test_held_shares_agree_with_the_state_after_the_same_tokens(model):
         held = (layer.kv.lengths - 16).double().mean(0) / (50 - 16)
         torch.testing.assert_close(torch.from_numpy(share), held, rtol=1e-5, atol=1e-6)
     # the cap binds
-    assert shares.max() <= 6 / (50 - 16) + 1e-6
+    assert shares.max() <= 6 / (50 - 16) + 1e-6 < scored.max()
+    # without the cap the state holds what the scorer retains
+    with using_retention(model, SimpleNamespace(cap="none", window=None)):
+        uncapped, same = retained_shares(model, ids, batch_size=2, progress=False)
+        cache = model.make_cache()
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+    assert (uncapped == same).all()
+    # later layers see other inputs
+    assert (same[0] == scored[0]).all()
+    for share, layer in zip(uncapped, cache.layers, strict=True):
+        torch.testing.assert_close(
+            torch.from_numpy(share), (layer.kv.lengths - 16).double().mean(0) / 34, rtol=1e-5, atol=1e-6
+        )
+    assert (retained_shares(model, ids, progress=False)[0] == shares).all()
+
+
+def test_another_cap_and_window_apply_to_evaluation_alone(model):
+    ids = torch.randint(0, 264, (2, 50))
+    config = LteConfig(**FIELDS, mixer_options={"lte": model.config.mixer_options["lte"] | {"cap": 3, "window": 20}})
+    other = LteForCausalLM(config).eval()
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        before = model(ids).logits
+        with using_retention(model, SimpleNamespace(cap="3", window=20)):
+            assert torch.equal(model(ids).logits, other(ids).logits)
+            greedy = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+            assert torch.equal(model.generate(ids, **greedy), other.generate(ids, **greedy))
+        assert torch.equal(model(ids).logits, before)
+    for cap, window, words in (("1", None, "cap must be"), (None, 3, "window must be at least"), ("x", None, "--cap")):
+        with pytest.raises(ValueError, match=words), using_retention(model, SimpleNamespace(cap=cap, window=window)):
+            pass
 
 
 def test_the_heat_map_has_a_row_for_each_layer_and_a_plot_for_each_length(model, tmp_path):
     result = retention_suite(model, byte_tokenizer(), EvalOptions(lengths=(64, 40), limit=3, progress=False))
-    assert [(row["tokens"], row["layer"]) for row in result["rows"]] == [(40, 0), (40, 1), (64, 0), (64, 1)]
-    for plot, rows in zip(result["plots"], (result["rows"][:2], result["rows"][2:]), strict=True):
+    found = [(row["tokens"], row["retained"], row["layer"]) for row in result["rows"]]
+    assert found == [(n, kind, layer) for n in (40, 64) for kind in ("held", "scorer") for layer in (0, 1)]
+    for i, plot in enumerate(result["plots"]):
+        rows = result["rows"][2 * i : 2 * i + 2]
         assert plot["heatmap"] == [[row["head 0"], row["head 1"]] for row in rows]
         assert plot["y_labels"] == ["0", "1"]
     names = {path.name for path in write_result(result, tmp_path)}
-    assert {"retention-1.png", "retention-2.png"} <= names
+    assert {"retention-1.png", "retention-4.png"} <= names
 
 
 def test_the_scorer_s_share_is_counted(model):

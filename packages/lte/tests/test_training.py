@@ -127,6 +127,11 @@ def test_a_resumed_run_has_the_lambda_of_an_uninterrupted_run(tmp_path):
     train(recipe, tmp_path / "cut", resume=True, progress=False)
     assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
     weights = [line[2] for line in lines(tmp_path / "whole")]
+    first = read_metrics(tmp_path / "whole" / "metrics.jsonl")[0]
+    # all 26 tokens with a final logit count from the first line on, in each head
+    heads = [value for name, value in first.items() if name.startswith("kept/1/")]
+    assert len(heads) == len([name for name in first if name.startswith("lambda/1/")]) > 1
+    assert 28 < sum(heads) / len(heads) == pytest.approx(first["kept/1"])
     # nearly all of 32 keys are retained, above the target of 4
     assert weights == pytest.approx([1e-9, 1.5e-9, 1.5e-9, 2.25e-9, 2.25e-9, 3.375e-9])
     model = LteForCausalLM.from_pretrained(tmp_path / "cut")

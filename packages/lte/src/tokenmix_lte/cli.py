@@ -18,7 +18,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         recipes="tokenmix_lte.recipes:RECIPES",
         suites="tokenmix_lte.evals:SUITES",
         commands=_add_commands,
+        arguments=_add_limits,
+        using="tokenmix_lte.limits:using_retention",
     )
+
+
+def _add_limits(command: str, parser: argparse.ArgumentParser) -> None:
+    if command not in ("eval", "generate", "bench"):
+        return
+    group = parser.add_argument_group("retention", "limits of the LTE layers for this command")
+    group.add_argument("--cap", metavar="N", help="keys beyond the window that a head retains; `none` for no limit")
+    group.add_argument("--window", type=int, metavar="W", help="newest tokens that a layer always sees")
 
 
 def _add_commands(add: core_cli.AddCommand) -> None:

@@ -43,14 +43,18 @@ def lte_layers(model: Any) -> dict[int, Lte]:
 
 
 @torch.inference_mode()
-def held_shares(
+def retained_shares(
     model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 8, progress: bool = True
-) -> Float[np.ndarray, "layers heads"]:
-    """Return the share of the tokens beyond the window that each head retains at the end of a sequence."""
+) -> Float[np.ndarray, "2 layers heads"]:
+    """Return shares of the tokens beyond the window at the end of a sequence: held under the cap, and before the cap.
+
+    Before the cap, a head retains the tokens with a positive logit and the sinks.
+    """
     lte_layers(model)
     total: Any = 0
     for batch in tqdm(sequences.split(batch_size), desc="retention", unit="batch", disable=not progress):
-        shares = model.model(batch.to(model.device), use_cache=False).auxiliary["held_share"]
+        found = model.model(batch.to(model.device), use_cache=False).auxiliary
+        shares = torch.stack([found[name] for name in ("held_share", "scored_share")])
         total = total + shares.double().cpu() * len(batch)
     return (total / len(sequences)).numpy()
 
@@ -71,20 +75,24 @@ def retention_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteRe
             if length <= widest:
                 raise ValueError(f"retention needs lengths above the window of {widest} tokens, got {length}")
             sequences = cut_sequences(text_tokens(options.text, tokenizer, 4 * count * length), length, count)
-            shares = held_shares(model, sequences, batch_size=options.batch_size or 8, progress=options.progress)
-            for i, share in zip(layers, shares, strict=True):
-                row = {"tokens": length, "sequences": len(sequences), "layer": i, "mean": float(share.mean())}
-                rows.append(row | {f"head {h}": float(x) for h, x in enumerate(share)})
-            plots.append(
-                {
-                    "title": f"Retained share of the tokens beyond the window, after {length} tokens",
-                    "x": "key head",
-                    "y": "layer",
-                    "series": {},
-                    "heatmap": shares.tolist(),
-                    "y_labels": [str(layer) for layer in layers],
-                }
-            )
+            of_text = {"batch_size": options.batch_size or 8, "progress": options.progress}
+            for kind, shares in zip(("held", "scorer"), retained_shares(model, sequences, **of_text), strict=True):
+                for i, share in zip(layers, shares, strict=True):
+                    row = {"tokens": length, "sequences": len(sequences), "retained": kind, "layer": i}
+                    rows.append(
+                        row | {"mean": float(share.mean())} | {f"head {h}": float(x) for h, x in enumerate(share)}
+                    )
+                by = "under the cap" if kind == "held" else "by the scorer, before the cap"
+                plots.append(
+                    {
+                        "title": f"Share of the tokens beyond the window retained {by}, after {length} tokens",
+                        "x": "key head",
+                        "y": "layer",
+                        "series": {},
+                        "heatmap": shares.tolist(),
+                        "y_labels": [str(layer) for layer in layers],
+                    }
+                )
     settings = {"text": options.text or BUILT_IN_TEXT}
     return parts.result({"suite": "retention", "settings": settings, "rows": rows, "plots": plots})
 

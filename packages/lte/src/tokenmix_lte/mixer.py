@@ -131,16 +131,27 @@ class Lte(Mixer):
         # without scores only sinks are retained
         self.cap = max(1, sinks) if scorer == "none" else cap
         self.uniform = scorer == "uniform"
-        behind, ahead = (0, 0) if self.scorer is None else (self.scorer.behind, self.scorer.ahead)
-        if window < behind + ahead + 1:
-            raise ValueError(
-                f"Lte: window must be at least {behind + ahead + 1}, the tokens that the {scorer!r} scorer reads, "
-                f"got {window}"
-            )
-        self.score_every = min(_SCORE_EVERY, window - behind - ahead)
+        self.set_limits(window=window)
         self.sparsity = None if self.scorer is None else HeadWeights(num_kv_heads, initial=FIRST_WEIGHT)
         # layers over which the model's sparsity loss is a mean
         self.num_lte_layers = 1
+
+    def set_limits(self, *, cap: int | None = None, window: int | None = None) -> None:
+        """Set the cap or the window of later calls with new states; None leaves it.
+
+        Raises:
+            ValueError: a cap below 1 or the number of sinks, or a window narrower than the scorer's input.
+        """
+        if cap is not None and (cap < 1 or cap < self.sinks):
+            raise ValueError(f"Lte: cap must be at least 1 and the {self.sinks} sinks, got {cap}")
+        window = self.window if window is None else window
+        reads = 1 if self.scorer is None else self.scorer.behind + self.scorer.ahead + 1
+        if window < reads:
+            raise ValueError(f"Lte: window must be at least {reads}, the tokens that the scorer reads, got {window}")
+        # a layer that retains its sinks alone has no other cap
+        if cap is not None and (self.scorer is not None or self.uniform):
+            self.cap = cap
+        self.window, self.score_every = window, min(_SCORE_EVERY, window - reads + 1)
 
     @classmethod
     def from_config(cls, config: Any, layer_idx: int, **options: Any) -> Lte:
@@ -214,7 +225,7 @@ class Lte(Mixer):
             v = v * (share - share.detach() + 1).to(v.dtype).unsqueeze(-1)
         o = kept_attention(q, k, v, factor, window=self.window, until=until, cu_seqlens=cu_seqlens, impl=self.impl).o
         found = self._observe(logits, share, positions) if self.training else {}
-        return o, found if until is None else found | {"held_share": self._held_share(keep, until, positions)}
+        return o, found if until is None else found | self._shares(keep, until, positions)
 
     def _observe(self, logits: Tensor, share: Tensor, positions: Positions) -> dict[str, Tensor]:
         """Return the sparsity loss, a sum over tokens, and the retained share of each head; note it for the callback.
@@ -232,12 +243,19 @@ class Lte(Mixer):
             found["sparsity_loss"] = cost / (self.num_kv_heads * self.num_lte_layers)
         return found
 
-    def _held_share(self, keep: Bool[Tensor, "B T H"], until: Tensor, positions: Positions) -> Float[Tensor, "H"]:
-        """Return each head's retained share of the tokens beyond the window, at the end of their sequences."""
+    def _shares(
+        self, keep: Bool[Tensor, "B T H"], until: Tensor, positions: Positions
+    ) -> dict[str, Float[Tensor, "H"]]:
+        """Return each head's shares of the tokens beyond the window, at the end of their sequences.
+
+        `scored_share` counts the tokens that the scorer (or the sinks' rule) retains, `held_share` those left by the
+        cap.
+        """
         beyond = (positions.after >= self.window).unsqueeze(-1)
         last = (positions.position + positions.after).unsqueeze(-1)
-        retained = keep & (until > last) & beyond
-        return retained.sum((0, 1)) / (len(keep) * beyond.sum()).clamp(min=1)
+        of, scored = (len(keep) * beyond.sum()).clamp(min=1), keep & beyond
+        held = scored & (until > last)
+        return {"held_share": held.sum((0, 1)) / of, "scored_share": scored.sum((0, 1)) / of}
 
     def mixing_flops(self, seq_len: int) -> float:
         # attention as if every key were retained up to the cap, and the scorer

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from tokenmix_core.nn import HeadWeights
 from tokenmix_core.training import AdaptHeadWeights, Recipe
 from tokenmix_lte.mixer import FIRST_WEIGHT, Lte
 from tokenmix_lte.scorers import FIXED
@@ -27,7 +28,9 @@ class SteerSparsity(AdaptHeadWeights):
 
     Layers observe the retained share of a row's keys, which does not depend on the batch size or on gradient
     accumulation. For each layer the log has the retained keys per row, mean over heads, as `kept/LAYER`, and the
-    largest λ as `lambda/LAYER`.
+    largest λ as `lambda/LAYER`; `kept/LAYER/HEAD` and `lambda/LAYER/HEAD` are those of each head, in `metrics.jsonl`
+    alone. Retained keys are a moving average that begins at 0; the log has it without this bias, so that the first
+    lines are right. The rule for λ uses the paper's average.
 
     Args:
         target: keys of a row, window included, that a head should retain.
@@ -40,7 +43,7 @@ class SteerSparsity(AdaptHeadWeights):
     def __init__(self, target: int, length: int) -> None:
         if target < 1 or length < 1:
             raise ValueError(f"target and length must be at least 1, got {target} and {length}")
-        self.length, self.share = length, target / length
+        self.length, self.share, self._from_zero = length, target / length, True
         super().__init__(self.next_weights, every=EVERY, decay=DECAY)
 
     def next_weights(self, weight: Float[Tensor, "H"], average: Float[Tensor, "H"]) -> Float[Tensor, "H"]:
@@ -50,16 +53,25 @@ class SteerSparsity(AdaptHeadWeights):
         changed = changed.masked_fill(changed < FIRST_WEIGHT, 0.0)
         return changed.masked_fill((changed == 0) & above, FIRST_WEIGHT)
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
+        # a model that was trained before brings its averages
+        averages = [m.average for m in model.modules() if isinstance(m, HeadWeights)]
+        self._from_zero = state.global_step > 0 or not any(bool(x.any()) for x in averages)
+
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, *, model: nn.Module, **_: Any
     ) -> None:
         if not logs or "loss" not in logs:
             return
         backbone: Any = model.get_submodule("model")
+        unbiased = 1 - self.decay**state.global_step if self._from_zero else 1.0
         for i, mixer in enumerate(backbone.mixers):
             if isinstance(mixer, Lte) and mixer.sparsity is not None:
-                logs[f"kept/{i}"] = self.length * float(mixer.sparsity.average.mean())
-                logs[f"lambda/{i}"] = float(mixer.sparsity.weight.max())
+                kept = (self.length / unbiased * mixer.sparsity.average.double()).tolist()
+                weights = mixer.sparsity.weight.tolist()
+                logs |= {f"kept/{i}": sum(kept) / len(kept), f"lambda/{i}": max(weights)}
+                for name, values in (("kept", kept), ("lambda", weights)):
+                    logs |= {f"{name}/{i}/{head}": value for head, value in enumerate(values)}
 
 
 def steer_sparsity(recipe: Recipe) -> TrainerCallback:

@@ -41,7 +41,12 @@ class Progress(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if self._progress is not None and logs and "loss" in logs:
             # the Trainer's epoch is the whole run
-            shown = [f"{name} {_rounded(value)}" for name, value in logs.items() if name != "epoch"]
+            shown = [
+                f"{name} {_rounded(value)}"
+                for name, value in logs.items()
+                # values of single heads fill the metrics file, not the terminal
+                if name != "epoch" and name.count("/") < 2
+            ]
             self._progress.write(f"step {state.global_step}: {', '.join(shown)}")
 
     def close(self) -> None:

@@ -1,0 +1,43 @@
+"""Evaluate a trained model with another cap or window, or without a cap."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tokenmix_lte.evals import lte_layers
+
+
+@contextmanager
+def using_retention(model: Any, args: argparse.Namespace) -> Iterator[None]:
+    """Set the cap and the window of the LTE layers for the body, by `args.cap` and `args.window`; None changes nothing.
+
+    The cap "none" retains every key that the scorer retains, up to the model's `max_position_embeddings`; a state
+    allocates slots for all of them.
+
+    Raises:
+        ValueError: a cap below the number of sinks, or a window narrower than the tokens that a scorer reads.
+    """
+    if args.cap is None and args.window is None:
+        yield
+        return
+    layers = list(lte_layers(model).values())
+    saved = [(layer.cap, layer.window, layer.score_every) for layer in layers]
+    try:
+        for layer in layers:
+            layer.set_limits(cap=_cap(args.cap, model), window=args.window)
+        yield
+    finally:
+        for layer, limits in zip(layers, saved, strict=True):
+            layer.cap, layer.window, layer.score_every = limits
+
+
+def _cap(text: str | None, model: Any) -> int | None:
+    if text == "none":
+        return model.config.max_position_embeddings
+    try:
+        return None if text is None else int(text)
+    except ValueError:
+        raise ValueError(f"--cap must be a number of keys, or none, got {text!r}") from None
