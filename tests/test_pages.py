@@ -166,7 +166,7 @@ def test_a_command_that_is_not_run_has_its_options(block, capsys):
         for session in words[words.index("-s") + 1 :] if "nox" in words else ():
             if session == "--":
                 break
-            assert f"def {session}(session" in NOXFILE, f"{block}: no nox session {session!r}"
+            assert f"def {session.replace('-', '_')}(session" in NOXFILE, f"{block}: no nox session {session!r}"
         for word in words:
             assert not word.endswith(".py") or (ROOT / word).is_file(), f"{block}: no file {word}"
         commands = [i for i, word in enumerate(words) if word.startswith("tokenmix") and ":" not in word]

@@ -138,7 +138,7 @@ def drawn(share: float | None) -> AbstractContextManager[Any]:
         return nullcontext()
     from tokenmix_nats_l.chunks import ChunkTypes
 
-    def types(scores: torch.Tensor) -> ChunkTypes:
+    def types(scores: torch.Tensor, threshold: object = None) -> ChunkTypes:
         digits = scores.float().unflatten(-1, (2, -1))[..., 0, :].mul(1e4)
         softmax = (digits - digits.floor() < share).float()
         return ChunkTypes(softmax, 1 - softmax, softmax)

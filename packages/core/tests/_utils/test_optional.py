@@ -28,7 +28,7 @@ def test_the_package_whose_command_runs_is_named(monkeypatch):
     def command(args, context):
         commands.append(install_command("tokenmix-core[plots]"))
 
-    monkeypatch.setattr("tokenmix_core.cli.commands.info", command)
+    monkeypatch.setattr("tokenmix_core.cli.info.info", command)
     for recipes in ({}, "tokenmix_new_paper:RECIPES"):
         assert main(["info"], recipes=recipes) == 0
     with pytest.raises(ImportError, match=r"pip install 'tokenmix-nha\[peft\]'"):

@@ -365,7 +365,7 @@ def test_what_cannot_be_explained_is_refused(call, why):
         call()
 
 
-def test_a_reference_in_place_of_kernels_warns_once_by_name():
+def test_a_reference_instead_of_kernels_warns_once_by_name():
     dispatch._warn_of_reference.cache_clear()
     large = Call("cuda", torch.bfloat16, 64, 64, 512, 512, Mask(True, None, 0))
     with pytest.warns(

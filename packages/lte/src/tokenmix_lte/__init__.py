@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from tokenmix_core import announce, lazily
 
 if TYPE_CHECKING:
+    from tokenmix_lte.config import LteConfig
     from tokenmix_lte.mixer import Lte
-    from tokenmix_lte.model import LteConfig, LteForCausalLM, LteModel
+    from tokenmix_lte.model import LteForCausalLM, LteModel
     from tokenmix_lte.nsa import Nsa
 
 __version__ = "0.1.0"

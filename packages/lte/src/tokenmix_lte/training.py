@@ -54,7 +54,7 @@ class SteerSparsity(AdaptHeadWeights):
         return changed.masked_fill((changed == 0) & above, FIRST_WEIGHT)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
-        # a model that was trained before brings its averages
+        # a model that was trained before has its averages
         averages = [m.average for m in model.modules() if isinstance(m, HeadWeights)]
         self._from_zero = state.global_step > 0 or not any(bool(x.any()) for x in averages)
 

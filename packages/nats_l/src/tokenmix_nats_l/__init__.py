@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from tokenmix_core import announce, lazily
 
 if TYPE_CHECKING:
+    from tokenmix_nats_l.config import NatsLConfig
     from tokenmix_nats_l.mixer import NatsL
-    from tokenmix_nats_l.model import NatsLConfig, NatsLForCausalLM, NatsLModel
+    from tokenmix_nats_l.model import NatsLForCausalLM, NatsLModel
 
 __version__ = "0.1.0"
 __all__ = ["NatsL", "NatsLConfig", "NatsLForCausalLM", "NatsLModel"]

@@ -277,7 +277,7 @@ class NatsL(Mixer):
 
     def types_of(self, x: Tensor, cu_seqlens: Tensor | None) -> ChunkTypes:
         """Return the types of the chunks of whole sequences; in training, note them for the threshold."""
-        layout = (*x.shape[:2], self.chunk, cu_seqlens, x.device)
+        layout = (x.shape[0], x.shape[1], self.chunk, cu_seqlens, x.device)
         means = chunk_means(x, self.chunk, cu_seqlens)
         types = self.types_from(means, lambda: chunk_indices(*layout))
         # under checkpointing only the recomputation has gradients

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from tokenmix_core import announce, lazily
 
 if TYPE_CHECKING:
+    from tokenmix_nha.config import NhaConfig
     from tokenmix_nha.conversion import convert
     from tokenmix_nha.mixer import NhaMixer
-    from tokenmix_nha.model import NhaConfig, NhaForCausalLM, NhaModel
+    from tokenmix_nha.model import NhaForCausalLM, NhaModel
     from tokenmix_nha.model_windows import set_windows, using_windows
     from tokenmix_nha.windows import nha_layers
 

@@ -126,7 +126,7 @@ def _gla(
     o, after = ops.chunk_gla(q, k, v, g, scale=scale, initial_state=before, cu_seqlens=boundaries)
     if reverse:
         (o,), _, after = reversed_tokens((o,), cu_seqlens, after)
-    after = after.mT if state_v_first else after
+    after = after.mT if state_v_first and after is not None else after
     return o.transpose(1, 2) if head_first else o, after if output_final_state else None
 
 
@@ -198,11 +198,11 @@ def fused_recurrent_gsa(
     op = "fused_recurrent_gsa"
     if not reverse:
         return _gsa(op, q, k, v, s, g, scale, initial_state, output_final_state, cu_seqlens, head_first, impl)
-    tokens = [x if x is None else x.flip(1) for x in tokens_first(head_first, q, k, v, s, g)]
+    q, k, v, s, g = (x if x is None else x.flip(1) for x in tokens_first(head_first, q, k, v, s, g))
     _, boundaries, hk = reversed_tokens((), cu_seqlens, None if initial_state is None else initial_state[0])
     _, _, hv = reversed_tokens((), cu_seqlens, None if initial_state is None else initial_state[1])
     before = None if hk is None or hv is None else (hk, hv)
-    o, after = _gsa(op, *tokens, scale, before, output_final_state, boundaries, False, impl)
+    o, after = _gsa(op, q, k, v, s, g, scale, before, output_final_state, boundaries, False, impl)
     hk, hv = (reversed_tokens((), cu_seqlens, x)[2] for x in after)
     o = o.flip(1)
     return o.transpose(1, 2) if head_first else o, (hk, hv)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from tokenmix_core import announce, lazily
 
 if TYPE_CHECKING:
+    from tokenmix_oryx.config import OryxConfig
     from tokenmix_oryx.mixer import OryxMixer
-    from tokenmix_oryx.model import OryxConfig, OryxForCausalLM, OryxModel
+    from tokenmix_oryx.model import OryxForCausalLM, OryxModel
     from tokenmix_oryx.modes import draw_modes
 
 __version__ = "0.1.0"

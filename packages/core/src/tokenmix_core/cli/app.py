@@ -272,7 +272,8 @@ def _parser(
     )
     sub.add_argument("--workers", type=int, metavar="N", help="processes that tokenize (default: one per core)")
 
-    sub = command(commands, "info", "show versions, recipes and suites, or describe a model", "tiny")
+    summary = "show versions, recipes and suites, or describe a model"
+    sub = command(commands, "info", summary, "tiny", "tokenmix_core.cli.info:info")
     sub.add_argument("target", nargs="?", metavar="RECIPE|CHECKPOINT", help="the model to describe")
     sub.add_argument(
         "--lengths", type=positive_integers, default="2048,32768", metavar="T,T", help="contexts to size the cache for"

@@ -9,53 +9,33 @@ import argparse
 import difflib
 import importlib
 import os
-import platform
 import shlex
 import sys
-import textwrap
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from tokenmix_core._utils.atomic_io import check_writable
 from tokenmix_core._utils.trust import from_config, from_pretrained
-from tokenmix_core._utils.validation import described
 from tokenmix_core.cli.packages import packages_of
 from tokenmix_core.data import prepare as corpora
 from tokenmix_core.data import tokenizer as tokenizers
 from tokenmix_core.data.encode import usable_cores
-from tokenmix_core.evaluation.efficiency import BENCH_SUITES, device_name
+from tokenmix_core.evaluation.efficiency import BENCH_SUITES
 from tokenmix_core.evaluation.options import EvalOptions, Suite
 from tokenmix_core.evaluation.origin import training_provenance
 from tokenmix_core.evaluation.report import training_result, write_result
 from tokenmix_core.evaluation.suites import LM_EVAL, SUITES, check_options, check_read, check_suites, evaluate
 from tokenmix_core.evaluation.text import document_separator, held_out_from
-from tokenmix_core.nn.registry import known_mixers
-from tokenmix_core.ops.explanation import CHIPS, OPERATIONS, explain, on_chip
 from tokenmix_core.training.manifest import RUN_MANIFEST, read_manifest, resumed, trained_on
 from tokenmix_core.training.overrides import overridden
-from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe
+from tokenmix_core.training.recipe import Recipe
 
 RECIPES = "tokenmix_core.training.baselines:RECIPES"
-LIBRARIES = ("torch", "triton", "transformers", "accelerate")
-EXTRAS = (
-    "datasets",
-    "lm-eval",
-    "matplotlib",
-    "peft",
-    "tensorboard",
-    "wandb",
-    "liger-kernel",
-    "flash-attn",
-    "flash-attn-4",
-)
-ABSENT = "not installed"
 DTYPES = ("float32", "bfloat16", "float16")
 # what transformers raises at values of other types than it expects
 _OF_VALUES = (KeyError, IndexError, TypeError, AttributeError)
@@ -296,99 +276,6 @@ def convert(args: argparse.Namespace, context: Context) -> None:
     print(f"{args.out}: {what}, {model.num_parameters():,} parameters, {str(model.dtype).removeprefix('torch.')}")
 
 
-def info(args: argparse.Namespace, context: Context) -> None:
-    """Show versions, recipes and suites, or describe a model."""
-    if args.chip:
-        lines = on_chip(args.chip)
-        print(f"{args.chip}: {CHIPS[args.chip]:,} bytes of shared memory a block")
-        print(*(f"  {name:{max(map(len, lines))}}  {text}" for name, text in lines.items()), sep="\n")
-        return
-    if args.fields:
-        if args.target not in context.recipes:
-            raise ValueError(f"--fields shows those of a recipe, got {args.target!r}; `info` lists the recipes")
-        print(describe_fields(context.recipe(args.target)))
-        return
-    if args.target is not None:
-        print(describe_model(args.target, args.lengths, context))
-        return
-    ours = {name.replace("_", "-"): getattr(sys.modules[name], "__version__", "") for name in context.packages}
-    versions = {**ours, "Python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}}
-    print(", ".join(f"{name} {number}".rstrip() for name, number in versions.items()))
-    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    print(f"device: {', '.join(map(device_name, gpus or [torch.device('cpu')]))}")
-    here = [name for name in EXTRAS if _version(name) != ABSENT]
-    absent = [name for name in EXTRAS if name not in here]
-    print(f"optional libraries: {', '.join(here) or 'none'}; absent: {', '.join(absent) or 'none'}")
-    for title, lines in (
-        ("recipes", {name: make().description for name, make in context.recipes.items()}),
-        ("suites", {name: suite.summary for name, suite in context.suites.items()}),
-        ("mixers", dict.fromkeys(known_mixers(), "")),
-        ("kernels that run here, of bfloat16 in usual sizes", kernels_here()),
-    ):
-        print(f"\n{title}")
-        width = max(map(len, lines), default=0)
-        for name, text in lines.items():
-            print(f"  {name:{width}}  {text}".rstrip())
-
-
-def kernels_here() -> dict[str, str]:
-    """Say what runs of each operation on this machine, and why; a paper's operations are those that it registered."""
-    found = {name: explain(name) for name in OPERATIONS}
-    return {name: f"{what.impl}, as {what.why}" for name, what in found.items()}
-
-
-def describe_fields(recipe: Recipe) -> str:
-    """A recipe's fields as the YAML that --config takes; comments say what each means, and which others a model has."""
-    values, config = recipe.values(), recipe.model_config()
-    texts = described(DataRecipe) | described(OptimizerRecipe) | described(RunRecipe)
-    model, of_model = values.pop("model"), described(type(config))
-    others = {name: getattr(config, name) for name in of_model if name not in model and hasattr(config, name)}
-    return "\n".join(
-        [
-            _commented(values, texts),
-            "model:",
-            textwrap.indent(_commented(model, of_model), "  "),
-            "  # further fields of the model:",
-            textwrap.indent(_commented(others, of_model, value_prefix="# "), "  "),
-        ]
-    )
-
-
-def _commented(values: Mapping[str, Any], texts: Mapping[str, str], *, value_prefix: str = "") -> str:
-    lines, before = [], ""
-    for name, value in values.items():
-        # what one text says of several fields stands above the first
-        if (text := texts.get(name, "")) != before:
-            lines += [f"# {line}" for line in textwrap.wrap(text, 110)]
-        before = text
-        shown = yaml.safe_dump({name: value}, sort_keys=False, allow_unicode=True).rstrip()
-        lines.append(textwrap.indent(shown, value_prefix))
-    return "\n".join(lines)
-
-
-def describe_model(target: str, lengths: tuple[int, ...], context: Context) -> str:
-    """Parameters, layers and cache bytes of a recipe's or checkpoint's model, found without making its weights."""
-    from transformers import AutoModelForCausalLM
-
-    config = config_of(target, context)
-    with torch.device("meta"):
-        model = from_config(AutoModelForCausalLM, config)
-    facts = {
-        "type": config.model_type,
-        "parameters": f"{model.num_parameters():,}",
-        "without embeddings": f"{model.num_parameters(exclude_embeddings=True):,}",
-        "layers": f"{config.num_hidden_layers} of width {config.hidden_size}",
-        "vocabulary": f"{config.vocab_size:,}",
-    }
-    if mixers := getattr(config, "mixers", None):
-        facts["mixers"] = ", ".join(mixers)
-    for length in lengths if hasattr(model, "state_bounds") else ():
-        least, most = model.state_bounds(length, 1, torch.bfloat16)
-        held = f"{most:,}" if least == most else f"{least:,} to {most:,}"
-        facts[f"cache at {length:,}"] = f"{held} bytes for a sequence in bfloat16"
-    return "\n".join([target, *(f"  {name:20} {fact}" for name, fact in facts.items())])
-
-
 def device_and_dtype(device: str | None = None, dtype: str | None = None) -> tuple[torch.device, torch.dtype]:
     """The device and dtype of these names; by default a GPU and bfloat16 where there is one, else the CPU and float32.
 
@@ -487,10 +374,3 @@ def _told(error: Exception) -> str:
     """Return an error of a library as a clause."""
     told = sentence(error)
     return f"a file holds a value that transformers cannot use ({told})" if isinstance(error, _OF_VALUES) else told
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ABSENT

@@ -227,7 +227,7 @@ def _simple_gla(
     out = fitting.ssd(run, q, k, v, g, scale=factor, initial_state=before, cu_seqlens=boundaries, impl=impl)
     if reverse:
         (o,), _, state = reversed_tokens((out.o,), cu_seqlens, out.final_state)
-        out = ScanOutput(o, state)
+        out = ScanOutput(o, state)  # type: ignore[arg-type]
     return _result(out, output_final_state, state_v_first, head_first)
 
 

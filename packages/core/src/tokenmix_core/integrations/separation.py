@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from tokenmix_core.chunking import packed_positions
+from tokenmix_core.modeling.cache_name import CACHE
 from tokenmix_core.modeling.packing import cu_seqlens_where
 
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
@@ -83,8 +84,7 @@ def _separate(body: nn.Module, call: dict[str, Any], *, attends: bool) -> dict[s
     if x is None or (positions is None and all(call.get(name) is None for name in _BOUNDARIES)):
         return call
     batch, tokens = x.shape[:2]
-    padding = isinstance(mask, Tensor) and mask.dim() == 2
-    real = mask[:, -tokens:].bool() if padding else None
+    real = mask[:, -tokens:].bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
     what, cu_seqlens = _boundaries(call, positions, real, batch, tokens)
     if cu_seqlens is None:
         return call
@@ -95,7 +95,7 @@ def _separate(body: nn.Module, call: dict[str, Any], *, attends: bool) -> dict[s
     if real is not None and not bool(real.all()):
         raise ValueError(f"packed sequences ({what}) exclude padding: pass no attention_mask")
     call["use_cache"] = False
-    if padding:
+    if real is not None:
         mask = call["attention_mask"] = None
     if batch == 1:
         call["cu_seq_lens_q"] = cu_seqlens
@@ -104,8 +104,8 @@ def _separate(body: nn.Module, call: dict[str, Any], *, attends: bool) -> dict[s
         call["seq_idx"] = (local == 0).cumsum(-1, dtype=torch.int32)
     if attends:
         # three further rows hold the positions of images
-        spatial = positions is not None and positions.dim() == 3
-        call["position_ids"] = torch.cat((local.unsqueeze(0), positions[-3:])) if spatial else local
+        spatial = positions[-3:] if positions is not None and positions.dim() == 3 else None
+        call["position_ids"] = local if spatial is None else torch.cat((local.unsqueeze(0), spatial))
         if mask is None:
             call |= _for_attention(body, call, x, local, cu_seqlens)
     return call
@@ -157,5 +157,5 @@ def _for_attention(
         return {}
     # only shape, dtype and device of the embeddings are read
     like = torch.empty(*local.shape, 0, device=x.device, dtype=next(body.parameters()).dtype)
-    full = masking_utils.create_causal_mask(config, like, None, past_key_values=None, position_ids=local)
+    full = masking_utils.create_causal_mask(config, like, None, **{CACHE: None}, position_ids=local)  # type: ignore[misc]
     return {"attention_mask": {"full_attention": full, "linear_attention": None}}

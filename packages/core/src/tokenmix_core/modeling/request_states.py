@@ -54,12 +54,12 @@ class RequestStates:
         return sum(cache.allocated_nbytes for cache in {id(cache): cache for cache, _ in self._rows.values()}.values())
 
     def drop(self, request: str) -> None:
-        """Forget a request; a no-op for an unknown one."""
+        """Drop a request; a no-op for an unknown one."""
         self._rows.pop(request, None)
         self._tokens.pop(request, None)
 
     def clear(self) -> None:
-        """Forget all requests."""
+        """Drop all requests."""
         self._rows, self._tokens = {}, {}
         self._end_steps()
 

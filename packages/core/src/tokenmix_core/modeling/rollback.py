@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int
@@ -84,6 +84,7 @@ class Snapshot(NamedTuple):
     parts: list[Any]
 
 
+@runtime_checkable
 class Restorable(Protocol):
     """The attributes of `HybridCache` that a history uses."""
 
@@ -125,11 +126,11 @@ class History:
         return states + sum(x.x.nbytes for x in self.inputs)
 
     def clear(self) -> None:
-        """Forget all snapshots and inputs."""
+        """Drop all snapshots and inputs."""
         self.snapshots, self.inputs, self.pending = [], [], 0
 
     def change_batch(self, cache: Restorable, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply a change of the batch, which the states have undergone, to the pending tokens; forget the rest."""
+        """Apply a change of the batch, which the states have undergone, to the pending tokens; drop the rest."""
         self.inputs = [x.map(fn) for x in self.inputs[len(self.inputs) - self.pending :]]
         self.snapshots = [cache.snapshot()]
 

@@ -52,7 +52,7 @@ def rows_for_hooks(modules: Iterable[nn.Module], span: Span) -> Iterator[None]:
     `per_chunk` see rows of chunks, `[B, ⌈T / chunk⌉, ...]`.
     """
     everything, modules = compat.watches_all_modules(), list(modules)
-    chunks = {id(getattr(m, name)): m.chunk for m in modules for name in getattr(m, "per_chunk", ())}
+    chunks: dict[int, Any] = {id(getattr(m, name)): m.chunk for m in modules for name in getattr(m, "per_chunk", ())}
     with ExitStack() as stack:
         for module in modules:
             if (

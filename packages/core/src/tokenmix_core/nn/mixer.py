@@ -31,7 +31,7 @@ class Mixer(KeepsFloat32):
         rotary_dim: rotated channels of a head; None if it needs no `rotary`.
         attention_impls: maps transformers' name of an attention implementation to a value of the mixer's `impl`; empty
             if the mixer has no attention.
-        per_chunk: names of submodules that take chunks of `self.chunk` tokens in place of tokens.
+        per_chunk: names of submodules that take chunks of `self.chunk` tokens instead of tokens.
         takes_more_tokens: whether training may append padding tokens to each row (`modeling.lengths`). This requires
             that no output depends on later tokens or on their number, and that the mixer returns no auxiliary tensors.
             Subclasses do not inherit the value.

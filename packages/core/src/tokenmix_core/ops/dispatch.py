@@ -182,7 +182,7 @@ def resolve_impl(op: str, impl: str | None, x: Tensor, gluon: GluonForm | None =
 
 
 def by_reference(op: str, why: str | None, device: str, dtype: torch.dtype) -> str:
-    """Return "reference", and warn once if it takes the place of kernels on a GPU; `why` follows the kernels' name."""
+    """Return "reference", and warn once if it replaces kernels on a GPU; `why` follows the kernels' name."""
     if device == "cuda" and dtype != torch.float64 and why is not None and not torch.compiler.is_compiling():
         _warn_of_reference(f"{op}: impl='triton' {why.partition('; pass')[0]}")
     return "reference"

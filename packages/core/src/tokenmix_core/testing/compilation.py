@@ -28,9 +28,11 @@ from tokenmix_core.ops.explanation import CHIPS
 _EVERY = "TOKENMIX_EVERY_KERNEL"
 # the chip to compile for
 _CHIP = "TOKENMIX_CHIP"
-if os.environ.get(_CHIP, "").startswith("gfx"):
-    # modules of kernels ask when they are imported
-    torch.version.hip = "compiled without a GPU"
+# runs a script as on an AMD GPU, which modules of kernels read when they are imported
+_ON_AMD = (
+    "import runpy, sys, torch; torch.version.hip = 'compiled without a GPU'; del sys.argv[0]; "
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 
 
 def without_gpu(test: Callable) -> Callable:
@@ -46,7 +48,8 @@ def compiled_by(script: str, *arguments: str, every: bool = False, chip: str = "
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {_CHIP: chip} | ({_EVERY: "1"} if every else {})
-    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, env=environment)
+    program = ["-c", _ON_AMD, script] if chip.startswith("gfx") else [script]
+    done = subprocess.run([sys.executable, *program, *arguments], capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(f"{script} ended with {done.returncode}: {done.stderr[-4000:]}")
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -141,7 +144,8 @@ def _pretend(packages: tuple[str, ...], chip: str = "sm_90") -> None:
 
     driver.set_active(_Driver(chip))  # type: ignore[arg-type]
     # ptxas' log has the spills; a compiled kernel of the disk cache has no log
-    triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True
+    knobs: Any = triton.knobs  # type: ignore[attr-defined]
+    knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
     limit = None if chip == "sm_90" else f"needs a CUDA device of compute capability 9 (Hopper), got {chip}"
     answers = {
         # tensors on a CPU are else refused

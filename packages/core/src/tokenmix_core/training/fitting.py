@@ -22,8 +22,8 @@ def fitted(model: Mapping[str, Any], given: Mapping[str, Sequence[Sequence[str]]
     model, lines = dict(model), []
     labels, options = model.get("mixers"), model.get("mixer_options") or {}
     layers, width = model.get("num_hidden_layers"), model.get("hidden_size")
-    fits = isinstance(layers, int) and isinstance(labels, Sequence) and layers >= 1 and len(labels) > 0
-    if "num_hidden_layers" in given and "mixers" not in given and fits and layers % len(labels):
+    new_depth = "num_hidden_layers" in given and "mixers" not in given and isinstance(layers, int) and layers >= 1
+    if new_depth and isinstance(labels, Sequence) and labels and layers % len(labels):
         model["mixers"] = labels = _labels(list(labels), layers)
         lines.append(f"mixers is {labels}, for {layers} layers; --model.mixers sets others")
         set_inside = {inside[0] for inside in given.get("mixer_options", ()) if inside}

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-# float32 shards and gradients; autocast computes matrix products in bfloat16, as for one process
+# float32 shards and gradients; autocast computes GEMMs in bfloat16, as for one process
 POLICY = {"param_dtype": None, "reduce_dtype": "float32", "output_dtype": None, "cast_forward_inputs": False}
 
 

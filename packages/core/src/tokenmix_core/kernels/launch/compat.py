@@ -20,7 +20,7 @@ from torch import Tensor
 
 # consequences of a missing name
 _CACHING = "calls are not cached"
-_OWN_LAUNCH = "Triton launches every kernel itself, and calls are not cached"
+OWN_LAUNCH = "Triton launches every kernel itself, and calls are not cached"
 _DISPATCHER = "every call goes through torch's dispatcher"
 _SEQUENTIAL = "kernels are compiled one after the other"
 
@@ -39,12 +39,12 @@ NAMES = {
     "torch.autograd.forward_ad:_current_level": "calls without gradients take the path of those with them",
     "torch._C._functorch:peek_interpreter_stack": "results of attention are merged by torch's operations",
     "torch.nn.modules.module:_has_any_global_hook": "layers are called one by one",
-    "triton.knobs:runtime": _OWN_LAUNCH,
-    "triton.runtime.driver:driver": _OWN_LAUNCH,
-    "triton.runtime.build:compile_module_from_src": _OWN_LAUNCH,
-    "triton.backends.nvidia.driver:include_dirs": _OWN_LAUNCH,
-    "triton.compiler.compiler:max_shared_mem": _OWN_LAUNCH,
-    "triton:JITFunction.warmup": _OWN_LAUNCH,
+    "triton.knobs:runtime": OWN_LAUNCH,
+    "triton.runtime.driver:driver": OWN_LAUNCH,
+    "triton.runtime.build:compile_module_from_src": OWN_LAUNCH,
+    "triton.backends.nvidia.driver:include_dirs": OWN_LAUNCH,
+    "triton.compiler.compiler:max_shared_mem": OWN_LAUNCH,
+    "triton:JITFunction.warmup": OWN_LAUNCH,
     "triton.knobs:nvidia": "Gluon's kernels may spill",
     "triton:JITFunction.is_gluon": "Gluon's kernels may spill",
     "triton.errors:TritonError": "Gluon kernels that do not compile raise an error instead of falling back",
@@ -88,7 +88,7 @@ def warn_of_missing() -> None:
         )
 
 
-def _lacks(of: str, error: AttributeError, lost: str) -> None:
+def lacks(of: str, error: AttributeError, lost: str) -> None:
     """Note that an object lacks an attribute."""
     _lacking[f"{of}.{error.name}"] = lost
 
@@ -225,7 +225,7 @@ def operation(func: Any) -> Operation | None:
         makes = all(x.alias_info is None for x in func._schema.returns)
         return Operation(func.is_view, makes, not _BY_VALUE.isdisjoint(func.tags))
     except AttributeError as error:
-        _lacks("torch._ops.OpOverload", error, _CACHING)
+        lacks("torch._ops.OpOverload", error, _CACHING)
         return None
 
 
@@ -247,7 +247,7 @@ class Launching(NamedTuple):
 @functools.cache
 def launching() -> Launching | None:
     """Return the parts of Triton that our own launches need; None if Triton must launch."""
-    if any(find(name) is None for name, lost in NAMES.items() if lost == _OWN_LAUNCH):
+    if any(find(name) is None for name, lost in NAMES.items() if lost == OWN_LAUNCH):
         return None
     return Launching(
         driver=find("triton.runtime.driver:driver"),
@@ -269,7 +269,7 @@ def observing() -> Callable[[], Any]:
             runtime = knobs.runtime
             return runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
         except AttributeError as error:
-            _lacks("triton.knobs.runtime", error, _OWN_LAUNCH)
+            lacks("triton.knobs.runtime", error, OWN_LAUNCH)
             return True
 
     return observed
@@ -359,57 +359,3 @@ def unspecialised(kernel: Any, names: list[str]) -> Any:
     made = type(kernel)(kernel.fn, do_not_specialize=names)
     choose_compiler_options(made)
     return made
-
-
-class Described(NamedTuple):
-    """A compiled kernel as Triton describes it.
-
-    Attributes:
-        name: the name of its function.
-        binary: machine code.
-        types: types of its arguments.
-        backend: "cuda" or another.
-        warps: warps of a program.
-        ctas: programs of a cluster.
-        shared: bytes of shared memory.
-        pdl: whether it is launched with programmatic dependent launch.
-        more: whether a launch needs more than arguments, e.g. scratch memory.
-    """
-
-    name: str
-    binary: bytes
-    types: list[Any]
-    backend: str
-    warps: int
-    ctas: int
-    shared: int
-    pdl: bool
-    more: bool
-
-
-def described(kernel: Any) -> Described | None:
-    """Return the properties of a compiled kernel that our own launches need; None if some are unknown."""
-    try:
-        x, types = kernel.metadata, list(kernel.src.signature.values())
-        # not every version has the last two
-        more = x.global_scratch_size or x.profile_scratch_size
-        more = more or any(getattr(x, name, 0) for name in ("instrumentation_mode", "launch_cooperative_grid"))
-        sizes = x.target.backend, x.num_warps, x.num_ctas, x.shared
-        return Described(kernel.name, kernel.kernel, types, *sizes, bool(getattr(x, "launch_pdl", False)), bool(more))
-    except AttributeError as error:
-        _lacks("triton's compiled kernel", error, _OWN_LAUNCH)
-        return None
-
-
-def put_on_device(kernel: Described, device: int) -> tuple[int, int] | None:
-    """Return CUDA's handle of a kernel and the maximum number of its threads; None if Triton cannot load the kernel."""
-    names = launching()
-    if names is None:
-        return None
-    try:
-        load = names.driver.active.utils.load_binary
-    except AttributeError as error:
-        _lacks("triton.runtime.driver.driver.active", error, _OWN_LAUNCH)
-        return None
-    _, function, _, _, most = load(kernel.name, kernel.binary, kernel.shared, device)
-    return function, most

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenmix_core.kernels.launch import compat
+from tokenmix_core.kernels.launch import compat, compiled
 
 # formats of `struct` for arguments of Triton's types; constexprs are not passed
 _FORMATS = {
@@ -43,13 +43,13 @@ class Loaded(NamedTuple):
 @functools.cache
 def loaded(kernel: Any, device: int) -> Loaded | None:
     """Load a compiled kernel on a device; return None if Triton must launch the kernel, or raise its error."""
-    names, x = compat.launching(), compat.described(kernel)
+    names, x = compat.launching(), compiled.described(kernel)
     if names is None or x is None or x.more:
         return None
     types, threads = ["*" if y[0] == "*" else y for y in x.types], 32 * x.warps
     usual = x.backend == "cuda" and x.ctas == 1 and all(y in _FORMATS for y in types)
     small = len(types) + 2 <= _MAX_PARAMETERS and x.shared <= names.max_shared(device)
-    found = compat.put_on_device(x, device) if usual and small else None
+    found = compiled.put_on_device(x, device) if usual and small else None
     if found is None:
         return None
     function, most = found
