@@ -497,23 +497,23 @@ def test_info_tells_the_kernels_of_a_chip_that_is_not_here(recipes, capsys):
 
 
 def test_ctrl_c_ends_with_130_and_without_a_traceback(recipes, capsys, monkeypatch):
-    from tokenmix_core.cli import commands
+    from tokenmix_core.cli import info
 
     def stop(args, context):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "info", stop)
+    monkeypatch.setattr(info, "info", stop)
     assert main(["info"], recipes=recipes) == 130
     assert capsys.readouterr().err == "\ntokenmix info: stopped\n"
 
 
 def test_an_error_of_ours_keeps_its_traceback(recipes, monkeypatch):
-    from tokenmix_core.cli import commands
+    from tokenmix_core.cli import info
 
     def fail(args, context):
         raise AssertionError("an invariant")
 
-    monkeypatch.setattr(commands, "info", fail)
+    monkeypatch.setattr(info, "info", fail)
     with pytest.raises(AssertionError, match="an invariant"):
         main(["info"], recipes=recipes)
 

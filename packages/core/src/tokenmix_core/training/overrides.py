@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from tokenmix_core._utils.strict_yaml import load_yaml
-from tokenmix_core.modeling.config import DERIVED
 from tokenmix_core.training.fitting import fitted
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
 
@@ -102,6 +101,9 @@ def _fields() -> list[str]:
 
 
 def _model_fields(recipe: Recipe) -> list[str]:
+    # transformers takes a second to import, and `info` needs no model
+    from tokenmix_core.modeling.config import DERIVED
+
     return [name for name in recipe.model_config().to_dict() if not name.startswith("_") and name not in DERIVED]
 
 

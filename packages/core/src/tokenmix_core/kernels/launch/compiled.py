@@ -1,0 +1,61 @@
+"""Compiled kernels as Triton describes them; attributes that a version lacks are told once."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tokenmix_core.kernels.launch.compat import OWN_LAUNCH, lacks, launching
+
+
+class Described(NamedTuple):
+    """A compiled kernel as Triton describes it.
+
+    Attributes:
+        name: the name of its function.
+        binary: machine code.
+        types: types of its arguments.
+        backend: "cuda" or another.
+        warps: warps of a program.
+        ctas: programs of a cluster.
+        shared: bytes of shared memory.
+        pdl: whether it is launched with programmatic dependent launch.
+        more: whether a launch needs more than arguments, e.g. scratch memory.
+    """
+
+    name: str
+    binary: bytes
+    types: list[Any]
+    backend: str
+    warps: int
+    ctas: int
+    shared: int
+    pdl: bool
+    more: bool
+
+
+def described(kernel: Any) -> Described | None:
+    """Return the properties of a compiled kernel that our own launches need; None if some are unknown."""
+    try:
+        x, types = kernel.metadata, list(kernel.src.signature.values())
+        # not every version has the last two
+        more = x.global_scratch_size or x.profile_scratch_size
+        more = more or any(getattr(x, name, 0) for name in ("instrumentation_mode", "launch_cooperative_grid"))
+        sizes = x.target.backend, x.num_warps, x.num_ctas, x.shared
+        return Described(kernel.name, kernel.kernel, types, *sizes, bool(getattr(x, "launch_pdl", False)), bool(more))
+    except AttributeError as error:
+        lacks("triton's compiled kernel", error, OWN_LAUNCH)
+        return None
+
+
+def put_on_device(kernel: Described, device: int) -> tuple[int, int] | None:
+    """Return CUDA's handle of a kernel and the maximum number of its threads; None if Triton cannot load the kernel."""
+    names = launching()
+    if names is None:
+        return None
+    try:
+        load = names.driver.active.utils.load_binary
+    except AttributeError as error:
+        lacks("triton.runtime.driver.driver.active", error, OWN_LAUNCH)
+        return None
+    _, function, _, _, most = load(kernel.name, kernel.binary, kernel.shared, device)
+    return function, most
