@@ -198,7 +198,8 @@ def fused_recurrent_gsa(
     op = "fused_recurrent_gsa"
     if not reverse:
         return _gsa(op, q, k, v, s, g, scale, initial_state, output_final_state, cu_seqlens, head_first, impl)
-    q, k, v, s, g = (x if x is None else x.flip(1) for x in tokens_first(head_first, q, k, v, s, g))
+    flipped: Any = (x if x is None else x.flip(1) for x in tokens_first(head_first, q, k, v, s, g))
+    q, k, v, s, g = flipped
     _, boundaries, hk = reversed_tokens((), cu_seqlens, None if initial_state is None else initial_state[0])
     _, _, hv = reversed_tokens((), cu_seqlens, None if initial_state is None else initial_state[1])
     before = None if hk is None or hv is None else (hk, hv)

@@ -22,9 +22,9 @@ def fitted(model: Mapping[str, Any], given: Mapping[str, Sequence[Sequence[str]]
     model, lines = dict(model), []
     labels, options = model.get("mixers"), model.get("mixer_options") or {}
     layers, width = model.get("num_hidden_layers"), model.get("hidden_size")
-    new_depth = "num_hidden_layers" in given and "mixers" not in given and isinstance(layers, int) and layers >= 1
-    if new_depth and isinstance(labels, Sequence) and labels and layers % len(labels):
-        model["mixers"] = labels = _labels(list(labels), layers)
+    depth = layers if "num_hidden_layers" in given and "mixers" not in given and isinstance(layers, int) else 0
+    if depth >= 1 and isinstance(labels, Sequence) and labels and depth % len(labels):
+        model["mixers"] = labels = _labels(list(labels), depth)
         lines.append(f"mixers is {labels}, for {layers} layers; --model.mixers sets others")
         set_inside = {inside[0] for inside in given.get("mixer_options", ()) if inside}
         options = {label: x for label, x in options.items() if label in labels or label in set_inside}
