@@ -18,7 +18,7 @@ from tokenmix_core.ops.gated_delta_rule.gqa_reduce import sum_groups
 from tokenmix_core.ops.types import ScanOutput
 from tokenmix_core.testing.agreement import assert_agrees, gradients_through, values_and_gradients, watched
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.operations import Call, KernelCase, OpContract
+from tokenmix_core.testing.operations import HALF, Call, KernelCase, OpContract
 
 PACKED = [0, 0, 1, 64, 64, 129]
 
@@ -242,13 +242,11 @@ def test_sums_over_groups_are_rounded_once(device, dtype):
 
 
 def test_gradients_keep_the_dtypes_of_their_inputs(device):
-    # Triton's interpreter takes no bfloat16
-    half = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float16
-    x = inputs(B=1, T=2, HV=1, K=64, V=64, N=1, dtype=half, device=device)
-    x["g"] = x["g"].to(half)
+    x = inputs(B=1, T=2, HV=1, K=64, V=64, N=1, dtype=HALF, device=device)
+    x["g"] = x["g"].to(HALF)
     leaves = {name: value.requires_grad_() for name, value in x.items()}
     o, final_state = chunk_gated_delta_rule(**leaves, qk_l2norm=True, impl="triton")
-    assert (o.dtype, final_state.dtype) == (half, torch.float32)
+    assert (o.dtype, final_state.dtype) == (HALF, torch.float32)
     for value, grad in zip(leaves.values(), torch.autograd.grad(o.sum(), list(leaves.values())), strict=True):
         assert (grad.dtype, grad.shape) == (value.dtype, value.shape)
 

@@ -14,7 +14,7 @@ from tokenmix_core.ops.types import ScanOutput
 from tokenmix_core.testing.agreement import assert_agrees, gradients_through, values_and_gradients, watched
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.layout_contract import differently_laid
-from tokenmix_core.testing.operations import ALL_CHECKS, Call, KernelCase, OpContract
+from tokenmix_core.testing.operations import ALL_CHECKS, HALF, Call, KernelCase, OpContract
 
 PACKED = [0, 0, 3, 36, 36, 37]
 
@@ -124,7 +124,7 @@ class TestShortConv(OpContract):
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("channels", [(6, 6, 20), (300, 40), (7, 513, 256)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_steps_of_several_inputs_are_those_of_each(impl, channels, dtype, device):
     parts = [inputs(T=5, D=D, N=2, bias=False, dtype=dtype, device=device, seed=D) for D in channels]
     weights = [x["weight"] for x in parts]
