@@ -322,7 +322,8 @@ def test_training_flops_follow_the_share_of_attention():
         ({"attention_probability": 2.0}, "attention_probability from 0 to 1"),
         ({"mode_chunk_size": 0}, "mode_chunk_size must be at least 1"),
         ({"no_such_field": 1}, "no_such_field"),
-        ({"head_dim": 8}, "unknown key 'head_dim'.*options of a layer belong in mixer_options"),
+        ({"head_dim": 8}, "head_dim follows from mixer_options: it is 128, got 8"),
+        ({"conv_size": 3}, "unknown key 'conv_size'.*options of a layer belong in mixer_options"),
     ],
 )
 def test_invalid_configurations_raise(fields, message):

@@ -176,7 +176,7 @@ def resolve_impl(op: str, impl: str | None, x: Tensor, gluon: GluonForm | None =
             f"{op}: impl='triton' needs CUDA tensors, got tensors on {x.device}; "
             "pass impl='reference', or set TRITON_INTERPRET=1 to run the kernels on a CPU"
         )
-    if impl == "triton" and not x.is_cuda and x.dtype == torch.bfloat16:
+    if impl == "triton" and x.device.type == "cpu" and x.dtype == torch.bfloat16:
         raise ValueError(f"{op}: impl='triton' {NOT_INTERPRETED}")
     return impl
 
