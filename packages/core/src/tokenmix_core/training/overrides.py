@@ -102,9 +102,11 @@ def _fields() -> list[str]:
 
 def _model_fields(recipe: Recipe) -> list[str]:
     # transformers takes a second to import, and `info` needs no model
-    from tokenmix_core.modeling.config import DERIVED
+    from tokenmix_core.modeling.config import DERIVED, HybridConfig
 
-    return [name for name in recipe.model_config().to_dict() if not name.startswith("_") and name not in DERIVED]
+    config = recipe.model_config()
+    derived = DERIVED if isinstance(config, HybridConfig) else ()
+    return [name for name in config.to_dict() if not name.startswith("_") and name not in derived]
 
 
 def _known_name(shown: str, name: str, known: Sequence[str]) -> str:
