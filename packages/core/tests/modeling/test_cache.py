@@ -6,29 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.testing.closeness import relative_error
-
-
-@pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(0)
-    config = HybridConfig(
-        vocab_size=53,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        mixers=["gated_delta_net", "window", "mamba2", "attention"],
-        mixer_options={
-            "gated_delta_net": {"num_heads": 1, "head_dim": 16},
-            "window": {"type": "attention", "num_heads": 2, "window": 4},
-            "mamba2": {"head_dim": 16, "state_size": 16},
-            "attention": {"num_heads": 2},
-        },
-        initializer_range=0.2,
-        pad_token_id=0,
-    )
-    return HybridForCausalLM(config).eval()
 
 
 @pytest.fixture

@@ -4,32 +4,11 @@ import pytest
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.modeling.cache_name import CACHE
 from tokenmix_core.modeling.request_states import Chunk, RequestStates
 from tokenmix_core.testing.closeness import relative_error
 
 engine = pytest.mark.skipif(CACHE != "cache", reason="the engine before transformers 5.24 has another interface")
-
-
-@pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(0)
-    config = HybridConfig(
-        vocab_size=53,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        mixers=["gated_delta_net", "window", "attention"],
-        mixer_options={
-            "gated_delta_net": {"num_heads": 1, "head_dim": 16},
-            "window": {"type": "attention", "num_heads": 2, "window": 4},
-            "attention": {"num_heads": 2},
-        },
-        initializer_range=0.2,
-        pad_token_id=0,
-    )
-    return HybridForCausalLM(config).eval()
 
 
 @pytest.fixture
@@ -93,6 +72,18 @@ def test_requests_that_cannot_run_are_refused(model, ids, monkeypatch):
     monkeypatch.setattr("tokenmix_core.modeling.continuous_batching.CACHE", "past_key_values")
     with pytest.raises(ValueError, match=r"transformers 5\.24 or newer"):
         model.init_continuous_batching(config)
+
+
+@engine
+def test_a_kept_manager_serves_the_next_call(model, ids):
+    config = GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0)
+    first = model.generate_batch(ids[:2].tolist(), config, persistent_manager=True)
+    manager = model._cached_continuous_batching_manager
+    again = model.generate_batch(ids[:2].tolist(), config, persistent_manager=True)
+    assert model._cached_continuous_batching_manager is manager
+    assert [x.generated_tokens for x in again.values()] == [x.generated_tokens for x in first.values()]
+    model.destroy_cached_continuous_batching_manager()
+    assert not hasattr(model, "_cached_continuous_batching_manager")
 
 
 @engine

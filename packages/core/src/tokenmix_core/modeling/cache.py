@@ -309,10 +309,9 @@ class HybridCache(Cache):
             self.history.clear()
 
     def activate_past_recording(self, tokens: int = 32) -> None:
-        """Keep a history from now on, so that `crop` can remove up to `tokens` of the last tokens.
+        """Keep a history from now on, so that `crop` can remove `tokens` tokens, or a last call of up to twice as many.
 
-        All tokens of the last call can be removed if it had at most twice as many. The history holds up to five copies
-        of the states, and decoding steps are not captured as graphs.
+        The history holds up to five copies of the states, and decoding steps are not captured as graphs.
         """
         self.loosen()
         if self.history is None or self.history.tokens < tokens:
@@ -329,13 +328,14 @@ class HybridCache(Cache):
         self._check_whole()
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
-        if self.history is None and tokens_to_remove:
+        if not tokens_to_remove:
+            return
+        if self.history is None:
             raise ValueError(
                 "HybridCache cannot drop its last tokens, as it keeps no history and recurrent states cannot be "
                 "inverted: call cache.activate_past_recording() or model.make_cache(record=n) before them"
             )
-        if self.history is not None and tokens_to_remove:
-            self.history.crop(self, -tokens_to_remove)
+        self.history.crop(self, -tokens_to_remove)
 
     def snapshot(self) -> Snapshot:
         """Return a copy of the states; keys and values of all tokens need no copy."""

@@ -1,4 +1,4 @@
-"""Continuous batching by transformers' engine: `generate_batch`, `continuous_batching_context_manager`, its server.
+"""Continuous batching by transformers' engine: `generate_batch` and `continuous_batching_context_manager`.
 
 transformers' scheduler, request queues, sampling and streaming run unchanged. Its paged cache only counts tokens here:
 it belongs to a model of one tiny layer, so that it admits, splits and preempts requests by their lengths. The
@@ -62,6 +62,15 @@ class ServedModel:
 
     def set_attn_implementation(self, name: str) -> None:
         """Keep the model's own implementation."""
+
+    @property
+    def _cached_continuous_batching_manager(self) -> Any:
+        """The manager that transformers keeps for the next call, as an attribute of the model that users hold."""
+        return vars(self.model).get("_cached_continuous_batching_manager")
+
+    @_cached_continuous_batching_manager.setter
+    def _cached_continuous_batching_manager(self, manager: Any) -> None:
+        self.model._cached_continuous_batching_manager = manager
 
     def _supports_logits_to_keep(self) -> bool:
         return True

@@ -99,15 +99,18 @@ def rolls_back(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a backbone's `forward`: a cache with a history keeps the inputs, and pending tokens are computed."""
     name = name_of(forward)
     names = list(inspect.signature(forward).parameters)[1:]
+    at = names.index(name)
 
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        cache = given.get(name)
+        cache = args[at] if len(args) > at else kwargs.get(name)
         history = getattr(cache, "history", None)
+        if history is None:
+            return forward(self, *args, **kwargs)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
         x = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
-        if history is None or not isinstance(x, Tensor) or given.get("cu_seqlens") is not None:
-            # without a history, or with arguments that `forward` refuses
+        if not isinstance(x, Tensor) or given.get("cu_seqlens") is not None:
+            # `forward` refuses these arguments
             return forward(self, *args, **kwargs)
         mask = real_tokens(given.pop("attention_mask", None), len(x), x.shape[1], cache)
         takers = getattr(self, "input_takers", {})

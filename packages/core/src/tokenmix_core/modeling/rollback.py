@@ -1,8 +1,8 @@
 """Rollback of a cache's last tokens, as speculative decoding needs it.
 
-Recurrent states cannot be inverted. A cache with a `History` keeps snapshots of the states, and the inputs of
-the calls since the oldest snapshot (token ids take fewer bytes than one state per token). `HybridCache.crop` restores
-the newest snapshot from before the new end. The tokens between the snapshot and the new end are then pending: the next
+Recurrent states cannot be inverted. A cache with a `History` keeps snapshots of the states, and the inputs of the
+calls since the oldest snapshot (token ids take fewer bytes than one state per token). `HybridCache.crop` restores the
+newest snapshot from before the new end. The tokens between the snapshot and the new end are then pending: the next
 call computes them before its own tokens, in the same forward pass.
 """
 
@@ -101,7 +101,7 @@ class History:
 
     Args:
         tokens: how many of the last tokens can be removed at any time; all tokens of the last call can be removed if
-            it had fewer than twice as many.
+            it had at most twice as many.
     """
 
     def __init__(self, tokens: int):
@@ -203,7 +203,7 @@ class History:
         if self.pending and computed:
             self.inputs[-self.pending] = self.inputs[-self.pending].map(lambda t: t[:, computed:])
         self.inputs.insert(len(self.inputs) - self.pending, tokens)
-        # a call of padding only does not change the states, but counts in the length
+        # every snapshot lies between two inputs
         while len(self.snapshots) > 1 and self.snapshots[1].length <= cache.length - self.tokens:
             dropped = self.snapshots[1].length - self.snapshots.pop(0).length
             while dropped:
