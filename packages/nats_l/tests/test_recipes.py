@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tokenmix_core.testing.corpora import documents, token_file
 from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
 from tokenmix_core.testing.recipes import check_shrinks
 from tokenmix_core.training.callbacks import read_metrics
@@ -118,16 +117,9 @@ def test_recall_models_differ_only_in_their_mixers(size):
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    tokens = token_file(tmp_path_factory.mktemp("corpus"), documents(30))
+def small(small_recipe):
     flags = "--seq_len 128 --batch_tokens 256 --micro_batch_tokens 256 --total_tokens 1536 --warmup_tokens 256"
-    flags += " --logging_steps 1 --save_steps 3 --save_total_limit 2"
-    flags += " --model.hidden_size 32 --model.num_hidden_layers 2 --model.intermediate_size 32"
-    flags += " --model.mixers=[gated_delta_net,nats_l]"
-    recipe = overridden(RECIPES["tiny"](), [*flags.split(), "--sources", str(tokens)])
-    options = recipe.model["mixer_options"]
-    options = {label: {**values, "num_heads": 2, "head_dim": 8} for label, values in options.items()}
-    return dataclasses.replace(recipe, model={**recipe.model, "mixer_options": options})
+    return small_recipe(30, flags)
 
 
 def with_options(recipe, **options):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 
@@ -12,14 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tokenmix_core.testing.corpora import documents, token_file
 from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.overrides import overridden
 from tokenmix_core.training.trainer import train
 from tokenmix_nats_l.chunks import learned_types
 from tokenmix_nats_l.mixer import NatsL
 from tokenmix_nats_l.model import NatsLForCausalLM
-from tokenmix_nats_l.recipes import RECIPES
 from tokenmix_nats_l.share import ShareThreshold, adapt_thresholds
 
 # docs/nats_l.md, "Why heads begin with one type": means and spreads of the score differences of two heads
@@ -118,17 +115,9 @@ def test_two_processes_adapt_to_the_chunks_of_both(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    tokens = token_file(tmp_path_factory.mktemp("corpus"), documents(200))
+def small(small_recipe):
     flags = "--seq_len 256 --batch_tokens 1024 --micro_batch_tokens 512 --total_tokens 6144 --warmup_tokens 2048"
-    flags += " --logging_steps 1 --save_steps 3 --save_total_limit 2 --documents joined"
-    flags += " --model.hidden_size 32 --model.num_hidden_layers 2 --model.intermediate_size 32"
-    flags += " --model.mixers=[gated_delta_net,nats_l]"
-    recipe = overridden(RECIPES["tiny"](), [*flags.split(), "--sources", str(tokens)])
-    options = recipe.model["mixer_options"]
-    options = {label: {**values, "num_heads": 2, "head_dim": 8} for label, values in options.items()}
-    options["nats_l"]["softmax_share"] = 0.25
-    return dataclasses.replace(recipe, model={**recipe.model, "mixer_options": options})
+    return small_recipe(200, f"{flags} --documents joined", softmax_share=0.25)
 
 
 def shares(folder):

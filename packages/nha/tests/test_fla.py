@@ -17,7 +17,7 @@ from tokenmix_nha.fla import (
 )
 
 B, T, H, HQ, K, V, M = 2, 19, 2, 4, 8, 6, 5
-BORDERS = torch.tensor([0, 4, 4, 15, 19])
+BOUNDARIES = torch.tensor([0, 4, 4, 15, 19])
 
 
 def draw(*shape, seed=0):
@@ -84,11 +84,11 @@ def test_packed_sequences_equal_separate_calls(abc, factor):
     q, k, v, s, g = inputs(1)
     s = factor * s
     logits = draw(1, T, H, M, seed=7)
-    got = chunk_gsa(q, k, v, logits, None, output_final_state=True, cu_seqlens=BORDERS) if abc else chunk_gsa(
-        q, k, v, s, g, None, states(4), True, cu_seqlens=BORDERS
+    got = chunk_gsa(q, k, v, logits, None, output_final_state=True, cu_seqlens=BOUNDARIES) if abc else chunk_gsa(
+        q, k, v, s, g, None, states(4), True, cu_seqlens=BOUNDARIES
     )  # fmt: skip
     o, hk, hv = [], [], []
-    for n, (a, b) in enumerate(zip(BORDERS.tolist(), BORDERS.tolist()[1:], strict=False)):
+    for n, (a, b) in enumerate(zip(BOUNDARIES.tolist(), BOUNDARIES.tolist()[1:], strict=False)):
         part = [x[:, a:b] for x in (q, k, v)]
         if abc:
             alone = gsa(*part, *abc_weights(logits[:, a:b]))
@@ -172,7 +172,7 @@ def test_any_weights_warn_of_their_speed():
 def test_a_reversed_scan_is_one_of_flipped_tokens(packed, factor):
     q, k, v, s, g = inputs(1 if packed else B)
     s, (hk, hv) = factor * s, states(4 if packed else B)
-    boundaries, rows = (BORDERS, [3, 2, 1, 0]) if packed else (None, slice(None))
+    boundaries, rows = (BOUNDARIES, [3, 2, 1, 0]) if packed else (None, slice(None))
     got = fused_recurrent_gsa(q, k, v, s, g, None, (hk, hv), True, True, boundaries)
     flipped = None if boundaries is None else T - boundaries.flip(0)
     o, after = chunk_gsa(*(x.flip(1) for x in (q, k, v, s, g)), None, (hk[rows], hv[rows]), True, cu_seqlens=flipped)

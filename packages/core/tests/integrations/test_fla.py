@@ -12,7 +12,7 @@ from tokenmix_core.integrations import fla
 from tokenmix_core.testing.closeness import relative_error
 
 B, T, H, HV, K, V = 2, 21, 2, 4, 12, 10
-BORDERS = torch.tensor([0, 5, 5, 17, 21])
+BOUNDARIES = torch.tensor([0, 5, 5, 17, 21])
 
 
 def defined(q, k, v, g, beta, scale=None, state=None):
@@ -91,9 +91,11 @@ def test_packed_sequences_equal_separate_ones(rule):
     q, k, v, g, beta, state = inputs(batch=1)
     written = {} if rule == "chunk_simple_gla" else {"beta": beta}
     state = torch.cat([state, 2 * state, -state, state / 2])
-    got = getattr(fla, rule)(q, k, v, g=g, **written, initial_state=state, output_final_state=True, cu_seqlens=BORDERS)
+    got = getattr(fla, rule)(
+        q, k, v, g=g, **written, initial_state=state, output_final_state=True, cu_seqlens=BOUNDARIES
+    )
     outputs, states = [], []
-    for n, (a, b) in enumerate(zip(BORDERS.tolist(), BORDERS.tolist()[1:], strict=False)):
+    for n, (a, b) in enumerate(zip(BOUNDARIES.tolist(), BOUNDARIES.tolist()[1:], strict=False)):
         part = [x[:, a:b] for x in (q, k, v, g)]
         o, after = defined(*part, beta[:, a:b] if written else None, state=state[n : n + 1])
         outputs.append(o)
@@ -165,7 +167,7 @@ def test_unsupported_options_raise():
     refused("exclude each other", fla.chunk_simple_gla, q, k, v, g, g[0, 0])
 
 
-@pytest.mark.parametrize("boundaries", [None, BORDERS])
+@pytest.mark.parametrize("boundaries", [None, BOUNDARIES])
 def test_a_reversed_scan_is_one_of_flipped_tokens(boundaries):
     q, k, v, g, _, state = inputs(1)
     rows = slice(None)
@@ -217,7 +219,9 @@ def test_float32_queries_and_keys_beside_16_bit_values(name):
 
 def test_tuning_options_are_ignored():
     q, k, v, g, beta, _ = inputs()
-    steered = fla.chunk_gated_delta_rule(q, k, v, g, beta, chunk_size=32, cu_seqlens_cpu=BORDERS, chunk_indices=BORDERS)
+    steered = fla.chunk_gated_delta_rule(
+        q, k, v, g, beta, chunk_size=32, cu_seqlens_cpu=BOUNDARIES, chunk_indices=BOUNDARIES
+    )
     assert torch.equal(steered[0], fla.chunk_gated_delta_rule(q, k, v, g, beta)[0])
 
 

@@ -8,8 +8,8 @@ import torch
 
 from tokenmix_core.testing.compilation import assert_all_fit, compile_calls, compiled_by, without_gpu
 
-BORDERS = [0, 3000, 3000, 9000, 16384]
-PACKED = dict(B=1, T=16384, boundaries=BORDERS)
+BOUNDARIES = [0, 3000, 3000, 9000, 16384]
+PACKED = dict(B=1, T=16384, boundaries=BOUNDARIES)
 
 
 def tensors(dtype=torch.bfloat16, **shapes):
