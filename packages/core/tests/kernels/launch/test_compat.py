@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import tokenmix_core
-from tokenmix_core.kernels.launch import compat
+from tokenmix_core.kernels.launch import compat, compiled
 from tokenmix_core.kernels.launch.compat import NAMES
 
 LAUNCH = ("compat", "flags", "cache.codegen", "cache.capture", "cache.replay", "cache.driver", "launcher")
@@ -38,6 +38,7 @@ def test_nothing_is_missing_of_kernels_that_triton_compiles(tmp_path):
         from triton.compiler import ASTSource
 
         from tokenmix_core.kernels.launch import compat as private
+        from tokenmix_core.kernels.launch.compiled import described
 
         @triton.jit
         def double(x, n, ADD: tl.constexpr):
@@ -46,7 +47,7 @@ def test_nothing_is_missing_of_kernels_that_triton_compiles(tmp_path):
 
         source = ASTSource(double, {"x": "*fp32", "n": "i32", "ADD": "constexpr"}, {(2,): 1})
         kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 2})
-        seen = private.described(kernel)
+        seen = described(kernel)
         assert private.missing() == {}, private.missing()
         assert seen.name == "double" and len(seen.binary) > 1000
         assert seen.types == ["*fp32", "i32", "constexpr"]
@@ -108,7 +109,8 @@ def test_nothing_else_touches_such_names():
     private_names |= {"device_caches", "warmup", "arg_names", "load_binary", "triton_key", "knobs", "max_shared_mem"}
     found = []
     packages = Path(tokenmix_core.__file__).parents[3]
-    files = [x for x in packages.glob("*/src/**/*.py") if x.parent.name != "testing" and x != Path(compat.__file__)]
+    home = {Path(compat.__file__), Path(compiled.__file__)}
+    files = [x for x in packages.glob("*/src/**/*.py") if x.parent.name != "testing" and x not in home]
     assert len(files) > 100
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
@@ -228,6 +230,7 @@ def test_without_any_name_operations_are_imported_and_compute(tmp_path):
     script.write_text("""if True:
         import pkgutil
         from tokenmix_core.kernels.launch import compat as private
+        from tokenmix_core.kernels.launch.compiled import described
 
         # imported before torch is asked for names: again, without
         import importlib, sys
