@@ -1,11 +1,14 @@
-"""On a GPU: kernels and caches agree with the eager float64 model, without synchronisation."""
+"""On a GPU: kernels, caches and serving agree with the eager float64 model, without synchronisation."""
 
 import copy
+import random
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
+from tokenmix_core.modeling.cache_name import CACHE
 from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_core.testing.models import left_padded, logits_in_parts
 
@@ -21,6 +24,7 @@ OPTIONS = {
     "mamba2": {"head_dim": 64, "state_size": 128},
 }
 TOKENS = 150
+NEW_TOKENS = 16
 
 
 def build(*mixers):
@@ -172,3 +176,42 @@ def test_checkpointing_changes_nothing(ids):
     model.gradient_checkpointing_enable()
     for name, x in step(model, ids.cuda()).items():
         assert relative_error(x, plain[name]) < 1e-3, name
+
+
+def prompts():
+    rng = random.Random(0)
+    return [[rng.randrange(1, 512) for _ in range(rng.choice((1, 7, 64, 150)))] for _ in range(24)]
+
+
+@torch.no_grad()
+def assert_best(exact, prompt, tokens):
+    """Every token's float64 logit is the largest up to rounding, given the tokens before it."""
+    assert len(tokens) == NEW_TOKENS
+    logits = exact(torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert (logits.amax(1) - chosen).max() < 0.02 * logits.abs().max()
+
+
+@pytest.mark.skipif(CACHE != "cache", reason="the engine before transformers 5.24 has another interface")
+@pytest.mark.parametrize("mixer", OPTIONS)
+def test_continuous_batching_chooses_the_best_tokens(mixer):
+    model = build(mixer).to(torch.bfloat16).eval()
+    exact = copy.deepcopy(model).double()
+    config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    results = model.cuda().generate_batch(prompts(), generation_config=config, progress_bar=False)
+    answers = sorted(results.values(), key=lambda x: int(x.request_id.rsplit("_", 1)[-1]))
+    assert len(answers) == 24
+    for prompt, answer in zip(prompts(), answers, strict=True):
+        assert_best(exact, prompt, answer.generated_tokens)
+
+
+@pytest.mark.parametrize("mixer", OPTIONS)
+def test_assisted_decoding_chooses_the_best_tokens(mixer):
+    model = build(mixer).to(torch.bfloat16).eval()
+    exact = copy.deepcopy(model).double()
+    model.cuda()
+    for prompt in ([5, 6, 7] * 20, prompts()[1]):
+        ids = torch.tensor([prompt], device="cuda")
+        options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
+        out = model.generate(ids, prompt_lookup_num_tokens=4, **options)
+        assert_best(exact, prompt, out[0, len(prompt) :].tolist())
