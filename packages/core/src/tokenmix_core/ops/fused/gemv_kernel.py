@@ -18,6 +18,8 @@ from tokenmix_core.ops.autograd import cached_op, direct_when_eager, of_fields
 from tokenmix_core.ops.fused import MAX_WEIGHTS
 
 _COUNTS = [f"n{i}" for i in range(MAX_WEIGHTS)]
+# Triton 3.6 finds no length of a tuple that holds None
+_WEIGHTS = tl.constexpr(MAX_WEIGHTS)
 
 
 class GemvTile(NamedTuple):
@@ -42,7 +44,7 @@ def gemv_tile(B: int, D: int, rows: int) -> GemvTile:
 def find_rows(weights, outputs, counts, BN: tl.constexpr):
     """Return this program's tile index within its weight, the weight, its output and its number of rows."""
     i_n, w, y, N = tl.program_id(0), weights[0], outputs[0], counts[0]
-    for i in tl.static_range(1, len(weights)):
+    for i in tl.static_range(1, _WEIGHTS):
         if weights[i] is not None:
             tiles = tl.cdiv(N, BN)
             behind = i_n >= tiles
