@@ -62,7 +62,7 @@ class Sizes:
         least, most: tokens of other steps.
         documents: of a packed row, on average.
         warm: steps of each kind that are not timed.
-        block: steps between two looks at the clock.
+        block: steps between two looks at the clock; each block of `generate` has every batch size equally often.
         steps: with new lengths, the warm ones among them.
         early: the step after which memory is looked at first.
         batches: batch sizes of `generate`, whose mean is the fixed one.
@@ -136,8 +136,11 @@ class Measurement:
         cuda = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=cuda or None)
         self.ids = torch.randint(0, config.vocab_size, (1, max(sizes.most, sizes.fixed)), device=device)
-        # no length comes twice, as far as there are others
+        # no length comes twice, as far as there are others; batch sizes come in turns of a random order
         self._lengths: list[int] = []
+        self._batches: list[int] = []
+        self.compiled: list[str] = []
+        _tell_compiled(self.compiled)
 
     def length(self) -> int:
         """A length that was not there before."""
@@ -145,6 +148,12 @@ class Measurement:
             self._lengths = [x for x in range(self.sizes.least, self.sizes.most) if x != self.sizes.fixed]
             self.drawn.shuffle(self._lengths)
         return self._lengths.pop()
+
+    def batch(self) -> int:
+        """The next batch size."""
+        if not self._batches:
+            self._batches = self.drawn.sample(self.sizes.batches, len(self.sizes.batches))
+        return self._batches.pop()
 
     def boundaries(self, tokens: int, documents: int) -> torch.Tensor:
         """Boundaries of so many documents."""
@@ -171,7 +180,7 @@ class Measurement:
         """Generate; return the number of new tokens."""
         sizes = self.sizes
         least, most = sizes.prompts
-        batch = self.drawn.choice(sizes.batches) if varying else sum(sizes.batches) // len(sizes.batches)
+        batch = self.batch() if varying else sum(sizes.batches) // len(sizes.batches)
         prompt = self.drawn.randint(least, most) if varying else (least + most) // 2
         ids = self.ids[0, :prompt].expand(batch, -1).contiguous()
         out = self.model.generate(
@@ -225,12 +234,18 @@ class Measurement:
     def compare(self, form: str) -> dict[str, Any]:
         """Measure one form: both kinds of steps by turns, then new lengths alone until the last step."""
         sizes = self.sizes
+        if form == "generate":
+            # warm steps and blocks of whole turns
+            turns = len(sizes.batches)
+            whole = {name: -(-getattr(sizes, name) // turns) * turns for name in ("warm", "block", "steps", "early")}
+            sizes = replace(sizes, **whole)
         self.model.train(form != "generate")
         step, first = self.step(form), time.perf_counter()
         with self.mode(form):
             for varying in (False, True):
                 self.time(step, sizes.warm, varying=varying)
             first = time.perf_counter() - first
+            self.compiled.clear()
             taken: dict[bool, list[float]] = {False: [], True: []}
             blocks = max(1, (min(sizes.steps, sizes.early) - sizes.warm) // sizes.block)
             for varying in (False, True) * blocks:
@@ -254,11 +269,20 @@ class Measurement:
             "fixed_blocks": [round(x, 3) for x in taken[False]],
             "varying_blocks": [round(x, 3) for x in taken[True]],
             "warm_s": round(first, 2),
+            "compiled_later": sorted(set(self.compiled)),
             "early_step": after,
             "early": early,
             "steps": done,
             "end": late,
         }
+
+
+def _tell_compiled(names: list[str]) -> None:
+    """Append to a list the name of each kernel that Triton compiles from now on."""
+    import triton
+
+    hooks = triton.knobs.runtime
+    hooks.jit_post_compile_hook = lambda **given: names.append(given["fn"].name)
 
 
 def measure(
