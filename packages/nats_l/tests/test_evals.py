@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tokenmix_core.evaluation.suites import evaluate
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_nats_l.cli import main
 from tokenmix_nats_l.config import NatsLConfig
-from tokenmix_nats_l.evals import SUITES, nats_l_layers, softmax_shares
+from tokenmix_nats_l.evals import SUITES, nats_l_layers, softmax_shares, using_types
 from tokenmix_nats_l.model import NatsLForCausalLM
 
 SIZES = {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 32}
@@ -52,6 +53,30 @@ def test_forced_types_have_exact_shares(types, share):
         assert row["mean"] == row["head 0"] == row["head 1"] == share
     assert [plot["heatmap"] for plot in found["plots"]] == [[[share, share]] * 2] * 2
     assert [plot["y_labels"] for plot in found["plots"]] == [["1", "2"]] * 2
+
+
+@pytest.mark.parametrize(("types", "share"), [("softmax", 1.0), ("linear", 0.0), ("lls", 1 / 3), ("learned", None)])
+def test_types_apply_to_one_command_and_are_in_its_results(types, share, tmp_path, capsys):
+    model, forced = build(), build(types=types)
+    forced.load_state_dict(model.state_dict(), strict=types == "learned")
+    ids = torch.randint(0, 264, (1, 6 * 64))
+    with torch.no_grad():
+        before = model(ids).logits
+        with using_types(model, SimpleNamespace(types=types)):
+            assert torch.equal(model(ids).logits, forced(ids).logits)
+        assert torch.equal(model(ids).logits, before)
+    assert not hasattr(model, "evaluation_settings")
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    flags = ["--suite", "chunk-types", "--lengths", "384", "--limit", "2", "--types", types, "--device", "cpu"]
+    assert main(["eval", str(tmp_path), *flags]) == 0
+    result = json.loads((tmp_path / "evaluation" / "chunk-types.json").read_text())
+    assert result["settings"]["types"] == types
+    assert all(row["types"] == types for row in result["rows"])
+    assert share is None or [row["mean"] for row in result["rows"]] == pytest.approx([share, share])
+    capsys.readouterr()
+    assert main(["eval", str(tmp_path), *flags[:-3], "lxs"]) == 2
+    assert "types must be one of 'learned', 'softmax', 'linear', 'alternate', or a pattern" in capsys.readouterr().err
 
 
 def test_shares_equal_those_of_the_chosen_types():

@@ -15,7 +15,7 @@ from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.mixers import MixerContract, run_in_parts, run_mixer
 from tokenmix_nats_l.ablations import read_state
-from tokenmix_nats_l.chunks import Types, chunk_means, learned_types
+from tokenmix_nats_l.chunks import PATTERNS, chunk_means, learned_types
 from tokenmix_nats_l.mixer import NatsL, Norms
 
 SMALL = partial(NatsL, 32, num_heads=2, head_dim=8, num_softmax_heads=4)
@@ -171,7 +171,7 @@ def test_every_option_changes_the_outputs(options):
 
 
 @pytest.mark.parametrize("own_chunk", ["both", "softmax", "linear"])
-@pytest.mark.parametrize("types", get_args(Types))
+@pytest.mark.parametrize("types", ["learned", *PATTERNS, "lls"])
 def test_every_parameter_has_a_gradient_for_all_options(types, own_chunk):
     for decay, norm in itertools.product((True, False), get_args(Norms)):
         layer = build(types=types, own_chunk=own_chunk, decay=decay, norm=norm)
@@ -294,7 +294,7 @@ def test_invalid_options_raise(options, words):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("types", ["softmax", "linear", "alternate"])
+@pytest.mark.parametrize("types", [*PATTERNS, "lls"])
 def test_assigned_types_replace_learned_ones_in_all_calls(types):
     learned, forced, x = build(), build(types=types), inputs()
     forced.load_state_dict({name: p for name, p in learned.state_dict().items() if "score_proj" not in name})

@@ -81,6 +81,8 @@ def test_settings_equal_appendix_a(size):
     assert recipe.optimizer.batch_tokens == 2**19
     rates = ("learning_rate", "initial_learning_rate", "min_learning_rate")
     assert [getattr(recipe.optimizer, rate) for rate in rates] == [3e-4, 3e-5, 3e-5]
+    # of the authors' code
+    assert recipe.optimizer.adam_epsilon == 1e-15
     assert recipe.data.seq_len == 4096
     assert "fineweb-edu" in recipe.data.sources[0]
     assert [i for i in range(21) if config.mixer_type(i) == "nats_l"] == list(HYBRID_LAYERS)
@@ -137,6 +139,8 @@ def test_log_has_the_share_of_softmax_chunks_of_every_layer(small, tmp_path):
     for types, share in (("softmax", 1.0), ("linear", 0.0), ("alternate", 0.5)):
         train(with_options(small, types=types), tmp_path / types, progress=False)
         assert shares(tmp_path / types) == dict.fromkeys(range(1, 7), share)
+        first = read_metrics(tmp_path / types / "metrics.jsonl")[0]
+        assert [first[f"softmax_share/1/{head}"] for head in (0, 1)] == [share, share]
         assert not any("share/0" in name for line in read_metrics(tmp_path / types / "metrics.jsonl") for name in line)
 
 
@@ -163,13 +167,19 @@ def test_log_line_has_the_mean_over_all_chunks_of_unequal_batches():
     from tokenmix_nats_l.training import SteerShares
 
     log, model = SteerShares(), torch.nn.Identity()
-    log._layers, log._sums = [1], torch.zeros(2, 1, dtype=torch.float64)
+    # layers with different head counts
+    log._layers, log._heads, log._sums = [1, 2], [2, 1], torch.zeros(5, dtype=torch.float64)
     for share, chunks in ((1.0, 1), (0.25, 7)):
-        auxiliary = {"softmax_share": torch.tensor([[share]]), "chunks": torch.tensor([chunks])}
+        shares = (torch.tensor([share, 0.0]), torch.tensor([0.5]))
+        auxiliary = {"softmax_share": shares, "chunks": torch.tensor([chunks, chunks])}
         log._gather(model, (), SimpleNamespace(auxiliary=auxiliary))
     logs = {"loss": 0.0}
     log.on_log(SimpleNamespace(world_size=1), None, None, logs)
-    assert logs["softmax_share/1"] == pytest.approx((1 + 0.25 * 7) / 8)
+    expected = (1 + 0.25 * 7) / 8
+    assert logs == {
+        "loss": 0.0, "softmax_share/1": expected / 2, "softmax_share/1/0": expected, "softmax_share/1/1": 0.0,
+        "softmax_share/2": 0.5, "softmax_share/2/0": 0.5,
+    }  # fmt: skip
 
 
 def test_resumed_run_logs_equal_shares(small, tmp_path):

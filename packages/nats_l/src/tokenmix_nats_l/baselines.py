@@ -49,6 +49,8 @@ def setting(size: str) -> tuple[DataRecipe, OptimizerRecipe]:
         learning_rate=3e-4,
         initial_learning_rate=3e-5,
         min_learning_rate=3e-5,
+        # of the authors' code
+        adam_epsilon=1e-15,
     )
     return corpus("fineweb-edu", LLAMA2, 4096), optimizer
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,7 +12,8 @@ from tokenmix_core.chunking import cdiv, chunk_places, chunk_slots
 from tokenmix_core.nn import at_least_float32, moved
 from tokenmix_nats_l.share import ShareThreshold
 
-Types = Literal["learned", "softmax", "linear", "alternate"]
+# names of patterns of forced types
+PATTERNS = {"softmax": "s", "linear": "l", "alternate": "ls"}
 
 
 class Tokens(NamedTuple):
@@ -92,13 +93,22 @@ def learned_types(scores: Float[Tensor, "B slots two_H"], threshold: ShareThresh
     return ChunkTypes(softmax, _only_where_active(linear), of_softmax, margin)
 
 
-def forced_types(kind: Types, indices: Int[Tensor, "B slots"], H: int, dtype: torch.dtype) -> ChunkTypes:
-    """Return equal types for all heads from the chunks' indices in their sequences; "alternate" begins with linear."""
-    softmax = {
-        "softmax": torch.ones_like(indices),
-        "linear": torch.zeros_like(indices),
-        "alternate": indices % 2,
-    }[kind]
+def check_types(types: str) -> None:
+    """Raise a ValueError unless types are "learned", a name in `PATTERNS`, or a pattern of l and s."""
+    if types not in ("learned", *PATTERNS) and (not types or set(types) - {"l", "s"}):
+        raise ValueError(
+            f"NatsL: types must be one of {', '.join(map(repr, ('learned', *PATTERNS)))}, or a pattern of l and "
+            f"s such as 'lls', got {types!r}"
+        )
+
+
+def forced_types(types: str, indices: Int[Tensor, "B slots"], H: int, dtype: torch.dtype) -> ChunkTypes:
+    """Return equal types for all heads, by a pattern that repeats, from the chunks' indices in their sequences."""
+    pattern = PATTERNS.get(types, types)
+    place, softmax = indices % len(pattern), torch.zeros_like(indices, dtype=torch.bool)
+    for i, kind in enumerate(pattern):
+        if kind == "s":
+            softmax = softmax | (place == i)
     softmax = softmax.to(dtype).unsqueeze(-1).expand(*indices.shape, H)
     return ChunkTypes(softmax, 1 - softmax, None)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,29 @@ def nats_l_layers(model: Any) -> dict[int, NatsL]:
     if not layers:
         raise ValueError(f"the model has no NAtS-L layer; its mixers are {', '.join(sorted(set(model.config.labels)))}")
     return layers
+
+
+@contextmanager
+def using_types(model: Any, args: argparse.Namespace) -> Iterator[None]:
+    """Force the chunk types of all NAtS-L layers for the body by `args.types`, which results state, unless it is None.
+
+    Raises:
+        ValueError: invalid types, or learned ones of layers that have no scores.
+    """
+    if args.types is None:
+        yield
+        return
+    layers = list(nats_l_layers(model).values())
+    saved = [layer.types for layer in layers]
+    try:
+        for layer in layers:
+            layer.types = args.types
+        model.evaluation_settings = lambda: {"types": args.types}
+        yield
+    finally:
+        vars(model).pop("evaluation_settings", None)
+        for layer, types in zip(layers, saved, strict=True):
+            layer.types = types
 
 
 @torch.inference_mode()

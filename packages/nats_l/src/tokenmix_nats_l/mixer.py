@@ -36,7 +36,7 @@ from tokenmix_nats_l.ablations import chunk_by_chunk, past_chunk_attention, past
 from tokenmix_nats_l.chunks import (
     ChunkTypes,
     Tokens,
-    Types,
+    check_types,
     chunk_indices,
     chunk_means,
     forced_types,
@@ -72,8 +72,9 @@ class NatsL(Mixer):
         chunk: chunk size in tokens, a multiple of 64.
         rope: rotate the softmax heads' q and k by position (pure NAtS-L); off in the hybrid.
         conv_size: width of the convolutions.
-        types: "learned", or for analysis all "softmax", all "linear", or alternating from linear ("alternate").
-            Assigning to the attribute `types` forces the types of a layer that has learned them.
+        types: "learned", or for analysis all "softmax", all "linear", alternating from linear ("alternate"), or a
+            pattern of l and s that repeats, such as "lls". Assigning to the attribute `types` forces the types of a
+            layer that has learned them.
         own_chunk: operations by which a token sees earlier tokens of its own chunk: "both", "softmax" or "linear"
             (Table 4, *SAttn Out* and *GDN Out*).
         decay: whether the state decays over softmax chunks; if False (*w/o LAttn Decay*), they leave it unchanged.
@@ -104,7 +105,7 @@ class NatsL(Mixer):
         chunk: int = 64,
         rope: bool = False,
         conv_size: int = 4,
-        types: Types = "learned",
+        types: str = "learned",
         own_chunk: OwnChunk = "both",
         decay: bool = True,
         norm: Norms = "each",
@@ -176,17 +177,16 @@ class NatsL(Mixer):
         init_time_step_(self.dt_bias)
 
     @property
-    def types(self) -> Types:
+    def types(self) -> str:
         """How chunk types are chosen; assignment forces them, or returns to learned ones."""
         return self._types
 
     @types.setter
-    def types(self, types: Types) -> None:
-        if types not in get_args(Types):
-            raise ValueError(f"NatsL: types must be one of {', '.join(map(repr, get_args(Types)))}, got {types!r}")
+    def types(self, types: str) -> None:
+        check_types(types)
         if types == "learned" and self.score_proj is None:
             raise ValueError("NatsL: a layer built with forced types has no scores and cannot learn types")
-        self._types: Types = types
+        self._types = types
 
     def make_state(self) -> LayerState:
         """Return an empty state.

@@ -15,24 +15,27 @@ from tokenmix_nats_l.share import adapt_thresholds
 
 
 class SteerShares(TrainerCallback):
-    """Adapt the thresholds of layers with a `softmax_share`, and log each layer's share as `softmax_share/LAYER`.
+    """Adapt the thresholds of layers with a `softmax_share`, and log the share of each layer and head.
 
-    The logged share is a mean over heads, and over the forward passes of all processes since the last log line, or
+    `softmax_share/LAYER` is a mean over heads, and `softmax_share/LAYER/HEAD`, in `metrics.jsonl` alone, that of one
+    head; both are means over the forward passes of all processes since the last log line, or
     since the run was resumed. Shares are summed on the device, which only log lines synchronise. They appear in the
     JSONL log and the progress bar, but not in loggers of `report_to`, which run before this callback.
     """
 
     def __init__(self) -> None:
         self._layers: list[int] = []
-        # for each layer, softmax chunks averaged over heads, and all chunks
+        # heads of each layer; softmax chunks of all heads, layer after layer, then all chunks of each layer
+        self._heads: list[int] = []
         self._sums: Tensor | None = None
         self._hook: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
         backbone: Any = model.get_submodule("model")
-        self._layers = [i for i, mixer in enumerate(backbone.mixers) if isinstance(mixer, NatsL)]
-        if self._layers:
-            self._sums = torch.zeros(2, len(self._layers), dtype=torch.float64, device=args.device)
+        found = {i: mixer.num_heads for i, mixer in enumerate(backbone.mixers) if isinstance(mixer, NatsL)}
+        self._layers, self._heads = list(found), list(found.values())
+        if found:
+            self._sums = torch.zeros(sum(self._heads) + len(found), dtype=torch.float64, device=args.device)
             self._hook = model.register_forward_hook(self._gather)
 
     @torch.no_grad()
@@ -40,9 +43,9 @@ class SteerShares(TrainerCallback):
         # a batch of padding has no shares
         if model.training and self._sums is not None and "softmax_share" in (output.auxiliary or {}):
             # one tensor, or a tuple if layers have different head counts
-            shares = torch.stack([share.float().mean() for share in output.auxiliary["softmax_share"]])
             chunks = torch.stack([count.float() for count in output.auxiliary["chunks"]])
-            self._sums += torch.stack((shares * chunks, chunks))
+            shares = [x.float() * count for x, count in zip(output.auxiliary["softmax_share"], chunks, strict=True)]
+            self._sums += torch.cat((*shares, chunks))
 
     # works in a CUDA graph
     _gather.on_device = True  # type: ignore[attr-defined]
@@ -55,8 +58,11 @@ class SteerShares(TrainerCallback):
             return
         if args.world_size > 1:
             dist.all_reduce(self._sums)
-        for layer, softmax, chunks in zip(self._layers, *self._sums.tolist(), strict=True):
-            logs[f"softmax_share/{layer}"] = softmax / max(1.0, chunks)
+        *by_layer, counts = self._sums.split([*self._heads, len(self._layers)])
+        for layer, softmax, chunks in zip(self._layers, by_layer, counts.tolist(), strict=True):
+            shares = (softmax / max(1.0, chunks)).tolist()
+            logs[f"softmax_share/{layer}"] = sum(shares) / len(shares)
+            logs |= {f"softmax_share/{layer}/{head}": share for head, share in enumerate(shares)}
         self._sums.zero_()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
