@@ -134,13 +134,19 @@ def text(folder: Path) -> None:
         (folder / f"{i}.txt").write_text(f"It was the {i}th of {i + 1} short stories about a folder of text. " * 40)
 
 
+def corpus(folder: Path) -> None:
+    """Prepare a small corpus of the byte tokenizer."""
+    data_prepare("stdlib", folder, max_tokens=200_000, progress=False)
+
+
 # folders that a reader has, by their path on a page
 GIVEN: dict[str, Callable[[Path], object]] = {
     "models/Llama-3.2-1B": partial(llama, layers=16),
     "models/Llama-3.1-8B": partial(llama, layers=32),
     "models/mamba2-130m": mamba2,
     "my-text": text,
-    "data/slimpajama": lambda folder: data_prepare("stdlib", folder, max_tokens=200_000, progress=False),
+    "data/slimpajama": corpus,
+    "data/fineweb-edu": corpus,
 }
 BLOCKS = [block for page in pages() for block in blocks_of(page)]
 PYTHON = [block for block in BLOCKS if block.language == "python" and block.reason is None]

@@ -8,4 +8,4 @@ from tokenmix_lte.cli import main
 
 class TestTrust(TrustContract):
     main = staticmethod(main)
-    calls: ClassVar = {"convert": "--out OUT", "evict": "--method tova --out OUT"}
+    calls: ClassVar = {"convert": "--out OUT", "evict": "--method tova --out OUT", "finetune": "--out OUT"}

@@ -1,4 +1,4 @@
-"""The command `tokenmix-lte`: core's command line with this package's recipes and suites, and `convert` and `evict`."""
+"""The command `tokenmix-lte`: core's command line with this package's recipes and suites, and its own commands."""
 
 from __future__ import annotations
 
@@ -46,7 +46,18 @@ def _add_commands(add: core_cli.AddCommand) -> None:
     sub.add_argument("--cap", type=int, default=512, metavar="N", help=help_text)
     help_text = "first tokens that stay visible, counted in the cap"
     sub.add_argument("--sinks", type=int, default=4, metavar="N", help=help_text)
+    help_text = "what decides which keys are retained"
+    sub.add_argument("--scorer", choices=("cnn", "causal", "mlp", "none", "uniform"), default="cnn", help=help_text)
     sub.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16 (default: the checkpoint's dtype)")
+
+    sub = core_cli.add_finetune(
+        add,
+        "train a converted model and its scorers further, or the scorers alone",
+        "converted --scorer --out runs/scorer --sources data/fineweb-edu",
+        "tokenmix_lte.finetune:command",
+    )
+    help_text = "train the scorers alone, everything else frozen (default: all together)"
+    sub.add_argument("--scorer", action="store_true", default=None, help=help_text)
 
     sub = add(
         "evict",

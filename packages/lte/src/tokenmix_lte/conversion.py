@@ -96,7 +96,8 @@ def command(args: argparse.Namespace, context: Any) -> None:
     if config.model_type not in FAMILIES:
         raise ValueError(f"{source}: expected a model of type {', '.join(FAMILIES)}, got {config.model_type!r}")
     model = load_model(source, torch.device("cpu"), args.dtype)
-    converted = convert(model, layers=args.layers, window=args.window, cap=args.cap, sinks=args.sinks)
+    options = {name: getattr(args, name) for name in ("layers", "window", "cap", "sinks", "scorer")}
+    converted = convert(model, **options)
     converted.save_pretrained(args.out)
     copy_companions(source, args.out)
     kinds = [converted.config.mixer_type(i) for i in range(converted.config.num_hidden_layers)]

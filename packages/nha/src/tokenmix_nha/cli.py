@@ -41,25 +41,15 @@ def _add_commands(add: core_cli.AddCommand) -> None:
     sub.add_argument("--window", type=int, default=32, metavar="W", help="window of the other layers, in tokens")
     sub.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16 (default: as the checkpoint has it)")
 
-    sub = add(
-        "finetune",
+    sub = core_cli.add_finetune(
+        add,
         "train a converted model: its attention alone (stage 1), then everything through LoRA (stage 2)",
         "converted --stage 1 --out runs/stage1 --sources data/slimpajama",
         "tokenmix_nha.finetune:command",
-        takes_fields=True,
+        required="--stage 1|2",
     )
-    # the checkpoint is a positional among the remaining arguments, like the recipe of `train`
-    sub.usage = (
-        f"{sub.prog} CHECKPOINT --stage 1|2 --out DIR [--config FILE] [--FIELD VALUE ...]\n"
-        f"       {sub.prog} --resume DIR"
-    )
-    sub.description = f"{sub.description} CHECKPOINT is the folder of a converted model; --FIELD VALUE as in train."
     sub.add_argument("--stage", type=int, choices=(1, 2), help="1: attention, FFN frozen; 2: LoRA")
-    sub.add_argument("--out", type=Path, metavar="DIR", help="folder of the run")
     sub.add_argument("--rank", type=int, metavar="R", help="rank of LoRA (default: 16)")
-    resume = "continue from the last checkpoint of the run in DIR (or --out), with the run's own settings"
-    sub.add_argument("--resume", nargs="?", const=True, metavar="DIR", help=resume)
-    sub.add_argument("--config", type=Path, metavar="FILE", help="YAML file with fields of the recipe")
 
     sub = add(
         "search",

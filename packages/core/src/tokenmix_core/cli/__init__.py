@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from tokenmix_core.cli.commands import is_checkpoint as is_checkpoint
     from tokenmix_core.cli.commands import load_model as load_model
     from tokenmix_core.cli.commands import load_tokenizer as load_tokenizer
+    from tokenmix_core.cli.finetune import add_finetune as add_finetune
+    from tokenmix_core.cli.finetune import run_finetune as run_finetune
 
 __getattr__ = lazily(
     __name__,
@@ -29,5 +31,7 @@ __getattr__ = lazily(
         "is_checkpoint": "commands",
         "load_model": "commands",
         "load_tokenizer": "commands",
+        "add_finetune": "finetune",
+        "run_finetune": "finetune",
     },
 )

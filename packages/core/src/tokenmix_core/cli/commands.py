@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,6 +34,9 @@ from tokenmix_core.evaluation.text import document_separator, held_out_from
 from tokenmix_core.training.manifest import RUN_MANIFEST, read_manifest, resumed, trained_on
 from tokenmix_core.training.overrides import overridden
 from tokenmix_core.training.recipe import Recipe
+
+if TYPE_CHECKING:
+    from tokenmix_core.training.trainer import TrainResult
 
 RECIPES = "tokenmix_core.training.baselines:RECIPES"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -117,16 +120,8 @@ def train(args: argparse.Namespace, context: Context) -> int:
                 tokenizer = tokenizers.load_tokenizer(recipe.data.tokenizer)
                 check_options(names, tokenizer, options_of(recipe), context.suites)
             result = trainer.train_locked(recipe, out, resume=resume, recorded={"evaluate": evaluating})
-        if torch.distributed.is_initialized():
-            # the first process goes on alone
-            torch.distributed.destroy_process_group()
-        if os.environ.get("RANK", "0") != "0":
-            return 0
-        if result.interrupted:
-            again = [*args.parser.prog.split(), "--resume", str(out)]
-            launched = ", launched as before," if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
-            print(f"stopped at step {result.step}; go on{launched} with: {shlex.join(again)}")
-            return 130
+        if (code := end_of_training(args, result)) is not None:
+            return code
         print(f"trained {result.step} steps in {result.seconds:.0f} s; the model is in {result.model_dir}")
         log = read_metrics(out / METRICS)
         trained = training_result(log, recipe.optimizer.batch_tokens)
@@ -137,6 +132,20 @@ def train(args: argparse.Namespace, context: Context) -> int:
             options = held_out_from(options_of(recipe), trained_on(out))
             evaluate(model, tokenizer, names, options, out=out / "evaluation", suites=context.suites)
     return 0
+
+
+def end_of_training(args: argparse.Namespace, result: TrainResult) -> int | None:
+    """Leave the first process alone after a run; return the exit code of one that ends here, None to go on."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    if not result.interrupted:
+        return None
+    again = [*args.parser.prog.split(), "--resume", str(result.output_dir)]
+    launched = ", launched as before," if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    print(f"stopped at step {result.step}; go on{launched} with: {shlex.join(again)}")
+    return 130
 
 
 def _asked_for(args: argparse.Namespace, context: Context) -> tuple[str, Path, list[str]]:

@@ -23,23 +23,19 @@ if TYPE_CHECKING:
     from tokenmix_core.training.callbacks import AdaptHeadWeights as AdaptHeadWeights
     from tokenmix_core.training.callbacks import read_metrics as read_metrics
     from tokenmix_core.training.data import RowInputs as RowInputs
-    from tokenmix_core.training.folder import run_lock as run_lock
-    from tokenmix_core.training.manifest import read_manifest as read_manifest
-    from tokenmix_core.training.manifest import resumed as resumed
+    from tokenmix_core.training.finetuning import finetune_recipe as finetune_recipe
+    from tokenmix_core.training.finetuning import train_only as train_only
     from tokenmix_core.training.overrides import overridden as overridden
     from tokenmix_core.training.recipe import DataRecipe as DataRecipe
     from tokenmix_core.training.recipe import OptimizerRecipe as OptimizerRecipe
     from tokenmix_core.training.recipe import Recipe as Recipe
     from tokenmix_core.training.recipe import RunRecipe as RunRecipe
     from tokenmix_core.training.recipe import Tokens as Tokens
-    from tokenmix_core.training.trainer import train_locked as train_locked
     from tokenmix_core.training.weight_decay import parameter_groups as parameter_groups
 
 __getattr__ = lazily(
     __name__,
     {
-        "run_lock": "folder",
-        "train_locked": "trainer",
         "ATTENTION": "baselines",
         "BASELINES": "baselines",
         "BYTE_VOCAB": "baselines",
@@ -58,8 +54,8 @@ __getattr__ = lazily(
         "AdaptHeadWeights": "callbacks",
         "read_metrics": "callbacks",
         "RowInputs": "data",
-        "read_manifest": "manifest",
-        "resumed": "manifest",
+        "finetune_recipe": "finetuning",
+        "train_only": "finetuning",
         "DataRecipe": "recipe",
         "OptimizerRecipe": "recipe",
         "Recipe": "recipe",

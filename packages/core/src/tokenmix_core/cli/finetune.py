@@ -1,0 +1,95 @@
+"""The command `finetune` of packages that convert pretrained models: train the model of a folder further."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenmix_core.cli.app import AddCommand
+    from tokenmix_core.training.recipe import Recipe
+
+
+def add_finetune(
+    add: AddCommand, summary: str, example: str, run: str, *, required: str = ""
+) -> argparse.ArgumentParser:
+    """Add `finetune CHECKPOINT --out DIR`, which takes fields of its recipe; return its parser.
+
+    Args:
+        add, summary, example, run: as for other commands of a package.
+        required: further arguments that a call needs, as its usage shows them.
+    """
+    sub = add("finetune", summary, example, run, takes_fields=True)
+    needed = " ".join(filter(None, ("CHECKPOINT", required, "--out DIR")))
+    # the checkpoint is a positional among the remaining arguments, like the recipe of `train`
+    sub.usage = f"{sub.prog} {needed} [--config FILE] [--FIELD VALUE ...]\n       {sub.prog} --resume DIR"
+    sub.description = f"{sub.description} CHECKPOINT is the folder of a converted model; --FIELD VALUE as in train."
+    sub.set_defaults(needed=needed)
+    sub.add_argument("--out", type=Path, metavar="DIR", help="folder of the run")
+    resume = "continue from the last checkpoint of the run in DIR (or --out), with the run's own settings"
+    sub.add_argument("--resume", nargs="?", const=True, metavar="DIR", help=resume)
+    sub.add_argument("--config", type=Path, metavar="FILE", help="YAML file with fields of the recipe")
+    return sub
+
+
+def run_finetune(
+    args: argparse.Namespace,
+    defaults: Mapping[str, Any],
+    recipe_of: Callable[..., Recipe],
+    finish: Callable[[Mapping[str, Any], Path], Path] = lambda settings, folder: folder,
+) -> int:
+    """Run `finetune`; return the exit code.
+
+    Args:
+        args: the parsed arguments.
+        defaults: the package's own settings, arguments of the same names; None for one that must be given. The
+            run's manifest holds them for `--resume`.
+        recipe_of: takes the checkpoint and, by name, the settings; returns the recipe.
+        finish: takes the settings with the checkpoint, and the folder of the trained model; returns the folder of the
+            model that it made from it.
+    """
+    from tokenmix_core.cli.commands import end_of_training, is_checkpoint
+    from tokenmix_core.training.folder import run_lock
+    from tokenmix_core.training.manifest import resumed
+    from tokenmix_core.training.overrides import overridden
+    from tokenmix_core.training.trainer import train_locked
+
+    settings, out, fields = _arguments(args, defaults)
+    if not is_checkpoint(settings["checkpoint"]):
+        raise ValueError(f"{settings['checkpoint']} holds no model: expected a folder with config.json and weights")
+    recipe, resume = recipe_of(**settings), bool(args.resume)
+    recipe = resumed(recipe, out, fields, args.config) if resume else overridden(recipe, fields, args.config)
+    # hold the lock until `finish` has written its model
+    with run_lock(out, resume=resume):
+        result = train_locked(recipe, out, resume=resume, recorded={"finetune": settings})
+        if (code := end_of_training(args, result)) is not None:
+            return code
+        folder = finish(settings, result.model_dir)
+    print(f"trained {result.step} steps in {result.seconds:.0f} s; the model is in {folder}")
+    return 0
+
+
+def _arguments(args: argparse.Namespace, defaults: Mapping[str, Any]) -> tuple[dict[str, Any], Path, list[str]]:
+    """Return checkpoint and settings, the run's folder, and the flags of recipe fields.
+
+    With `--resume`, missing values come from the run's manifest.
+
+    Raises:
+        ValueError: the folder, the checkpoint or a required setting is neither given nor in the manifest.
+    """
+    from tokenmix_core.training.manifest import read_manifest
+
+    fields = list(args.rest)
+    given = {"checkpoint": fields.pop(0) if fields and not fields[0].startswith("-") else None}
+    given |= {name: getattr(args, name) for name in defaults}
+    out = Path(args.resume) if isinstance(args.resume, str) else args.out
+    if out is None:
+        raise ValueError("give the folder of the run: --out DIR, or --resume DIR to go on with one")
+    saved = read_manifest(out).get("finetune", {}) if args.resume else {}
+    settings = {"checkpoint": None, **defaults, **saved}
+    settings |= {name: value for name, value in given.items() if value is not None}
+    if absent := [name for name, value in settings.items() if value is None]:
+        raise ValueError(f"finetune needs {' and '.join(absent)}: {args.needed}")
+    return settings, out, fields
