@@ -109,6 +109,17 @@ def test_repeated_batch_sizes_are_captured_once_and_larger_storage_replaces_smal
     assert len(model.step_store) == len(sizes)
 
 
+def test_states_of_constant_size_are_captured_once_for_all_lengths(captures):
+    options = {name: x for name, x in FIELDS["mixer_options"].items() if name != "attention"}
+    fields = {**FIELDS, "mixers": ["gated_delta_net", "local", "local"], "mixer_options": options}
+    model = HybridForCausalLM(HybridConfig(**fields)).eval()
+    for tokens in (7, 900, 300):
+        model.generate(torch.randint(3, 60, (2, tokens)), **OPTIONS)
+    # the step, and the choice of a token
+    assert len(captures) == 2
+    assert len(model.step_store) == 1
+
+
 def test_captured_steps_over_the_memory_limit_are_dropped(model, ids, captures, monkeypatch):
     monkeypatch.setattr(decode_graph, "_KEPT_BYTES", 0)
     for batch in range(1, 7):

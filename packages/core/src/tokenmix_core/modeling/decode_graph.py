@@ -25,11 +25,14 @@ from tokenmix_core.modeling.cache import HybridCache, Storage
 from tokenmix_core.modeling.cache_name import NAMES
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.plain import has_hooks, settings_of, third_party_modules
+from tokenmix_core.nn.state.parts import StatePart
 
 # captured steps that a model keeps: _KEPT in any case, up to _MOST_KEPT while their caches take less than _KEPT_BYTES
 _KEPT, _MOST_KEPT, _KEPT_BYTES = 4, 8, 2 << 30
 # least capacity of a cache in tokens
 _LEAST_CAPACITY = 256
+# least capacity of a cache that takes the same memory at any length
+_LEAST_FLAT_CAPACITY = 16_384
 
 
 class CapturedSteps:
@@ -250,8 +253,14 @@ class Steps:
         self.model.step_store.give(captured)
 
     def _capacity(self) -> int:
-        """Return the capacity to allocate: twice the length up to `max_length`, or 1.5 times it if that is unknown."""
+        """Return the capacity to allocate: twice the length up to `max_length`, or 1.5 times it if that is unknown.
+
+        States of constant size get one large capacity, so that all lengths share captured steps.
+        """
         past, most = self.cache.past, self.cache.max_length
+        parts = (part for layer in self.cache.layers for part in layer.parts.values())
+        if past < _LEAST_FLAT_CAPACITY and not any(_grows(part) for part in parts):
+            return _LEAST_FLAT_CAPACITY
         if most > past:
             return _rounded_up(min(max(_LEAST_CAPACITY, 2 * past), most))
         return _rounded_up(past + max(_LEAST_CAPACITY, past // 2))
@@ -335,6 +344,15 @@ def graph_key(model: nn.Module, cache: HybridCache) -> Hashable:
     )
     adapters = settings_of(third_party_modules(model))
     return device, modes, model.training, weights, mixers, adapters, parts, cache.batch_size
+
+
+def _grows(part: StatePart) -> bool:
+    """Return whether more tokens may take more memory; True if the part does not know."""
+    try:
+        less, more = (part.bounds(n, 1, torch.float32).most for n in (_LEAST_FLAT_CAPACITY, 2 * _LEAST_FLAT_CAPACITY))
+    except ValueError:
+        return True
+    return more > less
 
 
 def _rounded_up(tokens: int) -> int:

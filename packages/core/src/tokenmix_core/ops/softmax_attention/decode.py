@@ -24,8 +24,9 @@ from tokenmix_core.ops.softmax_attention.steps import Config, KeyRows, Rows, Vis
 from tokenmix_core.ops.softmax_attention.tuning import attention_decode as decode_tile
 
 
+# batch size and capacity determine the number of splits: one form serves all
 @cached_launch(loop_tiles=("BN",))
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _attention_decode(
     q, k, v, o, lse, cache_seqlens,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh,
@@ -75,7 +76,7 @@ def _attention_decode(
 
 
 @cached_launch
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge_splits(
     o_parts, lse_parts, o, lse, splits, V: tl.constexpr, BS: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr = False
 ):  # fmt: skip
@@ -157,7 +158,7 @@ def attention_decode(q, k_cache, v_cache, cache_seqlens, *, window, sinks, scale
     )  # fmt: skip
     if splits > 1:
         _merge_splits[(B * TQ * HQ,)](
-            o_parts=o_parts, lse_parts=lse_parts, o=o, lse=lse, splits=splits, V=V, BS=next_power_of_2(splits),
+            o_parts=o_parts, lse_parts=lse_parts, o=o, lse=lse, splits=splits, V=V, BS=max(32, next_power_of_2(splits)),
             BV=block_size(V), num_warps=4,
         )  # fmt: skip
     return o, lse
