@@ -394,7 +394,7 @@ def test_logs(content, said, run_folder):
 
 COMMANDS = [
     ("eval CHECKPOINT --suite mqar --text FILE", "mqar does not read text; leave it out"),
-    ("eval CHECKPOINT --suite mqar --suite efficiency --text FILE", "mqar, efficiency do not read text; leave it out"),
+    ("eval CHECKPOINT --suite mqar --suite copying --text FILE", "mqar, copying do not read text; leave it out"),
     ("eval CHECKPOINT --suite niah --vocab-size 64", "niah does not read vocab_size; leave it out"),
     ("eval CHECKPOINT --suite perplexity-by-position --include .", "does not read include"),
     ("train nano --resume --out RUN --learning_rate 1", "learning_rate was 0.0003 and is 1.0"),

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from tokenmix_core.data.tokenizer import byte_tokenizer
+from tokenmix_core.evaluation.efficiency import BENCH_SUITES
 from tokenmix_core.evaluation.options import EvalOptions
 from tokenmix_core.evaluation.suites import SUITES as CORE_SUITES
 from tokenmix_core.evaluation.suites import evaluate
+from tokenmix_core.evaluation.text import BUILT_IN_TEXT, text_tokens
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_nats_l.cli import main
 from tokenmix_nats_l.config import NatsLConfig
@@ -162,7 +164,16 @@ def test_loss_by_position_exceeds_the_training_length():
 
 
 def test_speed_and_bytes_by_length_are_measured():
-    rows = run(build(), "efficiency", lengths=(64, 200), limit=1)["rows"]
+    result = run(build(), "efficiency", lengths=(64, 200), limit=1)
+    rows = result["rows"]
+    # the cost depends on the types of the prompt's chunks
+    assert result["settings"]["prompt"] == BUILT_IN_TEXT
+    ids = torch.tensor(text_tokens(None, byte_tokenizer(), 200), dtype=torch.long).unsqueeze(0)
+    for row in rows:
+        share = softmax_shares(build(), ids[:, : row["context"]], progress=False).mean()
+        assert row["softmax share"] == pytest.approx(share)
+    training = BENCH_SUITES["training"].run(build(), byte_tokenizer(), EvalOptions(lengths=(200,), progress=False))
+    assert training["rows"][0]["softmax share"] == pytest.approx(share)
     assert [row["context"] for row in rows] == [64, 200]
     assert all(row["decode ms/token"] > 0 and row["prefill ms"] > 0 for row in rows)
     model = build()

@@ -3,9 +3,11 @@
 import gc
 from types import FunctionType, ModuleType
 
+import pytest
 import torch
 from transformers import DynamicCache
 
+from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_core.evaluation.efficiency import (
     BENCH_SUITES,
     cache_bytes,
@@ -88,6 +90,26 @@ def test_cache_bytes_are_those_of_the_storages(model):
     assert 0 <= storage_bytes(cache) - row["cache bytes, decoded"] <= 64
     # the cache's own content is smaller, if keys and values have spare slots
     assert cache_bytes(cache, allocated=False) <= cache_bytes(cache)
+
+
+def test_prompts_are_text_where_there_is_a_tokenizer(model, tmp_path):
+    seen = []
+    model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True)
+    (tmp_path / "text.txt").write_text("abcdefgh" * 3)
+    options = EvalOptions(lengths=(16, 8), batch_size=2, limit=1, text=str(tmp_path / "text.txt"), progress=False)
+    for suite in BENCH_SUITES.values():
+        seen.clear()
+        result = suite.run(model, byte_tokenizer(), options)
+        # 24 letters and the end of the text, repeated to 32 tokens
+        assert result["settings"]["prompt"] == f"{options.text}, repeated"
+        ids = byte_tokenizer()("abcdefgh" * 3)["input_ids"] + [byte_tokenizer().eos_token_id]
+        prompts = {x.shape: x for x in seen if x.shape[1] > 1}
+        assert torch.equal(prompts[2, 16].flatten(), torch.tensor([*ids, *ids[:7]]))
+        assert torch.equal(prompts[2, 8].flatten(), torch.tensor(ids[:16]))
+        assert suite.run(model, None, options)["settings"]["prompt"] == "random tokens"
+    model.get_output_embeddings().weight = torch.nn.Parameter(model.get_output_embeddings().weight[:90].clone())
+    with pytest.raises(ValueError, match=r"the text has token \d+, beyond the model's vocabulary of 90"):
+        efficiency_suite(model, byte_tokenizer(), options)
 
 
 def test_suite_has_a_row_and_a_point_for_each_length(llama):

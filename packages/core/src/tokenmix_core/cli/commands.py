@@ -30,7 +30,7 @@ from tokenmix_core.evaluation.options import EvalOptions, Suite
 from tokenmix_core.evaluation.origin import training_provenance
 from tokenmix_core.evaluation.report import training_result, write_result
 from tokenmix_core.evaluation.suites import LM_EVAL, SUITES, check_options, check_read, check_suites, evaluate
-from tokenmix_core.evaluation.text import document_separator, held_out_from
+from tokenmix_core.evaluation.text import document_separator, held_out_from, text_vocab_size
 from tokenmix_core.training.manifest import RUN_MANIFEST, read_manifest, resumed, trained_on
 from tokenmix_core.training.overrides import overridden
 from tokenmix_core.training.recipe import Recipe
@@ -245,14 +245,20 @@ def bench(args: argparse.Namespace, context: Context) -> None:
         raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
     options = EvalOptions(limit=args.repeats, batch_size=args.batch_size, lengths=args.lengths)
     device, dtype = device_and_dtype(args.device, args.dtype)
+    tokenizer = None
     if is_checkpoint(args.target):
         model = load_model(args.target, device, dtype)
+        if (Path(args.target) / "tokenizer_config.json").is_file():
+            tokenizer = load_tokenizer(args.target)
     else:
         from transformers import AutoModelForCausalLM
 
         model = from_config(AutoModelForCausalLM, config_of(args.target, context), dtype=dtype).to(device)
+        # random weights have no tokenizer of their own, and a recipe's may have to be downloaded
+        if text_vocab_size(model) >= len(tokenizers.byte_tokenizer()):
+            tokenizer = tokenizers.byte_tokenizer()
     with context.using(model, args):
-        evaluate(model, None, list(BENCH_SUITES), options, out=args.out, suites=BENCH_SUITES)
+        evaluate(model, tokenizer, list(BENCH_SUITES), options, out=args.out, suites=BENCH_SUITES)
 
 
 def prepare(args: argparse.Namespace, context: Context) -> None:

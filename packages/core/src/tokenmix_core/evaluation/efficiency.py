@@ -9,7 +9,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from tqdm import tqdm
 
@@ -109,11 +111,57 @@ def bytes_a_second(device: torch.device) -> float:
     return x.nbytes / min(watch.time(x.sum) for _ in range(5))
 
 
+def random_prompt(model: Any, batch_size: int, length: int, seed: int = 0) -> Int[Tensor, "B T"]:
+    """Return random tokens of the model's vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, text.text_vocab_size(model), (batch_size, length), generator=generator)
+
+
+def _prompts(
+    model: Any, tokenizer: Any, options: EvalOptions, lengths: list[int]
+) -> tuple[list[Int[Tensor, "B T"]], str]:
+    """Return a prompt for each length, and the name of the text: random tokens if there is no tokenizer.
+
+    The cost of some layers depends on the data, and random tokens are unlike any text. A text that is too short is
+    repeated.
+
+    Raises:
+        ValueError: the text has tokens beyond the model's vocabulary, or cannot be read.
+    """
+    batch = options.batch_size or 1
+    if tokenizer is None:
+        return [random_prompt(model, batch, length, options.seed) for length in lengths], "random tokens"
+    count = batch * max(lengths)
+    tokens = text.text_tokens(options.text, tokenizer, count).astype(np.int64)
+    if (most := int(tokens.max())) >= (size := text.text_vocab_size(model)):
+        raise ValueError(f"the text has token {most}, beyond the model's vocabulary of {size}: another tokenizer's")
+    name = (options.text or text.BUILT_IN_TEXT) + (", repeated" if len(tokens) < count else "")
+    whole = torch.from_numpy(np.resize(tokens, count))
+    return [whole[: batch * length].view(batch, length) for length in lengths], name
+
+
+def _shares(auxiliary: Any) -> dict[str, float]:
+    """Return the means of a call's auxiliary tensors named `..._share`, which determine the cost of their layers."""
+    means = {
+        name.replace("_", " "): statistics.fmean(float(x.float().mean()) for x in values)
+        for name, values in (auxiliary or {}).items()
+        if name.endswith("_share")
+    }
+    return means
+
+
 @torch.inference_mode()
 def measure_inference(
-    model: Any, length: int, *, batch_size: int = 1, decode_tokens: int = DECODE_TOKENS, repeats: int = 3, seed: int = 0
+    model: Any,
+    length: int,
+    *,
+    batch_size: int = 1,
+    decode_tokens: int = DECODE_TOKENS,
+    repeats: int = 3,
+    seed: int = 0,
+    prompt: Int[Tensor, "B T"] | None = None,
 ) -> dict[str, Any]:
-    """Time a prefill of `length` random tokens and `decode_tokens` greedy steps after it.
+    """Time a prefill of `length` tokens, random ones if there is no `prompt`, and `decode_tokens` greedy steps after it.
 
     A model of ours has a method `decoding`, which takes the cache and returns a context manager for the steps: they run
     as in `generate`, and the first of each run is not timed.
@@ -121,14 +169,14 @@ def measure_inference(
     Returns:
         A table row: medians over `repeats` after one warm-up run; with the time of a token its lower bound, the time to
         read the weights and the cache's content once; the bytes allocated for the cache, spare capacity included, after
-        the prefill and after decoding; on a GPU the peak memory over both phases.
+        the prefill and after decoding; on a GPU the peak memory over both phases; the shares of the prompt on which
+        the cost of layers depends, such as that of softmax chunks.
     """
     # `info` lists the suites and should not import models
     from tokenmix_core.modeling import CACHE
 
     device = model.device
-    generator = torch.Generator().manual_seed(seed)
-    prompt = torch.randint(0, text.text_vocab_size(model), (batch_size, length), generator=generator).to(device)
+    prompt = (random_prompt(model, batch_size, length, seed) if prompt is None else prompt).to(device)
     watch = Stopwatch(device)
     prefills, steps = [], []
     allocated, decoded, content = 0, 0, 0
@@ -162,6 +210,9 @@ def measure_inference(
             steps.append(step)
     seconds, step = statistics.median(prefills), statistics.median(steps)
     floor = (weight_bytes(model) + content) / bytes_a_second(device)
+    peak = peak_bytes(device)
+    backbone = getattr(model, "model", None)
+    auxiliary = backbone(prompt, use_cache=False).auxiliary if hasattr(backbone, "mixers") else None
     return {
         "context": length,
         "batch": batch_size,
@@ -172,25 +223,37 @@ def measure_inference(
         "decode tokens/s": batch_size / step,
         "cache bytes": allocated,
         "cache bytes, decoded": decoded,
-        **peak_bytes(device),
+        **peak,
+        **_shares(auxiliary),
     }
 
 
 def measure_training(
-    model: Any, length: int, *, batch_size: int = 1, repeats: int = 3, seed: int = 0
+    model: Any,
+    length: int,
+    *,
+    batch_size: int = 1,
+    repeats: int = 3,
+    seed: int = 0,
+    prompt: Int[Tensor, "B T"] | None = None,
 ) -> dict[str, Any]:
-    """Time a forward and backward pass over `batch_size` sequences of random tokens; a table row of the median."""
+    """Time a forward and backward pass over `batch_size` sequences; a table row of the median, with shares as above.
+
+    Tokens are random if no `prompt` is given.
+    """
     device = model.device
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, text.text_vocab_size(model), (batch_size, length), generator=generator).to(device)
+    tokens = (random_prompt(model, batch_size, length, seed) if prompt is None else prompt).to(device)
     watch = Stopwatch(device)
     was_training = model.training
     model.train()
-    seconds = []
+    seconds, auxiliary = [], None
 
     def step() -> None:
+        nonlocal auxiliary
         model.zero_grad(set_to_none=True)
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        output = model(input_ids=tokens, labels=tokens, use_cache=False)
+        auxiliary = getattr(output, "auxiliary", None)
+        output.loss.backward()
 
     try:
         for repeat in range(repeats + 1):
@@ -209,6 +272,7 @@ def measure_training(
         "step ms": 1e3 * median,
         "tokens/s": batch_size * length / median,
         **peak_bytes(device),
+        **_shares(auxiliary),
     }
 
 
@@ -243,33 +307,42 @@ def efficiency_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
     """Prefill and decode latency, cache bytes and peak memory by context length, for a batch of one by default."""
     options.choose("efficiency", ("efficiency",))
     lengths = sorted(options.lengths or LENGTHS)
-    batch_size = options.batch_size or 1
-    chosen = tqdm(lengths, desc="inference", unit="length", disable=not options.progress)
-    rows = [
-        measure_inference(model, length, batch_size=batch_size, repeats=options.limit or 3, seed=options.seed)
-        for length in chosen
-    ]
+    rows, settings = _measured(measure_inference, "inference", model, tokenizer, options, lengths)
     plots = [curve("Latency", "ms", rows, _LATENCIES), curve("Memory", "bytes", rows, _SIZES)]
-    return {"suite": "efficiency", "settings": settings_of(model), "rows": rows, "plots": plots}
+    return {"suite": "efficiency", "settings": settings, "rows": rows, "plots": plots}
 
 
 def training_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """Forward and backward passes by context length, for a batch of one by default; the optimiser takes no part."""
     lengths = sorted(options.lengths or LENGTHS)
-    rows = [
-        measure_training(
-            model, length, batch_size=options.batch_size or 1, repeats=options.limit or 3, seed=options.seed
-        )
-        for length in tqdm(lengths, desc="training", unit="length", disable=not options.progress)
-    ]
+    rows, settings = _measured(measure_training, "training", model, tokenizer, options, lengths)
     plots = [curve("Training", "tokens/s", rows, {"tokens/s": "forward and backward"})]
-    return {"suite": "training", "settings": settings_of(model), "rows": rows, "plots": plots}
+    return {"suite": "training", "settings": settings, "rows": rows, "plots": plots}
+
+
+def _measured(
+    measure: Callable[..., dict[str, Any]],
+    name: str,
+    model: Any,
+    tokenizer: Any,
+    options: EvalOptions,
+    lengths: list[int],
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the rows of all lengths and the settings."""
+    prompts, source = _prompts(model, tokenizer, options, lengths)
+    rows = [
+        measure(model, prompt.shape[1], batch_size=len(prompt), repeats=options.limit or 3, prompt=prompt)
+        for prompt in tqdm(prompts, desc=name, unit="length", disable=not options.progress)
+    ]
+    return rows, settings_of(model) | {"prompt": source}
 
 
 # what `bench` measures
 BENCH_SUITES = {
-    "training": Suite("forward and backward passes by context", training_suite, reads=("lengths",)),
+    "training": Suite("forward and backward passes by context", training_suite, reads=("lengths", "text")),
     "efficiency": Suite(
-        "prefill and decode latency, memory, cache bytes by context; offline", efficiency_suite, reads=("lengths",)
+        "prefill and decode latency, memory, cache bytes by context; offline",
+        efficiency_suite,
+        reads=("lengths", "text"),
     ),
 }

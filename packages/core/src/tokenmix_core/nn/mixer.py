@@ -116,7 +116,8 @@ class Mixer(KeepsFloat32):
         Returns:
             The outputs `[B, T, D]`, and None or a dictionary of tensors. A tensor whose name ends in `_loss` is a sum
             over tokens, which the causal LM divides by the number of predicted tokens and adds to its loss; others are
-            returned to the caller.
+            returned to the caller. Measurements of speed state the mean of each one whose name ends in `_share`, as the
+            layer's cost depends on it.
         """
         raise undefined(
             self, "forward(hidden_states, *, state, cu_seqlens, rotary, **inputs)", "which mixes along time"
