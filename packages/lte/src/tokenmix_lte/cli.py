@@ -40,7 +40,9 @@ def _add_commands(add: core_cli.AddCommand) -> None:
     )
     sub.add_argument("model", metavar="MODEL", help="folder of a Llama, Mistral, Qwen2 or Qwen3 checkpoint")
     sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
-    sub.add_argument("--layers", type=_indices, metavar="I,I", help="layers to convert, counted from 0 (default: all)")
+    sub.add_argument(
+        "--layers", type=core_cli.layer_indices, metavar="I,I", help="layers to convert, counted from 0 (default: all)"
+    )
     sub.add_argument("--window", type=int, default=768, metavar="W", help="newest tokens that a layer always sees")
     help_text = "keys beyond the window that a head retains in evaluation"
     sub.add_argument("--cap", type=int, default=512, metavar="N", help=help_text)
@@ -74,13 +76,6 @@ def _add_commands(add: core_cli.AddCommand) -> None:
         help="tova evicts the token with the least attention; uniform holds a window and every n-th token before it",
     )
     sub.add_argument("--held", type=int, default=1024, metavar="N", help="tokens that a layer holds (default: 1024)")
-
-
-def _indices(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected layers separated by commas, got {text!r}") from None
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from tokenmix_core._utils.lazy_imports import lazily
 if TYPE_CHECKING:
     from tokenmix_core.cli.app import AddCommand as AddCommand
     from tokenmix_core.cli.app import add_device as add_device
+    from tokenmix_core.cli.app import layer_indices as layer_indices
     from tokenmix_core.cli.app import main as main
     from tokenmix_core.cli.app import positive_integers as positive_integers
     from tokenmix_core.cli.commands import DTYPES as DTYPES
@@ -22,6 +23,7 @@ __getattr__ = lazily(
     __name__,
     {
         "add_device": "app",
+        "layer_indices": "app",
         "positive_integers": "app",
         "AddCommand": "app",
         "main": "app",

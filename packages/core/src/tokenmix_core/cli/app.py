@@ -334,6 +334,14 @@ def positive_integers(text: str) -> tuple[int, ...]:
     return lengths
 
 
+def layer_indices(text: str) -> tuple[int, ...]:
+    """Parse layers separated by commas."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected layers separated by commas, got {text!r}") from None
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 

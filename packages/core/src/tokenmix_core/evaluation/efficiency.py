@@ -161,7 +161,7 @@ def measure_inference(
     seed: int = 0,
     prompt: Int[Tensor, "B T"] | None = None,
 ) -> dict[str, Any]:
-    """Time a prefill of `length` tokens, random ones if there is no `prompt`, and `decode_tokens` greedy steps after it.
+    """Time a prefill of `length` tokens, random without a `prompt`, and of `decode_tokens` greedy steps after it.
 
     A model of ours has a method `decoding`, which takes the cache and returns a context manager for the steps: they run
     as in `generate`, and the first of each run is not timed.
@@ -211,7 +211,7 @@ def measure_inference(
     seconds, step = statistics.median(prefills), statistics.median(steps)
     floor = (weight_bytes(model) + content) / bytes_a_second(device)
     peak = peak_bytes(device)
-    backbone = getattr(model, "model", None)
+    backbone: Any = getattr(model, "model", None)
     auxiliary = backbone(prompt, use_cache=False).auxiliary if hasattr(backbone, "mixers") else None
     return {
         "context": length,

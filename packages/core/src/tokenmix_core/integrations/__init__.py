@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tokenmix_core.integrations.checkpoints import check_dtype as check_dtype
     from tokenmix_core.integrations.checkpoints import convert_folder as convert_folder
     from tokenmix_core.integrations.checkpoints import layout_of as layout_of
+    from tokenmix_core.integrations.checkpoints import load_third_party as load_third_party
     from tokenmix_core.integrations.checkpoints import read_fields as read_fields
     from tokenmix_core.integrations.fla import Result as Result
     from tokenmix_core.integrations.fla import as_float32 as as_float32
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from tokenmix_core.integrations.fla import reversed_tokens as reversed_tokens
     from tokenmix_core.integrations.fla import state_layout as state_layout
     from tokenmix_core.integrations.fla import tokens_first as tokens_first
+    from tokenmix_core.integrations.layouts import LAYOUTS as LAYOUTS
+    from tokenmix_core.integrations.layouts import delta_names as delta_names
     from tokenmix_core.integrations.layouts import fla_config as fla_config
     from tokenmix_core.integrations.layouts import fla_names as fla_names
     from tokenmix_core.integrations.layouts import hybrid_mixers as hybrid_mixers
@@ -31,6 +34,7 @@ __getattr__ = lazily(
         "check_dtype": "checkpoints",
         "convert_folder": "checkpoints",
         "layout_of": "checkpoints",
+        "load_third_party": "checkpoints",
         "Fields": "checkpoints",
         "Layout": "checkpoints",
         "Names": "checkpoints",
@@ -41,6 +45,8 @@ __getattr__ = lazily(
         "state_layout": "fla",
         "refuse_unknown": "fla",
         "tokens_first": "fla",
+        "LAYOUTS": "layouts",
+        "delta_names": "layouts",
         "fla_config": "layouts",
         "fla_names": "layouts",
         "hybrid_mixers": "layouts",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from tokenmix_core._utils.atomic_io import check_new_folder
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
@@ -39,6 +40,7 @@ class Layout:
         read: returns our configuration and the names of weights.
         write: returns their configuration and the names of weights; None if it cannot be written.
         ignored: suffixes of names in their files that are not weights of the model.
+        reordered: returns a weight, by our name, with its rows in our order; for reading.
     """
 
     what: str
@@ -46,6 +48,7 @@ class Layout:
     read: Callable[[Fields], tuple[HybridConfig, Names]]
     write: Callable[[HybridConfig], tuple[dict[str, Any], Names]] | None = None
     ignored: tuple[str, ...] = ()
+    reordered: Callable[[str, Tensor], Tensor] | None = None
 
 
 class Fields:
@@ -175,12 +178,15 @@ def load_third_party(source: Path, layouts: Sequence[Layout], dtype: str = "auto
     config, names = layout.read(fields)
     weights = {n: x for n, x in read_weights(source).items() if not n.endswith(layout.ignored or ("\0",))}
     with torch.device("meta"):
-        model = HybridForCausalLM(config)
+        # the configuration's own class of models
+        model: Any = AutoModelForCausalLM.from_config(config)
     state = _ours(source, layout, names, weights, dict(model.state_dict()), tied=config.tie_word_embeddings)
     wide: set[str] = model.model._keep_in_fp32_modules_strict or set()  # pyright: ignore[reportAssignmentType]
     chosen = state["model.embed_tokens.weight"].dtype if dtype == "auto" else getattr(torch, dtype)
     kept = {f"model.{name}" for name in wide}
     state = {n: x.to(torch.promote_types(chosen, torch.float32) if n in kept else chosen) for n, x in state.items()}
+    if layout.reordered is not None:
+        state = {name: layout.reordered(name, x) for name, x in state.items()}
     model.load_state_dict(state, strict=not config.tie_word_embeddings, assign=True)
     model.tie_weights()
     for table in model.modules():

@@ -70,7 +70,8 @@ def attention_names(*, qkv_bias: bool, qk_norm: bool) -> Names:
     return {name: name for name in names}
 
 
-def _delta_names(*, output_gate: bool) -> Names:
+def delta_names(*, output_gate: bool) -> Names:
+    """Return FLA's names of the weights of a Gated DeltaNet layer."""
     names: Names = {f"{part}_proj.weight": f"{part}_proj.weight" for part in "qkvabo"}
     names |= {f"{part}_conv.weight": f"{part}_conv1d.weight" for part in "qkv"}
     names |= {name: name for name in ("A_log", "dt_bias", "o_norm.weight")}
@@ -143,7 +144,7 @@ def _read_delta(fields: Fields) -> tuple[HybridConfig, Names]:
         "allow_neg_eigval": fields.get("allow_neg_eigval", default=False), "output_gate": gate,
     }  # fmt: skip
     layers = fields.number("num_hidden_layers", default=21)
-    names = _delta_names(output_gate=gate)
+    names = delta_names(output_gate=gate)
     mixers, by_label, by_layer, rope = hybrid_mixers(fields, layers, DELTA, options, names)
     config = fla_config(fields, mixers, by_label, rope_parameters=rope or None)
     return config, fla_names(config, by_layer)
@@ -291,7 +292,7 @@ def _write_delta(config: HybridConfig) -> tuple[dict[str, Any], Names]:
             } | {n: value for n, value in config.options_of(i).items() if n != "impl"}  # fmt: skip
             if delta not in (None, options):
                 raise ValueError("FLA's layers of Gated DeltaNet are equal")
-            delta, own = options, _delta_names(output_gate=options["output_gate"])
+            delta, own = options, delta_names(output_gate=options["output_gate"])
         else:
             raise ValueError(f"FLA's Gated DeltaNet has layers of it and of attention, got {label!r}")
         names.append(own)

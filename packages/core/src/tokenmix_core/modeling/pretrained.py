@@ -6,10 +6,13 @@ needs only a configuration and new names of the weights; any layer's attention m
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from tokenmix_core.modeling.config import HybridConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # first component of a weight's name inside its layer
@@ -52,11 +55,14 @@ def attention_options(config: Any) -> list[dict[str, Any]]:
 
 
 def own_fields(config: Any) -> dict[str, Any]:
-    """Return the fields of a `HybridConfig`, except its mixers, for a transformers configuration.
+    """Return the fields of a `HybridConfig`, except its mixers, for a configuration of transformers or of ours.
 
     Raises:
         ValueError: an MLP that has no counterpart here.
     """
+    if isinstance(config, HybridConfig):
+        names = [field.name for field in dataclasses.fields(HybridConfig) if field.name in HybridConfig.__annotations__]
+        return {name: getattr(config, name) for name in names if name not in ("mixers", "mixer_options")}
     if config.hidden_act != "silu" or getattr(config, "mlp_bias", False):
         raise ValueError(
             f"expected an MLP with silu and without biases, got {config.hidden_act!r} and "
