@@ -122,7 +122,7 @@ def _options(i: int, kind: str, old: dict[str, Any], width: int, group: int, chu
 @torch.no_grad()
 def _new_layer(config: NatsLConfig, i: int) -> NatsL:
     """Return a layer with the initial weights of a new model."""
-    mixer = NatsL.from_config(config, i, **config.options_of(i))
+    mixer: Any = NatsL.from_config(config, i, **config.options_of(i))
     for module in mixer.modules():
         if isinstance(module, nn.Linear):
             module.weight.normal_(std=config.initializer_range)
