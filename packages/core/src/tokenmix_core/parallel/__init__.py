@@ -1,0 +1,30 @@
+"""Sequences that are split over the ranks of a process group, for training and scoring longer than one GPU."""
+
+from __future__ import annotations
+
+from tokenmix_core.parallel.exchange import combined, fetch, total
+from tokenmix_core.parallel.operations import (
+    attention,
+    chunk_gated_delta_rule,
+    chunk_ssd,
+    shift_tokens,
+    short_conv,
+    short_convs,
+)
+from tokenmix_core.parallel.shard import SequenceShard, Span, current_shard, sequence_shard
+
+__all__ = [
+    "SequenceShard",
+    "Span",
+    "attention",
+    "chunk_gated_delta_rule",
+    "chunk_ssd",
+    "combined",
+    "current_shard",
+    "fetch",
+    "sequence_shard",
+    "shift_tokens",
+    "short_conv",
+    "short_convs",
+    "total",
+]

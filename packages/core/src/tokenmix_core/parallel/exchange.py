@@ -1,0 +1,176 @@
+"""Differentiable exchanges of tokens and states between the ranks of a `SequenceShard`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenmix_core.parallel.shard import Range, SequenceShard, Span
+
+
+class _Plan(NamedTuple):
+    """What a rank sends and receives, as slices of its tokens and of the buffers.
+
+    Attributes:
+        sends: slices of this rank's tokens, ordered by receiver, then as the receiver asked.
+        sent, received: tokens for and from each rank.
+        order: slices of the received buffer, in the order in which this rank asked.
+        counts: tokens that each local span asked for.
+        idle: whether no rank asks for anything.
+    """
+
+    sends: list[Range]
+    sent: list[int]
+    received: list[int]
+    order: list[Range]
+    counts: list[int]
+    idle: bool
+
+
+def fetch(
+    shard: SequenceShard, x: Tensor, wanted: Callable[[Span], list[Range]], name: str, key: object
+) -> list[Tensor]:
+    """Return for each local span the tokens of the whole row that it asks for, from the ranks that have them.
+
+    Every rank must make the call. The gradient is returned to the owners of the tokens and added up there.
+
+    Args:
+        x: this rank's tokens `[B, T_local, ...]`.
+        wanted: the ranges of the whole row that a span asks for; it must give equal answers on all ranks.
+        name: the operation, under which `shard.traffic` counts bytes.
+        key: identifies `wanted`, whose plan is kept.
+
+    Returns:
+        A tensor `[B, n, ...]` for each local span. Use all of them, as the backward pass exchanges, too.
+    """
+    plan = cast(_Plan | None, shard._plans.get((name, key)))
+    if plan is None:
+        plan = shard._plans[name, key] = _plan(shard, wanted)
+    if plan.idle:
+        return [x[:, :0] for _ in shard.local]
+    return list(_Fetch.apply(x, shard, plan, (shard.layer, name)).split(plan.counts, 1))
+
+
+def _plan(shard: SequenceShard, wanted: Callable[[Span], list[Range]]) -> _Plan:
+    # (receiving rank, span that has the tokens, range in it), in the order of the requests
+    asked: list[tuple[int, Span, Range]] = []
+    counts = []
+    for receiver in sorted(shard.spans, key=lambda span: (span.rank, span.offset)):
+        ranges = [(a, b) for a, b in wanted(receiver) if a < b]
+        if receiver.rank == shard.rank:
+            counts.append(sum(b - a for a, b in ranges))
+        length = receiver.tokens
+        for a, b in ranges:
+            for i in range(a // length, (b - 1) // length + 1):
+                span = shard.spans[i]
+                asked.append((receiver.rank, span, (max(a, span.start), min(b, span.stop))))
+    sends, sent, received = [], [0] * shard.size, [0] * shard.size
+    mine: list[tuple[int, int]] = []
+    for receiver, span, (a, b) in asked:
+        if span.rank == shard.rank:
+            sends.append((a - span.start + span.offset, b - span.start + span.offset))
+            sent[receiver] += b - a
+        if receiver == shard.rank:
+            mine.append((span.rank, b - a))
+            received[span.rank] += b - a
+    begin = [0, *itertools.accumulate(received)]
+    order = []
+    for rank, count in mine:
+        order.append((begin[rank], begin[rank] + count))
+        begin[rank] += count
+    return _Plan(sends, sent, received, order, counts, not asked)
+
+
+class _Fetch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, shard: SequenceShard, plan: _Plan, label: tuple[int | None, str]) -> Tensor:
+        ctx.shard, ctx.plan, ctx.label, ctx.shape = shard, plan, label, x.shape
+        tokens = x.transpose(0, 1)
+        out = _slices(tokens, plan.sends)
+        arrived = _all_to_all(shard, out, plan.sent, plan.received, label)
+        return _slices(arrived, plan.order).transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        plan, grad = ctx.plan, grad.transpose(0, 1)
+        back = grad.new_empty(sum(plan.received), *grad.shape[1:])
+        start = 0
+        for a, b in plan.order:
+            back[a:b] = grad[start : start + b - a]
+            start += b - a
+        layer, name = ctx.label
+        arrived = _all_to_all(ctx.shard, back, plan.received, plan.sent, (layer, f"{name}, backward"))
+        # 16-bit sums over ranks would round each time
+        total = arrived.new_zeros(
+            ctx.shape[1], *arrived.shape[1:], dtype=torch.promote_types(grad.dtype, torch.float32)
+        )
+        start = 0
+        for a, b in plan.sends:
+            total[a:b] += arrived[start : start + b - a]
+            start += b - a
+        return total.to(grad.dtype).transpose(0, 1), None, None, None
+
+
+def _slices(x: Tensor, ranges: list[Range]) -> Tensor:
+    """Return slices of the first dimension, joined."""
+    return torch.cat([x[a:b] for a, b in ranges]) if ranges else x[:0].contiguous()
+
+
+def _all_to_all(
+    shard: SequenceShard, x: Tensor, sent: list[int], received: list[int], label: tuple[int | None, str]
+) -> Tensor:
+    arrived = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(arrived, x.contiguous(), received, sent, group=shard.group)
+    others = sum(sent) - sent[shard.rank]
+    shard.traffic[label] += others * x[0:1].numel() * x.element_size() if len(x) else 0
+    return arrived
+
+
+@torch.no_grad()
+def gather_states(shard: SequenceShard, x: Tensor, label: tuple[int | None, str]) -> list[Tensor]:
+    """Return a tensor of each span of the whole row, in its order; `x [local spans, ...]` are this rank's."""
+    x = x.contiguous()
+    found = x.new_empty(shard.size * len(x), *x.shape[1:])
+    dist.all_gather_into_tensor(found, x, group=shard.group)
+    shard.traffic[label] += (shard.size - 1) * x.numel() * x.element_size()
+    spans = len(shard.local)
+    index = {span.start: span.rank * spans + (1 if span.offset else 0) for span in shard.spans}
+    return [found[index[span.start]] for span in shard.spans]
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, shard: SequenceShard, everywhere: bool) -> Tensor:
+        ctx.shard, ctx.everywhere = shard, everywhere
+        total = x.clone()
+        dist.all_reduce(total, group=shard.group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        if ctx.everywhere:
+            grad = grad.clone()
+            dist.all_reduce(grad, group=ctx.shard.group)
+        return grad, None, None
+
+
+def total(shard: SequenceShard, x: Tensor) -> Tensor:
+    """Return the sum of `x` over the ranks, for a loss that every rank differentiates.
+
+    The gradient of the sum reaches each rank's term once: gradients of parameters are then the rank's share, and their
+    sum over the ranks is that of one process.
+    """
+    return _Sum.apply(x, shard, False)
+
+
+def combined(shard: SequenceShard, x: Tensor) -> Tensor:
+    """Return the sum of `x` over the ranks, for a tensor that each rank goes on to use in its own way.
+
+    The gradients of all ranks' uses are added up.
+    """
+    return _Sum.apply(x, shard, True)

@@ -1,0 +1,283 @@
+"""The operations of `tokenmix_core.ops` on sequences that are split over ranks.
+
+Each function is the operation of the same name, and takes its arguments. With a `sequence_shard`, or inside the context
+of that name, its tensors have this rank's tokens of the whole rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tokenmix_core import ops
+from tokenmix_core.ops.types import AttentionOutput, ScanOutput
+from tokenmix_core.parallel.exchange import fetch
+from tokenmix_core.parallel.recurrence import Recurrence, Tensors, split_recurrence
+from tokenmix_core.parallel.shard import Range, SequenceShard, Span, require_shard
+
+# as the kernels: exp of a lower decay is zero in float32
+_LOWEST_DECAY = -110.0
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    writes: Tensor | None = None,
+    sequence_shard: SequenceShard | None = None,
+    final_states: bool = False,
+    **options: Any,
+) -> ScanOutput:
+    """Apply `ops.chunk_gated_delta_rule`.
+
+    Args:
+        q, k, v, g, beta, initial_state, cu_seqlens, writes, options: as there. Of split sequences, `initial_state` is
+            that of all rows or documents, equal on all ranks; `cu_seqlens` and `writes` must be None.
+        sequence_shard: the split; None for that of the context.
+        final_states: whether to return the final states of split sequences, of all rows or documents on all ranks;
+            None otherwise.
+    """
+    name = "chunk_gated_delta_rule"
+    shard = require_shard(name, sequence_shard, cu_seqlens)
+    if shard is None:
+        more = {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "writes": writes, **options}
+        return ops.chunk_gated_delta_rule(q, k, v, g, beta, **more)
+    if writes is not None:
+        raise ValueError(f"{name}: writes cannot be split over ranks, as their chunks would cross them")
+    if options.get("scale") is None:
+        options["scale"] = q.shape[-1] ** -0.5
+
+    def run(x: Tensors, before: Tensor | None, boundaries: Tensor | None) -> ScanOutput:
+        return ops.chunk_gated_delta_rule(*x, initial_state=before, cu_seqlens=boundaries, **options)
+
+    def silent(x: Tensors) -> Tensors:
+        return x[0], x[1], torch.zeros_like(x[2]), x[3], x[4]
+
+    def transition(x: Tensors) -> Tensor:
+        (batch, tokens, _, K), heads = x[1].shape, x[2].shape[2]
+        eye = torch.eye(K, dtype=torch.promote_types(x[3].dtype, torch.float32), device=q.device)
+        eye = eye.to(torch.promote_types(eye.dtype, q.dtype)).expand(batch, heads, K, K).contiguous()
+        none = x[2].new_zeros(batch, tokens, heads, K)
+        return run((x[0], x[1], none, x[3], x[4]), eye, None).final_state
+
+    def pull(x: Tensors, do: Tensor) -> Tensor:
+        dtype = torch.promote_types(torch.promote_types(x[0].dtype, x[3].dtype), torch.float32)
+        with torch.enable_grad():
+            state = torch.zeros(x[0].shape[0], *shape, dtype=dtype, device=q.device, requires_grad=True)
+            return torch.autograd.grad(run(silent(x), state, None).o, state, do)[0]
+
+    shape = v.shape[2], q.shape[3], v.shape[3]
+    x = Recurrence(name, run, lambda x, before: run(x, before, None).final_state, transition, pull, shape, q.shape[3])
+    o, final = split_recurrence(shard, x, (q, k, v, g, beta), initial_state, final_states)
+    return ScanOutput(o, cast(Tensor, final))
+
+
+def chunk_ssd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    dt: Tensor | None = None,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    sequence_shard: SequenceShard | None = None,
+    final_states: bool = False,
+    **options: Any,
+) -> ScanOutput:
+    """Apply `ops.chunk_ssd`; further arguments as for `chunk_gated_delta_rule`."""
+    shard = require_shard("chunk_ssd", sequence_shard, cu_seqlens)
+    if shard is None:
+        more = {"dt": dt, "scale": scale, "initial_state": initial_state, "cu_seqlens": cu_seqlens, **options}
+        return ops.chunk_ssd(q, k, v, g, **more)
+
+    def run(x: Tensors, before: Tensor | None, boundaries: Tensor | None) -> ScanOutput:
+        steps = x[4] if len(x) > 4 else None
+        more = {"dt": steps, "scale": scale, "initial_state": before, "cu_seqlens": boundaries, **options}
+        return ops.chunk_ssd(*x[:4], **more)
+
+    def decays(x: Tensors) -> Tensor:
+        """Return the cumulative log decays `[B, T, HV]`."""
+        wide = torch.promote_types(torch.promote_types(x[0].dtype, x[3].dtype), torch.float32)
+        return x[3].to(wide).clamp(min=_LOWEST_DECAY).cumsum(1)
+
+    def outer(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
+        """Return Σ_t w_t a_t b_tᵀ, `a` by group."""
+        b = (b.to(weights.dtype) * weights.unsqueeze(-1)).unflatten(2, (a.shape[2], -1))
+        return torch.einsum("btgk,btghv->bghkv", a.to(weights.dtype), b).flatten(1, 2)
+
+    def state(x: Tensors, before: Tensor | None) -> Tensor:
+        b = decays(x)
+        weights = (b[:, -1:] - b).exp() * (x[4].to(b.dtype) if len(x) > 4 else 1.0)
+        found = outer(x[1], x[2], weights)
+        return found if before is None else found + transition(x) * before
+
+    def transition(x: Tensors) -> Tensor:
+        return decays(x)[:, -1, :, None, None].exp()
+
+    def pull(x: Tensors, do: Tensor) -> Tensor:
+        return scale * outer(x[0], do, decays(x).exp())
+
+    shape = v.shape[2], q.shape[3], v.shape[3]
+    tensors = (q, k, v, g) if dt is None else (q, k, v, g, dt)
+    x = Recurrence("chunk_ssd", run, state, transition, pull, shape, 1)
+    o, final = split_recurrence(shard, x, tensors, initial_state, final_states)
+    return ScanOutput(o, cast(Tensor, final))
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    sequence_shard: SequenceShard | None = None,
+    **options: Any,
+) -> ScanOutput:
+    """Apply `ops.short_conv`; split sequences begin without an initial state."""
+    shard = require_shard("short_conv", sequence_shard, cu_seqlens)
+    if shard is None:
+        return ops.short_conv(x, weight, bias, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)
+    _refuse_state("short_conv", initial_state)
+    (before,) = _tokens_before(shard, [x], weight.shape[1] - 1)
+    boundaries = shard.cu_seqlens(x.device)
+    out = ops.short_conv(shard.to_rows(x), weight, bias, initial_state=before, cu_seqlens=boundaries, **options)
+    return out._replace(o=shard.from_rows(out.o))
+
+
+def short_convs(
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    *,
+    initial_states: Sequence[Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+    sequence_shard: SequenceShard | None = None,
+    **options: Any,
+) -> tuple[ScanOutput, ...]:
+    """Apply `ops.short_convs`; split sequences begin without initial states."""
+    shard = require_shard("short_convs", sequence_shard, cu_seqlens)
+    if shard is None:
+        return ops.short_convs(xs, weights, initial_states=initial_states, cu_seqlens=cu_seqlens, **options)
+    _refuse_state("short_convs", initial_states)
+    before = _tokens_before(shard, xs, weights[0].shape[1] - 1)
+    states = None if before[0] is None else cast("list[Tensor]", before)
+    rows, boundaries = [shard.to_rows(x) for x in xs], shard.cu_seqlens(xs[0].device)
+    found = ops.short_convs(rows, weights, initial_states=states, cu_seqlens=boundaries, **options)
+    return tuple(out._replace(o=shard.from_rows(out.o)) for out in found)
+
+
+def _refuse_state(name: str, state: Any) -> None:
+    if state is not None:
+        raise ValueError(f"{name}: split sequences begin without an initial state, so initial_state must be None")
+
+
+def _tokens_before(shard: SequenceShard, xs: Sequence[Tensor], count: int) -> list[Tensor | None]:
+    """Return the last `count` inputs before each row or piece `[N, D, count]`, zero before its document."""
+    shard.check_local("short_conv", xs[0])
+    if not shard.crosses:
+        return [None for _ in xs]
+    joined = xs[0] if len(xs) == 1 else torch.cat(list(xs), -1)
+    found = fetch(shard, joined, lambda span: tail_of(span, count), "short_conv", count)
+    padded = torch.stack([F.pad(t, (0, 0, count - t.shape[1], 0)).mT for t in found], 1).flatten(0, 1)
+    if shard.packed:
+        rows = padded.new_zeros(len(shard.pieces), *padded.shape[1:])
+        padded = rows.index_copy(0, torch.tensor(shard.heads, device=padded.device), padded)
+    return [t.contiguous() for t in padded.split([x.shape[-1] for x in xs], 1)]
+
+
+def tail_of(span: Span, count: int) -> list[Range]:
+    """Return the last `count` tokens before a span that belong to its first token's document."""
+    return [(span.start - min(span.depth, count), span.start)]
+
+
+def shift_tokens(x: Tensor, *, cu_seqlens: Tensor | None = None, sequence_shard: SequenceShard | None = None) -> Tensor:
+    """Return the token before each token of `x [B, T, ...]`, zero before the first one of a row or document."""
+    shard = require_shard("shift_tokens", sequence_shard, cu_seqlens)
+    shifted = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1)
+    if shard is None:
+        if cu_seqlens is None:
+            return shifted
+        firsts = cu_seqlens[:-1].long().clamp(max=x.shape[1] - 1)
+        # an empty last document begins behind the row
+        return torch.where(_marked(x, firsts, cu_seqlens[:-1] < x.shape[1]), torch.zeros_like(x), shifted)
+    shard.check_local("shift_tokens", x)
+    found = fetch(shard, x, lambda span: tail_of(span, 1), "shift_tokens", 1)
+    starts = torch.tensor([a for a, _ in shard.pieces], device=x.device)
+    shifted = shifted.index_fill(1, starts, 0)
+    for span, before in zip(shard.local, found, strict=True):
+        padded = F.pad(before.flatten(2), (0, 0, 1 - before.shape[1], 0)).view(x.shape[0], 1, *x.shape[2:])
+        shifted = shifted.index_copy(1, torch.tensor([span.offset], device=x.device), padded)
+    return shifted
+
+
+def _marked(x: Tensor, index: Tensor, real: Tensor) -> Tensor:
+    mask = torch.zeros(x.shape[1], dtype=torch.bool, device=x.device)
+    mask[index[real]] = True
+    return mask.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: int = 0,
+    cu_seqlens: Tensor | None = None,
+    sequence_shard: SequenceShard | None = None,
+    **options: Any,
+) -> AttentionOutput:
+    """Apply `ops.attention`, causal if sequences are split.
+
+    A span receives the keys and values of its first document that its queries see: all that are before it, or those of
+    the window and the sinks. Keys after the span stay where they are.
+    """
+    shard = require_shard("attention", sequence_shard, cu_seqlens)
+    options |= {"window": window, "sinks": sinks}
+    if shard is None:
+        return ops.attention(q, k, v, causal=causal, cu_seqlens=cu_seqlens, **options)
+    if not causal:
+        raise ValueError("attention: split sequences need causal=True")
+    shard.check_local("attention", q)
+    if not shard.crosses:
+        out = ops.attention(*map(shard.to_rows, (q, k, v)), cu_seqlens=shard.cu_seqlens(q.device), **options)
+        return AttentionOutput(*map(shard.from_rows, out))
+
+    def seen(span: Span) -> list[Range]:
+        first, near = span.start - span.depth, span.depth if window is None else window - 1
+        if near + sinks >= span.depth:
+            return [(first, span.start)]
+        return [(first, first + sinks), (span.start - near, span.start)]
+
+    sizes = [k[0, 0].numel(), v[0, 0].numel()]
+    fetched = fetch(shard, torch.cat((k.flatten(2), v.flatten(2)), -1), seen, "attention", (window, sinks))
+    parts: list[AttentionOutput] = []
+    for span, given in zip(shard.local, fetched, strict=True):
+        far_k, far_v = (t.unflatten(-1, x.shape[2:]) for t, x in zip(given.split(sizes, -1), (k, v), strict=True))
+        first, stop = span.offset, span.offset + span.tokens
+        head = first + (span.head or (0 if shard.packed else span.tokens))
+        if first < head:
+            # a document that began before the span, or an unpacked row
+            keys, values = torch.cat((far_k, k[:, first:head]), 1), torch.cat((far_v, v[:, first:head]), 1)
+            parts.append(ops.attention(q[:, first:head], keys, values, **options))
+        if head < stop:
+            rest = [x[:, head:stop] for x in (q, k, v)]
+            if first == head:
+                # connects the exchange, whose backward pass every rank takes part in
+                rest[1:] = torch.cat((far_k, rest[1]), 1), torch.cat((far_v, rest[2]), 1)
+            cuts = [b - head for _, b in shard.pieces if head < b <= stop]
+            boundaries = torch.tensor([0, *cuts], dtype=torch.int32, device=q.device)
+            parts.append(ops.attention(*rest, cu_seqlens=boundaries, **options))
+    return AttentionOutput(*(torch.cat(x, 1) for x in zip(*parts, strict=True)))

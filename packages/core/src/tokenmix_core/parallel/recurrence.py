@@ -1,0 +1,191 @@
+"""Linear recurrences over a split sequence: states pass from span to span as compositions of linear maps.
+
+The state after a span is S' = M S + L, with L the state after it from a zero state, and M the product of its
+transitions. Each rank computes (M, L) of its spans, all ranks gather them, and each composes the states that enter its
+spans. The gradient passes back in the same way: dS = Mᵀ dS' + G, with G the gradient of a span's outputs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenmix_core.parallel.exchange import combined, gather_states
+from tokenmix_core.parallel.shard import SequenceShard
+
+Tensors = tuple[Tensor, ...]
+
+
+class Recurrence(NamedTuple):
+    """A linear recurrence over tensors `[B, T, ...]` of tokens.
+
+    Attributes:
+        name: the operation, under which bytes are counted.
+        run: `(tensors, initial_state, cu_seqlens)` → outputs and final states.
+        state: `(tensors, initial_state)` → the final states alone.
+        transition: `tensors` → M `[B, HV, K, K]`, or `[B, HV, 1, 1]` for decays.
+        pull: `(tensors, gradient of outputs)` → G.
+        shape: HV, K, V.
+        width: of M, K or 1.
+    """
+
+    name: str
+    run: Callable[[Tensors, Tensor | None, Tensor | None], Any]
+    state: Callable[[Tensors, Tensor | None], Tensor]
+    transition: Callable[[Tensors], Tensor]
+    pull: Callable[[Tensors, Tensor], Tensor]
+    shape: tuple[int, int, int]
+    width: int
+
+
+def split_recurrence(
+    shard: SequenceShard, x: Recurrence, tensors: Tensors, initial_state: Tensor | None, final_states: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the outputs of this rank's tokens, and with `final_states` those of all rows or documents."""
+    first = tensors[0]
+    shard.check_local(x.name, first)
+    batch = first.shape[0]
+    if initial_state is not None and shard.packed:
+        rows = initial_state[torch.tensor(shard.documents, device=first.device)]
+    else:
+        rows = None if initial_state is None else initial_state.repeat_interleave(len(shard.local), 0)
+    transitions = None
+    before = rows
+    if shard.crosses:
+        transitions, entering = _enter(shard, x, tensors, rows)
+        before = _place(shard, x, rows, entering, batch)
+    cu_seqlens = shard.cu_seqlens(first.device)
+    o, final = x.run(tuple(shard.to_rows(t) for t in tensors), before, cu_seqlens)
+    o = shard.from_rows(o)
+    if transitions is not None and torch.is_grad_enabled():
+        o, final = _Carry.apply(shard, x, (shard.layer, f"{x.name}, backward"), transitions, o, final, *tensors)
+    return o, _final_states(shard, x, final, initial_state, batch) if final_states else None
+
+
+def _by_span(shard: SequenceShard, states: Tensor, span: int, index: list[int]) -> Tensor:
+    """Return the states `[B, ...]` of one local span, of states by row or piece; `index` is of packed pieces."""
+    return states[index[span]].unsqueeze(0) if shard.packed else states[span :: len(shard.local)]
+
+
+@torch.no_grad()
+def _enter(shard: SequenceShard, x: Recurrence, tensors: Tensors, rows: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    """Return M of the local spans, zero where no state passes through, and the states that enter them."""
+    batch, (heads, K, V) = tensors[0].shape[0], x.shape
+    kept, states = [], []
+    for i, span in enumerate(shard.local):
+        end = span.offset + span.tokens
+        tail = tuple(t[:, end - span.tail : end] for t in tensors)
+        # a document that begins in this span begins with its own initial state
+        begun = None if rows is None or span.through else _by_span(shard, rows, i, shard.tails)
+        states.append(x.state(tail, begun) if span.tail else None)
+        kept.append(x.transition(tail) if span.through else None)
+    like = next((t for t in states if t is not None), None)
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32) if like is None else like.dtype
+    zero = tensors[0].new_zeros(batch, heads, K, V, dtype=dtype)
+    none = zero.new_zeros(batch, heads, x.width, x.width)
+    transitions = torch.stack([none if m is None else m.to(dtype) for m in kept])
+    local = torch.stack([zero if s is None else s for s in states])
+    gathered = gather_states(shard, _pack(transitions, local), (shard.layer, x.name))
+    entering, state = {}, zero
+    for span, given in zip(shard.spans, gathered, strict=True):
+        entering[span.start] = state if span.depth else zero
+        m, s = _unpack(given, transitions, local)
+        state = (_apply(m, state) + s if span.through else s) if span.tail else zero
+    return transitions, [entering[span.start] for span in shard.local]
+
+
+def _pack(m: Tensor, s: Tensor) -> Tensor:
+    return torch.cat((m.flatten(-2), s.flatten(-2)), -1)
+
+
+def _unpack(given: Tensor, m: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = given.split((m[0, 0, 0].numel(), s[0, 0, 0].numel()), -1)
+    return a.unflatten(-1, m.shape[-2:]), b.unflatten(-1, s.shape[-2:])
+
+
+def _apply(m: Tensor, state: Tensor) -> Tensor:
+    """M S, or decay times S."""
+    return m * state if m.shape[-1] == 1 else m @ state
+
+
+def _place(shard: SequenceShard, x: Recurrence, rows: Tensor | None, entering: list[Tensor], batch: int) -> Tensor:
+    """Return the initial state of each row or piece: that of the caller, or one that enters a span."""
+    count = len(shard.pieces) if shard.packed else batch * len(shard.local)
+    base = entering[0].new_zeros(count, *x.shape) if rows is None else rows.to(entering[0].dtype)
+    for i, (span, state) in enumerate(zip(shard.local, entering, strict=True)):
+        if span.depth:
+            index = [shard.heads[i]] if shard.packed else list(range(i, count, len(shard.local)))
+            base = base.index_copy(0, torch.tensor(index, device=base.device), state)
+    return base
+
+
+class _Carry(torch.autograd.Function):
+    """Pass outputs and final states on; give the final states the gradient of what follows on other ranks."""
+
+    @staticmethod
+    def forward(ctx, shard, x, label, transitions, o, final, *tensors):
+        ctx.shard, ctx.x, ctx.label = shard, x, label
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(transitions, final.new_empty(0), *tensors)
+        ctx.shapes = o.shape, final.shape
+        return o.view_as(o), final.view_as(final)
+
+    @staticmethod
+    @torch.no_grad()
+    def backward(ctx, do, dfinal):
+        shard, x, (transitions, like, *tensors) = ctx.shard, ctx.x, ctx.saved_tensors
+        if do is None:
+            do = tensors[0].new_zeros(ctx.shapes[0])
+        dfinal = like.new_zeros(ctx.shapes[1]) if dfinal is None else dfinal.clone()
+        zero = dfinal.new_zeros(transitions.shape[1], *x.shape)
+        pulled = []
+        for i, span in enumerate(shard.local):
+            if not span.depth:
+                pulled.append(zero)
+                continue
+            head = slice(span.offset, span.offset + span.head)
+            given = tuple(t[:, head] for t in tensors)
+            local = x.pull(given, do[:, head])
+            if not span.through:
+                # the document ends in this span: its final state has its own gradient
+                after = _by_span(shard, dfinal, i, shard.heads)
+                local = local + _apply(x.transition(given).to(local.dtype).mT, after)
+            pulled.append(local)
+        local = torch.stack(pulled)
+        leaving, gradient = {}, zero
+        gathered = gather_states(shard, _pack(transitions, local), ctx.label)
+        for span, given in zip(reversed(shard.spans), reversed(gathered), strict=True):
+            leaving[span.start] = gradient
+            m, g = _unpack(given, transitions, local)
+            gradient = (_apply(m.mT, gradient) + g if span.through else g) if span.depth else zero
+        for i, span in enumerate(shard.local):
+            if span.tail:
+                _by_span(shard, dfinal, i, shard.tails).copy_(leaving[span.start])
+        return None, None, None, None, do, dfinal, *[None] * len(tensors)
+
+
+def _final_states(
+    shard: SequenceShard, x: Recurrence, final: Tensor, initial_state: Tensor | None, batch: int
+) -> Tensor:
+    """Return the final states of all rows or documents on all ranks."""
+    count = len(shard.boundaries) - 1 if shard.packed else batch
+    found = final.new_zeros(count, *x.shape)
+    if shard.packed:
+        ended = [
+            i for i in range(len(shard.pieces)) if i not in shard.tails or not shard.local[shard.tails.index(i)].tail
+        ]
+        documents = torch.tensor([shard.documents[i] for i in ended], device=final.device, dtype=torch.int64)
+        found = found.index_copy(0, documents, final[torch.tensor(ended, device=final.device, dtype=torch.int64)])
+    elif shard.local[-1].stop == shard.tokens:
+        found = found + final[len(shard.local) - 1 :: len(shard.local)]
+    else:
+        # connected to the graph of every rank, as the backward pass communicates
+        found = found + 0 * final[:batch]
+    found = combined(shard, found)
+    empty = [a == b for a, b in zip(shard.boundaries, shard.boundaries[1:], strict=False)]
+    if initial_state is None or not any(empty):
+        return found
+    return torch.where(torch.tensor(empty, device=final.device).view(-1, 1, 1, 1), initial_state.to(found.dtype), found)

@@ -1,0 +1,260 @@
+"""The split of one sequence, or of one row of packed documents, over the ranks of a process group."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import contextvars
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Int
+from torch import Tensor
+
+Layout = Literal["contiguous", "zigzag"]
+Range = tuple[int, int]
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of the whole row that lie on one rank.
+
+    Attributes:
+        start, stop: tokens of the whole row.
+        rank: the rank that has them.
+        offset: index of the first one among the rank's tokens.
+        depth: tokens of the first token's document that lie before `start`.
+        head: tokens of that document in this span, if `depth` is not zero; else 0.
+        tail: tokens of the last token's document in this span, if the document continues after `stop`; else 0.
+    """
+
+    start: int
+    stop: int
+    rank: int
+    offset: int
+    depth: int
+    head: int
+    tail: int
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def through(self) -> bool:
+        """True if one document fills the span and continues on both sides."""
+        return self.head == self.tail == self.tokens
+
+
+class SequenceShard:
+    """One rank's part of a batch whose rows are split along time.
+
+    A row of T tokens is cut into equal spans. With "contiguous", rank r of N has span r of N. With "zigzag" it has the
+    spans r and 2N − 1 − r of 2N, one after the other, which balances the work of causal attention. All ranks must
+    construct it with equal arguments.
+
+    Args:
+        tokens: T, the length of a whole row.
+        cu_seqlens: boundaries of the documents in the whole row (then B = 1); None for one document per row. They are
+            read by the CPU once, so a tensor on a CPU avoids a synchronisation.
+        layout: "contiguous" or "zigzag".
+        group: the ranks of the split; None for all.
+
+    Attributes:
+        traffic: bytes that this rank sent to others, by layer (None outside a model) and operation.
+
+    Raises:
+        ValueError: lengths or boundaries that do not fit; the same sentence on all ranks.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        cu_seqlens: Int[Tensor, "N_plus_1"] | Sequence[int] | None = None,
+        *,
+        layout: Layout = "contiguous",
+        group: dist.ProcessGroup | None = None,
+    ):
+        if layout not in get_args(Layout):
+            raise ValueError(f"SequenceShard: layout must be 'contiguous' or 'zigzag', got {layout!r}")
+        if not dist.is_initialized():
+            raise ValueError(
+                "SequenceShard: no process group exists; start the processes with torchrun and call "
+                "torch.distributed.init_process_group()"
+            )
+        self.group, self.layout, self.tokens = group, layout, tokens
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        parts = self.size if layout == "contiguous" else 2 * self.size
+        if tokens < parts or tokens % parts:
+            raise ValueError(
+                f"SequenceShard: a {layout} split over {self.size} ranks needs rows of a multiple of {parts} tokens, "
+                f"got {tokens}; pad the rows or pack documents up to a multiple"
+            )
+        given = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+        self.packed = given is not None
+        self.boundaries = [0, tokens] if given is None else list(given)
+        ordered = all(a <= b for a, b in itertools.pairwise(self.boundaries))
+        if len(self.boundaries) < 2 or self.boundaries[0] != 0 or self.boundaries[-1] != tokens or not ordered:
+            raise ValueError(
+                f"SequenceShard: cu_seqlens must rise from 0 to the {tokens} tokens of the whole row, "
+                f"got {self.boundaries[:8]}"
+            )
+        length = tokens // parts
+        self.spans = [self._span(i, length) for i in range(parts)]
+        self.local = [span for span in self.spans if span.rank == self.rank]
+        self.traffic: Counter[tuple[int | None, str]] = Counter()
+        self.layer: int | None = None
+        self._plans: dict[object, object] = {}
+        self._tensors: dict[tuple[str, torch.device], Tensor] = {}
+
+    def _span(self, i: int, length: int) -> Span:
+        start, stop = i * length, (i + 1) * length
+        folded = self.layout == "zigzag" and i >= self.size
+        rank = 2 * self.size - 1 - i if folded else i
+        first = bisect.bisect_right(self.boundaries, start) - 1
+        last = bisect.bisect_right(self.boundaries, stop - 1) - 1
+        depth = start - self.boundaries[first]
+        head = min(stop, self.boundaries[first + 1]) - start if depth else 0
+        tail = stop - max(start, self.boundaries[last]) if self.boundaries[last + 1] > stop else 0
+        return Span(start, stop, rank, length if folded else 0, depth, head, tail)
+
+    def __repr__(self) -> str:
+        spans = ", ".join(f"{span.start}:{span.stop}" for span in self.local)
+        return f"SequenceShard(rank {self.rank} of {self.size}, {self.layout}, tokens {spans} of {self.tokens})"
+
+    @property
+    def local_tokens(self) -> int:
+        """The tokens of a row that this rank has."""
+        return self.tokens // self.size
+
+    @cached_property
+    def crosses(self) -> bool:
+        """True if a document continues from one span to the next; otherwise operations do not communicate."""
+        return any(span.depth for span in self.spans)
+
+    @cached_property
+    def pieces(self) -> list[Range]:
+        """The documents' parts on this rank, as indices of its tokens, in their order; empty ones are left out."""
+        found = []
+        for span in self.local:
+            inner = {x for x in self.boundaries if span.start < x < span.stop}
+            cuts = [span.start, *sorted(inner), span.stop]
+            found += [(a - span.start + span.offset, b - span.start + span.offset) for a, b in itertools.pairwise(cuts)]
+        return found
+
+    @cached_property
+    def heads(self) -> list[int]:
+        """The index in `pieces` of each local span's first piece."""
+        starts = [piece[0] for piece in self.pieces]
+        return [starts.index(span.offset) for span in self.local]
+
+    @cached_property
+    def tails(self) -> list[int]:
+        """The index in `pieces` of each local span's last piece."""
+        stops = [piece[1] for piece in self.pieces]
+        return [stops.index(span.offset + span.tokens) for span in self.local]
+
+    @cached_property
+    def documents(self) -> list[int]:
+        """The document of each of `pieces`."""
+        found = []
+        for start, _ in self.pieces:
+            span = next(x for x in self.local if x.offset <= start < x.offset + x.tokens)
+            found.append(bisect.bisect_right(self.boundaries, start - span.offset + span.start) - 1)
+        return found
+
+    def cu_seqlens(self, device: torch.device | str) -> Int[Tensor, "P_plus_1"] | None:
+        """Return the boundaries of `pieces` as int32, for packed rows; None for one document per row."""
+        if not self.packed:
+            return None
+        return self._kept("cu_seqlens", device, lambda: torch.tensor([0, *(b for _, b in self.pieces)]).int())
+
+    def positions(self, device: torch.device | str) -> Int[Tensor, "T_local"]:
+        """Return the position of each token of this rank in its document."""
+
+        def build() -> Tensor:
+            parts = []
+            for document, (a, b) in zip(self.documents, self.pieces, strict=True):
+                span = next(x for x in self.local if x.offset <= a < x.offset + x.tokens)
+                first = a - span.offset + span.start - self.boundaries[document]
+                parts.append(torch.arange(first, first + b - a))
+            return torch.cat(parts)
+
+        return self._kept("positions", device, build)
+
+    def _kept(self, name: str, device: torch.device | str, build: Callable[[], Tensor]) -> Tensor:
+        key = name, torch.device(device)
+        if key not in self._tensors:
+            self._tensors[key] = build().to(device)
+        return self._tensors[key]
+
+    def split(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's tokens of `x`, which has the whole rows along `dim`."""
+        if x.shape[dim] != self.tokens:
+            raise ValueError(
+                f"SequenceShard.split: expected {self.tokens} tokens in dimension {dim}, got {x.shape[dim]}"
+            )
+        return torch.cat([x.narrow(dim, span.start, span.tokens) for span in self.local], dim)
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        """Return the spans of unpacked rows as rows of their own; packed rows have boundaries between spans."""
+        return x if self.packed or len(self.local) == 1 else x.unflatten(1, (len(self.local), -1)).flatten(0, 1)
+
+    def from_rows(self, x: Tensor) -> Tensor:
+        """Invert `to_rows`."""
+        return x if self.packed or len(self.local) == 1 else x.unflatten(0, (-1, len(self.local))).flatten(1, 2)
+
+    def targets(self, labels: Int[Tensor, "B T"], ignore_index: int = -100) -> Int[Tensor, "B T_local"]:
+        """Return the label that each token of this rank predicts; `labels` are the whole rows', not shifted."""
+        shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
+        ends = torch.tensor([end - 1 for end in self.boundaries[1:] if end], device=labels.device)
+        return self.split(shifted.index_fill(1, ends, ignore_index))
+
+    def check_local(self, operation: str, x: Tensor) -> None:
+        """Raise a ValueError if `x [B, T, ...]` does not have this rank's tokens."""
+        if x.shape[1] != self.local_tokens or (self.packed and x.shape[0] != 1):
+            rows = "1" if self.packed else "B"
+            raise ValueError(
+                f"{operation}: expected this rank's tokens [{rows}, {self.local_tokens}, ...] of {self.tokens}, "
+                f"got {list(x.shape)}; take them by SequenceShard.split"
+            )
+
+
+_ACTIVE: contextvars.ContextVar[SequenceShard | None] = contextvars.ContextVar("sequence_shard", default=None)
+
+
+@contextlib.contextmanager
+def sequence_shard(shard: SequenceShard | None, layer: int | None = None) -> Iterator[SequenceShard | None]:
+    """Split the sequences of all modules called inside over the ranks of `shard`; None for no split.
+
+    Args:
+        shard: the split.
+        layer: index under which `shard.traffic` counts what operations send.
+    """
+    token = _ACTIVE.set(shard)
+    before = None if shard is None else shard.layer
+    if shard is not None and layer is not None:
+        shard.layer = layer
+    try:
+        yield shard
+    finally:
+        _ACTIVE.reset(token)
+        if shard is not None:
+            shard.layer = before
+
+
+def current_shard() -> SequenceShard | None:
+    """Return the shard of the innermost `sequence_shard`, or None."""
+    return _ACTIVE.get()
+
+
+def require_shard(operation: str, given: SequenceShard | None, cu_seqlens: Tensor | None) -> SequenceShard | None:
+    """Return the given or the current shard; refuse boundaries beside it, which would be local ones."""
+    shard = current_shard() if given is None else given
+    if shard is not None and cu_seqlens is not None:
+        raise ValueError(f"{operation}: the boundaries are those of the SequenceShard; pass no cu_seqlens beside it")
+    return shard

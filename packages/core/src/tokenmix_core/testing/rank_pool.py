@@ -1,0 +1,70 @@
+"""Processes on a CPU that form gloo groups, for tests of sequences that are split over ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankPool:
+    """Run functions on `size` ranks of one pool of processes: `pool(3, check, *args)` returns rank 0's result.
+
+    The processes are forked from a server that has imported torch once, and take any number of calls. The function must
+    be importable; it gets the group of the ranks as its first argument. An error on any rank is raised here, and ends
+    the processes; the next call starts new ones.
+    """
+
+    def __init__(self, most: int = 4, timeout: float = 60.0):
+        self.most, self.timeout = most, timeout
+        self.workers: list[tuple[Any, Connection]] = []
+
+    def __call__(self, size: int, run: Callable[..., Any], *args: Any) -> Any:
+        if not self.workers:
+            self._start()
+        for _, pipe in self.workers[:size]:
+            pipe.send((size, run, args))
+        answers = [pipe.recv() if pipe.poll(self.timeout) else (False, "no answer") for _, pipe in self.workers[:size]]
+        failed = [f"rank {rank}: {text}" for rank, (fine, text) in enumerate(answers) if not fine]
+        if failed:
+            self.close()
+            raise AssertionError("\n".join(failed))
+        return answers[0][1]
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tokenmix_core.testing.split_contract"])
+        store = tempfile.mktemp()
+        for rank in range(self.most):
+            ours, theirs = context.Pipe()
+            worker = context.Process(target=_work, args=(rank, self.most, store, theirs, self.timeout), daemon=True)
+            worker.start()
+            self.workers.append((worker, ours))
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker, _ in self.workers:
+            worker.kill()
+            worker.join()
+        self.workers = []
+
+
+def _work(rank: int, most: int, store: str, pipe: Connection, timeout: float) -> None:
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=timeout / 2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=most, timeout=limit)
+    groups = {size: dist.new_group(list(range(size)), timeout=limit) for size in range(1, most + 1)}
+    while True:
+        size, run, args = pipe.recv()
+        try:
+            answer = True, run(groups[size], *args)
+        except Exception:
+            answer = False, traceback.format_exc()
+        pipe.send(answer)

@@ -1,0 +1,189 @@
+"""The contract of sequences that are split over ranks: values and gradients are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenmix_core import parallel
+from tokenmix_core.parallel import SequenceShard
+
+# relative to the largest element, in float64
+TOLERANCE = 1e-12
+
+
+class Layout(NamedTuple):
+    """A batch and its split."""
+
+    layout: str
+    batch: int
+    tokens: int
+    boundaries: list[int] | None = None
+
+
+def layouts(size: int) -> list[Layout]:
+    """Return batches for `size` ranks: rows and packed documents, with spans of odd lengths, in both layouts.
+
+    Documents end inside spans and at their boundaries, and fill several spans; some are empty or have one token.
+    """
+    found = []
+    for layout, parts in (("contiguous", size), ("zigzag", 2 * size)):
+        span = 35 if layout == "contiguous" else 19
+        tokens = parts * span
+        found.append(Layout(layout, 2, tokens))
+        found.append(Layout(layout, 1, tokens, [0, 5, 5, span - 1, span, span + 1, tokens - 3, tokens]))
+        found.append(Layout(layout, 1, tokens, [0, 0, span + 7, span + 8, tokens - 5, tokens]))
+    return found
+
+
+class Case(NamedTuple):
+    """An operation under test.
+
+    Attributes:
+        inputs: `(batch, tokens)` → inputs `[B, T, ...]` that are split, and others that all ranks have.
+        run: `(inputs, others, options)` → outputs `[B, T, ...]` that are split, and others equal on all ranks.
+    """
+
+    inputs: Callable[[int, int, int], tuple[dict[str, Tensor], dict[str, Tensor]]]
+    run: Callable[..., tuple[dict[str, Tensor], dict[str, Tensor]]]
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def _recurrent_inputs(batch: int, tokens: int, sequences: int, *, delta: bool) -> tuple[dict, dict]:
+    K, V = (6, 5) if delta else (4, 6)
+    split = {
+        "q": _random(batch, tokens, 2, K),
+        "k": torch.nn.functional.normalize(_random(batch, tokens, 2, K), dim=-1),
+        "v": _random(batch, tokens, 4, V),
+        "g": -0.1 * _random(batch, tokens, 4).abs(),
+    }
+    split |= {"beta" if delta else "dt": _random(batch, tokens, 4).sigmoid()}
+    whole = {"initial_state": _random(sequences, 4, K, V)}
+    return split, whole if delta else whole | {"D": _random(4)}
+
+
+def _run_recurrence(op: Callable, x: dict, others: dict, options: dict) -> tuple[dict, dict]:
+    with_states = {"final_states": True} if "sequence_shard" in options else {}
+    out = op(**x, **others, **options, **with_states)
+    return {"o": out.o}, {"final_state": out.final_state}
+
+
+def _without_states(op: Callable, x: dict, others: dict, options: dict) -> tuple[dict, dict]:
+    return {"o": op(**x, **{k: t for k, t in others.items() if k != "initial_state"}, **options).o}, {}
+
+
+def _attention(x: dict, others: dict, options: dict, **mask: Any) -> tuple[dict, dict]:
+    return dict(parallel.attention(**x, **options, **mask)._asdict()), {}
+
+
+def _attention_inputs(batch: int, tokens: int, sequences: int) -> tuple[dict, dict]:
+    return {"q": _random(batch, tokens, 4, 6), "k": _random(batch, tokens, 2, 6), "v": _random(batch, tokens, 2, 5)}, {}
+
+
+def _convs(x: dict, others: dict, options: dict) -> tuple[dict, dict]:
+    found = parallel.short_convs(list(x.values()), list(others.values()), activation="silu", **options)
+    return {str(i): out.o for i, out in enumerate(found)}, {}
+
+
+CASES: dict[str, Case] = {
+    "gated delta rule": Case(
+        lambda *n: _recurrent_inputs(*n, delta=True),
+        lambda *x: _run_recurrence(parallel.chunk_gated_delta_rule, *x),
+    ),
+    "gated delta rule, normed": Case(
+        lambda *n: _recurrent_inputs(*n, delta=True),
+        lambda x, others, options: _without_states(
+            parallel.chunk_gated_delta_rule, x, others, options | {"qk_l2norm": True, "scale": 0.3}
+        ),
+    ),
+    "ssd": Case(
+        lambda *n: _recurrent_inputs(*n, delta=False),
+        lambda *x: _run_recurrence(parallel.chunk_ssd, *x),
+    ),
+    "short convolution": Case(
+        lambda batch, tokens, _: ({"x": _random(batch, tokens, 3)}, {"weight": _random(3, 4), "bias": _random(3)}),
+        lambda x, others, options: ({"o": parallel.short_conv(**x, **others, **options).o}, {}),
+    ),
+    "short convolutions": Case(
+        lambda batch, tokens, _: (
+            {"a": _random(batch, tokens, 3), "b": _random(batch, tokens, 2)},
+            {"c": _random(3, 3), "d": _random(2, 3)},
+        ),
+        _convs,
+    ),
+    "token shift": Case(
+        lambda batch, tokens, _: ({"x": _random(batch, tokens, 3)}, {}),
+        lambda x, others, options: ({"o": parallel.shift_tokens(**x, **options)}, {}),
+    ),
+    "attention": Case(_attention_inputs, _attention),
+    "window": Case(_attention_inputs, lambda *x: _attention(*x, window=9)),
+    "window and sinks": Case(_attention_inputs, lambda *x: _attention(*x, window=7, sinks=3)),
+    "window beyond a span": Case(_attention_inputs, lambda *x: _attention(*x, window=50, sinks=2)),
+}
+
+
+def check_operations(group: dist.ProcessGroup, names: list[str]) -> dict[str, float]:
+    """Return the largest relative error of values and gradients by operation and batch, on the ranks of `group`."""
+    errors = {}
+    for name in names:
+        for layout in layouts(dist.get_world_size(group)):
+            errors[f"{name}, {layout}"] = operation_error(group, CASES[name], layout)
+    return errors
+
+
+def operation_error(group: dist.ProcessGroup, case: Case, layout: Layout) -> float:
+    """Compare one operation on the ranks of `group` with the same operation in one process."""
+    torch.manual_seed(0)
+    sequences = layout.batch if layout.boundaries is None else len(layout.boundaries) - 1
+    inputs, others = case.inputs(layout.batch, layout.tokens, sequences)
+    shard = SequenceShard(layout.tokens, layout.boundaries, layout=layout.layout, group=group)  # type: ignore[arg-type]
+    boundaries = None if layout.boundaries is None else torch.tensor(layout.boundaries, dtype=torch.int32)
+
+    def differentiated(whole: bool) -> list[Tensor]:
+        leaves = {name: t.clone().requires_grad_() for name, t in (inputs | others).items()}
+        options: dict[str, Any] = {"cu_seqlens": boundaries} if whole else {"sequence_shard": shard}
+        x = {name: leaves[name] if whole else shard.split(leaves[name]) for name in inputs}
+        split, equal = case.run(x, {name: leaves[name] for name in others}, options)
+        generator = torch.Generator().manual_seed(1)
+        loss, found = torch.zeros((), dtype=torch.float64), []
+        for t in split.values():
+            weight = torch.randn(t.shape[0], layout.tokens, *t.shape[2:], generator=generator, dtype=t.dtype)
+            loss = loss + (t * (weight if whole else shard.split(weight))).sum()
+            found.append(t.detach() if whole else joined(shard, t))
+        for t in equal.values():
+            weight = torch.randn(t.shape, generator=generator, dtype=t.dtype)
+            # a share of each rank's own: their sum is the weight
+            share = 1.0 if whole else 2.0 * (shard.rank + 1) / (shard.size * (shard.size + 1))
+            loss = loss + share * (t * weight).sum()
+            found.append(t.detach())
+        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        for leaf, grad in zip(leaves.values(), grads, strict=True):
+            grad = torch.zeros_like(leaf) if grad is None else grad
+            if not whole:
+                dist.all_reduce(grad, group=group)
+            found.append(grad)
+        return found
+
+    return relative_error(differentiated(whole=False), differentiated(whole=True))
+
+
+def joined(shard: SequenceShard, x: Tensor) -> Tensor:
+    """Return the whole rows of which `x` are this rank's tokens."""
+    whole = x.new_zeros(x.shape[0], shard.tokens, *x.shape[2:])
+    for span in shard.local:
+        whole[:, span.start : span.stop] = x.detach()[:, span.offset : span.offset + span.tokens]
+    dist.all_reduce(whole, group=shard.group)
+    return whole
+
+
+def relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest difference, over the largest element of each expected tensor."""
+    pairs = zip(found, expected, strict=True)
+    return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-30)).item() if b.numel() else 0.0 for a, b in pairs)
