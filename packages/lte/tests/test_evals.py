@@ -12,7 +12,7 @@ from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_core.evaluation.options import EvalOptions
 from tokenmix_core.evaluation.report import write_result
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
-from tokenmix_lte import evals, latency
+from tokenmix_lte import latency, tables
 from tokenmix_lte.cli import main
 from tokenmix_lte.evals import retained_shares, retention_suite, scorer_suite
 from tokenmix_lte.limits import using_retention
@@ -121,9 +121,9 @@ def test_passages_are_truncated_at_4096_tokens(model, monkeypatch):
         asked.append(options.max_length)
         return {"suite": "recall", "settings": {}, "rows": [], "plots": []}
 
-    monkeypatch.setattr(evals, "recall_suite", recall)
-    assert evals.evaporate_suite(model, None, EvalOptions())["suite"] == "evaporate"
-    evals.evaporate_suite(model, None, EvalOptions(max_length=1000))
+    monkeypatch.setattr(tables, "recall_suite", recall)
+    assert tables.evaporate_suite(model, None, EvalOptions())["suite"] == "evaporate"
+    tables.evaporate_suite(model, None, EvalOptions(max_length=1000))
     assert asked == [4096, 1000]
 
 

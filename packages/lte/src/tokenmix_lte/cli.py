@@ -77,6 +77,15 @@ def _add_commands(add: core_cli.AddCommand) -> None:
     )
     sub.add_argument("--held", type=int, default=1024, metavar="N", help="tokens that a layer holds (default: 1024)")
 
+    sub = add(
+        "tables",
+        "join the rows of Tables 1 to 3 that `eval` has measured of several models",
+        "runs/lalte runs/gdn-attention --out tables",
+        "tokenmix_lte.tables:command",
+    )
+    sub.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="folder of a model with its evaluation")
+    sub.add_argument("--out", type=Path, metavar="DIR", help="folder for tables and JSON; without it none is written")
+
 
 if __name__ == "__main__":
     sys.exit(main())

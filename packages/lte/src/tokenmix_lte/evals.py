@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,11 @@ from tokenmix_core.evaluation import (
     Suite,
     SuiteResult,
     cut_sequences,
-    recall_suite,
     text_tokens,
 )
 from tokenmix_lte.latency import latency_suite
 from tokenmix_lte.mixer import Lte
-
-# longest prompt in tokens; longer ones are truncated, as in the paper
-EVAPORATE_LENGTH = 4096
+from tokenmix_lte.tables import TABLES, commonsense_suite, evaporate_suite
 
 
 def lte_layers(model: Any) -> dict[int, Lte]:
@@ -122,13 +118,10 @@ def scorer_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResul
     return {"suite": "scorer", "settings": {"parameters": whole}, "rows": rows, "plots": []}
 
 
-def evaporate_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Run core's `recall` suite (FDA, SWDE, NQ, SQuAD, TriviaQA, DROP; Table 3) with prompts of up to 4,096 tokens."""
-    options = replace(options, max_length=options.max_length or EVAPORATE_LENGTH)
-    return {**recall_suite(model, tokenizer, options), "suite": "evaporate"}
-
-
 SUITES: dict[str, Suite] = {
+    "commonsense": Suite(
+        "nine zero-shot tasks and WikiText (Table 1), through lm-eval", commonsense_suite, reads=LM_EVAL_READS
+    ),
     "evaporate": Suite(
         "recall from passages, prompts of 4K (Table 3), through lm-eval", evaporate_suite, reads=LM_EVAL_READS
     ),
@@ -143,4 +136,5 @@ SUITES: dict[str, Suite] = {
         reads=("lengths", "max_length", "text"),
     ),
     "scorer": Suite("the scorers' share of parameters and operations; offline", scorer_suite, reads=("lengths",)),
+    **TABLES,
 }

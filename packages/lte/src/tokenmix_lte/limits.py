@@ -28,8 +28,12 @@ def using_retention(model: Any, args: argparse.Namespace) -> Iterator[None]:
     try:
         for layer in layers:
             layer.set_limits(cap=_cap(args.cap, model), window=args.window)
+        changed = {name: x for name, x in (("cap", args.cap), ("window", args.window)) if x is not None}
+        # results name the limits
+        model.evaluation_settings = lambda: changed
         yield
     finally:
+        vars(model).pop("evaluation_settings", None)
         for layer, limits in zip(layers, saved, strict=True):
             layer.cap, layer.window, layer.score_every = limits
 
