@@ -11,7 +11,9 @@ import argparse
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -106,15 +108,15 @@ def mixed(K: int, dtype: torch.dtype, delta: bool) -> None:
     torch.autograd.grad(y, [given[name] for name in x], torch.empty_like(y))
 
 
-# calls by head size and dtype, and the head sizes that their kernels take
-SIZES = (16, 32, 64, 96, 128, 192, 256)
+# calls by head size and dtype, and the head sizes of their tiles; heads of 96 and 192 are padded to 128 and 256
+SIZES = (16, 64, 128, 256)
 KINDS: dict[str, tuple[Callable[[int, torch.dtype], None], tuple[int, ...]]] = {
     "window and sinks": (window, SIZES),
     "retained keys": (partial(retained, unit=1), SIZES),
     "retained blocks": (partial(retained, unit=64), SIZES),
     "decoding": (decoding, SIZES),
     "gated delta rule": (partial(scan, "chunk_gated_delta_rule", 2), (64, 128, 256)),
-    "SSD": (partial(scan, "chunk_ssd", 1), (16, 32, 64, 128, 256)),
+    "SSD": (partial(scan, "chunk_ssd", 1), SIZES),
     "slots": (slots, (64, 128)),
     "selected queries": (selected, (64, 128)),
     "mixed modes with SSD": (partial(mixed, delta=False), (64, 128)),
@@ -164,25 +166,35 @@ def summary(kernels: list[dict]) -> dict[str, dict]:
 
 
 def main() -> int:
-    """Compile, print one line for each chip and fault, and return the exit status."""
+    """Do what the arguments say, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("chips", nargs="*", help=f"among {', '.join(CHIPS)}; all by default")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep what is compiled, and go on from there")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further call after this time")
     parser.add_argument("--calls", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.calls:
-        chosen = calls() if given.calls == ["all"] else {x: call for x, call in calls().items() if x in given.calls}
-        packages = ("core", "lte", "nats_l", "nha", "oryx")
-        compile_calls(chosen, *(f"tokenmix_{x}.ops" for x in packages), portable=True)
+        packages = (f"tokenmix_{x}.ops" for x in (*PACKAGES, "oryx"))
+        chosen = {x: call for x, call in calls().items() if x in given.calls}
+        on = QUICK if given.quick else None
+        compile_calls(chosen, *packages, portable=True, chips=on, seconds=given.seconds)
         return 0
+    with tempfile.TemporaryDirectory() as folder:
+        folder = given.record or Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        return report(quick() if given.quick else swept(given.chips or CHIPS, folder, given.seconds), given)
+
+
+def report(measured: Iterable[tuple[str, list[dict], int]], given: argparse.Namespace) -> int:
+    """Print one line for each chip and fault, write the file if asked to, and return the exit status."""
     known = json.loads(FILE.read_text()) if FILE.exists() else {}
     wrong: list[str] = []
-    for chip in given.chips or (dict.fromkeys(QUICK.values()) if given.quick else CHIPS):
-        names = [name for name, on in QUICK.items() if on == chip] if given.quick else ["all"]
-        kernels = compiled_by(__file__, "--calls", *names, every=not given.quick, chip=chip)
+    for chip, kernels, missing in measured:
         found = summary(kernels)
         wrong += faults(chip, kernels, found if given.write else known.get(chip, {}))
+        wrong += [f"{chip}: {missing} calls are not yet compiled"] * bool(missing)
         unknown = len(found.keys() - known.get(chip, {}).keys())
         compiled = sum(x["compiled"] for x in found.values())
         print(f"{chip}: {compiled} of {len(kernels)} kernels compiled, {unknown} without a bound of spills", flush=True)
@@ -191,6 +203,38 @@ def main() -> int:
             FILE.write_text(json.dumps(dict(sorted(known.items())), indent=1, sort_keys=True) + "\n")
     print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
     return bool(wrong)
+
+
+def quick() -> Iterator[tuple[str, list[dict], int]]:
+    """Yield each chip of `QUICK`, its compiled kernels, and 0; one process compiles for all chips of a maker."""
+    for chips in ([x for x in CHIPS if x.startswith(maker)] for maker in ("sm", "gfx")):
+        names = [name for name, on in QUICK.items() if on in chips]
+        kernels = compiled_by(__file__, "--quick", "--calls", *names, chip=chips[0])
+        for chip in chips:
+            if found := [x for x in kernels if QUICK[x["call"]] == chip]:
+                yield chip, found, 0
+
+
+def swept(chips: Iterable[str], folder: Path, seconds: float) -> Iterator[tuple[str, list[dict], int]]:
+    """Yield each chip, its compiled kernels, with those recorded in a folder, and the number of calls still missing."""
+    end = time.monotonic() + seconds
+    for chip in chips:
+        record, names = folder / f"{chip}.jsonl", [*calls()]
+        found = recorded(record)
+        if missing := [x for x in names if x not in found]:
+            options = ("--seconds", str(max(0.0, end - time.monotonic())), "--calls", *missing)
+            compiled_by(__file__, *options, every=True, chip=chip, record=record)
+            found = recorded(record)
+        yield chip, [x for kernels in found.values() for x in kernels], len(names) - len(found)
+
+
+def recorded(file: Path) -> dict[str, list[dict]]:
+    """Return the kernels of each call in a file."""
+    found: dict[str, list[dict]] = {}
+    for line in file.read_text().splitlines() if file.exists() else ():
+        x = json.loads(line)
+        found.setdefault(x["call"], []).extend([x] if x["kernel"] else [])
+    return found
 
 
 if __name__ == "__main__":

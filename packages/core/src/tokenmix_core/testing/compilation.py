@@ -14,7 +14,10 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,18 +44,24 @@ def without_gpu(test: Callable) -> Callable:
     return pytest.mark.slow(pytest.mark.timeout(3600)(there(test)))
 
 
-def compiled_by(script: str, *arguments: str, every: bool = False, chip: str = "sm_90") -> list[dict]:
+def compiled_by(
+    script: str, *arguments: str, every: bool = False, chip: str = "sm_90", record: Path | None = None
+) -> list[dict]:
     """Run `compile_calls` of a script in a process of its own and return what it prints; its errors are raised here.
 
-    With `every` all kernels of the calls are compiled, and not only the first call's of each.
+    With `every` all kernels of the calls are compiled, and not only the first call's of each. `record` is a file that
+    the lines are appended to; lines of earlier runs are returned too.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {_CHIP: chip} | ({_EVERY: "1"} if every else {})
     program = ["-c", _ON_AMD, script] if chip.startswith("gfx") else [script]
-    done = subprocess.run([sys.executable, *program, *arguments], capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise RuntimeError(f"{script} ended with {done.returncode}: {done.stderr[-4000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    with record.open("a+") if record else tempfile.TemporaryFile("w+") as lines:
+        command = [sys.executable, *program, *arguments]
+        done = subprocess.run(command, stdout=lines, stderr=subprocess.PIPE, text=True, env=environment)
+        if done.returncode:
+            raise RuntimeError(f"{script} ended with {done.returncode}: {done.stderr[-4000:]}")
+        lines.seek(0)
+        return [x for line in lines if (x := json.loads(line))["kernel"]]
 
 
 def assert_all_fit(kernels: Iterable[dict]) -> None:
@@ -60,23 +69,38 @@ def assert_all_fit(kernels: Iterable[dict]) -> None:
     assert [x for x in kernels if x["error"] or x["shared"] > CHIPS["sm_90"]] == []
 
 
-def compile_calls(calls: Mapping[str, Callable[[], object]], *packages: str, portable: bool = False) -> None:
+def compile_calls(
+    calls: Mapping[str, Callable[[], object]],
+    *packages: str,
+    portable: bool = False,
+    chips: Mapping[str, str] | None = None,
+    seconds: float = float("inf"),
+) -> None:
     """Make the calls, whose tensors lie on the CPU, compile the Gluon kernels they would launch and print a line each.
 
-    With `portable` the others are compiled instead; kernels with PDL are compiled with and without it.
-
     A line is JSON with the call, the kernel, `shared`, its bytes of shared memory, `spilled`, the bytes of registers
-    that a thread spills, and `error`, None where it compiled. Portable kernels are reduced until they fit the chip.
-    `packages` hold the operations.
+    that a thread spills, and `error`, None where it compiled. A call without kernels has a line without one. Portable
+    kernels are reduced until they fit the chip.
+
+    Args:
+        calls: by name.
+        packages: hold the operations.
+        portable: compile the others instead, on chips with PDL only in the form with it.
+        chips: of calls that are compiled for another chip than `compiled_by` names; all are NVIDIA's, or none is.
+        seconds: after which no further call begins.
     """
-    chip = os.environ.get(_CHIP, "sm_90")
     from tokenmix_core.kernels.launch import fit
     from tokenmix_core.kernels.launch.launcher import Launch, taken
 
-    _pretend(packages, chip)
+    start, default = time.monotonic(), os.environ.get(_CHIP, "sm_90")
+    driver = _pretend(packages, default)
     every, seen = os.environ.get(_EVERY) == "1", set()
     for call, make in calls.items():
+        if time.monotonic() - start > seconds:
+            return
+        driver.chip = chip = (chips or {}).get(call, default)
         launches: list[Launch] = []
+        lines: list[dict] = []
         with taken(launches.append):
             make()
         for kernel, grid, args, options in launches:
@@ -88,16 +112,18 @@ def compile_calls(calls: Mapping[str, Callable[[], object]], *packages: str, por
                 continue
             seen.add(kind if every else name)
             error, shared, spilled = None, 0, 0
+            forms = [*_forms(kernel.fn, args, options, chip)]
             try:
-                for taken_args, taken_options in _forms(kernel.fn, args, options, chip):
+                for taken_args, taken_options in forms[-1:] if portable else forms:
                     log, limit = io.StringIO(), CHIPS[chip] if portable else None
                     with contextlib.redirect_stdout(log):
                         made, *_ = fit.compiled(kernel.fn, grid, taken_args, taken_options, kernel.loop_tiles, limit)
                     shared, spilled = max(shared, made.metadata.shared), max(spilled, _spilled(made, log.getvalue()))
             except Exception as failure:
                 error = f"{type(failure).__name__}: {failure}"
-            line = {"call": call, "kernel": name, "shared": shared, "spilled": spilled, "error": error}
-            print(json.dumps(line), flush=True)
+            lines.append({"call": call, "kernel": name, "shared": shared, "spilled": spilled, "error": error})
+        # a call as a whole, so that a run that is ended leaves no part of one
+        print(*map(json.dumps, lines or [{"call": call, "kernel": None}]), sep="\n", flush=True)
 
 
 def _spilled(made: Any, log: str) -> int:
@@ -122,7 +148,8 @@ class _Driver:
         self.chip = chip
 
     def get_current_device(self) -> int:
-        return 0
+        # Triton remembers the target and the kernels of each device
+        return list(CHIPS).index(self.chip)
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -134,25 +161,30 @@ class _Driver:
         return GPUTarget("cuda", int(self.chip[3:]), 32) if cuda else GPUTarget("hip", self.chip, 64)
 
 
-def _pretend(packages: tuple[str, ...], chip: str = "sm_90") -> None:
-    """Let this process take its CPU for a GPU, wherever modules under these packages ask."""
+def _pretend(packages: tuple[str, ...], chip: str) -> _Driver:
+    """Let this process take its CPU for the GPU that the returned driver names, wherever modules under packages ask."""
     import triton
     from triton.runtime.driver import driver
 
     from tokenmix_core.kernels import tuning
     from tokenmix_core.ops import dispatch
 
-    driver.set_active(_Driver(chip))  # type: ignore[arg-type]
+    active = _Driver(chip)
+    driver.set_active(active)  # type: ignore[arg-type]
     # ptxas' log has the spills; a compiled kernel of the disk cache has no log
     knobs: Any = triton.knobs  # type: ignore[attr-defined]
     knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
-    limit = None if chip == "sm_90" else f"needs a CUDA device of compute capability 9 (Hopper), got {chip}"
+
+    def limit(device: torch.device) -> str | None:
+        hopper = active.chip == "sm_90"
+        return None if hopper else f"needs a CUDA device of compute capability 9 (Hopper), got {active.chip}"
+
     answers = {
         # tensors on a CPU are else refused
         dispatch.interpreting: lambda: True,
         dispatch.resolve_impl: lambda op, impl, x, gluon=None: impl,
-        dispatch.device_limit: lambda device: limit,
-        tuning.block_memory: lambda: CHIPS[chip],
+        dispatch.device_limit: limit,
+        tuning.block_memory: lambda: CHIPS[active.chip],
     }
     for package in packages:
         for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
@@ -162,3 +194,4 @@ def _pretend(packages: tuple[str, ...], chip: str = "sm_90") -> None:
             for asked, answer in answers.items():
                 if value is asked:
                     setattr(module, name, answer)
+    return active
