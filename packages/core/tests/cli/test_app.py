@@ -488,8 +488,8 @@ def test_info_lists_what_there_is(recipes, capsys):
 def test_info_tells_the_kernels_of_a_chip_that_is_not_here(recipes, capsys):
     assert main(["info", "--chip", "sm_89"], recipes=recipes) == 0
     out = capsys.readouterr().out
-    assert out.startswith("sm_89: 101,376 bytes of shared memory")
-    assert re.search(r"chunk_ssd +triton, never run on this chip", out)
+    assert out.startswith("sm_89: 101,376 bytes of shared memory a block; no test has run on it")
+    assert re.search(r"chunk_ssd +triton, as Gluon, .* needs a CUDA device .* got sm_89", out)
     assert main(["info", "--chip", "sm_90"], recipes=recipes) == 0
     assert re.search(r"chunk_ssd +gluon", capsys.readouterr().out)
     assert main(["info", "--chip", "volta"], recipes=recipes) != 0

@@ -340,6 +340,23 @@ def test_an_explanation_names_the_kernels_of_each_step_and_what_is_missing(hoppe
     assert told.kernels["outputs"] == "gluon tiled"
 
 
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_explains_what_runs_on_a_chip_that_is_not_here(name, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    told = explain(name, chip="sm_89")
+    assert told.impl == "triton"
+    assert "bfloat16 on sm_89, where no test has run" in str(told)
+    told = explain(name, chip="sm_90")
+    assert told.impl == ("triton" if OPERATIONS[name].gluon is None else "gluon")
+    assert told.call.endswith("on sm_90")
+
+
+def test_an_explanation_of_a_chip_follows_the_limits_of_kernels():
+    assert explain(chunk_ssd, dtype=torch.float32, chip="sm_90").impl == "triton"
+    with pytest.raises(ValueError, match="takes head sizes up to 256"):
+        explain(attention, sizes={"K": 512}, chip="sm_89")
+
+
 @pytest.mark.parametrize("whose", ["sdpa", None])
 def test_an_explanation_of_attention_names_whose_gradients_follow_our_outputs(whose, hopper_device, monkeypatch):
     monkeypatch.setattr(registry, "implementation_of_attention", lambda *call: None)
@@ -356,6 +373,8 @@ def test_an_explanation_of_attention_names_whose_gradients_follow_our_outputs(wh
         (lambda: explain("chunk_nothing"), "must be one of chunk_gated_delta_rule, .*, got chunk_nothing"),
         (lambda: explain(chunk_ssd, sizes={"X": 1}), "has sizes B, T, .*, got X"),
         (lambda: explain(chunk_ssd, device="cuda:99"), "cuda:99 is not here"),
+        (lambda: explain(chunk_ssd, chip="sm_70"), "chip must be one of sm_80"),
+        (lambda: explain(chunk_ssd, chip="sm_80", device="cpu"), "pass a chip or a device"),
         (lambda: explain(chunk_ssd, torch.ones(2)), "q must have shape"),
         (lambda: explain(short_conv, impl="gluon"), "no kernels in Gluon"),
     ],

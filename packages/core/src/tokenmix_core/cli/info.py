@@ -18,7 +18,7 @@ from tokenmix_core._utils.validation import described
 from tokenmix_core.cli.commands import Context, config_of
 from tokenmix_core.evaluation.efficiency import device_name
 from tokenmix_core.nn.registry import known_mixers
-from tokenmix_core.ops.explanation import CHIPS, OPERATIONS, explain, on_chip
+from tokenmix_core.ops.explanation import CHIPS, OPERATIONS, RAN, explain
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe
 
 LIBRARIES = ("torch", "triton", "transformers", "accelerate")
@@ -39,8 +39,9 @@ ABSENT = "not installed"
 def info(args: argparse.Namespace, context: Context) -> None:
     """Show versions, recipes and suites, or describe a model."""
     if args.chip:
-        lines = on_chip(args.chip)
-        print(f"{args.chip}: {CHIPS[args.chip]:,} bytes of shared memory a block")
+        lines = kernels_of(args.chip)
+        untested = "" if args.chip in RAN else "; no test has run on it"
+        print(f"{args.chip}: {CHIPS[args.chip]:,} bytes of shared memory a block{untested}")
         print(*(f"  {name:{max(map(len, lines))}}  {text}" for name, text in lines.items()), sep="\n")
         return
     if args.fields:
@@ -63,7 +64,7 @@ def info(args: argparse.Namespace, context: Context) -> None:
         ("recipes", {name: make().description for name, make in context.recipes.items()}),
         ("suites", {name: suite.summary for name, suite in context.suites.items()}),
         ("mixers", dict.fromkeys(known_mixers(), "")),
-        ("kernels that run here, of bfloat16 in usual sizes", kernels_here()),
+        ("kernels that run here, of bfloat16 in usual sizes", kernels_of()),
     ):
         print(f"\n{title}")
         width = max(map(len, lines), default=0)
@@ -71,9 +72,9 @@ def info(args: argparse.Namespace, context: Context) -> None:
             print(f"  {name:{width}}  {text}".rstrip())
 
 
-def kernels_here() -> dict[str, str]:
-    """Say what runs of each operation on this machine, and why; a paper's operations are those that it registered."""
-    found = {name: explain(name) for name in OPERATIONS}
+def kernels_of(chip: str | None = None) -> dict[str, str]:
+    """Say what runs of each operation on a chip, by default on this machine, and why; papers register theirs."""
+    found = {name: explain(name, chip=chip) for name in OPERATIONS}
     return {name: f"{what.impl}, as {what.why}" for name, what in found.items()}
 
 

@@ -48,7 +48,8 @@ def override(
         invalidate()
 
 
-# bytes of shared memory that a block may have on Hopper, where tiles were measured
+# an H100's or H200's SMs, and bytes of shared memory of a block; tiles were measured there
+_HOPPER_SMS = 132
 _HOPPER_BLOCK = 232_448
 # precision of float32 MMAs: nearly float32's by three tf32 MMAs. AMD's compiler has no such mode, and its MMAs multiply
 # float32 as it is
@@ -64,14 +65,16 @@ def splits(programs: int, tiles: int, device: torch.device) -> int:
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """Return the number of SMs of a GPU; 1 for a CPU, on which kernels are interpreted."""
+    """Return the number of SMs of a GPU; 1 for a CPU, where kernels are interpreted; an H100's for meta tensors."""
+    if device.type == "meta":
+        return _HOPPER_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def one_wave() -> int:
     """Return the number of SMs of the current GPU; before CUDA is initialised 132, the number of an H100 or H200."""
     if not torch.cuda.is_initialized():
-        return 132
+        return _HOPPER_SMS
     return sm_count(torch.device("cuda", torch.cuda.current_device()))
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from types import TracebackType
 from typing import Any, get_args
@@ -29,6 +30,8 @@ OLDEST = (3, 6)
 GLUON_ERRORS = (NotCompiled, ImportError, AttributeError)
 
 _forms: list[GluonForm] = []
+# the chip of `kernels_of`
+_chip: str | None = None
 
 
 class GluonForm:
@@ -100,9 +103,15 @@ class GluonForm:
         return False
 
 
-@functools.cache
 def device_limit(device: torch.device) -> str | None:
     """Return why Gluon kernels do not run on a device, as a clause; None if they do."""
+    if _chip is None:
+        return _limit_here(device)
+    return None if _chip == "sm_90" else f"needs a CUDA device of compute capability 9 (Hopper), got {_chip}"
+
+
+@functools.cache
+def _limit_here(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"needs a CUDA device of compute capability 9 (Hopper), got {device}"
     major, minor = torch.cuda.get_device_capability(device)
@@ -151,6 +160,22 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+@contextmanager
+def kernels_of(chip: str) -> Iterator[None]:
+    """Plan calls with meta tensors, inside the block, for a chip such as "sm_89"; nothing can be launched."""
+    global _chip
+    before, _chip = _chip, chip
+    try:
+        yield
+    finally:
+        _chip = before
+
+
+def kernels_run(device: str) -> bool:
+    """Tell whether Triton kernels run on a type of device; on all inside `kernels_of`."""
+    return device == "cuda" or interpreting() or _chip is not None
+
+
 def resolve_impl(op: str, impl: str | None, x: Tensor, gluon: GluonForm | None = None) -> str | None:
     """Return the implementation of a call: `impl`, or "reference" for None and tensors on a CPU.
 
@@ -171,7 +196,7 @@ def resolve_impl(op: str, impl: str | None, x: Tensor, gluon: GluonForm | None =
         if gluon is None:
             raise ValueError(f"{op}: impl='gluon' is not there, as it has no kernels in Gluon; pass impl='triton'")
         gluon.require(op, x.device, x.dtype)
-    if impl == "triton" and not x.is_cuda and not interpreting():
+    if impl == "triton" and not kernels_run(x.device.type):
         raise ValueError(
             f"{op}: impl='triton' needs CUDA tensors, got tensors on {x.device}; "
             "pass impl='reference', or set TRITON_INTERPRET=1 to run the kernels on a CPU"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
@@ -11,13 +12,15 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.ops.checks import bind_shapes
-from tokenmix_core.ops.dispatch import GluonForm
+from tokenmix_core.ops.dispatch import GluonForm, kernels_of
 
 # bytes of shared memory that a block may have on chips for which the portable kernels are compiled in tests
 CHIPS = {
     "sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "sm_120": 101_376,
     "gfx942": 65_536,
 }  # fmt: skip
+# those on which the packages' tests have run
+RAN = ("sm_90",)
 Tensors = Mapping[str, Tensor]
 # the name of the only step of an operation with one implementation
 WHOLE = "all steps"
@@ -81,6 +84,7 @@ def explain(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
     impl: str | None = None,
+    chip: str | None = None,
 ) -> Explanation:
     """Say which implementation and kernels of an operation would run, and why; nothing is launched.
 
@@ -91,11 +95,18 @@ def explain(
             usual ones.
         dtype, device: without `tensors`; the first GPU by default, or the CPU where there is none.
         impl: as the function takes it.
+        chip: such as "sm_89", in place of a device: which of our kernels run on it. It need not be in this machine.
 
     Raises:
-        ValueError: an operation, size or device that is not known, tensors that do not fit, or an `impl` that does not
-            run.
+        ValueError: an operation, size, device or chip that is not known, tensors that do not fit, or an `impl` that
+            does not run.
     """
+    if chip is not None:
+        if chip not in CHIPS:
+            raise ValueError(f"explain: chip must be one of {', '.join(CHIPS)}, got {chip!r}")
+        if device is not None:
+            raise ValueError(f"explain: pass a chip or a device, got {chip} and {device}")
+        tensors, device = tuple(x.to("meta") for x in tensors), "meta"
     name = operation if isinstance(operation, str) else getattr(operation, "__name__", repr(operation))
     if name not in OPERATIONS:
         raise ValueError(f"explain: operation must be one of {', '.join(OPERATIONS)}, got {name}")
@@ -117,12 +128,16 @@ def explain(
     one = torch.empty(1, dtype=dtype, device=device)
     x = {name: one.expand([dims[letter] for letter in spec.split()]) for name, spec in known.tensors.items()} | given
 
-    kernels = dict(known.kernels(x, impl))
-    forms = {form.split()[0] for form in kernels.values()}
-    chosen = next((form for form in ("gluon", "triton") if form in forms), next(iter(forms)))
+    where = _device(device) if chip is None else chip if chip in RAN else f"{chip}, where no test has run"
+    with kernels_of(chip) if chip else nullcontext():
+        ours = known.gluon is not None and known.gluon.limit(device, dtype) is None and known.limit(x) is None
+        asked = impl or (("gluon" if ours else "triton") if chip else None)
+        kernels = dict(known.kernels(x, asked))
+        forms = {form.split()[0] for form in kernels.values()}
+        chosen = next((form for form in ("gluon", "triton") if form in forms), next(iter(forms)))
+        why = _why(known, chosen, x, device, dtype, impl)
     call = " ".join(f"{letter}={size}" for letter, size in dims.items())
-    call = f"{call}, {str(dtype).removeprefix('torch.')} on {_device(device)}"
-    return Explanation(name, chosen, kernels, _why(known, chosen, x, device, dtype, impl), call)
+    return Explanation(name, chosen, kernels, why, f"{call}, {str(dtype).removeprefix('torch.')} on {where}")
 
 
 def _why(known: Operation, chosen: str, x: Tensors, device: torch.device, dtype: torch.dtype, impl: str | None) -> str:
@@ -150,16 +165,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "that is not installed"
-
-
-def on_chip(chip: str) -> dict[str, str]:
-    """Say which kernels of each operation run on a chip, such as "sm_89", which need not be in this machine.
-
-    Raises:
-        ValueError: a chip that is not among `CHIPS`.
-    """
-    if chip not in CHIPS:
-        raise ValueError(f"info: --chip must be one of {', '.join(CHIPS)}, got {chip!r}")
-    hopper = chip == "sm_90"
-    portable = "triton, in the largest tiles that fit" if hopper else "triton, never run on this chip"
-    return {name: "gluon" if hopper and known.gluon is not None else portable for name, known in OPERATIONS.items()}

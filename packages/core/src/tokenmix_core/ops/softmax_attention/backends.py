@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenmix_core._utils.optional import is_installed
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels.launch.compat import constant_when_traced
-from tokenmix_core.ops.dispatch import NOT_INTERPRETED, interpreting
+from tokenmix_core.ops.dispatch import NOT_INTERPRETED, kernels_run
 from tokenmix_core.ops.softmax_attention.types import Call, Mask, call_of
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -149,12 +149,12 @@ def backward_impl(impl: str | None, call: Call, through_lse: bool) -> str | None
 
 
 def _triton_limit(call: Call) -> str | None:
-    if call.device != "cuda" and not interpreting():
+    if not kernels_run(call.device):
         return (
             f"needs CUDA tensors, got tensors on {call.device}; pass impl='reference', "
             "or set TRITON_INTERPRET=1 to run the kernels on a CPU"
         )
-    if call.device != "cuda" and call.dtype == torch.bfloat16:
+    if call.device == "cpu" and call.dtype == torch.bfloat16:
         return NOT_INTERPRETED
     if max(call.head_k, call.head_v) > 256:
         return f"takes head sizes up to 256, got K={call.head_k} and V={call.head_v}; {_REFERENCE}"
