@@ -399,17 +399,60 @@ def build(session: nox.Session, which: str, dist: Path) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Build all packages (`-- --url URL`), check what an index shows; use each alone, without Triton and a GPU."""
+    """Build all packages (`-- --url URL`), check what an index shows; use each alone, without Triton and a GPU.
+
+    `--python 3.13` (repeated, or `all` of this machine) names other interpreters than the session's, and
+    `--torch "torch @ file:///...whl"` another torch than the newest, such as a build without CUDA.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--python", action="append")
+    parser.add_argument("--torch")
+    given, _ = parser.parse_known_args(session.posargs)
+    wanted = given.python or [session.virtualenv.location]
+    override = Path(session.create_tmp()).resolve() / "overrides.txt"
+    override.write_text(f"{given.torch or ''}\n")
     dist = ROOT / "dist"
     build(session, "--all-packages", dist)
     session.install("twine")
     session.run("twine", "check", "--strict", *map(str, distributions(dist)))
-    for package in PACKAGES:
-        check_version(session, package)
-        python = install_wheel(session, package, dist, Path(session.create_tmp()).resolve() / package)
-        session.run("uv", "pip", "uninstall", "--quiet", f"--python={python}", "triton", external=True)
-        try_package(session, package, python)
-        session.run(script_of(package, python), "--help", external=True, silent=True)
+    for interpreter in interpreters(session) if "all" in wanted else wanted:
+        for package in PACKAGES:
+            check_version(session, package)
+            env = Path(session.create_tmp()).resolve() / package
+            options = [f"--overrides={override}"]
+            python = install_wheel(session, package, dist, env, options=options, interpreter=interpreter)
+            session.run("uv", "pip", "uninstall", "--quiet", f"--python={python}", "triton", external=True)
+            try_package(session, package, python)
+            session.run(script_of(package, python), "--help", external=True, silent=True)
+            version = str(session.run(python, "--version", external=True, silent=True)).strip()
+            session.log(f"{package} works with {version} and torch {installed(session, python, 'torch')}")
+        # all commands are core's
+        try_commands(session, script_of("core", str(env.with_name("core") / "bin/python")), env.with_name("runs"))
+
+
+def interpreters(session: nox.Session) -> list[str]:
+    """The installed CPythons that the packages allow, pyenv's too, one of each minor version."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    path = os.pathsep.join([os.environ["PATH"], *map(str, pyenv.glob("versions/*/bin"))])
+    listing = ("uv", "python", "list", "--only-installed")
+    found = str(session.run(*listing, env={"PATH": path}, external=True, silent=True))
+    versions = re.findall(r"(?m)^cpython-3\.(\d+)\.\S+ +(/\S+)", found)
+    oldest = int(distribution("core")["requires-python"].removeprefix(">=3."))
+    # the first of each, as uv takes it
+    return [path for minor, path in sorted({int(x): path for x, path in reversed(versions)}.items()) if minor >= oldest]
+
+
+def try_commands(session: nox.Session, command: str, folder: Path) -> None:
+    """Train `tiny` for some steps, sample from it, and convert the model to FLA's layout and back."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for arguments in (
+        ("train", "tiny", "--out", f"{folder}/tiny", *FIRST_STEPS),
+        ("generate", f"{folder}/tiny", "--prompt", "def main(", "--max-new-tokens", "8"),
+        ("convert", f"{folder}/tiny", "--to", "fla", "--out", f"{folder}/fla"),
+        ("convert", f"{folder}/fla", "--out", f"{folder}/again"),
+    ):
+        env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        session.run(command, *arguments, env=env, external=True, silent=True)
 
 
 def install_wheel(
@@ -420,19 +463,22 @@ def install_wheel(
     *,
     extras: Sequence[str] = (),
     options: Sequence[str] = (),
+    interpreter: str | None = None,
 ) -> str:
     """Install one package's wheel alone into a new environment, and return its Python.
 
     Args:
-        session: whose Python the environment gets.
+        session: whose Python the environment gets, unless there is an `interpreter`.
         package: the folder under `packages`.
         dist: where the wheels of all packages are.
         env: the environment's folder; uv's settings are those of the folder around it.
         extras: of the package.
         options: further ones of `uv pip install`.
+        interpreter: a version or path.
     """
     project = distribution(package)
-    session.run("uv", "venv", "--quiet", "--clear", f"--python={session.virtualenv.location}", str(env), external=True)
+    source = interpreter or session.virtualenv.location
+    session.run("uv", "venv", "--quiet", "--clear", f"--python={source}", str(env), external=True)
     python = str(env / "bin" / "python")
     wheel = next(dist.glob(f"{project['name'].replace('-', '_')}-{project['version']}-*.whl"))
     # a wheel of core's in uv's cache may be of another commit with the same version

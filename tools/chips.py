@@ -35,7 +35,7 @@ QUICK = {
     "lte: sum of branches": "sm_120",
 }
 # calls that need more shared memory than a chip has in any tile; they raise a ValueError with the workaround
-REFUSED = {"gated delta rule, heads of 256, float32"}
+REFUSED = {"gated delta rule, heads of 256, float32", "lte: scorer in torch.float32"}
 
 
 def both(op: Callable, *leaves: torch.Tensor, **options: object) -> None:

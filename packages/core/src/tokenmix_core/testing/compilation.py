@@ -95,6 +95,7 @@ def compile_calls(
     start, default = time.monotonic(), os.environ.get(_CHIP, "sm_90")
     driver = _pretend(packages, default)
     every, seen = os.environ.get(_EVERY) == "1", set()
+    spills: dict[str, int] = {}
     for call, make in calls.items():
         if time.monotonic() - start > seconds:
             return
@@ -118,7 +119,10 @@ def compile_calls(
                     log, limit = io.StringIO(), CHIPS[chip] if portable else None
                     with contextlib.redirect_stdout(log):
                         made, *_ = fit.compiled(kernel.fn, grid, taken_args, taken_options, kernel.loop_tiles, limit)
-                    shared, spilled = max(shared, made.metadata.shared), max(spilled, _spilled(made, log.getvalue()))
+                    # arguments that Triton does not tell apart are compiled once, and logged once
+                    if made.hash not in spills:
+                        spills[made.hash] = _spilled(made, log.getvalue())
+                    shared, spilled = max(shared, made.metadata.shared), max(spilled, spills[made.hash])
             except Exception as failure:
                 error = f"{type(failure).__name__}: {failure}"
             lines.append({"call": call, "kernel": name, "shared": shared, "spilled": spilled, "error": error})
