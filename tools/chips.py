@@ -171,7 +171,7 @@ def main() -> int:
     parser.add_argument("chips", nargs="*", help=f"among {', '.join(CHIPS)}; all by default")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep what is compiled, and go on from there")
+    parser.add_argument("--resume", type=Path, metavar="FOLDER", help="keep the results, and skip calls that have some")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further call after this time")
     parser.add_argument("--calls", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -182,7 +182,7 @@ def main() -> int:
         compile_calls(chosen, *packages, portable=True, chips=on, seconds=given.seconds)
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        folder = given.record or Path(folder)
+        folder = given.resume or Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         return report(quick() if given.quick else swept(given.chips or CHIPS, folder, given.seconds), given)
 
@@ -216,19 +216,19 @@ def quick() -> Iterator[tuple[str, list[dict], int]]:
 
 
 def swept(chips: Iterable[str], folder: Path, seconds: float) -> Iterator[tuple[str, list[dict], int]]:
-    """Yield each chip, its compiled kernels, with those recorded in a folder, and the number of calls still missing."""
+    """Yield each chip, its compiled kernels, with those of earlier runs in a folder, and the number of calls still missing."""
     end = time.monotonic() + seconds
     for chip in chips:
-        record, names = folder / f"{chip}.jsonl", [*calls()]
-        found = recorded(record)
+        log, names = folder / f"{chip}.jsonl", [*calls()]
+        found = results(log)
         if missing := [x for x in names if x not in found]:
             options = ("--seconds", str(max(0.0, end - time.monotonic())), "--calls", *missing)
-            compiled_by(__file__, *options, every=True, chip=chip, record=record)
-            found = recorded(record)
+            compiled_by(__file__, *options, every=True, chip=chip, log=log)
+            found = results(log)
         yield chip, [x for kernels in found.values() for x in kernels], len(names) - len(found)
 
 
-def recorded(file: Path) -> dict[str, list[dict]]:
+def results(file: Path) -> dict[str, list[dict]]:
     """Return the kernels of each call in a file."""
     found: dict[str, list[dict]] = {}
     for line in file.read_text().splitlines() if file.exists() else ():

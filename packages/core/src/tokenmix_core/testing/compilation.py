@@ -45,17 +45,17 @@ def without_gpu(test: Callable) -> Callable:
 
 
 def compiled_by(
-    script: str, *arguments: str, every: bool = False, chip: str = "sm_90", record: Path | None = None
+    script: str, *arguments: str, every: bool = False, chip: str = "sm_90", log: Path | None = None
 ) -> list[dict]:
     """Run `compile_calls` of a script in a process of its own and return what it prints; its errors are raised here.
 
-    With `every` all kernels of the calls are compiled, and not only the first call's of each. `record` is a file that
+    With `every` all kernels of the calls are compiled, and not only the first call's of each. `log` is a file that
     the lines are appended to; lines of earlier runs are returned too.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {_CHIP: chip} | ({_EVERY: "1"} if every else {})
     program = ["-c", _ON_AMD, script] if chip.startswith("gfx") else [script]
-    with record.open("a+") if record else tempfile.TemporaryFile("w+") as lines:
+    with log.open("a+") if log else tempfile.TemporaryFile("w+") as lines:
         command = [sys.executable, *program, *arguments]
         done = subprocess.run(command, stdout=lines, stderr=subprocess.PIPE, text=True, env=environment)
         if done.returncode:
