@@ -27,9 +27,9 @@ PACKAGES = ("core", "lte", "nats_l", "nha")
 B, T, HQ, H = 2, 2048, 8, 2
 # the kinds of `--quick`, each with the chip that it is compiled for
 QUICK = {
-    "window and sinks, heads of 256, float16": "sm_89",
-    "gated delta rule, heads of 128, float16": "gfx942",
-    "SSD, heads of 64, float16": "sm_80",
+    "window and sinks, heads of 16, float16": "sm_89",
+    "gated delta rule, heads of 64, float16": "gfx942",
+    "SSD, heads of 16, float16": "sm_80",
     "decoding, heads of 256, float32": "sm_86",
     "core: norms": "sm_100",
     "lte: sum of branches": "sm_120",
@@ -216,7 +216,7 @@ def quick() -> Iterator[tuple[str, list[dict], int]]:
 
 
 def swept(chips: Iterable[str], folder: Path, seconds: float) -> Iterator[tuple[str, list[dict], int]]:
-    """Yield each chip, its compiled kernels, with those of earlier runs in a folder, and the number of calls still missing."""
+    """Yield each chip, its compiled kernels, with those of earlier runs in a folder, and how many calls are missing."""
     end = time.monotonic() + seconds
     for chip in chips:
         log, names = folder / f"{chip}.jsonl", [*calls()]
