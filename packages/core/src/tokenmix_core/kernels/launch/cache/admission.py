@@ -10,7 +10,7 @@ from torch import Tensor
 # maxima for each function: signatures whose occurrences are counted, and magnitudes
 MAX_SEEN, _MAX_MAGNITUDES = 512, 128
 # if one of the _RECENT last captures was replayed _OFTEN times, as in a deep model, the first occurrence is captured
-_RECENT, _OFTEN = 4, 8
+_RECENT, _OFTEN = 4, 4
 # this many consecutive captures without a replay double the number of occurrences that a capture needs
 _PATIENCE = 8
 
