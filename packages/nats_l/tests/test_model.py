@@ -10,7 +10,6 @@ import torch
 from tokenmix_core.modeling.cache_name import CACHE
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.models import ModelContract
-from tokenmix_core.testing.two_ranks import check_sharded_in_bfloat16
 from tokenmix_nats_l.config import NatsLConfig
 from tokenmix_nats_l.model import NatsLForCausalLM, NatsLModel
 
@@ -33,11 +32,6 @@ class TestNatsLModel(ModelContract):
     causal_lm_class = NatsLForCausalLM
     # a chunk and more, so that the first one's type shows
     tokens = 75
-
-
-@pytest.mark.slow
-def test_fsdp2_of_a_model_in_bfloat16_keeps_float32_rates(tmp_path):
-    check_sharded_in_bfloat16(NatsLConfig(**TestNatsLModel.configs["hybrid"]), tmp_path)
 
 
 def test_the_share_of_softmax_chunks_is_among_the_outputs():

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokenmix_core.testing.rank_pool import RankPool
 from tokenmix_core.testing.split_contract import CASES, TOLERANCE, check_operations
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = RankPool(4)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

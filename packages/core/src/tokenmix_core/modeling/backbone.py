@@ -21,6 +21,7 @@ from tokenmix_core.modeling.checkpoint import CheckedLoading
 from tokenmix_core.modeling.config import HybridConfig
 from tokenmix_core.modeling.packing import begin_call, rolls_back
 from tokenmix_core.modeling.rows import keeps_rows, rows_for_hooks
+from tokenmix_core.modeling.split_rows import check_split
 from tokenmix_core.nn.dtypes import KeepsFloat32
 from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.mixer import Mixer
@@ -30,6 +31,7 @@ from tokenmix_core.nn.plain import is_plain, refuse_meta
 from tokenmix_core.nn.registry import find_mixer
 from tokenmix_core.nn.rotary import RotaryEmbedding
 from tokenmix_core.nn.state import Bounds, Span
+from tokenmix_core.parallel import SequenceShard, current_shard, sequence_shard
 
 
 @dataclass
@@ -70,14 +72,20 @@ class HybridBlock(GradientCheckpointingLayer):
         *,
         defer: bool = False,
         rows: Span | None = None,
+        shard: SequenceShard | None = None,
+        layer: int | None = None,
         **mixer_args: Any,
     ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         """Return the residual stream after the block, None, and the mixer's auxiliary tensors.
 
         With `defer`, return the block's last branch instead of None, and do not add it to the stream: the next block
         takes it as `branch`, and its first norm adds it. With `rows` (without `branch` and `defer`), inputs and outputs
-        have padding, which is removed inside the block.
+        have padding, which is removed inside the block. With `shard` they are one rank's tokens of split rows; it is an
+        argument because gradient checkpointing calls the block again, outside the context.
         """
+        if shard is not None:
+            with sequence_shard(shard, layer):
+                return self._mix(hidden_states, branch, defer, mixer_args)
         if rows is None:
             return self._mix(hidden_states, branch, defer, mixer_args)
         with rows_for_hooks(self.modules(), rows):
@@ -218,6 +226,8 @@ class HybridModel(HybridPreTrainedModel):
             mixer_inputs: extra inputs of the mixers by name; None counts as not given, and so does any other name with
                 None or False, which libraries pass as options.
 
+        Inside `parallel.sequence_shard` the inputs are whole rows, equal on all ranks; outputs are this rank's tokens.
+
         Raises:
             ValueError: inputs that do not fit together; the message names the given and the expected ones.
         """
@@ -225,6 +235,12 @@ class HybridModel(HybridPreTrainedModel):
             raise ValueError("output_attentions=True is not available: the kernels do not form attention weights")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        shard = current_shard()
+        if shard is not None:
+            given = (attention_mask, position_ids, cu_seqlens, cache, *mixer_inputs.values())
+            check_split(shard, self.mixers, input_ids if inputs_embeds is None else inputs_embeds, given, use_cache)
+            use_cache, input_ids = False, None if input_ids is None else shard.split(input_ids)
+            inputs_embeds = None if inputs_embeds is None else shard.split(inputs_embeds)
         hidden = self._embed(input_ids, inputs_embeds)
         call = begin_call(
             self,
@@ -236,6 +252,8 @@ class HybridModel(HybridPreTrainedModel):
             cache=cache,
             use_cache=use_cache,
         )
+        if shard is not None:
+            call = call._replace(position_ids=shard.positions(hidden.device).unsqueeze(0))
         self._check_inputs(mixer_inputs)
         span, cache = call.span, call.cache
         mixer_inputs = self.prepare_mixer_inputs(mixer_inputs, span, call.document_cu_seqlens, cache)
@@ -255,6 +273,8 @@ class HybridModel(HybridPreTrainedModel):
                     args["rows"] = rows
                 if deferring[i]:
                     args["defer"] = True
+                if shard is not None:
+                    args |= {"shard": shard, "layer": i}
                 # positional: checkpointing computes gradients of positional arguments only
                 stream = (hidden,) if branch is None else (hidden, branch)
                 if cache is None:

@@ -25,6 +25,7 @@ from tokenmix_core.nn.dtypes import at_least_float32
 from tokenmix_core.nn.loss import IGNORE, at_least_one, linear_cross_entropy
 from tokenmix_core.nn.plain import warn_slower
 from tokenmix_core.nn.projections import is_plain_linear, output_linear
+from tokenmix_core.parallel import current_shard, total
 
 
 @dataclass
@@ -104,6 +105,9 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
             output_attentions: must not be True; the kernels do not form attention weights.
             output_logits: whether to return logits; by default True except in training mode with labels.
 
+        Inside `parallel.sequence_shard` the inputs and labels are whole rows, the loss is that of all ranks, the logits
+        are of this rank's tokens, and gradients of parameters are this rank's share: add them up over the ranks.
+
         Raises:
             ValueError: inputs that do not fit together; the message names the given and the expected ones.
         """
@@ -112,7 +116,8 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
             raise ValueError("labels and a cache exclude each other: a loss is taken over whole sequences")
         if labels is not None and use_cache is None:
             use_cache = False
-        if labels is not None and input_ids is not None and self.training and torch.is_grad_enabled():
+        shard = current_shard()
+        if labels is not None and input_ids is not None and self.training and torch.is_grad_enabled() and shard is None:
             seen = use_cache, output_hidden_states, self.config.output_hidden_states, output_logits, inputs_embeds
             if not is_given(attention_mask, position_ids, *seen, *mixer_inputs.values()):
                 input_ids, labels, cu_seqlens = round_up(self, input_ids, labels, cu_seqlens)
@@ -139,8 +144,15 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         whole = None
         if labels is not None:
             whole = None if self._fuses_loss() else output_linear(hidden, self.lm_head)
-            targets = _targets(hidden, labels, attention_mask, out.cu_seqlens)
+            if shard is None:
+                targets = _targets(hidden, labels, attention_mask, out.cu_seqlens)
+            else:
+                targets = shard.targets(labels)
+                if num_items_in_batch is None:
+                    num_items_in_batch = total(shard, (targets != IGNORE).sum())
             loss = self._loss(hidden, whole, targets, num_items_in_batch, out.auxiliary)
+            if shard is not None:
+                loss = total(shard, loss)
         if output_logits:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = output_linear(hidden[:, kept], self.lm_head) if whole is None else whole[:, kept]

@@ -15,9 +15,10 @@ from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.projections import output_linear, projected
 from tokenmix_core.nn.rotary import Rotation, apply_rotary, normed_for_step
 from tokenmix_core.nn.state import KVState, LayerState, Span
-from tokenmix_core.ops import attention, attention_decode, rotate_step
+from tokenmix_core.ops import attention_decode, rotate_step
 from tokenmix_core.ops.softmax_attention.backends import AttentionImpl
 from tokenmix_core.ops.types import AttentionOutput
+from tokenmix_core.parallel import attention
 
 
 class Attention(Mixer):
@@ -42,6 +43,7 @@ class Attention(Mixer):
     """
 
     takes_more_tokens = True
+    splits_sequences = True
     attention_impls: ClassVar[dict[str, str]] = {
         "eager": "reference",
         "sdpa": "sdpa",

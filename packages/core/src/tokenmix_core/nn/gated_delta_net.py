@@ -18,9 +18,10 @@ from tokenmix_core.nn.projections import output_linear, projected
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.short_conv import ShortConv, convolved
 from tokenmix_core.nn.state import LayerState, TensorState
-from tokenmix_core.ops import chunk_gated_delta_rule, delta_gates, delta_layer_step, gated_delta_rule_step
+from tokenmix_core.ops import delta_gates, delta_layer_step, gated_delta_rule_step
 from tokenmix_core.ops.dispatch import unless_gluon
 from tokenmix_core.ops.types import Impl
+from tokenmix_core.parallel import chunk_gated_delta_rule
 
 
 class GatedDeltaNet(Mixer):
@@ -47,6 +48,7 @@ class GatedDeltaNet(Mixer):
     """
 
     takes_more_tokens = True
+    splits_sequences = True
 
     float32 = ("A_log", "dt_bias")
 

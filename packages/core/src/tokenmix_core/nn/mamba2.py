@@ -17,9 +17,10 @@ from tokenmix_core.nn.projections import output_linear, split_linear
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.short_conv import ShortConv
 from tokenmix_core.nn.state import LayerState, TensorState
-from tokenmix_core.ops import chunk_ssd, ssd_step
+from tokenmix_core.ops import ssd_step
 from tokenmix_core.ops.dispatch import unless_gluon
 from tokenmix_core.ops.types import Impl
+from tokenmix_core.parallel import chunk_ssd
 
 
 class Mamba2(Mixer):
@@ -44,6 +45,7 @@ class Mamba2(Mixer):
     """
 
     takes_more_tokens = True
+    splits_sequences = True
 
     float32 = ("A_log", "dt_bias", "D")
 

@@ -35,6 +35,8 @@ class Mixer(KeepsFloat32):
         takes_more_tokens: whether training may append padding tokens to each row (`modeling.lengths`). This requires
             that no output depends on later tokens or on their number, and that the mixer returns no auxiliary tensors.
             Subclasses do not inherit the value.
+        splits_sequences: whether the mixer's operations are those of `tokenmix_core.parallel`, so that rows can be
+            split over ranks. Subclasses do not inherit the value.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()
@@ -42,6 +44,7 @@ class Mixer(KeepsFloat32):
     attention_impls: ClassVar[dict[str, str]] = {}
     per_chunk: ClassVar[tuple[str, ...]] = ()
     takes_more_tokens: ClassVar[bool] = False
+    splits_sequences: ClassVar[bool] = False
 
     @classmethod
     def from_config(cls, config: Any, layer_idx: int, **options: Any) -> Mixer:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from tokenmix_core.nn.init import init_short_conv_
 from tokenmix_core.nn.plain import is_plain
 from tokenmix_core.nn.state import TensorState
-from tokenmix_core.ops import short_conv, short_conv_step, short_conv_steps, short_convs
+from tokenmix_core.ops import short_conv_step, short_conv_steps
 from tokenmix_core.ops.types import Impl
+from tokenmix_core.parallel import short_conv, short_convs
 
 
 class ShortConv(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenmix_core.parallel.exchange import combined, fetch, total
+from tokenmix_core.parallel.exchange import combined, receive, total
 from tokenmix_core.parallel.operations import (
     attention,
     chunk_gated_delta_rule,
@@ -21,7 +21,7 @@ __all__ = [
     "chunk_ssd",
     "combined",
     "current_shard",
-    "fetch",
+    "receive",
     "sequence_shard",
     "shift_tokens",
     "short_conv",

@@ -14,7 +14,7 @@ from tokenmix_core.parallel.shard import Range, SequenceShard, Span
 
 
 class _Plan(NamedTuple):
-    """What a rank sends and receives, as slices of its tokens and of the buffers.
+    """The tokens that a rank sends and receives, as slices of its tokens and of the buffers.
 
     Attributes:
         sends: slices of this rank's tokens, ordered by receiver, then as the receiver asked.
@@ -32,7 +32,7 @@ class _Plan(NamedTuple):
     idle: bool
 
 
-def fetch(
+def receive(
     shard: SequenceShard, x: Tensor, wanted: Callable[[Span], list[Range]], name: str, key: object
 ) -> list[Tensor]:
     """Return for each local span the tokens of the whole row that it asks for, from the ranks that have them.
@@ -53,7 +53,7 @@ def fetch(
         plan = shard._plans[name, key] = _plan(shard, wanted)
     if plan.idle:
         return [x[:, :0] for _ in shard.local]
-    return list(_Fetch.apply(x, shard, plan, (shard.layer, name)).split(plan.counts, 1))
+    return list(_Receive.apply(x, shard, plan, (shard.layer, name)).split(plan.counts, 1))
 
 
 def _plan(shard: SequenceShard, wanted: Callable[[Span], list[Range]]) -> _Plan:
@@ -86,7 +86,7 @@ def _plan(shard: SequenceShard, wanted: Callable[[Span], list[Range]]) -> _Plan:
     return _Plan(sends, sent, received, order, counts, not asked)
 
 
-class _Fetch(torch.autograd.Function):
+class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, shard: SequenceShard, plan: _Plan, label: tuple[int | None, str]) -> Tensor:
         ctx.shard, ctx.plan, ctx.label, ctx.shape = shard, plan, label, x.shape

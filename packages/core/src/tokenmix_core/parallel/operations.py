@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tokenmix_core import ops
 from tokenmix_core.ops.types import AttentionOutput, ScanOutput
-from tokenmix_core.parallel.exchange import fetch
+from tokenmix_core.parallel.exchange import receive
 from tokenmix_core.parallel.recurrence import Recurrence, Tensors, split_recurrence
 from tokenmix_core.parallel.shard import Range, SequenceShard, Span, require_shard
 
@@ -59,21 +59,16 @@ def chunk_gated_delta_rule(
     def run(x: Tensors, before: Tensor | None, boundaries: Tensor | None) -> ScanOutput:
         return ops.chunk_gated_delta_rule(*x, initial_state=before, cu_seqlens=boundaries, **options)
 
-    def silent(x: Tensors) -> Tensors:
-        return x[0], x[1], torch.zeros_like(x[2]), x[3], x[4]
-
-    def transition(x: Tensors) -> Tensor:
+    def transition(x: Tensors) -> tuple[Tensor, Tensor]:
+        # the columns of the identity as a state: M is what they become, and the outputs are o = P S of a state S
         (batch, tokens, _, K), heads = x[1].shape, x[2].shape[2]
-        eye = torch.eye(K, dtype=torch.promote_types(x[3].dtype, torch.float32), device=q.device)
-        eye = eye.to(torch.promote_types(eye.dtype, q.dtype)).expand(batch, heads, K, K).contiguous()
-        none = x[2].new_zeros(batch, tokens, heads, K)
-        return run((x[0], x[1], none, x[3], x[4]), eye, None).final_state
+        wide = torch.promote_types(torch.promote_types(x[0].dtype, x[3].dtype), torch.float32)
+        eye = torch.eye(K, dtype=wide, device=q.device).expand(batch, heads, K, K).contiguous()
+        out = run((x[0], x[1], x[2].new_zeros(batch, tokens, heads, K), x[3], x[4]), eye, None)
+        return out.final_state, out.o
 
-    def pull(x: Tensors, do: Tensor) -> Tensor:
-        dtype = torch.promote_types(torch.promote_types(x[0].dtype, x[3].dtype), torch.float32)
-        with torch.enable_grad():
-            state = torch.zeros(x[0].shape[0], *shape, dtype=dtype, device=q.device, requires_grad=True)
-            return torch.autograd.grad(run(silent(x), state, None).o, state, do)[0]
+    def pull(x: Tensors, rows: Tensor | None, do: Tensor) -> Tensor:
+        return _outer(cast(Tensor, rows), do, None)
 
     shape = v.shape[2], q.shape[3], v.shape[3]
     x = Recurrence(name, run, lambda x, before: run(x, before, None).final_state, transition, pull, shape, q.shape[3])
@@ -111,28 +106,30 @@ def chunk_ssd(
         wide = torch.promote_types(torch.promote_types(x[0].dtype, x[3].dtype), torch.float32)
         return x[3].to(wide).clamp(min=_LOWEST_DECAY).cumsum(1)
 
-    def outer(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
-        """Return Σ_t w_t a_t b_tᵀ, `a` by group."""
-        b = (b.to(weights.dtype) * weights.unsqueeze(-1)).unflatten(2, (a.shape[2], -1))
-        return torch.einsum("btgk,btghv->bghkv", a.to(weights.dtype), b).flatten(1, 2)
-
     def state(x: Tensors, before: Tensor | None) -> Tensor:
         b = decays(x)
         weights = (b[:, -1:] - b).exp() * (x[4].to(b.dtype) if len(x) > 4 else 1.0)
-        found = outer(x[1], x[2], weights)
-        return found if before is None else found + transition(x) * before
+        found = _outer(x[1], x[2], weights)
+        return found if before is None else found + transition(x)[0] * before
 
-    def transition(x: Tensors) -> Tensor:
-        return decays(x)[:, -1, :, None, None].exp()
+    def transition(x: Tensors) -> tuple[Tensor, None]:
+        return decays(x)[:, -1, :, None, None].exp(), None
 
-    def pull(x: Tensors, do: Tensor) -> Tensor:
-        return scale * outer(x[0], do, decays(x).exp())
+    def pull(x: Tensors, rows: Tensor | None, do: Tensor) -> Tensor:
+        return scale * _outer(x[0], do, decays(x).exp())
 
     shape = v.shape[2], q.shape[3], v.shape[3]
     tensors = (q, k, v, g) if dt is None else (q, k, v, g, dt)
     x = Recurrence("chunk_ssd", run, state, transition, pull, shape, 1)
     o, final = split_recurrence(shard, x, tensors, initial_state, final_states)
     return ScanOutput(o, cast(Tensor, final))
+
+
+def _outer(a: Tensor, b: Tensor, weights: Tensor | None) -> Tensor:
+    """Return Σ_t w_t a_t b_tᵀ `[B, HV, K, V]` of a `[B, T, G, K]` and b `[B, T, HV, V]`, at least in float32."""
+    wide = torch.promote_types(a.dtype if weights is None else weights.dtype, torch.float32)
+    b = b.to(wide) if weights is None else b.to(wide) * weights.unsqueeze(-1)
+    return torch.einsum("btgk,btghv->bghkv", a.to(wide), b.unflatten(2, (a.shape[2], -1))).flatten(1, 2)
 
 
 def short_conv(
@@ -183,15 +180,15 @@ def _refuse_state(name: str, state: Any) -> None:
 
 
 def _tokens_before(shard: SequenceShard, xs: Sequence[Tensor], count: int) -> list[Tensor | None]:
-    """Return the last `count` inputs before each row or piece `[N, D, count]`, zero before its document."""
+    """Return the last `count` inputs before each row or part `[N, D, count]`, zero before its document."""
     shard.check_local("short_conv", xs[0])
     if not shard.crosses:
         return [None for _ in xs]
     joined = xs[0] if len(xs) == 1 else torch.cat(list(xs), -1)
-    found = fetch(shard, joined, lambda span: tail_of(span, count), "short_conv", count)
+    found = receive(shard, joined, lambda span: tail_of(span, count), "short_conv", count)
     padded = torch.stack([F.pad(t, (0, 0, count - t.shape[1], 0)).mT for t in found], 1).flatten(0, 1)
     if shard.packed:
-        rows = padded.new_zeros(len(shard.pieces), *padded.shape[1:])
+        rows = padded.new_zeros(len(shard.parts), *padded.shape[1:])
         padded = rows.index_copy(0, torch.tensor(shard.heads, device=padded.device), padded)
     return [t.contiguous() for t in padded.split([x.shape[-1] for x in xs], 1)]
 
@@ -212,8 +209,8 @@ def shift_tokens(x: Tensor, *, cu_seqlens: Tensor | None = None, sequence_shard:
         # an empty last document begins behind the row
         return torch.where(_marked(x, firsts, cu_seqlens[:-1] < x.shape[1]), torch.zeros_like(x), shifted)
     shard.check_local("shift_tokens", x)
-    found = fetch(shard, x, lambda span: tail_of(span, 1), "shift_tokens", 1)
-    starts = torch.tensor([a for a, _ in shard.pieces], device=x.device)
+    found = receive(shard, x, lambda span: tail_of(span, 1), "shift_tokens", 1)
+    starts = torch.tensor([a for a, _ in shard.parts], device=x.device)
     shifted = shifted.index_fill(1, starts, 0)
     for span, before in zip(shard.local, found, strict=True):
         padded = F.pad(before.flatten(2), (0, 0, 1 - before.shape[1], 0)).view(x.shape[0], 1, *x.shape[2:])
@@ -262,9 +259,9 @@ def attention(
         return [(first, first + sinks), (span.start - near, span.start)]
 
     sizes = [k[0, 0].numel(), v[0, 0].numel()]
-    fetched = fetch(shard, torch.cat((k.flatten(2), v.flatten(2)), -1), seen, "attention", (window, sinks))
+    received = receive(shard, torch.cat((k.flatten(2), v.flatten(2)), -1), seen, "attention", (window, sinks))
     parts: list[AttentionOutput] = []
-    for span, given in zip(shard.local, fetched, strict=True):
+    for span, given in zip(shard.local, received, strict=True):
         far_k, far_v = (t.unflatten(-1, x.shape[2:]) for t, x in zip(given.split(sizes, -1), (k, v), strict=True))
         first, stop = span.offset, span.offset + span.tokens
         head = first + (span.head or (0 if shard.packed else span.tokens))
@@ -277,7 +274,7 @@ def attention(
             if first == head:
                 # connects the exchange, whose backward pass every rank takes part in
                 rest[1:] = torch.cat((far_k, rest[1]), 1), torch.cat((far_v, rest[2]), 1)
-            cuts = [b - head for _, b in shard.pieces if head < b <= stop]
+            cuts = [b - head for _, b in shard.parts if head < b <= stop]
             boundaries = torch.tensor([0, *cuts], dtype=torch.int32, device=q.device)
             parts.append(ops.attention(*rest, cu_seqlens=boundaries, **options))
     return AttentionOutput(*(torch.cat(x, 1) for x in zip(*parts, strict=True)))

@@ -1,20 +1,20 @@
 """Linear recurrences over a split sequence: states pass from span to span as compositions of linear maps.
 
-The state after a span is S' = M S + L, with L the state after it from a zero state, and M the product of its
+The state after a span is S' = M S + L, with L the state after it from a zero state, and M the composition of its
 transitions. Each rank computes (M, L) of its spans, all ranks gather them, and each composes the states that enter its
 spans. The gradient passes back in the same way: dS = Mᵀ dS' + G, with G the gradient of a span's outputs alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenmix_core.parallel.exchange import combined, gather_states
-from tokenmix_core.parallel.shard import SequenceShard
+from tokenmix_core.parallel.shard import SequenceShard, Span
 
 Tensors = tuple[Tensor, ...]
 
@@ -26,8 +26,8 @@ class Recurrence(NamedTuple):
         name: the operation, under which bytes are counted.
         run: `(tensors, initial_state, cu_seqlens)` → outputs and final states.
         state: `(tensors, initial_state)` → the final states alone.
-        transition: `tensors` → M `[B, HV, K, K]`, or `[B, HV, 1, 1]` for decays.
-        pull: `(tensors, gradient of outputs)` → G.
+        transition: `tensors` → M `[B, HV, K, K]`, or `[B, HV, 1, 1]` for decays; and P, which `pull` reads, or None.
+        pull: `(tensors, P, gradient of outputs)` → G.
         shape: HV, K, V.
         width: of M, K or 1.
     """
@@ -35,8 +35,8 @@ class Recurrence(NamedTuple):
     name: str
     run: Callable[[Tensors, Tensor | None, Tensor | None], Any]
     state: Callable[[Tensors, Tensor | None], Tensor]
-    transition: Callable[[Tensors], Tensor]
-    pull: Callable[[Tensors, Tensor], Tensor]
+    transition: Callable[[Tensors], tuple[Tensor, Tensor | None]]
+    pull: Callable[[Tensors, Tensor | None, Tensor], Tensor]
     shape: tuple[int, int, int]
     width: int
 
@@ -52,41 +52,43 @@ def split_recurrence(
         rows = initial_state[torch.tensor(shard.documents, device=first.device)]
     else:
         rows = None if initial_state is None else initial_state.repeat_interleave(len(shard.local), 0)
-    transitions = None
+    maps = None
     before = rows
     if shard.crosses:
-        transitions, entering = _enter(shard, x, tensors, rows)
-        before = _place(shard, x, rows, entering, batch)
+        maps, entering = _enter(shard, x, tensors, rows)
+        before = _before(shard, x, rows, entering, batch)
     cu_seqlens = shard.cu_seqlens(first.device)
     o, final = x.run(tuple(shard.to_rows(t) for t in tensors), before, cu_seqlens)
     o = shard.from_rows(o)
-    if transitions is not None and torch.is_grad_enabled():
-        o, final = _Carry.apply(shard, x, (shard.layer, f"{x.name}, backward"), transitions, o, final, *tensors)
+    if maps is not None and torch.is_grad_enabled():
+        o, final = _Carry.apply(shard, x, (shard.layer, f"{x.name}, backward"), maps, o, final, *tensors)
     return o, _final_states(shard, x, final, initial_state, batch) if final_states else None
 
 
 def _by_span(shard: SequenceShard, states: Tensor, span: int, index: list[int]) -> Tensor:
-    """Return the states `[B, ...]` of one local span, of states by row or piece; `index` is of packed pieces."""
+    """Return the states `[B, ...]` of one local span, of states by row or part; `index` is of packed parts."""
     return states[index[span]].unsqueeze(0) if shard.packed else states[span :: len(shard.local)]
 
 
+Maps = list[tuple[Tensor, Tensor | None] | None]
+
+
 @torch.no_grad()
-def _enter(shard: SequenceShard, x: Recurrence, tensors: Tensors, rows: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-    """Return M of the local spans, zero where no state passes through, and the states that enter them."""
+def _enter(shard: SequenceShard, x: Recurrence, tensors: Tensors, rows: Tensor | None) -> tuple[Maps, list[Tensor]]:
+    """Return M and P of the tokens that follow the state entering each local span, and these states."""
     batch, (heads, K, V) = tensors[0].shape[0], x.shape
-    kept, states = [], []
+    maps, states = [], []
     for i, span in enumerate(shard.local):
         end = span.offset + span.tokens
         tail = tuple(t[:, end - span.tail : end] for t in tensors)
         # a document that begins in this span begins with its own initial state
         begun = None if rows is None or span.through else _by_span(shard, rows, i, shard.tails)
         states.append(x.state(tail, begun) if span.tail else None)
-        kept.append(x.transition(tail) if span.through else None)
+        maps.append(x.transition(_head(span, tensors)) if span.depth else None)
     like = next((t for t in states if t is not None), None)
     dtype = torch.promote_types(tensors[0].dtype, torch.float32) if like is None else like.dtype
     zero = tensors[0].new_zeros(batch, heads, K, V, dtype=dtype)
-    none = zero.new_zeros(batch, heads, x.width, x.width)
-    transitions = torch.stack([none if m is None else m.to(dtype) for m in kept])
+    transitions = _through(shard, x, maps, zero)
     local = torch.stack([zero if s is None else s for s in states])
     gathered = gather_states(shard, _pack(transitions, local), (shard.layer, x.name))
     entering, state = {}, zero
@@ -94,7 +96,19 @@ def _enter(shard: SequenceShard, x: Recurrence, tensors: Tensors, rows: Tensor |
         entering[span.start] = state if span.depth else zero
         m, s = _unpack(given, transitions, local)
         state = (_apply(m, state) + s if span.through else s) if span.tail else zero
-    return transitions, [entering[span.start] for span in shard.local]
+    return maps, [entering[span.start] for span in shard.local]
+
+
+def _head(span: Span, tensors: Sequence[Tensor]) -> Tensors:
+    return tuple(t[:, span.offset : span.offset + span.head] for t in tensors)
+
+
+def _through(shard: SequenceShard, x: Recurrence, maps: Maps, like: Tensor) -> Tensor:
+    """Return M of the local spans, zero where no state passes through."""
+    zero = like.new_zeros(*like.shape[:2], x.width, x.width)
+    return torch.stack(
+        [m[0].to(like.dtype) if m and a.through else zero for a, m in zip(shard.local, maps, strict=True)]
+    )
 
 
 def _pack(m: Tensor, s: Tensor) -> Tensor:
@@ -111,9 +125,9 @@ def _apply(m: Tensor, state: Tensor) -> Tensor:
     return m * state if m.shape[-1] == 1 else m @ state
 
 
-def _place(shard: SequenceShard, x: Recurrence, rows: Tensor | None, entering: list[Tensor], batch: int) -> Tensor:
-    """Return the initial state of each row or piece: that of the caller, or one that enters a span."""
-    count = len(shard.pieces) if shard.packed else batch * len(shard.local)
+def _before(shard: SequenceShard, x: Recurrence, rows: Tensor | None, entering: list[Tensor], batch: int) -> Tensor:
+    """Return the initial state of each row or part: that of the caller, or one that enters a span."""
+    count = len(shard.parts) if shard.packed else batch * len(shard.local)
     base = entering[0].new_zeros(count, *x.shape) if rows is None else rows.to(entering[0].dtype)
     for i, (span, state) in enumerate(zip(shard.local, entering, strict=True)):
         if span.depth:
@@ -126,34 +140,41 @@ class _Carry(torch.autograd.Function):
     """Pass outputs and final states on; give the final states the gradient of what follows on other ranks."""
 
     @staticmethod
-    def forward(ctx, shard, x, label, transitions, o, final, *tensors):
+    def forward(ctx, shard, x, label, maps, o, final, *tensors):
         ctx.shard, ctx.x, ctx.label = shard, x, label
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(transitions, final.new_empty(0), *tensors)
+        saved = [t for m in maps for t in m or (None, None)]
+        ctx.save_for_backward(final.new_empty(0), *saved, *tensors)
         ctx.shapes = o.shape, final.shape
         return o.view_as(o), final.view_as(final)
 
     @staticmethod
     @torch.no_grad()
     def backward(ctx, do, dfinal):
-        shard, x, (transitions, like, *tensors) = ctx.shard, ctx.x, ctx.saved_tensors
+        shard, x, (like, *saved) = ctx.shard, ctx.x, ctx.saved_tensors
+        spans = len(shard.local)
+        maps = [
+            None if m is None else (m, p) for m, p in zip(saved[: 2 * spans : 2], saved[1 : 2 * spans : 2], strict=True)
+        ]
+        tensors = saved[2 * spans :]
         if do is None:
             do = tensors[0].new_zeros(ctx.shapes[0])
-        dfinal = like.new_zeros(ctx.shapes[1]) if dfinal is None else dfinal.clone()
-        zero = dfinal.new_zeros(transitions.shape[1], *x.shape)
+        ends = dfinal is not None
+        dfinal = dfinal.clone() if ends else like.new_zeros(ctx.shapes[1])
+        zero = dfinal.new_zeros(do.shape[0], *x.shape)
         pulled = []
-        for i, span in enumerate(shard.local):
-            if not span.depth:
+        for i, (span, given) in enumerate(zip(shard.local, maps, strict=True)):
+            if given is None:
                 pulled.append(zero)
                 continue
-            head = slice(span.offset, span.offset + span.head)
-            given = tuple(t[:, head] for t in tensors)
-            local = x.pull(given, do[:, head])
-            if not span.through:
+            m, p = given
+            (gradient,) = _head(span, (do,))
+            local = x.pull(_head(span, tensors), p, gradient).to(zero.dtype)
+            if ends and not span.through:
                 # the document ends in this span: its final state has its own gradient
-                after = _by_span(shard, dfinal, i, shard.heads)
-                local = local + _apply(x.transition(given).to(local.dtype).mT, after)
+                local = local + _apply(m.to(zero.dtype).mT, _by_span(shard, dfinal, i, shard.heads))
             pulled.append(local)
+        transitions = _through(shard, x, maps, zero)
         local = torch.stack(pulled)
         leaving, gradient = {}, zero
         gathered = gather_states(shard, _pack(transitions, local), ctx.label)
@@ -175,7 +196,7 @@ def _final_states(
     found = final.new_zeros(count, *x.shape)
     if shard.packed:
         ended = [
-            i for i in range(len(shard.pieces)) if i not in shard.tails or not shard.local[shard.tails.index(i)].tail
+            i for i in range(len(shard.parts)) if i not in shard.tails or not shard.local[shard.tails.index(i)].tail
         ]
         documents = torch.tensor([shard.documents[i] for i in ended], device=final.device, dtype=torch.int64)
         found = found.index_copy(0, documents, final[torch.tensor(ended, device=final.device, dtype=torch.int64)])
@@ -183,7 +204,7 @@ def _final_states(
         found = found + final[len(shard.local) - 1 :: len(shard.local)]
     else:
         # connected to the graph of every rank, as the backward pass communicates
-        found = found + 0 * final[:batch]
+        found = found + final[:0].sum()
     found = combined(shard, found)
     empty = [a == b for a, b in zip(shard.boundaries, shard.boundaries[1:], strict=False)]
     if initial_state is None or not any(empty):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import contextvars
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -137,7 +136,7 @@ class SequenceShard:
         return any(span.depth for span in self.spans)
 
     @cached_property
-    def pieces(self) -> list[Range]:
+    def parts(self) -> list[Range]:
         """The documents' parts on this rank, as indices of its tokens, in their order; empty ones are left out."""
         found = []
         for span in self.local:
@@ -148,37 +147,37 @@ class SequenceShard:
 
     @cached_property
     def heads(self) -> list[int]:
-        """The index in `pieces` of each local span's first piece."""
-        starts = [piece[0] for piece in self.pieces]
+        """The index in `parts` of each local span's first part."""
+        starts = [part[0] for part in self.parts]
         return [starts.index(span.offset) for span in self.local]
 
     @cached_property
     def tails(self) -> list[int]:
-        """The index in `pieces` of each local span's last piece."""
-        stops = [piece[1] for piece in self.pieces]
+        """The index in `parts` of each local span's last part."""
+        stops = [part[1] for part in self.parts]
         return [stops.index(span.offset + span.tokens) for span in self.local]
 
     @cached_property
     def documents(self) -> list[int]:
-        """The document of each of `pieces`."""
+        """The document of each of `parts`."""
         found = []
-        for start, _ in self.pieces:
+        for start, _ in self.parts:
             span = next(x for x in self.local if x.offset <= start < x.offset + x.tokens)
             found.append(bisect.bisect_right(self.boundaries, start - span.offset + span.start) - 1)
         return found
 
     def cu_seqlens(self, device: torch.device | str) -> Int[Tensor, "P_plus_1"] | None:
-        """Return the boundaries of `pieces` as int32, for packed rows; None for one document per row."""
+        """Return the boundaries of `parts` as int32, for packed rows; None for one document per row."""
         if not self.packed:
             return None
-        return self._kept("cu_seqlens", device, lambda: torch.tensor([0, *(b for _, b in self.pieces)]).int())
+        return self._kept("cu_seqlens", device, lambda: torch.tensor([0, *(b for _, b in self.parts)]).int())
 
     def positions(self, device: torch.device | str) -> Int[Tensor, "T_local"]:
         """Return the position of each token of this rank in its document."""
 
         def build() -> Tensor:
             parts = []
-            for document, (a, b) in zip(self.documents, self.pieces, strict=True):
+            for document, (a, b) in zip(self.documents, self.parts, strict=True):
                 span = next(x for x in self.local if x.offset <= a < x.offset + x.tokens)
                 first = a - span.offset + span.start - self.boundaries[document]
                 parts.append(torch.arange(first, first + b - a))
@@ -224,7 +223,8 @@ class SequenceShard:
             )
 
 
-_ACTIVE: contextvars.ContextVar[SequenceShard | None] = contextvars.ContextVar("sequence_shard", default=None)
+# of the process, not of a thread: gradient checkpointing calls modules again in the threads of the backward pass
+_ACTIVE: list[SequenceShard | None] = []
 
 
 @contextlib.contextmanager
@@ -235,21 +235,21 @@ def sequence_shard(shard: SequenceShard | None, layer: int | None = None) -> Ite
         shard: the split.
         layer: index under which `shard.traffic` counts what operations send.
     """
-    token = _ACTIVE.set(shard)
+    _ACTIVE.append(shard)
     before = None if shard is None else shard.layer
     if shard is not None and layer is not None:
         shard.layer = layer
     try:
         yield shard
     finally:
-        _ACTIVE.reset(token)
+        _ACTIVE.pop()
         if shard is not None:
             shard.layer = before
 
 
 def current_shard() -> SequenceShard | None:
     """Return the shard of the innermost `sequence_shard`, or None."""
-    return _ACTIVE.get()
+    return _ACTIVE[-1] if _ACTIVE else None
 
 
 def require_shard(operation: str, given: SequenceShard | None, cu_seqlens: Tensor | None) -> SequenceShard | None:

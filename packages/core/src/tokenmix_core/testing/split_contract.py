@@ -187,3 +187,109 @@ def relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
     """Return the largest difference, over the largest element of each expected tensor."""
     pairs = zip(found, expected, strict=True)
     return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-30)).item() if b.numel() else 0.0 for a, b in pairs)
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "gated_delta_net": {"num_heads": 1, "num_v_heads": 2, "head_dim": 8},
+    "window": {"type": "attention", "num_heads": 2, "window": 6, "sinks": 2},
+    "mamba2": {"head_dim": 16, "state_size": 6},
+    "attention": {"num_heads": 4, "num_kv_heads": 2, "qk_norm": True},
+}
+
+
+def core_models() -> dict[str, dict[str, Any]]:
+    """Return fields of tiny configurations of core's mixers, alone and together."""
+    patterns = {name: [name] * 2 for name in ("gated_delta_net", "mamba2", "attention")}
+    patterns["hybrid"] = ["gated_delta_net", "window", "mamba2", "attention"]
+    fields = {"vocab_size": 53, "hidden_size": 16, "intermediate_size": 16, "initializer_range": 0.2, "pad_token_id": 0}
+    return {
+        name: fields
+        | {"mixers": mixers, "num_hidden_layers": len(mixers), "mixer_options": {x: _OPTIONS[x] for x in mixers}}
+        for name, mixers in patterns.items()
+    }
+
+
+def check_models(
+    group: dist.ProcessGroup, model_class: type, configs: dict[str, Any], recompute: bool = False
+) -> dict[str, float | str]:
+    """Return the largest error of logits, loss and gradients by model and batch, or the sentence of a refusal."""
+    found: dict[str, float | str] = {}
+    for name, config in configs.items():
+        try:
+            for layout in layouts(dist.get_world_size(group)):
+                found[f"{name}, {layout}"] = model_error(group, model_class, config, layout, recompute)
+        except ValueError as error:
+            if "cannot split a sequence over ranks" not in str(error):
+                raise
+            found[name] = str(error)
+    return found
+
+
+def model_error(group: dist.ProcessGroup, model_class: type, config: Any, layout: Layout, recompute: bool) -> float:
+    """Compare a model in training mode on the ranks of `group` with the same model in one process."""
+    torch.manual_seed(0)
+    model = model_class(config).double().train()
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.randint(config.vocab_size, (layout.batch, layout.tokens))
+    labels = ids.masked_fill(torch.rand(ids.shape) < 0.2, -100)
+    shard = SequenceShard(layout.tokens, layout.boundaries, layout=layout.layout, group=group)  # type: ignore[arg-type]
+    boundaries = None if layout.boundaries is None else torch.tensor(layout.boundaries, dtype=torch.int32)
+
+    def differentiated(whole: bool) -> list[Tensor]:
+        model.zero_grad()
+        with parallel.sequence_shard(None if whole else shard):
+            given = {"cu_seqlens": boundaries} if whole else {}
+            out = model(ids, labels=labels, use_cache=False, output_logits=True, **given)
+        # outside the context, in which checkpointing must compute the layers again
+        out.loss.backward()
+        found = [out.loss.detach(), out.logits.detach() if whole else joined(shard, out.logits)]
+        for p in model.parameters():
+            grad = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            if not whole:
+                dist.all_reduce(grad, group=group)
+            found.append(grad)
+        return found
+
+    return relative_error(differentiated(whole=False), differentiated(whole=True))
+
+
+def traffic_of(group: dist.ProcessGroup, model_class: type, config: Any) -> tuple[dict, dict]:
+    """Return the bytes that rank 0 of two sends in a step of one long document, and of documents within ranks."""
+    found = []
+    for boundaries in ([0, 34], [0, 5, 17, 34]):
+        torch.manual_seed(0)
+        model, ids = model_class(config).double().train(), torch.randint(config.vocab_size, (1, 34))
+        shard = SequenceShard(34, boundaries, group=group)
+        with parallel.sequence_shard(shard):
+            model(ids, labels=ids).loss.backward()
+        found.append(dict(shard.traffic))
+    return found[0], found[1]
+
+
+def refusals(group: dist.ProcessGroup, model_class: type, config: Any) -> list[list[str]]:
+    """Return for each rank the sentences that refuse lengths, boundaries, shapes and inputs."""
+    model = model_class(config)
+    shard = SequenceShard(8, group=group)
+    x = torch.zeros(1, 8, 2, 4)
+    calls: list[Callable[[], Any]] = [
+        lambda: SequenceShard(7, group=group),
+        lambda: SequenceShard(6, layout="zigzag", group=group),
+        lambda: SequenceShard(8, layout="ring", group=group),  # type: ignore[arg-type]
+        lambda: SequenceShard(8, [0, 5, 4, 8], group=group),
+        lambda: parallel.attention(x, x, x, sequence_shard=shard),
+        lambda: model(torch.zeros(1, 6, dtype=torch.int64)),
+        lambda: model(torch.zeros(1, 8, dtype=torch.int64), use_cache=True),
+        lambda: model(torch.zeros(1, 8, dtype=torch.int64), cu_seqlens=torch.tensor([0, 8])),
+    ]
+    sentences = []
+    for call in calls:
+        try:
+            with parallel.sequence_shard(shard):
+                call()
+            sentences.append("nothing was raised. Why. ")
+        except ValueError as error:
+            sentences.append(str(error))
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, sentences, group=group)
+    return every

@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 from tokenmix_core._utils import rng
 from tokenmix_core._utils.atomic_io import sync_tree, writing
 from tokenmix_core.training import checkpoint
+from tokenmix_core.training.context_parallel import RowSplit
 from tokenmix_core.training.cuda_graph import GraphedStep, Losses, TrainingGraph
 from tokenmix_core.training.recipe import OptimizerRecipe
 from tokenmix_core.training.sharding import apply_fsdp_policy, load_optimizer, load_weights, whole, whole_weights
@@ -59,6 +60,7 @@ class RecipeTrainer(Trainer):
         seq_len: T, tokens of a row.
         identity: the values that a checkpoint must agree with.
         training_graph: whether forward and backward passes are captured as CUDA graphs, as in `RunRecipe`.
+        context_parallel: ranks over which each row is split.
     """
 
     def __init__(
@@ -68,9 +70,11 @@ class RecipeTrainer(Trainer):
         seq_len: int,
         identity: dict[str, Any],
         training_graph: TrainingGraph = "never",
+        context_parallel: int = 1,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
+        self._split = RowSplit(self.model, context_parallel) if context_parallel > 1 else None  # type: ignore[arg-type]
         self.schedule, self.identity, self.training_graph = schedule, identity, training_graph
         self._graphed_step: GraphedStep | None = None
         self.output_dir = Path(str(self.args.output_dir))
@@ -107,6 +111,8 @@ class RecipeTrainer(Trainer):
         loader = super().get_train_dataloader()
         # accelerate keeps the loader that starts the processes inside its own
         inner = getattr(loader, "base_dataloader", loader)
+        if self._split is not None:
+            self._split.give_rows_to_groups(inner)
         inner.worker_init_fn = partial(_leave_signals_to_trainer, inner.worker_init_fn)
         return loader
 
@@ -186,11 +192,19 @@ class RecipeTrainer(Trainer):
         """Return the model's loss, without a cache, which would let packed documents see each other."""
         inputs = {**inputs, "use_cache": False}
         outputs: Any
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        inputs, split = (inputs, nullcontext()) if self._split is None else self._split.of(inputs)
+        with split:
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if self._split is not None:
+            loss = self._split.share(loss)
         for name, values in (outputs.get("auxiliary") or {}).items():
             if name.endswith("_loss"):
                 self._terms[name] = torch.stack([x.detach().float().sum() for x in values]).sum() / num_items_in_batch  # type: ignore[operator]
         return (loss, outputs) if return_outputs else loss
+
+    def get_cp_size(self) -> int:
+        """Return the number of ranks that take the same rows."""
+        return 1 if self._split is None else self._split.size
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add throughput and auxiliary losses to a line of the training log.

@@ -198,6 +198,7 @@ class RunRecipe:
             signatures of micro-batches (docs/step_time.md); "auto" does so if layers are so small that the GPU would
             wait for the CPU. Excludes the two options above and `fsdp`.
         fsdp: shard parameters, gradients and optimizer states over the processes (FSDP2).
+        context_parallel: ranks over which each row is split (docs/context_parallel.md).
         rank_timeout: seconds without a sign of life after which a rank counts as stopped, and the others end.
         dataloader_num_workers: processes that read data; 0 reads in the training process.
         logging_steps: steps between two lines of the log.
@@ -216,6 +217,7 @@ class RunRecipe:
     torch_compile: bool = False
     training_graph: Literal["auto", "always", "never"] = "auto"
     fsdp: bool = False
+    context_parallel: int = 1
     rank_timeout: float = 60.0
     dataloader_num_workers: int = 0
     logging_steps: int = 10
@@ -230,7 +232,7 @@ class RunRecipe:
     def __post_init__(self) -> None:
         _check(self, seed=(0, 2**32 - 1), dataloader_num_workers=(0, 1024), evaluation_limit=(1, math.inf))
         _check(self, logging_steps=(1, math.inf), save_steps=(1, math.inf), save_total_limit=(1, math.inf))
-        _check(self, rank_timeout=(1, math.inf))
+        _check(self, rank_timeout=(1, math.inf), context_parallel=(1, math.inf))
         others = ("gradient_checkpointing", "torch_compile", "fsdp")
         if self.training_graph == "always" and (chosen := [name for name in others if getattr(self, name)]):
             raise ValueError(f"training_graph='always' does not go with {chosen[0]}; turn one of them off")

@@ -29,6 +29,7 @@ from tokenmix_core.data.token_file import TokenFile
 from tokenmix_core.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from tokenmix_core.training import checkpoint
 from tokenmix_core.training.callbacks import MetricsFile, Progress, StopOnSignal
+from tokenmix_core.training.context_parallel import check_context_parallel
 from tokenmix_core.training.cuda_graph import TrainingGraph
 from tokenmix_core.training.data import (
     ChunkRows,
@@ -193,7 +194,8 @@ def training_arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
     if args.device.type == "cpu":
         # several processes compute on "cpu:0", where torch.load cannot put an optimizer's state
         vars(args)["_setup_devices"] = torch.device("cpu")
-    rows, accumulation = optimizer.split(recipe.data.seq_len, args.world_size)
+    check_context_parallel(run.context_parallel, args.world_size, recipe.data.seq_len)
+    rows, accumulation = optimizer.split(recipe.data.seq_len, args.world_size // run.context_parallel)
     args.per_device_train_batch_size, args.gradient_accumulation_steps = rows, accumulation
     return args
 
@@ -250,6 +252,7 @@ def build_trainer(
         seq_len=recipe.data.seq_len,
         identity=identity,
         training_graph=_training_graph(recipe),
+        context_parallel=recipe.run.context_parallel,
     )
     # the Trainer's own, which writes dictionaries
     trainer.remove_callback(PrinterCallback)

@@ -1,0 +1,58 @@
+"""Training with rows split over ranks: consecutive ranks form a group that takes the same rows."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tokenmix_core.parallel import SequenceShard, sequence_shard
+
+
+def check_context_parallel(size: int, world_size: int, seq_len: int) -> None:
+    """Refuse sizes that do not divide; the same sentence on all ranks.
+
+    Raises:
+        ValueError: the number of processes or the length of a row is no multiple.
+    """
+    if world_size % size:
+        raise ValueError(
+            f"context_parallel={size} needs a number of processes that is a multiple of {size}, got {world_size}"
+        )
+    if size > 1 and seq_len % (2 * size):
+        raise ValueError(
+            f"context_parallel={size} needs rows (seq_len) of a multiple of {2 * size} tokens, got {seq_len}"
+        )
+
+
+class RowSplit:
+    """The split of each micro-batch over the `size` ranks of this process's group.
+
+    Parameters are replicated or sharded over all ranks, as without a split: each rank's gradient is its share of the
+    sum over tokens. Rows are balanced ("zigzag") if a layer's attention sees the whole row.
+    """
+
+    def __init__(self, model: nn.Module, size: int):
+        self.size = size
+        self.group, _ = dist.new_subgroups(size)
+        whole = any(hasattr(layer, "window") and layer.window is None for layer in model.modules())
+        self.layout = "zigzag" if whole else "contiguous"
+
+    def give_rows_to_groups(self, loader: DataLoader) -> None:
+        """Make a loader that accelerate has split over all ranks give the same rows to the ranks of a group."""
+        sampler: Any = loader.batch_sampler
+        sampler.num_processes //= self.size
+        sampler.process_index //= self.size
+
+    def of(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], AbstractContextManager[Any]]:
+        """Return the inputs of a micro-batch without boundaries, which the shard has, and the context of its split."""
+        boundaries = inputs.get("cu_seqlens")
+        shard = SequenceShard(inputs["input_ids"].shape[1], boundaries, layout=self.layout, group=self.group)  # type: ignore[arg-type]
+        return {name: x for name, x in inputs.items() if name != "cu_seqlens"}, sequence_shard(shard)
+
+    def share(self, loss: Tensor) -> Tensor:
+        """Return the loss of a group with the value of one share of it, so that the sum over all ranks is the loss."""
+        return loss - (1 - 1 / self.size) * loss.detach()
