@@ -45,11 +45,11 @@ def _order(what: str, shape: str) -> tuple[int, str, int]:
 def _times(row: dict[str, Any] | None) -> str:
     if row is None:
         return "–"
-    return " / ".join(f"{row[key]:.2f}" for key in ("fwd_ms", "fwdbwd_ms") if row[key] is not None)
+    return " / ".join(f"{row[key]:.2f}" for key in ("fwd_ms", "fwdbwd_ms") if row[key] is not None) or "failed"
 
 
 def _share(ours: dict[str, Any] | None, theirs: dict[str, Any] | None) -> str:
     if ours is None or theirs is None:
         return "–"
     keys = [key for key in ("fwd_ms", "fwdbwd_ms") if ours[key] is not None and theirs[key] is not None]
-    return " / ".join(f"{ours[key] / theirs[key]:.2f}" for key in keys)
+    return " / ".join(f"{ours[key] / theirs[key]:.2f}" for key in keys) or "–"

@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache
 
 from tokenmix_core.integrations.transformers import FAMILIES, use_fallback, use_kernels
-from tokenmix_core.testing.benchmarking import Run, able, host_microseconds, interleaved_medians, measure
+from tokenmix_core.testing.benchmarking import Run, able, host_microseconds, interleaved_medians, measure, row_of
 from tokenmix_core.testing.hf_models import DELTA_RULE, field_model
 from tokenmix_core.testing.results import kept
 
@@ -134,15 +134,13 @@ def _decoding_rows(family: str, shape: tuple[int, int, int, int], device: str) -
     ids = _ids(forms, B, T // 2, device)
     without_cudnn = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with torch.no_grad(), sdpa_kernel(without_cudnn):
-        runs: dict[str, Run] = {**able({name: _decoding(form, ids) for name, form in forms.items()}, (), alike=False)}
+        steps, failed = able({name: _decoding(form, ids) for name, form in forms.items()}, (), alike=False)
+        runs: dict[str, Run] = {**steps}
         times = interleaved_medians(runs, device, repeats=20 if device != "cpu" else 3)
         host = {name: host_microseconds(run, device) for name, run in runs.items()}
-    named = {"op": f"one token of {family}", "shape": f"B{B} after {T // 2} D{width} L{layers}"}
-    empty = dict.fromkeys(("fwdbwd_ms", "peak_mb"))
-    return [
-        {**named, "impl": name, "fwd_ms": ms, **empty, "host_us": host[name], "first_call_s": None}
-        for name, ms in times.items()
-    ]
+    named = f"one token of {family}", f"B{B} after {T // 2} D{width} L{layers}"
+    rows = [row_of(*named, name, fwd_ms=ms, host_us=host[name]) for name, ms in times.items()]
+    return rows + [row_of(*named, name, failed=reason) for name, reason in failed.items()]
 
 
 def _decoding(model: Any, ids: Tensor) -> Callable[[], Tensor]:

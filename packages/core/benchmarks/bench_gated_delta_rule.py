@@ -1,4 +1,7 @@
-"""The gated delta rule beside flash-linear-attention's, FlashQLA's and FlashInfer's, where they are installed."""
+"""The gated delta rule beside flash-linear-attention's, FlashQLA's, FlashInfer's and attn-gym's, if installed.
+
+README.md of this folder explains how to obtain each.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ from torch import Tensor
 from tokenmix_core.chunking import cu_seqlens_from_lengths
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step
 from tokenmix_core.testing.benchmarking import (
-    able,
     document_boundaries,
     first_call_seconds,
-    interleaved_medians,
+    installed,
     measure,
     measure_forms,
+    measure_forward,
     measure_step,
     mixed_lengths,
 )
@@ -47,6 +50,7 @@ SWEEP = [
     (1, 16384, 1, 1, 128, 128, False),
     (2, 4096, 64, 64, 128, 128, False),
     (1, 8192, 16, 32, 128, 128, False),
+    (1, 4096, 64, 64, 128, 128, False),
     (1, 16384, 16, 16, 128, 128, True),
     (4, 2048, 32, 32, 64, 64, False),
     (1, 1024, 32, 32, 64, 64, False),
@@ -57,11 +61,25 @@ SWEEP = [
     (2, 4096, 8, 8, 256, 256, False),
 ]
 CPU_SWEEP = [(1, 64, 1, 2, 16, 32, False), (1, 4096, 1, 1, 16, 16, True)]
-# batch, tokens, q/k heads, value heads, head size
-PREFILL_SHAPES = [(4, 8192, 32, 32, 128), (1, 32768, 16, 64, 128), (1, 8192, 2, 8, 128)]
+# batch, tokens, q/k heads, value heads, head size: from FlashQLA's tables, then FlashInfer's and attn-gym's
+PREFILL_SHAPES = [
+    (4, 8192, 32, 32, 128),
+    (1, 32768, 16, 64, 128),
+    (1, 32768, 2, 8, 128),
+    (1, 8192, 2, 8, 128),
+    (4, 8192, 8, 32, 128),
+    (8, 4096, 4, 16, 128),
+    (4, 2048, 8, 32, 128),
+    (1, 65536, 2, 8, 128),
+    (1, 4096, 64, 64, 128),
+    (1, 4096, 8, 16, 128),
+]
 CPU_PREFILL_SHAPES = [(2, 64, 1, 2, 16)]
 # batch, heads, key size, value size
 DECODE_SHAPES = [(1, 16, 128, 128), (32, 16, 128, 128), (128, 16, 128, 128)]
+
+_QLA = "flash_qla.ops.gated_delta_rule:chunk_gated_delta_rule"
+_GYM = "attn_gym.linear.gdn:chunk_gdn"
 
 _FIRST_CALL = """
 import torch
@@ -119,18 +137,14 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
     if device != "cpu":
         # their first calls, minutes of tuning and compiling, are not measured anew
         tuned = shape in SWEEP or ((HV, V) in FLA_SIZES and H == HV)
-        if importlib.util.find_spec("fla") is not None and tuned:
-            from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla
-
+        if tuned and (fla := installed("fla.ops.gated_delta_rule:chunk_gated_delta_rule")):
             baseline = functools.partial(fla, q, k, v, g, beta, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True)
-            # FLA hands over to FlashQLA where that is installed and can do it
-            over = K == V == 128 and importlib.util.find_spec("flash_qla") is not None
-            forwards["flash-linear-attention" + (" over FlashQLA" if over else "")] = lambda: baseline()[0]
-        if importlib.util.find_spec("flash_qla") is not None and K == V == 128:
-            from flash_qla.ops.gated_delta_rule import chunk_gated_delta_rule as qla
-
+            forwards[_fla_name(K, V)] = lambda: baseline()[0]
+        if K == V == 128 and (qla := installed(_QLA)):
             boundaries = None if cu_seqlens is None else cu_seqlens.long()
             forwards["FlashQLA, without the norm"] = lambda: qla(q, k, v, g, beta, cu_seqlens=boundaries)[0]
+        if K == V and K in (64, 128) and (gym := installed(_GYM)):
+            forwards["attn-gym, without the norm"] = lambda: gym(q, k, v, g, beta, cu_seqlens=cu_seqlens)[0]
         if shape == SHAPES[0]:
             call = "torch.autograd.grad(run().sum(), x)\ntorch.cuda.synchronize()"
             setup = _FIRST_CALL.format(function=_OURS)
@@ -143,27 +157,35 @@ def _prefill_rows(shape: tuple, device: str) -> list[dict]:
     """Forward passes that hand on their final state, without gradients."""
     B, T, H, HV, D = shape
     q, k, v, g, beta = _inputs(B, T, H, HV, D, D, device)
+    final = {"output_final_state": True}
+    ours = functools.partial(chunk_gated_delta_rule, q, k, v, g, beta, **final)
     forwards: dict[str, Callable[[], Tensor]] = {
-        "tokenmix": lambda: chunk_gated_delta_rule(q, k, v, g, beta, qk_l2norm=True).o
+        "tokenmix": lambda: ours(qk_l2norm=True).o,
+        "tokenmix, without the norm": lambda: ours().o,
     }
-    if device != "cpu" and importlib.util.find_spec("flash_qla") is not None:
-        from flash_qla.ops.gated_delta_rule import chunk_gated_delta_rule as qla
-
-        forwards["FlashQLA, without the norm"] = lambda: qla(q, k, v, g, beta, output_final_state=True)[0]
-    if device != "cpu" and importlib.util.find_spec("flashinfer") is not None:
-        from flashinfer.gdn_prefill import chunk_gated_delta_rule as infer
-
-        # rows are packed, and decays are factors
-        packed = [x.flatten(0, 1) for x in (q, k, v, g.exp(), beta)]
-        boundaries = torch.arange(0, B * T + 1, T, device=device)
-        options = {"output_final_state": True, "cu_seqlens": boundaries}
-        forwards["FlashInfer, without the norm"] = lambda: infer(*packed, **options)[0].view_as(v)
-    with torch.no_grad():
-        times = interleaved_medians(able(forwards, (), alike=True), device)
+    if device != "cpu":
+        if (HV, D) in {(32, 128), (64, 128)} and (fla := installed("fla.ops.gated_delta_rule:chunk_gated_delta_rule")):
+            normed = {"use_qk_l2norm_in_kernel": True, **final}
+            forwards[_fla_name(D, D)] = lambda: fla(q, k, v, g, beta, **normed)[0]
+        if qla := installed(_QLA):
+            forwards["FlashQLA, without the norm"] = lambda: qla(q, k, v, g, beta, **final)[0]
+        if gym := installed(_GYM):
+            forwards["attn-gym, without the norm"] = lambda: gym(q, k, v, g, beta, **final)[0]
+        if infer := installed("flashinfer.gdn_prefill:chunk_gated_delta_rule"):
+            # sequences are packed, and decays are factors
+            packed = [x.flatten(0, 1) for x in (q, k, v, g.exp(), beta)]
+            boundaries = torch.arange(0, B * T + 1, T, device=device)
+            forwards["FlashInfer, without the norm"] = lambda: infer(*packed, **final, cu_seqlens=boundaries)[
+                0
+            ].view_as(v)
     name = f"B{B} T{T} H{H if H == HV else f'{H}/{HV}'} K{D} V{D}"
-    empty = dict.fromkeys(("fwdbwd_ms", "peak_mb", "host_us", "first_call_s"))
-    op = "gated_delta_rule, prefill"
-    return [{"op": op, "shape": name, "impl": impl, "fwd_ms": ms} | empty for impl, ms in times.items()]
+    return measure_forward("gated_delta_rule, prefill", name, device, forwards)
+
+
+def _fla_name(K: int, V: int) -> str:
+    """FLA calls FlashQLA itself if that is installed and supports the sizes."""
+    over = K == V == 128 and importlib.util.find_spec("flash_qla") is not None
+    return "flash-linear-attention" + (" over FlashQLA" if over else "")
 
 
 def _decode_rows(shape: tuple, device: str) -> list[dict]:
@@ -173,9 +195,7 @@ def _decode_rows(shape: tuple, device: str) -> list[dict]:
     forwards: dict[str, Callable[[], Tensor]] = {
         "tokenmix": lambda: gated_delta_rule_step(q, k, v, g, beta, state, qk_l2norm=True)
     }
-    if device != "cpu" and importlib.util.find_spec("fla") is not None:
-        from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as fla
-
+    if device != "cpu" and (fla := installed("fla.ops.gated_delta_rule:fused_recurrent_gated_delta_rule")):
         # by name: its fifth argument is another gate, which is read as [B, T, H, K]
         token = {name: x.unsqueeze(1) for name, x in zip(("q", "k", "v", "g", "beta"), (q, k, v, g, beta), strict=True)}
         options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cu_seqlens_from_lengths
 from tokenmix_core.ops import short_conv, short_convs
-from tokenmix_core.testing.benchmarking import first_call_seconds, measure, mixed_lengths
+from tokenmix_core.testing.benchmarking import first_call_seconds, installed, measure, mixed_lengths
 
 # batch, tokens, channels, width, packed
 SHAPES = [(8, 4096, 4096, 4, False), (1, 32768, 4096, 4, False)]
@@ -76,9 +75,7 @@ def _rows(shape: tuple, device: str) -> list[dict]:
     }
     if not packed:
         forwards["torch conv1d"] = lambda: F.silu(F.conv1d(F.pad(x.mT, (W - 1, 0)), weight[:, None], bias, groups=D)).mT
-    if device != "cpu" and importlib.util.find_spec("fla") is not None:
-        from fla.modules.causal_conv1d import causal_conv1d
-
+    if device != "cpu" and (causal_conv1d := installed("fla.modules.causal_conv1d:causal_conv1d")):
         baseline = functools.partial(causal_conv1d, x, weight, bias, activation="silu", cu_seqlens=cu_seqlens)
         forwards["FLA causal_conv1d"] = lambda: baseline()[0]
     first = {"tokenmix": functools.partial(first_call_seconds, _FIRST_CALL, _CALL)} if shape == SHAPES[0] else None

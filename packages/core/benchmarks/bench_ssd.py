@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -13,6 +12,7 @@ from tokenmix_core.chunking import cu_seqlens_from_lengths
 from tokenmix_core.ops import chunk_ssd, ssd_step
 from tokenmix_core.testing.benchmarking import (
     first_call_seconds,
+    installed,
     measure,
     measure_forms,
     measure_step,
@@ -109,19 +109,16 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
         D = torch.randn(HV, device=device, requires_grad=True)
         inputs = (q, k, v, dt, A, D)
         forwards["tokenmix"] = lambda: chunk_ssd(q, k, v, dt * A, dt=dt, D=D, cu_seqlens=cu_seqlens).o
-        if device != "cpu" and importlib.util.find_spec("mamba_ssm") is not None and not packed:
-            from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-
-            forwards["mamba_ssm"] = lambda: mamba_chunk_scan_combined(v, dt, A, k, q, chunk_size=128, D=D)
+        mamba = installed("mamba_ssm.ops.triton.ssd_combined:mamba_chunk_scan_combined")
+        if device != "cpu" and mamba and not packed:
+            forwards["mamba_ssm"] = lambda: mamba(v, dt, A, k, q, chunk_size=128, D=D)
     else:
         g = torch.rand(B, T, HV, device=device).mul_(-0.1).requires_grad_()
         inputs = (q, k, v, g)
         forwards["tokenmix"] = lambda: chunk_ssd(q, k, v, g, cu_seqlens=cu_seqlens).o
         tuned = (HV, K, V) in FLA_SIZES or shape in SWEEP
-        if device != "cpu" and importlib.util.find_spec("fla") is not None and tuned:
-            from fla.ops.simple_gla import chunk_simple_gla
-
-            baseline = functools.partial(chunk_simple_gla, q, k, v, g=g, scale=1.0, cu_seqlens=cu_seqlens)
+        if device != "cpu" and tuned and (fla := installed("fla.ops.simple_gla:chunk_simple_gla")):
+            baseline = functools.partial(fla, q, k, v, g=g, scale=1.0, cu_seqlens=cu_seqlens)
             forwards["FLA chunk_simple_gla"] = lambda: baseline()[0]
     first = {"tokenmix": functools.partial(first_call_seconds, _FIRST_CALL, _CALL)} if shape == SHAPES[0] else None
     name = f"B{B} T{T} G{G} HV{HV} K{K} V{V}" + (", 32 sequences" if packed else "")
@@ -134,14 +131,10 @@ def _decode_rows(shape: tuple, device: str) -> list[dict]:
     v, g = _random(B, HV, V, device=device), -torch.rand(B, HV, device=device)
     state = torch.randn(B, HV, K, V, device=device)
     forwards: dict[str, Callable[[], Tensor]] = {"tokenmix": lambda: ssd_step(q, k, v, g, state)}
-    if device != "cpu" and importlib.util.find_spec("fla") is not None and G == HV:
-        from fla.ops.simple_gla import fused_recurrent_simple_gla
-
+    if device != "cpu" and G == HV and (fla := installed("fla.ops.simple_gla:fused_recurrent_simple_gla")):
         token = tuple(x.unsqueeze(1) for x in (q, k, v))
         options = {"scale": 1.0, "initial_state": state, "output_final_state": True}
-        forwards["FLA fused_recurrent_simple_gla"] = lambda: fused_recurrent_simple_gla(
-            *token, g=g.unsqueeze(1), **options
-        )[0][:, 0]
+        forwards["FLA fused_recurrent_simple_gla"] = lambda: fla(*token, g=g.unsqueeze(1), **options)[0][:, 0]
     return measure_step("SSD, one step", f"B{B} G{G} HV{HV} K{K} V{V}", device, forwards)
 
 

@@ -1,4 +1,4 @@
-"""Time NSA's branches, FLA's, causal attention and the window alone; and the selected branch and FlexAttention.
+"""Time NSA's branches, FLA's, SFNSA's, causal attention, the window alone; the selected branch and FlexAttention.
 
 With random inputs the lists of neighbouring queries have little in common, the worst case for implementations that
 share reads among queries.
@@ -6,7 +6,7 @@ share reads among queries.
 
 from __future__ import annotations
 
-import importlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.ops import attention
-from tokenmix_core.testing.benchmarking import first_call_seconds, measure, measure_step
+from tokenmix_core.testing.benchmarking import first_call_seconds, installed, measure, measure_step
 from tokenmix_lte.ops import block_attention, gated_sum, select_blocks
 from tokenmix_lte.ops.branches.reference import gated_sum_reference
 from tokenmix_lte.ops.pooled_blocks import compressed_attention, pool_blocks
@@ -33,7 +33,8 @@ class Case(NamedTuple):
     window: int = 512
 
 
-CASES = [Case(8, 4096), Case(1, 32768)]
+# the paper's layer, then SFNSA's own tables
+CASES = [Case(8, 4096), Case(1, 32768), Case(1, 4096, 64, 4, 128), Case(1, 32768, 64, 4, 128)]
 CPU_CASES = [Case(1, 128, 4, 2, 16, 16, 4, 32)]
 # longer sequences, other groups, wider heads
 SWEEP = [
@@ -86,8 +87,8 @@ def _rows(case: Case, device: str) -> Iterator[dict]:
         "causal attention, tokenmix": _through(gates, lambda: attention(q, k, v).o),
         "the window alone, tokenmix": _through(gates, lambda: attention(q, k, v, window=case.window).o),
     }
-    if (fla := _fla(case, q, k, v, gates)) is not None:
-        forwards["FLA"] = fla
+    if device != "cpu":
+        forwards |= _baselines(case, q, k, v, gates)
     first = None
     if device != "cpu" and case == CASES[0]:
         first = {"tokenmix": lambda: first_call_seconds(_FIRST_CALL, _CALL)}
@@ -152,21 +153,28 @@ def _through(gates: Tensor, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return lambda: run() + 0 * gates[0, 0, 0, 0]
 
 
-def _fla(case: Case, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Callable[[], Tensor] | None:
-    """Return FLA's NSA with the same gates; None if FLA is not installed."""
-    try:
-        parallel_nsa = importlib.import_module("fla.ops.nsa").parallel_nsa
-    except ImportError:
-        return None
+def _baselines(case: Case, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Return FLA's NSA, and SFNSA's, whose gates pass a sigmoid, with pooled blocks of our size, where installed."""
+    found: dict[str, Callable[[], Tensor]] = {}
+    if fla := installed("fla.ops.nsa:parallel_nsa"):
+        options = {"block_counts": case.blocks, "block_size": case.block, "window_size": case.window}
 
-    def run() -> Tensor:
-        compressed, selected, window = (x.contiguous() for x in gates.unbind(-1))
-        return parallel_nsa(
-            q, k, v, g_cmp=compressed, g_slc=selected, g_swa=window, block_counts=case.blocks, block_size=case.block,
-            window_size=case.window,
-        )  # fmt: skip
+        def run_fla() -> Tensor:
+            names = ("g_cmp", "g_slc", "g_swa")
+            return fla(q, k, v, **dict(zip(names, (x.contiguous() for x in gates.unbind(-1)), strict=True)), **options)
 
-    return run
+        found["FLA"] = run_fla
+    if (config := installed("flash_nsa:NSAConfig")) and (core := installed("flash_nsa:HFNSACore")):
+        boundaries = torch.arange(0, case.B * case.T + 1, case.T, device=q.device, dtype=torch.int32)
+
+        @functools.cache
+        def layer() -> Callable:
+            sizes = {"head_dim": case.K, "num_heads": case.HQ, "num_kv_heads": case.H, "window_size": case.window}
+            blocks = {"kernel_size": case.block, "stride": case.block, "block_size": case.block, "top_n": case.blocks}
+            return core(config(**sizes, **blocks))
+
+        found["SFNSA"] = lambda: layer()(*(x.flatten(0, 1) for x in (q, k, v, gates)), boundaries).view_as(q)
+    return found
 
 
 def _flex(case: Case, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Callable[[], Tensor]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from tokenmix_core.ops import attention
-from tokenmix_core.testing.benchmarking import first_call_seconds, interleaved_medians, measure, measure_forms
+from tokenmix_core.testing.benchmarking import (
+    first_call_seconds,
+    installed,
+    interleaved_medians,
+    measure,
+    measure_forms,
+)
 from tokenmix_nha.ops import SlotWindowState, slot_window_attention, slot_window_attention_step
 
 # batch, tokens, heads, head size, slots, window
@@ -77,10 +82,8 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
     forwards: dict[str, Callable[[], Tensor]] = {
         "tokenmix": lambda: slot_window_attention(q, k, v, f, window=window, output_final_state=False).o
     }
-    if shape in FLA_SHAPES and device != "cpu" and importlib.util.find_spec("fla") is not None:
-        from fla.ops.gsa import chunk_gsa
-
-        forwards["FLA chunk_gsa"] = lambda: chunk_gsa(q, k, v, 1 - f.exp().to(q.dtype), f, scale=D**-0.5)[0]
+    if shape in FLA_SHAPES and device != "cpu" and (fla := installed("fla.ops.gsa:chunk_gsa")):
+        forwards["FLA chunk_gsa"] = lambda: fla(q, k, v, 1 - f.exp().to(q.dtype), f, scale=D**-0.5)[0]
     name = f"B{B} T{T} H{H} D{D} M{M} w{window}"
     first = {"tokenmix": functools.partial(first_call_seconds, _FIRST_CALL, _CALL)} if shape == SHAPES[1] else None
     # no token leaves a window of T, so the gates get no gradient

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tokenmix_core.testing.benchmarking import measure, measure_step, mixed_lengths
+from tokenmix_core.testing.benchmarking import installed, measure, measure_step, mixed_lengths, table
 
 
 def test_mixed_lengths_fill_the_tokens_and_differ():
@@ -12,17 +12,19 @@ def test_mixed_lengths_fill_the_tokens_and_differ():
     assert lengths.max() > 16 * lengths.min()
 
 
-def test_a_peer_that_fails_at_a_shape_is_left_out_and_named():
+def test_a_peer_that_fails_at_a_shape_has_a_row_with_the_reason():
     x = torch.randn(4, requires_grad=True)
 
     def broken():
         raise KeyError("no kernel for this size")
 
     forwards = {"ours": x.exp, "works": x.sin, "breaks": broken, "has no gradient": lambda: x.detach().cos()}
-    with pytest.warns(UserWarning, match="does not run here") as warned:
-        rows = measure("op", "B1", "cpu", forwards, (x,), repeats=2)
-    assert [row["impl"] for row in rows] == ["ours", "works"]
-    assert [str(w.message).split(" does not")[0] for w in warned] == ["breaks", "has no gradient"]
+    rows = measure("op", "B1", "cpu", forwards, (x,), repeats=2)
+    assert [row["impl"] for row in rows] == list(forwards)
+    assert [row.get("failed") for row in rows[:3]] == [None, None, "KeyError: 'no kernel for this size'"]
+    assert "does not require grad" in rows[3]["failed"]
+    assert [row["fwd_ms"] is None for row in rows] == [False, False, True, True]
+    assert "no kernel for this size" in table(rows)
     with pytest.raises(KeyError):
         measure("op", "B1", "cpu", {"ours": broken}, (x,), repeats=2)
 
@@ -30,9 +32,9 @@ def test_a_peer_that_fails_at_a_shape_is_left_out_and_named():
 def test_a_peer_that_computes_something_else_is_left_out_where_all_should_be_alike():
     x = torch.randn(4, requires_grad=True)
     forwards = {"ours": x.exp, "close": lambda: 1.01 * x.exp(), "wrong": x.sin}
-    with pytest.warns(UserWarning, match="wrong does not run here: .*differs"):
-        rows = measure("op", "B1", "cpu", forwards, (x,), repeats=2, alike=True)
-    assert [row["impl"] for row in rows] == ["ours", "close"]
+    rows = measure("op", "B1", "cpu", forwards, (x,), repeats=2, alike=True)
+    assert ["failed" in row for row in rows] == [False, False, True]
+    assert "its output differs from ours by" in rows[2]["failed"]
     assert len(measure("op", "B1", "cpu", forwards, (x,), repeats=2)) == 3
 
 
@@ -45,6 +47,15 @@ def test_a_step_is_compared_with_peers_that_see_the_state_before_it_is_updated()
 
     # the last one takes an argument for another, as calls by position may
     forwards = {"ours": ours, "peer": lambda: 0.9 * state + x, "wrong": lambda: 0.9 * state * x}
-    with pytest.warns(UserWarning, match="wrong does not run here: .*differs"):
-        rows = measure_step("op", "B1", "cpu", forwards)
-    assert [(row["impl"], row["fwd_ms"] > 0) for row in rows] == [("ours", True), ("peer", True)]
+    rows = measure_step("op", "B1", "cpu", forwards)
+    assert [(row["impl"], "failed" in row) for row in rows] == [("ours", False), ("peer", False), ("wrong", True)]
+
+
+def test_an_installed_package_that_cannot_be_imported_is_a_peer_that_fails(tmp_path, monkeypatch):
+    (tmp_path / "broken_peer.py").write_text("raise OSError('built for another torch')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installed("no_such_peer.ops:f") is None
+    peer = installed("broken_peer:f")
+    assert peer is not None
+    rows = measure_step("op", "B1", "cpu", {"ours": lambda: torch.ones(1), "peer": peer})
+    assert rows[1]["failed"] == "OSError: built for another torch"

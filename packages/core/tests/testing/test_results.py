@@ -38,6 +38,14 @@ def test_ours_stands_beside_the_best_peer_of_each_number(tmp_path):
     assert "| ssd | B2 | tokenmix | 0.250 | 512 |" in table
 
 
+def test_a_baseline_that_failed_is_told_and_compared_with_nothing(tmp_path):
+    failed = {**ROW, "impl": "broken", "fwd_ms": None, "failed": "TypeError: a | b"}
+    rows = [ROW, {**ROW, "impl": "fast", "fwd_ms": 0.5}, {**ROW, "impl": "tokenmix, other", "fwd_ms": 0.1}, failed]
+    rows = json.loads(results.save(rows, tmp_path).read_text())
+    assert results.beside(rows)[0]["fwd_ms_baseline"] == (0.5, "fast")
+    assert r"| ssd | B1 | broken | TypeError: a \| b |" in results.markdown(rows)
+
+
 def test_a_plot_of_shares_is_written(tmp_path):
     rows = json.loads(results.save([ROW, {**ROW, "impl": "baseline"}], tmp_path).read_text())
     results.plot(rows, tmp_path / "plots" / "speed.png")

@@ -1,12 +1,15 @@
 """Benchmarks of several implementations: interleaved median times, peak memory, CPU overhead, first-call seconds.
 
 Every benchmark module exposes `rows(device)`, an iterable of rows; a row is made by `measure` and holds the keys
-`op, shape, impl, fwd_ms, fwdbwd_ms, peak_mb, host_us, first_call_s`.
+`op, shape, impl, fwd_ms, fwdbwd_ms, peak_mb, host_us, first_call_s`. The row of a baseline that does not run has no
+times and the reason under `failed`.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import math
 import os
 import statistics
@@ -14,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -133,16 +135,27 @@ def forward_backward(forward: Callable[[], Tensor], inputs: Sequence[Tensor], up
     return lambda: torch.autograd.grad(forward(), inputs, upstream)
 
 
+def installed(path: str) -> Callable | None:
+    """Return the function at "module:name", imported when it is called; None if its top-level package is not there.
+
+    An installed package whose import fails is thus a baseline that fails.
+    """
+    module, name = path.split(":")
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        return None
+    return lambda *args, **options: getattr(importlib.import_module(module), name)(*args, **options)
+
+
 def able(
     forwards: Mapping[str, Callable[[], Tensor]], inputs: Sequence[Tensor], alike: bool
-) -> dict[str, Callable[[], Tensor]]:
-    """Return the first of `forwards` and the baselines (the others) that run at this shape without an error.
+) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
+    """Return the first of `forwards` and the baselines (the others) that run at this shape, and why the rest fails.
 
     If `alike`, a baseline's output must also differ from the first one's by less than 5 %, since a kernel that was
-    built for other sizes may be fast and wrong. A warning names each excluded baseline.
+    built for other sizes may be fast and wrong.
     """
     first, *baselines = forwards
-    out = {first: forwards[first]}
+    out, failed = {first: forwards[first]}, {}
     for name in baselines:
         try:
             o = forwards[name]()
@@ -154,10 +167,16 @@ def able(
                 assert error < 0.05, f"its output differs from ours by {error:.2g}"
         # compilers and libraries raise errors of many types for unsupported sizes
         except Exception as error:
-            warnings.warn(f"{name} does not run here: {type(error).__name__}: {str(error)[:200]}", stacklevel=2)
+            failed[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         else:
             out[name] = forwards[name]
-    return out
+    return out, failed
+
+
+def row_of(op: str, shape: str, impl: str, **values: object) -> dict:
+    """Return a row with these values, and None for the others."""
+    none = dict.fromkeys(("fwd_ms", "fwdbwd_ms", "peak_mb", "host_us", "first_call_s"))
+    return {"op": op, "shape": shape, "impl": impl, **none, **values}
 
 
 def measure(
@@ -174,10 +193,10 @@ def measure(
     """Return one row per implementation at one shape: times of forward, and of forward with backward, interleaved.
 
     `forwards` maps an implementation's name to a function without arguments that returns the output; the first entry is
-    ours, the others are baselines, which `able` selects. Gradients are taken with respect to `inputs`. `first_calls`
-    maps an implementation's name to a function that measures its first call in seconds.
+    ours, the others are baselines. One that `able` refuses has a row with the reason. Gradients are taken with respect
+    to `inputs`. `first_calls` maps an implementation's name to a function that measures its first call in seconds.
     """
-    forwards = able(forwards, inputs, alike)
+    forwards, failed = able(forwards, inputs, alike)
 
     def without_grad(forward: Callable[[], Tensor]) -> Run:
         def run():
@@ -203,7 +222,22 @@ def measure(
             "first_call_s": first_calls[name]() if first_calls and name in first_calls else None,
         }
         for name in forwards
-    ]
+    ] + [row_of(op, shape, name, failed=reason) for name, reason in failed.items()]
+
+
+def measure_forward(
+    op: str, shape: str, device: str, forwards: Mapping[str, Callable[[], Tensor]], *, graph: bool = False
+) -> list[dict]:
+    """Return one row per implementation at one shape: the forward pass without gradients, `graph` for a CUDA graph.
+
+    `forwards` are as in `measure`, but may overwrite a state; outputs must be alike.
+    """
+    with torch.no_grad():
+        runs, failed = able(forwards, (), alike=True)
+        timed: dict[str, Run] = {name: captured(run) if graph else run for name, run in runs.items()}
+        times = interleaved_medians(timed, device)
+    rows = [row_of(op, shape, name, fwd_ms=ms) for name, ms in times.items()]
+    return rows + [row_of(op, shape, name, failed=reason) for name, reason in failed.items()]
 
 
 def measure_forms(
@@ -234,18 +268,9 @@ def document_boundaries(device: str, documents: int = 100, tokens: int = 152_497
 
 
 def measure_step(op: str, shape: str, device: str, forwards: Mapping[str, Callable[[], Tensor]]) -> list[dict]:
-    """Return one row per implementation of a decoding step, without gradients; on a GPU as a CUDA graph.
-
-    `forwards` are as in `measure`, but may overwrite a state. A baseline whose output differs from ours is
-    excluded: it may not have read all of its inputs.
-    """
-    with torch.no_grad():
-        runs: dict[str, Run] = {**able(forwards, (), alike=True)}
-        if device != "cpu":
-            runs, shape = {name: captured(run) for name, run in runs.items()}, f"{shape}, CUDA graph"
-        times = interleaved_medians(runs, device)
-    empty = dict.fromkeys(("fwdbwd_ms", "peak_mb", "host_us", "first_call_s"))
-    return [{"op": op, "shape": shape, "impl": name, "fwd_ms": ms} | empty for name, ms in times.items()]
+    """Return `measure_forward` of a decoding step, on a GPU as a CUDA graph."""
+    graph = device != "cpu"
+    return measure_forward(op, f"{shape}, CUDA graph" if graph else shape, device, forwards, graph=graph)
 
 
 def table(rows: Sequence[dict]) -> str:

@@ -117,7 +117,7 @@ def beside(rows: Iterable[dict]) -> list[dict]:
     out = []
     for group in groups.values():
         ours = next((row for row in group if row["impl"] == OURS), None)
-        baselines = [row for row in group if row["impl"] != OURS]
+        baselines = [row for row in group if not row["impl"].startswith(OURS) and "failed" not in row]
         if ours is not None and baselines:
             best = {}
             for key in (*_TIMES, "eager_ms", "peak_mb", "first_call_s"):
@@ -128,10 +128,11 @@ def beside(rows: Iterable[dict]) -> list[dict]:
 
 
 def markdown(rows: Sequence[dict]) -> str:
-    """Return Markdown: a line with the devices, a table of ours against the best baseline, a table of other rows."""
+    """Return Markdown: the devices, a table of ours against the best baseline, of other rows, and of failures."""
     pairs = beside(rows)
     paired = {(row["op"], row["shape"]) for row in pairs}
-    others = [row for row in rows if (row["op"], row["shape"]) not in paired]
+    failed = [row for row in rows if "failed" in row]
+    others = [row for row in rows if (row["op"], row["shape"]) not in paired and row not in failed]
     blocks = [devices(rows)]
     if pairs:
         values = [key for key in (*_TIMES, "peak_mb") if any(row.get(key) is not None for row in pairs)]
@@ -141,6 +142,10 @@ def markdown(rows: Sequence[dict]) -> str:
     if others:
         columns = {key: name for key, name in _COLUMNS.items() if any(row.get(key) is not None for row in others)}
         blocks.append(_markdown_table(columns, others))
+    if failed:
+        columns = {key: _COLUMNS[key] for key in ("op", "shape", "impl")} | {"failed": "failed"}
+        cells = [{**row, "failed": row["failed"].replace("|", "\\|")} for row in failed]
+        blocks.append("Baselines that failed:\n\n" + _markdown_table(columns, cells))
     return "\n\n".join(blocks)
 
 
@@ -157,7 +162,7 @@ def by_version(rows: Sequence[dict]) -> str:
     lines = [devices(rows), ""]
     lines += ["| operation | shape | " + " | ".join(forms) + " |", "|---|---|" + "---|" * len(forms)]
     shapes = dict.fromkeys((row["op"], row["shape"]) for row in rows)
-    found = {_key(row): f"{row['fwd_ms']:.3f} / {row['fwdbwd_ms']:.3f}" for row in rows}
+    found = {_key(row): f"{row['fwd_ms']:.3f} / {row['fwdbwd_ms']:.3f}" for row in rows if "failed" not in row}
     lines += [
         f"| {op} | {shape} | " + " | ".join(found.get((op, shape, form), "–") for form in forms) + " |"
         for op, shape in shapes
