@@ -158,7 +158,7 @@ def _prefill_rows(shape: tuple, device: str) -> list[dict]:
     B, T, H, HV, D = shape
     q, k, v, g, beta = _inputs(B, T, H, HV, D, D, device)
     final = {"output_final_state": True}
-    ours = functools.partial(chunk_gated_delta_rule, q, k, v, g, beta, **final)
+    ours = functools.partial(chunk_gated_delta_rule, q, k, v, g, beta)
     forwards: dict[str, Callable[[], Tensor]] = {
         "tokenmix": lambda: ours(qk_l2norm=True).o,
         "tokenmix, without the norm": lambda: ours().o,

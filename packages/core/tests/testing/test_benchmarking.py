@@ -12,7 +12,7 @@ def test_mixed_lengths_fill_the_tokens_and_differ():
     assert lengths.max() > 16 * lengths.min()
 
 
-def test_a_peer_that_fails_at_a_shape_has_a_row_with_the_reason():
+def test_a_baseline_that_fails_at_a_shape_has_a_row_with_the_reason():
     x = torch.randn(4, requires_grad=True)
 
     def broken():
@@ -29,7 +29,7 @@ def test_a_peer_that_fails_at_a_shape_has_a_row_with_the_reason():
         measure("op", "B1", "cpu", {"ours": broken}, (x,), repeats=2)
 
 
-def test_a_peer_that_computes_something_else_is_left_out_where_all_should_be_alike():
+def test_a_baseline_that_computes_something_else_is_left_out_where_all_should_be_alike():
     x = torch.randn(4, requires_grad=True)
     forwards = {"ours": x.exp, "close": lambda: 1.01 * x.exp(), "wrong": x.sin}
     rows = measure("op", "B1", "cpu", forwards, (x,), repeats=2, alike=True)
@@ -38,7 +38,7 @@ def test_a_peer_that_computes_something_else_is_left_out_where_all_should_be_ali
     assert len(measure("op", "B1", "cpu", forwards, (x,), repeats=2)) == 3
 
 
-def test_a_step_is_compared_with_peers_that_see_the_state_before_it_is_updated():
+def test_a_step_is_compared_with_baselines_that_see_the_state_before_it_is_updated():
     x, state = torch.randn(4), torch.randn(4)
 
     def ours():
@@ -46,16 +46,16 @@ def test_a_step_is_compared_with_peers_that_see_the_state_before_it_is_updated()
         return state + x
 
     # the last one takes an argument for another, as calls by position may
-    forwards = {"ours": ours, "peer": lambda: 0.9 * state + x, "wrong": lambda: 0.9 * state * x}
+    forwards = {"ours": ours, "baseline": lambda: 0.9 * state + x, "wrong": lambda: 0.9 * state * x}
     rows = measure_step("op", "B1", "cpu", forwards)
-    assert [(row["impl"], "failed" in row) for row in rows] == [("ours", False), ("peer", False), ("wrong", True)]
+    assert [(row["impl"], "failed" in row) for row in rows] == [("ours", False), ("baseline", False), ("wrong", True)]
 
 
-def test_an_installed_package_that_cannot_be_imported_is_a_peer_that_fails(tmp_path, monkeypatch):
-    (tmp_path / "broken_peer.py").write_text("raise OSError('built for another torch')")
+def test_an_installed_package_that_cannot_be_imported_is_a_baseline_that_fails(tmp_path, monkeypatch):
+    (tmp_path / "broken_baseline.py").write_text("raise OSError('built for another torch')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert installed("no_such_peer.ops:f") is None
-    peer = installed("broken_peer:f")
-    assert peer is not None
-    rows = measure_step("op", "B1", "cpu", {"ours": lambda: torch.ones(1), "peer": peer})
+    assert installed("no_such_baseline.ops:f") is None
+    baseline = installed("broken_baseline:f")
+    assert baseline is not None
+    rows = measure_step("op", "B1", "cpu", {"ours": lambda: torch.ones(1), "baseline": baseline})
     assert rows[1]["failed"] == "OSError: built for another torch"
