@@ -8,8 +8,6 @@ evicted.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -17,7 +15,7 @@ from torch import Tensor
 from tokenmix_core.nn import LayerState, RaggedKVState, first_taken
 from tokenmix_core.ops import kept_attention, unless_gluon
 from tokenmix_lte.eviction import eviction_times
-from tokenmix_lte.held import Held, begin_packed
+from tokenmix_lte.held import Held, extend_packed
 from tokenmix_lte.ops import evict_step
 from tokenmix_lte.retention import Retention, Tokens
 
@@ -53,25 +51,10 @@ def extend(rule: Retention, tokens: Tokens, state: LayerState) -> Float[Tensor, 
     span = state.span
     if span.uniform:
         o, held = _advance(rule, tokens, _held(state) if span.past else None, span.past)
-    elif not span.past and span.cu_seqlens is not None and tokens.k.shape[1]:
-        o, held = begin_packed(rule, tokens, span)
+    elif not tokens.k.shape[1]:
+        return torch.zeros_like(tokens.q)
     else:
-        _prepare(tokens.k, state, span.sequences)
-        before = _held(state)
-        # sequences that continue from different lengths are handled one by one
-        packed = span.cu_seqlens is not None
-        cu_seqlens, lengths = span.on_host
-        boundaries = pairwise(cu_seqlens if packed else range(span.sequences + 1))
-        parts = [Tokens(*(x[:, i:j] if packed else x[i:j] for x in tokens)) for i, j in boundaries]
-        outputs, rows = [], []
-        for n, (part, past) in enumerate(zip(parts, lengths, strict=True)):
-            row = Held(*(x[n : n + 1] for x in before))
-            if part.k.shape[1]:
-                o, row = _advance(rule, part, row, past)
-                outputs.append(o)
-            rows.append(row)
-        o = torch.cat(outputs, 1 if packed else 0)
-        held = Held(*(torch.cat(x) for x in zip(*rows, strict=True)))
+        o, held = extend_packed(rule, tokens, span, _held(state) if span.past else None)
     state.kv.hold(held.keys, held.values, held.lengths)
     # later steps mutate these tensors
     state.scores.set(held.scores)

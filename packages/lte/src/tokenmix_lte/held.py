@@ -1,4 +1,4 @@
-"""The tensors that an LTE layer's state holds, and their values after packed prompts of several lengths."""
+"""The tensors that an LTE layer's state holds, and their values after a call for sequences of several lengths."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tokenmix_core.nn import Span
 from tokenmix_core.ops import kept_attention, unless_gluon
 from tokenmix_lte.eviction import eviction_times
+from tokenmix_lte.joined import Joined, join_past
 from tokenmix_lte.retention import Retention, Tokens
 
 
@@ -29,45 +30,108 @@ class Held(NamedTuple):
     raw: Tensor
 
 
-def begin_packed(rule: Retention, tokens: Tokens, span: Span) -> tuple[Float[Tensor, "1 T HQ K"], Held]:
-    """Return outputs for packed prompts, such as a batch with padding, and the tensors held afterwards.
+def extend_packed(rule: Retention, tokens: Tokens, span: Span, held: Held | None) -> tuple[Tensor, Held]:
+    """Return outputs, in the call's layout, for sequences of any lengths, and the tensors held afterwards.
 
-    One call of the scorer and one of attention process all prompts; nothing waits for the device.
+    One call of the scorer and one of attention process all sequences, for instance a batch with padding. Without a past
+    (`held` is None) nothing waits for the device. With one, the span's lengths are read, once for all layers, and the
+    queries of a sequence's past are zeros whose outputs are discarded.
     """
-    (q, k, raw, v), cu_seqlens, W = tokens, span.cu_seqlens, rule.window
-    assert cu_seqlens is not None
-    rows, positions, totals = span.rows, span.positions, span.after
-    scores = rule.logits(raw, v, cu_seqlens=cu_seqlens).detach()
-    ranks = rule.ranks(scores, positions)
-    keep = ranks > -torch.inf
+    x = _begun(rule, tokens, span) if held is None else _joined(rule, tokens, span, held)
+    W, totals, cu_seqlens, rows = rule.window, span.after, x.join.cu_seqlens, x.join.rows
+    k, v, ranks = (y.unsqueeze(0) for y in (x.k, x.v, x.ranks))
+    keep, sizes = ranks > -torch.inf, cu_seqlens.diff()
     until = eviction_times(ranks, rule.cap, W, cu_seqlens, impl=unless_gluon(rule.impl))
-    o = kept_attention(q, k, v, keep, window=W, until=until, cu_seqlens=cu_seqlens, impl=rule.impl).o
+    o = kept_attention(x.q.unsqueeze(0), k, v, keep, window=W, until=until, cu_seqlens=cu_seqlens, impl=rule.impl).o
+    if held is not None:
+        o = o[0, x.join.new]
     with torch.no_grad():
-        left = (positions < (totals - W)[rows]).unsqueeze(-1)
-        retained, lengths = _retained(keep & left & (until >= totals[rows].unsqueeze(-1)), cu_seqlens, rule.cap)
-        ring, _ = _ring(cu_seqlens, totals, W, len(rows))
-        newest, exists = _ring(cu_seqlens, totals, rule.reach, len(rows))
+        left = (x.join.offsets < (sizes - W)[rows]).unsqueeze(-1)
+        retained, lengths = _retained(keep & left & (until >= sizes[rows].unsqueeze(-1)), cu_seqlens, rule.cap)
+        ring, _ = _ring(x.join.origin, totals, W, len(rows))
+        newest, exists = _ring(x.scored.origin, totals, rule.reach, len(x.raw))
         heads = torch.arange(k.shape[2], device=k.device).view(1, -1, 1)
         ring = ring.unsqueeze(1).expand(-1, k.shape[2], -1)
         at = torch.cat((ring, retained), 2)
-        return o, Held(
-            k[0][at, heads],
-            v[0][at, heads],
+        return o.view(*tokens.q.shape[:3], -1), Held(
+            x.k[at, heads],
+            x.v[at, heads],
             (lengths + totals.clamp(max=W).unsqueeze(1)).to(torch.int32),
-            torch.cat((scores[0][ring, heads], ranks[0][retained, heads]), 2),
-            positions[retained].to(torch.int32),
-            raw[0][newest].masked_fill(~exists[..., None, None], 0),
+            torch.cat((x.scores[ring, heads], x.ranks[retained, heads]), 2),
+            x.ages[retained, heads].to(torch.int32),
+            x.raw[newest].masked_fill(~exists[..., None, None], 0),
         )
 
 
+class _Packed(NamedTuple):
+    """Packed inputs of attention, `[S, H, ...]`, and the packed keys before rotation that the scorer reads."""
+
+    join: Joined
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scores: Tensor
+    ranks: Tensor
+    ages: Tensor
+    scored: Joined
+    raw: Tensor
+
+
+def _begun(rule: Retention, tokens: Tokens, span: Span) -> _Packed:
+    """Return the call's tokens, the first of their sequences, without copies."""
+    q, k, raw, v = (x.flatten(0, 1) for x in tokens)
+    join = Joined(span.cu_seqlens, span.rows, span.positions, span.cu_seqlens[:-1], span.positions)
+    scores = rule.logits(tokens.raw, tokens.v, cu_seqlens=join.cu_seqlens).detach()
+    ranks = rule.ranks(scores, join.positions)[0]
+    ages = join.positions.unsqueeze(1).expand(-1, k.shape[1])
+    return _Packed(join, q, k, v, scores[0], ranks, ages, join, raw)
+
+
+def _joined(rule: Retention, tokens: Tokens, span: Span, held: Held) -> _Packed:
+    """Return of each sequence the retained tokens by age, if its ring is full, then its ring and the call's tokens."""
+    q, k, raw, v = (x.flatten(0, 1) for x in tokens)
+    W, reach, before, (_, lengths) = rule.window, rule.reach, span.before, span.on_host
+    front, ring = torch.where(before > W, rule.cap, 0), before.clamp(max=W)
+    join = join_past(span, front + ring, sum(min(n, W) + (rule.cap if n > W else 0) for n in lengths))
+    rows, heads = join.rows.unsqueeze(1), torch.arange(k.shape[1], device=k.device)
+    # empty slots of the retained tokens are last and rank −∞
+    number = held.lengths - W
+    filled = torch.arange(rule.cap, device=k.device) < number.unsqueeze(-1)
+    order = held.ages.masked_fill(~filled, torch.iinfo(held.ages.dtype).max).argsort(-1)
+    index = join.offsets.unsqueeze(1)
+    is_front, oldest = index < front[rows], order[rows, heads, index.clamp(max=rule.cap - 1)]
+    slots = torch.where(is_front, W + oldest, join.positions.unsqueeze(1) % W)
+    keys, values = (join.filled(x[rows, heads, slots], new) for x, new in ((held.keys, k), (held.values, v)))
+    known = held.scores[rows, heads, slots]
+
+    newest = before.clamp(max=reach)
+    scored = join_past(span, newest, sum(min(n, reach) for n in lengths))
+    if reach:
+        raw = scored.filled(held.raw[scored.rows, scored.positions % reach], raw)
+        of_scored = values[join.origin[scored.rows] + scored.positions]
+        logits = rule.logits(raw[None], of_scored[None], cu_seqlens=scored.cu_seqlens)[0].detach()
+        # the first logits lack their past context; the state has their scores
+        first = before - newest + torch.where(newest == before, 0, rule.context[0])
+        is_new = (join.positions >= first[join.rows]).unsqueeze(1) & ~is_front
+        at = (scored.origin[join.rows] + join.positions).clamp(0, max(0, len(logits) - 1))
+        scores = torch.where(is_new, logits[at], known.to(logits.dtype))
+    else:
+        logits = rule.logits(tokens.raw, tokens.v).flatten(0, 1)
+        scores = join.filled(known, logits)
+    of_front = torch.where(index < number[rows, heads], known.to(scores.dtype), -torch.inf)
+    ranks = torch.where(is_front, of_front, rule.ranks(scores[None], join.positions)[0])
+    ages = torch.where(is_front, held.ages[rows, heads, oldest], join.positions.unsqueeze(1))
+    queries = join.filled(q.new_zeros(len(join.rows), *q.shape[1:]), q)
+    return _Packed(join, queries, keys, values, scores, ranks, ages, scored, raw)
+
+
 def _ring(
-    cu_seqlens: Int[Tensor, "N_plus_1"], totals: Int[Tensor, "N"], size: int, tokens: int
+    origin: Int[Tensor, "N"], totals: Int[Tensor, "N"], size: int, tokens: int
 ) -> tuple[Int[Tensor, "N size"], Bool[Tensor, "N size"]]:
     """Return the packed index of the token in each slot of rings of the newest tokens, and whether there is one."""
     last = totals.unsqueeze(1) - 1
     position = last - (last - torch.arange(size, device=totals.device)) % max(1, size)
-    at = cu_seqlens[:-1].unsqueeze(1) + position.clamp(min=0)
-    return at.clamp(max=tokens - 1), position >= 0
+    return (origin.unsqueeze(1) + position).clamp(0, tokens - 1), position >= 0
 
 
 def _retained(
