@@ -36,7 +36,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 ROOT = Path(__file__).parent
 PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
 # what the tests of a package need beside its own dependencies
-TEST_EXTRAS = ("data", "eval", "peft", "plots", "tensorboard", "test")
+TEST_EXTRAS = ("data", "eval", "peft", "plots", "serve", "tensorboard", "test")
 
 # what typesets the site's equations, and the hash that npm's registry gives of it
 KATEX = (

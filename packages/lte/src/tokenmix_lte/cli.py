@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_limits(command: str, parser: argparse.ArgumentParser) -> None:
-    if command not in ("eval", "generate", "bench"):
+    if command not in ("eval", "generate", "serve", "bench"):
         return
     group = parser.add_argument_group("retention", "limits of the LTE layers for this command")
     group.add_argument("--cap", metavar="N", help="keys beyond the window that a head retains; `none` for no limit")

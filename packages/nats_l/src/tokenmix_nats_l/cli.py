@@ -41,7 +41,7 @@ def _add_commands(add: core_cli.AddCommand) -> None:
 
 
 def _add_types(command: str, parser: argparse.ArgumentParser) -> None:
-    if command in ("eval", "generate", "bench"):
+    if command in ("eval", "generate", "serve", "bench"):
         help_text = "chunk types of all NAtS-L layers: learned, softmax, linear, alternate, or a pattern such as lls"
         parser.add_argument("--types", metavar="TYPES", help=help_text)
 

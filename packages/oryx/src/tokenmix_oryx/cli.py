@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_modes(command: str, parser: argparse.ArgumentParser) -> None:
-    if command not in ("eval", "generate", "bench"):
+    if command not in ("eval", "generate", "serve", "bench"):
         return
     group = parser.add_argument_group(
         "modes",

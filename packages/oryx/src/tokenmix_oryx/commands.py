@@ -12,7 +12,7 @@ from tokenmix_oryx.modes import LINEAR
 
 
 def chosen_modes(model: Any, args: argparse.Namespace) -> AbstractContextManager[None]:
-    """Return the context in which `eval`, `generate` and `bench` run a model.
+    """Return the context in which `eval`, `generate`, `serve` and `bench` run a model.
 
     Raises:
         ValueError: modes for a model without modes or for a suite that sets them itself, invalid modes, or modes that

@@ -1,4 +1,4 @@
-"""The command line of every package: `train`, `eval`, `generate`, `bench`, `push`, `data prepare`, `info`, `convert`.
+"""The command line of every package: `train`, `eval`, `generate`, `serve`, `bench`, `push`, `data prepare`, `info` ...
 
 A paper's console script calls `main` with its own recipes and suites. Nothing heavy is imported before a command runs,
 so that `--help` answers at once.
@@ -49,7 +49,7 @@ def main(
             the parsed arguments and the `commands.Context`, and is imported when the command runs.
         arguments: adds a package's own arguments to core's commands: it is called with each one's name and parser.
         using: "module:function" of what these arguments do: with the model and the parsed arguments it returns a
-            context manager, in which `eval`, `generate` and `bench` use the model.
+            context manager, in which `eval`, `generate`, `serve` and `bench` use the model.
 
     Returns:
         The exit code: 0, 2 for a wrong call or wrong input, 130 when stopped by Ctrl-C.
@@ -219,6 +219,22 @@ def _parser(
         "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest of joint probability P"
     )
     sub.add_argument("--seed", type=int, default=0, metavar="S", help="what the sampling depends on")
+    add_device(sub)
+
+    serve = "tokenmix_core.cli.serve:serve"
+    sub = command(commands, "serve", "answer requests of OpenAI's API", "runs/tiny --port 8000", serve)
+    sub.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a trained model")
+    sub.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 lets other machines reach it")
+    sub.add_argument("--port", type=int, default=8000, metavar="N", help="0 takes a free one")
+    sub.add_argument("--name", help="what clients call the model (default: the folder's name)")
+    sub.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="T",
+        help="most tokens of a request with its answer (default: what memory holds)",
+    )
+    sub.add_argument("--max-requests", type=int, metavar="N", help="requests that run at the same time, others wait")
+    sub.add_argument("--max-batch-tokens", type=int, metavar="T", help="tokens of all requests in a forward pass")
     add_device(sub)
 
     sub = command(commands, "bench", "measure a model's speed and memory on this machine", "tiny --lengths 512,2048")

@@ -1,0 +1,42 @@
+"""`tokenmix serve`: an OpenAI-compatible server for a trained model."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import socket
+from pathlib import Path
+
+from tokenmix_core._utils.optional import require
+from tokenmix_core.cli.commands import Context, device_and_dtype, load_model, load_tokenizer
+
+# seconds that running requests have to end after SIGTERM
+_GRACE = 30
+
+
+def serve(args: argparse.Namespace, context: Context) -> None:
+    """Answer requests of OpenAI's API until the process is stopped."""
+    uvicorn = require("uvicorn", "serve")
+    require("fastapi", "serve")
+    from transformers import ContinuousBatchingConfig
+
+    from tokenmix_core.serving import Engine, build_app
+
+    for name in ("max_model_len", "max_requests", "max_batch_tokens"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    name = args.name or Path(args.checkpoint).resolve().name
+    pool = ContinuousBatchingConfig(max_requests_per_batch=args.max_requests, max_batch_tokens=args.max_batch_tokens)
+    # a port in use is told before the model is loaded
+    with socket.create_server((args.host, args.port)) as listening:
+        device, dtype = device_and_dtype(args.device, args.dtype)
+        model, tokenizer = load_model(args.checkpoint, device, dtype), load_tokenizer(args.checkpoint)
+        host, port = listening.getsockname()[:2]
+        reach = "only this machine can reach it" if host.startswith("127.") else "other machines can reach it"
+        # uvicorn ends in order at SIGTERM, then sends it to the process again
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        with context.using(model, args):
+            app = build_app(Engine(model, pool, args.max_model_len), tokenizer, name)
+            print(f"serving {name} at http://{host}:{port}/v1 ({reach}); Ctrl-C stops it", flush=True)
+            settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE)
+            uvicorn.Server(settings).run(sockets=[listening])

@@ -1,0 +1,146 @@
+"""An engine on transformers' continuous batching: requests with their own sampling, on a thread of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from tokenmix_core.serving.sampling import Sampling, draw
+
+
+class _Discard:
+    """A queue that keeps nothing."""
+
+    def put(self, output: object) -> None:
+        """Drop the output."""
+
+
+class Engine:
+    """Run requests of a causal language model in changing batches; a context manager.
+
+    Args:
+        model: the model.
+        pool: size of the pool and of a step's batch; by default what fits into the free memory.
+        max_tokens: most tokens of one request; by default what the pool holds.
+
+    Attributes:
+        max_tokens: most tokens of one request, prompt and generated ones together; at most what the pool holds.
+        counts: requests and tokens since the start, by name.
+    """
+
+    def __init__(self, model: Any, pool: ContinuousBatchingConfig | None = None, max_tokens: int | None = None):
+        self.model, self.config = model, GenerationConfig(do_sample=False, eos_token_id=-1)
+        self.manager = model.init_continuous_batching(self.config, pool or ContinuousBatchingConfig())
+        self.max_tokens: int = min(self.manager.max_tokens, max_tokens or self.manager.max_tokens)
+        # outputs of cancelled requests have no reader
+        self.manager.output_router.output_queue = _Discard()
+        self.counts = dict.fromkeys(("requests", "failed", "cancelled", "prompt_tokens", "generated_tokens"), 0)
+        self._sampling: dict[str, Sampling] = {}
+        self._ids = itertools.count()
+        create = self.manager._create_batch_processor
+
+        def create_processor() -> Any:
+            processor = create()
+            processor.model_runner._sample = lambda scores, output: self._sample(processor, scores, output)
+            return processor
+
+        self.manager._create_batch_processor = create_processor
+
+    def __enter__(self) -> Engine:
+        self.manager.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.manager.stop(block=True, timeout=10)
+        self.manager.destroy()
+
+    @property
+    def running(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self.manager.is_running()
+
+    @property
+    def active(self) -> int:
+        """Requests that have not ended."""
+        return len(self._sampling)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of memory allocated for the requests' states."""
+        return self.manager.model.states.allocated_nbytes
+
+    def add(
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        sampling: Sampling,
+        on_output: Callable[[Any], None],
+        *,
+        end_tokens: list[int],
+    ) -> str:
+        """Add a request and return its id; call from a coroutine.
+
+        Args:
+            prompt: token ids.
+            max_new_tokens: tokens to generate at most.
+            sampling: how tokens are chosen.
+            on_output: called in the caller's event loop, at every token, with transformers' `GenerationOutput`.
+            end_tokens: token ids that end the request.
+
+        Raises:
+            ValueError: a request that is too long, or token ids outside the vocabulary.
+            RuntimeError: the engine has stopped.
+        """
+        vocab = self.model.config.get_text_config().vocab_size
+        if max_new_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_new_tokens}")
+        if len(prompt) + max_new_tokens > self.max_tokens:
+            raise ValueError(
+                f"{len(prompt)} tokens of the prompt and {max_new_tokens} new ones exceed the {self.max_tokens} tokens "
+                "that a request may have"
+            )
+        self.manager.check_request(prompt, max_new_tokens)
+        if not all(0 <= token < vocab for token in prompt):
+            raise ValueError(f"token ids must be in [0, {vocab})")
+        if not self.running:
+            raise RuntimeError("the engine has stopped")
+        name = f"request-{next(self._ids)}"
+        self._sampling[name] = sampling
+        self.counts["requests"] += 1
+        self.counts["prompt_tokens"] += len(prompt)
+
+        def deliver(output: Any) -> None:
+            if name not in self._sampling:
+                # cancelled
+                return
+            if output.is_finished():
+                self.counts["generated_tokens"] += len(output.generated_tokens)
+                self.counts["failed"] += output.error is not None
+                del self._sampling[name]
+            on_output(output)
+
+        self.manager.register_result_handler(name, deliver)
+        self.manager.add_request(
+            prompt, request_id=name, max_new_tokens=max_new_tokens, streaming=True, eos_token_id=end_tokens or -1
+        )
+        return name
+
+    def cancel(self, name: str) -> None:
+        """End a request and free its state; a no-op for one that has ended."""
+        if self._sampling.pop(name, None) is not None:
+            self.counts["cancelled"] += 1
+            self.manager.cancel_request(name)
+            with self.manager.output_router._lock:
+                self.manager.output_router.result_handlers.pop(name, None)
+
+    def _sample(self, processor: Any, scores: Tensor, output_ids: Tensor) -> None:
+        """Choose the next tokens of a step, in place of the engine's own sampling."""
+        names = [x.state.request_id for x in processor.inputs_and_outputs.requests_in_batch if x.has_new_token]
+        tokens = draw(scores[0], [self._sampling.get(name) or Sampling(0.0) for name in names])
+        output_ids[0, : len(tokens)].copy_(tokens.to(torch.int32))

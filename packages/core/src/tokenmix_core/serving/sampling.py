@@ -1,0 +1,83 @@
+"""Sampling of the next tokens of many requests at once, each with its own settings and its own random numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+# most likely tokens whose log-probabilities a request may ask for
+MOST_LOGPROBS = 20
+
+
+@dataclasses.dataclass
+class Sampling:
+    """How the tokens of one request are chosen, and the log-probabilities of those chosen so far.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: sample from the k most likely tokens; 0 for all.
+        top_p: sample from the most likely tokens of joint probability p.
+        seed: of the random numbers, which do not depend on other requests; None for a random one.
+        logprobs: number of most likely tokens whose log-probabilities are kept; None keeps none.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature <= 100:
+            raise ValueError(f"temperature must be in [0, 100], got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
+            raise ValueError(f"logprobs must be in [0, {MOST_LOGPROBS}], got {self.logprobs}")
+        self.rng = random.Random(self.seed)
+        # of each chosen token: its log-probability, and those of the most likely tokens
+        self.chosen: list[tuple[float, list[tuple[int, float]]]] = []
+
+
+def draw(logits: Float[Tensor, "n vocab"], requests: Sequence[Sampling]) -> Int[Tensor, "n"]:
+    """Return the next token of each request, and add log-probabilities to the requests that keep them."""
+    tokens = logits.argmax(-1)
+    rows = [i for i, x in enumerate(requests) if x.temperature > 0]
+    if rows:
+        tokens[rows] = _sample(logits[rows], [requests[i] for i in rows])
+    asked = [i for i, x in enumerate(requests) if x.logprobs is not None]
+    if asked:
+        logs = logits[asked].log_softmax(-1)
+        chosen = logs.gather(1, tokens[asked].unsqueeze(1)).squeeze(1).tolist()
+        most = max(requests[i].logprobs or 0 for i in asked)
+        values, indices = (x.tolist() for x in logs.topk(min(most, logs.shape[1])))
+        for row, i in enumerate(asked):
+            kept = requests[i].logprobs or 0
+            likely = list(zip(indices[row][:kept], values[row][:kept], strict=True))
+            requests[i].chosen.append((chosen[row], likely))
+    return tokens
+
+
+def _sample(logits: Float[Tensor, "n vocab"], requests: Sequence[Sampling]) -> Int[Tensor, "n"]:
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, device=logits.device).unsqueeze(1)
+
+    vocab = logits.shape[1]
+    ordered, index = (logits / column([x.temperature for x in requests])).sort(-1, descending=True)
+    probs = ordered.softmax(-1)
+    rank = torch.arange(vocab, device=logits.device)
+    kept = rank < column([x.top_k or vocab for x in requests])
+    # probability of the more likely tokens: the first token is always kept
+    kept &= probs.cumsum(-1) - probs < column([x.top_p for x in requests])
+    cumulative = (probs * kept).cumsum(-1)
+    drawn = column([x.rng.random() for x in requests]) * cumulative[:, -1:]
+    # the last kept token where rounding puts the number behind the sum
+    at = torch.searchsorted(cumulative, drawn, right=True).minimum(kept.sum(-1, keepdim=True) - 1)
+    return index.gather(1, at).squeeze(1)

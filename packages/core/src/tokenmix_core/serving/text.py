@@ -1,0 +1,53 @@
+"""Text of a request while its tokens arrive: whole characters only, up to a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class Detokenizer:
+    """Turn a growing list of tokens into text.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        stop: the text ends before the first of these strings.
+
+    Attributes:
+        stopped: whether a stop string has occurred.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
+        self.tokenizer, self.stop, self.stopped = tokenizer, stop, False
+        # tokens[context : read] have been turned into text, and are context for the next ones
+        self._context = self._read = 0
+        self._held = ""
+
+    def add(self, tokens: Sequence[int], *, ended: bool = False) -> str:
+        """Return the text that all tokens so far add to what earlier calls returned.
+
+        Text is held back while it may be part of a character or of a stop string, unless the tokens have ended.
+        """
+        if self.stopped:
+            return ""
+        before, after = (self._decode(tokens[self._context : end]) for end in (self._read, len(tokens)))
+        # a replacement character at the end stands for a character whose other bytes are missing
+        if ended or (len(after) > len(before) and not after.endswith("\ufffd")):
+            self._held += after[len(before) :]
+            self._context, self._read = self._read, len(tokens)
+        found = [i for x in self.stop if (i := self._held.find(x)) >= 0]
+        if found:
+            self.stopped = True
+            text, self._held = self._held[: min(found)], ""
+            return text
+        kept = 0 if ended else max((_overlap(self._held, x) for x in self.stop), default=0)
+        text, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        return text
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of the text that begins the stop string."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
