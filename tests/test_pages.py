@@ -34,6 +34,7 @@ NOXFILE = (ROOT / "noxfile.py").read_text(encoding="utf-8")
 REASONS = (
     "needs a GPU",
     "needs several machines",
+    "needs a running server",
     "needs the network",
     "takes minutes",
     "takes an hour",

@@ -10,8 +10,9 @@ from pathlib import Path
 from tokenmix_core._utils.optional import require
 from tokenmix_core.cli.commands import Context, device_and_dtype, load_model, load_tokenizer
 
-# seconds that running requests have to end after SIGTERM
-_GRACE = 30
+# seconds that running requests have to end after SIGTERM, and that a connection may be idle: longer than clients keep
+# it, so that none sends a request while the server closes its connection
+_GRACE, _IDLE = 30, 75
 
 
 def serve(args: argparse.Namespace, context: Context) -> None:
@@ -38,5 +39,7 @@ def serve(args: argparse.Namespace, context: Context) -> None:
         with context.using(model, args):
             app = build_app(Engine(model, pool, args.max_model_len), tokenizer, name)
             print(f"serving {name} at http://{host}:{port}/v1 ({reach}); Ctrl-C stops it", flush=True)
-            settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE)
+            settings = uvicorn.Config(
+                app, log_level="warning", timeout_keep_alive=_IDLE, timeout_graceful_shutdown=_GRACE
+            )
             uvicorn.Server(settings).run(sockets=[listening])
