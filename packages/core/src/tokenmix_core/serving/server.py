@@ -8,7 +8,7 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
@@ -220,7 +220,7 @@ class _Answers:
 
     async def _steps(
         self, http: HTTPRequest, queue: asyncio.Queue, choices: list[Choice], names: list[str]
-    ) -> AsyncIterator[tuple[Choice, str, int]]:
+    ) -> AsyncGenerator[tuple[Choice, str, int], None]:
         """Yield each choice with its new text and the number of tokens before; cancel all if the client goes."""
         left, checked = len(choices), time.monotonic()
         try:
