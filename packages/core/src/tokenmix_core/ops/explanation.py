@@ -95,7 +95,7 @@ def explain(
             usual ones.
         dtype, device: without `tensors`; the first GPU by default, or the CPU where there is none.
         impl: as the function takes it.
-        chip: such as "sm_89", in place of a device: which of our kernels run on it. It need not be in this machine.
+        chip: such as "sm_89", instead of a device: which of our kernels run on it. It need not be in this machine.
 
     Raises:
         ValueError: an operation, size, device or chip that is not known, tensors that do not fit, or an `impl` that

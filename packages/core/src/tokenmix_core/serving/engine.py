@@ -140,7 +140,7 @@ class Engine:
                 self.manager.output_router.result_handlers.pop(name, None)
 
     def _sample(self, processor: Any, scores: Tensor, output_ids: Tensor) -> None:
-        """Choose the next tokens of a step, in place of the engine's own sampling."""
+        """Choose the next tokens of a step, instead of the engine's own sampling."""
         names = [x.state.request_id for x in processor.inputs_and_outputs.requests_in_batch if x.has_new_token]
         tokens = draw(scores[0], [self._sampling.get(name) or Sampling(0.0) for name in names])
         output_ids[0, : len(tokens)].copy_(tokens.to(torch.int32))

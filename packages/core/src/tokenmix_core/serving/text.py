@@ -19,7 +19,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
         self.tokenizer, self.stop, self.stopped = tokenizer, stop, False
-        # tokens[context : read] have been turned into text, and are context for the next ones
+        # tokens[context : read] have been decoded, and are context for the next ones
         self._context = self._read = 0
         self._held = ""
 
