@@ -1,7 +1,9 @@
 """Index arithmetic: chunks, packed sequences and their offsets.
 
 A *packed* batch concatenates N sequences along time into one row (`B = 1`) and names their boundaries with
-`cu_seqlens [N + 1]`, int32 or int64, starting at 0 and ending at T, as in flash-attn. Empty sequences are allowed.
+`cu_seqlens [N + 1]`, int32 or int64, starting at 0 and ending at T or before, as in flash-attn. Empty sequences are
+allowed. Tokens after the last boundary are padding: they have no influence, and their outputs and gradients are zero.
+The shapes of a packed batch can then stay the same while its sequences change, as CUDA graphs require.
 Nothing here waits for the device: sizes that depend on the values of `cu_seqlens` are replaced by their upper bounds.
 """
 
@@ -35,15 +37,20 @@ def chunk_slots(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | N
 
 
 def sequence_ids(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int) -> Int[Tensor, "T"]:
-    """The index of the sequence that each of `tokens` packed positions belongs to."""
+    """The index of the sequence that each of `tokens` packed positions belongs to; N for padding."""
     index = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), index, right=True)
 
 
 def packed_positions(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int) -> Int[Tensor, "T"]:
-    """The position of each packed token in its own sequence, counted from 0."""
+    """The position of each packed token in its own sequence, counted from 0; padding counts as a sequence."""
     index = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return index - cu_seqlens[sequence_ids(cu_seqlens, tokens)]
+
+
+def packed_lengths(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int) -> Int[Tensor, "T"]:
+    """The length of the sequence that each packed token belongs to; padding counts as a sequence."""
+    return torch.nn.functional.pad(cu_seqlens, (0, 1), value=tokens).diff()[sequence_ids(cu_seqlens, tokens)]
 
 
 def slot_ids(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int, chunk_size: int) -> Int[Tensor, "T"]:
@@ -65,10 +72,14 @@ def inverse(places: Int[Tensor, "R"], count: int) -> Int[Tensor, "count"]:
 def chunk_places(
     cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int, chunk_size: int
 ) -> tuple[Int[Tensor, "slots C"], Int[Tensor, "T"]]:
-    """The packed tokens of each slot's chunk, −1 where there is none, and where each token stands in all of them."""
-    place = slot_ids(cu_seqlens, tokens, chunk_size) * chunk_size + packed_positions(cu_seqlens, tokens) % chunk_size
+    """The packed tokens of each slot's chunk, −1 where there is none, and where each token stands in all of them.
+
+    Padding stands at −1.
+    """
+    at = slot_ids(cu_seqlens, tokens, chunk_size) * chunk_size + packed_positions(cu_seqlens, tokens) % chunk_size
+    at = at.masked_fill(sequence_ids(cu_seqlens, tokens) == len(cu_seqlens) - 1, -1)
     slots = chunk_slots(1, tokens, chunk_size, cu_seqlens)
-    return inverse(place, slots * chunk_size).view(slots, chunk_size), place
+    return inverse(at, slots * chunk_size).view(slots, chunk_size), at
 
 
 def cu_seqlens_from_lengths(lengths: Int[Tensor, "N"]) -> Int[Tensor, "N_plus_1"]:

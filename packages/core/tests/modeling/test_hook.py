@@ -20,7 +20,7 @@ from tokenmix_core.modeling import (
 from tokenmix_core.nn.attention import cached_attention
 from tokenmix_core.nn.mixer import stepping
 from tokenmix_core.nn.projections import output_linear
-from tokenmix_core.ops import attention, chunk_ssd
+from tokenmix_core.ops import attention, chunk_ssd, without_padding
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.models import ModelContract, left_padded
 
@@ -58,7 +58,7 @@ class SwitchingMixer(Mixer):
             state.recurrent.set(after)
             soft = cached_attention(q, k, v, state.kv, state.span, step=stepping(hidden_states, state))
         o = soft if mode is None else torch.where(mode.bool()[..., None, None], linear, soft)
-        lengths = k.square().sum(-1)
+        lengths = without_padding(k.square().sum(-1), cu_seqlens)
         auxiliary = {"length_loss": (self.penalty * lengths).sum() * 1e-3, "lengths": lengths.detach().mean((0, 1))}
         return output_linear(o.flatten(-2), self.o_proj), auxiliary
 

@@ -143,7 +143,7 @@ CALLS = [
     ({"input_ids": ints(2, 4), "cu_seq_lens_q": PARTS}, r"one row \(B = 1\), got B = 2"),
     ({"input_ids": ROW, "cu_seq_lens_q": PARTS, "use_cache": True}, "and a cache exclude each other"),
     ({"input_ids": ROW, "cu_seq_lens_q": PARTS, "attention_mask": ROW + 1}, "attention_mask exclude each other"),
-    ({"input_ids": ROW, "cu_seq_lens_q": torch.tensor([0, 3])}, "rise from 0 to T = 4"),
+    ({"input_ids": ROW, "cu_seq_lens_q": torch.tensor([0, 5])}, "rise from 0 to at most T = 4"),
     ({"input_ids": ints(2, 4), "seq_idx": ints(2, 4)}, r"seq_idx goes with one row \(B = 1\).*got B = 2"),
     ({"input_ids": ROW, "seq_idx": ROW, "use_cache": True}, "without a cache"),
     ({"input_ids": ROW, "seq_idx": ints(1, 3)}, r"seq_idx must have shape \[B, T\] = \[1, 4\], got \[1, 3\]"),

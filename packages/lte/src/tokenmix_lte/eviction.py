@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import sequence_ids
-from tokenmix_core.ops import Impl, resolve_impl
+from tokenmix_core.ops import Impl, resolve_impl, without_padding
 
 # most pairs of keys, over all rows and heads, that the kernel compares: about 2 ms of instructions on an H200, as long
 # as the launches of the wavelet matrix take
@@ -65,7 +65,7 @@ def _eviction_times(scores: Tensor, cap: int, window: int, cu_seqlens: Tensor | 
         starts = cu_seqlens.long()[ids]
     rows = max(1, _MAX_RANKED_KEYS // max(1, T))
     times = [_times(part, cap, window, starts, ids) for part in flat.split(rows)]
-    return torch.cat(times).view(B, H, T).transpose(1, 2).contiguous()
+    return without_padding(torch.cat(times).view(B, H, T).transpose(1, 2).contiguous(), cu_seqlens)
 
 
 _custom_op = torch.library.custom_op("tokenmix_lte::eviction_times", _eviction_times, mutates_args=())

@@ -270,4 +270,6 @@ def _positions(x: Tensor, cu_seqlens: Tensor | None) -> Positions:
         position = torch.arange(T, device=x.device)
         return Positions(position, T - 1 - position)
     position = packed_positions(cu_seqlens, T)
-    return Positions(position, cu_seqlens.diff()[sequence_ids(cu_seqlens, T)] - 1 - position)
+    # padding has no token after it, nor itself
+    lengths = F.pad(cu_seqlens.diff(), (0, 1))[sequence_ids(cu_seqlens, T)]
+    return Positions(position, lengths - 1 - position)

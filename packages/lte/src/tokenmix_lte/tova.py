@@ -113,7 +113,9 @@ class Tova(Attention):
             o, _ = self._attend((q, k, v), self._empty(k), None)
         else:
             parts = [slice(i, j) for i, j in pairwise(cu_seqlens.tolist()) if i < j]
-            o = torch.cat([self._attend(tuple(x[:, p] for x in (q, k, v)), self._empty(k), None)[0] for p in parts], 1)
+            o = q.new_zeros(q.shape)
+            for p in parts:
+                o[:, p] = self._attend(tuple(x[:, p] for x in (q, k, v)), self._empty(k), None)[0]
         return output_linear(o.flatten(-2), self.o_proj), None
 
     def mixing_flops(self, seq_len: int) -> float:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.chunking import cdiv, chunk_places, inverse, packed_positions, sequence_ids
+from tokenmix_core.chunking import cdiv, chunk_places, inverse, packed_lengths, packed_positions, sequence_ids
 from tokenmix_core.nn import moved
 from tokenmix_core.ops import kept_attention, l2_normalise
 from tokenmix_nats_l.chunks import Tokens
@@ -96,7 +96,7 @@ class _Packed(_Chunks):
         self.T, self.C, self.cu_seqlens, self.doubled_cu_seqlens = T, C, cu_seqlens, 2 * cu_seqlens
         sequence, position = sequence_ids(cu_seqlens, T), packed_positions(cu_seqlens, T)
         offset = position % C
-        size = (cu_seqlens.diff()[sequence] - position + offset).clamp(max=C)
+        size = (packed_lengths(cu_seqlens, T) - position + offset).clamp(max=C)
         reads = 2 * (cu_seqlens[sequence] + position) - offset
         # target index of each reader and writer, and its inverse
         self.targets = torch.cat((reads, reads + size))

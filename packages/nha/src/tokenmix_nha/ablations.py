@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import sequence_ids
-from tokenmix_core.ops import AttentionOutput, Impl
+from tokenmix_core.ops import AttentionOutput, Impl, without_padding
 from tokenmix_nha.ops import SlotWindowState, slot_window_attention
 from tokenmix_nha.ops.gla.api import scanned_at_once
 from tokenmix_nha.ops.gla.scan import GatedScan
@@ -116,7 +116,7 @@ def attend_jointly(
             slots_k.append(keys.final)
             slots_v.append(values.final)
     share = (torch.cat(lse, 1) - window.lse.to(wide)).sigmoid().unsqueeze(-1)
-    o = (share * torch.cat(outputs, 1) + (1 - share) * window.o).to(q.dtype)
+    o = without_padding((share * torch.cat(outputs, 1) + (1 - share) * window.o).to(q.dtype), cu_seqlens)
     if not carried:
         return o, None
     k, v, f, length = entering.ring

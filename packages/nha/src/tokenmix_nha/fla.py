@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from tokenmix_core.integrations import (
     tokens_first,
 )
 from tokenmix_core.nn import at_least_float32
-from tokenmix_core.ops import Impl, bind_shapes, check_cu_seqlens
+from tokenmix_core.ops import Impl, bind_shapes, check_cu_seqlens, drops_padding
 from tokenmix_nha import ops
 from tokenmix_nha.ops import SlotWindowState
 from tokenmix_nha.ops.gla.api import scanned_at_once
@@ -198,14 +199,17 @@ def fused_recurrent_gsa(
     op = "fused_recurrent_gsa"
     if not reverse:
         return _gsa(op, q, k, v, s, g, scale, initial_state, output_final_state, cu_seqlens, head_first, impl)
-    flipped: Any = (x if x is None else x.flip(1) for x in tokens_first(head_first, q, k, v, s, g))
-    q, k, v, s, g = flipped
-    _, boundaries, hk = reversed_tokens((), cu_seqlens, None if initial_state is None else initial_state[0])
+    given = tokens_first(head_first, q, k, v, s, g)
+    flipped, boundaries, hk = reversed_tokens(
+        tuple(x for x in given if x is not None), cu_seqlens, None if initial_state is None else initial_state[0]
+    )
+    of_name: Any = [None if x is None else flipped.pop(0) for x in given]
+    q, k, v, s, g = of_name
     _, _, hv = reversed_tokens((), cu_seqlens, None if initial_state is None else initial_state[1])
     before = None if hk is None or hv is None else (hk, hv)
     o, after = _gsa(op, q, k, v, s, g, scale, before, output_final_state, boundaries, False, impl)
     hk, hv = (reversed_tokens((), cu_seqlens, x)[2] for x in after)
-    o = o.flip(1)
+    (o,), _, _ = reversed_tokens((o,), cu_seqlens, None)
     return o.transpose(1, 2) if head_first else o, (hk, hv)
 
 
@@ -241,6 +245,7 @@ def _gsa(
     return o, (after.slots_k.mT, after.slots_v)
 
 
+@drops_padding("q", "k", "v", "s", "g")
 def _two_scans(
     op: str, q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor, scale: float | None,
     before: SlotWindowState | None, cu_seqlens: Tensor | None,
@@ -267,11 +272,12 @@ def _warn_of_speed(op: str) -> None:
     )
 
 
+@drops_padding("s")
 def _abc_gates(s: Float[Tensor, "B T H M"], cu_seqlens: Int[Tensor, "N_plus_1"] | None) -> Float[Tensor, "B T H M"]:
     """Return g_t = z_{t−1} − z_t with z_t the log of the sum of e^s up to t: earlier tokens keep their share of it."""
     s = at_least_float32(s)
     if cu_seqlens is not None:
-        rows = [_abc_gates(s[:, a:b], None) for a, b in zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False)]
+        rows = [_abc_gates(s[:, a:b], None) for a, b in pairwise(cu_seqlens.tolist())]
         return torch.cat(rows, 1)
     z = s.logcumsumexp(1)
     # the state before the first token is empty

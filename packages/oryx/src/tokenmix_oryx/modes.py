@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tokenmix_core import stream
-from tokenmix_core.chunking import cdiv, packed_positions
+from tokenmix_core.chunking import cdiv, packed_lengths, packed_positions
 from tokenmix_core.nn import Span
 from tokenmix_oryx.projection import TokenOrder, token_order
 
@@ -159,8 +159,7 @@ def _by_share(starts: Sequence[float], modes: Sequence[str], span: Span, cu_seql
     if cu_seqlens is None:
         lengths = span.after.unsqueeze(1).expand_as(positions)
     else:
-        lengths = cu_seqlens.long().diff()
-        lengths = lengths.repeat_interleave(lengths, output_size=positions.shape[1]).unsqueeze(0)
+        lengths = packed_lengths(cu_seqlens, positions.shape[1]).unsqueeze(0)
     share = torch.tensor(starts[1:], device=span.device, dtype=torch.float64)
     # each part starts at the first token at or past its share of the length
     index = (positions.unsqueeze(-1) >= (share * lengths.unsqueeze(-1)).ceil()).sum(-1)

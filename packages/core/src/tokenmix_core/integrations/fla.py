@@ -22,6 +22,7 @@ from torch import Tensor
 from tokenmix_core import ops
 from tokenmix_core.integrations import fitting
 from tokenmix_core.nn.dtypes import at_least_float32
+from tokenmix_core.nn.permute import moved
 from tokenmix_core.ops.checks import bind_shapes
 from tokenmix_core.ops.types import Impl, ScanOutput
 
@@ -262,9 +263,12 @@ def reversed_tokens(
     tensors: tuple[Tensor, ...], cu_seqlens: Tensor | None, state: Tensor | None
 ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
     """Return tensors `[B, T, ...]` from the last token to the first, with boundaries and states of packed sequences."""
-    flipped = [x.flip(1) for x in tensors]
     if cu_seqlens is None:
-        return flipped, None, state
+        return [x.flip(1) for x in tensors], None, state
+    T = tensors[0].shape[1] if tensors else 1
+    # padding stays behind the sequences
+    source = (cu_seqlens[-1] - 1 - torch.arange(T, device=cu_seqlens.device)) % T
+    flipped = [moved(x[0], source, source).unsqueeze(0) for x in tensors]
     return flipped, (cu_seqlens[-1] - cu_seqlens).flip(0), None if state is None else state.flip(0)
 
 

@@ -252,6 +252,8 @@ def _targets(
     if cu_seqlens is not None:
         # an empty first sequence gives the last index, which predicts nothing anyway
         targets[0].index_fill_(0, (cu_seqlens[1:].long() - 1) % targets.shape[1], IGNORE)
+        padding = torch.arange(targets.shape[1], device=targets.device) >= cu_seqlens[-1]
+        targets = targets.masked_fill(padding, IGNORE)
     if mask is not None:
         real = mask.bool()
         targets = targets.masked_fill(~(real & nn.functional.pad(real[:, 1:], (0, 1))), IGNORE)

@@ -37,8 +37,8 @@ def round_up(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Append tokens without labels to each row of a training call; return ids, labels and boundaries.
 
-    The appended tokens are the row's own first ones. In packed rows they form a document, followed by empty documents
-    up to a power of two. The arguments are returned unchanged unless `can_round` holds.
+    The appended tokens are the row's own first ones. In packed rows they are padding, and empty documents are added up
+    to a power of two. The arguments are returned unchanged unless `can_round` holds.
     """
     if torch.compiler.is_compiling():
         # one graph serves all lengths
@@ -59,7 +59,7 @@ def round_up(
         input_ids = torch.cat((input_ids, input_ids[:, :more]), 1)
         labels = nn.functional.pad(labels, (0, more), value=IGNORE)
     if cu_seqlens is not None and documents:
-        cu_seqlens = nn.functional.pad(cu_seqlens, (0, documents), value=tokens + more)
+        cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:].expand(documents)))
     return input_ids, labels, cu_seqlens
 
 

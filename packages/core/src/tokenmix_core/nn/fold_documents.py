@@ -20,9 +20,10 @@ def as_one_sequence(
     """Replace boundaries by decays, for a recurrence with zero initial states and unused final states.
 
     If 16-bit documents are shorter than a chunk on average, each boundary becomes a decay of 2⁻⁴⁰ at the document's
-    first token. Documents then share chunks, each of which would otherwise cost as much as a full one, and no states
-    are written for them. A NaN or infinity in one document then reaches later documents, too. In all other cases, and
-    under torch.compile (which would trace a graph per case), both arguments are returned unchanged.
+    first token, and the boundaries are those of one sequence. Documents then share chunks, each of which would
+    otherwise cost as much as a full one, and no states are written for them. A NaN or infinity in one document then
+    reaches later documents, too. In all other cases, and under torch.compile (which would trace a graph per case), both
+    arguments are returned unchanged.
 
     Args:
         g: natural logarithms of the decays, float32.
@@ -37,4 +38,6 @@ def as_one_sequence(
     # an empty last document begins at index `tokens`
     first = torch.zeros(tokens + 1, dtype=torch.bool, device=g.device)
     first.index_fill_(0, cu_seqlens[:-1].long(), True)
-    return g.masked_fill(first[:-1].view(1, -1, 1), BOUNDARY_DECAY), None
+    # one sequence, which ends where padding begins
+    whole = cu_seqlens[:: len(cu_seqlens) - 1].contiguous()
+    return g.masked_fill(first[:-1].view(1, -1, 1), BOUNDARY_DECAY), whole

@@ -94,6 +94,9 @@ if TYPE_CHECKING:
     from tokenmix_core.ops.gated_delta_rule import autograd as delta_rule_autograd
     from tokenmix_core.ops.gated_delta_rule.api import HEAD_SIZES as DELTA_RULE_HEAD_SIZES
     from tokenmix_core.ops.gated_delta_rule.reference import l2_normalise as l2_normalise
+    from tokenmix_core.ops.padding import drops_padding as drops_padding
+    from tokenmix_core.ops.padding import without_padding as without_padding
+    from tokenmix_core.ops.padding import zero_padding as zero_padding
     from tokenmix_core.ops.registry import attention_steps as attention_steps
     from tokenmix_core.ops.registry import delta_rule_steps as delta_rule_steps
     from tokenmix_core.ops.registry import ssd_steps as ssd_steps
@@ -173,6 +176,9 @@ __getattr__ = lazily(
         "BM": "fused.swiglu_kernels",
         "tile_of": "fused.swiglu_kernels",
         "l2_normalise": "gated_delta_rule.reference",
+        "drops_padding": "padding",
+        "without_padding": "padding",
+        "zero_padding": "padding",
         "attention_steps": "registry",
         "delta_rule_steps": "registry",
         "ssd_steps": "registry",

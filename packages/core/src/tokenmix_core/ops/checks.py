@@ -118,7 +118,8 @@ def check_multiple(op: str, name: str, size: int, of: str, divisor: int) -> None
 def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int, tokens: int) -> int | None:
     """Check the boundaries of a packed batch; return the number of sequences, None for an unpacked batch.
 
-    Values are checked on a CPU only: reading them from a GPU would stall its stream.
+    Tokens after the last boundary are padding (`padding.py`). Values are checked on a CPU only: reading them from a GPU
+    would stall its stream.
 
     Raises:
         ValueError: a tensor does not match; the message has the given and the expected value.
@@ -137,8 +138,9 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int, tokens: int
         raise ValueError(f"{op}: a packed batch has B = 1, got B = {batch} together with cu_seqlens")
     if not cu_seqlens.is_cuda and not torch.compiler.is_compiling():
         first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-        if first != 0 or last != tokens or bool((cu_seqlens.diff() < 0).any()):
+        if first != 0 or last > tokens or bool((cu_seqlens.diff() < 0).any()):
             raise ValueError(
-                f"{op}: cu_seqlens must rise from 0 to T = {tokens} without falling, got {cu_seqlens.tolist()[:16]}"
+                f"{op}: cu_seqlens must rise from 0 to at most T = {tokens} without falling, "
+                f"got {cu_seqlens.tolist()[:16]}"
             )
     return cu_seqlens.numel() - 1

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tokenmix_core.chunking import packed_positions
 from tokenmix_core.modeling import HybridCache, Mixer
 from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.rotary import RotaryEmbedding
@@ -19,7 +20,7 @@ from tokenmix_core.testing.fake_cuda_graph import capture_work
 
 def run_mixer(mixer: Mixer, x: Tensor, *, cu_seqlens: Tensor | None = None, **inputs) -> Tensor:
     """Return the mixer's outputs for whole sequences, without a state."""
-    positions = torch.arange(x.shape[1]) if cu_seqlens is None else _restarted(cu_seqlens)
+    positions = torch.arange(x.shape[1]) if cu_seqlens is None else packed_positions(cu_seqlens, x.shape[1])
     return mixer(x, cu_seqlens=cu_seqlens, rotary=_rotary(mixer, positions), **inputs)[0]
 
 
@@ -143,6 +144,18 @@ class MixerContract:
         apart = [run_mixer(mixer, part, **self.inputs) for part in x[:1].split(lengths, 1) if part.shape[1]]
         assert relative_error(packed, torch.cat(apart, 1)) < 1e-11
 
+    def test_padding_behind_packed_sequences_is_zero_and_has_no_gradient(self, mixer, x):
+        last = self.tokens - 6
+        cu_seqlens = torch.tensor([0, 1, last - 4, last - 4, last], dtype=torch.int32)
+        with torch.no_grad():
+            wanted = run_mixer(mixer, x[:1, :last], cu_seqlens=cu_seqlens, **self.inputs)
+        x = x[:1].clone().requires_grad_()
+        packed = run_mixer(mixer, x, cu_seqlens=cu_seqlens, **self.inputs)
+        assert relative_error(packed[:, :last], wanted) < 1e-11
+        assert not packed[:, last:].any()
+        packed.square().sum().backward()
+        assert not x.grad[:, last:].any()
+
     @torch.no_grad()
     def test_sequences_of_a_batch_do_not_see_each_other(self, mixer, x):
         together = run_mixer(mixer, x, **self.inputs)
@@ -216,10 +229,6 @@ class MixerContract:
         for seq_len in (1, self.tokens, 4096):
             assert mixer.mixing_flops(seq_len) > 0
             assert mixer.flops_per_token(seq_len) == 2 * weights + mixer.mixing_flops(seq_len)
-
-
-def _restarted(cu_seqlens: Tensor) -> Tensor:
-    return torch.cat([torch.arange(int(n)) for n in cu_seqlens.diff()])
 
 
 def _table(mixer: Mixer) -> RotaryEmbedding | None:

@@ -123,6 +123,21 @@ class ModelContract(
         apart = [model(part, use_cache=False, **self.inputs).logits for part in ids[:1].split([5, self.tokens - 5], 1)]
         assert relative_error(packed, torch.cat(apart, 1)) < 1e-4
 
+    def test_padding_behind_packed_sequences_has_no_influence(self, model, ids):
+        last, found = self.tokens - 3, []
+        for name in ("cu_seqlens", "cu_seq_lens_q"):
+            for stop in (last, self.tokens):
+                model.zero_grad()
+                given = {name: torch.tensor([0, 5, 5, last], dtype=torch.int32)}
+                out = model(ids[:1, :stop], labels=ids[:1, :stop], **given, **self.inputs)
+                out.loss.backward()
+                found.append((out.loss, out.logits[:, :last], [p.grad for p in model.parameters()]))
+        for loss, logits, grads in found[1:]:
+            torch.testing.assert_close(loss, found[0][0])
+            assert relative_error(logits, found[0][1]) < 1e-4
+            for grad, wanted in zip(grads, found[0][2], strict=True):
+                assert wanted is None or relative_error(grad, wanted) < 1e-3
+
     @torch.no_grad()
     def test_documents_are_told_apart_in_every_form_of_their_boundaries(self, model, ids):
         parts = ids[:1].split([5, 1, self.tokens - 6], 1)

@@ -17,6 +17,7 @@ from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_core.testing.derivatives import DerivativeTests
 from tokenmix_core.testing.launch_spies import grids, replays
 from tokenmix_core.testing.layout_contract import LayoutTests
+from tokenmix_core.testing.padding_contract import PaddingTests
 from tokenmix_core.testing.refusals import RefusalTests
 from tokenmix_core.testing.tracing import CountedGraphs
 
@@ -48,7 +49,7 @@ PROPERTIES = {
         "test_a_meta_tensor_among_those_of_a_step_is_refused_by_name",
     ),
     "malformed_steps": ("test_malformed_steps_are_refused_before_a_launch",),
-    "packed": ("test_packed_documents_equal_each_alone",),
+    "packed": ("test_packed_documents_equal_each_alone", "test_padding_after_the_last_boundary_has_no_influence"),
     "neighbours": ("test_a_row_does_not_depend_on_its_neighbours", "test_results_do_not_depend_on_layouts"),
     "operators": ("test_operators_pass_torchs_own_checks",),
     "traced": ("test_one_graph_serves_all_lengths",),
@@ -62,7 +63,7 @@ PROPERTIES = {
 Malformed = Mapping[str, tuple[Any, str]]
 
 
-class OpContract(DerivativeTests, LayoutTests, RefusalTests):
+class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests):
     """Tests of an operation. A subclass `TestX(OpContract)` describes the operation's properties by attributes.
 
     The properties that the operation does not have are named in `absent`.
@@ -205,6 +206,7 @@ class OpContract(DerivativeTests, LayoutTests, RefusalTests):
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrize the tests by forms, implementations and the cases in the class attributes."""
+        packed = [n for n, x in self.kernels.items() if {"boundaries", "cu", "cu_seqlens"} & x.sizes.keys()]
         by_name = {
             "form": [*self.forms],
             "impl": ["reference", "triton"] if self.kernels else [*self.eager],
@@ -213,8 +215,10 @@ class OpContract(DerivativeTests, LayoutTests, RefusalTests):
             "length": [*self.lengths],
             "cut_case": [*self.parts],
             "packed_case": [*self.packed],
-            "grid_case": [
-                n for n, x in self.kernels.items() if not {"boundaries", "cu", "cu_seqlens"} & x.sizes.keys()
+            "grid_case": [name for name in self.kernels if name not in packed],
+            "padded_call": [
+                *((impl, name, None) for impl in self.eager for name in self.packed),
+                *(("triton", n, DTYPES[(self.kernels[n].dtypes or self.dtypes)[0]]) for n in packed),
             ],
             "bad": [*self.malformed],
             "bad_step": [*self.malformed_steps],

@@ -97,7 +97,8 @@ def _packed(q, pooled_k, pooled_v, block: int, cu_seqlens: Tensor, impl: Impl | 
     used = row < begins[-1]
     sequence = torch.searchsorted(begins[1:].contiguous(), row, right=True).clamp(max=len(complete) - 1)
     slot = torch.where(used, slots[sequence] + row - begins[sequence], -1)
-    group = (at.position + 1) // block
+    # padding sees no block
+    group = torch.where(at.sequence < len(complete), (at.position + 1) // block, 0)
     target = torch.where(group > 0, (begins[at.sequence] + group - 1) * block + (at.position + 1) % block, -1)
     tokens = inverse(target, rows * block).view(rows, block)
     # boundaries of sequences with at least one row; then each unused row alone, as long as there are boundaries

@@ -11,6 +11,7 @@ from torch import Tensor
 from tokenmix_core.chunking import num_sequences
 from tokenmix_core.ops.autograd import cached_op, differentiable, direct_when_eager, of_fields
 from tokenmix_core.ops.causal_conv1d import tuning
+from tokenmix_core.ops.padding import zero_padding
 from tokenmix_core.ops.types import ScanOutput
 
 
@@ -121,7 +122,9 @@ def _forward(given: Inputs) -> tuple[Tensor, Tensor]:
     x, weight, bias, activation, initial_state, cu_seqlens = given
     config = tuning.conv1d_forward_tile(x.shape[0] * x.shape[1], x.shape[2])
     weight, bias, state = weight.contiguous(), _contiguous(bias), _contiguous(initial_state)
-    return short_conv_forward(token_rows(x), weight, bias, activation, state, cu_seqlens, config)
+    found = short_conv_forward(token_rows(x), weight, bias, activation, state, cu_seqlens, config)
+    zero_padding(cu_seqlens, found[0])
+    return found
 
 
 short_conv_forward_op = cached_op("tokenmix_core::short_conv_forward", _forward, mutates_args=())
@@ -145,6 +148,7 @@ def _backward(given: BackwardInputs) -> list[Tensor]:
         token_rows(x), weight.contiguous(), _contiguous(bias), activation, _contiguous(initial_state), cu_seqlens,
         token_rows(do), _contiguous(final_gradient), tuning.conv1d_backward_tile(B * T, D),
     )  # fmt: skip
+    zero_padding(cu_seqlens, grads[0])
     return [grad for grad in grads if grad is not None]
 
 
@@ -170,6 +174,7 @@ def _several(given: SeveralInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
         [token_rows(t) for t in xs], _dense(given, "weight"), given.activation, _dense(given, "initial") or None,
         given.cu_seqlens, config,
     )  # fmt: skip
+    zero_padding(given.cu_seqlens, *outputs)
     return *_three(outputs), *_three(final_states)  # type: ignore[return-value]
 
 
@@ -199,6 +204,7 @@ def _several_backward(given: SeveralBackwardInputs) -> list[Tensor]:
         [token_rows(t) for t in xs], _dense(x, "weight"), x.activation, _dense(x, "initial") or None, x.cu_seqlens,
         [token_rows(t) for t in _each(given, "do")], _dense(given, "dfinal") or None, config,
     )  # fmt: skip
+    zero_padding(x.cu_seqlens, *dxs)
     return [*dxs, dweights, *(initial_gradients or ())]
 
 

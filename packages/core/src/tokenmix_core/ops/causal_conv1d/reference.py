@@ -8,9 +8,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tokenmix_core.ops.padding import drops_padding
 from tokenmix_core.ops.types import ScanOutput
 
 
+@drops_padding("x")
 def short_conv_reference(
     x: Float[Tensor, "B T D"],
     weight: Float[Tensor, "D W"],

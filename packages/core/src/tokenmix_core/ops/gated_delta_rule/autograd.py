@@ -18,6 +18,7 @@ from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
 from tokenmix_core.ops.gated_delta_rule.plan import GLUON_STEP, head_parts
 from tokenmix_core.ops.gated_delta_rule.recurrent import recurrent_forward
 from tokenmix_core.ops.gated_delta_rule.types import TENSORS, Gradients, Inputs, StepInputs
+from tokenmix_core.ops.padding import zero_padding
 
 
 class BackwardInputs(NamedTuple):
@@ -105,7 +106,9 @@ def _like_writes(factors: Tensor | None, writes: Tensor | None) -> Tensor | None
 @of_fields
 def _recurrent(x: Inputs) -> tuple[Tensor, Tensor]:
     """Return outputs and final states, token by token; `impl` is the backward pass's."""
-    return recurrent_forward(x)
+    o, final_state = recurrent_forward(x)
+    zero_padding(x.cu_seqlens, o)
+    return o, final_state
 
 
 @retried

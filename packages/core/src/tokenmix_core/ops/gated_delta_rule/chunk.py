@@ -28,6 +28,7 @@ from tokenmix_core.ops.gated_delta_rule.plan import head_parts, plan
 from tokenmix_core.ops.gated_delta_rule.prepare import prepare
 from tokenmix_core.ops.gated_delta_rule.sequence_split import segment_states
 from tokenmix_core.ops.gated_delta_rule.types import Gradients, Inputs, Reverse, Saved, Terms
+from tokenmix_core.ops.padding import zero_padding
 
 
 class Forward(NamedTuple):
@@ -59,6 +60,7 @@ def chunk_forward(inputs: Inputs, save: bool = False) -> Forward:
     o, final_state = forward(x, terms, segment=by.segment, form=by.outputs, saved=saved)
 
     o, final_state = join_outputs(o, final_state, parts)
+    zero_padding(x.cu_seqlens, o)
     return Forward(o, final_state, terms, buffer)
 
 
@@ -105,7 +107,9 @@ def chunk_backward(
         grads = backward_chunk(reverse, of_states, may_overwrite=recompute, form=by.backward_chunk)
 
     dq, dk = sum_groups(grads.q, grads.k, x.q.shape[2])
-    return join_gradients(grads._replace(q=dq, k=dk), parts)
+    grads = join_gradients(grads._replace(q=dq, k=dk), parts)
+    zero_padding(x.cu_seqlens, *grads[:5])
+    return grads
 
 
 def _backward_fused(reverse: Reverse, may_overwrite: bool) -> Gradients:

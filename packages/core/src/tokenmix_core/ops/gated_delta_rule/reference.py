@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import next_power_of_2
+from tokenmix_core.ops.padding import drops_padding
 
 # exp of a lower natural-log decay is zero in float32; the bound keeps digits of cumulative sums
 MIN_LOG_DECAY = -110.0
@@ -24,6 +25,7 @@ def l2_normalise(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
+@drops_padding("q", "k", "v", "g", "beta")
 def recurrent_reference(
     q: Float[Tensor, "B T H K"],
     k: Float[Tensor, "B T H K"],
@@ -88,6 +90,7 @@ def _gate_writes(state: Tensor, bare: Tensor, write: Tensor, dtype: torch.dtype)
     return bare + write.to(dtype)[..., None, None] * (state - bare)
 
 
+@drops_padding("q", "k", "v", "g", "beta")
 def chunk_reference(
     q: Float[Tensor, "B T H K"],
     k: Float[Tensor, "B T H K"],

@@ -68,7 +68,7 @@ def attention(
         window: number of keys that a query sees, its own included; needs `causal`.
         sinks: number of first keys of its sequence that a query sees besides the window.
         scale: factor of the scores, positive; None: K ** −0.5.
-        cu_seqlens: boundaries of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
+        cu_seqlens: boundaries of the packed sequences, `[N + 1]`, from 0 to at most T, for B = 1 and TQ = TK.
         impl: "gluon" (our kernels for Hopper: bfloat16 or float16, K = V of 64 or 128; portable kernels run those steps
             in which they are faster), "triton" (our portable kernels), "sdpa" (torch's kernels: cuDNN or
             FlashAttention-2), "flash_attn" (FlashAttention-4 if installed, else flash-attn 2), "reference", or None:

@@ -13,9 +13,13 @@ from torch import Tensor
 
 from tokenmix_core.kernels.launch.cache.replay import Replayed
 from tokenmix_core.ops.autograd import cached_op, differentiable, direct_when_eager, of_fields, retried
+from tokenmix_core.ops.padding import zero_padding
 from tokenmix_core.ops.softmax_attention import implementations
 from tokenmix_core.ops.softmax_attention.backends import backward_impl
 from tokenmix_core.ops.softmax_attention.types import Mask, call_of
+
+# on a CPU these read the boundaries, and write zeros after the last one
+_EAGER = ("sdpa", "reference")
 
 
 class Inputs(NamedTuple):
@@ -66,7 +70,10 @@ def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
     o, lse = implementations.load(x.impl).forward(
         q=x.q, k=x.k, v=x.v, cu_seqlens=x.cu_seqlens, mask=mask, scale=x.scale
     )  # fmt: skip
-    return o.contiguous(), lse.contiguous()
+    o, lse = o.contiguous(), lse.contiguous()
+    if x.q.is_cuda or x.impl not in _EAGER:
+        zero_padding(x.cu_seqlens, o, lse.transpose(1, 2))
+    return o, lse
 
 
 attention_op = cached_op("tokenmix_core::attention", _forward, mutates_args=())
@@ -93,7 +100,10 @@ def _backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         q=x.q, k=x.k, v=x.v, o=o, lse=lse, do=torch.zeros_like(o) if do is None else do, dlse=dlse,
         cu_seqlens=x.cu_seqlens, mask=mask, scale=x.scale,
     )  # fmt: skip
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
+    if x.q.is_cuda or x.impl not in _EAGER:
+        zero_padding(x.cu_seqlens, dq, dk, dv)
+    return dq, dk, dv
 
 
 attention_backward_op = cached_op("tokenmix_core::attention_backward", _backward, mutates_args=())

@@ -14,12 +14,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tokenmix_core.ops.padding import drops_padding
 from tokenmix_core.ops.types import AttentionOutput
 
 # number of scores of one block of queries: 2²⁴ scores take 64 MiB in float32
 _BLOCK_SCORES = 1 << 24
 
 
+@drops_padding("q", "k", "v", results=2)
 def attention_reference(
     q: Float[Tensor, "B TQ HQ K"],
     k: Float[Tensor, "B TK H K"],
@@ -46,6 +48,7 @@ def attention_reference(
 
 
 @torch.no_grad()
+@drops_padding("q", "k", "v", "o", "do", "dlse", results=3)
 def attention_reference_backward(
     q: Float[Tensor, "B TQ HQ K"],
     k: Float[Tensor, "B TK H K"],

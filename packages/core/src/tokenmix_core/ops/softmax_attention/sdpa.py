@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenmix_core.ops.softmax_attention.backends import takes_cudnn
 from tokenmix_core.ops.softmax_attention.flash import boundaries, readable, window_sides
-from tokenmix_core.ops.softmax_attention.reference import visible
+from tokenmix_core.ops.softmax_attention.reference import visible, wide
 from tokenmix_core.ops.softmax_attention.types import Mask
 
 _aten = torch.ops.aten
@@ -110,8 +110,11 @@ def _no_dropout(q: Tensor) -> Tensor:
 
 def _cpu_forward(q, k, v, cu_seqlens, mask: Mask, scale):
     if cu_seqlens is not None:
-        parts = [_cpu_forward(q[:, s], k[:, s], v[:, s], None, mask, scale) for s in _slices(cu_seqlens)]
-        return torch.cat([o for o, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
+        batch, tokens, heads, _ = q.shape
+        o, lse = q.new_zeros(batch, tokens, heads, v.shape[3]), wide(q).new_zeros(batch, heads, tokens)
+        for s in _slices(cu_seqlens):
+            o[:, s], lse[:, :, s] = _cpu_forward(q[:, s], k[:, s], v[:, s], None, mask, scale)
+        return o, lse
     causal, bias = _cpu_mask(q, k, mask)
     q, k, v = (_with_adjacent_elements(x).transpose(1, 2) for x in (q, k, v))
     o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
@@ -120,11 +123,12 @@ def _cpu_forward(q, k, v, cu_seqlens, mask: Mask, scale):
 
 def _cpu_backward(q, k, v, o, lse, do, cu_seqlens, mask: Mask, scale):
     if cu_seqlens is not None:
-        parts = [
-            _cpu_backward(q[:, s], k[:, s], v[:, s], o[:, s], lse[:, :, s], do[:, s], None, mask, scale)
-            for s in _slices(cu_seqlens)
-        ]
-        return tuple(torch.cat(grads, 1) for grads in zip(*parts, strict=True))
+        dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+        for s in _slices(cu_seqlens):
+            dq[:, s], dk[:, s], dv[:, s] = _cpu_backward(
+                q[:, s], k[:, s], v[:, s], o[:, s], lse[:, :, s], do[:, s], None, mask, scale
+            )
+        return dq, dk, dv
     causal, bias = _cpu_mask(q, k, mask)
     q, k, v, o, do = (_with_adjacent_elements(x).transpose(1, 2) for x in (q, k, v, o, do))
     grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(

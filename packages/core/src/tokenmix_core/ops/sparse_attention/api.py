@@ -61,7 +61,7 @@ def kept_attention(
         window: number of keys of the local part, the query's own included; None: the query's own unit up to itself.
         until: evicted_at, the position of the first query that no longer sees a retained key; int32 or int64.
         scale: factor of the scores, positive; None: K ** −0.5.
-        cu_seqlens: boundaries of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
+        cu_seqlens: boundaries of the packed sequences, `[N + 1]`, from 0 to at most T, for B = 1 and TQ = TK.
         impl: "triton" (heads up to 256), "reference", "gluon", our kernels for Hopper (bfloat16 or float16, K and V of
             64 or 128, no `until`), or None, the fastest that supports the call; with K = 128 only "gluon" selects
             Gluon.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.ops.autograd import cached_op, differentiable, direct_when_eager, of_fields, retried
+from tokenmix_core.ops.padding import zero_padding
 from tokenmix_core.ops.softmax_attention.types import KeyLists
 
 
@@ -73,6 +74,7 @@ def _forward(x: Inputs) -> Outputs:
 
     list_units(x.keep, out.ranks, out.lists)
     kept_attention_forward(x.q, x.k, x.v, out.o, out.lse, _key_lists(x, out), x.scale, x.impl)
+    zero_padding(x.cu_seqlens, out.o, out.lse.transpose(1, 2))
     return out
 
 
@@ -111,6 +113,7 @@ def _backward(given: BackwardInputs) -> Gradients:
     dk, dv, d_keep = kept_attention_backward_keys(
         x.q, x.k, x.v, do, out.lse, delta, bias, keys, x.scale, keep=keep
     )  # fmt: skip
+    zero_padding(x.cu_seqlens, dq, dk, dv, d_keep if x.unit == 1 else None)
     return Gradients(dq, dk, dv, x.keep.new_empty(0) if d_keep is None else d_keep)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import packed_positions, sequence_ids
 from tokenmix_core.kernels.launch import compat
+from tokenmix_core.ops.padding import drops_padding
 from tokenmix_core.ops.softmax_attention.reference import attended, joined, sequences, softmax, wide
 from tokenmix_core.ops.types import AttentionOutput
 
@@ -22,6 +23,7 @@ from tokenmix_core.ops.types import AttentionOutput
 _BLOCK_SCORES = 1 << 24
 
 
+@drops_padding("q", "k", "v", "until", results=2)
 def kept_attention_reference(
     q: Float[Tensor, "B TQ HQ K"],
     k: Float[Tensor, "B TK H K"],
@@ -51,6 +53,7 @@ def kept_attention_reference(
 
 
 @torch.no_grad()
+@drops_padding("q", "k", "v", "o", "do", "dlse", "until", results=3)
 def kept_attention_reference_backward(
     q: Float[Tensor, "B TQ HQ K"],
     k: Float[Tensor, "B TK H K"],

@@ -13,6 +13,7 @@ from tokenmix_core.chunking import num_sequences
 from tokenmix_core.ops.autograd import cached_op, differentiable, direct_when_eager, of_fields, retried
 from tokenmix_core.ops.buffers import aligned
 from tokenmix_core.ops.decode_tiles import gluon_step_tile
+from tokenmix_core.ops.padding import zero_padding
 from tokenmix_core.ops.ssd import tuning
 from tokenmix_core.ops.ssd.chunk import chunk_backward, chunk_forward
 from tokenmix_core.ops.ssd.plan import GLUON_STEP
@@ -67,7 +68,9 @@ def _backward_traced(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor, Ten
 def _recurrent(x: Inputs) -> tuple[Tensor, Tensor]:
     """Return o and the final states, token by token; `impl` is the backward pass's."""
     final_state = _empty_states(x)
-    return ssd_recurrent(x.aligned(), final_state), final_state
+    o = ssd_recurrent(x.aligned(), final_state)
+    zero_padding(x.cu_seqlens, o)
+    return o, final_state
 
 
 @retried

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tokenmix_core.ops.buffers import aligned
+from tokenmix_core.ops.padding import zero_padding
 from tokenmix_core.ops.ssd.forward import ssd_forward
 from tokenmix_core.ops.ssd.gradients import backward_scan, ssd_gradients
 from tokenmix_core.ops.ssd.plan import plan
@@ -23,20 +24,29 @@ def chunk_forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         # state passing between chunks, and outputs
         o, final_state = ssd_forward(x, entering=x.initial_state, segment=0, config=by.forward)
         assert final_state is not None, "whole sequences end in a state"
+        zero_padding(x.cu_seqlens, o)
         return o, final_state, None
     # state passing between segments; inside them between chunks, and outputs
     entering, final_state = segment_states(x, segment=by.segment, config=by.states)
     o, _ = ssd_forward(x, entering=entering, segment=by.segment, config=by.forward)
+    zero_padding(x.cu_seqlens, o)
     return o, final_state, entering
 
 
 def chunk_backward(inputs: Inputs, *, do: Tensor, dfinal_state: Tensor | None, entering: Tensor | None) -> Gradients:
     """Return all gradients; `entering` is the third result of `chunk_forward`, or None to be computed again."""
+    fused = plan(inputs.q, inputs.v, inputs.cu_seqlens, inputs.impl).gradients.hopper is not None
+    composed = not fused and not (inputs.dt is None and inputs.D is None)
+    backward = _composed_backward if composed else _backward
+    grads = backward(inputs, do=do, dfinal_state=dfinal_state, entering=entering)
+    zero_padding(inputs.cu_seqlens, *grads[:4], grads.dt)
+    return grads
+
+
+def _backward(inputs: Inputs, *, do: Tensor, dfinal_state: Tensor | None, entering: Tensor | None) -> Gradients:
+    """Return all gradients; Δ and D only with fused kernels."""
     by = plan(inputs.q, inputs.v, inputs.cu_seqlens, inputs.impl)
     fused = by.gradients.hopper is not None
-    if not fused and not (inputs.dt is None and inputs.D is None):
-        return _composed_backward(inputs, do=do, dfinal_state=dfinal_state, entering=entering)
-
     # reverse state passing between segments
     x, do, dleaving = inputs.aligned(), token_rows(do), aligned(dfinal_state)
     dinitial_state = None
@@ -66,14 +76,14 @@ def _composed_backward(
     """Return all gradients from kernels that have neither Δ nor D: v enters scaled, and D's part is added."""
     v, dt, D = inputs.v, inputs.dt, inputs.D
     scaled = v if dt is None else (v * dt.unsqueeze(-1)).to(v.dtype)
-    grads = chunk_backward(
-        inputs._replace(v=scaled, dt=None, D=None), do=do, dfinal_state=dfinal_state, entering=entering
-    )
+    grads = _backward(inputs._replace(v=scaled, dt=None, D=None), do=do, dfinal_state=dfinal_state, entering=entering)
     dv, ddt, dD = grads.v.float(), None, None
     if dt is not None:
         ddt = (dv * v).sum(-1).to(dt.dtype)
         dv = dv * dt.unsqueeze(-1)
     if D is not None:
-        dD = (do.float() * v).sum((0, 1, 3)).to(D.dtype)
+        of_skip = (do.float() * v).contiguous()
+        zero_padding(inputs.cu_seqlens, of_skip)
+        dD = of_skip.sum((0, 1, 3)).to(D.dtype)
         dv = dv + do * D.unsqueeze(-1)
     return grads._replace(v=dv.to(v.dtype), dt=ddt, D=dD)

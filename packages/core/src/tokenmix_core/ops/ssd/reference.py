@@ -8,12 +8,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tokenmix_core.ops.padding import drops_padding
 from tokenmix_core.ops.types import ScanOutput
 
 # exp of anything lower is zero in float32; bounding single decays keeps the digits of the cumulative ones
 LOWEST_DECAY = -110.0
 
 
+@drops_padding("q", "k", "v", "g", "dt")
 def recurrent_ssd_reference(
     q: Float[Tensor, "B T G K"],
     k: Float[Tensor, "B T G K"],
@@ -32,6 +34,7 @@ def recurrent_ssd_reference(
     )
 
 
+@drops_padding("q", "k", "v", "g", "dt")
 def chunk_ssd_reference(
     q: Float[Tensor, "B T G K"],
     k: Float[Tensor, "B T G K"],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops import cached_op, differentiable, direct_when_eager, of_fields, retried
+from tokenmix_core.ops import cached_op, differentiable, direct_when_eager, of_fields, retried, zero_padding
 from tokenmix_lte.ops.scorer.types import BackwardInputs, Inputs
 
 # number of differentiable fields of `Inputs` (k, v, three convolutions, the linear map), and of all its tensors
@@ -23,7 +23,9 @@ def _forward(x: Inputs) -> Tensor:
     else:
         from tokenmix_lte.ops.scorer.forward import scorer_forward
 
-    return scorer_forward(x.readable(), x.sizes())
+    logits = scorer_forward(x.readable(), x.sizes())
+    zero_padding(x.cu_seqlens, logits)
+    return logits
 
 
 @retried
@@ -45,7 +47,9 @@ def _backward(given: BackwardInputs) -> list[Tensor]:
     # both are views of one tensor, which outputs of an operator must not be
     linear_grads = (t.clone(memory_format=torch.contiguous_format) for t in (dweight, dbias))
     grads = dk, dv, dw1, dbias1, dw2, dbias2, dw3, dbias3, *linear_grads
-    return [grad.to(t.dtype) for grad, t in zip(grads, given.inputs[:_DIFFERENTIABLE], strict=True)]
+    grads = [grad.to(t.dtype) for grad, t in zip(grads, given.inputs[:_DIFFERENTIABLE], strict=True)]
+    zero_padding(x.cu_seqlens, *grads[:2])
+    return grads
 
 
 scorer_forward_op = cached_op("tokenmix_lte::scorer_forward", _forward, mutates_args=())

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from tokenmix_core.chunking import sequence_ids
 from tokenmix_core.nn import at_least_float32
+from tokenmix_core.ops import drops_padding
 
 # dropout probabilities are multiples of 1 / LEVELS
 LEVELS = 1 << 24
 _WORD = (1 << 32) - 1
 
 
+@drops_padding("k", "v")
 def retention_logits_reference(
     k: Float[Tensor, "B T H K"],
     v: Float[Tensor, "B T H V"],

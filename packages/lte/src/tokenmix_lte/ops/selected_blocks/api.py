@@ -55,7 +55,7 @@ def block_attention(
         blocks: int32 or int64, counted from the start of each query's sequence.
         block_size: keys of a block.
         scale: factor of the scores, positive; None is K ** −0.5.
-        cu_seqlens: boundaries of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
+        cu_seqlens: boundaries of the packed sequences, `[N + 1]`, from 0 to at most T, for B = 1 and TQ = TK.
         impl: "triton" (blocks of 16, 32, 64 or 128 keys, heads up to 128), "reference", which costs T² however few
             blocks are listed, or None: "triton" on CUDA if it supports the call, "reference" otherwise.
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmix_core.kernels import Replayed, is_plain
-from tokenmix_core.ops import cached_op, differentiable, direct_when_eager, of_fields
+from tokenmix_core.ops import cached_op, differentiable, direct_when_eager, of_fields, zero_padding
 
 
 class Inputs(NamedTuple):
@@ -79,7 +79,9 @@ def _keep(*inputs) -> tuple[Tensor, ...]:
     q, k, v = (padded(t) for t in (x.q, x.k, x.v))
     padded_o = o if v is x.v else o.new_empty(*o.shape[:3], v.shape[3])
     lists = block_attention_forward(**x._replace(q=q, k=k, v=v)._asdict(), o=padded_o, lse=lse)
-    return o if padded_o is o else o.copy_(padded_o[..., : o.shape[3]]), lse, *itertools.chain(*lists)
+    o = o if padded_o is o else o.copy_(padded_o[..., : o.shape[3]])
+    zero_padding(x.cu_seqlens, o, lse.transpose(1, 2))
+    return o, lse, *itertools.chain(*lists)
 
 
 block_attention_op = cached_op("tokenmix_lte::block_attention", _forward, mutates_args=())
@@ -117,7 +119,9 @@ def _backward_of_lists(given: BackwardInputs, saved: Sequence[Tensor]) -> tuple[
         **x._replace(q=q, k=k, v=v)._asdict(), o=o, lse=lse, do=do, dlse=dlse, saved_lists=lists
     )  # fmt: skip
     K, V = x.q.shape[3], x.v.shape[3]
-    return dq[..., :K].contiguous(), dk[..., :K].contiguous(), dv[..., :V].contiguous()
+    dq, dk, dv = dq[..., :K].contiguous(), dk[..., :K].contiguous(), dv[..., :V].contiguous()
+    zero_padding(x.cu_seqlens, dq, dk, dv)
+    return dq, dk, dv
 
 
 block_attention_backward_op = cached_op("tokenmix_lte::block_attention_backward", _backward, mutates_args=())
@@ -163,6 +167,7 @@ def _select(x: SelectInputs) -> Tensor:
         q=x.q, pooled=x.pooled, lse=x.lse, blocks=blocks, cu_seqlens=x.cu_seqlens, block_size=x.block_size,
         shift=x.shift, scale=x.scale,
     )  # fmt: skip
+    zero_padding(x.cu_seqlens, blocks)
     return blocks
 
 

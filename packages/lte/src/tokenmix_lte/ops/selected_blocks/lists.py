@@ -115,6 +115,9 @@ def _find_slots(
         b_own = (b_row + TK - TQ) // BLOCK
         b_slot = b_c.to(tl.int32)
     m_seen = (b_c >= 0) & (b_c <= b_own)
+    if PACKED:
+        # padding lists nothing
+        m_seen &= b_row < tl.load(cu_seqlens + N)
     tl.store(slots + (i_b * H + i_h) * T * S + o_e, tl.where(m_seen, b_slot, -1), mask=m_e)
 
 

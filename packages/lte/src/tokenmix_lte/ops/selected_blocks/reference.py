@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, packed_positions, sequence_ids
-from tokenmix_core.ops import AttentionOutput, attended, joined, wide
+from tokenmix_core.ops import AttentionOutput, attended, drops_padding, joined, wide
 
 # most scores of one run of queries: 64 MiB in float32
 _RUN_SCORES = 1 << 24
@@ -38,6 +38,7 @@ def first_slots(cu_seqlens: Int[Tensor, "N_plus_1"], block_size: int) -> Int[Ten
     return cu_seqlens // block_size + torch.arange(len(cu_seqlens), device=cu_seqlens.device)
 
 
+@drops_padding("q", "k", "v", "blocks", results=2)
 def block_attention_reference(
     q: Float[Tensor, "B TQ HQ K"],
     k: Float[Tensor, "B TK H K"],
@@ -69,6 +70,7 @@ def block_attention_reference(
 
 
 @torch.no_grad()
+@drops_padding("q", "lse")
 def select_blocks_reference(
     q: Float[Tensor, "B TQ HQ K"],
     pooled: Float[Tensor, "B U H K"],

@@ -16,6 +16,7 @@ from tokenmix_core.ops import (
     check_multiple,
     check_same_dtype,
     check_scale,
+    drops_padding,
 )
 from tokenmix_nha.ops.gla.scan import GatedScan
 
@@ -66,7 +67,12 @@ def chunk_gla(
     wide = torch.promote_types(q.dtype, torch.float32)
     check_dtype(op, (wide,), initial_state=initial_state)
     factor = dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
-    parts = []
+    return _chunk_gla(q, k, v, g, factor, initial_state, cu_seqlens)
+
+
+@drops_padding("q", "k", "v", "g")
+def _chunk_gla(q, k, v, g, factor: float, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> ScanOutput:
+    wide, parts = torch.promote_types(q.dtype, torch.float32), []
     for tokens, rows, boundaries in scanned_at_once(cu_seqlens, carried=initial_state is not None):
         b_q, b_k, b_v, b_g = (x[:, tokens].to(wide) for x in (q, k, v, g))
         scan = GatedScan(b_k, b_v, b_g, None if initial_state is None else initial_state[rows], boundaries)

@@ -238,8 +238,10 @@ def _reference(x: Inputs):
                 slots_k=slots_k[own], slots_v=slots_v[own], start=start[own], **options,
             )
         )  # fmt: skip
-    o, slots_k, slots_v = zip(*outputs, strict=True)
-    return torch.cat(o, 1), torch.cat(slots_k), torch.cat(slots_v)
+    parts, slots_k, slots_v = zip(*outputs, strict=True)
+    o = torch.cat(parts, 1)
+    padding = v.new_zeros(1, q.shape[1] - o.shape[1], *o.shape[2:])
+    return torch.cat((o, padding), 1), torch.cat(slots_k), torch.cat(slots_v)
 
 
 def _scale(op: str, dims: dict[str, int], scale: float | None) -> float:

@@ -17,6 +17,7 @@ from tokenmix_core.ops import (
     direct_when_eager,
     of_fields,
     retried,
+    zero_padding,
 )
 from tokenmix_nha.ops.slot_window.backward_gates import gate_gradients
 from tokenmix_nha.ops.slot_window.backward_keys import key_gradients
@@ -92,6 +93,7 @@ def _forward(x: Inputs) -> Outputs:
             slot_states(launch, x, y, gates, results, saved)
             window_outputs(launch, x, y, gates, results, saved, strong=False)
         window_outputs(launch, x, y, gates, results, saved, strong=True)
+    zero_padding(x.cu_seqlens, out.o)
     return out
 
 
@@ -132,6 +134,11 @@ def _backward(given: BackwardInputs) -> Gradients:
             value_gradients(launch, b, gates, softmax, slots, strong=strong)
             key_gradients(launch, b, gates, softmax, slots, strong=strong)
             gate_gradients(launch, b, gates, softmax, slots, strong=strong)
+    queries, keys = (grads.dq, grads.dq_slots), (grads.dk, grads.dv, grads.df, grads.dk_slots)
+    # keys of a carried window precede those of each sequence
+    zero_padding(x.cu_seqlens, *queries, *(() if x.before else keys))
+    if x.before:
+        zero_padding(x.cu_seqlens, *keys, before=x.before)
     return grads
 
 

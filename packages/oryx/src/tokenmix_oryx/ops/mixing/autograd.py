@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmix_core.ops import cached_op, differentiable, direct_when_eager, of_fields, retried, token_rows
+from tokenmix_core.ops import cached_op, differentiable, direct_when_eager, of_fields, retried, token_rows, zero_padding
 from tokenmix_core.ops import delta_rule_autograd as delta_rule
 from tokenmix_core.ops import ssd_autograd as ssd
 from tokenmix_oryx.ops.selected_queries.autograd import CAUSAL
@@ -133,6 +133,11 @@ def _parts(shared: Tensor, E: int) -> tuple[Tensor, ...]:
     return shared.split((E, E, E, shared.shape[-1] - 3 * E), -1)
 
 
+def _last(x: Inputs) -> Tensor | None:
+    """Return the last boundary, where padding begins."""
+    return None if x.cu_seqlens is None else x.cu_seqlens[-1:]
+
+
 @retried
 @of_fields
 def _forward(x: Inputs) -> Outputs:
@@ -167,7 +172,7 @@ def _forward(x: Inputs) -> Outputs:
     )  # fmt: skip
     y = output_forward(
         o_attention=o.view(-1, E), o_linear=o_linear.view(-1, E), gate=gate.view(-1, E), weight=x.norm_weight,
-        attends=x.attends, groups=x.groups, eps=x.eps, before=x.gate_before,
+        attends=x.attends, last=_last(x), groups=x.groups, eps=x.eps, before=x.gate_before,
     )  # fmt: skip
     # custom ops must return distinct tensors
     k_plain, beta, saved_0, saved_1 = (
@@ -224,8 +229,8 @@ def _backward(given: BackwardInputs) -> list[Tensor]:
     dk, dv, dgate, drates = _parts(dshared, E)
     do, do_linear, dnorm = output_backward(
         o_attention=kept.o.view(-1, E), o_linear=kept.o_linear.view(-1, E), gate=gate.view(-1, E), weight=x.norm_weight,
-        attends=x.attends, dy=token_rows(given.dy).view(-1, E), dgate=dgate.view(-1, E), groups=x.groups, eps=x.eps,
-        before=x.gate_before,
+        attends=x.attends, dy=token_rows(given.dy).view(-1, E), dgate=dgate.view(-1, E), last=_last(x),
+        groups=x.groups, eps=x.eps, before=x.gate_before,
     )  # fmt: skip
     read = kept.q, kept.k_rotated, kept.k_rotated if x.rotate_linear else kept.k_plain, kept.values, do, do_linear
     q4, k4, kl4, v4, do4, dol4 = (t.view(B, T, H, -1) for t in read)
@@ -239,7 +244,8 @@ def _backward(given: BackwardInputs) -> list[Tensor]:
     )  # fmt: skip
     drows = queries_backward(
         rows=x.rows, row_ids=x.row_ids, attends=x.attends, cos=x.cos, sin=x.sin, dq_attention=dq, dq_linear=dq_linear,
-        H=H, silu_attention=x.silu_attention_query, silu_linear=x.silu_linear_query, rotate_linear=x.rotate_linear,
+        last=_last(x), H=H, silu_attention=x.silu_attention_query, silu_linear=x.silu_linear_query,
+        rotate_linear=x.rotate_linear,
     )  # fmt: skip
     options = dict(H=H, cu_seqlens=x.cu_seqlens, silu=x.silu_shared)
     dk_weight = shared_backward(
@@ -248,8 +254,9 @@ def _backward(given: BackwardInputs) -> list[Tensor]:
     )  # fmt: skip
     dv_weight = shared_backward(v, x.v_weight, dattention=dv_attention, dlinear=dv_linear, dx=dv, **options)
     dA_log, ddt_bias = rates_backward(
-        x=rates, A_log=x.A_log, bias=x.dt_bias, dg=dg, ddt=ddt, dbeta=dbeta, dx=drates
+        x=rates, A_log=x.A_log, bias=x.dt_bias, dg=dg, ddt=ddt, dbeta=dbeta, dx=drates, last=_last(x)
     )  # fmt: skip
+    zero_padding(x.cu_seqlens, dshared)
     found = (drows, dshared, dA_log, ddt_bias, dD, dk_weight, dv_weight, dnorm)
     return [grad for grad in found if grad is not None]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.kernels import cached_launch, sm_count
-from tokenmix_oryx.ops.mixing.queries import silu_gradient
+from tokenmix_oryx.ops.mixing.queries import rows_before_padding, silu_gradient
 
 # tokens per program, forward
 TOKENS = 1
@@ -33,7 +33,7 @@ def load_output(o_attention, o_linear, o_x, m_a, m_x):
 @cached_launch
 @triton.jit
 def _output_forward(
-    o_attention, o_linear, gate, weight, attends, y, stride_gate, N, G, S, eps,
+    o_attention, o_linear, gate, weight, attends, y, last, stride_gate, N, G, S, eps,
     BG: tl.constexpr, BS: tl.constexpr, TOKENS: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     o_g, o_s = tl.arange(0, BG)[:, None], tl.arange(0, BS)[None, :]
@@ -44,8 +44,11 @@ def _output_forward(
         i_t = tl.program_id(0).to(tl.int64) * TOKENS + i
         m_x = m_d & (column(i_t, BG) < N)
         m_a = column(tl.load(attends + i_t, mask=i_t < N, other=0).to(tl.int32), BG) != 0
-        b_u = load_output(o_attention, o_linear, i_t * (G * S) + o_d, m_a, m_x)
-        b_gate = tl.load(gate + i_t * stride_gate + o_d, mask=m_x, other=0.0).to(tl.float32)
+        m_i = m_x
+        if last is not None:
+            m_i &= column(i_t, BG) < rows_before_padding(last, N)
+        b_u = load_output(o_attention, o_linear, i_t * (G * S) + o_d, m_a, m_i)
+        b_gate = tl.load(gate + i_t * stride_gate + o_d, mask=m_i, other=0.0).to(tl.float32)
         b_gate *= tl.sigmoid(b_gate)
         if BEFORE:
             b_u *= b_gate
@@ -58,7 +61,7 @@ def _output_forward(
 @cached_launch
 @triton.jit
 def _output_backward(
-    o_attention, o_linear, gate, weight, attends, dy, do_attention, do_linear, dgate, dweights,
+    o_attention, o_linear, gate, weight, attends, dy, do_attention, do_linear, dgate, dweights, last,
     stride_gate, stride_dy, stride_dgate, N, tokens, G, S, eps,
     BG: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, REACH: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
@@ -76,9 +79,12 @@ def _output_backward(
         i_t = tl.cast(i, tl.int64)
         o_x = i_t * (G * S) + o_d
         m_a = column(tl.load(attends + i_t).to(tl.int32), BG) != 0
-        b_dy = tl.load(dy + i_t * stride_dy + o_d, mask=m_d, other=0.0).to(tl.float32)
-        b_z = tl.load(gate + i_t * stride_gate + o_d, mask=m_d, other=0.0).to(tl.float32)
-        b_o = load_output(o_attention, o_linear, o_x, m_a, m_d)
+        m_i = m_d
+        if last is not None:
+            m_i &= column(i_t, BG) < rows_before_padding(last, N)
+        b_dy = tl.load(dy + i_t * stride_dy + o_d, mask=m_i, other=0.0).to(tl.float32)
+        b_z = tl.load(gate + i_t * stride_gate + o_d, mask=m_i, other=0.0).to(tl.float32)
+        b_o = load_output(o_attention, o_linear, o_x, m_a, m_i)
         b_gate = b_z * tl.sigmoid(b_z)
         # y = c û with the normalised û of u; c is the gate, unless u contains it
         b_c = b_dy
@@ -103,7 +109,9 @@ def _output_backward(
     tl.store(dweights + tl.program_id(0).to(tl.int64) * (G * S) + o_d, b_dw, mask=m_d)
 
 
-def output_forward(*, o_attention, o_linear, gate, weight, attends, groups: int, eps: float, before: bool) -> Tensor:
+def output_forward(
+    *, o_attention, o_linear, gate, weight, attends, last, groups: int, eps: float, before: bool
+) -> Tensor:
     """Return y `[N, E]` from the rows of `o_attention` or `o_linear`, by mode.
 
     `gate [N, E]`, before its SiLU, acts `before` or after the norm over E / groups channels.
@@ -112,6 +120,7 @@ def output_forward(*, o_attention, o_linear, gate, weight, attends, groups: int,
     y = gate.new_empty(N, E)
     _output_forward[(cdiv(N, TOKENS),)](
         o_attention=o_attention, o_linear=o_linear, gate=gate, weight=weight, attends=attends, y=y,
+        last=last,
         stride_gate=gate.stride(0), N=N, G=groups, S=E // groups, eps=eps, **_tile(E, groups), TOKENS=TOKENS,
         BEFORE=before, num_warps=8,
     )  # fmt: skip
@@ -119,7 +128,7 @@ def output_forward(*, o_attention, o_linear, gate, weight, attends, groups: int,
 
 
 def output_backward(
-    *, o_attention, o_linear, gate, weight, attends, dy, dgate, groups: int, eps: float, before: bool
+    *, o_attention, o_linear, gate, weight, attends, dy, dgate, last, groups: int, eps: float, before: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of attention's outputs (its tokens' rows only), linear's (else 0), and weight.
 
@@ -132,7 +141,8 @@ def output_backward(
     dweights = gate.new_empty(programs, E, dtype=torch.float32)
     _output_backward[(programs,)](
         o_attention=o_attention, o_linear=o_linear, gate=gate, weight=weight, attends=attends, dy=dy,
-        do_attention=do_attention, do_linear=do_linear, dgate=dgate, dweights=dweights, stride_gate=gate.stride(0),
+        do_attention=do_attention, do_linear=do_linear, dgate=dgate, dweights=dweights, last=last,
+        stride_gate=gate.stride(0),
         stride_dy=dy.stride(0), stride_dgate=dgate.stride(0), N=N, tokens=tokens, G=groups, S=E // groups, eps=eps,
         **_tile(E, groups), BN=next_power_of_2(tokens + 2 * REACH), REACH=REACH, BEFORE=before, num_warps=8,
     )  # fmt: skip

@@ -56,6 +56,15 @@ def locate_head(i, o_t, N, H, groups, K: tl.constexpr, HEADS: tl.constexpr):
     return o_d, (o_t < N)[:, None] & (o_d < H * K)
 
 
+@triton.jit
+def rows_before_padding(last, N):
+    """Return N, or the last boundary of a packed batch, which `last` points to."""
+    if last is None:
+        return N
+    else:
+        return tl.minimum(N, tl.load(last).to(tl.int32))
+
+
 @cached_launch
 @triton.jit
 def _queries_forward(
@@ -84,7 +93,7 @@ def _queries_forward(
 @cached_launch
 @triton.jit
 def _queries_backward(
-    rows, row_ids, attends, cos, sin, dq_attention, dq_linear, drows, N, H, angles,
+    rows, row_ids, attends, cos, sin, dq_attention, dq_linear, drows, last, N, H, angles,
     K: tl.constexpr, BT: tl.constexpr, HEADS: tl.constexpr,
     SILU_ATTENTION: tl.constexpr, SILU_LINEAR: tl.constexpr, ROTATE_LINEAR: tl.constexpr,
 ):  # fmt: skip
@@ -93,19 +102,22 @@ def _queries_backward(
     o_t, o_row, m_a, b_cos, b_sin = locate_tokens(row_ids, attends, cos, sin, N, groups, angles, HALF, BT)
     for i in tl.static_range(HEADS):
         o_d, m_x = locate_head(i, o_t, N, H, groups, K, HEADS)
-        # each row gets the gradient of its own mode only
+        # each row gets the gradient of its own mode only, and padding zeros
+        m_d = m_x
+        if last is not None:
+            m_d &= (o_t < rows_before_padding(last, N))[:, None]
         o_q = o_t.to(tl.int64)[:, None] * (H * K) + o_d
-        b_first = tl.load(dq_attention + o_q, mask=m_x & m_a, other=0.0).to(tl.float32)
-        b_first += tl.load(dq_linear + o_q, mask=m_x & (m_a == 0), other=0.0).to(tl.float32)
-        b_second = tl.load(dq_attention + o_q + HALF, mask=m_x & m_a, other=0.0).to(tl.float32)
-        b_second += tl.load(dq_linear + o_q + HALF, mask=m_x & (m_a == 0), other=0.0).to(tl.float32)
+        b_first = tl.load(dq_attention + o_q, mask=m_d & m_a, other=0.0).to(tl.float32)
+        b_first += tl.load(dq_linear + o_q, mask=m_d & (m_a == 0), other=0.0).to(tl.float32)
+        b_second = tl.load(dq_attention + o_q + HALF, mask=m_d & m_a, other=0.0).to(tl.float32)
+        b_second += tl.load(dq_linear + o_q + HALF, mask=m_d & (m_a == 0), other=0.0).to(tl.float32)
         b_lo = by_mode(m_a, b_first * b_cos + b_second * b_sin, b_first, True, ROTATE_LINEAR)
         b_hi = by_mode(m_a, b_second * b_cos - b_first * b_sin, b_second, True, ROTATE_LINEAR)
         o_x = o_row * (H * K) + o_d
         if SILU_ATTENTION or SILU_LINEAR:
-            b_x = tl.load(rows + o_x, mask=m_x, other=0.0).to(tl.float32)
+            b_x = tl.load(rows + o_x, mask=m_d, other=0.0).to(tl.float32)
             b_lo = by_mode(m_a, b_lo * silu_gradient(b_x), b_lo, SILU_ATTENTION, SILU_LINEAR)
-            b_x = tl.load(rows + o_x + HALF, mask=m_x, other=0.0).to(tl.float32)
+            b_x = tl.load(rows + o_x + HALF, mask=m_d, other=0.0).to(tl.float32)
             b_hi = by_mode(m_a, b_hi * silu_gradient(b_x), b_hi, SILU_ATTENTION, SILU_LINEAR)
         tl.store(drows + o_x, b_lo.to(drows.dtype.element_ty), mask=m_x)
         tl.store(drows + o_x + HALF, b_hi.to(drows.dtype.element_ty), mask=m_x)
@@ -129,14 +141,18 @@ def queries_forward(
 
 
 def queries_backward(
-    *, rows, row_ids, attends, cos, sin, dq_attention, dq_linear, H: int, **modes: bool
+    *, rows, row_ids, attends, cos, sin, dq_attention, dq_linear, last, H: int, **modes: bool
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of `rows`; each gradient of q is used only in the rows of its mode."""
+    """Return the gradient of `rows`; each gradient of q is used only in the rows of its mode.
+
+    `last`: the last boundary of a packed batch, else None; also below.
+    """
     N, E = rows.shape
     drows = torch.empty_like(rows)
     _queries_backward[(cdiv(N, BT) * cdiv(H, HEADS),)](
         rows=rows, row_ids=row_ids, attends=attends, cos=cos, sin=sin, dq_attention=dq_attention, dq_linear=dq_linear,
-        drows=drows, N=N, H=H, angles=cos.shape[0], K=E // H, BT=BT, HEADS=HEADS, **_flags(**modes), num_warps=4,
+        drows=drows, last=last, N=N, H=H, angles=cos.shape[0], K=E // H, BT=BT, HEADS=HEADS, **_flags(**modes),
+        num_warps=4,
     )  # fmt: skip
     return drows
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.kernels import cached_launch
+from tokenmix_oryx.ops.mixing.queries import rows_before_padding
 
 # tokens per program
 BT = 64
@@ -43,7 +44,7 @@ def _rates_forward(x, A_log, bias, g, dt, beta, stride_x, N, H, BT: tl.constexpr
 @cached_launch
 @triton.jit
 def _rates_backward(
-    x, A_log, bias, dg, ddt, dbeta, dx, dsums, stride_x, stride_dx, N, H, R, BT: tl.constexpr, BH: tl.constexpr,
+    x, A_log, bias, dg, ddt, dbeta, dx, dsums, last, stride_x, stride_dx, N, H, R, BT: tl.constexpr, BH: tl.constexpr,
     BR: tl.constexpr,
 ):  # fmt: skip
     o_t, o_h = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BH)
@@ -51,21 +52,24 @@ def _rates_backward(
     m_x = m_t & (o_h < H)[None, :]
     p_x = x + o_t[:, None] * stride_x + o_h[None, :]
     p_dx = dx + o_t[:, None] * stride_dx + o_h[None, :]
+    m_g = m_x
+    if last is not None:
+        m_g &= (o_t < rows_before_padding(last, N))[:, None]
     o_g = o_t[:, None] * H + o_h[None, :]
     b_A = tl.exp(tl.load(A_log + o_h, mask=o_h < H, other=0.0).to(tl.float32))[None, :]
     b_bias = tl.load(bias + o_h, mask=o_h < H, other=0.0).to(tl.float32)[None, :]
-    b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32) + b_bias
-    b_ddt = -b_A * tl.load(dg + o_g, mask=m_x, other=0.0).to(tl.float32)
+    b_x = tl.load(p_x, mask=m_g, other=0.0).to(tl.float32) + b_bias
+    b_ddt = -b_A * tl.load(dg + o_g, mask=m_g, other=0.0).to(tl.float32)
     b_dA = b_ddt * softplus(b_x)
     if ddt is not None:
-        b_ddt += tl.load(ddt + o_g, mask=m_x, other=0.0).to(tl.float32)
+        b_ddt += tl.load(ddt + o_g, mask=m_g, other=0.0).to(tl.float32)
     b_dx = b_ddt * tl.sigmoid(b_x)
     tl.store(p_dx, b_dx.to(dx.dtype.element_ty), mask=m_x)
     used = H
     if dbeta is not None:
         used += H
-        b_beta = tl.sigmoid(tl.load(p_x + H, mask=m_x, other=0.0).to(tl.float32))
-        b_dbeta = tl.load(dbeta + o_g, mask=m_x, other=0.0).to(tl.float32) * b_beta * (1.0 - b_beta)
+        b_beta = tl.sigmoid(tl.load(p_x + H, mask=m_g, other=0.0).to(tl.float32))
+        b_dbeta = tl.load(dbeta + o_g, mask=m_g, other=0.0).to(tl.float32) * b_beta * (1.0 - b_beta)
         tl.store(p_dx + H, b_dbeta.to(dx.dtype.element_ty), mask=m_x)
     # padding columns of the shared projection
     o_r = tl.arange(0, BR)
@@ -88,13 +92,14 @@ def rates_forward(x: Tensor, A_log: Tensor, bias: Tensor, with_beta: bool) -> tu
     return g, dt, beta
 
 
-def rates_backward(x: Tensor, A_log: Tensor, bias: Tensor, dg, ddt, dbeta, dx: Tensor) -> tuple[Tensor, Tensor]:
+def rates_backward(x: Tensor, A_log: Tensor, bias: Tensor, dg, ddt, dbeta, dx: Tensor, last) -> tuple[Tensor, Tensor]:
     """Return the gradients of A_log and bias; write that of x to `dx`, 0 in padding columns."""
     (B, T, R), H = x.shape, len(A_log)
     programs = cdiv(B * T, BT)
     dsums = x.new_empty(programs, 2, H, dtype=torch.float32)
     _rates_backward[(programs,)](
-        x=x, A_log=A_log, bias=bias, dg=dg, ddt=ddt, dbeta=dbeta, dx=dx, dsums=dsums, stride_x=x.stride(1),
+        x=x, A_log=A_log, bias=bias, dg=dg, ddt=ddt, dbeta=dbeta, dx=dx, dsums=dsums, last=last,
+        stride_x=x.stride(1),
         stride_dx=dx.stride(1), N=B * T, H=H, R=R, BT=BT, BH=next_power_of_2(H), BR=next_power_of_2(R), num_warps=4,
     )  # fmt: skip
     return dsums[:, 0].sum(0).to(A_log.dtype), dsums[:, 1].sum(0).to(bias.dtype)

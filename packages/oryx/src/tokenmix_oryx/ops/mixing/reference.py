@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmix_core.nn import apply_rotary, at_least_float32
-from tokenmix_core.ops import Impl, chunk_gated_delta_rule, chunk_ssd, short_conv
+from tokenmix_core.ops import Impl, chunk_gated_delta_rule, chunk_ssd, short_conv, without_padding
 from tokenmix_oryx.ops.selected_queries.reference import selected_attention_by_runs
 
 
@@ -16,6 +16,7 @@ def mix_reference(
     *, impl: Impl = "reference",
 ) -> Tensor:  # fmt: skip
     """Compute `mix` with autograd; `impl` is that of the recurrence."""
+    shared = without_padding(shared, cu_seqlens)
     (B, T, _), E, H = shared.shape, rows.shape[1], options.heads
     heads = (H, E // H)
     k, v, gate, rates = shared.split((E, E, E, shared.shape[-1] - 3 * E), -1)
@@ -23,7 +24,7 @@ def mix_reference(
     dt = F.softplus(rates[..., :H] + dt_bias)
     g = -A_log.exp() * dt
     own = attends[..., None]
-    q = (rows if row_ids is None else rows[row_ids]).view(B, T, E)
+    q = without_padding((rows if row_ids is None else rows[row_ids]).view(B, T, E), cu_seqlens)
     activated = F.silu(q)
     q = torch.where(
         own,
@@ -52,4 +53,4 @@ def mix_reference(
         o = o * opened
     parts = o.unflatten(-1, (options.groups, -1))
     o = F.rms_norm(parts, parts.shape[-1:], None, options.eps).flatten(-2) * norm_weight.to(o.dtype)
-    return o if options.gate_before else o * opened
+    return without_padding(o if options.gate_before else o * opened, cu_seqlens)

@@ -47,7 +47,7 @@ def selected_attention(
             TQ at most TK.
         selected: True for queries whose outputs are needed. Tiles without a selected query are skipped.
         scale: factor of the scores, positive; None for K ** −0.5.
-        cu_seqlens: boundaries of the packed sequences, `[N + 1]`, from 0 to T, for B = 1 and TQ = TK.
+        cu_seqlens: boundaries of the packed sequences, `[N + 1]`, from 0 to at most T, for B = 1 and TQ = TK.
         impl: "gluon" (Hopper, bfloat16 or float16, K = V of 64 or 128; gradients only, as the Triton forward is as
             fast), "triton" (portable kernels; K and V up to 256), "reference" (core's eager attention for each run of
             selected queries), or None: Gluon if supported, then Triton on CUDA tensors, else core's fastest CPU

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops import Mask, cached_op, differentiable, direct_when_eager, of_fields, retried
+from tokenmix_core.ops import Mask, cached_op, differentiable, direct_when_eager, of_fields, retried, zero_padding
 
 CAUSAL = Mask(causal=True, window=None, sinks=0)
 
@@ -43,7 +43,9 @@ def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
     """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`, +∞ for queries that are not selected."""
     from tokenmix_core.ops import attention_forward
 
-    return attention_forward(**x.readable(), mask=CAUSAL)
+    o, lse = attention_forward(**x.readable(), mask=CAUSAL)
+    zero_padding(x.cu_seqlens, o, lse.transpose(1, 2))
+    return o, lse
 
 
 selected_attention_op = cached_op("tokenmix_oryx::selected_attention", _forward, mutates_args=())
@@ -63,7 +65,9 @@ def _backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     from tokenmix_core.ops import attention_backward
 
     x, o, lse, do = given
-    return attention_backward(**x.readable(), o=o, lse=lse, do=do, dlse=None, mask=CAUSAL)
+    grads = attention_backward(**x.readable(), o=o, lse=lse, do=do, dlse=None, mask=CAUSAL)
+    zero_padding(x.cu_seqlens, *grads)
+    return grads
 
 
 selected_attention_backward_op = cached_op("tokenmix_oryx::selected_attention_backward", _backward, mutates_args=())

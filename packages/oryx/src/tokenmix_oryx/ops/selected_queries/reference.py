@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tokenmix_core.ops import attention
+from tokenmix_core.ops import attention, drops_padding
 
 
+@drops_padding("q", "k", "v", "selected")
 def selected_attention_by_runs(
     q: Float[Tensor, "B TQ HQ K"],
     k: Float[Tensor, "B TK H K"],
