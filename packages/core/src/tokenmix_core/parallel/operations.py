@@ -207,7 +207,8 @@ def shift_tokens(x: Tensor, *, cu_seqlens: Tensor | None = None, sequence_shard:
             return shifted
         firsts = cu_seqlens[:-1].long().clamp(max=x.shape[1] - 1)
         # an empty last document begins behind the row
-        return torch.where(_marked(x, firsts, cu_seqlens[:-1] < x.shape[1]), torch.zeros_like(x), shifted)
+        shifted = torch.where(_marked(x, firsts, cu_seqlens[:-1] < x.shape[1]), torch.zeros_like(x), shifted)
+        return ops.without_padding(shifted, cu_seqlens)
     shard.check_local("shift_tokens", x)
     found = receive(shard, x, lambda span: tail_of(span, 1), "shift_tokens", 1)
     starts = torch.tensor([a for a, _ in shard.parts], device=x.device)
