@@ -79,7 +79,7 @@ def test_a_padded_prompt_is_one_call_per_layer_and_equals_each_row(mixer, option
         part = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
         logits.append(part.logits)
         # every sequence continues from another length
-        assert mixer == "nsa" or end == start + 1 or len(calls) == model.config.num_hidden_layers
+        assert end == start + 1 or len(calls) == model.config.num_hidden_layers
     for row, tokens, n in zip(torch.cat(logits, 1), ids, lengths, strict=True):
         alone = model(tokens[None, -n - steps :], use_cache=False).logits[0]
         assert relative_error(row[-n - steps :], alone) < 1e-11, n

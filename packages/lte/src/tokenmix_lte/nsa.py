@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from tokenmix_core.nn import (
     stepping,
 )
 from tokenmix_core.ops import Impl, attention, attention_decode
+from tokenmix_lte.joined import join_past
 from tokenmix_lte.nsa_state import PooledKVState
 from tokenmix_lte.ops import block_attention, gated_sum, select_blocks
 from tokenmix_lte.ops.pooled_blocks import compressed_attention, pool_blocks
@@ -176,39 +176,87 @@ class Nsa(Mixer):
         sums = state.open.get(rows, k)
         if not span.past and span.cu_seqlens is not None and k.shape[1]:
             return self._begin_packed(q, k, v, state)
-        if span.uniform:
-            parts = [(slice(None), slice(None), slice(None), span.past)]
-        else:
-            # sequences that continue from different lengths are handled one by one
-            packed = span.cu_seqlens is not None
-            cu_seqlens, lengths = span.on_host
-            boundaries = pairwise(cu_seqlens if packed else range(rows + 1))
-            whole = slice(None)
-            parts = [
-                (slice(n, n + 1), *((whole, slice(i, j)) if packed else (slice(i, j), whole)), past)
-                for n, ((i, j), past) in enumerate(zip(boundaries, lengths, strict=True))
-            ]
-        outputs = []
-        for row, batch, tokens, past in parts:
-            b_q, b_k, b_v = (x[batch, tokens] for x in (q, k, v))
-            if not b_k.shape[1]:
-                continue
-            if past:
-                b_k, b_v = torch.cat((kv.keys[row, :past], b_k), 1), torch.cat((kv.values[row, :past], b_v), 1)
-            # concatenate the means of blocks that were complete before and of the blocks of new tokens
-            known = past // self.block
-            means = [pool_blocks(x[:, known * self.block :], self.block) for x in (b_k, b_v)]
-            held = (pooled.keys, pooled.values)
-            means = [torch.cat((x[row, :known], new), 1) for x, new in zip(held, means, strict=True)]
-            outputs.append(self._attend(b_q, b_k, b_v, *means))
-            for x, new in zip(held, means, strict=True):
-                x[row, known : new.shape[1]] = new[:, known:].detach()
-            rest = b_k.shape[1] % self.block
-            last = (at_least_float32(x[:, x.shape[1] - rest :].detach()).sum(1) for x in (b_k, b_v))
-            sums[row] = torch.stack(tuple(last), 1).to(sums)
+        if not k.shape[1]:
+            return Branches(*[torch.zeros_like(q)] * 3)
+        if not span.uniform:
+            return self._continue_packed(q, k, v, state)
+        past, known = span.past, span.past // self.block
+        all_k, all_v = k, v
+        if past:
+            all_k, all_v = (torch.cat((x[:, :past], new), 1) for x, new in ((kv.keys, k), (kv.values, v)))
+        # concatenate the means of blocks that were complete before and of the blocks of new tokens
+        means = [pool_blocks(x[:, known * self.block :], self.block) for x in (all_k, all_v)]
+        held = (pooled.keys, pooled.values)
+        means = [torch.cat((x[:, :known], new), 1) for x, new in zip(held, means, strict=True)]
+        branches = self._attend(q, all_k, all_v, *means)
+        for x, new in zip(held, means, strict=True):
+            x[:, known : new.shape[1]] = new[:, known:].detach()
+        rest = all_k.shape[1] % self.block
+        last = (at_least_float32(x[:, x.shape[1] - rest :].detach()).sum(1) for x in (all_k, all_v))
+        sums.copy_(torch.stack(tuple(last), 1))
         kv.write(k, v, span)
-        joined = 1 if span.cu_seqlens is not None else 0
-        return Branches(*(torch.cat(x, joined) for x in zip(*outputs, strict=True)))
+        return branches
+
+    def _continue_packed(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState) -> Branches:
+        """Return the branches' outputs for sequences that continue from different lengths, and store their tokens.
+
+        Keys are gathered so that all sequences end in the last block: queries then have one shift, and blocks in front
+        of a sequence are never listed. Queries beside the call's tokens are zeros whose outputs are discarded.
+        """
+        kv, pooled, span, block = state.kv, state.pooled, state.span, self.block
+        rows, before, after, device = span.rows, span.before, span.after, q.device
+        bound = cdiv(span.past + span.tokens, block)
+        length, queries = bound * block, min(bound * block, span.tokens + block - 1)
+        shift = bound - (after + block - 1) // block
+        b_q, b_k, b_v = (x.flatten(0, 1) for x in (q, k, v))
+        kv.write(k, v, span)
+        N, at = len(after), span.positions + shift[rows] * block
+        index = torch.arange(length, device=device) - (shift * block).unsqueeze(1)
+        slots, sequence = index.clamp(0, kv.num_slots - 1), torch.arange(N, device=device).unsqueeze(1)
+        keys, values = (
+            x[sequence, slots].to(new.dtype).flatten(0, 1).index_copy(0, rows * length + at, new).unflatten(0, (N, -1))
+            for x, new in ((kv.keys, b_k), (kv.values, b_v))
+        )
+        of_token = rows * queries + at - (length - queries)
+        b_q = b_q.new_zeros(N * queries, *b_q.shape[1:]).index_copy(0, of_token, b_q).unflatten(0, (N, queries))
+
+        # the means of a sequence, its first block first
+        of_block = (torch.arange(bound, device=device) + shift.unsqueeze(1)).clamp(max=bound - 1)
+        means = [pool_blocks(x, block)[sequence, of_block] for x in (keys, values)]
+        for held, new in zip((pooled.keys, pooled.values), means, strict=True):
+            held[:, :bound] = new.detach().to(held.dtype)
+        position = index[:, length - queries :, None]
+        grouped = at_least_float32(b_q).unflatten(2, (self.num_kv_heads, -1)) * self.head_dim**-0.5
+        scores = torch.einsum("nthgk,nuhk->nthgu", grouped, means[0].to(grouped.dtype))
+        number = torch.arange(bound, device=device)
+        unseen = (number >= (position + 1).div(block, rounding_mode="floor"))[:, :, None, None]
+        seen = scores.masked_fill(unseen, -torch.inf)
+        lse = seen.logsumexp(-1)
+        weights = (seen - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
+        compressed = torch.einsum("nthgu,nuhk->nthgk", weights, means[1].to(weights.dtype)).flatten(2, 3)
+
+        own = position.div(block, rounding_mode="floor")
+        blocks = most_attended(scores.detach(), lse.detach().flatten(2), number, own, self.blocks)
+        blocks = torch.where(blocks >= 0, blocks + shift.view(-1, 1, 1, 1), -1)
+        selected = block_attention(b_q, keys, values, blocks, block_size=block, impl=self.impl).o
+
+        rest = torch.arange(block, device=device) < (after % block).unsqueeze(1)
+        sums = (
+            torch.where(rest[..., None, None], at_least_float32(x[:, -block:].detach()), 0).sum(1)
+            for x in (keys, values)
+        )
+        state.open.value.copy_(torch.stack(tuple(sums), 1))
+
+        most = self.window - 1
+        join = join_past(span, before.clamp(max=most), sum(min(n, most) for n in span.on_host[1]))
+        sequence, slots = join.rows, join.positions
+        near_k, near_v = (
+            join.filled(x[sequence, slots], new.flatten(0, 1)).unsqueeze(0) for x, new in ((kv.keys, k), (kv.values, v))
+        )
+        near_q = join.filled(b_q.new_zeros(len(sequence), *b_q.shape[2:]), q.flatten(0, 1)).unsqueeze(0)
+        window = attention(near_q, near_k, near_v, window=self.window, cu_seqlens=join.cu_seqlens, impl=self.impl).o
+        found = (*(x.flatten(0, 1)[of_token] for x in (compressed.to(q.dtype), selected)), window[0, join.new])
+        return Branches(*(x.view_as(q) for x in found))
 
     def _begin_packed(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState) -> Branches:
         """Return the branches' outputs for packed prompts and store their tokens, without synchronisation."""
