@@ -35,6 +35,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 ROOT = Path(__file__).parent
 PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
+# one environment for all sessions that install from the lock, each of which removes what it does not name: torch and
+# transformers are installed, and compiled to bytecode by their first import, once
+SHARED = {"venv_location": ".nox/workspace", "reuse_venv": True}
 # what the tests of a package need beside its own dependencies
 TEST_EXTRAS = ("data", "eval", "peft", "plots", "serve", "tensorboard", "test")
 
@@ -137,7 +140,7 @@ def _environments(markers: str) -> Iterator[dict[str, str]]:
 
 
 def sync(session: nox.Session, *args: str) -> None:
-    """Install from the workspace's lock into the session's own environment."""
+    """Make the session's environment hold what the arguments name of the workspace's lock, and nothing else."""
     session.run_install(
         "uv",
         "sync",
@@ -155,7 +158,7 @@ def sync_package(session: nox.Session, package: str) -> None:
     sync(session, f"--package={distribution(package)['name']}", *extras)
 
 
-@nox.session
+@nox.session(**SHARED)
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def tests(session: nox.Session, package: str) -> None:
     """Test one package in an environment that holds nothing but it; needs no GPU."""
@@ -202,7 +205,7 @@ def post_training(session: nox.Session) -> None:
     session.run("pytest", "tests/post_training", *session.posargs, env=env)
 
 
-@nox.session
+@nox.session(**SHARED)
 def benchmarks(session: nox.Session) -> None:
     """Measure our operations and their baselines on this machine's GPU; without one, small shapes in a few minutes."""
     sync(session, "--all-packages", "--all-groups")
@@ -299,21 +302,21 @@ def lint(session: nox.Session) -> None:
     session.run("python", "tools/vocabulary.py")
 
 
-@nox.session
+@nox.session(**SHARED)
 def chips(session: nox.Session) -> None:
     """Compile all portable kernels for other chips, without a GPU: `-- CHIP ...`, `-- --write` for the table."""
     sync(session, "--all-packages", "--all-groups")
     session.run("python", "tools/chips.py", *session.posargs)
 
 
-@nox.session
+@nox.session(**SHARED)
 def types(session: nox.Session) -> None:
     """Static types of all packages, in an environment with every extra."""
     sync(session, "--all-packages", "--all-groups", "--all-extras")
     session.run("pyright", f"--pythonpath={session.bin}/python", *session.posargs)
 
 
-@nox.session
+@nox.session(**SHARED)
 def contracts(session: nox.Session) -> None:
     """Which module may import which, and what the workspace's own tools promise."""
     sync(session, "--all-packages", "--all-groups")
@@ -323,7 +326,7 @@ def contracts(session: nox.Session) -> None:
     session.run("pytest", "tests", "-m", "not pages", "-n", workers, env={"OMP_NUM_THREADS": "1"})
 
 
-@nox.session
+@nox.session(**SHARED)
 def pages(session: nox.Session) -> None:
     """Run every shell and Python block of every page, in the environment that plain `uv sync` makes."""
     sync(session)

@@ -82,10 +82,22 @@ def test_version_names_core_and_the_package(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("given", "kept"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
 def test_threads_sleep_at_barriers_unless_the_user_chose_otherwise(given, kept):
-    code = (
-        "import os, sys; from tokenmix_core.cli import main; assert 'torch' not in sys.modules; main(['info', 'tiny']);"
-        "assert 'torch' in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
-    )
+    # ends where torch would be imported, which reads the policy
+    code = """if True:
+        import os, sys
+
+        class AtTorch:
+            def find_spec(name, *_):
+                if name == "torch":
+                    print(os.environ["OMP_WAIT_POLICY"], flush=True)
+                    os._exit(0)
+
+        from tokenmix_core.cli import main
+
+        sys.meta_path.insert(0, AtTorch)
+        main(["info", "tiny"])
+        sys.exit("torch was imported before, or never")
+    """
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     environment |= {} if given is None else {"OMP_WAIT_POLICY": given}
     command = [sys.executable, "-c", code]
