@@ -35,9 +35,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 ROOT = Path(__file__).parent
 PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
-# one environment for all sessions that install from the lock, each of which removes what it does not name: torch and
-# transformers are installed, and compiled to bytecode by their first import, once
-SHARED = {"venv_location": ".nox/workspace", "reuse_venv": True}
+# the environment of all sessions of CI that install from the lock; each removes what it does not name. So torch and
+# transformers are compiled to bytecode, by their first import, only once
+SHARED = ROOT / ".nox" / "workspace"
 # what the tests of a package need beside its own dependencies
 TEST_EXTRAS = ("data", "eval", "peft", "plots", "serve", "tensorboard", "test")
 
@@ -139,32 +139,33 @@ def _environments(markers: str) -> Iterator[dict[str, str]]:
         yield {"python_full_version": python, "python_version": short, **dict(zip(values, rest, strict=True))}
 
 
-def sync(session: nox.Session, *args: str) -> None:
-    """Make the session's environment hold what the arguments name of the workspace's lock, and nothing else."""
-    session.run_install(
-        "uv",
-        "sync",
-        "--quiet",
-        f"--python={session.virtualenv.location}",
-        *args,
-        env={"UV_PROJECT_ENVIRONMENT": session.virtualenv.location},
-    )
+def sync(session: nox.Session, *args: str, into: Path | None = None) -> None:
+    """Make an environment, by default the session's own, hold what the arguments name of the lock and nothing else."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}" if into else session.virtualenv.location
+    environment = {"UV_PROJECT_ENVIRONMENT": str(into or session.virtualenv.location)}
+    session.run_install("uv", "sync", "--quiet", f"--python={python}", *args, external=True, env=environment)
+
+
+def run_shared(session: nox.Session, command: str, *args: str, env: dict[str, str] | None = None) -> None:
+    """Run a command of the shared environment."""
+    session.run(str(SHARED / "bin" / command), *args, external=True, env=env)
 
 
 def sync_package(session: nox.Session, package: str) -> None:
     """Install one package alone, with what its tests need."""
     available = distribution(package).get("optional-dependencies", {})
     extras = [f"--extra={extra}" for extra in TEST_EXTRAS if extra in available]
-    sync(session, f"--package={distribution(package)['name']}", *extras)
+    sync(session, f"--package={distribution(package)['name']}", *extras, into=SHARED)
 
 
-@nox.session(**SHARED)
+@nox.session(venv_backend="none")
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def tests(session: nox.Session, package: str) -> None:
     """Test one package in an environment that holds nothing but it; needs no GPU."""
     sync_package(session, package)
     # one thread a worker: two workers on two cores
-    session.run(
+    run_shared(
+        session,
         "pytest",
         f"packages/{package}/tests",
         "-m",
@@ -205,11 +206,11 @@ def post_training(session: nox.Session) -> None:
     session.run("pytest", "tests/post_training", *session.posargs, env=env)
 
 
-@nox.session(**SHARED)
+@nox.session(venv_backend="none")
 def benchmarks(session: nox.Session) -> None:
     """Measure our operations and their baselines on this machine's GPU; without one, small shapes in a few minutes."""
-    sync(session, "--all-packages", "--all-groups")
-    session.run("pytest", *(f"packages/{p}/benchmarks" for p in PACKAGES), "--benchmark-only", *session.posargs)
+    sync(session, "--all-packages", "--all-groups", into=SHARED)
+    run_shared(session, "pytest", *(f"packages/{p}/benchmarks" for p in PACKAGES), "--benchmark-only", *session.posargs)
 
 
 @nox.session
@@ -302,35 +303,35 @@ def lint(session: nox.Session) -> None:
     session.run("python", "tools/vocabulary.py")
 
 
-@nox.session(**SHARED)
+@nox.session(venv_backend="none")
 def chips(session: nox.Session) -> None:
     """Compile all portable kernels for other chips, without a GPU: `-- CHIP ...`, `-- --write` for the table."""
-    sync(session, "--all-packages", "--all-groups")
-    session.run("python", "tools/chips.py", *session.posargs)
+    sync(session, "--all-packages", "--all-groups", into=SHARED)
+    run_shared(session, "python", "tools/chips.py", *session.posargs)
 
 
-@nox.session(**SHARED)
+@nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
     """Static types of all packages, in an environment with every extra."""
-    sync(session, "--all-packages", "--all-groups", "--all-extras")
-    session.run("pyright", f"--pythonpath={session.bin}/python", *session.posargs)
+    sync(session, "--all-packages", "--all-groups", "--all-extras", into=SHARED)
+    run_shared(session, "pyright", f"--pythonpath={SHARED}/bin/python", *session.posargs)
 
 
-@nox.session(**SHARED)
+@nox.session(venv_backend="none")
 def contracts(session: nox.Session) -> None:
     """Which module may import which, and what the workspace's own tools promise."""
-    sync(session, "--all-packages", "--all-groups")
-    session.run("lint-imports")
+    sync(session, "--all-packages", "--all-groups", into=SHARED)
+    run_shared(session, "lint-imports")
     # one thread a worker, as in `tests`
     workers = os.environ.get("TEST_WORKERS", "2")
-    session.run("pytest", "tests", "-m", "not pages", "-n", workers, env={"OMP_NUM_THREADS": "1"})
+    run_shared(session, "pytest", "tests", "-m", "not pages", "-n", workers, env={"OMP_NUM_THREADS": "1"})
 
 
-@nox.session(**SHARED)
+@nox.session(venv_backend="none")
 def pages(session: nox.Session) -> None:
     """Run every shell and Python block of every page, in the environment that plain `uv sync` makes."""
-    sync(session)
-    session.run("pytest", "tests/test_pages.py", "-n", os.environ.get("TEST_WORKERS", "2"), *session.posargs)
+    sync(session, into=SHARED)
+    run_shared(session, "pytest", "tests/test_pages.py", "-n", os.environ.get("TEST_WORKERS", "2"), *session.posargs)
 
 
 def address(session: nox.Session) -> str | None:

@@ -1,8 +1,5 @@
 """A model's folder runs no code of its own unless that is asked for, and nothing is asked on standard input."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tokenmix_core._utils import trust
@@ -42,12 +39,15 @@ def test_a_model_of_a_known_type_is_loaded_without_its_code(name, tmp_path, text
     assert run_with_yes(main, call, folder) == 0
 
 
-def test_a_pipe_cannot_say_yes(tmp_path):
+def test_a_pipe_cannot_say_yes(tmp_path, monkeypatch, capsys):
     folder = folder_with_code(tmp_path / "model")
-    call = [sys.executable, "-m", "tokenmix_core.cli", "generate", str(folder), "--prompt", "-"]
-    done = subprocess.run(call, input="y\nhello\n", capture_output=True, text=True, timeout=240)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--trust-remote-code" in done.stderr
+    (tmp_path / "input").write_text("y\nhello\n")
+    with (tmp_path / "input").open() as given:
+        monkeypatch.setattr("sys.stdin", given)
+        assert main(["generate", str(folder), "--prompt", "-"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "--trust-remote-code" in said.err
     assert not mark_of(folder).exists()
 
 

@@ -226,13 +226,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backbone", ["trained"])
-def test_a_head_that_alone_is_sharded_over_two_processes_trains_like_another(backbone, tmp_path):
-    call = [str(tmp_path), repr(FIELDS | {"tie_word_embeddings": False}), backbone]
-    run_on_two_ranks(HEAD_ALONE, *call)
-
-
 PADDING_ALONE = """
 import sys
 import torch
@@ -266,9 +259,29 @@ dist.destroy_process_group()
 """
 
 
-def run_on_two_ranks(script, *call):
+ONE_AFTER_THE_OTHER = """
+import sys
+rank = sys.argv[1]
+for name, script, *call in eval(sys.argv[2]):
+    sys.argv = [name, rank, *call]
+    print(name, file=sys.stderr)
+    exec(compile(script, name, "exec"), {"__name__": "__main__"})
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_train_like_one_process(tmp_path):
+    """A head that alone is sharded, and a rank whose batch is all padding; both in one pair of processes."""
+    cases = [("head alone", HEAD_ALONE, repr(FIELDS | {"tie_word_embeddings": False}), "trained")]
+    cases += [(f"padding alone, {x}", PADDING_ALONE, repr(FIELDS), x) for x in ("ddp", "fsdp2")]
+    calls = []
+    for name, script, *options in cases:
+        (tmp_path / name).mkdir()
+        calls.append((name, script, str(tmp_path / name), *options))
     ranks = [
-        subprocess.Popen([sys.executable, "-c", script, str(rank), *call], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", ONE_AFTER_THE_OTHER, str(rank), repr(calls)], stderr=subprocess.PIPE, text=True
+        )
         for rank in range(2)
     ]
     try:
@@ -278,12 +291,6 @@ def run_on_two_ranks(script, *call):
     finally:
         for process in ranks:
             process.kill()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_a_rank_whose_batch_is_all_padding_trains_with_the_others(wrapper, tmp_path):
-    run_on_two_ranks(PADDING_ALONE, str(tmp_path), repr(FIELDS), wrapper)
 
 
 @torch.no_grad()

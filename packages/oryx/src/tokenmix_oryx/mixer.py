@@ -367,20 +367,18 @@ class OryxMixer(Mixer):
     ) -> Float[Tensor, "B T H K"]:
         """Return the linear mixer's outputs of all tokens and advance the state."""
         g, dt, beta = self._rates(*rates)
-        options: dict[str, Any] = {"impl": self.impl}
         chunked: Callable[..., ScanOutput] = chunk_ssd if beta is None else chunk_gated_delta_rule
         stepped: Callable[..., Tensor] = ssd_step if beta is None else gated_delta_rule_step
-        options |= {"dt": dt, "D": self.D} if beta is None else {"qk_l2norm": True}
+        options: dict[str, Any] = {"dt": dt, "D": self.D} if beta is None else {"qk_l2norm": True}
         inputs = (q, k, v, g) if beta is None else (q, k, v, g, beta)
         if state is not None and step:
             recurrent = state.recurrent.get(v.shape[0], v)
-            if beta is None:
-                options["dt"] = dt.squeeze(1)
-            options["impl"] = unless_gluon(self.impl)
-            return stepped(*(t.squeeze(1) for t in inputs), recurrent, **options).unsqueeze(1)
+            options |= {"dt": dt.squeeze(1)} if beta is None else {}
+            tokens = (t.squeeze(1) for t in inputs)
+            return stepped(*tokens, recurrent, impl=unless_gluon(self.impl), **options).unsqueeze(1)
         before = None if state is None else state.recurrent.value
-        # compute all outputs: skipping chunks in attention mode costs more by its branch than it saves
-        o, after = chunked(*inputs, initial_state=before, cu_seqlens=cu_seqlens, **options)
+        # all outputs: skipping chunks in attention mode costs more by its branch than it saves
+        o, after = chunked(*inputs, initial_state=before, cu_seqlens=cu_seqlens, impl=self.impl, **options)
         if state is not None:
             state.recurrent.set(after)
         return o

@@ -85,7 +85,7 @@ def compile_calls(
     Args:
         calls: by name.
         packages: hold the operations.
-        portable: compile the others instead, on chips with PDL only in the form with it.
+        portable: compile the others instead. Only Gluon kernels of `every` also have the form without PDL.
         chips: of calls that are compiled for another chip than `compiled_by` names; all are NVIDIA's, or none is.
         seconds: after which no further call begins.
     """
@@ -115,7 +115,7 @@ def compile_calls(
             error, shared, spilled = None, 0, 0
             forms = [*_forms(kernel.fn, args, options, chip)]
             try:
-                for taken_args, taken_options in forms[-1:] if portable else forms:
+                for taken_args, taken_options in forms if every and not portable else forms[-1:]:
                     log, limit = io.StringIO(), CHIPS[chip] if portable else None
                     with contextlib.redirect_stdout(log):
                         made, *_ = fit.compiled(kernel.fn, grid, taken_args, taken_options, kernel.loop_tiles, limit)
