@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tokenmix_core._utils import trust
 from tokenmix_core._utils.atomic_io import check_new_folder
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.modeling.checkpoint import copy_companions, not_finite, some
@@ -179,7 +180,7 @@ def load_third_party(source: Path, layouts: Sequence[Layout], dtype: str = "auto
     weights = {n: x for n, x in read_weights(source).items() if not n.endswith(layout.ignored or ("\0",))}
     with torch.device("meta"):
         # the configuration's own class of models
-        model: Any = AutoModelForCausalLM.from_config(config)
+        model: Any = trust.from_config(AutoModelForCausalLM, config)
     state = _ours(source, layout, names, weights, dict(model.state_dict()), tied=config.tie_word_embeddings)
     wide: set[str] = model.model._keep_in_fp32_modules_strict or set()  # pyright: ignore[reportAssignmentType]
     chosen = state["model.embed_tokens.weight"].dtype if dtype == "auto" else getattr(torch, dtype)
