@@ -49,6 +49,7 @@ class GatedDeltaNet(Mixer):
 
     takes_more_tokens = True
     splits_sequences = True
+    packs_states = True
 
     float32 = ("A_log", "dt_bias")
 

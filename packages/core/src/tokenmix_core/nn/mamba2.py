@@ -46,6 +46,7 @@ class Mamba2(Mixer):
 
     takes_more_tokens = True
     splits_sequences = True
+    packs_states = True
 
     float32 = ("A_log", "dt_bias", "D")
 

@@ -37,6 +37,8 @@ class Mixer(KeepsFloat32):
             Subclasses do not inherit the value.
         splits_sequences: whether the mixer's operations are those of `tokenmix_core.parallel`, so that rows can be
             split over ranks. Subclasses do not inherit the value.
+        packs_states: whether one call continues packed sequences from the rows of its states, each a `TensorState`,
+            by `cu_seqlens` alone. Subclasses do not inherit the value.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()
@@ -45,6 +47,7 @@ class Mixer(KeepsFloat32):
     per_chunk: ClassVar[tuple[str, ...]] = ()
     takes_more_tokens: ClassVar[bool] = False
     splits_sequences: ClassVar[bool] = False
+    packs_states: ClassVar[bool] = False
 
     @classmethod
     def from_config(cls, config: Any, layer_idx: int, **options: Any) -> Mixer:

@@ -1,0 +1,29 @@
+"""Our models in vLLM: `vllm serve FOLDER` finds this plug-in by its entry point `vllm.general_plugins`.
+
+Each layer keeps its state in a slot of vLLM's cache of recurrent states, or its keys and values in vLLM's pages.
+Nothing here is imported unless vLLM loads the plug-in, and core does not depend on vLLM. Papers add the architectures
+of their checkpoints by entry points of the group `tokenmix.vllm`: the name is the architecture, the value a module
+whose import announces its model types.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+GROUP = "tokenmix.vllm"
+
+
+def register() -> None:
+    """Register our architectures and the metadata of our states; vLLM calls it in each of its processes."""
+    from vllm import ModelRegistry  # pyright: ignore[reportMissingImports]
+    from vllm.v1.attention.backends.registry import (  # pyright: ignore[reportMissingImports]
+        MambaAttentionBackendEnum,
+        register_backend,
+    )
+
+    import tokenmix_core  # noqa: F401
+
+    for point in entry_points(group=GROUP):
+        point.load()
+        ModelRegistry.register_model(point.name, f"{__name__}.model:ServedCausalLM")
+    register_backend(MambaAttentionBackendEnum.CUSTOM, f"{__name__}.metadata.StateBackend", is_mamba=True)

@@ -1,0 +1,191 @@
+"""Our mixers as layers of vLLM: states in slots, keys and values in pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.forward_context import get_forward_context  # pyright: ignore[reportMissingImports]
+from vllm.model_executor.layers.attention import (  # pyright: ignore[reportMissingImports]
+    Attention as PagedAttention,
+)
+from vllm.model_executor.layers.mamba.abstract import MambaBase  # pyright: ignore[reportMissingImports]
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum  # pyright: ignore[reportMissingImports]
+
+from tokenmix_core.integrations.vllm.metadata import StateMetadata
+from tokenmix_core.integrations.vllm.states import SLOT_DTYPE, SlotLayout, has_step_forms
+from tokenmix_core.nn import Attention, Mixer
+from tokenmix_core.nn.projections import output_linear, projected
+from tokenmix_core.nn.rotary import Rotation, apply_rotary
+from tokenmix_core.nn.state import LayerState, Span, TensorState
+
+
+class ServedAttention(nn.Module):
+    """Softmax attention whose keys and values are in vLLM's pages.
+
+    Args:
+        mixer: a layer without sinks.
+        vllm_config: vLLM's configuration.
+        prefix: name of the layer.
+    """
+
+    def __init__(self, mixer: Attention, vllm_config: Any, prefix: str):
+        super().__init__()
+        self.mixer, self.inputs, self.rotary_dim = mixer, (), mixer.rotary_dim
+        self.attend = PagedAttention(
+            mixer.num_heads,
+            mixer.head_dim,
+            mixer.head_dim**-0.5,
+            num_kv_heads=mixer.num_kv_heads,
+            cache_config=vllm_config.cache_config,
+            per_layer_sliding_window=mixer.window,
+            prefix=prefix,
+        )
+
+    def forward(self, hidden_states: Tensor, *, rotary: Rotation | None = None) -> tuple[Tensor, None]:
+        """Return the outputs `[1, T, D]` of a step's tokens."""
+        mixer = self.mixer
+        q, k, v = projected(hidden_states, mixer.q_proj, mixer.k_proj, mixer.v_proj)
+        q = q.unflatten(-1, (mixer.num_heads, mixer.head_dim))
+        k = k.unflatten(-1, (mixer.num_kv_heads, mixer.head_dim))
+        if rotary is not None:
+            q, k = apply_rotary(q, rotary, mixer.q_norm), apply_rotary(k, rotary, mixer.k_norm)
+        elif mixer.q_norm is not None and mixer.k_norm is not None:
+            q, k = mixer.q_norm(q), mixer.k_norm(k)
+        o = self.attend(q[0].flatten(-2), k[0].flatten(-2).contiguous(), v[0].contiguous())
+        return output_linear(o.view(1, -1, mixer.num_heads * mixer.head_dim), mixer.o_proj), None
+
+
+class ServedState(nn.Module, MambaBase):
+    """A mixer whose state of each request is in a slot of vLLM's cache of recurrent states.
+
+    Args:
+        mixer: the mixer.
+        layout: of its slots.
+        numbers: size of a slot, equal in all layers.
+        prepare: the backbone's `prepare_mixer_inputs`.
+        max_length: most tokens of a request.
+        vllm_config: vLLM's configuration.
+        prefix: name of the layer.
+    """
+
+    def __init__(
+        self,
+        mixer: Mixer,
+        layout: SlotLayout,
+        numbers: int,
+        prepare: Callable[..., dict[str, Any]],
+        max_length: int,
+        vllm_config: Any,
+        prefix: str,
+    ):
+        super().__init__()
+        self.mixer, self.layout, self.numbers, self.prefix = mixer, layout, numbers, prefix
+        self.inputs, self.rotary_dim, self.has_step_forms = (), mixer.rotary_dim, has_step_forms(type(mixer))
+        self.prepare, self.max_length = prepare, max_length
+        # states that continue by initial and final states alone: all prompts of a step are one call
+        self.packs = vars(type(mixer)).get("packs_states") and all(
+            isinstance(x, TensorState) for x in layout.template.parts.values()
+        )
+        self.kv_cache = (torch.tensor([]),)
+        self._views: tuple[Tensor, dict[str, list[Tensor]]] | None = None
+        vllm_config.compilation_config.static_forward_context[prefix] = self
+
+    def get_state_shape(self) -> tuple[tuple[int], ...]:
+        return ((self.numbers,),)
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return (SLOT_DTYPE,)
+
+    @property
+    def mamba_type(self) -> MambaAttentionBackendEnum:
+        return MambaAttentionBackendEnum.CUSTOM
+
+    @property
+    def pool(self) -> Tensor:
+        """The slots `[slots, numbers]`."""
+        return self.kv_cache[0]
+
+    @property
+    def views(self) -> dict[str, list[Tensor]]:
+        """The tensors of the slots, by part."""
+        if self._views is None or self._views[0] is not self.pool:
+            self._views = self.pool, self.layout.views(self.pool)
+        return self._views[1]
+
+    def forward(self, hidden_states: Tensor, *, rotary: Rotation | None = None) -> tuple[Tensor, None]:
+        """Return the outputs `[1, T, D]` of a step's tokens, and update the states of its requests."""
+        metadata = get_forward_context().attn_metadata
+        if metadata is None:
+            # vLLM measures the memory of a step without requests
+            return torch.zeros_like(hidden_states), None
+        step: StateMetadata = metadata[self.prefix]
+        n = step.decodes
+        outputs = []
+        if n:
+            outputs.append(self._decode(hidden_states[:, :n].transpose(0, 1), _rows(rotary, n), step).transpose(0, 1))
+        if step.prefill_tokens:
+            tokens = sum(step.prefill_tokens)
+            x, turned = hidden_states[:, n : n + tokens], _part(rotary, n, n + tokens)
+            outputs += [self._prefill_packed(x, turned, step)] if self.packs else self._prefill(x, turned, step)
+        done = sum(x.shape[1] for x in outputs)
+        if done < hidden_states.shape[1]:
+            outputs.append(torch.zeros_like(hidden_states[:, done:]))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), None
+
+    def _call(
+        self, x: Tensor, rotary: Rotation | None, state: LayerState, span: Span, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        state.span = span
+        given = self.prepare({}, span, cu_seqlens, None) if self.mixer.inputs else {}
+        return self.mixer(x, state=state, cu_seqlens=cu_seqlens, rotary=rotary, **given)[0]
+
+    def _decode(self, x: Tensor, rotary: Rotation | None, step: StateMetadata) -> Tensor:
+        """Return the outputs `[N, 1, D]` of one token of each request."""
+        n, lengths = len(x), step.decode_lengths
+        slots = step.slots[:n]
+        state = self.layout.gather(self.views, slots, fixed=True)
+        span = Span(
+            n,
+            1,
+            x.device,
+            past=self.max_length - 1,
+            lengths=step.before[:n],
+            count=max(lengths, default=0),
+            known=lambda: lengths,
+        )
+        y = self._call(x, rotary, state, span)
+        self.layout.scatter(state, self.views, slots)
+        return y
+
+    def _prefill_packed(self, x: Tensor, rotary: Rotation | None, step: StateMetadata) -> Tensor:
+        """Return the outputs of all other requests' tokens, by one call from and into their slots."""
+        n = step.decodes
+        slots = step.slots[n:]
+        fresh = None if all(step.prefill_lengths) else step.before[n:] == 0
+        state = self.layout.gather(self.views, slots, fresh=fresh)
+        y = self._call(x, rotary, state, Span(1, x.shape[1], x.device), step.cu_seqlens)
+        self.layout.scatter(state, self.views, slots)
+        return y
+
+    def _prefill(self, x: Tensor, rotary: Rotation | None, step: StateMetadata) -> list[Tensor]:
+        """Return the outputs of all other requests' tokens, one request after another."""
+        outputs, start = [], 0
+        for i, (past, tokens) in enumerate(zip(step.prefill_lengths, step.prefill_tokens, strict=True)):
+            slots = step.slots[step.decodes + i : step.decodes + i + 1]
+            state = self.layout.gather(self.views, slots) if past else self.layout.empty()
+            span, end = Span(1, tokens, x.device, past=past), start + tokens
+            outputs.append(self._call(x[:, start:end], _part(rotary, start, end), state, span))
+            self.layout.scatter(state, self.views, slots)
+            start = end
+        return outputs
+
+
+def _part(rotary: Rotation | None, start: int, end: int) -> Rotation | None:
+    return None if rotary is None else type(rotary)(*(x[:, start:end] for x in rotary))
+
+
+def _rows(rotary: Rotation | None, n: int) -> Rotation | None:
+    return None if rotary is None else type(rotary)(*(x[:, :n].transpose(0, 1) for x in rotary))

@@ -1,0 +1,115 @@
+"""What a step of vLLM computes, for layers with a state: which slots, how many tokens, and how many before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import (  # pyright: ignore[reportMissingImports]
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.utils import (  # pyright: ignore[reportMissingImports]
+    mamba_get_block_table_tensor,
+    split_decodes_and_prefills,
+)
+
+
+@dataclass
+class StateMetadata:
+    """The requests of a step; those that decode one token come first.
+
+    Attributes:
+        decodes: number of requests, and tokens, that decode.
+        slots: slot of each request.
+        before: tokens of each request before the step.
+        decode_lengths: on the host, `before` of requests that decode.
+        prefill_lengths: on the host, `before` of the others.
+        prefill_tokens: on the host, the tokens of each of the others.
+        cu_seqlens: boundaries of the others' tokens.
+    """
+
+    decodes: int
+    slots: Tensor
+    before: Tensor
+    decode_lengths: list[int]
+    prefill_lengths: list[int]
+    prefill_tokens: list[int]
+    cu_seqlens: Tensor | None
+
+
+class StateBackend(AttentionBackend):
+    """vLLM's name for the metadata of a kind of layer."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_builder_cls() -> type[StateMetadataBuilder]:
+        return StateMetadataBuilder
+
+    @classmethod
+    def is_ssm(cls) -> bool:
+        return True
+
+
+class StateMetadataBuilder(AttentionMetadataBuilder):
+    """Builds the metadata of all layers with a state, in tensors whose addresses CUDA graphs can keep."""
+
+    reorder_batch_threshold = 1
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        most = vllm_config.scheduler_config.max_num_seqs
+        graphs = getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None) or 0
+        self.slots = torch.zeros(max(most, graphs), dtype=torch.int64, device=device)
+        self.before = torch.zeros_like(self.slots)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        context = vllm_config.compilation_config.static_forward_context
+        if any(getattr(layer, "has_step_forms", False) for layer in context.values()):
+            return AttentionCGSupport.NEVER
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> StateMetadata:
+        common = common_attn_metadata
+        table = mamba_get_block_table_tensor(
+            common.block_table_tensor,
+            common.seq_lens,
+            self.kv_cache_spec,
+            self.vllm_config.cache_config.mamba_cache_mode,
+        )[:, 0]
+        decodes, prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
+        n, starts = common.num_reqs, common.query_start_loc_cpu
+        ends = common.seq_lens_cpu_upper_bound
+        ends = (common.seq_lens.cpu() if ends is None else ends)[:n]
+        tokens = starts[1 : n + 1] - starts[:n]
+        lengths = (ends - tokens).clamp_(min=0)
+        slots, before = self.slots[:n], self.before[:n]
+        # padding of a captured batch has no tokens; slot 0 belongs to no request
+        before.copy_(common.seq_lens[:n] - (common.query_start_loc[1 : n + 1] - common.query_start_loc[:n]))
+        before.clamp_(min=0)
+        slots.copy_(torch.where(common.seq_lens[:n] > 0, table[:n], 0)).clamp_(min=0)
+        new = (lengths[:decodes] == 0) & (ends[:decodes] > 0)
+        if bool(new.any()):
+            # prompts of one token decode in a slot that another request has left
+            self._clear(slots[:decodes][new.to(slots.device)])
+        return StateMetadata(
+            decodes,
+            slots,
+            before,
+            lengths[:decodes].tolist(),
+            lengths[decodes:].tolist(),
+            tokens[decodes:].tolist(),
+            common.query_start_loc[decodes : n + 1] - common.query_start_loc[decodes] if prefills else None,
+        )
+
+    def _clear(self, slots: Tensor) -> None:
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for name in self.layer_names:
+            layers[name].pool.index_fill_(0, slots, 0)

@@ -1,0 +1,142 @@
+"""Our causal language model as a model of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from vllm.model_executor.layers.mamba.mamba_utils import (  # pyright: ignore[reportMissingImports]
+    get_temporal_copy_spec,
+)
+from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid  # pyright: ignore[reportMissingImports]
+
+from tokenmix_core.integrations.vllm.layers import ServedAttention, ServedState
+from tokenmix_core.integrations.vllm.states import SLOT_DTYPE, SlotLayout, slot_layouts, slot_numbers
+from tokenmix_core.nn import Attention
+from tokenmix_core.nn.norm import add_and_norm
+from tokenmix_core.nn.projections import output_linear
+from tokenmix_core.nn.registry import find_mixer
+
+
+class ServedCausalLM(nn.Module, HasInnerState, IsHybrid):
+    """A model of ours, built from the configuration of its folder, whose layers keep their states in vLLM's memory.
+
+    Raises:
+        ValueError: tensor or pipeline parallelism, quantisation, or speculative decoding.
+    """
+
+    def __init__(self, *, vllm_config: Any, prefix: str = ""):
+        super().__init__()
+        _check(vllm_config)
+        config = vllm_config.model_config.hf_config
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+        model.tie_weights()
+        self.config, self.lm_head, self.backbone = config, model.lm_head, model.model
+        # by their names in a checkpoint
+        self._targets = {**dict(model.named_parameters()), **_persistent_buffers(model)}
+        self._tied = model.lm_head.weight is model.model.embed_tokens.weight
+        layouts = _layouts(vllm_config)
+        numbers, length = slot_numbers(layouts), vllm_config.model_config.max_model_len
+        for i, block in enumerate(self.backbone.layers):
+            name, label = f"model.layers.{i}.mixer", config.labels[i]
+            if label not in layouts:
+                block.mixer = ServedAttention(block.mixer, vllm_config, name)
+            else:
+                prepare = self.backbone.prepare_mixer_inputs
+                block.mixer = ServedState(block.mixer, layouts[label], numbers, prepare, length, vllm_config, name)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Return the embeddings `[T, D]`."""
+        return self.backbone.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return the last hidden states `[T, D]` of a step's tokens."""
+        x = self.embed_input_ids(input_ids) if inputs_embeds is None and input_ids is not None else inputs_embeds
+        assert x is not None
+        hidden, branch = x.unsqueeze(0), None
+        rotary = {int(dim): table(positions.unsqueeze(0)) for dim, table in self.backbone.rotary.items()}
+        for block in self.backbone.layers:
+            turned = rotary.get(block.mixer.rotary_dim or 0)
+            hidden, branch, _ = block(hidden, branch, defer=True, rotary=turned)
+        return add_and_norm(self.backbone.norm, hidden, branch)[0].squeeze(0)
+
+    def compute_logits(self, hidden_states: Tensor, *_: Any) -> Tensor:
+        """Return the logits of last hidden states `[n, D]`."""
+        return output_linear(hidden_states, self.lm_head)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy the tensors of a checkpoint, whose names are those of the model that wrote it.
+
+        Raises:
+            ValueError: missing or unknown tensors, or other shapes.
+        """
+        missing = set(self._targets)
+        for name, value in weights:
+            if self._tied and name == "lm_head.weight":
+                continue
+            target = self._targets.get(name)
+            if target is None or target.shape != value.shape:
+                known = "unknown" if target is None else f"of shape {list(target.shape)}, not {list(value.shape)}"
+                raise ValueError(f"the checkpoint's tensor {name} is {known} in a {type(self.config).__name__} model")
+            target.data.copy_(value)
+            missing.discard(name)
+        if missing:
+            raise ValueError(f"the checkpoint lacks {', '.join(sorted(missing)[:5])}")
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> tuple[tuple[int, ...], ...]:
+        return ((slot_numbers(_layouts(vllm_config)),),)
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> tuple[torch.dtype, ...]:
+        return (SLOT_DTYPE,)
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> tuple[Any, ...]:
+        return (get_temporal_copy_spec,)
+
+
+_known: dict[str, dict[str, SlotLayout]] = {}
+
+
+def _layouts(vllm_config: Any) -> dict[str, SlotLayout]:
+    """Return the slot layouts of the layers that vLLM's attention does not serve, by label."""
+    config, model = vllm_config.model_config.hf_config, vllm_config.model_config
+    key = f"{config.to_json_string()} {model.max_model_len} {model.dtype}"
+    if key not in _known:
+        labels = [label for label in dict.fromkeys(config.labels) if not _is_paged(config, label)]
+        _known[key] = slot_layouts(config, labels, model.max_model_len, model.dtype)
+    return _known[key]
+
+
+def _is_paged(config: Any, label: str) -> bool:
+    i = config.labels.index(label)
+    return find_mixer(config.mixer_type(i)) is Attention and not config.options_of(i).get("sinks")
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    saved = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def _check(vllm_config: Any) -> None:
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(parallel, name) != 1:
+            raise ValueError(f"{name} must be 1: tokenmix models are served by one GPU each, and data_parallel_size")
+    if model.quantization is not None:
+        raise ValueError(f"quantization={model.quantization!r} is not available for tokenmix models")
+    if vllm_config.speculative_config is not None:
+        raise ValueError(
+            "speculative decoding by vLLM is not available for tokenmix models: states cannot be rolled back"
+        )

@@ -1,0 +1,160 @@
+"""States of sequences as rows of bytes, so that an engine can hold them in slots without knowing their tensors."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from tokenmix_core.nn.mixer import Mixer
+from tokenmix_core.nn.state import LayerState, StatePart
+
+# alignment of tensors within a slot and of slots
+_ALIGN = 256
+# vLLM allocates slots as numbers of this type
+SLOT_DTYPE = torch.int32
+
+
+class Field(NamedTuple):
+    """A tensor of a state in its slot: where it begins in bytes, its dtype, and its shape without the batch."""
+
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class SlotLayout:
+    """Where the tensors of a layer's state are in its slot.
+
+    Args:
+        template: a state of one sequence with all its tensors, at its greatest size.
+    """
+
+    def __init__(self, template: LayerState):
+        self.template, self.nbytes = template, 0
+        self.fields: dict[str, list[Field]] = {}
+        for name, part in template.parts.items():
+            self.fields[name] = []
+            for x in part.tensors:
+                self.fields[name].append(Field(self.nbytes, x.dtype, tuple(x.shape[1:])))
+                self.nbytes += -(-x[0].nbytes // _ALIGN) * _ALIGN
+
+    def empty(self) -> LayerState:
+        """Return the state of sequences before their first token."""
+        return LayerState(**{name: _copied(part) for name, part in self.template.parts.items()})
+
+    def views(self, pool: Tensor) -> dict[str, list[Tensor]]:
+        """Return the tensors `[slots, *shape]` of every part as views of a pool `[slots, numbers]`."""
+        return {name: [_view(pool, field) for field in fields] for name, fields in self.fields.items()}
+
+    def gather(
+        self, views: dict[str, list[Tensor]], slots: Tensor, *, fresh: Tensor | None = None, fixed: bool = False
+    ) -> LayerState:
+        """Return the state of the sequences in `slots`, a copy; zeros where `fresh`.
+
+        Args:
+            views: of the pool.
+            slots: `[N]`.
+            fresh: `[N]` bool; None if all sequences have had tokens.
+            fixed: for a decoding step, which only overwrites the tensors.
+        """
+        state = LayerState()
+        for name, part in self.template.parts.items():
+            rows = [view.index_select(0, slots) for view in views[name]]
+            if fresh is not None:
+                rows = [x.masked_fill_(fresh.view(-1, *[1] * (x.dim() - 1)), 0) for x in rows]
+            held, rows = copy.copy(part), iter(rows)
+            held.map_(lambda _, rows=rows: next(rows))
+            held.fixed = True
+            if not fixed:
+                held.loosen()
+            state.parts[name] = held
+        return state
+
+    def scatter(self, state: LayerState, views: dict[str, list[Tensor]], slots: Tensor) -> None:
+        """Store the state of sequences in `slots`; tensors with fewer entries than a slot fill its beginning."""
+        for name, part in state.parts.items():
+            for view, x in zip(views[name], part.tensors, strict=False):
+                if x.shape[1:] == view.shape[1:]:
+                    view.index_copy_(0, slots, x)
+                    continue
+                # entries that no call has written may be read under a mask, and must not be NaN
+                row = x.new_zeros(len(x), *view.shape[1:])
+                inside = tuple(slice(min(n, m)) for n, m in zip(x.shape[1:], view.shape[1:], strict=True))
+                row[(slice(None), *inside)] = x[(slice(None), *inside)]
+                view.index_copy_(0, slots, row)
+            if views[name] and not part.tensors:
+                for view in views[name]:
+                    view.index_fill_(0, slots, 0)
+
+
+def slot_numbers(layouts: dict[str, SlotLayout]) -> int:
+    """Return the numbers of `SLOT_DTYPE` that a slot of any of the layers holds."""
+    return max((layout.nbytes for layout in layouts.values()), default=0) // SLOT_DTYPE.itemsize
+
+
+def slot_layouts(config: Any, labels: list[str], max_length: int, dtype: torch.dtype) -> dict[str, SlotLayout]:
+    """Return the slot layout of the layers with each label, for sequences of up to `max_length` tokens.
+
+    One token is computed on the CPU by a model with one layer of each label, which shows every tensor of the states.
+    Parts that grow take the memory of `max_length` tokens.
+    """
+    small = _reduced(config, labels)
+    if not labels:
+        return {}
+    with torch.device("cpu"), default_dtype(dtype), torch.inference_mode():
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(small)](small).eval()
+        cache = model.make_cache()
+        model(torch.zeros(1, 1, dtype=torch.int64), cache=cache, use_cache=True)
+        for mixer, state in zip(model.model.mixers, cache.layers, strict=True):
+            mixer.prepare_steps(state)
+        cache.fix(max_length)
+    return {label: SlotLayout(state) for label, state in zip(labels, cache.layers, strict=True)}
+
+
+def _reduced(config: Any, labels: list[str]) -> Any:
+    """Return a copy of the configuration with one layer of each label and few tokens."""
+    small = copy.deepcopy(config)
+    options = {label: config.mixer_options.get(label, {}) for label in labels}
+    small.mixers, small.num_hidden_layers = list(labels), len(labels)
+    small.mixer_options = {
+        label: {**given, **({"impl": None} if "impl" in given else {})} for label, given in options.items() if given
+    }
+    small.vocab_size, small.intermediate_size, small.pad_token_id = 2, 0, None
+    return small
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Context in which new floating-point tensors have this dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def has_step_forms(mixer: type[Mixer]) -> bool:
+    """Return whether decoding steps of a mixer run different kernels at different lengths."""
+    return mixer.step_form is not Mixer.step_form
+
+
+def _view(pool: Tensor, field: Field) -> Tensor:
+    size = SLOT_DTYPE.itemsize
+    numbers = -(-math.prod(field.shape) * field.dtype.itemsize // size)
+    values = pool[:, field.start // size : field.start // size + numbers].view(field.dtype)
+    return values[:, : math.prod(field.shape)].unflatten(1, field.shape or (1,)).view(len(pool), *field.shape)
+
+
+def _copied(part: StatePart) -> StatePart:
+    empty = copy.copy(part)
+    empty.fixed = False
+    empty.clear()
+    return empty
