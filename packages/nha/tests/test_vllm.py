@@ -1,0 +1,18 @@
+"""NHA in vLLM: tokens equal those of `generate`."""
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed: nox -s vllm")
+
+from tokenmix_core.testing.served_by_vllm import check_served
+from tokenmix_nha import NhaConfig, NhaForCausalLM
+from tokenmix_nha.windows import nha_layers
+
+
+def test_windows_and_slots(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 199, "hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 32}
+    layers = nha_layers([4, 70], num_heads=4, num_kv_heads=2, head_dim=8, slots=5, gate_normalizer=2.0)
+    model = NhaForCausalLM(NhaConfig(**sizes, **layers, initializer_range=0.3, eos_token_id=0))
+    check_served(model, tmp_path)
