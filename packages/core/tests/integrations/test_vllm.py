@@ -48,5 +48,8 @@ def test_a_checkpoint_with_other_tensors_is_refused(tmp_path):
     tiny("gated_delta_net").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 112}))
-    with pytest.raises(ValueError, match=r"the checkpoint's tensor model\.layers\.0\.mlp\..* is of shape"), engine(tmp_path):
+    with (
+        pytest.raises(ValueError, match=r"the checkpoint's tensor model\.layers\.0\.mlp\..* is of shape"),
+        engine(tmp_path),
+    ):
         pass

@@ -64,7 +64,7 @@ class ServedState(nn.Module, MambaBase):
     Args:
         mixer: the mixer.
         layout: of its slots.
-        numbers: size of a slot, equal in all layers.
+        elements: size of a slot, equal in all layers.
         prepare: the backbone's `prepare_mixer_inputs`.
         max_length: most tokens of a request.
         vllm_config: vLLM's configuration.
@@ -75,14 +75,14 @@ class ServedState(nn.Module, MambaBase):
         self,
         mixer: Mixer,
         layout: SlotLayout,
-        numbers: int,
+        elements: int,
         prepare: Callable[..., dict[str, Any]],
         max_length: int,
         vllm_config: Any,
         prefix: str,
     ):
         super().__init__()
-        self.mixer, self.layout, self.numbers, self.prefix = mixer, layout, numbers, prefix
+        self.mixer, self.layout, self.elements, self.prefix = mixer, layout, elements, prefix
         self.inputs, self.rotary_dim, self.has_step_forms = (), mixer.rotary_dim, has_step_forms(type(mixer))
         self.prepare, self.max_length = prepare, max_length
         # states that continue by initial and final states alone: all prompts of a step are one call
@@ -94,7 +94,7 @@ class ServedState(nn.Module, MambaBase):
         vllm_config.compilation_config.static_forward_context[prefix] = self
 
     def get_state_shape(self) -> tuple[tuple[int], ...]:
-        return ((self.numbers,),)
+        return ((self.elements,),)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         return (SLOT_DTYPE,)
@@ -105,7 +105,7 @@ class ServedState(nn.Module, MambaBase):
 
     @property
     def pool(self) -> Tensor:
-        """The slots `[slots, numbers]`."""
+        """The slots `[slots, elements]`."""
         return self.kv_cache[0]
 
     @property
@@ -128,8 +128,8 @@ class ServedState(nn.Module, MambaBase):
             outputs.append(self._decode(hidden_states[:, :n].transpose(0, 1), _rows(rotary, n), step).transpose(0, 1))
         if step.prefill_tokens:
             tokens = sum(step.prefill_tokens)
-            x, turned = hidden_states[:, n : n + tokens], _part(rotary, n, n + tokens)
-            outputs += [self._prefill_packed(x, turned, step)] if self.packs else self._prefill(x, turned, step)
+            x, rotation = hidden_states[:, n : n + tokens], _part(rotary, n, n + tokens)
+            outputs += [self._prefill_packed(x, rotation, step)] if self.packs else self._prefill(x, rotation, step)
         done = sum(x.shape[1] for x in outputs)
         if done < hidden_states.shape[1]:
             outputs.append(torch.zeros_like(hidden_states[:, done:]))

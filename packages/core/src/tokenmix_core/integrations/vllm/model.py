@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from vllm.model_executor.layers.mamba.mamba_utils import (  # pyright: ignore[reportMissingImports]
     get_temporal_copy_spec,
 )
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid  # pyright: ignore[reportMissingImports]
 
 from tokenmix_core.integrations.vllm.layers import ServedAttention, ServedState
-from tokenmix_core.integrations.vllm.states import SLOT_DTYPE, SlotLayout, slot_layouts, slot_numbers
+from tokenmix_core.integrations.vllm.states import SLOT_DTYPE, SlotLayout, causal_lm_of, slot_elements, slot_layouts
 from tokenmix_core.nn import Attention
 from tokenmix_core.nn.norm import add_and_norm
 from tokenmix_core.nn.projections import output_linear
@@ -32,21 +31,21 @@ class ServedCausalLM(nn.Module, HasInnerState, IsHybrid):
         super().__init__()
         _check(vllm_config)
         config = vllm_config.model_config.hf_config
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+        model = causal_lm_of(config)(config).eval()
         model.tie_weights()
         self.config, self.lm_head, self.backbone = config, model.lm_head, model.model
         # by their names in a checkpoint
         self._targets = {**dict(model.named_parameters()), **_persistent_buffers(model)}
         self._tied = model.lm_head.weight is model.model.embed_tokens.weight
         layouts = _layouts(vllm_config)
-        numbers, length = slot_numbers(layouts), vllm_config.model_config.max_model_len
+        elements, length = slot_elements(layouts), vllm_config.model_config.max_model_len
         for i, block in enumerate(self.backbone.layers):
             name, label = f"model.layers.{i}.mixer", config.labels[i]
             if label not in layouts:
                 block.mixer = ServedAttention(block.mixer, vllm_config, name)
             else:
                 prepare = self.backbone.prepare_mixer_inputs
-                block.mixer = ServedState(block.mixer, layouts[label], numbers, prepare, length, vllm_config, name)
+                block.mixer = ServedState(block.mixer, layouts[label], elements, prepare, length, vllm_config, name)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Return the embeddings `[T, D]`."""
@@ -66,8 +65,8 @@ class ServedCausalLM(nn.Module, HasInnerState, IsHybrid):
         hidden, branch = x.unsqueeze(0), None
         rotary = {int(dim): table(positions.unsqueeze(0)) for dim, table in self.backbone.rotary.items()}
         for block in self.backbone.layers:
-            turned = rotary.get(block.mixer.rotary_dim or 0)
-            hidden, branch, _ = block(hidden, branch, defer=True, rotary=turned)
+            rotation = rotary.get(block.mixer.rotary_dim or 0)
+            hidden, branch, _ = block(hidden, branch, defer=True, rotary=rotation)
         return add_and_norm(self.backbone.norm, hidden, branch)[0].squeeze(0)
 
     def compute_logits(self, hidden_states: Tensor, *_: Any) -> Tensor:
@@ -95,7 +94,7 @@ class ServedCausalLM(nn.Module, HasInnerState, IsHybrid):
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> tuple[tuple[int, ...], ...]:
-        return ((slot_numbers(_layouts(vllm_config)),),)
+        return ((slot_elements(_layouts(vllm_config)),),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> tuple[torch.dtype, ...]:

@@ -17,7 +17,7 @@ from tokenmix_core.nn.state import LayerState, StatePart
 
 # alignment of tensors within a slot and of slots
 _ALIGN = 256
-# vLLM allocates slots as numbers of this type
+# vLLM allocates slots as elements of this type
 SLOT_DTYPE = torch.int32
 
 
@@ -50,7 +50,7 @@ class SlotLayout:
         return LayerState(**{name: _copied(part) for name, part in self.template.parts.items()})
 
     def views(self, pool: Tensor) -> dict[str, list[Tensor]]:
-        """Return the tensors `[slots, *shape]` of every part as views of a pool `[slots, numbers]`."""
+        """Return the tensors `[slots, *shape]` of every part as views of a pool `[slots, elements]`."""
         return {name: [_view(pool, field) for field in fields] for name, fields in self.fields.items()}
 
     def gather(
@@ -94,8 +94,8 @@ class SlotLayout:
                     view.index_fill_(0, slots, 0)
 
 
-def slot_numbers(layouts: dict[str, SlotLayout]) -> int:
-    """Return the numbers of `SLOT_DTYPE` that a slot of any of the layers holds."""
+def slot_elements(layouts: dict[str, SlotLayout]) -> int:
+    """Return the elements of `SLOT_DTYPE` that a slot of any of the layers holds."""
     return max((layout.nbytes for layout in layouts.values()), default=0) // SLOT_DTYPE.itemsize
 
 
@@ -109,13 +109,18 @@ def slot_layouts(config: Any, labels: list[str], max_length: int, dtype: torch.d
     if not labels:
         return {}
     with torch.device("cpu"), default_dtype(dtype), torch.inference_mode():
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(small)](small).eval()
+        model = causal_lm_of(small)(small).eval()
         cache = model.make_cache()
         model(torch.zeros(1, 1, dtype=torch.int64), cache=cache, use_cache=True)
         for mixer, state in zip(model.model.mixers, cache.layers, strict=True):
             mixer.prepare_steps(state)
         cache.fix(max_length)
     return {label: SlotLayout(state) for label, state in zip(labels, cache.layers, strict=True)}
+
+
+def causal_lm_of(config: Any) -> Any:
+    """Return the class of the causal language model of a configuration."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def _reduced(config: Any, labels: list[str]) -> Any:
@@ -148,8 +153,8 @@ def has_step_forms(mixer: type[Mixer]) -> bool:
 
 def _view(pool: Tensor, field: Field) -> Tensor:
     size = SLOT_DTYPE.itemsize
-    numbers = -(-math.prod(field.shape) * field.dtype.itemsize // size)
-    values = pool[:, field.start // size : field.start // size + numbers].view(field.dtype)
+    elements = -(-math.prod(field.shape) * field.dtype.itemsize // size)
+    values = pool[:, field.start // size : field.start // size + elements].view(field.dtype)
     return values[:, : math.prod(field.shape)].unflatten(1, field.shape or (1,)).view(len(pool), *field.shape)
 
 
