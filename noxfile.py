@@ -206,7 +206,6 @@ def post_training(session: nox.Session) -> None:
     session.run("pytest", "tests/post_training", *session.posargs, env=env)
 
 
-@nox.session(venv_backend="none")
 @nox.session(python="3.11")
 def vllm(session: nox.Session) -> None:
     """Test our plug-in of vLLM on a CPU, in an environment of its own; skip where no build of vLLM installs."""
@@ -233,7 +232,7 @@ def vllm(session: nox.Session) -> None:
     session.run("pytest", *tests, *session.posargs, env=env)
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def benchmarks(session: nox.Session) -> None:
     """Measure our operations and their baselines on this machine's GPU; without one, small shapes in a few minutes."""
     sync(session, "--all-packages", "--all-groups", into=SHARED)
