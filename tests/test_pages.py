@@ -33,6 +33,8 @@ ROOT = Path(__file__).parent.parent
 NOXFILE = (ROOT / "noxfile.py").read_text(encoding="utf-8")
 REASONS = (
     "needs a GPU",
+    "needs several GPUs",
+    "needs several processes",
     "needs several machines",
     "needs a running server",
     "needs the network",
