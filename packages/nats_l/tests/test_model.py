@@ -9,6 +9,7 @@ import torch
 
 from tokenmix_core.modeling.cache_name import CACHE
 from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.exporting import check_exports
 from tokenmix_core.testing.models import ModelContract
 from tokenmix_nats_l.config import NatsLConfig
 from tokenmix_nats_l.model import NatsLForCausalLM, NatsLModel
@@ -32,6 +33,15 @@ class TestNatsLModel(ModelContract):
     causal_lm_class = NatsLForCausalLM
     # a chunk and more, so that the first one's type shows
     tokens = 75
+
+
+@pytest.mark.parametrize("types", ["learned", "lls"])
+def test_one_exported_program_takes_any_length(types):
+    torch.manual_seed(0)
+    config = NatsLConfig(
+        **SIZES, initializer_range=0.2, mixer_options={"nats_l": {**OPTIONS, "types": types, "softmax_share": None}}
+    )
+    check_exports(NatsLForCausalLM(config))
 
 
 def test_the_share_of_softmax_chunks_is_among_the_outputs():

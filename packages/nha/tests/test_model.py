@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, TrainerState
 
 import tokenmix_nha
 from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.exporting import check_exports
 from tokenmix_core.testing.models import ModelContract
 from tokenmix_nha.config import NhaConfig
 from tokenmix_nha.model import NhaForCausalLM, NhaModel
@@ -44,6 +45,11 @@ class TestHybrid(_Contract):
         "without slots": fields([3, "full"], slots=0),
     }
     traced: ClassVar = {"window and slots": fields([4, "full"], head_dim=64, slots=16)}
+
+
+def test_one_exported_program_takes_any_length():
+    torch.manual_seed(0)
+    check_exports(NhaForCausalLM(NhaConfig(**fields([4, 7]))))
 
 
 class TestWithAFullLayer(_Contract):

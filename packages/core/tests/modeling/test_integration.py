@@ -11,6 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.exporting import check_exports
 from tokenmix_core.testing.tracing import by_kernels
 
 FIELDS = {
@@ -291,6 +292,17 @@ def test_two_ranks_train_like_one_process(tmp_path):
     finally:
         for process in ranks:
             process.kill()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_one_exported_program_takes_any_length(model, strict):
+    check_exports(model, strict=strict)
+
+
+def test_an_exported_reference_says_that_it_has_no_gradient(model, ids):
+    program = torch.export.export(model, (), {"input_ids": ids, "use_cache": False}).module()
+    with pytest.raises(RuntimeError, match=r"tokenmix\.reference"):
+        program(input_ids=ids, use_cache=False).logits.sum().backward()
 
 
 @torch.no_grad()

@@ -44,6 +44,7 @@ from tokenmix_nats_l.chunks import (
     real_chunks,
 )
 from tokenmix_nats_l.decoding import create_lists, extend, step
+from tokenmix_nats_l.exporting import mix_exported
 from tokenmix_nats_l.ops import merge_operations
 from tokenmix_nats_l.ops.merge.reference import merge_by_norms
 from tokenmix_nats_l.share import ShareThreshold, check_share
@@ -228,7 +229,9 @@ class NatsL(Mixer):
         x, auxiliary = hidden_states, None
         one = state is not None and state.span.tokens == 1 and state.span.mask is None and not torch.is_grad_enabled()
         tokens, gate = self.project(x, state, cu_seqlens, rotary, step=one)
-        if state is None:
+        if state is None and cu_seqlens is None and torch.compiler.is_exporting():
+            linear, softmax, auxiliary = mix_exported(self, x, tokens)
+        elif state is None:
             types = self.types_of(x, cu_seqlens)
             linear, softmax = self.mix(tokens, types, cu_seqlens)
             auxiliary = self._auxiliary(types, x, cu_seqlens)
@@ -252,21 +255,18 @@ class NatsL(Mixer):
             cu_seqlens=cu_seqlens,
             step=step,
         )
-        softmax_q, softmax_k = (y.unflatten(-1, (self.num_softmax_heads, -1)) for y in (q, k))
+        softmax = [y.unflatten(-1, (self.num_softmax_heads, -1)) for y in (q, k)]
         if not step:
-            softmax_q = self._rotated(softmax_q, self.q_norm, rotary)
-            softmax_k = self._rotated(softmax_k, self.k_norm, rotary)
-        tokens = Tokens(
+            softmax = [self._rotated(*x, rotary) for x in zip(softmax, (self.q_norm, self.k_norm), strict=True)]
+        return Tokens(
             q.unflatten(-1, (self.num_heads, -1)),
             k.unflatten(-1, (self.num_heads, -1)),
             v.unflatten(-1, (self.num_heads, -1)),
-            softmax_q,
-            softmax_k,
+            *softmax,
             v.unflatten(-1, (self.num_softmax_heads, -1)),
             *delta_gates(a, b, self.A_log, self.dt_bias),
             q,
-        )
-        return tokens, gate
+        ), gate
 
     def _rotated(self, heads: Tensor, norm: RMSNorm, rotary: Rotation | None) -> Tensor:
         """Normalise softmax heads, and rotate them if the layer has rotary positions."""
@@ -356,8 +356,8 @@ class NatsL(Mixer):
 
     def attend(self, tokens: Tokens, keep: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Return the outputs of attention to the token's own chunk and earlier softmax chunks, `[B, T, HA, VA]`."""
-        q, k, v = tokens.softmax_q, tokens.softmax_k, tokens.softmax_v
-        return kept_attention(q, k, v, keep, unit=self.chunk, cu_seqlens=cu_seqlens, impl=self.impl).o
+        heads = tokens.softmax_q, tokens.softmax_k, tokens.softmax_v
+        return kept_attention(*heads, keep, unit=self.chunk, cu_seqlens=cu_seqlens, impl=self.impl).o
 
     def _merge(self, linear: Tensor, softmax: Tensor, x: Tensor, flat_q: Tensor, gate: Tensor) -> Tensor:
         """Return the gated weighted sum of both outputs, `[B, T, H · V]`."""
@@ -390,7 +390,7 @@ class NatsL(Mixer):
 
     def mixing_flops(self, seq_len: int) -> float:
         # count attention within a chunk only: retained chunks depend on data
-        convs = sum(2 * conv.weight.numel() for conv in (self.q_conv, self.k_conv, self.v_conv))
+        convs = 2 * sum(conv.weight.numel() for conv in (self.q_conv, self.k_conv, self.v_conv))
         own = 2.0 * self.num_softmax_heads * (self.softmax_dim + self.softmax_value_dim) * (self.chunk + 1) / 2
         return 6.0 * self.num_heads * self.head_dim * self.value_dim + own + convs
 

@@ -88,6 +88,7 @@ if TYPE_CHECKING:
     from tokenmix_core.ops.explanation import Operation as Operation
     from tokenmix_core.ops.explanation import Tensors as Tensors
     from tokenmix_core.ops.explanation import register_operation as register_operation
+    from tokenmix_core.ops.exporting import exportable as exportable
     from tokenmix_core.ops.fused.swiglu_kernels import BD as BD
     from tokenmix_core.ops.fused.swiglu_kernels import BM as BM
     from tokenmix_core.ops.fused.swiglu_kernels import tile_of as tile_of
@@ -131,6 +132,7 @@ if TYPE_CHECKING:
 __getattr__ = lazily(
     __name__,
     {
+        "exportable": "exporting",
         "DELTA_RULE_HEAD_SIZES": "gated_delta_rule.api:HEAD_SIZES",
         "SSD_HEAD_SIZES": "ssd.api:HEAD_SIZES",
         "attention_autograd": "softmax_attention.autograd:",

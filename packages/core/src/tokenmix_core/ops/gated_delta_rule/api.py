@@ -18,6 +18,7 @@ from tokenmix_core.ops.checks import (
 )
 from tokenmix_core.ops.decode_tiles import step_limit
 from tokenmix_core.ops.dispatch import resolve_impl
+from tokenmix_core.ops.exporting import exportable, scan_shapes
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
 from tokenmix_core.ops.gated_delta_rule.plan import GLUON, GLUON_STEP
 from tokenmix_core.ops.gated_delta_rule.reference import chunk_reference, recurrent_reference
@@ -113,11 +114,16 @@ def recurrent_gated_delta_rule(
     return _scan("recurrent_gated_delta_rule", x)
 
 
+_CHUNK_REFERENCE, _RECURRENT_REFERENCE = (
+    exportable(run, scan_shapes) for run in (chunk_reference, recurrent_reference)
+)
+
+
 def _scan(op: str, x: Inputs) -> ScanOutput:
     """Check a whole-sequence call and run its reference or its kernels."""
     impl, scale = _check(op, *x)
     if impl == "reference":
-        reference = chunk_reference if op == "chunk_gated_delta_rule" else recurrent_reference
+        reference = _CHUNK_REFERENCE if op == "chunk_gated_delta_rule" else _RECURRENT_REFERENCE
         found = reference(
             q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, scale=scale, initial_state=x.initial_state,
             cu_seqlens=x.cu_seqlens, qk_l2norm=x.qk_l2norm, writes=x.writes, write_chunk=x.write_chunk,

@@ -17,6 +17,7 @@ from tokenmix_core.ops.checks import (
 )
 from tokenmix_core.ops.decode_tiles import step_limit
 from tokenmix_core.ops.dispatch import resolve_impl
+from tokenmix_core.ops.exporting import exportable, scan_shapes
 from tokenmix_core.ops.ssd.plan import GLUON, GLUON_STEP, limit
 from tokenmix_core.ops.ssd.reference import chunk_ssd_reference, recurrent_ssd_reference, ssd_step_reference
 from tokenmix_core.ops.ssd.types import Inputs
@@ -96,14 +97,20 @@ def recurrent_ssd(
     return _scan("recurrent_ssd", x)
 
 
+_CHUNK_REFERENCE, _RECURRENT_REFERENCE = (
+    exportable(run, scan_shapes) for run in (chunk_ssd_reference, recurrent_ssd_reference)
+)
+
+
 def _scan(op: str, x: Inputs) -> ScanOutput:
     """Check a whole-sequence call and run its reference or its kernels."""
     impl, scale = _check(op, *x)
     if impl == "reference":
-        reference = chunk_ssd_reference if op == "chunk_ssd" else recurrent_ssd_reference
-        return reference(
+        reference = _CHUNK_REFERENCE if op == "chunk_ssd" else _RECURRENT_REFERENCE
+        found = reference(
             x.q, x.k, x.v, x.g, dt=x.dt, D=x.D, scale=scale, initial_state=x.initial_state, cu_seqlens=x.cu_seqlens
         )
+        return ScanOutput(*found)
     from tokenmix_core.ops.ssd import autograd
 
     kernels = autograd.chunk if op == "chunk_ssd" else autograd.recurrent

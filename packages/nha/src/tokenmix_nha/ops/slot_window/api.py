@@ -16,6 +16,7 @@ from tokenmix_core.ops import (
     check_multiple,
     check_same_dtype,
     check_scale,
+    exportable,
     resolve_impl,
 )
 from tokenmix_nha.ops.forget_gates.api import check_normalizer
@@ -101,7 +102,8 @@ def slot_window_attention(
         q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots, slots_k=slots_k, slots_v=slots_v, start=start,
         cu_seqlens=cu_seqlens, before=before, window=window, scale=factor, impl=backend,
     )  # fmt: skip
-    if initial_state is None and window >= dims["T"]:
+    exported = backend == "reference" and torch.compiler.is_exporting()
+    if initial_state is None and not exported and window >= dims["T"]:
         # no token leaves the window, so the slots stay zero
         from tokenmix_nha.ops.slot_window.prefix import zero_prefix_attention
 
@@ -210,6 +212,13 @@ def _check(op, q, k, v, f, q_slots, k_slots, cu_seqlens, window, scale, impl, *s
     return dims, backend, _scale(op, dims, scale)
 
 
+def _shapes(q, v, slots_k, slots_v, **_) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[3]), torch.empty_like(slots_k), torch.empty_like(slots_v)
+
+
+_CHUNK_REFERENCE = exportable(reference.chunk_reference, _shapes)
+
+
 def _reference(x: Inputs):
     """Return o and the final slots by the eager chunkwise form; a packed batch runs one sequence at a time."""
     q, k, v, f, slots_k, slots_v, start = x.q, x.k, x.v, x.f, x.slots_k, x.slots_v, x.start
@@ -222,7 +231,7 @@ def _reference(x: Inputs):
         start = torch.zeros(sequences, dtype=torch.int32, device=q.device)
     options = {"window": x.window, "scale": x.scale}
     if x.cu_seqlens is None:
-        return reference.chunk_reference(
+        return _CHUNK_REFERENCE(
             q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots, slots_k=slots_k, slots_v=slots_v, start=start,
             **options,
         )  # fmt: skip

@@ -1,0 +1,70 @@
+"""Chunk types and both operations as one operator of torch.export: the number of chunks is no size of its graph."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokenmix_core.ops import exportable
+from tokenmix_nats_l.chunks import Tokens, chunk_indices, chunk_means, forced_types, learned_types
+
+_OPTIONS = ("num_heads", "head_dim", "num_softmax_heads", "chunk", "own_chunk", "decay", "impl")
+
+
+@functools.cache
+def _layer(hidden_size: int, options: tuple[tuple[str, Any], ...]) -> Any:
+    """Return a layer without weights, which has the methods that mix tokens."""
+    from tokenmix_nats_l.mixer import NatsL
+
+    with torch.device("meta"):
+        return NatsL(hidden_size, **dict(options))
+
+
+def _mix(
+    x, q, k, v, softmax_q, softmax_k, softmax_v, g, beta, types, options, weight=None, center=None, threshold=None
+):
+    layer, means = _layer(x.shape[-1], tuple(options.items())), chunk_means(x, options["chunk"])
+    if types == "learned":
+        scores = F.linear(means if center is None else means - center, weight.to(means.dtype))
+        found = learned_types(scores, None if threshold is None else SimpleNamespace(threshold=threshold))  # type: ignore[arg-type]
+    else:
+        indices = chunk_indices(*x.shape[:2], options["chunk"], None, x.device)
+        found = forced_types(types, indices, options["num_heads"], means.dtype)
+    with torch.no_grad():
+        linear, softmax = layer.mix(Tokens(q, k, v, softmax_q, softmax_k, softmax_v, g, beta, q), found, None)
+    about = layer._auxiliary(found, x, None)
+    return linear, softmax, about["softmax_share"], about["chunks"]
+
+
+def _shapes(x, softmax_v, options, **_):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    share, chunks = x.new_empty(options["num_heads"], dtype=wide), x.new_empty((), dtype=wide)
+    return torch.empty_like(softmax_v), torch.empty_like(softmax_v), share, chunks
+
+
+_mixed = exportable(_mix, _shapes)
+
+
+def mix_exported(layer: Any, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return both operations' outputs and the shares of softmax chunks, of whole sequences of any length.
+
+    Raises:
+        ValueError: an adapter on the scores.
+    """
+    scores: dict[str, Any] = {}
+    if layer.types == "learned":
+        # torch.export itself registers hooks
+        if type(layer.score_proj) is not nn.Linear:
+            raise ValueError("NatsL: torch.export needs a score_proj without adapters: merge them into it first")
+        scores["weight"] = layer.score_proj.weight
+        if layer.threshold is not None:
+            scores |= {"center": layer.threshold.center, "threshold": layer.threshold.threshold}
+    named = {name: value for name, value in tokens._asdict().items() if name != "flat_q"}
+    options = {name: getattr(layer, name) for name in _OPTIONS} | {"expand_v": layer.value_dim / layer.head_dim}
+    linear, softmax, share, chunks = _mixed(x=x, **named, types=layer.types, options=options, **scores)
+    return linear, softmax, {"softmax_share": share, "chunks": chunks}
