@@ -40,7 +40,7 @@ def scan_shapes(
 
 
 def exportable(run: Callable, shapes: Callable) -> Callable:
-    """Return `run`, a function of tensors and numbers that returns several tensors, as one operator of torch.export.
+    """Return `run`, a function that returns several tensors, as one operator of torch.export.
 
     The operator has no gradient. A program that is loaded elsewhere needs an import of the module that defines `run`.
 
