@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from tokenmix_core.modeling import LayerState, Mixer, MixerOutput, TensorState, register_mixer
 from tokenmix_core.nn import GatedRMSNorm, Rotation, output_linear, projected
-from tokenmix_nha.ops import chunk_gla, log_forget_gates
+from tokenmix_nha.ops import log_forget_gates
+from tokenmix_nha.split import chunk_gla
 
 _GATE_RANK = 16
 
@@ -30,6 +31,7 @@ class GatedLinearAttention(Mixer):
     """
 
     takes_more_tokens = True
+    splits_sequences = True
 
     def __init__(
         self,

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from tokenmix_core.modeling import LayerState, Mixer, MixerOutput, register_mixer
 from tokenmix_core.nn import RMSNorm, Rotation, attention_heads, output_linear, projected, stepping
 from tokenmix_core.ops import Impl, unless_gluon
-from tokenmix_nha.ops import log_forget_gates, slot_window_attention, slot_window_attention_step
+from tokenmix_nha.ops import log_forget_gates, slot_window_attention_step
+from tokenmix_nha.split import slot_window_attention
 from tokenmix_nha.state import SlotWindowPart
 
 
@@ -34,6 +35,7 @@ class GatedSlotAttention(Mixer):
     """
 
     takes_more_tokens = True
+    splits_sequences = True
 
     def __init__(
         self,

@@ -22,12 +22,14 @@ from tokenmix_core.nn import (
     projected,
     stepping,
 )
-from tokenmix_core.ops import AttentionOutput, Impl, attention, unless_gluon
+from tokenmix_core.ops import AttentionOutput, Impl, unless_gluon
+from tokenmix_core.parallel import attention, current_shard
 from tokenmix_nha.ablations import Entering, attend_jointly, attend_to_slots, delayed, share_of_slots
 from tokenmix_nha.heads import Call, Heads
-from tokenmix_nha.ops import SlotWindowState, log_forget_gates, slot_window_attention, slot_window_attention_step
+from tokenmix_nha.ops import SlotWindowState, log_forget_gates, slot_window_attention_step
 from tokenmix_nha.ops.slot_window.prefix import share_of_zeros, with_zeros
 from tokenmix_nha.options import Fusion, Positions, check_choices
+from tokenmix_nha.split import slot_window_attention
 from tokenmix_nha.state import SlotWindowPart
 from tokenmix_nha.windows import FULL, WINDOW, Window
 
@@ -135,6 +137,11 @@ class NhaMixer(Mixer):
     def takes_more_tokens(self) -> bool:  # type: ignore[override]
         """True unless shares are wanted, which are of a call's own tokens."""
         return self.shares is None
+
+    @property
+    def splits_sequences(self) -> bool:  # type: ignore[override]
+        """True for the layer that the paper proposes; its ablations are not split over ranks."""
+        return (self.joined or self.window == FULL) and self.positions != "learned" and self.shares is None
 
     @property
     def seen(self) -> int | None:
@@ -261,7 +268,7 @@ class NhaMixer(Mixer):
     def _attend_plainly(self, heads: Heads, call: Call) -> Float[Tensor, "B T HQ V"]:
         """Compute softmax attention, with M zero keys before the first token if the layer has slots."""
         q, k, v = heads.q, heads.k, heads.v
-        if call.state is None and self.slots:
+        if call.state is None and self.slots and current_shard() is None:
             # the fused operation handles the zero keys; log-gates of 0 let no token enter the slots
             closed = v.new_zeros(1, 1, 1, 1).expand(*v.shape[:3], self.slots)
             options = {"cu_seqlens": call.cu_seqlens, "output_final_state": False, "impl": self.impl}

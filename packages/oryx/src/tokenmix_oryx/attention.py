@@ -20,7 +20,8 @@ from tokenmix_core.nn import (
     projected,
     stepping,
 )
-from tokenmix_core.ops import Impl, attention
+from tokenmix_core.ops import Impl
+from tokenmix_core.parallel import attention
 
 
 class NormedAttention(Mixer):
@@ -40,6 +41,7 @@ class NormedAttention(Mixer):
     """
 
     takes_more_tokens = True
+    splits_sequences = True
 
     def __init__(
         self,

@@ -27,10 +27,10 @@ def check_split(
     Raises:
         ValueError: a mixer, an input or a shape that cannot be split.
     """
-    kinds = dict.fromkeys(type(mixer) for mixer in mixers)
-    if alone := [kind.__name__ for kind in kinds if not vars(kind).get("splits_sequences", False)]:
+    if alone := dict.fromkeys(type(mixer).__name__ for mixer in mixers if not splits_sequences(mixer)):
         raise ValueError(
-            f"{', '.join(alone)} cannot split a sequence over ranks; layers of GatedDeltaNet, Mamba2 and Attention can"
+            f"{', '.join(alone)} with these options cannot split a sequence over ranks; "
+            "layers of GatedDeltaNet, Mamba2 and Attention can"
         )
     if use_cache or is_given(*others):
         raise ValueError(
@@ -42,3 +42,8 @@ def check_split(
         raise ValueError(
             f"expected the whole rows {wanted} of the SequenceShard on each rank, got {list(rows.shape[:2])}"
         )
+
+
+def splits_sequences(mixer: Mixer) -> bool:
+    """Return `mixer.splits_sequences`; False if the mixer's own class does not set it."""
+    return "splits_sequences" in vars(type(mixer)) and mixer.splits_sequences

@@ -10,8 +10,10 @@ from tokenmix_core.parallel.operations import (
     shift_tokens,
     short_conv,
     short_convs,
+    tail_of,
 )
-from tokenmix_core.parallel.shard import SequenceShard, Span, current_shard, sequence_shard
+from tokenmix_core.parallel.recurrence import compose_decays
+from tokenmix_core.parallel.shard import SequenceShard, Span, current_shard, require_shard, sequence_shard
 
 __all__ = [
     "SequenceShard",
@@ -20,11 +22,14 @@ __all__ = [
     "chunk_gated_delta_rule",
     "chunk_ssd",
     "combined",
+    "compose_decays",
     "current_shard",
     "receive",
+    "require_shard",
     "sequence_shard",
     "shift_tokens",
     "short_conv",
     "short_convs",
+    "tail_of",
     "total",
 ]

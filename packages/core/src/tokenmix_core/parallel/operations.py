@@ -21,6 +21,8 @@ from tokenmix_core.parallel.shard import Range, SequenceShard, Span, require_sha
 
 # as the kernels: exp of a lower decay is zero in float32
 _LOWEST_DECAY = -110.0
+# tokens of a block of `_outer`
+_BLOCK = 8192
 
 
 def chunk_gated_delta_rule(
@@ -97,7 +99,7 @@ def chunk_ssd(
         return ops.chunk_ssd(q, k, v, g, **more)
 
     def run(x: Tensors, before: Tensor | None, boundaries: Tensor | None) -> ScanOutput:
-        steps = x[4] if len(x) > 4 else None
+        steps = None if dt is None else x[-1]
         more = {"dt": steps, "scale": scale, "initial_state": before, "cu_seqlens": boundaries, **options}
         return ops.chunk_ssd(*x[:4], **more)
 
@@ -108,8 +110,7 @@ def chunk_ssd(
 
     def state(x: Tensors, before: Tensor | None) -> Tensor:
         b = decays(x)
-        weights = (b[:, -1:] - b).exp() * (x[4].to(b.dtype) if len(x) > 4 else 1.0)
-        found = _outer(x[1], x[2], weights)
+        found = _outer(x[1], x[2], (b[:, -1:] - b).exp() * (1.0 if dt is None else x[-1].to(b.dtype)))
         return found if before is None else found + transition(x)[0] * before
 
     def transition(x: Tensors) -> tuple[Tensor, None]:
@@ -128,8 +129,16 @@ def chunk_ssd(
 def _outer(a: Tensor, b: Tensor, weights: Tensor | None) -> Tensor:
     """Return Σ_t w_t a_t b_tᵀ `[B, HV, K, V]` of a `[B, T, G, K]` and b `[B, T, HV, V]`, at least in float32."""
     wide = torch.promote_types(a.dtype if weights is None else weights.dtype, torch.float32)
-    b = b.to(wide) if weights is None else b.to(wide) * weights.unsqueeze(-1)
-    return torch.einsum("btgk,btghv->bghkv", a.to(wide), b.unflatten(2, (a.shape[2], -1))).flatten(1, 2)
+    found = torch.zeros((), dtype=wide, device=a.device)
+    # block by block, as the wider copies of long spans would take gigabytes
+    for first in range(0, a.shape[1], _BLOCK):
+        rows = slice(first, first + _BLOCK)
+        values = b[:, rows].to(wide)
+        if weights is not None:
+            values = values * weights[:, rows].unsqueeze(-1)
+        values = values.unflatten(2, (a.shape[2], -1))
+        found = found + torch.einsum("btgk,btghv->bghkv", a[:, rows].to(wide), values)
+    return found.flatten(1, 2)
 
 
 def short_conv(

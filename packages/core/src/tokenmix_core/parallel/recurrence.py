@@ -70,6 +70,7 @@ def _by_span(shard: SequenceShard, states: Tensor, span: int, index: list[int]) 
     return states[index[span]].unsqueeze(0) if shard.packed else states[span :: len(shard.local)]
 
 
+Label = tuple[int | None, str]
 Maps = list[tuple[Tensor, Tensor | None] | None]
 
 
@@ -90,13 +91,30 @@ def _enter(shard: SequenceShard, x: Recurrence, tensors: Tensors, rows: Tensor |
     zero = tensors[0].new_zeros(batch, heads, K, V, dtype=dtype)
     transitions = _through(shard, x, maps, zero)
     local = torch.stack([zero if s is None else s for s in states])
-    gathered = gather_states(shard, _pack(transitions, local), (shard.layer, x.name))
-    entering, state = {}, zero
-    for span, given in zip(shard.spans, gathered, strict=True):
+    return maps, _entering(shard, transitions, local, (shard.layer, x.name))
+
+
+def _entering(shard: SequenceShard, m: Tensor, local: Tensor, label: Label) -> list[Tensor]:
+    """Return the state that enters each local span, from M and L of the local spans of all ranks."""
+    state = zero = torch.zeros_like(local[0])
+    entering = {}
+    for span, given in zip(shard.spans, gather_states(shard, _pack(m, local), label), strict=True):
         entering[span.start] = state if span.depth else zero
-        m, s = _unpack(given, transitions, local)
-        state = (_apply(m, state) + s if span.through else s) if span.tail else zero
-    return maps, [entering[span.start] for span in shard.local]
+        m_span, l_span = _unpack(given, m, local)
+        state = (_apply(m_span, state) + l_span if span.through else l_span) if span.tail else zero
+    return [entering[span.start] for span in shard.local]
+
+
+def _leaving(shard: SequenceShard, m: Tensor, local: Tensor, label: Label) -> list[Tensor]:
+    """Return the gradient of the state that leaves each local span, from Mᵀ and G of the local spans of all ranks."""
+    gradient = zero = torch.zeros_like(local[0])
+    leaving = {}
+    gathered = gather_states(shard, _pack(m, local), label)
+    for span, given in zip(reversed(shard.spans), reversed(gathered), strict=True):
+        leaving[span.start] = gradient if span.tail else zero
+        m_span, g_span = _unpack(given, m, local)
+        gradient = (_apply(m_span, gradient) + g_span if span.through else g_span) if span.depth else zero
+    return [leaving[span.start] for span in shard.local]
 
 
 def _head(span: Span, tensors: Sequence[Tensor]) -> Tensors:
@@ -176,15 +194,11 @@ class _Carry(torch.autograd.Function):
             pulled.append(local)
         transitions = _through(shard, x, maps, zero)
         local = torch.stack(pulled)
-        leaving, gradient = {}, zero
-        gathered = gather_states(shard, _pack(transitions, local), ctx.label)
-        for span, given in zip(reversed(shard.spans), reversed(gathered), strict=True):
-            leaving[span.start] = gradient
-            m, g = _unpack(given, transitions, local)
-            gradient = (_apply(m.mT, gradient) + g if span.through else g) if span.depth else zero
-        for i, span in enumerate(shard.local):
+        transposed = transitions if x.width == 1 else transitions.mT
+        leaving = _leaving(shard, transposed, local, ctx.label)
+        for i, (span, gradient) in enumerate(zip(shard.local, leaving, strict=True)):
             if span.tail:
-                _by_span(shard, dfinal, i, shard.tails).copy_(leaving[span.start])
+                _by_span(shard, dfinal, i, shard.tails).copy_(gradient)
         return None, None, None, None, do, dfinal, *[None] * len(tensors)
 
 
@@ -210,3 +224,33 @@ def _final_states(
     if initial_state is None or not any(empty):
         return found
     return torch.where(torch.tensor(empty, device=final.device).view(-1, 1, 1, 1), initial_state.to(found.dtype), found)
+
+
+class _Compose(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, shard: SequenceShard, name: str, decays: Tensor, local: Tensor) -> Tensor:
+        entering = torch.stack(_entering(shard, decays, local, (shard.layer, name)))
+        ctx.shard, ctx.label = shard, (shard.layer, f"{name}, backward")
+        ctx.save_for_backward(decays, entering)
+        return entering
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        decays, entering = ctx.saved_tensors
+        leaving = torch.stack(_leaving(ctx.shard, decays, grad, ctx.label))
+        through = leaving.new_tensor([float(span.through) for span in ctx.shard.local]).view(-1, 1, 1, 1, 1)
+        return None, None, (through * leaving * entering).sum(-1, keepdim=True), leaving
+
+
+def compose_decays(shard: SequenceShard, name: str, decays: Tensor, local: Tensor) -> Tensor:
+    """Return the state that enters each local span, of a recurrence with decays; differentiable on all ranks.
+
+    Args:
+        shard: the split.
+        name: the operation, under which bytes are counted.
+        decays: `[spans, B, H, R, 1]`, the factor of each row of the state over a local span; read if one document fills
+            the span and continues on both sides (`Span.through`).
+        local: `[spans, B, H, R, C]`, the state after a local span, from zero before the last document's part in it;
+            read if the document continues (`Span.tail`).
+    """
+    return _Compose.apply(shard, name, decays, local)

@@ -1,4 +1,4 @@
-"""Processes on a CPU that form gloo groups, for tests of sequences that are split over ranks."""
+"""Processes that form groups of ranks, for tests of sequences that are split over ranks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class RankPool:
     the processes; the next call starts new ones.
     """
 
-    def __init__(self, most: int = 4, timeout: float = 60.0):
-        self.most, self.timeout = most, timeout
+    def __init__(self, most: int = 4, timeout: float = 60.0, backend: str = "gloo"):
+        self.most, self.timeout, self.backend = most, timeout, backend
         self.workers: list[tuple[Any, Connection]] = []
 
     def __call__(self, size: int, run: Callable[..., Any], *args: Any) -> Any:
@@ -44,7 +44,9 @@ class RankPool:
         store = tempfile.mktemp()
         for rank in range(self.most):
             ours, theirs = context.Pipe()
-            worker = context.Process(target=_work, args=(rank, self.most, store, theirs, self.timeout), daemon=True)
+            worker = context.Process(
+                target=_work, args=(rank, self.most, store, theirs, self.timeout, self.backend), daemon=True
+            )
             worker.start()
             self.workers.append((worker, ours))
 
@@ -56,10 +58,12 @@ class RankPool:
         self.workers = []
 
 
-def _work(rank: int, most: int, store: str, pipe: Connection, timeout: float) -> None:
+def _work(rank: int, most: int, store: str, pipe: Connection, timeout: float, backend: str) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     limit = timedelta(seconds=timeout / 2)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=most, timeout=limit)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=most, timeout=limit)
     groups = {size: dist.new_group(list(range(size)), timeout=limit) for size in range(1, most + 1)}
     while True:
         size, run, args = pipe.recv()

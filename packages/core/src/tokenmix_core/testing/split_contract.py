@@ -293,3 +293,67 @@ def refusals(group: dist.ProcessGroup, model_class: type, config: Any) -> list[l
     every: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(every, sentences, group=group)
     return every
+
+
+def gpu_errors(group: dist.ProcessGroup, name: str, layout: str, packed: bool) -> dict[str, tuple[float, float]]:
+    """Return for each output and gradient its error on the ranks' GPUs and on one GPU, against float64 on the GPU.
+
+    Inputs are bfloat16 with the head sizes that kernels support; gates are float32.
+    """
+    torch.manual_seed(0)
+    tokens, case = 2 * dist.get_world_size(group) * 333, CASES[name]
+    boundaries = [0, 77, 1000, tokens - 100, tokens] if packed else None
+    batch, sequences = (1, 4) if packed else (2, 2)
+    narrow = {"x", "weight", "bias", "q", "k", "v"}
+    given = _kernel_inputs(name, batch, tokens, sequences)
+    inputs, others = ({key: x.cuda() for key, x in part.items()} for part in given)
+    shard = SequenceShard(tokens, boundaries, layout=layout, group=group)  # type: ignore[arg-type]
+    cu_seqlens = None if boundaries is None else torch.tensor(boundaries, dtype=torch.int32, device="cuda")
+
+    def differentiated(split: bool, exact: bool) -> dict[str, Tensor]:
+        leaves = {}
+        for key, x in (inputs | others).items():
+            rounded = x.bfloat16() if key in narrow else x.float()
+            leaves[key] = (rounded.double() if exact else rounded).requires_grad_()
+        options: dict[str, Any] = {"sequence_shard": shard} if split else {"cu_seqlens": cu_seqlens}
+        if exact:
+            options["impl"] = "reference"
+        x = {key: shard.split(leaves[key]) if split else leaves[key] for key in inputs}
+        outputs, _ = case.run(x, {key: leaves[key] for key in others}, options)
+        loss, found = torch.zeros((), device="cuda"), {}
+        for key, t in outputs.items():
+            generator = torch.Generator("cuda").manual_seed(1)
+            weight = torch.randn(t.shape[0], tokens, *t.shape[2:], generator=generator, device="cuda")
+            loss = loss + (t * (shard.split(weight) if split else weight)).sum()
+            found[key] = joined(shard, t) if split else t.detach()
+        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        for (key, leaf), grad in zip(leaves.items(), grads, strict=True):
+            grad = torch.zeros_like(leaf) if grad is None else grad
+            if split:
+                grad = grad.float()
+                dist.all_reduce(grad, group=group)
+            found[f"d{key}"] = grad
+        return found
+
+    exact, single, split = (differentiated(*flags) for flags in ((False, True), (False, False), (True, False)))
+
+    def error(x: Tensor, y: Tensor) -> float:
+        return ((x.double() - y).norm() / y.norm().clamp(min=1e-30)).item()
+
+    return {key: (error(split[key], y), error(single[key], y)) for key, y in exact.items()}
+
+
+def _kernel_inputs(name: str, batch: int, tokens: int, sequences: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return inputs of a case with head sizes that kernels support."""
+    if name == "short convolution":
+        return {"x": _random(batch, tokens, 64)}, {"weight": _random(64, 4), "bias": _random(64)}
+    q, k, v = (
+        _random(batch, tokens, heads, 64) for heads in ((2, 2, 4) if name in ("gated delta rule", "ssd") else (4, 2, 2))
+    )
+    if name not in ("gated delta rule", "ssd"):
+        return {"q": q, "k": k, "v": v}, {}
+    g = -0.01 * _random(batch, tokens, 4).abs()
+    more = {"beta" if name == "gated delta rule" else "dt": _random(batch, tokens, 4).sigmoid()}
+    whole = {"initial_state": _random(sequences, 4, 64, 64)}
+    k = torch.nn.functional.normalize(k, dim=-1)
+    return {"q": q, "k": k, "v": v, "g": g, **more}, whole if "beta" in more else whole | {"D": _random(4)}

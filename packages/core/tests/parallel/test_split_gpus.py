@@ -1,0 +1,31 @@
+"""Two or more GPUs: kernels in bfloat16 over NCCL have the errors that they have on one GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tokenmix_core.testing.rank_pool import RankPool
+from tokenmix_core.testing.split_contract import gpu_errors
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    pool = RankPool(min(4, torch.cuda.device_count()), timeout=300.0, backend="nccl")
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["gated delta rule", "ssd", "short convolution", "attention", "window and sinks"])
+def test_errors_are_those_of_one_gpu(gpus, name, packed, layout):
+    for size in {2, gpus.most}:
+        errors = gpus(size, gpu_errors, name, layout, packed)
+        for tensor, (split, single) in errors.items():
+            assert split <= 1.5 * single + 1e-3, f"{tensor} on {size} GPUs: {split:.1e}, on one {single:.1e}"
