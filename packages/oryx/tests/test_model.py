@@ -13,6 +13,7 @@ from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
 from tokenmix_core.testing.models import ModelContract, left_padded, logits_in_parts
+from tokenmix_core.testing.two_ranks import check_sharded_in_bfloat16
 from tokenmix_oryx.config import OryxConfig
 from tokenmix_oryx.model import OryxForCausalLM, OryxModel
 
@@ -55,6 +56,11 @@ class TestAblated(_Contract):
         "tg": fields("gated_delta_net", output_gate=False, attention_l2_norm="key", kv_activation="none"),
     }
     inputs: ClassVar = {"mode": SCHEDULE}
+
+
+@pytest.mark.slow
+def test_fsdp2_of_a_model_in_bfloat16_keeps_float32_rates(tmp_path):
+    check_sharded_in_bfloat16(OryxConfig(**FAMILIES["tm"]), tmp_path)
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))

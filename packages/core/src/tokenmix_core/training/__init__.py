@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tokenmix_core.training.recipe import Recipe as Recipe
     from tokenmix_core.training.recipe import RunRecipe as RunRecipe
     from tokenmix_core.training.recipe import Tokens as Tokens
+    from tokenmix_core.training.sharding import float32_apart as float32_apart
     from tokenmix_core.training.weight_decay import parameter_groups as parameter_groups
 
 __getattr__ = lazily(
@@ -55,6 +56,7 @@ __getattr__ = lazily(
         "read_metrics": "callbacks",
         "RowInputs": "data",
         "finetune_recipe": "finetuning",
+        "float32_apart": "sharding",
         "train_only": "finetuning",
         "DataRecipe": "recipe",
         "OptimizerRecipe": "recipe",

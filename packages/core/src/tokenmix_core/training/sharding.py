@@ -1,15 +1,17 @@
-"""FSDP2 of a run: its precision, its use on a CPU, and checkpoints that any number of processes can resume."""
+"""FSDP2: its precision in a run, its use on a CPU, float32 rates, checkpoints for any number of processes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 # float32 shards and gradients; autocast computes GEMMs in bfloat16, as for one process
 POLICY = {"param_dtype": None, "reduce_dtype": "float32", "output_dtype": None, "cast_forward_inputs": False}
@@ -33,6 +35,31 @@ def apply_fsdp_policy(accelerator: Any, plugin_args: Mapping[str, Any]) -> None:
     state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
         reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+
+
+def float32_apart(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+    """Return the `shard_placement_fn` with which `fully_shard` shards models in bfloat16 whose rates stay float32.
+
+    A unit of FSDP2 has parameters of one dtype, and A_log, dt_bias and D are float32 beside bfloat16 matrices.
+    `fully_shard` gathers parameters with different process groups apart; the float32 ones get their own group, with the
+    same ranks. Pass the same function to all calls: `fully_shard(layer, mesh=mesh, shard_placement_fn=apart)`.
+
+    Raises:
+        ValueError: a mesh of several dimensions, or a version of torch whose units have one process group.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp
+
+    if mesh.ndim != 1:
+        raise ValueError(f"float32_apart needs a mesh of one dimension, got {mesh.ndim}")
+    if not hasattr(fsdp, "ShardPlacementResult"):
+        raise ValueError(
+            f"torch {torch.__version__} has one process group in a unit of FSDP2: shard a float32 model, with "
+            "MixedPrecisionPolicy or autocast, or use a newer torch"
+        )
+    group: Any = fsdp.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    group.shard_process_group = dist.new_group(mesh.mesh.tolist(), use_local_synchronization=True)
+    apart = fsdp.ShardPlacementResult(Shard(0), group)
+    return lambda parameter: apart if parameter.dtype == torch.float32 else None
 
 
 def whole(value: Any, *, keep: bool) -> Any:
