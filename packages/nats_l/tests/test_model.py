@@ -11,6 +11,7 @@ from tokenmix_core.modeling.cache_name import CACHE
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.exporting import check_exports
 from tokenmix_core.testing.models import ModelContract
+from tokenmix_core.testing.two_ranks import check_sharded_in_bfloat16
 from tokenmix_nats_l.config import NatsLConfig
 from tokenmix_nats_l.model import NatsLForCausalLM, NatsLModel
 
@@ -42,6 +43,11 @@ def test_one_exported_program_takes_any_length(types):
         **SIZES, initializer_range=0.2, mixer_options={"nats_l": {**OPTIONS, "types": types, "softmax_share": None}}
     )
     check_exports(NatsLForCausalLM(config))
+
+
+@pytest.mark.slow
+def test_fsdp2_of_a_model_in_bfloat16_keeps_float32_rates(tmp_path):
+    check_sharded_in_bfloat16(NatsLConfig(**TestNatsLModel.configs["hybrid"]), tmp_path)
 
 
 def test_the_share_of_softmax_chunks_is_among_the_outputs():

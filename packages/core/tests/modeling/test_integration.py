@@ -1,8 +1,6 @@
 """The model under torch.compile, FSDP2, peft, the Trainer and other dtypes."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.exporting import check_exports
 from tokenmix_core.testing.tracing import by_kernels
+from tokenmix_core.testing.two_ranks import check_sharded_in_bfloat16, run_on_two_ranks
 
 FIELDS = {
     "vocab_size": 59,
@@ -279,19 +278,14 @@ def test_two_ranks_train_like_one_process(tmp_path):
     for name, script, *options in cases:
         (tmp_path / name).mkdir()
         calls.append((name, script, str(tmp_path / name), *options))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", ONE_AFTER_THE_OTHER, str(rank), repr(calls)], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in ranks:
-            errors = process.communicate(timeout=200)[1]
-            assert process.returncode == 0, errors
-    finally:
-        for process in ranks:
-            process.kill()
+    run_on_two_ranks(ONE_AFTER_THE_OTHER, repr(calls))
+
+
+@pytest.mark.slow
+def test_fsdp2_of_a_model_in_bfloat16_keeps_float32_rates(tmp_path):
+    options = {"gated_delta_net": {"num_heads": 2, "head_dim": 8}, "mamba2": {"head_dim": 8, "state_size": 8}}
+    fields = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 16}
+    check_sharded_in_bfloat16(HybridConfig(**fields, mixers=list(options), mixer_options=options), tmp_path)
 
 
 @pytest.mark.parametrize("strict", [False, True])

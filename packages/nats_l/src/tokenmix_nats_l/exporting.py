@@ -30,10 +30,11 @@ def _mix(
 ):
     layer, means = _layer(x.shape[-1], tuple(options.items())), chunk_means(x, options["chunk"])
     if types == "learned":
+        assert weight is not None
         scores = F.linear(means if center is None else means - center, weight.to(means.dtype))
         found = learned_types(scores, None if threshold is None else SimpleNamespace(threshold=threshold))  # type: ignore[arg-type]
     else:
-        indices = chunk_indices(*x.shape[:2], options["chunk"], None, x.device)
+        indices = chunk_indices(x.shape[0], x.shape[1], options["chunk"], None, x.device)
         found = forced_types(types, indices, options["num_heads"], means.dtype)
     with torch.no_grad():
         linear, softmax = layer.mix(Tokens(q, k, v, softmax_q, softmax_k, softmax_v, g, beta, q), found, None)

@@ -149,8 +149,7 @@ class NatsL(Mixer):
         self.rotary_dim = self.softmax_dim if rope else None
         self.fit = HeadFit(head_dim, value_dim, (64, 128, 256))
         keys, values = num_heads * head_dim, num_heads * value_dim
-        self.q_proj = nn.Linear(hidden_size, keys, bias=False)
-        self.k_proj = nn.Linear(hidden_size, keys, bias=False)
+        self.q_proj, self.k_proj = (nn.Linear(hidden_size, keys, bias=False) for _ in range(2))
         self.v_proj = nn.Linear(hidden_size, values, bias=False)
         self.a_proj = nn.Linear(hidden_size, num_heads, bias=False)
         self.b_proj = nn.Linear(hidden_size, num_heads, bias=False)
@@ -196,8 +195,8 @@ class NatsL(Mixer):
         inputs, the state at the chunk's start and the decay since then; and each head's keys and values of softmax
         chunks.
         """
-        heads, sizes = self.num_softmax_heads, (self.softmax_dim, self.softmax_value_dim)
-        state = self.fit.state_shape(self.num_heads)
+        heads, state = self.num_softmax_heads, self.fit.state_shape(self.num_heads)
+        sizes = self.softmax_dim, self.softmax_value_dim
         return LayerState(
             q_conv=self.q_conv.make_state(),
             k_conv=self.k_conv.make_state(),
@@ -229,15 +228,14 @@ class NatsL(Mixer):
         x, auxiliary = hidden_states, None
         one = state is not None and state.span.tokens == 1 and state.span.mask is None and not torch.is_grad_enabled()
         tokens, gate = self.project(x, state, cu_seqlens, rotary, step=one)
-        if state is None and cu_seqlens is None and torch.compiler.is_exporting():
+        if state is not None:
+            turn = (rotary if self.rotary_dim else None,) if one else ()
+            linear, softmax = (step if one else extend)(self, x, tokens, state, *turn)
+        elif cu_seqlens is None and torch.compiler.is_exporting():
             linear, softmax, auxiliary = mix_exported(self, x, tokens)
-        elif state is None:
-            types = self.types_of(x, cu_seqlens)
-            linear, softmax = self.mix(tokens, types, cu_seqlens)
-            auxiliary = self._auxiliary(types, x, cu_seqlens)
         else:
-            rotation = rotary if self.rotary_dim else None
-            linear, softmax = step(self, x, tokens, state, rotation) if one else extend(self, x, tokens, state)
+            types = self.types_of(x, cu_seqlens)
+            (linear, softmax), auxiliary = self.mix(tokens, types, cu_seqlens), self._auxiliary(types, x, cu_seqlens)
         return output_linear(self._merge(linear, softmax, x, tokens.flat_q, gate), self.o_proj), auxiliary
 
     def project(
@@ -255,14 +253,16 @@ class NatsL(Mixer):
             cu_seqlens=cu_seqlens,
             step=step,
         )
-        softmax = [y.unflatten(-1, (self.num_softmax_heads, -1)) for y in (q, k)]
+        softmax_q, softmax_k = (y.unflatten(-1, (self.num_softmax_heads, -1)) for y in (q, k))
         if not step:
-            softmax = [self._rotated(*x, rotary) for x in zip(softmax, (self.q_norm, self.k_norm), strict=True)]
+            softmax_q = self._rotated(softmax_q, self.q_norm, rotary)
+            softmax_k = self._rotated(softmax_k, self.k_norm, rotary)
         return Tokens(
             q.unflatten(-1, (self.num_heads, -1)),
             k.unflatten(-1, (self.num_heads, -1)),
             v.unflatten(-1, (self.num_heads, -1)),
-            *softmax,
+            softmax_q,
+            softmax_k,
             v.unflatten(-1, (self.num_softmax_heads, -1)),
             *delta_gates(a, b, self.A_log, self.dt_bias),
             q,
