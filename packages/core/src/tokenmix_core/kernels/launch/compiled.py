@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tokenmix_core.kernels.launch.compat import OWN_LAUNCH, lacks, launching
+from tokenmix_core.kernels.launch import compat
+from tokenmix_core.kernels.launch.compat import OWN_LAUNCH, lacks
 
 
 class Described(NamedTuple):
@@ -49,7 +50,7 @@ def described(kernel: Any) -> Described | None:
 
 def put_on_device(kernel: Described, device: int) -> tuple[int, int] | None:
     """Return CUDA's handle of a kernel and the maximum number of its threads; None if Triton cannot load the kernel."""
-    names = launching()
+    names = compat.launching()
     if names is None:
         return None
     try:
