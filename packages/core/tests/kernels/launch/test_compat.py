@@ -82,7 +82,7 @@ def test_kernels_fuse_multiplications_and_additions_unless_the_user_disables_it(
             p_x = x + tl.arange(0, 16)
             tl.store(p_x, tl.load(p_x) * tl.load(y) + 1.0)
 
-        _pretend(())
+        _pretend((), "sm_90")
         made = add.fn.warmup(torch.zeros(16), torch.zeros(1), grid=(1,))
         assert made.metadata.enable_fp_fusion is {fused}
         assert ("fma" in made.asm["ptx"]) is {fused}
