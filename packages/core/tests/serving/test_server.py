@@ -182,6 +182,7 @@ def test_chat_uses_the_template(model, client):
         ("completions", {"prompt": "a", "stop": [""]}, 400, "stop"),
         ("completions", {"prompt": "a", "logit_bias": {"3": 5}}, 400, "logit_bias is not available"),
         ("completions", {"prompt": "a", "generation_mode": "linear"}, 400, "unknown option generation_mode"),
+        ("completions", {"prompt": "\ud800"}, 400, "surrogates"),
         ("chat/completions", {"messages": []}, 400, "messages"),
         ("chat/completions", {"messages": [{"content": 3}], "n": "x"}, 400, "n"),
         ("completions", "{not json", 400, "JSON"),
@@ -196,6 +197,14 @@ def test_wrong_requests_get_one_sentence(server, path, body, status, said):
     assert said in error["message"]
     assert "\n" not in error["message"]
     assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("option", [{"temperature": 1e-45}, {"top_p": 1e-300}, {"top_k": 1 << 63}])
+def test_extreme_options_of_sampling_do_not_stop_the_engine(server, option):
+    options = {"prompt": "ab", "max_tokens": 4, "seed": 0}
+    made = httpx.post(f"{server}/v1/completions", json=options | option)
+    plain = httpx.post(f"{server}/v1/completions", json=options | ({} if "top_k" in option else {"temperature": 0}))
+    assert made.json()["choices"][0]["text"] == plain.json()["choices"][0]["text"]
 
 
 def test_large_and_endless_bodies_are_refused_before_they_are_read(server):

@@ -12,6 +12,8 @@ from torch import Tensor
 
 # most likely tokens whose log-probabilities a request may ask for
 MOST_LOGPROBS = 20
+# below this temperature the most likely token is taken: the quotients would overflow float32
+_LEAST_TEMPERATURE = 1e-5
 
 
 @dataclasses.dataclass
@@ -19,7 +21,7 @@ class Sampling:
     """How the tokens of one request are chosen, and the log-probabilities of those chosen so far.
 
     Attributes:
-        temperature: divides the logits; 0 takes the most likely token.
+        temperature: divides the logits; below 1e-5 the most likely token is taken.
         top_k: sample from the k most likely tokens; 0 for all.
         top_p: sample from the most likely tokens of joint probability p.
         seed: of the random numbers, which do not depend on other requests; None for a random one.
@@ -49,7 +51,7 @@ class Sampling:
 def draw(logits: Float[Tensor, "n vocab"], requests: Sequence[Sampling]) -> Int[Tensor, "n"]:
     """Return the next token of each request, and add log-probabilities to the requests that keep them."""
     tokens = logits.argmax(-1)
-    rows = [i for i, x in enumerate(requests) if x.temperature > 0]
+    rows = [i for i, x in enumerate(requests) if x.temperature >= _LEAST_TEMPERATURE]
     if rows:
         tokens[rows] = _sample(logits[rows], [requests[i] for i in rows])
     asked = [i for i, x in enumerate(requests) if x.logprobs is not None]
@@ -73,9 +75,11 @@ def _sample(logits: Float[Tensor, "n vocab"], requests: Sequence[Sampling]) -> I
     ordered, index = (logits / column([x.temperature for x in requests])).sort(-1, descending=True)
     probs = ordered.softmax(-1)
     rank = torch.arange(vocab, device=logits.device)
-    kept = rank < column([x.top_k or vocab for x in requests])
-    # probability of the more likely tokens: the first token is always kept
+    kept = rank < column([min(x.top_k or vocab, vocab) for x in requests])
+    # probability of the more likely tokens
     kept &= probs.cumsum(-1) - probs < column([x.top_p for x in requests])
+    # top_p may round to 0 in float32
+    kept[:, 0] = True
     cumulative = (probs * kept).cumsum(-1)
     drawn = column([x.rng.random() for x in requests]) * cumulative[:, -1:]
     # the last kept token where rounding puts the number behind the sum

@@ -81,6 +81,10 @@ def build_app(engine: Engine, tokenizer: Any, name: str) -> FastAPI:
     async def unfit(request: HTTPRequest, error: ValueError) -> JSONResponse:
         return _error(400, str(error))
 
+    @app.exception_handler(Exception)
+    async def failed(request: HTTPRequest, error: Exception) -> JSONResponse:
+        return _error(500, "the server failed to answer this request: see its log")
+
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: HTTPRequest) -> Response:
         prompts = [answers.encode(x) if isinstance(x, str) else x for x in body.prompts]
@@ -158,6 +162,8 @@ class _Answers:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt."""
+        if any("\ud800" <= x <= "\udfff" for x in text):
+            raise HTTPException(400, "prompt: the text has unpaired surrogates, which are no characters")
         return self.tokenizer(text)["input_ids"]
 
     async def respond(
