@@ -16,13 +16,21 @@ from tokenmix_nats_l.chunks import Tokens, chunk_indices, chunk_means, forced_ty
 _OPTIONS = ("num_heads", "head_dim", "num_softmax_heads", "chunk", "own_chunk", "decay", "impl")
 
 
+# the class of the layers, which imports this module
+_classes: list[type] = []
+
+
+def exports(cls: type) -> type:
+    """Decorate the class whose layers the operator makes."""
+    _classes.append(cls)
+    return cls
+
+
 @functools.cache
 def _layer(hidden_size: int, options: tuple[tuple[str, Any], ...]) -> Any:
     """Return a layer without weights, which has the methods that mix tokens."""
-    from tokenmix_nats_l.mixer import NatsL
-
     with torch.device("meta"):
-        return NatsL(hidden_size, **dict(options))
+        return _classes[0](hidden_size, **dict(options))
 
 
 def _mix(

@@ -44,9 +44,8 @@ from tokenmix_nats_l.chunks import (
     real_chunks,
 )
 from tokenmix_nats_l.decoding import create_lists, extend, step
-from tokenmix_nats_l.exporting import mix_exported
-from tokenmix_nats_l.ops import merge_operations
-from tokenmix_nats_l.ops.merge.reference import merge_by_norms
+from tokenmix_nats_l.exporting import exports, mix_exported
+from tokenmix_nats_l.ops import merge_by_norms, merge_operations
 from tokenmix_nats_l.share import ShareThreshold, check_share
 
 Norms = Literal["each", "sum"]
@@ -54,6 +53,7 @@ Weights = Literal["queries", "inputs", "none"]
 OwnChunk = Literal["both", "softmax", "linear"]
 
 
+@exports
 class NatsL(Mixer):
     """y = W_o ((w_l · RMS(o_l) + w_s · RMS(o_s)) · silu(W_g x)): two operations on the same q, k and v.
 
