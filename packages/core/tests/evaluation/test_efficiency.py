@@ -1,5 +1,6 @@
 """Costs of inference: the bytes are those of the cache, the times are times."""
 
+import copy
 import gc
 from types import FunctionType, ModuleType
 
@@ -107,6 +108,7 @@ def test_prompts_are_text_where_there_is_a_tokenizer(model, tmp_path):
         assert torch.equal(prompts[2, 16].flatten(), torch.tensor([*ids, *ids[:7]]))
         assert torch.equal(prompts[2, 8].flatten(), torch.tensor(ids[:16]))
         assert suite.run(model, None, options)["settings"]["prompt"] == "random tokens"
+    model = copy.deepcopy(model)
     model.get_output_embeddings().weight = torch.nn.Parameter(model.get_output_embeddings().weight[:90].clone())
     with pytest.raises(ValueError, match=r"the text has token \d+, beyond the model's vocabulary of 90"):
         efficiency_suite(model, byte_tokenizer(), options)
