@@ -141,7 +141,7 @@ def call(**changed):
         (call(position_ids=torch.zeros(2, 9)), r"position_ids must have shape \[2, 11\] or \[1, 11\], got \[2, 9\]"),
         (call(labels=torch.zeros(2, 9, dtype=torch.int64)), r"labels must have shape \[2, 11\], got \[2, 9\]"),
         (call(cu_seqlens=torch.tensor([0, 11])), "B = 1"),
-        ({"input_ids": torch.zeros(1, 11, dtype=torch.int64), "cu_seqlens": torch.tensor([0, 9])}, "T = 11"),
+        ({"input_ids": torch.zeros(1, 11, dtype=torch.int64), "cu_seqlens": torch.tensor([0, 12])}, "T = 11"),
         (
             {
                 "input_ids": torch.zeros(1, 11, dtype=torch.int64),
