@@ -94,7 +94,7 @@ def test_cache_bytes_are_those_of_the_storages(model):
 
 
 def test_prompts_are_text_where_there_is_a_tokenizer(model, tmp_path):
-    seen = []
+    seen, model = [], copy.deepcopy(model)
     model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True)
     (tmp_path / "text.txt").write_text("abcdefgh" * 3)
     options = EvalOptions(lengths=(16, 8), batch_size=2, limit=1, text=str(tmp_path / "text.txt"), progress=False)
@@ -108,7 +108,6 @@ def test_prompts_are_text_where_there_is_a_tokenizer(model, tmp_path):
         assert torch.equal(prompts[2, 16].flatten(), torch.tensor([*ids, *ids[:7]]))
         assert torch.equal(prompts[2, 8].flatten(), torch.tensor(ids[:16]))
         assert suite.run(model, None, options)["settings"]["prompt"] == "random tokens"
-    model = copy.deepcopy(model)
     model.get_output_embeddings().weight = torch.nn.Parameter(model.get_output_embeddings().weight[:90].clone())
     with pytest.raises(ValueError, match=r"the text has token \d+, beyond the model's vocabulary of 90"):
         efficiency_suite(model, byte_tokenizer(), options)
