@@ -1,4 +1,4 @@
-"""The command line of every package: `train`, `eval`, `generate`, `serve`, `bench`, `push`, `data prepare`, `info` ...
+"""The command line of every package: `train`, `eval`, `generate`, `serve`, and the others that `--help` lists.
 
 A paper's console script calls `main` with its own recipes and suites. Nothing heavy is imported before a command runs,
 so that `--help` answers at once.

@@ -34,15 +34,17 @@ class Choice:
     """One answer while it is generated.
 
     Attributes:
+        sampling: the request's settings and log-probabilities.
+        name: of the request in the engine; empty before it is added.
         text: of all tokens so far.
         tokens: generated so far.
-        sampling: the request's settings and log-probabilities.
         reason: "stop" or "length" after the end, None before.
     """
 
     index: int
     sampling: Sampling
     detokenizer: Detokenizer
+    name: str = ""
     text: str = ""
     tokens: list[int] = dataclasses.field(default_factory=list)
     reason: str | None = None
@@ -184,7 +186,6 @@ class _Answers:
             raise HTTPException(503, "the engine has stopped")
         queue: asyncio.Queue[tuple[Choice, Any]] = asyncio.Queue()
         choices: list[Choice] = []
-        names: list[str] = []
         try:
             for prompt in prompts:
                 for copy in range(body.n):
@@ -193,17 +194,15 @@ class _Answers:
                     choice = Choice(len(choices), sampling, Detokenizer(self.tokenizer, body.stops))
                     choices.append(choice)
                     tokens = self.engine.max_tokens - len(prompt) if limit is None else limit
-                    names.append(
-                        self.engine.add(
-                            prompt,
-                            tokens,
-                            sampling,
-                            lambda output, choice=choice: queue.put_nowait((choice, output)),
-                            end_tokens=self.ends,
-                        )
+                    choice.name = self.engine.add(
+                        prompt,
+                        tokens,
+                        sampling,
+                        lambda output, choice=choice: queue.put_nowait((choice, output)),
+                        end_tokens=self.ends,
                     )
         except Exception:
-            self._cancel(names)
+            self._cancel(choices)
             raise
         head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -212,7 +211,7 @@ class _Answers:
             "model": self.name,
         }
         used = sum(map(len, prompts))
-        steps = self._steps(http, queue, choices, names)
+        steps = self._steps(http, queue, choices)
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             return StreamingResponse(
@@ -225,7 +224,7 @@ class _Answers:
         return JSONResponse({**head, "choices": full, "usage": _usage(used, choices)})
 
     async def _steps(
-        self, http: HTTPRequest, queue: asyncio.Queue, choices: list[Choice], names: list[str]
+        self, http: HTTPRequest, queue: asyncio.Queue, choices: list[Choice]
     ) -> AsyncGenerator[tuple[Choice, str, int], None]:
         """Yield each choice with its new text and the number of tokens before; cancel all if the client goes."""
         left, checked = len(choices), time.monotonic()
@@ -240,9 +239,7 @@ class _Answers:
                         return
                     if output is None and not self.engine.running:
                         raise HTTPException(503, "the engine has stopped")
-                if output is None:
-                    continue
-                if choice.reason is not None:
+                if output is None or choice.reason is not None:
                     continue
                 if output.error is not None:
                     raise HTTPException(500, output.error)
@@ -252,24 +249,24 @@ class _Answers:
                 choice.text += new
                 if choice.detokenizer.stopped:
                     choice.reason = "stop"
-                    self.engine.cancel(names[choice.index])
+                    self.engine.cancel(choice.name)
                 elif ended:
                     choice.reason = "stop" if choice.tokens and choice.tokens[-1] in self.ends else "length"
                 left -= choice.reason is not None
                 yield choice, new, before
         finally:
-            self._cancel(names)
+            self._cancel(choices)
 
     async def _events(
         self, head: dict[str, Any], steps: Any, choices: list[Choice], used: int, chat: bool, usage: bool
     ) -> AsyncIterator[str]:
         """Yield an answer as server-sent events."""
-        if chat:
-            head = {**head, "object": "chat.completion.chunk"}
-            for x in choices:
-                first = {"role": "assistant", "content": ""}
-                yield _event({**head, "choices": [{"index": x.index, "delta": first, "finish_reason": None}]})
         try:
+            if chat:
+                head = {**head, "object": "chat.completion.chunk"}
+                for x in choices:
+                    first = {"role": "assistant", "content": ""}
+                    yield _event({**head, "choices": [{"index": x.index, "delta": first, "finish_reason": None}]})
             async with aclosing(steps):
                 async for choice, text, before in steps:
                     logs = _logprobs(choice, self.tokenizer, chat, before)
@@ -281,11 +278,14 @@ class _Answers:
                 yield _event({**head, "choices": [], "usage": _usage(used, choices)})
         except HTTPException as error:
             yield _event(_body(error.status_code, str(error.detail)))
+        finally:
+            # a client may leave before the first step
+            self._cancel(choices)
         yield "data: [DONE]\n\n"
 
-    def _cancel(self, names: list[str]) -> None:
-        for name in names:
-            self.engine.cancel(name)
+    def _cancel(self, choices: list[Choice]) -> None:
+        for x in choices:
+            self.engine.cancel(x.name)
 
 
 def _end_tokens(model: Any) -> list[int]:
