@@ -45,7 +45,8 @@ from tokenmix_nats_l.chunks import (
 )
 from tokenmix_nats_l.decoding import create_lists, extend, step
 from tokenmix_nats_l.exporting import exports, mix_exported
-from tokenmix_nats_l.ops import merge_by_norms, merge_operations
+from tokenmix_nats_l.ops import merge_operations
+from tokenmix_nats_l.ops.merge.reference import merge_by_norms
 from tokenmix_nats_l.share import ShareThreshold, check_share
 
 Norms = Literal["each", "sum"]
