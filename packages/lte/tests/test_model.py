@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import pytest
 import torch
 
 from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.exporting import check_exports
 from tokenmix_core.testing.models import ModelContract
 from tokenmix_lte.config import LteConfig
 from tokenmix_lte.model import LteForCausalLM, LteModel
@@ -37,6 +39,12 @@ class TestLteModel(ModelContract):
     causal_lm_class = LteForCausalLM
     # enough tokens to evict some
     tokens = 40
+
+
+@pytest.mark.parametrize("name", TestLteModel.configs)
+def test_one_exported_program_takes_any_length(name):
+    torch.manual_seed(0)
+    check_exports(LteForCausalLM(LteConfig(**TestLteModel.configs[name])))
 
 
 def test_layers_know_the_number_of_lte_layers():

@@ -47,9 +47,10 @@ class TestHybrid(_Contract):
     traced: ClassVar = {"window and slots": fields([4, "full"], head_dim=64, slots=16)}
 
 
-def test_one_exported_program_takes_any_length():
+@pytest.mark.parametrize("windows", [[4, 7], [4, "full"]], ids=["windows", "full"])
+def test_one_exported_program_takes_any_length(windows):
     torch.manual_seed(0)
-    check_exports(NhaForCausalLM(NhaConfig(**fields([4, 7]))))
+    check_exports(NhaForCausalLM(NhaConfig(**fields(windows))))
 
 
 class TestWithAFullLayer(_Contract):

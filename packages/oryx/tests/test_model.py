@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.exporting import check_exports
 from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
 from tokenmix_core.testing.models import ModelContract, left_padded, logits_in_parts
 from tokenmix_core.testing.two_ranks import check_sharded_in_bfloat16
@@ -48,6 +49,12 @@ class TestSwitching(_Contract):
         for name in ("mamba2", "gated_delta_net")
     }
     inputs: ClassVar = {"mode": SCHEDULE}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_exported_program_takes_any_length(family):
+    torch.manual_seed(0)
+    check_exports(OryxForCausalLM(OryxConfig(**FAMILIES[family])))
 
 
 class TestAblated(_Contract):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+import functools
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -24,7 +25,7 @@ from tokenmix_core.nn import (
     projected,
     stepping,
 )
-from tokenmix_core.ops import Impl, attention, attention_decode
+from tokenmix_core.ops import Impl, attention, attention_decode, exportable
 from tokenmix_lte.joined import join_past
 from tokenmix_lte.nsa_state import PooledKVState
 from tokenmix_lte.ops import block_attention, gated_sum, select_blocks
@@ -38,6 +39,35 @@ class Branches(NamedTuple):
     compressed: Tensor
     selected: Tensor
     window: Tensor
+
+
+def _shapes(q: Tensor, v: Tensor, **_: object) -> tuple[Tensor, ...]:
+    return tuple(q.new_empty(*q.shape[:3], v.shape[3]) for _ in Branches._fields)
+
+
+@functools.partial(exportable, shapes=_shapes)
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pooled_k: Tensor | None = None,
+    pooled_v: Tensor | None = None,
+    *,
+    block: int,
+    count: int,
+    window: int,
+    impl: Impl | None = None,
+    shift: int = 0,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the three branches, one operator of torch.export because the division into blocks fixes the length."""
+    if pooled_k is None or pooled_v is None:
+        pooled_k, pooled_v = (pool_blocks(x, block, cu_seqlens) for x in (k, v))
+    packed: dict[str, Any] = {"cu_seqlens": cu_seqlens, "impl": impl}
+    compressed, lse = compressed_attention(q, pooled_k, pooled_v, block, shift=shift, **packed)
+    blocks = select_blocks(q, pooled_k, lse, count, block_size=block, shift=shift, **packed)
+    selected = block_attention(q, k, v, blocks, block_size=block, **packed).o
+    return compressed, selected, attention(q, k, v, window=window, **packed).o
 
 
 class Nsa(Mixer):
@@ -118,21 +148,17 @@ class Nsa(Mixer):
         q, k = apply_rotary_to_both(q, k, rotary)
         gates = gates.unflatten(-1, (self.num_heads, -1)).sigmoid()
         if state is None:
-            pooled = (pool_blocks(x, self.block, cu_seqlens) for x in (k, v))
-            branches = self._attend(q, k, v, *pooled, cu_seqlens=cu_seqlens)
+            branches = self._attend(q, k, v, cu_seqlens=cu_seqlens)
         else:
             branches = (self._step if stepping(hidden_states, state) else self._extend)(q, k, v, state)
         return output_linear(gated_sum(*branches, gates, impl=self.impl).flatten(-2), self.o_proj), None
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, pooled_k: Tensor, pooled_v: Tensor, *, cu_seqlens: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *pooled: Tensor, shift: int = 0, cu_seqlens: Tensor | None = None
     ) -> Branches:
-        """Return the branches' outputs for the last queries of sequences, given all of their keys."""
-        shift, packed = k.shape[1] - q.shape[1], {"cu_seqlens": cu_seqlens, "impl": self.impl}
-        compressed, lse = compressed_attention(q, pooled_k, pooled_v, self.block, shift=shift, **packed)
-        blocks = select_blocks(q, pooled_k, lse, self.blocks, block_size=self.block, shift=shift, **packed)
-        selected = block_attention(q, k, v, blocks, block_size=self.block, **packed).o
-        return Branches(compressed, selected, attention(q, k, v, window=self.window, **packed).o)
+        """Return the branches' outputs for queries from position `shift` on, given all keys; pool them if not given."""
+        options = {"block": self.block, "count": self.blocks, "window": self.window, "impl": self.impl}
+        return Branches(*_attend(q, k, v, *pooled, shift=shift, cu_seqlens=cu_seqlens, **options))
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState) -> Branches:
         """Return the branches' outputs for one token of each sequence; write the state without synchronisation."""
@@ -188,7 +214,7 @@ class Nsa(Mixer):
         means = [pool_blocks(x[:, known * self.block :], self.block) for x in (all_k, all_v)]
         held = (pooled.keys, pooled.values)
         means = [torch.cat((x[:, :known], new), 1) for x, new in zip(held, means, strict=True)]
-        branches = self._attend(q, all_k, all_v, *means)
+        branches = self._attend(q, all_k, all_v, *means, shift=past)
         for x, new in zip(held, means, strict=True):
             x[:, known : new.shape[1]] = new[:, known:].detach()
         rest = all_k.shape[1] % self.block

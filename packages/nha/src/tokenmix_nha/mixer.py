@@ -268,7 +268,7 @@ class NhaMixer(Mixer):
     def _attend_plainly(self, heads: Heads, call: Call) -> Float[Tensor, "B T HQ V"]:
         """Compute softmax attention, with M zero keys before the first token if the layer has slots."""
         q, k, v = heads.q, heads.k, heads.v
-        if call.state is None and self.slots and current_shard() is None:
+        if call.state is None and self.slots and current_shard() is None and not torch.compiler.is_exporting():
             # the fused operation handles the zero keys; log-gates of 0 let no token enter the slots
             closed = v.new_zeros(1, 1, 1, 1).expand(*v.shape[:3], self.slots)
             options = {"cu_seqlens": call.cu_seqlens, "output_final_state": False, "impl": self.impl}
