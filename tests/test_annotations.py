@@ -19,10 +19,10 @@ def test_wrong():
 def test_annotations_hold_in_training_and_decoding_and_one_that_does_not_is_told(tmp_path):
     (tmp_path / "test_wrong.py").write_text(WRONG)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "tokenmix_core.testing.annotations", "-p", "no:cacheprovider",
+        [sys.executable, "-m", "pytest", "-q", "-p", "support.annotations", "-p", "no:cacheprovider",
          "tests/test_interleaving.py", str(tmp_path / "test_wrong.py"), "-k", "together or test_wrong"],
         cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": ""},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": "", "PYTHONPATH": str(ROOT / "tests")},
         capture_output=True,
         text=True,
     )  # fmt: skip

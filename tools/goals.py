@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tokenmix_core.testing import results
+import result_tables
 
 # no shape of a sweep may take longer than this many times the best baseline's time
 BOUND = 1.1
@@ -47,7 +47,7 @@ def of(rows: Iterable[dict]) -> list[dict]:
 
 def table(rows: Sequence[dict], sweep: Sequence[dict]) -> str:
     """Return each goal with our time, the best baseline and the verdict; then misses of peak memory and the sweep."""
-    pairs = {(row["op"], row["shape"]): row for row in results.beside(rows)}
+    pairs = {(row["op"], row["shape"]): row for row in result_tables.beside(rows)}
     lines = ["| operation | shape | pass | goal, ms | now, ms | best baseline, ms | verdict | Triton, commit |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     for goal in GOALS:
@@ -88,7 +88,7 @@ def _memory(pairs: Iterable[dict]) -> str:
 
 
 def _sweep(rows: Sequence[dict]) -> str:
-    pairs, late = results.beside(rows), results.slower(rows, BOUND)
+    pairs, late = result_tables.beside(rows), result_tables.slower(rows, BOUND)
     shapes = {(row["op"], row["shape"]) for row, _ in late}
     lines = [
         f"Shapes outside the tables ([plot](plots/sweep.png)) take at most {BOUND:g} times the best baseline's time at "

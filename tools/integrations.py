@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenmix_core.testing import results
+import result_tables
 
 FOLDER = Path(__file__).parents[1] / "packages" / "core" / "benchmarks" / "results" / "field"
-OURS, TORCH = results.OURS, "transformers, torch"
+OURS, TORCH = result_tables.OURS, "transformers, torch"
 
 
 def tables() -> dict[str, str]:
@@ -22,7 +22,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     found: dict[tuple[str, str], dict[str, dict]] = {}
     for row in rows:
         found.setdefault((row["op"], row["shape"]), {})[row["impl"]] = row
-    lines = [results.devices(rows), ""]
+    lines = [result_tables.devices(rows), ""]
     lines.append("| what | shape | ours | transformers with kernels | of these | transformers, torch |")
     lines.append("|---|---|---|---|---|---|")
     for (what, shape), forms in sorted(found.items(), key=lambda item: _order(*item[0])):

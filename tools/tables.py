@@ -18,10 +18,9 @@ import claims
 import goals
 import integrations
 import model_results
+import result_tables
 import states
 import step_time
-
-from tokenmix_core.testing import results
 
 ROOT = Path(__file__).parent.parent
 
@@ -40,7 +39,7 @@ def main(check: bool, models: bool = True) -> int:
     """Write or check all tables; without `models`, leave out those that are counted from models."""
     packages = measurements("results")
     # by file and by what its marks say
-    tables = {(package / "README.md", "speed"): results.markdown(rows) for package, rows in packages.items()}
+    tables = {(package / "README.md", "speed"): result_tables.markdown(rows) for package, rows in packages.items()}
     everything = [row for rows in packages.values() for row in rows]
     sweeps = [row for rows in measurements("results/sweep").values() for row in rows]
     if everything:
@@ -53,11 +52,11 @@ def main(check: bool, models: bool = True) -> int:
     tables |= claims.sentences()
     versions = [row for rows in measurements("results/versions").values() for row in rows]
     if versions:
-        tables[ROOT / "docs" / "triton_versions.md", "speed"] = results.by_version(versions)
+        tables[ROOT / "docs" / "triton_versions.md", "speed"] = result_tables.by_version(versions)
     stale = 0
     for (readme, mark), table in tables.items():
         before = readme.read_text()
-        if results.fill(readme, table, mark):
+        if result_tables.fill(readme, table, mark):
             stale += 1
             print(f"{readme.relative_to(ROOT)}, {mark}: {'stale' if check else 'rewritten'}")
             if check:
@@ -65,11 +64,11 @@ def main(check: bool, models: bool = True) -> int:
     if not check:
         model_results.draw_plots()
     if everything and not check:
-        results.plot(goals.of(everything), ROOT / "docs" / "plots" / "speed.png")
-        results.plot(everything, ROOT / "docs" / "plots" / "shapes.png")
+        result_tables.plot(goals.of(everything), ROOT / "docs" / "plots" / "speed.png")
+        result_tables.plot(everything, ROOT / "docs" / "plots" / "shapes.png")
     if sweeps and not check:
-        results.plot(sweeps, ROOT / "docs" / "plots" / "sweep.png", bound=goals.BOUND)
-        for row, key in results.slower(sweeps, goals.BOUND):
+        result_tables.plot(sweeps, ROOT / "docs" / "plots" / "sweep.png", bound=goals.BOUND)
+        for row, key in result_tables.slower(sweeps, goals.BOUND):
             baseline, name = row[f"{key}_baseline"]
             ratio = row[key] / baseline
             print(f"{row['op']} · {row['shape']}: {key} {row[key]:.3f}, {name} {baseline:.3f}: {ratio:.2f} times")

@@ -31,7 +31,7 @@ def text_file(tmp_path_factory):
 @pytest.fixture(scope="session")
 def token_file(tmp_path_factory):
     """A token file of 60 documents, a third of them held out."""
-    from tokenmix_core.testing.corpora import documents, token_file
+    from support.corpora import documents, token_file
 
     return str(token_file(tmp_path_factory.mktemp("corpus"), documents(60), held_out=0.3))
 

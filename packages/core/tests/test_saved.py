@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from support.saved import SavedContract
 from tokenmix_core.cli.app import main
-from tokenmix_core.testing.saved import SavedContract
 
 
 class TestSaved(SavedContract):

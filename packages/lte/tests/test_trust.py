@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from tokenmix_core.testing.trust import TrustContract
+from support.trust import TrustContract
 from tokenmix_lte.cli import main
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tokenmix_core.testing.corpora import documents, token_file
+from support.corpora import documents, token_file
 from tokenmix_core.testing.fixtures import (  # noqa: F401
     device,
     kernels_are_interpreted_quickly,

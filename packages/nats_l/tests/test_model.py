@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from support.exporting import check_exports
+from support.two_ranks import check_sharded_in_bfloat16
 from tokenmix_core.modeling.cache_name import CACHE
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.exporting import check_exports
 from tokenmix_core.testing.models import ModelContract
-from tokenmix_core.testing.two_ranks import check_sharded_in_bfloat16
 from tokenmix_nats_l.config import NatsLConfig
 from tokenmix_nats_l.model import NatsLForCausalLM, NatsLModel
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from support.recipes import check_shrinks
 from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
-from tokenmix_core.testing.recipes import check_shrinks
 from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.overrides import overridden
 from tokenmix_core.training.recipe import Tokens

@@ -1,6 +1,6 @@
 """No command of this package runs code from a model's folder without --trust-remote-code."""
 
-from tokenmix_core.testing.trust import TrustContract
+from support.trust import TrustContract
 from tokenmix_nats_l.cli import main
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from support.fla_models import fla_folder, fla_logits
 from tokenmix_core.integrations.checkpoints import load_third_party
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.fla_models import fla_folder, fla_logits
 from tokenmix_core.testing.mixers import MixerContract
 from tokenmix_nha.cli import main
 from tokenmix_nha.gsa import GatedSlotAttention

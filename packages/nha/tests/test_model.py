@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, TrainerState
 
 import tokenmix_nha
+from support.exporting import check_exports
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.exporting import check_exports
 from tokenmix_core.testing.models import ModelContract
 from tokenmix_nha.config import NhaConfig
 from tokenmix_nha.model import NhaForCausalLM, NhaModel

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from tokenmix_core.testing.recipes import check_shrinks
+from support.recipes import check_shrinks
 from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.overrides import overridden
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe, Tokens

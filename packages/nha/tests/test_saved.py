@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tokenmix_core.testing.saved import SavedContract
+from support.saved import SavedContract
 from tokenmix_nha.cli import main
 
 

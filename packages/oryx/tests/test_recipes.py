@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 import tokenmix_core
 import tokenmix_oryx
+from support.corpora import documents, token_file
+from support.recipes import check_shrinks
 from tokenmix_core.data.tokenizer import byte_tokenizer
-from tokenmix_core.testing.corpora import documents, token_file
-from tokenmix_core.testing.recipes import check_shrinks
 from tokenmix_core.training.callbacks import read_metrics
 from tokenmix_core.training.manifest import run_manifest
 from tokenmix_core.training.overrides import overridden

@@ -2,9 +2,9 @@
 
 import pytest
 
+from support.trust import folder_with_code, mark_of, run_with_yes
 from tokenmix_core._utils import trust
 from tokenmix_core.cli.app import main
-from tokenmix_core.testing.trust import folder_with_code, mark_of, run_with_yes
 
 CALLS = {
     "generate": ["generate", "DIR", "--prompt", "x"],

@@ -6,6 +6,7 @@ import sysconfig
 import numpy as np
 import pytest
 
+from support.corpora import token_file
 from tokenmix_core.data.prepare import (
     BUILT_IN_HELD_OUT,
     TrainedOn,
@@ -18,7 +19,6 @@ from tokenmix_core.data.token_file import TokenFile
 from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_core.evaluation.options import EvalOptions
 from tokenmix_core.evaluation.text import corpus_of, documents, held_out_from
-from tokenmix_core.testing.corpora import token_file
 
 # "module enum" has a hash that is held out, as have "module code" and "module html"
 NAMES = ["enum.py", "html/parser.py", "_code.py", *(f"module{i}.py" for i in range(80))]

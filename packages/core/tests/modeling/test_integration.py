@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainingArguments
 
+from support.exporting import check_exports
+from support.two_ranks import check_sharded_in_bfloat16, run_on_two_ranks
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.exporting import check_exports
 from tokenmix_core.testing.tracing import by_kernels
-from tokenmix_core.testing.two_ranks import check_sharded_in_bfloat16, run_on_two_ranks
 
 FIELDS = {
     "vocab_size": 59,

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import tokenmix_core
+from support.operation_coverage import described, operations_of, unchecked
 from tokenmix_core import ops
-from tokenmix_core.testing.operation_coverage import described, operations_of, unchecked
 
 # operations with tests of their own in place of a contract
 OTHERWISE = {

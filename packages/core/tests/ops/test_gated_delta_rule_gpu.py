@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 import torch
 
+from support.streams import assert_replays, stalls_forbidden
 from tokenmix_core.kernels.launch.cache.replay import invalidate
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step, recurrent_gated_delta_rule
 from tokenmix_core.ops.dispatch import GluonForm
 from tokenmix_core.ops.gated_delta_rule import plan, tuning
 from tokenmix_core.testing.agreement import RoundedProducts, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
-from tokenmix_core.testing.streams import assert_replays, stalls_forbidden
 
 pytestmark = pytest.mark.gpu
 

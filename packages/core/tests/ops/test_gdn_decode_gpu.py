@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from support.streams import assert_replays, stalls_forbidden
 from tokenmix_core.nn.head_padding import HeadFit
 from tokenmix_core.ops import delta_layer_step
 from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.testing.closeness import assert_within
-from tokenmix_core.testing.streams import assert_replays, stalls_forbidden
 
 pytestmark = pytest.mark.gpu
 

@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 import torch
 
+from support.streams import assert_replays, stalls_forbidden
 from tokenmix_core.ops import short_conv, short_conv_step, short_convs
 from tokenmix_core.ops.causal_conv1d import tuning
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.streams import assert_replays, stalls_forbidden
 
 pytestmark = pytest.mark.gpu
 

@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 import torch
 
+from support.streams import assert_replays, stalls_forbidden
 from tokenmix_core.ops import chunk_ssd, recurrent_ssd, ssd_step
 from tokenmix_core.ops.ssd import tuning
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients, with_scanned_sums
 from tokenmix_core.testing.closeness import assert_within, relative_error
-from tokenmix_core.testing.streams import assert_replays, stalls_forbidden
 
 pytestmark = pytest.mark.gpu
 

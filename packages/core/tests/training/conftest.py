@@ -22,7 +22,7 @@ def _one_cache(tmp_path_factory):
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """A token file of 40 documents of unequal lengths, bytes."""
-    from tokenmix_core.testing.corpora import token_file
+    from support.corpora import token_file
 
     words = ([f"word{(i * 7 + j * j) % 23}" for j in range(3 + 5 * (i % 9))] for i in range(40))
     return token_file(tmp_path_factory.mktemp("corpus"), (" ".join(x) + "." for x in words))

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.corpora import token_file
 from tokenmix_core.data.token_file import TokenFile
 from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
-from tokenmix_core.testing.corpora import token_file
 from tokenmix_core.training.data import (
     IGNORE_INDEX,
     ChunkRows,

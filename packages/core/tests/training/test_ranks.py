@@ -8,7 +8,7 @@ import pytest
 import torch
 from runs import Processes, fail_on_rank_1, limit_files, look_at_folders, recipe, slow_steps, train_by_command
 
-from tokenmix_core.testing.corpora import token_file
+from support.corpora import token_file
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several processes share no GPU")
 

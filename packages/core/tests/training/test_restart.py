@@ -13,10 +13,10 @@ import pytest
 from runs import Processes, curve, manifest, recipe, slow_steps, touch_steps, train_with_small_files
 from transformers import TrainerCallback
 
+from support.corpora import token_file
 from tokenmix_core._utils.locks import FolderLock, contents
 from tokenmix_core.cli.app import main
 from tokenmix_core.data.token_file import TokenFile
-from tokenmix_core.testing.corpora import token_file
 from tokenmix_core.training.callbacks import StopOnSignal, read_metrics
 from tokenmix_core.training.checkpoint import check_checkpoint
 from tokenmix_core.training.trainer import train

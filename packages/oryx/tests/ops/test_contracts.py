@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import tokenmix_oryx
-from tokenmix_core.testing.operation_coverage import described, operations_of, unchecked
+from support.operation_coverage import described, operations_of, unchecked
 from tokenmix_oryx import ops
 
 

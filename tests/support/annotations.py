@@ -1,7 +1,7 @@
 """A plugin of pytest that holds calls to the shapes and dtypes of their annotations.
 
-`pytest -p tokenmix_core.testing.annotations` is a run of its own, in eager mode: torch.compile cannot trace checks, nor
-Triton compile functions with them.
+`PYTHONPATH=tests pytest -p support.annotations` is a run of its own, in eager mode: torch.compile cannot trace checks,
+nor Triton compile functions with them.
 """
 
 from __future__ import annotations
