@@ -9,6 +9,7 @@ import pytest
 from tokenmix_core.testing.results import save
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+from result_tables import beside, by_version, fill, markdown, plot, slower
 
 ROW = {"op": "ssd", "shape": "B1", "impl": "tokenmix", "fwd_ms": 0.25, "fwdbwd_ms": None, "peak_mb": 512.0}
 
