@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from arena import rules
 from arena.contestants import CONTESTANTS, PARAMETERS, STATE, Contestant, Fields
 from arena.sizes import Size
 from tokenmix_core.nn.mlp import swiglu_width
 from tokenmix_core.training.recipe import Recipe
 
 # largest relative difference from the reference
-TOLERANCE = {PARAMETERS: 0.01, STATE: 0.05}
+TOLERANCE = {PARAMETERS: rules.PARAMETER_TOLERANCE, STATE: rules.STATE_TOLERANCE}
 REFERENCE = {PARAMETERS: "attention", STATE: "oryx-tm"}
 
 

@@ -23,7 +23,7 @@ import states  # noqa: E402
 PACKAGES = {path.parent.name: f"tokenmix_{path.parent.name}" for path in sorted(ROOT.glob("packages/*/pyproject.toml"))}
 # pages, and the files that they show or link to
 _TAKEN = re.compile(
-    r"(README|CONTRIBUTING)\.md|docs/(?!site/)|examples/|arena/(README\.md|results/.*\.(md|png))"
+    r"(README|CONTRIBUTING)\.md|docs/(?!site/)|examples/|arena/((README|RULES)\.md|results/.*\.(md|png))"
     r"|packages/\w+/(README\.md|figures/|src/.*\.(md|png))"
 )
 
