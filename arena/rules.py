@@ -1,4 +1,4 @@
-"""The numbers of `RULES.md`; a test compares them with its text."""
+"""The constants of `RULES.md`; a test compares them with its text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arena's rules: the numbers of RULES.md are those of the code."""
+"""The arena's rules: the constants that RULES.md quotes are those of the code."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from arena.models import TOLERANCE
 TEXT = " ".join((Path(rules.__file__).parent / "RULES.md").read_text(encoding="utf-8").split())
 
 
-def test_the_page_quotes_the_numbers_of_the_code():
+def test_the_page_quotes_the_constants_of_the_code():
     quoted = (
         f"{rules.ACCURACY_EFFECT} of accuracy and {rules.LOSS_EFFECT} nats matter",
         f"Parameters within {100 * rules.PARAMETER_TOLERANCE:g} %",
