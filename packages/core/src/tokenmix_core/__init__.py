@@ -22,16 +22,4 @@ if TYPE_CHECKING:
     from tokenmix_core._utils.validation import check_value as check_value
     from tokenmix_core._utils.validation import undefined as undefined
 
-__getattr__ = lazily(
-    __name__,
-    {
-        "check_new_folder": "_utils.atomic_io",
-        "write_atomically": "_utils.atomic_io",
-        "lazily": "_utils.lazy_imports",
-        "require": "_utils.optional",
-        "stream": "_utils.rng",
-        "from_pretrained": "_utils.trust",
-        "check_value": "_utils.validation",
-        "undefined": "_utils.validation",
-    },
-)
+__getattr__ = lazily(__name__)

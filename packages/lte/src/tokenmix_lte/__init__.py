@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from tokenmix_core import announce, lazily
 
 if TYPE_CHECKING:
-    from tokenmix_lte.config import LteConfig
     from tokenmix_lte.mixer import Lte
-    from tokenmix_lte.model import LteForCausalLM, LteModel
+
+    # with its model, which registers both
+    from tokenmix_lte.model import LteConfig, LteForCausalLM, LteModel
     from tokenmix_lte.nsa import Nsa
 
 __version__ = "0.1.0"
@@ -21,6 +22,4 @@ __all__ = ["Lte", "LteConfig", "LteForCausalLM", "LteModel", "Nsa"]
 
 announce({"tokenmix_lte": "tokenmix_lte.model"}, dict.fromkeys(("lte", "nsa", "tova"), "tokenmix_lte.config"))
 
-__getattr__ = lazily(
-    __name__, {"Lte": "mixer", "LteConfig": "model", "LteForCausalLM": "model", "LteModel": "model", "Nsa": "nsa"}
-)
+__getattr__ = lazily(__name__)

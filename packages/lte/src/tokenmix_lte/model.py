@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tokenmix_core.modeling import HybridForCausalLM, HybridModel, register_model
-from tokenmix_lte.config import LteConfig
+from tokenmix_lte.config import LteConfig as LteConfig
 
 
 class LteModel(HybridModel):

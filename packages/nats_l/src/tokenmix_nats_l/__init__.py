@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 from tokenmix_core import announce, lazily
 
 if TYPE_CHECKING:
-    from tokenmix_nats_l.config import NatsLConfig
     from tokenmix_nats_l.mixer import NatsL
-    from tokenmix_nats_l.model import NatsLForCausalLM, NatsLModel
+
+    # with its model, which registers both
+    from tokenmix_nats_l.model import NatsLConfig, NatsLForCausalLM, NatsLModel
 
 __version__ = "0.1.0"
 __all__ = ["NatsL", "NatsLConfig", "NatsLForCausalLM", "NatsLModel"]
 
 announce({"tokenmix_nats_l": "tokenmix_nats_l.model"}, {"nats_l": "tokenmix_nats_l.config"})
 
-__getattr__ = lazily(
-    __name__, {"NatsL": "mixer", "NatsLConfig": "model", "NatsLForCausalLM": "model", "NatsLModel": "model"}
-)
+__getattr__ = lazily(__name__)

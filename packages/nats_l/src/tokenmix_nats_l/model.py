@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tokenmix_core.modeling import HybridForCausalLM, HybridModel, register_model
-from tokenmix_nats_l.config import NatsLConfig
+from tokenmix_nats_l.config import NatsLConfig as NatsLConfig
 
 
 class NatsLModel(HybridModel):

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 from tokenmix_core import announce, lazily
 
 if TYPE_CHECKING:
-    from tokenmix_nha.config import NhaConfig
     from tokenmix_nha.conversion import convert
     from tokenmix_nha.mixer import NhaMixer
-    from tokenmix_nha.model import NhaForCausalLM, NhaModel
+
+    # with its model, which registers both
+    from tokenmix_nha.model import NhaConfig, NhaForCausalLM, NhaModel
     from tokenmix_nha.model_windows import set_windows, using_windows
     from tokenmix_nha.windows import nha_layers
 
@@ -42,16 +43,4 @@ announce(
     },
 )
 
-__getattr__ = lazily(
-    __name__,
-    {
-        "NhaConfig": "model",
-        "NhaForCausalLM": "model",
-        "NhaMixer": "mixer",
-        "NhaModel": "model",
-        "convert": "conversion",
-        "nha_layers": "windows",
-        "set_windows": "model_windows",
-        "using_windows": "model_windows",
-    },
-)
+__getattr__ = lazily(__name__)

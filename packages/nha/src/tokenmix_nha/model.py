@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tokenmix_core.modeling import HybridForCausalLM, HybridModel, register_model
-from tokenmix_nha.config import NhaConfig
+from tokenmix_nha.config import NhaConfig as NhaConfig
 
 
 class NhaModel(HybridModel):

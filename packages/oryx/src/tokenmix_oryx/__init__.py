@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from tokenmix_core import announce, lazily
 
 if TYPE_CHECKING:
-    from tokenmix_oryx.config import OryxConfig
     from tokenmix_oryx.mixer import OryxMixer
-    from tokenmix_oryx.model import OryxForCausalLM, OryxModel
+
+    # with its model, which registers both
+    from tokenmix_oryx.model import OryxConfig, OryxForCausalLM, OryxModel
     from tokenmix_oryx.modes import draw_modes
 
 __version__ = "0.1.0"
@@ -23,13 +24,4 @@ announce(
     {"oryx": "tokenmix_oryx.mixer", "normed_attention": "tokenmix_oryx.attention"},
 )
 
-__getattr__ = lazily(
-    __name__,
-    {
-        "OryxConfig": "model",
-        "OryxForCausalLM": "model",
-        "OryxMixer": "mixer",
-        "OryxModel": "model",
-        "draw_modes": "modes",
-    },
-)
+__getattr__ = lazily(__name__)

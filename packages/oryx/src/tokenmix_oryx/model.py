@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from tokenmix_core.modeling import CACHE, HybridCache, HybridForCausalLM, HybridModel, Span, register_model
-from tokenmix_oryx.config import OryxConfig
+from tokenmix_oryx.config import OryxConfig as OryxConfig
 from tokenmix_oryx.generation import GenerationMode, ModePlan, PromptMode, check_generation
 from tokenmix_oryx.modes import ATTENTION, LINEAR, ModeInput, Modes, check_mode, describe
 from tokenmix_oryx.state import OryxCache

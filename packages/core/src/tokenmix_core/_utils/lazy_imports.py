@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable
 from typing import Any
 
 
-def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package whose import is quick, though its names need torch.
+def lazily(package: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package: it imports the names of `if TYPE_CHECKING:` when they are first asked for.
+
+    The block holds statements `from MODULE import NAME`, at the top level of the package's `__init__`. No module of the
+    package may have the name of an export: imported, it would replace it.
 
     Args:
         package: the package's `__name__`.
-        homes: by name, the module of the package that has it; `module:other` if it has another name there, `module:`
-            for the module itself. No module may have the name of an export: imported, it would replace it.
     """
+    homes = {}
+    source = sys.modules[package].__spec__.loader.get_source(package)  # type: ignore[union-attr]
+    for block in ast.parse(source).body:
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
+            for line in block.body:
+                assert isinstance(line, ast.ImportFrom), ast.unparse(line)
+                homes |= {x.asname or x.name: (line.module, x.name) for x in line.names}
 
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, renamed, other = homes[name].partition(":")
-        found = importlib.import_module(f"{package}.{module}")
-        return found if renamed and not other else getattr(found, other or name)
+        module, attribute = homes[name]
+        home = importlib.import_module(module)
+        return (
+            getattr(home, attribute) if hasattr(home, attribute) else importlib.import_module(f"{module}.{attribute}")
+        )
 
     return find

@@ -19,21 +19,4 @@ if TYPE_CHECKING:
     from tokenmix_core.cli.finetune import add_finetune as add_finetune
     from tokenmix_core.cli.finetune import run_finetune as run_finetune
 
-__getattr__ = lazily(
-    __name__,
-    {
-        "add_device": "app",
-        "layer_indices": "app",
-        "positive_integers": "app",
-        "AddCommand": "app",
-        "main": "app",
-        "DTYPES": "commands",
-        "config_of": "commands",
-        "device_and_dtype": "commands",
-        "is_checkpoint": "commands",
-        "load_model": "commands",
-        "load_tokenizer": "commands",
-        "add_finetune": "finetune",
-        "run_finetune": "finetune",
-    },
-)
+__getattr__ = lazily(__name__)

@@ -10,12 +10,4 @@ if TYPE_CHECKING:
     from tokenmix_core.data.synthetic import mqar as mqar
     from tokenmix_core.data.token_file import META as META
 
-__getattr__ = lazily(
-    __name__,
-    {
-        "NIAH_TASKS": "synthetic",
-        "NiahExample": "synthetic",
-        "mqar": "synthetic",
-        "META": "token_file",
-    },
-)
+__getattr__ = lazily(__name__)

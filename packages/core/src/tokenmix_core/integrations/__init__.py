@@ -27,29 +27,4 @@ if TYPE_CHECKING:
     from tokenmix_core.integrations.layouts import hybrid_mixers as hybrid_mixers
     from tokenmix_core.integrations.trl import count_auxiliary_losses as count_auxiliary_losses
 
-__getattr__ = lazily(
-    __name__,
-    {
-        "read_fields": "checkpoints",
-        "check_dtype": "checkpoints",
-        "convert_folder": "checkpoints",
-        "layout_of": "checkpoints",
-        "load_third_party": "checkpoints",
-        "Fields": "checkpoints",
-        "Layout": "checkpoints",
-        "Names": "checkpoints",
-        "Result": "fla",
-        "as_float32": "fla",
-        "as_values": "fla",
-        "reversed_tokens": "fla",
-        "state_layout": "fla",
-        "refuse_unknown": "fla",
-        "tokens_first": "fla",
-        "LAYOUTS": "layouts",
-        "delta_names": "layouts",
-        "fla_config": "layouts",
-        "fla_names": "layouts",
-        "hybrid_mixers": "layouts",
-        "count_auxiliary_losses": "trl",
-    },
-)
+__getattr__ = lazily(__name__)

@@ -22,21 +22,4 @@ if TYPE_CHECKING:
     from tokenmix_core.kernels.tuning import override as override
     from tokenmix_core.kernels.tuning import sm_count as sm_count
 
-__getattr__ = lazily(
-    __name__,
-    {
-        "sm_count": "tuning",
-        "Asked": "launch.async_read",
-        "Checked": "launch.cache.replay",
-        "Replayed": "launch.cache.replay",
-        "is_plain": "launch.cache.capture",
-        "cached_launch": "launch.launcher",
-        "compiled_together": "launch.launcher",
-        "gdc_launch_and_wait": "pdl",
-        "LOG2_E": "triton.decay",
-        "FLOAT32_DOT": "triton.precision",
-        "locate_chunk": "triton.varlen",
-        "one_wave": "tuning",
-        "override": "tuning",
-    },
-)
+__getattr__ = lazily(__name__)

@@ -53,28 +53,4 @@ if TYPE_CHECKING:
     from tokenmix_core.modeling.rows import PacksRows as PacksRows
     from tokenmix_core.modeling.rows import keeps_rows as keeps_rows
 
-__getattr__ = lazily(
-    __name__,
-    {
-        "ChoosesAttention": "attn_implementation",
-        "choose_attention": "attn_implementation",
-        "collected_losses": "auxiliary",
-        "read_padding_flag": "packing",
-        "CACHE": "cache_name",
-        "take_cache": "cache_name",
-        "takes_either_name": "cache_name",
-        "CheckedLoading": "checkpoint",
-        "copy_companions": "checkpoint",
-        "check_depth": "config",
-        "GeneratesInSteps": "generation",
-        "stepping_forward": "generation",
-        "begin_call": "packing",
-        "rolls_back": "packing",
-        "FAMILIES": "pretrained",
-        "attention_options": "pretrained",
-        "own_fields": "pretrained",
-        "own_state": "pretrained",
-        "PacksRows": "rows",
-        "keeps_rows": "rows",
-    },
-)
+__getattr__ = lazily(__name__)

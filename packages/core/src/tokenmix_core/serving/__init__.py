@@ -9,4 +9,4 @@ if TYPE_CHECKING:
     from tokenmix_core.serving.sampling import Sampling as Sampling
     from tokenmix_core.serving.server import build_app as build_app
 
-__getattr__ = lazily(__name__, {"Engine": "engine", "Sampling": "sampling", "build_app": "server"})
+__getattr__ = lazily(__name__)

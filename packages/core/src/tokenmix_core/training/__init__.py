@@ -34,36 +34,4 @@ if TYPE_CHECKING:
     from tokenmix_core.training.sharding import float32_apart as float32_apart
     from tokenmix_core.training.weight_decay import parameter_groups as parameter_groups
 
-__getattr__ = lazily(
-    __name__,
-    {
-        "ATTENTION": "baselines",
-        "BASELINES": "baselines",
-        "BYTE_VOCAB": "baselines",
-        "GDN": "baselines",
-        "LLAMA2": "baselines",
-        "LLAMA2_VOCAB": "baselines",
-        "MAMBA2": "baselines",
-        "SIZES": "baselines",
-        "baseline": "baselines",
-        "corpus": "baselines",
-        "language_model": "baselines",
-        "model_fields": "baselines",
-        "recall": "baselines",
-        "tiny": "baselines",
-        "tiny_setting": "baselines",
-        "AdaptHeadWeights": "callbacks",
-        "read_metrics": "callbacks",
-        "RowInputs": "data",
-        "finetune_recipe": "finetuning",
-        "float32_apart": "sharding",
-        "train_only": "finetuning",
-        "DataRecipe": "recipe",
-        "OptimizerRecipe": "recipe",
-        "Recipe": "recipe",
-        "RunRecipe": "recipe",
-        "Tokens": "recipe",
-        "overridden": "overrides",
-        "parameter_groups": "weight_decay",
-    },
-)
+__getattr__ = lazily(__name__)

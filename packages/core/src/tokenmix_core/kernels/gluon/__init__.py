@@ -18,20 +18,4 @@ if TYPE_CHECKING:
     from tokenmix_core.kernels.gluon.hopper import sequence_span as sequence_span
     from tokenmix_core.kernels.gluon.hopper import wait_async_copies as wait_async_copies
 
-__getattr__ = lazily(
-    __name__,
-    {
-        "LOG2_E": "hopper",
-        "async_copy_rows": "hopper",
-        "async_load": "hopper",
-        "barrier": "hopper",
-        "mma_layout": "hopper",
-        "mma_layout_split_n": "hopper",
-        "opaque": "hopper",
-        "opaque_tile": "hopper",
-        "reinterpret": "hopper",
-        "row_layout": "hopper",
-        "sequence_span": "hopper",
-        "wait_async_copies": "hopper",
-    },
-)
+__getattr__ = lazily(__name__)
