@@ -57,7 +57,25 @@ def _sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _corpus(args: argparse.Namespace) -> int:
+    """Build, pack or unpack the corpus."""
+    from arena import corpus, parts
+
+    if args.unpack is not None:
+        missing = parts.unpack(args.unpack, args.out)
+        print(f"{len(missing)} parts are missing: {', '.join(missing)}" if missing else f"{args.out} is whole")
+        return UNFINISHED if missing else 0
+    manifest = corpus.build(args.out, args.packages)
+    print(corpus.described(manifest))
+    if args.pack is not None:
+        names = [*manifest["sha256"], corpus.MANIFEST]
+        print(f"{len(parts.pack(args.out, names, args.pack))} parts in {args.pack}")
+    return 0
+
+
 def _run(args: argparse.Namespace, deadline: float) -> int:
+    if args.command == "corpus":
+        return _corpus(args)
     from arena import report, runner, store
     from arena.comparison import Comparison
     from tokenmix_core._utils.versions import commit_of
@@ -98,10 +116,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m arena", description="Compare all mixers under one rule.")
     parser.add_argument(
         "command",
-        choices=("plan", "run", "costs", "report", "all", "convert"),
+        choices=("plan", "run", "costs", "report", "all", "convert", "corpus"),
         help="plan: list the models and the remaining runs; run: train and evaluate; costs: measure speed and memory "
         "on an otherwise idle GPU; report: write tables and plots of the stored results; all: run, costs and report; "
-        "convert: move results of the old form, one JSON file per run, to runs.jsonl",
+        "convert: move results of the old form, one JSON file per run, to runs.jsonl; "
+        "corpus: build the corpus of the text sizes from Debian packages, or carry it to another machine in parts",
     )
     parser.add_argument("--size", default="smoke", help=f"{', '.join(SIZES)} (default: smoke)")
     parser.add_argument(
@@ -121,6 +140,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--work", type=Path, default=Path("runs/arena"), metavar="DIR", help="unfinished runs (default: runs/arena)"
     )
+    corpus = parser.add_argument_group("corpus")
+    corpus.add_argument(
+        "--out", type=Path, default=Path("runs/corpus"), metavar="DIR", help="the corpus (default: runs/corpus)"
+    )
+    corpus.add_argument(
+        "--packages", type=Path, metavar="DIR", help="folder of .deb files (default: download them with apt-get)"
+    )
+    corpus.add_argument("--pack", type=Path, metavar="DIR", help="write the corpus as parts of at most 60 MiB, too")
+    corpus.add_argument("--unpack", type=Path, metavar="DIR", help="add the parts in a folder to the corpus instead")
     return parser
 
 

@@ -17,7 +17,7 @@ from filelock import FileLock
 
 from tokenmix_core.data.encode import Encoding, encode_stream, encoding_of
 from tokenmix_core.data.sources import BY_FAMILY, STDLIB, ModuleText, Source, open_source, stdlib_source
-from tokenmix_core.data.text import BadRow, FileText, LongText, parts_of, sha256_of
+from tokenmix_core.data.text import BadRow, FileText, LongText, SplitText, parts_of, sha256_of
 from tokenmix_core.data.token_file import META, TOKENS, TokenFile, TokenFileMeta
 from tokenmix_core.data.token_writer import TokenFileWriter
 from tokenmix_core.data.tokenizer import BYTES, load_tokenizer, tokenizer_fingerprint
@@ -249,7 +249,9 @@ def files_read(meta: TokenFileMeta) -> str:
 
 
 def is_held_out(text: str | LongText, share: float) -> bool:
-    """Tell whether a document belongs to the held-out split: by its text, or by its family in the standard library."""
+    """Tell whether a document belongs to the held-out split: by its source, its text, or its module's family."""
+    if isinstance(text, SplitText):
+        return text.held_out
     digest = sha256_of(text)
     if isinstance(text, ModuleText):
         digest = sha256_of(f"{_FAMILIES} {text.family}")

@@ -31,6 +31,21 @@ class FileText(str):
         return self
 
 
+class SplitText(str):
+    """A document whose split its source decides.
+
+    Attributes:
+        held_out: whether it is held out.
+    """
+
+    held_out: bool
+
+    def __new__(cls, text: str, *, held_out: bool) -> SplitText:
+        self = super().__new__(cls, text)
+        self.held_out = held_out
+        return self
+
+
 class LongText:
     """A text file that is read in parts, as it may exceed the memory; `str` reads it whole.
 

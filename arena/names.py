@@ -1,0 +1,60 @@
+"""Names that held-out code defines once and uses later: the questions of recall in cloze form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from arena.packages import Document
+
+NAMES = "names.json"
+# a definition at the beginning of a line, in C, Python or Rust
+_DEFINITION = re.compile(
+    r"^(?:#[ \t]*define[ \t]+|(?:static|struct|union|enum|inline|const|unsigned|void|int|bool|u\d+|s\d+|long|typedef|"
+    r"def|class|fn|pub|extern|ssize_t|size_t)\b[^;()=\n]*?[ *])([A-Za-z_]\w{11,})\b",
+    re.MULTILINE,
+)
+_WORD = re.compile(r"\b[A-Za-z_]\w{11,}\b")
+# of one document, so that no document dominates
+_MOST_OF_A_DOCUMENT = 8
+
+
+class Name(NamedTuple):
+    """A name of a held-out document.
+
+    Attributes:
+        document: index of the document in the held-out split.
+        defined, used: where its first and its second occurrence begin, in characters.
+        name: the name.
+    """
+
+    document: int
+    defined: int
+    used: int
+    name: str
+
+
+def find_names(held_out: Sequence[str], training: Iterable[Document]) -> list[Name]:
+    """Return names that are defined once in a held-out document, at their first occurrence, and not in training."""
+    found = [name for index, text in enumerate(held_out) for name in _names_of(index, text)]
+    left = {name.name for name in found}
+    for document in training:
+        left.difference_update(_WORD.findall(document.text))
+    chosen, counts = [], [0] * len(held_out)
+    for name in found:
+        if name.name in left and counts[name.document] < _MOST_OF_A_DOCUMENT:
+            counts[name.document] += 1
+            chosen.append(name)
+    return chosen
+
+
+def _names_of(index: int, text: str) -> list[Name]:
+    places: dict[str, list[int]] = {}
+    for match in _WORD.finditer(text):
+        places.setdefault(match[0], []).append(match.start())
+    return [
+        Name(index, at[0], at[1], match[1])
+        for match in _DEFINITION.finditer(text)
+        if len(at := places[match[1]]) > 1 and at[0] == match.start(1)
+    ]

@@ -1,0 +1,116 @@
+"""Hashes of spans of bytes, by which repeated text is found: windows of whole lines, and all spans of one length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool, Int, UInt64
+
+# bytes of a span that counts as text that occurs elsewhere
+SPAN = 64
+# odd, so that it has an inverse modulo 2**64
+_BASE = 0x9E3779B97F4A7C15
+_MOST_BUCKETS = 2**28
+
+
+class _Powers:
+    """Powers of the base and of its inverse modulo 2**64, as many as the longest text has needed."""
+
+    def __init__(self) -> None:
+        self.of_base, self.of_inverse = (np.ones(1, np.uint64),) * 2
+
+    def reserve(self, count: int) -> None:
+        """Compute at least `count` powers."""
+        if count > len(self.of_base):
+            count = max(count, 2**20)
+            self.of_base, self.of_inverse = (
+                np.multiply.accumulate(np.array([1, *[base] * (count - 1)], np.uint64))
+                for base in (_BASE, pow(_BASE, -1, 2**64))
+            )
+
+
+_powers = _Powers()
+
+
+class Hashes:
+    """Prefix sums of a text, from which the hash of each of its spans follows.
+
+    Args:
+        text: UTF-8 bytes.
+    """
+
+    def __init__(self, text: bytes) -> None:
+        self.data = np.frombuffer(text, np.uint8)
+        _powers.reserve(len(text) + 1)
+        self._sums = np.zeros(len(text) + 1, np.uint64)
+        # zero bytes count, too
+        np.cumsum((self.data + np.uint64(1)) * _powers.of_base[: len(text)], out=self._sums[1:])
+
+    def spans(self, starts: Int[np.ndarray, "n"], ends: Int[np.ndarray, "n"]) -> UInt64[np.ndarray, "n"]:
+        """Return the hashes of the spans `[start, end)`; equal spans have equal hashes."""
+        return _mixed((self._sums[ends] - self._sums[starts]) * _powers.of_inverse[starts])
+
+    def all_spans(self, size: int = SPAN) -> UInt64[np.ndarray, "n"]:
+        """Return the hashes of the spans of `size` bytes at all offsets."""
+        count = max(0, len(self.data) - size + 1)
+        return _mixed((self._sums[size:] - self._sums[:count]) * _powers.of_inverse[:count])
+
+    def line_ends(self) -> Int[np.ndarray, "L"]:
+        """Return where each line ends, its line break included."""
+        ends = np.flatnonzero(self.data == ord("\n")) + 1
+        return ends if len(ends) and ends[-1] == len(self.data) else np.append(ends, len(self.data))
+
+    def windows(self, least: int) -> tuple[UInt64[np.ndarray, "n"], Int[np.ndarray, "n"], Int[np.ndarray, "n"]]:
+        """Return the hashes, first lines and last lines of windows: from each line on, as few as have `least` bytes."""
+        ends = self.line_ends()
+        starts = np.concatenate([[0], ends[:-1]])
+        last = np.searchsorted(ends, starts + least)
+        first = np.flatnonzero(last < len(ends))
+        last = last[first]
+        return self.spans(starts[first], ends[last]), first, last
+
+
+def _mixed(hashes: UInt64[np.ndarray, "n"]) -> UInt64[np.ndarray, "n"]:
+    # the low bits of a polynomial say little
+    hashes ^= hashes >> np.uint64(31)
+    hashes *= np.uint64(0xBF58476D1CE4E5B9)
+    hashes ^= hashes >> np.uint64(29)
+    return hashes
+
+
+class SpanSet:
+    """A set of hashes that is asked for many more; most questions are answered by a table of one byte per bucket."""
+
+    def __init__(self, hashes: Sequence[UInt64[np.ndarray, "_"]]) -> None:
+        self.hashes = np.unique(np.concatenate([*hashes, np.zeros(0, np.uint64)]))
+        buckets = min(_MOST_BUCKETS, 1 << (16 * len(self.hashes) + 1).bit_length())
+        self._shift = np.uint64(64 - buckets.bit_length() + 1)
+        self._table = np.zeros(buckets, bool)
+        self._table[self.hashes >> self._shift] = True
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def find(self, asked: UInt64[np.ndarray, "n"]) -> Int[np.ndarray, "m"]:
+        """Return the positions in `hashes` of those that were asked for and are members."""
+        asked = asked[self._table[asked >> self._shift]]
+        at = np.searchsorted(self.hashes, asked)
+        at[at == len(self.hashes)] = 0
+        return np.unique(at[self.hashes[at] == asked]) if len(at) else at
+
+
+def covered(count: int, first: Int[np.ndarray, "n"], last: Int[np.ndarray, "n"]) -> Bool[np.ndarray, "count"]:
+    """Return which of `count` items lie in one of the ranges from `first` to `last`, both included."""
+    change = np.zeros(count + 1, np.int64)
+    np.add.at(change, first, 1)
+    np.add.at(change, last + 1, -1)
+    return np.cumsum(change[:-1]) > 0
+
+
+def without(text: bytes, ends: Int[np.ndarray, "L"], removed: Bool[np.ndarray, "L"]) -> bytes:
+    """Return a text without some of its lines."""
+    if not removed.any():
+        return text
+    keep = np.repeat(~removed, np.diff(ends, prepend=0))
+    return np.frombuffer(text, np.uint8)[keep].tobytes()
