@@ -271,14 +271,32 @@ def stop_at_5(recipe: Recipe) -> Any:
     return Stop()
 
 
+def stop_each_step(recipe: Recipe) -> Any:
+    """A callback that ends a run after one step, with a checkpoint."""
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = control.should_save = True
+
+    return Stop()
+
+
 def check_sharded(recipe: Recipe) -> Any:
-    """A callback that fails unless the parameters are sharded if, and only if, the recipe says so."""
+    """A callback that fails unless the parameters are sharded if, and only if, the recipe says so.
+
+    Between the micro-batches of a step, they are sharded if they are gathered again.
+    """
     from torch.distributed.tensor import DTensor
     from transformers import TrainerCallback
 
     class Check(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, *, model: torch.nn.Module, **_: Any) -> None:
             assert {isinstance(p, DTensor) for p in model.parameters()} == {recipe.run.fsdp}
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, *, model: torch.nn.Module, **_: Any) -> None:
+            resharded = recipe.run.fsdp and recipe.run.fsdp_reshard == "always"
+            assert {isinstance(p, DTensor) for p in model.parameters()} == {resharded}
 
     return Check()
 

@@ -1,12 +1,19 @@
 """FSDP2 on a CPU: the curve of one process, and checkpoints for any number of processes, sharded or not."""
 
 import json
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import HYBRID, check_sharded, curve, recipe, run, stop_at_5
+from runs import HYBRID, check_sharded, curve, recipe, run, stop_each_step
 from transformers import AutoModelForCausalLM
 
+from tokenmix_core.cli import main
+from tokenmix_core.cli.commands import load_model
+from tokenmix_core.training.resharding import MemoryPlan, memory_plan
 from tokenmix_core.training.trainer import train
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several processes share no GPU")
@@ -14,7 +21,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several proce
 
 def made(corpus, **changes):
     # six rows a step, which one, two and three processes can divide
-    return recipe(corpus, batch_tokens=192, micro_batch_tokens=32, total_tokens=8 * 192, **changes)
+    return recipe(corpus, batch_tokens=192, micro_batch_tokens=32, total_tokens=8 * 192, save_total_limit=9, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -24,20 +31,40 @@ def single(corpus, tmp_path_factory):
     return curve(folder)
 
 
-@pytest.mark.parametrize(("first", "second"), [((2, True), (3, True)), ((2, True), (1, True)), ((2, False), (2, True))])
-def test_a_run_goes_on_sharded_or_not_on_another_number_of_processes(first, second, single, corpus, tmp_path):
+# (processes, fsdp, fsdp_reshard, sharded_checkpoint) of each step of one run
+PHASES = [
+    (2, True, "auto", False),
+    (3, True, "always", True),
+    (2, True, "always", False),
+    (1, True, "auto", True),
+    (2, False, "auto", True),
+    (2, True, "never", True),
+    (1, False, "auto", False),
+    (2, True, "auto", False),
+]
+
+
+def test_each_step_of_a_run_by_other_processes_sharded_or_not(single, corpus, tmp_path):
     out = tmp_path / "run"
-    for (processes, fsdp), stop in ((first, True), (second, False)):
+    for step, (processes, fsdp, reshard, shards) in enumerate(PHASES, 1):
         checks = (check_sharded,) if processes > 1 else ()
-        callbacks = (*checks, stop_at_5) if stop else checks
-        run(processes, made(corpus, fsdp=fsdp, callbacks=callbacks), out, resume=not stop)
-        assert max(curve(out)) == (5 if stop else 8)
-    policy = json.loads((out / "run.json").read_text())["fsdp"]
-    assert policy == (None if second[0] == 1 else {**policy, "param_dtype": None, "reduce_dtype": "float32"})
+        changes = {"fsdp": fsdp, "fsdp_reshard": reshard, "sharded_checkpoint": shards}
+        run(processes, made(corpus, callbacks=(*checks, stop_each_step), **changes), out, resume=step > 1)
+        assert curve(out)[step] == pytest.approx(single[step], rel=2e-5), f"step {step}"
+        written = sorted(path.name for path in (out / f"checkpoint-{step}").rglob("*.distcp"))
+        # of the model, and of the optimizer
+        assert written == [f"__{rank}_0.distcp" for rank in range(processes) for _ in "ab"] * shards
+        assert (out / f"checkpoint-{step}" / "model.safetensors").exists() is not shards
+        policy = json.loads((out / "run.json").read_text())["fsdp"]
+        if fsdp and processes > 1:
+            assert (policy["param_dtype"], policy["reduce_dtype"]) == (None, "float32")
+            assert policy["reshard"] is (reshard == "always")
+        else:
+            assert policy is None
+    assert max(curve(out)) == len(PHASES)
     AutoModelForCausalLM.from_pretrained(out)
-    got = curve(out)
-    for step, values in single.items():
-        assert got[step] == pytest.approx(values, rel=2e-5), f"step {step}"
+    with pytest.raises(ValueError, match="checkpoint-6 is a sharded checkpoint"):
+        load_model(out / "checkpoint-6")
 
 
 def test_tied_weights_are_sharded_once(corpus, tmp_path):
@@ -47,3 +74,47 @@ def test_tied_weights_are_sharded_once(corpus, tmp_path):
     for step, values in curve(tmp_path / "single").items():
         assert got[step] == pytest.approx(values, rel=2e-5), f"step {step}"
     AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+
+
+def test_two_nodes_by_torchrun_with_a_rendezvous_follow_the_curve(corpus, tmp_path):
+    sizes = {"seq_len": 32, "batch_tokens": 192, "micro_batch_tokens": 96, "total_tokens": 960, "warmup_tokens": 192}
+    fields = {"sources": corpus, "precision": "fp32", "logging_steps": 1, "model.num_hidden_layers": 2, **sizes}
+    command = ["train", "tiny", "--no-eval", *(word for name, x in fields.items() for word in (f"--{name}", str(x)))]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    options = {"nnodes": 2, "nproc-per-node": 1, "rdzv-backend": "c10d", "rdzv-id": 1, "rdzv-endpoint": endpoint}
+    launcher = [sys.executable, "-m", "torch.distributed.run", *(f"--{k}={x}" for k, x in options.items())]
+    launcher += ["-m", "tokenmix_core.cli"]
+    nodes = [subprocess.Popen([*launcher, *command, "--out", tmp_path / "run"]) for _ in "ab"]
+    assert main([*command, "--out", str(tmp_path / "one")]) == 0
+    assert [node.wait(100) for node in nodes] == [0, 0]
+    got = curve(tmp_path / "run")
+    for step, values in curve(tmp_path / "one").items():
+        assert got[step] == pytest.approx(values, rel=2e-5), f"step {step}"
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "asked", "reshards", "suggested"),
+    [(24, "auto", False, True), (12, "auto", False, False), (9, "auto", True, False), (9, "never", False, False)],
+)
+def test_gathered_parameters_stay_if_the_memory_allows_it(gigabytes, asked, reshards, suggested):
+    plan = MemoryPlan(gigabytes * 1e9, kept=8e9, replicated=12e9)
+    assert plan.reshards(asked) is reshards
+    told = plan.told(asked)
+    assert ("each layer" in told) is reshards
+    assert ("leave out --fsdp" in told) is suggested
+    assert "\n" not in told
+
+
+def test_the_estimate_counts_parameters_tokens_and_shards():
+    config = SimpleNamespace(num_hidden_layers=4, hidden_size=100, vocab_size=1000)
+    model = torch.nn.Linear(1000, 1000, bias=False)
+    model.config = config
+
+    def kept(**changes):
+        return memory_plan(model, **{"tokens": 10, "ranks": 2, "bf16": True, "checkpointing": False, **changes}).kept
+
+    assert kept() == 16e6 + 10 * (42 * 400 + 10_000)
+    assert kept(ranks=4) == kept() - 4e6
+    assert kept(bf16=False) > kept() > kept(checkpointing=True)

@@ -353,6 +353,13 @@ def load_model(folder: str | Path, device: torch.device | None = None, dtype: to
             "hub is downloaded into one by: hf download NAME --local-dir FOLDER"
         )
     if not is_checkpoint(folder):
+        from tokenmix_core.training.sharding import has_shards
+
+        if has_shards(Path(folder)):
+            raise ValueError(
+                f"{folder} is a sharded checkpoint, which training alone reads: finish the run, or go on with "
+                f"`train --resume {Path(folder).parent} --sharded_checkpoint false` to its next checkpoint"
+            )
         raise ValueError(f"{folder} holds no model: expected config.json and weights")
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoModelForCausalLM

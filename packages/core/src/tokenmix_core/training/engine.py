@@ -8,8 +8,8 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import TrainingArguments, set_seed
 
 from tokenmix_core._utils import rng
 from tokenmix_core._utils.atomic_io import sync_tree, writing
@@ -27,7 +27,7 @@ from tokenmix_core.training import checkpoint
 from tokenmix_core.training.context_parallel import RowSplit
 from tokenmix_core.training.cuda_graph import GraphedStep, Losses, TrainingGraph
 from tokenmix_core.training.recipe import OptimizerRecipe
-from tokenmix_core.training.sharding import apply_fsdp_policy, load_optimizer, load_weights, whole, whole_weights
+from tokenmix_core.training.sharded_trainer import ShardedTrainer, reading
 from tokenmix_core.training.weight_decay import decay_parameter_names
 
 # dense bfloat16 FLOP/s by a part of the GPU's name; the first match counts
@@ -48,7 +48,7 @@ PEAK_FLOPS = (
 _LAUNCH_BOUND_FLOPS = 2e12
 
 
-class RecipeTrainer(Trainer):
+class RecipeTrainer(ShardedTrainer):
     """The Trainer of a recipe.
 
     It adds the recipe's schedule and weight decay; training without a cache; tokens/s, model-FLOPs utilisation and
@@ -61,6 +61,7 @@ class RecipeTrainer(Trainer):
         identity: the values that a checkpoint must agree with.
         training_graph: whether forward and backward passes are captured as CUDA graphs, as in `RunRecipe`.
         context_parallel: ranks over which each row is split.
+        sharded_checkpoint: whether every rank writes its shards into checkpoints.
     """
 
     def __init__(
@@ -71,9 +72,11 @@ class RecipeTrainer(Trainer):
         identity: dict[str, Any],
         training_graph: TrainingGraph = "never",
         context_parallel: int = 1,
+        sharded_checkpoint: bool = False,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
+        self.sharded_checkpoint = sharded_checkpoint
         self._split = RowSplit(self.model, context_parallel) if context_parallel > 1 else None  # type: ignore[arg-type]
         self.schedule, self.identity, self.training_graph = schedule, identity, training_graph
         self._graphed_step: GraphedStep | None = None
@@ -268,55 +271,6 @@ class RecipeTrainer(Trainer):
                 print(f"checkpoint of step {step} written; stopping", file=sys.stderr)
         self.accelerator.wait_for_everyone()
 
-    def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator; with `fsdp` it shards, also on a CPU, by our own policy of precision."""
-        super().create_accelerator_and_postprocess()
-        if self.args.fsdp:
-            apply_fsdp_policy(self.accelerator, self.args.fsdp_plugin_args or {})
-            self.is_fsdp_enabled = True
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model; a sharded one whole, by rank 0."""
-        if not self.is_fsdp_enabled:
-            super().save_model(output_dir, _internal_call)
-            return
-        model: Any = self.model
-        state = whole_weights(model, keep=self.args.should_save)
-        if self.args.should_save:
-            self._save(output_dir, state_dict=state)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self.is_fsdp_enabled:
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        # the files of an unsharded run, so that one process or DDP can resume it
-        schedule: Any = self.lr_scheduler
-        optimizer: Any = self.optimizer
-        state = whole(optimizer.state_dict(), keep=self.args.should_save)
-        if self.args.should_save:
-            torch.save(state, Path(output_dir, "optimizer.pt"))
-            torch.save(schedule.state_dict(), Path(output_dir, "scheduler.pt"))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with _reading("weights", resume_from_checkpoint):
-            if self.is_fsdp_enabled:
-                sharded: Any = self.model
-                load_weights(sharded, Path(resume_from_checkpoint))
-            else:
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with _reading("optimizer and schedule", checkpoint):
-            if not self.is_fsdp_enabled or checkpoint is None or Path(checkpoint, "optimizer.bin").exists():
-                # optimizer.bin is accelerate's file, which earlier runs hold
-                super()._load_optimizer_and_scheduler(checkpoint)
-                return
-            load = partial(torch.load, map_location="cpu", weights_only=True)
-            optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-            load_optimizer(optimizer, load(Path(checkpoint, "optimizer.pt")))
-            schedule: Any = self.lr_scheduler
-            schedule.load_state_dict(load(Path(checkpoint, "scheduler.pt")))
-
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self.args.process_index == 0:
             size = self.args.world_size
@@ -327,7 +281,7 @@ class RecipeTrainer(Trainer):
                     "dropout draws from seed, step and rank, other random generators start again",
                     file=sys.stderr,
                 )
-        with _reading("random state", checkpoint):
+        with reading("random state", checkpoint):
             super()._load_rng_state(checkpoint)
 
     def _writing(self, what: str) -> AbstractContextManager[None]:
@@ -360,19 +314,6 @@ class RecipeTrainer(Trainer):
             with self._writing("the model"):
                 checkpoint.publish(aside, self.output_dir)
         self.accelerator.wait_for_everyone()
-
-
-@contextmanager
-def _reading(what: str, checkpoint: str | None) -> Iterator[None]:
-    # the unpickler of a damaged file raises any error
-    try:
-        yield
-    except Exception as error:
-        told = " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"{checkpoint} cannot be resumed from: its {what} cannot be read ({type(error).__name__}: {told}); "
-            "remove it to go on from an older one, if there is one"
-        ) from error
 
 
 def _leave_signals_to_trainer(then: Callable[[int], None] | None, worker: int) -> None:

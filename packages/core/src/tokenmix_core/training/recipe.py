@@ -198,12 +198,16 @@ class RunRecipe:
             signatures of micro-batches (docs/step_time.md); "auto" does so if layers are so small that the GPU would
             wait for the CPU. Excludes the two options above and `fsdp`.
         fsdp: shard parameters, gradients and optimizer states over the processes (FSDP2).
+        fsdp_reshard: with `fsdp`, "always" gathers the parameters of each layer in each pass, in less memory; "never"
+            gathers them once a step; "auto" does so if an estimate of the memory allows it.
         context_parallel: ranks over which each row is split (docs/context_parallel.md).
         rank_timeout: seconds without a sign of life after which a rank counts as stopped, and the others end.
         dataloader_num_workers: processes that read data; 0 reads in the training process.
         logging_steps: steps between two lines of the log.
         save_steps: steps between two checkpoints.
         save_total_limit: how many checkpoints are kept.
+        sharded_checkpoint: every process writes its shards into checkpoints (torch's distributed checkpoint), instead
+            of one process whole weights and optimizer states; the trained model is whole in both cases.
         report_to: "tensorboard", "wandb", ...; the JSONL log is always written.
         evaluations: suites to run on the trained model.
         evaluation_lengths: the context lengths they measure at; none given leaves that to each suite.
@@ -217,12 +221,14 @@ class RunRecipe:
     torch_compile: bool = False
     training_graph: Literal["auto", "always", "never"] = "auto"
     fsdp: bool = False
+    fsdp_reshard: Literal["auto", "always", "never"] = "auto"
     context_parallel: int = 1
     rank_timeout: float = 60.0
     dataloader_num_workers: int = 0
     logging_steps: int = 10
     save_steps: int = 1000
     save_total_limit: int = 2
+    sharded_checkpoint: bool = False
     report_to: list[str] = field(default_factory=list)
     evaluations: list[str] = field(default_factory=list)
     evaluation_lengths: list[int] = field(default_factory=list)

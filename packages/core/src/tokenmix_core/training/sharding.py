@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,15 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+# folders of a sharded checkpoint
+MODEL_SHARDS, OPTIMIZER_SHARDS = "model_shards", "optimizer_shards"
 # float32 shards and gradients; autocast computes GEMMs in bfloat16, as for one process
 POLICY = {"param_dtype": None, "reduce_dtype": "float32", "output_dtype": None, "cast_forward_inputs": False}
 
@@ -77,8 +84,12 @@ def whole(value: Any, *, keep: bool) -> Any:
 
 def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     """Return the state of a sharded model as `whole` does, a tied weight once."""
+    return whole(_weights(model), keep=keep)
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
     tied = {*dict(model.named_parameters(remove_duplicate=False))} - {*dict(model.named_parameters())}
-    return whole({name: x for name, x in model.state_dict().items() if name not in tied}, keep=keep)
+    return {name: x for name, x in model.state_dict().items() if name not in tied}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -113,3 +124,54 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
     value = value.to(parameter.device)
     # every rank has read the whole tensor, so nothing is sent
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def has_shards(folder: Path) -> bool:
+    """Return whether a checkpoint is a sharded one."""
+    return (folder / MODEL_SHARDS).is_dir()
+
+
+def save_shards(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Write weights and optimizer states by torch's distributed checkpoint: every rank its shards.
+
+    Raises:
+        OSError: on all ranks, if one cannot write.
+    """
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    states = {names[parameter]: values for parameter, values in optimizer.state.items()}
+    for part, tensors in ((MODEL_SHARDS, _weights(model)), (OPTIMIZER_SHARDS, states)):
+        _together(save, tensors, folder / part)
+
+
+def load_weight_shards(model: nn.Module, folder: Path) -> None:
+    """Load the weights that `save_shards` wrote on any number of ranks."""
+    # tensors of the model itself are filled
+    _together(load, _weights(model), folder / MODEL_SHARDS)
+
+
+def load_optimizer_shards(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Load the optimizer states that `save_shards` wrote on any number of ranks; hyperparameters stay."""
+    saved: dict[str, Any] = FileSystemReader(folder / OPTIMIZER_SHARDS).read_metadata().state_dict_metadata
+    parameters = dict(model.named_parameters())
+    states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
+    for path, about in saved.items():
+        name, _, key = path.rpartition(".")
+        # moments have the shape of their parameter, a count of steps has none
+        like = about.size == parameters[name].shape
+        states[name][key] = torch.zeros_like(parameters[name]) if like else torch.zeros(about.size)
+    _together(load, states, folder / OPTIMIZER_SHARDS)
+    names = {parameter: name for name, parameter in parameters.items()}
+    ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    by_index = {index: states[name] for index, name in enumerate(ordered)}
+    optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _together(work: Callable[..., Any], tensors: dict[str, Any], folder: Path) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            work(tensors, checkpoint_id=folder)
+    except CheckpointException as error:
+        # no Exception itself, with the tracebacks of all ranks as its text
+        rank, (cause, _) = min(error.failures.items())
+        raise OSError(f"rank {rank}: {cause}") from cause

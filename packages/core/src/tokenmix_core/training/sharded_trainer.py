@@ -1,0 +1,118 @@
+"""The Trainer with FSDP2 by our policy, and with checkpoints that any number of processes resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from tokenmix_core.training import sharding
+from tokenmix_core.training.resharding import prepare_micro_batch
+
+
+class ShardedTrainer(Trainer):
+    """The Trainer with FSDP2 by our policy.
+
+    A checkpoint holds whole weights and optimizer states, as one process writes them, or, with `sharded_checkpoint`,
+    the shards of every rank. With `reshard`, gathered parameters are freed after each layer, else after each step.
+    """
+
+    sharded_checkpoint = False
+    reshard = True
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator; with `fsdp` it shards, also on a CPU, by our own policy of precision."""
+        super().create_accelerator_and_postprocess()
+        if self.args.fsdp:
+            sharding.apply_fsdp_policy(self.accelerator, self.args.fsdp_plugin_args or {})
+            self.is_fsdp_enabled = True
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Run the forward and backward passes of a micro-batch."""
+        if self.is_fsdp_enabled:
+            prepare_micro_batch(model, reshard=self.reshard, last=self.accelerator.sync_gradients)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model; a sharded one whole, by rank 0. A sharded checkpoint has its weights beside the states."""
+        if _internal_call and self.sharded_checkpoint:
+            return
+        if not self.is_fsdp_enabled:
+            super().save_model(output_dir, _internal_call)
+            return
+        model: Any = self.model
+        state = sharding.whole_weights(model, keep=self.args.should_save)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_fsdp_enabled and not self.sharded_checkpoint:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        model: Any = self.model
+        optimizer: Any = self.optimizer
+        schedule: Any = self.lr_scheduler
+        if self.sharded_checkpoint:
+            sharding.save_shards(model, optimizer, Path(output_dir))
+        else:
+            # the files of an unsharded run, so that one process or DDP can resume it
+            state = sharding.whole(optimizer.state_dict(), keep=self.args.should_save)
+            if self.args.should_save:
+                torch.save(state, Path(output_dir, "optimizer.pt"))
+        if self.args.should_save:
+            torch.save(schedule.state_dict(), Path(output_dir, "scheduler.pt"))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        own: Any = self.model
+        with reading("weights", resume_from_checkpoint):
+            if sharding.has_shards(Path(resume_from_checkpoint)):
+                sharding.load_weight_shards(own, Path(resume_from_checkpoint))
+            elif self.is_fsdp_enabled:
+                sharding.load_weights(own, Path(resume_from_checkpoint))
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with reading("optimizer and schedule", checkpoint):
+            sharded = checkpoint is not None and sharding.has_shards(Path(checkpoint))
+            ours = sharded or self.is_fsdp_enabled
+            # optimizer.bin is accelerate's file, which earlier runs hold
+            if checkpoint is None or not ours or Path(checkpoint, "optimizer.bin").exists():
+                super()._load_optimizer_and_scheduler(checkpoint)
+                return
+            load = partial(torch.load, map_location="cpu", weights_only=True)
+            model: Any = self.model
+            schedule: Any = self.lr_scheduler
+            optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+            schedule.load_state_dict(load(Path(checkpoint, "scheduler.pt")))
+            if sharded:
+                sharding.load_optimizer_shards(model, optimizer, Path(checkpoint))
+                for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
+                    group["lr"] = rate
+            else:
+                sharding.load_optimizer(optimizer, load(Path(checkpoint, "optimizer.pt")))
+
+
+@contextmanager
+def reading(what: str, checkpoint: str | None) -> Iterator[None]:
+    """Turn any error of reading a checkpoint into a ValueError that names what cannot be read.
+
+    Raises:
+        ValueError: reading failed; the unpickler of a damaged file raises any error.
+    """
+    try:
+        yield
+    except Exception as error:
+        told = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"{checkpoint} cannot be resumed from: its {what} cannot be read ({type(error).__name__}: {told}); "
+            "remove it to go on from an older one, if there is one"
+        ) from error
