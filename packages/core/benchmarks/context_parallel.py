@@ -7,14 +7,19 @@
 of a 380M hybrid, three layers of the gated delta rule and one of attention in turn, with `--window` for windows, and
 `--checkpointing` to compute layers again. Rank 0 prints one JSON line for each measurement: milliseconds (the median),
 the peak of memory, and the bytes that it sent by operation. `--alone` measures one GPU, with the other ranks idle.
+
+A measurement that exceeds `--limit` seconds ends its process with the stack of each thread, and so does an error: NCCL
+waits for the other ranks otherwise, also when the interpreter ends.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from statistics import median
@@ -106,7 +111,7 @@ def timed(run: Callable, shard: SequenceShard | None, repeats: int, device: torc
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and end together with the other ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["operation", "model"])
     parser.add_argument("--tokens", type=int, default=262144)
@@ -119,7 +124,23 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--alone", action="store_true")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--only", help="one operation by its name")
+    parser.add_argument("--limit", type=float, default=120, help="seconds of one measurement")
     args = parser.parse_args()
+    try:
+        measure(args)
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)
+    # idle ranks wait here for all measurements
+    faulthandler.dump_traceback_later(args.limit * (5 if args.alone else 1), exit=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Measure on this rank; rank 0 prints."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -127,9 +148,6 @@ def main() -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     ranks = 1 if args.alone else dist.get_world_size()
     if args.alone and rank:
-        # the group's end waits for rank 0
-        dist.barrier()
-        dist.destroy_process_group()
         return
     shard = None if args.alone else SequenceShard(args.tokens, layout=args.layout)
     if args.what == "model":
@@ -138,13 +156,13 @@ def main() -> None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         runs = operations(args.tokens // ranks, args.heads, args.head_dim, device, dtype)
     for name, run in runs.items():
+        if args.only not in (None, name):
+            continue
+        faulthandler.dump_traceback_later(args.limit, exit=True)
         found = timed(run, shard, args.repeats, device)
         if rank == 0:
             about = {"what": name, "tokens": args.tokens, "ranks": ranks, "layout": args.layout}
             print(json.dumps(about | found), flush=True)
-    if args.alone:
-        dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
