@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from support.exporting import check_exports
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.exporting import check_exports
 from tokenmix_core.testing.models import ModelContract
 from tokenmix_lte.config import LteConfig
 from tokenmix_lte.model import LteForCausalLM, LteModel

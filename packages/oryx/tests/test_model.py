@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.exporting import check_exports
 from support.two_ranks import check_sharded_in_bfloat16
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.exporting import check_exports
 from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
 from tokenmix_core.testing.models import ModelContract, left_padded, logits_in_parts
 from tokenmix_oryx.config import OryxConfig
