@@ -76,15 +76,42 @@ def _corpus(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, deadline: float) -> int:
     if args.command == "corpus":
         return _corpus(args)
-    from arena import report, runner, store
     from arena.comparison import Comparison
+    from arena.corpus import DEFAULT_FOLDER, FOLDER
+
+    if unknown := [name for name in args.size if name not in SIZES]:
+        raise ValueError(f"there is no size {unknown[0]!r}; choose from {', '.join(SIZES)}")
+    # read by the processes that execute runs
+    os.environ[FOLDER] = str((args.corpus or Path(os.environ.get(FOLDER) or DEFAULT_FOLDER)).absolute())
+    if args.device is not None:
+        _choose_device(args.device)
+    codes = []
+    for name in args.size:
+        comparison = Comparison(SIZES[name], args.results, args.divisions, args.contestants, args.tasks)
+        codes.append(_compare(args, comparison, deadline))
+    # a failure counts more than a run that remains
+    return next((code for code in (1, UNFINISHED) if code in codes), 0)
+
+
+def _choose_device(device: str) -> None:
+    """Let all processes use the GPUs, or none; refuse to train on a CPU unasked."""
+    import torch
+
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif not torch.cuda.is_available():
+        raise ValueError("--device cuda: there is no GPU")
+
+
+def _compare(args: argparse.Namespace, comparison: Any, deadline: float) -> int:
+    """Run a command for one size."""
+    from arena import report, runner, store
+    from arena.schedule import Schedule
     from tokenmix_core._utils.versions import commit_of
 
-    if args.size not in SIZES:
-        raise ValueError(f"there is no size {args.size!r}; choose from {', '.join(SIZES)}")
-    comparison = Comparison(SIZES[args.size], args.results, args.divisions, args.contestants, args.tasks)
     if args.command == "plan":
         print(report.plan(comparison))
+        print(f"\n{Schedule(comparison).plan(len(args.gpus or ()) or 1)}")
         return 0
     if args.command == "report":
         print(report.write(comparison))
@@ -96,7 +123,9 @@ def _run(args: argparse.Namespace, deadline: float) -> int:
         raise ValueError("this folder is not a git checkout; name the commit of the code with --commit")
     gpus, summaries = args.gpus or (), []
     if args.command in ("run", "all"):
-        summaries.append(runner.run(comparison, args.work, commit=commit, deadline=deadline, jobs=args.jobs, gpus=gpus))
+        jobs = args.jobs or len(gpus) or 1
+        options = {"commit": commit, "deadline": deadline, "jobs": jobs, "gpus": gpus, "whole": args.whole}
+        summaries.append(runner.run(comparison, args.work, **options))
     if args.command in ("costs", "all"):
         summaries.append(runner.measure(comparison, commit=commit, deadline=deadline, gpus=gpus))
     if args.command == "all":
@@ -117,12 +146,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "command",
         choices=("plan", "run", "costs", "report", "all", "convert", "corpus"),
-        help="plan: list the models and the remaining runs; run: train and evaluate; costs: measure speed and memory "
-        "on an otherwise idle GPU; report: write tables and plots of the stored results; all: run, costs and report; "
-        "convert: move results of the old form, one JSON file per run, to runs.jsonl; "
-        "corpus: build the corpus of the text sizes from Debian packages, or carry it to another machine in parts",
+        help="plan: list the models, the remaining runs and their expected hours; run: train and evaluate; costs: "
+        "measure speed and memory on an otherwise idle GPU; report: write tables and plots of the stored results; all: "
+        "run, costs and report; convert: move results of the old form, one JSON file per run, to runs.jsonl; corpus: "
+        "build the corpus of the text sizes from Debian packages, or carry it to another machine in parts",
     )
-    parser.add_argument("--size", default="smoke", help=f"{', '.join(SIZES)} (default: smoke)")
+    parser.add_argument(
+        "--size",
+        type=_names,
+        default=("smoke",),
+        metavar="A,B",
+        help=f"one or several, in order: {', '.join(SIZES)} (default: smoke)",
+    )
     parser.add_argument(
         "--divisions", type=_names, metavar="A,B", default=(), help="parameters, state (default: those of the size)"
     )
@@ -131,7 +166,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tasks", type=_names, metavar="A,B", default=(), help="names (default: those of the size)")
     parser.add_argument("--minutes", type=float, metavar="M", help="time limit of this call; the next one resumes")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of concurrent runs (default: 1)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="number of concurrent runs (default: one per named GPU)")
+    parser.add_argument(
+        "--whole", action="store_true", help="start only runs that are expected to end within the minutes"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="cuda: fail without a GPU (default: a GPU if there is one)"
+    )
+    parser.add_argument("--corpus", type=Path, metavar="DIR", help="corpus of the text sizes (default: runs/corpus)")
     parser.add_argument("--gpus", type=_names, metavar="0,1", help="GPUs to use (default: all visible)")
     parser.add_argument("--commit", metavar="C", help="commit of the code, if this folder is not a git checkout")
     parser.add_argument(

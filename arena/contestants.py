@@ -35,6 +35,8 @@ PARAMETERS, STATE = "parameters", "state"
 DIVISIONS = (PARAMETERS, STATE)
 # methods that bound the KV cache of trained full attention without further training
 EVICTION_METHODS: tuple[Method, ...] = ("tova", "uniform")
+# targets of NAtS-L Hybrid's share of softmax chunks, in percent
+SOFTMAX_SHARES = (10, 50)
 # the least window of laLTE: the tokens that its scorer reads
 MIN_LTE_WINDOW = 13
 # the mode in which a contestant may drop the parts of its state that are listed as `droppable`
@@ -97,6 +99,10 @@ def _gdn(size: Size) -> dict[str, Any]:
     return {"num_heads": max(1, round(0.75 * _heads(size))), "head_dim": size.head_dim, "expand_v": 2.0}
 
 
+def _window(size: Size) -> int:
+    return size.seq_len // 8 // size.sparsity
+
+
 def _square_gdn(size: Size) -> dict[str, Any]:
     return {"num_heads": _heads(size), "head_dim": size.head_dim, "expand_v": 1.0}
 
@@ -104,6 +110,10 @@ def _square_gdn(size: Size) -> dict[str, Any]:
 def _pattern(*mixers: str, **options: Fields) -> Fields:
     """Return the fields of a repeating pattern of mixers, with their options by label."""
     return {"mixers": list(mixers), "mixer_options": options}
+
+
+def _gdn_hybrid(size: Size, **options: Any) -> Fields:
+    return _pattern(GDN, GDN, GDN, ATTENTION, gated_delta_net=_gdn(size), attention=_attention(size, **options))
 
 
 def _windows(size: Size) -> Iterator[Fields]:
@@ -116,19 +126,19 @@ def _mamba2(size: Size, state_size: int) -> Fields:
     return _pattern(MAMBA2, mamba2=options)
 
 
-def _nha(size: Size, window: int, slots: int, *, hybrid: bool = False) -> Fields:
+def _nha(size: Size, window: int, slots: int, *, hybrid: bool = False, **changes: Any) -> Fields:
     full = range(FULL_ATTENTION_LAYER, size.layers, 4) if hybrid else ()
-    return nha_layers(hybrid_windows(size.layers, window, full), num_heads=_heads(size), slots=slots)
+    return nha_layers(hybrid_windows(size.layers, window, full), num_heads=_heads(size), slots=slots, **changes)
 
 
 def _lte(size: Size, window: int, cap: int) -> dict[str, Any]:
     return _attention(size, window=window, cap=cap, sinks=min(4, cap))
 
 
-def _oryx(family: str) -> Callable[[Size], Fields]:
+def _oryx(family: str, **changes: Any) -> Callable[[Size], Fields]:
     def fields(size: Size) -> Fields:
         layers = _pattern("oryx", oryx={"linear_mixer": FAMILIES[family], "head_dim": size.head_dim})
-        return {**layers, "mode_chunk_size": size.seq_len // 8}
+        return {**layers, "mode_chunk_size": size.seq_len // 8, **changes}
 
     return fields
 
@@ -139,12 +149,12 @@ def _alternating_gdn(mixer: str, size: Size, options: Fields) -> Fields:
 
 
 def _lalte(size: Size, **changes: Any) -> Fields:
-    return _alternating_gdn(LTE, size, _lte(size, 3 * size.seq_len // 16, size.seq_len // 8) | changes)
+    return _alternating_gdn(LTE, size, _lte(size, 3 * _window(size) // 2, _window(size)) | changes)
 
 
 def _token_budget(size: Size) -> int:
     """Return the window or KV budget of laLTE's baselines: its window plus half its cap, as in its paper."""
-    return size.seq_len // 4
+    return 2 * _window(size)
 
 
 def _nats_l(size: Size, *, hybrid: bool) -> dict[str, Any]:
@@ -160,9 +170,9 @@ def _nats_l_hybrid(size: Size, **changes: Any) -> Fields:
 
 def _nsa(size: Size) -> dict[str, Any]:
     # the authors' fractions of a row: a quarter by blocks, an eighth by the window
-    heads, block = size.width // size.attention_head_dim, max(16, min(64, size.seq_len // 16))
+    heads, block = size.width // size.attention_head_dim, max(16, min(64, size.seq_len // 16 // size.sparsity))
     options = {"num_kv_heads": max(1, heads // 4), "head_dim": size.attention_head_dim, "block": block}
-    return _attention(size, **options, blocks=max(3, size.seq_len // 4 // block), window=size.seq_len // 8)
+    return _attention(size, **options, blocks=max(3, 2 * _window(size) // block), window=_window(size))
 
 
 _NHA: dict[str, Any] = {"model_type": "tokenmix_nha"}
@@ -182,7 +192,7 @@ CONTESTANTS = {
         Contestant(
             "window",
             "Window",
-            lambda s: _pattern(WINDOW, window={"type": ATTENTION, **_attention(s, window=s.seq_len // 8)}),
+            lambda s: _pattern(WINDOW, window={"type": ATTENTION, **_attention(s, window=_window(s))}),
             _windows,
         ),
         Contestant(
@@ -195,7 +205,7 @@ CONTESTANTS = {
         Contestant(
             "gdn-h",
             "GDN-H",
-            lambda s: _pattern(GDN, GDN, GDN, ATTENTION, gated_delta_net=_gdn(s), attention=_attention(s)),
+            _gdn_hybrid,
         ),
         Contestant(
             "nha",
@@ -231,6 +241,48 @@ CONTESTANTS = {
         Contestant("nsa", "NSA", lambda s: _pattern(NSA, nsa=_nsa(s)), model_type="tokenmix_lte"),
         Contestant("nats-l", "NAtS-L", lambda s: _pattern(NATS_L, nats_l=_nats_l(s, hybrid=False)), **_NATS_L),
         Contestant("nats-l-h", "NAtS-L Hybrid", _nats_l_hybrid, **_NATS_L),
+        Contestant(
+            "gdn-h-nope",
+            "GDN-H, without RoPE",
+            lambda s: _gdn_hybrid(s, rope=False),
+            on_request=True,
+            ablates="gdn-h",
+        ),
+        Contestant(
+            "nats-l-h-rope",
+            "NAtS-L Hybrid, RoPE",
+            partial(_nats_l_hybrid, rope=True),
+            on_request=True,
+            ablates="nats-l-h",
+            **_NATS_L,
+        ),
+        *(
+            Contestant(
+                f"nats-l-h-share-{percent}",
+                f"NAtS-L Hybrid, {percent} % softmax",
+                partial(_nats_l_hybrid, softmax_share=percent / 100),
+                on_request=True,
+                ablates="nats-l-h",
+                **_NATS_L,
+            )
+            for percent in SOFTMAX_SHARES
+        ),
+        Contestant(
+            "nha-h-fixed-sum",
+            "NHA-H, fixed sum",
+            lambda s: _nha(s, s.nha_window, s.nha_slots, hybrid=True, fusion="fixed"),
+            on_request=True,
+            ablates="nha-h",
+            **_NHA,
+        ),
+        Contestant(
+            "oryx-tm-sequence",
+            "Oryx-TM, one mode per sequence",
+            _oryx("tm", mode_assignment="sequence"),
+            on_request=True,
+            ablates="oryx-tm",
+            **_ORYX,
+        ),
         Contestant(
             "gdn-attention",
             "GDN, attention",

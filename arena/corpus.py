@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import re
 import shutil
@@ -24,12 +25,15 @@ from arena import packages
 from arena.names import NAMES, find_names
 from arena.spans import SPAN, Hashes, SpanSet, covered, without
 from tokenmix_core._utils.atomic_io import write_atomically
-from tokenmix_core.data.prepare import prepare
+from tokenmix_core.data.prepare import prepare, tokens_sha256
 from tokenmix_core.data.sources import Source
 from tokenmix_core.data.text import SplitText
 from tokenmix_core.data.token_file import DOCUMENTS, META, TOKENS, file_sha256
 from tokenmix_core.data.tokenizer import BYTE_SPECIALS
 
+# name of the corpus in recipes and options, which do not name its folder; variable with the folder
+CORPUS, FOLDER = "corpus", "TOKENMIX_ARENA_CORPUS"
+DEFAULT_FOLDER = Path("runs/corpus")
 MANIFEST, TOKENS_FOLDER, TOKENIZER = "manifest.json", "tokens", "tokenizer"
 VOCABULARY = 16_384
 # subsystems that are held out whole
@@ -49,7 +53,7 @@ _MOST_REMOVED = 0.5
 _LEAST_BYTES = 256
 _TOKENIZER_BYTES = 80_000_000
 _SHUFFLE_SEED = 0
-_EXTRACTED, _TEXT = "extracted", ("train.jsonl", "held_out.jsonl")
+_EXTRACTED, _CANDIDATES, _TEXT = "extracted", "candidates.jsonl", ("train.jsonl", "held_out.jsonl")
 _PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
@@ -98,12 +102,12 @@ def build(
         stages.extract(package)
     report = stages.clean(found, recipe)
     stages.train_tokenizer(recipe.vocabulary)
-    tokenizer = folder / TOKENIZER
+    vocabulary = folder / TOKENIZER
     meta = prepare(
-        stages.source(about), folder / TOKENS_FOLDER, tokenizer=str(tokenizer), held_out=0.0, progress=progress
+        stages.source(about), folder / TOKENS_FOLDER, tokenizer=str(vocabulary), held_out=0.0, progress=progress
     )
     files = [f"{TOKENS_FOLDER}/{name}" for name in (TOKENS, DOCUMENTS, META)]
-    files += [f"{TOKENIZER}/{path.name}" for path in sorted(tokenizer.iterdir())] + [NAMES]
+    files += [f"{TOKENIZER}/{path.name}" for path in sorted(vocabulary.iterdir())] + [NAMES]
     manifest = {
         **about,
         "tokens": meta.tokens,
@@ -116,9 +120,36 @@ def build(
     write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     # can be made again from the packages
     shutil.rmtree(folder / _EXTRACTED, ignore_errors=True)
-    for name in _TEXT:
+    for name in (*_TEXT, _CANDIDATES):
         (folder / name).unlink(missing_ok=True)
     return manifest
+
+
+def folder() -> Path:
+    """Return the folder of the corpus that runs read.
+
+    Raises:
+        ValueError: there is no whole corpus.
+    """
+    found = Path(os.environ.get(FOLDER) or DEFAULT_FOLDER)
+    if not (found / MANIFEST).is_file():
+        raise ValueError(f"{found} holds no corpus; build it with `python -m arena corpus --out {found}`")
+    return found
+
+
+def tokens() -> Path:
+    """Return the token file of the corpus."""
+    return folder() / TOKENS_FOLDER
+
+
+def tokenizer() -> Path:
+    """Return the folder of the corpus's vocabulary."""
+    return folder() / TOKENIZER
+
+
+def identity() -> dict[str, Any]:
+    """Return what identifies the corpus in a result: hashes of its tokens and of its manifest."""
+    return {"text": CORPUS, "sha256": tokens_sha256(tokens()), "manifest": file_sha256(folder() / MANIFEST)}
 
 
 def described(manifest: dict[str, Any]) -> str:
@@ -133,7 +164,7 @@ def described(manifest: dict[str, Any]) -> str:
 
 
 def _begin(folder: Path, found: Sequence[packages.Package], recipe: Recipe) -> dict[str, Any]:
-    """Return what the corpus is made from; refuse a folder that was begun with something else."""
+    """Return the packages and the recipe; refuse a folder that was begun with something else."""
     listed = {f"{p.name} {p.version}": file_sha256(p.path) for p in found}
     about = json.loads(json.dumps({"packages": listed, "recipe": recipe._asdict()}))
     begun = folder / "begun.json"
@@ -163,7 +194,7 @@ class _Stages:
     def __init__(self, folder: Path, progress: bool) -> None:
         self.folder, self.progress = folder, progress
 
-    def _bar(self, items: Any, about: str, total: int | None = None) -> Any:
+    def _progress(self, items: Any, about: str, total: int | None = None) -> Any:
         return tqdm(items, desc=about, total=total, unit="doc", disable=not self.progress, mininterval=1.0)
 
     def _extracted(self, package: packages.Package) -> Path:
@@ -175,55 +206,53 @@ class _Stages:
         path.parent.mkdir(exist_ok=True)
         if not path.is_file():
             with _written(path) as file:
-                for document in self._bar(packages.documents(package), package.name):
+                for document in self._progress(packages.documents(package), package.name):
                     file.write(json.dumps(document, ensure_ascii=False) + "\n")
+
+    def _once(self, name: str, stage: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the report of a stage, from its file if the stage is done."""
+        path = self.folder / f"{name}.json"
+        if not path.is_file():
+            write_atomically(path, json.dumps(stage(), indent=1) + "\n")
+        return json.loads(path.read_text())
 
     def clean(self, found: Sequence[packages.Package], recipe: Recipe) -> dict[str, Any]:
         """Write the training text and the held-out text, without repeated text and text that occurs in both."""
-        report = self.folder / "clean.json"
-        if not report.is_file():
-            counts: Counter[str] = Counter()
-            wanted = re.compile("|".join(recipe.held_out))
+        counts = self._once("split", lambda: self._split(found, recipe))
+        leaks = self._once("leaks", self._leaks)
+        if (size := leaks.pop("held-out bytes")) < recipe.least_held_out:
+            raise ValueError(f"only {size:,} bytes are held out, fewer than {recipe.least_held_out:,}; add packages")
+        if leaks["leaked"] > MOST_LEAKED:
+            raise ValueError(
+                f"{leaks['leaked']:.2%} of the held-out spans of {SPAN} bytes occur in training, more than "
+                f"{MOST_LEAKED:.1%}"
+            )
+        if not (self.folder / NAMES).is_file():
+            texts = [document.text for document in _lines(self.folder / _TEXT[1])]
+            names = find_names(texts, self._progress(self._training(), "names"))
+            write_atomically(self.folder / NAMES, json.dumps(names) + "\n")
+        counts |= {"held-out bytes": size, "names": len(json.loads((self.folder / NAMES).read_text()))}
+        return {"counts": counts, **leaks}
 
-            def documents(*, held_out: bool) -> Iterator[packages.Document]:
+    def _split(self, found: Sequence[packages.Package], recipe: Recipe) -> dict[str, int]:
+        """Write training documents and candidates of held-out documents, both without repetitions."""
+        counts: Counter[str] = Counter()
+        wanted = re.compile("|".join(recipe.held_out))
+
+        def everything() -> Iterator[tuple[packages.Document, bool]]:
+            for held_out in (False, True):
                 for package in found:
                     for document in _lines(self._extracted(package)):
                         if bool(wanted.search(document.name)) == held_out:
-                            yield document
+                            yield document, held_out
 
-            def everything() -> Iterator[tuple[packages.Document, bool]]:
-                yield from ((d, False) for d in documents(held_out=False))
-                yield from ((d, True) for d in documents(held_out=True))
-
-            kept = self._without_repetitions(everything, counts)
-            held_out = []
-            with _written(self.folder / _TEXT[0]) as file:
-                for document, held in kept:
-                    if held:
-                        held_out.append(document)
-                    else:
-                        counts["training documents"] += 1
-                        counts["training bytes"] += len(document.text.encode())
-                        file.write(json.dumps(document, ensure_ascii=False) + "\n")
-            held_out, leaks = self._without_leaks(held_out)
-            counts["held-out documents"] = len(held_out)
-            counts["held-out bytes"] = size = sum(len(d.text.encode()) for d in held_out)
-            with _written(self.folder / _TEXT[1]) as file:
-                file.writelines(json.dumps(d, ensure_ascii=False) + "\n" for d in held_out)
-            if size < recipe.least_held_out:
-                raise ValueError(
-                    f"only {size:,} bytes are held out, fewer than {recipe.least_held_out:,}; add packages"
-                )
-            if leaks["leaked"] > MOST_LEAKED:
-                raise ValueError(
-                    f"{leaks['leaked']:.2%} of the held-out spans of {SPAN} bytes occur in training, more than "
-                    f"{MOST_LEAKED:.1%}"
-                )
-            names = find_names([d.text for d in held_out], self._bar(self._training(), "names"))
-            write_atomically(self.folder / NAMES, json.dumps(names) + "\n")
-            counts["names"] = len(names)
-            write_atomically(report, json.dumps({"counts": dict(counts), **leaks}, indent=1) + "\n")
-        return json.loads(report.read_text())
+        with _written(self.folder / _TEXT[0]) as train, _written(self.folder / _CANDIDATES) as candidates:
+            for document, held_out in self._without_repetitions(everything, counts):
+                if not held_out:
+                    counts["training documents"] += 1
+                    counts["training bytes"] += len(document.text.encode())
+                (candidates if held_out else train).write(json.dumps(document, ensure_ascii=False) + "\n")
+        return dict(counts)
 
     def _training(self) -> Iterator[packages.Document]:
         return _lines(self.folder / _TEXT[0])
@@ -235,7 +264,7 @@ class _Stages:
         seen: set[bytes] = set()
         copies: list[bool] = []
         hashes: list[np.ndarray] = []
-        for document, _ in self._bar(documents(), "repetitions"):
+        for document, _ in self._progress(documents(), "repetitions"):
             content = document.text.encode()
             digest = hashlib.blake2b(content, digest_size=16).digest()
             copies.append(digest in seen)
@@ -250,7 +279,7 @@ class _Stages:
         repeated[np.unique(every, return_index=True)[1]] = False
         del every
         masks = iter(np.split(repeated, ends[:-1]))
-        for (document, held), copy in zip(self._bar(documents(), "text", len(copies)), copies, strict=True):
+        for (document, held), copy in zip(self._progress(documents(), "text", len(copies)), copies, strict=True):
             content = document.text.encode()
             counts["bytes before"] += len(content)
             if copy:
@@ -263,28 +292,40 @@ class _Stages:
             if kept:
                 yield packages.Document(document.name, kept.decode()), held
 
-    def _without_leaks(self, held_out: list[packages.Document]) -> tuple[list[packages.Document], dict[str, float]]:
-        """Remove lines of held-out documents that share a span with training; return what is left and its leaks."""
-        found = self._leaked([d.text.encode() for d in held_out], "leaks")
-        kept = []
-        for document, leaked in zip(held_out, found, strict=True):
-            text = Hashes(document.text.encode())
-            ends = text.line_ends()
-            at = np.flatnonzero(leaked)
-            first, last = (np.searchsorted(ends, edge, side="right") for edge in (at, at + SPAN - 1))
-            if content := _cut(text, covered(len(ends), first, last)):
-                kept.append(packages.Document(document.name, content.decode()))
-        after = self._leaked([d.text.encode() for d in kept], "leaks again")
-        return kept, {"leaked before": _share(found), "leaked": _share(after)}
+    def _leaks(self) -> dict[str, float]:
+        """Write the held-out documents without the lines that share a span with training."""
+        candidates = list(_lines(self.folder / _CANDIDATES))
+        spans = [Hashes(document.text.encode()).all_spans() for document in candidates]
+        known = SpanSet(spans)
+        occurs = self._occurring(known, "leaks")
+        before = after = total = size = 0
+        unknown: list[np.ndarray] = []
+        with _written(self.folder / _TEXT[1]) as file:
+            for document, each in zip(candidates, spans, strict=True):
+                text = Hashes(document.text.encode())
+                ends, leaked = text.line_ends(), np.flatnonzero(occurs[known.index(each)[0]])
+                before += len(leaked)
+                first, last = (np.searchsorted(ends, at, side="right") for at in (leaked, leaked + SPAN - 1))
+                if content := _cut(text, covered(len(ends), first, last)):
+                    kept = Hashes(content).all_spans()
+                    index, members = known.index(kept)
+                    after += int(occurs[index[members]].sum())
+                    # spans across the cuts
+                    unknown.append(kept[~members])
+                    total, size = total + len(kept), size + len(content)
+                    file.write(json.dumps((document.name, content.decode()), ensure_ascii=False) + "\n")
+        new = SpanSet(unknown)
+        again = self._occurring(new, "leaks again")
+        after += sum(int(again[new.index(each)[0]].sum()) for each in unknown)
+        shares = {"leaked before": before / max(1, sum(map(len, spans))), "leaked": after / max(1, total)}
+        return {**shares, "held-out bytes": size}
 
-    def _leaked(self, texts: Sequence[bytes], about: str) -> list[np.ndarray]:
-        """Return for each text which of its spans occur in training."""
-        spans = [Hashes(text).all_spans() for text in texts]
-        members = SpanSet(spans)
+    def _occurring(self, members: SpanSet, about: str) -> np.ndarray:
+        """Return which members of a set of spans occur in training."""
         occurs = np.zeros(len(members), bool)
-        for document in self._bar(self._training(), about):
+        for document in self._progress(self._training(), about):
             occurs[members.find(Hashes(document.text.encode()).all_spans())] = True
-        return [occurs[np.searchsorted(members.hashes, each)] for each in spans]
+        return occurs
 
     def train_tokenizer(self, vocabulary: int) -> None:
         """Train a byte-level BPE vocabulary on a sample of the training documents."""
@@ -338,7 +379,3 @@ def _cut(text: Hashes, removed: np.ndarray) -> bytes:
     """Return a text without some lines; nothing if too little is left."""
     kept = without(text.data.tobytes(), text.line_ends(), removed)
     return kept if len(kept) >= max(_LEAST_BYTES, (1 - _MOST_REMOVED) * len(text.data)) else b""
-
-
-def _share(marks: Sequence[np.ndarray]) -> float:
-    return sum(int(m.sum()) for m in marks) / max(1, sum(map(len, marks)))

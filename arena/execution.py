@@ -15,12 +15,12 @@ from typing import Any
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
-from arena import store
+from arena import corpus, store
 from arena.comparison import Comparison, CostRun, Run, eviction_budgets, fingerprint, recipe_of
 from arena.contestants import BOUNDED, CONTESTANTS
 from arena.models import solve
 from arena.sizes import Size
-from arena.tasks import ARENA_SUITES, NEEDLE, TASKS, TEXT, recipe, suites
+from arena.tasks import ARENA_SUITES, NEEDLE, TASKS, TEXT, located, located_text, recipe, suites
 from arena.workers import Terminated
 from tokenmix_core.cli.commands import device_and_dtype, load_model, load_tokenizer
 from tokenmix_core.data.tokenizer import byte_tokenizer
@@ -67,7 +67,7 @@ def execute(run: Run, comparison: Comparison, work: Path, *, deadline: float, co
     """
     size = comparison.size
     disable_progress_bar()
-    settings = recipe_of(run, size)
+    settings = located(recipe_of(run, size))
     settings = replace(settings, callbacks=(*settings.callbacks, lambda _: StopAt(deadline)))
     # the fingerprint separates checkpoints of different settings
     folder = work / size.name / run.key.path / fingerprint(run, size)
@@ -85,7 +85,7 @@ def execute(run: Run, comparison: Comparison, work: Path, *, deadline: float, co
                 return False
         except FloatingPointError:
             diverged = True
-    rows = {}
+    rows, trained = {}, time.time()
     if not diverged and run.seed in size.seeds:
         if time.time() >= deadline:
             return False
@@ -100,10 +100,12 @@ def execute(run: Run, comparison: Comparison, work: Path, *, deadline: float, co
         **_training_log(folder, diverged),
         "rows": rows,
         "jobs": jobs,
+        "evaluation seconds": round(time.time() - trained, 1),
         "environment": {**environment(), "commit": commit},
     }
     if run.task in (NEEDLE, TEXT):
-        result["corpus"] = corpus_of(None, byte_tokenizer())
+        on_corpus = run.task == TEXT and size.corpus
+        result["corpus"] = corpus.identity() if on_corpus else corpus_of(None, byte_tokenizer())
     store.add(comparison.folder, result)
     shutil.rmtree(folder.parent, ignore_errors=True)
     return True
@@ -112,7 +114,7 @@ def execute(run: Run, comparison: Comparison, work: Path, *, deadline: float, co
 def _evaluate(run: Run, size: Size, folder: Path) -> dict[str, Any]:
     # a run that began with an older split of the built-in corpus keeps it
     trained, asked = trained_on(folder), suites(CONTESTANTS[run.contestant], run.task, size)
-    options = {name: held_out_from(option, trained) for name, option in asked.items()}
+    options = {name: held_out_from(located_text(option), trained) for name, option in asked.items()}
     model, tokenizer = load_model(folder), load_tokenizer(folder)
 
     def rows_of(model: Any) -> dict[str, list[dict[str, Any]]]:
@@ -188,6 +190,7 @@ def measure_costs(run: CostRun, comparison: Comparison, *, commit: str) -> bool:
 
 def _random_model(run: CostRun, size: Size) -> Any:
     # speed depends on neither task, rate nor seed
-    settings = recipe(run.contestant, run.division, next(iter(TASKS)), size, size.rates[0], size.tuning_seed)
+    task = next(iter(size.tasks or TASKS))
+    settings = recipe(run.contestant, run.division, task, size, size.rates[0], size.tuning_seed)
     device, dtype = device_and_dtype()
     return AutoModelForCausalLM.from_config(settings.model_config(), dtype=dtype).to(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -16,7 +17,7 @@ _DEFINITION = re.compile(
     re.MULTILINE,
 )
 _WORD = re.compile(r"\b[A-Za-z_]\w{11,}\b")
-# of one document, so that no document dominates
+# of one document, spread over it, so that no document dominates
 _MOST_OF_A_DOCUMENT = 8
 
 
@@ -41,20 +42,20 @@ def find_names(held_out: Sequence[str], training: Iterable[Document]) -> list[Na
     left = {name.name for name in found}
     for document in training:
         left.difference_update(_WORD.findall(document.text))
-    chosen, counts = [], [0] * len(held_out)
-    for name in found:
-        if name.name in left and counts[name.document] < _MOST_OF_A_DOCUMENT:
-            counts[name.document] += 1
-            chosen.append(name)
+    chosen: list[Name] = []
+    for _, group in itertools.groupby((name for name in found if name.name in left), lambda name: name.document):
+        names = list(group)
+        count = min(len(names), _MOST_OF_A_DOCUMENT)
+        chosen += [names[i * len(names) // count] for i in range(count)]
     return chosen
 
 
 def _names_of(index: int, text: str) -> list[Name]:
-    places: dict[str, list[int]] = {}
+    positions: dict[str, list[int]] = {}
     for match in _WORD.finditer(text):
-        places.setdefault(match[0], []).append(match.start())
+        positions.setdefault(match[0], []).append(match.start())
     return [
         Name(index, at[0], at[1], match[1])
         for match in _DEFINITION.finditer(text)
-        if len(at := places[match[1]]) > 1 and at[0] == match.start(1)
+        if len(at := positions[match[1]]) > 1 and at[0] == match.start(1)
     ]

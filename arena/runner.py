@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from arena.comparison import Comparison
+from arena.comparison import Comparison, Run
 from arena.execution import execute, measure_costs
+from arena.schedule import Schedule
 from arena.workers import Summary, make_workers, run_jobs
 
 Log = Callable[[str], None]
@@ -23,9 +26,10 @@ def run(
     deadline: float,
     jobs: int = 1,
     gpus: Sequence[str] = (),
+    whole: bool = False,
     log: Log = _print,
 ) -> Summary:
-    """Execute the remaining training runs of a comparison; see `run_jobs`.
+    """Execute the remaining training runs of a comparison, in the order of its schedule; see `run_jobs`.
 
     Args:
         comparison: the comparison.
@@ -35,6 +39,7 @@ def run(
         jobs: number of concurrent runs, one process each; a single run uses this process unless `gpus` or a deadline is
             given.
         gpus: GPUs to distribute the runs over, as in CUDA_VISIBLE_DEVICES; default: all visible ones.
+        whole: start no run that is not expected to end before the deadline, where checkpoints would be lost.
         log: receives one line per run.
 
     Raises:
@@ -47,7 +52,13 @@ def run(
     def call(run: Any) -> Callable[[], bool]:
         return partial(execute, run, comparison, work, **options)
 
-    return run_jobs(comparison.ready_runs, call, make_workers(jobs, gpus, deadline), deadline, log)
+    def ready() -> Sequence[Run]:
+        schedule = Schedule(comparison)
+        left = math.inf if not whole else (deadline - time.time()) / 60
+        return [run for run in schedule.ordered(comparison.ready_runs()) if schedule.minutes(run) <= left]
+
+    summary = run_jobs(ready, call, make_workers(jobs, gpus, deadline), deadline, log)
+    return summary._replace(done=not comparison.ready_runs())
 
 
 def measure(

@@ -36,7 +36,13 @@ class Size:
         examples: sequences per evaluation.
         eval_length_factor: the longest evaluated text, in multiples of `seq_len`.
         cost_lengths: context lengths at which speed and memory are measured.
-        contestants: names of the contestants; empty: `DEFAULT_CONTESTANTS`.
+        sparsity: divides windows, caps and budgets of the mixers that attend to a part of the text, so that keys are
+            farther away than they reach.
+        corpus: True if the task `text` trains on the corpus of `corpus.py`, and then measures zero-shot retrieval;
+            False if it trains on the built-in corpus.
+        retrieval_lengths: context lengths of zero-shot retrieval.
+        speed: expected training speed on an H100 in tokens/s, for plans before any run was measured.
+        contestants: names of the contestants, in the order of the runs; empty: `DEFAULT_CONTESTANTS`.
         divisions: names of the divisions; empty: both.
         tasks: names of the tasks; empty: all.
     """
@@ -63,6 +69,10 @@ class Size:
     examples: int
     eval_length_factor: int
     cost_lengths: tuple[int, ...]
+    sparsity: int = 1
+    corpus: bool = False
+    retrieval_lengths: tuple[int, ...] = ()
+    speed: float = 2e5
     contestants: tuple[str, ...] = ()
     divisions: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
@@ -181,4 +191,82 @@ NEEDLES = replace(
     contestants=("attention", "gdn", "gdn-h", "nats-l", "nats-l-h"),
     tasks=("niah",),
 )
-SIZES = {size.name: size for size in (SMOKE, COMPACT, SMALL, MEDIUM, NEEDLES)}
+_RECALL = (
+    *("attention", "gdn", "gdn-h", "nha-h", "lalte", "gdn-swa", "nats-l", "nats-l-h", "mamba2", "nha", "gsa", "gsa-h"),
+    *("oryx-tm", "oryx-tg", "lansa", "nsa", "window", "gdn-attention", "lalte-mlp"),
+)
+# recall with windows and caps of which none holds a quarter of the largest example's pairs; twice the steps of compact
+RECALL_1M = replace(
+    COMPACT,
+    name="recall-1m",
+    nha_window=16,
+    steps=3000,
+    seeds=(1, 2, 3, 4, 5),
+    sparsity=4,
+    contestants=_RECALL,
+    tasks=("mqar", "copying"),
+)
+# 256 pairs in 1,024 tokens
+RECALL_3M = replace(
+    SMALL,
+    name="recall-3m",
+    nha_window=32,
+    steps=4000,
+    rates=(1e-3, 2e-3, 4e-3),
+    seeds=(1, 2, 3, 4, 5),
+    sparsity=4,
+    contestants=_RECALL,
+    dataloader_workers=0,
+    tasks=("mqar", "copying"),
+)
+# 26M parameters without the embedding, 34M with it, on 301M tokens; the contestants of the papers' main claims first
+TEXT_30M = replace(
+    MEDIUM,
+    name="text-30m",
+    width=512,
+    layers=8,
+    mlp_multiple=16,
+    seq_len=2048,
+    needle_len=2048,
+    initializer_range=0.02,
+    steps=4600,
+    ramp=0.0,
+    dataloader_workers=2,
+    batch_tokens=2**16,
+    rates=(1e-3, 2e-3, 4e-3),
+    examples=64,
+    cost_lengths=(2048, 8192, 32768),
+    corpus=True,
+    retrieval_lengths=(1024, 2048, 4096, 8192),
+    speed=3e5,
+    contestants=(
+        "gdn-h",
+        "nha-h",
+        "lalte",
+        "nats-l-h",
+        "attention",
+        "gdn",
+        "mamba2",
+        "gdn-swa",
+        "gsa-h",
+        "oryx-tm",
+        "oryx-tg",
+        "gdn-h-nope",
+        "nats-l-h-rope",
+        "lalte-mlp",
+        "nha-h-fixed-sum",
+        "nats-l-h-softmax-own-chunk",
+        "nats-l-h-linear-own-chunk",
+        "oryx-tm-sequence",
+        "gdn-attention",
+        "lansa",
+        "nsa",
+        "nats-l",
+        "nha",
+        "gsa",
+        "nats-l-h-share-10",
+        "nats-l-h-share-50",
+    ),
+    tasks=("text",),
+)
+SIZES = {size.name: size for size in (SMOKE, COMPACT, SMALL, MEDIUM, NEEDLES, RECALL_1M, RECALL_3M, TEXT_30M)}

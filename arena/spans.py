@@ -92,12 +92,18 @@ class SpanSet:
     def __len__(self) -> int:
         return len(self.hashes)
 
-    def find(self, asked: UInt64[np.ndarray, "n"]) -> Int[np.ndarray, "m"]:
-        """Return the positions in `hashes` of those that were asked for and are members."""
-        asked = asked[self._table[asked >> self._shift]]
+    def index(self, asked: UInt64[np.ndarray, "n"]) -> tuple[Int[np.ndarray, "n"], Bool[np.ndarray, "n"]]:
+        """Return the position of each asked hash in `hashes`, and whether it is a member; 0 if it is not."""
+        if not len(self.hashes):
+            return np.zeros(len(asked), np.int64), np.zeros(len(asked), bool)
         at = np.searchsorted(self.hashes, asked)
         at[at == len(self.hashes)] = 0
-        return np.unique(at[self.hashes[at] == asked]) if len(at) else at
+        return at, self.hashes[at] == asked
+
+    def find(self, asked: UInt64[np.ndarray, "n"]) -> Int[np.ndarray, "m"]:
+        """Return the positions in `hashes` of the asked hashes that are members."""
+        at, members = self.index(asked[self._table[asked >> self._shift]])
+        return np.unique(at[members])
 
 
 def covered(count: int, first: Int[np.ndarray, "n"], last: Int[np.ndarray, "n"]) -> Bool[np.ndarray, "count"]:

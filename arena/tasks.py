@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from arena import corpus
+from arena.cloze import cross_mode_names_suite, names_suite
 from arena.contestants import CONTESTANTS, Contestant
+from arena.corpus import CORPUS, VOCABULARY
 from arena.models import with_model
 from arena.sizes import Size
 from tokenmix_core.data.synthetic import COPYING, NIAH_TASKS
@@ -42,6 +45,18 @@ class Task:
 
 def _options(size: Size, **options: Any) -> EvalOptions:
     return EvalOptions(**{"limit": size.examples, "progress": False, **options})
+
+
+def _text(size: Size) -> str | None:
+    return CORPUS if size.corpus else None
+
+
+def _retrieval(size: Size) -> dict[str, EvalOptions]:
+    """Return the suites of zero-shot retrieval."""
+    return {
+        "niah": _options(size, lengths=size.retrieval_lengths, text=CORPUS),
+        "names": _options(size, lengths=size.retrieval_lengths[-1:], text=CORPUS),
+    }
 
 
 def _copy_tokens(size: Size) -> int:
@@ -88,12 +103,17 @@ TASKS = {
         Task(
             TEXT,
             "Text",
-            lambda s: BYTE_VOCAB,
+            lambda s: VOCABULARY if s.corpus else BYTE_VOCAB,
             # joined documents, as in the evaluation beyond T
-            lambda s: DataRecipe(sources=["stdlib"], seq_len=s.seq_len, documents="joined"),
+            lambda s: DataRecipe(
+                sources=[CORPUS if s.corpus else "stdlib"],
+                tokenizer=CORPUS if s.corpus else "bytes",
+                seq_len=s.seq_len,
+                documents="joined",
+            ),
             lambda s: {
-                "perplexity-by-position": _options(s, lengths=(s.eval_length_factor * s.seq_len,)),
-                "copy": _options(s, lengths=(s.seq_len,)),
+                "perplexity-by-position": _options(s, lengths=(s.eval_length_factor * s.seq_len,), text=_text(s)),
+                **(_retrieval(s) if s.corpus else {"copy": _options(s, lengths=(s.seq_len,))}),
             },
         ),
     )
@@ -105,12 +125,17 @@ MODE_SUITES: dict[str, tuple[str, ...]] = {
     "niah": ("cross-mode-niah",),
     "perplexity-by-position": ("isolated-perplexity-by-position", "switch-perplexity"),
     "copy": ("isolated-copy",),
+    "names": ("cross-mode-names",),
 }
 ARENA_SUITES: dict[str, Suite] = {
     **SUITES,
     **BY_MODE,
     "isolated-copying": isolated("copying", copying_suite),
     "isolated-copy": isolated("copy", copy_suite),
+    "names": Suite("names defined once in held-out code, in cloze form", names_suite, reads=("lengths", "text")),
+    "cross-mode-names": Suite(
+        "likewise, code in one mode and the name in another", cross_mode_names_suite, reads=("lengths", "text")
+    ),
 }
 
 
@@ -149,6 +174,18 @@ def recipe(name: str, division: str, task: str, size: Size, rate: float, seed: i
         ),
     )
     return with_model(base, CONTESTANTS[name], division, size)
+
+
+def located(recipe: Recipe) -> Recipe:
+    """Return a recipe that names the corpus by its folders on this machine."""
+    sources = [str(corpus.tokens()) if source == CORPUS else source for source in recipe.data.sources]
+    tokenizer = str(corpus.tokenizer()) if recipe.data.tokenizer == CORPUS else recipe.data.tokenizer
+    return replace(recipe, data=replace(recipe.data, sources=sources, tokenizer=tokenizer))
+
+
+def located_text(options: EvalOptions) -> EvalOptions:
+    """Return options that name the corpus by its folder on this machine."""
+    return replace(options, text=str(corpus.tokens())) if options.text == CORPUS else options
 
 
 def suites(contestant: Contestant, task: str, size: Size) -> dict[str, EvalOptions]:

@@ -1,19 +1,33 @@
 """The corpus of the arena: from packages that the test builds to tokens, without repeated and leaked text."""
 
+import hashlib
 import json
 import lzma
+import math
 import shutil
 import subprocess
+import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-from arena import corpus, parts
+from arena import corpus, parts, store
 from arena.__main__ import main
+from arena.cloze import DISTANCES, names_suite, questions
+from arena.comparison import Comparison, Run, fingerprint, recipe_of
+from arena.contestants import PARAMETERS
+from arena.execution import execute
 from arena.packages import html_text
+from arena.runner import run as run_all
+from arena.schedule import Schedule
+from arena.sizes import SIZES
 from arena.spans import SPAN, Hashes, SpanSet, covered, without
 from tokenmix_core.data.token_file import TokenFile
 from tokenmix_core.data.tokenizer import load_tokenizer
+from tokenmix_core.evaluation import EvalOptions
 
 LICENCE = "".join(
     f"// line {i} of a licence that stands at the beginning of every file of the project\n" for i in range(6)
@@ -21,15 +35,23 @@ LICENCE = "".join(
 RECIPE = corpus.Recipe(held_out=("/fs/btree/",), vocabulary=360, least_held_out=4000)
 
 
+def name_of(topic, i):
+    # rare, so that the vocabulary splits it into many tokens
+    letters = (
+        hashlib.sha256(f"{topic} {i}".encode()).hexdigest()[:10].translate(str.maketrans("0123456789", "ghijklmnop"))
+    )
+    return f"{topic}_{letters}"
+
+
 def function(topic, i):
-    name = f"{topic}_allocate_{i:02d}_extent"
+    name = name_of(topic, i)
     lines = "".join(f"\tvalue += {topic}_{i}_{j}(value, {'abcdefgh'[j]});\n" for j in range(8))
     return f"static int {name}(int value)\n{{\n{lines}\treturn value;\n}}\n"
 
 
 def source(topic, first):
     functions = [function(topic, i) for i in range(first, first + 12)]
-    uses = "".join(f"\ttotal -= {topic}_allocate_{i:02d}_extent(total);\n" for i in range(first, first + 12))
+    uses = "".join(f"\ttotal -= {name_of(topic, i)}(total);\n" for i in range(first, first + 12))
     return LICENCE + "\n".join(functions) + f"\nint {topic}_{first}(int total)\n{{\n{uses}\treturn total;\n}}\n"
 
 
@@ -144,3 +166,87 @@ def test_html_becomes_text():
         "<html><head><title>t</title></head><body><h1>A  b</h1><pre>x\n  y</pre><script>no</script>&lt;</body></html>"
     )
     assert html_text(page) == "A b\n\nx\n  y\n<\n"
+
+
+SIZE = replace(SIZES["smoke"], corpus=True, retrieval_lengths=(640,), steps=1, tasks=("text",))
+
+
+@pytest.mark.parametrize("contestant", ["gdn", "oryx-tm"])
+def test_a_run_trains_on_the_corpus_and_measures_retrieval_zero_shot(built, tmp_path, monkeypatch, contestant):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    comparison = Comparison(SIZE, tmp_path / "results", (PARAMETERS,), (contestant,), ("text",))
+    run = Run(PARAMETERS, contestant, "text", SIZE.rates[0], SIZE.seeds[0])
+    monkeypatch.setenv(corpus.FOLDER, str(tmp_path))
+    with pytest.raises(ValueError, match="holds no corpus; build it"):
+        execute(run, comparison, tmp_path / "work", deadline=math.inf, commit="test")
+    monkeypatch.setenv(corpus.FOLDER, str(built[0]))
+    assert execute(run, comparison, tmp_path / "work", deadline=math.inf, commit="test")
+    result = comparison.result(run)
+    assert result["corpus"]["sha256"] == built[1]["sha256"]["tokens/tokens.bin"]
+    prefix, modes = ("cross-mode-", 4) if contestant == "oryx-tm" else ("", 1)
+    assert [row["length"] for row in result["rows"][f"{prefix}niah"]] == [640] * 3 * modes
+    names = result["rows"][f"{prefix}names"]
+    assert {row["distance"] for row in names} <= set(DISTANCES)
+    assert names
+    assert ("switch-perplexity" in result["rows"]) == (contestant == "oryx-tm")
+    # the folder of the corpus is no setting
+    assert "corpus" in recipe_of(run, SIZE).data.sources
+
+
+def test_questions_about_names_begin_where_no_other_name_does(built):
+    folder, _ = built
+    tokenizer = load_tokenizer(str(folder / corpus.TOKENIZER))
+    found = questions(folder / corpus.TOKENS_FOLDER, tokenizer, 8192, 64)
+    assert found
+    for question in found:
+        text = tokenizer.decode(question.tokens[: question.name])
+        given = tokenizer.decode(question.tokens[question.name : question.answer]).strip()
+        name = tokenizer.decode(question.tokens[question.name :]).strip()
+        assert text.count(given) == text.count(name) == 1
+        assert len(question.tokens) - question.answer >= 2
+        assert name.startswith(given)
+
+
+def test_names_are_completed_from_the_context_alone(built):
+    folder, _ = built
+    tokenizer = load_tokenizer(str(folder / corpus.TOKENIZER))
+
+    class Copies(torch.nn.Module):
+        """Predicts the token that followed the last two tokens before."""
+
+        device = torch.device("cpu")
+
+        def forward(self, input_ids, use_cache, logits_to_keep):
+            ids, logits = input_ids[0].tolist(), torch.zeros(1, input_ids.shape[1], len(tokenizer))
+            last = {}
+            for at in range(1, len(ids)):
+                logits[0, at, last.get((ids[at - 1], ids[at]), 0)] = 1.0
+                if at + 1 < len(ids):
+                    last[ids[at - 1], ids[at]] = ids[at + 1]
+            return SimpleNamespace(logits=logits[:, -logits_to_keep:])
+
+    options = EvalOptions(text=str(folder / corpus.TOKENS_FOLDER), lengths=(8192,), limit=16, progress=False)
+    result = names_suite(Copies(), tokenizer, options)
+    for row, samples in zip(result["rows"], result["samples"], strict=True):
+        assert row["accuracy"] == sum(samples) / len(samples) > 0.25
+        assert row["without definition"] == 0
+
+
+def test_the_schedule_expects_hours_from_measured_speeds_and_starts_what_fits(tmp_path, capsys):
+    size = replace(SIZES["text-30m"], contestants=("gdn-h", "gdn"))
+    comparison = Comparison(size, tmp_path)
+    schedule = Schedule(comparison)
+    runs = schedule.remaining()
+    assert [run.contestant for run in runs] == sorted((run.contestant for run in runs), key=size.contestants.index)
+    final = next(run for run in runs if run.seed in size.seeds and run.contestant == "gdn-h")
+    tokens = size.steps * size.batch_tokens
+    assert schedule.minutes(final) == pytest.approx(tokens / size.speed / 60)
+    about = {"last loss": 1.0, "rows": {"x": [{}]}, "rule": fingerprint(final, size), "evaluation seconds": 30.0}
+    store.add(comparison.folder, {**final._asdict(), **about, "tokens per second": 1e5})
+    assert Schedule(comparison).minutes(final) == pytest.approx(tokens / 1e5 / 60 + 0.5)
+    started = []
+    monkey = {"commit": "test", "whole": True, "deadline": time.time() + 60, "log": started.append}
+    assert not run_all(comparison, tmp_path, **monkey).done
+    assert started == []
+    assert main(["plan", "--size", "recall-1m", "--results", str(tmp_path), "--tasks", "mqar"]) == 0
+    assert "GPU hours" in capsys.readouterr().out

@@ -123,6 +123,7 @@ class SuiteResult(TypedDict):
         settings: the settings on which the results depend.
         rows: the lines of the table, each a flat dictionary.
         plots: the plots.
+        samples: of each row, the value of each example in order: its accuracy, or its loss in nats.
         failed: errors of the parts that failed, by name; the rows are those of the other parts.
         provenance: the model, options, text and software that made it.
     """
@@ -131,6 +132,7 @@ class SuiteResult(TypedDict):
     settings: dict[str, Any]
     rows: list[dict[str, Any]]
     plots: list[Plot]
+    samples: NotRequired[list[list[float]]]
     failed: NotRequired[dict[str, Exception]]
     provenance: NotRequired[dict[str, Any]]
 

@@ -1,0 +1,81 @@
+"""Order and expected time of runs, so that calls with a time limit start runs that they can finish."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from arena import store
+from arena.comparison import Comparison, Run, recipe_of
+
+
+class Schedule:
+    """Expected minutes of a comparison's runs, from the speeds of its stored results.
+
+    A contestant without a result is expected to have the median speed of the others, or the size's, if there is none.
+    """
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison = comparison
+        self._speeds: dict[tuple[str, str], list[float]] = {}
+        self._evaluations: dict[str, list[float]] = {}
+        for key, stored in store.load(comparison.folder).items():
+            if speed := stored.result.get("tokens per second"):
+                self._speeds.setdefault((key.contestant, key.task), []).append(speed)
+            if stored.result.get("rows") and (seconds := stored.result.get("evaluation seconds")):
+                self._evaluations.setdefault(key.task, []).append(seconds)
+
+    def speed(self, run: Run) -> float:
+        """Return the expected training speed in tokens/s."""
+        measured = self._speeds.get((run.contestant, run.task))
+        others = [median(found) for (_, task), found in self._speeds.items() if task == run.task]
+        return median(measured) if measured else median(others) if others else self.comparison.size.speed
+
+    def minutes(self, run: Run) -> float:
+        """Return the expected minutes of a run on one GPU: training, and evaluation if it was measured."""
+        seconds = recipe_of(run, self.comparison.size).optimizer.total_tokens / self.speed(run)
+        if run.seed in self.comparison.size.seeds:
+            seconds += median(self._evaluations.get(run.task, [0.0]))
+        return seconds / 60
+
+    def ordered(self, runs: Sequence[Run]) -> list[Run]:
+        """Return runs by task and contestant, in the order that the size names them."""
+        tasks, names = self.comparison.tasks, self.comparison.size.contestants
+
+        def rank(run: Run) -> tuple[int, int]:
+            return tasks.index(run.task), names.index(run.contestant) if run.contestant in names else len(names)
+
+        return sorted(runs, key=rank)
+
+    def remaining(self) -> list[Run]:
+        """Return the runs without a result, also those that wait for a rate; they get the grid's first."""
+        found: dict[Run, None] = {}
+        for experiment in self.comparison.experiments():
+            tuning = self.comparison.tuning_runs(*experiment)
+            name = Run(experiment.division, experiment.contestant, experiment.task, tuning[0].rate, 0)
+            scored = self.comparison.scored_runs(*experiment)
+            scored = scored or [name._replace(seed=seed) for seed in self.comparison.size.seeds]
+            found |= dict.fromkeys(run for run in (*tuning, *scored) if self.comparison.result(run) is None)
+        return self.ordered(list(found))
+
+    def plan(self, gpus: int = 1) -> str:
+        """Return the expected hours of the remaining runs, by contestant."""
+        by_name: dict[str, list[float]] = {}
+        for run in self.remaining():
+            by_name.setdefault(run.contestant, []).append(self.minutes(run))
+        measured = {name for name, _ in self._speeds}
+        lines = [
+            f"| {name} | {len(minutes)} | {max(minutes):.1f} | {sum(minutes) / 60:.2f} | "
+            f"{'measured' if name in measured else 'assumed'} |"
+            for name, minutes in by_name.items()
+        ]
+        hours = sum(map(sum, by_name.values())) / 60
+        head = ["| contestant | remaining runs | longest run, minutes | GPU hours | speed |", "|---|---|---|---|---|"]
+        return "\n".join(
+            [
+                f"{self.comparison.size.name}: {hours:.1f} GPU hours, {hours / gpus:.1f} hours on {gpus} GPUs",
+                "",
+                *head,
+                *lines,
+            ]
+        )
