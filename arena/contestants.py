@@ -64,6 +64,7 @@ class Contestant:
         droppable: parts of a layer's state that `BOUNDED` mode need not keep.
         on_request: True if the contestant takes part only if a size or the command line names it.
         ablates: name of the contestant that this one is an ablation of; it takes over the learning rates.
+        capped: True if zero-shot retrieval is measured at several caps of its LTE layers.
         kv_budget: returns the tokens that full attention retains under each of `EVICTION_METHODS`; each method adds a
             row to the tables of associative recall.
     """
@@ -79,6 +80,7 @@ class Contestant:
     droppable: tuple[str, ...] = ()
     on_request: bool = False
     ablates: str | None = None
+    capped: bool = False
     kv_budget: Callable[[Size], int] | None = None
 
     def eligible(self, division: str) -> bool:
@@ -230,6 +232,7 @@ CONTESTANTS = {
                 for window in range(MIN_LTE_WINDOW, 2 * s.head_dim)
                 for cap in (window // 2,)
             ),
+            capped=True,
             **_LTE,
         ),
         Contestant(

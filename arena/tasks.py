@@ -14,11 +14,12 @@ from arena.models import with_model
 from arena.sizes import Size
 from tokenmix_core.data.synthetic import COPYING, NIAH_TASKS
 from tokenmix_core.evaluation.copying import copy_suite
-from tokenmix_core.evaluation.options import EvalOptions, Suite
+from tokenmix_core.evaluation.options import EvalOptions, Suite, SuiteResult
 from tokenmix_core.evaluation.recall import COPY_VOCABULARY, copying_suite
 from tokenmix_core.evaluation.suites import SUITES
 from tokenmix_core.training.baselines import BYTE_VOCAB
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
+from tokenmix_lte.mixer import Lte
 from tokenmix_oryx.evals import BY_MODE, isolated
 
 MQAR, COPY, NEEDLE, TEXT = "mqar", "copying", "niah", "text"
@@ -127,6 +128,34 @@ MODE_SUITES: dict[str, tuple[str, ...]] = {
     "copy": ("isolated-copy",),
     "names": ("cross-mode-names",),
 }
+# factors of the trained cap at which LTE is evaluated, too
+CAP_FACTORS = (0.25, 0.5, 2.0, 4.0)
+_CAPPED = ("niah", "names")
+
+
+def _by_cap(suite: Suite) -> Suite:
+    """Return a suite that measures at the cap of LTE's training, and then at others, named as modes."""
+
+    def run(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+        result = suite.run(model, tokenizer, options)
+        layers = [mixer for mixer in model.model.mixers if isinstance(mixer, Lte)]
+        trained = [layer.cap for layer in layers]
+        try:
+            for factor in CAP_FACTORS:
+                for layer, cap in zip(layers, trained, strict=True):
+                    layer.set_limits(cap=max(layer.sinks, round(factor * cap)))
+                more = suite.run(model, tokenizer, options)
+                result["rows"] += [{**row, "modes": f"cap {layers[0].cap}"} for row in more["rows"]]
+                if "samples" in result:
+                    result["samples"] += more.get("samples", [])
+        finally:
+            for layer, cap in zip(layers, trained, strict=True):
+                layer.set_limits(cap=cap)
+        return result
+
+    return suite._replace(run=run)
+
+
 ARENA_SUITES: dict[str, Suite] = {
     **SUITES,
     **BY_MODE,
@@ -137,6 +166,7 @@ ARENA_SUITES: dict[str, Suite] = {
         "likewise, code in one mode and the name in another", cross_mode_names_suite, reads=("lengths", "text")
     ),
 }
+ARENA_SUITES |= {f"capped-{name}": _by_cap(ARENA_SUITES[name]) for name in _CAPPED}
 
 
 def recipe(name: str, division: str, task: str, size: Size, rate: float, seed: int) -> Recipe:
@@ -192,7 +222,10 @@ def suites(contestant: Contestant, task: str, size: Size) -> dict[str, EvalOptio
     """Return the suites that evaluate a contestant on a task, with their options."""
     chosen = {}
     for name, options in TASKS[task].suites(size).items():
-        for suite in MODE_SUITES[name] if contestant.modes else (name,):
+        replaced = MODE_SUITES[name] if contestant.modes else (name,)
+        if contestant.capped and name in _CAPPED and size.corpus:
+            replaced = (f"capped-{name}",)
+        for suite in replaced:
             # modes switch between chunks of a training row
             lengths = (size.seq_len,) if suite == "switch-perplexity" else options.lengths
             chosen[suite] = replace(options, lengths=lengths)

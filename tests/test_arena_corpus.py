@@ -171,7 +171,7 @@ def test_html_becomes_text():
 SIZE = replace(SIZES["smoke"], corpus=True, retrieval_lengths=(640,), steps=1, tasks=("text",))
 
 
-@pytest.mark.parametrize("contestant", ["gdn", "oryx-tm"])
+@pytest.mark.parametrize("contestant", ["gdn", "oryx-tm", "lalte"])
 def test_a_run_trains_on_the_corpus_and_measures_retrieval_zero_shot(built, tmp_path, monkeypatch, contestant):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     comparison = Comparison(SIZE, tmp_path / "results", (PARAMETERS,), (contestant,), ("text",))
@@ -183,11 +183,13 @@ def test_a_run_trains_on_the_corpus_and_measures_retrieval_zero_shot(built, tmp_
     assert execute(run, comparison, tmp_path / "work", deadline=math.inf, commit="test")
     result = comparison.result(run)
     assert result["corpus"]["sha256"] == built[1]["sha256"]["tokens/tokens.bin"]
-    prefix, modes = ("cross-mode-", 4) if contestant == "oryx-tm" else ("", 1)
+    prefix, modes = {"oryx-tm": ("cross-mode-", 4), "lalte": ("capped-", 5)}.get(contestant, ("", 1))
     assert [row["length"] for row in result["rows"][f"{prefix}niah"]] == [640] * 3 * modes
     names = result["rows"][f"{prefix}names"]
     assert {row["distance"] for row in names} <= set(DISTANCES)
     assert names
+    if contestant == "lalte":
+        assert {row.get("modes", "") for row in names} == {"", *(f"cap {cap}" for cap in (4, 8, 32, 64))}
     assert ("switch-perplexity" in result["rows"]) == (contestant == "oryx-tm")
     # the folder of the corpus is no setting
     assert "corpus" in recipe_of(run, SIZE).data.sources
