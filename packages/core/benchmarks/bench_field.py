@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache
 
+from hf_models import DELTA_RULE, field_model
 from tokenmix_core.integrations.transformers import FAMILIES, use_fallback, use_kernels
 from tokenmix_core.testing.benchmarking import Run, able, host_microseconds, interleaved_medians, measure, row_of
-from tokenmix_core.testing.hf_models import DELTA_RULE, field_model
 from tokenmix_core.testing.results import kept
 
 # of results, beside those of operations

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from served_by_vllm import engine, generated_tokens, prompts_of, served_tokens
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
-from tokenmix_core.testing.served_by_vllm import engine, generated_tokens, prompts_of, served_tokens
 
 KINDS = {
     "attention": {"num_heads": 4, "head_dim": 64},

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: nox -s vllm")
 
-from tokenmix_core.testing.served_by_vllm import check_served
+from served_by_vllm import check_served
 from tokenmix_lte.config import LteConfig
 from tokenmix_lte.model import LteForCausalLM
 

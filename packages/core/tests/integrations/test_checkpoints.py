@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
+from hf_models import field_model
 from support.fla_models import fla_folder, fla_logits
 from tokenmix_core.cli.app import main
 from tokenmix_core.integrations.checkpoints import convert_folder, export, load_third_party
 from tokenmix_core.integrations.layouts import LAYOUTS, fla_layout
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.hf_models import field_model
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 48, "norm_eps": 1e-6,

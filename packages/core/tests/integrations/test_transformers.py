@@ -14,12 +14,12 @@ import torch
 import transformers
 from packaging.version import Version
 
+from hf_models import DELTA_RULE, field_model
 from tokenmix_core.integrations import adapters
 from tokenmix_core.integrations.adapters import norm_of_gated
 from tokenmix_core.integrations.transformers import FAMILIES, UNCOVERED, use_fallback, use_kernels
 from tokenmix_core.modeling.cache_name import CACHE
 from tokenmix_core.testing.closeness import relative_error
-from tokenmix_core.testing.hf_models import DELTA_RULE, field_model
 
 # a sum of float32 in another order
 TOLERANCE = 2e-5

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: nox -s vllm")
 
+from served_by_vllm import check_served, engine
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
-from tokenmix_core.testing.served_by_vllm import check_served, engine
 
 ATTENTION = {"num_heads": 4, "head_dim": 64}
 OPTIONS = {
