@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tokenmix_core.modeling import HybridConfig, register_mixer
 from tokenmix_lte.mixer import Lte
 from tokenmix_lte.nsa import Nsa
@@ -21,8 +19,4 @@ class LteConfig(HybridConfig):
     """
 
     model_type = "tokenmix_lte"
-
-    def __post_init__(self, **kwargs: Any):
-        if self.mixers is None:
-            self.mixers = ["lte"]
-        super().__post_init__(**kwargs)
+    default_mixers = ("lte",)

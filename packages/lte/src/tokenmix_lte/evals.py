@@ -18,6 +18,7 @@ from tokenmix_core.evaluation import (
     Suite,
     SuiteResult,
     cut_sequences,
+    layer_heatmap,
     text_tokens,
 )
 from tokenmix_lte.latency import latency_suite
@@ -79,16 +80,8 @@ def retention_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteRe
                         row | {"mean": float(share.mean())} | {f"head {h}": float(x) for h, x in enumerate(share)}
                     )
                 by = "under the cap" if kind == "held" else "by the scorer, before the cap"
-                plots.append(
-                    {
-                        "title": f"Share of the tokens beyond the window retained {by}, after {length} tokens",
-                        "x": "key head",
-                        "y": "layer",
-                        "series": {},
-                        "heatmap": shares.tolist(),
-                        "y_labels": [str(layer) for layer in layers],
-                    }
-                )
+                title = f"Share of the tokens beyond the window retained {by}, after {length} tokens"
+                plots.append(layer_heatmap(title, "key head", layers, shares.tolist()))
     settings = {"text": options.text or BUILT_IN_TEXT}
     return parts.result({"suite": "retention", "settings": settings, "rows": rows, "plots": plots})
 

@@ -18,7 +18,6 @@ from tokenmix_core.nn import (
     MixerOutput,
     Rotation,
     TensorState,
-    apply_rotary,
     at_least_float32,
     mean_visible,
     output_linear,
@@ -124,12 +123,7 @@ class Tova(Attention):
 
     def _heads(self, x: Tensor, rotary: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projected(x, self.q_proj, self.k_proj, self.v_proj))
-        if self.rotary_dim is not None:
-            assert rotary is not None
-            q, k = apply_rotary(q, rotary, self.q_norm), apply_rotary(k, rotary, self.k_norm)
-        elif self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return q, k, v
+        return *self.positioned(q, k, rotary), v
 
     def _empty(self, k: Tensor) -> Held:
         empty = k.new_zeros(len(k), self.held, *k.shape[2:])

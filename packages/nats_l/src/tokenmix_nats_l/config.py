@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tokenmix_core.modeling import HybridConfig, register_mixer
 from tokenmix_nats_l.mixer import NatsL
 
@@ -17,8 +15,4 @@ class NatsLConfig(HybridConfig):
     """
 
     model_type = "tokenmix_nats_l"
-
-    def __post_init__(self, **kwargs: Any):
-        if self.mixers is None:
-            self.mixers = ["nats_l"]
-        super().__post_init__(**kwargs)
+    default_mixers = ("nats_l",)

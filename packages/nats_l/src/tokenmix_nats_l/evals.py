@@ -25,6 +25,7 @@ from tokenmix_core.evaluation import (
     Suite,
     SuiteResult,
     cut_sequences,
+    layer_heatmap,
     text_tokens,
 )
 from tokenmix_nats_l.mixer import NatsL
@@ -96,7 +97,8 @@ def chunk_types_suite(model: Any, tokenizer: Any, options: EvalOptions) -> Suite
                 row = {"text": name, "tokens": length, "sequences": len(sequences), "layer": layer}
                 row["mean"] = float(heads.mean())
                 rows.append(row | {f"head {h}": float(share) for h, share in enumerate(heads)})
-            plots.append(_map(f"{name}, {length} tokens", layers, shares))
+            title = f"Share of softmax chunks, {name}, {length} tokens"
+            plots.append(layer_heatmap(title, "head", layers, shares.tolist()))
     settings = {"text": options.text or BUILT_IN_TEXT}
     return parts.result({"suite": "chunk-types", "settings": settings, "rows": rows, "plots": plots})
 
@@ -108,18 +110,6 @@ def _texts(source: str | None) -> dict[str, str | None]:
         return {source or BUILT_IN_TEXT: source}
     # the reader refuses an empty folder
     return {path.name: str(path) for path in sorted(folder.iterdir()) if path.is_file()} or {str(folder): source}
-
-
-def _map(name: str, layers: list[int], shares: np.ndarray) -> Plot:
-    """Return a heatmap with one row per layer, the first at the bottom, and one column per head."""
-    return {
-        "title": f"Share of softmax chunks, {name}",
-        "x": "head",
-        "y": "layer",
-        "series": {},
-        "heatmap": [[float(x) for x in row] for row in shares],
-        "y_labels": [str(layer) for layer in layers],
-    }
 
 
 @torch.inference_mode()

@@ -79,14 +79,7 @@ def _add_commands(add: core_cli.AddCommand) -> None:
     )
     sub.add_argument("--out", type=Path, metavar="DIR", help="folder for the results (default: CHECKPOINT/search)")
     sub.add_argument("--resume", action="store_true", help="reuse the scores of an interrupted search in the folder")
-    sub.add_argument("--limit", type=int, metavar="N", help="examples for each task")
-    sub.add_argument("--lengths", type=core_cli.positive_integers, metavar="T,T", help="context lengths in tokens")
-    sub.add_argument("--max-length", type=int, metavar="T", help="longest prompt with its answer; longer ones are cut")
-    sub.add_argument("--batch-size", type=int, metavar="B", help="sequences in one forward pass")
-    sub.add_argument("--text", metavar="PATH", help="a token file, or text, JSONL or parquet")
-    sub.add_argument("--vocab-size", type=int, metavar="V", help="vocabulary size of synthetic sequences")
-    sub.add_argument("--seed", type=int, default=0, metavar="S", help="seed of random data")
-    core_cli.add_device(sub)
+    core_cli.add_eval_options(sub)
 
 
 def _indices(text: str) -> tuple[int, ...] | str:

@@ -42,12 +42,11 @@ class NhaConfig(HybridConfig):
     """
 
     model_type = "tokenmix_nha"
+    default_mixers = ("nha",)
 
     random_windows: list[Window] | None = None
 
     def __post_init__(self, **kwargs: Any):
-        if self.mixers is None:
-            self.mixers = ["nha"]
         super().__post_init__(**kwargs)
         if self.random_windows is not None:
             if not self.random_windows:

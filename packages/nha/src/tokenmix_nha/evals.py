@@ -20,6 +20,7 @@ from tokenmix_core.evaluation import (
     Suite,
     SuiteResult,
     cut_sequences,
+    layer_heatmap,
     one_sequence,
     text_tokens,
     text_vocab_size,
@@ -104,22 +105,10 @@ def _result(
             "y": "mean over heads and positions",
             "series": {"share": (list(layers), shares.mean((1, 2)).tolist())},
         },
+        layer_heatmap("Share of the slots by head", "head", layers, shares.mean(2).tolist()),
         {
-            "title": "Share of the slots by head",
-            "x": "head",
-            "y": "layer",
-            "series": {},
-            "heatmap": shares.mean(2).tolist(),
-            "y_labels": [str(layer) for layer in layers],
-        },
-        {
-            "title": "Share of the slots by position",
-            "x": "position (tokens)",
-            "y": "layer",
-            "series": {},
-            "heatmap": binned.tolist(),
+            **layer_heatmap("Share of the slots by position", "position (tokens)", layers, binned.tolist()),
             "x_labels": [str(column * width) for column in range(binned.shape[1])],
-            "y_labels": [str(layer) for layer in layers],
         },
     ]
     settings = {"length": length, "sequences": len(sequences), **about}

@@ -44,6 +44,7 @@ class OryxConfig(HybridConfig):
     """
 
     model_type = "tokenmix_oryx"
+    default_mixers = ("oryx",)
 
     mode: str = "attention"
     mode_assignment: Assignment = "chunk"
@@ -58,8 +59,6 @@ class OryxConfig(HybridConfig):
                 f"got {self.mode_chunk_size!r} and {self.attention_probability!r}"
             )
         check_mode(self.mode)
-        if self.mixers is None:
-            self.mixers = ["oryx"]
         super().__post_init__(**kwargs)
 
     @classmethod

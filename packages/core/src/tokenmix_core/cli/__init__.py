@@ -7,6 +7,7 @@ from tokenmix_core._utils.lazy_imports import lazily
 if TYPE_CHECKING:
     from tokenmix_core.cli.app import AddCommand as AddCommand
     from tokenmix_core.cli.app import add_device as add_device
+    from tokenmix_core.cli.app import add_eval_options as add_eval_options
     from tokenmix_core.cli.app import layer_indices as layer_indices
     from tokenmix_core.cli.app import main as main
     from tokenmix_core.cli.app import positive_integers as positive_integers

@@ -196,16 +196,7 @@ def _parser(
         "--tasks", type=_names, metavar="A,B", help="only these tasks of the suite; without one, any tasks of lm-eval"
     )
     sub.add_argument("--include", type=_names, metavar="DIR", help="folder with further tasks for lm-eval")
-    sub.add_argument("--limit", type=int, metavar="N", help="examples for each task")
-    sub.add_argument("--lengths", type=positive_integers, metavar="T,T", help="context lengths in tokens")
-    sub.add_argument("--max-length", type=int, metavar="T", help="longest prompt with its answer; longer ones are cut")
-    sub.add_argument("--batch-size", type=int, metavar="B", help="sequences in one forward pass")
-    sub.add_argument(
-        "--text", metavar="PATH", help="a token file, or text, JSONL or parquet (default: built-in corpus)"
-    )
-    sub.add_argument("--vocab-size", type=int, metavar="V", help="tokens that synthetic sequences are made of")
-    sub.add_argument("--seed", type=int, default=0, metavar="S", help="what random data depends on")
-    add_device(sub)
+    add_eval_options(sub)
 
     sub = command(commands, "generate", "continue a text", 'runs/tiny --prompt "def main(" --temperature 0.7')
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a trained model")
@@ -331,6 +322,20 @@ def _fields_help() -> str:
     group = shown.add_argument_group("fields of the recipe: model")
     group.add_argument("--model.FIELD", metavar="VALUE", help="of its configuration; --model.FIELD.KEY sets one entry")
     return shown.format_help()
+
+
+def add_eval_options(sub: argparse.ArgumentParser) -> None:
+    """Let a command take the options of suites that all of them share, `--device` and `--dtype`."""
+    sub.add_argument("--limit", type=int, metavar="N", help="examples for each task")
+    sub.add_argument("--lengths", type=positive_integers, metavar="T,T", help="context lengths in tokens")
+    sub.add_argument("--max-length", type=int, metavar="T", help="longest prompt with its answer; longer ones are cut")
+    sub.add_argument("--batch-size", type=int, metavar="B", help="sequences in one forward pass")
+    sub.add_argument(
+        "--text", metavar="PATH", help="a token file, or text, JSONL or parquet (default: built-in corpus)"
+    )
+    sub.add_argument("--vocab-size", type=int, metavar="V", help="tokens that synthetic sequences are made of")
+    sub.add_argument("--seed", type=int, default=0, metavar="S", help="what random data depends on")
+    add_device(sub)
 
 
 def add_device(sub: argparse.ArgumentParser) -> None:

@@ -7,7 +7,6 @@ import platform
 import sys
 import textwrap
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import yaml
 
 from tokenmix_core._utils.trust import from_config
 from tokenmix_core._utils.validation import described
+from tokenmix_core._utils.versions import version_of
 from tokenmix_core.cli.commands import Context, config_of
 from tokenmix_core.evaluation.efficiency import device_name
 from tokenmix_core.nn.registry import known_mixers
@@ -53,11 +53,11 @@ def info(args: argparse.Namespace, context: Context) -> None:
         print(describe_model(args.target, args.lengths, context))
         return
     ours = {name.replace("_", "-"): getattr(sys.modules[name], "__version__", "") for name in context.packages}
-    versions = {**ours, "Python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}}
+    versions = {**ours, "Python": platform.python_version(), **{name: version_of(name) or ABSENT for name in LIBRARIES}}
     print(", ".join(f"{name} {number}".rstrip() for name, number in versions.items()))
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     print(f"device: {', '.join(map(device_name, gpus or [torch.device('cpu')]))}")
-    here = [name for name in EXTRAS if _version(name) != ABSENT]
+    here = [name for name in EXTRAS if version_of(name) is not None]
     absent = [name for name in EXTRAS if name not in here]
     print(f"optional libraries: {', '.join(here) or 'none'}; absent: {', '.join(absent) or 'none'}")
     for title, lines in (
@@ -130,10 +130,3 @@ def describe_model(target: str, lengths: tuple[int, ...], context: Context) -> s
         held = f"{most:,}" if least == most else f"{least:,} to {most:,}"
         facts[f"cache at {length:,}"] = f"{held} bytes for a sequence in bfloat16"
     return "\n".join([target, *(f"  {name:20} {fact}" for name, fact in facts.items())])
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ABSENT

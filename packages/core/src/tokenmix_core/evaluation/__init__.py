@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tokenmix_core.evaluation.options import Series as Series
     from tokenmix_core.evaluation.options import Suite as Suite
     from tokenmix_core.evaluation.options import SuiteResult as SuiteResult
+    from tokenmix_core.evaluation.options import layer_heatmap as layer_heatmap
     from tokenmix_core.evaluation.options import one_sequence as one_sequence
     from tokenmix_core.evaluation.origin import provenance as provenance
     from tokenmix_core.evaluation.parts import Parts as Parts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
@@ -113,6 +113,12 @@ class Plot(TypedDict):
     heatmap: NotRequired[list[list[float]]]
     x_labels: NotRequired[list[str]]
     y_labels: NotRequired[list[str]]
+
+
+def layer_heatmap(title: str, x: str, layers: Iterable[int], values: list[list[float]]) -> Plot:
+    """Return a heatmap with one row of values per layer, the first at the bottom."""
+    labels = [str(layer) for layer in layers]
+    return {"title": title, "x": x, "y": "layer", "series": {}, "heatmap": values, "y_labels": labels}
 
 
 class SuiteResult(TypedDict):

@@ -83,6 +83,8 @@ class HybridConfig(PreTrainedConfig):
     model_type = "tokenmix_hybrid"
     keys_to_ignore_at_inference: ClassVar[list[str]] = [*NAMES, "auxiliary"]
     auto_map: ClassVar[Mapping[str, str] | None] = MappingProxyType({})
+    # pattern of a configuration without `mixers`
+    default_mixers: ClassVar[tuple[str, ...]] = ("attention",)
 
     vocab_size: int = 50257
     hidden_size: int = 768
@@ -106,7 +108,7 @@ class HybridConfig(PreTrainedConfig):
         self._check_keys(kwargs)
         self.check_fields()
         self._check_sizes()
-        pattern = ["attention"] if self.mixers is None else list(self.mixers)
+        pattern = list(self.default_mixers if self.mixers is None else self.mixers)
         if not pattern or self.num_hidden_layers % len(pattern):
             raise ValueError(
                 f"mixers: expected a label for each of the {self.num_hidden_layers} layers, or a pattern whose length "

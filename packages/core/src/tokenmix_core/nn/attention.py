@@ -114,17 +114,22 @@ class Attention(Mixer):
             # fixed states receive one token of each sequence
             q = self._store(q, k, v, state, rotary)
             return output_linear(decoded(q, state.kv, state.span, impl=self.impl).o.flatten(-2), self.o_proj), None
-        if self.rotary_dim is not None:
-            assert rotary is not None
-            q, k = apply_rotary(q, rotary, self.q_norm), apply_rotary(k, rotary, self.k_norm)
-        elif self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.positioned(q, k, rotary)
         if state is None:
             o = attention(q, k, v, window=self.window, sinks=self.sinks, cu_seqlens=cu_seqlens, impl=self.impl).o
         else:
             step = stepping(hidden_states, state)
             o = cached_attention(q, k, v, state.kv, state.span, step=step, impl=self.impl)
         return output_linear(o.flatten(-2), self.o_proj), None
+
+    def positioned(self, q: Tensor, k: Tensor, rotary: Rotation | None) -> tuple[Tensor, Tensor]:
+        """Return q and k `[B, T, heads, K]` normed and rotated, as far as the layer norms and rotates them."""
+        if self.rotary_dim is not None:
+            assert rotary is not None
+            return apply_rotary(q, rotary, self.q_norm), apply_rotary(k, rotary, self.k_norm)
+        if self.q_norm is not None and self.k_norm is not None:
+            return self.q_norm(q), self.k_norm(k)
+        return q, k
 
     def _store(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState, rotary: Rotation | None) -> Tensor:
         """Store rotated k and v of one token of each sequence; return rotated q."""

@@ -18,7 +18,7 @@ from tokenmix_core.integrations.vllm.metadata import StateMetadata
 from tokenmix_core.integrations.vllm.states import SLOT_DTYPE, SlotLayout, has_step_forms
 from tokenmix_core.nn import Attention, Mixer
 from tokenmix_core.nn.projections import output_linear, projected
-from tokenmix_core.nn.rotary import Rotation, apply_rotary
+from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.state import LayerState, Span, TensorState
 
 
@@ -50,10 +50,7 @@ class ServedAttention(nn.Module):
         q, k, v = projected(hidden_states, mixer.q_proj, mixer.k_proj, mixer.v_proj)
         q = q.unflatten(-1, (mixer.num_heads, mixer.head_dim))
         k = k.unflatten(-1, (mixer.num_kv_heads, mixer.head_dim))
-        if rotary is not None:
-            q, k = apply_rotary(q, rotary, mixer.q_norm), apply_rotary(k, rotary, mixer.k_norm)
-        elif mixer.q_norm is not None and mixer.k_norm is not None:
-            q, k = mixer.q_norm(q), mixer.k_norm(k)
+        q, k = mixer.positioned(q, k, rotary)
         o = self.attend(q[0].flatten(-2), k[0].flatten(-2).contiguous(), v[0].contiguous())
         return output_linear(o.view(1, -1, mixer.num_heads * mixer.head_dim), mixer.o_proj), None
 
