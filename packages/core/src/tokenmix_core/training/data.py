@@ -99,6 +99,7 @@ class GrowingRows(Dataset):
     Args:
         seq_len: T, the tokens of a row.
         largest: the largest size of an example.
+        vocab_size: of the tokens of an example.
         seed: rows are a function of the seed and their index.
         packed: fill a row with examples of one size, with boundaries between them; else each has T tokens and a row of
             its own.
@@ -108,8 +109,11 @@ class GrowingRows(Dataset):
         ValueError: sizes that are too small for an example.
     """
 
-    def __init__(self, seq_len: int, largest: int, seed: int, *, packed: bool = True, ramp_rows: int = 0) -> None:
-        self.seq_len, self.seed, self.packed, self.ramp_rows = seq_len, seed, packed, ramp_rows
+    def __init__(
+        self, seq_len: int, largest: int, vocab_size: int, seed: int, *, packed: bool = True, ramp_rows: int = 0
+    ) -> None:
+        self.seq_len, self.vocab_size, self.seed = seq_len, vocab_size, seed
+        self.packed, self.ramp_rows = packed, ramp_rows
         self.sizes = [largest >> i for i in range(largest.bit_length()) if largest >> i >= 2] or [largest]
         self.sizes.sort()
         # raise for bad sizes before training begins
@@ -146,22 +150,7 @@ class GrowingRows(Dataset):
 
 
 class MQARRows(GrowingRows):
-    """Multi-query associative recall; see `tokenmix_core.data.synthetic.mqar`. The size of an example is its pairs.
-
-    Args:
-        seq_len, seed, packed, ramp_rows: see `GrowingRows`.
-        max_pairs: the most pairs in an example.
-        vocab_size: of keys, values and filler.
-
-    Raises:
-        ValueError: sizes that are too small for an example.
-    """
-
-    def __init__(
-        self, seq_len: int, max_pairs: int, vocab_size: int, seed: int, *, packed: bool = True, ramp_rows: int = 0
-    ) -> None:
-        self.vocab_size = vocab_size
-        super().__init__(seq_len, max_pairs, seed, packed=packed, ramp_rows=ramp_rows)
+    """Multi-query associative recall; see `tokenmix_core.data.synthetic.mqar`. The size of an example is its pairs."""
 
     def examples(self, count: int, seq_len: int, size: int, first: int) -> synthetic.RecallExamples:
         options: dict[str, Any] = {"vocab_size": self.vocab_size, "seed": self.seed, "first": first}
@@ -178,27 +167,12 @@ class CopyRows(GrowingRows):
 
     Args:
         task: "copying" or "selective-copying".
-        seq_len, seed, packed, ramp_rows: see `GrowingRows`.
-        max_tokens: the most tokens to copy.
-        vocab_size: of the tokens to copy, the blank and the marker.
-
-    Raises:
-        ValueError: sizes that are too small for an example.
+        sizes, options: see `GrowingRows`; the vocabulary includes the blank and the marker.
     """
 
-    def __init__(
-        self,
-        task: str,
-        seq_len: int,
-        max_tokens: int,
-        vocab_size: int,
-        seed: int,
-        *,
-        packed: bool = True,
-        ramp_rows: int = 0,
-    ) -> None:
-        self.selective, self.vocab_size = synthetic.COPYING[task], vocab_size
-        super().__init__(seq_len, max_tokens, seed, packed=packed, ramp_rows=ramp_rows)
+    def __init__(self, task: str, *sizes: int, **options: Any) -> None:
+        self.selective = synthetic.COPYING[task]
+        super().__init__(*sizes, **options)
 
     def examples(self, count: int, seq_len: int, size: int, first: int) -> synthetic.RecallExamples:
         options: dict[str, Any] = {"vocab_size": self.vocab_size, "seed": self.seed, "first": first}
