@@ -11,6 +11,7 @@ from tokenmix_core.testing.fixtures import (  # noqa: F401
     launch_cache_is_empty,
     override,
     pytest_collection_modifyitems,
+    pytest_runtest_setup,
     unwritten_memory_is_nan,
 )
 from tokenmix_core.training.overrides import overridden

@@ -6,5 +6,6 @@ from tokenmix_core.testing.fixtures import (  # noqa: F401
     launch_cache_is_empty,
     override,
     pytest_collection_modifyitems,
+    pytest_runtest_setup,
     unwritten_memory_is_nan,
 )
