@@ -40,7 +40,7 @@ _LEFT_OUT = re.compile(
     r"/rust[^/]*/html/(core|alloc|src|implementors|unstable-book|test|proc_macro)/|changelog|ChangeLog|NEWS|copyright"
 )
 _LEAST_BYTES, _MOST_BYTES, _MOST_HTML_BYTES = 256, 2**20, 2**22
-# larger files of registers or digits teach little
+# files of more than _TABLE_BYTES that are mostly #defines of registers, or digits, teach little: leave them out
 _TABLE_BYTES, _MOST_DEFINES, _MOST_DIGITS = 2**13, 0.4, 0.2
 
 

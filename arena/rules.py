@@ -15,8 +15,8 @@ RECALL_SEEDS, TEXT_SEEDS = (1, 2, 3, 4, 5), (1, 2, 3)
 TEXT_TUNING = 0.1
 # factor between neighbouring rates of an extended grid, and the rates beyond which it is not extended
 RATE_FACTOR, LOWEST_RATE, HIGHEST_RATE = 2.0, 1e-5, 1e-1
-# part of the way from a guess to full accuracy, at the easiest case, from which on a run has learned; the second is
-# that of names
+# a run has learned if its accuracy in the easiest case is at least this fraction of the way from a guess to 1;
+# NAMES_LEARNED is for names in cloze form
 LEARNED, NAMES_LEARNED = 0.5, 0.1
 # fraction of ln(vocabulary) that the final training loss on text may not exceed
 TEXT_LEARNED = 0.5

@@ -79,7 +79,7 @@ class Size:
 
     @property
     def supports_claims(self) -> bool:
-        """True if there are enough rates to choose from and enough seeds for a confidence interval."""
+        """True if the learning rates suffice to choose the best, and the seeds for a confidence interval."""
         return len(self.rates) >= MIN_RATES and len(self.seeds) >= MIN_SEEDS
 
 

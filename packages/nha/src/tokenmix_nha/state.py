@@ -82,7 +82,7 @@ class SlotWindowPart(StatePart):
         return Bounds(size, size)
 
     def held(self, seq_len: int) -> int:
-        """Return the bytes that the state holds now."""
+        """Return how many bytes the state occupies; they do not depend on `seq_len`."""
         return 0 if self.value is None else self.value.bytes()
 
     @property

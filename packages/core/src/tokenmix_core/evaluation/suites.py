@@ -99,10 +99,10 @@ def longbench_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteRe
 
 
 def lm_eval_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Any of lm-eval's tasks and groups, as it sets them up, by `options.tasks`; there is no average over them.
+    """Evaluate the tasks and groups of lm-eval that `options.tasks` names, with lm-eval's settings; no average.
 
     Raises:
-        ValueError: no task is named, or one of RULER, whose lengths only its own suite checks.
+        ValueError: `options.tasks` names no task, or one of RULER (use the suite `ruler`, which checks lengths).
     """
     if not options.tasks:
         raise ValueError("suite lm-eval runs the tasks that --tasks names, got none; `lm-eval ls tasks` lists all")

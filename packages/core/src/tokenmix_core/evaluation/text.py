@@ -46,7 +46,7 @@ def as_token_file(text: str | None, tokenizer: Any) -> Path | None:
 
 
 def corpus_of(text: str | None, tokenizer: Any) -> dict[str, Any]:
-    """Return what identifies a text in a result: its name, the sha256 of its content, and the built-in corpus's Python.
+    """Return what identifies a text in a result: name, sha256 and, for the built-in corpus, the version of Python.
 
     The sha256 is that of a token file's tokens, of the built-in corpus's files, or of a file; None for other texts.
     """

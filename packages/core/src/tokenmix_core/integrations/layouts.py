@@ -248,7 +248,7 @@ def _write_common(config: HybridConfig) -> dict[str, Any]:
 
 
 def _write_attention(config: HybridConfig, layer: int) -> tuple[dict[str, Any], Names]:
-    """Return FLA's fields and names of an attention layer."""
+    """Return the fields of FLA's config for an attention layer, and FLA's names of its weights."""
     given = {
         "num_heads": 16, "num_kv_heads": None, "head_dim": None, "window": None, "sinks": 0, "rope": True,
         "qk_norm": False, "qkv_bias": False, "qk_norm_eps": None, "impl": None,

@@ -338,7 +338,7 @@ class HybridCache(Cache):
         self.history.crop(self, -tokens_to_remove)
 
     def snapshot(self) -> Snapshot:
-        """Return a copy of the states; keys and values of all tokens need no copy."""
+        """Return a copy of the states, but not of keys and values that are only appended to: these can be cropped."""
         counters = self.length, self.past, self.lengths, self.padding_at_end, self._batch
         return Snapshot(*counters, [part.snapshot() for part in self._parts()])
 

@@ -59,7 +59,7 @@ class GeneratesInSteps:
 
     @property
     def step_store(self) -> StepStore:
-        """Captured steps of this model that no generation uses."""
+        """Captured decoding steps (CUDA graphs) of this model that no running generation uses."""
         return self.__dict__.setdefault("_step_store", StepStore())
 
     def free_decoding_graphs(self) -> None:

@@ -162,13 +162,15 @@ class History:
             cache.padding_at_end = False if kept[-1].mask is None else ~kept[-1].mask[:, -1].all()
 
     def call(self, forward: Callable[..., Any], cache: Restorable, new: Tokens, given: dict[str, Any]) -> Any:
-        """Run `forward` on pending and new tokens, and return its output for the new ones.
+        """Run `forward` on pending tokens and new ones, and return its output for the new ones.
 
-        Args:
-            forward: a backbone's `forward`, without the arguments that `Tokens` holds.
-            cache: the call's cache.
-            new: the call's tokens.
-            given: the call's other arguments.
+        Pending tokens were kept by a rollback; the restored states do not contain them yet.
+
+            Args:
+                forward: a backbone's `forward`, without the arguments that `Tokens` holds.
+                cache: the call's cache.
+                new: the call's tokens.
+                given: the call's other arguments.
         """
         pending = self.inputs[len(self.inputs) - self.pending :]
         outputs = []

@@ -100,7 +100,7 @@ def _in_rows(module: nn.Module, call: Callable, span: Span, chunks: dict[int, in
 
 
 class _Chunks:
-    """Layout of the chunks of a call with padding: packed, in the slots of `chunking.slot_ids`, or in rows."""
+    """Conversion between two layouts of the chunks of a padded call: packed (`chunking.slot_ids`) and in rows."""
 
     def __init__(self, span: Span, chunk: int) -> None:
         assert span.mask is not None

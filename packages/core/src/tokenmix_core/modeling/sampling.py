@@ -140,7 +140,7 @@ class Sampler:
         return (None if last == _NEVER else last), rows
 
     def _own(self, processor: Any) -> Any:
-        """Return a copy of the processor with its tensor in fixed storage."""
+        """Return a copy of a logits processor whose tensor stays at one address, as CUDA graphs need."""
         padding = getattr(processor, "prompt_ignore_length", None)
         if not isinstance(padding, Tensor):
             return processor

@@ -133,7 +133,10 @@ def _all_to_all(
 
 @torch.no_grad()
 def gather_states(shard: SequenceShard, x: Tensor, label: tuple[int | None, str]) -> list[Tensor]:
-    """Return a tensor of each span of the whole row, in its order; `x [local spans, ...]` are this rank's."""
+    """Gather one tensor per span from all ranks, in the order of the spans in the row.
+
+    `x [local spans, ...]` holds the tensors of this rank's spans; its bytes count under `label`.
+    """
     x = x.contiguous()
     found = x.new_empty(shard.size * len(x), *x.shape[1:])
     dist.all_gather_into_tensor(found, x, group=shard.group)

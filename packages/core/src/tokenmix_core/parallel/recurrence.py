@@ -66,7 +66,10 @@ def split_recurrence(
 
 
 def _by_span(shard: SequenceShard, states: Tensor, span: int, index: list[int]) -> Tensor:
-    """Return the states `[B, ...]` of one local span, of states by row or part; `index` is of packed parts."""
+    """Select the states `[B, ...]` of one local span from `states`, which has one per row or, if packed, per part.
+
+    `index` has the part of each local span.
+    """
     return states[index[span]].unsqueeze(0) if shard.packed else states[span :: len(shard.local)]
 
 

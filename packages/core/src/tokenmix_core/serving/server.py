@@ -158,7 +158,7 @@ class _Answers:
         self.ends = sorted({x for x in (tokenizer.eos_token_id, *_end_tokens(engine.model)) if x is not None})
 
     def check_name(self, name: str | None) -> None:
-        """Raise the error of a model that is not served."""
+        """Raise the error "not found" if a request names a model that is not served; it need not name one."""
         if name not in (None, self.name):
             raise HTTPException(404, f"the model {name!r} is not served, {self.name!r} is")
 

@@ -40,7 +40,7 @@ def copies(tensors: Named) -> dict[str, Tensor]:
 
 
 def laid_out(options: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    """Return the arguments without gradients (tensors and tuples of tensors) in a layout.
+    """Return arguments that need no gradient, their tensors (also in tuples) with the strides of `layout`.
 
     `cu_seqlens` must be contiguous.
     """

@@ -157,7 +157,7 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests):
 
     @staticmethod
     def results(output: Any) -> dict[str, Tensor]:
-        """Return the results of a form by name: finite tensors, without those that are None."""
+        """Return an operation's output tensors by name, without those that are None; assert that all are finite."""
         if isinstance(output, Tensor):
             return {"y": output}
         return {name: x for name, x in output._asdict().items() if x is not None}

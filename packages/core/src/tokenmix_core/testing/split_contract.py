@@ -268,7 +268,7 @@ def traffic_of(group: dist.ProcessGroup, model_class: type, config: Any) -> tupl
 
 
 def refusals(group: dist.ProcessGroup, model_class: type, config: Any) -> list[list[str]]:
-    """Return for each rank the sentences that refuse lengths, boundaries, shapes and inputs."""
+    """Call with lengths, boundaries, shapes and inputs that must be refused; return each rank's error messages."""
     model = model_class(config)
     shard = SequenceShard(8, group=group)
     x = torch.zeros(1, 8, 2, 4)

@@ -1,4 +1,4 @@
-"""Operations of this package: attention for selected queries, and a fused call of the layer in mixed modes."""
+"""Operations of this package: attention for selected queries, and a fused layer for tokens in both modes."""
 
 # registers the operations for `explain`
 import tokenmix_oryx.ops.registry  # noqa: F401

@@ -1,4 +1,4 @@
-"""Choose the kernels of each step and the segments of sequences, once per pass; the steps' launchers follow.
+"""Choose each step's kernel and cut sequences into segments, once per pass; the steps' launchers obey this choice.
 
 The choice depends on shapes, dtype, device and alignment, never on the values in tensors.
 """

@@ -137,7 +137,10 @@ def entering_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr,
     L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Compute the state that enters a segment from L and M of those before it, unless both decays are negligible."""
+    """Compute the state that enters a segment from the states L and transitions M of the segments before.
+
+    Nothing is computed if the decays over all of them are negligible.
+    """
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
     i_n, i_hv = i_nh // HV, i_nh % HV

@@ -36,5 +36,5 @@ def kernels_before_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> str | No
 
 
 def reset() -> None:
-    """Reset the counts of all calls."""
+    """Forget how often each shape was called."""
     _calls.clear()

@@ -1,4 +1,6 @@
-"""Kernels of the sum and its gradients. A row is one head of one token; a program computes a tile of rows."""
+"""Kernels of the gated sum of the branches' outputs, and of its gradients.
+
+A row is one head of one token; a program computes a tile of rows."""
 
 from __future__ import annotations
 

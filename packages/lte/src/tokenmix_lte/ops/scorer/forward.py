@@ -68,7 +68,7 @@ def scorer_kernel(
     linear map's C3 weights and its bias.
     """
     SPAN: tl.constexpr = (TAPS - 1) * STEP
-    # two layers follow the first one
+    # each of the two layers after the first needs SPAN more rows of its input, so that BT − 2 SPAN remain
     OWN: tl.constexpr = BT - 2 * SPAN
     i_h = tl.program_id(1)
     i_row, start, end, first = locate_tokens(tl.program_id(0), slots, T, OWN, N, begin, cu_seqlens, PACKED)

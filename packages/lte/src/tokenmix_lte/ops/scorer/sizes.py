@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
 
 # forward and layer tiles by bytes of an element, chosen by registers and shared memory of the machine code for sm_90
 _TILES = {2: (Tile(128, 8, 2), Tile(64, 8, 2)), 4: (Tile(32, 8, 2), Tile(16, 8, 1))}
-# streams of a program on Hopper: the rows of one WGMMA of a warpgroup
+# channels of keys and values that a program on Hopper computes: the rows of one WGMMA of a warpgroup
 BLOCK_STREAMS = 64
 # pipeline stages of keys and values on Hopper: three are read, one gets dropout, two are being copied
 INPUT_STAGES = 6

@@ -21,7 +21,7 @@ def merge_reference(
     logits: Float[Tensor, "B T two H"] | None,
     eps: float,
 ) -> Float[Tensor, "B T E"]:
-    """Compute y of `merge_operations` with autograd, in float32 (float64), rounded once."""
+    """Compute y of `merge_operations` with autograd, in float32 (float64 for float64); only y is rounded."""
     wide = torch.promote_types(linear.dtype, torch.float32)
 
     def normed(weight: Tensor) -> Norm:

@@ -271,7 +271,7 @@ def hopper_forward_kernel(
         if dt is not None:
             as_matrix(dt_2.index(next_stage), 1, BT).store(b_dt)
             as_matrix(enter_2.index(next_stage), 1, BT).store(b_dt * b_to)
-        # the next chunk's Q Kᵀ during the state's MMAs; after the last chunk the operands are unused
+        # compute the next chunk's Q Kᵀ during the state's MMAs; after the last chunk its result is unused
         wait_async_copies(0)
         b_p = multiply_keys(q_2, k_2, next_stage, zero_p)
         done = warpgroup_mma_wait(0, deps=(b_p, b_v) + b_s)
