@@ -105,7 +105,7 @@ def _choose_device(device: str) -> None:
 
 def _compare(args: argparse.Namespace, comparison: Any, deadline: float) -> int:
     """Run a command for one size."""
-    from arena import report, runner, store
+    from arena import report, runner
     from arena.schedule import Schedule
     from tokenmix_core._utils.versions import commit_of
 
@@ -115,9 +115,6 @@ def _compare(args: argparse.Namespace, comparison: Any, deadline: float) -> int:
         return 0
     if args.command == "report":
         print(report.write(comparison))
-        return 0
-    if args.command == "convert":
-        print(f"{store.convert(comparison.folder)} results moved to {comparison.folder / store.RUNS}")
         return 0
     if (commit := args.commit or commit_of(Path(__file__))) is None:
         raise ValueError("this folder is not a git checkout; name the commit of the code with --commit")
@@ -145,11 +142,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m arena", description="Compare all mixers under one rule.")
     parser.add_argument(
         "command",
-        choices=("plan", "run", "costs", "report", "all", "convert", "corpus"),
+        choices=("plan", "run", "costs", "report", "all", "corpus"),
         help="plan: list the models, the remaining runs and their expected hours; run: train and evaluate; costs: "
         "measure speed and memory on an otherwise idle GPU; report: write tables and plots of the stored results; all: "
-        "run, costs and report; convert: move results of the old form, one JSON file per run, to runs.jsonl; corpus: "
-        "build the corpus of the text sizes from Debian packages, or carry it to another machine in parts",
+        "run, costs and report; corpus: build "
+        "the corpus of the text sizes from Debian packages, or carry it to another machine in parts",
     )
     parser.add_argument(
         "--size",

@@ -1,160 +1,112 @@
-"""Claims of the papers, stated as comparisons of two variants, and their verdicts."""
+"""The papers' claims, read from `RULES.md`, and their verdicts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from arena.contestants import EVICTION_METHODS, PARAMETERS, STATE
-from arena.scores import MEAN, Estimate, Scores, Variant, chances, label
-from arena.sizes import MIN_SEEDS, Size
-from arena.tasks import MQAR, NEEDLE, TEXT
-from tokenmix_nats_l.recipes import TABLE_4
+from arena import rules
+from arena.contestants import PARAMETERS, STATE
+from arena.intervals import Estimate, holm
+from arena.scores import EXCESS, Scores, Variant
 
-HELD, NOT_HELD, UNDECIDED, NOT_LEARNT, NOT_MEASURED = (
-    "held",
-    "did not hold",
-    "not decided",
-    "not learnt",
-    "not measured",
-)
-# mean accuracy above the chance that the baseline must reach
-LEARNT_MARGIN = 0.05
-# tolerance for rounding in the interval
-_ROUNDING = 1e-9
-# questions of all sizes together, for which Holm's procedure bounds the probability of any wrong verdict
-QUESTIONS, LEVEL = 53, 0.05
+HOLDS, NOT_HOLDS, UNDECIDED, NOT_COUNTED, NOT_RUN = "holds", "does not hold", "undecided", "not counted", "not run"
+_BETTER, _NO_WORSE = "better", "no worse"
 
 
 class Claim(NamedTuple):
-    """A paper's claim as one comparison.
+    """A row of the questions in RULES.md.
 
     Attributes:
-        paper: the paper.
-        text: the claim in one sentence.
-        division, task, metric: the compared number.
-        variant: subject of the claim.
-        baseline: variant that it is compared with.
-        margin: difference that still counts as equal; 0 if the claim is an improvement.
-        higher: True if a higher value is better.
+        name: paper and number.
+        text: the claim.
+        task, division, metric: the compared value.
+        subject, baseline: the compared variants.
+        bound: difference beyond which the claim holds, in the metric's own sign.
+        shown: how the paper shows the claim.
     """
 
-    paper: str
+    name: str
     text: str
-    division: str
     task: str
+    division: str
     metric: str
-    variant: Variant
+    subject: Variant
     baseline: Variant
-    margin: float = 0.0
-    higher: bool = True
+    bound: float
+    shown: str
 
+    @property
+    def paper(self) -> str:
+        """The paper's short name."""
+        return self.name.rpartition("-")[0]
 
-def _recall(paper: str, text: str, variant: Variant, baseline: Variant, margin: float = 0.0) -> list[Claim]:
-    """Return a claim about recall twice: for pairs and for needles."""
-    return [
-        Claim(paper, f"{text} ({examples})", PARAMETERS, task, MEAN, variant, baseline, margin)
-        for task, examples in ((MQAR, "pairs"), (NEEDLE, "needles"))
-    ]
-
-
-def _text(paper: str, text: str, variant: Variant, baseline: Variant, margin: float = 0.0, times: int = 1) -> Claim:
-    return Claim(paper, text, PARAMETERS, TEXT, f"loss at {times}x", variant, baseline, margin, higher=False)
-
-
-_EQUAL_ACCURACY, _EQUAL_LOSS = 0.02, 0.01
-_ATTENTION, _GDN, _GDN_H = ("attention", ""), ("gdn", ""), ("gdn-h", "")
-_ORYX = "Oryx"
-CLAIMS: list[Claim] = [
-    *_recall("Gated DeltaNet", "GDN with attention in one layer of four recalls more than GDN", _GDN_H, _GDN),
-    _text("Gated DeltaNet", "Gated DeltaNet predicts text better than Mamba-2", _GDN, ("mamba2", "")),
-    Claim("Gated DeltaNet", "At equal state size Gated DeltaNet recalls more than Mamba-2", STATE, MQAR, MEAN, _GDN,
-          ("mamba2", "")),
-    *_recall("NHA", "NHA-H recalls more than GDN-H", ("nha-h", ""), _GDN_H),
-    *_recall("NHA", "NHA-H recalls more than GSA-H", ("nha-h", ""), ("gsa-h", "")),
-    *_recall("NHA", "NHA-H recalls more than attention", ("nha-h", ""), _ATTENTION),
-    Claim("NHA", "At equal state size NHA recalls more than GSA", STATE, MQAR, MEAN, ("nha", ""), ("gsa", "")),
-    Claim("NHA", "At equal state size NHA recalls more than GDN", STATE, MQAR, MEAN, ("nha", ""), _GDN),
-    *(
-        claim
-        for name, title, base in (("oryx-tm", "Oryx-TM", ("mamba2", "")), ("oryx-tg", "Oryx-TG", _GDN))
-        for claim in (
-            _text(_ORYX, f"In attention mode {title} predicts text no worse than attention",
-                  (name, "attention"), _ATTENTION, _EQUAL_LOSS),
-            _text(_ORYX, f"In linear mode {title} predicts text no worse than {label(base)}",
-                  (name, "linear"), base, _EQUAL_LOSS),
-            *_recall(_ORYX, f"After a context in linear mode, {title} in attention mode recalls as well as attention",
-                     (name, "linear → attention"), _ATTENTION, _EQUAL_ACCURACY),
-        )
-    ),
-    *_recall("LTE", "laLTE recalls more than Gated DeltaNet", ("lalte", ""), _GDN),
-    Claim("LTE", "At equal state size laLTE recalls more than GDN", STATE, MQAR, MEAN, ("lalte", ""), _GDN),
-    *(
-        Claim("LTE", f"laLTE recalls more than {label(baseline)}", PARAMETERS, MQAR, MEAN, ("lalte", ""), baseline)
-        for baseline in (("gdn-swa", ""), ("lalte-mlp", ""), *(("gdn-attention", x) for x in EVICTION_METHODS))
-    ),
-    *_recall("LTE", "laNSA recalls more than Gated DeltaNet", ("lansa", ""), _GDN),
-    *_recall("NAtS-L", "NAtS-L recalls more than Gated DeltaNet", ("nats-l", ""), _GDN),
-    *_recall("NAtS-L", "NAtS-L Hybrid recalls no less than GDN-H", ("nats-l-h", ""), _GDN_H, _EQUAL_ACCURACY),
-    _text("NAtS-L", "NAtS-L Hybrid predicts text no worse than GDN-H", ("nats-l-h", ""), _GDN_H, _EQUAL_LOSS),
-    *(
-        _text("NAtS-L", f"At 16 times the training length {label(variant)} predicts text better than {label(baseline)}",
-              variant, baseline, times=16)
-        for variant, baseline in ((("nats-l", ""), _ATTENTION), (("nats-l-h", ""), _GDN_H))
-    ),
-    *(
-        Claim("NAtS-L", f"NAtS-L Hybrid recalls no less than with {name.replace('-', ' ')}", PARAMETERS, MQAR, MEAN,
-              ("nats-l-h", ""), (f"nats-l-h-{name}", ""), _EQUAL_ACCURACY)
-        for name in TABLE_4
-    ),
-]  # fmt: skip
+    @property
+    def higher(self) -> bool:
+        """True if a higher value is better."""
+        return not self.metric.startswith(("loss", EXCESS))
 
 
 class Verdict(NamedTuple):
-    """The verdict on a claim and the measured difference."""
+    """The outcome of a claim.
+
+    Attributes:
+        outcome: one of the constants of this module.
+        difference: subject less baseline; None if it was not run.
+        level: level of Holm's procedure; 0 after the first claim that it keeps undecided.
+        learned: number of the baseline's runs that learned, and of its runs.
+    """
 
     outcome: str
-    difference: Estimate | None
+    difference: Estimate | None = None
+    level: float = 0.0
+    learned: tuple[int, int] = (0, 0)
 
 
-def judge(claim: Claim, scores: Scores, size: Size) -> Verdict:
-    """Compare the interval of the difference with the margin.
+def _read() -> dict[str, Claim]:
+    lines = rules.PAGE.read_text(encoding="utf-8").partition("## Questions")[2].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return {row[0]: _claim(*row) for row in rows[2:]}
 
-    The outcome is `HELD` or `NOT_HELD` if the whole interval lies on one side of the margin, else `UNDECIDED`. It is
-    `NOT_MEASURED` if the size does not support claims or seeds are missing, and `NOT_LEARNT` if the baseline has not
-    learnt the task. `corrected` accounts for the number of claims.
+
+def _claim(name: str, text: str, task: str, metric: str, subject: str, baseline: str, kind: str, shown: str) -> Claim:
+    task, _, division = task.partition(", ")
+    ours, theirs = ((side.partition(" ")[0], side.partition(" ")[2]) for side in (subject, baseline))
+    claim = Claim(name, text, task, STATE if division else PARAMETERS, metric, ours, theirs, 0.0, shown)
+    effect = {_BETTER: 1, _NO_WORSE: -1}[kind] * (rules.ACCURACY_EFFECT if claim.higher else rules.LOSS_EFFECT)
+    return claim._replace(bound=effect if claim.higher else -effect)
+
+
+CLAIMS = _read()
+
+
+def judge(claims: Sequence[Claim], scores_of: Callable[[Claim], Scores | None]) -> list[Verdict]:
+    """Return the verdicts of a page's claims.
+
+    Args:
+        claims: the claims of one paper.
+        scores_of: returns the scores of a claim's task and division; None if the size does not support claims.
     """
-    if not size.supports_claims:
-        return Verdict(NOT_MEASURED, None)
-    difference = scores.difference(claim.variant, claim.baseline, claim.metric)
-    if difference is None or difference.half_width is None or difference.seeds < MIN_SEEDS:
-        return Verdict(NOT_MEASURED, difference)
-    baseline = scores.estimate(claim.baseline, claim.metric)
-    learnt = chances(claim.task, size).get(claim.metric, 0.0) + LEARNT_MARGIN
-    if claim.higher and baseline is not None and baseline.mean < learnt:
-        return Verdict(NOT_LEARNT, difference)
-    better = (1 if claim.higher else -1) * difference.mean + claim.margin
-    if abs(better) <= difference.half_width + _ROUNDING:
-        return Verdict(UNDECIDED, difference)
-    return Verdict(HELD if better > 0 else NOT_HELD, difference)
-
-
-def corrected(claims: Sequence[Claim], verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Turn verdicts that do not survive Holm's correction for `QUESTIONS` questions into `UNDECIDED`."""
-
-    def p_value(i: int) -> float:
-        difference = verdicts[i].difference
-        return (
-            1.0
-            if difference is None
-            else difference.p_value(-claims[i].margin if claims[i].higher else claims[i].margin)
-        )
-
-    kept = list(verdicts)
-    decided = sorted((i for i, v in enumerate(verdicts) if v.outcome in (HELD, NOT_HELD)), key=p_value)
-    surviving = True
-    for rank, i in enumerate(decided):
-        surviving = surviving and p_value(i) <= LEVEL / (QUESTIONS - rank)
-        if not surviving:
-            kept[i] = verdicts[i]._replace(outcome=UNDECIDED)
-    return kept
+    found: list[Verdict] = []
+    for claim in claims:
+        scores = scores_of(claim)
+        difference = scores and scores.difference(claim.subject, claim.baseline, claim.metric)
+        if scores is None or difference is None:
+            found.append(Verdict(NOT_RUN))
+            continue
+        learned, runs = scores.learned(claim.baseline, claim.metric)
+        counted = learned >= rules.LEARNED_RUNS * runs - 1e-9
+        found.append(Verdict(UNDECIDED if counted else NOT_COUNTED, difference, learned=(learned, runs)))
+    tested = [i for i, verdict in enumerate(found) if verdict.difference is not None]
+    p_values = [
+        verdict.difference.p_value(claims[i].bound) if verdict.outcome == UNDECIDED and verdict.difference else 1.0
+        for i in tested
+        for verdict in (found[i],)
+    ]
+    for i, p_value, level in zip(tested, p_values, holm(p_values), strict=True):
+        verdict = found[i]._replace(level=level)
+        if p_value <= level and verdict.difference is not None:
+            better = (verdict.difference.mean > claims[i].bound) == claims[i].higher
+            verdict = verdict._replace(outcome=HOLDS if better else NOT_HOLDS)
+        found[i] = verdict
+    return found

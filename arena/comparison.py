@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from arena import store
+from arena import rules, store
 from arena.contestants import (
     CONTESTANTS,
     DEFAULT_CONTESTANTS,
@@ -21,7 +21,7 @@ from arena.contestants import (
 )
 from arena.models import solve
 from arena.sizes import Size
-from arena.tasks import MQAR, TASKS, recipe, suites
+from arena.tasks import MQAR, TASKS, TEXT, recipe, suites
 from tokenmix_core.training.recipe import Recipe
 from tokenmix_lte.training_free import Method
 
@@ -114,31 +114,54 @@ class Comparison:
         return list(dict.fromkeys(found))
 
     def tuning_runs(self, division: str, task: str, contestant: str) -> list[Run]:
-        """Return the runs that select the learning rate: one per rate of the grid, at the tuning seed.
+        """Return the runs that select the learning rate: each rate of the grid at each tuning seed.
 
         An ablation shares the runs of the contestant that it ablates.
         """
+        return self._grid(division, task, contestant)[0]
+
+    def selected_rate(self, division: str, task: str, contestant: str) -> float | None:
+        """Return the rate with the smallest mean final training loss; None before it is in the interior of the grid.
+
+        A diverged run counts as an infinite loss. A size that supports no claim takes the best rate of its grid.
+        """
+        return self._grid(division, task, contestant)[1]
+
+    def _grid(self, division: str, task: str, contestant: str) -> tuple[list[Run], float | None]:
+        """Return the tuning runs of the grid, extended as far as its results ask for, and the selected rate."""
         size = self.size
         contestant = CONTESTANTS[contestant].ablates or contestant
         division = training_division(contestant, division, size)
-        return [Run(division, contestant, task, rate, size.tuning_seed) for rate in size.rates]
-
-    def selected_rate(self, division: str, task: str, contestant: str) -> float | None:
-        """Return the rate with the smallest final training loss, or None before all rates were tried.
-
-        A diverged run counts as an infinite loss. If all diverged, return the smallest rate.
-        """
-        tried = {run.rate: self.result(run) for run in self.tuning_runs(division, task, contestant)}
-        if any(result is None for result in tried.values()):
-            return None
-        losses = {rate: result["last loss"] for rate, result in tried.items() if result is not None}
-        return min(sorted(losses), key=lambda rate: math.inf if losses[rate] is None else losses[rate])
+        runs = {
+            rate: [Run(division, contestant, task, rate, seed) for seed in tuning_seeds(size)]
+            for rate in sorted(size.rates)
+        }
+        while True:
+            every = [run for rate in sorted(runs) for run in runs[rate]]
+            results = [self.result(run) for run in every]
+            if any(result is None for result in results):
+                return every, None
+            losses: dict[float, float] = dict.fromkeys(sorted(runs), 0.0)
+            for run, result in zip(every, results, strict=True):
+                loss = None if result is None else result["last loss"]
+                losses[run.rate] += math.inf if loss is None else loss
+            best = min(losses, key=lambda rate: losses[rate])
+            if min(losses) < best < max(losses) or not size.supports_claims:
+                return every, best
+            rate = best / rules.RATE_FACTOR if best == min(losses) else best * rules.RATE_FACTOR
+            if not rules.LOWEST_RATE <= rate <= rules.HIGHEST_RATE:
+                return every, None
+            runs[rate] = [run._replace(rate=rate) for run in runs[best]]
 
     def scored_runs(self, division: str, task: str, contestant: str) -> list[Run]:
         """Return the runs whose results are reported, one per seed; empty before the rate is selected."""
         rate = self.selected_rate(division, task, contestant)
         division = training_division(contestant, division, self.size)
-        return [] if rate is None else [Run(division, contestant, task, rate, seed) for seed in self.size.seeds]
+        return (
+            []
+            if rate is None
+            else [Run(division, contestant, task, rate, seed) for seed in final_seeds(task, self.size)]
+        )
 
     def cost_runs(self, *divisions: str) -> list[CostRun]:
         """Return the cost measurements of some divisions (default: all), short contexts first."""
@@ -172,12 +195,31 @@ class Comparison:
         Raises:
             ValueError: the result is damaged, or was made with other settings.
         """
-        if (stored := store.read(self.folder, run.key)) is None:
+        if (stored := store.load(self.folder).get(run.key)) is None or self._exploratory(stored.result):
             return None
         made, current = stored.result["rule"], fingerprint(run, self.size)
         if made != current:
             raise ValueError(f"{stored.source} was made under another rule ({made}, now {current}); remove it to go on")
         return stored.result
+
+    def _exploratory(self, result: store.Result) -> bool:
+        return self.size.supports_claims and result.get("rules") != rules.digest()
+
+    def exploratory(self) -> int:
+        """Return the number of results that were made under other rules, or none; nothing else reads them."""
+        return sum(self._exploratory(stored.result) for stored in store.load(self.folder).values())
+
+
+def tuning_seeds(size: Size) -> tuple[int, ...]:
+    """Return the seeds of the runs that select the learning rate."""
+    return rules.TUNING_SEEDS if size.supports_claims else (size.tuning_seed,)
+
+
+def final_seeds(task: str, size: Size) -> tuple[int, ...]:
+    """Return the seeds of a task's results."""
+    if not size.supports_claims:
+        return size.seeds
+    return rules.TEXT_SEEDS if task == TEXT else rules.RECALL_SEEDS
 
 
 @cache
@@ -194,13 +236,15 @@ def fingerprint(run: Run | CostRun, size: Size) -> str:
 
 
 def recipe_of(run: Run, size: Size) -> Recipe:
-    """Return the recipe of a run."""
+    """Return the recipe of a run; a tuning run on text is shorter."""
+    if run.task == TEXT and size.supports_claims and run.seed in tuning_seeds(size):
+        size = replace(size, steps=max(1, round(rules.TEXT_TUNING * size.steps)))
     return recipe(run.contestant, run.division, run.task, size, run.rate, run.seed)
 
 
 def eviction_budgets(run: Run, size: Size) -> dict[Method, int]:
     """Return the eviction methods under which the trained model is evaluated again, with their KV budget in tokens."""
     budget = CONTESTANTS[run.contestant].kv_budget
-    if budget is None or run.task != MQAR or run.seed not in size.seeds:
+    if budget is None or run.task not in (MQAR, TEXT) or run.seed in tuning_seeds(size):
         return {}
     return dict.fromkeys(EVICTION_METHODS, budget(size))

@@ -6,6 +6,7 @@ import io
 import math
 import shutil
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,13 @@ from typing import Any
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
-from arena import corpus, store
-from arena.comparison import Comparison, CostRun, Run, eviction_budgets, fingerprint, recipe_of
+from arena import corpus, rules, store
+from arena.comparison import Comparison, CostRun, Run, eviction_budgets, fingerprint, recipe_of, tuning_seeds
 from arena.contestants import BOUNDED, CONTESTANTS
 from arena.models import solve
+from arena.scores import EACH, RETRIEVAL
 from arena.sizes import Size
-from arena.tasks import ARENA_SUITES, NEEDLE, TASKS, TEXT, located, located_text, recipe, suites
+from arena.tasks import ARENA_SUITES, MQAR, NEEDLE, TASKS, TEXT, located, located_text, recipe, suites
 from arena.workers import Terminated
 from tokenmix_core.cli.commands import device_and_dtype, load_model, load_tokenizer
 from tokenmix_core.data.tokenizer import byte_tokenizer
@@ -86,7 +88,7 @@ def execute(run: Run, comparison: Comparison, work: Path, *, deadline: float, co
         except FloatingPointError:
             diverged = True
     rows, trained = {}, time.time()
-    if not diverged and run.seed in size.seeds:
+    if not diverged and run.seed not in tuning_seeds(size):
         if time.time() >= deadline:
             return False
         rows = _evaluate(run, size, folder)
@@ -95,6 +97,7 @@ def execute(run: Run, comparison: Comparison, work: Path, *, deadline: float, co
         **run._asdict(),
         "size": size.name,
         "rule": fingerprint(run, size),
+        "rules": rules.digest(),
         "parameters": model.parameters,
         "state bytes": model.state_bytes,
         **_training_log(folder, diverged),
@@ -117,17 +120,28 @@ def _evaluate(run: Run, size: Size, folder: Path) -> dict[str, Any]:
     options = {name: held_out_from(located_text(option), trained) for name, option in asked.items()}
     model, tokenizer = load_model(folder), load_tokenizer(folder)
 
-    def rows_of(model: Any) -> dict[str, list[dict[str, Any]]]:
+    def rows_of(model: Any, names: list[str]) -> dict[str, list[dict[str, Any]]]:
         # `evaluate` prints its tables; the report has its own
         with redirect_stdout(io.StringIO()):
-            results = evaluate(model, tokenizer, list(options), options, suites=ARENA_SUITES)
-        return {name: result["rows"] for name, result in results.items()}
+            results = evaluate(model, tokenizer, names, options, suites=ARENA_SUITES)
+        return {name: _with_samples(result) for name, result in results.items()}
 
-    rows = rows_of(model)
+    rows = rows_of(model, list(options))
     for method, budget in eviction_budgets(run, size).items():
-        for name, more in rows_of(in_constant_memory(model, method, held=budget)).items():
+        retrieval = [name for name in options if run.task == MQAR or name in RETRIEVAL]
+        if not retrieval:
+            continue
+        for name, more in rows_of(in_constant_memory(model, method, held=budget), retrieval).items():
             rows[name] += [{**row, "modes": method} for row in more]
     return rows
+
+
+def _with_samples(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a suite, each with the values of its examples under `EACH`."""
+    rows, samples = result["rows"], result.get("samples")
+    if samples is None:
+        return rows
+    return [row | {EACH: [round(x, 5) for x in values]} for row, values in zip(rows, samples, strict=True)]
 
 
 def _training_log(folder: Path, diverged: bool) -> dict[str, Any]:
@@ -180,6 +194,7 @@ def measure_costs(run: CostRun, comparison: Comparison, *, commit: str) -> bool:
         **run._asdict(),
         "size": size.name,
         "rule": fingerprint(run, size),
+        "rules": rules.digest(),
         "parameters": solve(run.contestant, run.division, size).parameters,
         "rows": rows,
         "environment": {**environment(), "commit": commit},

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from arena.comparison import Comparison
 from arena.contestants import BOUNDED, CONTESTANTS, EVICTION_METHODS
 from arena.models import solve, state_bytes
-from arena.scores import MEAN, Scores, Variant, label, measured_costs, pareto_front
+from arena.scores import MEAN, NAMES, NEEDLES, Scores, Variant, label, measured_costs, pareto_front
 from arena.tasks import MQAR, TEXT
 from tokenmix_core._utils.atomic_io import write_atomically
 from tokenmix_core._utils.optional import require
@@ -40,8 +40,7 @@ def make_plots(comparison: Comparison, division: str) -> list[Plot]:
     """Return the plots of a division; a plot without points was not measured."""
     size, costs = comparison.size, measured_costs(comparison, division)
     recall, text = Scores(comparison, division, MQAR), Scores(comparison, division, TEXT)
-    shortest, longest = min(size.cost_lengths), max(size.cost_lengths)
-    tokens = size.steps * size.batch_tokens
+    longest = max(size.cost_lengths)
 
     def points(scores: Scores, metric: str, cost: Callable[[Variant], float | None]) -> Points:
         found = {variant: (cost(variant), scores.estimate(variant, metric)) for variant in scores.variants}
@@ -60,40 +59,27 @@ def make_plots(comparison: Comparison, division: str) -> list[Plot]:
         row = costs.get((variant[0], variant[1].rpartition(" → ")[2]), {}).get(longest)
         return None if row is None else row["decode ms/token"]
 
-    def training(variant: Variant) -> float | None:
-        speeds = [
-            rows[shortest]["training tokens/s"]
-            for (name, _), rows in costs.items()
-            if name == variant[0] and shortest in rows
-        ]
-        return tokens / min(speeds) if speeds else None
-
-    accuracy = f"accuracy, mean over pairs at {size.seq_len} tokens"
+    retrieval = (
+        ("recall", "Recall", recall, MEAN, "accuracy, mean over pairs"),
+        ("needles", "Needles", text, NEEDLES, "accuracy, mean over S-NIAH 1 to 3"),
+        ("names", "Names", text, NAMES, "accuracy, names in cloze form"),
+    )
+    state_axis = f"maximum state after {size.seq_len:,} tokens (bytes)"
+    decoding_axis = f"decoding after {longest:,} tokens (ms/token)"
+    plots = [
+        Plot(f"{name}-{cost}", f"{title} by {by}", x, y, True, points(scores, metric, function))
+        for name, title, scores, metric, y in retrieval
+        for cost, by, x, function in (
+            ("state", "state size", state_axis, state),
+            ("decoding", "decoding time", decoding_axis, decoding),
+        )
+    ]
+    tokens = size.steps * size.batch_tokens
+    loss = points(text, "loss at 1x", lambda variant: text.training_seconds(variant[0]))
+    axis = f"training on {tokens / 1e6:,.0f} million tokens, as trained (s)"
     return [
-        Plot(
-            "recall-state",
-            "Recall by state size",
-            f"maximum state after {size.seq_len:,} tokens (bytes)",
-            accuracy,
-            True,
-            points(recall, MEAN, state),
-        ),
-        Plot(
-            "recall-decoding",
-            "Recall by decoding time",
-            f"decoding after {longest:,} tokens (ms/token)",
-            accuracy,
-            True,
-            points(recall, MEAN, decoding),
-        ),
-        Plot(
-            "loss-training",
-            "Loss by training time",
-            f"forward and backward passes of {tokens / 1e6:,.0f} million tokens (s)",
-            "loss at the training length (nats/byte)",
-            False,
-            points(text, "loss at 1x", training),
-        ),
+        *plots,
+        Plot("loss-training", "Loss by training time", axis, "loss at the training length (nats/token)", False, loss),
     ]
 
 

@@ -1,50 +1,92 @@
-"""The report of a comparison: tables, plots and verdicts from the stored results."""
+"""The report of a size: one page per paper, and an overview with tables and plots, from the stored results."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
-from arena.claims import CLAIMS, LEARNT_MARGIN, NOT_MEASURED, QUESTIONS, corrected, judge
-from arena.comparison import Comparison
+from arena import rules
+from arena.claims import CLAIMS, NOT_RUN, Claim, Verdict, judge
+from arena.comparison import Comparison, final_seeds
 from arena.contestants import CONTESTANTS, PARAMETERS
+from arena.intervals import Estimate, wilson
 from arena.models import solve, target_state
 from arena.plots import make_plots, scatter
-from arena.scores import EXCESS, MEAN, Estimate, Scores, chances, label, logged_means, measured_costs
-from arena.sizes import MIN_RATES, Size
+from arena.scores import BEYOND, EXCESS, NAMES, NEEDLES, Scores, label, logged_means, measured_costs
 from arena.tasks import TASKS
 from tokenmix_core._utils.atomic_io import write_atomically
 from tokenmix_core.evaluation.report import format_table
 
 REPORT = "report.md"
-LIMITATIONS = """\
-- The models are small and read few tokens. Abilities that appear late in training, or in large models only, are not
-  observed.
-- Only the learning rate is tuned. Batch size, schedule, weight decay and initial weights are equal for all contestants
-  and may suit some mixers better. Papers that use other initial weights or a larger batch are not reproduced.
-- The learning rate is selected from a grid by the training loss at one seed. Three seeds give wide intervals.
-- The width of the MLPs equalises the parameters, so a model with large mixers has narrow MLPs, and a model with modes
-  includes weights that a single mode does not use. Equal state changes the configuration that the authors proposed.
-- State is the memory that inference must keep per sequence. If the data decide how many tokens are retained, plots show
-  the maximum.
-- Texts beyond the training length are read without any change to the positional encoding, which harms attention.
-- Training time is the time of forward and backward passes on one sequence at the shortest context of the cost table,
-  with the kernels of this workspace on one GPU.
-- Narrow models are bound by CPU launch overhead: their training and prefill times measure the host more than kernels.
-- Recall and copying are synthetic. The text is one corpus of source code, read as bytes.
-"""
-# accuracy above the chance from which on a kind of example counts as learnt; below `LEARNT_MARGIN` it is not learnt
-CLEARLY_LEARNT_MARGIN = 0.25
 HEADINGS = {PARAMETERS: "Equal parameters", "state": "Equal parameters and equal state"}
 SMOKE = (
     "**Smoke run.** This run only shows that everything works. The models are too small, and were trained too "
     "briefly, to compare mixers."
 )
-WITHDRAWN = (
-    "Withdrawn: earlier results, whose needles were not spread evenly, or whose held-out text stood in part in the "
-    "training text. They remain in `runs.jsonl`, and runs with the corrected evaluation will replace them."
+OBJECTIONS = (
+    "The models are small and read few tokens. Abilities that appear late in training, or in large models only, are "
+    "not observed.",
+    "Only the learning rate is tuned; batch, schedule, weight decay and initial weights are equal and may suit some "
+    "mixers better. On text, rates are selected in shorter runs.",
+    "The width of the MLPs equalises the parameters, so a model with large mixers has narrow MLPs.",
+    "Few seeds give wide intervals: an undecided claim is no evidence for equality.",
 )
 Row = dict[str, Any]
+_METRICS = {
+    "mean": "mean accuracy",
+    NAMES: "accuracy on names in cloze form",
+    NEEDLES: "accuracy on needles up to the training length",
+    BEYOND: "accuracy on needles at 2x and 4x the training length",
+    EXCESS: "excess loss after a switch",
+}
+# FLOP/s of an H100 in bfloat16 at 40 % utilisation
+_SPEED = 4e14
+
+
+class Paper(NamedTuple):
+    """A paper's title, the parameters and tokens of its runs, and objections to our test of it."""
+
+    title: str
+    parameters: float
+    tokens: float
+    objections: tuple[str, ...]
+
+
+PAPERS = {
+    "GDN": Paper("Gated DeltaNet", 1.3e9, 100e9, ("The paper's hybrids also contain Mamba-2 layers.",)),
+    "NHA": Paper(
+        "Native Hybrid Attention",
+        0.34e9,
+        15e9,
+        ("The paper has full attention in one layer of eight; hybrids have it in one of four here.",),
+    ),
+    "Oryx": Paper(
+        "Oryx",
+        1.4e9,
+        100e9,
+        ("A model with modes includes weights that a single mode does not use, so its MLPs are narrower.",),
+    ),
+    "LTE": Paper(
+        "Learnable token eviction",
+        0.4e9,
+        10e9,
+        ("The weight of the sparsity loss grows per step, so that short runs end before it settles.",),
+    ),
+    "NAtS-L": Paper(
+        "NAtS-L",
+        0.8e9,
+        50e9,
+        ("The paper's Hybrid has no RoPE and its GDN-H has; RULES.md compares equal positions.",),
+    ),
+}
+
+
+def page_name(paper: str) -> str:
+    """Return the file name of a paper's page."""
+    return f"{paper.lower().replace('-', '_')}.md"
 
 
 def plan(comparison: Comparison) -> str:
@@ -57,49 +99,10 @@ def progress(comparison: Comparison) -> str:
     """Return the number of finished runs and cost measurements, as a sentence."""
     experiments, costs = comparison.experiments(), comparison.cost_runs()
     tuning = {run for experiment in experiments for run in comparison.tuning_runs(*experiment)}
-    total = len(tuning) + len(experiments) * len(comparison.size.seeds)
+    total = len(tuning) + sum(len(final_seeds(experiment.task, comparison.size)) for experiment in experiments)
     known = {*tuning, *(run for experiment in experiments for run in comparison.scored_runs(*experiment))}
     done, measured = (sum(comparison.result(run) is not None for run in runs) for runs in (known, costs))
     return f"{done:,} of {total:,} runs are done, and {measured} of {len(costs)} measurements of costs."
-
-
-def rates_at_the_ends(comparison: Comparison) -> str | None:
-    """Count the selected rates at the ends of the grid; None if the grid is too small or no rate is selected."""
-    rates = comparison.size.rates
-    # ablations take over a rate
-    experiments = [x for x in comparison.experiments() if CONTESTANTS[x.contestant].ablates is None]
-    selected = [rate for x in experiments if (rate := comparison.selected_rate(*x)) is not None]
-    if len(rates) < MIN_RATES or not selected:
-        return None
-    lowest, highest = selected.count(min(rates)), selected.count(max(rates))
-    return (
-        f"- The highest learning rate of the grid was selected in {highest} of {len(selected)} experiments, the lowest "
-        f"in {lowest}. Rates beyond the grid were not tried."
-    )
-
-
-def learnt_at_some_seeds(comparison: Comparison) -> list[str]:
-    """List, per task with accuracies, the variants that learnt some kind of example at one seed but not at another."""
-    items = []
-    for division in comparison.divisions:
-        for task in comparison.tasks:
-            chance = chances(task, comparison.size)
-
-            def divided_seeds(metric: str, values: dict[int, float], chance: dict[str, float] = chance) -> bool:
-                above = [value - chance.get(metric, 0.0) for value in values.values()]
-                return max(above) >= CLEARLY_LEARNT_MARGIN and min(above) < LEARNT_MARGIN
-
-            divided = [
-                label(variant)
-                for variant, metrics in Scores(comparison, division, task).variants.items()
-                if MEAN in metrics and any(divided_seeds(*item) for item in metrics.items())
-            ]
-            if divided:
-                items.append(
-                    f"- {TASKS[task].title}, {HEADINGS[division].lower()}: learnt at one seed but not at another by "
-                    f"{'; '.join(divided)}. The outcome depends on the seed; more steps may change it."
-                )
-    return items
 
 
 def models_table(comparison: Comparison, division: str) -> str:
@@ -125,30 +128,154 @@ def models_table(comparison: Comparison, division: str) -> str:
 
 
 def write(comparison: Comparison) -> Path:
-    """Write the report and its plots beside the results; return the report's path."""
+    """Write the overview, the papers' pages and the plots beside the results; return the overview's path."""
     comparison.folder.mkdir(parents=True, exist_ok=True)
+    table = _Judged(comparison)
+    for paper in PAPERS:
+        write_atomically(comparison.folder / page_name(paper), "\n\n".join(_page(table, paper)) + "\n")
     path = comparison.folder / REPORT
-    write_atomically(path, "\n\n".join(_parts(comparison)) + "\n")
+    write_atomically(path, "\n\n".join(_overview(table)) + "\n")
     return path
 
 
-def _parts(comparison: Comparison) -> list[str]:
-    size = comparison.size
+class _Judged:
+    """The verdicts of all claims of a size, and the scores behind them."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison, self._scores = comparison, {}
+        self.verdicts: dict[str, Verdict] = {}
+        for paper in PAPERS:
+            claims = [claim for claim in CLAIMS.values() if claim.paper == paper]
+            judged = judge(claims, self.scores)
+            self.verdicts |= {claim.name: verdict for claim, verdict in zip(claims, judged, strict=True)}
+
+    def scores(self, claim: Claim) -> Scores | None:
+        """Return the scores of a claim's task; None if the size does not support claims."""
+        return self.of(claim.division, claim.task) if self.comparison.size.supports_claims else None
+
+    def of(self, division: str, task: str) -> Scores:
+        """Return the scores of a task in a division."""
+        if (division, task) not in self._scores:
+            self._scores[division, task] = Scores(self.comparison, division, task)
+        return self._scores[division, task]
+
+
+def _rules(comparison: Comparison) -> str:
+    text = f"The [rules](../../RULES.md) were fixed in commit {rules.COMMIT}, before the runs."
+    if count := comparison.exploratory():
+        text += f" {count} older results in `runs.jsonl` are exploratory: they break these rules and are not used."
+    return text
+
+
+def _page(table: _Judged, paper: str) -> list[str]:
+    about, size = PAPERS[paper], table.comparison.size
+    claims = [claim for claim in CLAIMS.values() if claim.paper == paper]
+    parts = [f"# {about.title}: claims at the size {size.name}", _rules(table.comparison), _claims_table(table, claims)]
+    if not size.supports_claims:
+        parts.insert(1, SMOKE)
+    for claim in claims:
+        parts += [f"## {claim.name}: {claim.text}", "\n".join(f"- {item}" for item in _items(table, claim))]
+    parts += ["## Objections of a reviewer", "\n".join(f"- {text}" for text in (*about.objections, *OBJECTIONS))]
+    hours = 6 * about.parameters * about.tokens / _SPEED / 3600
+    final = len(rules.TEXT_SEEDS)
+    models = len({side[0] for claim in claims for side in (claim.subject, claim.baseline)})
+    parts += [
+        "## A larger run",
+        f"One run of the paper's size ({about.parameters / 1e9:g}B parameters, {about.tokens / 1e9:g}B tokens) takes "
+        f"about {hours:,.0f} H100 hours at 40 % utilisation. The {models} models of this page with {final} seeds, and "
+        f"{3 * len(rules.TUNING_SEEDS)} tuning runs of a tenth each, take about "
+        f"{models * hours * (final + 0.3 * len(rules.TUNING_SEEDS)):,.0f}.",
+    ]
+    return parts
+
+
+def _items(table: _Judged, claim: Claim) -> Iterable[str]:
+    subject, baseline = label(claim.subject), label(claim.baseline)
+    kind = "better by more than" if (claim.bound > 0) == claim.higher else "no worse than by"
+    where = "" if claim.division == PARAMETERS else ", at equal state"
+    yield f"Paper: {claim.shown}."
+    yield (
+        f"Test: {_METRICS.get(claim.metric, claim.metric)} of {subject} and {baseline}, models trained on "
+        f"{TASKS[claim.task].title.lower()}{where}; holds if {kind} {abs(claim.bound):g}."
+    )
+    verdict, scores = table.verdicts[claim.name], table.scores(claim)
+    if scores is not None:
+        for variant in (claim.subject, claim.baseline):
+            if (value := scores.estimate(variant, claim.metric)) is not None:
+                yield (
+                    f"{label(variant)}: {interval(value, claim.higher)}; learned by "
+                    f"{fraction(*scores.learned(variant, claim.metric))}; rate {scores.rates[variant[0]]:g}."
+                )
+    if verdict.difference is not None:
+        text = f"Difference: {interval(verdict.difference)} at 95 %"
+        if verdict.level:
+            low, high = verdict.difference.interval(verdict.level)
+            text += f", {_number(low)} to {_number(high)} at Holm's level of {verdict.level:.2g}"
+        yield f"{text}; bound {claim.bound:+g}."
+    yield f"Verdict: **{verdict.outcome}**."
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) else "∞" if value > 0 else "−∞"
+
+
+def interval(value: Estimate, share: bool = False) -> str:
+    """Format an estimate with its 95 % interval; a share ends at 0 and 1."""
+    low, high = value.interval()
+    if share:
+        low, high = max(0.0, low), min(1.0, high)
+    return f"{value.mean:.3f} ({_number(low)} to {_number(high)})" if value.freedom else f"{value.mean:.3f}"
+
+
+def fraction(learned: int, runs: int) -> str:
+    """Format the fraction of runs that learned, with Wilson's 95 % interval."""
+    low, high = wilson(learned, runs)
+    return f"{learned} of {runs} ({low:.2f} to {high:.2f})"
+
+
+def _claims_table(table: _Judged, claims: Iterable[Claim]) -> str:
+    rows: list[Row] = []
+    for claim in claims:
+        verdict = table.verdicts[claim.name]
+        rows.append(
+            {
+                "claim": f"{claim.name}: {claim.text}",
+                "verdict": verdict.outcome,
+                "difference, 95 % interval": "" if verdict.difference is None else interval(verdict.difference),
+                "bound": f"{claim.bound:+g}",
+                "baseline learned": fraction(*verdict.learned) if verdict.difference is not None else "",
+            }
+        )
+    return format_table(rows)
+
+
+def _overview(table: _Judged) -> list[str]:
+    comparison, size = table.comparison, table.comparison.size
     parts = [f"# The arena, {size.name}"]
     if not size.supports_claims:
         parts.append(SMOKE)
-    parts += [_settings(comparison), progress(comparison), "## Which claims held", _claims_table(comparison)]
-    limitations = [LIMITATIONS.strip(), rates_at_the_ends(comparison), *learnt_at_some_seeds(comparison)]
-    parts += ["## Limitations", "\n".join(item for item in limitations if item)]
+    run = sum(verdict.outcome != NOT_RUN for verdict in table.verdicts.values())
+    pages = ", ".join(f"[{about.title}]({page_name(paper)})" for paper, about in PAPERS.items())
+    parts += [
+        _settings(comparison),
+        _rules(comparison),
+        progress(comparison),
+        "## Claims",
+        f"{run} of {len(CLAIMS)} claims were run. Pages: {pages}.",
+        _claims_table(table, CLAIMS.values()),
+        "## Limitations",
+        "\n".join(f"- {text}" for text in OBJECTIONS),
+    ]
     for division in comparison.divisions:
         parts += [f"## {HEADINGS[division]}", models_table(comparison, division)]
         for plot in make_plots(comparison, division):
+            image = comparison.folder / f"{division}-{plot.name}.png"
+            image.unlink(missing_ok=True)
             if plot.points:
-                image = comparison.folder / f"{division}-{plot.name}.png"
                 scatter(plot, image)
                 parts.append(f"![{plot.title}]({image.name})")
         for task in comparison.tasks:
-            parts += [f"### {TASKS[task].title}", scores_table(comparison, division, task)]
+            parts += [f"### {TASKS[task].title}", scores_table(table.of(division, task))]
             if logged := logged_table(comparison, division, task):
                 parts.append(logged)
         parts += ["### Costs", costs_table(comparison, division)]
@@ -156,55 +283,33 @@ def _parts(comparison: Comparison) -> list[str]:
 
 
 def _settings(comparison: Comparison) -> str:
-    size = comparison.size
-    environments, commits = set(), set()
-    for experiment in comparison.experiments():
-        for run in comparison.scored_runs(*experiment):
-            if (result := comparison.result(run)) is not None:
-                made = result["environment"]
-                environments.add(f"{made['device']}, torch {made['torch']}, Triton {made['triton']}")
-                commits.add(made["commit"])
+    size, environments, commits, hours = comparison.size, set(), set(), 0.0
+    every = {
+        run: None
+        for x in comparison.experiments()
+        for run in (*comparison.tuning_runs(*x), *comparison.scored_runs(*x))
+    }
+    for run in every:
+        if (result := comparison.result(run)) is not None:
+            made = result["environment"]
+            environments.add(f"{made['device']}, torch {made['torch']}, Triton {made['triton']}")
+            commits.add(made["commit"])
+            if (speed := result.get("tokens per second")) and result.get("loss"):
+                hours += result["loss"][-1][0] * size.batch_tokens / speed / 3600
     text = (
-        f"Run on {'; '.join(sorted(environments))}; commit {', '.join(sorted(commits))}."
+        f"Run on {'; '.join(sorted(environments))}; commit {', '.join(sorted(commits))}; {hours:.1f} hours of "
+        "training, summed over runs that may have shared a GPU."
         if environments
         else "Nothing was run."
     )
     return (
         f"{size.layers} layers of width {size.width}; {size.steps:,} steps of {size.batch_tokens:,} tokens per run; "
-        f"learning rates {', '.join(f'{rate:g}' for rate in size.rates)}, selected at seed {size.tuning_seed}; results "
-        f"of {len(size.seeds)} further seeds, mean ± 95 % confidence interval. {text}"
+        f"first learning rates {', '.join(f'{rate:g}' for rate in size.rates)}. {text}"
     )
 
 
-def _claims_table(comparison: Comparison) -> str:
-    # a claim of the size counts as not measured if only its task or division is not selected
-    whole = Comparison(comparison.size, comparison.results)
-    claims = [
-        claim
-        for claim in CLAIMS
-        if {claim.variant[0], claim.baseline[0]} <= set(comparison.contestants)
-        and claim.task in whole.tasks
-        and claim.division in whole.divisions
-    ]
-    scores = {(c.division, c.task): Scores(comparison, c.division, c.task) for c in claims}
-    verdicts = [judge(claim, scores[claim.division, claim.task], comparison.size) for claim in claims]
-    rows: list[Row] = []
-    for claim, verdict in zip(claims, corrected(claims, verdicts), strict=True):
-        difference = "" if verdict.difference is None else str(verdict.difference)
-        rows.append(
-            {"paper": claim.paper, "claim": claim.text, "at this size": verdict.outcome, "difference": difference}
-        )
-    measured = sum(row["at this size"] != NOT_MEASURED for row in rows)
-    text = (
-        f"{measured} of {len(rows)} were measured. The verdicts account for the {QUESTIONS} questions of all sizes "
-        "(Holm's correction); the intervals of 95 % do not."
-    )
-    return f"{text}\n\n{format_table(rows)}"
-
-
-def scores_table(comparison: Comparison, division: str, task: str) -> str:
+def scores_table(scores: Scores) -> str:
     """Return the table of a task, one row per variant; excess losses of mode switches form a second table."""
-    scores = Scores(comparison, division, task)
     metrics = list(dict.fromkeys(metric for by_metric in scores.variants.values() for metric in by_metric))
     tables = []
     for excess in (False, True):
@@ -214,19 +319,24 @@ def scores_table(comparison: Comparison, division: str, task: str) -> str:
             estimates = {metric: scores.estimate(variant, metric) for metric in columns}
             if any(estimate is not None for estimate in estimates.values()):
                 row: Row = {"contestant": label(variant), "rate": f"{scores.rates[variant[0]]:g}"}
-                rows.append(row | {metric: _cell(value, comparison.size) for metric, value in estimates.items()})
+                row |= {metric: _cell(scores, variant, metric, value) for metric, value in estimates.items()}
+                if not excess:
+                    row["learned"] = fraction(*scores.learned(variant, columns[0]))
+                    if steps := scores.steps(variant[0]):
+                        row["steps to learn, median"] = median(steps)
+                rows.append(row)
         if rows:
             tables.append(format_table(rows))
-    if scores.withdrawn:
-        tables.append(WITHDRAWN)
-    return "\n\n".join(tables) or "Not measured."
+    return "\n\n".join(tables) or "Not run."
 
 
-def _cell(value: Estimate | None, size: Size) -> str:
+def _cell(scores: Scores, variant: tuple[str, str], metric: str, value: Estimate | None) -> str:
     """Format an estimate, with the number of seeds if some are missing or diverged."""
     if value is None:
         return "–"
-    return str(value) if value.seeds == len(size.seeds) else f"{value} ({value.seeds} of {len(size.seeds)} seeds)"
+    text = interval(value, not metric.startswith(("loss", EXCESS)))
+    seeds, all_seeds = len(scores.variants[variant][metric]), len(scores.seeds)
+    return text if seeds == all_seeds else f"{text}, {seeds} of {all_seeds} seeds"
 
 
 def logged_table(comparison: Comparison, division: str, task: str) -> str | None:
@@ -249,7 +359,6 @@ COST_COLUMNS = {
     "training tokens/s": "training, tokens/s",
     "prefill ms": "prefill, ms",
     "decode ms/token": "decoding, ms/token",
-    # older results have no such value, and their "cache bytes" omit spare capacity
     "cache bytes, decoded": "state after decoding, bytes allocated",
 }
 
@@ -261,4 +370,4 @@ def costs_table(comparison: Comparison, division: str) -> str:
         for length, row in by_length.items():
             values = {column: row[key] for key, column in COST_COLUMNS.items() if key in row}
             rows.append({"contestant": label(variant), "context": length, **values})
-    return format_table(rows) if rows else "Not measured."
+    return format_table(rows) if rows else "Not run."

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+
+PAGE = Path(__file__).with_name("RULES.md")
+# commit of the page; a change of the page is committed first, then this line
+COMMIT = "0277310f"
 # difference that matters: accuracy, and nats per token of loss
 ACCURACY_EFFECT, LOSS_EFFECT = 0.02, 0.01
 # probability of any wrong verdict on a page, bounded by Holm's procedure
@@ -24,3 +31,9 @@ TEXT_LEARNED = 0.5
 LEARNED_RUNS = 0.8
 # largest relative differences between the models of a comparison
 PARAMETER_TOLERANCE, STATE_TOLERANCE = 0.01, 0.05
+
+
+@cache
+def digest() -> str:
+    """Return the hash of the page, which each result holds."""
+    return blake2b(PAGE.read_bytes(), digest_size=8).hexdigest()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from arena import store
-from arena.comparison import Comparison, Run, recipe_of
+from arena.comparison import Comparison, Run, final_seeds, recipe_of, tuning_seeds
 
 
 class Schedule:
@@ -34,7 +34,7 @@ class Schedule:
     def minutes(self, run: Run) -> float:
         """Return the expected minutes of a run on one GPU: training, and evaluation if it was measured."""
         seconds = recipe_of(run, self.comparison.size).optimizer.total_tokens / self.speed(run)
-        if run.seed in self.comparison.size.seeds:
+        if run.seed not in tuning_seeds(self.comparison.size):
             seconds += median(self._evaluations.get(run.task, [0.0]))
         return seconds / 60
 
@@ -54,7 +54,7 @@ class Schedule:
             tuning = self.comparison.tuning_runs(*experiment)
             name = Run(experiment.division, experiment.contestant, experiment.task, tuning[0].rate, 0)
             scored = self.comparison.scored_runs(*experiment)
-            scored = scored or [name._replace(seed=seed) for seed in self.comparison.size.seeds]
+            scored = scored or [name._replace(seed=seed) for seed in final_seeds(experiment.task, self.comparison.size)]
             found |= dict.fromkeys(run for run in (*tuning, *scored) if self.comparison.result(run) is None)
         return self.ordered(list(found))
 

@@ -1,75 +1,31 @@
-"""Metrics of the results by table row and column, with confidence intervals over seeds."""
+"""Metrics of the results by table row, column and seed: the value of each test example, and whether a run learned."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean, stdev
+from collections.abc import Iterable, Mapping
+from statistics import fmean, median
 from typing import Any
 
-from arena.comparison import Comparison
+from arena import rules
+from arena.comparison import Comparison, final_seeds
 from arena.contestants import BOUNDED, CONTESTANTS, PARAMETERS
+from arena.intervals import Estimate, difference, estimate
 from arena.sizes import Size
-from arena.tasks import COPY, MQAR, NEEDLE, TEXT
-from tokenmix_core.data.synthetic import COPYING
-from tokenmix_core.evaluation.recall import COPY_TOKENS, COPY_VOCABULARY, MQAR_PAIRS, copying_chance
+from arena.tasks import COPY, MQAR, TASKS, TEXT
 
-# Student's t for intervals of 95 %, by degrees of freedom
-_STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 # a table row: a contestant and a mode, "" for a model without modes
 Variant = tuple[str, str]
-MEAN = "mean"
-# prefix of the metrics of a switch between modes
-EXCESS = "excess"
+MEAN, NEEDLES, BEYOND, NAMES, EXCESS = "mean", "needles", "needles beyond", "names", "excess"
+# key of a row's values by example
+EACH = "each"
+# suites of zero-shot retrieval
+RETRIEVAL = ("niah", "names")
+# metric -> group of examples -> values
+Samples = dict[str, dict[Any, list[float]]]
 _EVICTION_LABELS = {"tova": "by TOVA", "uniform": "by Unif.+SWA"}
 # number of steps in the table of metrics that layers log
 _LOGGED_STEPS = 5
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The mean over seeds and the half-width of its 95 % interval; None from one seed."""
-
-    mean: float
-    half_width: float | None
-    seeds: int = 1
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Estimate:
-        """Estimate from one value per seed.
-
-        Raises:
-            ValueError: no value.
-        """
-        if not values:
-            raise ValueError("an estimate needs at least one value, got none")
-        if len(values) == 1:
-            return cls(values[0], None)
-        t = _STUDENT_T[len(values) - 2] if len(values) <= len(_STUDENT_T) + 1 else 1.96
-        return cls(fmean(values), t * stdev(values) / math.sqrt(len(values)), len(values))
-
-    def p_value(self, null: float) -> float:
-        """Return the two-sided probability of a mean as far from `null`, by Student's t; 1 from one seed."""
-        if self.half_width is None:
-            return 1.0
-        freedom = self.seeds - 1
-        distance = abs(self.mean - null)
-        if not distance or not self.half_width:
-            return float(not distance)
-        quantile = _STUDENT_T[freedom - 1] if freedom <= len(_STUDENT_T) else 1.96
-        angle = math.atan(quantile * distance / self.half_width / math.sqrt(freedom))
-        # the distribution's closed form for whole degrees of freedom
-        term = math.cos(angle) if freedom % 2 else 1.0
-        total = term if freedom > 1 else 0.0
-        for k in range(2 + freedom % 2, freedom - 1, 2):
-            term *= math.cos(angle) ** 2 * (k - 1) / k
-            total += term
-        inside = math.sin(angle) * total
-        return 1 - (2 / math.pi * (angle + inside) if freedom % 2 else inside)
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3f}" + ("" if self.half_width is None else f" ± {self.half_width:.3f}")
 
 
 def label(variant: Variant) -> str:
@@ -84,107 +40,141 @@ def belongs(division: str, variant: Variant) -> bool:
     return division == PARAMETERS or not CONTESTANTS[contestant].droppable or mode == BOUNDED
 
 
-def metrics_by_mode(result: Mapping[str, Any], size: Size) -> dict[str, dict[str, float]]:
-    """Return the metrics of a result by mode and column."""
-    found: dict[str, dict[str, float]] = {}
-    for suite, rows in result["rows"].items():
-        for row in rows:
-            mode = _mode(row.get("modes", ""))
-            for metric, value in _metrics(result["task"], suite, row, size):
-                found.setdefault(mode, {})[metric] = value
-    if result["task"] != TEXT:
-        for metrics in found.values():
-            metrics[MEAN] = fmean(metrics.values())
+def samples_by_mode(result: Mapping[str, Any], size: Size) -> dict[str, Samples]:
+    """Return the values of a result's test examples by mode, metric and group."""
+    found: dict[str, Samples] = {}
+    for suite, row in _rows(result):
+        if values := row.get(EACH):
+            for metric, group in _metrics(result["task"], suite, row, size):
+                mode = row["modes"].partition(" at ")[0] if metric == EXCESS else _mode(row)
+                found.setdefault(mode, {}).setdefault(metric, {})[group] = values
     return found
 
 
-def _mode(modes: str) -> str:
-    """Shorten "a → a" to "a"."""
+def _rows(result: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    return ((suite, row) for suite, rows in result["rows"].items() for row in rows)
+
+
+def _mode(row: Mapping[str, Any]) -> str:
+    """Return the mode of a row; shorten "a → a" to "a"."""
+    modes = row.get("modes", "")
     first, arrow, second = modes.partition(" → ")
     return first if arrow and first == second else modes
 
 
-def _metrics(task: str, suite: str, row: Mapping[str, Any], size: Size) -> Iterable[tuple[str, float]]:
+def _metrics(task: str, suite: str, row: Mapping[str, Any], size: Size) -> Iterable[tuple[str, Any]]:
+    """Yield the metrics that a row is part of, and its group in each."""
     if task == MQAR:
-        yield f"{row['pairs']} pairs", row["accuracy"]
+        yield from ((f"{row['pairs']} pairs", ""), (MEAN, row["pairs"]))
     elif task == COPY:
-        yield f"{row['task']}, {row['tokens']}", row["accuracy"]
-    elif task == NEEDLE:
-        yield row["task"], row["accuracy"]
+        yield from ((f"{row['task']}, {row['tokens']}", ""), (MEAN, (row["task"], row["tokens"])))
+    elif suite.endswith("niah"):
+        group = row["task"], row["length"]
+        yield f"{NEEDLES} at {row['length']:,}", group
+        if task != TEXT or row["length"] <= size.seq_len:
+            yield NEEDLES, group
+        elif row["length"] in (2 * size.seq_len, 4 * size.seq_len):
+            yield BEYOND, group
+    elif suite.endswith("names"):
+        yield NAMES, row.get("distance", "")
     elif suite.endswith("perplexity-by-position"):
         if row["predictor"] == "model" and row["position"] != "all":
             # the second half of each length; the last token has no target
             length = int(row["position"].rpartition("-")[2]) + 1
             times = length // size.seq_len
             if times and times & (times - 1) == 0:
-                yield f"loss at {times}x", row["loss"]
-    elif suite.endswith("copy"):
-        yield f"saved at {row['distance']}", row["saved"]
+                yield f"loss at {times}x", ""
     elif suite == "switch-perplexity" and " at " in row["modes"]:
-        yield from ((key, value) for key, value in row.items() if key.startswith(EXCESS) and value is not None)
+        yield EXCESS, row["modes"]
 
 
-def chances(task: str, size: Size) -> dict[str, float]:
-    """Return the accuracy of a guess among the values in the context, by metric; metrics without an entry have 0."""
-    largest = size.seq_len // 4
-    if task == MQAR:
-        largest = min(largest, size.recall_vocab_size // 2 - 1)
-        found = {f"{pairs} pairs": 1 / pairs for pairs in MQAR_PAIRS if pairs <= largest}
-    elif task == COPY:
-        sizes = [tokens for tokens in COPY_TOKENS if tokens <= largest]
-        found = {f"{kind}, {n}": copying_chance(n, COPY_VOCABULARY) for kind in COPYING for n in sizes}
+def has_learned(result: Mapping[str, Any], mode: str, metric: str, size: Size) -> bool:
+    """True if a run learned what a metric measures, as defined in RULES.md, item 9."""
+    loss, task = result["last loss"], result["task"]
+    if loss is None or (task == TEXT and loss > rules.TEXT_LEARNED * math.log(TASKS[task].vocabulary(size))):
+        return False
+    rows = [(suite, row) for suite, row in _rows(result) if _mode(row) == mode and EACH in row]
+    share = rules.LEARNED
+    if task in (MQAR, COPY):
+        key = "pairs" if task == MQAR else "tokens"
+        easiest = [row for _, row in rows if row[key] == min(row[key] for _, row in rows)]
+    elif metric.startswith(NEEDLES):
+        first = [row for suite, row in rows if suite.endswith("niah") and row["task"] == "s-niah-1"]
+        easiest = [row for row in first if row["length"] == min(row["length"] for row in first)]
+    elif metric == NAMES:
+        easiest, share = [row for suite, row in rows if suite.endswith("names")], rules.NAMES_LEARNED
     else:
-        return {}
-    return found | {MEAN: fmean(found.values())}
+        return True
+    if not easiest:
+        return False
+    chance = fmean(row.get("chance", 0.0) for row in easiest)
+    return fmean(fmean(row[EACH]) for row in easiest) >= chance + share * (1 - chance)
 
 
-def withdrawn(result: Mapping[str, Any]) -> bool:
-    """True for results of text and needles from before results held their corpus.
-
-    Needles were not spread evenly then, and 12 % of the held-out text stood in the training text.
-    """
-    return result.get("task") in (NEEDLE, TEXT) and "corpus" not in result
+def steps_to_learn(result: Mapping[str, Any]) -> int | None:
+    """Return the first logged step from which the loss stays below half of ln(most pairs); None if there is none."""
+    pairs = [row["pairs"] for _, row in _rows(result) if "pairs" in row]
+    found = None
+    for step, loss in reversed(result.get("loss", []) if pairs else []):
+        if loss >= math.log(max(pairs)) / 2:
+            break
+        found = step
+    return found
 
 
 class Scores:
-    """Metrics of a task in a division, by variant, column and seed, without values that are not finite.
+    """Results of a task in a division.
 
     Attributes:
-        withdrawn: number of results that are left out because their evaluation was wrong.
+        variants: groups of test examples by variant, metric and seed; values that are not finite are left out.
+        results: final results by contestant and seed.
+        rates: the selected rates by contestant.
     """
 
     def __init__(self, comparison: Comparison, division: str, task: str) -> None:
-        self.variants: dict[Variant, dict[str, dict[int, float]]] = {}
+        self.size, self.seeds = comparison.size, final_seeds(task, comparison.size)
+        self.variants: dict[Variant, dict[str, dict[int, dict[Any, list[float]]]]] = {}
+        self.results: dict[str, dict[int, Mapping[str, Any]]] = {}
         self.rates: dict[str, float] = {}
-        self.withdrawn = 0
         for name in comparison.contestants_in(division):
             for run in comparison.scored_runs(division, task, name):
                 self.rates[name] = run.rate
                 if (result := comparison.result(run)) is None:
                     continue
-                if withdrawn(result):
-                    self.withdrawn += 1
-                    continue
-                for mode, metrics in metrics_by_mode(result, comparison.size).items():
+                self.results.setdefault(name, {})[run.seed] = result
+                for mode, metrics in samples_by_mode(result, comparison.size).items():
                     if belongs(division, (name, mode)):
                         by_metric = self.variants.setdefault((name, mode), {})
-                        for metric, value in metrics.items():
-                            if math.isfinite(value):
-                                by_metric.setdefault(metric, {})[run.seed] = value
+                        for metric, groups in metrics.items():
+                            if all(math.isfinite(x) for values in groups.values() for x in values):
+                                by_metric.setdefault(metric, {})[run.seed] = groups
 
     def estimate(self, variant: Variant, metric: str) -> Estimate | None:
-        """Return the mean over seeds, or None without a value."""
-        values = self.variants.get(variant, {}).get(metric)
-        return Estimate.of(list(values.values())) if values else None
+        """Return the mean over seeds and examples, or None without a value."""
+        by_seed = self.variants.get(variant, {}).get(metric)
+        return estimate(list(by_seed.values())) if by_seed else None
 
-    def difference(self, variant: Variant, baseline: Variant, metric: str) -> Estimate | None:
-        """Return the mean difference of two variants, paired by seed; None without a common seed.
+    def difference(self, subject: Variant, baseline: Variant, metric: str) -> Estimate | None:
+        """Return the difference of two variants, or None if a seed of one is missing."""
+        sides = [self.variants.get(which, {}).get(metric, {}) for which in (subject, baseline)]
+        if any(set(side) != set(self.seeds) for side in sides):
+            return None
+        ours, theirs = ([side[seed] for seed in self.seeds] for side in sides)
+        return difference(ours, theirs)
 
-        Pairing is valid because both variants read the same rows at a seed.
-        """
-        ours, theirs = (self.variants.get(which, {}).get(metric, {}) for which in (variant, baseline))
-        common = sorted(ours.keys() & theirs.keys())
-        return Estimate.of([ours[seed] - theirs[seed] for seed in common]) if common else None
+    def learned(self, variant: Variant, metric: str) -> tuple[int, int]:
+        """Return the number of final runs that learned what the metric measures, and the number of final runs."""
+        results = self.results.get(variant[0], {}).values()
+        return sum(has_learned(result, variant[1], metric, self.size) for result in results), len(results)
+
+    def steps(self, name: str) -> list[int]:
+        """Return the steps to learn of the runs that have them."""
+        return [step for result in self.results.get(name, {}).values() if (step := steps_to_learn(result)) is not None]
+
+    def training_seconds(self, name: str) -> float | None:
+        """Return the time of a final run's training, at the median speed of the runs as trained."""
+        speeds = [x for r in self.results.get(name, {}).values() if (x := r.get("tokens per second"))]
+        return self.size.steps * self.size.batch_tokens / median(speeds) if speeds else None
 
 
 def logged_means(comparison: Comparison, division: str, task: str, contestant: str) -> dict[str, dict[int, float]]:

@@ -7,9 +7,8 @@ of processes may add results at the same time.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,27 +59,12 @@ class Stored(NamedTuple):
     source: str
 
 
-def read(folder: Path, key: Key) -> Stored | None:
-    """Return the result of a run, or None before it is done.
-
-    Args:
-        folder: the folder of a size.
-        key: the run.
+def load(folder: Path) -> Mapping[Key, Stored]:
+    """Return all results of a size by run; the file is parsed again only after it has changed.
 
     Raises:
         ValueError: a damaged file, with its path and line.
     """
-    if (stored := load(folder).get(key)) is not None:
-        return stored
-    path = _old_file(folder, key)
-    if not path.is_file():
-        return None
-    _tell_old_form(folder)
-    return Stored(_parse(path.read_text(encoding="utf-8"), str(path)), str(path))
-
-
-def load(folder: Path) -> Mapping[Key, Stored]:
-    """Return all results of a size by run; the file is parsed again only after it has changed."""
     path = folder / RUNS
     try:
         stat = path.stat()
@@ -123,35 +107,3 @@ def add(folder: Path, *results: Result) -> None:
 
 def _order(key: Key) -> tuple[Any, ...]:
     return (*key[:4], -1 if key.seed is None else key.seed)
-
-
-def convert(folder: Path) -> int:
-    """Move results of the old form, one JSON file per run, into the JSON Lines file; return their number.
-
-    A run that the file already holds keeps its line.
-    """
-    files = sorted(folder.glob("*/*/*/*.json"))
-    results = [_parse(path.read_text(encoding="utf-8"), str(path)) for path in files]
-    known = load(folder)
-    if files:
-        add(folder, *(result for result in results if Key.of(result) not in known))
-    for path in files:
-        path.unlink()
-        for parent in (path.parent, path.parent.parent, path.parent.parent.parent):
-            if not any(parent.iterdir()):
-                parent.rmdir()
-    return len(files)
-
-
-def _old_file(folder: Path, key: Key) -> Path:
-    # not by with_suffix: a rate contains a point
-    return folder / key.path.with_name(f"{key.path.name}.json")
-
-
-@cache
-def _tell_old_form(folder: Path) -> None:
-    print(
-        f"arena: {folder} holds results in the old form, one JSON file per run, which are read as they are; "
-        f"`python -m arena convert --size {folder.name}` moves them to {RUNS}, one line per run",
-        file=sys.stderr,
-    )

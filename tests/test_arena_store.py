@@ -1,4 +1,4 @@
-"""The arena's store: one sorted line per run, concurrent writers, kills, and results of the old form."""
+"""The arena's store: one sorted line per run, concurrent writers, and kills."""
 
 import json
 import multiprocessing
@@ -8,27 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from arena import store
-from arena.store import COSTS, RUNS, Key, add, convert, load, read
-
-# each old file's path below the size's folder is part of the format
-OLD_FORM = {
-    "parameters/gdn/mqar/0.00025-1.json": Key("parameters", "gdn", "mqar", 2.5e-4, 1),
-    "parameters/gdn/mqar/0.002-0.json": Key("parameters", "gdn", "mqar", 2e-3, 0),
-    "state/gdn/costs/16384.json": Key("state", "gdn", COSTS, 16384, None),
-}
+from arena.store import COSTS, RUNS, Key, add, load
 
 
 def result_of(key, **more):
     fields = {"division": key.division, "contestant": key.contestant}
     fields |= {"length": key.value} if key.seed is None else {"task": key.task, "rate": key.value, "seed": key.seed}
     return {**fields, "rule": "r", **more}
-
-
-def write_old_form(folder, **more):
-    for path, key in OLD_FORM.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(json.dumps(result_of(key, **more), indent=1))
 
 
 def test_lines_are_sorted_by_run_and_one_more_result_adds_one_line(tmp_path):
@@ -49,8 +35,8 @@ def test_lines_are_sorted_by_run_and_one_more_result_adds_one_line(tmp_path):
     assert after[1:] == before
     add(tmp_path, result_of(keys[0], again=True))
     assert list(load(tmp_path)) == keys
-    assert read(tmp_path, keys[0]).result["again"]
-    assert read(tmp_path, keys[1]).result == result_of(keys[1], modes="a → b", number=0.1 + 0.2)
+    assert load(tmp_path)[keys[0]].result["again"]
+    assert load(tmp_path)[keys[1]].result == result_of(keys[1], modes="a → b", number=0.1 + 0.2)
 
 
 def _add_some(folder, contestant):
@@ -95,42 +81,3 @@ def test_two_lines_of_one_run_are_refused_with_both_lines(tmp_path):
     path.write_text(path.read_text() * 2)
     with pytest.raises(ValueError, match=r"runs\.jsonl:2 and .*runs\.jsonl:1 hold the same run"):
         load(tmp_path)
-
-
-def test_results_of_the_old_form_are_read_and_the_new_form_is_named_once(tmp_path, capsys):
-    store._tell_old_form.cache_clear()
-    write_old_form(tmp_path)
-    for path, key in OLD_FORM.items():
-        assert read(tmp_path, key) == (result_of(key), str(tmp_path / path))
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert f"python -m arena convert --size {tmp_path.name}" in said
-    # a new result goes to the new form
-    add(tmp_path, result_of(Key("parameters", "gdn", "mqar", 2e-3, 0), new=True))
-    assert read(tmp_path, Key("parameters", "gdn", "mqar", 2e-3, 0)).result["new"]
-    (tmp_path / "parameters/gdn/mqar/0.00025-1.json").write_text("{")
-    with pytest.raises(ValueError, match=r"0\.00025-1\.json .*damaged"):
-        read(tmp_path, Key("parameters", "gdn", "mqar", 2.5e-4, 1))
-
-
-def test_conversion_moves_every_old_result_and_keeps_newer_lines_and_other_files(tmp_path):
-    write_old_form(tmp_path)
-    (tmp_path / "state/notes.txt").touch()
-    newer = Key("parameters", "gdn", "mqar", 2e-3, 0)
-    add(tmp_path, result_of(newer, new=True))
-    assert convert(tmp_path) == len(OLD_FORM)
-    assert {key: stored.result for key, stored in load(tmp_path).items()} == {
-        key: result_of(key, new=True) if key == newer else result_of(key) for key in OLD_FORM.values()
-    }
-    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == [RUNS, "state"]
-    assert [path.name for path in (tmp_path / "state").iterdir()] == ["notes.txt"]
-    assert convert(tmp_path) == 0
-
-
-def test_a_damaged_old_result_stops_the_conversion_before_anything_is_moved(tmp_path):
-    write_old_form(tmp_path)
-    (tmp_path / "state/gdn/costs/16384.json").write_text("[]")
-    with pytest.raises(ValueError, match="damaged"):
-        convert(tmp_path)
-    assert not (tmp_path / RUNS).exists()
-    assert len(list(tmp_path.rglob("*.json"))) == len(OLD_FORM)

@@ -99,6 +99,10 @@ def test_perplexity_around_switches_equals_that_of_the_schedule(model, text, tmp
     assert not np.allclose(at[1][66:], linear[66:])
     assert "excess, 0-16 tokens after" in rows["linear → attention at 64"]
     assert "excess, 0-16 tokens after" not in rows["linear alone"]
+    first = dict(zip(rows, result["samples"], strict=True))["linear → attention at 64"]
+    parts = [rows["linear → attention at 64"][f"excess, {a}-{b} tokens after"] for a, b in ((0, 16), (16, 64))]
+    # 63 predictions follow the switch
+    assert np.mean(first) == pytest.approx(np.average(parts, weights=(16, 47)), abs=1e-6)
     excess = result["plots"][1]["series"]
     assert set(excess) == {"attention → linear", "linear → attention"}
     # the last of the switches, at 96 of 127 predictions, leaves as many tokens
@@ -145,6 +149,7 @@ def test_recall_crosses_modes_between_pairs_and_queries(model, calls):
     options = EvalOptions(limit=2, lengths=(64,), tasks=("mqar-64-8",), vocab_size=64, progress=False)
     result = evals.SUITES["cross-mode-mqar"].run(model, byte_tokenizer(), options)
     assert [row["modes"] for row in result["rows"]] == PAIRS
+    assert [len(values) for values in result["samples"]] == [2] * 4
     assert calls[0] == "linear"
     assert calls[3] == "attention"
     assert calls[2] == [[t >= 16 for t in range(64)]] * 2
@@ -155,6 +160,7 @@ def test_needles_cross_modes_between_haystack_and_question(model, text, calls):
     options = EvalOptions(limit=2, lengths=(600,), tasks=("s-niah-1",), text=text, progress=False)
     result = evals.SUITES["cross-mode-niah"].run(model, tokenizer, options)
     assert [row["modes"] for row in result["rows"]] == PAIRS
+    assert [len(values) for values in result["samples"]] == [2] * 4
     examples = niah_examples("s-niah-1", tokenizer, 600, 2)
     lengths = [[len(part) for part in (e.context, e.question)] for e in examples]
     longest = max(map(sum, lengths))

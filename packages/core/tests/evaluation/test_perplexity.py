@@ -84,6 +84,8 @@ def test_suite_rows_cover_all_positions(model, tokenizer, text_file):
     # a byte a token: bits per byte are bits per token
     assert whole["bits per byte"] == pytest.approx(mean / math.log(2))
     assert list(result["plots"][0]["series"]) == ["model"]
+    assert [len(values) for values in result["samples"]] == [5] * 4
+    assert [np.mean(values) for values in result["samples"]] == pytest.approx([row["loss"] for row in result["rows"]])
 
 
 @pytest.mark.parametrize("sentence", ["机器学习的语言模型。", "naïve café Ωμέγα 😀", "plain"])

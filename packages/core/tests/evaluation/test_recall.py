@@ -110,6 +110,7 @@ def test_mqar_suite_measures_every_size_that_fits():
         "32 tokens": ([4, 8], [1, 1]),
         "chance": ([4, 8, 16], [1 / 4, 1 / 8, 1 / 16]),
     }
+    assert result["samples"] == [[1, 1, 1]] * 5
     chosen = mqar_suite(Induction(), None, EvalOptions(lengths=(64,), limit=3, tasks=("mqar-64-8",), progress=False))
     assert chosen["rows"] == [row for row in result["rows"] if row["task"] == "mqar-64-8"]
 
@@ -123,6 +124,7 @@ def test_copying_suite_measures_both_kinds_at_every_size_that_fits():
         for n in (4, 8, 16)
         if n <= most
     ]
+    assert [row["accuracy"] for row in result["rows"]] == [np.mean(values) for values in result["samples"]]
     # one token always: about one in 62 is right
     assert all(row["accuracy"] < 0.3 for row in result["rows"])
 

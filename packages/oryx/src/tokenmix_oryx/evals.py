@@ -103,6 +103,7 @@ def switch_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResul
     )
     alone = {mode: _losses(model, sequences, [(0, mode)], options) for mode in MODES}
     rows = [_loss_row(f"{mode} alone", losses) for mode, losses in alone.items()]
+    samples = [losses.mean(1).tolist() for losses in alone.values()]
     drawn: list[Plot] = []
     parts = Parts()
     for plot in plots:
@@ -110,12 +111,15 @@ def switch_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResul
         for name, schedule in schedules[plot].items():
             with parts.part(name):
                 curves[name] = losses = _losses(model, sequences, schedule, options)
-                rows.append({**_loss_row(name, losses), **_excess(losses, alone, schedule)})
+                row = {**_loss_row(name, losses), **_excess(losses, alone, schedule)}
+                samples.append(_excess_of_sequences(losses, alone, schedule, 0, AFTER[-1][1]).mean(1).tolist())
+                rows.append(row)
         drawn.append(_switch_plot(plot, curves, length))
         if plot == "one switch":
             drawn.append(_excess_plot(curves, alone, schedules[plot]))
     settings = {"length": length, "sequences": len(sequences), "text": options.text or BUILT_IN_TEXT, **_BY_ROW}
-    return parts.result({"suite": "switch-perplexity", "settings": settings, "rows": rows, "plots": drawn})
+    result = {"suite": "switch-perplexity", "settings": settings, "rows": rows, "plots": drawn, "samples": samples}
+    return parts.result(SuiteResult(**result))
 
 
 def _losses(
@@ -133,18 +137,25 @@ def _loss_row(name: str, losses: Float[np.ndarray, "N T"]) -> dict[str, Any]:
 
 def _excess(losses: np.ndarray, alone: dict[str, np.ndarray], schedule: Schedule) -> dict[str, float | None]:
     """Return the mean excess by distance from the last switch, over all switches, with its standard error."""
-    ends = [start for start, _ in schedule[1:]] + [losses.shape[1]]
     found: dict[str, float | None] = {}
     for low, high in AFTER:
-        parts = [
-            (losses - alone[mode])[:, start + low : min(start + high, end)]
-            for (start, mode), end in zip(schedule[1:], ends[1:], strict=True)
-        ]
-        each = np.concatenate(parts, 1)
+        each = _excess_of_sequences(losses, alone, schedule, low, high)
         if each.shape[1]:
             found[f"excess, {low}-{high} tokens after"] = float(each.mean())
             found[f"± {low}-{high}"] = float(each.mean(1).std(ddof=1) / len(each) ** 0.5) if len(each) > 1 else None
     return found
+
+
+def _excess_of_sequences(
+    losses: np.ndarray, alone: dict[str, np.ndarray], schedule: Schedule, low: int, high: int
+) -> np.ndarray:
+    """Return the excess of each sequence and token from `low` to `high` tokens after the switches, joined."""
+    ends = [start for start, _ in schedule[1:]] + [losses.shape[1]]
+    parts = [
+        (losses - alone[mode])[:, start + low : min(start + high, end)]
+        for (start, mode), end in zip(schedule[1:], ends[1:], strict=True)
+    ]
+    return np.concatenate(parts, 1)
 
 
 def _switch_plot(title: str, curves: dict[str, np.ndarray], length: int) -> Plot:
@@ -241,14 +252,16 @@ def cross_mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
     """Run associative recall with the pairs in one mode and the queries in another."""
     cases = mqar_cases(model, options)
     chosen = options.choose("cross-mode-mqar", tuple(cases))
-    rows, settings, parts = [], {}, Parts()
+    rows, samples, settings, parts = [], [], {}, Parts()
     for (name, context, prompt), task in itertools.product(crossed(), chosen):
         with parts.part(f"{name}, {task}"), model.modes([(0, context), (2 * cases[task][1], prompt)]):
             result = mqar_suite(model, tokenizer, replace(options, tasks=(task,), progress=False))
             rows += [{"modes": name, **row} for row in result["rows"]]
+            samples += result.get("samples", [])
             settings = {**result["settings"], **_BY_ROW}
     plots = [_accuracy_plot("Associative recall, pairs → queries", "pairs", rows)]
-    return parts.result({"suite": "cross-mode-mqar", "settings": settings, "rows": rows, "plots": plots})
+    result = {"suite": "cross-mode-mqar", "settings": settings, "rows": rows, "plots": plots, "samples": samples}
+    return parts.result(SuiteResult(**result))
 
 
 def cross_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
@@ -257,7 +270,7 @@ def cross_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
     tasks = options.choose("cross-mode-niah", tuple(NIAH_TASKS))
     haystack = niah_haystack(tasks, options, tokenizer)
     cases = [(task, length) for task in tasks for length in sorted(options.lengths or NIAH_LENGTHS)]
-    rows, parts = [], Parts()
+    rows, samples, parts = [], [], Parts()
     for task, length in tqdm(cases, desc="cross-mode-niah", unit="task", disable=not options.progress):
         for name, context, prompt in crossed():
             with parts.part(f"{name}, {task} at {length:,} tokens"):
@@ -271,9 +284,11 @@ def cross_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
                         losses.append(answer_loss(model, tokenizer, example))
                 row = {"modes": name, "task": task, "length": length, "accuracy": float(np.mean(found))}
                 rows.append({**row, "answer loss": float(np.mean(losses)), "examples": limit})
+                samples.append([float(hit) for hit in found])
     plot = _accuracy_plot("Needle in a haystack, haystack → question", "length", rows)
     settings = {"seed": options.seed, **_BY_ROW}
-    return parts.result({"suite": "cross-mode-niah", "settings": settings, "rows": rows, "plots": [plot]})
+    result = {"suite": "cross-mode-niah", "settings": settings, "rows": rows, "plots": [plot], "samples": samples}
+    return parts.result(SuiteResult(**result))
 
 
 def _found(model: Any, tokenizer: Any, batch: Sequence[NiahExample], context: str, prompt: str) -> list[bool]:
@@ -325,7 +340,10 @@ def _by_mode(
         }
         plots.append({**plot, "series": series})
     settings = {**first["settings"], **_BY_ROW}
-    return parts.result({"suite": suite, "settings": settings, "rows": rows, "plots": plots})
+    joined: SuiteResult = {"suite": suite, "settings": settings, "rows": rows, "plots": plots}
+    if all("samples" in result for result in results.values()):
+        joined["samples"] = [values for result in results.values() for values in result.get("samples", [])]
+    return parts.result(joined)
 
 
 def _accuracy_plot(title: str, x: str, rows: list[dict[str, Any]]) -> Plot:

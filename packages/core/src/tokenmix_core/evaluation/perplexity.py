@@ -73,15 +73,22 @@ def loss_by_position(
     model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 8, progress: bool = True
 ) -> Float[np.ndarray, "T-1"]:
     """Return the mean over sequences of `token_losses` in float64; entry t is the loss of token t + 1."""
-    total = np.zeros(sequences.shape[1] - 1)
+    return _sequence_losses(model, sequences, batch_size, progress).mean(0, dtype=np.float64)
+
+
+def _sequence_losses(
+    model: Any, sequences: Int[Tensor, "N T"], batch_size: int, progress: bool
+) -> Float[np.ndarray, "N T-1"]:
+    """Return `token_losses` of all sequences, computed in batches."""
+    losses = []
     progress_bar = tqdm(
         total=sequences.numel(), unit="tok", unit_scale=True, desc="loss by position", disable=not progress
     )
     with progress_bar:
         for batch in sequences.split(batch_size):
-            total += token_losses(model, batch.to(model.device)).double().sum(0).cpu().numpy()
+            losses.append(token_losses(model, batch.to(model.device)).cpu().numpy())
             progress_bar.update(batch.numel())
-    return total / len(sequences)
+    return np.concatenate(losses)
 
 
 def smooth(values: Float[np.ndarray, "T"], window: int) -> Float[np.ndarray, "T"]:
@@ -139,7 +146,8 @@ def perplexity_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
     length = options.one_length("perplexity-by-position", 2048)
     limit = options.limit or 64
     sequences = cut_sequences(text.text_tokens(options.text, tokenizer, 4 * limit * length), length, limit)
-    losses = loss_by_position(model, sequences, batch_size=options.batch_size or 8, progress=options.progress)
+    by_sequence = _sequence_losses(model, sequences, options.batch_size or 8, options.progress)
+    losses = by_sequence.mean(0, dtype=np.float64)
     rate = text.bytes_per_token(sequences.numpy(), tokenizer)
 
     def row(predictor: str, position: str, nats: float, predictions: int) -> dict[str, Any]:
@@ -153,6 +161,8 @@ def perplexity_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
         for low, high in itertools.pairwise(edges)
     ]
     rows.append(row("model", "all", float(losses.mean()), len(losses)))
+    spans = [*itertools.pairwise(edges), (0, len(losses))]
+    samples = [by_sequence[:, low:high].mean(1, dtype=np.float64).tolist() for low, high in spans]
     curve = np.exp(smooth(losses, max(1, length // 64)))
     points = np.unique(np.geomspace(1, len(losses), min(len(losses), 400)).astype(np.int64))
     series: Series = {"model": (points.tolist(), curve[points - 1].tolist())}
@@ -160,8 +170,10 @@ def perplexity_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
     if vocabulary <= MAX_BIGRAM_VOCABULARY and (train := text.training_tokens(options.text, tokenizer)) is not None:
         nats = bigram_loss(train, sequences.numpy(), vocabulary)
         rows.append(row("bigram", "all", nats, len(losses)))
+        samples.append([])
         series["bigram"] = ([1, len(losses)], [math.exp(nats)] * 2)
     title = f"Perplexity by position, {len(sequences)} sequences, smoothed"
     plot: Plot = {"title": title, "x": "position (tokens)", "y": "perplexity", "log_x": True, "series": series}
     settings = {"length": length, "sequences": len(sequences), "text": options.text or text.BUILT_IN_TEXT}
-    return {"suite": "perplexity-by-position", "settings": settings, "rows": rows, "plots": [plot]}
+    result: SuiteResult = {"suite": "perplexity-by-position", "settings": settings, "rows": rows, "plots": [plot]}
+    return {**result, "samples": samples}

@@ -36,7 +36,6 @@ NIAH_LENGTHS = (1024, 2048, 4096)
 _HAYSTACK_WORDS = 200_000
 
 
-@torch.inference_mode()
 def score_recall(
     model: Any, examples: RecallExamples, *, batch_size: int = 8, progress: bool = False
 ) -> tuple[float, float]:
@@ -45,22 +44,34 @@ def score_recall(
     Raises:
         ValueError: tokens that lie outside the model's vocabulary, or no scored position.
     """
+    accuracies, loss = _score_examples(model, examples, batch_size, progress)
+    scored = (examples.labels[:, 1:] != IGNORE_INDEX).sum(1).double()
+    return float((torch.tensor(accuracies).nan_to_num() * scored).sum() / scored.sum()), loss
+
+
+@torch.inference_mode()
+def _score_examples(
+    model: Any, examples: RecallExamples, batch_size: int, progress: bool = False
+) -> tuple[list[float], float]:
+    """Return the accuracy of each example, NaN without a scored position, and the mean loss of scored positions."""
     size = text.text_vocab_size(model)
     if (top := int(examples.input_ids.max())) >= size:
         raise ValueError(f"token {top} does not lie in the model's vocabulary of {size}")
-    right = loss = count = 0.0
+    accuracies: list[float] = []
+    loss = count = 0.0
     batches = list(zip(examples.input_ids.split(batch_size), examples.labels.split(batch_size), strict=True))
     for input_ids, labels in tqdm(batches, desc="recall", unit="batch", leave=False, disable=not progress):
         logits = model(input_ids=input_ids.to(model.device), use_cache=False).logits[:, :-1]
         targets = labels[:, 1:].to(logits.device)
         scored = targets != IGNORE_INDEX
+        right = (logits.argmax(-1) == targets) & scored
+        accuracies += (right.sum(1) / scored.sum(1)).tolist()
         logits, targets = logits[scored].float(), targets[scored]
-        right += float((logits.argmax(-1) == targets).sum())
         loss += float(F.cross_entropy(logits, targets, reduction="sum"))
         count += len(targets)
     if not count:
         raise ValueError("score_recall: no position is scored")
-    return right / count, loss / count
+    return accuracies, loss / count
 
 
 def mqar_vocabulary(model: Any, options: EvalOptions) -> int:
@@ -168,12 +179,16 @@ def _recall_suite(
     vocab_size: int,
 ) -> SuiteResult:
     limit, rows, parts = options.limit or 128, [], Parts()
+    samples: list[list[float]] = []
     series: Series = {}
     chosen = options.choose(names.suite, tuple(cases))
     for name in tqdm(chosen, desc=names.suite, unit="task", disable=not options.progress):
         with parts.part(name):
             case = cases[name]
-            accuracy, loss = score_recall(model, examples(limit, case), batch_size=options.batch_size or 32)
+            # all examples of a case have equally many scored positions
+            accuracies, loss = _score_examples(model, examples(limit, case), options.batch_size or 32)
+            accuracy = float(np.mean(accuracies))
+            samples.append(accuracies)
             row = {"task": case.task, "length": case.length, names.sizes: case.size, "accuracy": accuracy}
             rows.append({**row, "chance": case.chance, "loss": loss, names.scored: limit * case.size})
             x, y = series.setdefault(case.curve, ([], []))
@@ -184,7 +199,8 @@ def _recall_suite(
     about: Plot = {"title": names.title, "x": names.axis, "y": "accuracy", "series": series}
     plot: Plot = {**about, "log_x": True, "shares": True}
     settings = {"vocab_size": vocab_size, "seed": options.seed}
-    return parts.result({"suite": names.suite, "settings": settings, "rows": rows, "plots": [plot]})
+    result: SuiteResult = {"suite": names.suite, "settings": settings, "rows": rows, "plots": [plot]}
+    return parts.result({**result, "samples": samples})
 
 
 class NeedleScore(NamedTuple):
@@ -241,6 +257,7 @@ def niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     parts = Parts()
     haystack = niah_haystack(tasks, options, tokenizer)
     rows = []
+    samples: list[list[float]] = []
     by_length: Series = {}
     by_depth: Series = {}
     cases = [(task, length) for task in tasks for length in sorted(options.lengths or NIAH_LENGTHS)]
@@ -259,6 +276,7 @@ def niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
             row = {"task": task, "length": length, "accuracy": accuracy, "answer loss": loss, "examples": limit}
             row |= {"least depth": min(depths), "mean depth": float(np.mean(depths)), "greatest depth": max(depths)}
             rows.append(row)
+            samples.append([float(score.found) for score in scores])
             found_at[task] += [(e.depth, score.found) for e, score in zip(examples, scores, strict=True)]
             x, y = by_length.setdefault(task, ([], []))
             x.append(length)
@@ -276,7 +294,7 @@ def niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     settings: dict[str, Any] = {"seed": options.seed}
     if haystack:
         settings["haystack"] = options.text or BUILT_IN_TEXT
-    return parts.result({"suite": "niah", "settings": settings, "rows": rows, "plots": plots})
+    return parts.result({"suite": "niah", "settings": settings, "rows": rows, "plots": plots, "samples": samples})
 
 
 @torch.inference_mode()
