@@ -33,8 +33,9 @@ class HasText(Protocol):
     """An item of a stream that is encoded.
 
     Attributes:
-        text: its text; an empty one has no tokens.
-        ends_batch: whether nothing after it is read before it is yielded, as far as one process encodes.
+        text: the text to encode; an empty text has no tokens.
+        ends_batch: whether a batch ends with this item: if one process encodes, the stream is not read further before
+            the item is yielded.
     """
 
     @property
@@ -49,13 +50,13 @@ Item = TypeVar("Item", bound=HasText)
 
 @dataclass(frozen=True)
 class Encoding:
-    """A tokenizer as plain data, which a process of its own can load.
+    """A tokenizer as plain data, from which a worker process can load it.
 
     Attributes:
         form: "bytes" for the built-in tokenizer, "backend" for the serialized one of `tokenizers`, or "name".
         content: the serialized tokenizer, or its name.
         special_tokens: whether text that spells a special token, such as "<|endoftext|>", becomes that token.
-        dtype: of the tokens.
+        dtype: dtype of the tokens.
         trusted: whether the tokenizer's own Python code may run.
     """
 
@@ -96,7 +97,7 @@ class Encoding:
 
 
 def encoding_of(name: str, tokenizer: Any, *, special_tokens: bool = False) -> Encoding:
-    """Return a tokenizer as plain data, for processes of their own.
+    """Return a tokenizer as plain data, from which worker processes load it.
 
     Args:
         name: the name that it was loaded by.
@@ -104,7 +105,7 @@ def encoding_of(name: str, tokenizer: Any, *, special_tokens: bool = False) -> E
         special_tokens: whether text that spells a special token becomes that token.
 
     Raises:
-        ValueError: such text becomes that token though it must not.
+        ValueError: `special_tokens` is False, but the tokenizer turns such text into the token all the same.
     """
     special_tokens = special_tokens and not tokenizer.split_special_tokens
     about: dict[str, Any] = {"special_tokens": special_tokens, "dtype": token_dtype(len(tokenizer)).str}
@@ -130,7 +131,7 @@ def encoding_of(name: str, tokenizer: Any, *, special_tokens: bool = False) -> E
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let `tokenizers` use one thread: `workers` says how many cores work."""
+    """Limit `tokenizers` to one thread, so that `workers` alone sets how many cores are used."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -151,7 +152,7 @@ def encode_stream(
     Args:
         items: items with a `text`, of some MB at most.
         encoding: the tokenizer.
-        workers: processes that encode; 1 encodes in this process, as does a stream that ends soon.
+        workers: number of worker processes; with 1, and for a short stream, this process encodes by itself.
 
     Raises:
         OSError: a process was killed.
@@ -205,12 +206,12 @@ def _result(batch: list[Item], future: Future) -> Iterator[tuple[Item, np.ndarra
     return _joined(batch, np.split(tokens, ends[:-1]) if len(ends) else [])
 
 
-# a worker's own tokenizer
+# in a worker process: the function that encodes
 _worker: list[Encode] = []
 
 
 def _start(encoding: Encoding) -> None:
-    """Prepare a worker: Ctrl-C is the parent's, and the death of the parent ends it."""
+    """Prepare a worker process: it ignores Ctrl-C, which the parent handles, and ends if the parent dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:

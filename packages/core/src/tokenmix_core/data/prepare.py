@@ -26,9 +26,10 @@ _COMMIT_SECONDS = 10.0
 _SHOWN_BAD_ROWS = 5
 _MOST_WORKERS = 1024
 BUILT_IN_HELD_OUT = 0.05
-# prefix of the hashed names: it holds out about 4 % of the text of Python 3.11 to 3.13, without near-duplicates
+# prefix of the names that are hashed, chosen so that about 4 % of the text of Python 3.11 to 3.13 is held out, without
+# near-duplicates in the training part
 _FAMILIES = "module"
-# so that any share holds out one family
+# least share of families, so that at least one family is held out
 _LEAST_SHARE = 0.013
 
 OnBadRow = Literal["stop", "skip"]
@@ -51,9 +52,9 @@ def prepare(
 ) -> TokenFileMeta:
     """Tokenize a corpus once, into a token file.
 
-    A run that was stopped at any moment, by a bad row too, continues when it is called again with the same arguments;
-    until the file is complete there is nothing at `output`, only `<output>.partial`. A complete file of the same
-    arguments is left as it is.
+    If a call is interrupted, or stops at a bad row, another call with the same arguments continues its work. Until the
+    file is complete there is nothing at `output`, only `<output>.partial`. A complete file made with the same arguments
+    is left as it is.
 
     Args:
         source: the `spec` of `open_source`, with `text_field`, `subset` and `split`, or a source.
@@ -62,7 +63,7 @@ def prepare(
             in parts, cut between words.
         held_out: the share of documents to hold out, chosen by a hash of their text, so that equal documents stay
             together. Any share but 0 holds out at least one if two documents differ, or the end of a large one.
-        max_tokens: stop at the first document that reaches so many.
+        max_tokens: stop after the document with which the file has at least this many tokens.
         on_bad_row: "stop" at a row that holds no text and keep the rows before it, or "skip" it; the file's
             `meta.source["skipped_rows"]` counts the skipped rows.
         special_tokens: whether text that spells a special token, such as "<|endoftext|>", becomes that token; such text
@@ -128,7 +129,7 @@ def prepare(
 
 
 def _complete(output: Path, source: dict[str, Any], fingerprint: str) -> TokenFileMeta | None:
-    """Return the meta of a token file that a call with these arguments has completed, if there is one."""
+    """Return the meta of `output` if it is a complete token file made with these arguments, else None."""
     if not (output / META).is_file():
         return None
     try:
@@ -145,7 +146,7 @@ class _Part(NamedTuple):
 
     Attributes:
         text: its text; empty for a row without text.
-        row: the row that the part ends, None inside a document; an error in its turn.
+        row: the row, with its last part; None with earlier parts; the error, if the row or the source cannot be read.
         held_out: whether the document is held out.
     """
 
@@ -155,15 +156,16 @@ class _Part(NamedTuple):
 
     @property
     def ends_batch(self) -> bool:
-        """Return whether the part is an error, which may end the preparation."""
+        """True if the row is an error, which may end the preparation."""
         return isinstance(self.row, ValueError)
 
 
 class _Preparation:
-    """The rows of a source on their way into a token file.
+    """Read the rows of a source, tokenize them and write them to a token file.
 
     Attributes:
-        consumed, skipped: rows that are written or left out, and the bad ones among them.
+        consumed: number of rows that were written or skipped.
+        skipped: number of bad rows among them.
     """
 
     def __init__(
@@ -174,7 +176,7 @@ class _Preparation:
         self.consumed, self.skipped = writer.consumed, writer.skipped
 
     def tokenize(self, encoding: Encoding, workers: int, *, skip_bad_rows: bool, progress: bool) -> None:
-        """Write the rows' tokens until the source ends or there are enough.
+        """Write the rows' tokens until the source ends or the file has `max_tokens` tokens.
 
         Raises:
             ValueError: a bad row that is not to be skipped, or a source that cannot be read.
@@ -219,7 +221,7 @@ class _Preparation:
         return self.max_tokens is not None and self.writer.tokens >= self.max_tokens
 
     def _parts(self) -> Iterator[_Part]:
-        """The rows in parts; an error of the source comes last, in its turn."""
+        """Yield the rows in parts; if the source fails, yield its error last."""
         try:
             for row in self.source.rows(self.consumed):
                 if isinstance(row, BadRow):
@@ -237,7 +239,7 @@ class _Preparation:
 
 
 def files_read(meta: TokenFileMeta) -> str:
-    """Say how many files and documents of each kind a token file was made from; empty if it is of no files."""
+    """Say how many files and documents of each kind a token file was made from; empty if it was not made from files."""
     documents, unread = meta.source.get("document_kinds", {}), meta.source.get("unread_files", {})
     read = [
         f"{count:,} {kind} file{'s' * (count != 1)} ({documents.get(kind, 0):,} documents)"
@@ -249,7 +251,7 @@ def files_read(meta: TokenFileMeta) -> str:
 
 
 def is_held_out(text: str | LongText, share: float) -> bool:
-    """Tell whether a document belongs to the held-out split: by its source, its text, or its module's family."""
+    """True if a document is held out, as its source says, or else by a hash of its text or of its module's family."""
     if isinstance(text, SplitText):
         return text.held_out
     digest = sha256_of(text)
@@ -260,18 +262,18 @@ def is_held_out(text: str | LongText, share: float) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where built-in corpora are kept: `$TOKENMIX_CACHE`, else `tokenmix` in the user's cache folder."""
+    """Return the folder of built-in corpora: `$TOKENMIX_CACHE`, else `tokenmix` in the user's cache folder."""
     if folder := os.environ.get("TOKENMIX_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenmix"
 
 
 class TrainedOn(NamedTuple):
-    """The text of a training run; empty if it is not known.
+    """The text that a run was trained on; all attributes are empty if it is not known.
 
     Attributes:
-        fingerprints: by source; that of a text begins with the sha256 of its tokens.
-        sources: names and folders, as the recipe lists them.
+        fingerprints: fingerprint of each source; a text's fingerprint begins with the sha256 of its tokens.
+        sources: names and folders of the sources, as the recipe lists them.
         tokenizer: name of the tokenizer.
         corpora: Python version and split of the built-in corpus, if the run read it; empty in old manifests.
     """
@@ -310,7 +312,7 @@ def built_in_corpus(tokenizer: str = BYTES, *, begun_with: str | None = None) ->
 
 
 def tokens_sha256(path: Path) -> str:
-    """Return the sha256 in a token file's meta of its tokens, which identifies corpus, tokenizer and split."""
+    """Return the sha256 of the tokens from a token file's meta; it identifies corpus, tokenizer and split."""
     return TokenFile(path, verify=False).meta.sha256[TOKENS]
 
 

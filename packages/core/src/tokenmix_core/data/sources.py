@@ -19,14 +19,14 @@ from tokenmix_core._utils.optional import require
 from tokenmix_core.data.text import BadRow, FileText, LongText, not_utf8
 
 STDLIB = "stdlib"
-# how a token file of the standard library is split; without the entry, by the hash of each file's text
+# the split of a standard-library token file, in its description; older files lack it: split by each text's hash
 BY_FAMILY = "module family"
 # short names for the corpora that the papers train on
 HUB_ALIASES: dict[str, tuple[str, str | None]] = {
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-100BT"),
     "slimpajama": ("cerebras/SlimPajama-627B", None),
 }
-# kinds of files by the ends of their names; a text file is one document
+# the kind of a file follows from the end of its name; a text file is one document
 JSONL, PARQUET, TEXT = "JSONL", "parquet", "text"
 _KINDS = {
     JSONL: (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz"),
@@ -34,13 +34,13 @@ _KINDS = {
     TEXT: (".txt", ".md", ".rst", ".py", ".text"),
 }
 _READABLE = ", ".join(itertools.chain(*_KINDS.values()))
-# data that would decode as text, and is none
+# files that decode as text but hold data
 _NO_TEXT = (".json", ".csv", ".tsv")
-# folders of the standard library that are not running text of its own, or do not come with every build
+# folders that are not the library's own modules, or that some builds of Python lack
 _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-# what Arrow raises for files that are damaged
+# the errors that Arrow raises for damaged files
 _DAMAGED_PARQUET = (OSError, ValueError, NotImplementedError)
-# rows of a parquet file that are read at once, and the bytes that they take at most
+# maximum number of rows of a parquet file that are read at once, and of their bytes
 _PARQUET_ROWS, _PARQUET_BYTES = 1024, 2**24
 # a text file past this size is read in parts
 _LONG_BYTES = 2**24
@@ -93,15 +93,15 @@ def open_source(spec: str, *, text_field: str = "text", subset: str | None = Non
     """Open a source of documents.
 
     Args:
-        spec: "stdlib" (the built-in corpus), a JSONL, parquet or text file, a folder of them, of several kinds, too
-            (a text file is one document), or one saved by `datasets`, "fineweb-edu", "slimpajama", or a dataset's name
-            on the hub.
+        spec: "stdlib" (the built-in corpus); a JSONL, parquet or text file (a text file is one document); a folder of
+            such files, also of several kinds; a folder saved by `datasets`; "fineweb-edu", "slimpajama" or a dataset's
+            name on the hub.
         text_field: key of the text in a row.
         subset: the configuration of a hub dataset.
         split: the split of a dataset.
 
     Raises:
-        ValueError: nothing of that name, or nothing in it that can be read.
+        ValueError: there is no source of this name, or it has nothing that can be read.
         ImportError: `datasets` is needed and not installed.
     """
     if spec == STDLIB:
@@ -117,7 +117,7 @@ def open_source(spec: str, *, text_field: str = "text", subset: str | None = Non
     subset = subset if subset is not None else default_subset
     datasets = require("datasets", "data")
     if spec == "slimpajama":
-        # its files are compressed with Zstandard, which datasets itself does not ask for
+        # its files are compressed with Zstandard, which datasets does not install
         require("zstandard", "data")
     try:
         # datasets runs no code of a repository since version 4
@@ -156,7 +156,7 @@ def _datasets_source(dataset: Any, text_field: str, description: dict[str, Any])
                 yield _text_of(row, text_field, f"row {index}")
                 index += 1
         except (ValueError, TypeError, KeyError) as error:
-            # what Arrow and the hub's formats raise for data that is damaged
+            # the errors that Arrow and the hub's formats raise for damaged data
             raise ValueError(f"{name} cannot be read from row {index} on: {_first_line(error)}") from error
 
     total = len(dataset) if hasattr(dataset, "__len__") else None
@@ -171,7 +171,7 @@ def _text_of(row: Any, text_field: str, where: str) -> str | BadRow:
     if not isinstance(text, str):
         got = "null" if text is None else type(text).__name__
         return BadRow(f"{where}: field {text_field!r} must be text, got {got}")
-    # JSON may escape one half of a pair of surrogates alone
+    # a JSON escape may encode one half of a surrogate pair without the other
     if not text.isascii() and (half := _SURROGATE.search(text)) is not None:
         return BadRow(f"{where}: field {text_field!r} holds half a character at position {half.start()}")
     return text
@@ -186,7 +186,7 @@ def _kind_of(file: Path) -> str | None:
 
 
 def _files_source(path: Path, text_field: str) -> Source:
-    """Read a file, or all files of a folder that can be read, whatever their kinds, in the order of their paths."""
+    """Open a file, or all files of a folder that have a known kind, in the order of their paths, as one source."""
     if path.is_file():
         if path.suffix.lower() in _NO_TEXT:
             raise ValueError(f"{path} is no running text, JSONL or parquet; expected one that ends in {_READABLE}")
@@ -254,9 +254,9 @@ def _json_row(line: bytes, text_field: str, where: str) -> str | BadRow:
 def _parquet_rows(
     parquet: Any, file: Path, text_field: str, skip: int
 ) -> Generator[str | LongText | BadRow, None, int]:
-    """Yield the rows of a parquet file after the first `skip`, and return how many are left to skip.
+    """Yield the rows of a parquet file after the first `skip`; return how many rows are to skip in the next file.
 
-    A file that cannot be read at all is one bad row.
+    A file that cannot be opened counts as one bad row.
     """
     opened = _open_parquet(parquet, file, text_field)
     if isinstance(opened, BadRow):
@@ -282,7 +282,7 @@ def _open_parquet(parquet: Any, file: Path, text_field: str) -> Any:
 
 
 def _row_group(opened: Any, group: int, rows: range, text_field: str, file: Path) -> Iterator[str | BadRow]:
-    """Yield the rows of a row group; a bad row for each row that damage has lost."""
+    """Yield the rows of a row group, with a `BadRow` for each row that cannot be read because the file is damaged."""
     indices = iter(rows)
     about = opened.metadata.row_group(group)
     each = about.total_byte_size // max(1, about.num_rows)
@@ -320,7 +320,7 @@ def module_family(name: str) -> str:
 
 
 def stdlib_source(*, by_family: bool = True) -> Source:
-    """Python's own standard-library sources, one document a file, in the order of their paths.
+    """Return Python's own standard-library sources as a source, one document per file, in the order of their paths.
 
     Left out: tests, installed packages, and the files that hold the paths of the machine Python was built on. The
     remaining text depends on the Python version, so its sha256 is part of the description.

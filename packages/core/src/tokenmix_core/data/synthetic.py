@@ -1,7 +1,7 @@
 """Seeded synthetic recall data: multi-query associative recall, copying, and the needle in a haystack.
 
-Example i depends on `(seed, i)` alone, never on how many are asked for at once, so that a training set of any size can
-be read in any order and a run that resumes sees what it would have seen.
+Example i depends on `(seed, i)` alone, not on the number of examples in a call. So a training set of any size can be
+read in any order, and a resumed run gets the examples that it would have got without the interruption.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ IGNORE_INDEX = -100
 
 
 class RecallExamples(NamedTuple):
-    """Token sequences with the few positions that are scored.
+    """Token sequences and the labels of the few positions that are scored.
 
     Attributes:
         input_ids: `[N, T]` int64.
@@ -45,18 +45,18 @@ def mqar(
 ) -> RecallExamples:
     """Multi-query associative recall (Arora et al. 2023, Zoology).
 
-    A sequence begins with `num_pairs` pairs of a key and its value, all different. Each key comes once more later, at
-    an even distance of 2γ from the end of the pairs with p(γ) ∝ γ^(power − 1); there the model must predict its value.
+    A sequence begins with `num_pairs` pairs of a key and its value, all different. Each key occurs once more later, at
+    an even distance 2γ from the end of the pairs with p(γ) ∝ γ^(power − 1); there the model must predict its value.
     Keys are drawn from [1, vocab_size / 2), values from [vocab_size / 2, vocab_size).
 
     Args:
         num_examples: N; the examples `first` … `first + N − 1` of this seed.
         seq_len: T.
-        num_pairs: pairs in a sequence, which is also the number of its scored positions; at most T / 4.
+        num_pairs: number of pairs and of scored positions in a sequence; at most T / 4.
         vocab_size: size of the vocabulary that keys, values and filler are drawn from.
         seed: examples are a function of `(seed, index)`.
         first: index of the first example.
-        power: 1 spreads the queries evenly, smaller values put most of them near the pairs.
+        power: exponent of p(γ); 1 spreads the queries evenly, smaller values put most of them near the pairs.
         random_filler: fill the other positions with random tokens, else with token 0.
 
     Raises:
@@ -88,7 +88,7 @@ def mqar(
         keys = 1 + rng.choice(half - 1, num_pairs, replace=False)
         values = half + rng.choice(vocab_size - half, num_pairs, replace=False)
         input_ids[row, 0:context:2], input_ids[row, 1:context:2] = keys, values
-        # the largest perturbed log-weights are a draw without replacement
+        # Gumbel-top-k: the largest of log-weights plus Gumbel noise are a draw without replacement
         slot = np.argsort(-(log_weight + rng.gumbel(size=slots)))[:num_pairs]
         query = context + 2 * slot
         input_ids[row, query] = keys
@@ -108,16 +108,16 @@ def copying(
 ) -> RecallExamples:
     """Copying after a delay (Arjovsky et al. 2016), and selective copying (Jing et al. 2019; Gu and Dao 2023).
 
-    A sequence is blank but for `num_tokens` tokens: its first ones, or, if `selective`, ones at random positions. Then
-    comes a marker, and behind it these tokens once more, in their order, which the model must predict. Token 0 is the
-    blank, token 1 the marker; the tokens to copy are drawn from [2, vocab_size) and may occur several times.
+    A sequence holds `num_tokens` tokens among blanks: at its beginning, or, if `selective`, at random positions. Then
+    follow a marker and the same tokens in the same order, which the model must predict. Token 0 is the blank, token 1
+    the marker; the tokens to copy are drawn from [2, vocab_size) and may occur several times.
 
     Args:
         num_examples: N; the examples `first` … `first + N − 1` of this seed.
         seq_len: T.
-        num_tokens: tokens to copy, which is also the number of scored positions; at most (T − 1) / 2.
+        num_tokens: number of tokens to copy and of scored positions; at most (T − 1) / 2.
         vocab_size: size of the vocabulary, blank and marker included.
-        selective: whether blanks stand between the tokens, too.
+        selective: whether the tokens to copy are at random positions, with blanks between them.
         seed: examples are a function of `(seed, index)`.
         first: index of the first example.
 
@@ -153,9 +153,9 @@ class NiahExample(NamedTuple):
 
     Attributes:
         context: the instruction and the haystack with its needle.
-        question: what follows the context, up to where the answer begins; the prompt is `context + question`.
+        question: the rest of the prompt, up to the beginning of the answer; the prompt is `context + question`.
         answer: the value to find.
-        depth: where the needle stands, from 0 (start of the haystack) to 1 (end).
+        depth: position of the needle, from 0 (start of the haystack) to 1 (end).
         tokens: length of the prompt.
     """
 
@@ -205,8 +205,8 @@ class Needle(NamedTuple):
     """A fact to hide.
 
     Attributes:
-        kind: of its value, "number" or "uuid".
-        key: the word that it is about.
+        kind: type of the value, "number" or "uuid".
+        key: the word whose value the fact states.
         text: the sentence to hide.
         question: the beginning of a sentence that the answer completes.
         answer: the value.
@@ -220,7 +220,7 @@ class Needle(NamedTuple):
 
 
 def needle(task: str, rng: np.random.Generator) -> Needle:
-    """Draw a fact as those of S-NIAH 1 to 3: the special magic number (or uuid) for some word."""
+    """Draw a fact like those of S-NIAH 1 to 3: the special magic number (or uuid) for some word."""
     kind = NIAH_TASKS[task].value
     key = f"{rng.choice(_ADJECTIVES.split())}-{rng.choice(_NOUNS.split())}"
     answer = str(rng.integers(10**6, 10**7)) if kind == "number" else _uuid(rng)
@@ -240,18 +240,18 @@ def niah(
 ) -> NiahExample:
     """A single needle in a haystack, S-NIAH 1 to 3 of RULER (Hsieh et al. 2024), as long as `max_tokens` allows.
 
-    The needle says that the special magic number (or uuid) for some word is so and so; the question asks for it, and
-    ends with the beginning of the answer. S-NIAH-1 hides a number in repeated filler sentences, S-NIAH-2 a number in
-    running text, S-NIAH-3 a uuid in running text.
+    The needle states the special magic number (or uuid) for some word; the question asks for it and ends with the
+    beginning of the answer. S-NIAH-1 hides a number in repeated filler sentences, S-NIAH-2 a number in running text,
+    S-NIAH-3 a uuid in running text.
 
     Args:
         task: "s-niah-1", "s-niah-2" or "s-niah-3".
         max_tokens: upper bound for the prompt and its answer.
         count_tokens: the length of a text in tokens.
-        depth: position of the needle in the characters of the haystack, from 0 to 1; it stands at the nearest boundary
-            of words.
-        haystack: words of the running text for S-NIAH-2 and -3. An example takes a random span, and goes on at the
-            start behind the end.
+        depth: position of the needle in the characters of the haystack, from 0 to 1; it is moved to the nearest
+            boundary between words.
+        haystack: words of the running text for S-NIAH-2 and -3. An example takes a random range of them, and continues
+            with the first word after the last.
         seed, index: with the task and `max_tokens`, they determine key, value and span.
 
     Raises:
@@ -278,7 +278,7 @@ def niah(
         words = [source[(first + i) % len(source)] for i in range(count)]
         boundaries = np.cumsum([0, *(len(word) + 1 for word in words)])
         at = int(np.abs(boundaries - depth * boundaries[-1]).argmin())
-        # a line of noise ends without a blank
+        # the haystack of repeated sentences has one sentence per line, without a trailing blank
         text = " ".join([*words[:at], hidden, *words[at:]]).replace("\n ", "\n")
         return text, float(boundaries[at] / max(boundaries[-1], 1))
 

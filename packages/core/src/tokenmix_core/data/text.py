@@ -1,4 +1,4 @@
-"""Documents of a corpus: where each comes from, whether it is held out, and how a long one is read in parts."""
+"""Documents of a corpus: the file that each comes from, its split, and the reading of long ones in parts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _BLOCK_BYTES = 2**20
 
 
 class BadRow(ValueError):
-    """A row of a source that holds no text; the message names the row and the reason. Sources yield it in its turn."""
+    """A row of a source that holds no text; the message names the row and the reason. Sources yield it like a row."""
 
 
 class FileText(str):
-    """A document of a file.
+    """A document that was read from a file.
 
     Attributes:
         kind: the kind of the file.
@@ -110,7 +110,7 @@ def not_utf8(path: Path, position: int) -> BadRow:
 
 
 def part_end(text: str, start: int) -> int:
-    """Return where the part of a text from `start` ends.
+    """Return the index at which the part of a text that begins at `start` ends.
 
     The end is before a single space between two words, if there is one: tokenizers split there too, so the parts have
     the tokens of the whole text. Otherwise the end is after a line, or else anywhere.

@@ -27,7 +27,7 @@ from tokenmix_core._utils.validation import check_fields
 FORMAT = "tokenmix-tokens-1"
 TOKENS, DOCUMENTS, META = "tokens.bin", "documents.npy", "meta.json"
 _STAMP = ".verified"
-# of vocabularies up to 65,536 tokens, and of larger ones
+# dtypes of the tokens for vocabularies up to 65,536 tokens, and for larger ones
 _DTYPES = ("<u2", "<u4")
 
 
@@ -67,10 +67,11 @@ class TokenFile:
     """A token file, opened for reading.
 
     Args:
-        path: its folder.
+        path: the token file's folder.
         split: "train", "held_out", or "all" for both.
         fingerprint: the fingerprint of the tokenizer that the reader expects; None takes any.
-        verify: compare the sha256 of the contents with those in the meta, unless that was done since the last change.
+        verify: compare the sha256 of both files with those in the meta, unless they were compared since the last
+            change.
 
     Attributes:
         tokens: the tokens of the split, `[tokens]`, memory-mapped.
@@ -112,13 +113,13 @@ class TokenFile:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the tokens, the documents' offsets and the number of held-out documents."""
+        """A string that identifies the tokens, the documents' offsets and the number of held-out documents."""
         tokens, documents = self.meta.sha256[TOKENS], self.meta.sha256[DOCUMENTS]
         return f"{tokens} documents {documents} held out {self.meta.held_out_documents}"
 
     @property
     def num_documents(self) -> int:
-        """Documents of the split."""
+        """Number of documents of the split."""
         return len(self.documents) - 1
 
     def document(self, index: int) -> np.ndarray:
@@ -129,7 +130,7 @@ class TokenFile:
         """Return tokens from the file itself, not from `tokens`: a memory map of a file that shrinks ends the process.
 
         Raises:
-            ValueError: the file is truncated since it was opened.
+            ValueError: the file was truncated after it was opened.
         """
         start, stop, _ = slice(start, stop).indices(len(self))
         count, dtype = max(0, stop - start), self.tokens.dtype
@@ -139,7 +140,7 @@ class TokenFile:
         return found
 
     def boundaries(self, start: int, stop: int) -> np.ndarray:
-        """Where documents begin strictly inside `[start, stop)`, counted from `start`."""
+        """Return the offsets from `start` of the documents that begin after `start` and before `stop`."""
         first, last = np.searchsorted(self.documents, (start + 1, stop))
         return self.documents[first:last] - start
 

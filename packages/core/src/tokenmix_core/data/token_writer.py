@@ -32,7 +32,7 @@ from tokenmix_core.data.token_file import (
 P = ParamSpec("P")
 T = TypeVar("T")
 _SPLITS = ("train", "held_out")
-# a document past so many tokens is not held out whole if only one is; and the fewest tokens that are held out of it
+# the number of tokens above which a single held-out document is split, and the least number held out from its end
 _LARGE_DOCUMENT, _LEAST_HELD_OUT = 2**18, 2**14
 
 
@@ -47,7 +47,7 @@ def _least(tokens: np.ndarray, edges: np.ndarray) -> np.ndarray:
 def _hold_out_one(
     tokens: np.ndarray, lengths: np.ndarray, share: float, eos_token_id: int
 ) -> tuple[dict[str, list[np.ndarray]], dict[str, np.ndarray]]:
-    """Return tokens and lengths of both splits with one document held out, or the last tokens of a large one."""
+    """Hold out one document, or the last tokens of a large one; return the tokens and the lengths of both splits."""
     ends = np.cumsum(lengths)
     edges = np.stack([ends - lengths, ends], 1)
     moved = np.array([True]) if len(lengths) == 1 else _least(tokens, edges)
@@ -60,7 +60,7 @@ def _hold_out_one(
     if large:
         (document,), index = go, int(np.flatnonzero(moved)[0])
         at = len(document) - max(_LEAST_HELD_OUT, int(share * len(tokens)))
-        # each part is a document and has an end
+        # both parts become documents, so that the first also needs an end token
         stay[1:1] = [document[:at], np.array([eos_token_id], tokens.dtype)]
         go, gone = [document[at:]], np.array([len(document) - at])
         left = np.insert(left, index, at + 1)
@@ -68,7 +68,7 @@ def _hold_out_one(
 
 
 def _told(method: Callable[Concatenate[TokenFileWriter, P], T]) -> Callable[Concatenate[TokenFileWriter, P], T]:
-    """Tell an error of writing in one sentence, with the folder and its free space."""
+    """Decorate a method: report its write errors in one sentence, with the folder and its free space."""
 
     @functools.wraps(method)
     def call(self: TokenFileWriter, *args: P.args, **options: P.kwargs) -> T:
@@ -79,19 +79,19 @@ def _told(method: Callable[Concatenate[TokenFileWriter, P], T]) -> Callable[Conc
 
 
 class TokenFileWriter:
-    """Writes a token file into `<path>.partial`, which becomes `path` in one rename when all of it is there.
+    """Write a token file into `<path>.partial`, which is renamed to `path` when it is complete.
 
     `commit` makes the documents appended so far durable; a writer opened again with the same settings continues after
-    the last commit. Then `consumed` is the number of rows of the source before it, `skipped` that of bad ones, and
-    `kinds` counts documents by kind of file; the caller counts them there.
+    the last commit. Then `consumed` is the number of the source's rows before that commit, `skipped` the number of bad
+    rows among them, and `kinds` the documents of each kind of file, which the caller has counted.
 
     Args:
         path: the folder to make.
-        settings: all that decides which tokens come out; a partial file with other settings is refused.
+        settings: everything that the tokens depend on; a partial file with other settings is refused.
         vocab_size: decides between uint16 and uint32.
 
     Raises:
-        ValueError: `path` exists, a partial file of other settings does, or another process is writing it.
+        ValueError: `path` exists, a partial file with other settings exists, or another process is writing it.
     """
 
     _PARTS = ("train.tokens", "train.lengths", "held_out.tokens", "held_out.lengths")
@@ -143,20 +143,20 @@ class TokenFileWriter:
         return sizes
 
     def append(self, documents: Sequence[Sequence[int]], held_out: Sequence[bool]) -> None:
-        """Append documents, each with its end token; `held_out` says which split each one goes to."""
+        """Append documents, each with its end token; `held_out` tells for each document whether it is held out."""
         for document, held in zip(documents, held_out, strict=True):
             self.add(np.asarray(document), held_out=held)
             self.end_document(held_out=held)
 
     @_told
     def add(self, tokens: np.ndarray, *, held_out: bool) -> None:
-        """Append tokens to the document that is being written, which belongs to a split."""
+        """Append tokens to the current document, which is held out if `held_out`."""
         self._files[f"{_SPLITS[held_out]}.tokens"].write(tokens.astype(self.dtype, copy=False).tobytes())
         self._length += len(tokens)
 
     @_told
     def end_document(self, *, held_out: bool) -> None:
-        """End the document that is being written."""
+        """End the current document."""
         self._files[f"{_SPLITS[held_out]}.lengths"].write(self._length.to_bytes(8, "little"))
         self._sizes[f"{_SPLITS[held_out]}.tokens"] += self._length * self.dtype.itemsize
         self._sizes[f"{_SPLITS[held_out]}.lengths"] += 8
@@ -165,12 +165,12 @@ class TokenFileWriter:
 
     @_told
     def commit(self, consumed: int, skipped: int = 0) -> None:
-        """Make all that was appended durable, as the outcome of the first `consumed` rows of the source."""
+        """Flush the appended documents to disk, with the number `consumed` of source rows that they were made from."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
         self.consumed, self.skipped = consumed, skipped
-        # without a document that is not ended
+        # `_sizes` leaves out a document that has no end yet
         progress = {"settings": self.settings, "consumed": consumed, "skipped": skipped, "sizes": self._sizes}
         progress["kinds"] = dict(self.kinds)
         write_atomically(self.partial / "progress.json", json.dumps(progress))
@@ -187,15 +187,15 @@ class TokenFileWriter:
     ) -> TokenFileMeta:
         """Join the two splits, write offsets and meta, and give the folder its name.
 
-        If a share is to be held out and no document is, the one with the least hash is, and those that equal it, unless
-        all are equal. Of a single large document, or a large one that is alone, only the last tokens are held out.
+        If `hold_out` is not 0 but no document was held out, hold out the document with the least hash and those equal
+        to it, unless all documents are equal. If that is one large document, hold out only its last tokens.
         """
         self._close_files()
         lengths = {s: np.fromfile(self.partial / f"{s}.lengths", "<i8") for s in _SPLITS}
         parts = {split: [map_tokens(self.partial / f"{split}.tokens", self.dtype)] for split in lengths}
         if hold_out and len(lengths["train"]) and not len(lengths["held_out"]):
             parts, lengths = _hold_out_one(parts["train"][0], lengths["train"], hold_out, eos_token_id)
-        # aside, so that a kill from here on leaves what commit() wrote
+        # in a folder of its own, so that a process killed from here on leaves what commit() wrote
         whole = self.partial / "whole"
         remove(whole)
         whole.mkdir()
@@ -221,7 +221,7 @@ class TokenFileWriter:
         write_atomically(whole / META, json.dumps(asdict(meta), indent=2) + "\n")
         sync_tree(whole)
         os.rename(whole, self.path)
-        # the parts are removed only after the whole file is on the disk
+        # remove the partial files only after the whole file is on the disk
         sync(self.path.parent)
         shutil.rmtree(self.partial)
         self._lock.release()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 BYTES = "bytes"
 BYTE_SPECIALS = {"pad_token": "<|pad|>", "bos_token": "<|begin|>", "eos_token": "<|end|>"}
-# text that tokenizers disagree about: case, digits, white space, accents, scripts, symbols, line ends
+# a text that tokenizers split differently: case, digits, white space, accents, scripts, symbols, line ends
 PROBE = (
     "The quick brown Fox, 12345 and 3.14e-5;\n\tdef f(x):\r\n        return x  # naïve café Ωμέγα 漢字 😀 "
     "don't can't we'll http://a.b/c?d=e&f=%20 <tag attr='1'/> {}[]()\\|~`^$ AAAAAAAA        end"
@@ -22,10 +22,10 @@ PROBE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """The built-in tokenizer: token b is byte b of the UTF-8 text; 256 pads, 257 begins and 258 ends a document.
+    """Return the built-in tokenizer: token b < 256 is byte b of the UTF-8 text; 256 is padding, 257 bos, 258 eos.
 
-    Every text comes back from its tokens unchanged. It is an ordinary fast tokenizer of transformers, so it is saved
-    with a model and loaded by `AutoTokenizer`.
+    Decoding the tokens of a text returns the text unchanged. It is an ordinary fast tokenizer of transformers, so it is
+    saved with a model and loaded by `AutoTokenizer`.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -35,7 +35,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(BYTE_SPECIALS.values()))
-    # a text that names a special token is bytes like any other, and cannot end a document
+    # text that spells a special token is encoded as bytes, so that it cannot end a document
     options = {"clean_up_tokenization_spaces": False, "split_special_tokens": True}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options, **BYTE_SPECIALS)
 
@@ -48,10 +48,10 @@ def _printable_bytes() -> list[str]:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer called `name`: "bytes" for the built-in one, else one of the hub or of a folder.
+    """Return a tokenizer: the built-in one for "bytes", else the one of this name on the hub or in this folder.
 
     Raises:
-        ValueError: there is none of that name, or it has no token that ends a document.
+        ValueError: there is no tokenizer of this name, or it has no token that ends a document.
     """
     if name == BYTES:
         return byte_tokenizer()
@@ -76,22 +76,22 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
 def encode_texts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special_tokens: bool = False
 ) -> list[list[int]]:
-    """Return the tokens of texts, without tokens that begin or end them.
+    """Return the tokens of each text, without added bos and eos tokens.
 
     Args:
         tokenizer: the tokenizer.
         texts: the texts.
         special_tokens: whether text that spells a special token becomes that token.
     """
-    # a tokenizer that splits them always keeps to that
+    # a tokenizer with `split_special_tokens` never makes special tokens of text
     split = not special_tokens or tokenizer.split_special_tokens
     return tokenizer(list(texts), add_special_tokens=False, verbose=False, split_special_tokens=split)["input_ids"]
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
-    """A sha256 of what a tokenizer does: its vocabulary, its special tokens, and how it splits a probe text.
+    """Return a sha256 of a tokenizer's vocabulary, its special tokens and its tokens of a probe text.
 
-    Two tokenizers with one fingerprint give the same tokens, whichever library version or folder they came from.
+    Tokenizers with equal fingerprints give equal tokens, whatever library version or folder they come from.
     """
     content = {
         "vocabulary": sorted(tokenizer.get_vocab().items()),

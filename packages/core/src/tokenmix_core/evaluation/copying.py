@@ -1,4 +1,4 @@
-"""Loss on a passage's second copy by its distance from the first: recall in running text."""
+"""Loss on the second copy of a passage, by its distance from the first copy: recall in running text."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ DEFAULT_LENGTH = 2048
 def copy_distances(length: int) -> tuple[int, list[int]]:
     """Return the passage's length and the distances between its copies, for sequences of `length` tokens.
 
-    The passage is an eighth of the sequence, at most 32 tokens. The copies follow each other at the first distance,
-    which doubles until the first copy has as many tokens before it as it is long.
+    The passage is an eighth of the sequence, at most 32 tokens. At the first distance the copies are adjacent. The
+    distance doubles until as many tokens precede the first copy as a passage has.
 
     Raises:
         ValueError: sequences of fewer than 16 tokens.
@@ -37,14 +37,14 @@ def copy_distances(length: int) -> tuple[int, list[int]]:
 
 
 def with_copy(windows: Int[Tensor, "N W"], length: int, passage: int, distance: int | None) -> Int[Tensor, "N T"]:
-    """Return sequences of text that end in a passage and hold it a first time `distance` tokens earlier.
+    """Return sequences of text that end in a passage and contain another copy of it `distance` tokens earlier.
 
     Args:
         windows: running text of `2 * (length - passage)` tokens, whose second half begins with the passage.
         length: tokens in a sequence.
         passage: tokens in the passage.
-        distance: tokens from a copy to the next; None puts text of another window before the passage, so that there is
-            but one copy.
+        distance: tokens from a copy to the next; None puts text of another window before the passage, so that the
+            sequence has no other copy.
     """
     before = length - passage
     copy = windows[:, before : before + passage]
@@ -56,10 +56,10 @@ def with_copy(windows: Int[Tensor, "N W"], length: int, passage: int, distance: 
 def copy_losses(
     model: Any, windows: Int[Tensor, "N W"], length: int, passage: int, distance: int | None, *, batch_size: int = 8
 ) -> tuple[Float[np.ndarray, "N n"] | None, Float[np.ndarray, "N n"]]:
-    """Return the losses of the passages' tokens in nats, float64: in the first copy, if there is one, and in the last.
+    """Return the losses in nats of the passage's tokens in the first copy (None without one) and in the last, float64.
 
     Args:
-        windows, length, passage, distance: as `with_copy` takes them.
+        windows, length, passage, distance: as for `with_copy`.
     """
     batches = with_copy(windows, length, passage, distance).split(batch_size)
     losses = torch.cat([token_losses(model, batch.to(model.device)).double().cpu() for batch in batches]).numpy()
@@ -78,8 +78,8 @@ def copy_needs(options: EvalOptions) -> int:
 def copy_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """Measure the loss on second copies of held-out passages at the end of a sequence, by distance.
 
-    The same passages are also measured at the same position after text without them. The model recalls the difference:
-    "saved" is that loss minus the loss of the second copy, with its standard error over passages. The length is the
+    The same passages are also measured at the same position in sequences without a first copy. "saved" is that loss
+    minus the loss of the second copy: the gain by recall. Its standard error is over passages. The length is the
     largest of `options.lengths` (2,048 tokens by default).
     """
     length = options.one_length("copy", DEFAULT_LENGTH)

@@ -29,13 +29,13 @@ DECODE_TOKENS = 32
 
 
 class Stopwatch:
-    """Seconds that work on a device takes: CUDA events on a GPU, the processor's clock elsewhere."""
+    """Measure the seconds that work on a device takes: by CUDA events on a GPU, by the CPU's clock elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
 
     def time(self, work: Callable[[], object]) -> float:
-        """Seconds that `work()` takes, waiting for the device once, at its end."""
+        """Return the seconds that `work()` takes; the host waits for the device once, at the end."""
         if not self.cuda:
             start = time.perf_counter()
             work()
@@ -55,9 +55,9 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> dict[str, int]:
-    """Return the column of the peak memory that torch allocated on a GPU since `reset_peak`; no column elsewhere.
+    """Return the peak memory that torch allocated on a GPU since `reset_peak`, as a table column; {} elsewhere.
 
-    The peak of a process on a CPU includes its libraries and whatever else it did.
+    On a CPU the peak of the process would include its libraries and its earlier work.
     """
     return {"peak bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
 
@@ -66,7 +66,7 @@ def cache_bytes(cache: Any, *, allocated: bool = True) -> int:
     """Return the bytes of a cache.
 
     Args:
-        cache: the cache. If it does not report its bytes itself, they are those of its tensors' storages.
+        cache: the cache. If it has no attribute with its bytes, the storages of its tensors are added up.
         allocated: count spare capacity, too.
     """
     if isinstance(nbytes := getattr(cache, "allocated_nbytes" if allocated else "nbytes", None), int):
@@ -95,7 +95,7 @@ def cache_bytes(cache: Any, *, allocated: bool = True) -> int:
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of weights that a decoding step reads: all but the embedding, of which it takes single rows."""
+    """Return the bytes of weights that a decoding step reads: all but an untied embedding, read by single rows."""
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     tied = output is not None and output.weight is embedding.weight
     total = sum(p.nbytes for p in model.parameters())
@@ -122,8 +122,7 @@ def _prompts(
 ) -> tuple[list[Int[Tensor, "B T"]], str]:
     """Return a prompt for each length, and the name of the text: random tokens if there is no tokenizer.
 
-    The cost of some layers depends on the data, and random tokens are unlike any text. A text that is too short is
-    repeated.
+    The prompts are text, as the cost of some layers depends on the data. A text that is too short is repeated.
 
     Raises:
         ValueError: the text has tokens beyond the model's vocabulary, or cannot be read.
@@ -141,7 +140,7 @@ def _prompts(
 
 
 def _shares(auxiliary: Any) -> dict[str, float]:
-    """Return the means of a call's auxiliary tensors named `..._share`, which determine the cost of their layers."""
+    """Return the means of a call's auxiliary tensors named `..._share`, on which the cost of their layers depends."""
     means = {
         name.replace("_", " "): statistics.fmean(float(x.float().mean()) for x in values)
         for name, values in (auxiliary or {}).items()
@@ -161,16 +160,16 @@ def measure_inference(
     seed: int = 0,
     prompt: Int[Tensor, "B T"] | None = None,
 ) -> dict[str, Any]:
-    """Time a prefill of `length` tokens, random without a `prompt`, and of `decode_tokens` greedy steps after it.
+    """Time a prefill of `length` tokens (random without a `prompt`), then `decode_tokens` greedy decoding steps.
 
     A model of ours has a method `decoding`, which takes the cache and returns a context manager for the steps: they run
     as in `generate`, and the first of each run is not timed.
 
     Returns:
-        A table row: medians over `repeats` after one warm-up run; with the time of a token its lower bound, the time to
-        read the weights and the cache's content once; the bytes allocated for the cache, spare capacity included, after
-        the prefill and after decoding; on a GPU the peak memory over both phases; the shares of the prompt on which
-        the cost of layers depends, such as that of softmax chunks.
+        A table row: median times over `repeats` after one warm-up run; the floor of the time per token, which is the
+        time to read the weights and the cache's content once; the bytes allocated for the cache, spare capacity
+        included, after the prefill and after decoding; on a GPU the peak memory over both phases; the shares on which
+        the cost of layers depends for this prompt, such as the share of softmax chunks.
     """
     # `info` lists the suites and should not import models
     from tokenmix_core.modeling import CACHE
@@ -198,7 +197,7 @@ def measure_inference(
                 logits = model(input_ids=logits[:, -1:].argmax(-1), use_cache=True, **{CACHE: cache}).logits
 
         with decoding(getattr(output, CACHE)):
-            # parts that decoding does not need are dropped by now
+            # `decoding` has dropped the parts of the cache that steps do not need
             allocated, content = (cache_bytes(getattr(output, CACHE), allocated=which) for which in (True, False))
             # the first step may move the cache to the buffers of a captured graph
             decode(1)
@@ -237,7 +236,7 @@ def measure_training(
     seed: int = 0,
     prompt: Int[Tensor, "B T"] | None = None,
 ) -> dict[str, Any]:
-    """Time a forward and backward pass over `batch_size` sequences; a table row of the median, with shares as above.
+    """Time a forward and backward pass over `batch_size` sequences; return a table row of medians and shares.
 
     Tokens are random if no `prompt` is given.
     """
@@ -277,14 +276,14 @@ def measure_training(
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or how many CPU threads torch uses."""
+    """Return the GPU's name, or the number of CPU threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type}, {torch.get_num_threads()} threads"
 
 
 def settings_of(model: Any) -> dict[str, Any]:
-    """Return the settings on which speed depends, apart from the shape."""
+    """Return the settings on which speed depends, except batch size and length."""
     return {
         "device": device_name(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -294,7 +293,7 @@ def settings_of(model: Any) -> dict[str, Any]:
 
 
 def curve(title: str, y: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> Plot:
-    """Plot columns of the rows over their context length; `columns` maps them to names; absent ones are left out."""
+    """Plot columns of the rows over context length, with names from `columns`; omit a column that a row lacks."""
     series: Series = {
         name: ([row["context"] for row in rows], [row[column] for row in rows])
         for column, name in columns.items()
@@ -304,7 +303,7 @@ def curve(title: str, y: str, rows: list[dict[str, Any]], columns: dict[str, str
 
 
 def efficiency_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Prefill and decode latency, cache bytes and peak memory by context length, for a batch of one by default."""
+    """Measure prefill and decode latency, cache bytes and peak memory by context length, by default at batch size 1."""
     options.choose("efficiency", ("efficiency",))
     lengths = sorted(options.lengths or LENGTHS)
     rows, settings = _measured(measure_inference, "inference", model, tokenizer, options, lengths)
@@ -313,7 +312,7 @@ def efficiency_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
 
 
 def training_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Forward and backward passes by context length, for a batch of one by default; the optimiser takes no part."""
+    """Time forward and backward passes by context length, by default at batch size 1, without the optimiser."""
     lengths = sorted(options.lengths or LENGTHS)
     rows, settings = _measured(measure_training, "training", model, tokenizer, options, lengths)
     plots = [curve("Training", "tokens/s", rows, {"tokens/s": "forward and backward"})]

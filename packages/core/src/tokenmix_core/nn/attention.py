@@ -34,8 +34,8 @@ class Attention(Mixer):
         rope: rotate queries and keys by position.
         qk_norm: RMS-normalise every head of q and k before rotating (Qwen3).
         qkv_bias: biases of the q, k and v projections (Qwen2).
-        norm_eps: of the q/k norms.
-        qk_norm_eps: of the q/k norms, if it differs from that of the model's other norms.
+        norm_eps: epsilon of the q/k norms.
+        qk_norm_eps: epsilon of the q/k norms, if it differs from that of the model's other norms.
         impl: implementation of the operation, as for `tokenmix_core.ops.attention`.
 
     Raises:
@@ -111,7 +111,7 @@ class Attention(Mixer):
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k, v = (x.unflatten(-1, (self.num_kv_heads, self.head_dim)) for x in (k, v))
         if state is not None and state.kv.fixed and self.rotary_dim is not None:
-            # fixed states receive one token of each sequence
+            # the call is a decoding step: states are fixed only while each sequence gets one token per call
             q = self._store(q, k, v, state, rotary)
             return output_linear(decoded(q, state.kv, state.span, impl=self.impl).o.flatten(-2), self.o_proj), None
         q, k = self.positioned(q, k, rotary)
@@ -123,7 +123,7 @@ class Attention(Mixer):
         return output_linear(o.flatten(-2), self.o_proj), None
 
     def positioned(self, q: Tensor, k: Tensor, rotary: Rotation | None) -> tuple[Tensor, Tensor]:
-        """Return q and k `[B, T, heads, K]` normed and rotated, as far as the layer norms and rotates them."""
+        """Return q and k `[B, T, heads, K]` after the layer's q/k norms and rotation, each if the layer has it."""
         if self.rotary_dim is not None:
             assert rotary is not None
             return apply_rotary(q, rotary, self.q_norm), apply_rotary(k, rotary, self.k_norm)
@@ -165,7 +165,7 @@ def cached_attention(
     scale: float | None = None,
     impl: AttentionImpl | None = None,
 ) -> Float[Tensor, "B T HQ V"]:
-    """Return the outputs of `cached_attention_lse`."""
+    """Return o of `cached_attention_lse`, which takes the same arguments, without the log-sum-exp."""
     return cached_attention_lse(q, k, v, kv, span, step=step, scale=scale, impl=impl).o
 
 
@@ -180,7 +180,7 @@ def cached_attention_lse(
     scale: float | None = None,
     impl: AttentionImpl | None = None,
 ) -> AttentionOutput:
-    """Attend causally over the cached keys and the call's own tokens, and store the latter in `kv`.
+    """Attend causally over the cached keys and the call's own, and store the call's keys and values in `kv`.
 
     Window and sinks are those of `kv`. `step` selects the decoding kernel, for one token of each sequence.
     """
@@ -211,16 +211,16 @@ def decoded(
     scale: float | None = None,
     impl: AttentionImpl | None = None,
 ) -> AttentionOutput:
-    """Attend with one token of each sequence over the cached keys, which include its own."""
+    """Return each sequence's new token's attention over the cached keys; its own key and value are already stored."""
     # upper bound of the filled slots, known to the host; the order within a ring buffer does not matter
     slots = min(span.past + 1, kv.num_slots)
-    # the other implementations have no decoding kernel
+    # implementations other than these two have no decoding kernel; None selects the default
     kernel = impl if impl in ("triton", "reference") else None
     return attention_decode(q, kv.keys[:, :slots], kv.values[:, :slots], kv.filled(span), scale=scale, impl=kernel)
 
 
 def _ragged_attention(q: Tensor, k: Tensor, v: Tensor, kv: KVState, span: Span, scale: float | None) -> AttentionOutput:
-    """Attend with an explicit mask: several tokens of sequences of unequal lengths, as in a chunked padded prompt."""
+    """Attend with an explicit mask, if sequences of unequal lengths get several tokens (a padded prompt in chunks)."""
     q, k, v = (span.unpack(x) for x in (q, k, v))
     positions = span.unpack(span.positions.view(span.layout))
     real = torch.ones_like(positions, dtype=torch.bool) if span.mask is None else span.mask

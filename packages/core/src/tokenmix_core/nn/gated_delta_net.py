@@ -39,7 +39,7 @@ class GatedDeltaNet(Mixer):
         conv_size: width of the convolutions.
         allow_neg_eigval: β in [0, 2], which allows negative eigenvalues of the transition.
         output_gate: gate the outputs; without it they are only normalised.
-        norm_eps: of the output norm.
+        norm_eps: epsilon of the output norm.
         impl: implementation of the operations, None, "gluon", "triton" or "reference". "gluon" applies to whole
             sequences; single tokens and the convolution then take the default.
 
@@ -109,7 +109,7 @@ class GatedDeltaNet(Mixer):
             k_conv=self.k_conv.make_state(),
             v_conv=self.v_conv.make_state(),
             recurrent=TensorState(*self.fit.state_shape(self.num_v_heads), dtype=torch.float32),
-            # zeros between steps
+            # counters of the decoding kernel, which sets them back to zero at the end of each step
             arrivals=TensorState(self.num_heads, dtype=torch.int32),
         )
 
@@ -167,7 +167,7 @@ class GatedDeltaNet(Mixer):
         return projected(x, self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj)
 
     def _in_one_launch(self, x: Tensor) -> bool:
-        """Return whether a decoding step takes one kernel between its projections."""
+        """True if one kernel computes all of a decoding step between the input and the output projections."""
         if self.impl == "reference" or not (x.is_cuda or self.impl == "triton"):
             return False
         plain = is_plain(ShortConv, self.q_conv, self.k_conv, self.v_conv)

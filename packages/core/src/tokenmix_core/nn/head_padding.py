@@ -70,7 +70,7 @@ class HeadFit:
         return x if self.parts == 1 else x.unflatten(-1, (self.parts, -1)).flatten(-3, -2)
 
     def gates(self, x: Shaped[Tensor, "*tokens HV"]) -> Shaped[Tensor, "*tokens parts_HV"]:
-        """Repeat values per head, such as gates, for the parts of each head."""
+        """Repeat per-head values, such as gates, once for each of the heads that `values` splits a head into."""
         return x if self.parts == 1 else x.repeat_interleave(self.parts, -1)
 
     def outputs(self, x: Float[Tensor, "B T parts_HV size"], heads: int) -> Float[Tensor, "B T HV V"]:
@@ -79,7 +79,7 @@ class HeadFit:
         return x if x.shape[-1] == self.value_size else x[..., : self.value_size]
 
     def states(self, x: Float[Tensor, "N HV K V"]) -> Tensor:
-        """Convert a recurrent state to `state_shape`."""
+        """Pad and split the recurrent states of the original heads to the shape of `state_shape`."""
         if x.shape[-2] != self.kernel_key_size:
             x = F.pad(x, (0, 0, 0, self.kernel_key_size - x.shape[-2]))
         return self.values(x.transpose(1, 2)).transpose(1, 2).contiguous()

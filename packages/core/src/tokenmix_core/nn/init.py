@@ -1,6 +1,6 @@
 """Initialisation of parameters.
 
-Every function overwrites its argument by random and pointwise operations only, so that it is safe on the meta device
+Every function overwrites its argument and uses random and pointwise operations only. So it is safe on the meta device
 (where it does nothing) and on the sharded tensors of FSDP2. A parameter that was loaded from a checkpoint carries the
 mark `_is_hf_initialized` of transformers and stays unchanged.
 """

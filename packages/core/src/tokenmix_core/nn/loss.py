@@ -221,7 +221,7 @@ def _(hidden, weight, labels, ignore_index, block_size, fused, needs_d_hidden, n
 def _gradients(
     hidden: Tensor, weight: Tensor, dtype: torch.dtype, needs_d_hidden: bool, needs_d_weight: bool, zero: bool
 ):
-    """Allocate both gradients, empty if not needed; the weight's is at least float32, `dtype` its parameter's."""
+    """Allocate the gradients of hidden and weight (float32, or float64 if `dtype` is), empty if not needed."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     d_hidden = torch.empty_like(hidden) if needs_d_hidden else hidden.new_empty(0)
     shape = weight.shape if needs_d_weight else (0,)
@@ -243,6 +243,6 @@ def _liger(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) ->
             "linear_cross_entropy: impl='liger' needs the extra 'fast' (liger-kernel), which is not installed; "
             f"install it with {install_command('tokenmix-core[fast]')}, or use impl='torch'"
         ) from error
-    # its annotation covers the return values with further options, too
+    # Any: liger's annotation includes what it returns only with other options
     summed: Any = liger_fused_linear_cross_entropy(hidden, weight, labels, ignore_index=ignore_index, reduction="sum")
     return summed

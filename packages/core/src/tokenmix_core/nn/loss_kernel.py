@@ -1,4 +1,4 @@
-"""Losses of logits, which their gradients overwrite: a row is read twice, the second time from L2, and written once."""
+"""Kernel of the losses of logits and their gradients, which overwrite the logits: a row is read twice, then from L2."""
 
 import triton
 import triton.language as tl

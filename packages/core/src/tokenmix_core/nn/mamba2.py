@@ -36,7 +36,7 @@ class Mamba2(Mixer):
         state_size: N, channels of B and C.
         num_groups: groups G of B and C, which the heads share.
         conv_size: width of the convolution, which has a bias.
-        norm_eps: of the output norm, which normalises each group separately.
+        norm_eps: epsilon of the output norm, which normalises each group separately.
         impl: implementation of the operations, None, "gluon", "triton" or "reference". "gluon" applies to whole
             sequences; single tokens and the convolution then take the default.
 

@@ -37,8 +37,8 @@ class Mixer(KeepsFloat32):
             Subclasses do not inherit the value.
         splits_sequences: whether the mixer's operations are those of `tokenmix_core.parallel`, so that rows can be
             split over ranks. Subclasses do not inherit the value.
-        packs_states: whether one call continues packed sequences from the rows of its states, each a `TensorState`,
-            by `cu_seqlens` alone. Subclasses do not inherit the value.
+        packs_states: whether one call can continue several packed sequences, given only `cu_seqlens`: sequence i starts
+            from row i of every state, and all states are of class `TensorState`. Subclasses do not inherit the value.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()
@@ -56,7 +56,7 @@ class Mixer(KeepsFloat32):
 
     @classmethod
     def layer_type(cls, options: dict[str, Any]) -> str:
-        """Return the entry of `config.layer_types` for a layer with these options, by default that of recurrences.
+        """Return the entry of `config.layer_types` for a layer with these options; default: that of recurrent layers.
 
         Libraries read the entry: accelerate, for one, refuses to shard a recurrent layer over the sequence.
         """
@@ -117,13 +117,13 @@ class Mixer(KeepsFloat32):
             state: the layer's state, read and updated; `state.span` is the token layout. None without a cache.
             cu_seqlens: boundaries of packed sequences.
             rotary: angles of the tokens, if `rotary_dim` is set.
-            inputs: the extra inputs named by `inputs`.
+            inputs: the extra inputs that the class attribute `inputs` names.
 
         Returns:
             The outputs `[B, T, D]`, and None or a dictionary of tensors. A tensor whose name ends in `_loss` is a sum
             over tokens, which the causal LM divides by the number of predicted tokens and adds to its loss; others are
-            returned to the caller. Measurements of speed state the mean of each one whose name ends in `_share`, as the
-            layer's cost depends on it.
+            returned to the caller. The layer's cost depends on tensors whose names end in `_share`: speed measurements
+            report the mean of each.
         """
         raise undefined(
             self, "forward(hidden_states, *, state, cu_seqlens, rotary, **inputs)", "which mixes along time"

@@ -12,7 +12,7 @@ from tokenmix_core.ops import swiglu, swiglu_linear
 
 
 def swiglu_width(hidden_size: int, ratio: float = 4.0, multiple: int = 256) -> int:
-    """Return the width of a SwiGLU with as many parameters as an MLP of width `ratio` · `hidden_size`, rounded up."""
+    """Return the width of a SwiGLU with as many parameters as an MLP of width `ratio` · D, rounded up to a multiple."""
     return cdiv(int(hidden_size * ratio * 2 / 3), multiple) * multiple
 
 
@@ -35,7 +35,7 @@ class SwiGLU(nn.Module):
             y = output_linear(swiglu(gate, up), self.down_proj)
             return y if residual is None else residual + y
         weight = self.down_proj.weight
-        # autocast would cast the weight at the layer
+        # cast the weight as autocast does if it calls the layer
         weight = weight.to(gate.dtype) if autocast else weight
         if residual is None or residual.dtype == gate.dtype:
             return swiglu_linear(gate, up, weight, residual)

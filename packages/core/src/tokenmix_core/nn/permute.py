@@ -10,7 +10,7 @@ from torch import Tensor
 def moved(
     x: Float[Tensor, "R ..."], source: Int[Tensor, "..."], back: Int[Tensor, "R"], *, holes: bool = False
 ) -> Float[Tensor, "..."]:
-    """Return x[source], for rows that are each read once, or at most once with `holes`.
+    """Return x[source], where `source` names every row of x exactly once (with `holes`, at most once).
 
     Args:
         x: rows, of any shape.

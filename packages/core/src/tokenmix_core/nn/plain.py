@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from tokenmix_core.kernels.launch import compat
 
-# a weight of another class (quantised, sharded) computes in its own way
+# tensors of other classes (quantised, sharded) have operations of their own, which kernels would bypass
 _PLAIN_TENSORS = Tensor, nn.Parameter
 
 
 def is_plain(kind: type[nn.Module] | tuple[type[nn.Module], ...], *modules: nn.Module | None) -> bool:
     """True if a fused path may read the modules' tensors instead of calling the modules.
 
-    Each module's class must be exactly `kind`, or in it: adapters, quantised layers and parametrisations have other
-    classes. It must have no hooks, no `forward` of its own (accelerate's offloading sets one) and only plain tensors,
-    none of them on the meta device. None stands for an absent module and is plain.
+    The class of a plain module is exactly `kind`, or in it: adapters, quantised layers and parametrisations have other
+    classes. The module has no hooks, no `forward` set on the object (as accelerate's offloading does) and only plain
+    tensors, none of them on the meta device. None stands for an absent module and is plain.
 
     Every fused path asks this first and calls the modules otherwise. The check takes about 1 µs per module.
     """
@@ -50,19 +50,19 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def third_party_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of other libraries than torch and ours, such as adapters."""
+    """Return the modules whose classes come neither from torch nor from our packages, such as adapters."""
     return [module for module in model.modules() if is_third_party(module)]
 
 
 def is_third_party(module: nn.Module) -> bool:
-    """True if a module is of another library than torch and ours."""
+    """True if the class of a module comes neither from torch nor from our packages."""
     return not type(module).__module__.startswith(("torch", "tokenmix_"))
 
 
 def settings_of(modules: Iterable[nn.Module]) -> Hashable:
-    """Return the modules' settings: attributes of plain Python types, such as the active adapter, and own forwards.
+    """Return the modules' settings: attributes of plain Python types, and `forward`s set on objects.
 
-    A graph that was captured before an adapter was switched must not be replayed afterwards.
+    They are part of a CUDA graph's key: a graph captured before a switch of adapters must not be replayed afterwards.
     """
     return tuple(
         (id(module), *((name, repr(x)) for name, x in vars(module).items() if _is_setting(x)), id(forward))
@@ -78,9 +78,9 @@ def _is_setting(x: Any) -> bool:
 
 
 def refuse_meta(x: Tensor, *modules: nn.Module) -> None:
-    """Raise a ValueError for a module on the meta device without a hook that loads its weights, given a real x.
+    """Raise a ValueError if x is on a real device but a module is on the meta device and no hook loads its weights.
 
-    torch's own layers return uninitialised memory in that case.
+    Without this check torch's own layers would return uninitialised memory.
     """
     for module in modules:
         meta = any(p is not None and p.is_meta for p in module._parameters.values())
@@ -92,7 +92,7 @@ def refuse_meta(x: Tensor, *modules: nn.Module) -> None:
 
 
 def warn_slower(what: str, modules: Iterable[str]) -> None:
-    """Warn once that a fused path is not taken, because some of the named modules are not plain."""
+    """Warn once that `what` does not take its fused path, because one of the named modules is not plain."""
     if not torch.compiler.is_compiling():
         _warn(
             f"{what}: {' or '.join(modules)} has a hook, an adapter or tensors of another class, so that it is called"

@@ -63,14 +63,14 @@ def split_linear(x: Float[Tensor, "*tokens D"], layer: nn.Module, sizes: Sequenc
 
 
 def _can_share(x: Tensor, layers: Sequence[nn.Module]) -> bool:
-    """Return whether calling the layers equals multiplying by their weights."""
+    """True if calling the layers gives the same as multiplying x by their weights."""
     # under torch.compile, a test of the number of tokens would trace a graph per answer
     usable = type(x) in _ORDINARY and (torch.compiler.is_compiling() or (capture.is_plain(x) and x.numel() > 0))
     return usable and all(is_plain_linear(layer) for layer in layers)
 
 
 def _shares_gradient(x: Tensor) -> bool:
-    """Return whether the backward accumulates into one gradient of x."""
+    """True if the backward pass of all layers accumulates into one gradient of x."""
     return torch.is_grad_enabled() and x.requires_grad and on_gpu(x) and not _transformed()
 
 
@@ -91,7 +91,7 @@ def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
 
 
 def _by_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Return whether `fused_linears` is the fastest form: few tokens, no gradients."""
+    """True if `fused_linears` is the fastest implementation: few tokens, no gradients."""
     # under autocast, layers cast their inputs
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return False

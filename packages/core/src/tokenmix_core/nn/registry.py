@@ -17,7 +17,7 @@ def register_mixer(name: str, mixer: type[Mixer]) -> None:
     """Register a mixer under the name that configurations use; packages call this at import.
 
     Raises:
-        ValueError: not a subclass of Mixer, or a name of another class.
+        ValueError: `mixer` is no subclass of Mixer, or the name belongs to another class.
     """
     if not (isinstance(mixer, type) and issubclass(mixer, Mixer)):
         raise ValueError(f"register_mixer: expected a subclass of Mixer for {name!r}, got {mixer!r}")
@@ -26,7 +26,7 @@ def register_mixer(name: str, mixer: type[Mixer]) -> None:
 
 
 def known_mixers() -> list[str]:
-    """Return the registered names, and those announced for registration by installed packages."""
+    """Return the names of registered mixers, and of mixers that installed packages register once they are imported."""
     return sorted({*_MIXERS, *ANNOUNCED})
 
 

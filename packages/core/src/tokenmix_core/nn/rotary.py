@@ -102,14 +102,14 @@ def rope_frequencies(
     config.rope_parameters = {"rope_theta": theta, **rope_parameters}
     config.head_dim, config.hidden_size, config.num_attention_heads = dim, dim, 1
     config.max_position_embeddings = max_position_embeddings
-    # also while a model is being built on the meta device
+    # computed on the CPU also if the model is being built on the meta device
     with torch.device("cpu"):
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return frequencies.float(), float(factor)
 
 
 class RotaryEmbedding(KeepsFloat32):
-    """Angles of positions: `rotation = RotaryEmbedding(64, {"rope_theta": 1e4})(position_ids)`.
+    """Compute the cosines and sines of positions: `rotation = RotaryEmbedding(64, {"rope_theta": 1e4})(position_ids)`.
 
     Args:
         dim: rotated channels of a head.
@@ -154,7 +154,7 @@ def apply_rotary(
 
 
 def normed_for_step(q: Tensor, k: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return q, k and the norm arguments of `rotate_step`; norms that are not plain are called here."""
+    """Return q, k and the arguments with which `rotate_step` norms them; none if the norms had to be called here."""
     if not is_plain(RMSNorm, q_norm, k_norm):
         return q_norm(q), k_norm(k), {}
     return q, k, {"q_weight": q_norm.weight, "k_weight": k_norm.weight, "eps": q_norm.eps}

@@ -65,7 +65,7 @@ class ShortConv(nn.Module):
         cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
         step: bool = False,
     ) -> Float[Tensor, "B T D"]:
-        """Convolve; with a state, continue after its inputs and update it; `step` overwrites it, for T = 1."""
+        """Convolve x; with a state, continue after the inputs it holds and update it, in place if `step` (T = 1)."""
         if step and state is not None:
             last = state.get(x.shape[0], x)
             y = short_conv_step(x.squeeze(1), self.weight, self.bias, last, activation=self.activation, impl=self.impl)
@@ -99,7 +99,7 @@ def convolved(
 ) -> tuple[Tensor, ...]:
     """Return the outputs of several convolutions, each of its own input; one launch if they differ only in channels.
 
-    States are given for all of them or for none, and are updated as by `ShortConv`.
+    Either every convolution has a state or none has; states are updated as by `ShortConv`.
     """
     if not is_plain(ShortConv, *convs):
         return _one_by_one(convs, xs, states, cu_seqlens, step)

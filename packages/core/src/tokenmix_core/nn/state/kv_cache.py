@@ -118,7 +118,7 @@ class KVState(StatePart):
         return keys, values, torch.arange(first, stop, device=span.device)
 
     def read(self, span: Span) -> tuple[Tensor, Tensor]:
-        """Return the past that a uniform call sees: all of it, or sinks and the last window − 1 tokens, in order."""
+        """Return the earlier keys and values that a uniform call sees: all, or sinks and the last window − 1."""
         if self.window is None:
             return self.keys[:, : span.past], self.values[:, : span.past]
         head = min(self.sinks, span.past)
@@ -146,7 +146,7 @@ class KVState(StatePart):
             self._stored = fn(self.keys), fn(self.values)
 
     def snapshot(self) -> StatePart | None:
-        """Return a copy; None without a window, as later tokens then have other slots."""
+        """Return a copy; None without a window, since later tokens then take other slots and overwrite nothing."""
         return None if self.window is None else super().snapshot()
 
     def clear(self) -> None:
@@ -198,7 +198,7 @@ class KVState(StatePart):
             self._stored = _grow(keys, k, span.sequences, slots), _grow(values, v, span.sequences, slots)
 
     def _padded(self, needed: int) -> int:
-        """Return how many slots to allocate if `needed` are: all expected ones, or half as many again as spare."""
+        """Return how many slots to allocate for `needed`, with spare ones up to the number that `reserve` announced."""
         known = self._expected >= needed
         slots = needed if self._stored is None and not known else needed + needed // 2
         slots = cdiv(slots, 64) * 64

@@ -76,7 +76,7 @@ class StatePart:
         self.fixed = False
 
     def _resize(self, max_length: int, more: int) -> None:
-        """Allocate memory for sequences of `max_length` tokens, `more` than now; a no-op for a constant size."""
+        """Allocate memory for `max_length` tokens and `more` new ones per sequence; a no-op for a constant size."""
 
     def _move(self, storage: Sequence[Tensor], more: int) -> None:
         """Copy the values to `storage` and use it from now on."""
@@ -148,7 +148,8 @@ class TensorState(StatePart):
 
     Args:
         shape: without the batch.
-        dtype: the least floating-point dtype, or the exact integer dtype; None for the dtype of the activations.
+        dtype: an integer dtype, or a floating-point one, which is promoted if the activations' dtype is wider; None for
+            the dtype of the activations.
     """
 
     def __init__(self, *shape: int, dtype: torch.dtype | None = None):
@@ -165,11 +166,11 @@ class TensorState(StatePart):
         return self.value
 
     def set(self, value: Tensor) -> None:
-        """Store a value for the next call; gradients do not cross calls."""
+        """Store a value for the next call, without its gradients."""
         self.put(value.detach().contiguous())
 
     def put(self, value: Tensor) -> None:
-        """Store a value within a call, gradients included; fixed storage is overwritten."""
+        """Store a value with its gradients; overwrite the storage in place if it is `fixed`."""
         if self.fixed and self.value is not None:
             self.value.copy_(value)
         else:

@@ -155,7 +155,7 @@ class RaggedKVState(StatePart):
         return apart
 
     def join(self, parts: Sequence[tuple[Tensor, RaggedKVState]]) -> None:
-        """Replace the contents by the lists of other states; `parts` has `(rows, state)`, and every row in one part."""
+        """Replace the contents by other states' lists: each `(rows, state)` in `parts` fills these rows."""
         N, slots = sum(len(rows) for rows, _ in parts), max(part.num_slots for _, part in parts)
         keys, values = (x.new_zeros(N, self.heads, slots, x.shape[3]) for x in (self.keys, self.values))
         lengths = self.lengths.new_empty(N, self.heads)
@@ -200,7 +200,7 @@ class RaggedKVState(StatePart):
         super().loosen()
 
     def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
-        """Return the bytes with no token and with every token retained; with `capacity`, both count all slots."""
+        """Return the bytes if heads retain no token and if they retain all; with `capacity`, both count all slots."""
         token = self.heads * (self.key_size + self.value_size) * dtype.itemsize
         lengths = self.heads * torch.int32.itemsize
         if self.capacity is not None:
@@ -228,7 +228,7 @@ class RaggedKVState(StatePart):
         return self._stored
 
     def _refuse(self, beyond: Bool[Tensor, "N H ..."]) -> None:
-        """Raise for tokens beyond the capacity, on a CPU only: on a GPU the check would synchronise."""
+        """Raise a ValueError if any of `beyond` is True, on a CPU only: on a GPU the check would synchronise."""
         if self.capacity is not None and not beyond.is_cuda and bool(beyond.any()):
             raise ValueError(f"RaggedKVState: heads keep at most {self.capacity} tokens, got more")
 
