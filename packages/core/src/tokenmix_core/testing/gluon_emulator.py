@@ -343,6 +343,10 @@ def _usable(names: Mapping[str, Any], language: ModuleType) -> dict[str, Any]:
             out[name] = x.value
         elif isinstance(x, triton.runtime.jit.KernelInterface):
             out[name] = _rebound(x, language)
+        elif (
+            isinstance(x, ModuleType) and x.__name__.startswith("tokenmix_") and (inside := _usable(vars(x), language))
+        ):
+            out[name] = SimpleNamespace(**vars(x) | inside)
     return out
 
 
@@ -355,9 +359,8 @@ def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[Modu
     """Import modules of kernels and their launchers again, on the emulator, and return them.
 
     The modules of `package` and of the prefixes `shared` that they import are imported again, too; `sys.modules` is
-    restored afterwards. Triton device functions that the returned modules import run on the emulator as well.
-
-    Modules with torch operators are not imported again: a second registration would replace the first one.
+    restored afterwards. Triton device functions that the returned modules import run on the emulator as well. Modules
+    with torch operators are not imported again: a second registration would replace the first one.
     """
     prefixes = (f"{package}.", _GLUON, _CUDA, *shared)
     before = {
@@ -366,6 +369,9 @@ def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[Modu
         if name.startswith(prefixes) and not any(isinstance(x, CustomOpDef) for x in vars(module).values())
     }
     attributes = dict(vars(importlib.import_module(package)))
+    # `from parent import module` reads the parent's attribute before `sys.modules`
+    parents = [(vars(sys.modules[parent]), leaf) for parent, _, leaf in (x.rpartition(".") for x in before)]
+    of_parents = [(parent, leaf, parent.pop(leaf)) for parent, leaf in parents if leaf in parent]
     for name in before:
         del sys.modules[name]
     kept = {name for name in sys.modules if name.startswith(prefixes)}
@@ -377,8 +383,7 @@ def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[Modu
     try:
         loaded = [importlib.import_module(f"{package}.{name}") for name in modules]
         for module in loaded:
-            names = vars(module)
-            names.update(_usable(names, emulated[f"{_GLUON}.language"]), range=_steps)
+            vars(module).update(_usable(vars(module), emulated[f"{_GLUON}.language"]), range=_steps)
     finally:
         for name in [name for name in sys.modules if name.startswith(prefixes) and name not in kept]:
             del sys.modules[name]
@@ -390,4 +395,6 @@ def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[Modu
         for name in parent.keys() - attributes:
             del parent[name]
         parent.update(attributes)
+        for parent, leaf, value in of_parents:
+            parent[leaf] = value
     return loaded

@@ -8,14 +8,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.kernels.launch.cache.replay import Checked
-from tokenmix_core.ops.checks import (
-    bind_shapes,
-    check_cu_seqlens,
-    check_dtype,
-    check_multiple,
-    check_same_dtype,
-    check_scale,
-)
+from tokenmix_core.ops import checks
 from tokenmix_core.ops.decode_tiles import step_limit
 from tokenmix_core.ops.dispatch import resolve_impl
 from tokenmix_core.ops.exporting import exportable, scan_shapes
@@ -180,33 +173,33 @@ def gated_delta_rule_step(
 def _check(op: str, *inputs) -> tuple[str | None, float]:
     """Validate a whole-sequence call, given as `Inputs`; return the implementation of `resolve_impl`, and the scale."""
     x = Inputs(*inputs)
-    dims = bind_shapes(
+    dims = checks.bind_shapes(
         op, {}, q=(x.q, "B T H K"), k=(x.k, "B T H K"), v=(x.v, "B T HV V"), g=(x.g, "B T HV"), beta=(x.beta, "B T HV")
     )
     if dims["B"] < 1 or dims["T"] < 1:
         raise ValueError(f"{op}: B and T must be at least 1, got B={dims['B']} and T={dims['T']}")
-    sequences = check_cu_seqlens(op, x.cu_seqlens, dims["B"], dims["T"])
+    sequences = checks.check_cu_seqlens(op, x.cu_seqlens, dims["B"], dims["T"])
     if x.cu_seqlens is not None and x.cu_seqlens.device != x.q.device:
         raise ValueError(f"{op}: cu_seqlens is on {x.cu_seqlens.device}, expected {x.q.device} like the other tensors")
     dims["N"] = dims["B"] if sequences is None else sequences
-    bind_shapes(op, dims, q=(x.q, "B T H K"), initial_state=(x.initial_state, "N HV K V?"))
+    checks.bind_shapes(op, dims, q=(x.q, "B T H K"), initial_state=(x.initial_state, "N HV K V?"))
     if x.write_chunk < CHUNK or x.write_chunk % CHUNK:
         raise ValueError(f"{op}: write_chunk must be a multiple of {CHUNK}, got {x.write_chunk}")
     if x.writes is not None:
         dims["slots"] = chunk_slots(1, dims["T"], x.write_chunk, x.cu_seqlens)
-        bind_shapes(op, dims, q=(x.q, "B T H K"), writes=(x.writes, "B slots HV"))
-        check_dtype(op, (*_INPUTS, torch.float64), writes=x.writes)
+        checks.bind_shapes(op, dims, q=(x.q, "B T H K"), writes=(x.writes, "B slots HV"))
+        checks.check_dtype(op, (*_INPUTS, torch.float64), writes=x.writes)
     impl = resolve_impl(op, x.impl, x.q, GLUON if op == "chunk_gated_delta_rule" else None)
     _check_sizes(op, dims, impl)
     _check_dtypes(op, x.q, x.k, x.v, x.g, x.beta, x.initial_state, impl)
-    return impl, dims["K"] ** -0.5 if x.scale is None else check_scale(op, x.scale)
+    return impl, dims["K"] ** -0.5 if x.scale is None else checks.check_scale(op, x.scale)
 
 
 @Checked
 def _check_step(q, k, v, g, beta, state, scale, impl) -> tuple[str | None, float]:
     """Validate a call of one token; return the implementation and the scale."""
     op = "gated_delta_rule_step"
-    dims = bind_shapes(
+    dims = checks.bind_shapes(
         op, {}, q=(q, "B H K"), k=(k, "B H K"), v=(v, "B HV V"), g=(g, "B HV"), beta=(beta, "B HV"),
         state=(state, "B HV K V"),
     )  # fmt: skip
@@ -217,11 +210,11 @@ def _check_step(q, k, v, g, beta, state, scale, impl) -> tuple[str | None, float
     _check_dtypes(op, q, k, v, g, beta, state, impl)
     if not state.is_contiguous():
         raise ValueError(f"{op}: state must be contiguous to be overwritten, got strides {state.stride()}")
-    return impl, dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
+    return impl, dims["K"] ** -0.5 if scale is None else checks.check_scale(op, scale)
 
 
 def _check_sizes(op: str, dims: dict[str, int], impl: str | None) -> None:
-    check_multiple(op, "HV", dims["HV"], "H", dims["H"])
+    checks.check_multiple(op, "HV", dims["HV"], "H", dims["H"])
     if impl != "reference":
         for letter in ("K", "V"):
             if dims[letter] not in HEAD_SIZES:
@@ -233,7 +226,7 @@ def _check_sizes(op: str, dims: dict[str, int], impl: str | None) -> None:
 
 def _check_dtypes(op, q, k, v, g, beta, state, impl: str | None) -> None:
     inputs = (*_INPUTS, torch.float64) if impl == "reference" else _INPUTS
-    check_dtype(op, inputs, q=q, g=g, beta=beta)
-    check_same_dtype(op, q=q, k=k, v=v)
+    checks.check_dtype(op, inputs, q=q, g=g, beta=beta)
+    checks.check_same_dtype(op, q=q, k=k, v=v)
     if state is not None:
-        check_dtype(op, (torch.float32, torch.float64) if impl == "reference" else (torch.float32,), state=state)
+        checks.check_dtype(op, (torch.float32, torch.float64) if impl == "reference" else (torch.float32,), state=state)

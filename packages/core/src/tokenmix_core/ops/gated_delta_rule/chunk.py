@@ -13,17 +13,12 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.buffers import aligned, buffer_bytes, buffer_views
+from tokenmix_core.ops.gated_delta_rule import head_split
 from tokenmix_core.ops.gated_delta_rule.backward_chunk import backward_chunk
 from tokenmix_core.ops.gated_delta_rule.backward_state import backward_state
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, split_values, state_layouts, term_layouts
 from tokenmix_core.ops.gated_delta_rule.forward import empty_saved, forward
 from tokenmix_core.ops.gated_delta_rule.gqa_reduce import sum_groups
-from tokenmix_core.ops.gated_delta_rule.head_split import (
-    join_gradients,
-    join_outputs,
-    split_heads,
-    split_output_gradients,
-)
 from tokenmix_core.ops.gated_delta_rule.plan import head_parts, plan
 from tokenmix_core.ops.gated_delta_rule.prepare import prepare
 from tokenmix_core.ops.gated_delta_rule.sequence_split import segment_states
@@ -45,7 +40,7 @@ class Forward(NamedTuple):
 
 def chunk_forward(inputs: Inputs, save: bool = False) -> Forward:
     """Compute outputs and final states; with `save` keep the tensors of the backward pass in one buffer."""
-    x, parts = split_heads(inputs.aligned())
+    x, parts = head_split.split_heads(inputs.aligned())
     by = plan(x.k, x.v, x.cu_seqlens, x.qk_l2norm, x.impl, others=(x.q,), chunks_per_write=x.chunks_per_write)
     buffer, term_tensors, saved = _saving_buffer(x, by.saves_states) if save else (None, None, None)
 
@@ -59,7 +54,7 @@ def chunk_forward(inputs: Inputs, save: bool = False) -> Forward:
     terms = Terms(inverse, gates, entering, transitions)
     o, final_state = forward(x, terms, segment=by.segment, form=by.outputs, saved=saved)
 
-    o, final_state = join_outputs(o, final_state, parts)
+    o, final_state = head_split.join_outputs(o, final_state, parts)
     zero_padding(x.cu_seqlens, o)
     return Forward(o, final_state, terms, buffer)
 
@@ -82,8 +77,8 @@ def chunk_backward(
         saved: R and the chunk states; None computes them again.
         do, dfinal_state: gradients of the results; None is zero.
     """
-    x, parts = split_heads(inputs.aligned())
-    do, dfinal_state = split_output_gradients(aligned(do), aligned(dfinal_state), parts)
+    x, parts = head_split.split_heads(inputs.aligned())
+    do, dfinal_state = head_split.split_output_gradients(aligned(do), aligned(dfinal_state), parts)
     by = plan(
         x.k, x.v, x.cu_seqlens, x.qk_l2norm, x.impl, others=(x.q, do), has_do=do is not None,
         chunks_per_write=x.chunks_per_write,
@@ -107,7 +102,7 @@ def chunk_backward(
         grads = backward_chunk(reverse, of_states, may_overwrite=recompute, form=by.backward_chunk)
 
     dq, dk = sum_groups(grads.q, grads.k, x.q.shape[2])
-    grads = join_gradients(grads._replace(q=dq, k=dk), parts)
+    grads = head_split.join_gradients(grads._replace(q=dq, k=dk), parts)
     zero_padding(x.cu_seqlens, *grads[:5])
     return grads
 

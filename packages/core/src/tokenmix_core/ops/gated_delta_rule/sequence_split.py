@@ -14,16 +14,9 @@ from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.memory import load_rows
 from tokenmix_core.kernels.triton.varlen import first_chunk, locate_chunk, sequence_span
 from tokenmix_core.kernels.tuning import FLOAT32_DOT
+from tokenmix_core.ops.gated_delta_rule import forward as forward_pass
 from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES, dot_precision
-from tokenmix_core.ops.gated_delta_rule.forward import (
-    bounded,
-    chunk_gates,
-    first_write,
-    negligible_chunks,
-    next_state,
-    residual_of,
-)
 from tokenmix_core.ops.gated_delta_rule.types import Inputs
 
 # The forward scan reads the state that enters a segment unless the decay over the segment before is below 2^-32. Each
@@ -53,16 +46,16 @@ def segment_kernel(
     if (first + segment >= length) | ((i_m >= 0) & (first == 0)):
         return
     p_gates = gates + (i_hv.to(tl.int64) * tokens + bos + first) * 4
-    skipped = negligible_chunks(p_gates, segment, BT, L2NORM, NEGLIGIBLE)
+    skipped = forward_pass.negligible_chunks(p_gates, segment, BT, L2NORM, NEGLIGIBLE)
     if WRITES:
-        p_w = writes + first_write(i_n, bos, T, BT, WRITES, PACKED) * HV + i_hv
-        skipped = bounded(skipped, p_w, HV, first, segment, BT, WRITES)
+        p_w = writes + forward_pass.first_write(i_n, bos, T, BT, WRITES, PACKED) * HV + i_hv
+        skipped = forward_pass.bounded(skipped, p_w, HV, first, segment, BT, WRITES)
     if skipped > 0:
         if (i_m >= 0) | (first + 2 * segment >= length):
             return
-        after = negligible_chunks(p_gates + segment * 4, segment, BT, L2NORM, NEGLIGIBLE)
+        after = forward_pass.negligible_chunks(p_gates + segment * 4, segment, BT, L2NORM, NEGLIGIBLE)
         if WRITES:
-            after = bounded(after, p_w, HV, first + segment, segment, BT, WRITES)
+            after = forward_pass.bounded(after, p_w, HV, first + segment, segment, BT, WRITES)
         if after > 0:
             return
     o_k, o_v = tl.arange(0, K), tl.arange(0, BV)
@@ -88,13 +81,13 @@ def segment_kernel(
         b_k = load_rows(p_k, H * K, BT, BT, K)
         b_v = load_rows(p_v, HV * V, value_rows, BT, BV)
         b_a = load_rows(p_a, HV * BT, BT, BT, BT)
-        b_b, b_w, r_k, b_last = chunk_gates(p_gates, BT, BT)
-        b_r = residual_of(b_s.to(k.dtype.element_ty), b_k, b_v, b_a, b_b, r_k, DOT)
+        b_b, b_w, r_k, b_last = forward_pass.chunk_gates(p_gates, BT, BT)
+        b_r = forward_pass.residual_of(b_s.to(k.dtype.element_ty), b_k, b_v, b_a, b_b, r_k, DOT)
         if WRITES:
             share = tl.load(p_w + ((first // BT + i_c) // WRITES).to(tl.int64) * HV).to(tl.float32)
         if WRITES == 1:
             b_w *= share
-        b_s = next_state(b_s, b_r, b_k, b_b, b_w, b_last, DOT)
+        b_s = forward_pass.next_state(b_s, b_r, b_k, b_b, b_w, b_last, DOT)
         if WRITES > 1:
             b_bare *= tl.exp2(b_last)
             if (i_c + 1) % WRITES == 0:
@@ -157,18 +150,18 @@ def entering_kernel(
     p_l, p_s = states + i_sh * K * V, entering + i_sh * K * V
     p_m = transitions + i_sh * K * K + o_k[:, None] * K + o_b[None, :]
     p_tile, p_part = o_k[:, None] * V + o_v[None, :], o_b[:, None] * V + o_v[None, :]
-    skipped = negligible_chunks(p_gates, segment, BT, L2NORM, NEGLIGIBLE_IN_SCAN)
+    skipped = forward_pass.negligible_chunks(p_gates, segment, BT, L2NORM, NEGLIGIBLE_IN_SCAN)
     if WRITES:
-        p_w = writes + first_write(i_n, bos, T, BT, WRITES, PACKED) * HV + i_hv
-        skipped = bounded(skipped, p_w, HV, 0, segment, BT, WRITES)
+        p_w = writes + forward_pass.first_write(i_n, bos, T, BT, WRITES, PACKED) * HV + i_hv
+        skipped = forward_pass.bounded(skipped, p_w, HV, 0, segment, BT, WRITES)
     before = skipped == 0
     for i in range(1, segments):
         p_gates += segment * 4
         here = False
         if i + 1 < segments:
-            skipped = negligible_chunks(p_gates, segment, BT, L2NORM, NEGLIGIBLE_IN_SCAN)
+            skipped = forward_pass.negligible_chunks(p_gates, segment, BT, L2NORM, NEGLIGIBLE_IN_SCAN)
             if WRITES:
-                skipped = bounded(skipped, p_w, HV, i * segment, segment, BT, WRITES)
+                skipped = forward_pass.bounded(skipped, p_w, HV, i * segment, segment, BT, WRITES)
             here = skipped == 0
         if before | here:
             b_s = tl.load(p_l + p_tile)
@@ -202,7 +195,7 @@ def pass_back_kernel(
     o_k, o_b, o_v = tl.arange(0, K), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     p_gates = gates + (i_hv.to(tl.int64) * tokens + bos) * 4
     if WRITES:
-        p_w = writes + first_write(i_n, bos, T, BT, WRITES, PACKED) * HV + i_hv
+        p_w = writes + forward_pass.first_write(i_n, bos, T, BT, WRITES, PACKED) * HV + i_hv
     # the first segment passes no gradient back, and the last receives none
     for i in range(2, segments):
         i_s = segments - i
@@ -213,7 +206,7 @@ def pass_back_kernel(
             decay += tl.sum(tl.load(p_c, mask=o_c < segment // BT, other=0.0), 0)
         remembers = decay > NEGLIGIBLE_IN_SCAN
         if WRITES:
-            remembers |= bounded(1, p_w, HV, i_s * segment, segment, BT, WRITES) == 0
+            remembers |= forward_pass.bounded(1, p_w, HV, i_s * segment, segment, BT, WRITES) == 0
         if remembers:
             # all threads read the next segment's gradient, part by part
             tl.debug_barrier()

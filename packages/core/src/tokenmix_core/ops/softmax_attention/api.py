@@ -12,15 +12,7 @@ from torch import Tensor
 from tokenmix_core.kernels.launch import compat
 from tokenmix_core.kernels.launch.cache.capture import is_plain
 from tokenmix_core.kernels.launch.cache.replay import Checked
-from tokenmix_core.ops.checks import (
-    bind_shapes,
-    check_cu_seqlens,
-    check_dtype,
-    check_multiple,
-    check_same_device,
-    check_same_dtype,
-    check_scale,
-)
+from tokenmix_core.ops import checks
 from tokenmix_core.ops.dispatch import by_reference, row_impl
 from tokenmix_core.ops.softmax_attention import autograd
 from tokenmix_core.ops.softmax_attention.backends import (
@@ -108,9 +100,9 @@ def merge_attention(outputs: Sequence[AttentionOutput], *, impl: Impl | None = N
         raise ValueError("merge_attention: outputs must hold at least one result, got none")
     dims: dict[str, int] = {}
     for i, (o, lse) in enumerate(outputs):
-        bind_shapes("merge_attention", dims, **{f"o[{i}]": (o, "B T HQ V"), f"lse[{i}]": (lse, "B T HQ")})
-    check_same_device("merge_attention", **{f"o[{i}]": out.o for i, out in enumerate(outputs)})
-    check_same_dtype("merge_attention", **{f"o[{i}]": out.o for i, out in enumerate(outputs)})
+        checks.bind_shapes("merge_attention", dims, **{f"o[{i}]": (o, "B T HQ V"), f"lse[{i}]": (lse, "B T HQ")})
+    checks.check_same_device("merge_attention", **{f"o[{i}]": out.o for i, out in enumerate(outputs)})
+    checks.check_same_dtype("merge_attention", **{f"o[{i}]": out.o for i, out in enumerate(outputs)})
     learning = torch.is_grad_enabled() and any(x.requires_grad for out in outputs for x in out)
     float32 = all(out.lse.dtype == torch.float32 for out in outputs)
     usable = len(outputs) > 1 and float32 and not learning and outputs[0].o.numel() > 0
@@ -176,11 +168,11 @@ def _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl) -> tuple[Mas
     either pass.
     """
     op = "attention"
-    dims = bind_shapes(op, {}, q=(q, "B TQ HQ K"), k=(k, "B TK H K"), v=(v, "B TK H V"))
+    dims = checks.bind_shapes(op, {}, q=(q, "B TQ HQ K"), k=(k, "B TK H K"), v=(v, "B TK H V"))
     mask, scale = _check_options(op, dims, q, k, v, causal, window, sinks, scale)
-    check_cu_seqlens(op, cu_seqlens, dims["B"], dims["TQ"])
+    checks.check_cu_seqlens(op, cu_seqlens, dims["B"], dims["TQ"])
     if cu_seqlens is not None:
-        bind_shapes(op, {}, q=(q, "B TQ HQ K"), cu_seqlens=(cu_seqlens, "N_plus_1"))
+        checks.bind_shapes(op, {}, q=(q, "B TQ HQ K"), cu_seqlens=(cu_seqlens, "N_plus_1"))
         if dims["TQ"] != dims["TK"]:
             raise ValueError(f"{op}: cu_seqlens needs as many queries as keys, got TQ={dims['TQ']} and TK={dims['TK']}")
     found = implementation(op, q, k, v, mask, cu_seqlens is not None, impl)
@@ -203,12 +195,12 @@ def implementation(op: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed:
 def _check_decode(q, k_cache, v_cache, cache_seqlens, window, sinks, scale, impl) -> tuple[Mask, float, str]:
     """Validate a decoding call; return the normalised mask, the scale and the implementation."""
     op = "attention_decode"
-    dims = bind_shapes(
+    dims = checks.bind_shapes(
         op, {}, q=(q, "B TQ HQ K"), k_cache=(k_cache, "B S H K"), v_cache=(v_cache, "B S H V"),
         cache_seqlens=(cache_seqlens, "B"),
     )  # fmt: skip
     mask, scale = _check_options(op, dims, q, k_cache, v_cache, True, window, sinks, scale)
-    check_dtype(op, (torch.int32, torch.int64), cache_seqlens=cache_seqlens)
+    checks.check_dtype(op, (torch.int32, torch.int64), cache_seqlens=cache_seqlens)
     # values are unknown during tracing
     if not cache_seqlens.is_cuda and is_plain(cache_seqlens):
         lengths = cache_seqlens.tolist()
@@ -227,16 +219,16 @@ def _check_decode(q, k_cache, v_cache, cache_seqlens, window, sinks, scale, impl
 
 def _check_options(op, dims, q, k, v, causal, window, sinks, scale) -> tuple[Mask, float]:
     """Check the options that attention and decoding share; return the normalised mask and the scale."""
-    check_dtype(op, _DTYPES, q=q)
-    check_same_dtype(op, q=q, k=k, v=v)
-    check_multiple(op, "HQ", dims["HQ"], "H", dims["H"])
+    checks.check_dtype(op, _DTYPES, q=q)
+    checks.check_same_dtype(op, q=q, k=k, v=v)
+    checks.check_multiple(op, "HQ", dims["HQ"], "H", dims["H"])
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ValueError(f"{op}: window must be None or an integer of at least 1, got {window!r}")
     if window is not None and not causal:
         raise ValueError(f"{op}: a window needs causal=True, got window={window} with causal=False")
     if isinstance(sinks, bool) or not isinstance(sinks, int) or sinks < 0:
         raise ValueError(f"{op}: sinks must be an integer of at least 0, got {sinks!r}")
-    factor = dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
+    factor = dims["K"] ** -0.5 if scale is None else checks.check_scale(op, scale)
     if not factor > 0:
         raise ValueError(f"{op}: scale must be positive, got {scale!r}")
     # a window of all keys masks nothing; without a window sinks add nothing

@@ -8,14 +8,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels.launch.cache.replay import Checked
-from tokenmix_core.ops.checks import (
-    bind_shapes,
-    check_cu_seqlens,
-    check_dtype,
-    check_multiple,
-    check_same_dtype,
-    check_scale,
-)
+from tokenmix_core.ops import checks
 from tokenmix_core.ops.dispatch import by_reference
 from tokenmix_core.ops.softmax_attention.backends import limit
 from tokenmix_core.ops.softmax_attention.types import Call, Mask
@@ -84,16 +77,16 @@ def kept_attention(
 def _check(q, k, v, keep, unit, window, until, scale, cu_seqlens, impl) -> tuple[int | None, float, str | None]:
     """Validate a call; return the clamped window, the scale and the implementation."""
     op = "kept_attention"
-    dims = bind_shapes(
+    dims = checks.bind_shapes(
         op, {}, q=(q, "B TQ HQ K"), k=(k, "B TK H K"), v=(v, "B TK H V"), keep=(keep, "B U HM"),
         until=(until, "B TK H?"),
     )  # fmt: skip
-    check_dtype(op, _FLOATS, q=q)
-    check_same_dtype(op, q=q, k=k, v=v)
-    check_dtype(op, (torch.bool, *_FLOATS), keep=keep)
-    check_dtype(op, (torch.int32, torch.int64), until=until)
-    check_multiple(op, "HQ", dims["HQ"], "H", dims["H"])
-    check_multiple(op, "H", dims["H"], "HM", dims["HM"])
+    checks.check_dtype(op, _FLOATS, q=q)
+    checks.check_same_dtype(op, q=q, k=k, v=v)
+    checks.check_dtype(op, (torch.bool, *_FLOATS), keep=keep)
+    checks.check_dtype(op, (torch.int32, torch.int64), until=until)
+    checks.check_multiple(op, "HQ", dims["HQ"], "H", dims["H"])
+    checks.check_multiple(op, "H", dims["H"], "HM", dims["HM"])
     if isinstance(unit, bool) or not isinstance(unit, int) or unit < 1 or (unit > 1 and unit % 64):
         raise ValueError(f"{op}: unit must be 1 or a multiple of 64, got {unit!r}")
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
@@ -107,7 +100,7 @@ def _check(q, k, v, keep, unit, window, until, scale, cu_seqlens, impl) -> tuple
         raise ValueError(
             f"{op}: keep must have U = {rule} = {units} units for TK={dims['TK']} and unit={unit}, got {dims['U']}"
         )
-    factor = dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
+    factor = dims["K"] ** -0.5 if scale is None else checks.check_scale(op, scale)
     if not factor > 0:
         raise ValueError(f"{op}: scale must be positive, got {scale!r}")
     # a window of all keys has no keys before it
@@ -128,8 +121,8 @@ def _check(q, k, v, keep, unit, window, until, scale, cu_seqlens, impl) -> tuple
 
 
 def _check_packed(op, dims, q, cu_seqlens) -> None:
-    check_cu_seqlens(op, cu_seqlens, dims["B"], dims["TQ"])
+    checks.check_cu_seqlens(op, cu_seqlens, dims["B"], dims["TQ"])
     if cu_seqlens is not None:
-        bind_shapes(op, {}, q=(q, "B TQ HQ K"), cu_seqlens=(cu_seqlens, "N_plus_1"))
+        checks.bind_shapes(op, {}, q=(q, "B TQ HQ K"), cu_seqlens=(cu_seqlens, "N_plus_1"))
         if dims["TQ"] != dims["TK"]:
             raise ValueError(f"{op}: cu_seqlens needs as many queries as keys, got TQ={dims['TQ']} and TK={dims['TK']}")

@@ -11,20 +11,11 @@ from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.decay import LOG2_E
 from tokenmix_core.ops.buffers import aligned
+from tokenmix_core.ops.softmax_attention import steps
 from tokenmix_core.ops.softmax_attention.bias_columns import BIAS_COLUMNS
 from tokenmix_core.ops.softmax_attention.kv_tiles import load_tile, masked_tile, store_tile
 from tokenmix_core.ops.softmax_attention.launch_args import dense_rows, listed_constants, listed_sizes, strides
 from tokenmix_core.ops.softmax_attention.plan import MIN_SCALE
-from tokenmix_core.ops.softmax_attention.steps import (
-    Config,
-    KeyRows,
-    Queries,
-    Rows,
-    VisibleColumns,
-    dq_step,
-    load_statistics,
-    locate_query_tile,
-)
 from tokenmix_core.ops.softmax_attention.types import KeyLists
 from tokenmix_core.ops.sparse_attention import tuning
 from tokenmix_core.ops.sparse_attention.mask import left_of
@@ -42,23 +33,23 @@ def _kept_attention_backward_queries(
     UNIT: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dq and delta of one query tile of one head per program."""
-    tile = locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BM, PACKED)
+    tile = steps.locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BM, PACKED)
     i_b, i_h, i_hk, i_n, i_t, first_row, start, queries, keys = tile
     if PACKED:  # noqa: SIM102
         if first_row >= queries:
             return
-    k_rows = Rows(k + i_b * s_kb + start * s_kt + i_hk * s_kh, s_kt)
-    v_rows = Rows(v + i_b * s_vb + start * s_vt + i_hk * s_vh, s_vt)
-    kv = KeyRows(k_rows, v_rows, keys)
+    k_rows = steps.Rows(k + i_b * s_kb + start * s_kt + i_hk * s_kh, s_kt)
+    v_rows = steps.Rows(v + i_b * s_vb + start * s_vt + i_hk * s_vh, s_vt)
+    kv = steps.KeyRows(k_rows, v_rows, keys)
     p_until = until
     if until is not None:
         p_until = until + i_b * s_ub + start * s_ut + i_hk * s_uh
     b_q = load_tile(q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BM, queries, s_qt, K, BM, BK, True)
     b_do = load_tile(do + i_b * s_db + start * s_dt + i_h * s_dh, i_t * BM, queries, s_dt, V, BM, BV, True)
-    b_lse, b_delta = load_statistics(
-        o, (lse, dlse, delta), tile, b_do, TQ, HQ, Config(K, V, BK, BV, PRECISION, LISTED=True), BM
+    b_lse, b_delta = steps.load_statistics(
+        o, (lse, dlse, delta), tile, b_do, TQ, HQ, steps.Config(K, V, BK, BV, PRECISION, LISTED=True), BM
     )  # fmt: skip
-    given = Queries(b_q, b_do, b_lse, b_delta)
+    given = steps.Queries(b_q, b_do, b_lse, b_delta)
 
     first = i_t * BM + keys - queries
     last = tl.minimum(first + BM, keys) - 1
@@ -75,17 +66,17 @@ def _kept_attention_backward_queries(
     b_dq = tl.zeros([BM, BK], tl.float32)
     for i in range(0, unmasked + full_max - full_min):
         o_k = columns(p_list, begin, i, i < unmasked, count, (full_min + i - unmasked) * BN, BN, UNIT)
-        mask = VisibleColumns(o_q, b_left, i < unmasked, p_until, s_ut)
-        b_dq = dq_step(
-            b_dq, given, kv, o_k, mask, scale * LOG2_E, Config(K, V, BK, BV, PRECISION, LISTED=True), BN, False
+        mask = steps.VisibleColumns(o_q, b_left, i < unmasked, p_until, s_ut)
+        b_dq = steps.dq_step(
+            b_dq, given, kv, o_k, mask, scale * LOG2_E, steps.Config(K, V, BK, BV, PRECISION, LISTED=True), BN, False
         )
     rest = tl.cdiv(count, BN) - unmasked
     for i in range(0, rest + full_min - n_min + n_max - full_max):
         i_k = masked_tile(i - rest, 0, n_min, full_min, full_max)
         o_k = columns(p_list, begin, unmasked + i, i < rest, count, i_k * BN, BN, UNIT)
-        mask = VisibleColumns(o_q, b_left, i < rest, p_until, s_ut)
-        b_dq = dq_step(
-            b_dq, given, kv, o_k, mask, scale * LOG2_E, Config(K, V, BK, BV, PRECISION, LISTED=True), BN, True
+        mask = steps.VisibleColumns(o_q, b_left, i < rest, p_until, s_ut)
+        b_dq = steps.dq_step(
+            b_dq, given, kv, o_k, mask, scale * LOG2_E, steps.Config(K, V, BK, BV, PRECISION, LISTED=True), BN, True
         )
     store_tile(dq + (i_b * TQ + start) * HQ * K + i_h * K, b_dq * scale, i_t * BM, queries, HQ * K, K, BM, BK)
 

@@ -10,17 +10,9 @@ import triton.language as tl
 from tokenmix_core.chunking import chunk_slots
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.softmax import finish_softmax
+from tokenmix_core.ops.softmax_attention import steps
 from tokenmix_core.ops.softmax_attention.kv_tiles import load_tile, masked_tile
 from tokenmix_core.ops.softmax_attention.launch_args import dense_rows, listed_constants, listed_sizes, strides
-from tokenmix_core.ops.softmax_attention.steps import (
-    Config,
-    KeyRows,
-    Rows,
-    VisibleColumns,
-    attention_step,
-    locate_query_tile,
-    store_outputs,
-)
 from tokenmix_core.ops.softmax_attention.types import KeyLists
 from tokenmix_core.ops.sparse_attention import tuning
 from tokenmix_core.ops.sparse_attention.mask import left_of
@@ -38,14 +30,14 @@ def _kept_attention_forward(
     UNIT: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute O and lse of one query tile of one head per program."""
-    tile = locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BM, PACKED)
+    tile = steps.locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BM, PACKED)
     i_b, i_h, i_hk, i_n, i_t, first_row, start, queries, keys = tile
     if PACKED:  # noqa: SIM102
         if first_row >= queries:
             return
-    k_rows = Rows(k + i_b * s_kb + start * s_kt + i_hk * s_kh, s_kt)
-    v_rows = Rows(v + i_b * s_vb + start * s_vt + i_hk * s_vh, s_vt)
-    kv = KeyRows(k_rows, v_rows, keys)
+    k_rows = steps.Rows(k + i_b * s_kb + start * s_kt + i_hk * s_kh, s_kt)
+    v_rows = steps.Rows(v + i_b * s_vb + start * s_vt + i_hk * s_vh, s_vt)
+    kv = steps.KeyRows(k_rows, v_rows, keys)
     p_until = until
     if until is not None:
         p_until = until + i_b * s_ub + start * s_ut + i_hk * s_uh
@@ -68,21 +60,23 @@ def _kept_attention_forward(
     b_o = tl.zeros([BM, BV], tl.float32)
     for i in range(0, unmasked + full_max - full_min):
         o_k = columns(p_list, begin, i, i < unmasked, count, (full_min + i - unmasked) * BN, BN, UNIT)
-        mask = VisibleColumns(o_q, b_left, i < unmasked, p_until, s_ut)
-        b_o, b_m, b_l = attention_step(
-            (b_o, b_m, b_l), b_q, kv, o_k, mask, scale, Config(K, V, BK, BV, PRECISION, LISTED=True), BN, False
+        mask = steps.VisibleColumns(o_q, b_left, i < unmasked, p_until, s_ut)
+        b_o, b_m, b_l = steps.attention_step(
+            (b_o, b_m, b_l), b_q, kv, o_k, mask, scale, steps.Config(K, V, BK, BV, PRECISION, LISTED=True), BN, False
         )
     rest = tl.cdiv(count, BN) - unmasked
     for i in range(0, rest + full_min - n_min + n_max - full_max):
         i_k = masked_tile(i - rest, 0, n_min, full_min, full_max)
         o_k = columns(p_list, begin, unmasked + i, i < rest, count, i_k * BN, BN, UNIT)
-        mask = VisibleColumns(o_q, b_left, i < rest, p_until, s_ut)
-        b_o, b_m, b_l = attention_step(
-            (b_o, b_m, b_l), b_q, kv, o_k, mask, scale, Config(K, V, BK, BV, PRECISION, LISTED=True), BN, True
+        mask = steps.VisibleColumns(o_q, b_left, i < rest, p_until, s_ut)
+        b_o, b_m, b_l = steps.attention_step(
+            (b_o, b_m, b_l), b_q, kv, o_k, mask, scale, steps.Config(K, V, BK, BV, PRECISION, LISTED=True), BN, True
         )
 
     b_norm, b_lse = finish_softmax(b_m, b_l, scale)
-    store_outputs(o, lse, tile, b_o, b_norm, b_lse, TQ, HQ, Config(K, V, BK, BV, PRECISION, LISTED=True), BM)
+    steps.store_outputs(
+        o, lse, tile, b_o, b_norm, b_lse, TQ, HQ, steps.Config(K, V, BK, BV, PRECISION, LISTED=True), BM
+    )
 
 
 def kept_attention_forward(q, k, v, o, lse, keys: KeyLists, scale, impl) -> None:

@@ -7,14 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.kernels.launch.cache.replay import Checked
-from tokenmix_core.ops.checks import (
-    bind_shapes,
-    check_cu_seqlens,
-    check_dtype,
-    check_multiple,
-    check_same_dtype,
-    check_scale,
-)
+from tokenmix_core.ops import checks
 from tokenmix_core.ops.decode_tiles import step_limit
 from tokenmix_core.ops.dispatch import resolve_impl
 from tokenmix_core.ops.exporting import exportable, scan_shapes
@@ -160,7 +153,7 @@ def ssd_step(
 def _check(op: str, *inputs) -> tuple[str | None, float]:
     """Validate a whole-sequence call, given as `Inputs`; return the implementation of `resolve_impl`, and the scale."""
     x = Inputs(*inputs)
-    dims = bind_shapes(
+    dims = checks.bind_shapes(
         op, {}, q=(x.q, "B T G K"), k=(x.k, "B T G K"), v=(x.v, "B T HV V"), g=(x.g, "B T HV"), dt=(x.dt, "B T HV?"),
         D=(x.D, "HV?"),
     )  # fmt: skip
@@ -169,20 +162,20 @@ def _check(op: str, *inputs) -> tuple[str | None, float]:
         GLUON.require(op, x.q.device, x.q.dtype, limit(dims["K"], dims["V"]))
     if dims["T"] < 1:
         raise ValueError(f"{op}: q must hold at least one token, got T = {dims['T']}")
-    sequences = check_cu_seqlens(op, x.cu_seqlens, dims["B"], dims["T"])
+    sequences = checks.check_cu_seqlens(op, x.cu_seqlens, dims["B"], dims["T"])
     dims["N"] = dims["B"] if sequences is None else sequences
     # q again: the others' device is compared with that of the first tensor
-    bind_shapes(
+    checks.bind_shapes(
         op, dims, q=(x.q, "B T G K"), initial_state=(x.initial_state, "N HV K V?"), cu_seqlens=(x.cu_seqlens, "_?")
     )
     _check_rest(op, impl, dims, x.q, x.k, x.v, x.g, x.dt, x.D, initial_state=x.initial_state)
-    return impl, check_scale(op, x.scale)
+    return impl, checks.check_scale(op, x.scale)
 
 
 @Checked
 def _check_step(q, k, v, g, dt, D, state, scale, impl) -> tuple[str | None, float]:
     """Validate a call of one token; return the implementation and the scale."""
-    dims = bind_shapes(
+    dims = checks.bind_shapes(
         "ssd_step", {}, q=(q, "B G K"), k=(k, "B G K"), v=(v, "B HV V"), g=(g, "B HV"), state=(state, "B HV K V"),
         dt=(dt, "B HV?"), D=(D, "HV?"),
     )  # fmt: skip
@@ -192,16 +185,16 @@ def _check_step(q, k, v, g, dt, D, state, scale, impl) -> tuple[str | None, floa
     _check_rest("ssd_step", impl, dims, q, k, v, g, dt, D, state=state)
     if not state.is_contiguous():
         raise ValueError(f"ssd_step: state must be contiguous, got strides {state.stride()}")
-    return impl, check_scale("ssd_step", scale)
+    return impl, checks.check_scale("ssd_step", scale)
 
 
 def _check_rest(op, impl, dims, q, k, v, g, dt, D, **state: Tensor | None) -> None:
     """Check dtypes, head counts and the kernels' head sizes."""
     floats = (*FLOATS, torch.float64) if impl == "reference" else FLOATS
-    check_dtype(op, floats, q=q, k=k, v=v, g=g, dt=dt, D=D)
-    check_same_dtype(op, q=q, k=k, v=v)
-    check_dtype(op, (torch.float64 if q.dtype == torch.float64 else torch.float32,), **state)
-    check_multiple(op, "HV", dims["HV"], "G", dims["G"])
+    checks.check_dtype(op, floats, q=q, k=k, v=v, g=g, dt=dt, D=D)
+    checks.check_same_dtype(op, q=q, k=k, v=v)
+    checks.check_dtype(op, (torch.float64 if q.dtype == torch.float64 else torch.float32,), **state)
+    checks.check_multiple(op, "HV", dims["HV"], "G", dims["G"])
     for letter in "KV":
         if impl != "reference" and dims[letter] not in HEAD_SIZES:
             raise ValueError(

@@ -18,16 +18,7 @@ from torch import Tensor
 from tokenmix_core.kernels import LOG2_E, cached_launch
 from tokenmix_core.ops import add_dot, dense_rows, load_tile, store_tile, strides
 from tokenmix_core.ops import block_size as width
-from tokenmix_lte.ops.selected_blocks.forward import (
-    Block,
-    Constants,
-    Split,
-    constants,
-    lists_of,
-    load_heads,
-    load_rows,
-    sizes,
-)
+from tokenmix_lte.ops.selected_blocks import forward
 from tokenmix_lte.ops.selected_blocks.lists import Lists, block_of, boundaries, locate_split
 from tokenmix_lte.ops.selected_blocks.plan import query_runs
 
@@ -56,9 +47,9 @@ def _compute_delta(
 @triton.jit
 def row_gradients(b_dk, b_dv, t, block, split, i, S, scale, c, MASKED: tl.constexpr):
     """Accumulate dk and dv over a tile of rows, and store the block's partial dq of each row."""
-    b_pair, b_t, b_g, m_r = load_rows(split, i, S, c.G, c.BM, MASKED)
-    b_q = load_heads(t.p_q, b_t, b_g, t.s_qt, t.s_qh, c.K, c.BK)
-    b_do = load_heads(t.p_do, b_t, b_g, t.s_dt, t.s_dh, c.V, c.BV)
+    b_pair, b_t, b_g, m_r = forward.load_rows(split, i, S, c.G, c.BM, MASKED)
+    b_q = forward.load_heads(t.p_q, b_t, b_g, t.s_qt, t.s_qh, c.K, c.BK)
+    b_do = forward.load_heads(t.p_do, b_t, b_g, t.s_dt, t.s_dh, c.V, c.BV)
     o_l = b_g.to(tl.int64) * t.s_lh + b_t
     b_lse = tl.load(t.p_lse + o_l) * LOG2_E
     b_delta = tl.load(t.p_delta + o_l)
@@ -104,7 +95,7 @@ def _partial_backward(
     inside = tl.load(masked + i_r)
     b_k = load_tile(k + i_b * s_kb + start * s_kt + i_h * s_kh, key, keys, s_kt, K, BLOCK, BK, True)
     b_v = load_tile(v + i_b * s_vb + start * s_vt + i_h * s_vh, key, keys, s_vt, V, BLOCK, BV, True)
-    block, split = Block(b_k, b_v, row), Split(p_list, low, high)
+    block, split = forward.Block(b_k, b_v, row), forward.Split(p_list, low, high)
     t = _Tensors(
         q + i_b * s_qb + i_h * G * s_qh, do + i_b * s_db + i_h * G * s_dh, lse + i_b * s_lb + i_h * G * s_lh,
         delta + i_b * s_lb + i_h * G * s_lh, part_q + (i_b * H + i_h) * T * S * G * K, s_qt, s_qh, s_dt, s_dh, s_lh,
@@ -115,12 +106,12 @@ def _partial_backward(
     full = tl.maximum((high - low) * G // BM, clear)
     for i in range(clear, full):
         b_dk, b_dv = row_gradients(
-            b_dk, b_dv, t, block, split, i, S, scale, Constants(G, K, V, BM, BK, BV, PRECISION), False
+            b_dk, b_dv, t, block, split, i, S, scale, forward.Constants(G, K, V, BM, BK, BV, PRECISION), False
         )
     for i in range(0, clear + tl.cdiv((high - low) * G, BM) - full):
         i_tile = tl.where(i < clear, i, full + i - clear)
         b_dk, b_dv = row_gradients(
-            b_dk, b_dv, t, block, split, i_tile, S, scale, Constants(G, K, V, BM, BK, BV, PRECISION), True
+            b_dk, b_dv, t, block, split, i_tile, S, scale, forward.Constants(G, K, V, BM, BK, BV, PRECISION), True
         )
     store_tile(part_k + tl.cast(i_x, tl.int64) * BLOCK * BK, b_dk, 0, BLOCK, BK, BK, BLOCK, BK)
     store_tile(part_v + tl.cast(i_x, tl.int64) * BLOCK * BV, b_dv, 0, BLOCK, BV, BV, BLOCK, BV)
@@ -198,9 +189,9 @@ def block_attention_backward(
     dk, dv = (x.new_empty(x.shape, dtype=x.dtype if len(runs) == 1 else torch.float32) for x in (k, v))
     for i, run in enumerate(runs):
         b_q, b_do, b_dq, b_lse, b_delta = q[:, run], do[:, run], dq[:, run], lse[:, :, run], delta[:, :, run]
-        lists = saved_lists[i] if saved_lists else lists_of(q, k, blocks, run, cu_seqlens, block_size)
-        shape = sizes(q, k, blocks, run, cu_seqlens, block_size)
-        options = constants("backward", q, v, block_size, cu_seqlens)
+        lists = saved_lists[i] if saved_lists else forward.lists_of(q, k, blocks, run, cu_seqlens, block_size)
+        shape = forward.sizes(q, k, blocks, run, cu_seqlens, block_size)
+        options = forward.constants("backward", q, v, block_size, cu_seqlens)
         part_q = q.new_empty(lists.listed.numel() * G * K)
         part_k, part_v = (lse.new_empty(len(lists.owners), block_size, size) for size in (options["BK"], options["BV"]))
         _partial_backward[(len(lists.owners),)](

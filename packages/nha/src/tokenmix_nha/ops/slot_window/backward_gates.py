@@ -10,26 +10,10 @@ import triton.language as tl
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import LOG2_E, cached_launch
+from tokenmix_nha.ops.slot_window import tile as tiles
 from tokenmix_nha.ops.slot_window import tuning
 from tokenmix_nha.ops.slot_window.head_loops import each_head_of_keys
-from tokenmix_nha.ops.slot_window.tile import (
-    SIZES,
-    Chunks,
-    Constants,
-    as_factor,
-    block_pairs,
-    block_to_boundary,
-    enter_weight,
-    gates_between,
-    load_by_slot,
-    load_columns,
-    load_gates,
-    load_rows,
-    log2_gates,
-    opposite_pairs,
-    sums_of_rows,
-    token_rows,
-)
+from tokenmix_nha.ops.slot_window.tile import SIZES
 from tokenmix_nha.ops.slot_window.types import Backward, Gates, SlotGradients, Softmax
 
 _Tensors = namedtuple("_Tensors", "q_slots k_slots v f row column end states_k states_v ds_k ds_v do p dz x df")
@@ -41,15 +25,15 @@ def _pair_sums(b_x, b_y, b_e, p_f, count, o_j, m_e, stride, slots, c):
     o_r = tl.arange(0, c.BT)
     r_j, r_t = o_r[:, None], o_r[None, :]
     size = c.BT >> count
-    b_h = as_factor(tl.where(block_pairs(r_t, r_j, size), b_x, 0.0), c.FACTOR, c.DOT)
+    b_h = tiles.as_factor(tl.where(tiles.block_pairs(r_t, r_j, size), b_x, 0.0), c.FACTOR, c.DOT)
     b_e = tl.dot(b_h, b_y, b_e, input_precision=c.DOT)
     if c.STRONG:
-        b_log = log2_gates(load_gates(p_f, o_j, m_e, stride, slots, c.BM), c.DOT)
+        b_log = tiles.log2_gates(tiles.load_gates(p_f, o_j, m_e, stride, slots, c.BM), c.DOT)
         for i in range(count):
             half = (c.BT // 2) >> i
-            b_boundary = block_to_boundary(b_log, size, half, c.BT, c.DOT)
-            b_h = as_factor(tl.where(opposite_pairs(r_t, r_j, half), b_x, 0.0), c.FACTOR, c.DOT)
-            b_e += b_boundary * tl.dot(b_h, as_factor(b_y * b_boundary, c.FACTOR, c.DOT), input_precision=c.DOT)
+            b_boundary = tiles.block_to_boundary(b_log, size, half, c.BT, c.DOT)
+            b_h = tiles.as_factor(tl.where(tiles.opposite_pairs(r_t, r_j, half), b_x, 0.0), c.FACTOR, c.DOT)
+            b_e += b_boundary * tl.dot(b_h, tiles.as_factor(b_y * b_boundary, c.FACTOR, c.DOT), input_precision=c.DOT)
     return b_e
 
 
@@ -63,7 +47,9 @@ def _store_gates(p, b_x, o_j, m_j, stride, slots, BM: tl.constexpr):
 @triton.jit
 def _column_dots(p_x, p_y, BM: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
     """Return ⟨x_m, y_m⟩ for BM columns m of two tiles `[D, M]`."""
-    return tl.sum(load_columns(p_x, M, D, BM).to(tl.float32) * load_columns(p_y, M, D, BM).to(tl.float32), 0)
+    return tl.sum(
+        tiles.load_columns(p_x, M, D, BM).to(tl.float32) * tiles.load_columns(p_y, M, D, BM).to(tl.float32), 0
+    )
 
 
 @triton.jit
@@ -73,7 +59,7 @@ def _gates(chunk, t, at, c):
     first, keys, oldest, length, count, entry, begin_k, begin_q = chunk
     HQ = at.H * c.GROUP
     o_r = tl.arange(0, c.BT)
-    o_j, m_j, m_s, m_e, o_q, m_q = token_rows(first, keys, oldest, length, at.before, at.window, c.BT)
+    o_j, m_j, m_s, m_e, o_q, m_q = tiles.token_rows(first, keys, oldest, length, at.before, at.window, c.BT)
     p_f = t.f + begin_k * c.SLOTS + i_m
     p_df = t.df + begin_k * c.SLOTS + i_m
     if first >= keys - at.window:
@@ -83,42 +69,42 @@ def _gates(chunk, t, at, c):
     p_col = t.column + entry * c.BT * c.M
 
     # e_j of README.md in two parts: b_e from the chunk's queries, b_last from the slots at the chunk's end
-    b_ks = load_rows(t.k_slots + begin_k * c.K, o_j, m_j, at.H * c.K, c.K)
-    b_v = load_rows(t.v + begin_k * c.V, o_j, m_j, at.H * c.V, c.V)
+    b_ks = tiles.load_rows(t.k_slots + begin_k * c.K, o_j, m_j, at.H * c.K, c.K)
+    b_v = tiles.load_rows(t.v + begin_k * c.V, o_j, m_j, at.H * c.V, c.V)
     b_e = tl.zeros([c.BT, c.BM], dtype=tl.float32)
     for i_g in range(c.GROUP):
         p_row = begin_q + i_g
-        b_q = load_rows(t.q_slots + p_row * c.K, o_q, m_q, HQ * c.K, c.K)
+        b_q = tiles.load_rows(t.q_slots + p_row * c.K, o_q, m_q, HQ * c.K, c.K)
         b_a = tl.dot(b_ks, tl.trans(b_q), input_precision=c.DOT)
-        b_y = load_by_slot(t.dz + p_row * c.M + i_m, o_q, m_q, HQ, c.M, c.BM)
+        b_y = tiles.load_by_slot(t.dz + p_row * c.M + i_m, o_q, m_q, HQ, c.M, c.BM)
         b_e = _pair_sums(b_a, b_y, b_e, p_f, count, o_j, m_e, at.H * c.SLOTS, c.SLOTS - i_m, c)
-        b_do = load_rows(t.do + p_row * c.V, o_q, m_q, HQ * c.V, c.V)
+        b_do = tiles.load_rows(t.do + p_row * c.V, o_q, m_q, HQ * c.V, c.V)
         b_a = tl.dot(b_v, tl.trans(b_do), input_precision=c.DOT)
-        b_y = load_by_slot(t.p + p_row * c.M + i_m, o_q, m_q, HQ, c.M, c.BM)
+        b_y = tiles.load_by_slot(t.p + p_row * c.M + i_m, o_q, m_q, HQ, c.M, c.BM)
         b_e = _pair_sums(b_a, b_y, b_e, p_f, count, o_j, m_e, at.H * c.SLOTS, c.SLOTS - i_m, c)
-    b_last = tl.dot(b_ks, load_columns(p_dsk + i_m, c.M, c.K, c.BM), input_precision=c.DOT)
-    b_last = tl.dot(b_v, load_columns(p_dsv + i_m, c.M, c.V, c.BM), b_last, input_precision=c.DOT)
-    b_f = load_gates(p_f, o_j, m_e, at.H * c.SLOTS, c.SLOTS - i_m, c.BM)
-    b_inverse = 1.0 / load_columns(t.row + entry * c.BT * c.M + i_m, c.M, c.BT, c.BM)
+    b_last = tl.dot(b_ks, tiles.load_columns(p_dsk + i_m, c.M, c.K, c.BM), input_precision=c.DOT)
+    b_last = tl.dot(b_v, tiles.load_columns(p_dsv + i_m, c.M, c.V, c.BM), b_last, input_precision=c.DOT)
+    b_f = tiles.load_gates(p_f, o_j, m_e, at.H * c.SLOTS, c.SLOTS - i_m, c.BM)
+    b_inverse = 1.0 / tiles.load_columns(t.row + entry * c.BT * c.M + i_m, c.M, c.BT, c.BM)
     o_m = tl.arange(0, c.BM)
     b_end = tl.exp2(tl.load(t.end + entry * c.M + i_m + o_m, mask=o_m < c.M, other=0.0))
     if c.STRONG:
-        b_last *= tl.exp2(gates_between(log2_gates(b_f, c.DOT), o_r, c.BT - 1, c.BT, c.DOT))
+        b_last *= tl.exp2(tiles.gates_between(tiles.log2_gates(b_f, c.DOT), o_r, c.BT - 1, c.BT, c.DOT))
     else:
         b_last *= b_end[None, :] * b_inverse
-    b_enter = enter_weight(b_f)
+    b_enter = tiles.enter_weight(b_f)
     b_df = (1.0 - b_enter) * (b_e * b_inverse + b_last)
     b_last *= b_enter
-    b_x = -b_e * load_columns(p_col + i_m, c.M, c.BT, c.BM).to(tl.float32) - b_last
+    b_x = -b_e * tiles.load_columns(p_col + i_m, c.M, c.BT, c.BM).to(tl.float32) - b_last
     for i_g in range(c.GROUP):
-        b_x += load_by_slot(t.x + (begin_q + i_g) * c.M + i_m, o_q, m_q, HQ, c.M, c.BM)
+        b_x += tiles.load_by_slot(t.x + (begin_q + i_g) * c.M + i_m, o_q, m_q, HQ, c.M, c.BM)
     b_later = tl.where(o_r[None, :] >= o_r[:, None], 1.0, 0.0)
-    b_df = sums_of_rows(b_later, tl.where(m_e[:, None], b_x, 0.0), c.DOT) - b_df
+    b_df = tiles.sums_of_rows(b_later, tl.where(m_e[:, None], b_x, 0.0), c.DOT) - b_df
     b_dot = _column_dots(p_dsk + i_m, t.states_k + entry * c.K * c.M + i_m, c.BM, c.M, c.K)
     b_dot += _column_dots(p_dsv + i_m, t.states_v + entry * c.V * c.M + i_m, c.BM, c.M, c.V)
     b_df += (b_dot * b_end + tl.sum(b_last, 0))[None, :]
     # clamped gates have no gradient
-    b_df = tl.where(m_e[:, None] & (log2_gates(b_f, c.DOT) == b_f * LOG2_E), b_df, 0.0)
+    b_df = tl.where(m_e[:, None] & (tiles.log2_gates(b_f, c.DOT) == b_f * LOG2_E), b_df, 0.0)
     _store_gates(p_df, b_df, o_j, m_s, at.H * c.SLOTS, c.SLOTS - i_m, c.BM)
 
 
@@ -134,8 +120,8 @@ def slot_window_backward_gates_kernel(
     each_head_of_keys(
         _gates,
         _Tensors(q_slots, k_slots, v, f, row, column, end, states_k, states_v, ds_k, ds_v, do, p, dz, x, df),
-        Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries),
-        Constants(M, SLOTS, BM, K, V, BT, GROUP, HEADS, STRONG, FACTOR, DOT),
+        tiles.Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries),
+        tiles.Constants(M, SLOTS, BM, K, V, BT, GROUP, HEADS, STRONG, FACTOR, DOT),
     )  # fmt: skip
 
 

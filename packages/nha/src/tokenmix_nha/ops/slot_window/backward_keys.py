@@ -10,19 +10,10 @@ import triton.language as tl
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import LOG2_E, cached_launch
+from tokenmix_nha.ops.slot_window import tile as tiles
 from tokenmix_nha.ops.slot_window import tuning
 from tokenmix_nha.ops.slot_window.head_loops import each_head_of_keys
-from tokenmix_nha.ops.slot_window.tile import (
-    SIZES,
-    Chunks,
-    Constants,
-    add_end_gradients,
-    load_by_slot,
-    load_rows,
-    pair_weights,
-    store_rows,
-    token_rows,
-)
+from tokenmix_nha.ops.slot_window.tile import SIZES
 from tokenmix_nha.ops.slot_window.types import Backward, Gates, SlotGradients, Softmax
 
 _Tensors = namedtuple("_Tensors", "q k v f q_slots weight column ds_k lse delta do dz dk dk_slots scale")
@@ -34,7 +25,7 @@ def _keys(chunk, t, at, c):
     first, keys, oldest, length, count, entry, begin_k, begin_q = chunk
     HQ = at.H * c.GROUP
     o_r, o_n = tl.arange(0, c.BT), tl.arange(0, c.BN)
-    o_j, m_j, m_s, m_e, o_q, m_q = token_rows(first, keys, oldest, length, at.before, at.window, c.BT)
+    o_j, m_j, m_s, m_e, o_q, m_q = tiles.token_rows(first, keys, oldest, length, at.before, at.window, c.BT)
     # 0 if no token of the chunk enters the slots
     slots = tl.where(first < keys - at.window, c.M, 0)
     scale_2 = t.scale * LOG2_E
@@ -47,28 +38,28 @@ def _keys(chunk, t, at, c):
 
     b_dk = tl.zeros([c.BT, c.K], dtype=tl.float32)
     for i_m in tl.range(0, slots, c.BM, num_stages=1):
-        b_dk = add_end_gradients(b_dk, p_weight + i_m, p_dsk + i_m, c.BM, c.M, c.K, c.BT, c.DOT)
-    b_k = load_rows(t.k + begin_k * c.K, o_j, m_j, at.H * c.K, c.K)
-    b_v = load_rows(t.v + begin_k * c.V, o_j, m_j, at.H * c.V, c.V)
+        b_dk = tiles.add_end_gradients(b_dk, p_weight + i_m, p_dsk + i_m, c.BM, c.M, c.K, c.BT, c.DOT)
+    b_k = tiles.load_rows(t.k + begin_k * c.K, o_j, m_j, at.H * c.K, c.K)
+    b_v = tiles.load_rows(t.v + begin_k * c.V, o_j, m_j, at.H * c.V, c.V)
     for i_g in range(c.GROUP):
         p_row = begin_q + i_g
         b_b = tl.zeros([c.BT, c.BT], dtype=tl.float32)
         if c.OWN_SLOT_KEYS:
-            b_q = load_rows(t.q_slots + p_row * c.K, o_q, m_q, HQ * c.K, c.K)
+            b_q = tiles.load_rows(t.q_slots + p_row * c.K, o_q, m_q, HQ * c.K, c.K)
         else:
-            b_q = load_rows(t.q + p_row * c.K, o_q, m_q, HQ * c.K, c.K)
+            b_q = tiles.load_rows(t.q + p_row * c.K, o_q, m_q, HQ * c.K, c.K)
             b_lse = tl.load(t.lse + p_row + o_q.to(tl.int64) * HQ, mask=m_q, other=float("inf"))
             b_delta = tl.load(t.delta + p_row + o_q.to(tl.int64) * HQ, mask=m_q, other=0.0)
-            b_do = load_rows(t.do + p_row * c.V, o_q, m_q, HQ * c.V, c.V)
+            b_do = tiles.load_rows(t.do + p_row * c.V, o_q, m_q, HQ * c.V, c.V)
             b_s = tl.dot(b_k, tl.trans(b_q), input_precision=c.DOT) * scale_2 - b_lse[None, :]
             b_b += tl.exp2(tl.where(m_w, b_s, float("-inf")))
             b_b *= (tl.dot(b_v, tl.trans(b_do), input_precision=c.DOT) - b_delta[None, :]) * t.scale
         for i_m in tl.range(0, slots, c.BM, num_stages=1):
-            b_y = load_by_slot(t.dz + p_row * c.M + i_m, o_q, m_q, HQ, c.M, c.BM)
-            b_b += pair_weights(b_y, p_col + i_m, p_f + i_m, count, o_j, m_e, at.H * c.SLOTS, c.SLOTS - i_m, c)
+            b_y = tiles.load_by_slot(t.dz + p_row * c.M + i_m, o_q, m_q, HQ, c.M, c.BM)
+            b_b += tiles.pair_weights(b_y, p_col + i_m, p_f + i_m, count, o_j, m_e, at.H * c.SLOTS, c.SLOTS - i_m, c)
         b_dk = tl.dot(b_b.to(b_k.dtype), b_q, b_dk, input_precision=c.DOT)
     if c.OWN_SLOT_KEYS:
-        store_rows(t.dk_slots + begin_k * c.K, b_dk, o_j, m_s, at.H * c.K, c.K)
+        tiles.store_rows(t.dk_slots + begin_k * c.K, b_dk, o_j, m_s, at.H * c.K, c.K)
         b_dk = tl.zeros([c.BT, c.K], dtype=tl.float32)
         # the window has separate queries, so its loop also covers the chunk's own query rows
         shift_1 = tl.minimum(at.window + c.BT, keys - first)
@@ -79,8 +70,8 @@ def _keys(chunk, t, at, c):
             m_qn = (o_qn >= 0) & (o_qn < length)
             if not c.OWN_SLOT_KEYS:
                 m_qn &= shift + o_n < at.window
-            b_qn = load_rows(p_q, o_qn, m_qn, HQ * c.K, c.K)
-            b_don = load_rows(p_do, o_qn, m_qn, HQ * c.V, c.V)
+            b_qn = tiles.load_rows(p_q, o_qn, m_qn, HQ * c.K, c.K)
+            b_don = tiles.load_rows(p_do, o_qn, m_qn, HQ * c.V, c.V)
             b_lsen = tl.load(t.lse + p_row + o_qn.to(tl.int64) * HQ, mask=m_qn, other=float("inf"))
             b_deltan = tl.load(t.delta + p_row + o_qn.to(tl.int64) * HQ, mask=m_qn, other=0.0)
             o_s = (shift + o_n)[None, :] - o_r[:, None]
@@ -89,7 +80,7 @@ def _keys(chunk, t, at, c):
             b_s = tl.exp2(tl.where(m_wn, b_s, float("-inf")))
             b_s *= (tl.dot(b_v, tl.trans(b_don), input_precision=c.DOT) - b_deltan[None, :]) * t.scale
             b_dk = tl.dot(b_s.to(b_k.dtype), b_qn, b_dk, input_precision=c.DOT)
-    store_rows(t.dk + begin_k * c.K, b_dk, o_j, m_s, at.H * c.K, c.K)
+    tiles.store_rows(t.dk + begin_k * c.K, b_dk, o_j, m_s, at.H * c.K, c.K)
 
 
 @cached_launch
@@ -104,8 +95,8 @@ def slot_window_backward_keys_kernel(
     each_head_of_keys(
         _keys,
         _Tensors(q, k, v, f, q_slots, weight, column, ds_k, lse, delta, do, dz, dk, dk_slots, scale),
-        Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries),
-        Constants(M, SLOTS, BM, K, V, BT, GROUP, HEADS, STRONG, FACTOR, DOT, BN, OWN_SLOT_KEYS),
+        tiles.Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries),
+        tiles.Constants(M, SLOTS, BM, K, V, BT, GROUP, HEADS, STRONG, FACTOR, DOT, BN, OWN_SLOT_KEYS),
     )  # fmt: skip
 
 

@@ -7,26 +7,10 @@ import triton.language as tl
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import LOG2_E, cached_launch
+from tokenmix_nha.ops.slot_window import tile as tiles
 from tokenmix_nha.ops.slot_window import tuning
 from tokenmix_nha.ops.slot_window.head_loops import each_head_of_queries
-from tokenmix_nha.ops.slot_window.tile import (
-    SIZES,
-    Chunks,
-    Constants,
-    as_factor,
-    block_pairs,
-    block_to_boundary,
-    block_to_start,
-    load_columns,
-    load_factors,
-    load_gates,
-    load_pairs,
-    load_rows,
-    log2_gates,
-    opposite_pairs,
-    store_by_slot,
-    store_rows,
-)
+from tokenmix_nha.ops.slot_window.tile import SIZES
 from tokenmix_nha.ops.slot_window.types import Backward, Gates, Softmax
 
 _Tensors = namedtuple(
@@ -43,28 +27,32 @@ def _slot_logits(b, s, i_m, i_t, count, o_j, m_e, stride, slots, c):
     """Return `(z, dp, row, column, log)` of BM slots: logits and dp before multiplication by the row factors, the two
     factors, and the log2 gates (strong chunks only)."""
     p_k, p_v, p_row, p_col, p_f = s.k + i_m, s.v + i_m, s.row + i_m, s.column + i_m, s.f + i_m
-    b_z = tl.dot(b.q, load_columns(p_k, c.M, c.K, c.BM), input_precision=c.DOT)
-    b_d = tl.dot(b.do, load_columns(p_v, c.M, c.V, c.BM), input_precision=c.DOT)
-    b_col, b_log = load_factors(p_col, i_t >= 0, 0.0, c.M, c.BT, c.BM), 0.0
+    b_z = tl.dot(b.q, tiles.load_columns(p_k, c.M, c.K, c.BM), input_precision=c.DOT)
+    b_d = tl.dot(b.do, tiles.load_columns(p_v, c.M, c.V, c.BM), input_precision=c.DOT)
+    b_col, b_log = tiles.load_factors(p_col, i_t >= 0, 0.0, c.M, c.BT, c.BM), 0.0
     size = c.BT >> count
     o_r = tl.arange(0, c.BT)
     r_t, r_j = o_r[:, None], o_r[None, :]
     if c.STRONG:
-        b_log = log2_gates(load_gates(p_f, o_j, m_e, stride, slots, c.BM), c.DOT)
-        b_start = block_to_start(b_log, size, c.BT, c.DOT)
+        b_log = tiles.log2_gates(tiles.load_gates(p_f, o_j, m_e, stride, slots, c.BM), c.DOT)
+        b_start = tiles.block_to_start(b_log, size, c.BT, c.DOT)
         b_z *= b_start
         b_d *= b_start
         for i in range(count):
             half = (c.BT // 2) >> i
-            b_boundary = block_to_boundary(b_log, size, half, c.BT, c.DOT)
-            m_h = opposite_pairs(r_t, r_j, half)
-            b_h = as_factor(b_col * b_boundary, c.FACTOR, c.DOT)
-            b_z += b_boundary * tl.dot(as_factor(tl.where(m_h, b.a, 0.0), c.FACTOR, c.DOT), b_h, input_precision=c.DOT)
-            b_d += b_boundary * tl.dot(as_factor(tl.where(m_h, b.dp, 0.0), c.FACTOR, c.DOT), b_h, input_precision=c.DOT)
-    m_b = block_pairs(r_t, r_j, size)
-    b_z = tl.dot(as_factor(tl.where(m_b, b.a, 0.0), c.FACTOR, c.DOT), b_col, b_z, input_precision=c.DOT)
-    b_d = tl.dot(as_factor(tl.where(m_b, b.dp, 0.0), c.FACTOR, c.DOT), b_col, b_d, input_precision=c.DOT)
-    return b_z, b_d, load_factors(p_row, i_t >= 0, 1.0, c.M, c.BT, c.BM), b_col, b_log
+            b_boundary = tiles.block_to_boundary(b_log, size, half, c.BT, c.DOT)
+            m_h = tiles.opposite_pairs(r_t, r_j, half)
+            b_h = tiles.as_factor(b_col * b_boundary, c.FACTOR, c.DOT)
+            b_z += b_boundary * tl.dot(
+                tiles.as_factor(tl.where(m_h, b.a, 0.0), c.FACTOR, c.DOT), b_h, input_precision=c.DOT
+            )
+            b_d += b_boundary * tl.dot(
+                tiles.as_factor(tl.where(m_h, b.dp, 0.0), c.FACTOR, c.DOT), b_h, input_precision=c.DOT
+            )
+    m_b = tiles.block_pairs(r_t, r_j, size)
+    b_z = tl.dot(tiles.as_factor(tl.where(m_b, b.a, 0.0), c.FACTOR, c.DOT), b_col, b_z, input_precision=c.DOT)
+    b_d = tl.dot(tiles.as_factor(tl.where(m_b, b.dp, 0.0), c.FACTOR, c.DOT), b_col, b_d, input_precision=c.DOT)
+    return b_z, b_d, tiles.load_factors(p_row, i_t >= 0, 1.0, c.M, c.BT, c.BM), b_col, b_log
 
 
 @triton.jit
@@ -73,8 +61,8 @@ def _window(b_q, b_do, b_lse, t, shift, chunk, at, scale_2, c):
     o_n, r_t = tl.arange(0, c.BN), tl.arange(0, c.BT)[:, None]
     o_jn = chunk.i_t * c.BT + shift + o_n
     m_jn = (o_jn >= chunk.oldest) & (o_jn < chunk.keys)
-    b_kn = load_rows(t.k + chunk.begin_k * c.K, o_jn, m_jn, at.H * c.K, c.K)
-    b_vn = load_rows(t.v + chunk.begin_k * c.V, o_jn, m_jn, at.H * c.V, c.V)
+    b_kn = tiles.load_rows(t.k + chunk.begin_k * c.K, o_jn, m_jn, at.H * c.K, c.K)
+    b_vn = tiles.load_rows(t.v + chunk.begin_k * c.V, o_jn, m_jn, at.H * c.V, c.V)
     m_wn = ((shift + o_n)[None, :] > r_t) & ((shift + o_n)[None, :] <= r_t + at.window) & m_jn[None, :]
     b_s = tl.dot(b_q, tl.trans(b_kn), input_precision=c.DOT) * scale_2 - b_lse[:, None]
     b_s = tl.exp2(tl.where(m_wn, b_s, float("-inf")))
@@ -93,17 +81,19 @@ def _queries(chunk, t, at, c):
     o_j = first + o_r
     m_j = (o_j >= oldest) & (o_j < keys)
 
-    b_do = load_rows(t.do + begin_q * c.V, o_q, m_q, HQ * c.V, c.V)
+    b_do = tiles.load_rows(t.do + begin_q * c.V, o_q, m_q, HQ * c.V, c.V)
     p_row = begin_q + o_q.to(tl.int64) * HQ
     # lse = ∞ makes the probabilities 0 in rows that hold no query
     b_lse = tl.load(t.lse + p_row, mask=m_q, other=float("inf"))
 
-    b_q, b_qs, b_ks = load_pairs(t, chunk, o_q, m_q, o_j, m_j, at.H, c)
+    b_q, b_qs, b_ks = tiles.load_pairs(t, chunk, o_q, m_q, o_j, m_j, at.H, c)
     b_a = tl.dot(b_qs, tl.trans(b_ks), input_precision=c.DOT)
-    b_dp = tl.dot(b_do, tl.trans(load_rows(t.v + begin_k * c.V, o_j, m_j, at.H * c.V, c.V)), input_precision=c.DOT)
+    b_dp = tl.dot(
+        b_do, tl.trans(tiles.load_rows(t.v + begin_k * c.V, o_j, m_j, at.H * c.V, c.V)), input_precision=c.DOT
+    )
     r_t, r_j = o_r[:, None], o_r[None, :]
     size = c.BT >> count
-    m_b = block_pairs(r_t, r_j, size)
+    m_b = tiles.block_pairs(r_t, r_j, size)
     m_e = (o_j >= 0) & (o_j < keys - at.window)
     scale_2 = t.scale * LOG2_E
     b_w = tl.zeros([c.BT, c.BT], dtype=tl.float32)
@@ -135,7 +125,7 @@ def _queries(chunk, t, at, c):
                 b_p = tl.exp2(tl.where(i_m + o_m < c.SLOTS, b_z * b_row * scale_2, float("-inf")) - b_lse[:, None])
                 b_delta += tl.sum(b_p * b_d * b_row, 1)
     else:
-        b_o = load_rows(t.o + begin_q * c.V, o_q, m_q, HQ * c.V, c.V)
+        b_o = tiles.load_rows(t.o + begin_q * c.V, o_q, m_q, HQ * c.V, c.V)
         b_delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
     if c.M <= c.BM:
         b_z, b_d, b_row, b_col, b_log = _slot_logits(pairs, slots, 0, i_t, count, o_j, m_e, at.H * c.SLOTS, c.SLOTS, c)
@@ -152,40 +142,42 @@ def _queries(chunk, t, at, c):
                 pairs, slots, i_m, i_t, count, o_j, m_e, at.H * c.SLOTS, c.SLOTS - i_m, c
             )
             b_p = tl.exp2(tl.where(i_m + o_m < c.SLOTS, b_z * b_row * scale_2, float("-inf")) - b_lse[:, None])
-        b_y = as_factor(b_p * b_row, c.FACTOR, c.DOT)
-        store_by_slot(t.p + begin_q * c.M + i_m, b_y, o_q, m_q, HQ, c.M, c.BM)
+        b_y = tiles.as_factor(b_p * b_row, c.FACTOR, c.DOT)
+        tiles.store_by_slot(t.p + begin_q * c.M + i_m, b_y, o_q, m_q, HQ, c.M, c.BM)
         # x uses the rounded factors of the key gradients, so that the rounding errors of both cancel in df
         b_x = b_y.to(tl.float32) * b_d
-        b_y = as_factor(b_p * (b_d * b_row - b_delta[:, None]) * (t.scale * b_row), c.FACTOR, c.DOT)
-        store_by_slot(t.dz + begin_q * c.M + i_m, b_y, o_q, m_q, HQ, c.M, c.BM)
-        store_by_slot(t.x + begin_q * c.M + i_m, b_x + b_y.to(tl.float32) * b_z, o_q, m_q, HQ, c.M, c.BM)
+        b_y = tiles.as_factor(b_p * (b_d * b_row - b_delta[:, None]) * (t.scale * b_row), c.FACTOR, c.DOT)
+        tiles.store_by_slot(t.dz + begin_q * c.M + i_m, b_y, o_q, m_q, HQ, c.M, c.BM)
+        tiles.store_by_slot(t.x + begin_q * c.M + i_m, b_x + b_y.to(tl.float32) * b_z, o_q, m_q, HQ, c.M, c.BM)
         b_w += tl.where(m_b, tl.dot(b_y, tl.trans(b_col), input_precision=c.DOT), 0.0)
         b_ys = b_y.to(b_q.dtype)
         if c.STRONG:
-            b_ys = (b_y * block_to_start(b_log, size, c.BT, c.DOT)).to(b_q.dtype)
+            b_ys = (b_y * tiles.block_to_start(b_log, size, c.BT, c.DOT)).to(b_q.dtype)
             for i in range(count):
                 half = (c.BT // 2) >> i
-                b_boundary = block_to_boundary(b_log, size, half, c.BT, c.DOT)
-                b_h = tl.trans(as_factor(b_col * b_boundary, c.FACTOR, c.DOT))
-                b_h = tl.dot(as_factor(b_y * b_boundary, c.FACTOR, c.DOT), b_h, input_precision=c.DOT)
-                b_w += tl.where(opposite_pairs(r_t, r_j, half), b_h, 0.0)
-        b_dq = tl.dot(b_ys, tl.trans(load_columns(slots.k + i_m, c.M, c.K, c.BM)), b_dq, input_precision=c.DOT)
+                b_boundary = tiles.block_to_boundary(b_log, size, half, c.BT, c.DOT)
+                b_h = tl.trans(tiles.as_factor(b_col * b_boundary, c.FACTOR, c.DOT))
+                b_h = tl.dot(tiles.as_factor(b_y * b_boundary, c.FACTOR, c.DOT), b_h, input_precision=c.DOT)
+                b_w += tl.where(tiles.opposite_pairs(r_t, r_j, half), b_h, 0.0)
+        b_dq = tl.dot(b_ys, tl.trans(tiles.load_columns(slots.k + i_m, c.M, c.K, c.BM)), b_dq, input_precision=c.DOT)
     if not c.OWN_SLOT_KEYS:
         # recompute the window's probabilities, to save registers
-        b_ks = load_rows(t.k + begin_k * c.K, o_j, m_j, at.H * c.K, c.K)
+        b_ks = tiles.load_rows(t.k + begin_k * c.K, o_j, m_j, at.H * c.K, c.K)
         b_a = tl.dot(b_q, tl.trans(b_ks), input_precision=c.DOT) * scale_2 - b_lse[:, None]
         b_a = tl.exp2(tl.where(m_w, b_a, float("-inf")))
-        b_dp = tl.dot(b_do, tl.trans(load_rows(t.v + begin_k * c.V, o_j, m_j, at.H * c.V, c.V)), input_precision=c.DOT)
+        b_dp = tl.dot(
+            b_do, tl.trans(tiles.load_rows(t.v + begin_k * c.V, o_j, m_j, at.H * c.V, c.V)), input_precision=c.DOT
+        )
         b_w += b_a * (b_dp - b_delta[:, None]) * t.scale
     b_dq = tl.dot(b_w.to(b_q.dtype), b_ks, b_dq, input_precision=c.DOT)
     if c.OWN_SLOT_KEYS:
-        store_rows(t.dq_slots + begin_q * c.K, b_dq, o_q, m_q, HQ * c.K, c.K)
+        tiles.store_rows(t.dq_slots + begin_q * c.K, b_dq, o_q, m_q, HQ * c.K, c.K)
         b_dq = tl.zeros([c.BT, c.K], dtype=tl.float32)
     for shift in range(shift_0, shift_1, c.BN):
         b_kn, b_s, b_ds = _window(b_q, b_do, b_lse, t, shift, chunk, at, scale_2, c)
         b_s *= (b_ds - b_delta[:, None]) * t.scale
         b_dq = tl.dot(b_s.to(b_q.dtype), b_kn, b_dq, input_precision=c.DOT)
-    store_rows(t.dq + begin_q * c.K, b_dq, o_q, m_q, HQ * c.K, c.K)
+    tiles.store_rows(t.dq + begin_q * c.K, b_dq, o_q, m_q, HQ * c.K, c.K)
 
 
 @cached_launch
@@ -205,8 +197,8 @@ def slot_window_backward_queries_kernel(
             q, k, v, f, q_slots, k_slots, row, column, states_k, states_v, o, lse, do, dq, dq_slots, p, dz, x, delta,
             scale,
         ),
-        Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, extra, lead),
-        Constants(M, SLOTS, BM, K, V, BT, GROUP, HEADS, STRONG, FACTOR, DOT, BN, OWN_SLOT_KEYS, SHORT),
+        tiles.Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, extra, lead),
+        tiles.Constants(M, SLOTS, BM, K, V, BT, GROUP, HEADS, STRONG, FACTOR, DOT, BN, OWN_SLOT_KEYS, SHORT),
     )  # fmt: skip
 
 

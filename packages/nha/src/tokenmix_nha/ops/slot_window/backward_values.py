@@ -10,19 +10,10 @@ import triton.language as tl
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import LOG2_E, cached_launch
+from tokenmix_nha.ops.slot_window import tile as tiles
 from tokenmix_nha.ops.slot_window import tuning
 from tokenmix_nha.ops.slot_window.head_loops import each_head_of_keys
-from tokenmix_nha.ops.slot_window.tile import (
-    SIZES,
-    Chunks,
-    Constants,
-    add_end_gradients,
-    load_by_slot,
-    load_rows,
-    pair_weights,
-    store_rows,
-    token_rows,
-)
+from tokenmix_nha.ops.slot_window.tile import SIZES
 from tokenmix_nha.ops.slot_window.types import Backward, Gates, SlotGradients, Softmax
 
 _Tensors = namedtuple("_Tensors", "q k f weight column ds_v lse do p dv scale")
@@ -34,7 +25,7 @@ def _values(chunk, t, at, c):
     first, keys, oldest, length, count, entry, begin_k, begin_q = chunk
     HQ = at.H * c.GROUP
     o_r, o_n = tl.arange(0, c.BT), tl.arange(0, c.BN)
-    o_j, m_j, m_s, m_e, o_q, m_q = token_rows(first, keys, oldest, length, at.before, at.window, c.BT)
+    o_j, m_j, m_s, m_e, o_q, m_q = tiles.token_rows(first, keys, oldest, length, at.before, at.window, c.BT)
     # 0 if no token of the chunk enters the slots
     slots = tl.where(first < keys - at.window, c.M, 0)
     scale_2 = t.scale * LOG2_E
@@ -47,30 +38,30 @@ def _values(chunk, t, at, c):
 
     b_dv = tl.zeros([c.BT, c.V], dtype=tl.float32)
     for i_m in tl.range(0, slots, c.BM, num_stages=1):
-        b_dv = add_end_gradients(b_dv, p_weight + i_m, p_dsv + i_m, c.BM, c.M, c.V, c.BT, c.DOT)
-    b_k = load_rows(t.k + begin_k * c.K, o_j, m_j, at.H * c.K, c.K)
+        b_dv = tiles.add_end_gradients(b_dv, p_weight + i_m, p_dsv + i_m, c.BM, c.M, c.V, c.BT, c.DOT)
+    b_k = tiles.load_rows(t.k + begin_k * c.K, o_j, m_j, at.H * c.K, c.K)
     for i_g in range(c.GROUP):
         p_q, p_do, p_row = t.q + (begin_q + i_g) * c.K, t.do + (begin_q + i_g) * c.V, begin_q + i_g
-        b_q = load_rows(p_q, o_q, m_q, HQ * c.K, c.K)
+        b_q = tiles.load_rows(p_q, o_q, m_q, HQ * c.K, c.K)
         b_lse = tl.load(t.lse + p_row + o_q.to(tl.int64) * HQ, mask=m_q, other=float("inf"))
         b_b = tl.dot(b_k, tl.trans(b_q), input_precision=c.DOT) * scale_2 - b_lse[None, :]
         b_b = tl.exp2(tl.where(m_w, b_b, float("-inf")))
         for i_m in tl.range(0, slots, c.BM, num_stages=1):
-            b_y = load_by_slot(t.p + p_row * c.M + i_m, o_q, m_q, HQ, c.M, c.BM)
-            b_b += pair_weights(b_y, p_col + i_m, p_f + i_m, count, o_j, m_e, at.H * c.SLOTS, c.SLOTS - i_m, c)
-        b_do = load_rows(p_do, o_q, m_q, HQ * c.V, c.V)
+            b_y = tiles.load_by_slot(t.p + p_row * c.M + i_m, o_q, m_q, HQ, c.M, c.BM)
+            b_b += tiles.pair_weights(b_y, p_col + i_m, p_f + i_m, count, o_j, m_e, at.H * c.SLOTS, c.SLOTS - i_m, c)
+        b_do = tiles.load_rows(p_do, o_q, m_q, HQ * c.V, c.V)
         b_dv = tl.dot(b_b.to(b_k.dtype), b_do, b_dv, input_precision=c.DOT)
         for shift in range(shift_0, shift_1, c.BN):
             o_qn = first - at.before + shift + o_n
             m_qn = (o_qn >= 0) & (o_qn < length) & (shift + o_n < at.window)
-            b_qn = load_rows(p_q, o_qn, m_qn, HQ * c.K, c.K)
-            b_don = load_rows(p_do, o_qn, m_qn, HQ * c.V, c.V)
+            b_qn = tiles.load_rows(p_q, o_qn, m_qn, HQ * c.K, c.K)
+            b_don = tiles.load_rows(p_do, o_qn, m_qn, HQ * c.V, c.V)
             b_lsen = tl.load(t.lse + p_row + o_qn.to(tl.int64) * HQ, mask=m_qn, other=float("inf"))
             m_wn = (o_r[:, None] <= shift + o_n[None, :]) & m_j[:, None]
             b_s = tl.dot(b_k, tl.trans(b_qn), input_precision=c.DOT) * scale_2 - b_lsen[None, :]
             b_s = tl.exp2(tl.where(m_wn, b_s, float("-inf")))
             b_dv = tl.dot(b_s.to(b_k.dtype), b_don, b_dv, input_precision=c.DOT)
-    store_rows(t.dv + begin_k * c.V, b_dv, o_j, m_s, at.H * c.V, c.V)
+    tiles.store_rows(t.dv + begin_k * c.V, b_dv, o_j, m_s, at.H * c.V, c.V)
 
 
 @cached_launch
@@ -85,8 +76,8 @@ def slot_window_backward_values_kernel(
     each_head_of_keys(
         _values,
         _Tensors(q, k, f, weight, column, ds_v, lse, do, p, dv, scale),
-        Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries),
-        Constants(M, SLOTS, BM, K, V, BT, GROUP, HEADS, STRONG, FACTOR, DOT, BN),
+        tiles.Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries),
+        tiles.Constants(M, SLOTS, BM, K, V, BT, GROUP, HEADS, STRONG, FACTOR, DOT, BN),
     )  # fmt: skip
 
 

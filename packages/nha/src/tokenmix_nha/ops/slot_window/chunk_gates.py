@@ -8,21 +8,9 @@ import triton.language as tl
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import cached_launch
+from tokenmix_nha.ops.slot_window import tile as tiles
 from tokenmix_nha.ops.slot_window import tuning
-from tokenmix_nha.ops.slot_window.tile import (
-    SIZES,
-    Chunks,
-    Constants,
-    as_factor,
-    enter_weight,
-    first_entry,
-    gates_between,
-    halvings,
-    load_gates,
-    locate_chunk,
-    log2_gates,
-    store_columns,
-)
+from tokenmix_nha.ops.slot_window.tile import SIZES
 from tokenmix_nha.ops.slot_window.types import Gates, Inputs, Layout, Saved, empty
 
 _Factors = namedtuple("_Factors", "weight row column end")
@@ -33,21 +21,23 @@ def _gates(t, i_t, tile, p_f, entering, stride, at, c):
     """Store the gates' factors of a chunk of one head."""
     o_r, o_m = tl.arange(0, c.BT), tl.arange(0, c.BM)
     o_t = i_t * c.BT + o_r
-    b_f = load_gates(p_f, o_t, o_t < entering, stride, c.SLOTS, c.BM)
-    b_log = log2_gates(b_f, c.DOT)
+    b_f = tiles.load_gates(p_f, o_t, o_t < entering, stride, c.SLOTS, c.BM)
+    b_log = tiles.log2_gates(b_f, c.DOT)
     b_end = tl.sum(b_log, 0)
-    b_g = gates_between(b_log, -1, o_r, c.BT, c.DOT)
-    b_enter = enter_weight(b_f)
+    b_g = tiles.gates_between(b_log, -1, o_r, c.BT, c.DOT)
+    b_enter = tiles.enter_weight(b_f)
     b_weight = b_enter * tl.exp2(tl.minimum(b_end[None, :] - b_g, 0.0))
-    store_columns(t.weight + tile * c.BT * c.M, b_weight, c.M, c.BT, c.BM)
+    tiles.store_columns(t.weight + tile * c.BT * c.M, b_weight, c.M, c.BT, c.BM)
     tl.store(t.end + tile * c.M + o_m, b_end, mask=o_m < c.M)
-    count = halvings(b_log, 1 if c.STRONG else 0, c.BT, c.DOT)
+    count = tiles.halvings(b_log, 1 if c.STRONG else 0, c.BT, c.DOT)
     tl.store(at.splits + tile, count)
     size = c.BT >> count
-    b_g = gates_between(b_log, (o_r & -size) - 1, o_r, c.BT, c.DOT)
+    b_g = tiles.gates_between(b_log, (o_r & -size) - 1, o_r, c.BT, c.DOT)
     b_col = tl.exp2(-b_g) * b_enter
-    store_columns(t.row + tile * c.BT * c.M, tl.exp2(b_g), c.M, c.BT, c.BM)
-    store_columns(t.column + tile * c.BT * c.M, as_factor(b_col, t.column.dtype.element_ty, c.DOT), c.M, c.BT, c.BM)
+    tiles.store_columns(t.row + tile * c.BT * c.M, tl.exp2(b_g), c.M, c.BT, c.BM)
+    tiles.store_columns(
+        t.column + tile * c.BT * c.M, tiles.as_factor(b_col, t.column.dtype.element_ty, c.DOT), c.M, c.BT, c.BM
+    )
 
 
 @cached_launch
@@ -61,14 +51,14 @@ def slot_gates_kernel(
 
     With ONLY_STRONG, `splits` is also an input, and only chunks that it marks as strong are computed.
     """
-    at = Chunks(splits, None, cu_seqlens, T, N, H, before, window, chunks, entries)
-    i_n, i_t, begin, length = locate_chunk(tl.program_id(0), at, before, BT)
+    at = tiles.Chunks(splits, None, cu_seqlens, T, N, H, before, window, chunks, entries)
+    i_n, i_t, begin, length = tiles.locate_chunk(tl.program_id(0), at, before, BT)
     i_h = tl.program_id(1) * HEADS
     begin += i_n.to(tl.int64) * before
     entering = length + before - window
     if i_t * BT >= entering:
         return
-    tile = (first_entry(i_n, begin, entries, cu_seqlens, BT) + i_t) * H
+    tile = (tiles.first_entry(i_n, begin, entries, cu_seqlens, BT) + i_t) * H
     o_h = i_h + tl.arange(0, HEADS)
     b_count = tl.full([HEADS], 1, tl.int32)
     if ONLY_STRONG:
@@ -81,7 +71,7 @@ def slot_gates_kernel(
             p_f = f + (begin * H + i_h + i) * SLOTS
             _gates(
                 _Factors(weight, row, column, end), i_t, tile + i_h + i, p_f, entering, H * SLOTS, at,
-                Constants(M, SLOTS, BM, None, None, BT, None, HEADS, ONLY_STRONG, None, DOT),
+                tiles.Constants(M, SLOTS, BM, None, None, BT, None, HEADS, ONLY_STRONG, None, DOT),
             )  # fmt: skip
 
 

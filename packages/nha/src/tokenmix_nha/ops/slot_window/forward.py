@@ -12,28 +12,10 @@ import triton.language as tl
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import LOG2_E, cached_launch
+from tokenmix_nha.ops.slot_window import tile as tiles
 from tokenmix_nha.ops.slot_window import tuning
 from tokenmix_nha.ops.slot_window.head_loops import each_head_of_queries
-from tokenmix_nha.ops.slot_window.tile import (
-    SIZES,
-    Chunks,
-    Constants,
-    as_factor,
-    block_pairs,
-    block_to_boundary,
-    block_to_start,
-    enter_weight,
-    gates_between,
-    halvings,
-    load_columns,
-    load_factors,
-    load_gates,
-    load_pairs,
-    load_rows,
-    log2_gates,
-    opposite_pairs,
-    store_rows,
-)
+from tokenmix_nha.ops.slot_window.tile import SIZES
 from tokenmix_nha.ops.slot_window.types import Gates, Inputs, Layout, Results, Saved
 
 _Tensors = namedtuple("_Tensors", "q k v f q_slots k_slots row column states_k states_v o lse scale")
@@ -52,33 +34,33 @@ def _outputs(chunk, t, at, c):
     m_j = (o_j >= oldest) & (o_j < keys)
     scale = t.scale * LOG2_E
 
-    b_q, b_qs, b_ks = load_pairs(t, chunk, o_q, m_q, o_j, m_j, at.H, c)
+    b_q, b_qs, b_ks = tiles.load_pairs(t, chunk, o_q, m_q, o_j, m_j, at.H, c)
     b_a = tl.dot(b_qs, tl.trans(b_ks), input_precision=c.DOT)
-    b_z = tl.dot(b_qs, load_columns(t.states_k + entry * c.K * c.M, c.M, c.K, c.BM), input_precision=c.DOT)
+    b_z = tl.dot(b_qs, tiles.load_columns(t.states_k + entry * c.K * c.M, c.M, c.K, c.BM), input_precision=c.DOT)
     m_e = (o_j >= 0) & (o_j < keys - at.window)
     r_t, r_j = o_r[:, None], o_r[None, :]
     if c.STRONG:
         # the Hopper scan marks chunks as strong without a number of halvings; store the number for the backward pass
-        b_f = load_gates(t.f + begin_k * c.SLOTS, o_j, m_e, at.H * c.SLOTS, c.SLOTS, c.BM)
-        b_log = log2_gates(b_f, c.DOT)
-        count = halvings(b_log, 1, c.BT, c.DOT)
+        b_f = tiles.load_gates(t.f + begin_k * c.SLOTS, o_j, m_e, at.H * c.SLOTS, c.SLOTS, c.BM)
+        b_log = tiles.log2_gates(b_f, c.DOT)
+        count = tiles.halvings(b_log, 1, c.BT, c.DOT)
         tl.store(at.splits + entry, count)
         size = c.BT >> count
-        b_g = gates_between(b_log, (o_r & -size) - 1, o_r, c.BT, c.DOT)
-        b_row, b_col = tl.exp2(b_g), as_factor(enter_weight(b_f) * tl.exp2(-b_g), c.FACTOR, c.DOT)
+        b_g = tiles.gates_between(b_log, (o_r & -size) - 1, o_r, c.BT, c.DOT)
+        b_row, b_col = tl.exp2(b_g), tiles.as_factor(tiles.enter_weight(b_f) * tl.exp2(-b_g), c.FACTOR, c.DOT)
     else:
         size = c.BT
-        b_row = load_factors(t.row + entry * c.BT * c.M, i_t >= 0, 1.0, c.M, c.BT, c.BM)
-        b_col = load_factors(t.column + entry * c.BT * c.M, i_t >= 0, 0.0, c.M, c.BT, c.BM)
-    m_b = block_pairs(r_t, r_j, size)
+        b_row = tiles.load_factors(t.row + entry * c.BT * c.M, i_t >= 0, 1.0, c.M, c.BT, c.BM)
+        b_col = tiles.load_factors(t.column + entry * c.BT * c.M, i_t >= 0, 0.0, c.M, c.BT, c.BM)
+    m_b = tiles.block_pairs(r_t, r_j, size)
     if c.STRONG:
-        b_z *= block_to_start(b_log, size, c.BT, c.DOT)
+        b_z *= tiles.block_to_start(b_log, size, c.BT, c.DOT)
         for i in range(count):
             half = (c.BT // 2) >> i
-            b_boundary = block_to_boundary(b_log, size, half, c.BT, c.DOT)
-            b_h = as_factor(tl.where(opposite_pairs(r_t, r_j, half), b_a, 0.0), c.FACTOR, c.DOT)
-            b_z += b_boundary * tl.dot(b_h, as_factor(b_col * b_boundary, c.FACTOR, c.DOT), input_precision=c.DOT)
-    b_z = tl.dot(as_factor(tl.where(m_b, b_a, 0.0), c.FACTOR, c.DOT), b_col, b_z, input_precision=c.DOT) * b_row
+            b_boundary = tiles.block_to_boundary(b_log, size, half, c.BT, c.DOT)
+            b_h = tiles.as_factor(tl.where(tiles.opposite_pairs(r_t, r_j, half), b_a, 0.0), c.FACTOR, c.DOT)
+            b_z += b_boundary * tl.dot(b_h, tiles.as_factor(b_col * b_boundary, c.FACTOR, c.DOT), input_precision=c.DOT)
+    b_z = tl.dot(tiles.as_factor(tl.where(m_b, b_a, 0.0), c.FACTOR, c.DOT), b_col, b_z, input_precision=c.DOT) * b_row
     # mask the columns from SLOTS on, which are padding
     b_z = tl.where((tl.arange(0, c.BM) < c.SLOTS)[None, :], b_z * scale, float("-inf"))
     b_max = tl.max(b_z, 1)
@@ -95,23 +77,25 @@ def _outputs(chunk, t, at, c):
     b_p = tl.exp2(b_z - b_max[:, None])
     b_w = tl.exp2(b_w - b_max[:, None])
     b_l = tl.sum(b_p, 1) + tl.sum(b_w, 1)
-    b_y = as_factor(b_p * b_row, c.FACTOR, c.DOT)
+    b_y = tiles.as_factor(b_p * b_row, c.FACTOR, c.DOT)
     b_w += tl.where(m_b, tl.dot(b_y, tl.trans(b_col), input_precision=c.DOT), 0.0)
     b_ys = b_y.to(b_q.dtype)
     if c.STRONG:
-        b_ys = (b_y * block_to_start(b_log, size, c.BT, c.DOT)).to(b_q.dtype)
+        b_ys = (b_y * tiles.block_to_start(b_log, size, c.BT, c.DOT)).to(b_q.dtype)
         for i in range(count):
             half = (c.BT // 2) >> i
-            b_boundary = block_to_boundary(b_log, size, half, c.BT, c.DOT)
+            b_boundary = tiles.block_to_boundary(b_log, size, half, c.BT, c.DOT)
             b_h = tl.dot(
-                as_factor(b_y * b_boundary, c.FACTOR, c.DOT),
-                tl.trans(as_factor(b_col * b_boundary, c.FACTOR, c.DOT)),
+                tiles.as_factor(b_y * b_boundary, c.FACTOR, c.DOT),
+                tl.trans(tiles.as_factor(b_col * b_boundary, c.FACTOR, c.DOT)),
                 input_precision=c.DOT,
             )
-            b_w += tl.where(opposite_pairs(r_t, r_j, half), b_h, 0.0)
-    b_o = tl.dot(b_ys, tl.trans(load_columns(t.states_v + entry * c.V * c.M, c.M, c.V, c.BM)), input_precision=c.DOT)
+            b_w += tl.where(tiles.opposite_pairs(r_t, r_j, half), b_h, 0.0)
     b_o = tl.dot(
-        b_w.to(b_q.dtype), load_rows(t.v + begin_k * c.V, o_j, m_j, at.H * c.V, c.V), b_o, input_precision=c.DOT
+        b_ys, tl.trans(tiles.load_columns(t.states_v + entry * c.V * c.M, c.M, c.V, c.BM)), input_precision=c.DOT
+    )
+    b_o = tl.dot(
+        b_w.to(b_q.dtype), tiles.load_rows(t.v + begin_k * c.V, o_j, m_j, at.H * c.V, c.V), b_o, input_precision=c.DOT
     )
 
     # loop over the remaining window tiles, from the first valid key on
@@ -120,8 +104,8 @@ def _outputs(chunk, t, at, c):
     for shift in range(shift_0 + skip, tl.minimum(c.BT + at.window, keys - first), c.BN):
         o_jn = first + shift + o_n
         m_jn = (o_jn >= oldest) & (o_jn < keys)
-        b_kn = load_rows(t.k + begin_k * c.K, o_jn, m_jn, at.H * c.K, c.K)
-        b_vn = load_rows(t.v + begin_k * c.V, o_jn, m_jn, at.H * c.V, c.V)
+        b_kn = tiles.load_rows(t.k + begin_k * c.K, o_jn, m_jn, at.H * c.K, c.K)
+        b_vn = tiles.load_rows(t.v + begin_k * c.V, o_jn, m_jn, at.H * c.V, c.V)
         o_s = (shift + o_n)[None, :] - o_r[:, None]
         m_wn = (o_s > 0) & (o_s <= at.window) & m_jn[None, :]
         b_s = tl.where(m_wn, tl.dot(b_q, tl.trans(b_kn), input_precision=c.DOT) * scale, float("-inf"))
@@ -132,7 +116,7 @@ def _outputs(chunk, t, at, c):
         b_o = tl.dot(b_s.to(b_q.dtype), b_vn, b_o * b_shrink[:, None], input_precision=c.DOT)
         b_max = b_new
 
-    store_rows(t.o + begin_q * c.V, b_o / b_l[:, None], o_q, m_q, HQ * c.V, c.V)
+    tiles.store_rows(t.o + begin_q * c.V, b_o / b_l[:, None], o_q, m_q, HQ * c.V, c.V)
     tl.store(t.lse + begin_q + o_q.to(tl.int64) * HQ, b_max + tl.log2(b_l), mask=m_q)
 
 
@@ -148,8 +132,8 @@ def slot_window_forward_kernel(
     each_head_of_queries(
         _outputs,
         _Tensors(q, k, v, f, q_slots, k_slots, row, column, states_k, states_v, o, lse, scale),
-        Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, extra, lead),
-        Constants(M, SLOTS, BM, K, V, BT, GROUP, HEADS, STRONG, FACTOR, DOT, BN, OWN_SLOT_KEYS),
+        tiles.Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, extra, lead),
+        tiles.Constants(M, SLOTS, BM, K, V, BT, GROUP, HEADS, STRONG, FACTOR, DOT, BN, OWN_SLOT_KEYS),
     )  # fmt: skip
 
 

@@ -16,18 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.kernels import cached_launch
+from tokenmix_nha.ops.slot_window import tile as tiles
 from tokenmix_nha.ops.slot_window import tuning
-from tokenmix_nha.ops.slot_window.tile import (
-    SIZES,
-    block_to_start,
-    first_entry,
-    load_by_slot,
-    load_columns,
-    load_gates,
-    log2_gates,
-    sequence_span,
-    store_columns,
-)
+from tokenmix_nha.ops.slot_window.tile import SIZES
 from tokenmix_nha.ops.slot_window.types import (
     Backward,
     Gates,
@@ -90,10 +81,10 @@ def slot_states_kernel(
     BV: tl.constexpr = V // ND
     o_r, o_m = tl.arange(0, BT), tl.arange(0, BM)
 
-    begin, length = sequence_span(i_n, T, cu_seqlens)
+    begin, length = tiles.sequence_span(i_n, T, cu_seqlens)
     begin += i_n.to(tl.int64) * before
     entering = tl.maximum(length + before - window, 0)
-    entry = first_entry(i_n, begin, entries, cu_seqlens, BT)
+    entry = tiles.first_entry(i_n, begin, entries, cu_seqlens, BT)
     chunks = tl.cdiv(entering, BT)
     per_segment = tl.cdiv(chunks, segments)
     first = i_s * per_segment
@@ -105,8 +96,8 @@ def slot_states_kernel(
     b_total = tl.zeros([BM], dtype=tl.float32)
     if not LOCAL:
         if local_g is not None:
-            b_sk += load_columns(local_k + (i_s * NH + i_nh).to(tl.int64) * K * M + i_d * BK * M, M, BK, BM)
-            b_sv += load_columns(local_v + (i_s * NH + i_nh).to(tl.int64) * V * M + i_d * BV * M, M, BV, BM)
+            b_sk += tiles.load_columns(local_k + (i_s * NH + i_nh).to(tl.int64) * K * M + i_d * BK * M, M, BK, BM)
+            b_sv += tiles.load_columns(local_v + (i_s * NH + i_nh).to(tl.int64) * V * M + i_d * BV * M, M, BV, BM)
         elif initial_k is not None:
             b_sk += _load_slots(initial_k, i_nh, i_d * BK, BK, K, BM, SLOTS)
             b_sv += _load_slots(initial_v, i_nh, i_d * BV, BV, V, BM, SLOTS)
@@ -116,11 +107,11 @@ def slot_states_kernel(
         m_t = o_t < entering
         tile = (entry + i) * H + i_h
         if not LOCAL:
-            store_columns(states_k + tile * K * M + i_d * BK * M, b_sk, M, BK, BM)
-            store_columns(states_v + tile * V * M + i_d * BV * M, b_sv, M, BV, BM)
+            tiles.store_columns(states_k + tile * K * M + i_d * BK * M, b_sk, M, BK, BM)
+            tiles.store_columns(states_v + tile * V * M + i_d * BV * M, b_sv, M, BV, BM)
         b_k = _load_columns(p_k, o_t, m_t, H * K, i_d * BK, BK)
         b_v = _load_columns(p_v, o_t, m_t, H * V, i_d * BV, BV)
-        b_w = load_columns(weight + tile * BT * M, M, BT, BM)
+        b_w = tiles.load_columns(weight + tile * BT * M, M, BT, BM)
         b_end = tl.load(end + tile * M + o_m, mask=o_m < M, other=0.0)
         b_decay = tl.exp2(b_end)[None, :]
         b_sk = tl.dot(tl.trans(b_k), b_w, b_sk * b_decay, input_precision=DOT)
@@ -129,14 +120,14 @@ def slot_states_kernel(
 
     if LOCAL:
         index = (i_s * NH + i_nh).to(tl.int64)
-        store_columns(local_k + index * K * M + i_d * BK * M, b_sk, M, BK, BM)
-        store_columns(local_v + index * V * M + i_d * BV * M, b_sv, M, BV, BM)
+        tiles.store_columns(local_k + index * K * M + i_d * BK * M, b_sk, M, BK, BM)
+        tiles.store_columns(local_v + index * V * M + i_d * BV * M, b_sv, M, BV, BM)
         if i_d == 0:
             tl.store(local_g + index * M + o_m, b_total, mask=o_m < M)
     elif (last == chunks) & ((first < chunks) | (i_s == 0)):
         tile = (entry + chunks) * H + i_h
-        store_columns(states_k + tile * K * M + i_d * BK * M, b_sk, M, BK, BM)
-        store_columns(states_v + tile * V * M + i_d * BV * M, b_sv, M, BV, BM)
+        tiles.store_columns(states_k + tile * K * M + i_d * BK * M, b_sk, M, BK, BM)
+        tiles.store_columns(states_v + tile * V * M + i_d * BV * M, b_sv, M, BV, BM)
         _store_slots(final_k, b_sk, i_nh, i_d * BK, BK, K, BM, SLOTS)
         _store_slots(final_v, b_sv, i_nh, i_d * BV, BV, V, BM, SLOTS)
 
@@ -187,9 +178,9 @@ def slot_gradients_kernel(
     BV: tl.constexpr = V // ND
     o_r, o_m = tl.arange(0, BT), tl.arange(0, BM)
 
-    begin, length = sequence_span(i_n, T, cu_seqlens)
+    begin, length = tiles.sequence_span(i_n, T, cu_seqlens)
     begin_k = begin + i_n.to(tl.int64) * before
-    entry = first_entry(i_n, begin_k, entries, cu_seqlens, BT)
+    entry = tiles.first_entry(i_n, begin_k, entries, cu_seqlens, BT)
     entering = tl.maximum(length + before - window, 0)
     chunks = tl.cdiv(entering, BT)
     p_f = f + (begin_k * H + i_h) * SLOTS
@@ -203,8 +194,8 @@ def slot_gradients_kernel(
     b_total = tl.zeros([BM], dtype=tl.float32)
     if not LOCAL:
         if local_g is not None:
-            b_sk += load_columns(local_k + (i_s * NH + i_nh).to(tl.int64) * K * M + i_d * BK * M, M, BK, BM)
-            b_sv += load_columns(local_v + (i_s * NH + i_nh).to(tl.int64) * V * M + i_d * BV * M, M, BV, BM)
+            b_sk += tiles.load_columns(local_k + (i_s * NH + i_nh).to(tl.int64) * K * M + i_d * BK * M, M, BK, BM)
+            b_sv += tiles.load_columns(local_v + (i_s * NH + i_nh).to(tl.int64) * V * M + i_d * BV * M, M, BV, BM)
         else:
             if dfinal_k is not None:
                 b_sk += _load_slots(dfinal_k, i_nh, i_d * BK, BK, K, BM, SLOTS)
@@ -221,8 +212,8 @@ def slot_gradients_kernel(
         b_end = tl.load(end + tile * M + o_m, mask=o_m < tl.where(i >= 0, M, 0), other=0.0)
         count = tl.load(splits + tile, mask=i >= 0, other=0)
         if (i >= 0) & (not LOCAL):
-            store_columns(ds_k + tile * K * M + i_d * BK * M, b_sk, M, BK, BM)
-            store_columns(ds_v + tile * V * M + i_d * BV * M, b_sv, M, BV, BM)
+            tiles.store_columns(ds_k + tile * K * M + i_d * BK * M, b_sk, M, BK, BM)
+            tiles.store_columns(ds_v + tile * V * M + i_d * BV * M, b_sv, M, BV, BM)
         b_decay = tl.exp2(b_end)[None, :]
         b_sk *= b_decay
         b_sv *= b_decay
@@ -232,13 +223,13 @@ def slot_gradients_kernel(
             p_row = row + i_g
             b_q = _load_columns(q + p_row * K, o_t, m_t, HQ * K, i_d * BK, BK)
             b_do = _load_columns(do + p_row * V, o_t, m_t, HQ * V, i_d * BV, BV)
-            b_dz = load_by_slot(dz + p_row * M, o_t, m_t, HQ, M, BM)
-            b_p = load_by_slot(p + p_row * M, o_t, m_t, HQ, M, BM)
+            b_dz = tiles.load_by_slot(dz + p_row * M, o_t, m_t, HQ, M, BM)
+            b_p = tiles.load_by_slot(p + p_row * M, o_t, m_t, HQ, M, BM)
             b_dz, b_p = b_dz.to(b_q.dtype), b_p.to(b_q.dtype)
             if count > 0:
                 o_j = i * BT + o_r
-                b_f = load_gates(p_f, o_j, o_j < entering, H * SLOTS, SLOTS, BM)
-                b_start = block_to_start(log2_gates(b_f, DOT), BT >> count, BT, DOT)
+                b_f = tiles.load_gates(p_f, o_j, o_j < entering, H * SLOTS, SLOTS, BM)
+                b_start = tiles.block_to_start(tiles.log2_gates(b_f, DOT), BT >> count, BT, DOT)
                 b_dz, b_p = (b_dz * b_start).to(b_q.dtype), (b_p * b_start).to(b_q.dtype)
             b_sk = tl.dot(tl.trans(b_q), b_dz, b_sk, input_precision=DOT)
             b_sv = tl.dot(tl.trans(b_do), b_p, b_sv, input_precision=DOT)
@@ -246,8 +237,8 @@ def slot_gradients_kernel(
 
     if LOCAL:
         index = (i_s * NH + i_nh).to(tl.int64)
-        store_columns(local_k + index * K * M + i_d * BK * M, b_sk, M, BK, BM)
-        store_columns(local_v + index * V * M + i_d * BV * M, b_sv, M, BV, BM)
+        tiles.store_columns(local_k + index * K * M + i_d * BK * M, b_sk, M, BK, BM)
+        tiles.store_columns(local_v + index * V * M + i_d * BV * M, b_sv, M, BV, BM)
         if i_d == 0:
             tl.store(local_g + index * M + o_m, b_total, mask=o_m < M)
     elif dinitial_k is not None:  # noqa: SIM102

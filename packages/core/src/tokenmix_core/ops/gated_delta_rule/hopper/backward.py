@@ -15,23 +15,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.kernels.gluon.hopper import (
-    LOG2_E,
-    LOWEST,
-    add,
-    causal_decay,
-    first_chunk,
-    log2,
-    mma_layout,
-    opaque,
-    parity,
-    pointer_or,
-    scale_tile,
-    store_rows,
-    widen,
-)
+from tokenmix_core.kernels.gluon import hopper
+from tokenmix_core.kernels.gluon.hopper import LOG2_E, LOWEST
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
+from tokenmix_core.ops.gated_delta_rule.hopper import backward_chunk
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_chain import (
     BARRIERS,
     DS_EMPTY,
@@ -53,14 +41,7 @@ from tokenmix_core.ops.gated_delta_rule.hopper.backward_chain import (
     producer,
     reverse_scan,
 )
-from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
-    SMALLEST,
-    accumulate,
-    multiply,
-    nonzero,
-    scale_rows,
-    square,
-)
+from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import SMALLEST
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import between_segments
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import range_factor
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import Chunks, Factors, locate_segment, reverse_scan_start
@@ -71,15 +52,15 @@ from tokenmix_core.ops.gated_delta_rule.types import Gradients, Reverse
 @gluon.jit
 def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr):
     """Return ⟨x_i, y_i⟩ for the rows x_i of X, in registers, and y_i of Y, in shared memory."""
-    return gl.convert_layout(gl.sum(b_x * widen(s_y.load(mma_layout(D, 4))), 1), row)
+    return gl.convert_layout(gl.sum(b_x * hopper.widen(s_y.load(hopper.mma_layout(D, 4))), 1), row)
 
 
 @gluon.jit
 def unnormalise(b_dx, b_x, r_i, row: gl.constexpr, D: gl.constexpr):
     """Return x̂ · dx̂ and dx = r dx̂ − r x̂ (x̂ · dx̂), for x̂ = r x and r = (Σ x² + ε)^−½; `b_dx` holds r dx̂."""
-    b_x = widen(b_x)
+    b_x = hopper.widen(b_x)
     dot_i = gl.convert_layout(gl.sum(b_dx * b_x, 1), row)
-    return dot_i, b_dx - scale_rows(b_x, r_i * r_i * dot_i, D)
+    return dot_i, b_dx - backward_chunk.scale_rows(b_x, r_i * r_i * dot_i, D)
 
 
 @gluon.jit
@@ -87,7 +68,7 @@ def column_factors(g_w, g_r, col: gl.constexpr, dtype: gl.constexpr, RANGE: gl.c
     """Return the column factors of E and F: β r for bfloat16; for float16, `nonzero(β r, r)` times `range_factor`."""
     w_j = g_w.load(col)
     if dtype != gl.bfloat16:
-        w_j = nonzero(w_j, g_r.load(col)) * RANGE
+        w_j = backward_chunk.nonzero(w_j, g_r.load(col)) * RANGE
     return w_j
 
 
@@ -98,7 +79,7 @@ def store_scaled(b_x, s_x, g_w, g_r, col: gl.constexpr):
     s_x.store(b_x.to(dtype))
     if dtype != gl.bfloat16:
         w_j, r_j = g_w.load(col), g_r.load(col)
-        b_x *= gl.where(w_j > SMALLEST * r_j, 1.0, w_j * gl.exp2(-log2(r_j)))[None, :]
+        b_x *= gl.where(w_j > SMALLEST * r_j, 1.0, w_j * gl.exp2(-hopper.log2(r_j)))[None, :]
     return b_x.to(dtype)
 
 
@@ -115,66 +96,70 @@ def epilogue(pointers, tiles, stages, barriers, scale, length, steps, warm, HV: 
     BT: gl.constexpr = k_s.shape[1]
     D: gl.constexpr = k_s.shape[2]
     RANGE: gl.constexpr = range_factor(dtype, D)
-    row: gl.constexpr = gl.SliceLayout(1, mma_layout(BT, 4))
-    col: gl.constexpr = gl.SliceLayout(0, mma_layout(BT, 4))
-    left: gl.constexpr = gl.DotOperandLayout(0, mma_layout(D, 4), 2)
+    row: gl.constexpr = gl.SliceLayout(1, hopper.mma_layout(BT, 4))
+    col: gl.constexpr = gl.SliceLayout(0, hopper.mma_layout(BT, 4))
+    left: gl.constexpr = gl.DotOperandLayout(0, hopper.mma_layout(D, 4), 2)
     line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     for i in range(warm):
-        mbarrier.wait(barriers.index(FULL + i % NUM_STAGES), parity(i, NUM_STAGES))
+        mbarrier.wait(barriers.index(FULL + i % NUM_STAGES), hopper.parity(i, NUM_STAGES))
         mbarrier.arrive(barriers.index(EMPTY + i % NUM_STAGES))
-        mbarrier.wait(barriers.index(DS_FULL), parity(i, 1))
+        mbarrier.wait(barriers.index(DS_FULL), hopper.parity(i, 1))
         mbarrier.arrive(barriers.index(DS_EMPTY))
     for i in range(warm, steps):
-        stage, phase = i % NUM_STAGES, parity(i - warm, 1)
+        stage, phase = i % NUM_STAGES, hopper.parity(i - warm, 1)
         s_q, s_k, s_do = q_s.index(stage), k_s.index(stage), do_s.index(stage)
         g_b, g_w = gates_s.index(stage * 4), gates_s.index(stage * 4 + 1)
         g_r, g_n = gates_s.index(stage * 4 + 2), gates_s.index(stage * 4 + 3)
-        at = opaque(0)
+        at = hopper.opaque(0)
         s_r, s_s, s_ds, s_dy, s_ef = r_1.index(at), s_1.index(at), ds_1.index(at), dy_1.index(at), ef_1.index(at)
-        s_e, s_f = square(s_ef, 0, D), square(s_ef, 1, D)
-        o_i, o_j, o_t = opaque(gl.arange(0, BT, row)), opaque(gl.arange(0, BT, col)), opaque(gl.arange(0, BT, line))
+        s_e, s_f = backward_chunk.square(s_ef, 0, D), backward_chunk.square(s_ef, 1, D)
+        o_i, o_j, o_t = (
+            hopper.opaque(gl.arange(0, BT, row)),
+            hopper.opaque(gl.arange(0, BT, col)),
+            hopper.opaque(gl.arange(0, BT, line)),
+        )
         # pointers begin at the last chunk, so offsets are negative
         t_0 = -i * BT
         o_0, rows = t_0.to(gl.int64) * HV, length - t_0
-        mbarrier.wait(barriers.index(FULL + stage), parity(i, NUM_STAGES))
+        mbarrier.wait(barriers.index(FULL + stage), hopper.parity(i, NUM_STAGES))
         mbarrier.wait(barriers.index(R_FULL), phase)
         fence_async_shared()
 
         # E = scale dO Rᵀ ⊙ Γ; dQ̂ = scale γ dO Sᵀ + E β K̂
-        b_e = multiply(s_do, s_r.permute((1, 0)), BT)
+        b_e = backward_chunk.multiply(s_do, s_r.permute((1, 0)), BT)
         mbarrier.wait(barriers.index(S_FULL), phase)
         fence_async_shared()
-        b_dq = multiply(s_do, s_s.permute((1, 0)), D)
+        b_dq = backward_chunk.multiply(s_do, s_s.permute((1, 0)), D)
         b_i, w_i, r_i = g_b.load(row), g_w.load(row), g_r.load(row)
         d_i = w_i
         if dtype != gl.bfloat16:
-            d_i = nonzero(w_i, r_i) * RANGE
-        mbarrier.wait(barriers.index(SCORES + stage), parity(i, NUM_STAGES))
+            d_i = backward_chunk.nonzero(w_i, r_i) * RANGE
+        mbarrier.wait(barriers.index(SCORES + stage), hopper.parity(i, NUM_STAGES))
         rq_i = g_n.load(row)
-        b_c = causal_decay(b_i + log2(rq_i), g_b.load(col), o_i, o_j)
+        b_c = hopper.causal_decay(b_i + hopper.log2(rq_i), g_b.load(col), o_i, o_j)
         b_c *= (column_factors(g_w, g_r, col, dtype, RANGE) * scale)[None, :]
         b_e = warpgroup_mma_wait(1, deps=[b_e])
         b_e = store_scaled(b_e * b_c, s_e, g_w, g_r, col)
         b_dq = warpgroup_mma_wait(0, deps=[b_dq])
-        b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale * rq_i * RANGE, D)
-        b_dq = accumulate(gl.convert_layout(b_e, left), s_k, b_dq)
-        b_q = s_q.load(mma_layout(D, 4))
+        b_dq = backward_chunk.scale_rows(b_dq, gl.exp2(b_i) * scale * rq_i * RANGE, D)
+        b_dq = backward_chunk.accumulate(gl.convert_layout(b_e, left), s_k, b_dq)
+        b_q = s_q.load(hopper.mma_layout(D, 4))
         b_dq = warpgroup_mma_wait(0, deps=[b_dq]) * (1 / RANGE)
         dot_i, b_dq = unnormalise(b_dq, b_q, rq_i, row, D)
         b_dq = b_dq.to(dtype)
         b_first, b_second = gl.split(b_dq.reshape([BT, 2, D // 2]).permute((0, 2, 1)))
         s_f.store(b_first)
-        store_rows(p_dq + o_0 * D, s_f, HV * D, rows, 4)
+        hopper.store_rows(p_dq + o_0 * D, s_f, HV * D, rows, 4)
         s_f.store(b_second)
-        store_rows(p_dq + o_0 * D + D // 2, s_f, HV * D, rows, 4)
+        hopper.store_rows(p_dq + o_0 * D + D // 2, s_f, HV * D, rows, 4)
 
         # F = −dY Rᵀ ⊙ Γ, strictly below the diagonal
         mbarrier.wait(barriers.index(DY_FULL), phase)
-        b_f = multiply(s_dy, s_r.permute((1, 0)), BT)
-        mbarrier.wait(barriers.index(DS_FULL), parity(i, 1))
-        b_dk = multiply(s_r, s_ds.permute((1, 0)), D)
-        o_i, o_j = opaque(gl.arange(0, BT, row)), opaque(gl.arange(0, BT, col))
-        b_c = causal_decay(b_i + log2(r_i), g_b.load(col), o_i, o_j + 1)
+        b_f = backward_chunk.multiply(s_dy, s_r.permute((1, 0)), BT)
+        mbarrier.wait(barriers.index(DS_FULL), hopper.parity(i, 1))
+        b_dk = backward_chunk.multiply(s_r, s_ds.permute((1, 0)), D)
+        o_i, o_j = hopper.opaque(gl.arange(0, BT, row)), hopper.opaque(gl.arange(0, BT, col))
+        b_c = hopper.causal_decay(b_i + hopper.log2(r_i), g_b.load(col), o_i, o_j + 1)
         b_c *= -column_factors(g_w, g_r, col, dtype, RANGE)[None, :]
         b_f = warpgroup_mma_wait(1, deps=[b_f])
         b_f = store_scaled(b_f * b_c, s_f, g_w, g_r, col)
@@ -184,20 +169,20 @@ def epilogue(pointers, tiles, stages, barriers, scale, length, steps, warm, HV: 
         b_dk = warpgroup_mma_wait(0, deps=[b_dk])
         mbarrier.arrive(barriers.index(DS_EMPTY))
         mbarrier.arrive(barriers.index(R_EMPTY))
-        b_dk = scale_rows(b_dk, gl.exp2(load_last(g_b, row) - b_i) * d_i, D)
-        b_dk = accumulate(s_e.permute((1, 0)), s_q, b_dk)
-        b_dk = accumulate(s_f.permute((1, 0)), s_k, b_dk)
+        b_dk = backward_chunk.scale_rows(b_dk, gl.exp2(load_last(g_b, row) - b_i) * d_i, D)
+        b_dk = backward_chunk.accumulate(s_e.permute((1, 0)), s_q, b_dk)
+        b_dk = backward_chunk.accumulate(s_f.permute((1, 0)), s_k, b_dk)
         b_y = s_dy.load(left)
         y_i = gl.convert_layout(-gl.exp2(b_i) * r_i * RANGE, gl.SliceLayout(1, left))
-        b_y = scale_tile(b_y, y_i[:, None])
+        b_y = hopper.scale_tile(b_y, y_i[:, None])
         b_dk = warpgroup_mma_wait(0, deps=[b_dk])
         dbeta_i = dot_rows(b_dk, s_k, row, D) * (r_i / d_i)
 
         # dK̂ = β X − γ dY Sᵀ + F β K̂
         if dtype != gl.bfloat16:
-            b_dk = scale_rows(b_dk, w_i / d_i * RANGE, D)
-        b_dk = accumulate(b_y, s_s.permute((1, 0)), b_dk)
-        b_dk = accumulate(gl.convert_layout(b_f, left), s_k, b_dk)
+            b_dk = backward_chunk.scale_rows(b_dk, w_i / d_i * RANGE, D)
+        b_dk = backward_chunk.accumulate(b_y, s_s.permute((1, 0)), b_dk)
+        b_dk = backward_chunk.accumulate(gl.convert_layout(b_f, left), s_k, b_dk)
         gl.store(p_dbeta + o_0 + o_i * HV, dbeta_i.to(p_dbeta.dtype.element_ty), mask=o_i < rows)
         g_t = gl.load(p_g + o_0 + o_t * HV, mask=o_t < rows, other=0.0).to(gl.float32)
         mbarrier.wait(barriers.index(SUMMED), phase)
@@ -205,13 +190,13 @@ def epilogue(pointers, tiles, stages, barriers, scale, length, steps, warm, HV: 
         b_dk = warpgroup_mma_wait(0, deps=[b_dk]) * (1 / RANGE)
         mbarrier.arrive(barriers.index(DY_EMPTY))
         mbarrier.arrive(barriers.index(S_EMPTY))
-        dot_k_i, b_dk = unnormalise(b_dk, s_k.load(mma_layout(D, 4)), r_i, row, D)
+        dot_k_i, b_dk = unnormalise(b_dk, s_k.load(hopper.mma_layout(D, 4)), r_i, row, D)
         s_db.store(gl.where(o_i < rows, dot_i + dot_k_i - 2 * (w_i / r_i) * dbeta_i, 0.0))
         s_ef.store(b_dk.to(dtype))
-        store_rows(p_dk + o_0 * D, s_ef, HV * D, rows, 4)
+        hopper.store_rows(p_dk + o_0 * D, s_ef, HV * D, rows, 4)
         # dg_t sums db, the gradient of the cumulative decay b, from t to the chunk's end; every warp computes all of
         # dg. A clamped decay has no gradient.
-        dg_t = gl.associative_scan(s_db.load(line), 0, add, reverse=True) + end
+        dg_t = gl.associative_scan(s_db.load(line), 0, hopper.add, reverse=True) + end
         dg_t = gl.where(g_t * LOG2_E < LOWEST, 0.0, dg_t)
         gl.store(p_dg + o_0 + o_t * HV, dg_t.to(p_dg.dtype.element_ty), mask=o_t < rows)
         mbarrier.arrive(barriers.index(EMPTY + stage))
@@ -240,7 +225,7 @@ def backward_kernel(
     # an empty sequence also has a segment: its program copies the final state's gradient to the initial state's
     if (start >= length) & (start > 0):
         return
-    slot = first_chunk(i_n, begin, T, BT, PACKED)
+    slot = hopper.first_chunk(i_n, begin, T, BT, PACKED)
     # clamped, because an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     chunks, first = gl.cdiv(length, BT), start // BT
@@ -250,7 +235,7 @@ def backward_kernel(
         p_gates, Factors(None, slot, i_hv, HV), located, segment, length, line, True, False, passed is not None
     )
     o_state = (i_n.to(gl.int64) * HV + i_hv) * D * D
-    p_initial, known, wanted = pointer_or(passed, gates) + ((i_s + 1).to(gl.int64) * HV + i_hv) * D * D, 0, 0
+    p_initial, known, wanted = hopper.pointer_or(passed, gates) + ((i_s + 1).to(gl.int64) * HV + i_hv) * D * D, 0, 0
     if passed is not None and (started == end) & (end < chunks):
         known = D
     if dfinal_state is not None and started == chunks:
@@ -284,7 +269,7 @@ def backward_kernel(
     o_vo, o_s = o_t * D, ((slot + token // BT) * HV + i_hv) * D * D
     p_gates += token.to(gl.int64) * 4
     inputs = (q + o_qk, k + o_qk, do + o_vo, inverse + o_t * BT, residual + o_vo, states + o_s, p_gates)
-    ends = (p_initial, pointer_or(dinitial_state, gates) + o_state, dv + o_vo)
+    ends = (p_initial, hopper.pointer_or(dinitial_state, gates) + o_state, dv + o_vo)
     outputs = (g + o_t, dq + o_vo, dk + o_vo, dg + o_t, dbeta + o_t)
     chunk, read, chain = (q_s, k_s, do_s, gates_s), (s_a, s_1, r_1), (ds_1, dy_1, s_p, s_ends)
     span = Span(rows, steps, warm, known, wanted)

@@ -12,18 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tokenmix_core.kernels.gluon.hopper import (
-    async_copy_rows,
-    causal_decay,
-    empty_parity,
-    log2,
-    mma_layout,
-    opaque,
-    parity,
-    scale_tile,
-    store_rows,
-    widen,
-)
+from tokenmix_core.kernels.gluon import hopper
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import multiply
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, range_factor
 
@@ -95,24 +84,24 @@ def producer(pointers, tiles, stages, barriers, rows, steps, warm, H: gl.constex
         stage = i % NUM_STAGES
         b_b, b_w = load_gate(p_gates, rows, line), load_gate(p_gates + 1, rows, line)
         b_r = load_gate(p_gates + 2, rows, line)
-        mbarrier.wait(barriers.index(EMPTY + stage), empty_parity(i, NUM_STAGES))
-        async_copy_rows(k_s.index(stage), p_k, H * D, rows, 4)
-        async_copy_rows(q_s.index(stage), p_q, H * D, rows, 4)
-        async_copy_rows(do_s.index(stage), p_do, HV * D, rows, 4)
+        mbarrier.wait(barriers.index(EMPTY + stage), hopper.empty_parity(i, NUM_STAGES))
+        hopper.async_copy_rows(k_s.index(stage), p_k, H * D, rows, 4)
+        hopper.async_copy_rows(q_s.index(stage), p_q, H * D, rows, 4)
+        hopper.async_copy_rows(do_s.index(stage), p_do, HV * D, rows, 4)
         async_copy.mbarrier_arrive(barriers.index(FULL + stage), increment_count=False)
         gates_s.index(stage * 4).store(b_b)
         gates_s.index(stage * 4 + 1).store(divisible(b_w, b_r, k_s.dtype))
         gates_s.index(stage * 4 + 2).store(b_r)
         mbarrier.arrive(barriers.index(FULL + stage))
-        mbarrier.wait(barriers.index(A_EMPTY), empty_parity(i, 1))
-        async_copy_rows(s_a, p_a, HV * BT, rows, 4)
+        mbarrier.wait(barriers.index(A_EMPTY), hopper.empty_parity(i, 1))
+        hopper.async_copy_rows(s_a, p_a, HV * BT, rows, 4)
         async_copy.mbarrier_arrive(barriers.index(A_FULL), increment_count=False)
         if i >= warm:
-            mbarrier.wait(barriers.index(R_EMPTY), empty_parity(i - warm, 1))
-            async_copy_rows(r_1.index(0), p_r, HV * D, rows, 4)
+            mbarrier.wait(barriers.index(R_EMPTY), hopper.empty_parity(i - warm, 1))
+            hopper.async_copy_rows(r_1.index(0), p_r, HV * D, rows, 4)
             async_copy.mbarrier_arrive(barriers.index(R_FULL), increment_count=False)
-            mbarrier.wait(barriers.index(S_EMPTY), empty_parity(i - warm, 1))
-            async_copy_rows(s_1.index(0), p_s, D, D, 4)
+            mbarrier.wait(barriers.index(S_EMPTY), hopper.empty_parity(i - warm, 1))
+            hopper.async_copy_rows(s_1.index(0), p_s, D, D, 4)
             async_copy.mbarrier_arrive(barriers.index(S_FULL), increment_count=False)
         p_q -= BT * H * D
         p_k -= BT * H * D
@@ -128,14 +117,17 @@ def producer(pointers, tiles, stages, barriers, rows, steps, warm, H: gl.constex
 def compute_scores(s_q, s_k, s_p, g_b, g_w, g_n, scale):
     """Store P' = tril(Q̂ Kᵀ ⊙ Γ) diag(β r) scale, and the inverse norms of q, from the diagonal of Q Qᵀ."""
     BT: gl.constexpr = s_p.shape[0]
-    row: gl.constexpr = gl.SliceLayout(1, mma_layout(BT, 4))
-    col: gl.constexpr = gl.SliceLayout(0, mma_layout(BT, 4))
+    row: gl.constexpr = gl.SliceLayout(1, hopper.mma_layout(BT, 4))
+    col: gl.constexpr = gl.SliceLayout(0, hopper.mma_layout(BT, 4))
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     b_n = warpgroup_mma_wait(0, deps=[multiply(s_q, s_q.permute((1, 0)), BT)])
     b_n = gl.rsqrt(gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_n, 0.0), 1) + 1e-6)
     g_n.store(b_n)
     b_p = warpgroup_mma_wait(0, deps=[multiply(s_q, s_k.permute((1, 0)), BT)])
-    b_p *= causal_decay(g_b.load(row) + log2(b_n), g_b.load(col), o_i, o_j) * (g_w.load(col) * scale)[None, :]
+    b_p *= (
+        hopper.causal_decay(g_b.load(row) + hopper.log2(b_n), g_b.load(col), o_i, o_j)
+        * (g_w.load(col) * scale)[None, :]
+    )
     s_p.store(b_p.to(s_p.dtype))
 
 
@@ -156,8 +148,8 @@ def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl
     D: gl.constexpr = k_s.shape[2]
     # dS is held multiplied by this factor, which keeps float16 operands from underflow
     RANGE: gl.constexpr = range_factor(dtype, D)
-    tile: gl.constexpr = mma_layout(D, 4)
-    flat: gl.constexpr = mma_layout(BT, 4)
+    tile: gl.constexpr = hopper.mma_layout(D, 4)
+    flat: gl.constexpr = hopper.mma_layout(BT, 4)
     col: gl.constexpr = gl.SliceLayout(0, flat)
     left: gl.constexpr = gl.DotOperandLayout(0, flat, 2)
     left_k: gl.constexpr = gl.DotOperandLayout(0, tile, 2)
@@ -171,18 +163,18 @@ def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl
         s_q, s_k, s_dot = q_s.index(stage), k_s.index(stage), do_s.index(stage).slice(FIRST, 64, 1).permute((1, 0))
         g_b, g_w = gates_s.index(stage * 4), gates_s.index(stage * 4 + 1)
         g_r, g_n = gates_s.index(stage * 4 + 2), gates_s.index(stage * 4 + 3)
-        at = opaque(0)
+        at = hopper.opaque(0)
         s_s, s_dy = s_1.index(at), dy_1.index(at)
         s_dst, s_dyt = ds_1.index(at).slice(FIRST, 64, 1).permute((1, 0)), s_dy.slice(FIRST, 64, 1).permute((1, 0))
-        mbarrier.wait(barriers.index(FULL + stage), parity(i, NUM_STAGES))
+        mbarrier.wait(barriers.index(FULL + stage), hopper.parity(i, NUM_STAGES))
         fence_async_shared()
         if FIRST > 0:
-            mbarrier.wait(barriers.index(P_EMPTY), empty_parity(i, 1))
+            mbarrier.wait(barriers.index(P_EMPTY), hopper.empty_parity(i, 1))
             compute_scores(s_q, s_k, s_p, g_b, g_w, g_n, scale)
             fence_async_shared()
             mbarrier.arrive(barriers.index(SCORES + stage))
         # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; dS is stored for the epilogue first
-        mbarrier.wait(barriers.index(DS_EMPTY), empty_parity(i, 1))
+        mbarrier.wait(barriers.index(DS_EMPTY), hopper.empty_parity(i, 1))
         s_dst.store((b_ds * (1 / RANGE)).to(dtype))
         fence_async_shared()
         mbarrier.arrive(barriers.index(DS_FULL))
@@ -190,33 +182,33 @@ def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl
         b_dr = warpgroup_mma_wait(0, deps=[b_dr])
         b_dr *= (g_w.load(col) * gl.exp2(load_last(g_b, col) - g_b.load(col)))[None, :]
         if i >= warm:
-            mbarrier.wait(barriers.index(R_FULL), parity(i - warm, 1))
-            b_r = widen(r_1.index(at).slice(FIRST, 64, 1).permute((1, 0)).load(flat))
+            mbarrier.wait(barriers.index(R_FULL), hopper.parity(i - warm, 1))
+            b_r = hopper.widen(r_1.index(at).slice(FIRST, 64, 1).permute((1, 0)).load(flat))
             out_v = gl.convert_layout(gl.sum(b_r * b_dr, 1), gl.SliceLayout(1, tile))
             mbarrier.arrive(barriers.index(R_EMPTY))
-        mbarrier.wait(barriers.index(SCORES + stage), parity(i, NUM_STAGES))
+        mbarrier.wait(barriers.index(SCORES + stage), hopper.parity(i, NUM_STAGES))
         b_dr = warpgroup_mma(s_dot, s_p, b_dr, is_async=True)
         b_dr = warpgroup_mma_wait(0, deps=[b_dr])
         if FIRST == 0:
             mbarrier.arrive(barriers.index(P_EMPTY))
         # dY = Ãᵀ dR
-        mbarrier.wait(barriers.index(A_FULL), parity(i, 1))
+        mbarrier.wait(barriers.index(A_FULL), hopper.parity(i, 1))
         fence_async_shared()
         b_dr = gl.convert_layout(b_dr.to(dtype), left)
         b_dy = warpgroup_mma(b_dr, s_a, zero, use_acc=False, is_async=True)
         b_dy, b_dr = warpgroup_mma_wait(0, deps=[b_dy, b_dr])
         mbarrier.arrive(barriers.index(A_EMPTY))
         if i >= warm:
-            mbarrier.wait(barriers.index(DY_EMPTY), empty_parity(i - warm, 1))
+            mbarrier.wait(barriers.index(DY_EMPTY), hopper.empty_parity(i - warm, 1))
             s_dyt.store(b_dy.to(dtype))
             fence_async_shared()
             mbarrier.arrive(barriers.index(DY_FULL))
-            store_rows(p_dv + FIRST, s_dy.slice(FIRST, 64, 1), HV * D, rows, 4)
+            hopper.store_rows(p_dv + FIRST, s_dy.slice(FIRST, 64, 1), HV * D, rows, 4)
         b_dy = (b_dy * -(gl.exp2(g_b.load(col)) * g_r.load(col) * RANGE)[None, :]).to(dtype)
         if i >= warm:
             # terms of this sum cancel, so dS is not rounded
-            mbarrier.wait(barriers.index(S_FULL), parity(i - warm, 1))
-            b_s = widen(gl.convert_layout(s_s.slice(FIRST, 64, 1).permute((1, 0)).load(left_k), tile))
+            mbarrier.wait(barriers.index(S_FULL), hopper.parity(i - warm, 1))
+            b_s = hopper.widen(gl.convert_layout(s_s.slice(FIRST, 64, 1).permute((1, 0)).load(left_k), tile))
             b_end = gl.sum(b_s * b_ds, 1) * (1 / RANGE) * gl.exp2(load_last(g_b, gl.SliceLayout(1, tile))) + out_v
             # a thread first sums its own rows
             s_ends.slice(FIRST // 2, 32).store(gl.sum(b_end.reshape([4, 2, 8]), 1).reshape([32]))
@@ -224,7 +216,7 @@ def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl
             mbarrier.arrive(barriers.index(S_EMPTY))
         # dS ← 2^b_last dS + scale Qᵀ (γ ⊙ dO) − Kᵀ (γ ⊙ dY)
         b_g = gl.exp2(g_b.load(gl.SliceLayout(0, left_k))) * g_n.load(gl.SliceLayout(0, left_k)) * scale * RANGE
-        b_do = scale_tile(s_dot.load(left_k), b_g[None, :])
+        b_do = hopper.scale_tile(s_dot.load(left_k), b_g[None, :])
         b_ds = warpgroup_mma(b_do, s_q, b_ds * gl.exp2(load_last(g_b, gl.SliceLayout(0, tile)))[None, :], is_async=True)
         b_dy = gl.convert_layout(b_dy, left_k)
         b_ds = warpgroup_mma(b_dy, s_k, b_ds, is_async=True)
@@ -233,5 +225,5 @@ def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl
         p_dv -= BT * HV * D
         rows = rows + BT
     # opaque: the compiler would hold these offsets in registers during the loop
-    p_tile = opaque(0) + o_k[None, :] * D + o_v[:, None]
+    p_tile = hopper.opaque(0) + o_k[None, :] * D + o_v[:, None]
     gl.store(p_final + p_tile, b_ds * (1 / RANGE), mask=o_v[:, None] < wanted)

@@ -16,19 +16,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.kernels.gluon.hopper import (
-    LOG2_E,
-    LOWEST,
-    add,
-    async_copy_rows,
-    causal_decay,
-    locate_chunk,
-    mma_layout,
-    mma_layout_split_n,
-    reinterpret,
-    row_layout,
-    store_rows,
-)
+from tokenmix_core.kernels.gluon import hopper
+from tokenmix_core.kernels.gluon.hopper import LOG2_E, LOWEST
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, range_factor
@@ -41,7 +30,7 @@ SMALLEST = gl.constexpr(2.0**-8)
 @gluon.jit
 def multiply(a, b, N: gl.constexpr):
     """Issue the WGMMA A B for 64 rows of A; return the pending accumulator."""
-    zero = gl.zeros([64, N], gl.float32, mma_layout(N, 4))
+    zero = gl.zeros([64, N], gl.float32, hopper.mma_layout(N, 4))
     return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
 
 
@@ -54,19 +43,19 @@ def accumulate(a, b, acc):
 @gluon.jit
 def scale_rows(b_x, x_i, D: gl.constexpr, WARPS: gl.constexpr = 4):
     """Return diag(x) X."""
-    return b_x * gl.convert_layout(x_i, gl.SliceLayout(1, mma_layout_split_n(D, WARPS)))[:, None]
+    return b_x * gl.convert_layout(x_i, gl.SliceLayout(1, hopper.mma_layout_split_n(D, WARPS)))[:, None]
 
 
 @gluon.jit
 def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr = 4):
     """Return ⟨x_i, y_i⟩ for the rows x_i of X, in registers, and y_i of Y, in shared memory."""
-    return gl.convert_layout(gl.sum(b_x * s_y.load(mma_layout_split_n(D, WARPS)).to(gl.float32), 1), row)
+    return gl.convert_layout(gl.sum(b_x * s_y.load(hopper.mma_layout_split_n(D, WARPS)).to(gl.float32), 1), row)
 
 
 @gluon.jit
 def square(s_x, i: gl.constexpr, D: gl.constexpr):
     """Return the i-th part `[64, 64]` of the buffer of a tile `[64, D]`."""
-    return reinterpret(s_x, s_x.dtype, [64, 64], gl.NVMMASharedLayout(128, 16), i)
+    return hopper.reinterpret(s_x, s_x.dtype, [64, 64], gl.NVMMASharedLayout(128, 16), i)
 
 
 @gluon.jit
@@ -74,19 +63,19 @@ def store_result(p_x, b_x, s_half, stride, rows, D: gl.constexpr):
     """Store a tile `[64, D]` through shared memory, 64 columns at a time."""
     if D == 64:
         s_half.store(b_x)
-        store_rows(p_x, s_half, stride, rows, 4)
+        hopper.store_rows(p_x, s_half, stride, rows, 4)
     else:
         b_first, b_second = gl.split(b_x.reshape([64, 2, 64]).permute((0, 2, 1)))
         s_half.store(b_first)
-        store_rows(p_x, s_half, stride, rows, 4)
+        hopper.store_rows(p_x, s_half, stride, rows, 4)
         s_half.store(b_second)
-        store_rows(p_x + 64, s_half, stride, rows, 4)
+        hopper.store_rows(p_x + 64, s_half, stride, rows, 4)
 
 
 @gluon.jit
 def unnormalise(b_dx, s_x, r_i, dot_i, D: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Return dx = r dx̂ − r x̂ (x̂ · dx̂) for x̂ = r x, r = (Σ x² + ε)^−½; `b_dx` holds r dx̂, `dot_i` holds x̂ · dx̂."""
-    b_x = s_x.load(mma_layout_split_n(D, WARPS)).to(gl.float32)
+    """Return dx = r dx̂ − r x̂ (x̂ · dx̂) for x̂ = r x, r = (Σ x² + ε)^−½; `b_dx` is r dx̂, `dot_i` is x̂ · dx̂."""
+    b_x = s_x.load(hopper.mma_layout_split_n(D, WARPS)).to(gl.float32)
     return b_dx - scale_rows(b_x, r_i * r_i * dot_i, D, WARPS)
 
 
@@ -127,7 +116,7 @@ def store_gate_gradients(p, x, stride, rows, last, V: gl.constexpr, row: gl.cons
     end = gl.sum(gl.load(p_end + gl.arange(0, V, gl.BlockedLayout([4], [32], [WARPS], [0]))), 0) * gl.exp2(last)
     end += gl.sum(gl.convert_layout(out_i * beta_i, line), 0)
     db_t = gl.convert_layout(gl.where(m_t, db_i - beta_i * dbeta_i, 0.0), line)
-    dg_i = gl.convert_layout(gl.associative_scan(db_t, 0, add, reverse=True) + end, row)
+    dg_i = gl.convert_layout(gl.associative_scan(db_t, 0, hopper.add, reverse=True) + end, row)
     g_i = gl.load(p_g + p_t, mask=m_t, other=0.0).to(gl.float32)
     gl.store(p_dg + p_t, gl.where(g_i * LOG2_E < LOWEST, 0.0, dg_i).to(p_dg.dtype.element_ty), mask=m_t)
 
@@ -148,12 +137,12 @@ def backward_chunk_kernel(
     """
     dtype: gl.constexpr = q.dtype.element_ty
     RANGE: gl.constexpr = range_factor(dtype, K)
-    row: gl.constexpr = gl.SliceLayout(1, mma_layout(BT, 4))
-    col: gl.constexpr = gl.SliceLayout(0, mma_layout(BT, 4))
-    left: gl.constexpr = gl.DotOperandLayout(0, mma_layout(K, 4), 2)
+    row: gl.constexpr = gl.SliceLayout(1, hopper.mma_layout(BT, 4))
+    col: gl.constexpr = gl.SliceLayout(0, hopper.mma_layout(BT, 4))
+    left: gl.constexpr = gl.DotOperandLayout(0, hopper.mma_layout(K, 4), 2)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     i_slot, i_hv = gl.program_id(0), gl.program_id(1)
-    _, begin, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED, 4)
+    _, begin, length, start = hopper.locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED, 4)
     if start >= length:
         return
     first, rows = begin + start, length - start
@@ -173,13 +162,13 @@ def backward_chunk_kernel(
         s_dq = square(s_do, 0, V)
     else:
         s_dq = gl.allocate_shared_memory(dtype, [BT, BT], shared)
-    async_copy_rows(s_do, do + o_vo, HV * V, rows, 4)
-    async_copy_rows(s_dy, dv + o_vo, HV * V, rows, 4)
-    async_copy_rows(s_r, residual + o_vo, HV * V, rows, 4)
-    async_copy_rows(s_q, q + o_qk, H * K, rows, 4)
+    hopper.async_copy_rows(s_do, do + o_vo, HV * V, rows, 4)
+    hopper.async_copy_rows(s_dy, dv + o_vo, HV * V, rows, 4)
+    hopper.async_copy_rows(s_r, residual + o_vo, HV * V, rows, 4)
+    hopper.async_copy_rows(s_q, q + o_qk, H * K, rows, 4)
     async_copy.commit_group()
-    async_copy_rows(s_state, states + o_s, V, K, 4)
-    async_copy_rows(s_k, k + o_qk, H * K, rows, 4)
+    hopper.async_copy_rows(s_state, states + o_s, V, K, 4)
+    hopper.async_copy_rows(s_k, k + o_qk, H * K, rows, 4)
     async_copy.commit_group()
 
     p_gates = gates + (i_hv.to(gl.int64) * tokens + first) * 4
@@ -193,10 +182,10 @@ def backward_chunk_kernel(
     # E = scale dO Rᵀ ⊙ Γ; dQ̂ = scale γ dO Sᵀ + E β K̂
     async_copy.wait_group(1)
     b_e = multiply(s_do, s_r.permute((1, 0)), BT)
-    b_q = s_q.load(row_layout(K, 4)).to(gl.float32)
+    b_q = s_q.load(hopper.row_layout(K, 4)).to(gl.float32)
     rq_i = gl.convert_layout(gl.rsqrt(gl.sum(b_q * b_q, 1) + 1e-6), row)
     b_e = warpgroup_mma_wait(0, deps=[b_e])
-    b_e *= causal_decay(b_i, load_gate(p_gates, rows, col), o_i, o_j) * (scale * rq_i)[:, None]
+    b_e *= hopper.causal_decay(b_i, load_gate(p_gates, rows, col), o_i, o_j) * (scale * rq_i)[:, None]
     b_et, b_e = (b_e * d_j[None, :]).to(dtype), (b_e * w_j[None, :]).to(dtype)
     async_copy.wait_group(0)
     b_dq = multiply(s_do, s_state.permute((1, 0)), K)
@@ -212,11 +201,11 @@ def backward_chunk_kernel(
     # F = −dY Rᵀ ⊙ Γ, strictly below the diagonal; dK̂ = −γ dY Sᵀ + F β K̂ + β X
     b_f, b_dk = multiply(s_dy, s_r.permute((1, 0)), BT), multiply(s_dy, s_state.permute((1, 0)), K)
     b_f = warpgroup_mma_wait(1, deps=[b_f])
-    b_f *= -causal_decay(b_i, load_gate(p_gates, rows, col), o_i, o_j + 1) * r_i[:, None]
+    b_f *= -hopper.causal_decay(b_i, load_gate(p_gates, rows, col), o_i, o_j + 1) * r_i[:, None]
     b_ft, b_f = (b_f * d_j[None, :]).to(dtype), (b_f * w_j[None, :]).to(dtype)
     b_dk = warpgroup_mma_wait(0, deps=[b_dk])
     s_f.store(b_ft)
-    async_copy_rows(s_state, dstates + o_s, V, K, 4)
+    hopper.async_copy_rows(s_state, dstates + o_s, V, K, 4)
     async_copy.commit_group()
     b_dk = scale_rows(b_dk, -gl.exp2(b_i) * r_i * RANGE, K)
     fence_async_shared()
@@ -238,7 +227,7 @@ def backward_chunk_kernel(
     b_dk = unnormalise(b_dk, s_k, r_i, dot_k_i + beta_i * dbeta_i, K)
     if K == V:
         s_r.store(b_dk.to(dtype))
-        store_rows(dk + o_dqk, s_r, HV * K, rows, 4)
+        hopper.store_rows(dk + o_dqk, s_r, HV * K, rows, 4)
     else:
         store_result(dk + o_dqk, b_dk.to(dtype), s_dq, HV * K, rows, K)
 

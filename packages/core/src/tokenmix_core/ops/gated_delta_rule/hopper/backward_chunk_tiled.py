@@ -11,17 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
-from tokenmix_core.kernels.gluon.hopper import (
-    async_copy_rows,
-    barrier,
-    causal_decay,
-    locate_chunk,
-    mma_layout_split_n,
-    reinterpret,
-    row_layout,
-    store_rows,
-    wait_async_copies,
-)
+from tokenmix_core.kernels.gluon import hopper
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.gated_delta_rule.constants import SIZES
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import (
@@ -55,14 +45,14 @@ def backward_chunk_kernel(
     """
     dtype: gl.constexpr = q.dtype.element_ty
     RANGE: gl.constexpr = range_factor(dtype, K)
-    square: gl.constexpr = mma_layout_split_n(BT, WARPS)
-    tile: gl.constexpr = mma_layout_split_n(K, WARPS)
+    square: gl.constexpr = hopper.mma_layout_split_n(BT, WARPS)
+    tile: gl.constexpr = hopper.mma_layout_split_n(K, WARPS)
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     TILES: gl.constexpr = V // 64
     i_slot, i_hv = gl.program_id(0), gl.program_id(1)
-    _, begin, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED, WARPS)
+    _, begin, length, start = hopper.locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED, WARPS)
     if start >= length:
         return
     first, rows = begin + start, length - start
@@ -84,20 +74,20 @@ def backward_chunk_kernel(
         s_more = gl.allocate_shared_memory(dtype, [2, BT, 64], shared)
         s_e, s_et, s_f, s_ft = s_do.index(0), s_more.index(0), s_dy.index(0), s_more.index(1)
     # the store buffer reuses that of a tile of S
-    s_out = reinterpret(states_2.index((TILES - 1) % 2), dtype, [BT, K], shared)
+    s_out = hopper.reinterpret(states_2.index((TILES - 1) % 2), dtype, [BT, K], shared)
     for i in gl.static_range(TILES):
-        async_copy_rows(s_do.index(i), do + o_vo + i * 64, HV * V, rows, WARPS)
-        async_copy_rows(s_dy.index(i), dv + o_vo + i * 64, HV * V, rows, WARPS)
-        async_copy_rows(s_r.index(i), residual + o_vo + i * 64, HV * V, rows, WARPS)
-    async_copy_rows(s_q, q + o_qk, H * K, rows, WARPS)
+        hopper.async_copy_rows(s_do.index(i), do + o_vo + i * 64, HV * V, rows, WARPS)
+        hopper.async_copy_rows(s_dy.index(i), dv + o_vo + i * 64, HV * V, rows, WARPS)
+        hopper.async_copy_rows(s_r.index(i), residual + o_vo + i * 64, HV * V, rows, WARPS)
+    hopper.async_copy_rows(s_q, q + o_qk, H * K, rows, WARPS)
     async_copy.commit_group()
-    async_copy_rows(states_2.index(0), p_s, V, K, WARPS)
-    async_copy_rows(s_k, k + o_qk, H * K, rows, WARPS)
+    hopper.async_copy_rows(states_2.index(0), p_s, V, K, WARPS)
+    hopper.async_copy_rows(s_k, k + o_qk, H * K, rows, WARPS)
     async_copy.commit_group()
     if TILES > 1:
-        async_copy_rows(states_2.index(1), p_s + 64, V, K, WARPS)
+        hopper.async_copy_rows(states_2.index(1), p_s + 64, V, K, WARPS)
     else:
-        async_copy_rows(states_2.index(1), p_ds, V, K, WARPS)
+        hopper.async_copy_rows(states_2.index(1), p_ds, V, K, WARPS)
     async_copy.commit_group()
 
     p_gates = gates + (i_hv.to(gl.int64) * tokens + first) * 4
@@ -111,39 +101,39 @@ def backward_chunk_kernel(
     b_zero = gl.zeros([BT, K], gl.float32, tile)
 
     # E = scale dO Rᵀ ⊙ Γ and F = −dY Rᵀ ⊙ Γ, strictly below the diagonal, in the roundings for K and for Q
-    wait_async_copies(2)
+    hopper.wait_async_copies(2)
     b_e, b_f = zero, zero
     for i in gl.static_range(TILES):
         b_e = accumulate(s_do.index(i), s_r.index(i).permute((1, 0)), b_e)
         b_f = accumulate(s_dy.index(i), s_r.index(i).permute((1, 0)), b_f)
-    b_q = s_q.load(row_layout(K, WARPS)).to(gl.float32)
+    b_q = s_q.load(hopper.row_layout(K, WARPS)).to(gl.float32)
     rq_i = gl.convert_layout(gl.rsqrt(gl.sum(b_q * b_q, 1) + 1e-6), row)
     b_e, b_f = warpgroup_mma_wait(0, deps=[b_e, b_f])
     b_j = load_gate(p_gates, rows, col)
-    b_e *= causal_decay(b_i, b_j, o_i, o_j) * (scale * rq_i)[:, None]
-    b_f *= -causal_decay(b_i, b_j, o_i, o_j + 1) * r_i[:, None]
+    b_e *= hopper.causal_decay(b_i, b_j, o_i, o_j) * (scale * rq_i)[:, None]
+    b_f *= -hopper.causal_decay(b_i, b_j, o_i, o_j + 1) * r_i[:, None]
     b_et, b_e = (b_e * d_j[None, :]).to(dtype), (b_e * w_j[None, :]).to(dtype)
     b_ft, b_f = (b_f * d_j[None, :]).to(dtype), (b_f * w_j[None, :]).to(dtype)
 
     # dO Sᵀ and dY Sᵀ
     b_dq, b_dk = b_zero, b_zero
     for i in gl.static_range(TILES):
-        wait_async_copies(1)
+        hopper.wait_async_copies(1)
         b_dq = accumulate(s_do.index(i), states_2.index(i % 2).permute((1, 0)), b_dq)
         b_dk = accumulate(s_dy.index(i), states_2.index(i % 2).permute((1, 0)), b_dk)
         b_dq, b_dk = warpgroup_mma_wait(0, deps=[b_dq, b_dk])
-        barrier()
+        hopper.barrier()
         if i + 2 < TILES:
-            async_copy_rows(states_2.index(i % 2), p_s + (i + 2) * 64, V, K, WARPS)
+            hopper.async_copy_rows(states_2.index(i % 2), p_s + (i + 2) * 64, V, K, WARPS)
         elif i + 2 == TILES:
-            async_copy_rows(states_2.index(i % 2), p_ds, V, K, WARPS)
+            hopper.async_copy_rows(states_2.index(i % 2), p_ds, V, K, WARPS)
         async_copy.commit_group()
     s_e.store(b_e)
     s_et.store(b_et)
     s_f.store(b_f)
     s_ft.store(b_ft)
     fence_async_shared()
-    barrier()
+    hopper.barrier()
 
     # dQ̂ = scale γ dO Sᵀ + E β K̂
     b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale * rq_i * RANGE, K, WARPS)
@@ -152,11 +142,11 @@ def backward_chunk_kernel(
     dot_i = dot_rows(b_dq, s_q, row, K, WARPS)
     b_dq = unnormalise(b_dq, s_q, rq_i, dot_i, K, WARPS)
     s_out.store(b_dq.to(dtype))
-    barrier()
-    store_rows(dq + o_dqk, s_out, HV * K, rows, WARPS)
-    barrier()
+    hopper.barrier()
+    hopper.store_rows(dq + o_dqk, s_out, HV * K, rows, WARPS)
+    hopper.barrier()
     if TILES > 1:
-        async_copy_rows(states_2.index((TILES - 1) % 2), p_ds + 64, V, K, WARPS)
+        hopper.async_copy_rows(states_2.index((TILES - 1) % 2), p_ds + 64, V, K, WARPS)
     async_copy.commit_group()
 
     # dK̂ = −γ dY Sᵀ + F β K̂ + β X
@@ -168,12 +158,12 @@ def backward_chunk_kernel(
     # X = w R dSᵀ + Eᵀ Q̂ + Fᵀ K̂ is the gradient of β K̂
     b_x = b_zero
     for i in gl.static_range(TILES):
-        wait_async_copies(1)
+        hopper.wait_async_copies(1)
         b_x = accumulate(s_r.index(i), states_2.index((TILES + i) % 2).permute((1, 0)), b_x)
         b_x = warpgroup_mma_wait(0, deps=[b_x])
-        barrier()
+        hopper.barrier()
         if i + 2 < TILES:
-            async_copy_rows(states_2.index((TILES + i) % 2), p_ds + (i + 2) * 64, V, K, WARPS)
+            hopper.async_copy_rows(states_2.index((TILES + i) % 2), p_ds + (i + 2) * 64, V, K, WARPS)
         async_copy.commit_group()
     b_x = scale_rows(b_x, gl.exp2(last - b_i) * d_i, K, WARPS)
     out_i = dot_rows(b_x, s_k, row, K, WARPS) * (r_i / d_i)
@@ -185,8 +175,8 @@ def backward_chunk_kernel(
     b_dk += scale_rows(b_x, beta_i * (r_i / d_i), K, WARPS)
     b_dk = unnormalise(b_dk, s_k, r_i, dot_k_i + beta_i * dbeta_i, K, WARPS)
     s_out.store(b_dk.to(dtype))
-    barrier()
-    store_rows(dk + o_dqk, s_out, HV * K, rows, WARPS)
+    hopper.barrier()
+    hopper.store_rows(dk + o_dqk, s_out, HV * K, rows, WARPS)
 
     o_t, p_end = first * HV + i_hv, ends + (i_slot.to(gl.int64) * HV + i_hv) * V
     db_i = dot_i + dot_k_i

@@ -14,24 +14,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.kernels.gluon.hopper import (
-    async_copy_rows,
-    first_chunk,
-    mma_layout,
-    mma_layout_split_n,
-    pointer_or,
-    store_rows,
-)
+from tokenmix_core.kernels.gluon import hopper
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import (
-    gate_vectors,
-    load_gates,
-    range_factor,
-    score_factors,
-    store_gate_vectors,
-    write_factor,
-)
+from tokenmix_core.ops.gated_delta_rule.hopper import gates as gate_tiles
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import Chunks, Factors, locate_segment, reverse_scan_start
 from tokenmix_core.ops.gated_delta_rule.sequence_split import pass_back
 from tokenmix_core.ops.gated_delta_rule.tile_order import longest_first
@@ -60,11 +46,11 @@ def backward_state_kernel(
     WARPS: gl.constexpr = V // 16
     dtype: gl.constexpr = q.dtype.element_ty
     # dS is held multiplied by this factor, which keeps float16 operands from underflow
-    RANGE: gl.constexpr = range_factor(dtype, K, L2NORM)
-    tile: gl.constexpr = mma_layout(K, WARPS)
-    flat: gl.constexpr = mma_layout(BT, WARPS)
+    RANGE: gl.constexpr = gate_tiles.range_factor(dtype, K, L2NORM)
+    tile: gl.constexpr = hopper.mma_layout(K, WARPS)
+    flat: gl.constexpr = hopper.mma_layout(BT, WARPS)
     # warpgroups split the columns of P'
-    square: gl.constexpr = mma_layout_split_n(BT, WARPS)
+    square: gl.constexpr = hopper.mma_layout_split_n(BT, WARPS)
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
     flat_col: gl.constexpr = gl.SliceLayout(0, flat)
@@ -79,16 +65,16 @@ def backward_state_kernel(
     # an empty sequence also has a segment: its program copies the final state's gradient to the initial state's
     if (start >= length) & (start > 0):
         return
-    slot = first_chunk(i_n, begin, T, BT, PACKED)
+    slot = hopper.first_chunk(i_n, begin, T, BT, PACKED)
     s_qk, s_vo, s_at = H * K, HV * V, HV * BT
     p_k, p_q = k + (begin * H + i_hv // group) * K, q + (begin * H + i_hv // group) * K
-    p_do, p_dv = do + (begin * HV + i_hv) * V, pointer_or(dv, do) + (begin * HV + i_hv) * V
+    p_do, p_dv = do + (begin * HV + i_hv) * V, hopper.pointer_or(dv, do) + (begin * HV + i_hv) * V
     p_a = inverse + (begin * HV + i_hv) * BT
     # clamped, because an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     o_s = (slot * HV + i_hv) * K * V
-    p_ds, p_s, p_m = pointer_or(dstates, do) + o_s, states + o_s, pointer_or(remainders, states) + o_s
-    p_end = pointer_or(ends, gates) + (slot * HV + i_hv) * V
+    p_ds, p_s, p_m = hopper.pointer_or(dstates, do) + o_s, states + o_s, hopper.pointer_or(remainders, states) + o_s
+    p_end = hopper.pointer_or(ends, gates) + (slot * HV + i_hv) * V
 
     k_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
     q_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
@@ -102,7 +88,7 @@ def backward_state_kernel(
     s_dy = s_ds.slice(0, BT)
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
     s_gates = gl.allocate_shared_memory(gl.float32, [5, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    g = gate_vectors(s_gates)
+    g = gate_tiles.gate_vectors(s_gates)
 
     chunks, first = gl.cdiv(length, BT), start // BT
     end = gl.minimum(chunks, first + segment // BT)
@@ -123,17 +109,19 @@ def backward_state_kernel(
     zero, zero_p = gl.zeros([V, BT], gl.float32, flat), gl.zeros([BT, BT], gl.float32, square)
 
     token = gl.maximum(started - 1, 0) * BT
-    async_copy_rows(k_2.index(0), p_k + token.to(gl.int64) * s_qk, s_qk, length - token, WARPS)
-    async_copy_rows(q_2.index(0), p_q + token.to(gl.int64) * s_qk, s_qk, length - token, WARPS)
-    async_copy_rows(a_2.index(0), p_a + token.to(gl.int64) * s_at, s_at, length - token, WARPS)
-    async_copy_rows(do_2.index(0), p_do + token.to(gl.int64) * s_vo, s_vo, length - token, WARPS)
-    async_copy_rows(s_2.index(0), p_s + (token // BT).to(gl.int64) * HV * K * V, V, gl.minimum(length, 1) * K, WARPS)
+    hopper.async_copy_rows(k_2.index(0), p_k + token.to(gl.int64) * s_qk, s_qk, length - token, WARPS)
+    hopper.async_copy_rows(q_2.index(0), p_q + token.to(gl.int64) * s_qk, s_qk, length - token, WARPS)
+    hopper.async_copy_rows(a_2.index(0), p_a + token.to(gl.int64) * s_at, s_at, length - token, WARPS)
+    hopper.async_copy_rows(do_2.index(0), p_do + token.to(gl.int64) * s_vo, s_vo, length - token, WARPS)
+    hopper.async_copy_rows(
+        s_2.index(0), p_s + (token // BT).to(gl.int64) * HV * K * V, V, gl.minimum(length, 1) * K, WARPS
+    )
     if REMAINDERS:
-        async_copy_rows(
+        hopper.async_copy_rows(
             m_2.index(0), p_m + (token // BT).to(gl.int64) * HV * K * V, V, gl.minimum(length, 1) * K, WARPS
         )
     async_copy.commit_group()
-    b_b, b_w, b_r, b_last = load_gates(p_gates, token, length, line)
+    b_b, b_w, b_r, b_last = gate_tiles.load_gates(p_gates, token, length, line)
     for i in range(started - first):
         i_c = started - 1 - i
         token = i_c * BT
@@ -141,28 +129,30 @@ def backward_state_kernel(
         s_k, s_q, s_a, s_do = k_2.index(stage), q_2.index(stage), a_2.index(stage), do_2.index(stage)
         s_s = s_2.index(stage)
         last = b_last
-        store_gate_vectors(g, b_b, b_w, b_r, last, RANGE, write_factor(writes, slot + i_c, i_hv, HV))
+        gate_tiles.store_gate_vectors(
+            g, b_b, b_w, b_r, last, RANGE, gate_tiles.write_factor(writes, slot + i_c, i_hv, HV)
+        )
         async_copy.wait_group(0)
         if i_c > first:
             before = token.to(gl.int64) - BT
-            async_copy_rows(k_2.index(next_stage), p_k + before * s_qk, s_qk, BT, WARPS)
-            async_copy_rows(q_2.index(next_stage), p_q + before * s_qk, s_qk, BT, WARPS)
-            async_copy_rows(a_2.index(next_stage), p_a + before * s_at, s_at, BT, WARPS)
-            async_copy_rows(do_2.index(next_stage), p_do + before * s_vo, s_vo, BT, WARPS)
-            async_copy_rows(s_2.index(next_stage), p_s + (i_c - 1).to(gl.int64) * HV * K * V, V, K, WARPS)
+            hopper.async_copy_rows(k_2.index(next_stage), p_k + before * s_qk, s_qk, BT, WARPS)
+            hopper.async_copy_rows(q_2.index(next_stage), p_q + before * s_qk, s_qk, BT, WARPS)
+            hopper.async_copy_rows(a_2.index(next_stage), p_a + before * s_at, s_at, BT, WARPS)
+            hopper.async_copy_rows(do_2.index(next_stage), p_do + before * s_vo, s_vo, BT, WARPS)
+            hopper.async_copy_rows(s_2.index(next_stage), p_s + (i_c - 1).to(gl.int64) * HV * K * V, V, K, WARPS)
             if REMAINDERS:
-                async_copy_rows(m_2.index(next_stage), p_m + (i_c - 1).to(gl.int64) * HV * K * V, V, K, WARPS)
+                hopper.async_copy_rows(m_2.index(next_stage), p_m + (i_c - 1).to(gl.int64) * HV * K * V, V, K, WARPS)
             async_copy.commit_group()
-        b_b, b_w, b_r, b_last = load_gates(p_gates, token - BT, length, line)
+        b_b, b_w, b_r, b_last = gate_tiles.load_gates(p_gates, token - BT, length, line)
 
         b_p = warpgroup_mma(s_q, s_k.permute((1, 0)), zero_p, use_acc=False, is_async=True)
         b_dh = gl.convert_layout((b_ds * (1 / RANGE)).to(dtype), left)
         b_dr = warpgroup_mma(b_dh, s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
         s_ds.permute((1, 0)).store((b_ds * (1 / RANGE)).to(dtype))
         if i_c < end and not LOCAL:
-            store_rows(p_ds + i_c.to(gl.int64) * HV * K * V, s_ds, V, K, WARPS)
+            hopper.store_rows(p_ds + i_c.to(gl.int64) * HV * K * V, s_ds, V, K, WARPS)
 
-        b_factors, b_i, n_i = score_factors(s_q, g, scale, o_i, o_j, row, col, L2NORM, WARPS)
+        b_factors, b_i, n_i = gate_tiles.score_factors(s_q, g, scale, o_i, o_j, row, col, L2NORM, WARPS)
         b_p = warpgroup_mma_wait(1, deps=[b_p])
         s_p.store((b_p * b_factors).to(dtype))
         g.p.store(gl.exp2(b_i) * n_i * RANGE)
@@ -189,7 +179,7 @@ def backward_state_kernel(
         b_dy = gl.convert_layout((b_dy * g.y.load(flat_col)[None, :]).to(dtype), left_k)
         b_ds = warpgroup_mma(b_dy, s_k, b_ds, is_async=True)
         if i_c < end and not LOCAL:
-            store_rows(p_dv + token.to(gl.int64) * s_vo, s_dy, s_vo, length - token, WARPS)
+            hopper.store_rows(p_dv + token.to(gl.int64) * s_vo, s_dy, s_vo, length - token, WARPS)
         b_ds, b_dy, b_do = warpgroup_mma_wait(0, deps=[b_ds, b_dy, b_do])
 
     if LOCAL:

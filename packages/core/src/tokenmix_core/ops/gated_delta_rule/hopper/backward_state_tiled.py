@@ -14,27 +14,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.kernels.gluon.hopper import (
-    async_copy_rows,
-    barrier,
-    first_chunk,
-    mma_layout_split_n,
-    pointer_or,
-    store_rows,
-    wait_async_copies,
-)
+from tokenmix_core.kernels.gluon import hopper
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.gated_delta_rule.constants import SIZES
+from tokenmix_core.ops.gated_delta_rule.hopper import gates as gate_tiles
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import Columns, backward_state
 from tokenmix_core.ops.gated_delta_rule.hopper.forward_tiled import COLUMNS, WARPS
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import (
-    gate_vectors,
-    load_gates,
-    range_factor,
-    score_factors,
-    store_gate_vectors,
-    write_factor,
-)
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import Chunks, Factors, locate_segment, reverse_scan_start
 
 
@@ -47,7 +32,7 @@ def halves(x, D: gl.constexpr):
 @gluon.jit
 def state_dot(b_ds, s_parts, col: gl.constexpr, REMAINDERS: gl.constexpr):
     """Return ⟨dS', S⟩ by columns of V, over half of the rows; S with its rounding error if REMAINDERS."""
-    tile: gl.constexpr = mma_layout_split_n(s_parts.shape[1], WARPS)
+    tile: gl.constexpr = hopper.mma_layout_split_n(s_parts.shape[1], WARPS)
     b_s = s_parts.index(0).permute((1, 0)).load(tile).to(gl.float32)
     if REMAINDERS:
         b_s += s_parts.index(1).permute((1, 0)).load(tile).to(gl.float32)
@@ -57,9 +42,9 @@ def state_dot(b_ds, s_parts, col: gl.constexpr, REMAINDERS: gl.constexpr):
 @gluon.jit
 def prefetch_half(s_parts, p_s, p_m, stride, rows, i: gl.constexpr, REMAINDERS: gl.constexpr):
     """Issue cp.async of the i-th half of S, and of its rounding errors."""
-    async_copy_rows(s_parts.index(0), p_s + i * s_parts.shape[1] * stride, stride, rows, WARPS)
+    hopper.async_copy_rows(s_parts.index(0), p_s + i * s_parts.shape[1] * stride, stride, rows, WARPS)
     if REMAINDERS:
-        async_copy_rows(s_parts.index(1), p_m + i * s_parts.shape[1] * stride, stride, rows, WARPS)
+        hopper.async_copy_rows(s_parts.index(1), p_m + i * s_parts.shape[1] * stride, stride, rows, WARPS)
 
 
 @cached_launch
@@ -80,10 +65,10 @@ def backward_state_kernel(
     REMAINDERS: gl.constexpr = remainders is not None
     dtype: gl.constexpr = q.dtype.element_ty
     # dS is held multiplied by this factor, which keeps float16 operands from underflow
-    RANGE: gl.constexpr = range_factor(dtype, K, L2NORM)
+    RANGE: gl.constexpr = gate_tiles.range_factor(dtype, K, L2NORM)
     # the warpgroups split either half of the columns
-    tile: gl.constexpr = mma_layout_split_n(K // 2, WARPS)
-    flat: gl.constexpr = mma_layout_split_n(BT, WARPS)
+    tile: gl.constexpr = hopper.mma_layout_split_n(K // 2, WARPS)
+    flat: gl.constexpr = hopper.mma_layout_split_n(BT, WARPS)
     row: gl.constexpr = gl.SliceLayout(1, flat)
     col: gl.constexpr = gl.SliceLayout(0, flat)
     line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -96,17 +81,17 @@ def backward_state_kernel(
     # an empty sequence also has a segment: its program copies the final state's gradient to the initial state's
     if (start >= length) & (start > 0):
         return
-    slot = first_chunk(i_n, begin, T, BT, PACKED)
+    slot = hopper.first_chunk(i_n, begin, T, BT, PACKED)
     s_qk, s_vo, s_at = H * K, HV * V, HV * BT
     p_k, p_q = k + (begin * H + i_hv // group) * K, q + (begin * H + i_hv // group) * K
     o_vo = (begin * HV + i_hv) * V + i_v * BV
-    p_do, p_dv = do + o_vo, pointer_or(dv, do) + o_vo
+    p_do, p_dv = do + o_vo, hopper.pointer_or(dv, do) + o_vo
     p_a = inverse + (begin * HV + i_hv) * BT
     # clamped, because an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     o_s = (slot * HV + i_hv) * K * V + i_v * BV
-    p_ds, p_s, p_m = pointer_or(dstates, do) + o_s, states + o_s, pointer_or(remainders, states) + o_s
-    p_end = pointer_or(ends, gates) + (slot * HV + i_hv) * V + i_v * BV
+    p_ds, p_s, p_m = hopper.pointer_or(dstates, do) + o_s, states + o_s, hopper.pointer_or(remainders, states) + o_s
+    p_end = hopper.pointer_or(ends, gates) + (slot * HV + i_hv) * V + i_v * BV
 
     k_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
     q_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
@@ -119,7 +104,7 @@ def backward_state_kernel(
     s_dy = s_ds.slice(0, BT)
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
     s_gates = gl.allocate_shared_memory(gl.float32, [5, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    g = gate_vectors(s_gates)
+    g = gate_tiles.gate_vectors(s_gates)
 
     chunks, first = gl.cdiv(length, BT), start // BT
     end = gl.minimum(chunks, first + segment // BT)
@@ -142,16 +127,16 @@ def backward_state_kernel(
 
     token = gl.maximum(started - 1, 0) * BT
     before = token.to(gl.int64)
-    async_copy_rows(k_2.index(0), p_k + before * s_qk, s_qk, length - token, WARPS)
-    async_copy_rows(q_2.index(0), p_q + before * s_qk, s_qk, length - token, WARPS)
+    hopper.async_copy_rows(k_2.index(0), p_k + before * s_qk, s_qk, length - token, WARPS)
+    hopper.async_copy_rows(q_2.index(0), p_q + before * s_qk, s_qk, length - token, WARPS)
     async_copy.commit_group()
     chunk = (token // BT).to(gl.int64) * HV * K * V
     prefetch_half(parts, p_s + chunk, p_m + chunk, V, gl.minimum(length, 1) * K, 0, REMAINDERS)
     async_copy.commit_group()
-    async_copy_rows(s_a, p_a + before * s_at, s_at, length - token, WARPS)
-    async_copy_rows(s_do, p_do + before * s_vo, s_vo, length - token, WARPS)
+    hopper.async_copy_rows(s_a, p_a + before * s_at, s_at, length - token, WARPS)
+    hopper.async_copy_rows(s_do, p_do + before * s_vo, s_vo, length - token, WARPS)
     async_copy.commit_group()
-    b_b, b_w, b_r, b_last = load_gates(p_gates, token, length, line)
+    b_b, b_w, b_r, b_last = gate_tiles.load_gates(p_gates, token, length, line)
     for i in range(started - first):
         i_c = started - 1 - i
         token = i_c * BT
@@ -161,41 +146,43 @@ def backward_state_kernel(
         then = gl.maximum(i_c - 1, 0).to(gl.int64)
         some = gl.where(i_c > first, K, 0)
         last = b_last
-        store_gate_vectors(g, b_b, b_w, b_r, last, RANGE, write_factor(writes, slot + i_c, i_hv, HV))
-        wait_async_copies(2)
-        b_b, b_w, b_r, b_last = load_gates(p_gates, token - BT, length, line)
+        gate_tiles.store_gate_vectors(
+            g, b_b, b_w, b_r, last, RANGE, gate_tiles.write_factor(writes, slot + i_c, i_hv, HV)
+        )
+        hopper.wait_async_copies(2)
+        b_b, b_w, b_r, b_last = gate_tiles.load_gates(p_gates, token - BT, length, line)
 
         b_p = warpgroup_mma(s_q, s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
         s_ds.permute((1, 0)).store((b_ds * (1 / RANGE)).to(dtype))
         fence_async_shared()
-        barrier()
+        hopper.barrier()
         b_dr = warpgroup_mma(s_ds.permute((1, 0)), s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
         if i_c < end and not LOCAL:
-            store_rows(p_ds + here, s_ds, V, K, WARPS)
+            hopper.store_rows(p_ds + here, s_ds, V, K, WARPS)
 
         # terms of this sum cancel, so neither factor is rounded
         ds_0, ds_1 = halves(b_ds, K)
-        wait_async_copies(1)
+        hopper.wait_async_copies(1)
         b_end = state_dot(ds_0, parts, row, REMAINDERS)
-        barrier()
+        hopper.barrier()
         prefetch_half(parts, p_s + here, p_m + here, V, BT * K, 1, REMAINDERS)
         async_copy.commit_group()
-        async_copy_rows(k_2.index((i + 1) % 2), p_k + then * BT * s_qk, s_qk, some, WARPS)
-        async_copy_rows(q_2.index((i + 1) % 2), p_q + then * BT * s_qk, s_qk, some, WARPS)
+        hopper.async_copy_rows(k_2.index((i + 1) % 2), p_k + then * BT * s_qk, s_qk, some, WARPS)
+        hopper.async_copy_rows(q_2.index((i + 1) % 2), p_q + then * BT * s_qk, s_qk, some, WARPS)
         async_copy.commit_group()
 
-        b_factors, b_i, n_i = score_factors(s_q, g, scale, o_i, o_j, row, col, L2NORM, WARPS)
+        b_factors, b_i, n_i = gate_tiles.score_factors(s_q, g, scale, o_i, o_j, row, col, L2NORM, WARPS)
         b_p = warpgroup_mma_wait(1, deps=[b_p])
         s_p.store((b_p * b_factors).to(dtype))
         g.p.store(gl.exp2(b_i) * n_i * RANGE)
-        wait_async_copies(2)
+        hopper.wait_async_copies(2)
         b_dr = warpgroup_mma_wait(0, deps=[b_dr])
 
         # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; dY = Ãᵀ dR
         b_dr = warpgroup_mma(s_do.permute((1, 0)), s_p, b_dr * g.w.load(col)[None, :], is_async=True)
-        wait_async_copies(1)
+        hopper.wait_async_copies(1)
         b_end += state_dot(ds_1, parts, row, REMAINDERS)
-        barrier()
+        hopper.barrier()
         prefetch_half(parts, p_s + then * HV * K * V, p_m + then * HV * K * V, V, some, 0, REMAINDERS)
         async_copy.commit_group()
         if i_c < end and not LOCAL:
@@ -203,28 +190,28 @@ def backward_state_kernel(
         b_do = s_do.permute((1, 0)).load(flat).to(gl.float32) * g.p.load(col)[None, :]
         b_dr = warpgroup_mma_wait(0, deps=[b_dr])
         # dR, then γ dY, reuse the buffer of P'; γ dO that of dO
-        barrier()
+        hopper.barrier()
         s_p.store(b_dr.to(dtype))
         s_do.permute((1, 0)).store(b_do.to(dtype))
         fence_async_shared()
-        barrier()
+        hopper.barrier()
         b_dy = warpgroup_mma(s_p, s_a, zero, use_acc=False, is_async=True)
 
         # dS ← 2^b_last dS + scale Qᵀ (γ ⊙ dO) − Kᵀ (γ ⊙ dY)
         b_ds = warpgroup_mma(s_do.permute((1, 0)), s_q, b_ds * gl.exp2(last), is_async=True)
         b_dy = warpgroup_mma_wait(1, deps=[b_dy])
-        barrier()
+        hopper.barrier()
         s_dy.permute((1, 0)).store(b_dy.to(dtype))
         s_p.store((b_dy * g.y.load(col)[None, :]).to(dtype))
         fence_async_shared()
-        barrier()
+        hopper.barrier()
         b_ds = warpgroup_mma(s_p, s_k, b_ds, is_async=True)
         if i_c < end and not LOCAL:
-            store_rows(p_dv + token.to(gl.int64) * s_vo, s_dy, s_vo, length - token, WARPS)
+            hopper.store_rows(p_dv + token.to(gl.int64) * s_vo, s_dy, s_vo, length - token, WARPS)
         b_ds = warpgroup_mma_wait(0, deps=[b_ds])
-        barrier()
-        async_copy_rows(s_a, p_a + then * BT * s_at, s_at, some, WARPS)
-        async_copy_rows(s_do, p_do + then * BT * s_vo, s_vo, some, WARPS)
+        hopper.barrier()
+        hopper.async_copy_rows(s_a, p_a + then * BT * s_at, s_at, some, WARPS)
+        hopper.async_copy_rows(s_do, p_do + then * BT * s_vo, s_vo, some, WARPS)
         async_copy.commit_group()
     async_copy.wait_group(0)
 

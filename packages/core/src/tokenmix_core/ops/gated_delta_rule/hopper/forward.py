@@ -26,16 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.kernels.gluon.hopper import (
-    async_copy_rows,
-    causal_decay,
-    empty_parity,
-    first_chunk,
-    mma_layout,
-    parity,
-    pointer_or,
-    store_rows,
-)
+from tokenmix_core.kernels.gluon import hopper
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
@@ -88,12 +79,12 @@ def producer(
         if WRITES:
             factor = gl.load(p_w)
             p_w += HV
-        mbarrier.wait(empty.index(stage), empty_parity(i, NUM_STAGES))
-        async_copy_rows(k_s.index(stage), p_k, s_qk, rows, 4)
-        async_copy_rows(v_s.index(stage), p_v, s_vo, rows, 4)
-        async_copy_rows(a_s.index(stage), p_a, s_at, rows, 4)
+        mbarrier.wait(empty.index(stage), hopper.empty_parity(i, NUM_STAGES))
+        hopper.async_copy_rows(k_s.index(stage), p_k, s_qk, rows, 4)
+        hopper.async_copy_rows(v_s.index(stage), p_v, s_vo, rows, 4)
+        hopper.async_copy_rows(a_s.index(stage), p_a, s_at, rows, 4)
         if QUERIES:
-            async_copy_rows(q_s.index(stage), p_q, s_qk, rows, 4)
+            hopper.async_copy_rows(q_s.index(stage), p_q, s_qk, rows, 4)
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
         gates_s.index(stage * 4).store(b_b)
         gates_s.index(stage * 4 + 1).store(b_w)
@@ -121,8 +112,8 @@ def scan_states(pointers, tiles, results, barriers, rows, chunks, known, wanted,
     dtype: gl.constexpr = k_s.dtype
     BT: gl.constexpr = k_s.shape[1]
     K: gl.constexpr = k_s.shape[2]
-    tile: gl.constexpr = mma_layout(K, 4)
-    flat: gl.constexpr = mma_layout(BT, 4)
+    tile: gl.constexpr = hopper.mma_layout(K, 4)
+    flat: gl.constexpr = hopper.mma_layout(BT, 4)
     col: gl.constexpr = gl.SliceLayout(0, flat)
     left: gl.constexpr = gl.DotOperandLayout(0, flat, 2)
     left_k: gl.constexpr = gl.DotOperandLayout(0, tile, 2)
@@ -139,11 +130,11 @@ def scan_states(pointers, tiles, results, barriers, rows, chunks, known, wanted,
         s_y, s_w = gates_s.index(stage * 4 + 2), gates_s.index(stage * 4 + 3)
         decay = gl.exp2(last)
         b_h = b_s.to(dtype)
-        mbarrier.wait(full.index(stage), parity(i, NUM_STAGES))
+        mbarrier.wait(full.index(stage), hopper.parity(i, NUM_STAGES))
         fence_async_shared()
         # R = Ã (V − γ ⊙ K S); during the MMA S is stored for the epilogue
         b_y = warpgroup_mma(gl.convert_layout(b_h, left_k), s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        mbarrier.wait(states.index(1), empty_parity(i, 1))
+        mbarrier.wait(states.index(1), hopper.empty_parity(i, 1))
         s_s.store(b_h)
         fence_async_shared()
         mbarrier.arrive(states.index(0))
@@ -160,7 +151,7 @@ def scan_states(pointers, tiles, results, barriers, rows, chunks, known, wanted,
         # S ← 2^b_last S + Kᵀ (2^(b_last − b) β ⊙ R); during the MMA R is stored for the epilogue
         b_u = gl.convert_layout((b_r * s_w.load(col)[None, :]).to(dtype), left)
         b_s = warpgroup_mma(b_u, s_k, b_s, is_async=True)
-        mbarrier.wait(residuals.index(1), empty_parity(i, 1))
+        mbarrier.wait(residuals.index(1), hopper.empty_parity(i, 1))
         s_r.store(b_r.to(dtype))
         fence_async_shared()
         mbarrier.arrive(residuals.index(0))
@@ -185,9 +176,9 @@ def write_outputs(pointers, tiles, results, barriers, s_o, scale, span, HV: gl.c
     full, empty, states, residuals = barriers
     dtype: gl.constexpr = k_s.dtype
     BT: gl.constexpr = k_s.shape[1]
-    square: gl.constexpr = mma_layout(BT, 4)
+    square: gl.constexpr = hopper.mma_layout(BT, 4)
     BV: gl.constexpr = s_s.shape[1]
-    tile: gl.constexpr = mma_layout(BV, 4)
+    tile: gl.constexpr = hopper.mma_layout(BV, 4)
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
     row_o: gl.constexpr = gl.SliceLayout(1, tile)
@@ -196,11 +187,11 @@ def write_outputs(pointers, tiles, results, barriers, s_o, scale, span, HV: gl.c
     for i in range(chunks):
         stage = i % NUM_STAGES
         s_q, s_k, s_b, s_w = q_s.index(stage), k_s.index(stage), gates_s.index(stage * 4), gates_s.index(stage * 4 + 1)
-        mbarrier.wait(full.index(stage), parity(i, NUM_STAGES))
+        mbarrier.wait(full.index(stage), hopper.parity(i, NUM_STAGES))
         fence_async_shared()
         b_p = warpgroup_mma(s_q, s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
         b_i = s_b.load(row)
-        b_decay = causal_decay(b_i, s_b.load(col), o_i, o_j) * s_w.load(col)[None, :]
+        b_decay = hopper.causal_decay(b_i, s_b.load(col), o_i, o_j) * s_w.load(col)[None, :]
         if L2NORM:
             b_n = warpgroup_mma(s_q, s_q.permute((1, 0)), zero, use_acc=False, is_async=True)
             b_p = warpgroup_mma_wait(1, deps=[b_p])
@@ -213,22 +204,22 @@ def write_outputs(pointers, tiles, results, barriers, s_o, scale, span, HV: gl.c
             b_n = gl.full([BT], scale, gl.float32, row)
         b_p = gl.convert_layout((b_p * b_n[:, None]).to(dtype), gl.DotOperandLayout(0, tile, 2))
         b_g = gl.convert_layout(b_n * gl.exp2(b_i), row_o)
-        mbarrier.wait(states.index(0), parity(i, 1))
+        mbarrier.wait(states.index(0), hopper.parity(i, 1))
         b_o = warpgroup_mma(s_q, s_s, zero_o, use_acc=False, is_async=True)
         if SAVE:
-            store_rows(p_s, s_s, V, gl.where(i < before, 0, s_s.shape[0]), 4)
+            hopper.store_rows(p_s, s_s, V, gl.where(i < before, 0, s_s.shape[0]), 4)
         b_o = warpgroup_mma_wait(0, deps=[b_o])
         mbarrier.arrive(states.index(1))
         mbarrier.arrive(empty.index(stage))
         b_o *= b_g[:, None]
-        mbarrier.wait(residuals.index(0), parity(i, 1))
+        mbarrier.wait(residuals.index(0), hopper.parity(i, 1))
         b_o = warpgroup_mma(b_p, s_r, b_o, is_async=True)
         if SAVE:
-            store_rows(p_r, s_r, HV * V, gl.where(i < before, 0, rows), 4)
+            hopper.store_rows(p_r, s_r, HV * V, gl.where(i < before, 0, rows), 4)
         b_o, b_p = warpgroup_mma_wait(0, deps=[b_o, b_p])
         mbarrier.arrive(residuals.index(1))
         s_o.store(b_o.to(dtype))
-        store_rows(p_o, s_o, HV * V, gl.where(i < before, 0, rows), 4)
+        hopper.store_rows(p_o, s_o, HV * V, gl.where(i < before, 0, rows), 4)
         p_o += BT * HV * V
         p_r += BT * HV * V
         p_s += HV * s_s.shape[0] * V
@@ -243,11 +234,11 @@ def save_states(pointers, results, barriers, span, HV: gl.constexpr, V: gl.const
     s_s, s_r = results
     _, _, states, residuals = barriers
     for i in range(chunks):
-        mbarrier.wait(states.index(0), parity(i, 1))
-        store_rows(p_s, s_s, V, gl.where(i < before, 0, s_s.shape[0]), 4)
+        mbarrier.wait(states.index(0), hopper.parity(i, 1))
+        hopper.store_rows(p_s, s_s, V, gl.where(i < before, 0, s_s.shape[0]), 4)
         mbarrier.arrive(states.index(1))
-        mbarrier.wait(residuals.index(0), parity(i, 1))
-        store_rows(p_r, s_r, HV * V, gl.where(i < before, 0, rows), 4)
+        mbarrier.wait(residuals.index(0), hopper.parity(i, 1))
+        hopper.store_rows(p_r, s_r, HV * V, gl.where(i < before, 0, rows), 4)
         mbarrier.arrive(residuals.index(1))
         p_s += HV * s_s.shape[0] * V
         p_r += 64 * HV * V
@@ -312,7 +303,7 @@ def forward_kernel(
     # an empty sequence also has a segment: its program copies the initial state to the final state
     if (first >= length) & (first > 0):
         return
-    slot = first_chunk(i_n, begin, T, BT, PACKED)
+    slot = hopper.first_chunk(i_n, begin, T, BT, PACKED)
     begun = scan_start(gates, Factors(writes, slot, i_hv, HV), located, tokens, segment, L2NORM, 4)
     token = begin + begun
     o_qk, o_vo = (token * H + i_hv // (HV // H)) * K, (token * HV + i_hv) * V + i_v * BV
@@ -325,9 +316,9 @@ def forward_kernel(
     chunks, before = gl.cdiv(end - begun, BT), (first - begun) // BT
     span = Span(rows, before, chunks)
     o_state = (i_n.to(gl.int64) * HV + i_hv) * K * V + i_v * BV
-    p_initial, known = pointer_or(entering, gates) + (i_s.to(gl.int64) * HV + i_hv) * K * V + i_v * BV, V
+    p_initial, known = hopper.pointer_or(entering, gates) + (i_s.to(gl.int64) * HV + i_hv) * K * V + i_v * BV, V
     if first == 0:
-        p_initial = pointer_or(initial_state, gates) + o_state
+        p_initial = hopper.pointer_or(initial_state, gates) + o_state
         known = V if initial_state is not None else 0
     if begun < first:
         known = 0
@@ -340,9 +331,13 @@ def forward_kernel(
     if writes is not None:
         p_w = writes + slot.to(gl.int64) * HV + i_hv
     inputs = (q + o_qk, k + o_qk, v + o_vo, inverse + (token * HV + i_hv) * BT, p_gates, p_w)
-    ends = (p_initial, pointer_or(final_state, gates) + o_state, p_gates)
+    ends = (p_initial, hopper.pointer_or(final_state, gates) + o_state, p_gates)
     o_s = (slot * HV + i_hv) * K * V + i_v * BV
-    outputs = (pointer_or(o, v) + o_vo, pointer_or(residual, v) + o_vo, pointer_or(states, v) + o_s)
+    outputs = (
+        hopper.pointer_or(o, v) + o_vo,
+        hopper.pointer_or(residual, v) + o_vo,
+        hopper.pointer_or(states, v) + o_s,
+    )
     # one thread of each warpgroup: together 512 (four warpgroups) or 504 registers (three); the first gets the rest
     if warpgroups == 2:
         gl.warp_specialize(

@@ -13,16 +13,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.kernels.gluon.hopper import (
-    async_copy_rows,
-    barrier,
-    first_chunk,
-    mma_layout_split_n,
-    pointer_or,
-    row_layout,
-    store_rows,
-    wait_async_copies,
-)
+from tokenmix_core.kernels.gluon import hopper
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import gate_vectors, load_gates, store_gate_vectors, write_factor
@@ -50,8 +41,8 @@ def forward_kernel(
     """
     SAVE: gl.constexpr = o is None
     dtype: gl.constexpr = q.dtype.element_ty
-    tile: gl.constexpr = mma_layout_split_n(K, WARPS)
-    flat: gl.constexpr = mma_layout_split_n(BT, WARPS)
+    tile: gl.constexpr = hopper.mma_layout_split_n(K, WARPS)
+    flat: gl.constexpr = hopper.mma_layout_split_n(BT, WARPS)
     row: gl.constexpr = gl.SliceLayout(1, flat)
     col: gl.constexpr = gl.SliceLayout(0, flat)
     line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -63,17 +54,17 @@ def forward_kernel(
     # an empty sequence also has a segment: its program copies the initial state to the final state
     if (first >= length) & (first > 0):
         return
-    slot = first_chunk(i_n, begin, T, BT, PACKED)
+    slot = hopper.first_chunk(i_n, begin, T, BT, PACKED)
     begun = scan_start(gates, Factors(writes, slot, i_hv, HV), located, tokens, segment, L2NORM, WARPS)
     s_qk, s_vo, s_at = H * K, HV * V, HV * BT
     p_k, p_q = k + (begin * H + i_hv // group) * K, q + (begin * H + i_hv // group) * K
     o_vo = (begin * HV + i_hv) * V + i_v * BV
-    p_v, p_o, p_r = v + o_vo, pointer_or(o, v) + o_vo, pointer_or(residual, v) + o_vo
+    p_v, p_o, p_r = v + o_vo, hopper.pointer_or(o, v) + o_vo, hopper.pointer_or(residual, v) + o_vo
     p_a = inverse + (begin * HV + i_hv) * BT
     # clamped, because an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     o_s = (slot * HV + i_hv) * K * V + i_v * BV
-    p_s, p_m = pointer_or(states, v) + o_s, pointer_or(remainders, v) + o_s
+    p_s, p_m = hopper.pointer_or(states, v) + o_s, hopper.pointer_or(remainders, v) + o_s
 
     k_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
     v_2 = gl.allocate_shared_memory(dtype, [2, BT, BV], shared)
@@ -98,16 +89,16 @@ def forward_kernel(
     if initial_state is not None and first == 0:
         b_s = gl.load(initial_state + o_state + o_tile)
     if (first > 0) & (begun == first):
-        b_s = gl.load(pointer_or(entering, gates) + (i_s.to(gl.int64) * HV + i_hv) * K * V + o_tile)
+        b_s = gl.load(hopper.pointer_or(entering, gates) + (i_s.to(gl.int64) * HV + i_hv) * K * V + o_tile)
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     zero = gl.zeros([BT, BT], gl.float32, flat)
 
     token = begun.to(gl.int64)
-    async_copy_rows(k_2.index(0), p_k + token * s_qk, s_qk, length - begun, WARPS)
-    async_copy_rows(v_2.index(0), p_v + token * s_vo, s_vo, length - begun, WARPS)
-    async_copy_rows(a_2.index(0), p_a + token * s_at, s_at, length - begun, WARPS)
+    hopper.async_copy_rows(k_2.index(0), p_k + token * s_qk, s_qk, length - begun, WARPS)
+    hopper.async_copy_rows(v_2.index(0), p_v + token * s_vo, s_vo, length - begun, WARPS)
+    hopper.async_copy_rows(a_2.index(0), p_a + token * s_at, s_at, length - begun, WARPS)
     if not SAVE:
-        async_copy_rows(q_2.index(0), p_q + token * s_qk, s_qk, length - begun, WARPS)
+        hopper.async_copy_rows(q_2.index(0), p_q + token * s_qk, s_qk, length - begun, WARPS)
     async_copy.commit_group()
     b_b, b_w, b_r, b_last = load_gates(p_gates, begun, length, line)
     for i in range(gl.cdiv(end - begun, BT)):
@@ -123,15 +114,15 @@ def forward_kernel(
         s_s.permute((1, 0)).store(b_h)
         if SAVE:
             s_m.permute((1, 0)).store((b_s - b_h.to(gl.float32)).to(dtype))
-        wait_async_copies(0)
+        hopper.wait_async_copies(0)
         b_y = warpgroup_mma(s_s.permute((1, 0)), s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
         after = start.to(gl.int64) + BT
         left = length - start - BT
-        async_copy_rows(k_2.index(next_stage), p_k + after * s_qk, s_qk, left, WARPS)
-        async_copy_rows(v_2.index(next_stage), p_v + after * s_vo, s_vo, left, WARPS)
-        async_copy_rows(a_2.index(next_stage), p_a + after * s_at, s_at, left, WARPS)
+        hopper.async_copy_rows(k_2.index(next_stage), p_k + after * s_qk, s_qk, left, WARPS)
+        hopper.async_copy_rows(v_2.index(next_stage), p_v + after * s_vo, s_vo, left, WARPS)
+        hopper.async_copy_rows(a_2.index(next_stage), p_a + after * s_at, s_at, left, WARPS)
         if not SAVE:
-            async_copy_rows(q_2.index(next_stage), p_q + after * s_qk, s_qk, left, WARPS)
+            hopper.async_copy_rows(q_2.index(next_stage), p_q + after * s_qk, s_qk, left, WARPS)
         async_copy.commit_group()
         b_b, b_w, b_r, b_last = load_gates(p_gates, start + BT, length, line)
 
@@ -147,17 +138,17 @@ def forward_kernel(
         b_v = s_v.permute((1, 0)).load(flat).to(gl.float32)
         s_y.store((b_v + b_y * g.y.load(col)[None, :]).to(dtype))
         fence_async_shared()
-        barrier()
+        hopper.barrier()
         # R = Ã Y, and S ← 2^b_last S + Kᵀ (2^(b_last − b) β ⊙ R)
         b_x = warpgroup_mma(s_y, s_a.permute((1, 0)), zero, use_acc=False, is_async=True)
         if SAVE:
-            store_rows(p_s + chunk, s_s, V, gl.where(stored, K, 0), WARPS)
-            store_rows(p_m + chunk, s_m, V, gl.where(stored, K, 0), WARPS)
+            hopper.store_rows(p_s + chunk, s_s, V, gl.where(stored, K, 0), WARPS)
+            hopper.store_rows(p_m + chunk, s_m, V, gl.where(stored, K, 0), WARPS)
             b_x = warpgroup_mma_wait(0, deps=[b_x])
             s_r.permute((1, 0)).store(b_x.to(dtype))
         else:
             if L2NORM:
-                b_q = s_q.load(row_layout(K, WARPS)).to(gl.float32)
+                b_q = s_q.load(hopper.row_layout(K, WARPS)).to(gl.float32)
                 g.q.store(gl.rsqrt(gl.sum(b_q * b_q, 1) + 1e-6) * scale)
             else:
                 g.q.store(gl.full([BT], scale, gl.float32, line))
@@ -169,19 +160,19 @@ def forward_kernel(
             s_r.store(b_x.to(dtype))
         s_u.store((b_x * g.w.load(col)[None, :]).to(dtype))
         fence_async_shared()
-        barrier()
+        hopper.barrier()
         b_s = warpgroup_mma(s_u, s_k, b_s * gl.exp2(last), is_async=True)
         rows = gl.where(stored, length - start, 0)
         if SAVE:
-            store_rows(p_r + start.to(gl.int64) * s_vo, s_r, s_vo, rows, WARPS)
+            hopper.store_rows(p_r + start.to(gl.int64) * s_vo, s_r, s_vo, rows, WARPS)
         else:
             b_o = warpgroup_mma(s_r, s_p, b_o * gl.exp2(g.b.load(col))[None, :], is_async=True)
             b_o = warpgroup_mma_wait(0, deps=[b_o])
             s_y.permute((1, 0)).store((b_o * g.q.load(col)[None, :]).to(dtype))
-            barrier()
-            store_rows(p_o + start.to(gl.int64) * s_vo, s_y, s_vo, rows, WARPS)
+            hopper.barrier()
+            hopper.store_rows(p_o + start.to(gl.int64) * s_vo, s_y, s_vo, rows, WARPS)
         b_s = warpgroup_mma_wait(0, deps=[b_s])
-        barrier()
+        hopper.barrier()
     async_copy.wait_group(0)
     if not SAVE and end >= length:
         gl.store(final_state + o_state + o_tile, b_s)

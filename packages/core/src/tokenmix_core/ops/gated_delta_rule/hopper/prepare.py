@@ -15,16 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.kernels import tuning
-from tokenmix_core.kernels.gluon.hopper import (
-    LOG2_E,
-    LOWEST,
-    add,
-    async_copy_rows,
-    locate_chunk,
-    reinterpret,
-    split_hi_lo,
-    store_rows,
-)
+from tokenmix_core.kernels.gluon import hopper
+from tokenmix_core.kernels.gluon.hopper import LOG2_E, LOWEST
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
 
@@ -109,21 +101,21 @@ def invert(kk, s_gates, s_l, s_blocks, s_a, p_a, stride: gl.constexpr, rows, dty
         s_row.slice(16 * i, 16, 1).store(b_a.to(dtype))
         for j in gl.static_range(i + 1, 4):
             s_row.slice(16 * j, 16, 1).store(nothing)
-        a_ii, l_i = split_hi_lo(b_a, dtype), ()
+        a_ii, l_i = hopper.split_hi_lo(b_a, dtype), ()
         for m in gl.static_range(i):
             b_row, b_col = s_gates.index(4 + m).slice(16 * i, 16).load(row), s_c.slice(16 * m, 16).load(col)
-            l_i += (split_hi_lo(kk[i * (i + 1) // 2 + m] * (b_row[:, None] * b_col[None, :]), dtype),)
+            l_i += (hopper.split_hi_lo(kk[i * (i + 1) // 2 + m] * (b_row[:, None] * b_col[None, :]), dtype),)
         for j in gl.static_range(i):
             b_x = zero
             for m in gl.static_range(j, i):
                 b_x = split_multiply(at[m * (m + 1) // 2 + j], l_i[m], b_x)
-            xt = split_hi_lo(b_x, dtype)
+            xt = hopper.split_hi_lo(b_x, dtype)
             s_row.slice(16 * j, 16, 1).store(split_multiply(a_ii, xt, zero).to(dtype))
             if i < 3:
-                at += (split_hi_lo(split_multiply(xt, a_ii, zero), dtype),)
+                at += (hopper.split_hi_lo(split_multiply(xt, a_ii, zero), dtype),)
         if i < 3:
-            at += (split_hi_lo(s_l.index(i).permute((1, 0)).load(BLOCK), dtype),)
-        store_rows(p_a + 16 * i * stride, s_row, stride, rows - 16 * i, 1)
+            at += (hopper.split_hi_lo(s_l.index(i).permute((1, 0)).load(BLOCK), dtype),)
+        hopper.store_rows(p_a + 16 * i * stride, s_row, stride, rows - 16 * i, 1)
 
 
 @gluon.jit
@@ -150,7 +142,7 @@ def store_gates(p_gates, b_b, b_w, r_k, b_beta, rows):
 def find(i_u, units, T, N, H: gl.constexpr, cu_seqlens, BT: gl.constexpr, PACKED: gl.constexpr):
     """Return key head, first token and remaining tokens of a unit (chunk and key head); 0 tokens past the last unit."""
     i_slot = gl.minimum(i_u, units - 1) // H
-    _, begin, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED, 1)
+    _, begin, length, start = hopper.locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED, 1)
     return i_u % H, begin + start, gl.where(i_u < units, length - start, 0)
 
 
@@ -158,7 +150,7 @@ def find(i_u, units, T, N, H: gl.constexpr, cu_seqlens, BT: gl.constexpr, PACKED
 def prefetch_keys(s_k, k, token, i_h, H: gl.constexpr, rows, K: gl.constexpr):
     """Issue cp.async of a chunk's keys, in tiles of 64 columns."""
     for i in gl.static_range(K // 64):
-        async_copy_rows(s_k.index(i), k + (token * H + i_h) * K + i * 64, H * K, rows, 1)
+        hopper.async_copy_rows(s_k.index(i), k + (token * H + i_h) * K + i * 64, H * K, rows, 1)
     async_copy.commit_group()
 
 
@@ -177,7 +169,7 @@ def prepare_kernel(
     s_k = gl.allocate_shared_memory(dtype, [K // 64, BT, 64], gl.NVMMASharedLayout(128, 16))
     s_gates = gl.allocate_shared_memory(gl.float32, [7, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     s_l = gl.allocate_shared_memory(gl.float32, [4, 16, 16], plain)
-    s_blocks = reinterpret(s_l, gl.float32, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    s_blocks = hopper.reinterpret(s_l, gl.float32, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     # two stages: a row of blocks is computed while the one before is stored
     s_a = gl.allocate_shared_memory(dtype, [2, 16, BT], gl.NVMMASharedLayout(128, 16))
     o_t = gl.arange(0, BT, line)
@@ -217,7 +209,7 @@ def prepare_kernel(
             if group > 1 and i_g > 0:
                 b_g, b_beta = load_gates(g, beta, first, i_hv, HV, left, BT)
             b_w = b_beta.to(gl.float32) * r_k
-            b_b = gl.associative_scan(gl.maximum(b_g.to(gl.float32) * LOG2_E, LOWEST), 0, add)
+            b_b = gl.associative_scan(gl.maximum(b_g.to(gl.float32) * LOG2_E, LOWEST), 0, hopper.add)
             store_gates(gates + (i_hv.to(gl.int64) * tokens + first) * 4, b_b, b_w, r_k, b_beta.to(gl.float32), left)
             block_decays(s_gates, b_b, b_w, r_k, o_t)
             p_a = inverse + (first * HV + i_hv) * BT

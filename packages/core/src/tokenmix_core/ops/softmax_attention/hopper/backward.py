@@ -23,17 +23,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.kernels.gluon.hopper import (
-    LOG2_E,
-    async_copy_tile,
-    barrier,
-    locate_chunk,
-    mma_layout,
-    opaque_tile,
-    row_layout,
-    store_rows,
-    wait_async_copies,
-)
+from tokenmix_core.kernels.gluon import hopper
+from tokenmix_core.kernels.gluon.hopper import LOG2_E
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.masks import visible
 from tokenmix_core.kernels.tuning import register_limit
@@ -85,7 +76,7 @@ def holds_selected(selected, first, rows, BT: gl.constexpr):
 @gluon.jit
 def store_zeros(p_x, first, rows, stride, BT: gl.constexpr, D: gl.constexpr):
     """Store zeros in the rows `first` … `first + BT − 1` that exist."""
-    layout: gl.constexpr = row_layout(D, gl.num_warps())
+    layout: gl.constexpr = hopper.row_layout(D, gl.num_warps())
     o_t = first + gl.arange(0, BT, gl.SliceLayout(1, layout))
     o_d = gl.arange(0, D, gl.SliceLayout(0, layout))
     p_x += o_t.to(gl.int64)[:, None] * stride + o_d[None, :]
@@ -103,20 +94,20 @@ def dq_step(
         the index of the next tile, and dQ.
     """
     k, v = kv
-    k_s, v_s = opaque_tile(stage.k), opaque_tile(stage.v)
+    k_s, v_s = hopper.opaque_tile(stage.k), hopper.opaque_tile(stage.v)
     BT: gl.constexpr = k_s.shape[0]
-    wait_async_copies(0)
+    hopper.wait_async_copies(0)
     b_s, b_dp = mma_scores(given, k_s, v_s)
     i_next = i + 1 + gl.where(i + 1 < span.sink_tiles, 0, span.gap)
     # there is no tile after the last one to prefetch: 0 rows are copied
     left = gl.where(i + 1 < span.count, span.keys, 0)
-    async_copy_tile(next_stage.k, k.pointer, i_next * BT, left, k.stride, THREAD_RELATIVE=True)
-    async_copy_tile(next_stage.v, v.pointer, i_next * BT, left, v.stride, THREAD_RELATIVE=True)
+    hopper.async_copy_tile(next_stage.k, k.pointer, i_next * BT, left, k.stride, THREAD_RELATIVE=True)
+    hopper.async_copy_tile(next_stage.v, v.pointer, i_next * BT, left, v.stride, THREAD_RELATIVE=True)
     async_copy.commit_group()
     b_s = warpgroup_mma_wait(1, [b_s])
     b_p = gl.exp2(b_s * (given.scale * LOG2_E) - given.b_lse[:, None])
     if (i_k < span.full_min) | (i_k >= span.full_max):
-        o_k = gl.arange(0, BT, gl.SliceLayout(0, mma_layout(BT, gl.num_warps())))[None, :]
+        o_k = gl.arange(0, BT, gl.SliceLayout(0, hopper.mma_layout(BT, gl.num_warps())))[None, :]
         distance = minus_columns(given.o_q - i_k * BT, BT)
         m_s = visible(distance, i_k * BT + o_k, span.keys, span.window, span.sinks, CAUSAL, WINDOW)
         b_p = gl.where(m_s, b_p, 0.0)
@@ -141,7 +132,7 @@ def _backward_queries(
         if FILL and not wanted:
             store_zeros(dq + o_head, i_t * BT, queries, HQ * D, BT, D)
     if wanted:
-        scores: gl.constexpr = mma_layout(BT, gl.num_warps())
+        scores: gl.constexpr = hopper.mma_layout(BT, gl.num_warps())
         shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
         k_rows = Rows(k + i_b * s_kb + start * s_kt + i_hk * s_kh, s_kt)
         v_rows = Rows(v + i_b * s_vb + start * s_vt + i_hk * s_vh, s_vt)
@@ -153,12 +144,12 @@ def _backward_queries(
         do_s = gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared)
         stage_0 = allocate_keys(q.dtype.element_ty, BT, D, D)
         stage_1 = allocate_keys(q.dtype.element_ty, BT, D, D)
-        async_copy_tile(q_s, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BT, queries, s_qt)
-        async_copy_tile(do_s, do + i_b * s_db + start * s_dt + i_h * s_dh, i_t * BT, queries, s_dt)
+        hopper.async_copy_tile(q_s, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BT, queries, s_qt)
+        hopper.async_copy_tile(do_s, do + i_b * s_db + start * s_dt + i_h * s_dh, i_t * BT, queries, s_dt)
         async_copy.commit_group()
         i_k = gl.where(sink_tiles > 0, 0, gap)
-        async_copy_tile(stage_0.k, k_rows.pointer, i_k * BT, keys, s_kt)
-        async_copy_tile(stage_0.v, v_rows.pointer, i_k * BT, keys, s_vt)
+        hopper.async_copy_tile(stage_0.k, k_rows.pointer, i_k * BT, keys, s_kt)
+        hopper.async_copy_tile(stage_0.v, v_rows.pointer, i_k * BT, keys, s_vt)
         async_copy.commit_group()
 
         o_row = (i_b * HQ + i_h) * TQ + start
@@ -168,7 +159,7 @@ def _backward_queries(
         o_m = gl.arange(0, BT, gl.SliceLayout(1, scores))
         b_lse = gl.load(lse + o_row + i_t * BT + o_m, mask=i_t * BT + o_m < queries, other=0.0) * LOG2_E
 
-        b_dq = gl.zeros([BT, D], gl.float32, mma_layout(D, gl.num_warps()))
+        b_dq = gl.zeros([BT, D], gl.float32, hopper.mma_layout(D, gl.num_warps()))
         if bias is not None:
             p_bias = bias + (o_row + i_t * BT) * BIAS_COLUMNS
             store_bias(p_bias, b_lse, b_delta, queries - i_t * BT, scale * LOG2_E)
@@ -180,7 +171,7 @@ def _backward_queries(
             i_k, b_dq = dq_step(i + 1, i_k, b_dq, stage_1, stage_0, (k_rows, v_rows), given, span, CAUSAL, WINDOW)
         if count % 2 == 1:
             i_k, b_dq = dq_step(count - 1, i_k, b_dq, stage_0, stage_1, (k_rows, v_rows), given, span, CAUSAL, WINDOW)
-        wait_async_copies(0)
+        hopper.wait_async_copies(0)
         p_dq = dq + o_head + (i_t * BT).to(gl.int64) * (HQ * D)
         store_tile(p_dq, q_s, b_dq * scale, HQ * D, queries - i_t * BT)
 
@@ -203,7 +194,7 @@ def _backward_keys(
     queries = TQ
     keys = TK
     if PACKED:
-        i_n, start, queries, first_row = locate_chunk(i_t, TQ, BT, N, cu_seqlens, PACKED, gl.num_warps())
+        i_n, start, queries, first_row = hopper.locate_chunk(i_t, TQ, BT, N, cu_seqlens, PACKED, gl.num_warps())
         i_t = first_row // BT
         keys = queries
     if i_t * BT < keys:
@@ -234,17 +225,17 @@ def _backward_keys(
             Rows(bias + ((i_b * HQ + i_h) * TQ + start) * BIAS_COLUMNS, BIAS_COLUMNS),
             (s_qh, s_dh, TQ * BIAS_COLUMNS),
         )
-        async_copy_tile(k_s, k + i_b * s_kb + start * s_kt + i_hk * s_kh, first, keys, s_kt)
-        async_copy_tile(v_s, v + i_b * s_vb + start * s_vt + i_hk * s_vh, first, keys, s_vt)
+        hopper.async_copy_tile(k_s, k + i_b * s_kb + start * s_kt + i_hk * s_kh, first, keys, s_kt)
+        hopper.async_copy_tile(v_s, v + i_b * s_vb + start * s_vt + i_hk * s_vh, first, keys, s_vt)
         cursor = (m_min, m_min * 0, t_q)
         async_copy_queries(stage_0, heads, m_min * 0, t_q * BT, queries)
 
         adds_lse, adds_delta = bias_selector(0, BT), bias_selector(PARTS, BT)
-        o_k = first + gl.arange(0, BT, gl.SliceLayout(1, mma_layout(BT, gl.num_warps())))
+        o_k = first + gl.arange(0, BT, gl.SliceLayout(1, hopper.mma_layout(BT, gl.num_warps())))
         given = Keys(k_s, v_s, adds_lse, adds_delta, o_k, scale)
         mask = VisibleTo(o_k, shift, keys, window, sinks)
         span = QuerySpan(queries, m_min, full_min, full_max, m_max, count, order, mask)
-        zeros = gl.zeros([BT, D], gl.float32, mma_layout(D, gl.num_warps()))
+        zeros = gl.zeros([BT, D], gl.float32, hopper.mma_layout(D, gl.num_warps()))
         sums = (zeros, zeros)
         for i in range(0, count - 1, 2):
             cursor, sums = dkdv_step(
@@ -258,13 +249,13 @@ def _backward_keys(
                 count - 1, cursor, sums, stage_0, stage_1, heads, given, span, Masking(CAUSAL, WINDOW, False)
             )  # fmt: skip
         b_dk, b_dv = sums
-        wait_async_copies(0)
+        hopper.wait_async_copies(0)
         k_s.store((b_dk * scale).to(dk.dtype.element_ty))
         v_s.store(b_dv.to(dv.dtype.element_ty))
-        barrier()
+        hopper.barrier()
         o_x = (i_b * TK + start + first) * H * D + i_hk * D
-        store_rows(dk + o_x, k_s, H * D, keys - first, gl.num_warps())
-        store_rows(dv + o_x, v_s, H * D, keys - first, gl.num_warps())
+        hopper.store_rows(dk + o_x, k_s, H * D, keys - first, gl.num_warps())
+        hopper.store_rows(dv + o_x, v_s, H * D, keys - first, gl.num_warps())
 
 
 def backward_queries(q, k, v, o, do, lse, dlse, delta, bias, dq, cu_seqlens, mask, scale, selected, fill=True) -> None:

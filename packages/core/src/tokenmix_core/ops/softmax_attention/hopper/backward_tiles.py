@@ -8,14 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from tokenmix_core.kernels.gluon.hopper import (
-    LOG2_E,
-    async_copy_tile,
-    mma_layout,
-    opaque,
-    opaque_tile,
-    wait_async_copies,
-)
+from tokenmix_core.kernels.gluon import hopper
+from tokenmix_core.kernels.gluon.hopper import LOG2_E
 from tokenmix_core.kernels.triton.masks import visible, within
 from tokenmix_core.ops.softmax_attention.hopper.bias_columns import allocate_bias
 from tokenmix_core.ops.softmax_attention.steps import Rows
@@ -118,7 +112,7 @@ def allocate_queries(dtype: gl.constexpr, BT: gl.constexpr, K: gl.constexpr, V: 
 @gluon.jit
 def minus_columns(b_row, columns: gl.constexpr):
     """Return `b_row[i] − j` for row i and column j; a thread's columns are constant offsets from its first column."""
-    o_c = gl.arange(0, columns, gl.SliceLayout(0, mma_layout(columns, gl.num_warps())))[None, :]
+    o_c = gl.arange(0, columns, gl.SliceLayout(0, hopper.mma_layout(columns, gl.num_warps())))[None, :]
     return b_row[:, None] - o_c % 8 - o_c // 8 * 8
 
 
@@ -129,8 +123,8 @@ def plus_columns(b_row, columns: gl.constexpr):
     The value is opaque: Triton's axis analysis takes a multiple of 16 minus the rows 0, 1, … for multiples of 16, and
     would then compare one column for several.
     """
-    o_c = gl.arange(0, columns, gl.SliceLayout(0, mma_layout(columns, gl.num_warps())))
-    return opaque(b_row)[:, None] + (o_c % 8)[None, :] + (o_c // 8 * 8)[None, :]
+    o_c = gl.arange(0, columns, gl.SliceLayout(0, hopper.mma_layout(columns, gl.num_warps())))
+    return hopper.opaque(b_row)[:, None] + (o_c % 8)[None, :] + (o_c // 8 * 8)[None, :]
 
 
 @gluon.jit
@@ -139,9 +133,9 @@ def async_copy_queries(stage: QueryStage, heads: Heads, i_h, first, queries):
     i_h = i_h.to(gl.int64)
     q, do, bias = heads.q, heads.do, heads.bias
     s_q, s_do, s_bias = heads.strides
-    async_copy_tile(stage.q, q.pointer + i_h * s_q, first, queries, q.stride, THREAD_RELATIVE=True)
-    async_copy_tile(stage.do, do.pointer + i_h * s_do, first, queries, do.stride, THREAD_RELATIVE=True)
-    async_copy_tile(stage.bias, bias.pointer + i_h * s_bias, first, queries, bias.stride, THREAD_RELATIVE=True)
+    hopper.async_copy_tile(stage.q, q.pointer + i_h * s_q, first, queries, q.stride, THREAD_RELATIVE=True)
+    hopper.async_copy_tile(stage.do, do.pointer + i_h * s_do, first, queries, do.stride, THREAD_RELATIVE=True)
+    hopper.async_copy_tile(stage.bias, bias.pointer + i_h * s_bias, first, queries, bias.stride, THREAD_RELATIVE=True)
     async_copy.commit_group()
 
 
@@ -156,9 +150,9 @@ def advance(i_q, i_h, m_min, m_max):
 def mma_scores(given: Queries, k_s, v_s):
     """Start S = Q Kᵀ, then dP = dO Vᵀ."""
     BT: gl.constexpr = k_s.shape[0]
-    zeros = gl.zeros([BT, BT], gl.float32, mma_layout(BT, gl.num_warps()))
-    b_s = warpgroup_mma(opaque_tile(given.q), k_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    b_dp = warpgroup_mma(opaque_tile(given.do), v_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    zeros = gl.zeros([BT, BT], gl.float32, hopper.mma_layout(BT, gl.num_warps()))
+    b_s = warpgroup_mma(hopper.opaque_tile(given.q), k_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    b_dp = warpgroup_mma(hopper.opaque_tile(given.do), v_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     return b_s, b_dp
 
 
@@ -167,7 +161,7 @@ def mma_dq(b_p, b_dp, given: Queries, k_s, b_dq):
     """Wait for dP and return dQ + dS K with dS = P ∘ (dP − delta)."""
     b_dp = warpgroup_mma_wait(0, [b_dp])
     b_ds = (b_p * (b_dp - given.b_delta[:, None])).to(k_s.dtype)
-    sums: gl.constexpr = mma_layout(k_s.shape[1], gl.num_warps())
+    sums: gl.constexpr = hopper.mma_layout(k_s.shape[1], gl.num_warps())
     b_ds = gl.convert_layout(b_ds, gl.DotOperandLayout(0, sums, 2))
     b_dq = warpgroup_mma(b_ds, k_s, b_dq, is_async=True)
     # listing b_ds in deps keeps its registers live until the WGMMA has read them
@@ -180,12 +174,14 @@ def mma_scores_transposed(given: Keys, stage: QueryStage):
     """Start K Qᵀ − lse / scale, then V dOᵀ − delta."""
     BN: gl.constexpr = given.k.shape[0]
     BM: gl.constexpr = stage.q.shape[0]
-    zeros = gl.zeros([BN, BM], gl.float32, mma_layout(BM, gl.num_warps()))
+    zeros = gl.zeros([BN, BM], gl.float32, hopper.mma_layout(BM, gl.num_warps()))
     b_bias = stage.bias.permute((1, 0))
     b_st = warpgroup_mma(given.adds_lse, b_bias, zeros, use_acc=False, is_async=True)
-    b_st = warpgroup_mma(opaque_tile(given.k), opaque_tile(stage.q).permute((1, 0)), b_st, is_async=True)
+    b_st = warpgroup_mma(hopper.opaque_tile(given.k), hopper.opaque_tile(stage.q).permute((1, 0)), b_st, is_async=True)
     b_dpt = warpgroup_mma(given.adds_delta, b_bias, zeros, use_acc=False, is_async=True)
-    b_dpt = warpgroup_mma(opaque_tile(given.v), opaque_tile(stage.do).permute((1, 0)), b_dpt, is_async=True)
+    b_dpt = warpgroup_mma(
+        hopper.opaque_tile(given.v), hopper.opaque_tile(stage.do).permute((1, 0)), b_dpt, is_async=True
+    )
     return b_st, b_dpt
 
 
@@ -218,9 +214,9 @@ def dkdv_step(
     o_k = given.o_k
     BT: gl.constexpr = stage.q.shape[0]
     dtype: gl.constexpr = stage.q.dtype
-    left_k: gl.constexpr = gl.DotOperandLayout(0, mma_layout(stage.q.shape[1], gl.num_warps()), 2)
-    left_v: gl.constexpr = gl.DotOperandLayout(0, mma_layout(stage.do.shape[1], gl.num_warps()), 2)
-    wait_async_copies(0)
+    left_k: gl.constexpr = gl.DotOperandLayout(0, hopper.mma_layout(stage.q.shape[1], gl.num_warps()), 2)
+    left_v: gl.constexpr = gl.DotOperandLayout(0, hopper.mma_layout(stage.do.shape[1], gl.num_warps()), 2)
+    hopper.wait_async_copies(0)
     b_st, b_dpt = mma_scores_transposed(given, stage)
     i_next, i_h = advance(i_q, i_h, span.m_min, span.m_max)
     if masking.LISTED:
@@ -243,16 +239,16 @@ def dkdv_step(
             )  # fmt: skip
             b_pt = gl.where(m_s, b_pt, 0.0)
     b_left = gl.convert_layout(b_pt.to(dtype), left_v)
-    b_dv = warpgroup_mma(b_left, opaque_tile(stage.do), sums[1], is_async=True)
+    b_dv = warpgroup_mma(b_left, hopper.opaque_tile(stage.do), sums[1], is_async=True)
     b_dpt = warpgroup_mma_wait(1, [b_dpt])
     b_dst = b_pt * b_dpt
     if masking.LISTED:
         b_dm = sums[2]
         if mask.b_away is not None:
-            o_q = i_q * BT + mask.shift + gl.arange(0, BT, gl.SliceLayout(0, mma_layout(BT, gl.num_warps())))
+            o_q = i_q * BT + mask.shift + gl.arange(0, BT, gl.SliceLayout(0, hopper.mma_layout(BT, gl.num_warps())))
             b_dm += gl.sum(gl.where(o_q[None, :] >= mask.b_away[:, None], b_dst, 0.0), 1)
     b_right = gl.convert_layout(b_dst.to(dtype), left_k)
-    b_dk = warpgroup_mma(b_right, opaque_tile(stage.q), sums[0], is_async=True)
+    b_dk = warpgroup_mma(b_right, hopper.opaque_tile(stage.q), sums[0], is_async=True)
     # listing b_left and b_right in deps keeps their registers live until the WGMMAs have read them
     b_dk, b_dv, b_left, b_right = warpgroup_mma_wait(0, [b_dk, b_dv, b_left, b_right])
     if masking.LISTED:

@@ -22,14 +22,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.kernels.gluon import online_softmax
 from tokenmix_core.kernels.gluon.hopper import async_copy_tile, barrier, mma_layout, wait_async_copies
-from tokenmix_core.kernels.gluon.online_softmax import (
-    finalize,
-    needs_running_max,
-    quad_row_sums,
-    softmax_step,
-    sums_in_range,
-)
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.masks import visible
 from tokenmix_core.ops.softmax_attention import tuning
@@ -77,7 +71,7 @@ def _forward(
         # one pass, and a second one with a running maximum if the sums leave the safe range
         passes = count * 0 + 1
         running_max = count * 0
-        if needs_running_max(dtype):
+        if online_softmax.needs_running_max(dtype):
             running_max += 1
         while passes == 1:
             i_k = tile_from_last(0, count, sink_tiles, gap)
@@ -89,7 +83,7 @@ def _forward(
             b_o = gl.zeros([BT, D], gl.float32, sums)
             b_shift = gl.zeros([BT], gl.float32, row)
             b_m = gl.full([BT], float("-inf"), gl.float32, row)
-            b_sums = quad_row_sums(zeros)
+            b_sums = online_softmax.quad_row_sums(zeros)
             for i in range(count):
                 # with one stage V is still in flight
                 wait_async_copies(2 - NUM_STAGES)
@@ -113,7 +107,7 @@ def _forward(
                     distance = (first - i_k * BT + o_m)[:, None] - o_k
                     m_s = visible(distance, i_k * BT + o_k, keys, window, sinks, CAUSAL, WINDOW)
                     b_s = gl.where(m_s, b_s, float("-inf"))
-                b_p, b_m, b_shift, b_sums, b_o = softmax_step(
+                b_p, b_m, b_shift, b_sums, b_o = online_softmax.softmax_step(
                     b_s, b_m, b_shift, b_sums, b_o, scale, (i == 0) | (running_max == 1)
                 )
                 b_left = gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, sums, 2))
@@ -128,12 +122,12 @@ def _forward(
                     async_copy.commit_group()
                 i_k = i_next
             b_l = gl.convert_layout(gl.sum(b_sums, 1), row)
-            passes = gl.where(sums_in_range(b_l) | (running_max == 1), 0, 1)
+            passes = gl.where(online_softmax.sums_in_range(b_l) | (running_max == 1), 0, 1)
             running_max = passes
             # all warps' MMAs have read the buffers that a second pass fills
             wait_async_copies(0)
 
-        b_norm, b_lse = finalize(b_shift, b_l)
+        b_norm, b_lse = online_softmax.finalize(b_shift, b_l)
         o_row = (i_b * HQ + i_h) * TQ + start + i_t * BT
         gl.store(lse + o_row + o_m, b_lse, mask=i_t * BT + o_m < queries)
         b_o *= gl.convert_layout(b_norm, gl.SliceLayout(1, sums))[:, None]

@@ -29,22 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.kernels.gluon.hopper import (
-    allocate_mbarriers,
-    async_copy_rows,
-    mma_layout,
-    parity,
-    store_rows,
-    wait_full,
-)
-from tokenmix_core.kernels.gluon.online_softmax import (
-    expand_to_quads,
-    finalize,
-    needs_running_max,
-    quad_row_sums,
-    sums_in_range,
-    update_row_max,
-)
+from tokenmix_core.kernels.gluon import hopper, online_softmax
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.masks import visible
 from tokenmix_core.ops.softmax_attention.hopper import ROWS, constants
@@ -117,15 +102,15 @@ def produce_keys(n, k: Rows, v: Rows, buffers: Buffers, barriers: Barriers, span
     BN: gl.constexpr = buffers.k.shape[1]
     for i in range(n, n + span.count):
         stage = i % NUM_STAGES
-        empty = parity(i, NUM_STAGES) ^ 1
+        empty = hopper.parity(i, NUM_STAGES) ^ 1
         first = tile_from_last(i - n, span.count, span.sink_tiles, span.gap) * BN
         mbarrier.wait(barriers.k_empty.index(stage), empty)
-        async_copy_rows(
+        hopper.async_copy_rows(
             buffers.k.index(stage), k.pointer + first.to(gl.int64) * k.stride, k.stride, span.keys - first, 4
         )
         async_copy.mbarrier_arrive(barriers.k_full.index(stage), increment_count=False)
         mbarrier.wait(barriers.v_empty.index(stage), empty)
-        async_copy_rows(
+        hopper.async_copy_rows(
             buffers.v.index(stage), v.pointer + first.to(gl.int64) * v.stride, v.stride, span.keys - first, 4
         )
         async_copy.mbarrier_arrive(barriers.v_full.index(stage), increment_count=False)
@@ -136,10 +121,10 @@ def producer(q: Rows, k: Rows, v: Rows, buffers: Buffers, barriers: Barriers, sp
     """Copy Q, then K and V for one or two passes."""
     consumers: gl.constexpr = buffers.q.shape[0]
     for i in gl.static_range(consumers):
-        async_copy_rows(buffers.q.index(i), q.pointer + i * 64 * q.stride, q.stride, span.queries - i * 64, 4)
+        hopper.async_copy_rows(buffers.q.index(i), q.pointer + i * 64 * q.stride, q.stride, span.queries - i * 64, 4)
     async_copy.mbarrier_arrive(barriers.q_full.index(0), increment_count=False)
     produce_keys(0, k, v, buffers, barriers, span)
-    if not needs_running_max(buffers.q.dtype):  # noqa: SIM102
+    if not online_softmax.needs_running_max(buffers.q.dtype):  # noqa: SIM102
         if wants_second_pass(buffers.requests, barriers.decided):
             produce_keys(span.count, k, v, buffers, barriers, span)
 
@@ -149,7 +134,7 @@ def mask_tile(b_s, i_k, o_q, span: Span, CAUSAL: gl.constexpr, WINDOW: gl.conste
     """Set the scores of KV tile `i_k` to −∞ where a query does not see a key."""
     BN: gl.constexpr = b_s.shape[1]
     if (i_k < span.full_min) | (i_k >= span.full_max):
-        o_k = gl.arange(0, BN, gl.SliceLayout(0, mma_layout(BN, 4)))[None, :]
+        o_k = gl.arange(0, BN, gl.SliceLayout(0, hopper.mma_layout(BN, 4)))[None, :]
         distance = (o_q - i_k * BN)[:, None] - o_k
         m_s = visible(distance, i_k * BN + o_k, span.keys, span.window, span.sinks, CAUSAL, WINDOW)
         b_s = gl.where(m_s, b_s, float("-inf"))
@@ -172,49 +157,49 @@ def attention_pass(
     dtype: gl.constexpr = k_s.dtype
     BN: gl.constexpr = k_s.shape[1]
     D: gl.constexpr = k_s.shape[2]
-    scores: gl.constexpr = mma_layout(BN, 4)
-    sums: gl.constexpr = mma_layout(D, 4)
+    scores: gl.constexpr = hopper.mma_layout(BN, 4)
+    sums: gl.constexpr = hopper.mma_layout(D, 4)
     row: gl.constexpr = gl.SliceLayout(1, scores)
     left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     last = n + count - 1
     zeros = gl.zeros([64, BN], gl.float32, scores)
     b_o = gl.zeros([64, D], gl.float32, sums)
-    wait_full(k_full, n, last + 1, NUM_STAGES)
+    hopper.wait_full(k_full, n, last + 1, NUM_STAGES)
     fence_async_shared()
     b_s = warpgroup_mma(q_s, k_s.index(n % NUM_STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
     b_s = warpgroup_mma_wait(0, [b_s])
     mbarrier.arrive(k_empty.index(n % NUM_STAGES))
     b_s = mask_tile(b_s, tile_from_last(0, count, sink_tiles, gap), o_q, span, CAUSAL, WINDOW)
-    b_m, b_shift, b_shrink = update_row_max(b_s, gl.full([64], float("-inf"), gl.float32, row), scale)
+    b_m, b_shift, b_shrink = online_softmax.update_row_max(b_s, gl.full([64], float("-inf"), gl.float32, row), scale)
     b_p = gl.exp2(b_s * scale - b_shift[:, None])
-    b_sums = quad_row_sums(b_p)
+    b_sums = online_softmax.quad_row_sums(b_p)
     b_left = gl.convert_layout(b_p.to(dtype), left)
-    wait_full(k_full, n + 1, last + 1, NUM_STAGES)
+    hopper.wait_full(k_full, n + 1, last + 1, NUM_STAGES)
     for i in range(n + 1, last + 1):
         stage, previous = i % NUM_STAGES, (i - 1) % NUM_STAGES
         fence_async_shared()
         b_s = warpgroup_mma(q_s, k_s.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
         # P V of the previous tile overlaps this tile's S and softmax
-        mbarrier.wait(v_full.index(previous), parity(i - 1, NUM_STAGES))
+        mbarrier.wait(v_full.index(previous), hopper.parity(i - 1, NUM_STAGES))
         fence_async_shared()
         b_sum = warpgroup_mma(b_left, v_s.index(previous), b_o, is_async=True)
         b_s = warpgroup_mma_wait(1, [b_s])
         mbarrier.arrive(k_empty.index(stage))
         b_s = mask_tile(b_s, tile_from_last(i - n, count, sink_tiles, gap), o_q, span, CAUSAL, WINDOW)
         if RUNNING_MAX:
-            b_m, b_shift, b_shrink = update_row_max(b_s, b_m, scale)
-            b_sums *= expand_to_quads(b_shrink, zeros)
+            b_m, b_shift, b_shrink = online_softmax.update_row_max(b_s, b_m, scale)
+            b_sums *= online_softmax.expand_to_quads(b_shrink, zeros)
         b_p = gl.exp2(b_s * scale - b_shift[:, None])
-        b_sums += quad_row_sums(b_p)
+        b_sums += online_softmax.quad_row_sums(b_p)
         b_weights = b_p.to(dtype)
         # this wait keeps ptxas from moving the next one above the softmax
-        wait_full(k_full, i + 1, last + 1, NUM_STAGES)
+        hopper.wait_full(k_full, i + 1, last + 1, NUM_STAGES)
         b_o, b_left = warpgroup_mma_wait(0, [b_sum, b_left])
         mbarrier.arrive(v_empty.index(previous))
         if RUNNING_MAX:
             b_o *= gl.convert_layout(b_shrink, gl.SliceLayout(1, sums))[:, None]
         b_left = gl.convert_layout(b_weights, left)
-    mbarrier.wait(v_full.index(last % NUM_STAGES), parity(last, NUM_STAGES))
+    mbarrier.wait(v_full.index(last % NUM_STAGES), hopper.parity(last, NUM_STAGES))
     fence_async_shared()
     b_sum = warpgroup_mma(b_left, v_s.index(last % NUM_STAGES), b_o, is_async=True)
     b_o, b_left = warpgroup_mma_wait(0, [b_sum, b_left])
@@ -230,18 +215,18 @@ def consumer(
     """Compute and store O and lse of the CONSUMER-th 64 queries of the tile, whose first query is at `position`."""
     dtype: gl.constexpr = buffers.k.dtype
     D: gl.constexpr = buffers.k.shape[2]
-    sums: gl.constexpr = mma_layout(D, 4)
-    row: gl.constexpr = gl.SliceLayout(1, mma_layout(buffers.k.shape[1], 4))
+    sums: gl.constexpr = hopper.mma_layout(D, 4)
+    row: gl.constexpr = gl.SliceLayout(1, hopper.mma_layout(buffers.k.shape[1], 4))
     q_s = buffers.q.index(CONSUMER)
     FIRST: gl.constexpr = CONSUMER * 64
     o_m = FIRST + gl.arange(0, 64, row)
     o_q = position + o_m
     mbarrier.wait(barriers.q_full.index(0), 0)
     b_o, b_shift, b_l = attention_pass(
-        0, q_s, buffers, barriers, span, o_q, scale, CAUSAL, WINDOW, RUNNING_MAX=needs_running_max(dtype)
+        0, q_s, buffers, barriers, span, o_q, scale, CAUSAL, WINDOW, RUNNING_MAX=online_softmax.needs_running_max(dtype)
     )
-    if not needs_running_max(dtype):
-        request = gl.where(sums_in_range(b_l), 0, 1)
+    if not online_softmax.needs_running_max(dtype):
+        request = gl.where(online_softmax.sums_in_range(b_l), 0, 1)
         line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         buffers.requests.slice(CONSUMER * 32, 32).store(gl.full([32], request, gl.int32, line))
         mbarrier.arrive(barriers.decided.index(0))
@@ -250,11 +235,11 @@ def consumer(
                 span.count, q_s, buffers, barriers, span, o_q, scale, CAUSAL, WINDOW, RUNNING_MAX=True
             )
 
-    b_norm, b_lse = finalize(b_shift, b_l)
+    b_norm, b_lse = online_softmax.finalize(b_shift, b_l)
     gl.store(p_lse + o_m, b_lse, mask=o_m < span.queries)
     # O passes through this consumer's Q buffer, so that a thread stores 16 bytes at once
     q_s.store((b_o * gl.convert_layout(b_norm, gl.SliceLayout(1, sums))[:, None]).to(dtype))
-    store_rows(o.pointer + FIRST * o.stride, q_s, o.stride, span.queries - FIRST, 4)
+    hopper.store_rows(o.pointer + FIRST * o.stride, q_s, o.stride, span.queries - FIRST, 4)
 
 
 @cached_launch
@@ -284,12 +269,12 @@ def _forward(
     v_s = gl.allocate_shared_memory(dtype, [stages, BN, D], shared)
     # full: arrivals of the producer's 128 threads; empty: one arrival per consumer
     barriers = Barriers(
-        allocate_mbarriers(1, 128),
-        allocate_mbarriers(stages, 128),
-        allocate_mbarriers(stages, consumers),
-        allocate_mbarriers(stages, 128),
-        allocate_mbarriers(stages, consumers),
-        allocate_mbarriers(1, consumers),
+        hopper.allocate_mbarriers(1, 128),
+        hopper.allocate_mbarriers(stages, 128),
+        hopper.allocate_mbarriers(stages, consumers),
+        hopper.allocate_mbarriers(stages, 128),
+        hopper.allocate_mbarriers(stages, consumers),
+        hopper.allocate_mbarriers(1, consumers),
     )
     o_first = i_b * TQ + start + i_t * BM
     q_rows = Rows(q + i_b * s_qb + (start + i_t * BM) * s_qt + i_h * s_qh, s_qt)

@@ -14,13 +14,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tokenmix_core.kernels.gluon.hopper import (
-    barrier,
-    mma_layout,
-    opaque,
-    row_layout,
-    wait_async_copies,
-)
+from tokenmix_core.kernels.gluon import hopper
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.tuning import register_limit
 from tokenmix_core.ops.softmax_attention.hopper.backward_tiles import (
@@ -57,7 +51,7 @@ from tokenmix_core.ops.sparse_attention.hopper.tiles import KeyList, async_gathe
 @gluon.jit
 def store_gathered(p_x, s_x, o_t, rows, stride):
     """Scatter an smem tile to the rows `o_t`, in the layout of rows, except those from `rows` on."""
-    layout: gl.constexpr = row_layout(s_x.shape[1], gl.num_warps())
+    layout: gl.constexpr = hopper.row_layout(s_x.shape[1], gl.num_warps())
     o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
     m_t = o_t < rows
     p_x += gl.where(m_t, o_t, 0).to(gl.int64)[:, None] * stride + o_d[None, :]
@@ -83,12 +77,12 @@ def _kept_attention_backward_keys(
     """Compute one work tile per program: a tile of columns by some or all of its query tiles, for a GQA group."""
     i_w = gl.program_id(0)
     if i_w < gl.load(totals + NUM_WORK):
-        scores: gl.constexpr = mma_layout(BT, gl.num_warps())
-        sums_k: gl.constexpr = mma_layout(K, gl.num_warps())
-        sums_v: gl.constexpr = mma_layout(V, gl.num_warps())
+        scores: gl.constexpr = hopper.mma_layout(BT, gl.num_warps())
+        sums_k: gl.constexpr = hopper.mma_layout(K, gl.num_warps())
+        sums_v: gl.constexpr = hopper.mma_layout(V, gl.num_warps())
         shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-        rows_k: gl.constexpr = gl.SliceLayout(1, row_layout(K, gl.num_warps()))
-        rows_v: gl.constexpr = gl.SliceLayout(1, row_layout(V, gl.num_warps()))
+        rows_k: gl.constexpr = gl.SliceLayout(1, hopper.row_layout(K, gl.num_warps()))
+        rows_v: gl.constexpr = gl.SliceLayout(1, hopper.row_layout(V, gl.num_warps()))
         i_x = gl.load(work_tiles + i_w)
         i_b, i_hk, start, keys, kept, p_list, begin, column, count = find_tile(
             facts, i_x, tiles, ranks, lists, B, U, H, HM
@@ -149,9 +143,9 @@ def _kept_attention_backward_keys(
                 total - 1, cursor, sums, stage_0, stage_1, heads, given, span, Masking(True, WINDOW, True)
             )  # fmt: skip
         b_dk, b_dv, b_dm = sums
-        wait_async_copies(0)
+        hopper.wait_async_copies(0)
         # loaded again: held through the loop, these values would take its registers
-        i_x = gl.load(work_tiles + opaque(i_w))
+        i_x = gl.load(work_tiles + hopper.opaque(i_w))
         i_b, i_hk, start, keys, kept, p_list, begin, column, count = find_tile(
             facts, i_x, tiles, ranks, lists, B, U, H, HM
         )
@@ -161,7 +155,7 @@ def _kept_attention_backward_keys(
         if gl.load(p_fact + SPLITS * tiles) == 1:
             k_s.store((b_dk * scale).to(dk.dtype.element_ty))
             v_s.store(b_dv.to(dv.dtype.element_ty))
-            barrier()
+            hopper.barrier()
             o_row = (i_b * TK + start) * H + i_hk
             o_rows = listed_columns(units, column, BT, UNIT, rows_k)
             store_gathered(dk + o_row * K, k_s, o_rows, keys, H * K)
@@ -172,7 +166,7 @@ def _kept_attention_backward_keys(
                 p_dm = dm + (i_b * H + i_hk) * TK + start + o_k
                 gl.store(p_dm, gl.where(kept, b_dm, 0.0), mask=o_k < keys)
         else:
-            split = opaque(i_w) - gl.load(p_fact + FIRST_WORK * tiles)
+            split = hopper.opaque(i_w) - gl.load(p_fact + FIRST_WORK * tiles)
             o_partial = (gl.load(p_fact + FIRST_PARTIAL * tiles) + split).to(gl.int64) * BT
             store_partial(partial_k + o_partial * K, b_dk, BT, sums_k)
             store_partial(partial_v + o_partial * V, b_dv, BT, sums_v)

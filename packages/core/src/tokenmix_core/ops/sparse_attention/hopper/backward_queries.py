@@ -18,16 +18,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.kernels.gluon.hopper import (
-    LOG2_E,
-    async_copy_tile,
-    barrier,
-    mma_layout,
-    opaque_tile,
-    row_layout,
-    store_rows,
-    wait_async_copies,
-)
+from tokenmix_core.kernels.gluon import hopper
+from tokenmix_core.kernels.gluon.hopper import LOG2_E
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.masks import within
 from tokenmix_core.kernels.tuning import register_limit
@@ -95,8 +87,8 @@ def async_copy_columns(stage: KeyStage, i, b_list, given: Columns, UNIT: gl.cons
     """
     k, v, units, listed_tiles, _, keys, n_min, _, _, total, _ = given
     BT: gl.constexpr = stage.k.shape[0]
-    rows_k: gl.constexpr = gl.SliceLayout(1, row_layout(stage.k.shape[1], gl.num_warps()))
-    rows_v: gl.constexpr = gl.SliceLayout(1, row_layout(stage.v.shape[1], gl.num_warps()))
+    rows_k: gl.constexpr = gl.SliceLayout(1, hopper.row_layout(stage.k.shape[1], gl.num_warps()))
+    rows_v: gl.constexpr = gl.SliceLayout(1, hopper.row_layout(stage.v.shape[1], gl.num_warps()))
     if i < listed_tiles:
         b_values = b_list
         if UNIT == 1 and stage.k.shape[1] != stage.v.shape[1]:
@@ -108,8 +100,8 @@ def async_copy_columns(stage: KeyStage, i, b_list, given: Columns, UNIT: gl.cons
         # nothing is copied behind the last tile
         left = gl.where(i < total, keys, 0)
         first = (n_min + i - listed_tiles) * BT
-        async_copy_tile(stage.k, k.pointer, first, left, k.stride, THREAD_RELATIVE=True)
-        async_copy_tile(stage.v, v.pointer, first, left, v.stride, THREAD_RELATIVE=True)
+        hopper.async_copy_tile(stage.k, k.pointer, first, left, k.stride, THREAD_RELATIVE=True)
+        hopper.async_copy_tile(stage.v, v.pointer, first, left, v.stride, THREAD_RELATIVE=True)
     async_copy.commit_group()
     return b_list
 
@@ -124,10 +116,10 @@ def dq_step(
     Returns:
         the list entries of the tile after the next, and dQ.
     """
-    k_s, v_s = opaque_tile(stage.k), opaque_tile(stage.v)
+    k_s, v_s = hopper.opaque_tile(stage.k), hopper.opaque_tile(stage.v)
     BT: gl.constexpr = k_s.shape[0]
     o_q = queries.o_q
-    wait_async_copies(0)
+    hopper.wait_async_copies(0)
     b_s, b_dp = mma_scores(queries, k_s, v_s)
     b_list = async_copy_columns(next_stage, i + 1, b_list, given, UNIT)
     b_s = warpgroup_mma_wait(1, [b_s])
@@ -136,7 +128,7 @@ def dq_step(
     if gl.where(i < given.listed_tiles, i >= given.unmasked // BT, (i_k < given.full_min) | (i_k >= given.full_max)):
         b_left = left_of(o_q, given.window, UNIT, WINDOW)
         if i < given.listed_tiles:
-            column: gl.constexpr = gl.SliceLayout(0, mma_layout(BT, gl.num_warps()))
+            column: gl.constexpr = gl.SliceLayout(0, hopper.mma_layout(BT, gl.num_warps()))
             o_k = listed_columns(given.units, i * BT, BT, UNIT, column)
             b_p = gl.where(within(o_k[None, :], b_left[:, None]), b_p, 0.0)
         else:
@@ -157,9 +149,9 @@ def _kept_attention_backward_queries(
     tile = locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BT, PACKED)
     i_b, i_h, i_hk, i_n, i_t, _, start, queries, keys = tile
     if i_t * BT < queries:
-        scores: gl.constexpr = mma_layout(BT, gl.num_warps())
+        scores: gl.constexpr = hopper.mma_layout(BT, gl.num_warps())
         shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-        rows_k: gl.constexpr = gl.SliceLayout(1, row_layout(K, gl.num_warps()))
+        rows_k: gl.constexpr = gl.SliceLayout(1, hopper.row_layout(K, gl.num_warps()))
         k_rows = Rows(k + i_b * s_kb + start * s_kt + i_hk * s_kh, s_kt)
         v_rows = Rows(v + i_b * s_vb + start * s_vt + i_hk * s_vh, s_vt)
         first = i_t * BT + keys - queries
@@ -176,8 +168,8 @@ def _kept_attention_backward_queries(
         do_s = gl.allocate_shared_memory(q.dtype.element_ty, [BT, V], shared)
         stage_0 = allocate_keys(q.dtype.element_ty, BT, K, V)
         stage_1 = allocate_keys(q.dtype.element_ty, BT, K, V)
-        async_copy_tile(q_s, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BT, queries, s_qt)
-        async_copy_tile(do_s, do + i_b * s_db + start * s_dt + i_h * s_dh, i_t * BT, queries, s_dt)
+        hopper.async_copy_tile(q_s, q + i_b * s_qb + start * s_qt + i_h * s_qh, i_t * BT, queries, s_qt)
+        hopper.async_copy_tile(do_s, do + i_b * s_db + start * s_dt + i_h * s_dh, i_t * BT, queries, s_dt)
         async_copy.commit_group()
         given = Columns(k_rows, v_rows, units, listed_tiles, unmasked, keys, n_min, full_min, full_max, total, window)
         b_list = async_copy_columns(stage_0, i_t * 0, read_list(units, 0, BT, UNIT, rows_k), given, UNIT)
@@ -191,19 +183,19 @@ def _kept_attention_backward_queries(
         p_bias = bias + (o_row + i_t * BT) * BIAS_COLUMNS
         store_bias(p_bias, b_lse, b_delta, queries - i_t * BT, scale * LOG2_E)
 
-        b_dq = gl.zeros([BT, K], gl.float32, mma_layout(K, gl.num_warps()))
+        b_dq = gl.zeros([BT, K], gl.float32, hopper.mma_layout(K, gl.num_warps()))
         resident = Queries(q_s, do_s, b_lse, b_delta, first + o_m, scale)
         for i in range(0, total - 1, 2):
             b_list, b_dq = dq_step(i, b_list, b_dq, stage_0, stage_1, given, resident, UNIT, WINDOW)
             b_list, b_dq = dq_step(i + 1, b_list, b_dq, stage_1, stage_0, given, resident, UNIT, WINDOW)
         if total % 2 == 1:
             b_list, b_dq = dq_step(total - 1, b_list, b_dq, stage_0, stage_1, given, resident, UNIT, WINDOW)
-        wait_async_copies(0)
+        hopper.wait_async_copies(0)
         # through smem, so that a thread stores 16 bytes at once
         q_s.store((b_dq * scale).to(dq.dtype.element_ty))
-        barrier()
+        hopper.barrier()
         p_dq = dq + ((i_b * TQ + start + i_t * BT) * HQ + i_h) * K
-        store_rows(p_dq, q_s, HQ * K, queries - i_t * BT, gl.num_warps())
+        hopper.store_rows(p_dq, q_s, HQ * K, queries - i_t * BT, gl.num_warps())
 
 
 def backward_queries(q, k, v, o, do, lse, dlse, bias, dq, keys: KeyLists, scale) -> None:

@@ -21,14 +21,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.chunking import chunk_slots
+from tokenmix_core.kernels.gluon import online_softmax
 from tokenmix_core.kernels.gluon.hopper import async_copy_tile, mma_layout, row_layout, wait_async_copies
-from tokenmix_core.kernels.gluon.online_softmax import (
-    finalize,
-    needs_running_max,
-    quad_row_sums,
-    softmax_step,
-    sums_in_range,
-)
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.softmax_attention.hopper.query_tile import locate_query_tile, store_tile
 from tokenmix_core.ops.softmax_attention.launch_args import listed_sizes, strides
@@ -83,7 +77,7 @@ def _kept_attention_forward(
         # one pass, and a second one with a running maximum if the sums leave the safe range
         passes = total * 0 + 1
         running_max = total * 0
-        if needs_running_max(dtype):
+        if online_softmax.needs_running_max(dtype):
             running_max += 1
         while passes == 1:
             i = gl.maximum(total - 1, 0)
@@ -94,7 +88,7 @@ def _kept_attention_forward(
             b_o = gl.zeros([BM, V], gl.float32, sums)
             b_shift = gl.zeros([BM], gl.float32, row)
             b_m = gl.full([BM], float("-inf"), gl.float32, row)
-            b_sums = quad_row_sums(zeros)
+            b_sums = online_softmax.quad_row_sums(zeros)
             for n in range(total):
                 wait_async_copies(0)
                 b_s = warpgroup_mma(q_s, k_s.index(n % 2).permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -113,7 +107,7 @@ def _kept_attention_forward(
                 if gl.where(i < listed_tiles, i >= unmasked // BN, (i_k < full_min) | (i_k >= full_max)):
                     o_k = columns(units, listed_tiles, i, n_min, BN, UNIT, gl.SliceLayout(0, scores))
                     b_s = gl.where(seen(first + o_m, o_k, i < listed_tiles, window, UNIT, WINDOW), b_s, float("-inf"))
-                b_p, b_m, b_shift, b_sums, b_o = softmax_step(
+                b_p, b_m, b_shift, b_sums, b_o = online_softmax.softmax_step(
                     b_s, b_m, b_shift, b_sums, b_o, scale, (n == 0) | (running_max == 1)
                 )
                 b_left = gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, sums, 2))
@@ -122,12 +116,12 @@ def _kept_attention_forward(
                 b_o, b_left = warpgroup_mma_wait(0, [b_o, b_left])
                 i -= 1
             b_l = gl.convert_layout(gl.sum(b_sums, 1), row)
-            passes = gl.where(sums_in_range(b_l) | (running_max == 1), 0, 1)
+            passes = gl.where(online_softmax.sums_in_range(b_l) | (running_max == 1), 0, 1)
             running_max = passes
             # all warps' MMAs have read the buffers that a second pass fills
             wait_async_copies(0)
 
-        b_norm, b_lse = finalize(b_shift, b_l)
+        b_norm, b_lse = online_softmax.finalize(b_shift, b_l)
         gl.store(lse + (i_b * HQ + i_h) * TQ + start + i_t * BM + o_m, b_lse, mask=i_t * BM + o_m < queries)
         # BM = BN if K ≠ V: then a V buffer holds a tile of O
         o_s = v_s.index(0)

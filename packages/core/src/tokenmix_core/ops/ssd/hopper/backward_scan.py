@@ -26,14 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tokenmix_core.chunking import num_sequences
-from tokenmix_core.kernels.gluon.hopper import (
-    async_copy_rows,
-    barrier,
-    mma_layout_split_n,
-    opaque,
-    store_rows,
-    wait_async_copies,
-)
+from tokenmix_core.kernels.gluon import hopper
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.ssd.hopper.forward import locate_span
 from tokenmix_core.ops.ssd.hopper.intra_chunk import PathSums, intra_chunk_gradients
@@ -72,10 +65,10 @@ def prefetch_chunk(stages, stage, p, o_t, rows):
     """Issue cp.async of a chunk's tokens, from row `o_t` on."""
     W: gl.constexpr = gl.num_warps()
     o_t = o_t.to(gl.int64)
-    async_copy_rows(stages.q.index(stage), p.q + o_t * p.stride_q, p.stride_q, rows, W, True)
-    async_copy_rows(stages.k.index(stage), p.k + o_t * p.stride_k, p.stride_k, rows, W, True)
-    async_copy_rows(stages.v.index(stage), p.v + o_t * p.stride_v, p.stride_v, rows, W, True)
-    async_copy_rows(stages.do.index(stage), p.do + o_t * p.stride_do, p.stride_do, rows, W, True)
+    hopper.async_copy_rows(stages.q.index(stage), p.q + o_t * p.stride_q, p.stride_q, rows, W, True)
+    hopper.async_copy_rows(stages.k.index(stage), p.k + o_t * p.stride_k, p.stride_k, rows, W, True)
+    hopper.async_copy_rows(stages.v.index(stage), p.v + o_t * p.stride_v, p.stride_v, rows, W, True)
+    hopper.async_copy_rows(stages.do.index(stage), p.do + o_t * p.stride_do, p.stride_do, rows, W, True)
 
 
 @gluon.jit
@@ -84,9 +77,9 @@ def store_chunk(d, stages, stage, crossing_h, later_h, o_out, HV, rows):
     W: gl.constexpr = gl.num_warps()
     K: gl.constexpr = stages.q.shape[2]
     V: gl.constexpr = stages.v.shape[2]
-    store_rows(d.q + o_out * K, stages.q.index(stage), HV * K, rows, W, True)
-    store_rows(d.k + o_out * K, stages.k.index(stage), HV * K, rows, W, True)
-    store_rows(d.v + o_out * V, stages.v.index(stage), HV * V, rows, W, True)
+    hopper.store_rows(d.q + o_out * K, stages.q.index(stage), HV * K, rows, W, True)
+    hopper.store_rows(d.k + o_out * K, stages.k.index(stage), HV * K, rows, W, True)
+    hopper.store_rows(d.v + o_out * V, stages.v.index(stage), HV * V, rows, W, True)
     store_decay_gradients(d.g + o_out, HV, rows, crossing_h, later_h)
 
 
@@ -103,8 +96,8 @@ def backward_scan_kernel(
     dtype: gl.constexpr = q.dtype.element_ty
     tile: gl.constexpr = state_layout(K, V, W)
     left: gl.constexpr = gl.DotOperandLayout(0, tile, 2)
-    wide: gl.constexpr = mma_layout_split_n(K, W)
-    narrow: gl.constexpr = mma_layout_split_n(V, W)
+    wide: gl.constexpr = hopper.mma_layout_split_n(K, W)
+    narrow: gl.constexpr = hopper.mma_layout_split_n(V, W)
     by_head: gl.constexpr = head_rows(W)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     i_h, i_s = gl.program_id(0) % HV, gl.program_id(0) // HV
@@ -138,7 +131,7 @@ def backward_scan_kernel(
     i_t = gl.maximum(gl.cdiv(length, BT) - 1, 0)
     rows, o_t = length - i_t * BT, (i_t * BT).to(gl.int64)
     prefetch_chunk(stages, 0, pointers, o_t, rows)
-    async_copy_rows(s_s, p_s + i_t.to(gl.int64) * HV * K * V, V, K, W)
+    hopper.async_copy_rows(s_s, p_s + i_t.to(gl.int64) * HV * K * V, V, K, W)
     async_copy.commit_group()
     b_g = load_vectors(g + o_h + o_t * HV, HV, rows, 1)
     total, b_to = store_decays(b_h.index(0), from_h.index(0), to_h.index(0), b_g, scale)
@@ -166,7 +159,7 @@ def backward_scan_kernel(
         s_q, s_k, s_v, s_do = q_2.index(stage), k_2.index(stage), v_2.index(stage), do_2.index(stage)
         token = (gl.cdiv(length, BT) - 1 - i) * BT
         rows, o_t = length - token, (gl.maximum(token - BT, 0)).to(gl.int64)
-        wait_async_copies(0)
+        hopper.wait_async_copies(0)
         b_qk, b_dp = multiply(s_q, s_k.permute((1, 0)), BT), multiply(s_do, s_v.permute((1, 0)), BT)
         b_dq, b_kd = multiply(s_do, s_s.permute((1, 0)), K), multiply(s_k, s_d, V)
         # store the gradients of the chunk after this one during these MMAs
@@ -200,9 +193,9 @@ def backward_scan_kernel(
         b_dk = warpgroup_mma_wait(0, deps=[b_dk])
         b_dk *= to_dk
         fence_async_shared()
-        barrier()
+        hopper.barrier()
         if token > 0:
-            async_copy_rows(s_s, p_s + (token // BT - 1).to(gl.int64) * HV * K * V, V, K, W, True)
+            hopper.async_copy_rows(s_s, p_s + (token // BT - 1).to(gl.int64) * HV * K * V, V, K, W, True)
             async_copy.commit_group()
 
         # dQ += dP K; dV += Pᵀ dO; dK += dPᵀ Q; D ← e^b_C D + Qᵀ (scale e^b dO)
@@ -211,7 +204,7 @@ def backward_scan_kernel(
         b_dk = warpgroup_mma(s_dp.permute((1, 0)), s_q, b_dk, is_async=True)
         b_d = warpgroup_mma(b_q, s_do, b_d, is_async=True)
         b_dq, b_dv, b_dk, b_d, b_q = warpgroup_mma_wait(0, deps=[b_dq, b_dv, b_dk, b_d, b_q])
-        barrier()
+        hopper.barrier()
         s_q.store(b_dq.to(dtype))
         s_k.store(b_dk.to(dtype))
         s_v.store(b_dv.to(dtype))
@@ -234,12 +227,12 @@ def backward_scan_kernel(
         if dt is not None:
             as_matrix(dt_h.index(next_stage), 1, BT).store(b_dt)  # type: ignore[union-attr]
             as_matrix(enter_h.index(next_stage), 1, BT).store(b_dt * b_to)
-    wait_async_copies(0)
+    hopper.wait_async_copies(0)
     last = (gl.cdiv(length, BT) + 1) % 2
     if length > 0:
         store_chunk(results, stages, last, crossing_h, later_h, o_h, HV, length)
     if dinitial_state is not None:
-        gl.store(dinitial_state + o_state + opaque(o_k)[:, None] * V + o_v[None, :], b_d)
+        gl.store(dinitial_state + o_state + hopper.opaque(o_k)[:, None] * V + o_v[None, :], b_d)
     if skip is not None:
         gl.store(dskip + i_s * HV + i_h, gl.sum(gl.sum(skipped, 1), 0))
 

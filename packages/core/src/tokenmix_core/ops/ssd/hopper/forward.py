@@ -22,18 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tokenmix_core.chunking import num_sequences
-from tokenmix_core.kernels.gluon.hopper import (
-    async_copy_rows,
-    barrier,
-    causal_decay,
-    first_chunk,
-    locate_chunk,
-    mma_layout,
-    mma_layout_split_n,
-    sequence_span,
-    store_rows,
-    wait_async_copies,
-)
+from tokenmix_core.kernels.gluon import hopper
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.ssd.hopper.smem_vectors import allocate_vectors, as_matrix, load_vectors, store_decays
 from tokenmix_core.ops.ssd.types import Inputs
@@ -43,12 +32,12 @@ from tokenmix_core.ops.ssd.types import Inputs
 def locate_span(i_s, T, N, segment, cu_seqlens, SEGMENTED: gl.constexpr, PACKED: gl.constexpr):
     """Return first row and length of a sequence or segment, and its first chunk's slot; length ≤ 0 for no segment."""
     if SEGMENTED:
-        i_n, begin, length, start = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, gl.num_warps())
+        i_n, begin, length, start = hopper.locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, gl.num_warps())
         length = gl.minimum(length - start, segment)
     else:
         i_n, start = i_s, 0
-        begin, length = sequence_span(i_s, T, cu_seqlens, PACKED)
-    i_c = first_chunk(i_n, begin, T, 64, PACKED) + start // 64
+        begin, length = hopper.sequence_span(i_s, T, cu_seqlens, PACKED)
+    i_c = hopper.first_chunk(i_n, begin, T, 64, PACKED) + start // 64
     return begin + start, length, i_c
 
 
@@ -57,7 +46,7 @@ def prefetch_parts(x_2, i, p_rows, stride, rows, WARPS: gl.constexpr, OPAQUE: gl
     """Issue cp.async of a chunk's rows to stage i, in parts of as many columns as a tile has."""
     PARTS: gl.constexpr = x_2.shape[0] // 2
     for p in gl.static_range(PARTS):
-        async_copy_rows(x_2.index(i * PARTS + p), p_rows + p * x_2.shape[2], stride, rows, WARPS, OPAQUE)
+        hopper.async_copy_rows(x_2.index(i * PARTS + p), p_rows + p * x_2.shape[2], stride, rows, WARPS, OPAQUE)
 
 
 @gluon.jit
@@ -108,11 +97,11 @@ def scan_chunks(b_s, p, stages, HV, chunks):
     k_2, v_2, b_2, from_2, to_2 = stages.k, stages.v, stages.b, stages.from_start, stages.to_end
     BT: gl.constexpr = k_2.shape[1]
     W: gl.constexpr = gl.num_warps()
-    tile: gl.constexpr = mma_layout(k_2.shape[2], W)
+    tile: gl.constexpr = hopper.mma_layout(k_2.shape[2], W)
     left: gl.constexpr = gl.DotOperandLayout(0, tile, 2)
     rows = gl.where(chunks > 0, BT, 0)
     prefetch_parts(k_2, 0, k, stride_k, rows, W)
-    async_copy_rows(v_2.index(0), v, stride_v, rows, W)
+    hopper.async_copy_rows(v_2.index(0), v, stride_v, rows, W)
     async_copy.commit_group()
     b_g = load_vectors(g, HV, rows, 1)
     for i in range(chunks):
@@ -121,17 +110,17 @@ def scan_chunks(b_s, p, stages, HV, chunks):
         if dt is not None:
             b_dt = load_vectors(dt + (i * BT).to(gl.int64) * HV, HV, BT, 1)
             as_matrix(to_2.index(stage), 1, BT).store(b_dt * b_to)
-        wait_async_copies(0)
+        hopper.wait_async_copies(0)
         o_t, rows = ((i + 1) * BT).to(gl.int64), gl.where(i + 1 < chunks, BT, 0)
         prefetch_parts(k_2, next_stage, k + o_t * stride_k, stride_k, rows, W, True)
-        async_copy_rows(v_2.index(next_stage), v + o_t * stride_v, stride_v, rows, W, True)
+        hopper.async_copy_rows(v_2.index(next_stage), v + o_t * stride_v, stride_v, rows, W, True)
         async_copy.commit_group()
         b_g = load_vectors(g + o_t * HV, HV, rows, 1)
         to_j = to_2.index(stage).load(gl.SliceLayout(0, left))
         b_v = (v_2.index(stage).permute((1, 0)).load(left).to(gl.float32) * to_j[None, :]).to(v_2.dtype)
         b_s = update_state(b_s, b_v, k_2, stage, gl.exp2(gl.sum(total, 0)))
         b_s = wait_state(b_s, b_v)
-    wait_async_copies(0)
+    hopper.wait_async_copies(0)
     return b_s
 
 
@@ -156,10 +145,10 @@ def hopper_forward_kernel(
     # wide keys in parts of 128
     KP: gl.constexpr = min(K, 128)
     PARTS: gl.constexpr = K // KP
-    tile: gl.constexpr = mma_layout(KP, W)
-    flat: gl.constexpr = mma_layout(BT, W)
+    tile: gl.constexpr = hopper.mma_layout(KP, W)
+    flat: gl.constexpr = hopper.mma_layout(BT, W)
     # warpgroups split the columns of P
-    square: gl.constexpr = mma_layout_split_n(BT, W)
+    square: gl.constexpr = hopper.mma_layout_split_n(BT, W)
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
     left: gl.constexpr = gl.DotOperandLayout(0, flat, 2)
@@ -205,7 +194,7 @@ def hopper_forward_kernel(
         b_s = scan_chunks(b_s, earlier, Stages(k_2, v_2, b_2, from_2, to_2), HV, past // BT)
     prefetch_parts(q_2, 0, p_q, stride_q, length, W)
     prefetch_parts(k_2, 0, p_k, stride_k, length, W)
-    async_copy_rows(v_2.index(0), p_v, stride_v, length, W)
+    hopper.async_copy_rows(v_2.index(0), p_v, stride_v, length, W)
     async_copy.commit_group()
     b_g = load_vectors(g + o_h, HV, length, 1)
     total, b_to = store_decays(b_2.index(0), from_2.index(0), to_2.index(0), b_g, scale)
@@ -222,7 +211,7 @@ def hopper_forward_kernel(
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     zero_p = gl.zeros([BT, BT], gl.float32, square)
     zero_o = gl.zeros([BV, BT], gl.float32, flat)
-    wait_async_copies(0)
+    hopper.wait_async_copies(0)
     b_p = multiply_keys(q_2, k_2, 0, zero_p)
     b_p = warpgroup_mma_wait(0, deps=[b_p])
     for i_t in range(gl.cdiv(length, BT)):
@@ -237,7 +226,7 @@ def hopper_forward_kernel(
             b_dt = load_vectors(dt + o_h + o_t * HV, HV, length - token, 1)
 
         # Oᵀ = scale e^b ⊙ (Sᵀ Qᵀ) + Vᵀ Pᵀ
-        b_decay = causal_decay(b_2.index(stage).load(row), b_2.index(stage).load(col), o_i, o_j) * scale
+        b_decay = hopper.causal_decay(b_2.index(stage).load(row), b_2.index(stage).load(col), o_i, o_j) * scale
         if dt is not None:
             b_decay *= dt_2.index(stage).load(col)[None, :]
         b_p *= b_decay
@@ -245,12 +234,12 @@ def hopper_forward_kernel(
             b_p = gl.where(o_i[:, None] == o_j[None, :], b_p + b_skip, b_p)
         s_p.store(b_p.to(dtype))
         fence_async_shared()
-        barrier()
+        hopper.barrier()
         # all warps have completed the previous chunk's MMAs, which read this stage
         if token < length:
             prefetch_parts(q_2, next_stage, p_q + o_t * stride_q, stride_q, length - token, W, True)
             prefetch_parts(k_2, next_stage, p_k + o_t * stride_k, stride_k, length - token, W, True)
-            async_copy_rows(v_2.index(next_stage), p_v + o_t * stride_v, stride_v, length - token, W, True)
+            hopper.async_copy_rows(v_2.index(next_stage), p_v + o_t * stride_v, stride_v, length - token, W, True)
             async_copy.commit_group()
         from_j = from_2.index(stage).load(gl.SliceLayout(0, flat))
         b_o, b_sh = warpgroup_mma_wait(0, deps=[b_o, b_sh])
@@ -265,14 +254,14 @@ def hopper_forward_kernel(
         b_s = update_state(b_s, b_v, k_2, stage, gl.exp2(gl.sum(total, 0)))
         b_o = warpgroup_mma_wait(PARTS, deps=[b_o])
         s_o.permute((1, 0)).store(b_o.to(dtype))
-        barrier()
-        store_rows(p_o + (i_t * BT).to(gl.int64) * HV * V, s_o, HV * V, length - i_t * BT, W, True)
+        hopper.barrier()
+        hopper.store_rows(p_o + (i_t * BT).to(gl.int64) * HV * V, s_o, HV * V, length - i_t * BT, W, True)
         total, b_to = store_decays(b_2.index(next_stage), from_2.index(next_stage), to_2.index(next_stage), b_g, scale)
         if dt is not None:
             as_matrix(dt_2.index(next_stage), 1, BT).store(b_dt)
             as_matrix(enter_2.index(next_stage), 1, BT).store(b_dt * b_to)
         # compute the next chunk's Q Kᵀ during the state's MMAs; after the last chunk its result is unused
-        wait_async_copies(0)
+        hopper.wait_async_copies(0)
         b_p = multiply_keys(q_2, k_2, next_stage, zero_p)
         done = warpgroup_mma_wait(0, deps=(b_p, b_v) + b_s)
         b_p, b_s = done[0], done[2:]

@@ -17,17 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tokenmix_core.chunking import chunk_slots, num_sequences
-from tokenmix_core.kernels.gluon.hopper import (
-    LOG2_E,
-    LOWEST,
-    async_copy_rows,
-    barrier,
-    causal_decay,
-    locate_chunk,
-    mma_layout_split_n,
-    store_rows,
-    wait_async_copies,
-)
+from tokenmix_core.kernels.gluon import hopper
+from tokenmix_core.kernels.gluon.hopper import LOG2_E, LOWEST
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.ssd.hopper.backward_grouped import group_gradients_kernel
 from tokenmix_core.ops.ssd.hopper.smem_vectors import multiply
@@ -40,7 +31,9 @@ CHUNK = gl.constexpr(64)
 @gluon.jit
 def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr):
     """Return Σ x y of each row of X in registers and Y in shared memory."""
-    return gl.convert_layout(gl.sum(b_x * s_y.load(mma_layout_split_n(D, gl.num_warps())).to(gl.float32), 1), row)
+    return gl.convert_layout(
+        gl.sum(b_x * s_y.load(hopper.mma_layout_split_n(D, gl.num_warps())).to(gl.float32), 1), row
+    )
 
 
 @gluon.jit
@@ -78,15 +71,15 @@ def hopper_gradients_kernel(
     BT: gl.constexpr = CHUNK
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = q.dtype.element_ty
-    square: gl.constexpr = mma_layout_split_n(BT, W)
+    square: gl.constexpr = hopper.mma_layout_split_n(BT, W)
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
-    left: gl.constexpr = gl.DotOperandLayout(0, mma_layout_split_n(K, W), 2)
+    left: gl.constexpr = gl.DotOperandLayout(0, hopper.mma_layout_split_n(K, W), 2)
     # not the layout of the copies: the compiler would hold their addresses in registers from here on
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [512 // V, V // 16], [W // 2, 2], [1, 0])
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     i_c, i_h = gl.program_id(0) // HV, gl.program_id(0) % HV
-    _, begin, length, start = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED, W)
+    _, begin, length, start = hopper.locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED, W)
     if start >= length:
         return
     first, rows = begin + start, length - start
@@ -110,13 +103,13 @@ def hopper_gradients_kernel(
     o_lk, o_lv = gl.arange(0, K, gl.SliceLayout(1, lines)), gl.arange(0, V, gl.SliceLayout(0, lines))
     o_out = (first * HV + i_h) * K
     o_s = (i_c.to(gl.int64) * HV + i_h) * K * V
-    async_copy_rows(s_q, q + first * stride_q + i_g * K, stride_q, rows, W)
-    async_copy_rows(s_k, k + first * stride_k + i_g * K, stride_k, rows, W)
-    async_copy_rows(s_v, v + first * stride_v + i_h * V, stride_v, rows, W)
-    async_copy_rows(s_do, do + first * stride_do + i_h * V, stride_do, rows, W)
-    async_copy_rows(s_s, states + o_s, V, K, W)
+    hopper.async_copy_rows(s_q, q + first * stride_q + i_g * K, stride_q, rows, W)
+    hopper.async_copy_rows(s_k, k + first * stride_k + i_g * K, stride_k, rows, W)
+    hopper.async_copy_rows(s_v, v + first * stride_v + i_h * V, stride_v, rows, W)
+    hopper.async_copy_rows(s_do, do + first * stride_do + i_h * V, stride_do, rows, W)
+    hopper.async_copy_rows(s_s, states + o_s, V, K, W)
     if not OVERLAY:
-        async_copy_rows(s_d, dstates + o_s, V, K, W)
+        hopper.async_copy_rows(s_d, dstates + o_s, V, K, W)
     async_copy.commit_group()
     if OVERLAY:
         b_d = gl.load(dstates + o_s + o_lk[:, None] * V + o_lv[None, :])
@@ -127,14 +120,14 @@ def hopper_gradients_kernel(
     if dt is not None:
         dt_i = gl.load(dt + (first + o_i) * HV + i_h, mask=o_i < rows, other=0.0).to(gl.float32)
         dt_j = gl.convert_layout(dt_i, col)
-    wait_async_copies(0)
+    hopper.wait_async_copies(0)
     if not OVERLAY:
         b_d = s_d.load(lines)
     end = gl.sum(gl.sum(s_s.load(lines).to(gl.float32) * b_d.to(gl.float32), 1), 0)
 
     # M, P and dP
     b_dp, b_qk = multiply(s_do, s_v.permute((1, 0)), BT), multiply(s_q, s_k.permute((1, 0)), BT)
-    b_gamma = causal_decay(b_i, b_j, o_i, o_j) * scale
+    b_gamma = hopper.causal_decay(b_i, b_j, o_i, o_j) * scale
     b_dp, b_qk = warpgroup_mma_wait(0, deps=[b_dp, b_qk])
     own = o_i[:, None] == o_j[None, :]
     if skip is not None:
@@ -155,47 +148,47 @@ def hopper_gradients_kernel(
     s_p.store(b_p.to(dtype))
     b_dp = b_dp.to(dtype)
     fence_async_shared()
-    barrier()
+    hopper.barrier()
 
     # dQ += scale e^b dO Sᵀ + dP K; dV = Pᵀ dO + e^(b_C − b) K D
     b_dq = multiply(s_do, s_s.permute((1, 0)), K)
     b_dq = warpgroup_mma_wait(0, deps=[b_dq])
-    b_dq *= gl.convert_layout(from_i, gl.SliceLayout(1, mma_layout_split_n(K, W)))[:, None]
+    b_dq *= gl.convert_layout(from_i, gl.SliceLayout(1, hopper.mma_layout_split_n(K, W)))[:, None]
     crossing_i += dot_rows(b_dq, s_q, row, K)
     if OVERLAY:
-        barrier()
-        async_copy_rows(s_d, dstates + o_s, V, K, W)
+        hopper.barrier()
+        hopper.async_copy_rows(s_d, dstates + o_s, V, K, W)
         async_copy.commit_group()
     b_dv = multiply(s_p.permute((1, 0)), s_do, V)
     b_dv = warpgroup_mma_wait(0, deps=[b_dv])
-    barrier()
+    hopper.barrier()
     s_p.store(b_dp)
     fence_async_shared()
-    barrier()
+    hopper.barrier()
     b_dq = warpgroup_mma(s_p, s_k, b_dq, is_async=True)
     b_dq = warpgroup_mma_wait(0, deps=[b_dq])
     if STORE_DQ_FIRST:
         s_do.store(b_dq.to(dtype))
-        barrier()
-        store_rows(dq + o_out, s_do, HV * K, rows, W)
+        hopper.barrier()
+        hopper.store_rows(dq + o_out, s_do, HV * K, rows, W)
     if OVERLAY:
-        wait_async_copies(0)
+        hopper.wait_async_copies(0)
     b_kd = multiply(s_k, s_d, V)
     b_kd = warpgroup_mma_wait(0, deps=[b_kd])
-    b_kd *= gl.convert_layout(to_i, gl.SliceLayout(1, mma_layout_split_n(V, W)))[:, None]
+    b_kd *= gl.convert_layout(to_i, gl.SliceLayout(1, hopper.mma_layout_split_n(V, W)))[:, None]
     later_i = dot_rows(b_kd, s_v, row, V)
     if dt is not None:
         gl.store(ddt + (first + o_i) * HV + i_h, ddt_i + later_i, mask=o_i < rows)
         later_i, to_i = later_i * dt_i, to_i * dt_i
-        b_kd *= gl.convert_layout(dt_i, gl.SliceLayout(1, mma_layout_split_n(V, W)))[:, None]
+        b_kd *= gl.convert_layout(dt_i, gl.SliceLayout(1, hopper.mma_layout_split_n(V, W)))[:, None]
     b_dv += b_kd
-    barrier()
+    hopper.barrier()
     s_do.store(b_dv.to(dtype))
     # dK += dPᵀ Q + e^(b_C − b) V Dᵀ
     b_dk = multiply(s_p.permute((1, 0)), s_q, K)
     b_left = scaled_rows(s_v, to_i, left)
     b_dk = warpgroup_mma(b_left, s_d.permute((1, 0)), b_dk, is_async=True)
-    store_rows(dv + (first * HV + i_h) * V, s_do, HV * V, rows, W)
+    hopper.store_rows(dv + (first * HV + i_h) * V, s_do, HV * V, rows, W)
     b_paths = gl.where(
         o_i[:, None] <= o_j[None, :],
         gl.convert_layout(crossing_i, col)[None, :],
@@ -204,12 +197,12 @@ def hopper_gradients_kernel(
     dg_i = gl.sum(b_paths, 1) + end * gl.exp2(total)
     gl.store(dg + (first + o_i) * HV + i_h, dg_i, mask=o_i < rows)
     b_dk, b_left = warpgroup_mma_wait(0, deps=[b_dk, b_left])
-    barrier()
+    hopper.barrier()
     if not STORE_DQ_FIRST:
         s_q.store(b_dq.to(dtype))
-        store_rows(dq + o_out, s_q, HV * K, rows, W)
+        hopper.store_rows(dq + o_out, s_q, HV * K, rows, W)
     s_k.store(b_dk.to(dtype))
-    store_rows(dk + o_out, s_k, HV * K, rows, W)
+    hopper.store_rows(dk + o_out, s_k, HV * K, rows, W)
 
 
 def hopper_gradients(x: Inputs, *, do: Tensor, states: Tensor, dstates: Tensor, config: SSDHopper) -> Gradients:

@@ -14,20 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgro
 
 from tokenmix_core.kernels import cached_launch
 from tokenmix_core.kernels.gluon import LOG2_E, async_copy_rows, barrier, mma_layout, reinterpret, wait_async_copies
+from tokenmix_nha.ops.slot_window.hopper import gates
 from tokenmix_nha.ops.slot_window.hopper.backward_gqa import QueryTiles, entries_of_heads
-from tokenmix_nha.ops.slot_window.hopper.gates import (
-    as_left,
-    async_copy_tokens,
-    column_dots,
-    enter_weight,
-    load_gates,
-    locate_keys,
-    mma_add_opaque,
-    mma_opaque,
-    rounded,
-    store_gates,
-    sums_of_rows,
-)
 from tokenmix_nha.ops.slot_window.tile import Chunks
 from tokenmix_nha.ops.slot_window.types import Backward, SlotGradients, Softmax
 
@@ -48,7 +36,7 @@ def hopper_backward_gates_kernel(
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
     i_h, HQ = gl.program_id(0) % H, H * GROUP
-    first, keys, oldest, length, count, entry, begin_k, begin_q = locate_keys(
+    first, keys, oldest, length, count, entry, begin_k, begin_q = gates.locate_keys(
         gl.program_id(0) // H, i_h, Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries),
         GROUP,
     )  # fmt: skip
@@ -72,16 +60,16 @@ def hopper_backward_gates_kernel(
     s_dz = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
     s_dsk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
     s_dsv = gl.allocate_shared_memory(dtype, [V, M], swizzled)
-    async_copy_tokens(s_k, k + begin_k * K, first, oldest, keys, H * K)
-    async_copy_tokens(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
-    async_copy_tokens(s_v, v + begin_k * V, first, oldest, keys, H * V)
-    async_copy_tokens(s_do, do + begin_q * V, o_q, 0, length, HQ * V)
+    gates.async_copy_tokens(s_k, k + begin_k * K, first, oldest, keys, H * K)
+    gates.async_copy_tokens(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
+    gates.async_copy_tokens(s_v, v + begin_k * V, first, oldest, keys, H * V)
+    gates.async_copy_tokens(s_do, do + begin_q * V, o_q, 0, length, HQ * V)
     async_copy.commit_group()
     m_e = (first + o_i >= oldest) & (first + o_i < entering)
-    b_f = load_gates(f, begin_k, first + o_i, m_e, H, SLOTS, M)
-    b_inverse = gl.exp2(-sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_p, s_dz, False))
-    async_copy_tokens(s_p, p + begin_q * M, o_q, 0, length, HQ * M)
-    async_copy_tokens(s_dz, dz + begin_q * M, o_q, 0, length, HQ * M)
+    b_f = gates.load_gates(f, begin_k, first + o_i, m_e, H, SLOTS, M)
+    b_inverse = gl.exp2(-gates.sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_p, s_dz, False))
+    gates.async_copy_tokens(s_p, p + begin_q * M, o_q, 0, length, HQ * M)
+    gates.async_copy_tokens(s_dz, dz + begin_q * M, o_q, 0, length, HQ * M)
     async_copy.commit_group()
     async_copy_rows(s_dsk, ds_k + entry * K * M, M, K, 4)
     async_copy_rows(s_dsv, ds_v + entry * V * M, M, V, 4)
@@ -94,19 +82,19 @@ def hopper_backward_gates_kernel(
             QueryTiles(q + begin_q * K, do + begin_q * V, p + begin_q * M, dz + begin_q * M), o_q, length, HQ, GROUP,
         )  # fmt: skip
         wait_async_copies(0)
-        b_last = mma_add_opaque(s_v, s_dsv, mma_opaque(s_k, s_dsk, M))
+        b_last = gates.mma_add_opaque(s_v, s_dsv, gates.mma_opaque(s_k, s_dsk, M))
         b_last = warpgroup_mma_wait(0, deps=[b_last])
     else:
-        b_a, b_dp = mma_opaque(s_k, s_q.permute((1, 0)), BT), mma_opaque(s_v, s_do.permute((1, 0)), BT)
+        b_a, b_dp = gates.mma_opaque(s_k, s_q.permute((1, 0)), BT), gates.mma_opaque(s_v, s_do.permute((1, 0)), BT)
         b_a, b_dp = warpgroup_mma_wait(0, deps=[b_a, b_dp])
         m_p = (
             gl.arange(0, BT, gl.SliceLayout(1, square))[:, None] <= gl.arange(0, BT, gl.SliceLayout(0, square))[None, :]
         )
-        b_a = as_left(rounded(gl.where(m_p, b_a, 0.0), dtype), M)
-        b_dp = as_left(rounded(gl.where(m_p, b_dp, 0.0), dtype), M)
-        b_e = mma_add_opaque(b_dp, s_p, mma_opaque(b_a, s_dz, M))
+        b_a = gates.as_left(gates.rounded(gl.where(m_p, b_a, 0.0), dtype), M)
+        b_dp = gates.as_left(gates.rounded(gl.where(m_p, b_dp, 0.0), dtype), M)
+        b_e = gates.mma_add_opaque(b_dp, s_p, gates.mma_opaque(b_a, s_dz, M))
         wait_async_copies(0)
-        b_last = mma_add_opaque(s_v, s_dsv, mma_opaque(s_k, s_dsk, M))
+        b_last = gates.mma_add_opaque(s_v, s_dsv, gates.mma_opaque(s_k, s_dsk, M))
         b_e, b_last, b_a, b_dp = warpgroup_mma_wait(0, deps=[b_e, b_last, b_a, b_dp])
     barrier()
     # the slots before the chunk reuse the buffers of q and do
@@ -118,7 +106,7 @@ def hopper_backward_gates_kernel(
     o_l = gl.arange(0, M, line)
     end_m = gl.exp2(gl.load(end + entry * M + o_l))
     b_last *= gl.convert_layout(end_m, gl.SliceLayout(0, slots))[None, :]
-    b_col = enter_weight(b_f) * b_inverse
+    b_col = gates.enter_weight(b_f) * b_inverse
     # infinity marks clamped gates, whose gradient is 0; `store_gates` replaces infinity by 0
     b_own = gl.where(b_f * LOG2_E >= -14.0, (b_inverse - b_col) * (b_e + b_last), float("inf"))
     b_last *= b_col
@@ -128,13 +116,13 @@ def hopper_backward_gates_kernel(
     b_x = gl.load(p_x, mask=m_x, other=0.0)
     for i_g in range(1, GROUP):
         b_x += gl.load(p_x + i_g * M, mask=m_x, other=0.0)
-    b_x = gl.where(m_e[:, None], b_x - b_e * rounded(b_col, dtype).to(gl.float32) - b_last, 0.0)
+    b_x = gl.where(m_e[:, None], b_x - b_e * gates.rounded(b_col, dtype).to(gl.float32) - b_last, 0.0)
     rest_m = gl.convert_layout(gl.sum(b_last, 0), line)
-    b_df = sums_of_rows(b_x, s_p, s_dz, True) - b_own
+    b_df = gates.sums_of_rows(b_x, s_p, s_dz, True) - b_own
     wait_async_copies(0)
-    rest_m += end_m * gl.convert_layout(column_dots(s_dsk, s_sk) + column_dots(s_dsv, s_sv), line)
+    rest_m += end_m * gl.convert_layout(gates.column_dots(s_dsk, s_sk) + gates.column_dots(s_dsv, s_sv), line)
     b_df += gl.convert_layout(rest_m, gl.SliceLayout(0, slots))[None, :]
-    store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS)
+    gates.store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS)
 
 
 def hopper_gate_gradients(launch, b: Backward, softmax: Softmax, slots: SlotGradients) -> None:

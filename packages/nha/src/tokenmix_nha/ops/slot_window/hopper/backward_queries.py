@@ -26,19 +26,7 @@ from tokenmix_core.kernels.gluon import (
     wait_async_copies,
 )
 from tokenmix_nha.ops.slot_window import tuning
-from tokenmix_nha.ops.slot_window.hopper.gates import (
-    as_left,
-    async_copy_tokens,
-    enter_weight,
-    first_entry,
-    load_gates,
-    locate_chunk,
-    mma_add_opaque,
-    mma_opaque,
-    rounded,
-    store,
-    sums_of_rows,
-)
+from tokenmix_nha.ops.slot_window.hopper import gates
 from tokenmix_nha.ops.slot_window.tile import Chunks
 from tokenmix_nha.ops.slot_window.types import Backward, Softmax
 
@@ -55,7 +43,7 @@ def _window(s, lse_i, shift, w, scale_2):
     layout: gl.constexpr = mma_layout(BN, 4)
     o_i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     o_n = shift + gl.arange(0, BN, gl.SliceLayout(0, layout))[None, :]
-    b_s, b_d = mma_opaque(s.q, s.k.permute((1, 0)), BN), mma_opaque(s.do, s.v.permute((1, 0)), BN)
+    b_s, b_d = gates.mma_opaque(s.q, s.k.permute((1, 0)), BN), gates.mma_opaque(s.do, s.v.permute((1, 0)), BN)
     b_s, b_d = warpgroup_mma_wait(0, deps=[b_s, b_d])
     m_s = (o_n > o_i) & (o_n <= o_i + w.window) & (w.first + o_n >= w.oldest) & (w.first + o_n < w.keys)
     b_s = b_s * scale_2 - gl.convert_layout(lse_i, gl.SliceLayout(1, layout))[:, None]
@@ -78,8 +66,8 @@ def _add_window_delta(delta_i, s, lse_i, w, scale_2):
         if w.window > BN:
             barrier()
             after = gl.where(shift + BN < w.shift_1, shift + BN, w.shift_0)
-            async_copy_tokens(s.k, w.k, w.first + after, w.oldest, w.keys, w.H * K)
-            async_copy_tokens(s.v, w.v, w.first + after, w.oldest, w.keys, w.H * V)
+            gates.async_copy_tokens(s.k, w.k, w.first + after, w.oldest, w.keys, w.H * K)
+            gates.async_copy_tokens(s.v, w.v, w.first + after, w.oldest, w.keys, w.H * V)
             async_copy.commit_group()
     return delta_i
 
@@ -107,13 +95,13 @@ def _add_window(b_dq, s, lse_i, delta_i, w, scale, scale_2):
         wait_async_copies(0)
         b_s, b_ds = _window(s, lse_i, shift, w, scale_2)
         b_ds = b_s * (b_ds - gl.convert_layout(delta_i, layout)[:, None]) * scale
-        b_ds = as_left(b_ds.to(s.k.dtype), K)
-        b_dq = mma_add_opaque(b_ds, s.k, b_dq)
+        b_ds = gates.as_left(b_ds.to(s.k.dtype), K)
+        b_dq = gates.mma_add_opaque(b_ds, s.k, b_dq)
         b_dq, b_ds = warpgroup_mma_wait(0, deps=[b_dq, b_ds])
         if shift + BN < w.shift_1:
             barrier()
-            async_copy_tokens(s.k, w.k, w.first + shift + BN, w.oldest, w.keys, w.H * K)
-            async_copy_tokens(s.v, w.v, w.first + shift + BN, w.oldest, w.keys, w.H * V)
+            gates.async_copy_tokens(s.k, w.k, w.first + shift + BN, w.oldest, w.keys, w.H * K)
+            gates.async_copy_tokens(s.v, w.v, w.first + shift + BN, w.oldest, w.keys, w.H * V)
             async_copy.commit_group()
     return b_dq
 
@@ -142,7 +130,7 @@ def hopper_backward_queries_kernel(
     i_q = gl.program_id(0) % HQ
     i_h = i_q // GROUP
     at = Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries)
-    i_n, i_t, begin, length = locate_chunk(gl.program_id(0) // HQ, at, extra)
+    i_n, i_t, begin, length = gates.locate_chunk(gl.program_id(0) // HQ, at, extra)
     i_t -= lead
     begin_k = begin + i_n.to(gl.int64) * before
     first, keys = i_t * BT, length + before
@@ -150,7 +138,7 @@ def hopper_backward_queries_kernel(
     o_q = first + window - before
     if o_q >= length:
         return
-    entry = (first_entry(i_n, begin_k, entries, cu_seqlens) + gl.maximum(i_t, 0)) * H + i_h
+    entry = (gates.first_entry(i_n, begin_k, entries, cu_seqlens) + gl.maximum(i_t, 0)) * H + i_h
     if i_t >= 0:  # noqa: SIM102
         if gl.load(splits + entry) > 0:
             return
@@ -173,13 +161,13 @@ def hopper_backward_queries_kernel(
     s_low = reinterpret(s_1, dtype, [BT, M], swizzled)
     p_k, p_v = k + begin_k * K, v + begin_k * V
     if OWN_SLOT_KEYS:
-        async_copy_tokens(s_q, q_slots + begin_q * K, o_q, 0, length, HQ * K)
-        async_copy_tokens(s_k, k_slots + begin_k * K, first, oldest, keys, H * K)
+        gates.async_copy_tokens(s_q, q_slots + begin_q * K, o_q, 0, length, HQ * K)
+        gates.async_copy_tokens(s_k, k_slots + begin_k * K, first, oldest, keys, H * K)
     else:
-        async_copy_tokens(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
-        async_copy_tokens(s_k, p_k, first, oldest, keys, H * K)
-    async_copy_tokens(s_do, do + begin_q * V, o_q, 0, length, HQ * V)
-    async_copy_tokens(s_v, p_v, first, oldest, keys, H * V)
+        gates.async_copy_tokens(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
+        gates.async_copy_tokens(s_k, p_k, first, oldest, keys, H * K)
+    gates.async_copy_tokens(s_do, do + begin_q * V, o_q, 0, length, HQ * V)
+    gates.async_copy_tokens(s_v, p_v, first, oldest, keys, H * V)
     async_copy.commit_group()
     async_copy_rows(s_sk, states_k + entry * K * M, M, K, 4)
     async_copy_rows(s_sv, states_v + entry * V * M, M, V, 4)
@@ -188,13 +176,13 @@ def hopper_backward_queries_kernel(
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, gl.SliceLayout(0, square))
     o_r, o_m = gl.arange(0, BT, each), gl.arange(0, M, gl.SliceLayout(0, slots))
     m_e = (first + o_r >= gl.maximum(oldest, 0)) & (first + o_r < keys - window)
-    b_f = load_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M)
+    b_f = gates.load_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M)
     m_q = (o_q + o_i >= 0) & (o_q + o_i < length)
     o_row = begin_q + (o_q + o_i).to(gl.int64) * HQ
     # lse = ∞ makes the probabilities 0 in rows that hold no query
     lse_i = gl.load(lse + o_row, mask=m_q, other=float("inf"))
-    b_g = sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_col, s_low, False)
-    s_col.store((enter_weight(b_f) * gl.exp2(-b_g)).to(dtype))
+    b_g = gates.sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_col, s_low, False)
+    s_col.store((gates.enter_weight(b_f) * gl.exp2(-b_g)).to(dtype))
     # the window's tiles reuse the buffers of s_low and v
     s_kn, s_vn = reinterpret(s_1, dtype, [BN, K], shared), reinterpret(s_v, dtype, [BN, V], shared)
     shift_0 = BT + gl.maximum(oldest - first - BT, 0) // BN * BN
@@ -204,33 +192,36 @@ def hopper_backward_queries_kernel(
 
     # masks [query, token]: m_p if the query sees the token through the slots, m_w if in the window
     wait_async_copies(1)
-    b_a, b_dp = mma_opaque(s_q, s_k.permute((1, 0)), BT), mma_opaque(s_do, s_v.permute((1, 0)), BT)
+    b_a, b_dp = gates.mma_opaque(s_q, s_k.permute((1, 0)), BT), gates.mma_opaque(s_do, s_v.permute((1, 0)), BT)
     b_a, b_dp = warpgroup_mma_wait(0, deps=[b_a, b_dp])
     barrier()
-    async_copy_tokens(s_kn, p_k, first + shift_0, oldest, keys, H * K)
-    async_copy_tokens(s_vn, p_v, first + shift_0, oldest, keys, H * V)
+    gates.async_copy_tokens(s_kn, p_k, first + shift_0, oldest, keys, H * K)
+    gates.async_copy_tokens(s_vn, p_v, first + shift_0, oldest, keys, H * V)
     async_copy.commit_group()
     scale_2 = scale * LOG2_E
     m_p = o_j[None, :] <= o_i[:, None]
     m_w = (o_j[None, :] > o_i[:, None]) & (o_j[None, :] <= o_i[:, None] + window) & (first + o_j >= oldest)[None, :]
     m_w = m_w & (first + o_j < keys)[None, :]
-    b_left, b_right = as_left(gl.where(m_p, b_a, 0.0).to(dtype), M), as_left(gl.where(m_p, b_dp, 0.0).to(dtype), M)
+    b_left, b_right = (
+        gates.as_left(gl.where(m_p, b_a, 0.0).to(dtype), M),
+        gates.as_left(gl.where(m_p, b_dp, 0.0).to(dtype), M),
+    )
     if not OWN_SLOT_KEYS:
         b_w = gl.exp2(gl.where(m_w, b_a * scale_2 - lse_i[:, None], float("-inf")))
     wait_async_copies(1)
-    b_z, b_d = mma_opaque(s_q, s_sk, M), mma_opaque(s_do, s_sv, M)
-    b_z = mma_add_opaque(b_left, s_col, b_z)
-    b_d = mma_add_opaque(b_right, s_col, b_d)
+    b_z, b_d = gates.mma_opaque(s_q, s_sk, M), gates.mma_opaque(s_do, s_sv, M)
+    b_z = gates.mma_add_opaque(b_left, s_col, b_z)
+    b_d = gates.mma_add_opaque(b_right, s_col, b_d)
     b_z, b_d, b_left, b_right = warpgroup_mma_wait(0, deps=[b_z, b_d, b_left, b_right])
     if OWN_SLOT_KEYS:
         # the window's queries and keys reuse the buffers of the slots' queries and values
         barrier()
         s_kw = reinterpret(s_y, dtype, [BT, K], shared)
-        async_copy_tokens(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
-        async_copy_tokens(s_kw, p_k, first, oldest, keys, H * K)
+        gates.async_copy_tokens(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
+        gates.async_copy_tokens(s_kw, p_k, first, oldest, keys, H * K)
         async_copy.commit_group()
         wait_async_copies(0)
-        b_w = warpgroup_mma_wait(0, deps=[mma_opaque(s_q, s_kw.permute((1, 0)), BT)])
+        b_w = warpgroup_mma_wait(0, deps=[gates.mma_opaque(s_q, s_kw.permute((1, 0)), BT)])
         b_w = gl.exp2(gl.where(m_w, b_w * scale_2 - lse_i[:, None], float("-inf")))
     if SHORT:
         delta_i = gl.sum(b_w * b_dp, 1)
@@ -245,18 +236,21 @@ def hopper_backward_queries_kernel(
     if SHORT:
         delta_i += gl.convert_layout(gl.sum(b_p * b_d * b_row, 1), row)
     gl.store(delta + o_row, delta_i, mask=m_q)
-    b_y = rounded(b_p * b_row, dtype)
-    b_dz = rounded(b_p * (b_d * b_row - gl.convert_layout(delta_i, each)[:, None]) * (b_row * scale), dtype)
+    b_y = gates.rounded(b_p * b_row, dtype)
+    b_dz = gates.rounded(b_p * (b_d * b_row - gl.convert_layout(delta_i, each)[:, None]) * (b_row * scale), dtype)
     # x uses the rounded factors of the key gradients, so that the rounding errors of both cancel in df
     b_x = b_y.to(gl.float32) * b_d + b_dz.to(gl.float32) * b_z
     p_x = x + ((begin_q + (o_q + o_r).to(gl.int64) * HQ) * M)[:, None] + o_m[None, :]
     gl.store(p_x, b_x, mask=((o_q + o_r >= 0) & (o_q + o_r < length))[:, None])
     if OWN_SLOT_KEYS:
-        b_left, b_right = as_left(b_dz, BT), as_left(b_dz, K)
-        b_c, b_dq = mma_opaque(b_left, s_col.permute((1, 0)), BT), mma_opaque(b_right, s_sk.permute((1, 0)), K)
+        b_left, b_right = gates.as_left(b_dz, BT), gates.as_left(b_dz, K)
+        b_c, b_dq = (
+            gates.mma_opaque(b_left, s_col.permute((1, 0)), BT),
+            gates.mma_opaque(b_right, s_sk.permute((1, 0)), K),
+        )
         b_c, b_dq, b_left, b_right = warpgroup_mma_wait(0, deps=[b_c, b_dq, b_left, b_right])
-        b_right = as_left(gl.where(m_p, b_c, 0.0).to(dtype), K)
-        b_dq = mma_add_opaque(b_right, s_k, b_dq)
+        b_right = gates.as_left(gl.where(m_p, b_c, 0.0).to(dtype), K)
+        b_dq = gates.mma_add_opaque(b_right, s_k, b_dq)
         barrier()
         s_dz = reinterpret(s_sk, dtype, [BT, M], shared)
         s_col.store(b_y)
@@ -264,36 +258,36 @@ def hopper_backward_queries_kernel(
         b_dq, b_right = warpgroup_mma_wait(0, deps=[b_dq, b_right])
         barrier()
         s_k.store(b_dq.to(dtype))
-        store(s_col, p + begin_q * M, o_q, 0, length, HQ * M)
-        store(s_dz, dz + begin_q * M, o_q, 0, length, HQ * M)
-        b_w = mma_opaque(s_q, s_kw.permute((1, 0)), BT)
+        gates.store(s_col, p + begin_q * M, o_q, 0, length, HQ * M)
+        gates.store(s_dz, dz + begin_q * M, o_q, 0, length, HQ * M)
+        b_w = gates.mma_opaque(s_q, s_kw.permute((1, 0)), BT)
         barrier()
-        store(s_k, dq_slots + begin_q * K, o_q, 0, length, HQ * K)
+        gates.store(s_k, dq_slots + begin_q * K, o_q, 0, length, HQ * K)
         b_w = warpgroup_mma_wait(0, deps=[b_w])
         b_w = gl.exp2(gl.where(m_w, b_w * scale_2 - lse_i[:, None], float("-inf")))
-        b_right = as_left((b_w * (b_dp - delta_i[:, None]) * scale).to(dtype), K)
-        b_dq = mma_opaque(b_right, s_kw, K)
+        b_right = gates.as_left((b_w * (b_dp - delta_i[:, None]) * scale).to(dtype), K)
+        b_dq = gates.mma_opaque(b_right, s_kw, K)
         b_dq, b_right = warpgroup_mma_wait(0, deps=[b_dq, b_right])
     else:
         barrier()
         s_y.index(0).store(b_y)
         s_y.index(1).store(b_dz)
-        b_left, b_right = as_left(b_dz, BT), as_left(b_dz, K)
-        b_c = mma_opaque(b_left, s_col.permute((1, 0)), BT)
-        b_dq = mma_opaque(b_right, s_sk.permute((1, 0)), K)
+        b_left, b_right = gates.as_left(b_dz, BT), gates.as_left(b_dz, K)
+        b_c = gates.mma_opaque(b_left, s_col.permute((1, 0)), BT)
+        b_dq = gates.mma_opaque(b_right, s_sk.permute((1, 0)), K)
         barrier()
-        store(s_y.index(0), p + begin_q * M, o_q, 0, length, HQ * M)
-        store(s_y.index(1), dz + begin_q * M, o_q, 0, length, HQ * M)
+        gates.store(s_y.index(0), p + begin_q * M, o_q, 0, length, HQ * M)
+        gates.store(s_y.index(1), dz + begin_q * M, o_q, 0, length, HQ * M)
         b_c, b_dq, b_left, b_right = warpgroup_mma_wait(0, deps=[b_c, b_dq, b_left, b_right])
         b_w = gl.where(m_p, b_c, b_w * (b_dp - delta_i[:, None]) * scale).to(dtype)
-        b_right = as_left(b_w, K)
-        b_dq = mma_add_opaque(b_right, s_k, b_dq)
+        b_right = gates.as_left(b_w, K)
+        b_dq = gates.mma_add_opaque(b_right, s_k, b_dq)
         b_dq, b_right = warpgroup_mma_wait(0, deps=[b_dq, b_right])
     b_dq = _add_window(b_dq, tiles, lse_i, delta_i, window_keys, scale, scale_2)
     barrier()
     s_q.store(b_dq.to(dtype))
     barrier()
-    store(s_q, dq + begin_q * K, o_q, 0, length, HQ * K)
+    gates.store(s_q, dq + begin_q * K, o_q, 0, length, HQ * K)
     async_copy.wait_group(0)
 
 

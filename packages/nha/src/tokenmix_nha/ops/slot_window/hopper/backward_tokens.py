@@ -21,20 +21,7 @@ from tokenmix_core.kernels.gluon import (
     reinterpret,
     wait_async_copies,
 )
-from tokenmix_nha.ops.slot_window.hopper.gates import (
-    as_left,
-    async_copy_tokens,
-    column_dots,
-    enter_weight,
-    load_gates,
-    locate_keys,
-    mma_add_opaque,
-    mma_opaque,
-    rounded,
-    store,
-    store_gates,
-    sums_of_rows,
-)
+from tokenmix_nha.ops.slot_window.hopper import gates
 from tokenmix_nha.ops.slot_window.hopper.pairs import (
     QueryWindow,
     WindowPointers,
@@ -65,7 +52,7 @@ def hopper_backward_tokens_kernel(
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
     i_h = gl.program_id(0) % H
-    first, keys, oldest, length, count, entry, begin_k, begin_q = locate_keys(
+    first, keys, oldest, length, count, entry, begin_k, begin_q = gates.locate_keys(
         gl.program_id(0) // H, i_h, Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries),
     )  # fmt: skip
     if count != 0:
@@ -89,79 +76,84 @@ def hopper_backward_tokens_kernel(
     s_sv = gl.allocate_shared_memory(dtype, [V, M], swizzled)
     s_high, s_low = reinterpret(s_sk, dtype, [BT, M], swizzled), reinterpret(s_sv, dtype, [BT, M], swizzled)
     p_k, p_q, p_do = k + begin_k * K, q + begin_q * K, do + begin_q * V
-    async_copy_tokens(s_k, p_k, first, oldest, keys, H * K)
-    async_copy_tokens(s_q, p_q, o_q, 0, length, H * K)
-    async_copy_tokens(s_v, v + begin_k * V, first, oldest, keys, H * V)
-    async_copy_tokens(s_do, p_do, o_q, 0, length, H * V)
+    gates.async_copy_tokens(s_k, p_k, first, oldest, keys, H * K)
+    gates.async_copy_tokens(s_q, p_q, o_q, 0, length, H * K)
+    gates.async_copy_tokens(s_v, v + begin_k * V, first, oldest, keys, H * V)
+    gates.async_copy_tokens(s_do, p_do, o_q, 0, length, H * V)
     async_copy.commit_group()
-    async_copy_tokens(s_p, p + begin_q * M, o_q, 0, length, H * M)
-    async_copy_tokens(s_dz, dz + begin_q * M, o_q, 0, length, H * M)
+    gates.async_copy_tokens(s_p, p + begin_q * M, o_q, 0, length, H * M)
+    gates.async_copy_tokens(s_dz, dz + begin_q * M, o_q, 0, length, H * M)
     async_copy_rows(s_dsk, ds_k + entry * K * M, M, size_k, 4)
     async_copy_rows(s_dsv, ds_v + entry * V * M, M, size_v, 4)
     async_copy.commit_group()
     o_r, o_m = gl.arange(0, BT, gl.SliceLayout(1, slots)), gl.arange(0, M, gl.SliceLayout(0, slots))
     m_e = (first + o_r >= oldest) & (first + o_r < entering)
-    b_f = load_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M)
+    b_f = gates.load_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M)
     m_x = ((o_q + o_r >= 0) & (o_q + o_r < length))[:, None]
     p_x = x + ((begin_q + (o_q + o_r).to(gl.int64) * H) * M)[:, None] + o_m[None, :]
     end_m, lse_t, delta_t = load_vectors(end, lse, delta, entry, begin_q, o_q, length, size_k, H, M)
-    b_inverse = gl.exp2(-sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_high, s_low, False))
+    b_inverse = gl.exp2(-gates.sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_high, s_low, False))
     async_copy_rows(s_sk, states_k + entry * K * M, M, size_k, 4)
     async_copy_rows(s_sv, states_v + entry * V * M, M, size_v, 4)
     async_copy.commit_group()
     b_x = gl.load(p_x, mask=m_x, other=0.0)
-    b_col = enter_weight(b_f) * b_inverse
+    b_col = gates.enter_weight(b_f) * b_inverse
     b_end = gl.convert_layout(end_m, gl.SliceLayout(0, slots))[None, :]
-    b_weight = rounded(b_col * b_end, dtype)
+    b_weight = gates.rounded(b_col * b_end, dtype)
 
     # df, as in backward_gates.py
     wait_async_copies(1)
-    b_a, b_dp = mma_opaque(s_k, s_q.permute((1, 0)), BT), mma_opaque(s_v, s_do.permute((1, 0)), BT)
-    b_last = mma_add_opaque(s_v, s_dsv, mma_opaque(s_k, s_dsk, M))
+    b_a, b_dp = gates.mma_opaque(s_k, s_q.permute((1, 0)), BT), gates.mma_opaque(s_v, s_do.permute((1, 0)), BT)
+    b_last = gates.mma_add_opaque(s_v, s_dsv, gates.mma_opaque(s_k, s_dsk, M))
     b_a, b_dp, b_last = warpgroup_mma_wait(0, deps=[b_a, b_dp, b_last])
     o_i, o_j = gl.arange(0, BT, gl.SliceLayout(1, square)), gl.arange(0, BT, col)
     m_p = o_i[:, None] <= o_j[None, :]
-    b_left = as_left(rounded(gl.where(m_p, b_a, 0.0), dtype), M)
-    b_right = as_left(rounded(gl.where(m_p, b_dp, 0.0), dtype), M)
-    b_e = mma_add_opaque(b_right, s_p, mma_opaque(b_left, s_dz, M))
+    b_left = gates.as_left(gates.rounded(gl.where(m_p, b_a, 0.0), dtype), M)
+    b_right = gates.as_left(gates.rounded(gl.where(m_p, b_dp, 0.0), dtype), M)
+    b_e = gates.mma_add_opaque(b_right, s_p, gates.mma_opaque(b_left, s_dz, M))
     b_e, b_left, b_right = warpgroup_mma_wait(0, deps=[b_e, b_left, b_right])
     b_last *= b_end
     # infinity marks clamped gates, whose gradient is 0; `store_gates` replaces infinity by 0
     b_own = gl.where(b_f * LOG2_E >= -14.0, (b_inverse - b_col) * (b_e + b_last), float("inf"))
     b_last *= b_col
-    b_round = rounded(b_col, dtype)
+    b_round = gates.rounded(b_col, dtype)
     b_x = gl.where(m_e[:, None], b_x - b_e * b_round.to(gl.float32) - b_last, 0.0)
     rest_m = gl.convert_layout(gl.sum(b_last, 0), line)
     wait_async_copies(0)
-    rest_m += end_m * gl.convert_layout(column_dots(s_dsk, s_sk) + column_dots(s_dsv, s_sv), line)
+    rest_m += end_m * gl.convert_layout(gates.column_dots(s_dsk, s_sk) + gates.column_dots(s_dsv, s_sv), line)
     barrier()
-    b_df = sums_of_rows(b_x, s_high, s_low, True) - b_own
+    b_df = gates.sums_of_rows(b_x, s_high, s_low, True) - b_own
     b_df += gl.convert_layout(rest_m, gl.SliceLayout(0, slots))[None, :]
-    store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS)
+    gates.store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS)
 
     # masks [token, query]: m_p if the query sees the token through the slots, m_w if in the window
-    b_left = as_left(b_round, BT)
-    b_p, b_dz = mma_opaque(b_left, s_p.permute((1, 0)), BT), mma_opaque(b_left, s_dz.permute((1, 0)), BT)
+    b_left = gates.as_left(b_round, BT)
+    b_p, b_dz = gates.mma_opaque(b_left, s_p.permute((1, 0)), BT), gates.mma_opaque(b_left, s_dz.permute((1, 0)), BT)
     # recompute A and B, to save registers
-    b_a, b_dp = mma_opaque(s_k, s_q.permute((1, 0)), BT), mma_opaque(s_v, s_do.permute((1, 0)), BT)
+    b_a, b_dp = gates.mma_opaque(s_k, s_q.permute((1, 0)), BT), gates.mma_opaque(s_v, s_do.permute((1, 0)), BT)
     b_p, b_dz, b_a, b_dp, b_left = warpgroup_mma_wait(0, deps=[b_p, b_dz, b_a, b_dp, b_left])
     o_i, o_j = opaque(o_i), opaque(o_j)
     m_p = o_i[:, None] <= o_j[None, :]
     m_w = (o_i[:, None] > o_j[None, :]) & (o_i[:, None] <= o_j[None, :] + window)
     m_w = m_w & (first + o_i >= oldest)[:, None]
     b_a, b_dp = softmax(b_a, b_dp, gl.convert_layout(lse_t, col), gl.convert_layout(delta_t, col), m_w, scale)
-    b_p, b_dz = rounded(gl.where(m_p, b_p, b_a), dtype), rounded(gl.where(m_p, b_dz, b_dp), dtype)
+    b_p, b_dz = gates.rounded(gl.where(m_p, b_p, b_a), dtype), gates.rounded(gl.where(m_p, b_dz, b_dp), dtype)
     barrier()
     # the window's queries start at the chunk's first token
     s_qn, s_don = reinterpret(s_sk, dtype, [BN, K], shared), reinterpret(s_sv, dtype, [BN, V], shared)
     o_w = first - before
     shift_0, shift_1 = gl.maximum(-o_w, 0) // BN * BN, gl.minimum(window, keys - first)
-    async_copy_tokens(s_qn, p_q, o_w + shift_0, 0, length, H * K)
-    async_copy_tokens(s_don, p_do, o_w + shift_0, 0, length, H * V)
+    gates.async_copy_tokens(s_qn, p_q, o_w + shift_0, 0, length, H * K)
+    gates.async_copy_tokens(s_don, p_do, o_w + shift_0, 0, length, H * V)
     async_copy.commit_group()
-    b_p, b_dz, b_wv, b_wk = as_left(b_p, V), as_left(b_dz, K), as_left(b_weight, V), as_left(b_weight, K)
-    b_dv = mma_add_opaque(b_p, s_do, mma_opaque(b_wv, s_dsv.permute((1, 0)), V))
-    b_dk = mma_add_opaque(b_dz, s_q, mma_opaque(b_wk, s_dsk.permute((1, 0)), K))
+    b_p, b_dz, b_wv, b_wk = (
+        gates.as_left(b_p, V),
+        gates.as_left(b_dz, K),
+        gates.as_left(b_weight, V),
+        gates.as_left(b_weight, K),
+    )
+    b_dv = gates.mma_add_opaque(b_p, s_do, gates.mma_opaque(b_wv, s_dsv.permute((1, 0)), V))
+    b_dk = gates.mma_add_opaque(b_dz, s_q, gates.mma_opaque(b_wk, s_dsk.permute((1, 0)), K))
     b_dv, b_dk, b_p, b_dz, b_wv, b_wk = warpgroup_mma_wait(0, deps=[b_dv, b_dk, b_p, b_dz, b_wv, b_wk])
     b_dk, b_dv = add_window(
         b_dk, b_dv, WindowTiles(s_k, s_v, s_qn, s_don), WindowPointers(p_q, p_do, lse + begin_q, delta + begin_q),
@@ -171,8 +163,8 @@ def hopper_backward_tokens_kernel(
     s_do.store(b_dv.to(dtype))
     s_q.store(b_dk.to(dtype))
     barrier()
-    store(s_do, dv + begin_k * V, first, 0, keys, H * V)
-    store(s_q, dk + begin_k * K, first, 0, keys, H * K)
+    gates.store(s_do, dv + begin_k * V, first, 0, keys, H * V)
+    gates.store(s_q, dk + begin_k * K, first, 0, keys, H * K)
     async_copy.wait_group(0)
 
 

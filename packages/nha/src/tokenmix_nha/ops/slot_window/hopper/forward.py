@@ -13,17 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgro
 
 from tokenmix_core.kernels import cached_launch
 from tokenmix_core.kernels.gluon import LOG2_E, barrier, mma_layout, reinterpret, wait_async_copies
-from tokenmix_nha.ops.slot_window.hopper.gates import (
-    as_left,
-    async_copy_tokens,
-    enter_weight,
-    first_entry,
-    load_gates,
-    locate_chunk,
-    mma,
-    store,
-    sums_of_rows,
-)
+from tokenmix_nha.ops.slot_window.hopper import gates
 from tokenmix_nha.ops.slot_window.tile import Chunks
 from tokenmix_nha.ops.slot_window.types import Inputs, Layout, Results, Saved
 
@@ -56,7 +46,7 @@ def hopper_window_forward_kernel(
     wide: gl.constexpr = mma_layout(V, 4)
     row: gl.constexpr = gl.SliceLayout(1, square)
     at = Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries)
-    i_n, i_t, begin, length = locate_chunk(gl.program_id(0), at, extra)
+    i_n, i_t, begin, length = gates.locate_chunk(gl.program_id(0), at, extra)
     i_h, HQ = gl.program_id(1) // GROUP, H * GROUP
     i_t -= lead
     first = i_t * BT
@@ -65,7 +55,7 @@ def hopper_window_forward_kernel(
     o_q = first + window - before
     if o_q >= length:
         return
-    entry = (first_entry(i_n, begin_k, entries, cu_seqlens) + gl.maximum(i_t, 0)) * H + i_h
+    entry = (gates.first_entry(i_n, begin_k, entries, cu_seqlens) + gl.maximum(i_t, 0)) * H + i_h
     count = gl.load(splits + entry, mask=i_t >= 0, other=0)
     oldest = 0
     if start is not None:
@@ -93,46 +83,46 @@ def hopper_window_forward_kernel(
     o_r = gl.arange(0, BT, gl.SliceLayout(1, slots))
     o_m = gl.arange(0, M, gl.SliceLayout(0, slots))
     m_e = (first + o_r >= 0) & (first + o_r < keys - window)
-    b_f = load_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M)
-    async_copy_tokens(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
-    async_copy_tokens(s_k, p_k, first, oldest, keys, H * K)
+    b_f = gates.load_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M)
+    gates.async_copy_tokens(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
+    gates.async_copy_tokens(s_k, p_k, first, oldest, keys, H * K)
     if OWN_SLOT_KEYS:
-        async_copy_tokens(s_qs, q_slots + begin_q * K, o_q, 0, length, HQ * K)
-        async_copy_tokens(s_ks, k_slots + begin_k * K, first, oldest, keys, H * K)
+        gates.async_copy_tokens(s_qs, q_slots + begin_q * K, o_q, 0, length, HQ * K)
+        gates.async_copy_tokens(s_ks, k_slots + begin_k * K, first, oldest, keys, H * K)
     async_copy.commit_group()
-    async_copy_tokens(s_sk, states_k + entry * K * M, first * 0, 0, K, M)
+    gates.async_copy_tokens(s_sk, states_k + entry * K * M, first * 0, 0, K, M)
     # copy the first window keys after the chunk
     last = gl.minimum(first + BT + window, keys)
-    async_copy_tokens(s_kn, p_k, first + BT, oldest, last, H * K)
+    gates.async_copy_tokens(s_kn, p_k, first + BT, oldest, last, H * K)
     async_copy.commit_group()
     if count > 0:
         async_copy.wait_group(0)
         return
 
     b_log = gl.maximum(b_f * LOG2_E, -14.0)
-    b_g = sums_of_rows(b_log, s_col, s_low, False)
+    b_g = gates.sums_of_rows(b_log, s_col, s_low, False)
     b_row = gl.exp2(b_g)
-    s_col.store((enter_weight(b_f) * gl.exp2(-b_g)).to(dtype))
+    s_col.store((gates.enter_weight(b_f) * gl.exp2(-b_g)).to(dtype))
     wait_async_copies(1)
-    b_a = mma(s_qs, s_ks.permute((1, 0)), BT)
+    b_a = gates.mma(s_qs, s_ks.permute((1, 0)), BT)
     if OWN_SLOT_KEYS:
-        b_u = mma(s_q, s_k.permute((1, 0)), BT)
+        b_u = gates.mma(s_q, s_k.permute((1, 0)), BT)
     wait_async_copies(0)
-    b_z, b_s = mma(s_qs, s_sk, M), mma(s_q, s_kn.permute((1, 0)), BN)
+    b_z, b_s = gates.mma(s_qs, s_sk, M), gates.mma(s_q, s_kn.permute((1, 0)), BN)
     if OWN_SLOT_KEYS:
         b_a, b_u, b_z, b_s = warpgroup_mma_wait(0, deps=[b_a, b_u, b_z, b_s])
     else:
         b_a, b_z, b_s = warpgroup_mma_wait(0, deps=[b_a, b_z, b_s])
         b_u = b_a
     barrier()
-    async_copy_tokens(s_sv, states_v + entry * V * M, first * 0, 0, V, M)
-    async_copy_tokens(s_v, p_v, first, oldest, keys, H * V)
-    async_copy_tokens(s_vn, p_v, first + BT, oldest, last, H * V)
+    gates.async_copy_tokens(s_sv, states_v + entry * V * M, first * 0, 0, V, M)
+    gates.async_copy_tokens(s_v, p_v, first, oldest, keys, H * V)
+    gates.async_copy_tokens(s_vn, p_v, first + BT, oldest, last, H * V)
     async_copy.commit_group()
     # query t sees tokens j ≤ t of the chunk through the slots and tokens j > t in the window
     o_i, o_j = gl.arange(0, BT, row)[:, None], gl.arange(0, BT, gl.SliceLayout(0, square))[None, :]
     m_b = o_j <= o_i
-    b_left = as_left(gl.where(m_b, b_a, 0.0).to(dtype), M)
+    b_left = gates.as_left(gl.where(m_b, b_a, 0.0).to(dtype), M)
     b_z = warpgroup_mma(b_left, s_col, b_z, is_async=True)
     b_z, b_left = warpgroup_mma_wait(0, deps=[b_z, b_left])
     scale = scale * LOG2_E
@@ -146,12 +136,12 @@ def hopper_window_forward_kernel(
     b_s = gl.exp2(b_s - gl.convert_layout(b_max, gl.SliceLayout(1, narrow))[:, None])
     b_l = gl.convert_layout(gl.sum(b_p, 1), row) + gl.sum(b_w, 1) + gl.convert_layout(gl.sum(b_s, 1), row)
     b_y = (b_p * b_row).to(dtype)
-    b_left = as_left(b_y, BT)
-    b_c, b_left = warpgroup_mma_wait(0, deps=[mma(b_left, s_col.permute((1, 0)), BT), b_left])
-    b_w = as_left((b_w + gl.where(m_b, b_c, 0.0)).to(dtype), V)
-    b_y, b_sn = as_left(b_y, V), as_left(b_s.to(dtype), V)
+    b_left = gates.as_left(b_y, BT)
+    b_c, b_left = warpgroup_mma_wait(0, deps=[gates.mma(b_left, s_col.permute((1, 0)), BT), b_left])
+    b_w = gates.as_left((b_w + gl.where(m_b, b_c, 0.0)).to(dtype), V)
+    b_y, b_sn = gates.as_left(b_y, V), gates.as_left(b_s.to(dtype), V)
     wait_async_copies(0)
-    b_o = mma(b_y, s_sv.permute((1, 0)), V)
+    b_o = gates.mma(b_y, s_sv.permute((1, 0)), V)
     b_o = warpgroup_mma(b_sn, s_vn, b_o, is_async=True)
     b_o = warpgroup_mma(b_w, s_v, b_o, is_async=True)
     b_o, b_y, b_sn, b_w = warpgroup_mma_wait(0, deps=[b_o, b_y, b_sn, b_w])
@@ -159,12 +149,12 @@ def hopper_window_forward_kernel(
     # the remaining window tiles, if the window is longer than one tile
     for shift in range(BT + BN, last - first, BN):
         barrier()
-        async_copy_tokens(s_kn, p_k, first + shift, oldest, last, H * K)
+        gates.async_copy_tokens(s_kn, p_k, first + shift, oldest, last, H * K)
         async_copy.commit_group()
         wait_async_copies(0)
-        b_s = warpgroup_mma_wait(0, deps=[mma(s_q, s_kn.permute((1, 0)), BN)])
+        b_s = warpgroup_mma_wait(0, deps=[gates.mma(s_q, s_kn.permute((1, 0)), BN)])
         barrier()
-        async_copy_tokens(s_vn, p_v, first + shift, oldest, last, H * V)
+        gates.async_copy_tokens(s_vn, p_v, first + shift, oldest, last, H * V)
         async_copy.commit_group()
         b_s = _logits(b_s, shift, first, oldest, keys, window, scale)
         b_new = gl.maximum(b_max, gl.convert_layout(gl.max(b_s, 1), row))
@@ -172,7 +162,7 @@ def hopper_window_forward_kernel(
         b_s = gl.exp2(b_s - gl.convert_layout(b_new, gl.SliceLayout(1, narrow))[:, None])
         b_l = b_l * b_shrink + gl.convert_layout(gl.sum(b_s, 1), row)
         b_o *= gl.convert_layout(b_shrink, gl.SliceLayout(1, wide))[:, None]
-        b_sn = as_left(b_s.to(dtype), V)
+        b_sn = gates.as_left(b_s.to(dtype), V)
         wait_async_copies(0)
         b_o = warpgroup_mma(b_sn, s_vn, b_o, is_async=True)
         b_o, b_sn = warpgroup_mma_wait(0, deps=[b_o, b_sn])
@@ -183,7 +173,7 @@ def hopper_window_forward_kernel(
     barrier()
     s_v.store((b_o * gl.convert_layout(1.0 / b_l, gl.SliceLayout(1, wide))[:, None]).to(dtype))
     barrier()
-    store(s_v, o + begin_q * V, o_q, 0, length, HQ * V)
+    gates.store(s_v, o + begin_q * V, o_q, 0, length, HQ * V)
 
 
 def hopper_window_outputs(launch, x: Inputs, y: Layout, results: Results, saved: Saved) -> None:
