@@ -55,7 +55,8 @@ def assert_on_disk(calls, folder, renamed_from):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc to name the synchronised file")
-def test_a_checkpoint_is_on_the_disk_before_an_older_one_is_removed(calls, corpus, tmp_path):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_is_on_the_disk_before_an_older_one_is_removed(sharded, calls, corpus, tmp_path):
     out = tmp_path / "run"
     kept = {}
 
@@ -65,7 +66,8 @@ def test_a_checkpoint_is_on_the_disk_before_an_older_one_is_removed(calls, corpu
             kept[path] = sorted(p.relative_to(path) for p in path.rglob("*"))
             assert_on_disk(calls, path, out / ".partial" / path.name)
 
-    train(recipe(corpus, callbacks=(lambda _: Keep(),), save_steps=2, save_total_limit=1), out, progress=False)
+    changes = {"save_steps": 2, "save_total_limit": 1, "sharded_checkpoint": sharded}
+    train(recipe(corpus, callbacks=(lambda _: Keep(),), **changes), out, progress=False)
     assert len(kept) == 4
     for older, newer in zip(list(kept), list(kept)[1:], strict=False):
         removed = calls.index(("rmtree", str(older)))

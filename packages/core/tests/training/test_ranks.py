@@ -93,12 +93,15 @@ def test_a_stopped_rank_is_named_within_the_time_out(rank, corpus, tmp_path):
     assert re.search(told[rank], last[1 - rank])
 
 
-def test_a_full_disk_at_a_checkpoint_of_rank_0_is_told_by_all(corpus, tmp_path):
-    made = recipe(corpus, micro_batch_tokens=64, callbacks=(limit_files,), rank_timeout=20)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_full_disk_at_a_checkpoint_of_rank_0_is_told_by_all(sharded, corpus, tmp_path):
+    changes = {"rank_timeout": 20, "sharded_checkpoint": sharded}
+    made = recipe(corpus, micro_batch_tokens=64, callbacks=(limit_files,), **changes)
     codes, last = run([made], [tmp_path / "run"], tmp_path / "said")
     assert codes == [2, 2]
     assert "error: the checkpoint of step 3 could not be written into" in last[0]
-    assert "error: rank 0 on " in last[1]
+    # a sharded checkpoint is written by all ranks, which learn of the failure together
+    assert (" are free: rank 0: " if sharded else "error: rank 0 on ") in last[1]
     assert "the checkpoint of step 3 could not be written into" in last[1]
 
 
