@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokenmix_core.ops import chunk_ssd, recurrent_ssd, ssd_step
 from tokenmix_core.ops.ssd import tuning
+from tokenmix_core.ops.ssd.span_states import final_state, initial_gradient, span_decay
 from tokenmix_core.ops.types import ScanOutput
 from tokenmix_core.testing.agreement import assert_agrees, gradients_through, values_and_gradients, with_scanned_sums
 from tokenmix_core.testing.closeness import relative_error
@@ -251,3 +252,18 @@ def test_tiles_divide_what_they_tile(K, V, dtype):
         assert forward.BT == states.BT == gradients.BT
         assert V % forward.BV == V % states.BV == V % gradients.BV == 0
         assert K % states.BK == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_states_at_the_ends_of_a_span_are_those_of_the_scan(dtype):
+    x = inputs(B=2, T=150, G=2, HV=4, N=2, dtype=dtype, steps=True)
+    impl = "reference" if dtype == torch.float64 else "triton"
+    leaves = x | {"initial_state": torch.zeros_like(x["initial_state"]).requires_grad_()}
+    out = chunk_ssd(**leaves, scale=0.5, impl="reference")
+    do = torch.randn(out.o.shape, dtype=dtype)
+    (expected,) = torch.autograd.grad(out.o, leaves["initial_state"], do)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    assert relative_error(final_state(x["k"], x["v"], x["g"], x["dt"], impl), out.final_state) < tolerance
+    assert relative_error(initial_gradient(x["q"], do, x["g"], 0.5, impl), expected) < tolerance
+    alone = chunk_ssd(**(x | {"v": torch.zeros_like(x["v"])}), impl="reference").final_state
+    assert relative_error(span_decay(x["g"])[..., None, None].exp() * x["initial_state"], alone) < tolerance

@@ -14,15 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmix_core import ops
+from tokenmix_core.ops.ssd.span_states import final_state, initial_gradient, span_decay
 from tokenmix_core.ops.types import AttentionOutput, ScanOutput
-from tokenmix_core.parallel.exchange import receive
+from tokenmix_core.parallel.exchange import combined, receive
 from tokenmix_core.parallel.recurrence import Recurrence, Tensors, split_recurrence
 from tokenmix_core.parallel.shard import Range, SequenceShard, Span, require_shard
-
-# as the kernels: exp of a lower decay is zero in float32
-_LOWEST_DECAY = -110.0
-# tokens of a block of `_outer`
-_BLOCK = 8192
 
 
 def chunk_gated_delta_rule(
@@ -36,7 +32,7 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     writes: Tensor | None = None,
     sequence_shard: SequenceShard | None = None,
-    final_states: bool = False,
+    final_states: bool | None = None,
     **options: Any,
 ) -> ScanOutput:
     """Apply `ops.chunk_gated_delta_rule`.
@@ -46,7 +42,7 @@ def chunk_gated_delta_rule(
             that of all rows or documents, equal on all ranks; `cu_seqlens` and `writes` must be None.
         sequence_shard: the split; None for that of the context.
         final_states: whether to return the final states of split sequences, of all rows or documents on all ranks;
-            None otherwise.
+            otherwise they are None. By default the shard's `keeps_states`.
     """
     name = "chunk_gated_delta_rule"
     shard = require_shard(name, sequence_shard, cu_seqlens)
@@ -70,7 +66,8 @@ def chunk_gated_delta_rule(
         return out.final_state, out.o
 
     def pull(x: Tensors, rows: Tensor | None, do: Tensor) -> Tensor:
-        return _outer(cast(Tensor, rows), do, None)
+        # Pᵀ do, which is SSD's gradient without decay
+        return initial_gradient(cast(Tensor, rows), do, torch.zeros_like(x[3]), impl=options.get("impl"))
 
     shape = v.shape[2], q.shape[3], v.shape[3]
     x = Recurrence(name, run, lambda x, before: run(x, before, None).final_state, transition, pull, shape, q.shape[3])
@@ -89,7 +86,7 @@ def chunk_ssd(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     sequence_shard: SequenceShard | None = None,
-    final_states: bool = False,
+    final_states: bool | None = None,
     **options: Any,
 ) -> ScanOutput:
     """Apply `ops.chunk_ssd`; further arguments as for `chunk_gated_delta_rule`."""
@@ -103,42 +100,21 @@ def chunk_ssd(
         more = {"dt": steps, "scale": scale, "initial_state": before, "cu_seqlens": boundaries, **options}
         return ops.chunk_ssd(*x[:4], **more)
 
-    def decays(x: Tensors) -> Tensor:
-        """Return the cumulative log decays `[B, T, HV]`."""
-        wide = torch.promote_types(torch.promote_types(x[0].dtype, x[3].dtype), torch.float32)
-        return x[3].to(wide).clamp(min=_LOWEST_DECAY).cumsum(1)
-
     def state(x: Tensors, before: Tensor | None) -> Tensor:
-        b = decays(x)
-        found = _outer(x[1], x[2], (b[:, -1:] - b).exp() * (1.0 if dt is None else x[-1].to(b.dtype)))
+        found = final_state(*x[1:4], dt=None if dt is None else x[4], impl=options.get("impl"))
         return found if before is None else found + transition(x)[0] * before
 
     def transition(x: Tensors) -> tuple[Tensor, None]:
-        return decays(x)[:, -1, :, None, None].exp(), None
+        return span_decay(x[3])[..., None, None].exp(), None
 
     def pull(x: Tensors, rows: Tensor | None, do: Tensor) -> Tensor:
-        return scale * _outer(x[0], do, decays(x).exp())
+        return initial_gradient(x[0], do, x[3], scale, options.get("impl"))
 
     shape = v.shape[2], q.shape[3], v.shape[3]
     tensors = (q, k, v, g) if dt is None else (q, k, v, g, dt)
     x = Recurrence("chunk_ssd", run, state, transition, pull, shape, 1)
     o, final = split_recurrence(shard, x, tensors, initial_state, final_states)
     return ScanOutput(o, cast(Tensor, final))
-
-
-def _outer(a: Tensor, b: Tensor, weights: Tensor | None) -> Tensor:
-    """Return Σ_t w_t a_t b_tᵀ `[B, HV, K, V]` of a `[B, T, G, K]` and b `[B, T, HV, V]`, at least in float32."""
-    wide = torch.promote_types(a.dtype if weights is None else weights.dtype, torch.float32)
-    found = torch.zeros((), dtype=wide, device=a.device)
-    # block by block, as the wider copies of long spans would take gigabytes
-    for first in range(0, a.shape[1], _BLOCK):
-        rows = slice(first, first + _BLOCK)
-        values = b[:, rows].to(wide)
-        if weights is not None:
-            values = values * weights[:, rows].unsqueeze(-1)
-        values = values.unflatten(2, (a.shape[2], -1))
-        found = found + torch.einsum("btgk,btghv->bghkv", a[:, rows].to(wide), values)
-    return found.flatten(1, 2)
 
 
 def short_conv(
@@ -159,7 +135,7 @@ def short_conv(
     (before,) = _tokens_before(shard, [x], weight.shape[1] - 1)
     boundaries = shard.cu_seqlens(x.device)
     out = ops.short_conv(shard.to_rows(x), weight, bias, initial_state=before, cu_seqlens=boundaries, **options)
-    return out._replace(o=shard.from_rows(out.o))
+    return _convolved(shard, out)
 
 
 def short_convs(
@@ -180,7 +156,17 @@ def short_convs(
     states = None if before[0] is None else cast("list[Tensor]", before)
     rows, boundaries = [shard.to_rows(x) for x in xs], shard.cu_seqlens(xs[0].device)
     found = ops.short_convs(rows, weights, initial_states=states, cu_seqlens=boundaries, **options)
-    return tuple(out._replace(o=shard.from_rows(out.o)) for out in found)
+    return tuple(_convolved(shard, out) for out in found)
+
+
+def _convolved(shard: SequenceShard, out: ScanOutput) -> ScanOutput:
+    """Return this rank's outputs; the final states are those of whole rows if the shard keeps them."""
+    final = out.final_state
+    if shard.keeps_states:
+        ends = shard.local[-1].stop == shard.tokens
+        last = final[len(shard.local) - 1 :: len(shard.local)]
+        final = combined(shard, last if ends else torch.zeros_like(last))
+    return ScanOutput(shard.from_rows(out.o), final)
 
 
 def _refuse_state(name: str, state: Any) -> None:

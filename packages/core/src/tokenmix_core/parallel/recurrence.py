@@ -42,12 +42,12 @@ class Recurrence(NamedTuple):
 
 
 def split_recurrence(
-    shard: SequenceShard, x: Recurrence, tensors: Tensors, initial_state: Tensor | None, final_states: bool
+    shard: SequenceShard, x: Recurrence, tensors: Tensors, initial_state: Tensor | None, final_states: bool | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the outputs of this rank's tokens, and with `final_states` those of all rows or documents."""
     first = tensors[0]
     shard.check_local(x.name, first)
-    batch = first.shape[0]
+    batch, final_states = first.shape[0], shard.keeps_states if final_states is None else final_states
     if initial_state is not None and shard.packed:
         rows = initial_state[torch.tensor(shard.documents, device=first.device)]
     else:
