@@ -1,4 +1,4 @@
-"""NAtS-L's two operations compared with each alone, and its layer with the layers it combines, by length.
+"""NAtS-L's two operations compared with each alone, its layer with the layers it combines, and its cache, by length.
 
 The "pair" is the part between the projections of the paper's 380M layer, without norms: the gated delta rule with a
 write mask, and attention to the own and retained chunks. "attention" is cuDNN's full attention, and "GDN" our gated
@@ -14,7 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tokenmix_core.nn.attention import Attention
 from tokenmix_core.nn.gated_delta_net import GatedDeltaNet
-from tokenmix_core.testing.benchmarking import measure
+from tokenmix_core.nn.state import PagedKVState, Pages
+from tokenmix_core.ops import attention_decode
+from tokenmix_core.testing.benchmarking import measure, measure_step
 from tokenmix_nats_l.chunks import ChunkTypes
 from tokenmix_nats_l.mixer import NatsL, Tokens
 
@@ -95,11 +97,30 @@ def layer_rows(tokens: int, device: str) -> list[dict]:
     return rows
 
 
+def retained_rows(tokens: int, device: str) -> list[dict]:
+    """Measure a step's attention to retained chunks, one head in six entirely softmax, and to all keys."""
+    layer = NatsL(WIDTH, **(CPU_SIZES if device == "cpu" else {}))
+    H, K, V, C = layer.num_softmax_heads, layer.softmax_dim, layer.softmax_value_dim, layer.chunk
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v = (torch.randn(1, n, H, d, device=device, dtype=dtype) for n, d in ((1, K), (tokens, K), (tokens, V)))
+    take = torch.rand(1, tokens // C, H, device=device) < 0.05
+    take[..., ::6] = True
+    kept, everything = PagedKVState(H, K, V, page=C), torch.tensor([tokens], dtype=torch.int32, device=device)
+    kept.append(k, v, take, known=Pages(int(take.sum()), tokens // C))
+    forwards = {
+        "NAtS-L": lambda: kept.attend(q.squeeze(1)).o,
+        "all keys": lambda: attention_decode(q, k, v, everything).o,
+    }
+    sizes = f"T{tokens} H{H} K{K} V{V}, {kept.allocated / kept.held(tokens):.3f} of the bytes in use allocated"
+    return measure_step("retained chunks", sizes, device, forwards)
+
+
 def rows(device: str) -> list[dict]:
-    """Measure on `device`: the pair at the paper's shapes, then layers by length."""
+    """Measure on `device`: the pair at the paper's shapes, then layers and retained chunks by length."""
     out = []
     for batch, tokens in PAIRS if device != "cpu" else [(1, 256)]:
         out += pair_rows(batch, tokens, device)
     for tokens in LENGTHS if device != "cpu" else (256,):
         out += layer_rows(tokens, device)
+        out += retained_rows(tokens, device)
     return out

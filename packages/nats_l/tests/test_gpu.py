@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tokenmix_core.modeling import HybridCache
+from tokenmix_core.modeling import HybridCache, decode_graph
 from tokenmix_core.nn.init import init_weights_
 from tokenmix_core.nn.rotary import RotaryEmbedding
 from tokenmix_core.testing.closeness import assert_within, relative_error
@@ -141,13 +141,32 @@ def test_steps_read_only_retained_tokens():
                 # pretend that a head of the second row retains one chunk: kernels must not read the other
                 kept = cache.layers[0].kept
                 kept.lengths[1, 0] = 64
-                kept.keys[1, 0, 64:] = float("nan")
+                kept.keys[1, kept.table[1, 0, 1]] = float("nan")
             o = layer(x[:, start:stop], state=cache.layers[0])[0]
             cache.end()
         outputs.append(o)
     assert outputs[1].isfinite().all()
     assert torch.equal(outputs[0][0], outputs[1][0])
     assert not torch.equal(outputs[0][1], outputs[1][1])
+
+
+@torch.no_grad()
+def test_captured_steps_follow_pages_that_grow(monkeypatch):
+    """Pages run out every two chunks, so that graphs are captured again; heads retain different chunks."""
+    monkeypatch.setattr(decode_graph, "_SPARE", 128)
+    torch.manual_seed(0)
+    config = NatsLConfig(**MODEL, initializer_range=0.05, mixer_options={"nats_l": {**SIZES, "rope": True}})
+    model = NatsLForCausalLM(config).cuda().eval()
+    ids = torch.randint(0, 61, (3, 100), device="cuda")
+    cache = model.make_cache()
+    options = {"max_new_tokens": 700, "do_sample": False, "pad_token_id": 0}
+    eager = model.generate(ids, decoding_graph=False, **options)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **options), eager)
+    kept = cache.layers[0].kept
+    used = int(kept.lengths.sum(1).max()) // 64
+    assert 0 < used < 4 * 12
+    # two chunks and one page of each head, and a page for what none retains
+    assert kept.keys.shape[1] <= max(1.1 * used, used + 4 * 3) + 1
 
 
 def test_graphs_train_alike(tmp_path):

@@ -9,11 +9,16 @@ import pytest
 import torch
 
 from tokenmix_core.kernels import tuning
-from tokenmix_core.ops import attention, attention_decode, merge_attention
+from tokenmix_core.ops import attention, attention_decode, merge_attention, paged_attention_decode
 from tokenmix_core.ops.dispatch import interpreting
 from tokenmix_core.ops.softmax_attention import attention_reference, backends, backward, choose_impl, forward
 from tokenmix_core.ops.softmax_attention import tuning as attention_tuning
-from tokenmix_core.ops.softmax_attention.autograd import attention_backward_op, attention_decode_op, attention_op
+from tokenmix_core.ops.softmax_attention.autograd import (
+    attention_backward_op,
+    attention_decode_op,
+    attention_op,
+    paged_attention_decode_op,
+)
 from tokenmix_core.ops.softmax_attention.backends import limit
 from tokenmix_core.ops.softmax_attention.types import Call as Choice
 from tokenmix_core.ops.softmax_attention.types import Mask
@@ -260,6 +265,86 @@ class TestDecoding(OpContract):
     def operators(self, device):
         q, k, v = drawn(torch.float64, device, TQ=5).values()
         yield attention_decode_op, (q, k, v, torch.tensor([5], device=device), None, 0, 0.5, "reference")
+
+
+def by_pages(page_table, lengths, **options):
+    return paged_attention_decode(page_table=page_table.clone(), lengths=lengths.clone(), **options)
+
+
+class TestPagedDecoding(OpContract):
+    covers = (paged_attention_decode,)
+    absent: ClassVar = {
+        **{name: TestDecoding.absent[name] for name in ("parts", "step", "malformed_steps", "replayed")},
+        "packed": "each key head has a list of pages",
+    }
+    forms: ClassVar = {"decode": by_pages}
+    impls: ClassVar = (None,)
+    differentiable = False
+    tokens = ("k_pages", "v_pages")
+    cases: ClassVar = {f"{TQ} queries": dict(TQ=TQ) for TQ in (1, 3)}
+    lengths = (2, 16, 17, 49)
+    kernels: ClassVar = {
+        f"{TQ} queries, pages of {page}": KernelCase(dict(TQ=TQ, page=page, T=160), None, in_small_tiles, ("float32",))
+        for TQ, page in ((1, 16), (1, 96), (3, 32))
+    }
+    neighbours: ClassVar = dict(B=3, TQ=1)
+    traced: ClassVar = dict(TQ=1)
+    traced_lengths = (33, 65)
+    valid: ClassVar = dict(T=40)
+    malformed: ClassVar = {
+        "lengths beyond the pages": ({"lengths": torch.full((2, 2), 49)}, "between 0 and 48, the tokens of 3 pages"),
+        "a page that does not exist": (
+            {"page_table": torch.full((2, 2, 3), 9, dtype=torch.int32)}, "page_table must lie between 0 and 8 where",
+        ),
+        "wide entries": ({"page_table": torch.zeros(2, 2, 3, dtype=torch.int64)}, "page_table must be int32"),
+        "lengths of floats": ({"lengths": torch.zeros(2, 2)}, "lengths must be int32, int64"),
+        "odd pages": (
+            {"k_pages": z(2, 9, 8, 16), "v_pages": z(2, 9, 8, 16)}, "a page must have a multiple of 16 tokens, got 8",
+        ),
+        "torch's kernel": ({"impl": "sdpa"}, "None, 'triton' or 'reference', got 'sdpa'"),
+    }  # fmt: skip
+    results = staticmethod(finite)
+
+    def make(self, dtype=torch.float64, device="cpu", seed=0, B=2, TQ=1, T=40, page=16) -> Call:
+        H, columns = 2, -(-T // page)
+        P = H * columns + 3
+        q, k, v = drawn(dtype, device, seed, B=B, TQ=TQ, TK=P * page, HQ=4, H=1).values()
+        k, v = (x.view(B, P, page, 16).contiguous() for x in (k, v))
+        lengths = torch.tensor(
+            [[T, 2], [0, max(T - page, 0)], [min(T, page), T // 2]], dtype=torch.int32, device=device
+        )[:B]
+        generator = torch.Generator().manual_seed(seed)
+        # a page belongs to one head; other entries, pages and offsets must not be read
+        table = torch.stack([torch.randperm(P, generator=generator)[: H * columns] for _ in range(B)])
+        table = table.view(B, H, columns).to(device, torch.int32)
+        owned = torch.zeros(B, P, page, dtype=torch.bool, device=device)
+        for b, h, n in ((b, h, n) for b, row in enumerate(lengths.tolist()) for h, n in enumerate(row)):
+            for j in range(columns):
+                owned[b, table[b, h, j], : max(0, n - j * page)] = True
+            table[b, h, -(-n // page) :] = P - 1 if page == 16 else 1 << 20
+        for x in (k, v):
+            x.masked_fill_(~owned.unsqueeze(-1), torch.nan)
+        return Call({"q": q, "k_pages": k, "v_pages": v}, {"page_table": table, "lengths": lengths})
+
+    def definition(self, q, k_pages, v_pages, *, page_table, lengths, **options):
+        B, G, page = len(q), q.shape[2] // page_table.shape[1], k_pages.shape[2]
+        rows = []
+        for b in range(B):
+            heads = []
+            for h, n in enumerate(lengths[b].tolist()):
+                at = page_table[b, h, : -(-n // page)].long()
+                k, v = (x[b, at].flatten(0, 1)[None, :n, None] for x in (k_pages, v_pages))
+                heads.append(by_definition(q[b : b + 1, :, h * G : (h + 1) * G], k, v, **options))
+            rows.append([torch.cat(x, 2) for x in zip(*heads, strict=True)])
+        return AttentionOutput(*(torch.cat(x) for x in zip(*rows, strict=True)))
+
+    def growing(self, arguments):
+        yield from super().growing(arguments)
+        yield arguments["page_table"], 2
+
+    def operators(self, device):
+        call = self.make(device=device, TQ=1)
+        yield paged_attention_decode_op, (*call.tensors.values(), *call.options.values(), 0.5, "reference")
 
 
 def merged(first, first_lse, second, second_lse, impl=None):

@@ -10,7 +10,7 @@ import torch
 from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.launch import fit, launcher
 from tokenmix_core.kernels.launch.cache.replay import invalidate
-from tokenmix_core.ops import attention, attention_decode, merge_attention
+from tokenmix_core.ops import attention, attention_decode, merge_attention, paged_attention_decode
 from tokenmix_core.ops.softmax_attention import attention_reference, choose_impl, forward, plan
 from tokenmix_core.ops.softmax_attention.autograd import attention_backward_op, attention_decode_op, attention_op
 from tokenmix_core.ops.softmax_attention.backends import cudnn_heads, flash_attention, limit, on_hopper
@@ -383,6 +383,34 @@ def test_decoding_answers_to_float64(B, sizes, mask, dtype):
     assert (got.lse.isneginf() == blind).all()
     assert_within("o", got.o, exact.o, baseline.o)
     assert_within("lse", *(t.lse.masked_fill(blind, 0) for t in (got, exact, baseline)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("page", "TQ", "HQ", "K", "V"), [(64, 1, 12, 64, 128), (128, 1, 6, 128, 128), (192, 3, 12, 64, 64)]
+)
+@pytest.mark.parametrize("B", [1, 20])
+def test_decoding_from_pages_answers_to_float64(B, page, TQ, HQ, K, V, dtype):
+    H, columns = 6, 3072 // page
+    P, generator = H * columns + 1, torch.Generator("cuda").manual_seed(2)
+    q = torch.randn(B, TQ, HQ, K, device="cuda", dtype=dtype, generator=generator)
+    k, v = (torch.randn(B, P, page, n, device="cuda", dtype=dtype, generator=generator) for n in (K, V))
+    table = torch.rand(B, P, device="cuda", generator=generator).argsort(1)[:, :-1].view(B, H, columns).int()
+    lengths = torch.randint(0, 3073, (B, H), device="cuda", generator=generator)
+    lengths[:, 0], lengths[0, 1:3] = 3072, 0
+    used = torch.arange(3072, device="cuda") < lengths.unsqueeze(-1)
+    owned = torch.zeros(B, P, page, dtype=torch.bool, device="cuda")
+    owned[torch.arange(B, device="cuda").view(B, 1, 1), table.long()] = used.view(B, H, columns, page)
+    clean = [x.masked_fill(~owned.unsqueeze(-1), 0) for x in (k, v)]
+    for x in (k, v):
+        x.masked_fill_(~owned.unsqueeze(-1), float("nan"))
+    got = paged_attention_decode(q, k, v, table.masked_fill(~used[..., ::page], 1 << 30), lengths)
+    exact = paged_attention_decode(q.double(), *(x.double() for x in clean), table, lengths, impl="reference")
+    baseline = paged_attention_decode(q, *clean, table, lengths, impl="reference")
+    blind = exact.lse.isneginf()
+    assert (got.lse.isneginf() == blind).all()
+    assert_within("o", got.o, exact.o, baseline.o)
+    assert_within("lse", *(x.lse.masked_fill(blind, 0) for x in (got, exact, baseline)))
 
 
 def test_decoding_replays_in_a_graph_with_other_lengths():

@@ -119,13 +119,21 @@ def merging():
 
 
 def tokens():
-    from tokenmix_core.ops import attention_decode, gated_delta_rule_step, short_conv_step, ssd_step
+    from tokenmix_core.ops import (
+        attention_decode,
+        gated_delta_rule_step,
+        paged_attention_decode,
+        short_conv_step,
+        ssd_step,
+    )
 
     # who is told to interpret refuses bfloat16
     q, k, v, cache = (torch.empty(*s, dtype=torch.float16) for s in ((B, H, K), (B, H, K), (B, H, K), (B, T, 4, K)))
     # a CPU would split nothing
     with patch.object(tuning, "splits", lambda *_: 8):
         attention_decode(q[:, None], cache, cache, torch.zeros(B, dtype=torch.int32), impl="triton")
+        pages, table = cache.view(B, -1, 64, K), torch.zeros(B, 4, 16, dtype=torch.int32)
+        paged_attention_decode(q[:, None], pages, pages, table, table[..., 0], impl="triton")
     gated_delta_rule_step(q, k, v, long(B, H), long(B, H), long(B, H, K, K), impl="triton")
     ssd_step(q, k, v, long(B, H), long(B, H, K, K), impl="triton")
     short_conv_step(half(B, 1024), long(1024, W), long(1024), half(B, 1024, W - 1), impl="triton")

@@ -171,11 +171,10 @@ def _score(rule: Retention, state: LayerState) -> None:
 
 def _prepare(k: Tensor, state: LayerState, batch: int) -> None:
     """Allocate the state's tensors before the first call."""
-    if state.kv.num_slots:
+    if state.kv.tensors:
         return
     k = k.detach()
-    empty = k.new_zeros(batch, 0, *k.shape[2:])
-    state.kv.append(empty, empty, empty[..., 0].bool())
+    state.kv.allocate(batch, k)
     state.scores.get(batch, k)
     state.raw.get(batch, k)
     state.ages.value = torch.zeros(batch, *state.ages.shape, dtype=state.ages.dtype, device=k.device)

@@ -169,7 +169,7 @@ class Lte(Mixer):
         """
         slots = (self.num_kv_heads, self.window + self.cap)
         return LayerState(
-            kv=RaggedKVState(self.num_kv_heads, self.head_dim, self.head_dim, capacity=slots[1]),
+            kv=RaggedKVState(self.num_kv_heads, self.head_dim, self.head_dim, slots[1]),
             scores=TensorState(*slots, dtype=torch.float32),
             ages=TensorState(self.num_kv_heads, self.cap, dtype=torch.int32),
             raw=TensorState(self.retention.reach, self.num_kv_heads, self.head_dim),

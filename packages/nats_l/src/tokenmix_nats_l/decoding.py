@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots, cu_seqlens_from_lengths, sequence_ids, slot_ids
 from tokenmix_core.kernels import Asked
-from tokenmix_core.nn import LayerState, Rotation, at_least_float32, normed_for_step
+from tokenmix_core.nn import LayerState, Pages, Rotation, StatePart, at_least_float32, normed_for_step
 from tokenmix_core.ops import (
     attention_decode,
     gated_delta_rule_step,
@@ -68,7 +68,7 @@ def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, rotary: Rot
     seen = []
     if layer.own_chunk != "linear":
         seen.append(attention_decode(softmax_q.unsqueeze(1), keys, values, filled, impl=layer.impl))
-    if state.kept.num_slots:
+    if state.kept.tensors:
         seen.append(state.kept.attend(softmax_q, impl=layer.impl))
     softmax = merge_attention(seen, impl=unless_gluon(layer.impl)).o if seen else torch.zeros_like(tokens.softmax_v)
 
@@ -115,8 +115,8 @@ def _extend_uniform(
     """
     C, T = layer.chunk, x.shape[1]
     types = _types(layer, _means(layer, state, x, fill), index, among)
-    # start copying the longest list's length to the host before the long kernels; the host reads it after them
-    longest = _longest(layer, state, types, (fill + T) // C)
+    # start copying the page counts to the host before the long kernels; the host reads them after these
+    known = _pages(layer, state, types, (fill + T) // C)
     softmax = _attend(layer, tokens, types, state, fill)
 
     # head: new tokens of the open chunk; whole: tokens of complete chunks; the remaining tokens open the next chunk
@@ -126,20 +126,20 @@ def _extend_uniform(
     if head:
         outputs.append(_append(layer, x, tokens, state, slice(0, head), fill))
         if fill + head == C:
-            _close(layer, state, types.softmax[:, 0] > 0.5, longest=longest)
+            _close(layer, state, types.softmax[:, 0] > 0.5, known=known)
     first = 1 if head else 0
     if layer.own_chunk == "softmax" or not layer.decay:
         # one call of the delta rule cannot apply these options to several chunks: process chunk after chunk
         for i in range(whole // C):
             outputs.append(_append(layer, x, tokens, state, slice(head + i * C, head + (i + 1) * C), 0))
-            _close(layer, state, types.softmax[:, first + i] > 0.5, longest=longest)
+            _close(layer, state, types.softmax[:, first + i] > 0.5, known=known)
     elif whole:
         chunks = tokens if whole == T else type(tokens)(*(y[:, head : head + whole] for y in tokens))
         slots = slice(first, first + whole // C)
         o, after = layer.delta_rule(chunks, types.linear[:, slots], state.recurrent.value)
         outputs.append(o)
         state.recurrent.value, state.start.value = after, after.clone()
-        _retain(layer, state, chunks, types.softmax[:, slots] > 0.5, longest)
+        _retain(layer, state, chunks.softmax_k, chunks.softmax_v, types.softmax[:, slots] > 0.5, known)
     if head + whole < T:
         outputs.append(_append(layer, x, tokens, state, slice(head + whole, T), 0))
     _prepare(state, x, len(x))
@@ -199,9 +199,9 @@ def _begin_packed(
         i = begin + torch.arange(_BLOCK * C, device=device)
         there = i < wholes.unsqueeze(1)
         at = torch.where(there, cu_seqlens[:-1, None] + i, 0)
-        take = (types.softmax[0, torch.where(there, slots + i // C, 0)] > 0.5) & there.unsqueeze(-1)
-        keys, values = (y[0, at] for y in (tokens.softmax_k, tokens.softmax_v))
-        state.kept.append(keys, values, take.repeat_interleave(layer.group, -1))
+        first, there = i[::C], there[:, ::C]
+        take = (types.softmax[0, torch.where(there, slots + first // C, 0)] > 0.5) & there.unsqueeze(-1)
+        _retain(layer, state, *(y[0, at] for y in (tokens.softmax_k, tokens.softmax_v)), take)
     return torch.cat(outputs, 1)[:, order.argsort()], softmax
 
 
@@ -213,11 +213,13 @@ def _extend_in_groups(
     for n, (start, end) in enumerate(pairwise(boundaries)):
         groups.setdefault((before[n] % layer.chunk, end - start), []).append(n)
     create_lists(state)
-    kept, indices, outputs = [], [], []
+    kept: list[tuple[StatePart, list[int]]] = [(state.kept, [])] * len(before)
+    indices, outputs = [], []
     for (fill, length), members in groups.items():
         rows = torch.tensor(members, device=x.device)
-        apart = _rows(layer, state, rows)
-        kept.append((rows, apart.kept))
+        apart = _rows(layer, state, members, rows)
+        for i, n in enumerate(members):
+            kept[n] = apart.kept, [i]
         if length == 0:
             continue
         at = torch.tensor([range(boundaries[n], boundaries[n] + length) for n in members], device=x.device)
@@ -228,7 +230,7 @@ def _extend_in_groups(
         indices.append(at.flatten())
         for name in _TENSORS:
             getattr(state, name).value[rows] = getattr(apart, name).value
-    state.kept.join(kept)
+    state.kept.gather_rows(kept)
     back = torch.cat(indices).argsort()
     linear, softmax = (torch.cat(y)[back] for y in zip(*outputs, strict=True))
     return linear, softmax
@@ -257,12 +259,14 @@ def _attend(layer: NatsL, tokens: Tokens, types: ChunkTypes, state: LayerState, 
     if fill:
         keys.insert(0, state.open_keys.value[:, :fill])
         values.insert(0, state.open_values.value[:, :fill])
-    if kept.num_slots:
-        # lists consist of complete chunks: one mark per C slots
-        keys.insert(0, kept.keys.transpose(1, 2))
-        values.insert(0, kept.values.transpose(1, 2))
-        held = torch.arange(0, kept.num_slots, C, device=kept.keys.device) < kept.lengths[:, :: layer.group, None]
-        marks.insert(0, held.transpose(1, 2).to(types.softmax.dtype))
+    if kept.tensors:
+        # lists consist of complete chunks: one mark per page
+        held = [x.transpose(1, 2) for x in kept.lists()]
+        keys.insert(0, held[0])
+        values.insert(0, held[1])
+        page = torch.arange(held[0].shape[1] // C, device=held[0].device)
+        filled = page * C < kept.lengths[:, :: layer.group, None]
+        marks.insert(0, filled.transpose(1, 2).to(types.softmax.dtype))
     k, v, keep = (_joined(y) for y in (keys, values, marks))
     if layer.own_chunk == "linear":
         return past_chunk_attention_of_last(layer, tokens.softmax_q, k, v, keep)
@@ -290,23 +294,29 @@ def _types(layer: NatsL, means: Tensor, first: int | Tensor, among: tuple[Tensor
     return layer.types_from(means, indices, among)
 
 
-def _longest(layer: NatsL, state: LayerState, types: ChunkTypes, ending: int) -> Asked | None:
-    """Request the longest list's length after `ending` chunks; None for few chunks, where an upper bound suffices."""
+def _pages(layer: NatsL, state: LayerState, types: ChunkTypes, ending: int) -> tuple[Asked, Asked] | None:
+    """Request the pages in use after `ending` chunks; None for few chunks, where an upper bound suffices."""
     if ending <= _BLOCK:
         return None
-    tokens = layer.chunk * types.softmax[:, :ending].sum(1, dtype=torch.int32)
-    if state.kept.num_slots:
-        tokens = tokens + state.kept.lengths[:, :: layer.group]
-    return Asked(tokens.max())
+    pages = types.softmax[:, :ending].sum(1, dtype=torch.int32)
+    if state.kept.tensors:
+        pages = pages + state.kept.lengths[:, :: layer.group] // layer.chunk
+    return Asked(layer.group * pages.sum(1).max()), Asked(pages.max())
 
 
-def _retain(layer: NatsL, state: LayerState, chunks: Tokens, softmax: Tensor, longest: Asked | None) -> None:
+def _retain(
+    layer: NatsL,
+    state: LayerState,
+    k: Tensor,
+    v: Tensor,
+    softmax: Tensor,
+    known: tuple[Asked, Asked] | None = None,
+) -> None:
     """Retain the keys and values of complete chunks where `softmax [N, chunks, H]` is True."""
-    N, chunk_count, H = softmax.shape
-    # from types per head of the delta rule to a mask per softmax head, as for the lists
-    take = softmax.mT[:, :, None, :, None].expand(-1, -1, layer.group, -1, layer.chunk)
-    take = take.reshape(N, H * layer.group, chunk_count * layer.chunk).mT
-    state.kept.append(chunks.softmax_k, chunks.softmax_v, take, longest=None if longest is None else longest.read())
+    pages = None if known is None else Pages(*(x.read() for x in known))
+    # from types per head of the delta rule to a mask per softmax head
+    take = softmax.mT.unsqueeze(2).expand(-1, -1, layer.group, -1).flatten(1, 2).mT
+    state.kept.append(k, v, take, known=pages)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -315,16 +325,18 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _close(
-    layer: NatsL, state: LayerState, softmax: Tensor, rows: Tensor | None = None, longest: Asked | None = None
+    layer: NatsL,
+    state: LayerState,
+    softmax: Tensor,
+    rows: Tensor | None = None,
+    known: tuple[Asked, Asked] | None = None,
 ) -> None:
     """Close the open chunk of all rows, or of the rows in the mask `rows [N]`; `softmax [N, H]` gives the types."""
     start, recurrent, decay = state.start.value, state.recurrent.value, state.decay.value
     take = softmax if rows is None else softmax & rows.unsqueeze(-1)
     bare = decay.exp()[..., None, None] * start if layer.decay else start
     recurrent = torch.where(layer.fit.gates(take)[..., None, None], bare, recurrent)
-    take = take.repeat_interleave(layer.group, -1).unsqueeze(1).expand(-1, layer.chunk, -1)
-    known = None if longest is None else longest.read()
-    state.kept.append(state.open_keys.value, state.open_values.value, take, longest=known)
+    _retain(layer, state, state.open_keys.value, state.open_values.value, take.unsqueeze(1), known)
     if rows is None:
         rows = torch.ones(len(start), dtype=torch.bool, device=start.device)
     # steps overwrite the running state, so `start` must be a copy
@@ -345,15 +357,14 @@ def _prepare(state: LayerState, like: Tensor, batch: int) -> None:
 
 def create_lists(state: LayerState) -> None:
     """Create empty lists of retained tokens if there are none yet."""
-    if not state.kept.num_slots:
-        keys, values = state.open_keys.value[:, :0], state.open_values.value[:, :0]
-        state.kept.append(keys, values, torch.zeros(keys.shape[:3], dtype=torch.bool, device=keys.device))
+    if not state.kept.tensors:
+        state.kept.allocate(len(state.open_keys.value), state.open_keys.value)
 
 
-def _rows(layer: NatsL, state: LayerState, rows: Tensor) -> LayerState:
+def _rows(layer: NatsL, state: LayerState, members: list[int], rows: Tensor) -> LayerState:
     """Return a state of some rows, with copies of their tensors."""
     apart = layer.make_state()
     for name in _TENSORS:
         getattr(apart, name).value = getattr(state, name).value[rows]
-    apart.parts["kept"] = state.kept.rows(rows)
+    apart.kept.gather_rows([(state.kept, members)])
     return apart

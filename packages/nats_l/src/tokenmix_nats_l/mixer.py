@@ -15,7 +15,7 @@ from tokenmix_core.nn import (
     LayerState,
     Mixer,
     MixerOutput,
-    RaggedKVState,
+    PagedKVState,
     RMSNorm,
     Rotation,
     ShortConv,
@@ -208,7 +208,7 @@ class NatsL(Mixer):
             inputs=TensorState(self.q_proj.in_features, dtype=torch.float32),
             open_keys=TensorState(self.chunk, heads, sizes[0]),
             open_values=TensorState(self.chunk, heads, sizes[1]),
-            kept=RaggedKVState(heads, *sizes, unit=self.chunk),
+            kept=PagedKVState(heads, *sizes, page=self.chunk),
         )
 
     def prepare_steps(self, state: LayerState) -> None:
@@ -398,4 +398,4 @@ class NatsL(Mixer):
     def held_tokens(self, state: LayerState) -> Int[Tensor, "N HA"] | None:
         """Return the number of retained tokens of each row and head; None if there are no lists yet."""
         kept: Any = state.kept
-        return kept.lengths if kept.num_slots else None
+        return kept.lengths if kept.tensors else None

@@ -50,10 +50,11 @@ class HybridCache(Cache):
         self.broken = False
         self._batch: int | None = None
         self.span: Span | None = None
-        # while fixed: _fixed_lengths: lengths on the device; capacity: in tokens; _read: lengths as the host last read
-        # them, and `past` at that time; _equal: whether all lengths are equal
+        # while fixed: _fixed_lengths: lengths on the device; capacity: in tokens; _limit: tokens up to which memory
+        # that depends on data suffices; _read: lengths as the host last read them, and `past` at that time;
+        # _equal: whether all lengths are equal
         self._fixed_lengths: Tensor | None = None
-        self.capacity = 0
+        self.capacity, self._limit = 0, 0
         self._read: tuple[list[int], int] | None = None
         self._equal = True
         # decoder of single tokens that replaces the model's forward; see `decode_graph.Steps`
@@ -74,7 +75,7 @@ class HybridCache(Cache):
         self._check_whole()
         if self._batch not in (None, batch):
             raise ValueError(f"the cache holds {self._batch} sequences, got a batch of {batch}")
-        if self.fixed and (tokens > 1 or mask is not None or self.past >= self.capacity):
+        if self.fixed and (tokens > 1 or mask is not None or not self.has_memory()):
             self.loosen()
         if self.fixed:
             self.span = self.next_step()
@@ -124,7 +125,14 @@ class HybridCache(Cache):
         """True between `fix` and `loosen`."""
         return self._fixed_lengths is not None
 
-    def fix(self, capacity: int, storage: Storage | None = None) -> Storage:
+    def has_memory(self) -> bool:
+        """Return whether the fixed tensors have memory for one more token; may wait for the device."""
+        if self._limit <= self.past < self.capacity:
+            more = self.capacity - self.past
+            self._limit = self.past + min((part.free_tokens(more) for part in self._parts()), default=more)
+        return self.past < self._limit
+
+    def fix(self, capacity: int, storage: Storage | None = None, *, spare: int | None = None) -> Storage:
         """Keep the addresses of all tensors until `loosen`, with capacity for sequences of `capacity` tokens.
 
         A decoding step (one token of each sequence) then reads and writes only these tensors, lengths included, and
@@ -134,6 +142,8 @@ class HybridCache(Cache):
             capacity: tokens that the longest sequence may reach, more than it has.
             storage: tensors that `fix` returned for another cache of the same model and batch size, which no longer
                 uses them; None to use the cache's own memory.
+            spare: further tokens of each sequence for which to allocate memory that depends on data, such as pages of
+                retained keys; None for `capacity`. `has_memory` tells when it is used up.
 
         Returns:
             The tensors of every state part, and the lengths.
@@ -150,14 +160,16 @@ class HybridCache(Cache):
             raise ValueError("a cache that is offloaded to CPU memory cannot be fixed")
         if self.history is not None:
             raise ValueError("a cache that keeps a history for crop cannot be fixed")
-        parts, before = self._parts(), self._counts()
+        parts, before, more = self._parts(), self._counts(), capacity - self.past
         held: Storage = []
         for part, target in zip(parts, [None] * len(parts) if storage is None else storage[:-1], strict=True):
-            held.append(part.fix(capacity, capacity - self.past, target))
+            held.append(part.fix(capacity, more if spare is None else min(spare, more), target))
         lengths = before.clone() if storage is None else storage[-1][0]
         copy_all([before], [lengths])
         self._equal = self._lengths_equal
         self._fixed_lengths, self.lengths, self.capacity, self._read = lengths, None, capacity, None
+        self._limit = self.past
+        self.has_memory()
         return [*held, (lengths,)]
 
     def loosen(self) -> None:

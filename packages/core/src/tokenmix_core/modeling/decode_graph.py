@@ -31,6 +31,8 @@ from tokenmix_core.nn.state.parts import StatePart
 _KEPT, _MOST_KEPT, _KEPT_BYTES = 4, 8, 2 << 30
 # least capacity of a cache in tokens
 _LEAST_CAPACITY = 256
+# tokens of each sequence for which memory that depends on data is allocated: fewer waste less, more capture less often
+_SPARE = 512
 # least capacity of a cache that takes the same memory at any length
 _LEAST_FLAT_CAPACITY = 16_384
 
@@ -215,7 +217,7 @@ class Steps:
     def storage(self) -> CapturedSteps:
         """Return storage with capacity for the next token, after moving the cache to it if necessary."""
         cache, captured = self.cache, self.captured
-        if captured is not None and cache.fixed and cache.past < cache.capacity:
+        if captured is not None and cache.fixed and cache.has_memory():
             return captured
         for mixer, state in zip(self.mixers, cache.layers, strict=True):
             mixer.prepare_steps(state)
@@ -225,13 +227,13 @@ class Steps:
         new = store.take(key, min(wanted, cache.past + _LEAST_CAPACITY))
         if new is not None:
             try:
-                cache.fix(new.capacity, new.storage)
+                cache.fix(new.capacity, new.storage, spare=_SPARE)
             except ValueError:
                 # a state whose size depends on data exceeds this storage
                 new = None
         if new is None:
             # states of constant size stay in the old storage's memory, so no other cache can use the old storage
-            new, captured = CapturedSteps(store, key, wanted, cache.fix(wanted), batch, device), None
+            new, captured = CapturedSteps(store, key, wanted, cache.fix(wanted, spare=_SPARE), batch, device), None
         if captured is not None:
             store.give(captured)
         self.captured = new
@@ -258,6 +260,9 @@ class Steps:
         States of constant size get one large capacity, so that all lengths share captured steps.
         """
         past, most = self.cache.past, self.cache.max_length
+        if self.cache.fixed and past < self.cache.capacity:
+            # only memory that depends on data is used up
+            return self.cache.capacity
         parts = (part for layer in self.cache.layers for part in layer.parts.values())
         if past < _LEAST_FLAT_CAPACITY and not any(_grows(part) for part in parts):
             return _LEAST_FLAT_CAPACITY

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from tokenmix_core.nn.state import Bounds as Bounds
     from tokenmix_core.nn.state import KVState as KVState
     from tokenmix_core.nn.state import LayerState as LayerState
+    from tokenmix_core.nn.state import PagedKVState as PagedKVState
+    from tokenmix_core.nn.state import Pages as Pages
     from tokenmix_core.nn.state import RaggedKVState as RaggedKVState
     from tokenmix_core.nn.state import Span as Span
     from tokenmix_core.nn.state import StatePart as StatePart

@@ -18,7 +18,12 @@ from tokenmix_core.ops.gated_delta_rule.api import (
     gated_delta_rule_step,
     recurrent_gated_delta_rule,
 )
-from tokenmix_core.ops.softmax_attention.api import attention, attention_decode, merge_attention
+from tokenmix_core.ops.softmax_attention.api import (
+    attention,
+    attention_decode,
+    merge_attention,
+    paged_attention_decode,
+)
 from tokenmix_core.ops.sparse_attention.api import kept_attention
 from tokenmix_core.ops.ssd.api import chunk_ssd, recurrent_ssd, ssd_step
 
@@ -40,6 +45,7 @@ __all__ = [
     "gated_rms_norm",
     "kept_attention",
     "merge_attention",
+    "paged_attention_decode",
     "recurrent_gated_delta_rule",
     "recurrent_ssd",
     "rms_norm",

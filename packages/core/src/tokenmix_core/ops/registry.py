@@ -21,7 +21,7 @@ from tokenmix_core.ops.gated_delta_rule.api import (
 )
 from tokenmix_core.ops.gated_delta_rule.constants import split_values
 from tokenmix_core.ops.softmax_attention import plan as attention_plan
-from tokenmix_core.ops.softmax_attention.api import attention, attention_decode
+from tokenmix_core.ops.softmax_attention.api import attention, attention_decode, paged_attention_decode
 from tokenmix_core.ops.softmax_attention.api import implementation as implementation_of_attention
 from tokenmix_core.ops.softmax_attention.backends import backward_impl
 from tokenmix_core.ops.softmax_attention.types import Mask, call_of
@@ -186,6 +186,14 @@ register_operation(
         {"q": "B TQ HQ K", "k_cache": "B S H K", "v_cache": "B S H V"},
         {"B": 8, "TQ": 1, "S": 4096, "HQ": 16, "H": 16, "K": 128, "V": 128},
         lambda x, impl: whole("attention_decode", x, impl),
+    )
+)
+register_operation(
+    Operation(
+        paged_attention_decode,
+        {"q": "B TQ HQ K", "k_pages": "B P page K", "v_pages": "B P page V"},
+        {"B": 8, "TQ": 1, "P": 1024, "page": 64, "HQ": 16, "K": 128, "V": 128},
+        lambda x, impl: whole("paged_attention_decode", x, impl),
     )
 )
 register_operation(

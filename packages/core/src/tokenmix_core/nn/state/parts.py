@@ -28,7 +28,7 @@ class Bounds(NamedTuple):
 
 
 class StatePart:
-    """One part of a layer's state: `TensorState`, `KVState`, `RaggedKVState`, or a class of the mixer's own.
+    """One part of a layer's state: `TensorState`, `KVState`, `RaggedKVState`, `PagedKVState`, or the mixer's own.
 
     Attributes:
         window: tokens kept; None if tokens never leave because of their age.
@@ -53,7 +53,7 @@ class StatePart:
 
         Args:
             max_length: tokens that the longest sequence may reach.
-            more: tokens that each sequence may still receive until then.
+            more: further tokens of each sequence for which to allocate memory that depends on data.
             storage: tensors returned by `fix` of a state of the same shapes, to copy the values to; None to use the
                 state's own.
 
@@ -70,6 +70,10 @@ class StatePart:
             self._move(storage, more)
         self.fixed = True
         return tuple(storage)
+
+    def free_tokens(self, more: int) -> int:
+        """Return how many of `more` further tokens of each sequence certainly have memory while fixed; may wait."""
+        return more
 
     def loosen(self) -> None:
         """End `fix`: tensors may be reallocated again."""

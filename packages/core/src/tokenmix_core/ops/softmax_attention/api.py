@@ -160,6 +160,42 @@ def attention_decode(
     return AttentionOutput(*autograd.attention_decode(*x))
 
 
+def paged_attention_decode(
+    q: Float[Tensor, "B TQ HQ K"],
+    k_pages: Float[Tensor, "B P page K"],
+    v_pages: Float[Tensor, "B P page V"],
+    page_table: Int[Tensor, "B H columns"],
+    lengths: Int[Tensor, "B H"],
+    *,
+    scale: float | None = None,
+    impl: Impl | None = None,
+) -> AttentionOutput:
+    """Compute causal attention of each sequence's last TQ tokens to the pages of each key head, without gradient.
+
+    Key head h of sequence b has `lengths[b, h]` tokens, the TQ new ones included: token j is at offset j mod page of
+    page `page_table[b, h, j // page]` of the sequence. All other entries of the table and of the pages have no
+    influence. The result is `attention_decode` of each key head with its tokens.
+
+    Args:
+        q: the queries of the newest TQ tokens, few (usually one). HQ is a multiple of H.
+        k_pages, v_pages: P pages of each sequence, of a multiple of 16 tokens, in the dtype of q.
+        page_table: int32, contiguous.
+        lengths: int32 or int64, on the device of q; the host never reads it on CUDA.
+        scale, impl: as in `attention_decode`.
+
+    Returns:
+        o `[B, TQ, HQ, V]` and lse `[B, TQ, HQ]`; 0 and −∞ for a query that sees no key.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or option; on a CPU also a length or a page that does not exist.
+    """
+    scale, impl = _check_paged(q, k_pages, v_pages, page_table, lengths, scale, impl)
+    x = autograd.PagedDecodeInputs(
+        q=q, k_pages=k_pages, v_pages=v_pages, page_table=page_table, lengths=lengths, scale=scale, impl=impl
+    )
+    return AttentionOutput(*autograd.paged_attention_decode(*x))
+
+
 @Checked
 def _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl) -> tuple[Mask, float, str | None, bool]:
     """Validate a whole-sequence call; return the normalised mask, the scale, the implementation, and cuDNN's use.
@@ -206,15 +242,43 @@ def _check_decode(q, k_cache, v_cache, cache_seqlens, window, sinks, scale, impl
         lengths = cache_seqlens.tolist()
         if any(not 0 <= n <= dims["S"] for n in lengths):
             raise ValueError(f"{op}: cache_seqlens must lie between 0 and S = {dims['S']}, got {lengths[:16]}")
+    return mask, scale, _decode_impl(op, q, dims, mask, impl)
+
+
+@Checked
+def _check_paged(q, k_pages, v_pages, page_table, lengths, scale, impl) -> tuple[float, str]:
+    """Validate a call of decoding from pages; return the scale and the implementation."""
+    op = "paged_attention_decode"
+    dims = checks.bind_shapes(
+        op, {}, q=(q, "B TQ HQ K"), k_pages=(k_pages, "B P page K"), v_pages=(v_pages, "B P page V"),
+        page_table=(page_table, "B H columns"), lengths=(lengths, "B H"),
+    )  # fmt: skip
+    S = dims["S"] = dims["columns"] * dims["page"]
+    mask, scale = _check_options(op, dims, q, k_pages, v_pages, True, None, 0, scale)
+    checks.check_dtype(op, (torch.int32,), page_table=page_table)
+    checks.check_dtype(op, (torch.int32, torch.int64), lengths=lengths)
+    if dims["page"] % 16:
+        raise ValueError(f"{op}: a page must have a multiple of 16 tokens, got {dims['page']}")
+    if not lengths.is_cuda and is_plain(lengths):
+        if bool(((lengths < 0) | (lengths > S)).any()):
+            raise ValueError(f"{op}: lengths must lie between 0 and {S}, the tokens of {dims['columns']} pages")
+        used = torch.arange(0, S, dims["page"]) < lengths.unsqueeze(-1)
+        if bool((used & ((page_table < 0) | (page_table >= dims["P"]))).any()):
+            raise ValueError(f"{op}: page_table must lie between 0 and {dims['P'] - 1} where a head has tokens")
+    return scale, _decode_impl(op, q, dims, mask, impl)
+
+
+def _decode_impl(op: str, q: Tensor, dims: dict[str, int], mask: Mask, impl: str | None) -> str:
+    """Return the implementation of a decoding call."""
     call = Call(q.device.type, q.dtype, dims["TQ"], dims["S"], dims["K"], dims["V"], mask)
     if impl is None:
         why = limit("triton", call)
-        impl = "triton" if q.is_cuda and why is None else by_reference(op, why, q.device.type, q.dtype)
-    elif impl not in ("triton", "reference"):
+        return "triton" if q.is_cuda and why is None else by_reference(op, why, q.device.type, q.dtype)
+    if impl not in ("triton", "reference"):
         raise ValueError(f"{op}: impl must be None, 'triton' or 'reference', got {impl!r}")
-    elif (why := limit(impl, call)) is not None:
+    if (why := limit(impl, call)) is not None:
         raise ValueError(f"{op}: impl={impl!r} {why}")
-    return mask, scale, impl
+    return impl
 
 
 def _check_options(op, dims, q, k, v, causal, window, sinks, scale) -> tuple[Mask, float]:

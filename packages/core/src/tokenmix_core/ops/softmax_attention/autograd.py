@@ -59,6 +59,18 @@ class DecodeInputs(NamedTuple):
     impl: str
 
 
+class PagedDecodeInputs(NamedTuple):
+    """Inputs of decoding from pages."""
+
+    q: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    page_table: Tensor
+    lengths: Tensor
+    scale: float
+    impl: str
+
+
 @retried
 @of_fields
 def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
@@ -143,9 +155,19 @@ def _decode(x: DecodeInputs) -> tuple[Tensor, Tensor]:
     if x.q.numel() == 0 or x.k_cache.numel() == 0:
         o, lse = _empty_decode_outputs(x.q, x.v_cache)
         return o.zero_(), lse.fill_(float("-inf"))
-    decode = implementations.load_decode(x.impl)
+    decode, _ = implementations.load_decode(x.impl)
     lengths = x.cache_seqlens.contiguous()
     return decode(x.q, x.k_cache, x.v_cache, lengths, window=x.window, sinks=x.sinks, scale=x.scale)
+
+
+@of_fields
+def _decode_paged(x: PagedDecodeInputs) -> tuple[Tensor, Tensor]:
+    """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, TQ, HQ]`."""
+    if x.q.numel() == 0 or x.page_table.numel() == 0 or x.k_pages.numel() == 0:
+        o, lse = _empty_decode_outputs(x.q, x.v_pages)
+        return o.zero_(), lse.fill_(float("-inf"))
+    _, decode = implementations.load_decode(x.impl)
+    return decode(x.q, x.k_pages, x.v_pages, x.page_table, x.lengths.contiguous(), scale=x.scale)
 
 
 def _merge_two(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,12 +179,20 @@ def _merge_two(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[
 merge_two = Replayed(_merge_two)
 attention_decode_op = cached_op("tokenmix_core::attention_decode", _decode, mutates_args=())
 attention_decode = direct_when_eager(attention_decode_op, _decode)
+paged_attention_decode_op = cached_op("tokenmix_core::paged_attention_decode", _decode_paged, mutates_args=())
+paged_attention_decode = direct_when_eager(paged_attention_decode_op, _decode_paged)
 
 
 @attention_decode_op.register_fake
 @of_fields
 def _(x: DecodeInputs):
     return _empty_decode_outputs(x.q, x.v_cache)
+
+
+@paged_attention_decode_op.register_fake
+@of_fields
+def _(x: PagedDecodeInputs):
+    return _empty_decode_outputs(x.q, x.v_pages)
 
 
 def _empty_decode_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

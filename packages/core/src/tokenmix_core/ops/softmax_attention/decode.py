@@ -30,11 +30,14 @@ from tokenmix_core.ops.softmax_attention.tuning import attention_decode as decod
 def _attention_decode(
     q, k, v, o, lse, cache_seqlens,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh,
-    TQ, HQ, H, splits, row_tiles, window, sinks, scale,
+    TQ, HQ, H, splits, row_tiles, window, sinks, scale, page_table, columns,
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one share of the keys with one tile of the queries of a key head per program."""
+    """Attend to one share of the keys with one tile of the queries of a key head per program.
+
+    With a page table `[B, H, columns]`, each key head has a length and a list of pages; PAGE is a multiple of BN.
+    """
     pid = tl.program_id(0)
     i_s = pid % splits
     i_m = pid // splits % row_tiles
@@ -50,7 +53,7 @@ def _attention_decode(
     p_q = q + i_b * s_qb + o_t * s_qt + o_h * s_qh
     b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_r[:, None] & (o_d < K)[None, :], other=0.0)
 
-    keys = tl.load(cache_seqlens + i_b).to(tl.int32)
+    keys = tl.load(cache_seqlens + (i_b if page_table is None else i_b * H + i_hk)).to(tl.int32)
     mask = Visible(keys - TQ + o_t, window, sinks)
     first = keys - TQ + i_m * BM // G
     last = keys - TQ + tl.minimum((i_m * BM + BM - 1) // G, TQ - 1)
@@ -62,7 +65,13 @@ def _attention_decode(
     b_o = tl.zeros([BM, BV], tl.float32)
     for i in range(i_s * share, tl.minimum((i_s + 1) * share, tiles)):
         i_k = tl.where(i < sink_tiles, i, n_min + i - sink_tiles)
-        kv = KeyRows(Rows(k + i_b * s_kb + i_hk * s_kh, s_kt), Rows(v + i_b * s_vb + i_hk * s_vh, s_vt), keys)
+        p_k, p_v = k + i_b * s_kb + i_hk * s_kh, v + i_b * s_vb + i_hk * s_vh
+        if page_table is not None:
+            # rows from the first one of the list if all its pages were consecutive
+            column = i_k * BN // PAGE
+            row = (tl.load(page_table + (i_b * H + i_hk) * columns + column) - column) * PAGE
+            p_k, p_v = p_k + row.to(tl.int64) * s_kt, p_v + row.to(tl.int64) * s_vt
+        kv = KeyRows(Rows(p_k, s_kt), Rows(p_v, s_vt), keys)
         b_o, b_m, b_l = attention_step(
             (b_o, b_m, b_l), b_q, kv, i_k * BN, mask, scale, Config(K, V, BK, BV, PRECISION, True, WINDOW), BN, True
         )
@@ -137,11 +146,26 @@ def merge_two(o_a, lse_a, o_b, lse_b):
 def attention_decode(q, k_cache, v_cache, cache_seqlens, *, window, sinks, scale):
     """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, TQ, HQ]`."""
     q, k_cache, v_cache = (dense_rows(x) for x in (q, k_cache, v_cache))
-    (B, TQ, HQ, K), (_, S, H, V) = q.shape, v_cache.shape
+    return _decode(q, k_cache, v_cache, cache_seqlens, k_cache.shape[1], k_cache.shape[2], window, sinks, scale)
+
+
+def paged_attention_decode(q, k_pages, v_pages, page_table, lengths, *, scale):
+    """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, TQ, HQ]`."""
+    q, k_pages, v_pages = (x.contiguous() for x in (q, k_pages, v_pages))
+    (_, H, columns), page = page_table.shape, k_pages.shape[2]
+    # tokens of consecutive pages of a row, which all heads share
+    k, v = (x.flatten(1, 2).unsqueeze(2).expand(-1, -1, H, -1) for x in (k_pages, v_pages))
+    return _decode(q, k, v, lengths, columns * page, H, None, 0, scale, page_table.contiguous(), page)
+
+
+def _decode(q, k, v, cache_seqlens, S, H, window, sinks, scale, page_table=None, page=None):
+    (B, TQ, HQ, K), V = q.shape, v.shape[3]
     rows = TQ * HQ // H
     BM = min(64, block_size(rows))
     row_tiles = cdiv(rows, BM)
     BN, warps, stages, maxnreg = decode_tile(max(K, V), q.dtype)
+    if page is not None:
+        BN = min(BN, page & -page)
     seen = S if window is None else min(S, window + TQ + sinks)
     splits = tuning.splits(B * H * row_tiles, cdiv(seen, BN), q.device)
     o, lse = q.new_empty(B, TQ, HQ, V), q.new_empty(B, TQ, HQ, dtype=torch.float32)
@@ -150,11 +174,11 @@ def attention_decode(q, k_cache, v_cache, cache_seqlens, *, window, sinks, scale
         o_parts = q.new_empty(B, TQ, HQ, splits, V, dtype=torch.float32)
         lse_parts = q.new_empty(B, TQ, HQ, splits, dtype=torch.float32)
     _attention_decode[(B * H * row_tiles * splits,)](
-        q=q, k=k_cache, v=v_cache, o=o_parts, lse=lse_parts, cache_seqlens=cache_seqlens,
-        **strides(q=q, k=k_cache, v=v_cache), TQ=TQ, HQ=HQ, H=H, splits=splits, row_tiles=row_tiles, window=window or 0,
-        sinks=sinks, scale=scale * math.log2(math.e), K=K, V=V, BM=BM, BN=BN, BK=block_size(K), BV=block_size(V),
-        WINDOW=window is not None, PRECISION=precision(q.dtype), num_warps=warps, num_stages=stages,
-        maxnreg=maxnreg,
+        q=q, k=k, v=v, o=o_parts, lse=lse_parts, cache_seqlens=cache_seqlens, **strides(q=q, k=k, v=v), TQ=TQ, HQ=HQ,
+        H=H, splits=splits, row_tiles=row_tiles, window=window or 0, sinks=sinks, scale=scale * math.log2(math.e),
+        page_table=page_table, columns=None if page_table is None else page_table.shape[2], K=K, V=V, BM=BM, BN=BN,
+        BK=block_size(K), BV=block_size(V), WINDOW=window is not None, PRECISION=precision(q.dtype), PAGE=page,
+        num_warps=warps, num_stages=stages, maxnreg=maxnreg,
     )  # fmt: skip
     if splits > 1:
         _merge_splits[(B * TQ * HQ,)](

@@ -42,15 +42,18 @@ def load(impl: str | None) -> Backend:
     return Backend(_reference_forward, _reference_backward)
 
 
-def load_decode(impl: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Import the decoding function of "triton" or "reference"."""
+def load_decode(impl: str) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor]]]:
+    """Import the decoding functions of "triton" or "reference": from a cache of consecutive tokens, and from pages."""
     if impl == "triton":
-        from tokenmix_core.ops.softmax_attention.decode import attention_decode
+        from tokenmix_core.ops.softmax_attention.decode import attention_decode, paged_attention_decode
 
-        return attention_decode
-    from tokenmix_core.ops.softmax_attention.reference import attention_decode_reference
+        return attention_decode, paged_attention_decode
+    from tokenmix_core.ops.softmax_attention.reference import (
+        attention_decode_reference,
+        paged_attention_decode_reference,
+    )
 
-    return attention_decode_reference
+    return attention_decode_reference, paged_attention_decode_reference
 
 
 def _reference_forward(q, k, v, cu_seqlens, mask: Mask, scale):

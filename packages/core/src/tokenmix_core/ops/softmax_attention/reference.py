@@ -106,6 +106,27 @@ def attention_decode_reference(
     return attended(q, k, v, mask, scale)
 
 
+def paged_attention_decode_reference(
+    q: Float[Tensor, "B TQ HQ K"],
+    k_pages: Float[Tensor, "B P page K"],
+    v_pages: Float[Tensor, "B P page V"],
+    page_table: Int[Tensor, "B H columns"],
+    lengths: Int[Tensor, "B H"],
+    *,
+    scale: float | None = None,
+) -> AttentionOutput:
+    """Compute attention of the last TQ tokens to lists of pages, as `paged_attention_decode` defines it."""
+    (B, TQ, HQ, K), H = q.shape, page_table.shape[1]
+    rows = torch.arange(B, device=q.device).view(B, 1, 1)
+    # entries beyond a list may have any value
+    at = page_table.long().clamp(0, k_pages.shape[1] - 1)
+    k, v = (x[rows, at].flatten(2, 3).flatten(0, 1).unsqueeze(2) for x in (k_pages, v_pages))
+    folded = q.unflatten(2, (H, HQ // H)).transpose(1, 2).reshape(B * H, TQ, HQ // H, K)
+    o, lse = attention_decode_reference(folded, k, v, lengths.flatten(), scale=scale)
+    o, lse = (x.unflatten(0, (B, H)).transpose(1, 2).flatten(2, 3) for x in (o, lse))
+    return AttentionOutput(o.contiguous(), lse.contiguous())
+
+
 def visible(o_q: Tensor, o_k: Tensor, causal: bool, window: int | None, sinks: int) -> Tensor:
     """Return whether the query at position `o_q[i]` sees the key at `o_k[j]`: `[len(o_q), len(o_k)]`."""
     o_q, o_k = o_q[:, None], o_k[None, :]
