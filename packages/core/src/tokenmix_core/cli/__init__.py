@@ -1,4 +1,4 @@
-"""The command line of every package."""
+"""The command line of core and of the packages that build on it."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""The command line of every package: `train`, `eval`, `generate`, `serve`, and the others that `--help` lists.
+"""The command line of all packages: `train`, `eval`, `generate`, `serve`, and the others that `--help` lists.
 
-A paper's console script calls `main` with its own recipes and suites. Nothing heavy is imported before a command runs,
-so that `--help` answers at once.
+A paper's console script calls `main` with its own recipes and suites. torch and transformers are not imported before a
+command runs, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tokenmix_core.cli.packages import packages_of
 
 # a command's name, summary, example and "module:function", `takes_fields=True` for flags that name a recipe's fields
 AddCommand = Callable[..., argparse.ArgumentParser]
-# errors of the user: one sentence, no traceback
+# errors that the user can correct: printed as one sentence, without a traceback
 USER_ERRORS = (ValueError, FloatingPointError, OSError, ImportError)
 
 
@@ -39,25 +39,26 @@ def main(
     """Run the command line.
 
     Args:
-        argv: the arguments; those of the process by default.
+        argv: the arguments; by default those of the process.
         prog: the name of the command.
         recipes: functions that return recipes, by name, or "module:attribute"; core's baselines by default. Importing
             the module must register the package's models.
         suites: evaluation suites beside core's, by name, or "module:attribute".
-        commands: adds a package's own commands: it gets a function that takes a name, a summary, an example of the
-            arguments and "module:function", and returns the parser to which to add arguments. The named function takes
-            the parsed arguments and the `commands.Context`, and is imported when the command runs.
-        arguments: adds a package's own arguments to core's commands: it is called with each one's name and parser.
-        using: "module:function" of what these arguments do: with the model and the parsed arguments it returns a
-            context manager, in which `eval`, `generate`, `serve` and `bench` use the model.
+        commands: function that adds a package's own commands. It is called with a function `add(name, summary, example,
+            "module:function")`, which returns the command's parser, to add arguments to. The named function takes the
+            parsed arguments and the `commands.Context`, and is imported when the command runs.
+        arguments: function that adds a package's own arguments to core's commands; called with each command's name and
+            parser.
+        using: "module:function" that applies these arguments: it takes the model and the parsed arguments, and returns
+            a context manager, in which `eval`, `generate`, `serve` and `bench` use the model.
 
     Returns:
-        The exit code: 0, 2 for a wrong call or wrong input, 130 when stopped by Ctrl-C.
+        The exit code: 0 for success, 2 for a wrong call or wrong input, 130 if Ctrl-C stopped the command.
     """
-    # quieter libraries, and no progress bars for what takes less than a second, unless the user says otherwise
+    # unless the user sets these: quieter libraries, and no progress bars for work of less than a second
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DELAY", "1")
-    # before torch is loaded: OpenMP's threads spin at barriers, which is slow where another process needs the core
+    # set before torch is loaded: OpenMP's threads spin at barriers, which is slow if another process needs the core
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     parser = _parser(prog, commands, arguments)
     packages = packages_of(recipes, suites)
@@ -73,7 +74,7 @@ def main(
     args.rest = args_rest
     token = PACKAGE.set(packages[-1].replace("_", "-"))
     if "RANK" in os.environ:
-        # else torch writes C++ traces of lost connections between the sentences of the ranks
+        # else torch prints C++ traces of lost connections between the ranks' error messages
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         from tokenmix_core.cli.commands import Context
@@ -82,7 +83,7 @@ def main(
         with trusting(args.trust_remote_code):
             return getattr(importlib.import_module(module), function)(args, Context(recipes, suites, using)) or 0
     except BrokenPipeError:
-        # the reader of the output has closed it
+        # the process that read the output (such as `head`) has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except USER_ERRORS as error:
@@ -107,8 +108,8 @@ def main(
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Return whether an error of torch says that memory is too small for a tensor."""
-    # torch's allocator of the CPU has no type of error of its own
+    """True if an error of torch says that there is not enough memory for a tensor."""
+    # torch's CPU allocator raises a plain RuntimeError
     parts = ("out of memory", "can't allocate memory", "not enough memory", "Storage size calculation overflowed")
     return isinstance(error, MemoryError) or any(part in str(error) for part in parts)
 
@@ -133,7 +134,7 @@ class _Version(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Print errors on one line, and every default."""
+    """A parser that prints errors on one line, and every default in its help."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_Formatter, **settings)
@@ -175,7 +176,7 @@ def _parser(
 
     example = "tiny --total_tokens 1M --out runs/a"
     sub = command(commands, "train", "run a recipe, then its evaluations", example, takes_fields=True)
-    # the recipe is among the remaining arguments: argparse would take the value of a field for a missing recipe
+    # RECIPE is read from the remaining arguments: as an optional positional it could get the value of a field's flag
     sub.usage = (
         f"{sub.prog} RECIPE [--out DIR] [--no-eval] [--config FILE] [--FIELD VALUE ...]\n       {sub.prog} --resume DIR"
     )
@@ -297,7 +298,7 @@ def _parser(
     if more is not None:
         more(partial(command, commands))
     if "convert" not in commands.choices:
-        # a package's own command replaces it
+        # a package's own command of the same name replaces core's
         example = "models/mamba2-130m --out models/ours"
         sub = command(commands, "convert", "read another library's model folder, or write FLA's", example)
         sub.add_argument(
@@ -310,7 +311,7 @@ def _parser(
 
 
 def _fields_help() -> str:
-    """Show the fields of a recipe, and what each means, as options."""
+    """Return the help of a recipe's fields, as options with descriptions."""
     from tokenmix_core._utils.validation import described
     from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe
 
@@ -325,7 +326,7 @@ def _fields_help() -> str:
 
 
 def add_eval_options(sub: argparse.ArgumentParser) -> None:
-    """Let a command take the options of suites that all of them share, `--device` and `--dtype`."""
+    """Add `--device`, `--dtype` and the options that all suites share to a command."""
     sub.add_argument("--limit", type=int, metavar="N", help="examples for each task")
     sub.add_argument("--lengths", type=positive_integers, metavar="T,T", help="context lengths in tokens")
     sub.add_argument("--max-length", type=int, metavar="T", help="longest prompt with its answer; longer ones are cut")
@@ -339,7 +340,7 @@ def add_eval_options(sub: argparse.ArgumentParser) -> None:
 
 
 def add_device(sub: argparse.ArgumentParser) -> None:
-    """Let a command take `--device` and `--dtype`."""
+    """Add `--device` and `--dtype` to a command."""
     sub.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
     sub.add_argument("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
 
@@ -356,7 +357,7 @@ def positive_integers(text: str) -> tuple[int, ...]:
 
 
 def layer_indices(text: str) -> tuple[int, ...]:
-    """Parse layers separated by commas."""
+    """Parse indices of layers separated by commas."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:

@@ -1,6 +1,6 @@
-"""The work of the commands; `tokenmix_core.cli` imports this when one of them runs.
+"""The functions that commands run; `tokenmix_core.cli` imports this module when a command is called.
 
-transformers is imported where a model is: `info` answers without it.
+transformers is imported only in functions that need a model, so that `info` is fast.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 RECIPES = "tokenmix_core.training.baselines:RECIPES"
 DTYPES = ("float32", "bfloat16", "float16")
-# what transformers raises at values of other types than it expects
+# the errors that transformers raises for values of unexpected types
 _OF_VALUES = (KeyError, IndexError, TypeError, AttributeError)
 
 
 def sentence(error: BaseException) -> str:
-    """The message of an error, on one line."""
+    """Return the message of an error, on one line."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
@@ -55,8 +55,8 @@ class Context:
     """The recipes and suites of the package whose command runs.
 
     Args:
-        recipes, suites: by name, or "module:attribute"; see `tokenmix_core.cli.main`.
-        using: "module:function" of what the package's own arguments do with a model.
+        recipes, suites: mappings by name, or "module:attribute" of one; see `tokenmix_core.cli.main`.
+        using: "module:function" that applies the package's own arguments to a model; see `tokenmix_core.cli.main`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Context:
         self.recipes = self._load(recipes or RECIPES)
         self.packages = packages_of(recipes, suites)
         self.suites = {**SUITES, **self._load(suites or {})}
-        # the model as the arguments want it, for as long as a command uses it
+        # makes the context in which a command uses the model as the arguments require
         self.using: Callable[[Any, argparse.Namespace], AbstractContextManager[Any]]
         self.using = self._load(using) if using is not None else lambda model, args: nullcontext()
 
@@ -80,10 +80,10 @@ class Context:
         return getattr(importlib.import_module(module), attribute)
 
     def recipe(self, name: str) -> Recipe:
-        """The recipe of a name.
+        """Return the recipe of this name.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no such recipe.
         """
         if name not in self.recipes:
             near = difflib.get_close_matches(name, self.recipes, n=4, cutoff=0.0)
@@ -111,7 +111,7 @@ def train(args: argparse.Namespace, context: Context) -> int:
         names.append("samples")
     check_suites(names, context.suites)
     resume = bool(args.resume)
-    # kept until the evaluations are written
+    # hold the lock until the evaluations are written
     with ExitStack() as held:
         with together(recipe.run.rank_timeout):
             held.enter_context(run_lock(out, resume=resume))
@@ -135,7 +135,7 @@ def train(args: argparse.Namespace, context: Context) -> int:
 
 
 def end_of_training(args: argparse.Namespace, result: TrainResult) -> int | None:
-    """Leave the first process alone after a run; return the exit code of one that ends here, None to go on."""
+    """End all processes of a run but rank 0: return the exit code if this process has to end, None if it goes on."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if os.environ.get("RANK", "0") != "0":
@@ -149,10 +149,10 @@ def end_of_training(args: argparse.Namespace, result: TrainResult) -> int | None
 
 
 def _asked_for(args: argparse.Namespace, context: Context) -> tuple[str, Path, list[str]]:
-    """Return the recipe that `train` is to run, its folder, and the flags that name fields.
+    """Return the name of the recipe that `train` runs, the run's folder, and the flags that set fields.
 
     Raises:
-        ValueError: neither a recipe nor a run is named, or two folders are.
+        ValueError: the arguments name neither a recipe nor a run, or two different folders.
     """
     fields = list(args.rest)
     name = fields.pop(0) if fields and not fields[0].startswith("-") else None
@@ -174,7 +174,7 @@ def _asked_for(args: argparse.Namespace, context: Context) -> tuple[str, Path, l
 
 
 def options_of(recipe: Recipe) -> EvalOptions:
-    """Evaluate where the recipe trained: at its lengths, with its vocabulary, on the held-out part of its text."""
+    """Return the options to evaluate a recipe's model: its lengths, its vocabulary, the held-out part of its text."""
     texts = [source for source in recipe.data.sources if Path(source).is_dir()]
     return EvalOptions(
         limit=recipe.run.evaluation_limit,
@@ -207,7 +207,7 @@ def eval(args: argparse.Namespace, context: Context) -> None:
 
 
 def generate(args: argparse.Namespace, context: Context) -> None:
-    """Continue a text, token by token."""
+    """Print the continuation of a text, token by token."""
     from transformers import TextStreamer
 
     if args.max_new_tokens < 1:
@@ -254,7 +254,7 @@ def bench(args: argparse.Namespace, context: Context) -> None:
         from transformers import AutoModelForCausalLM
 
         model = from_config(AutoModelForCausalLM, config_of(args.target, context), dtype=dtype).to(device)
-        # random weights have no tokenizer of their own, and a recipe's may have to be downloaded
+        # a model with random weights has no folder with a tokenizer, and the recipe's may have to be downloaded
         if text_vocab_size(model) >= len(tokenizers.byte_tokenizer()):
             tokenizer = tokenizers.byte_tokenizer()
     with context.using(model, args):
@@ -275,7 +275,7 @@ def prepare(args: argparse.Namespace, context: Context) -> None:
 
 
 def convert(args: argparse.Namespace, context: Context) -> None:
-    """Read another library's model folder into ours, or write one of ours as FLA keeps it."""
+    """Convert another library's model folder to ours, or one of ours to FLA's layout."""
     from tokenmix_core.integrations import checkpoints, layouts
     from tokenmix_core.modeling.checkpoint import copy_companions
 
@@ -292,10 +292,10 @@ def convert(args: argparse.Namespace, context: Context) -> None:
 
 
 def device_and_dtype(device: str | None = None, dtype: str | None = None) -> tuple[torch.device, torch.dtype]:
-    """The device and dtype of these names; by default a GPU and bfloat16 where there is one, else the CPU and float32.
+    """Return the named device and dtype; default: the GPU, else the CPU; bfloat16 on a GPU, float32 on a CPU.
 
     Raises:
-        ValueError: a name that does not exist, or a device that is not here.
+        ValueError: an unknown name, or a device that this machine does not have.
     """
     try:
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -311,12 +311,12 @@ def device_and_dtype(device: str | None = None, dtype: str | None = None) -> tup
 
 
 def is_checkpoint(target: str | Path) -> bool:
-    """Tell whether this is a folder with a model's config."""
+    """True if `target` is a folder with a model's `config.json`."""
     return (Path(target) / "config.json").is_file()
 
 
 def config_of(target: str, context: Context) -> Any:
-    """The config of a checkpoint's or a recipe's model.
+    """Return the configuration of the model of a checkpoint or of a recipe.
 
     Raises:
         ValueError: there is no such recipe or model.
@@ -338,12 +338,12 @@ def config_of(target: str, context: Context) -> Any:
 
 
 def load_model(folder: str | Path, device: torch.device | None = None, dtype: torch.dtype | str | None = None) -> Any:
-    """The causal language model of a folder, in evaluation mode; device and dtype as `device_and_dtype` chooses them.
+    """Load the causal language model of a folder, in evaluation mode; without device or dtype, both are the defaults.
 
-    With the dtype "auto" it is that of the weights.
+    The defaults are those of `device_and_dtype`. The dtype "auto" stands for the dtype of the weights.
 
     Raises:
-        ValueError: no such folder, or none that holds a whole model.
+        ValueError: there is no such folder, or it does not hold a complete model.
     """
     if device is None or dtype is None:
         device, dtype = device_and_dtype()
@@ -368,7 +368,7 @@ def load_model(folder: str | Path, device: torch.device | None = None, dtype: to
 
     try:
         load = partial(from_pretrained, AutoModelForCausalLM)
-        # other people's models are held to what our own are
+        # transformers' own models are checked as strictly as ours
         model: Any = load_checked(AutoModelForCausalLM, load, folder, strict=True, dtype=dtype, local_files_only=True)
     except (OSError, *_OF_VALUES, RuntimeError, StrictDataclassError) as error:
         raise ValueError(f"{folder} cannot be loaded as a causal language model: {_told(error)}") from error
@@ -376,10 +376,10 @@ def load_model(folder: str | Path, device: torch.device | None = None, dtype: to
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The tokenizer of a folder.
+    """Load the tokenizer of a folder.
 
     Raises:
-        ValueError: there is none that can be loaded.
+        ValueError: the folder has no tokenizer that can be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -393,6 +393,6 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def _told(error: Exception) -> str:
-    """Return an error of a library as a clause."""
+    """Return a library's error as a clause for a message."""
     told = sentence(error)
     return f"a file holds a value that transformers cannot use ({told})" if isinstance(error, _OF_VALUES) else told

@@ -19,11 +19,11 @@ def add_finetune(
 
     Args:
         add, summary, example, run: as for other commands of a package.
-        required: further arguments that a call needs, as its usage shows them.
+        required: further required arguments, as text for the usage line.
     """
     sub = add("finetune", summary, example, run, takes_fields=True)
     needed = " ".join(filter(None, ("CHECKPOINT", required, "--out DIR")))
-    # the checkpoint is a positional among the remaining arguments, like the recipe of `train`
+    # CHECKPOINT is read from the remaining arguments, like the recipe of `train`
     sub.usage = f"{sub.prog} {needed} [--config FILE] [--FIELD VALUE ...]\n       {sub.prog} --resume DIR"
     sub.description = f"{sub.description} CHECKPOINT is the folder of a converted model; --FIELD VALUE as in train."
     sub.set_defaults(needed=needed)
@@ -44,11 +44,11 @@ def run_finetune(
 
     Args:
         args: the parsed arguments.
-        defaults: the package's own settings, arguments of the same names; None for one that must be given. The
+        defaults: the package's own settings, by the names of their arguments; None if a setting has no default. The
             run's manifest holds them for `--resume`.
-        recipe_of: takes the checkpoint and, by name, the settings; returns the recipe.
-        finish: takes the settings with the checkpoint, and the folder of the trained model; returns the folder of the
-            model that it made from it.
+        recipe_of: takes the checkpoint, and the settings as keyword arguments; returns the recipe.
+        finish: takes the settings, checkpoint included, and the folder of the trained model; returns the folder of the
+            final model, which it may make from the trained one.
     """
     from tokenmix_core.cli.commands import end_of_training, is_checkpoint
     from tokenmix_core.training.folder import run_lock
@@ -72,7 +72,7 @@ def run_finetune(
 
 
 def _arguments(args: argparse.Namespace, defaults: Mapping[str, Any]) -> tuple[dict[str, Any], Path, list[str]]:
-    """Return checkpoint and settings, the run's folder, and the flags of recipe fields.
+    """Return the settings, checkpoint included, the run's folder, and the flags that set fields of the recipe.
 
     With `--resume`, missing values come from the run's manifest.
 

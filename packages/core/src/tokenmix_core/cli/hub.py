@@ -1,4 +1,4 @@
-"""A trained model, published: its card, and the upload to a hub."""
+"""Publish a trained model: write its model card and upload it to the hub."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tokenmix_core.nn.registry import find_mixer
 from tokenmix_core.training.manifest import RUN_MANIFEST
 
 CARD = "README.md"
-# by which a card that was written here is known
+# marks a card as written by this module
 MARK = "<!-- written by tokenmix push -->"
-# files to upload; logs and manifests hold paths of a machine, and the card has their content
+# files to upload; not logs and manifests, which contain local paths: the card tells their content
 UPLOADED = (
     CARD, "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *COMPANIONS,
     "evaluation/*.png",
@@ -56,7 +56,7 @@ def push(args: argparse.Namespace, context: Context) -> None:
 
 
 def upload(folder: Path, repo: str, *, private: bool = False) -> str:
-    """Upload a folder's model, tokenizer, card and evaluations to the hub; returns where they are."""
+    """Upload a folder's model, tokenizer, card and evaluations to the hub; return their address."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -72,10 +72,10 @@ def model_card(folder: Path, repo: str, context: Context, *, license: str | None
     """Return the Markdown card of a folder's model: its type, how to load it, its recipe, data and scores.
 
     Args:
-        folder: the model's, with `run.json` and `evaluation/` of its run where there are any.
-        repo: the name under which it is loaded.
+        folder: the model's folder, with `run.json` and `evaluation/` if a run wrote them.
+        repo: the name on the hub by which the model is loaded.
         context: the package whose command runs.
-        license: its identifier, such as "apache-2.0".
+        license: identifier of the model's license, such as "apache-2.0".
 
     Raises:
         ValueError: a configuration or a manifest of the run that cannot be read.
@@ -117,7 +117,7 @@ def _what(config: Any) -> str:
 
 def _loading(config: Any, repo: str) -> str:
     homes = [type(config).__module__, *(find_mixer(name).__module__ for name in _mixers(config))]
-    # a package announces its models; mixers beside them are registered by their own module
+    # importing a package registers the models that it announces; core's models may also need a mixer's own module
     imports = {"import tokenmix_core": None}
     for home in homes:
         package = home.partition(".")[0]
@@ -160,7 +160,7 @@ def _recipe(folder: Path) -> list[str]:
 
 
 def _without_paths(value: Any) -> Any:
-    """Replace paths of folders by their names: a path tells where the author's files lie."""
+    """Replace paths of folders by the folders' names, so that the card does not show the author's local paths."""
     if isinstance(value, dict):
         return {name: _without_paths(x) for name, x in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""The command `info`: versions, recipes and suites, a model, or the kernels of a chip."""
+"""The command `info`: show versions, recipes and suites, describe a model, or list the kernels of a chip."""
 
 from __future__ import annotations
 
@@ -73,17 +73,17 @@ def info(args: argparse.Namespace, context: Context) -> None:
 
 
 def kernels_of(chip: str | None = None) -> dict[str, str]:
-    """Say what runs of each operation on a chip, by default on this machine, and why; papers register theirs."""
+    """Return each registered operation's implementation on a chip (default: this machine), and why it is chosen."""
     found = {name: explain(name, chip=chip) for name in OPERATIONS}
     return {name: f"{what.impl}, as {what.why}" for name, what in found.items()}
 
 
 def describe_fields(recipe: Recipe) -> str:
-    """A recipe's fields as the YAML that --config takes; comments say what each means, and which others a model has."""
+    """Return a recipe's fields as YAML for --config; comments describe them and list the model's further fields."""
     values, config = recipe.values(), recipe.model_config()
     texts = described(DataRecipe) | described(OptimizerRecipe) | described(RunRecipe)
     model, of_model = values.pop("model"), described(type(config))
-    # auto_map is transformers' and not a choice of the user's
+    # transformers sets auto_map; users do not
     names = [name for name in of_model if name not in model and name != "auto_map"]
     others = {name: getattr(config, name) for name in names if hasattr(config, name)}
     return "\n".join(
@@ -100,7 +100,7 @@ def describe_fields(recipe: Recipe) -> str:
 def _commented(values: Mapping[str, Any], texts: Mapping[str, str], *, value_prefix: str = "") -> str:
     lines, before = [], ""
     for name, value in values.items():
-        # what one text says of several fields stands above the first
+        # a description that several fields share stands above the first
         if (text := texts.get(name, "")) != before:
             lines += [f"# {line}" for line in textwrap.wrap(text, 110)]
         before = text
@@ -110,7 +110,7 @@ def _commented(values: Mapping[str, Any], texts: Mapping[str, str], *, value_pre
 
 
 def describe_model(target: str, lengths: tuple[int, ...], context: Context) -> str:
-    """Parameters, layers and cache bytes of a recipe's or checkpoint's model, found without making its weights."""
+    """Return parameters, layers and cache bytes of a recipe's or checkpoint's model, without allocating its weights."""
     from transformers import AutoModelForCausalLM
 
     config = config_of(target, context)

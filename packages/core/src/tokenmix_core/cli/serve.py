@@ -10,8 +10,8 @@ from pathlib import Path
 from tokenmix_core._utils.optional import require
 from tokenmix_core.cli.commands import Context, device_and_dtype, load_model, load_tokenizer
 
-# seconds that running requests have to end after SIGTERM, and that a connection may be idle: longer than clients keep
-# it, so that none sends a request while the server closes its connection
+# seconds for running requests to end after SIGTERM, and seconds until an idle connection is closed: longer than clients
+# keep it, so that no client sends a request while the server closes the connection
 _GRACE, _IDLE = 30, 75
 
 
@@ -28,13 +28,13 @@ def serve(args: argparse.Namespace, context: Context) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     name = args.name or Path(args.checkpoint).resolve().name
     pool = ContinuousBatchingConfig(max_requests_per_batch=args.max_requests, max_batch_tokens=args.max_batch_tokens)
-    # a port in use is told before the model is loaded
+    # bind first, so that a port in use is reported before the model is loaded
     with socket.create_server((args.host, args.port)) as listening:
         device, dtype = device_and_dtype(args.device, args.dtype)
         model, tokenizer = load_model(args.checkpoint, device, dtype), load_tokenizer(args.checkpoint)
         host, port = listening.getsockname()[:2]
         reach = "only this machine can reach it" if host.startswith("127.") else "other machines can reach it"
-        # uvicorn ends in order at SIGTERM, then sends it to the process again
+        # uvicorn shuts down at SIGTERM, then raises the signal again in this process, which ignores it
         signal.signal(signal.SIGTERM, lambda *_: None)
         with context.using(model, args):
             app = build_app(Engine(model, pool, args.max_model_len), tokenizer, name)

@@ -41,27 +41,27 @@ def run_tasks(
 ) -> SuiteResult:
     """Run lm-eval's tasks, each alone and from the same seed, so that no result depends on the other tasks.
 
-    A task that fails does not cost the others; averages over tasks are left out then.
+    If a task fails, the others still run, and averages over tasks are left out.
 
     Args:
         suite: name of the result.
-        tasks: metric that enters averages, by lm-eval's name of the task. A group of tasks has rows of its own: the
-            mean over examples of each metric that all of its tasks have.
-        include: folders with further task files, beside those of `options.include`.
+        tasks: maps lm-eval's name of a task to the metric of it that enters averages. A group of tasks gets rows of its
+            own: the mean over examples of each metric that all of its tasks have.
+        include: folders with further task files, in addition to `options.include`.
         builtin: include lm-eval's own tasks.
         average_over: the tasks whose metric enters the average; all by default, none for an empty sequence.
-        few_shot: solved examples before a question, by task; lm-eval's own choice for the others.
+        few_shot: number of solved examples before a question, by task; other tasks have lm-eval's number.
         runs_code: allow tasks to run programs that the model wrote.
-        by_sample: further rows made from a task's name, its samples and its metric.
+        by_sample: takes a task's name, its samples and its metric, and returns further rows.
 
     Raises:
         ImportError: lm-eval, or a library that a task needs, is not installed.
-        ValueError: a task that cannot be set up; for data that is neither here nor reachable, its names.
+        ValueError: a task cannot be set up; if data can neither be found here nor downloaded, the message names it.
     """
     lm_eval = require("lm_eval", "eval")
     HFLM = require("lm_eval.models.huggingface", "eval").HFLM
     TaskManager = require("lm_eval.tasks", "eval").TaskManager
-    # it logs several lines about each task
+    # lm_eval logs several lines about each task
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     chosen = options.choose(suite, tuple(tasks))
     max_length = options.max_length
@@ -146,7 +146,7 @@ def load_tasks(manager: Any, names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
     Raises:
         ImportError: a library that a task needs is not installed.
-        ValueError: unknown tasks, or, in one sentence, all data that cannot be reached.
+        ValueError: there are unknown tasks, or data that cannot be downloaded, which the message names in full.
     """
     if unknown := [name for name in names if name not in manager.all_tasks]:
         near = difflib.get_close_matches(unknown[0], manager.all_tasks, n=3)
@@ -203,10 +203,10 @@ def _offline(wanted: bool) -> Iterator[None]:
 
 
 def check_ruler(tasks: Sequence[str], tokenizer: Any, lengths: Sequence[int]) -> None:
-    """Refuse lengths at which RULER's generators never end.
+    """Refuse lengths so short that RULER's generators of prompts never end.
 
     Raises:
-        ValueError: a length that cannot hold the shortest prompt of a task, or a tokenizer with too short tokens.
+        ValueError: the shortest prompt of a task exceeds a length, or the tokenizer's tokens are too short.
     """
 
     def count(string: str) -> int:
@@ -249,7 +249,7 @@ def _rows(task: str, output: dict[str, Any]) -> list[dict[str, Any]]:
         metric, _, filtered = key.partition(",")
         if not filtered or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
-        # RULER marks lengths that were not asked for
+        # RULER gives this value for lengths that were not requested
         if metric.isdigit() and value == -1:
             continue
         error = output["results"][task].get(f"{metric}_stderr,{filtered}")

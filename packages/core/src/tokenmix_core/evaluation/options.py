@@ -15,10 +15,10 @@ OPTIONAL = ("lengths", "max_length", "include", "text", "prompt", "vocab_size")
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Options of suites; None is the suite's own default.
+    """Options of suites; None stands for the suite's own default.
 
     Attributes:
-        limit: examples for each task.
+        limit: number of examples for each task.
         batch_size: sequences in one forward pass.
         lengths: context lengths to measure at, in tokens.
         max_length: longest prompt in tokens, answer included; longer ones are cut.
@@ -62,10 +62,10 @@ class EvalOptions:
             raise ValueError("tasks must name at least one task, got none")
 
     def choose(self, suite: str, tasks: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the chosen ones of the suite's `tasks`, in the suite's order.
+        """Return those of the suite's `tasks` that the options name (all by default), in the suite's order.
 
         Raises:
-            ValueError: the suite does not have a chosen task.
+            ValueError: the options name a task that the suite does not have.
         """
         if self.tasks is None:
             return tasks
@@ -74,9 +74,9 @@ class EvalOptions:
         return tuple(task for task in tasks if task in self.tasks)
 
     def one_length(self, suite: str, default: int) -> int:
-        """Return the length of a suite that measures at one: the largest of `lengths`, `max_length`, or the default.
+        """Return the length for a suite of one length: the largest of `lengths`, else `max_length` or `default`.
 
-        Say on stderr which of several lengths it is.
+        If `lengths` has several, print on stderr which one is used.
         """
         lengths = self.lengths or (self.max_length or default,)
         if len(lengths) > 1:
@@ -85,7 +85,7 @@ class EvalOptions:
         return max(lengths)
 
 
-# x and y of the points by name, equally long
+# for each curve by name, the x and y of its points, two lists of equal length
 Series = dict[str, tuple[list[float], list[float]]]
 
 
@@ -99,7 +99,7 @@ class Plot(TypedDict):
         series: the curves.
         points: names of series drawn as points without a line, such as several values at one x.
         heatmap: rows of values from 0 to 1 instead of curves, all equally long; the first row is at the bottom.
-        x_labels, y_labels: names of the heatmap's columns and rows; their indices by default.
+        x_labels, y_labels: names of the heatmap's columns and rows; by default their indices.
     """
 
     title: str
@@ -129,9 +129,9 @@ class SuiteResult(TypedDict):
         settings: the settings on which the results depend.
         rows: the lines of the table, each a flat dictionary.
         plots: the plots.
-        samples: of each row, the value of each example in order: its accuracy, or its loss in nats.
-        failed: errors of the parts that failed, by name; the rows are those of the other parts.
-        provenance: the model, options, text and software that made it.
+        samples: for each row, the values of its examples in order: accuracy, or loss in nats.
+        failed: errors of failed parts (lengths, tasks) by name; the rows are those of the other parts.
+        provenance: the model, options, text and software that made the result.
     """
 
     suite: str
@@ -149,8 +149,9 @@ class Suite(NamedTuple):
     Attributes:
         summary: one line on what it measures, for `info` and `--help`.
         run: `(model, tokenizer, options) -> SuiteResult`.
-        needs: returns the fewest tokens of held-out text that it can run with, for some options; None for none.
-        reads: the options of `OPTIONAL` that it reads; None if unknown.
+        needs: takes the options and returns the least number of tokens of held-out text that the suite needs; None if
+            it needs no text.
+        reads: the options in `OPTIONAL` that the suite reads; None if unknown.
     """
 
     summary: str

@@ -16,8 +16,8 @@ def provenance(model: Any, tokenizer: Any, options: EvalOptions, *, reads_text: 
     Args:
         model: the model; its `name_or_path` is the checkpoint.
         tokenizer: its tokenizer.
-        options: the options; None in them stands for the suite's own default.
-        reads_text: include the text that the options name.
+        options: the options of the evaluation; None in them stands for the suite's own default.
+        reads_text: whether to include the text that the options name.
     """
     return {
         "checkpoint": getattr(model, "name_or_path", None) or None,
@@ -32,7 +32,7 @@ def provenance(model: Any, tokenizer: Any, options: EvalOptions, *, reads_text: 
 
 
 def training_provenance(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the same of a training run, from its `run.json`."""
+    """Return the origin of a training run's results, from its `run.json`."""
     values, identity = manifest["values"], manifest["identity"]
     return {
         "checkpoint": None,

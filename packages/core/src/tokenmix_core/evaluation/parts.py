@@ -1,4 +1,4 @@
-"""Parts of a suite that fail without costing the others: lengths, tasks, files."""
+"""Parts of a suite (lengths, tasks, files), of which one may fail while the others run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from tokenmix_core.evaluation.options import SuiteResult
 
-# wrong input; any other error is a fault of a program, whose traceback helps to correct it
+# errors of wrong input; any other error is a bug, and its traceback is printed
 BAD_INPUT = (ValueError, OSError, ImportError)
 
 
@@ -36,7 +36,7 @@ class Parts:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Note an error, so that the next part can run."""
+        """Run a part inside the block; store an error instead of raising it, so that the next part can run."""
         try:
             yield
         except Exception as error:
@@ -45,13 +45,13 @@ class Parts:
             self._succeeded += 1
 
     def take(self, name: str, result: SuiteResult) -> SuiteResult:
-        """Note the failed parts of the result of one part, and return it without them."""
+        """Store the failed parts that a part's own `result` reports, and return the result without them."""
         failed = result.pop("failed", {})
         self.failed |= {f"{name}, {part}": error for part, error in failed.items()}
         return result
 
     def result(self, result: SuiteResult) -> SuiteResult:
-        """Return the result with the failed parts, which `evaluate` reports.
+        """Return `result` with the errors of failed parts, which `evaluate` reports.
 
         Raises:
             Exception: the first part's error, if no part succeeded.

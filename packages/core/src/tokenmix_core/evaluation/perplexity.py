@@ -26,9 +26,9 @@ def token_losses(model: Any, input_ids: Int[Tensor, "B T"], *, piece: int | None
     Args:
         model: the model; it should be in evaluation mode.
         input_ids: the tokens, on the model's device.
-        piece: tokens in one forward pass; later passes read the earlier tokens from the model's cache. Default: the
-            whole sequence, or as many tokens as keep the logits of one row below an eighth of the GPU's memory (1 GiB
-            on a CPU).
+        piece: number of tokens in one forward pass; later passes read the earlier tokens from the model's cache.
+            Default: the whole sequence, or as many tokens as keep the logits of one row below an eighth of the GPU's
+            memory (1 GiB on a CPU).
 
     Raises:
         ValueError: sequences of fewer than two tokens, or fewer than one token in a pass.
@@ -43,7 +43,7 @@ def token_losses(model: Any, input_ids: Int[Tensor, "B T"], *, piece: int | None
     # float32 logits and their log-softmax
     token_bytes = 8 * text.text_vocab_size(model)
     chunk = piece or max(16, budget // token_bytes)
-    # fewer rows rather than shorter chunks: a whole sequence needs no cache
+    # reduce the rows of a pass before its tokens: a whole sequence needs no cache
     rows = max(1, budget // (token_bytes * min(chunk, length)))
     losses = [_row_losses(model, batch, chunk) for batch in input_ids.split(rows)]
     return torch.cat(losses)
@@ -108,7 +108,7 @@ def bigram_loss(train: Int[np.ndarray, "n"], held_out: Int[np.ndarray, "*N T"], 
     counts of single tokens, backed by the uniform distribution.
 
     Raises:
-        ValueError: a vocabulary of more than 4,096 tokens, whose pairs say little, or too few tokens.
+        ValueError: a vocabulary of more than 4,096 tokens, most of whose pairs are too rare, or too few tokens.
     """
     if not 1 <= vocab_size <= MAX_BIGRAM_VOCABULARY:
         raise ValueError(f"bigram_loss: vocab_size must be from 1 to {MAX_BIGRAM_VOCABULARY}, got {vocab_size}")

@@ -30,7 +30,7 @@ MQAR_PAIRS = (4, 8, 16, 32, 64, 128, 256, 512)
 COPY_LENGTHS = (64, 128, 256)
 COPY_TOKENS = (4, 8, 16, 32, 64, 128, 256, 512)
 COPY_VOCABULARY = 64
-# sequences whose index begins here are never trained on
+# training uses no sequence with this index or a higher one
 MQAR_HELD_OUT = COPY_HELD_OUT = 2**40
 NIAH_LENGTHS = (1024, 2048, 4096)
 _HAYSTACK_WORDS = 200_000
@@ -80,10 +80,10 @@ def mqar_vocabulary(model: Any, options: EvalOptions) -> int:
 
 
 def mqar_cases(model: Any, options: EvalOptions) -> dict[str, tuple[int, int]]:
-    """Return the suite's lengths and pairs by name: those that lengths and vocabulary allow.
+    """Return the suite's cases by name, `(length, pairs)`: those that lengths and vocabulary allow.
 
     Raises:
-        ValueError: lengths and vocabulary allow none.
+        ValueError: lengths and vocabulary allow no case.
     """
     size, lengths = mqar_vocabulary(model, options), options.lengths or MQAR_LENGTHS
     most = min(size // 2 - 1, MQAR_PAIRS[-1])
@@ -100,8 +100,8 @@ def mqar_cases(model: Any, options: EvalOptions) -> dict[str, tuple[int, int]]:
 def mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """Measure multi-query associative recall by number of pairs, for each length (64 to 512 tokens by default).
 
-    The chance is that of a guess among the values in the context, 1 / pairs. The examples' indices lie past any that
-    training reaches.
+    "chance" is the accuracy of a guess among the values in the context, 1 / pairs. Training never uses the indices of
+    these examples.
     """
     size = mqar_vocabulary(model, options)
 
@@ -120,11 +120,11 @@ def mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
 def copying_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """Measure copying and selective copying by number of tokens, for each length (64 to 256 tokens by default).
 
-    The input holds the true tokens before each predicted one. The chance is that of a guess among the tokens to copy.
-    The examples' indices lie past any that training reaches.
+    The input holds the true tokens before each predicted one. "chance" is the accuracy of a guess among the tokens to
+    copy. Training never uses the indices of these examples.
 
     Raises:
-        ValueError: no length holds the fewest tokens to copy.
+        ValueError: every length is too short for the smallest number of tokens to copy.
     """
     size, lengths = options.vocab_size or COPY_VOCABULARY, options.lengths or COPY_LENGTHS
 
@@ -146,12 +146,12 @@ def copying_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResu
 
 
 def copying_chance(tokens: int, vocab_size: int) -> float:
-    """Return the accuracy of a guess among the tokens to copy: by its position, or because another token is equal."""
+    """Return the accuracy of guessing one of the tokens to copy: it is the right one, or another one of equal value."""
     return 1 / tokens + (1 - 1 / tokens) / max(1, vocab_size - 2)
 
 
 class _Case(NamedTuple):
-    """A length and a number of pairs or tokens, in a table row, and the accuracy of a guess among the shown ones."""
+    """A case in a table row: its length, its number of pairs or tokens, and the accuracy of a guess among these."""
 
     task: str
     curve: str
@@ -204,7 +204,7 @@ def _recall_suite(
 
 
 class NeedleScore(NamedTuple):
-    """The result on one needle: whether greedy decoding names it, and the mean loss of its tokens in nats."""
+    """The result on one needle: whether greedy decoding names its value, and the value's mean token loss in nats."""
 
     found: bool
     loss: float
@@ -228,7 +228,7 @@ def score_niah(
 def niah_examples(
     task: str, tokenizer: Any, length: int, count: int, *, haystack: Sequence[str] = (), seed: int = 0
 ) -> list[NiahExample]:
-    """Return `count` needles at depths spread evenly, in prompts of at most `length` tokens with their answers."""
+    """Return `count` needles at evenly spread depths; prompt and answer together have at most `length` tokens."""
 
     def tokens(string: str) -> int:
         return len(tokenizer(string, verbose=False)["input_ids"])
@@ -241,16 +241,16 @@ def niah_examples(
 
 
 def niah_haystack(tasks: Sequence[str], options: EvalOptions, tokenizer: Any) -> list[str]:
-    """Return the words of running text in which tasks hide their needles; none if no task does."""
+    """Return the words of the running text in which these tasks hide needles; none if no task uses running text."""
     needs_text = any(NIAH_TASKS[task].haystack == "text" for task in tasks)
     return text.words(options.text, tokenizer, _HAYSTACK_WORDS) if needs_text else []
 
 
 def niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure S-NIAH 1 to 3: the share of needles that greedy decoding names, by context length and depth.
+    """Measure S-NIAH 1 to 3: the share of needles whose value greedy decoding names, by context length and depth.
 
     The lengths are 1,024 to 4,096 tokens by default. Rows hold the depths, from 0 (start) to 1 (end of the haystack).
-    `answer loss` falls long before the accuracy rises.
+    While a model is trained, `answer loss` falls long before the accuracy rises.
     """
     limit, batch_size = options.limit or 50, options.batch_size or 8
     tasks = options.choose("niah", tuple(NIAH_TASKS))

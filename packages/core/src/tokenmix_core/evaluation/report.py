@@ -19,12 +19,12 @@ from tokenmix_core.evaluation.options import Plot, SuiteResult
 
 REPORT = "report.md"
 _MARKERS = "osD^v<>ph*"
-# substitutes of characters that would break a table
+# substitutes for characters that would break a Markdown table
 _SHOWN = {"\n": "⏎", "\t": "⇥", "\r": ""}
 
 
 def format_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows as a Markdown table that is aligned in a terminal too; a column for each key, in order of appearance."""
+    """Return rows as a Markdown table, aligned also as plain text; a column for each key, in order of appearance."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[_cell(row.get(column)) for column in columns] for row in rows]
     numeric = [all(isinstance(row.get(column), int | float | None) for row in rows) for column in columns]
@@ -42,7 +42,7 @@ def format_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def format_rows(rows: Sequence[dict[str, Any]]) -> str:
-    """A table, or blocks of verbatim text where a row holds more text than a cell can show."""
+    """Return a table or, if a row holds more text than a cell can show, blocks of verbatim text."""
     if not any(isinstance(value, str) and len(value) > 80 for row in rows for value in row.values()):
         return format_table(rows)
     blocks = (f"{key}:\n\n~~~~text\n{value}\n~~~~" for row in rows for key, value in row.items())
@@ -120,7 +120,7 @@ def _ticks(labels: list[str] | None, count: int) -> tuple[list[int], list[str]]:
 
 
 def _format_axes(axes: Any, plot: Plot) -> None:
-    """Set the scales of curves, with whole ticks if all x are whole, and without powers of ten."""
+    """Set the scales of the axes; ticks are integers if all x are, and labels have no powers of ten."""
     from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
     values = [value for x, _ in plot["series"].values() for value in x]
@@ -128,7 +128,7 @@ def _format_axes(axes: Any, plot: Plot) -> None:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:,.0f}")
     elif max(map(abs, values), default=0) >= 10_000:
-        # 1.2M rather than a factor of 1e6 in a corner
+        # label ticks 1.2M instead of 1.2 with a factor of 1e6 in a corner
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     elif all(float(value).is_integer() for value in values):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -144,7 +144,7 @@ def _format_axes(axes: Any, plot: Plot) -> None:
 
 
 def write_result(result: SuiteResult, folder: Path) -> list[Path]:
-    """Write `<suite>.json` and its plots, then write the folder's report again.
+    """Write `<suite>.json` and the plots of a result, then write the folder's report again.
 
     Without matplotlib there are no plots, and a line on stderr says so.
 
@@ -182,8 +182,8 @@ def training_result(metrics: Sequence[dict[str, Any]], tokens_per_step: int) -> 
     """Return a run's log as a result: its first, middle and last line, its speed, and the loss curve.
 
     Args:
-        metrics: the lines of the log, of which those with `step` and `loss` count.
-        tokens_per_step: tokens of an optimizer step.
+        metrics: the lines of the log; those without `step` and `loss` are ignored.
+        tokens_per_step: number of tokens of an optimizer step.
     """
     lines = [line for line in metrics if "step" in line and "loss" in line]
     speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]

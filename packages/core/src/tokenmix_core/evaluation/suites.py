@@ -22,7 +22,7 @@ from tokenmix_core.evaluation.perplexity import perplexity_suite
 from tokenmix_core.evaluation.recall import copying_suite, generate_text, mqar_suite, niah_suite
 from tokenmix_core.evaluation.report import format_rows, format_settings, write_result
 
-# lm-eval's names, and the metric that stands for each task in the average, as the papers report it
+# lm-eval's names of tasks, and each task's metric that enters the average, as in the papers
 COMMONSENSE = {
     "wikitext": "word_perplexity",
     "lambada_openai": "acc",
@@ -50,7 +50,7 @@ RULER = (
     "ruler_qa_hotpot",
 )
 RULER_LENGTHS = (4096,)
-# LongBench-E: the sets whose lengths are spread evenly
+# LongBench-E: the data sets of LongBench whose lengths are spread evenly
 LONGBENCH = tuple(
     f"longbench_{name}_e"
     for name in (
@@ -67,33 +67,33 @@ LONGBENCH = tuple(
         "repobench-p",
     )
 )
-# what --tasks without a suite runs
+# the suite that runs if --tasks is given without --suite
 LM_EVAL = "lm-eval"
 _LONGBENCH_RANGES = ((0, 4000), (4000, 8000), (8000, sys.maxsize))
 
 
 def commonsense_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Zero-shot common sense and language modelling; the average leaves WikiText's perplexity out."""
+    """Evaluate zero-shot common sense and language modelling; the average leaves WikiText's perplexity out."""
     counted = [task for task in COMMONSENSE if task != "wikitext"]
     return run_tasks("commonsense", model, tokenizer, COMMONSENSE, options, average_over=counted)
 
 
 def recall_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Cloze questions on a passage: SWDE, SQuAD and FDA as lm-eval has them, TriviaQA, NQ and DROP as in `tasks/`.
+    """Evaluate cloze questions on a passage: lm-eval's SWDE, SQuAD and FDA; TriviaQA, NQ and DROP of `tasks/`.
 
-    `max_length=2048` is the papers' usual setting; lm-eval's own three tasks keep the end of a longer prompt.
+    `max_length=2048` is the papers' usual setting. lm-eval's three tasks cut the beginning of a longer prompt.
     """
     return run_tasks("recall", model, tokenizer, RECALL, options)
 
 
 def ruler_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """RULER's thirteen tasks at each context length (4,096 tokens by default)."""
+    """Evaluate RULER's thirteen tasks at each context length (4,096 tokens by default)."""
     options = replace(options, lengths=options.lengths or RULER_LENGTHS)
     return run_tasks("ruler", model, tokenizer, dict.fromkeys(RULER, ""), options)
 
 
 def longbench_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """LongBench-E, whole and by length of the input in words: below 4,000, to 8,000, and above."""
+    """Evaluate LongBench-E, as a whole and by the input's number of words: below 4,000, up to 8,000, and above."""
     tasks = dict.fromkeys(LONGBENCH, "score")
     return run_tasks("longbench", model, tokenizer, tasks, options, by_sample=_longbench_ranges)
 
@@ -129,7 +129,7 @@ def _longbench_ranges(task: str, samples: list[dict[str, Any]], metric: str) -> 
 
 
 def samples_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Continuations of up to three held-out texts, or of `options.prompt`, sampled at temperature 0.8."""
+    """Sample continuations of up to three held-out texts, or of `options.prompt`, at temperature 0.8."""
     import torch
 
     options.choose("samples", ("samples",))
@@ -154,7 +154,7 @@ def samples_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResu
     return {"suite": "samples", "settings": settings, "rows": rows, "plots": []}
 
 
-# of every suite that runs through lm-eval
+# the options that every suite of lm-eval's tasks reads
 LM_EVAL_READS = ("lengths", "max_length", "include")
 _TEXT_READS = ("lengths", "max_length", "text")
 SUITES: dict[str, Suite] = {
@@ -195,10 +195,10 @@ def check_suites(names: Sequence[str], suites: Mapping[str, Suite]) -> None:
 
 
 def check_read(names: Sequence[str], options: EvalOptions, suites: Mapping[str, Suite]) -> None:
-    """Refuse options that are given and that no suite reads.
+    """Refuse options that are set although none of the suites reads them.
 
     Raises:
-        ValueError: there is such an option.
+        ValueError: an option is set that none of the suites reads.
     """
     read = [reads for name in names if (reads := suites[name].reads) is not None]
     if len(read) < len(names):
@@ -212,7 +212,7 @@ def check_options(names: Sequence[str], tokenizer: Any, options: EvalOptions, su
     """Check, before a model is loaded, that the text is long enough for suites.
 
     Raises:
-        ValueError: one that needs more held-out text than there is, or a text that cannot be read.
+        ValueError: a suite needs more held-out text than there is, or the text cannot be read.
     """
     needed = {name: needs(options) for name in names if (needs := suites[name].needs) is not None}
     most = max(needed.values(), default=0)
@@ -228,7 +228,7 @@ def check_options(names: Sequence[str], tokenizer: Any, options: EvalOptions, su
 
 
 class EvaluationsFailed(ValueError):
-    """Some of several suites, or parts of a suite, failed; the others ran, and their results are written."""
+    """Some suites, or parts of a suite, failed; the others ran, and their results are written."""
 
 
 def evaluate(
@@ -245,16 +245,16 @@ def evaluate(
     A suite that fails is reported, and the others run.
 
     Args:
-        model: any causal language model of transformers; it is put in evaluation mode and back. The entries of its
-            method `evaluation_settings`, if it has one, are part of every result's settings and rows.
+        model: any causal language model of transformers; it is put in evaluation mode during the call. The entries that
+            its method `evaluation_settings` returns, if it has one, are part of every result's settings and rows.
         tokenizer: its tokenizer.
         names: the suites to run, in order.
-        options: one for all, or by suite's name (others get the defaults).
+        options: options for all suites, or for each by its name (others get the defaults).
         out: the folder for JSON, plots and `report.md`; nothing is written without it.
         suites: the suites to choose from.
 
     Raises:
-        EvaluationsFailed: after all have run, which ones of several, or which parts of one, failed, and why.
+        EvaluationsFailed: some of several suites, or parts of one, failed; raised after all have run, with the reasons.
         ValueError: an unknown suite, or options that the only suite cannot satisfy.
         ImportError: the only suite needs a library that is not installed.
     """
@@ -285,7 +285,7 @@ def evaluate(
                     failed_parts[f"{name}, {part}"] = error
                     report_failure(f"{name}, {part}", error)
                 result["settings"]["failed"] = {part: _reason(error) for part, error in parts.items()}
-            # what the model's answers depend on beside its weights, unless the suite says it better
+            # settings that the model's answers depend on besides its weights; those of the suite take precedence
             about = getattr(model, "evaluation_settings", dict)()
             result["settings"] = {**about, **result["settings"]}
             result["rows"] = [{**about, **row} for row in result["rows"]]

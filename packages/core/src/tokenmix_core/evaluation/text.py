@@ -1,4 +1,4 @@
-"""The text of suites, as documents, words or tokens."""
+"""The text that suites are run on, as documents, words or tokens."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ BUILT_IN_TEXT = "built-in corpus, held-out part"
 
 
 def text_vocab_size(model: Any) -> int:
-    """The number of logits of a causal language model."""
+    """Return the number of logits that a causal language model has per token."""
     return model.get_output_embeddings().weight.shape[0]
 
 
 def document_separator(tokenizer: Any) -> int | None:
-    """Return the token before a text without context: bos if the tokenizer begins texts with it, else eos.
+    """Return the token to put before a text that has no context: bos if the tokenizer begins texts with it, else eos.
 
     Our corpora, like most, hold no bos: eos ends every document.
     """
@@ -37,7 +37,7 @@ def document_separator(tokenizer: Any) -> int | None:
 
 
 def as_token_file(text: str | None, tokenizer: Any) -> Path | None:
-    """The token file that a text is, if it is one; the built-in corpus is one for the byte tokenizer."""
+    """Return a text's folder if it is a token file, as the built-in corpus is for the byte tokenizer; else None."""
     if text is not None and (Path(text) / META).is_file():
         return Path(text)
     if text in (None, STDLIB) and tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(byte_tokenizer()):
@@ -99,7 +99,7 @@ def held_out_from(options: EvalOptions, trained: TrainedOn) -> EvalOptions:
 
 
 def _check_unchanged(path: Path, trained: TrainedOn) -> None:
-    """Say on stderr if a token file was made again since a run was trained on it."""
+    """Warn on stderr if a token file has changed since a run was trained on it."""
     if not (path / META).is_file() or path.name not in {Path(source).name for source in trained.sources}:
         return
     sha256 = tokens_sha256(path)
@@ -112,12 +112,12 @@ def _check_unchanged(path: Path, trained: TrainedOn) -> None:
 
 
 def documents(text: str | None, tokenizer: Any) -> Iterator[str]:
-    """The documents of a text.
+    """Return an iterator over the documents of a text.
 
     Args:
         text: a token file (its held-out documents are decoded), a text, JSONL or parquet file, a folder of them, a
             dataset, or None for the held-out part of the built-in corpus.
-        tokenizer: what a token file must have been made with.
+        tokenizer: the tokenizer that a token file must have been made with.
 
     Raises:
         ValueError: there is no such text, or it cannot be read.
@@ -132,13 +132,13 @@ def documents(text: str | None, tokenizer: Any) -> Iterator[str]:
 
 
 def words(text: str | None, tokenizer: Any, count: int) -> list[str]:
-    """The first `count` words of a text, fewer if it is shorter."""
+    """Return the first `count` words of a text, fewer if it is shorter."""
     stream = (word for document in documents(text, tokenizer) for word in document.split())
     return list(itertools.islice(stream, count))
 
 
 def text_tokens(text: str | None, tokenizer: Any, count: int) -> Int[np.ndarray, "n"]:
-    """The first `count` tokens of a text, fewer if it is shorter; each document is ended by the end token.
+    """Return the first `count` tokens of a text, fewer if it is shorter; each document ends with the end token.
 
     Raises:
         ValueError: there is no such text, it was prepared with another tokenizer, or it is empty.
@@ -151,7 +151,7 @@ def text_tokens(text: str | None, tokenizer: Any, count: int) -> Int[np.ndarray,
     for document in documents(text, tokenizer):
         if missing <= 0:
             break
-        # a token is seldom longer than 16 characters, so that a huge document is not tokenized in vain
+        # tokenize only 16 characters per wanted token of a huge document: tokens are seldom longer
         ids = encode_texts(tokenizer, [document[: 16 * missing + 16]])[0]
         parts.append(np.asarray([*ids, *end], dtype=np.int64)[:missing])
         missing -= len(parts[-1])
@@ -161,16 +161,16 @@ def text_tokens(text: str | None, tokenizer: Any, count: int) -> Int[np.ndarray,
 
 
 def training_tokens(text: str | None, tokenizer: Any) -> Int[np.ndarray, "n"] | None:
-    """The training part of a text whose held-out part `text_tokens` gives; None where there is no such split."""
+    """Return the tokens of a text's training part; None if the text is not split into training and held-out parts."""
     path = as_token_file(text, tokenizer)
     return TokenFile(path, "train", fingerprint=tokenizer_fingerprint(tokenizer)).tokens if path else None
 
 
 def bytes_per_token(sequences: Int[np.ndarray, "N T"], tokenizer: Any) -> float:
-    """Return the UTF-8 bytes of text per token; special tokens have none, and a part of a character has its own."""
+    """Return the UTF-8 bytes of text per token; special tokens count 0, parts of a character their bytes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if isinstance(getattr(backend, "decoder", None), _byte_level()):
-        # a token's characters stand for its bytes, but for tokens that were added
+        # byte-level BPE: each character of a token stands for one byte, except in added tokens
         added = {i: len(text.encode()) for text, i in tokenizer.get_added_vocab().items()}
         added |= dict.fromkeys(tokenizer.all_special_ids, 0)
         ids, counts = np.unique(sequences, return_counts=True)
@@ -188,6 +188,6 @@ def _byte_level() -> type:
 
 
 def _row_bytes(text: str) -> int:
-    """Return the bytes of a row; at its ends, each byte of a cut character is decoded as one U+FFFD of three bytes."""
+    """Return the bytes of a row; each U+FFFD at its ends is one byte of a cut character."""
     whole = text.strip("\ufffd")
     return len(whole.encode("utf-8", "replace")) + len(text) - len(whole)

@@ -1,4 +1,4 @@
-"""Our operations with the arguments of the functions that transformers' hybrid layers call.
+"""Our operations under the names and with the arguments of the functions that transformers' hybrid layers call.
 
 The originals are in each family's `modeling_*.py`, under the same names. Unknown keyword arguments are ignored, as in
 transformers; those with boundaries of packed documents are used.
@@ -35,7 +35,7 @@ def causal_conv1d_fn(
     impl: Impl | None = None,
     **call: Any,
 ) -> Float[Tensor, "B D T"]:
-    """Convolve whole sequences; layers with a state pass T + W tokens."""
+    """Convolve whole sequences; a layer with a state passes W more tokens: the state's inputs, before its own."""
     x = hidden_states.transpose(1, 2)
     rows, cu_seqlens = _packed(x, call)
     y = ops.short_conv(
@@ -192,7 +192,7 @@ def selective_state_update(
     if overwritable and fitting.fits(c, x, SSD_SIZES, impl):
         y = ops.ssd_step(c, b, x, g, ours, **gates, impl=impl)
     else:
-        # as a sequence of one token
+        # compute the token as a sequence of length 1
         token, gates["dt"] = [t.unsqueeze(1) for t in (c, b, x, g)], dt.unsqueeze(1)
         out = fitting.ssd(ops.recurrent_ssd, *token, **gates, initial_state=_wide(ours, x), impl=impl)
         y = out.o.squeeze(1)
@@ -211,7 +211,7 @@ def gated_norm(
     *,
     impl: Impl | None = None,
 ) -> Tensor:
-    """Forward of norms that gate after normalising, with SiLU or, in Qwen4-Exp, optionally sigmoid."""
+    """The forward of norms that gate after normalising, by SiLU or, in Qwen4-Exp, optionally by a sigmoid."""
     module: Any = self
     eps, impl = module.variance_epsilon, unless_gluon(impl)
     if getattr(module, "activation", "silu") == "sigmoid":
@@ -227,7 +227,7 @@ def norm_of_gated(
     *,
     impl: Impl | None = None,
 ) -> Tensor:
-    """Forward of Mamba-2's norms: gate, then normalise all channels or groups; returns `[*, D]` in the weight's dtype.
+    """The forward of Mamba-2's norms: gate, then normalise all channels or groups; `[*, D]` in the weight's dtype.
 
     Falcon-H1's norm may gate after normalising, and returns the input's dtype.
     """
@@ -256,7 +256,7 @@ def _packed(
 
 
 class _Last:
-    """Cache of the last `seq_idx`'s boundaries: all layers need the same, and each would synchronise for them."""
+    """Cache of the boundaries of the last `seq_idx`, so that only a call's first layer synchronises to compute them."""
 
     def __init__(self) -> None:
         self.index, self.version, self.cu_seqlens = None, -1, None
@@ -293,7 +293,7 @@ def _fused(activation: str | None) -> Any:
 
 
 def _activated(x: Tensor, activation: str | None) -> Tensor:
-    """Apply the activation unless the convolution has applied it."""
+    """Apply an activation that the convolution does not support."""
     if activation is None or activation in _SILU:
         return x
     from transformers.activations import ACT2FN

@@ -1,4 +1,4 @@
-"""Conversion of other libraries' model folders to ours and back; the part that all layouts share.
+"""Conversion of other libraries' model folders to ours and back: the code that all layouts share.
 
 A layout converts another library's `config.json` to a configuration of ours and maps the names of weights. This module
 reads the weights, checks that each is present, has the right shape and is finite, and that none is left over.
@@ -27,7 +27,7 @@ from tokenmix_core.nn.rotary import RotaryEmbedding, rope_frequencies
 CONFIG = "config.json"
 DTYPES = ("float32", "bfloat16", "float16")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# their name of each of our weights; None for a weight that they do not have, which is zero
+# maps our names of weights to the other library's; None if it lacks the weight, which is then zero
 Names = dict[str, str | None]
 
 
@@ -36,12 +36,13 @@ class Layout:
     """Another library's format of configuration and weights.
 
     Attributes:
-        what: its name in messages.
+        what: the layout's name in messages.
         fits: returns whether a configuration has this layout.
-        read: returns our configuration and the names of weights.
-        write: returns their configuration and the names of weights; None if it cannot be written.
+        read: converts their configuration to ours; returns it and the names of weights.
+        write: converts our configuration to theirs; returns it and the names of weights. None if this layout cannot be
+            written.
         ignored: suffixes of names in their files that are not weights of the model.
-        reordered: returns a weight, by our name, with its rows in our order; for reading.
+        reordered: takes our name of a weight and the weight; returns it with rows in our order; used for reading.
     """
 
     what: str
@@ -53,13 +54,13 @@ class Layout:
 
 
 class Fields:
-    """Another library's configuration, with checks of values that ours must support."""
+    """Another library's configuration, with checks that our models support its values."""
 
     def __init__(self, source: Path, values: Mapping[str, Any]) -> None:
         self.source, self.values = source, values
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """Return the value of the first of these names that has one."""
+        """Return the value of the first of these names that the configuration has, else the default."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), default)
 
     def number(self, *names: str, default: int | None = None) -> int:
@@ -70,7 +71,7 @@ class Fields:
         return value
 
     def only(self, name: str, *known: Any, why: str) -> None:
-        """Raise unless the value is one of `known`, which our models support; the first one is the default."""
+        """Raise unless the value is one of `known`, which our models support; an absent value stands for the first."""
         value = self.values.get(name, known[0])
         value = tuple(value) if isinstance(value, list) else value
         if value not in known:
@@ -164,7 +165,7 @@ def load_third_party(source: Path, layouts: Sequence[Layout], dtype: str = "auto
     Args:
         source: the folder.
         layouts: the layouts to try.
-        dtype: "auto" for that of the folder's embedding, or one of `DTYPES`; decay rates stay float32.
+        dtype: "auto" for the dtype of the folder's embedding, or one of `DTYPES`; decay rates stay float32.
 
     Raises:
         ValueError: an unknown layout, a field that our models do not support, or weights that are damaged, missing,
@@ -179,7 +180,7 @@ def load_third_party(source: Path, layouts: Sequence[Layout], dtype: str = "auto
     config, names = layout.read(fields)
     weights = {n: x for n, x in read_weights(source).items() if not n.endswith(layout.ignored or ("\0",))}
     with torch.device("meta"):
-        # the configuration's own class of models
+        # the class of models that belongs to the configuration
         model: Any = trust.from_config(AutoModelForCausalLM, config)
     state = _ours(source, layout, names, weights, dict(model.state_dict()), tied=config.tie_word_embeddings)
     wide: set[str] = model.model._keep_in_fp32_modules_strict or set()  # pyright: ignore[reportAssignmentType]
@@ -192,7 +193,7 @@ def load_third_party(source: Path, layouts: Sequence[Layout], dtype: str = "auto
     model.tie_weights()
     for table in model.modules():
         if isinstance(table, RotaryEmbedding):
-            # not part of checkpoints
+            # buffers that checkpoints do not contain
             table.inv_freq = rope_frequencies(*table.args)[0]
     if bad := not_finite(model):
         raise ValueError(f"{source}: weights are not finite: NaN or infinity in {len(bad)} tensors ({some(bad)})")
@@ -248,7 +249,7 @@ def convert_folder(source: Path, out: Path, layouts: Sequence[Layout], *, dtype:
 
 
 def load_ours(source: Path, dtype: str = "auto") -> Any:
-    """Load a folder of core's models, to be exported to another layout.
+    """Load the model of one of our folders, to export it to another layout.
 
     Raises:
         ValueError: another model type, or a damaged folder.

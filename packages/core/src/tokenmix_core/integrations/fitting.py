@@ -1,4 +1,4 @@
-"""Heads of any size on kernels with a few head sizes: inputs are padded or split, outputs joined."""
+"""Run heads of any size on kernels that support a few sizes: pad or split the inputs, then join the outputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def delta_rule(
     run: Callable[..., ScanOutput], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float | None,
     initial_state: Tensor | None, impl: Impl | None, **options: Any,
 ) -> ScanOutput:  # fmt: skip
-    """Call `run`, an implementation of the gated delta rule, with heads of K up to 256 and of any V fitted to it."""
+    """Call `run`, an implementation of the gated delta rule, on heads (K ≤ 256, any V) fitted to its sizes."""
     options |= {"scale": scale, "impl": impl}
     if fits(q, v, DELTA_SIZES, impl):
         return run(q, k, v, g, beta, initial_state=initial_state, **options)
@@ -40,7 +40,7 @@ def ssd(
     run: Callable[..., ScanOutput], q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, dt: Tensor | None = None,
     D: Tensor | None = None, initial_state: Tensor | None, impl: Impl | None, **options: Any,
 ) -> ScanOutput:  # fmt: skip
-    """Call `run`, an implementation of SSD, with heads fitted to it."""
+    """Call `run`, an implementation of SSD, on heads fitted to its sizes."""
     options |= {"impl": impl}
     if fits(q, v, SSD_SIZES, impl):
         return run(q, k, v, g, dt=dt, D=D, initial_state=initial_state, **options)

@@ -3,7 +3,7 @@
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from tokenmix_core.integrations.fla import chunk_gated_delta_rule
 
-Signatures are those of fla-core 0.6, with `head_first` of older versions and our `impl` at the end. Options that only
+Signatures are those of fla-core 0.6, plus `head_first` of older versions and, at the end, our `impl`. Options that only
 tune FLA's kernels are accepted and ignored; options that our kernels do not support raise. The old name
 `transpose_state_layout` of `state_v_first` warns. q and k in float32 beside a 16-bit v, which FLA accepts, are rounded
 to v's dtype.
@@ -62,13 +62,14 @@ def chunk_gated_delta_rule(
 
     Args:
         q, k, v, g, beta, scale, cu_seqlens, impl: as for that operation.
-        initial_state: of any float dtype.
+        initial_state: states of any floating-point dtype.
         output_final_state: return the state after each sequence in float32; otherwise None.
         use_qk_l2norm_in_kernel: L2-normalise q and k.
-        use_beta_sigmoid_in_kernel, allow_neg_eigval: replace beta by its sigmoid, with the latter doubled.
+        use_beta_sigmoid_in_kernel, allow_neg_eigval: replace beta by its sigmoid; the second option doubles the
+            sigmoid.
         state_v_first: states are `[N, HV, V, K]`.
         use_gate_in_kernel: replace g by −exp(A_log) · softplus(g + dt_bias).
-        head_first: q, k, v, g, beta and o have heads before tokens.
+        head_first: q, k, v, g, beta and o have the heads' dimension before the tokens'.
         cu_seqlens_cpu, chunk_indices, and the keyword `chunk_size`: ignored.
 
     Returns:
@@ -233,7 +234,7 @@ def _simple_gla(
 
 
 def tokens_first(head_first: bool, *tensors: Tensor | None) -> list[Any]:
-    """Transpose tensors to have tokens before heads."""
+    """Transpose tensors, if `head_first`, so that tokens precede heads."""
     return [x.transpose(1, 2) if head_first and isinstance(x, Tensor) and x.dim() > 2 else x for x in tensors]
 
 
@@ -244,7 +245,7 @@ def refuse_unknown(op: str, more: dict[str, Any]) -> None:
 
 
 def state_layout(op: str, state_v_first: bool, more: dict[str, Any]) -> bool:
-    """Return `state_v_first`, taken from FLA's old keyword `transpose_state_layout` with a warning."""
+    """Return `state_v_first`, or the value of its old name `transpose_state_layout` with a warning."""
     if "transpose_state_layout" not in more:
         return state_v_first
     if state_v_first:
@@ -266,7 +267,7 @@ def reversed_tokens(
     if cu_seqlens is None:
         return [x.flip(1) for x in tensors], None, state
     T = tensors[0].shape[1] if tensors else 1
-    # padding stays behind the sequences
+    # padding stays after the sequences
     source = (cu_seqlens[-1] - 1 - torch.arange(T, device=cu_seqlens.device)) % T
     flipped = [moved(x[0], source, source).unsqueeze(0) for x in tensors]
     return flipped, (cu_seqlens[-1] - cu_seqlens).flip(0), None if state is None else state.flip(0)

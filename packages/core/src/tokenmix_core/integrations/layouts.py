@@ -37,7 +37,7 @@ def fla_config(fields: Fields, mixers: list[str], options: dict[str, dict[str, A
 
 
 def common_config(fields: Fields, mixers: list[str], options: dict[str, dict[str, Any]], **values: Any) -> HybridConfig:
-    """Return our configuration, with the fields that have the same names in all libraries."""
+    """Return our configuration with the given values and the fields that have the same names in all libraries."""
     tokens = {name: fields.get(name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     values = {"vocab_size": fields.get("vocab_size", default=32000), **values}
     # drop special tokens outside the vocabulary, which some configurations have
@@ -47,7 +47,7 @@ def common_config(fields: Fields, mixers: list[str], options: dict[str, dict[str
 
 
 def fla_names(config: HybridConfig, mixer_names: list[Names]) -> Names:
-    """Return FLA's names of a model with an MLP in each layer; `mixer_names` are those of each layer's mixer."""
+    """Return FLA's names of a model's weights, with an MLP in each layer; `mixer_names` has those of each mixer."""
     names: Names = {
         "model.embed_tokens.weight": "model.embeddings.weight",
         "model.norm.weight": "model.norm.weight",
@@ -104,7 +104,7 @@ def _read_transformer(fields: Fields) -> tuple[HybridConfig, Names]:
 def hybrid_mixers(
     fields: Fields, layers: int, label: str, options: dict[str, Any], names: Names
 ) -> tuple[list[str], dict[str, dict[str, Any]], list[Names], dict[str, Any]]:
-    """Parse FLA's `attn`, which makes some layers attention.
+    """Parse FLA's field `attn`, which lists the layers that are attention.
 
     Returns:
         Labels, options by label, names by layer, and rotary parameters.

@@ -1,4 +1,4 @@
-"""Packed sequences in transformers' hybrid models: one form of their boundaries for attention and recurrences."""
+"""Packed sequences in transformers' hybrid models: pass their boundaries to both attention and recurrences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenmix_core.modeling.packing import cu_seqlens_where
 
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 _CACHES = ("cache", "past_key_values", "cache_params")
-# builds its attention mask without positions
+# models that build their attention mask without positions
 _MASKS_WITHOUT_POSITIONS = ("GraniteMoeHybridModel",)
 
 
@@ -37,7 +37,7 @@ def separating(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def handing_on(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the forward of `Mamba2ForCausalLM`, which hands its backbone a mask, but no boundaries of sequences."""
+    """Wrap the forward of `Mamba2ForCausalLM` to pass on boundaries, as it gives its backbone only a mask."""
     names = list(inspect.signature(forward).parameters)[1:]
 
     @functools.wraps(forward)
@@ -52,7 +52,7 @@ def handing_on(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def starts_of(seq_idx: Int[Tensor, "B T"], batch: int, tokens: int) -> Bool[Tensor, "B T_minus_1"]:
-    """Return which tokens after the first of each row begin a sequence.
+    """Return for each token but a row's first whether it begins a sequence.
 
     Raises:
         ValueError: `seq_idx` of another shape; `[T]` is one row.
@@ -64,7 +64,7 @@ def starts_of(seq_idx: Int[Tensor, "B T"], batch: int, tokens: int) -> Bool[Tens
 
 
 def cu_seqlens_of(starts: Bool[Tensor, "B T_minus_1"]) -> Int[Tensor, "N_plus_1"] | None:
-    """Return the boundaries in the rows laid one after another; None if each row is one sequence. Synchronises."""
+    """Return the boundaries in the concatenated rows; None if each row is one sequence. Synchronises."""
     if not bool(starts.any()):
         return None
     begins = F.pad(starts, (1, 0), value=True).flatten()
@@ -138,7 +138,7 @@ def _boundaries(
 def _for_attention(
     body: nn.Module, call: dict[str, Any], x: Tensor, local: Int[Tensor, "B T"], cu_seqlens: Int[Tensor, "N_plus_1"]
 ) -> dict[str, Any]:
-    """Return what attention needs in addition to positions, from which most backbones build its mask."""
+    """Return the arguments that attention needs besides positions; most backbones build their mask from positions."""
     from transformers import masking_utils
 
     config: Any = body.config

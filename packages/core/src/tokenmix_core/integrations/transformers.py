@@ -32,7 +32,7 @@ _CONVOLUTION = ("causal_conv1d_fn", "causal_conv1d_update")
 _ATTRIBUTES = ("forward", "_old_forward")
 # marks functions built here
 _MARK = "_runs_tokenmix_kernels"
-# hands its backbone no boundaries of sequences
+# the class whose forward does not pass boundaries of sequences to its backbone
 _LANGUAGE_MODEL = "Mamba2ForCausalLM"
 
 
@@ -84,7 +84,7 @@ FAMILIES: dict[str, Family] = {
 _KDA = "Kimi delta attention (KDA), whose decay is a vector for each head"
 _INDEXED = "indexed attention, which selects keys by a learned index"
 _MAMBA1 = "the selective scan of Mamba-1, whose decay is a matrix for each channel"
-# families with layers that our operations do not compute, and the missing operation
+# families whose layers our operations cannot compute, and the missing operation
 UNCOVERED: dict[str, str] = {
     **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _KDA),
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), _MAMBA1),
@@ -106,7 +106,7 @@ def use_kernels(model_or_family: nn.Module | str, *, impl: Impl | None = None) -
     Zamba2). Weights, caches and everything else stay transformers'. Packed sequences, marked by `cu_seq_lens_q`,
     `seq_idx` or restarting `position_ids`, are separated in all layers, attention included, as if each ran alone; they
     exclude a cache and padding. A compiled model keeps the functions it was traced with: call this before compiling. A
-    copy of a model keeps the kernels in use at that time; a pickled one has transformers' again.
+    copy of a model keeps the kernels that were in use when it was copied; an unpickled model has transformers' again.
 
     Args:
         model_or_family: a model, possibly wrapped, or a key of `FAMILIES`, which affects existing and future models.
@@ -327,7 +327,7 @@ def _since(cls: type) -> str:
 
 
 def _as_method(norm: Callable[..., Any]) -> Callable[..., Any]:
-    """Convert a norm's forward with options to a function, which classes can bind as a method."""
+    """Convert a norm's forward, a `partial` with options, to a function, which a class can bind as a method."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return norm(self, *args, **kwargs)

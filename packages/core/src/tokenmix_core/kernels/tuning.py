@@ -1,4 +1,4 @@
-"""Selection of kernel configurations: quantities of the device and `override`; tiles are in `ops/<op>/tuning.py`.
+"""Selection of kernel configurations by the device, and `override`; tables of tiles are in `ops/<op>/tuning.py`.
 
 Tables are fixed and measured once, so that a user's first call needs no autotuning.
 """
@@ -29,7 +29,7 @@ def override(
     Args:
         table: a dict such as `STATE_STEPS` of an operation, or a module.
         entries: the new values by key, or by name in the module.
-        named: more of them, by name.
+        named: further new values, by name.
 
     Raises:
         ValueError: the table or module has no such entry.
@@ -59,7 +59,7 @@ ALL_REGISTERS = 255
 
 
 def splits(programs: int, tiles: int, device: torch.device) -> int:
-    """Return the parts to split each of `programs` loops over `tiles` tiles into, to give every SM two programs."""
+    """Return into how many parts to split each of `programs` loops over `tiles` tiles, for two programs per SM."""
     return max(1, min(2 * sm_count(device) // programs, tiles // 2, 64))
 
 
@@ -84,7 +84,7 @@ def block_memory() -> int:
 
 
 class RowTile(NamedTuple):
-    """The rows and elements of each row that an iteration processes, BM and BD, and the warps of a program."""
+    """The tile of an iteration, BM rows and BD elements of each row, and the number of warps of a program."""
 
     BM: int
     BD: int

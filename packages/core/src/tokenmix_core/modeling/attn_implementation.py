@@ -9,7 +9,7 @@ from tokenmix_core.nn.mixer import Mixer
 
 
 def choose_attention(mixers: Iterable[Mixer], requested: Any) -> None:
-    """Set the implementation of the attention mixers by transformers' name of it; None changes nothing.
+    """Set the attention mixers' implementation, given by transformers' name for it; None changes nothing.
 
     Raises:
         ValueError: a name without a corresponding implementation, or a model without attention.

@@ -20,7 +20,7 @@ class AuxiliaryLoss(NamedTuple):
 
 @contextmanager
 def collected_losses(model: nn.Module) -> Iterator[list[AuxiliaryLoss]]:
-    """Context that collects the auxiliary losses of the model's training calls that no loss includes."""
+    """Return a context that collects the auxiliary losses of training calls, if the caller's loss omits them."""
     found: list[AuxiliaryLoss] = []
     backbones: list[Any] = [module for module in model.modules() if hasattr(module, "auxiliary_losses")]
     for backbone in backbones:
@@ -33,7 +33,7 @@ def collected_losses(model: nn.Module) -> Iterator[list[AuxiliaryLoss]]:
 
 
 def summed_losses(auxiliary: dict[str, Tensor | tuple[Tensor, ...]] | None) -> list[Tensor]:
-    """Return the sum over layers of each auxiliary loss."""
+    """Return each auxiliary loss, summed over layers."""
     return [x.sum() for name, values in (auxiliary or {}).items() if name.endswith("_loss") for x in values]
 
 

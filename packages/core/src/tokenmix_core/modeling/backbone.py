@@ -1,4 +1,4 @@
-"""The backbone: blocks of a token mixer and a SwiGLU, and the model made of them."""
+"""The backbone: a model of blocks, each with a token mixer and a SwiGLU."""
 
 from __future__ import annotations
 
@@ -76,12 +76,13 @@ class HybridBlock(GradientCheckpointingLayer):
         layer: int | None = None,
         **mixer_args: Any,
     ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        """Return the residual stream after the block, None, and the mixer's auxiliary tensors.
+        """Return the residual stream after the block, None (see `defer`), and the mixer's auxiliary tensors.
 
         With `defer`, return the block's last branch instead of None, and do not add it to the stream: the next block
         takes it as `branch`, and its first norm adds it. With `rows` (without `branch` and `defer`), inputs and outputs
-        have padding, which is removed inside the block. With `shard` they are one rank's tokens of split rows; it is an
-        argument because gradient checkpointing calls the block again, outside the context.
+        have padding, which is removed inside the block. With `shard`, inputs and outputs are one rank's tokens of split
+        rows; the shard is an argument because gradient checkpointing calls the block again, outside the context of
+        `sequence_shard`.
         """
         if shard is not None:
             with sequence_shard(shard, layer):
@@ -158,7 +159,7 @@ class HybridModel(HybridPreTrainedModel):
             }
         )
         self.gradient_checkpointing = False
-        # where calls whose caller does not count the auxiliary losses put them; see `modeling.auxiliary`
+        # list for auxiliary losses that the caller of a training call does not count, or None; see `modeling.auxiliary`
         self.auxiliary_losses: list[AuxiliaryLoss] | None = None
         self.warned_of_losses = False
         # tensors that stay in float32 when a checkpoint is loaded in 16 bits
@@ -316,7 +317,7 @@ class HybridModel(HybridPreTrainedModel):
         return mlps + sum(mixer.flops_per_token(seq_len) for mixer in self.mixers)
 
     def _deferring(self) -> list[bool]:
-        """Return for each block whether the next block's norm adds its last branch; False if either is not plain."""
+        """Return for each block if the next block's norm adds its last branch; False if one of the two is not plain."""
         unseen = [is_plain(HybridBlock, layer) for layer in self._blocks]
         return [*(a and b for a, b in itertools.pairwise(unseen)), False]
 

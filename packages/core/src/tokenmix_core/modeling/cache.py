@@ -40,11 +40,11 @@ class HybridCache(Cache):
     ):
         super().__init__(layers=list(layers))  # type: ignore[arg-type]
         self.max_length, self.offload_states = max_length, offload
-        # length: tokens seen, padding included; past: upper bound of the tokens that a sequence stores;
+        # length: tokens seen, padding included; past: upper bound of a sequence's stored tokens;
         # lengths: stored tokens of each sequence, None if all store `past`
         self.length, self.past = 0, 0
         self.lengths: Tensor | None = None
-        # whether the last token of some sequence was padding; a tensor if the host has not read it
+        # whether the last token of any sequence was padding; a tensor on the device until the host has read it
         self.padding_at_end: bool | Tensor = False
         # whether a call has begun to change states and has not ended
         self.broken = False
@@ -202,7 +202,7 @@ class HybridCache(Cache):
 
     @property
     def known_lengths(self) -> list[int]:
-        """Length of each sequence, a single value if all are equal; synchronises once while the cache is fixed."""
+        """Return the length of each sequence, or a single value if all are equal; synchronises once while fixed."""
         if self._lengths_equal:
             return [self.past]
         if self._read is None or not self.fixed:
@@ -211,7 +211,7 @@ class HybridCache(Cache):
         return [n + self.past - then for n in lengths]
 
     def count(self, tokens: int) -> None:
-        """Advance the host's counters by `tokens` decoding steps that a replayed graph has run on the device."""
+        """Add `tokens` to the host's counters, after as many decoding steps of replayed graphs on the device."""
         self.length += tokens
         self.past += tokens
 
@@ -225,7 +225,7 @@ class HybridCache(Cache):
             self.length, self.past, self.span, self.broken = length, past, None, False
 
     def ends_in_padding(self) -> bool:
-        """Return whether some sequence's last token was padding; synchronises after a call with padding."""
+        """True if the last token of any sequence was padding; synchronises after a call with padding."""
         self.padding_at_end = bool(self.padding_at_end)
         return self.padding_at_end
 
@@ -242,7 +242,7 @@ class HybridCache(Cache):
     # interface of transformers' caches
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen, padding included."""
+        """Return the number of tokens seen, padding included."""
         return self.length + (0 if self.history is None else self.history.pending_tokens)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:

@@ -99,14 +99,15 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         Args:
             labels: `[B, T]`, the input ids or −100, not shifted. The first token of a packed sequence is not predicted,
                 and padding neither predicts nor is predicted.
-            logits_to_keep: number of last positions that get logits, 0 for all, or their indices.
-            num_items_in_batch: predicted tokens of the whole optimiser step, which divide the sums of losses; by
-                default those of this call.
+            logits_to_keep: number of last positions that get logits (0: all positions), or the indices of positions.
+            num_items_in_batch: number of predicted tokens in the optimiser step, by which sums of losses are divided;
+                by default the number in this call.
             output_attentions: must not be True; the kernels do not form attention weights.
             output_logits: whether to return logits; by default True except in training mode with labels.
 
-        Inside `parallel.sequence_shard` the inputs and labels are whole rows, the loss is that of all ranks, the logits
-        are of this rank's tokens, and gradients of parameters are this rank's share: add them up over the ranks.
+        Inside `parallel.sequence_shard` the inputs and labels are whole rows, the loss is that of the whole rows, the
+        logits are those of this rank's tokens, and gradients of parameters are this rank's share: add them up over the
+        ranks.
 
         Raises:
             ValueError: inputs that do not fit together; the message names the given and the expected ones.
@@ -167,7 +168,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         )
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return the training FLOPs per token, for utilisation: three times those of the forward pass.
+        """Return the training FLOPs per token (three times the forward pass's), to compute hardware utilisation.
 
         They include all linear layers, the output layer among them, and the mixing as counted by the mixers (attention
         over visible keys, recurrences in their recurrent form), but not embedding, norms and activations.
@@ -250,7 +251,7 @@ def _targets(
         raise ValueError(f"labels must have shape {list(hidden.shape[:2])}, got {list(labels.shape)}")
     targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
     if cu_seqlens is not None:
-        # an empty first sequence gives the last index, which predicts nothing anyway
+        # for an empty first sequence the index is −1: the last token, which predicts nothing anyway
         targets[0].index_fill_(0, (cu_seqlens[1:].long() - 1) % targets.shape[1], IGNORE)
         padding = torch.arange(targets.shape[1], device=targets.device) >= cu_seqlens[-1]
         targets = targets.masked_fill(padding, IGNORE)

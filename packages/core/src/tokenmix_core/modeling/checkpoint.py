@@ -101,7 +101,7 @@ def not_finite(model: nn.Module) -> list[str]:
     for name, x in model.state_dict().items():
         # tensors on the meta device, sharded and quantised ones are not checked
         if type(x) is Tensor and not x.is_meta and x.numel() and x.dtype in _FLOATS:
-            # NaN propagates to both extremes; a difference with an infinity is never finite
+            # max − min is finite only if all elements are: NaN propagates to both, and infinity to the difference
             low, high = torch.aminmax(x)
             extremes[name] = high.double() - low.double()
     if not extremes:
@@ -140,5 +140,5 @@ def copy_companions(source: Path, out: Path) -> None:
 
 
 def some(names: list[str]) -> str:
-    """Return the first names of a list, for a message."""
+    """Return the first few names of a list as text for a message."""
     return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")

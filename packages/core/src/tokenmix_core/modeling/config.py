@@ -41,7 +41,7 @@ _OF_TRANSFORMERS = frozenset(
 )
 
 
-# sizes that other libraries read, by the mixers' attribute; they follow from the layers' options
+# maps names of sizes in the configuration, which other libraries read, to the mixers' attributes
 DERIVED = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads", "head_dim": "head_dim"}
 
 
@@ -62,11 +62,11 @@ class HybridConfig(PreTrainedConfig):
         intermediate_size: inner width of the SwiGLU; 0 for layers without one.
         mixers: label of each layer; a list whose length divides L is repeated.
         mixer_options: options of the mixer by label; "type" names a registered mixer, by default the label.
-        norm_eps: of all norms.
+        norm_eps: epsilon of all norms.
         tie_word_embeddings: use the embedding as output layer.
         initializer_range: standard deviation of initial weights.
         rope_parameters: transformers' convention; rope_type "default", "linear", "llama3" or "yarn".
-        max_position_embeddings: context length of training; used by some rope types, and not a limit.
+        max_position_embeddings: context length of training; some rope types use it, but it is not a limit.
         use_cache: whether inference keeps a cache by default.
         pad_token_id, bos_token_id, eos_token_id: padding token, and tokens that begin and end a text; None for none.
         loss_impl: implementation of the loss, as for `tokenmix_core.nn.loss.linear_cross_entropy`.
@@ -74,16 +74,16 @@ class HybridConfig(PreTrainedConfig):
     Attributes:
         num_attention_heads, num_key_value_heads, head_dim: sizes of the softmax attention layers, or of all layers in a
             model without any (then there are no key/value heads). A size that differs between these layers is absent.
-        auto_map: transformers' table of a checkpoint's own code; empty unless some was registered.
+        auto_map: transformers' table of the Python code in a checkpoint; empty unless such code was registered.
 
     Raises:
-        ValueError: an unknown key, label, type or option, or sizes that do not fit, those of the mixers included.
+        ValueError: an unknown key, label, type or option, or sizes that do not fit together or that a mixer refuses.
     """
 
     model_type = "tokenmix_hybrid"
     keys_to_ignore_at_inference: ClassVar[list[str]] = [*NAMES, "auxiliary"]
     auto_map: ClassVar[Mapping[str, str] | None] = MappingProxyType({})
-    # pattern of a configuration without `mixers`
+    # labels of the layers if `mixers` is not given
     default_mixers: ClassVar[tuple[str, ...]] = ("attention",)
 
     vocab_size: int = 50257
@@ -181,7 +181,7 @@ class HybridConfig(PreTrainedConfig):
         """
         if (kind := config_dict.get("model_type", cls.model_type)) != cls.model_type:
             raise ValueError(f"{cls.__name__}: expected a configuration of model_type {cls.model_type!r}, got {kind!r}")
-        # a dictionary may have other options than the one that `to_dict` returned
+        # the mixers' options may have been edited since `to_dict` made the dictionary, so derive the sizes again
         fields = {name: value for name, value in config_dict.items() if name not in DERIVED or name == "head_dim"}
         return super().from_dict(fields, **kwargs)
 
@@ -192,7 +192,7 @@ class HybridConfig(PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """transformers' name of each layer's type, such as "full_attention" or "linear_attention"."""
+        """Each layer's type in transformers' terms, such as "full_attention" or "linear_attention"."""
         return [find_mixer(self.mixer_type(i)).layer_type(self.options_of(i)) for i in range(len(self.labels))]
 
     def mixer_type(self, layer_idx: int) -> str:

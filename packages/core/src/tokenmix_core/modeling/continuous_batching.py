@@ -21,9 +21,9 @@ from transformers.modeling_outputs import CausalLMOutput
 from tokenmix_core.modeling.cache_name import CACHE
 from tokenmix_core.modeling.request_states import Chunk, RequestStates
 
-# requests that run at the same time, if memory allows
+# maximum number of requests that run at the same time
 _REQUESTS = 256
-# most tokens that a pool of states without keys and values is said to hold
+# maximum capacity in tokens that the scheduler is told, also if states do not grow with their tokens
 _MOST_TOKENS = 1 << 22
 
 
@@ -41,7 +41,7 @@ class ServedModel:
         self.model, self.device, self.dtype = model.eval(), model.device, model.dtype
         self.generation_config = model.generation_config
         text = model.config.get_text_config()
-        # one layer of one head of one channel; flash attention needs no masks
+        # one layer with one head of size 1, as small as possible; with flash attention transformers builds no masks
         self.config = LlamaConfig(
             num_hidden_layers=1,
             hidden_size=1,
@@ -57,11 +57,11 @@ class ServedModel:
         self._chunks: list[Chunk] = []
 
     def eval(self) -> ServedModel:
-        """Return the model, which is in evaluation mode."""
+        """Return self: the model is always in evaluation mode."""
         return self
 
     def set_attn_implementation(self, name: str) -> None:
-        """Keep the model's own implementation."""
+        """Do nothing: the model keeps its own implementation."""
 
     @property
     def _cached_continuous_batching_manager(self) -> Any:

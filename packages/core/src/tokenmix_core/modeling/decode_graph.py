@@ -27,7 +27,7 @@ from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.plain import has_hooks, settings_of, third_party_modules
 from tokenmix_core.nn.state.parts import StatePart
 
-# captured steps that a model keeps: _KEPT in any case, up to _MOST_KEPT while their caches take less than _KEPT_BYTES
+# number of captured steps that a model keeps: _KEPT, or up to _MOST_KEPT if their caches take less than _KEPT_BYTES
 _KEPT, _MOST_KEPT, _KEPT_BYTES = 4, 8, 2 << 30
 # least capacity of a cache in tokens
 _LEAST_CAPACITY = 256
@@ -48,7 +48,7 @@ class CapturedSteps:
         logits: the step's logits, `[N, vocab]`; allocated by the first step.
         bytes: bytes of the cache's storage.
         inputs: tensors of the mixers' inputs, by name.
-        graphs: replay function of each key; None if its work has run once and has no graph yet.
+        graphs: by key, the function that replays a graph; None if the work has run once and is not captured yet.
         extra: further fixed tensors, by key.
     """
 
@@ -120,7 +120,7 @@ class CapturedSteps:
 
 
 class StepStore:
-    """Captured steps of a model that no cache uses; copies of the model start with none."""
+    """Captured steps of a model that no cache uses at present; a copied model starts without any."""
 
     def __init__(self) -> None:
         self._idle: list[CapturedSteps] = []
@@ -144,7 +144,7 @@ class StepStore:
         return smallest
 
     def give(self, steps: CapturedSteps) -> None:
-        """Keep steps for the next cache; drop kept ones with the same key and no more capacity, then the oldest."""
+        """Keep steps for the next cache; drop steps of the same key and no larger capacity, then the oldest."""
         others = [x for x in self._idle if x.model_key != steps.model_key or x.capacity > steps.capacity]
         self._idle = [*others, steps][-_MOST_KEPT:]
         while len(self._idle) > _KEPT and sum(x.bytes for x in self._idle) > _KEPT_BYTES:
@@ -157,7 +157,7 @@ class StepStore:
 
 
 class Steps:
-    """Decoder of single tokens of a cache in fixed storage; called instead of the model.
+    """Decode single tokens of a cache in fixed storage; called instead of the model's forward.
 
     Args:
         model: one of our causal language models.
@@ -180,7 +180,7 @@ class Steps:
         return None
 
     def takes(self, given: dict[str, Any]) -> bool:
-        """Return whether a call of the model is a step that this object can decode."""
+        """True if a call of the model is a step that this object can decode."""
         cache, ids = self.cache, given.get("input_ids")
         if self._within or torch.is_grad_enabled() or not cache.past or not isinstance(ids, Tensor):
             return False
@@ -215,7 +215,7 @@ class Steps:
         return captured.logits
 
     def storage(self) -> CapturedSteps:
-        """Return storage with capacity for the next token, after moving the cache to it if necessary."""
+        """Return storage with capacity for the next token; move the cache to larger storage if necessary."""
         cache, captured = self.cache, self.captured
         if captured is not None and cache.fixed and cache.has_memory():
             return captured
@@ -255,7 +255,7 @@ class Steps:
         self.model.step_store.give(captured)
 
     def _capacity(self) -> int:
-        """Return the capacity to allocate: twice the length up to `max_length`, or 1.5 times it if that is unknown.
+        """Return the capacity to allocate: twice the length, at most `max_length`, or 1.5 times the length without it.
 
         States of constant size get one large capacity, so that all lengths share captured steps.
         """
@@ -305,7 +305,7 @@ class Steps:
         captured.logits.copy_(logits)
 
 
-# arguments of a call that a step does not need
+# arguments of a model call that a decoding step ignores
 _IGNORED = frozenset(
     ("input_ids", "attention_mask", "position_ids", *NAMES, "use_cache", "logits_to_keep", "return_dict",
      "cache_position")

@@ -36,7 +36,7 @@ def check_sizes(owner: Any, source: object = "") -> None:
 
 
 def index_parts(index: Path) -> dict[str, str]:
-    """Return the files of weights by tensor that an index names.
+    """Return the file of each tensor, from an index of weights.
 
     Raises:
         ValueError: an index that cannot be read, or that names a file outside its folder or one that does not exist.
@@ -108,7 +108,7 @@ def check_model_folder(folder: Path) -> dict[str, str]:
 
 
 def _check_types(config: dict[str, Any], folder: Path) -> None:
-    """Refuse fields of transformers' own of another type, which its errors would not name."""
+    """Refuse values of a wrong type in transformers' own fields: its errors would not name them."""
     for name, kind in _TYPES.items():
         value = config.get(name)
         wrong = not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)

@@ -27,7 +27,7 @@ from tokenmix_core.modeling.decode_graph import Steps, StepStore, why_not
 from tokenmix_core.modeling.sampling import Sampler, draw, needs_host
 from tokenmix_core.nn.mixer import Mixer
 
-# the option of generate, and of its generation_config
+# name of our option of `generate` and of `generation_config`
 OPTION = "decoding_graph"
 # tokens between two synchronisations that ask whether all sequences have ended
 SYNC_EVERY = 16
@@ -52,7 +52,7 @@ def stepping_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class GeneratesInSteps:
-    """Mixin before transformers' `GenerationMixin`: graphs of decoding steps, and a loop with few synchronisations."""
+    """Mixin before transformers' `GenerationMixin`: steps as CUDA graphs, and a loop that rarely synchronises."""
 
     # for each extra input of the model, the mixer class that takes it
     input_takers: dict[str, type[Mixer]] = {}  # noqa: RUF012
@@ -67,7 +67,7 @@ class GeneratesInSteps:
         self.step_store.free()
 
     def step_inputs(self, given: dict[str, Any], cache: HybridCache, tokens: Tensor | None) -> dict[str, Any]:
-        """Return the mixers' inputs of a decoding step: tensors, or values, each of which gets a graph of its own.
+        """Return the mixers' inputs of a decoding step: tensors, or other values, each with a graph of its own.
 
         Args:
             given: arguments of the call, or of the generation.
@@ -131,7 +131,7 @@ class GeneratesInSteps:
 
     @contextmanager
     def _steps(self, cache: Any, graph: bool | None, *, keep: bool) -> Iterator[Steps | None]:
-        """Context with the steps of a cache, None if they cannot or should not be captured."""
+        """Return a context that gives the `Steps` of a cache, or None if steps cannot or should not be captured."""
         if graph is not None and not isinstance(graph, bool):
             raise ValueError(f"{OPTION} must be None, True or False, got {graph!r}")
         if graph is False or (graph is None and not cuda_graphs.wanted()):
@@ -177,7 +177,7 @@ class GeneratesInSteps:
         with self._steps(cache, getattr(generation_config, OPTION, None), keep=kept) as steps:
             if steps is not None and _loops_here(generation_config, stopping_criteria, model_kwargs, synced_gpus):
                 loop = _Loop(self, steps, logits_processor, stopping_criteria, generation_config, streamer)
-                # transformers may switch experts to an implementation for few tokens
+                # in this context transformers may run mixtures of experts by an implementation for few tokens
                 with getattr(self, "_optimize_model_for_decode", nullcontext)():
                     return loop(input_ids, model_kwargs, sync_every=1 if kept else SYNC_EVERY)
             sample: Any = super()._sample  # type: ignore[misc]
@@ -278,7 +278,7 @@ def _check_new_tokens(input_ids: Tensor, given: dict[str, Any]) -> None:
     if not isinstance(cache, HybridCache):
         return
     prompt = input_ids if embeds is None else embeds
-    # a longer mask says that the prompt contains only new tokens
+    # if the mask is longer than the prompt, the prompt contains only new tokens
     whole = embeds is not None or mask is None or mask.shape[1] == prompt.shape[1]
     held = cache.get_seq_length()
     if whole and held and held >= prompt.shape[1]:
@@ -290,7 +290,7 @@ def _check_new_tokens(input_ids: Tensor, given: dict[str, Any]) -> None:
 
 
 def _outlives(cache: Any, config: Any) -> bool:
-    """Return whether the caller can use the cache after the generation."""
+    """True if the caller can use the cache after the generation."""
     return bool(config.return_dict_in_generate) or getattr(cache, "_is_user_defined", False)
 
 

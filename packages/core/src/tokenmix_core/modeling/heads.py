@@ -19,7 +19,7 @@ from transformers.modeling_layers import (
 from tokenmix_core.modeling.backbone import HybridModel, HybridPreTrainedModel
 from tokenmix_core.modeling.config import HybridConfig
 
-# by name: transformers' head, its auto class, and the prefix of weights that a language model's checkpoint lacks
+# transformers' head, its auto class, and the prefix of the head's weights, which language models do not have
 HEADS: dict[str, tuple[type, Any, str]] = {
     "SequenceClassification": (GenericForSequenceClassification, AutoModelForSequenceClassification, "score."),
     "TokenClassification": (GenericForTokenClassification, AutoModelForTokenClassification, "score."),
@@ -37,7 +37,7 @@ def register_heads(config: type[HybridConfig], model: type[HybridModel]) -> None
             "__module__": model.__module__,
             "config_class": config,
             "new_weights": new_weights,
-            # the heads' losses are means over the call, and the backbone knows no number of items
+            # transformers' heads average their loss over the call: the backbone takes no `num_items_in_batch`
             "accepts_loss_kwargs": False,
         }
         kind = type(name, (generic, HybridPreTrainedModel), fields)

@@ -55,7 +55,7 @@ def begin_call(
     cache: HybridCache | None,
     use_cache: bool | None,
 ) -> Call:
-    """Determine cache, token layout and boundaries of a backbone's call; the caller must call `cache.end()`.
+    """Determine cache, token layout and boundaries of a backbone's call; the caller calls `cache.end()` afterwards.
 
     Args:
         model: the backbone, with a `config`, `make_cache` and `gradient_checkpointing`.
@@ -96,7 +96,7 @@ def begin_call(
 
 
 def rolls_back(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a backbone's `forward`: a cache with a history keeps the inputs, and pending tokens are computed."""
+    """Decorate a backbone's `forward` for caches with a history: keep the inputs, and compute the pending tokens."""
     name = name_of(forward)
     names = list(inspect.signature(forward).parameters)[1:]
     at = names.index(name)
@@ -145,7 +145,7 @@ def document_cu_seqlens(
     tokens: int,
     cached: bool,
 ) -> Int[Tensor, "N_plus_1"] | None:
-    """Return the boundaries of a call's documents from any of their forms; None for one document per row.
+    """Return the boundaries of a call's documents, however the call gives them; None for one document per row.
 
     Given boundaries are not checked. Boundaries from `seq_idx` or from positions are computed on the device, and their
     number is synchronised once per call (transformers' models synchronise in each layer).
@@ -160,7 +160,7 @@ def document_cu_seqlens(
         cached: whether the caller asked for a cache.
 
     Raises:
-        ValueError: forms that contradict each other or the rest of the call.
+        ValueError: arguments that give different boundaries, or that contradict the rest of the call.
     """
     for name in _LONGEST:
         named.pop(name, None)

@@ -1,4 +1,4 @@
-"""Pretrained transformers as models of this family: Llama, Mistral, Qwen2 and Qwen3 in core's backbone.
+"""Conversion of pretrained Llama, Mistral, Qwen2 and Qwen3 models to core's backbone.
 
 Their blocks equal the backbone's: RMS norms, softmax attention with rotary positions, SwiGLU. A conversion therefore
 needs only a configuration and new names of the weights; any layer's attention may then be another mixer.

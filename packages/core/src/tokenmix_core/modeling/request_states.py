@@ -1,4 +1,4 @@
-"""States of many requests, which an engine runs in batches that change from step to step."""
+"""States of many requests, for an engine whose batches change from step to step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Chunk(NamedTuple):
 
 
 class RequestStates:
-    """The states of requests: rows of one or several caches.
+    """The states of requests, stored as rows of one or several caches.
 
     New prompts are computed together, and all requests with one new token take one decoding step, in a cache whose rows
     are exactly these requests. As long as the same requests decode, their states are not moved.
@@ -70,7 +70,7 @@ class RequestStates:
             self._tokens[name] = self._tokens[request]
 
     def run(self, chunks: Sequence[Chunk], ids: Int[Tensor, "1 T"]) -> Float[Tensor, "chunks vocab"]:
-        """Compute the chunks' tokens, which `ids` holds one chunk after another; return each chunk's last logits.
+        """Compute the tokens of all chunks, concatenated in `ids`; return the logits of each chunk's last token.
 
         Raises:
             ValueError: a chunk that does not continue its request.
@@ -79,7 +79,7 @@ class RequestStates:
         new, decoding, others = [], [], []
         for i, x in enumerate(chunks):
             if not x.past:
-                # an engine that preempts a request starts it again
+                # the engine starts a preempted request again from its first token
                 self.drop(x.request)
             if x.past != self._tokens.get(x.request, 0):
                 raise ValueError(f"request {x.request} has {self._tokens.get(x.request, 0)} tokens, got {x.past}")
@@ -148,7 +148,7 @@ class RequestStates:
 
 
 def _similar(indices: list[int], tokens: Sequence[int]) -> list[list[int]]:
-    """Divide chunks into groups of which at most half is padding."""
+    """Divide chunks into groups such that at most half of a group's padded batch is padding."""
     groups: list[list[int]] = []
     for i in sorted(indices, key=lambda i: tokens[i]):
         if groups and tokens[i] * (len(groups[-1]) + 1) <= 2 * sum(tokens[j] for j in [*groups[-1], i]):

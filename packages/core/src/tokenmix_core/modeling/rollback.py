@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-# snapshots per span of tokens that can be removed: more snapshots leave fewer tokens to compute again
+# number of snapshots over the tokens that can be removed: with more of them, fewer tokens are computed again
 _SNAPSHOTS = 4
 
 
@@ -130,7 +130,7 @@ class History:
         self.snapshots, self.inputs, self.pending = [], [], 0
 
     def change_batch(self, cache: Restorable, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply a change of the batch, which the states have undergone, to the pending tokens; drop the rest."""
+        """Apply a change of the states' batch to the pending tokens; drop the snapshots and the other inputs."""
         self.inputs = [x.map(fn) for x in self.inputs[len(self.inputs) - self.pending :]]
         self.snapshots = [cache.snapshot()]
 
@@ -152,7 +152,7 @@ class History:
         for x in self.inputs:
             stop = max(0, end - start)
             x = x.map(lambda t, stop=stop: t[:, :stop])
-            # inputs end at snapshots, so that none lies on both sides of the restored one
+            # every snapshot is at the end of an input, so that no input lies on both sides of the restored snapshot
             pending += start >= self.snapshots[-1].length and len(x) > 0
             start += len(x)
             kept += [x] if len(x) else []
@@ -184,7 +184,7 @@ class History:
         return _last_tokens(outputs, len(new))
 
     def _calls(self, parts: Sequence[Tokens]) -> Iterator[Tokens]:
-        """Join tokens into few calls; a long call ends where the removable tokens begin."""
+        """Join tokens into few calls; split a long call before its last `self.tokens` tokens, the removable ones."""
         now, *later = parts
         for x in later:
             both = now.joined(x)

@@ -26,7 +26,7 @@ def keeps_rows(model: nn.Module, span: Span) -> bool:
 
 
 class PacksRows:
-    """Mixin before a layer of another library with one stream: it takes and returns rows, and computes packed tokens.
+    """Mixin before another library's layer of one input: take and return rows, but compute packed tokens.
 
     `forward` enters `rows_for_hooks` itself, so that gradient checkpointing shows rows again when it recomputes.
     """
@@ -47,9 +47,9 @@ def rows_for_hooks(modules: Iterable[nn.Module], span: Span) -> Iterator[None]:
     """Context in which watched modules see `[B, T, ...]`, zero at padding, instead of packed tokens `[1, total, ...]`.
 
     Hooks get rows, and so does the module itself, as adapters may compute per row. Only a module that mixes along time,
-    recognised by the argument `cu_seqlens`, computes packed tokens inside its hooks. A module of another library with
-    watched submodules also computes rows, as it may flatten tokens before it calls them. Modules that a mixer names in
-    `per_chunk` see rows of chunks, `[B, ⌈T / chunk⌉, ...]`.
+    recognised by its argument `cu_seqlens`, computes packed tokens although its hooks get rows. A module of another
+    library with watched submodules also computes rows, as it may flatten tokens before it calls them. Modules that a
+    mixer names in `per_chunk` see rows of chunks, `[B, ⌈T / chunk⌉, ...]`.
     """
     everything, modules = compat.watches_all_modules(), list(modules)
     chunks: dict[int, Any] = {id(getattr(m, name)): m.chunk for m in modules for name in getattr(m, "per_chunk", ())}

@@ -31,7 +31,7 @@ _ON_DEVICE: dict[type, tuple[str, ...]] = {
 }
 # end index of a sequence that has not ended
 _NEVER = 1 << 62
-# samplers whose graphs are kept in addition to a new one
+# number of earlier samplers whose graphs are kept
 _KEPT = 3
 
 
@@ -55,8 +55,8 @@ class Sampler:
         pad: token that follows the end of a sequence.
 
     Attributes:
-        tokens: `[N, capacity]`; columns not yet written repeat the last token of the prompt, so that the set of tokens
-            in a row is right.
+        tokens: `[N, capacity]`; columns not yet written repeat the last token of the prompt, so that penalties see the
+            right set of tokens.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Sampler:
                 torch.zeros(N, **make),
                 torch.tensor(eos, **make),
             )
-        # tokens; their number in every row; whether and at which length each sequence has ended; number of leading
-        # tokens that a penalty ignores; end tokens
+        # the tokens; the number of tokens in every row; whether each sequence has ended, and at which length; the
+        # number of first tokens that a penalty ignores; the end tokens
         self.tokens, self.length, self.ended, self.ends, self._padding, self._eos = buffers
         self._host_length = 0
         self.processors = LogitsProcessorList(self._own(x) for x in processors)

@@ -15,11 +15,11 @@ from tokenmix_core.parallel import SequenceShard
 def check_split(
     shard: SequenceShard, mixers: Iterable[Mixer], rows: Tensor | None, others: Iterable[Any], use_cache: bool | None
 ) -> None:
-    """Refuse what a split of rows over ranks does not support; the same sentence on all ranks.
+    """Refuse calls that a split of rows over ranks does not support, with the same message on all ranks.
 
     Args:
         shard: the split.
-        mixers: of all layers.
+        mixers: the mixers of all layers.
         rows: the whole rows' ids or embeddings.
         others: attention mask, positions, boundaries, cache and further inputs, which must not be given.
         use_cache: must not be True.

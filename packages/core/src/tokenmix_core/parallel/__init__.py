@@ -1,4 +1,4 @@
-"""Sequences that are split over the ranks of a process group, for training and scoring longer than one GPU."""
+"""Sequences that are split over the ranks of a process group, to train on and score sequences too long for one GPU."""
 
 from __future__ import annotations
 

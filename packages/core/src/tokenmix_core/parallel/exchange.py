@@ -14,14 +14,14 @@ from tokenmix_core.parallel.shard import Range, SequenceShard, Span
 
 
 class _Plan(NamedTuple):
-    """The tokens that a rank sends and receives, as slices of its tokens and of the buffers.
+    """A plan of an exchange: the tokens that a rank sends and receives, as slices of its tokens and of the buffers.
 
     Attributes:
-        sends: slices of this rank's tokens, ordered by receiver, then as the receiver asked.
-        sent, received: tokens for and from each rank.
-        order: slices of the received buffer, in the order in which this rank asked.
-        counts: tokens that each local span asked for.
-        idle: whether no rank asks for anything.
+        sends: slices of this rank's tokens, ordered by receiver, then by the receiver's requests.
+        sent, received: number of tokens sent to each rank, and received from each rank.
+        order: slices of the received buffer, in the order of this rank's requests.
+        counts: number of tokens that each local span requests.
+        idle: whether no rank requests any tokens.
     """
 
     sends: list[Range]
@@ -35,18 +35,19 @@ class _Plan(NamedTuple):
 def receive(
     shard: SequenceShard, x: Tensor, wanted: Callable[[Span], list[Range]], name: str, key: object
 ) -> list[Tensor]:
-    """Return for each local span the tokens of the whole row that it asks for, from the ranks that have them.
+    """Return for each local span the tokens of the whole row that it requests, from the ranks that have them.
 
-    Every rank must make the call. The gradient is returned to the owners of the tokens and added up there.
+    Every rank must make the call. The backward pass sends gradients to the ranks that own the tokens, which add them.
 
     Args:
         x: this rank's tokens `[B, T_local, ...]`.
-        wanted: the ranges of the whole row that a span asks for; it must give equal answers on all ranks.
-        name: the operation, under which `shard.traffic` counts bytes.
-        key: identifies `wanted`, whose plan is kept.
+        wanted: returns the ranges of the whole row that a span requests; must return the same on all ranks.
+        name: name of the operation, under which `shard.traffic` counts the bytes.
+        key: identifies `wanted`: the plan of the exchange is kept under this key.
 
     Returns:
-        A tensor `[B, n, ...]` for each local span. Use all of them, as the backward pass exchanges, too.
+        A tensor `[B, n, ...]` for each local span. Use all of them in the loss: every rank must take part in the
+        exchange of the backward pass.
     """
     plan = cast(_Plan | None, shard._plans.get((name, key)))
     if plan is None:
@@ -175,7 +176,7 @@ class _Sum(torch.autograd.Function):
 
 
 def total(shard: SequenceShard, x: Tensor) -> Tensor:
-    """Return the sum of `x` over the ranks, for a loss that every rank differentiates.
+    """Return the sum of `x` over the ranks, for a loss on which every rank calls `backward`.
 
     The gradient of the sum reaches each rank's term once: gradients of parameters are then the rank's share, and their
     sum over the ranks is that of one process.
@@ -184,8 +185,8 @@ def total(shard: SequenceShard, x: Tensor) -> Tensor:
 
 
 def combined(shard: SequenceShard, x: Tensor) -> Tensor:
-    """Return the sum of `x` over the ranks, for a tensor that each rank goes on to use in its own way.
+    """Return the sum of `x` over the ranks, for a tensor from which each rank computes something different.
 
-    The gradients of all ranks' uses are added up.
+    The gradient of the sum is added up over all ranks.
     """
     return _Sum.apply(x, shard, True)

@@ -1,7 +1,7 @@
 """The operations of `tokenmix_core.ops` on sequences that are split over ranks.
 
-Each function is the operation of the same name, and takes its arguments. With a `sequence_shard`, or inside the context
-of that name, its tensors have this rank's tokens of the whole rows.
+Each function applies the operation of the same name and takes its arguments. With the argument `sequence_shard`, or
+inside the context `sequence_shard`, its tensors hold this rank's tokens of the whole rows.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def short_conv(
     sequence_shard: SequenceShard | None = None,
     **options: Any,
 ) -> ScanOutput:
-    """Apply `ops.short_conv`; split sequences begin without an initial state."""
+    """Apply `ops.short_conv`; split sequences must not have an initial state."""
     shard = require_shard("short_conv", sequence_shard, cu_seqlens)
     if shard is None:
         return ops.short_conv(x, weight, bias, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)
@@ -147,7 +147,7 @@ def short_convs(
     sequence_shard: SequenceShard | None = None,
     **options: Any,
 ) -> tuple[ScanOutput, ...]:
-    """Apply `ops.short_convs`; split sequences begin without initial states."""
+    """Apply `ops.short_convs`; split sequences must not have initial states."""
     shard = require_shard("short_convs", sequence_shard, cu_seqlens)
     if shard is None:
         return ops.short_convs(xs, weights, initial_states=initial_states, cu_seqlens=cu_seqlens, **options)
@@ -175,7 +175,7 @@ def _refuse_state(name: str, state: Any) -> None:
 
 
 def _tokens_before(shard: SequenceShard, xs: Sequence[Tensor], count: int) -> list[Tensor | None]:
-    """Return the last `count` inputs before each row or part `[N, D, count]`, zero before its document."""
+    """Return the `count` inputs before each local row or document part, `[N, D, count]`; 0 before the document."""
     shard.check_local("short_conv", xs[0])
     if not shard.crosses:
         return [None for _ in xs]
@@ -201,7 +201,7 @@ def shift_tokens(x: Tensor, *, cu_seqlens: Tensor | None = None, sequence_shard:
         if cu_seqlens is None:
             return shifted
         firsts = cu_seqlens[:-1].long().clamp(max=x.shape[1] - 1)
-        # an empty last document begins behind the row
+        # an empty last document begins after the row's last token
         shifted = torch.where(_marked(x, firsts, cu_seqlens[:-1] < x.shape[1]), torch.zeros_like(x), shifted)
         return ops.without_padding(shifted, cu_seqlens)
     shard.check_local("shift_tokens", x)
@@ -232,10 +232,10 @@ def attention(
     sequence_shard: SequenceShard | None = None,
     **options: Any,
 ) -> AttentionOutput:
-    """Apply `ops.attention`, causal if sequences are split.
+    """Apply `ops.attention`; it must be causal if sequences are split.
 
-    A span receives the keys and values of its first document that its queries see: all that are before it, or those of
-    the window and the sinks. Keys after the span stay where they are.
+    A span receives the earlier keys and values of its first document that its queries see: all of them, or those of the
+    window and the sinks. Keys after the span are not sent, as attention is causal.
     """
     shard = require_shard("attention", sequence_shard, cu_seqlens)
     options |= {"window": window, "sinks": sinks}
@@ -268,7 +268,7 @@ def attention(
         if head < stop:
             rest = [x[:, head:stop] for x in (q, k, v)]
             if first == head:
-                # connects the exchange, whose backward pass every rank takes part in
+                # connect the unused tensor to the graph: every rank must take part in the backward exchange
                 rest[1:] = torch.cat((far_k, rest[1]), 1), torch.cat((far_v, rest[2]), 1)
             cuts = [b - head for _, b in shard.parts if head < b <= stop]
             boundaries = torch.tensor([0, *cuts], dtype=torch.int32, device=q.device)

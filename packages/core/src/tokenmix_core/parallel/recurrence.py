@@ -1,8 +1,9 @@
 """Linear recurrences over a split sequence: states pass from span to span as compositions of linear maps.
 
-The state after a span is S' = M S + L, with L the state after it from a zero state, and M the composition of its
-transitions. Each rank computes (M, L) of its spans, all ranks gather them, and each composes the states that enter its
-spans. The gradient passes back in the same way: dS = Mᵀ dS' + G, with G the gradient of a span's outputs alone.
+A span (consecutive tokens on one rank) maps the state S before it to S' = M S + L after it: L is the state that it
+reaches from zero, M the composition of its transitions. Each rank computes (M, L) of its spans, all ranks gather them,
+and each composes the states that enter its spans. The gradient passes back in the same way: dS = Mᵀ dS' + G, with G the
+gradient that comes from the span's own outputs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Recurrence(NamedTuple):
         transition: `tensors` → M `[B, HV, K, K]`, or `[B, HV, 1, 1]` for decays; and P, which `pull` reads, or None.
         pull: `(tensors, P, gradient of outputs)` → G.
         shape: HV, K, V.
-        width: of M, K or 1.
+        width: width of M: K or 1.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Recurrence(NamedTuple):
 def split_recurrence(
     shard: SequenceShard, x: Recurrence, tensors: Tensors, initial_state: Tensor | None, final_states: bool | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the outputs of this rank's tokens, and with `final_states` those of all rows or documents."""
+    """Return the outputs of this rank's tokens and, with `final_states`, the final states of all rows or documents."""
     first = tensors[0]
     shard.check_local(x.name, first)
     batch, final_states = first.shape[0], shard.keeps_states if final_states is None else final_states
@@ -85,7 +86,7 @@ def _enter(shard: SequenceShard, x: Recurrence, tensors: Tensors, rows: Tensor |
     for i, span in enumerate(shard.local):
         end = span.offset + span.tokens
         tail = tuple(t[:, end - span.tail : end] for t in tensors)
-        # a document that begins in this span begins with its own initial state
+        # a document that begins in this span starts from its own initial state
         begun = None if rows is None or span.through else _by_span(shard, rows, i, shard.tails)
         states.append(x.state(tail, begun) if span.tail else None)
         maps.append(x.transition(_head(span, tensors)) if span.depth else None)
@@ -125,7 +126,7 @@ def _head(span: Span, tensors: Sequence[Tensor]) -> Tensors:
 
 
 def _through(shard: SequenceShard, x: Recurrence, maps: Maps, like: Tensor) -> Tensor:
-    """Return M of the local spans, zero where no state passes through."""
+    """Return M of the local spans, zero if a document boundary in the span lets no state pass through."""
     zero = like.new_zeros(*like.shape[:2], x.width, x.width)
     return torch.stack(
         [m[0].to(like.dtype) if m and a.through else zero for a, m in zip(shard.local, maps, strict=True)]
@@ -142,12 +143,12 @@ def _unpack(given: Tensor, m: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _apply(m: Tensor, state: Tensor) -> Tensor:
-    """M S, or decay times S."""
+    """Return M S, or decay times S if M is a decay."""
     return m * state if m.shape[-1] == 1 else m @ state
 
 
 def _before(shard: SequenceShard, x: Recurrence, rows: Tensor | None, entering: list[Tensor], batch: int) -> Tensor:
-    """Return the initial state of each row or part: that of the caller, or one that enters a span."""
+    """Return the initial state of each local row or document part: the caller's, or the state that enters its span."""
     count = len(shard.parts) if shard.packed else batch * len(shard.local)
     base = entering[0].new_zeros(count, *x.shape) if rows is None else rows.to(entering[0].dtype)
     for i, (span, state) in enumerate(zip(shard.local, entering, strict=True)):
@@ -158,7 +159,7 @@ def _before(shard: SequenceShard, x: Recurrence, rows: Tensor | None, entering: 
 
 
 class _Carry(torch.autograd.Function):
-    """Pass outputs and final states on; give the final states the gradient of what follows on other ranks."""
+    """Return outputs and final states unchanged; the backward pass adds the gradient that comes from later spans."""
 
     @staticmethod
     def forward(ctx, shard, x, label, maps, o, final, *tensors):

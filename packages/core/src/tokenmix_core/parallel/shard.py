@@ -23,12 +23,12 @@ class Span(NamedTuple):
     """Consecutive tokens of the whole row that lie on one rank.
 
     Attributes:
-        start, stop: tokens of the whole row.
-        rank: the rank that has them.
-        offset: index of the first one among the rank's tokens.
-        depth: tokens of the first token's document that lie before `start`.
-        head: tokens of that document in this span, if `depth` is not zero; else 0.
-        tail: tokens of the last token's document in this span, if the document continues after `stop`; else 0.
+        start, stop: first token and end of the span in the whole row.
+        rank: the rank that has these tokens.
+        offset: index of the span's first token among the rank's tokens.
+        depth: number of tokens before `start` that belong to the first token's document.
+        head: number of that document's tokens in this span if `depth` is not 0, else 0.
+        tail: number of the last token's document's tokens in this span if it continues after `stop`, else 0.
     """
 
     start: int
@@ -53,8 +53,8 @@ class SequenceShard:
     """One rank's part of a batch whose rows are split along time.
 
     A row of T tokens is cut into equal spans. With "contiguous", rank r of N has span r of N. With "zigzag" it has the
-    spans r and 2N − 1 − r of 2N, one after the other, which balances the work of causal attention. All ranks must
-    construct it with equal arguments.
+    spans r and 2N − 1 − r of 2N, one after the other, which balances the work of causal attention. All ranks must pass
+    equal arguments.
 
     Args:
         tokens: T, the length of a whole row.
@@ -68,7 +68,7 @@ class SequenceShard:
         traffic: bytes that this rank sent to others, by layer (None outside a model) and operation.
 
     Raises:
-        ValueError: lengths or boundaries that do not fit; the same sentence on all ranks.
+        ValueError: lengths or boundaries that do not fit; the message is the same on all ranks.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class SequenceShard:
 
     @property
     def local_tokens(self) -> int:
-        """The tokens of a row that this rank has."""
+        """Number of tokens of a row that this rank has."""
         return self.tokens // self.size
 
     @cached_property
@@ -139,7 +139,7 @@ class SequenceShard:
 
     @cached_property
     def parts(self) -> list[Range]:
-        """The documents' parts on this rank, as indices of its tokens, in their order; empty ones are left out."""
+        """The parts of documents that lie in this rank's spans, as ranges of its tokens, in order; no empty ones."""
         found = []
         for span in self.local:
             inner = {x for x in self.boundaries if span.start < x < span.stop}
@@ -231,7 +231,7 @@ class SequenceShard:
             )
 
 
-# of the process, not of a thread: gradient checkpointing calls modules again in the threads of the backward pass
+# one value per process, not per thread: gradient checkpointing calls modules again in threads of the backward pass
 _ACTIVE: list[SequenceShard | None] = []
 
 
@@ -261,7 +261,7 @@ def current_shard() -> SequenceShard | None:
 
 
 def require_shard(operation: str, given: SequenceShard | None, cu_seqlens: Tensor | None) -> SequenceShard | None:
-    """Return the given or the current shard; refuse boundaries beside it, which would be local ones."""
+    """Return the given or else the current shard; refuse `cu_seqlens` with it: the shard has the boundaries."""
     shard = current_shard() if given is None else given
     if shard is not None and cu_seqlens is not None:
         raise ValueError(f"{operation}: the boundaries are those of the SequenceShard; pass no cu_seqlens beside it")

@@ -1,10 +1,10 @@
 """Natural Questions, TriviaQA and DROP as cloze tasks for base models (Arora et al. 2024, "Just read twice").
 
-The prompt is a passage, a full stop, and the beginning of a sentence that the answer completes. A model is right when
-what it says, up to the end of the line and at most 48 tokens, contains one of the answers, whatever the case.
+The prompt is a passage, a full stop, and the beginning of a sentence that the answer completes. A model is right if its
+completion, up to the end of the line and at most 48 tokens, contains one of the answers, in upper or lower case.
 
-With `max_length` in the metadata, passages are cut so that prompt and answer fit: Natural Questions around the answer,
-TriviaQA and DROP behind their beginning, as the benchmark does.
+With `max_length` in the metadata, passages are cut so that prompt and answer fit, as in the benchmark: Natural
+Questions keep the text around the answer, TriviaQA and DROP the beginning.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-# the tokens that the benchmark keeps free for the answer
+# number of tokens that the benchmark reserves for the answer
 ANSWER_TOKENS = 50
 _MARKS = re.compile(r"\[(?:PAR|DOC|TLE)\]")
 
@@ -67,7 +67,7 @@ def cut(row: dict[str, Any], tokenizer: Any, max_length: int, *, around_answer: 
     if around_answer and (found := re.search(re.escape(_answers(row)[0]), passage, re.IGNORECASE)):
         middle = sum(1 for _, end in spans if end <= found.start())
         first = min(max(0, middle - budget // 2), len(spans) - budget)
-    # characters rather than decoded tokens, so that the text does not change
+    # cut by characters: decoding the remaining tokens could change the text
     return {**row, "context": passage[spans[first][0] : spans[first + budget - 1][1]]}
 
 
@@ -83,16 +83,16 @@ def _answers(row: dict[str, Any]) -> list[str]:
 
 
 def prompt(row: dict[str, Any]) -> str:
-    """The passage and the beginning of the sentence to complete."""
+    """Return the prompt: the passage and the beginning of the sentence to complete."""
     return f"{_passage(row).strip('.')}. {row['question'].strip()}"
 
 
 def first_answer(row: dict[str, Any]) -> str:
-    """The answer that stands for all in logs."""
+    """Return the first answer, which logs show instead of all answers."""
     return " " + _answers(row)[0]
 
 
 def contains(row: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Tell whether the completion contains one of the answers."""
+    """Return 1 if the completion contains one of the answers, else 0, as lm-eval's metric."""
     said = results[0].lower()
     return {"contains": float(any(answer.lower() in said for answer in _answers(row)))}

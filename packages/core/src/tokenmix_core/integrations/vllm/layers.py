@@ -60,8 +60,8 @@ class ServedState(nn.Module, MambaBase):
 
     Args:
         mixer: the mixer.
-        layout: of its slots.
-        elements: size of a slot, equal in all layers.
+        layout: layout of its slots.
+        elements: number of elements in a slot, equal in all layers.
         prepare: the backbone's `prepare_mixer_inputs`.
         max_length: most tokens of a request.
         vllm_config: vLLM's configuration.
@@ -82,7 +82,7 @@ class ServedState(nn.Module, MambaBase):
         self.mixer, self.layout, self.elements, self.prefix = mixer, layout, elements, prefix
         self.inputs, self.rotary_dim, self.has_step_forms = (), mixer.rotary_dim, has_step_forms(type(mixer))
         self.prepare, self.max_length = prepare, max_length
-        # states that continue by initial and final states alone: all prompts of a step are one call
+        # with `packs_states` and states of constant size, one call computes all prompts of a step
         self.packs = vars(type(mixer)).get("packs_states") and all(
             isinstance(x, TensorState) for x in layout.template.parts.values()
         )
@@ -107,7 +107,7 @@ class ServedState(nn.Module, MambaBase):
 
     @property
     def views(self) -> dict[str, list[Tensor]]:
-        """The tensors of the slots, by part."""
+        """Views of the slots' tensors, for each part of the state by name."""
         if self._views is None or self._views[0] is not self.pool:
             self._views = self.pool, self.layout.views(self.pool)
         return self._views[1]
@@ -158,7 +158,7 @@ class ServedState(nn.Module, MambaBase):
         return y
 
     def _prefill_packed(self, x: Tensor, rotary: Rotation | None, step: StateMetadata) -> Tensor:
-        """Return the outputs of all other requests' tokens, by one call from and into their slots."""
+        """Return the outputs of all other requests' tokens; one call reads and updates their slots."""
         n = step.decodes
         slots = step.slots[n:]
         fresh = None if all(step.prefill_lengths) else step.before[n:] == 0

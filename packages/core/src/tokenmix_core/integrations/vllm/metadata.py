@@ -1,4 +1,4 @@
-"""What a step of vLLM computes, for layers with a state: which slots, how many tokens, and how many before."""
+"""Metadata of a vLLM step for layers with a state: each request's slot, its new tokens and its earlier tokens."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class StateMetadata:
     """The requests of a step; those that decode one token come first.
 
     Attributes:
-        decodes: number of requests, and tokens, that decode.
+        decodes: number of requests that decode, one token each.
         slots: slot of each request.
-        before: tokens of each request before the step.
-        decode_lengths: on the host, `before` of requests that decode.
-        prefill_lengths: on the host, `before` of the others.
-        prefill_tokens: on the host, the tokens of each of the others.
-        cu_seqlens: boundaries of the others' tokens.
+        before: number of tokens of each request before the step.
+        decode_lengths: `before` of the requests that decode, on the host.
+        prefill_lengths: `before` of the other requests, on the host.
+        prefill_tokens: number of tokens in the step of each of the other requests, on the host.
+        cu_seqlens: boundaries of the other requests' tokens.
     """
 
     decodes: int
@@ -42,7 +42,7 @@ class StateMetadata:
 
 
 class StateBackend(AttentionBackend):
-    """vLLM's name for the metadata of a kind of layer."""
+    """vLLM's attention backend of our layers with a state: gives its name and the builder of its metadata."""
 
     @staticmethod
     def get_name() -> str:
@@ -97,7 +97,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder):
         slots.copy_(torch.where(common.seq_lens[:n] > 0, table[:n], 0)).clamp_(min=0)
         new = (lengths[:decodes] == 0) & (ends[:decodes] > 0)
         if bool(new.any()):
-            # prompts of one token decode in a slot that another request has left
+            # a prompt of one token counts as decoding; another request may have left its state in the slot
             self._clear(slots[:decodes][new.to(slots.device)])
         return StateMetadata(
             decodes,

@@ -34,7 +34,7 @@ class ServedCausalLM(nn.Module, HasInnerState, IsHybrid):
         model = causal_lm_of(config)(config).eval()
         model.tie_weights()
         self.config, self.lm_head, self.backbone = config, model.lm_head, model.model
-        # by their names in a checkpoint
+        # the tensors to load, by their names in a checkpoint
         self._targets = {**dict(model.named_parameters()), **_persistent_buffers(model)}
         self._tied = model.lm_head.weight is model.model.embed_tokens.weight
         layouts = _layouts(vllm_config)

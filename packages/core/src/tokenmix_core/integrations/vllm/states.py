@@ -30,7 +30,7 @@ class Field(NamedTuple):
 
 
 class SlotLayout:
-    """Where the tensors of a layer's state are in its slot.
+    """The layout of a slot: the positions of the tensors of a layer's state in it.
 
     Args:
         template: a state of one sequence with all its tensors, at its greatest size.
@@ -59,9 +59,9 @@ class SlotLayout:
         """Return the state of the sequences in `slots`, a copy; zeros where `fresh`.
 
         Args:
-            views: of the pool.
-            slots: `[N]`.
-            fresh: `[N]` bool; None if all sequences have had tokens.
+            views: the pool's tensors, as returned by `views`.
+            slots: the sequences' slots, `[N]`.
+            fresh: `[N]` bool, True for a sequence without earlier tokens; None if there is none.
             fixed: for a decoding step, which only overwrites the tensors.
         """
         state = LayerState()
@@ -84,7 +84,7 @@ class SlotLayout:
                 if x.shape[1:] == view.shape[1:]:
                     view.index_copy_(0, slots, x)
                     continue
-                # entries that no call has written may be read under a mask, and must not be NaN
+                # kernels may load unwritten entries under a mask, and they must not be NaN
                 row = x.new_zeros(len(x), *view.shape[1:])
                 inside = tuple(slice(min(n, m)) for n, m in zip(x.shape[1:], view.shape[1:], strict=True))
                 row[(slice(None), *inside)] = x[(slice(None), *inside)]
@@ -95,7 +95,7 @@ class SlotLayout:
 
 
 def slot_elements(layouts: dict[str, SlotLayout]) -> int:
-    """Return the elements of `SLOT_DTYPE` that a slot of any of the layers holds."""
+    """Return the number of `SLOT_DTYPE` elements in a slot, enough for the largest layout."""
     return max((layout.nbytes for layout in layouts.values()), default=0) // SLOT_DTYPE.itemsize
 
 

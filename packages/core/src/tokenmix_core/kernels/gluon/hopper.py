@@ -13,7 +13,7 @@ async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
-# as in `kernels.triton.decay`
+# the same value as in `kernels.triton.decay`
 LOG2_E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-160.0)
 
@@ -45,7 +45,7 @@ def state_layout(rows, columns, warps):
 
 @gluon.constexpr_function
 def tiled_shape(shape, part):
-    """Return the shape of the tiles of shape `part` that fit into `shape`: their number, then `part`."""
+    """Return the shape of a buffer of tiles: how many tiles of shape `part` fit into `shape`, then `part`."""
     count = 1
     for size in shape:
         count *= size
@@ -56,7 +56,7 @@ def tiled_shape(shape, part):
 
 @gluon.jit
 def reinterpret(s_x, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr, i=0):
-    """Return the i-th tile of this shape in the smem buffer of another tile, whose elements are as wide."""
+    """Return the i-th tile of `shape` and `dtype` in another tile's smem buffer, whose elements have the same width."""
     # Triton 3.8 reinterprets whole buffers only
     whole: gl.constexpr = tiled_shape(s_x.shape, shape)
     if _REINTERPRETS:
@@ -84,7 +84,7 @@ def async_copy_tile(s_x, p_x, first, rows, stride, valid=None, THREAD_RELATIVE: 
     else:
         m_t = first + o_t < rows
     if THREAD_RELATIVE:
-        # rows that one copy instruction of all threads covers
+        # number of rows that all threads copy by one instruction each
         step: gl.constexpr = 256 // s_x.shape[1] * gl.num_warps()
         p_x += o_t[:, None] % step * stride + o_d[None, :]
         p_x += o_t[:, None] // step * step * stride
@@ -123,7 +123,7 @@ def opaque_tile(s_x):
 def async_copy_rows(s_x, p_rows, stride, rows, WARPS: gl.constexpr, OPAQUE: gl.constexpr = False):
     """Start an async copy of rows `stride` elements apart; rows from `rows` on become zero.
 
-    `OPAQUE` offsets are rematerialised: more instructions, no registers held elsewhere.
+    With `OPAQUE` the offsets are rematerialised: this takes more instructions, but holds no registers between copies.
     """
     layout: gl.constexpr = row_layout(s_x.shape[1], WARPS)
     o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
@@ -252,7 +252,7 @@ def locate_chunk(i_c, T, C, N, cu_seqlens, PACKED: gl.constexpr, WARPS: gl.const
 
 @gluon.jit
 def gdc_launch_and_wait(PDL: gl.constexpr):
-    """Let the next kernel launch, then wait for the kernels before; see `kernels.launch.pdl`."""
+    """Let the next kernel launch, then wait for the kernels before this one; see `kernels.launch.pdl`."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -14,8 +14,8 @@ from triton.experimental.gluon import language as gl
 
 from tokenmix_core.kernels.gluon.hopper import mma_layout
 
-# bound of a row sum and of its reciprocal: halfway, in exponents, between 1 (the greatest weight of the first tile) and
-# the end of float32
+# bound of a row sum and of its reciprocal: in exponents halfway from 1 (the largest weight of the first tile) to the
+# largest float32
 LIMIT = gl.constexpr(2.0**64)
 
 

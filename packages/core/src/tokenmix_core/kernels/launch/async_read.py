@@ -1,4 +1,4 @@
-"""Read a value of the device without waiting for kernels that were launched after its computation."""
+"""Read a value from the device without waiting for kernels that were launched after its computation."""
 
 from __future__ import annotations
 

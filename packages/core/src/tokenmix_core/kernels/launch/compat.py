@@ -24,7 +24,7 @@ OWN_LAUNCH = "Triton launches every kernel itself, and calls are not cached"
 _DISPATCHER = "every call goes through torch's dispatcher"
 _SEQUENTIAL = "kernels are compiled one after the other"
 
-# `module:name`, and the consequence if it is missing
+# maps `module:name` to the consequence if it is missing
 NAMES = {
     "torch._C:_cuda_getDevice": "the device is queried through torch.cuda",
     "torch._C:_cuda_getCurrentRawStream": "the stream is queried through torch.cuda",
@@ -53,7 +53,7 @@ NAMES = {
     "triton:FutureKernel": _SEQUENTIAL,
 }
 
-# attributes that objects lack, and the consequences
+# attributes that were found missing in objects, with the consequences
 _lacking: dict[str, str] = {}
 
 
@@ -281,7 +281,7 @@ _ALLOCATOR = "--regAllocOptLevel=4"
 
 
 def choose_compiler_options(kernel: Any) -> None:
-    """Set the compiler options with which we measured, if Triton's defaults differ.
+    """Set the compiler options of our measurements, if Triton's defaults differ.
 
     Multiplications and additions are fused; Triton 3.10 will no longer do so by default. ptxas selects the register
     allocator of Gluon kernels; Triton 3.9 overrides that choice. Options set by the user take precedence.

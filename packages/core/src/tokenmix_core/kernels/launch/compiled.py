@@ -1,4 +1,4 @@
-"""Compiled kernels as Triton describes them; attributes that a version lacks are told once."""
+"""Properties of compiled kernels, read from Triton; a warning names, once, attributes that its version lacks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenmix_core.kernels.launch.compat import OWN_LAUNCH, lacks
 
 
 class Described(NamedTuple):
-    """A compiled kernel as Triton describes it.
+    """Properties of a compiled kernel, read from Triton.
 
     Attributes:
         name: the name of its function.
@@ -38,7 +38,7 @@ def described(kernel: Any) -> Described | None:
     """Return the properties of a compiled kernel that our own launches need; None if some are unknown."""
     try:
         x, types = kernel.metadata, list(kernel.src.signature.values())
-        # not every version has the last two
+        # some versions of Triton lack the last two
         more = x.global_scratch_size or x.profile_scratch_size
         more = more or any(getattr(x, name, 0) for name in ("instrumentation_mode", "launch_cooperative_grid"))
         sizes = x.target.backend, x.num_warps, x.num_ctas, x.shared

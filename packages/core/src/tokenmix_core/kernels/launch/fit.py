@@ -1,7 +1,7 @@
 """Fit a portable kernel into the shared memory of its device: fewer pipeline stages, then smaller loop tiles.
 
-Tiles are measured on Hopper, whose blocks have more shared memory than other chips'. What a kernel needs follows from
-its machine code, so that one rule serves all chips: where it is too much, the next smaller configuration is compiled.
+Tiles are measured on Hopper, whose blocks have more shared memory than other chips'. A kernel's machine code tells how
+much it needs, so that one rule serves all chips: if it is too much, the next smaller configuration is compiled.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 
 from tokenmix_core.kernels.launch import compat
 
-# the least size of an MMA
+# the least tile size of an MMA
 _SMALLEST = 16
-# the launch option's default
+# Triton's default of `num_stages`
 _STAGES = 3
 
 
@@ -31,7 +31,7 @@ def compiled(
 
     Args:
         kernel: the `triton.jit` function.
-        grid, args, options: of the launch; `args` are all arguments in order.
+        grid, args, options: those of the launch; `args` are all arguments in order.
         loop_tiles: constexprs that neither the grid nor any tensor's shape depends on.
         limit: bytes of shared memory that a block may have.
 

@@ -22,7 +22,7 @@ def wanted() -> bool:
     return flag(_VARIABLE, True, "run every call", "replay cached calls")
 
 
-# read by every call
+# the state of the switch, which every call reads
 on = wanted()
 
 

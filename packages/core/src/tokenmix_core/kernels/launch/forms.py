@@ -40,7 +40,7 @@ def specialised() -> Iterator[None]:
 
 
 def asked() -> bool:
-    """Tell whether this thread is inside `specialised`."""
+    """True if this thread is inside a `specialised` block."""
     return _specialised.on
 
 

@@ -287,7 +287,7 @@ class _Launcher:
             return _load(self._fit(self.fn, grid, args, options), current_device())
 
     def _fit(self, form: Any, grid: tuple[int, ...], args: tuple, options: dict) -> Any:
-        """Compile a call's kernel for what the current device has, and note the arguments and options if others fit."""
+        """Compile a call's kernel to fit the current device; store the arguments and options that this changes."""
         # Gluon kernels do not shrink: portable ones replace them
         limit = None if getattr(self.fn, "is_gluon", bool)() else fit.shared_memory()
         made, fitting, fitting_options = fit.compiled(form, grid, args, options, self.loop_tiles, limit)

@@ -17,7 +17,7 @@ from tokenmix_core.kernels.launch.flags import flag
 # the last parameter of kernels that support programmatic dependent launch
 PDL = "PDL"
 _VARIABLE, _OLD_VARIABLE = "TOKENMIX_PDL", "TOKENMIX_EARLY_LAUNCHES"
-# CUDA 12.3
+# the driver's version for CUDA 12.3
 _LEAST_DRIVER = 12_030
 
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# exp2 of a lower number is zero in float32; the bound on single decays keeps cumulative ones precise
+# lower bound of a log decay: exp2 below it is zero in float32, and bounded decays keep their cumulative sums precise
 LOWEST = tl.constexpr(-160.0)
 
 

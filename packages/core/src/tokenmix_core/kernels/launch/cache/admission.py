@@ -7,7 +7,7 @@ from itertools import islice, takewhile
 
 from torch import Tensor
 
-# maxima for each function: signatures whose occurrences are counted, and magnitudes
+# for each function, the maximum count of signatures whose occurrences are counted, and of magnitudes
 MAX_SEEN, _MAX_MAGNITUDES = 512, 128
 # if one of the _RECENT last captures was replayed _OFTEN times, as in a deep model, the first occurrence is captured
 _RECENT, _OFTEN = 4, 4
@@ -26,7 +26,7 @@ class Admission:
         self._replays: deque[list[int]] = deque(maxlen=4 * _PATIENCE)
 
     def new_magnitude(self, inputs: tuple) -> tuple | None:
-        """Return dtypes, options and the bit lengths of sizes; None if `add_magnitude` was given equal ones before.
+        """Return dtypes, options and bit lengths of sizes; None if `add_magnitude` got an equal value before.
 
         New magnitudes may select other kernels, which are compiled in parallel if the call is captured.
         """
@@ -54,7 +54,7 @@ class Admission:
         return False
 
     def captured(self, replays: list[int]) -> None:
-        """Note a capture whose replays are counted in `replays[0]`."""
+        """Note that a call was captured; `replays[0]` counts its replays."""
         self._replays.appendleft(replays)
 
     def _needed(self) -> int:

@@ -87,7 +87,7 @@ class Capture(compat.Mode):
         self._waiting: list[tuple[Any, list[tuple]]] = []
         self._steps: list[Step] = []
         self._possible = True
-        # whether one of the kernels is a general form, compiled for all lengths
+        # whether one of the kernels is a general form, which is compiled for all lengths
         self.general = False
 
     @contextmanager

@@ -98,7 +98,7 @@ def compiled(
 
 
 def _packed(launches: list[Step], parts: dict[int, int]) -> tuple[bytes, list[str]]:
-    """Return launches for `driver.launch`, and the names of the addresses to pass after the stream."""
+    """Return the packed launches for `driver.launch`, and the names of the addresses to pass after the stream."""
     names: dict[str, int] = {}
     packed = []
     for step in launches:
@@ -163,7 +163,7 @@ def _guarded(name: str, inputs: Sequence, lines: list[str], names: dict[str, Any
 
 
 def renew(guarded: Callable, inputs: Sequence) -> None:
-    """Let a guarded function accept these inputs also, which differ in dispatch from those that it was made for.
+    """Let a guarded function also accept these inputs, which differ only in dispatch from the inputs it was made for.
 
     Dispatch differs with gradients and under autocast. The latest two kinds of inputs are accepted.
     """

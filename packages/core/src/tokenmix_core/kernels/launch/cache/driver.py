@@ -18,7 +18,7 @@ _FORMATS = {
 }  # fmt: skip
 # equal to the limit in `launches.c`
 _MAX_PARAMETERS = 96
-# of a grid's second and third axis; the first may have 2^31 − 1
+# maximum size of a grid's second and third axis; the maximum of the first axis is 2^31 − 1
 _MAX_PROGRAMS = 65_535
 
 
