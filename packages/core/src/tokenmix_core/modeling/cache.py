@@ -50,9 +50,9 @@ class HybridCache(Cache):
         self.broken = False
         self._batch: int | None = None
         self.span: Span | None = None
-        # while fixed: _fixed_lengths: lengths on the device; capacity: in tokens; _limit: tokens up to which memory
-        # that depends on data suffices; _read: lengths as the host last read them, and `past` at that time;
-        # _equal: whether all lengths are equal
+        # set while the cache is fixed: the lengths on the device; the capacity in tokens, and the length up to which
+        # memory that depends on data suffices; the lengths that the host read last, and `past` then; whether all
+        # lengths are equal
         self._fixed_lengths: Tensor | None = None
         self.capacity, self._limit = 0, 0
         self._read: tuple[list[int], int] | None = None
@@ -126,7 +126,7 @@ class HybridCache(Cache):
         return self._fixed_lengths is not None
 
     def has_memory(self) -> bool:
-        """Return whether the fixed tensors have memory for one more token; may wait for the device."""
+        """True if the fixed tensors have memory for one more token of each sequence; may wait for the device."""
         if self._limit <= self.past < self.capacity:
             more = self.capacity - self.past
             self._limit = self.past + min((part.free_tokens(more) for part in self._parts()), default=more)
@@ -143,7 +143,7 @@ class HybridCache(Cache):
             storage: tensors that `fix` returned for another cache of the same model and batch size, which no longer
                 uses them; None to use the cache's own memory.
             spare: further tokens of each sequence for which to allocate memory that depends on data, such as pages of
-                retained keys; None for `capacity`. `has_memory` tells when it is used up.
+                retained keys; None for all up to `capacity`. `has_memory` tells if it is used up.
 
         Returns:
             The tensors of every state part, and the lengths.

@@ -31,9 +31,9 @@ from tokenmix_core.nn.state.parts import StatePart
 _KEPT, _MOST_KEPT, _KEPT_BYTES = 4, 8, 2 << 30
 # least capacity of a cache in tokens
 _LEAST_CAPACITY = 256
-# tokens of each sequence for which memory that depends on data is allocated: fewer waste less, more capture less often
+# further tokens per sequence for which data-dependent memory is allocated: fewer waste less, more need fewer captures
 _SPARE = 512
-# least capacity of a cache that takes the same memory at any length
+# least capacity of a cache whose memory does not depend on its length
 _LEAST_FLAT_CAPACITY = 16_384
 
 
@@ -261,7 +261,7 @@ class Steps:
         """
         past, most = self.cache.past, self.cache.max_length
         if self.cache.fixed and past < self.cache.capacity:
-            # only memory that depends on data is used up
+            # the capacity suffices; only the memory that depends on data is used up
             return self.cache.capacity
         parts = (part for layer in self.cache.layers for part in layer.parts.values())
         if past < _LEAST_FLAT_CAPACITY and not any(_grows(part) for part in parts):

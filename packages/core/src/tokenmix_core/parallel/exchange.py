@@ -125,7 +125,7 @@ def _slices(x: Tensor, ranges: list[Range]) -> Tensor:
 def all_to_all(
     shard: SequenceShard, x: Tensor, sent: list[int], received: list[int], label: tuple[int | None, str]
 ) -> Tensor:
-    """Send so many rows of `x` to each rank, in their order; return the rows that arrive, by their ranks."""
+    """Send `sent[r]` rows of `x` to rank r, in order; return the rows received, `received[r]` from rank r, in order."""
     arrived = x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(arrived, x.contiguous(), received, sent, group=shard.group)
     others = sum(sent) - sent[shard.rank]
@@ -150,7 +150,7 @@ def gather_states(shard: SequenceShard, x: Tensor, label: tuple[int | None, str]
 
 @torch.no_grad()
 def joined(shard: SequenceShard, x: Tensor, name: str = "rows") -> Tensor:
-    """Return the whole rows on all ranks, of which `x` are this rank's tokens; not differentiable."""
+    """Return on all ranks the whole rows, given this rank's tokens `x` of them; not differentiable."""
     whole = x.new_zeros(x.shape[0], shard.tokens, *x.shape[2:])
     for span in shard.local:
         whole[:, span.start : span.stop] = x[:, span.offset : span.offset + span.tokens]

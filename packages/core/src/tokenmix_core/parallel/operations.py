@@ -38,11 +38,11 @@ def chunk_gated_delta_rule(
     """Apply `ops.chunk_gated_delta_rule`.
 
     Args:
-        q, k, v, g, beta, initial_state, cu_seqlens, writes, options: as there. Of split sequences, `initial_state` is
-            that of all rows or documents, equal on all ranks; `cu_seqlens` and `writes` must be None.
-        sequence_shard: the split; None for that of the context.
-        final_states: whether to return the final states of split sequences, of all rows or documents on all ranks;
-            otherwise they are None. By default the shard's `keeps_states`.
+        q, k, v, g, beta, initial_state, cu_seqlens, writes, options: as there. If sequences are split, `initial_state`
+            holds the states of all rows or documents on every rank, and `cu_seqlens` and `writes` must be None.
+        sequence_shard: the split; None for the split of the current context, if any.
+        final_states: whether to return the final states of split sequences (those of all rows or documents, on every
+            rank) instead of None; by default the shard's `keeps_states`.
     """
     name = "chunk_gated_delta_rule"
     shard = require_shard(name, sequence_shard, cu_seqlens)

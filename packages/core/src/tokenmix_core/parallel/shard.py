@@ -61,8 +61,8 @@ class SequenceShard:
         cu_seqlens: boundaries of the documents in the whole row (then B = 1); None for one document per row. They are
             read by the CPU once, so a tensor on a CPU avoids a synchronisation.
         layout: "contiguous" or "zigzag".
-        group: the ranks of the split; None for all.
-        keeps_states: operations return the final states of whole rows on all ranks, for a cache.
+        group: the process group of the split; None for all ranks.
+        keeps_states: whether operations return the final states of whole rows on all ranks, for a cache.
 
     Attributes:
         traffic: bytes that this rank sent to others, by layer (None outside a model) and operation.

@@ -1,4 +1,4 @@
-"""Keys and values of runs of tokens selected per head: lists of pages of unequal lengths."""
+"""Keys and values of tokens that each head selects by whole runs: for each head a list of pages of `page` tokens."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tokenmix_core.nn.state.parts import Bounds, StatePart, TensorState, copy_al
 from tokenmix_core.ops import paged_attention_decode
 from tokenmix_core.ops.types import AttentionOutput, Impl
 
-# columns of a page table are a multiple of this, so that kernels are compiled once
+# the number of columns of a page table is a multiple of this, so that kernels are compiled once
 _COLUMNS = 16
 
 
 class Pages(NamedTuple):
-    """Pages in use.
+    """How many pages are in use at most.
 
     Attributes:
-        row: by the row that uses most.
-        head: by the head that uses most.
+        row: pages of a row, maximum over rows.
+        head: pages of a head, maximum over the heads of all rows.
     """
 
     row: int
@@ -35,21 +35,22 @@ _NONE = Pages(0, 0)
 
 
 class PagedKVState(StatePart):
-    """Keys and values in pages of a row, which its heads take one after another as they retain tokens.
+    """Keys and values in pages: each row has a pool, from which its heads take the next free page to retain tokens.
 
     A head retains whole runs of `page` tokens. Row n of the keys `[N, P, page, K]` and of the values `[N, P, page, V]`
-    holds the pages of all heads of the row, from page 1 on, those of later calls behind. The table `[N, H, columns]`
-    lists each head's pages. Page 0 and the last column take what no head retains, so that every step writes alike.
+    holds the pages of all heads of the row, from page 1 on, in the order of the calls. The table `[N, H, columns]`
+    lists each head's pages. If a head retains nothing, a step writes to page 0 and the last column, so that every step
+    runs the same kernels.
 
     Lengths are stored on the device. The host knows upper bounds of the pages in use, which each call raises without a
-    synchronisation. If a bound exceeds the memory, the host reads the pages in use, and allocates a tenth more, or one
-    page more for each head.
+    synchronisation. If a bound exceeds the memory, the host reads the number of pages in use from the device, and
+    allocates a tenth more, or at least one page more for each head.
 
     Args:
         heads: H.
         key_size: K.
         value_size: V.
-        page: tokens of a page, a multiple of 16.
+        page: number of tokens in a page, a multiple of 16.
     """
 
     keeps_tokens = True
@@ -57,7 +58,7 @@ class PagedKVState(StatePart):
     def __init__(self, heads: int, key_size: int, value_size: int, page: int = 64):
         self.heads, self.key_size, self.value_size, self.page = heads, key_size, value_size, page
         self._stored: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
-        # upper bounds
+        # upper bounds of the pages in use
         self._bound = _NONE
 
     @property
@@ -72,7 +73,7 @@ class PagedKVState(StatePart):
 
     @property
     def table(self) -> Int[Tensor, "N H columns"]:
-        """The pages of each head, int32; entries beyond a head's length have any value."""
+        """The indices of each head's pages, int32; entries beyond a head's length are undefined."""
         return self._held()[2]
 
     @property
@@ -86,7 +87,7 @@ class PagedKVState(StatePart):
         return self._stored or ()
 
     def allocate(self, batch: int, like: Tensor) -> None:
-        """Allocate empty lists of `batch` rows, in the dtype and on the device of `like`."""
+        """Allocate empty lists for `batch` rows, with the dtype and device of `like`."""
         sizes = self._sizes(_NONE)
         keys, values = (like.new_zeros(batch, sizes.row, self.page, size) for size in (self.key_size, self.value_size))
         table = like.new_zeros(batch, self.heads, sizes.head, dtype=torch.int32)
@@ -105,8 +106,8 @@ class PagedKVState(StatePart):
         Args:
             k, v: keys and values of the tokens, T = runs · page.
             take: True if the head takes the run.
-            known: upper bounds of the pages in use afterwards, if the host knows any. None: the host reads them if the
-                memory does not suffice for all runs, except before the first write.
+            known: upper bounds of the pages in use after the call, if the host knows any. With None, the host reads the
+                number of pages from the device if the memory does not suffice for all runs (not at the first write).
         """
         k, v = k.detach(), v.detach()
         runs = take.shape[1]
@@ -129,7 +130,7 @@ class PagedKVState(StatePart):
         lengths += self.page * take.sum(1, dtype=torch.int32)
 
     def lists(self) -> tuple[Float[Tensor, "N H S K"], Float[Tensor, "N H S V"]]:
-        """Return a copy of the lists, without gaps and with any values beyond their ends; waits for the device."""
+        """Return a contiguous copy of the lists; entries beyond a list's end are undefined. Waits for the device."""
         self._bound = self._in_use()
         at = self.table[:, :, : self._bound.head].long()
         rows = torch.arange(len(at), device=at.device).view(-1, 1, 1)
@@ -158,7 +159,7 @@ class PagedKVState(StatePart):
         self._reset_bounds()
 
     def snapshot(self) -> StatePart:
-        """Return the lengths: later tokens take later pages."""
+        """Return a copy of the lengths alone: tokens appended later take other pages, so that the stored ones stay."""
         held = TensorState(self.heads, dtype=torch.int32)
         held.value = None if self._stored is None else self.lengths.clone()
         return held
@@ -181,12 +182,12 @@ class PagedKVState(StatePart):
         super().loosen()
 
     def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
-        """Return the bytes with no token and with every token retained, without tables of pages."""
+        """Return the bytes if heads retain no token and if they retain all, without page tables."""
         token = self.heads * (self.key_size + self.value_size) * dtype.itemsize
         return Bounds(0, batch_size * (seq_len * token + self.heads * torch.int32.itemsize))
 
     def held(self, seq_len: int) -> int:
-        """Return the bytes of the tokens stored, without tables of pages; waits for the device."""
+        """Return the bytes of the stored tokens, without page tables; waits for the device."""
         if self._stored is None:
             return 0
         token = (self.key_size + self.value_size) * self.keys.element_size()
@@ -206,7 +207,7 @@ class PagedKVState(StatePart):
         return min(more, self.page * min((row - self._bound.row) // self.heads, head - self._bound.head))
 
     def _begin(self, k: Tensor, v: Tensor, take: Tensor, known: Pages | None) -> None:
-        """Store the first runs: each page copies its run, and spare pages the last one."""
+        """Store the runs of the first call: each page gets a copy of its run, spare pages a copy of the last run."""
         runs, H = take.shape[1:]
         self._bound = known or Pages(runs * H, runs)
         P, columns = self._sizes(Pages(self._bound.row + (H if known else 0), self._bound.head))
@@ -217,7 +218,8 @@ class PagedKVState(StatePart):
         self._stored = self._runs(k, *source), self._runs(v, *source), table, self.page * taken
 
     def _taken(self, counts: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-        """Return run and head of the first, second, … run that a row takes, by `number`; after the last, that."""
+        """Return run and head of the `number`-th run (from 1 on) that a row takes, or of the last if there are
+        fewer."""
         source, runs = torch.searchsorted(counts, number.minimum(counts[:, -1:])), counts.shape[1] // self.heads
         return source % runs, source // runs
 
@@ -231,15 +233,15 @@ class PagedKVState(StatePart):
         return self._stored
 
     def _capacity(self) -> Pages:
-        """Return the pages for which there is memory."""
+        """Return how many pages there is memory for."""
         return Pages(self.keys.shape[1] - 1, self.table.shape[2] - 1)
 
     def _sizes(self, pages: Pages) -> Pages:
-        """Return the pages of a row and the columns of a table that hold `pages`."""
+        """Return the pages per row and the table columns to allocate for `pages`."""
         return Pages(pages.row + 1, cdiv(pages.head + 1, _COLUMNS) * _COLUMNS)
 
     def _in_use(self, take: Tensor | None = None) -> Pages:
-        """Read the pages in use from the device, after `take [N, runs, H]` if given."""
+        """Read from the device how many pages are in use, or will be after `take [N, runs, H]`."""
         held = self.lengths // self.page
         held = held if take is None else held + take.sum(1)
         if not held.numel():
@@ -247,11 +249,11 @@ class PagedKVState(StatePart):
         return Pages(*torch.stack((held.sum(1).max(), held.max())).tolist())
 
     def _reset_bounds(self) -> None:
-        """Set the bounds to the memory, as the pages in use are unknown."""
+        """Set the bounds to the capacity, as it is unknown how many pages are in use."""
         self._bound = _NONE if self._stored is None else self._capacity()
 
     def _ensure_pages(self, k: Tensor, take: Tensor, known: Pages | None) -> int:
-        """Allocate memory for the runs that heads take; return the most pages that a row takes."""
+        """Allocate memory for the runs that heads take; return an upper bound of the pages that a row takes."""
         N, runs, H = take.shape
         most = runs * H
         if self._stored is not None and self.fixed:
@@ -269,7 +271,7 @@ class PagedKVState(StatePart):
         return min(most, after.row)
 
     def _reallocate(self, pages: Pages) -> None:
-        """Allocate memory for `pages`, at least those in use."""
+        """Reallocate the memory for `pages`, which must include the pages in use."""
         keys, values, table, lengths = self._held()
         row, columns = self._sizes(pages)
         keys, values = (F.pad(x, (0, 0, 0, 0, 0, row - x.shape[1])) for x in (keys, values))

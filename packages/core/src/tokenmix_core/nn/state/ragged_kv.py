@@ -31,7 +31,7 @@ class RaggedKVState(StatePart):
         heads: H.
         key_size: K.
         value_size: V.
-        slots: most tokens that a head keeps.
+        slots: maximum number of tokens that a head keeps.
     """
 
     keeps_tokens = True
@@ -61,7 +61,7 @@ class RaggedKVState(StatePart):
         return self._stored or ()
 
     def allocate(self, batch: int, like: Tensor) -> None:
-        """Allocate empty lists of `batch` rows, in the dtype and on the device of `like`."""
+        """Allocate empty lists for `batch` rows, with the dtype and device of `like`."""
         keys, values = (
             like.new_zeros(batch, self.heads, self.num_slots, size) for size in (self.key_size, self.value_size)
         )
