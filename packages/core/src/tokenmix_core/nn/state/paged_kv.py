@@ -218,8 +218,7 @@ class PagedKVState(StatePart):
         self._stored = self._runs(k, *source), self._runs(v, *source), table, self.page * taken
 
     def _taken(self, counts: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-        """Return run and head of the `number`-th run (from 1 on) that a row takes, or of the last if there are
-        fewer."""
+        """Return run and head of the `number`-th run (from 1) that a row takes, or of the last if there are fewer."""
         source, runs = torch.searchsorted(counts, number.minimum(counts[:, -1:])), counts.shape[1] // self.heads
         return source % runs, source // runs
 
