@@ -201,7 +201,7 @@ def _begin_packed(
         at = torch.where(there, cu_seqlens[:-1, None] + i, 0)
         first, there = i[::C], there[:, ::C]
         take = (types.softmax[0, torch.where(there, slots + first // C, 0)] > 0.5) & there.unsqueeze(-1)
-        _retain(layer, state, *(y[0, at] for y in (tokens.softmax_k, tokens.softmax_v)), take)
+        _retain(layer, state, tokens.softmax_k[0, at], tokens.softmax_v[0, at], take)
     return torch.cat(outputs, 1)[:, order.argsort()], softmax
 
 
