@@ -12,7 +12,7 @@ from tokenmix_core.evaluation.options import EvalOptions
 from tokenmix_core.evaluation.recall import niah_examples
 from tokenmix_core.evaluation.suites import SUITES as CORE_SUITES
 from tokenmix_core.evaluation.suites import evaluate
-from tokenmix_oryx import evals
+from tokenmix_oryx import evals, switch_evals
 from tokenmix_oryx.config import OryxConfig
 from tokenmix_oryx.model import OryxForCausalLM
 from tokenmix_oryx.modes import MODES
@@ -52,7 +52,7 @@ def calls(model, monkeypatch):
 
 
 def test_schedules_switch_once_often_and_within_chunks():
-    plots = evals.switch_schedules(2048, 128)
+    plots = switch_evals.switch_schedules(2048, 128)
     assert plots["one switch"]["linear → attention at 1024"] == [(0, "linear"), (1024, "attention")]
     assert len(plots["one switch"]) == 6
     several = plots["several switches"]["attention first, every 512"]
@@ -66,22 +66,23 @@ def test_schedules_switch_once_often_and_within_chunks():
 def test_excess_is_measured_after_the_switch():
     alone = {"linear": np.zeros((3, 400)), "attention": np.full((3, 400), 5.0)}
     losses = np.concatenate([np.zeros((3, 100)), 5.0 + 2.0 * (np.arange(300) < 16)[None].repeat(3, 0)], 1)
-    found = evals._excess(losses, alone, [(0, "linear"), (100, "attention")])
+    found = switch_evals._excess(losses, alone, [(0, "linear"), (100, "attention")])
     assert found["excess, 0-16 tokens after"] == 2.0
     assert found["excess, 16-64 tokens after"] == found["excess, 64-128 tokens after"] == 0.0
     assert found["± 0-16"] == 0.0
-    one = evals._excess(losses[:1], {mode: x[:1] for mode, x in alone.items()}, [(0, "linear"), (100, "attention")])
+    alone = {mode: x[:1] for mode, x in alone.items()}
+    one = switch_evals._excess(losses[:1], alone, [(0, "linear"), (100, "attention")])
     assert (one["excess, 0-16 tokens after"], one["± 0-16"]) == (2.0, None), "one sequence says nothing of the error"
 
 
 @pytest.mark.parametrize("chunk_size", [1, 16, 128])
 def test_least_length_for_all_switches(chunk_size):
     least = chunk_size + chunk_size // 3 + 3
-    for curves in evals.switch_schedules(least, chunk_size).values():
+    for curves in switch_evals.switch_schedules(least, chunk_size).values():
         assert curves
         assert all(len(schedule) > 1 and schedule[-1][0] < least - 1 for schedule in curves.values())
     with pytest.raises(ValueError, match=f"need more than {least - 1} tokens, got {least - 1}"):
-        evals.switch_schedules(least - 1, chunk_size)
+        switch_evals.switch_schedules(least - 1, chunk_size)
 
 
 def test_perplexity_around_switches_equals_that_of_the_schedule(model, text, tmp_path):

@@ -62,8 +62,7 @@ class NatsL(Mixer):
     the same channels: the higher of two scores of the chunk's mean input (eq. 8). Keys and values of a *softmax* chunk
     stay visible to later tokens; its writes are removed from the state, which only decays (eq. 19). Writes of a
     *linear* chunk stay in the state; its keys and values are evicted. Within its own chunk, a token sees earlier tokens
-    by both operations. o_l is the output of the gated delta rule, o_s the output of softmax attention; w is a softmax
-    over a linear map of q (eq. 20).
+    by both operations. o_l is the gated delta rule's output, o_s softmax attention's; w = softmax(W q) (eq. 20).
 
     Args:
         hidden_size: D.

@@ -1,4 +1,4 @@
-"""The paper's measurements: loss by position around mode switches, single modes, and recall across modes."""
+"""The paper's measurements: single modes, and recall across modes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 from tqdm import tqdm
 
 from tokenmix_core.data import NIAH_TASKS, NiahExample
 from tokenmix_core.evaluation import (
-    BUILT_IN_TEXT,
     LM_EVAL_READS,
     NIAH_LENGTHS,
     EvalOptions,
@@ -26,7 +25,6 @@ from tokenmix_core.evaluation import (
     SuiteResult,
     answer_loss,
     commonsense_suite,
-    cut_sequences,
     generate_text,
     mqar_cases,
     mqar_suite,
@@ -37,16 +35,11 @@ from tokenmix_core.evaluation import (
     perplexity_suite,
     recall_suite,
     run_tasks,
-    smooth,
-    text_tokens,
-    token_losses,
 )
 from tokenmix_oryx.generation import PromptMode
-from tokenmix_oryx.modes import ATTENTION, LINEAR, MODES
+from tokenmix_oryx.modes import ATTENTION, MODES
+from tokenmix_oryx.switch_evals import BY_ROW, switch_suite
 
-Schedule = list[tuple[int, str]]
-# ranges of tokens after a switch over which the excess loss is averaged
-AFTER = ((0, 16), (16, 64), (64, 128))
 # share of a prompt that counts as context if its boundary is unknown
 CONTEXT_SHARE = 0.975
 # columns of Tables 1 and 9 in the average
@@ -62,126 +55,6 @@ LANGUAGE = {
 RULER_NIAH = ("niah_single_1", "niah_single_2", "niah_single_3")
 # beginning of the question after RULER's haystack
 _QUESTION = "What is the special magic"
-# settings of suites whose rows name their modes
-_BY_ROW = {"modes": "each row's"}
-
-
-def switch_schedules(length: int, chunk_size: int) -> dict[str, dict[str, Schedule]]:
-    """Return schedules by plot and curve: one switch, several, and switches within chunks, starting in either mode.
-
-    Raises:
-        ValueError: a length too short for a switch.
-    """
-    quarter = max(chunk_size, length // 4 // chunk_size * chunk_size)
-    off = quarter + chunk_size // 3 + 1
-    if length <= off + 1:
-        raise ValueError(f"switches of chunks of {chunk_size} tokens need more than {off + 1} tokens, got {length}")
-    # the last token predicts nothing
-    end = length - 1
-    plots: dict[str, dict[str, Schedule]] = {"one switch": {}, "several switches": {}, "unaligned switches": {}}
-    for first, second in ((ATTENTION, LINEAR), (LINEAR, ATTENTION)):
-        for at in range(quarter, end, quarter):
-            plots["one switch"][f"{first} → {second} at {at}"] = [(0, first), (at, second)]
-        alternating = [(at, (first, second)[i % 2]) for i, at in enumerate(range(0, end, quarter))]
-        plots["several switches"][f"{first} first, every {quarter}"] = alternating
-        shifted = [(0, first)] + [(at, (second, first)[i % 2]) for i, at in enumerate(range(off, end, off))]
-        plots["unaligned switches"][f"{first} first, every {off}"] = shifted
-    return plots
-
-
-def switch_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure perplexity by position with mode switches, and in each mode alone (Figures 3 to 10).
-
-    The excess is the loss minus that of the new mode alone on the same tokens, by the distance from the switch, with
-    its standard error over sequences.
-    """
-    plots = options.choose("switch-perplexity", ("one switch", "several switches", "unaligned switches"))
-    length = options.one_length("switch-perplexity", 2048)
-    schedules = switch_schedules(length, model.config.mode_chunk_size)
-    sequences = cut_sequences(
-        text_tokens(options.text, tokenizer, 4 * (options.limit or 64) * length), length, options.limit or 64
-    )
-    alone = {mode: _losses(model, sequences, [(0, mode)], options) for mode in MODES}
-    rows = [_loss_row(f"{mode} alone", losses) for mode, losses in alone.items()]
-    samples = [losses.mean(1).tolist() for losses in alone.values()]
-    drawn: list[Plot] = []
-    parts = Parts()
-    for plot in plots:
-        curves = {f"{mode} alone": losses for mode, losses in alone.items()}
-        for name, schedule in schedules[plot].items():
-            with parts.part(name):
-                curves[name] = losses = _losses(model, sequences, schedule, options)
-                row = {**_loss_row(name, losses), **_excess(losses, alone, schedule)}
-                samples.append(_excess_of_sequences(losses, alone, schedule, 0, AFTER[-1][1]).mean(1).tolist())
-                rows.append(row)
-        drawn.append(_switch_plot(plot, curves, length))
-        if plot == "one switch":
-            drawn.append(_excess_plot(curves, alone, schedules[plot]))
-    settings = {"length": length, "sequences": len(sequences), "text": options.text or BUILT_IN_TEXT, **_BY_ROW}
-    result = {"suite": "switch-perplexity", "settings": settings, "rows": rows, "plots": drawn, "samples": samples}
-    return parts.result(SuiteResult(**result))
-
-
-def _losses(
-    model: Any, sequences: Int[Tensor, "N T"], schedule: Schedule, options: EvalOptions
-) -> Float[np.ndarray, "N T-1"]:
-    with model.modes(schedule):
-        batches = sequences.split(options.batch_size or 8)
-        losses = [token_losses(model, batch.to(model.device)).double().cpu() for batch in batches]
-    return torch.cat(losses).numpy()
-
-
-def _loss_row(name: str, losses: Float[np.ndarray, "N T"]) -> dict[str, Any]:
-    return {"modes": name, "loss": float(losses.mean()), "perplexity": float(np.exp(losses.mean()))}
-
-
-def _excess(losses: np.ndarray, alone: dict[str, np.ndarray], schedule: Schedule) -> dict[str, float | None]:
-    """Return the mean excess by distance from the last switch, over all switches, with its standard error."""
-    found: dict[str, float | None] = {}
-    for low, high in AFTER:
-        each = _excess_of_sequences(losses, alone, schedule, low, high)
-        if each.shape[1]:
-            found[f"excess, {low}-{high} tokens after"] = float(each.mean())
-            found[f"± {low}-{high}"] = float(each.mean(1).std(ddof=1) / len(each) ** 0.5) if len(each) > 1 else None
-    return found
-
-
-def _excess_of_sequences(
-    losses: np.ndarray, alone: dict[str, np.ndarray], schedule: Schedule, low: int, high: int
-) -> np.ndarray:
-    """Return the excess of each sequence and token from `low` to `high` tokens after the switches, joined."""
-    ends = [start for start, _ in schedule[1:]] + [losses.shape[1]]
-    parts = [
-        (losses - alone[mode])[:, start + low : min(start + high, end)]
-        for (start, mode), end in zip(schedule[1:], ends[1:], strict=True)
-    ]
-    return np.concatenate(parts, 1)
-
-
-def _switch_plot(title: str, curves: dict[str, np.ndarray], length: int) -> Plot:
-    series: Series = {}
-    for name, losses in curves.items():
-        curve = np.exp(smooth(losses.mean(0), max(1, length // 64)))
-        series[name] = (list(range(1, length)), curve.tolist())
-    title = f"Perplexity by position, {title}, smoothed"
-    return Plot(title=title, x="position (tokens)", y="perplexity", log_y=True, series=series)
-
-
-def _excess_plot(curves: dict[str, np.ndarray], alone: dict[str, np.ndarray], schedules: dict[str, Schedule]) -> Plot:
-    """Plot the excess by distance from the switch: mean over sequences and switch positions, smoothed over 8 tokens."""
-    series: Series = {}
-    for first, second in ((ATTENTION, LINEAR), (LINEAR, ATTENTION)):
-        parts = [
-            (curves[name] - alone[second])[:, at:].mean(0)
-            for name, ((_, start), (at, _)) in ((n, s) for n, s in schedules.items() if len(s) == 2 and n in curves)
-            if start == first
-        ]
-        shortest = min(map(len, parts), default=0)
-        if shortest:
-            mean = smooth(np.mean([part[:shortest] for part in parts], 0), 8)
-            series[f"{first} → {second}"] = (list(range(shortest)), mean.tolist())
-    title = "Loss above the new mode alone, after a switch"
-    return Plot(title=title, x="tokens since the switch", y="nats", series=series)
 
 
 def language_modeling_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
@@ -258,7 +131,7 @@ def cross_mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
             result = mqar_suite(model, tokenizer, replace(options, tasks=(task,), progress=False))
             rows += [{"modes": name, **row} for row in result["rows"]]
             samples += result.get("samples", [])
-            settings = {**result["settings"], **_BY_ROW}
+            settings = {**result["settings"], **BY_ROW}
     plots = [_accuracy_plot("Associative recall, pairs → queries", "pairs", rows)]
     result = {"suite": "cross-mode-mqar", "settings": settings, "rows": rows, "plots": plots, "samples": samples}
     return parts.result(SuiteResult(**result))
@@ -286,7 +159,7 @@ def cross_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
                 rows.append({**row, "answer loss": float(np.mean(losses)), "examples": limit})
                 samples.append([float(hit) for hit in found])
     plot = _accuracy_plot("Needle in a haystack, haystack → question", "length", rows)
-    settings = {"seed": options.seed, **_BY_ROW}
+    settings = {"seed": options.seed, **BY_ROW}
     result = {"suite": "cross-mode-niah", "settings": settings, "rows": rows, "plots": [plot], "samples": samples}
     return parts.result(SuiteResult(**result))
 
@@ -339,7 +212,7 @@ def _by_mode(
             for curve, points in result["plots"][i]["series"].items()
         }
         plots.append({**plot, "series": series})
-    settings = {**first["settings"], **_BY_ROW}
+    settings = {**first["settings"], **BY_ROW}
     joined: SuiteResult = {"suite": suite, "settings": settings, "rows": rows, "plots": plots}
     if all("samples" in result for result in results.values()):
         joined["samples"] = [values for result in results.values() for values in result.get("samples", [])]
