@@ -4,9 +4,12 @@ import json
 
 import pytest
 import torch
+from fastapi.testclient import TestClient
 
 from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
+from tokenmix_core.modeling.cache_name import CACHE
+from tokenmix_core.serving import Engine, build_app
 from tokenmix_oryx.cli import main
 from tokenmix_oryx.config import OryxConfig
 from tokenmix_oryx.model import OryxForCausalLM
@@ -169,3 +172,29 @@ def test_suite_that_sets_modes_refuses_mode_options(checkpoint, tmp_path, capsys
     result = results(tmp_path, "isolated-mqar")
     assert result["settings"]["modes"] == "each row's"
     assert {row["modes"] for row in result["rows"]} == {"linear", "attention"}
+
+
+@pytest.mark.skipif(CACHE != "cache", reason="the engine before transformers 5.24 has another interface")
+def test_requests_to_a_server_choose_their_mode(checkpoint):
+    model, tokenizer = OryxForCausalLM.from_pretrained(checkpoint).eval(), byte_tokenizer()
+    prompt = tokenizer("def main(")["input_ids"]
+    with TestClient(build_app(Engine(model), tokenizer, "tiny")) as client:
+
+        def ask(**body):
+            asked = {"prompt": prompt, "max_tokens": 6, "temperature": 0, **body}
+            return client.post("/v1/completions", json=asked).json()
+
+        for mode in ("linear", "attention", [(0, "linear"), (11, "attention")]):
+            out = model.generate(torch.tensor([prompt]), mode=mode, max_new_tokens=6, do_sample=False, pad_token_id=0)
+            text = tokenizer.decode(out[0, len(prompt) :], skip_special_tokens=True)
+            assert ask(mode=mode)["choices"][0]["text"] == text
+            if isinstance(mode, str):
+                assert ask(model=f"tiny:{mode}")["choices"][0]["text"] == text
+        for body in (
+            {"mode": "fast"},
+            {"model": "tiny:fast"},
+            {"mode": {}},
+            {"mode": "linear", "model": "tiny:linear"},
+        ):
+            assert ask(**body)["error"]["code"] == 400
+            assert "mode" in ask(**body)["error"]["message"]

@@ -8,10 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from support.exporting import check_exports
 from support.two_ranks import check_sharded_in_bfloat16
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
+from tokenmix_core.modeling.cache_name import CACHE
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
 from tokenmix_core.testing.models import ModelContract, left_padded, logits_in_parts
@@ -413,3 +415,50 @@ def test_modes_switch_between_captured_steps(modes):
             said = [model.generate(ids, num_beams=beams, decoding_graph=graph, **options) for graph in (False, True)]
             assert torch.equal(*said), beams
     assert len(model.step_store) == 2
+
+
+def _served(model, requests):
+    """Return the tokens of (prompt, inputs) that run at the same time."""
+    config = GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    # chunked prompts, and too few pages, so that some requests are preempted
+    pool = ContinuousBatchingConfig(page_size=4, num_blocks=20, max_batch_tokens=12)
+    with model.continuous_batching_context_manager(config, continuous_batching_config=pool) as manager:
+        manager.keep_prefixes(1 << 20)
+        names = [manager.add_request(prompt, mixer_inputs=inputs) for prompt, inputs in requests]
+        results = {}
+        while set(names) - set(results):
+            result = manager.get_result(timeout=60)
+            assert result is not None
+            assert result.error is None
+            if result.is_finished():
+                results[result.request_id] = result.generated_tokens
+        return [results[name] for name in names], manager.model.states.prefixes
+
+
+@pytest.mark.skipif(CACHE != "cache", reason="the engine before transformers 5.24 has another interface")
+@torch.no_grad()
+def test_requests_with_modes_of_their_own_in_one_batch(model, ids):
+    def alone(prompt, **modes):
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, pad_token_id=0, **modes)
+        return out[0, len(prompt) :].tolist()
+
+    modes = ["linear", "attention", [(0, "linear"), (9, "attention")], [(0.0, "attention"), (0.5, "linear")], None]
+    prompts = [ids[i % 3, : 19 - i % 4].tolist() for i in range(10)]
+    requests = [(x, {} if modes[i % 5] is None else {"mode": modes[i % 5]}) for i, x in enumerate(prompts)]
+    expected = [alone(prompt, **inputs) for prompt, inputs in requests]
+    # snapshots of one mode serve no other
+    found, prefixes = _served(model, requests * 2)
+    assert found == expected * 2
+    assert prefixes.counts["prefix_hits"] > 0
+    for prefill, generation, keep in (("linear", "attention", True), ("attention", "linear", False)):
+        with model.modes(prefill, generation, keep_kv=keep):
+            wanted = [alone(x, prefill_mode=prefill, generation_mode=generation, keep_kv=keep) for x in prompts]
+            assert _served(model, [(x, {}) for x in prompts])[0] == wanted
+            if not keep:
+                with pytest.raises(ValueError, match="keys and values are not kept"):
+                    model.request_inputs({"mode": "attention"}, 5)
+    for wrong in ("fast", [(1, "linear")], 3):
+        with pytest.raises(ValueError, match="mode"):
+            model.request_inputs({"mode": wrong}, 5)
+    with pytest.raises(ValueError, match="the model takes no other"):
+        model.request_inputs({"other": 1}, 5)

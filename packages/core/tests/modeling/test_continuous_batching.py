@@ -5,6 +5,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from tokenmix_core.modeling.cache_name import CACHE
+from tokenmix_core.modeling.prefixes import Prefixes
 from tokenmix_core.modeling.request_states import Chunk, RequestStates
 from tokenmix_core.testing.closeness import relative_error
 
@@ -51,8 +52,9 @@ def test_states_follow_chunks_forks_and_drops(model, ids):
 def test_several_sequences_for_one_prompt(model, ids):
     config = GenerationConfig(max_new_tokens=5, do_sample=True, num_return_sequences=3, pad_token_id=0)
     pool = ContinuousBatchingConfig(page_size=8, num_blocks=32, max_batch_tokens=32, seed=0)
-    results = model.generate_batch(ids[:2].tolist(), config, pool)
-    assert len(results) == 6
+    # of a prompt of one token, nothing is left to compute before the fork
+    results = model.generate_batch([*ids[:2].tolist(), [5]], config, pool)
+    assert len(results) == 9
     assert all(len(x.generated_tokens) == 5 and x.error is None for x in results.values())
 
 
@@ -90,3 +92,71 @@ def test_a_kept_manager_serves_the_next_call(model, ids):
 def test_pool_is_sized_by_free_memory(model):
     manager = model.init_continuous_batching(GenerationConfig(max_new_tokens=5, pad_token_id=0))
     assert manager.max_tokens > 10_000
+
+
+def _serve(model, prompts, pool, budget, **options):
+    """Return the tokens of prompts that run one after another, and the engine's snapshots."""
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0)
+    with model.continuous_batching_context_manager(config, continuous_batching_config=pool) as manager:
+        manager.keep_prefixes(budget)
+        found = []
+        for prompt in prompts:
+            manager.add_request(prompt, **options)
+            while (result := manager.get_result(timeout=60)) is not None and not result.is_finished():
+                pass
+            assert result is not None
+            assert result.error is None
+            found.append(result.generated_tokens)
+        states, cache = manager.model.states, manager.batch_processor.cache
+        assert not len(states)
+        assert not states.allocated_nbytes
+        assert cache.compute_free_capacity() == 1.0
+    return found, states.prefixes
+
+
+@engine
+@torch.no_grad()
+def test_prompts_continue_from_snapshots_of_others(model, ids):
+    pool = ContinuousBatchingConfig(page_size=4, num_blocks=32, max_batch_tokens=6)
+    system, rows = ids[0, :9].tolist(), ids.tolist()
+    # the same prompt again; then two tokens of the system's third block differ
+    prompts = [system + rows[1], system + rows[1], system + rows[2], system[:8] + rows[3], rows[4][:3]]
+    alone = [
+        model.generate(torch.tensor([x]), max_new_tokens=6, do_sample=False, pad_token_id=0)[0, len(x) :].tolist()
+        for x in prompts
+    ]
+    found, prefixes = _serve(model, prompts, pool, 1 << 20)
+    assert found == alone
+    # the second prompt needs its last 3 of 23 tokens; the third finds where it diverges only afterwards
+    assert prefixes.counts == {"prefix_hits": 2, "prefix_tokens": 20 + 8, "prefix_evictions": 0}
+    size = prefixes.nbytes // len(prefixes)
+    assert _serve(model, prompts, pool, 0)[1].counts["prefix_hits"] == 0
+    # memory for two snapshots: older ones leave
+    found, prefixes = _serve(model, prompts, pool, 2 * size)
+    assert found == alone
+    assert prefixes.counts["prefix_evictions"] > 0
+    assert prefixes.nbytes <= 2 * size
+
+
+@torch.no_grad()
+def test_snapshots_depend_on_weights_and_settings(model, ids):
+    states, tokens = RequestStates(model), ids[0].tolist()
+    states.prefixes = Prefixes(4, 1 << 20)
+
+    def saved():
+        states.begin_step()
+        found = states.begin("a", tokens)
+        states.run([Chunk("a", found, len(tokens) - found)], ids[:1, found:])
+        states.drop("a")
+        return found
+
+    assert [saved(), saved()] == [0, 12]
+    # as by an adapter that is merged
+    model.lm_head.weight.mul_(1)
+    assert [saved(), saved()] == [0, 12]
+    model.model.mixers[1].impl = "reference"
+    assert [saved(), saved()] == [0, 12]
+    model.model.mixers[1].impl = None
+    assert saved() == 12
+    with pytest.raises(ValueError, match="at least 0"):
+        Prefixes(4, -1)

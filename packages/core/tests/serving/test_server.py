@@ -52,7 +52,8 @@ def folder(model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folder):
     """The URL of a running server; its process ends in order after the tests."""
-    command = [sys.executable, "-m", "tokenmix_core.cli", "serve", str(folder), "--port", "0", "--max-model-len", "400"]
+    options = ["--port", "0", "--max-model-len", "400", "--prefix-cache", "1000000"]
+    command = [sys.executable, "-m", "tokenmix_core.cli", "serve", str(folder), *options]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     ) as run:
@@ -167,6 +168,21 @@ def test_chat_uses_the_template(model, client):
     assert client.models.list().data[0].id == client.models.retrieve("tiny").id == "tiny"
 
 
+def test_prompts_that_share_their_first_tokens_share_their_states(model, server, client):
+    shared = "x = 1\n" * 50
+    before = metrics(server)["tokenmix_prefix_hits_total"]
+    saved = []
+    for end in ("a", "b"):
+        options = {"model": "tiny", "prompt": shared + end, "max_tokens": 9, "temperature": 0}
+        made = client.completions.create(**options)
+        assert made.choices[0].text == greedy(model, shared + end, 9)
+        saved.append(made.usage.prompt_tokens_details.cached_tokens)
+    assert saved == [0, 256]
+    seen = metrics(server)
+    assert seen["tokenmix_prefix_hits_total"] == before + 1
+    assert seen["tokenmix_prefix_bytes"] > 0
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
@@ -182,6 +198,9 @@ def test_chat_uses_the_template(model, client):
         ("completions", {"prompt": "a", "stop": [""]}, 400, "stop"),
         ("completions", {"prompt": "a", "logit_bias": {"3": 5}}, 400, "logit_bias is not available"),
         ("completions", {"prompt": "a", "generation_mode": "linear"}, 400, "unknown option generation_mode"),
+        ("completions", {"prompt": "a", "mode": "linear"}, 400, "the model takes no mode"),
+        ("completions", {"prompt": "a", "mode": 3}, 400, "mode"),
+        ("completions", {"prompt": "a", "model": "tiny:linear"}, 404, "'tiny' is"),
         ("completions", {"prompt": "\ud800"}, 400, "surrogates"),
         ("chat/completions", {"messages": []}, 400, "messages"),
         ("chat/completions", {"messages": [{"content": 3}], "n": "x"}, 400, "n"),
@@ -241,6 +260,10 @@ def test_the_server_still_answers_and_holds_nothing(server, client):
 
 def test_a_busy_port_and_wrong_options_are_told(folder, server, capsys):
     port = server.rpartition(":")[2]
-    for options, said in ((["--port", port], "in use"), (["--max-model-len", "0"], "at least 1")):
+    for options, said in (
+        (["--port", port], "in use"),
+        (["--max-model-len", "0"], "at least 1"),
+        (["--prefix-cache", "-1"], "at least 0 bytes"),
+    ):
         assert main(["serve", str(folder), *options]) == 2
         assert said in capsys.readouterr().err

@@ -42,14 +42,13 @@ from tokenmix_core.ops import (
     ssd_step,
     unless_gluon,
 )
-from tokenmix_oryx.mode_attention import attend, attend_cached
-from tokenmix_oryx.modes import ATTENTION, LINEAR, Modes, resolve, step_mode
+from tokenmix_oryx.mode_attention import attend, attend_cached, unit_length
+from tokenmix_oryx.modes import ATTENTION, LINEAR, Modes, RequestMode, batch_mode, request_mode, resolve, step_mode
 from tokenmix_oryx.ops import MixOptions, mix
 from tokenmix_oryx.options import FAMILIES, MAMBA2, Activation, LinearMixer, Normalised, Rotated
 from tokenmix_oryx.projection import TokenOrder, can_group, project_by_mode, project_in_order
 from tokenmix_oryx.state import DroppableKV
 
-# default mode of a call
 ALL_ATTEND = Modes(ATTENTION)
 # least tokens for which a grouped GEMM outweighs sorting tokens by mode
 GROUPED_TOKENS = 512
@@ -174,16 +173,21 @@ class OryxMixer(Mixer):
 
     @classmethod
     def prepare_input(cls, name: str, value: Any, span: Span, cu_seqlens: Tensor | None) -> Modes:
-        """Convert a mode in any form to the modes of a call's tokens; see `resolve`."""
-        modes = resolve(value, span, cu_seqlens)
-        attention = modes.attention
+        attention = (modes := resolve(value, span, cu_seqlens)).attention
         grouped = attention is not None and attention.is_cuda and attention.numel() >= GROUPED_TOKENS
         return modes.ordered() if grouped else modes
 
     @classmethod
     def step_input(cls, name: str, value: Any, lengths: Callable[[], list[int]]) -> str | Tensor:
-        """Convert a mode to that of a decoding step; see `step_mode`."""
         return step_mode(value, lengths)
+
+    @classmethod
+    def request_input(cls, name: str, value: Any, prompt: int) -> RequestMode:
+        return request_mode(ATTENTION if value is None else value, None, prompt)
+
+    @classmethod
+    def batch_input(cls, name: str, values: Sequence[Any], ranges: Sequence[tuple[int, int]]) -> str | Tensor:
+        return batch_mode(values, ranges)
 
     def init_weights_(self) -> None:
         init_decay_(self.A_log)
@@ -348,9 +352,9 @@ class OryxMixer(Mixer):
     ) -> Float[Tensor, "B T H K"] | None:
         """Return attention's outputs, 0 for tokens in linear mode; None if no token is in attention mode."""
         if self.attention_l2_norm != "none":
-            k = _unit(k)
+            k = unit_length(k)
         if self.attention_l2_norm == "query_key":
-            q = _unit(q)
+            q = unit_length(q)
         if state is None:
             return attend(q, k, v, mode, cu_seqlens=cu_seqlens, impl=self.impl)
         return attend_cached(q, k, v, mode, state.kv, state.span, step=step, impl=self.impl)
@@ -391,10 +395,6 @@ class OryxMixer(Mixer):
         head += self.attention_probability * 4.0 * self.head_dim * mean_visible(seq_len)
         convs = sum(2 * conv.weight.numel() for conv in (self.k_conv, self.v_conv) if conv is not None)
         return self.num_heads * head + convs
-
-
-def _unit(x: Float[Tensor, "B T H K"]) -> Tensor:
-    return F.normalize(at_least_float32(x), dim=-1, eps=1e-6).to(x.dtype)
 
 
 register_mixer("oryx", OryxMixer)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from tokenmix_core.nn import KVState, Span, cached_attention
+from tokenmix_core.nn import KVState, Span, at_least_float32, cached_attention
 from tokenmix_core.ops import Impl, attention, attention_decode, unless_gluon
 from tokenmix_oryx.modes import Modes
 from tokenmix_oryx.ops import selected_attention
@@ -66,3 +67,8 @@ def attend_cached(
         length = span.past + span.tokens
         k, v = kv.keys[:, :length], kv.values[:, :length]
     return selected_attention(q, k, v, mode.attention, cu_seqlens=span.cu_seqlens, impl=impl)
+
+
+def unit_length(x: Float[Tensor, "B T H K"]) -> Tensor:
+    """Return vectors of unit length, computed in float32."""
+    return F.normalize(at_least_float32(x), dim=-1, eps=1e-6).to(x.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenmix_core.modeling import CACHE, HybridCache, HybridForCausalLM, HybridModel, Span, register_model
 from tokenmix_oryx.config import OryxConfig as OryxConfig
 from tokenmix_oryx.generation import GenerationMode, ModePlan, PromptMode, check_generation
-from tokenmix_oryx.modes import ATTENTION, LINEAR, ModeInput, Modes, check_mode, describe
+from tokenmix_oryx.modes import ATTENTION, LINEAR, ModeInput, Modes, check_mode, describe, request_mode
 from tokenmix_oryx.state import OryxCache
 
 
@@ -61,8 +61,13 @@ class OryxModel(HybridModel):
             cache.promise_linear()
         return cache
 
-    def inputs_to_keep(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        mode = self.default_mode if inputs.get("mode") is None else inputs["mode"]
+    def mode_of_calls(self, cache: HybridCache | None) -> Any:
+        """Return the mode of calls with this cache that give none."""
+        decoding = getattr(cache, "decoding_mode", None)
+        return self.default_mode if decoding is None else decoding
+
+    def inputs_to_keep(self, inputs: dict[str, Any], cache: HybridCache) -> dict[str, Any]:
+        mode = self.mode_of_calls(cache) if inputs.get("mode") is None else inputs["mode"]
         if isinstance(mode, list | tuple) and any(isinstance(start, float) for start, _ in mode):
             raise ValueError("modes by shares of the length cannot be kept for crop: give positions")
         return {"mode": mode}
@@ -72,7 +77,7 @@ class OryxModel(HybridModel):
     ) -> dict[str, Any]:
         if inputs.get("mode") is None:
             # `resolve` refuses a default that is a function of the prompt
-            inputs = {**inputs, "mode": self.default_mode}
+            inputs = {**inputs, "mode": self.mode_of_calls(cache)}
         prepared = super().prepare_mixer_inputs(inputs, span, cu_seqlens, cache)
         if "mode" in prepared and isinstance(cache, OryxCache) and cache.linear_only:
             prepared["mode"] = _require_linear(prepared["mode"])
@@ -142,8 +147,12 @@ class OryxForCausalLM(HybridForCausalLM):
             raise ValueError("only generate supports a generation_mode that is a function; give a mode or schedule")
         if not defaults.keep_kv:
             cache.promise_linear()
-        with self._defaults(defaults._replace(prefill=generation)), super().decoding(cache, graph=graph):
-            yield
+        before, cache.decoding_mode = cache.decoding_mode, generation
+        try:
+            with super().decoding(cache, graph=graph):
+                yield
+        finally:
+            cache.decoding_mode = before
 
     def evaluation_settings(self) -> dict[str, str]:
         """Return the modes of evaluations, and whether generations keep keys and values."""
@@ -208,8 +217,19 @@ class OryxForCausalLM(HybridForCausalLM):
         if isinstance(mode, ModePlan):
             assert tokens is not None, "only generate supports plans"
             mode = mode.for_call({"input_ids": tokens[:, -1:], CACHE: cache}, tokens)
-        mode = self.model.default_mode if mode is None else mode
+        mode = self.model.mode_of_calls(cache) if mode is None else mode
         return super().step_inputs({**given, "mode": mode}, cache, tokens)
+
+    def request_inputs(self, given: dict[str, Any], prompt: int) -> dict[str, Any]:
+        """Return a served request's modes: those given, or those that `modes` has set for prompts and generations."""
+        defaults, mode, generated = self.model.defaults, given.get("mode"), None
+        if mode is None:
+            mode, generated = defaults.prefill, defaults.generated
+            if callable(generated):
+                raise ValueError("only generate supports a generation_mode that is a function; give a mode or schedule")
+        elif mode != LINEAR and not defaults.keep_kv:
+            raise ValueError(f"keys and values are not kept, so that mode must be 'linear', got {mode!r}")
+        return super().request_inputs({**given, "mode": request_mode(mode, generated, prompt)}, prompt)
 
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: Any = None, *, linear_only: bool = False) -> int:
         """Return the most bytes of a cache of `batch_size` sequences; `linear_only` after a promise of linear mode."""

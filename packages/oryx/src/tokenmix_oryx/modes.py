@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +22,8 @@ MODES = (LINEAR, ATTENTION)
 Assignment = Literal["chunk", "sequence"]
 # one mode for all tokens; (start, mode) pairs; or a tensor [B, T], True for attention
 ModeInput = str | Sequence[tuple[int | float, str]] | Tensor
+# mode of a served request
+RequestMode = str | list[tuple[int | float, str]]
 
 
 class Modes(NamedTuple):
@@ -142,10 +145,59 @@ def step_mode(mode: ModeInput, lengths: Callable[[], list[int]]) -> str | Tensor
             f"starts as shares of the sequence need its length, but this call continues {max(positions)} tokens; "
             "give the starts as positions"
         )
-    found = [next(name for start, name in reversed(mode) if start <= position) for position in positions]
+    found = [name_at(mode, position) for position in positions]
     if len(set(found)) == 1:
         return found[0]
     return torch.tensor([[name == ATTENTION] for name in found])
+
+
+def request_mode(mode: Any, generated: Any, prompt: int) -> RequestMode:
+    """Return the mode of a served request's tokens: one for all, or (position, mode) pairs.
+
+    Args:
+        mode: of the prompt's tokens.
+        generated: of generated tokens; None if `mode` applies to them too.
+        prompt: tokens of the prompt.
+
+    Raises:
+        ValueError: an invalid mode, or one that gives a value for each token.
+    """
+    if not isinstance(mode, str | list | tuple):
+        raise ValueError(f"a request's mode must be 'linear', 'attention' or a list of (start, mode), got {mode!r}")
+    check_mode(mode)
+    pairs = [(0, mode)] if isinstance(mode, str) else [(start, name) for start, name in mode]
+    if any(isinstance(start, float) for start, _ in pairs):
+        # each part starts at the first token at or past its share of the prompt
+        pairs = list({math.ceil(start * prompt): name for start, name in pairs}.items())
+    if generated is not None:
+        later = [(0, generated)] if isinstance(generated, str) else generated
+        pairs = [(start, name) for start, name in pairs if start < prompt]
+        pairs += [(prompt, name_at(later, prompt)), *((start, name) for start, name in later if start > prompt)]
+    return pairs[0][1] if len({name for _, name in pairs}) == 1 else pairs
+
+
+def name_at(pairs: Sequence[tuple[int | float, str]], position: int) -> str:
+    """Return the mode of a position by (start, mode) pairs."""
+    return next(name for start, name in reversed(pairs) if start <= position)
+
+
+def batch_mode(modes: Sequence[RequestMode], ranges: Sequence[tuple[int, int]]) -> str | Bool[Tensor, "B T"]:
+    """Return the mode of a call whose row i has the positions `ranges[i]` of a request with `modes[i]`.
+
+    One mode if all tokens have it, else a tensor, False at the padding on the left of shorter rows.
+    """
+    if isinstance(modes[0], str) and all(mode == modes[0] for mode in modes):
+        return modes[0]
+    rows = [
+        [mode == ATTENTION] * (stop - start)
+        if isinstance(mode, str)
+        else [name_at(mode, t) == ATTENTION for t in range(start, stop)]
+        for mode, (start, stop) in zip(modes, ranges, strict=True)
+    ]
+    if len(found := {x for row in rows for x in row}) == 1:
+        return ATTENTION if found.pop() else LINEAR
+    longest = max(map(len, rows))
+    return torch.tensor([[False] * (longest - len(row)) + row for row in rows])
 
 
 def _by_share(starts: Sequence[float], modes: Sequence[str], span: Span, cu_seqlens: Tensor | None) -> Modes:

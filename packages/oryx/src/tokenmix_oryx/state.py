@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -36,6 +38,8 @@ class OryxCache(HybridCache):
 
     # whether the model must refuse attention
     linear_only = False
+    # the mode of calls without one, within the model's `decoding`; None for the model's default
+    decoding_mode: Any = None
 
     def promise_linear(self) -> None:
         """Free keys and values of Oryx layers for good, as all further tokens will be in linear mode.

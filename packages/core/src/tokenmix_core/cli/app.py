@@ -227,6 +227,9 @@ def _parser(
     )
     sub.add_argument("--max-requests", type=int, metavar="N", help="requests that run at the same time, others wait")
     sub.add_argument("--max-batch-tokens", type=int, metavar="T", help="tokens of all requests in a forward pass")
+    sub.add_argument(
+        "--prefix-cache", type=int, default=0, metavar="BYTES", help="memory for states that prompts share (default: 0)"
+    )
     add_device(sub)
 
     sub = command(commands, "bench", "measure a model's speed and memory on this machine", "tiny --lengths 512,2048")

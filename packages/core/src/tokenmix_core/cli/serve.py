@@ -26,6 +26,8 @@ def serve(args: argparse.Namespace, context: Context) -> None:
     for name in ("max_model_len", "max_requests", "max_batch_tokens"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if args.prefix_cache < 0:
+        raise ValueError(f"--prefix-cache must be at least 0 bytes, got {args.prefix_cache}")
     name = args.name or Path(args.checkpoint).resolve().name
     pool = ContinuousBatchingConfig(max_requests_per_batch=args.max_requests, max_batch_tokens=args.max_batch_tokens)
     # bind first, so that a port in use is reported before the model is loaded
@@ -37,7 +39,8 @@ def serve(args: argparse.Namespace, context: Context) -> None:
         # uvicorn shuts down at SIGTERM, then raises the signal again in this process, which ignores it
         signal.signal(signal.SIGTERM, lambda *_: None)
         with context.using(model, args):
-            app = build_app(Engine(model, pool, args.max_model_len), tokenizer, name)
+            engine = Engine(model, pool, args.max_model_len, prefix_bytes=args.prefix_cache)
+            app = build_app(engine, tokenizer, name)
             print(f"serving {name} at http://{host}:{port}/v1 ({reach}); Ctrl-C stops it", flush=True)
             settings = uvicorn.Config(
                 app, log_level="warning", timeout_keep_alive=_IDLE, timeout_graceful_shutdown=_GRACE

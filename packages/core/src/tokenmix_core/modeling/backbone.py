@@ -342,7 +342,7 @@ class HybridModel(HybridPreTrainedModel):
                 f"inputs of the mixers are: {known}"
             )
 
-    def inputs_to_keep(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def inputs_to_keep(self, inputs: dict[str, Any], cache: HybridCache) -> dict[str, Any]:
         """Return extra inputs in the form in which a cache keeps them, to compute tokens again after `crop`.
 
         Override for inputs that depend on the model or the call; tensors `[B, T, ...]` have a value for each token.

@@ -296,19 +296,19 @@ class HybridCache(Cache):
         """Replace every sequence by `repeats` adjacent copies."""
         self._change_batch(lambda x: x.repeat_interleave(repeats, 0), max(self.batch_size, 0) * repeats)
 
-    def gather_rows(self, sources: Sequence[tuple[HybridCache, Sequence[int]]]) -> None:
-        """Replace all sequences by copies of sequences of other caches of the model, in the given order."""
+    def gather_rows(self, sources: Sequence[tuple[HybridCache, Sequence[int]]], lengths: Sequence[int]) -> None:
+        """Replace all sequences by copies of rows of other caches of the model, with these lengths without padding."""
         self.reset()
         for cache, _ in sources:
             cache._check_whole()
+            if cache.history is not None and cache.history.pending:
+                raise ValueError("tokens that crop left pending have no state yet: call the model before gather_rows")
             cache.loosen()
         for part, *held in zip(self._parts(), *(cache._parts() for cache, _ in sources), strict=True):
             part.gather_rows([(x, rows) for x, (_, rows) in zip(held, sources, strict=True)])
-        lengths = torch.cat([cache._counts()[list(rows)] for cache, rows in sources])
-        # the longest sequence of a cache bounds its rows
-        self.length = self.past = max(cache.past for cache, _ in sources)
-        equal = all(cache.lengths is None and cache.past == self.past for cache, _ in sources)
-        self.lengths, self._batch = None if equal else lengths, len(lengths)
+        self.length, self.past, self._batch = max(lengths), max(lengths), len(lengths)
+        if min(lengths) < self.past:
+            self.lengths = torch.cat([cache._counts()[list(rows)] for cache, rows in sources])
 
     def reset(self) -> None:
         """Drop all sequences; a broken cache becomes usable again."""

@@ -8,6 +8,7 @@ states are those of `RequestStates`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -19,12 +20,15 @@ from transformers.generation.continuous_batching.utils import get_device_and_mem
 from transformers.modeling_outputs import CausalLMOutput
 
 from tokenmix_core.modeling.cache_name import CACHE
+from tokenmix_core.modeling.prefixes import Prefixes
 from tokenmix_core.modeling.request_states import Chunk, RequestStates
 
 # maximum number of requests that run at the same time
 _REQUESTS = 256
 # maximum capacity in tokens that the scheduler is told, also if states do not grow with their tokens
 _MOST_TOKENS = 1 << 22
+# option of a request that holds its inputs of mixers
+_INPUTS = "mixer_inputs"
 
 
 class ServedModel:
@@ -55,6 +59,8 @@ class ServedModel:
         self.config._attn_implementation = "flash_attention_2"
         self.states = RequestStates(model)
         self._chunks: list[Chunk] = []
+        # called with a request and the number of its first tokens that a snapshot of another one saves
+        self.on_prefix: Callable[[str, int], object] = lambda request, tokens: None
 
     def eval(self) -> ServedModel:
         """Return self: the model is always in evaluation mode."""
@@ -78,15 +84,37 @@ class ServedModel:
     def _get_logits_processor(self, generation_config: GenerationConfig) -> Any:
         return self.model._get_logits_processor(generation_config)
 
-    def watch(self, cache: Any) -> None:
-        """Follow the paged cache's calls: the chunks of each step, and requests that end, are preempted or forked."""
+    def watch(self, processor: Any) -> None:
+        """Follow an engine's steps: their chunks, and requests that begin, end, are preempted or forked."""
+        cache, scheduler = processor.cache, processor.scheduler
         index, free, fork = cache.extend_read_and_write_indices, cache.free_blocks, cache.prepare_fork_request
-        free_all = cache.free_all_requests
+        free_all, schedule = cache.free_all_requests, scheduler.schedule_batch
+
+        def inputs_of(state: Any) -> dict[str, Any]:
+            return {} if state is None else state.logit_processor_kwargs.get(_INPUTS, {})
 
         @functools.wraps(index)
         def extend(request: str, past: int, tokens: int, *args: Any) -> None:
-            self._chunks.append(Chunk(request, past, tokens))
+            # a prompt of one token that is about to be forked has none left in this step
+            if tokens:
+                state = scheduler.active_requests.get(request)
+                prompt = state is not None and past < len(state.initial_tokens)
+                self._chunks.append(Chunk(request, past, tokens, inputs_of(state), prompt))
             index(request, past, tokens, *args)
+
+        @functools.wraps(cache.search_prefix_match)
+        def search(request: str, tokens: list[int]) -> int:
+            state = scheduler.waiting_requests.get(request)
+            found = self.states.begin(request, tokens, inputs_of(state))
+            # a preempted request has had its tokens before
+            if found and state is not None and not state._true_initial_tokens:
+                self.on_prefix(request, found)
+            return found
+
+        @functools.wraps(schedule)
+        def schedule_batch(*args: Any) -> Any:
+            self.states.begin_step()
+            return schedule(*args)
 
         @functools.wraps(free)
         def free_blocks(request: str, *args: Any, **kwargs: Any) -> None:
@@ -106,10 +134,17 @@ class ServedModel:
 
         cache.extend_read_and_write_indices, cache.free_blocks = extend, free_blocks
         cache.prepare_fork_request, cache.free_all_requests = prepare_fork, free_all_requests
+        # the scheduler then asks for the prefix of each new request, and trusts the answer
+        cache.use_prefix_sharing, cache.search_prefix_match = True, search
+        scheduler.schedule_batch = schedule_batch
+        # the engine carries these options of a request with it, also if it is preempted or forked
+        processor.logit_processor.supported_keys[_INPUTS] = dict
 
     def __call__(self, input_ids: Tensor, logits_to_keep: Tensor, **_: Any) -> CausalLMOutput:
         """Compute a step's tokens `[1, T]`; return the logits `[1, kept, vocab]` of the tokens at `logits_to_keep`."""
         chunks, self._chunks = self._chunks, []
+        if not chunks:
+            return CausalLMOutput(logits=torch.empty(1, 0, self.config.vocab_size, device=self.device))
         logits = self.states.run(chunks, input_ids[:, : sum(x.tokens for x in chunks)].long())
         last = torch.tensor([x.tokens for x in chunks], device=logits.device).cumsum(0) - 1
         # logits are requested of last tokens of chunks only
@@ -138,7 +173,7 @@ class HybridBatchingManager(ContinuousBatchingManager):
         if continuous_batching_config.cpu_offload_space:
             raise ValueError("cpu_offload_space is not available: preempted requests are computed again")
         config = copy(continuous_batching_config)
-        # each step's shapes differ, and decoding steps have graphs of their own; states cannot be shared by prefixes
+        # each step's shapes differ, and decoding steps have graphs of their own; `keep_prefixes` shares states
         config.max_blocks_per_request, config.allow_block_sharing = 0, False
         config.use_cuda_graph, config.use_async_batching, config.default_compile_level = False, False, 0
         config.varlen_compile_config = config.decode_compile_config = None
@@ -155,6 +190,19 @@ class HybridBatchingManager(ContinuousBatchingManager):
         config = self.continuous_batching_config
         return (config.num_blocks or 0) * config.page_size
 
+    def keep_prefixes(self, budget: int) -> None:
+        """Keep snapshots of states after the first tokens of prompts, in at most `budget` bytes; 0 keeps none.
+
+        A later prompt that begins with the same tokens, in the same modes and with the same weights and adapters,
+        continues a copy. Snapshots lie at multiples of `page_size` tokens.
+
+        Raises:
+            ValueError: a negative number.
+        """
+        self.model.states.prefixes = Prefixes(  # type: ignore[attr-defined]
+            self.continuous_batching_config.page_size, budget
+        )
+
     def check_request(self, input_ids: Any, max_new_tokens: int | None) -> None:
         """Raise a ValueError for a request that can never run."""
         tokens = len(input_ids)
@@ -166,16 +214,26 @@ class HybridBatchingManager(ContinuousBatchingManager):
                 f"{self.max_tokens} tokens: set num_blocks in ContinuousBatchingConfig"
             )
 
-    def add_request(self, input_ids: Any, *args: Any, max_new_tokens: int | None = None, **kwargs: Any) -> Any:
+    def add_request(
+        self,
+        input_ids: Any,
+        *args: Any,
+        max_new_tokens: int | None = None,
+        mixer_inputs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Add a request; arguments as for transformers' manager, and `mixer_inputs`: its inputs of mixers, by name."""
         limit = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         self.check_request(input_ids, limit)
-        return super().add_request(input_ids, *args, max_new_tokens=max_new_tokens, **kwargs)
+        inputs = self.model.model.request_inputs(mixer_inputs or {}, len(input_ids))  # type: ignore[attr-defined]
+        given = {_INPUTS: inputs} if inputs else {}
+        return super().add_request(input_ids, *args, max_new_tokens=max_new_tokens, **given, **kwargs)
 
     def _create_batch_processor(self) -> Any:
         fresh = getattr(self, "batch_processor", None) is None
         processor = super()._create_batch_processor()
         if fresh:
-            self.model.watch(processor.cache)  # type: ignore[attr-defined]
+            self.model.watch(processor)  # type: ignore[attr-defined]
         return processor
 
 

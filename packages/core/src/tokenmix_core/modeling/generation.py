@@ -78,6 +78,22 @@ class GeneratesInSteps:
         inputs = {name: x for name, x in given.items() if name in takers and x is not None}
         return {name: takers[name].step_input(name, x, lambda: cache.known_lengths) for name, x in inputs.items()}
 
+    def request_inputs(self, given: dict[str, Any], prompt: int) -> dict[str, Any]:
+        """Return a served request's inputs of mixers; see `Mixer.request_input`.
+
+        Args:
+            given: the request's inputs, by name.
+            prompt: tokens of its prompt.
+
+        Raises:
+            ValueError: an invalid input, or one that no mixer of the model takes.
+        """
+        takers = self.input_takers
+        if unknown := sorted(set(given) - set(takers)):
+            raise ValueError(f"the model takes no {unknown[0]}")
+        inputs = {name: taker.request_input(name, given.get(name), prompt) for name, taker in takers.items()}
+        return {name: x for name, x in inputs.items() if x is not None}
+
     def step_output(self, logits: Tensor, cache: HybridCache) -> Any:
         """Wrap logits `[N, 1, vocab]` of a replayed step in the output class of the model's `forward`."""
         return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})  # type: ignore[arg-type]

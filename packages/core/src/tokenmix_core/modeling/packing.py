@@ -119,7 +119,7 @@ def rolls_back(forward: Callable[..., Any]) -> Callable[..., Any]:
         if positions is not None and positions.shape[:1] == (1,):
             positions = positions.expand(len(x), -1)
         given = {key: value for key, value in given.items() if key not in ("input_ids", "inputs_embeds")}
-        extra = self.inputs_to_keep(extra) if takers else extra
+        extra = self.inputs_to_keep(extra, cache) if takers else extra
         return history.call(functools.partial(forward, self), cache, Tokens(x, mask, positions, extra), given)
 
     return call

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.modeling.cache import HybridCache
+from tokenmix_core.modeling.prefixes import Prefixes
+from tokenmix_core.nn.mixer import Mixer
+from tokenmix_core.nn.plain import settings_of, third_party_modules
 
 
 class Chunk(NamedTuple):
@@ -20,52 +24,98 @@ class Chunk(NamedTuple):
         request: id of the request.
         past: tokens of the request before the step.
         tokens: its tokens in the step.
+        inputs: the request's inputs of mixers, as `Mixer.request_input` returns them.
+        prompt: whether they belong to the prompt.
     """
 
     request: str
     past: int
     tokens: int
+    inputs: Mapping[str, Any] = MappingProxyType({})
+    prompt: bool = False
 
 
 class RequestStates:
     """The states of requests, stored as rows of one or several caches.
 
-    New prompts are computed together, and all requests with one new token take one decoding step, in a cache whose rows
-    are exactly these requests. As long as the same requests decode, their states are not moved.
+    New prompts are computed together, as are parts of prompts, and all requests with one new token take one decoding
+    step, in a cache whose rows are exactly these requests. As long as the same requests decode, their states are not
+    moved.
 
     Args:
         model: a causal language model with `make_cache` and `decoding`.
+
+    Attributes:
+        prefixes: snapshots after the first tokens of prompts; none by default.
     """
 
     def __init__(self, model: Any):
         self.model = model
+        self.prefixes = Prefixes(1, 0)
         # cache and row of each request, and its tokens
         self._rows: dict[str, tuple[HybridCache, int]] = {}
         self._tokens: dict[str, int] = {}
         # context of decoding steps for the cache of the requests that decode
         self._steps, self._decoded = ExitStack(), None
+        # settings of the model at which each request began, and those of the present step
+        self._settings: dict[str, Hashable] = {}
+        self._current: Hashable = None
 
     def __len__(self) -> int:
         return len(self._rows)
 
     @property
     def allocated_nbytes(self) -> int:
-        """Bytes of memory allocated for states."""
-        return sum(cache.allocated_nbytes for cache in {id(cache): cache for cache, _ in self._rows.values()}.values())
+        """Bytes of memory allocated for states, without those of `prefixes`."""
+        # a copy, as other threads may ask
+        caches = {id(cache): cache for cache, _ in list(self._rows.values())}
+        return sum(cache.allocated_nbytes for cache in caches.values())
+
+    def begin_step(self) -> None:
+        """Read the model's settings again, which may change between steps."""
+        self._current = None
+
+    def begin(self, request: str, tokens: Sequence[int], inputs: Mapping[str, Any] = MappingProxyType({})) -> int:
+        """Return how many of a new request's first tokens have a snapshot, a copy of which the request then continues.
+
+        Args:
+            request: id of a request without tokens.
+            tokens: its prompt.
+            inputs: as for `Chunk`.
+        """
+        if not self.prefixes.budget:
+            return 0
+        settings = self._settings_now()
+        if self._settings.setdefault(request, settings) != settings:
+            self._settings[request] = settings
+            self.prefixes.drop(request)
+        found, held = self.prefixes.find(
+            request,
+            tokens,
+            settings,
+            lambda start, stop: _comparable(self._inputs([Chunk(request, start, stop - start, inputs)])),
+        )
+        if held is not None:
+            self._rows[request] = self._copied([(held, [0])], [found]), 0
+            self._tokens[request] = found
+        return found
 
     def drop(self, request: str) -> None:
         """Drop a request; a no-op for an unknown one."""
         self._rows.pop(request, None)
         self._tokens.pop(request, None)
+        self._settings.pop(request, None)
+        self.prefixes.drop(request)
 
     def clear(self) -> None:
         """Drop all requests."""
-        self._rows, self._tokens = {}, {}
+        for request in {*self._rows, *self._settings}:
+            self.drop(request)
         self._end_steps()
 
     def fork(self, request: str, copies: Sequence[str]) -> None:
-        """Give other requests a copy of a request's state."""
-        for name in copies:
+        """Give other requests a copy of a request's state; they begin if it has no tokens."""
+        for name in copies if request in self._rows else ():
             self._rows[name] = self._gathered([request]), 0
             self._tokens[name] = self._tokens[request]
 
@@ -75,51 +125,90 @@ class RequestStates:
         Raises:
             ValueError: a chunk that does not continue its request.
         """
+        self.begin_step()
         parts = ids[0].split([x.tokens for x in chunks])
-        new, decoding, others = [], [], []
+        left: dict[int, list[tuple[Chunk, Tensor]]] = {}
         for i, x in enumerate(chunks):
-            if not x.past:
+            if not x.past and x.request in self._rows:
                 # the engine starts a preempted request again from its first token
-                self.drop(x.request)
+                self._rows.pop(x.request)
+                self._tokens.pop(x.request)
             if x.past != self._tokens.get(x.request, 0):
                 raise ValueError(f"request {x.request} has {self._tokens.get(x.request, 0)} tokens, got {x.past}")
-            (new if not x.past else decoding if x.tokens == 1 else others).append(i)
+            # a chunk is divided where snapshots are taken
+            stop = x.past + x.tokens
+            starts = [x.past, *(n for n in self.prefixes.boundaries(x.request, x.past, stop) if n < stop)]
+            sizes = [b - a for a, b in zip(starts, [*starts[1:], stop], strict=True)]
+            divided = [x._replace(past=start, tokens=n) for start, n in zip(starts, sizes, strict=True)]
+            left[i] = list(zip(divided, parts[i].split(sizes), strict=True))[::-1]
         logits: dict[int, Tensor] = {}
-        for group in _similar(new, [x.tokens for x in chunks]):
-            logits |= self._prefill(group, chunks, parts)
-        for i in others:
-            cache = self._cache_of([chunks[i].request])
-            logits[i] = self.model(parts[i][None], cache=cache, logits_to_keep=1).logits[0, -1]
-        if decoding:
-            logits |= self._decode(decoding, chunks, parts)
-        for x in chunks:
-            self._tokens[x.request] = x.past + x.tokens
+        while left:
+            step = {i: x.pop() for i, x in left.items()}
+            logits |= self._run({i: x for i, (x, _) in step.items()}, {i: x for i, (_, x) in step.items()})
+            for x, _ in step.values():
+                self._tokens[x.request] = stop = x.past + x.tokens
+                if self.prefixes.boundaries(x.request, stop - 1, stop) and self._unchanged(x.request):
+                    self.prefixes.store(x.request, stop, _trimmed(self._gathered([x.request])))
+            left = {i: x for i, x in left.items() if x}
         return torch.stack([logits[i] for i in range(len(chunks))])
 
-    def _prefill(self, group: list[int], chunks: Sequence[Chunk], parts: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Compute the first chunks of several requests as one batch, with padding on the left."""
-        longest = max(chunks[i].tokens for i in group)
-        cache, ids, mask = self.model.make_cache(), parts[group[0]].new_zeros(len(group), longest), None
-        for row, i in enumerate(group):
-            ids[row, longest - chunks[i].tokens :] = parts[i]
-        if any(chunks[i].tokens < longest for i in group):
-            lengths = torch.tensor([chunks[i].tokens for i in group], device=ids.device)
-            mask = torch.arange(longest, device=ids.device) >= longest - lengths.unsqueeze(1)
-        logits = self.model(ids, attention_mask=mask, cache=cache, logits_to_keep=1).logits[:, -1]
-        for row, i in enumerate(group):
-            self._rows[chunks[i].request] = cache, row
-        return dict(zip(group, logits, strict=True))
+    def _run(self, chunks: dict[int, Chunk], parts: dict[int, Tensor]) -> dict[int, Tensor]:
+        new, decoding, others = [], [], []
+        for i, x in chunks.items():
+            (new if not x.past else others if x.prompt or x.tokens > 1 else decoding).append(i)
+        logits: dict[int, Tensor] = {}
+        for group in [*_similar(new, chunks), *_similar(others, chunks)]:
+            logits |= self._prefill([chunks[i] for i in group], {i: parts[i] for i in group})
+        if decoding:
+            logits |= self._decode([chunks[i] for i in decoding], {i: parts[i] for i in decoding})
+        return logits
 
-    def _decode(self, group: list[int], chunks: Sequence[Chunk], parts: Sequence[Tensor]) -> dict[int, Tensor]:
+    def _prefill(self, chunks: list[Chunk], parts: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Compute chunks of several requests as one batch, with padding on the left; all are first chunks or none."""
+        longest, shortest = (fn(x.tokens for x in chunks) for fn in (max, min))
+        cache = self._cache_of([x.request for x in chunks]) if chunks[0].past else self.model.make_cache()
+        ids, mask = next(iter(parts.values())).new_zeros(len(chunks), longest), None
+        for row, part in enumerate(parts.values()):
+            ids[row, longest - len(part) :] = part
+        if shortest < longest:
+            lengths = torch.tensor([x.tokens for x in chunks], device=ids.device)
+            mask = torch.arange(longest, device=ids.device) >= longest - lengths.unsqueeze(1)
+        inputs = self._inputs(chunks)
+        logits = self.model(ids, attention_mask=mask, cache=cache, logits_to_keep=1, **inputs).logits[:, -1]
+        for row, x in enumerate(chunks):
+            self._rows[x.request] = cache, row
+        return dict(zip(parts, logits, strict=True))
+
+    def _decode(self, chunks: list[Chunk], parts: dict[int, Tensor]) -> dict[int, Tensor]:
         """Compute one token of each of several requests as one step."""
-        cache = self._cache_of([chunks[i].request for i in group])
+        cache = self._cache_of([x.request for x in chunks])
         if cache is not self._decoded:
             self._end_steps()
             self._steps.enter_context(self.model.decoding(cache))
             self._decoded = cache
-        logits = self.model(torch.stack([parts[i] for i in group]), cache=cache, logits_to_keep=1).logits[:, -1]
+        ids, inputs = torch.stack(list(parts.values())), self._inputs(chunks)
+        logits = self.model(ids, cache=cache, logits_to_keep=1, **inputs).logits[:, -1]
         # the next step overwrites the logits of a captured one
-        return dict(zip(group, logits.clone(), strict=True))
+        return dict(zip(parts, logits.clone(), strict=True))
+
+    def _inputs(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        """Return the mixers' inputs of a call with one row for each chunk."""
+        takers, ranges = self.model.input_takers, [(x.past, x.past + x.tokens) for x in chunks]
+        return {
+            name: takers[name].batch_input(name, [x.inputs[name] for x in chunks], ranges) for name in chunks[0].inputs
+        }
+
+    def _settings_now(self) -> Hashable:
+        """Return what the model's states depend on beside tokens: weights, adapters and options; once per step."""
+        if self._current is None:
+            weights = (*self.model.parameters(), *self.model.buffers())
+            versions = tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in weights)
+            mixers = (m for m in self.model.modules() if isinstance(m, Mixer))
+            self._current = versions, settings_of([self.model.model, *mixers, *third_party_modules(self.model)])
+        return self._current
+
+    def _unchanged(self, request: str) -> bool:
+        return self._settings.get(request) == self._settings_now()
 
     def _end_steps(self) -> None:
         self._steps.close()
@@ -136,22 +225,38 @@ class RequestStates:
         return cache
 
     def _gathered(self, requests: list[str]) -> HybridCache:
-        self._end_steps()
         sources: list[tuple[HybridCache, list[int]]] = []
         for cache, row in (self._rows[x] for x in requests):
             if not sources or sources[-1][0] is not cache:
                 sources.append((cache, []))
             sources[-1][1].append(row)
-        gathered = self.model.make_cache()
-        gathered.gather_rows(sources)
-        return gathered
+        if any(cache is self._decoded for cache, _ in sources):
+            self._end_steps()
+        return self._copied(sources, [self._tokens[x] for x in requests])
+
+    def _copied(self, sources: Sequence[tuple[HybridCache, Sequence[int]]], tokens: list[int]) -> HybridCache:
+        cache = self.model.make_cache()
+        cache.gather_rows(sources, tokens)
+        return cache
 
 
-def _similar(indices: list[int], tokens: Sequence[int]) -> list[list[int]]:
+def _trimmed(cache: HybridCache) -> HybridCache:
+    """Free a cache's spare capacity."""
+    for layer in cache.layers:
+        for part in layer.parts.values():
+            part._resize(cache.past, 0)
+    return cache
+
+
+def _comparable(inputs: dict[str, Any]) -> Hashable:
+    return tuple((name, x.tolist() if isinstance(x, Tensor) else x) for name, x in sorted(inputs.items()))
+
+
+def _similar(indices: list[int], chunks: Mapping[int, Chunk]) -> list[list[int]]:
     """Divide chunks into groups such that at most half of a group's padded batch is padding."""
     groups: list[list[int]] = []
-    for i in sorted(indices, key=lambda i: tokens[i]):
-        if groups and tokens[i] * (len(groups[-1]) + 1) <= 2 * sum(tokens[j] for j in [*groups[-1], i]):
+    for i in sorted(indices, key=lambda i: chunks[i].tokens):
+        if groups and chunks[i].tokens * (len(groups[-1]) + 1) <= 2 * sum(chunks[j].tokens for j in [*groups[-1], i]):
             groups[-1].append(i)
         else:
             groups.append([i])

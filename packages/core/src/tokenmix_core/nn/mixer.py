@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -100,6 +100,32 @@ class Mixer(KeepsFloat32):
             A tensor of constant shape, or another value; one graph is captured for each of these values.
         """
         return value
+
+    @classmethod
+    def request_input(cls, name: str, value: Any, prompt: int) -> Any:
+        """Convert an extra input of a served request to the form that `batch_input` takes; override to accept any.
+
+        Args:
+            name: one of `inputs`.
+            value: the caller's value; None if the request gives none.
+            prompt: tokens of the request's prompt.
+
+        Raises:
+            ValueError: an invalid value, or an input that a request cannot give.
+        """
+        if value is not None:
+            raise ValueError(f"{name} cannot be given for single requests")
+
+    @classmethod
+    def batch_input(cls, name: str, values: Sequence[Any], ranges: Sequence[tuple[int, int]]) -> Any:
+        """Return the extra input of a call whose rows are parts of several requests, with padding on the left.
+
+        Args:
+            name: one of `inputs`.
+            values: of each row's request, as `request_input` returns them.
+            ranges: of each row, the position of its first token and that behind its last.
+        """
+        return None
 
     def forward(
         self,

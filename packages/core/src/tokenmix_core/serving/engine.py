@@ -28,16 +28,26 @@ class Engine:
         model: the model.
         pool: size of the pool and of a step's batch; by default what fits into the free memory.
         max_tokens: most tokens of one request; by default what the pool holds.
+        prefix_bytes: most bytes of snapshots of states after the first tokens of prompts; see `keep_prefixes`.
 
     Attributes:
         max_tokens: most tokens of one request, prompt and generated ones together; at most what the pool holds.
         counts: requests and tokens since the start, by name.
     """
 
-    def __init__(self, model: Any, pool: ContinuousBatchingConfig | None = None, max_tokens: int | None = None):
+    def __init__(
+        self,
+        model: Any,
+        pool: ContinuousBatchingConfig | None = None,
+        max_tokens: int | None = None,
+        *,
+        prefix_bytes: int = 0,
+    ):
         self.model, self.config = model, GenerationConfig(do_sample=False, eos_token_id=-1)
         self.manager = model.init_continuous_batching(self.config, pool or ContinuousBatchingConfig())
         self.max_tokens: int = min(self.manager.max_tokens, max_tokens or self.manager.max_tokens)
+        self.manager.keep_prefixes(prefix_bytes)
+        self.manager.model.on_prefix = self._count_prefix
         # outputs of cancelled requests have no reader
         self.manager.output_router.output_queue = _Discard()
         self.counts = dict.fromkeys(("requests", "failed", "cancelled", "prompt_tokens", "generated_tokens"), 0)
@@ -75,6 +85,16 @@ class Engine:
         """Bytes of memory allocated for the requests' states."""
         return self.manager.model.states.allocated_nbytes
 
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes of the snapshots after the first tokens of prompts."""
+        return self.manager.model.states.prefixes.nbytes
+
+    @property
+    def prefix_counts(self) -> dict[str, int]:
+        """Hits, tokens that hits saved, and evictions of these snapshots since the start, by name."""
+        return self.manager.model.states.prefixes.counts
+
     def add(
         self,
         prompt: list[int],
@@ -83,6 +103,7 @@ class Engine:
         on_output: Callable[[Any], None],
         *,
         end_tokens: list[int],
+        inputs: dict[str, Any] | None = None,
     ) -> str:
         """Add a request and return its id; call from a coroutine.
 
@@ -92,9 +113,11 @@ class Engine:
             sampling: how tokens are chosen.
             on_output: called in the caller's event loop, at every token, with transformers' `GenerationOutput`.
             end_tokens: token ids that end the request.
+            inputs: inputs of the model's mixers, such as `mode`.
 
         Raises:
-            ValueError: a request that is too long, or token ids outside the vocabulary.
+            ValueError: a request that is too long, token ids outside the vocabulary, or inputs that the model does not
+                take.
             RuntimeError: the engine has stopped.
         """
         vocab = self.model.config.get_text_config().vocab_size
@@ -106,6 +129,7 @@ class Engine:
                 "that a request may have"
             )
         self.manager.check_request(prompt, max_new_tokens)
+        self.model.request_inputs(inputs or {}, len(prompt))
         if not all(0 <= token < vocab for token in prompt):
             raise ValueError(f"token ids must be in [0, {vocab})")
         if not self.running:
@@ -127,7 +151,12 @@ class Engine:
 
         self.manager.register_result_handler(name, deliver)
         self.manager.add_request(
-            prompt, request_id=name, max_new_tokens=max_new_tokens, streaming=True, eos_token_id=end_tokens or -1
+            prompt,
+            request_id=name,
+            max_new_tokens=max_new_tokens,
+            streaming=True,
+            eos_token_id=end_tokens or -1,
+            mixer_inputs=inputs,
         )
         return name
 
@@ -138,6 +167,10 @@ class Engine:
             self.manager.cancel_request(name)
             with self.manager.output_router._lock:
                 self.manager.output_router.result_handlers.pop(name, None)
+
+    def _count_prefix(self, name: str, tokens: int) -> None:
+        if (sampling := self._sampling.get(name)) is not None:
+            sampling.cached_tokens = tokens
 
     def _sample(self, processor: Any, scores: Tensor, output_ids: Tensor) -> None:
         """Choose the next tokens of a step, instead of the engine's own sampling."""

@@ -44,6 +44,7 @@ class Request(BaseModel):
     top_k: int = Field(0, ge=0)
     seed: int | None = None
     stop: str | list[str] | None = None
+    mode: str | list[tuple[int, str]] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
 

@@ -18,7 +18,7 @@ _LEAST_TEMPERATURE = 1e-5
 
 @dataclasses.dataclass
 class Sampling:
-    """How the tokens of one request are chosen, and the log-probabilities of those chosen so far.
+    """How the tokens of one request are chosen, and what the engine reports of it.
 
     Attributes:
         temperature: divides the logits; below 1e-5 the most likely token is taken.
@@ -44,6 +44,8 @@ class Sampling:
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
             raise ValueError(f"logprobs must be in [0, {MOST_LOGPROBS}], got {self.logprobs}")
         self.rng = random.Random(self.seed)
+        # tokens of the prompt that a snapshot of an earlier prompt saved
+        self.cached_tokens = 0
         # of each chosen token: its log-probability, and those of the most likely tokens
         self.chosen: list[tuple[float, list[tuple[int, float]]]] = []
 

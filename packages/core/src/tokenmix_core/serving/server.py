@@ -34,6 +34,8 @@ class Choice:
     """One answer while it is generated.
 
     Attributes:
+        index: of the answer in the response.
+        prompt: index of its prompt in the request.
         sampling: the request's settings and log-probabilities.
         name: of the request in the engine; empty before it is added.
         text: of all tokens so far.
@@ -42,6 +44,7 @@ class Choice:
     """
 
     index: int
+    prompt: int
     sampling: Sampling
     detokenizer: Detokenizer
     name: str = ""
@@ -124,8 +127,11 @@ def build_app(engine: Engine, tokenizer: Any, name: str) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> PlainTextResponse:
-        values = {f"{key}_total": ("counter", value) for key, value in engine.counts.items()}
-        values |= {"requests_active": ("gauge", engine.active), "state_bytes": ("gauge", engine.state_bytes)}
+        counts = engine.counts | engine.prefix_counts
+        values = {f"{key}_total": ("counter", value) for key, value in counts.items()}
+        gauges = {"requests_active": engine.active, "state_bytes": engine.state_bytes}
+        gauges["prefix_bytes"] = engine.prefix_bytes
+        values |= {key: ("gauge", value) for key, value in gauges.items()}
         lines = [f"# TYPE tokenmix_{key} {kind}\ntokenmix_{key} {value}" for key, (kind, value) in values.items()]
         return PlainTextResponse("\n".join(lines) + "\n")
 
@@ -162,6 +168,17 @@ class _Answers:
         if name not in (None, self.name):
             raise HTTPException(404, f"the model {name!r} is not served, {self.name!r} is")
 
+    def check_mode(self, body: Request) -> dict[str, Any]:
+        """Return the mixers' inputs of a request: `mode` is in the body, or behind the model's name after a colon."""
+        mode, own = body.mode, f"{self.name}:"
+        if body.model and body.model.startswith(own) and "mode" in self.engine.model.input_takers:
+            if mode is not None:
+                raise HTTPException(400, "give mode in the body or behind the model's name, not both")
+            mode = body.model.removeprefix(own)
+        else:
+            self.check_name(body.model)
+        return {} if mode is None else {"mode": mode}
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt."""
         if any("\ud800" <= x <= "\udfff" for x in text):
@@ -179,7 +196,7 @@ class _Answers:
         chat: bool,
     ) -> Response:
         """Return the answer to a request, as JSON or as a stream of events."""
-        self.check_name(body.model)
+        inputs = self.check_mode(body)
         if self.engine.active + len(prompts) * body.n > _MOST_REQUESTS:
             raise HTTPException(429, f"{self.engine.active} requests are waiting or running: try again later")
         if not self.engine.running:
@@ -187,11 +204,11 @@ class _Answers:
         queue: asyncio.Queue[tuple[Choice, Any]] = asyncio.Queue()
         choices: list[Choice] = []
         try:
-            for prompt in prompts:
+            for i, prompt in enumerate(prompts):
                 for copy in range(body.n):
                     seed = None if body.seed is None else body.seed + copy
                     sampling = Sampling(body.temperature, body.top_k, body.top_p, seed, logprobs)
-                    choice = Choice(len(choices), sampling, Detokenizer(self.tokenizer, body.stops))
+                    choice = Choice(len(choices), i, sampling, Detokenizer(self.tokenizer, body.stops))
                     choices.append(choice)
                     tokens = self.engine.max_tokens - len(prompt) if limit is None else limit
                     choice.name = self.engine.add(
@@ -200,6 +217,7 @@ class _Answers:
                         sampling,
                         lambda output, choice=choice: queue.put_nowait((choice, output)),
                         end_tokens=self.ends,
+                        inputs=inputs,
                     )
         except Exception:
             self._cancel(choices)
@@ -327,9 +345,12 @@ def _token(text: str, value: float) -> dict[str, Any]:
     return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
 
-def _usage(prompt: int, choices: list[Choice]) -> dict[str, int]:
+def _usage(prompt: int, choices: list[Choice]) -> dict[str, Any]:
     generated = sum(len(x.tokens) for x in choices)
-    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+    usage = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+    # of several answers to one prompt the first counts, as its tokens do
+    cached = sum({x.prompt: x.sampling.cached_tokens for x in reversed(choices)}.values())
+    return {**usage, "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def _event(value: dict[str, Any]) -> str:

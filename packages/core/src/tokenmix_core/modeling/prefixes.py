@@ -1,0 +1,102 @@
+"""Snapshots of states after the first tokens of prompts, for later prompts that begin with the same tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+
+from tokenmix_core.modeling.cache import HybridCache
+
+# block hashes of earlier prompts that are remembered, to find where prompts diverge
+_MOST_SEEN = 1 << 16
+
+
+class Prefixes:
+    """Snapshots by a hash of their tokens, chained per block; the longest unused one leaves first.
+
+    A prompt leaves two snapshots: at its last block boundary, and at the last one that it shares with an earlier
+    prompt. At least one token of a prompt is always computed.
+
+    Args:
+        block: snapshots hold multiples of this many tokens.
+        budget: most bytes of all snapshots.
+
+    Attributes:
+        counts: hits, tokens that hits saved, and evictions.
+    """
+
+    def __init__(self, block: int, budget: int):
+        if budget < 0:
+            raise ValueError(f"the bytes for prefixes must be at least 0, got {budget}")
+        self.block, self.budget = block, budget
+        self.nbytes = 0
+        self.counts = dict.fromkeys(("prefix_hits", "prefix_tokens", "prefix_evictions"), 0)
+        self._held: OrderedDict[bytes, HybridCache] = OrderedDict()
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        # of each request: the hashes of its blocks, and the boundaries at which it stores snapshots
+        self._requests: dict[str, tuple[list[bytes], set[int]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def find(
+        self, request: str, tokens: Sequence[int], context: Hashable, inputs: Callable[[int, int], Hashable]
+    ) -> tuple[int, HybridCache | None]:
+        """Return the longest snapshot of a prompt's first tokens with its length, 0 and None if there is none.
+
+        Args:
+            request: id of the request; the prompt's hashes are kept until `drop`.
+            tokens: the prompt.
+            context: settings that all states depend on.
+            inputs: returns the inputs of the tokens from `start` to `stop − 1` that their states depend on.
+        """
+        if request not in self._requests:
+            keys = self._keys(tokens, context, inputs)
+            shared = max((i for i, key in enumerate(keys, 1) if key in self._seen), default=0)
+            self._requests[request] = keys, {shared * self.block, len(keys) * self.block} - {0}
+            for key in keys:
+                self._seen[key] = None
+                self._seen.move_to_end(key)
+            while len(self._seen) > _MOST_SEEN:
+                self._seen.popitem(last=False)
+        keys, _ = self._requests[request]
+        for i in range(len(keys), 0, -1):
+            if (cache := self._held.get(keys[i - 1])) is not None:
+                self._held.move_to_end(keys[i - 1])
+                self.counts["prefix_hits"] += 1
+                self.counts["prefix_tokens"] += i * self.block
+                return i * self.block, cache
+        return 0, None
+
+    def boundaries(self, request: str, start: int, stop: int) -> list[int]:
+        """Return the lengths after `start` and up to `stop` at which snapshots of a request are missing."""
+        keys, ends = self._requests.get(request, ([], set()))
+        missing = (n for n in ends if keys[n // self.block - 1] not in self._held)
+        return sorted(n for n in missing if start < n <= stop)
+
+    def store(self, request: str, tokens: int, cache: HybridCache) -> None:
+        """Store a request's state after its first `tokens` tokens; drop others, the longest unused first, if needed."""
+        size = cache.allocated_nbytes
+        if size > self.budget:
+            return
+        self._held[self._requests[request][0][tokens // self.block - 1]] = cache
+        self.nbytes += size
+        while self.nbytes > self.budget:
+            _, dropped = self._held.popitem(last=False)
+            self.nbytes -= dropped.allocated_nbytes
+            self.counts["prefix_evictions"] += 1
+
+    def drop(self, request: str) -> None:
+        """Drop the hashes of a request; a no-op for an unknown one."""
+        self._requests.pop(request, None)
+
+    def _keys(self, tokens: Sequence[int], context: Hashable, inputs: Callable[[int, int], Hashable]) -> list[bytes]:
+        key, keys = hashlib.sha256(repr(context).encode()).digest(), []
+        for start in range(0, (len(tokens) - 1) // self.block * self.block, self.block):
+            content = array("q", tokens[start : start + self.block]).tobytes()
+            given = repr(inputs(start, start + self.block)).encode()
+            key = hashlib.sha256(key + content + given).digest()
+            keys.append(key)
+        return keys
