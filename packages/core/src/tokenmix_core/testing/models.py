@@ -20,6 +20,7 @@ from tokenmix_core.testing.mixers import addresses, random_parts
 from tokenmix_core.testing.modules import ModulesContract
 from tokenmix_core.testing.residual import ResidualContract
 from tokenmix_core.testing.rollback import RollbackContract
+from tokenmix_core.testing.schedules import ScheduleContract
 from tokenmix_core.testing.serving import ServingContract
 from tokenmix_core.testing.tracing import CountedGraphs, by_kernels
 from tokenmix_core.training.cuda_graph import GraphedStep, Losses
@@ -48,6 +49,7 @@ class ModelContract(
     LengthsContract,
     RollbackContract,
     ServingContract,
+    ScheduleContract,
 ):
     """Tests of a model family. A subclass `TestX(ModelContract)` sets `configs`.
 
