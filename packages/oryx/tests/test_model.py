@@ -457,8 +457,8 @@ def test_requests_with_modes_of_their_own_in_one_batch(model, ids):
             if not keep:
                 with pytest.raises(ValueError, match="keys and values are not kept"):
                     model.request_inputs({"mode": "attention"}, 5)
-    for wrong in ("fast", [(1, "linear")], 3):
-        with pytest.raises(ValueError, match="mode"):
+    for wrong, told in (("fast", "mode"), ([(1, "linear")], "must increase from 0"), (3, "a request's mode must be")):
+        with pytest.raises(ValueError, match=told):
             model.request_inputs({"mode": wrong}, 5)
     with pytest.raises(ValueError, match="the model takes no other"):
         model.request_inputs({"other": 1}, 5)

@@ -23,7 +23,7 @@ Assignment = Literal["chunk", "sequence"]
 # one mode for all tokens; (start, mode) pairs; or a tensor [B, T], True for attention
 ModeInput = str | Sequence[tuple[int | float, str]] | Tensor
 # mode of a served request
-RequestMode = str | list[tuple[int | float, str]]
+RequestMode = str | Sequence[tuple[int | float, str]]
 
 
 class Modes(NamedTuple):

@@ -156,19 +156,17 @@ class HybridCache(Cache):
             raise ValueError("only a cache that has seen tokens, real ones at the end, can be fixed")
         if capacity <= self.past:
             raise ValueError(f"capacity must be above the {self.past} tokens held, got {capacity}")
-        if self.offload_states:
-            raise ValueError("a cache that is offloaded to CPU memory cannot be fixed")
-        if self.history is not None:
-            raise ValueError("a cache that keeps a history for crop cannot be fixed")
+        if self.offload_states or self.history is not None:
+            told = "is offloaded to CPU memory" if self.offload_states else "keeps a history for crop"
+            raise ValueError(f"a cache that {told} cannot be fixed")
         parts, before, more = self._parts(), self._counts(), capacity - self.past
         held: Storage = []
         for part, target in zip(parts, [None] * len(parts) if storage is None else storage[:-1], strict=True):
             held.append(part.fix(capacity, more if spare is None else min(spare, more), target))
         lengths = before.clone() if storage is None else storage[-1][0]
         copy_all([before], [lengths])
-        self._equal = self._lengths_equal
+        self._equal, self._limit = self._lengths_equal, self.past
         self._fixed_lengths, self.lengths, self.capacity, self._read = lengths, None, capacity, None
-        self._limit = self.past
         self.has_memory()
         return [*held, (lengths,)]
 
@@ -190,15 +188,8 @@ class HybridCache(Cache):
         """Return the token layout of the next decoding step of a fixed cache."""
         lengths = self._fixed_lengths
         assert lengths is not None
-        return Span(
-            len(lengths),
-            1,
-            lengths.device,
-            past=self.capacity - 1,
-            lengths=lengths,
-            count=self.past,
-            known=lambda: self.known_lengths,
-        )
+        options: dict[str, Any] = {"lengths": lengths, "count": self.past, "known": lambda: self.known_lengths}
+        return Span(len(lengths), 1, lengths.device, past=self.capacity - 1, **options)
 
     @property
     def known_lengths(self) -> list[int]:
@@ -212,8 +203,7 @@ class HybridCache(Cache):
 
     def count(self, tokens: int) -> None:
         """Add `tokens` to the host's counters, after as many decoding steps of replayed graphs on the device."""
-        self.length += tokens
-        self.past += tokens
+        self.length, self.past = self.length + tokens, self.past + tokens
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -289,8 +279,7 @@ class HybridCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences selected by indices or by a mask."""
-        indices = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
-        self.reorder_cache(indices)
+        self.reorder_cache(indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Replace every sequence by `repeats` adjacent copies."""
@@ -351,8 +340,8 @@ class HybridCache(Cache):
 
     def snapshot(self) -> Snapshot:
         """Return a copy of the states, but not of keys and values that are only appended to: these can be cropped."""
-        counters = self.length, self.past, self.lengths, self.padding_at_end, self._batch
-        return Snapshot(*counters, [part.snapshot() for part in self._parts()])
+        parts = [part.snapshot() for part in self._parts()]
+        return Snapshot(self.length, self.past, self.lengths, self.padding_at_end, self._batch, parts)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Return to the states of an earlier snapshot of this cache."""
@@ -370,9 +359,8 @@ class HybridCache(Cache):
         """Return the length of each sequence, on the device."""
         if self._fixed_lengths is not None or self.lengths is not None:
             return self._fixed_lengths if self.lengths is None else self.lengths  # type: ignore[return-value]
-        assert self._batch is not None
-        like = next(x for part in self._parts() for x in part.tensors)
-        return torch.full((self._batch,), self.past, dtype=torch.int64, device=like.device)
+        device = next(x.device for part in self._parts() for x in part.tensors)
+        return torch.full((self.batch_size,), self.past, dtype=torch.int64, device=device)
 
     def _parts(self):
         return [part for layer in self.layers for part in layer.parts.values()]
