@@ -9,7 +9,7 @@ from transformers import Trainer, TrainingArguments
 
 from support.exporting import check_exports
 from support.two_ranks import check_sharded_in_bfloat16, run_on_two_ranks
-from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
+from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, causal_lm
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.tracing import by_kernels
 
@@ -160,7 +160,8 @@ def one_process():
     dist.destroy_process_group()
 
 
-def test_sharded_tensors_start_and_train_like_others(one_process, ids):
+@pytest.mark.parametrize("tail", [False, True], ids=["head in the root", "head and norm in a unit"])
+def test_sharded_tensors_start_and_train_like_others(one_process, ids, tail, monkeypatch):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
@@ -169,6 +170,8 @@ def test_sharded_tensors_start_and_train_like_others(one_process, ids):
     mesh = dist.init_device_mesh("cpu", (1,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
+    if tail:
+        fully_shard([model.model.norm, model.model.embed_tokens, model.lm_head], mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu")
     for module in model.modules():
@@ -183,7 +186,8 @@ def test_sharded_tensors_start_and_train_like_others(one_process, ids):
     plain.load_state_dict({name: x.full_tensor() if isinstance(x, DTensor) else x
                            for name, x in model.state_dict().items()})  # fmt: skip
     loss, gradients = loss_and_gradients(plain, ids)
-    sharded = model(ids, labels=ids).loss
+    monkeypatch.setattr(causal_lm, "warn_slower", lambda *names: pytest.fail(f"slower: {names}"))
+    sharded = model.train()(ids, labels=ids).loss
     sharded.backward()
     torch.testing.assert_close(sharded, loss)
     for name, p in model.named_parameters():

@@ -24,7 +24,7 @@ from tokenmix_core.modeling.packing import check_cache, read_padding_flag
 from tokenmix_core.nn.dtypes import at_least_float32
 from tokenmix_core.nn.loss import IGNORE, at_least_one, linear_cross_entropy
 from tokenmix_core.nn.plain import warn_slower
-from tokenmix_core.nn.projections import is_plain_linear, output_linear
+from tokenmix_core.nn.projections import is_plain_linear, is_sharded_linear, output_linear
 from tokenmix_core.parallel import current_shard, total
 
 
@@ -144,7 +144,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
             output_logits = labels is None or not self.training
         whole = None
         if labels is not None:
-            whole = None if self._fuses_loss() else output_linear(hidden, self.lm_head)
+            whole = None if self._fuses_loss(output_logits) else output_linear(hidden, self.lm_head)
             if shard is None:
                 targets = _targets(hidden, labels, attention_mask, out.cu_seqlens)
             else:
@@ -175,10 +175,11 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         """
         return 3.0 * (self.model.flops_per_token(seq_len) + 2.0 * self.lm_head.weight.numel())
 
-    def _fuses_loss(self) -> bool:
+    def _fuses_loss(self, output_logits: bool) -> bool:
         """True if the loss is computed from the output layer's weight, block by block, without forming all logits."""
         own_loss = self.loss_function is not ForCausalLMLoss
-        fuses = is_plain_linear(self.lm_head) and not own_loss
+        sharded = is_sharded_linear(self.lm_head) and not output_logits
+        fuses = (sharded or is_plain_linear(self.lm_head)) and not own_loss
         if not fuses and not own_loss:
             warn_slower("the loss forms all logits", ("lm_head",))
         return fuses
@@ -201,14 +202,27 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **given)
             return loss + sum(extra) / at_least_one(count) if extra else loss
         if logits is None:
-            total = linear_cross_entropy(
-                hidden.flatten(0, 1), self.lm_head.weight, targets.flatten(), impl=self.config.loss_impl
-            )
+            total = self._fused_loss(hidden.flatten(0, 1), targets.flatten())
         else:
             total = nn.functional.cross_entropy(
                 at_least_float32(logits.flatten(0, 1)), targets.flatten(), ignore_index=IGNORE, reduction="sum"
             )
         return sum(extra, start=total) / at_least_one(count)
+
+    def _fused_loss(self, hidden: Float[Tensor, "T D"], targets: Int[Tensor, "T"]) -> Float[Tensor, ""]:
+        head: Any = self.lm_head
+
+        def fused(hidden: Tensor) -> Tensor:
+            return linear_cross_entropy(hidden, head.weight, targets, impl=self.config.loss_impl)
+
+        if not is_sharded_linear(head):
+            return fused(hidden)
+        # FSDP2 gathers the weight around a call of the layer
+        head.forward = fused
+        try:
+            return head(hidden)
+        finally:
+            del head.forward
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         known = (*self.model.input_takers, *NAMES)

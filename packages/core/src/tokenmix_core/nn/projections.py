@@ -203,3 +203,10 @@ def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 def is_plain_linear(layer: nn.Module) -> bool:
     """True if a layer is torch's own without a bias, and calling it equals multiplying by its weight."""
     return is_plain(nn.Linear, layer) and layer.bias is None
+
+
+def is_sharded_linear(layer: nn.Module) -> bool:
+    """True if FSDP2 shards a layer that was plain before, and no other hook is on it."""
+    hooks = len(layer._forward_pre_hooks), len(layer._forward_hooks), len(layer._backward_hooks)
+    own = type(layer).__name__ == "FSDPLinear" and type(layer).__bases__[-1] is nn.Linear
+    return own and hooks == (1, 1, 0) and layer.bias is None and "forward" not in layer.__dict__
