@@ -487,7 +487,7 @@ def test_every_field_is_described_where_it_is_set_and_where_it_is_shown(recipes,
         at = next(i for i, line in enumerate(lines) if line.startswith(f"{name}:"))
         assert lines[at - 1].strip().startswith("# "), name
     # one that the recipe leaves alone, with its default
-    assert lines[lines.index("  # norm_eps: 1.0e-06") - 1] == "  # of all norms."
+    assert lines[lines.index("  # norm_eps: 1.0e-06") - 1] == "  # epsilon of all norms."
 
 
 def test_info_lists_what_there_is(recipes, capsys):

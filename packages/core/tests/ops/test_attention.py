@@ -287,7 +287,8 @@ class TestPagedDecoding(OpContract):
         f"{TQ} queries, pages of {page}": KernelCase(dict(TQ=TQ, page=page, T=160), None, in_small_tiles, ("float32",))
         for TQ, page in ((1, 16), (1, 96), (3, 32))
     }
-    neighbours: ClassVar = dict(B=3, TQ=1)
+    # these tests combine the table of one call, or row, with the pages of another
+    neighbours: ClassVar = dict(B=3, TQ=1, poisoned=False)
     traced: ClassVar = dict(TQ=1)
     traced_lengths = (33, 65)
     valid: ClassVar = dict(T=40)
@@ -305,7 +306,7 @@ class TestPagedDecoding(OpContract):
     }  # fmt: skip
     results = staticmethod(finite)
 
-    def make(self, dtype=torch.float64, device="cpu", seed=0, B=2, TQ=1, T=40, page=16) -> Call:
+    def make(self, dtype=torch.float64, device="cpu", seed=0, B=2, TQ=1, T=40, page=16, poisoned=True) -> Call:
         H, columns = 2, -(-T // page)
         P = H * columns + 3
         q, k, v = drawn(dtype, device, seed, B=B, TQ=TQ, TK=P * page, HQ=4, H=1).values()
@@ -322,7 +323,7 @@ class TestPagedDecoding(OpContract):
             for j in range(columns):
                 owned[b, table[b, h, j], : max(0, n - j * page)] = True
             table[b, h, -(-n // page) :] = P - 1 if page == 16 else 1 << 20
-        for x in (k, v):
+        for x in (k, v) if poisoned else ():
             x.masked_fill_(~owned.unsqueeze(-1), torch.nan)
         return Call({"q": q, "k_pages": k, "v_pages": v}, {"page_table": table, "lengths": lengths})
 
