@@ -19,7 +19,7 @@ from tokenmix_core.ops.gated_delta_rule.reference import recurrent_reference
 from tokenmix_core.ops.types import Impl
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-# sizes of a state's heads
+# sizes of a state's heads, rows or columns, that the kernel supports
 _SIZES = (64, 128, 256)
 
 
@@ -44,9 +44,10 @@ def delta_layer_step(
     eps: float = 1e-6,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B HV V"]:
-    r"""Apply a decoding step of Gated DeltaNet between its projections, in one launch. Not differentiable.
+    r"""Compute a decoding step of Gated DeltaNet between its input and output projections. Not differentiable.
 
-    Convolutions with SiLU, unit q and k, gates, the delta rule and the gated norm of each head (Yang et al. 2025):
+    One launch convolves q, k and v with SiLU, scales q and k to length 1 (q̂, k̂) and computes g, β and, with the gated
+    norm of each head (Yang et al. 2025),
 
     .. math::
 
@@ -57,17 +58,19 @@ def delta_layer_step(
         q, k, v: the projections of one token of each sequence, before their convolutions. H divides HV.
         a, b: projections from which `delta_gates` computes g and β.
         gate: the projection that gates the outputs; None for no gate.
-        weights: of the convolutions of q, k and v: `[H · K, W]` twice and `[HV · V, W]`, W from 2 to 8, of one dtype.
+        weights: weights of the convolutions of q, k and v: `[H · K, W]` twice and `[HV · V, W]`, W from 2 to 8, of one
+            dtype.
         inputs: the convolutions' last W − 1 inputs, oldest first, `[B, H · K, W − 1]` twice and `[B, HV · V, W − 1]`,
-            contiguous; updated by this token's. q, k, v, gate and these share one dtype: bfloat16, float16 or float32
-            (the reference also float64).
+            contiguous; this token's inputs replace the oldest. `inputs`, q, k, v and gate share one dtype: bfloat16,
+            float16 or float32 (the reference also float64).
         A_log, dt_bias: parameters of the gates.
         norm_weight: weight of the norm.
-        state: float32, contiguous, overwritten with the state after this token: HV heads `[K, V]`; or each head with
-            rows padded with zeros, and with columns padded and split into heads of equal size, as in `nn.HeadFit`.
-        arrivals: int32, contiguous, zeros; counters of the programs of a launch, which reset them to zero. Only calls
-            that share a state may share it.
-        scale: factor on the outputs before their norm; None is K ** −0.5.
+        state: float32, contiguous, overwritten with the state after this token: HV heads `[K, V]`; or, as in
+            `nn.HeadFit`, with the rows of a head padded with zeros, and its columns padded and split over several heads
+            of equal size.
+        arrivals: counters of finished programs, int32, contiguous, all zero; each launch resets them to zero. Only
+            calls that share a state may share them.
+        scale: factor on the outputs before their norm; None: K ** −0.5.
         max_beta: as for `delta_gates`.
         eps: added to the mean square.
         impl: "triton" (sizes of the state's heads are 64, 128 or 256), "reference" (any device), or None: Triton for
@@ -150,7 +153,7 @@ def delta_layer_step_reference(
     )
     g, beta = delta_gates_reference(a, b, A_log, dt_bias, max_beta)
     (HV, V), (K, columns) = v.shape[1:], state.shape[2:]
-    # the columns of a head, whose split parts are adjacent, without padding
+    # join the columns of each head, which are split over adjacent heads of the state, and drop the padding
     parts = state.unflatten(1, (HV, -1))
     whole = parts.transpose(2, 3).flatten(3)[..., : q.shape[2], :V]
     token = (x.unsqueeze(1) for x in (q, k, v, g, beta))

@@ -1,6 +1,6 @@
-"""The kernel of a decoding step, and the step as a function: direct in eager mode, a torch custom op if traced."""
+"""The kernel of a Gated DeltaNet decoding step, and its launcher: direct in eager mode, a torch custom op if traced."""
 
-# Triton knows no stars in tuples
+# Triton cannot compile starred elements of tuples
 # ruff: noqa: RUF005
 
 from typing import NamedTuple
@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
     eps: float
 
     def readable(self) -> "Inputs":
-        """Return the arguments as the kernel reads them: token rows at one stride, all else contiguous."""
+        """Return the arguments as the kernel reads them: one stride between tokens, contiguous elements within them."""
         q, k, v, gate = (None if x is None else _rows(x) for x in (self.q, self.k, self.v, self.gate))
         a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (self.a, self.b))
         names = "q_weight", "k_weight", "v_weight", "A_log", "dt_bias", "norm_weight"
@@ -56,13 +56,13 @@ class Inputs(NamedTuple):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return x `[B, H, D]` with adjacent heads in a row; x itself if so, as a slice of wider rows."""
+    """Return x `[B, H, D]` if the heads of each token are contiguous, even as a slice of wider rows; else a copy."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.clone(memory_format=torch.contiguous_format)
 
 
 @triton.jit
 def convolve(x, weight, inputs, i_n, o_d, m_d, stride_x, D, W: tl.constexpr):
-    """Return the convolution and SiLU of one token's channels, float32; leave the last inputs unchanged."""
+    """Return SiLU of the convolution at one token, for the channels `o_d`, float32; do not update the last inputs."""
     p_x = inputs + (i_n * D + o_d) * (W - 1)
     b_z = tl.zeros(o_d.shape, tl.float32)
     for w in tl.static_range(W - 1):
@@ -75,7 +75,7 @@ def convolve(x, weight, inputs, i_n, o_d, m_d, stride_x, D, W: tl.constexpr):
 
 @triton.jit
 def shift_inputs(x, inputs, i_n, o_d, m_d, stride_x, D, W: tl.constexpr):
-    """Shift the last inputs of channels by one token, with a barrier between the loads and the stores."""
+    """Replace the oldest of the last inputs of channels `o_d` by the token's; a barrier separates loads and stores."""
     p_x = inputs + (i_n * D + o_d) * (W - 1)
     b_x = ()
     for w in tl.static_range(W - 2):
@@ -94,7 +94,7 @@ def delta_layer_step_kernel(
     H, group, parts, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     BD: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Update BV columns of a head's state per program; the last program of a key head normalises and shifts inputs."""
+    """Update BV columns of a head's state per program; the last program of a key head writes y and shifts inputs."""
     if PDL:
         gdc_launch_dependents()
     tiles = group * parts * (V // BV)
@@ -105,7 +105,7 @@ def delta_layer_step_kernel(
     i_hv = i_s // parts
     o_k, o_c = tl.arange(0, K), i_t % (V // BV) * BV + tl.arange(0, BV)
     p_s = state + (i_n * HV * parts + i_s) * (K * V) + o_k[:, None] * V + o_c[None, :]
-    # before gdc_wait: only this kernel of a decoding step writes the state
+    # allowed before gdc_wait, since no other kernel of a decoding step writes the state
     b_s = tl.load(p_s)
     if PDL:
         gdc_wait()
@@ -121,7 +121,7 @@ def delta_layer_step_kernel(
     beta = max_beta * sigmoid(tl.load(b + i_n * stride_b + i_hv).to(tl.float32))
     r_q = scale * tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6)
     r_k = tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
-    # both read-outs of the old state; the output's part of the update is (k · q) u
+    # Sᵀ k and Sᵀ q of the old state S; its update k uᵀ adds (k · q) u to the output
     b_sk, b_sq = tl.sum(b_s * b_k[:, None], 0), tl.sum(b_s * b_q[:, None], 0)
     b_u = (b_v - decay * r_k * b_sk) * (beta * r_k)
     b_o = r_q * (decay * b_sq + tl.sum(b_k * b_q, 0) * b_u)

@@ -41,7 +41,7 @@ def delta_gates(
 
     Args:
         a, b: `[B, T, HV]`, the projections; slices of a wider tensor are not copied.
-        A_log, dt_bias: `[HV]`.
+        A_log, dt_bias: the layer's parameters, `[HV]`.
         max_beta: upper bound of β; 2 allows reflections of the state.
         impl: "triton", "reference" (any device), or None: Triton for CUDA tensors in eager mode, else the reference,
             which torch.compile fuses with its neighbours.

@@ -1,4 +1,4 @@
-"""Kernels of the gates and their gradients, and the differentiable function of eager mode."""
+"""Kernels of Gated DeltaNet's gates and of their gradients, and a differentiable function for eager mode."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Linear layers of one input in one launch: GEMVs, or GEMMs of few rows."""
+"""Several linear layers of the same input in one launch: GEMVs, or GEMMs with few rows."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tokenmix_core.ops.dispatch import resolve_impl
 from tokenmix_core.ops.fused import MAX_WEIGHTS
 from tokenmix_core.ops.types import Impl
 
-# each program holds all rows of x
+# the most rows of x, since each program holds all of them
 MAX_ROWS = 64
-# mean size of a weight: cuBLAS is faster above it for several rows, and equally fast at any size for one weight
+# with several rows, cuBLAS is faster for weights that are larger on average, and equally fast for a single weight
 MAX_BYTES = 16 << 20
 # dtypes of x and the weights that the kernels support
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 def fused_linears_reference(x: Float[Tensor, "B D"], weights: Sequence[Float[Tensor, "_N D"]]) -> tuple[Tensor, ...]:
-    """Return x Wᵀ `[B, N]` of each weight in eager PyTorch."""
+    """Return x Wᵀ `[B, N]` for each weight W, in eager PyTorch."""
     return tuple(F.linear(x, weight) for weight in weights)
 
 
@@ -32,9 +32,9 @@ def fused_linears_reference(x: Float[Tensor, "B D"], weights: Sequence[Float[Ten
 def fused_linears(
     x: Float[Tensor, "B D"], weights: Sequence[Float[Tensor, "_N D"]], *, impl: Impl | None = None
 ) -> tuple[Float[Tensor, "B _N"], ...]:
-    r"""Return x Wᵀ for one to six weights, such as those of q, k, v and gates, in one launch. Not differentiable.
+    r"""Return x Wᵀ for one to six weights W, such as those of q, k, v and gates, in one launch. Not differentiable.
 
-    For few rows a matmul takes as long as reading its weight, which for a small weight is less than a launch.
+    With few rows a matmul takes as long as reading its weight; for a small weight this is less than a launch takes.
 
     Args:
         x: `[B, D]`, one token of B sequences; bfloat16 or float16 (the reference also float32 and float64).

@@ -1,4 +1,4 @@
-"""Kernels of `fused_linears`: a program computes some rows of one weight for all rows of x."""
+"""Kernels of `fused_linears`: a program multiplies some rows of one weight by all rows of x."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tokenmix_core.ops.autograd import cached_op, direct_when_eager, of_fields
 from tokenmix_core.ops.fused import MAX_WEIGHTS
 
 _COUNTS = [f"n{i}" for i in range(MAX_WEIGHTS)]
-# Triton 3.6 finds no length of a tuple that holds None
+# a constant, since Triton 3.6 cannot take the length of a tuple that holds None
 _WEIGHTS = tl.constexpr(MAX_WEIGHTS)
 
 
 class GemvTile(NamedTuple):
-    """BN rows of a weight a program, BD columns at a time."""
+    """The tile of a program: BN rows of a weight, read in steps of BD columns."""
 
     BN: int
     BD: int
@@ -32,9 +32,9 @@ class GemvTile(NamedTuple):
 
 
 def gemv_tile(B: int, D: int, rows: int) -> GemvTile:
-    """Return the tile for B rows of x and weights of D columns and `rows` rows in all."""
+    """Return the tile for x `[B, D]` and weights `[N, D]` with `rows` rows in total."""
     if B == 1:
-        # with many columns the last wave takes as long as a full one, also if it has few programs
+        # with many columns the last wave takes as long as a full one, even if it has few programs
         few = D >= 4096 and rows < 16_384
         return GemvTile(8, 512, 8, 1) if few else GemvTile(4, min(1024, next_power_of_2(D)), 4, 1)
     return GemvTile(16, min(256, max(16, next_power_of_2(D))), 4, 3)
@@ -114,13 +114,13 @@ def fused_linears_kernel(
 def fused_linears_forward(
     x: Tensor, weights: Sequence[Tensor], gate: Tensor | None = None, residual: Tensor | None = None
 ) -> list[Tensor]:
-    """Return `[B, N]` for each weight and x `[B, D]` with contiguous columns.
+    """Return x Wᵀ `[B, N]` for each weight W `[N, D]`; the elements of each row of x `[B, D]` are contiguous.
 
-    For one row, a `gate` replaces x by silu(gate) · x; for one row and one weight, a `residual` is added.
+    With one row, a `gate` replaces x by silu(gate) · x; with one row and one weight, a `residual` is added.
     """
     assert gate is residual is None or len(x) == 1
     assert residual is None or len(weights) == 1
-    # a weight copied here must not be read before the copy has ended
+    # no PDL if a weight is copied here: the kernel would read the weight before the copy has ended
     launch_options = {} if all(w.is_contiguous() for w in weights) else {PDL: False}
     weights = [w.contiguous() for w in weights]
     (B, D), ns = x.shape, [len(w) for w in weights]
@@ -145,7 +145,7 @@ def fused_linears_forward(
 
 
 class Inputs(NamedTuple):
-    """The input and up to six weights; absent ones are last."""
+    """The input and up to six weights; absent weights, which are None, come last."""
 
     x: Tensor
     weight0: Tensor
@@ -162,7 +162,7 @@ def _weights(given: Inputs) -> list[Tensor]:
 
 @of_fields
 def _run(given: Inputs) -> list[Tensor]:
-    """Return `[B, N]` for each weight."""
+    """Return x Wᵀ `[B, N]` for each weight W."""
     x = given.x if given.x.stride(1) == 1 else given.x.contiguous()
     return fused_linears_forward(x, _weights(given))
 

@@ -26,7 +26,7 @@ class NormOutput(NamedTuple):
 
     Attributes:
         y: the normalised rows, in the shape of x.
-        total: the normalised sum: x, or x + branch.
+        total: the sum before normalisation: x, or x + branch.
     """
 
     y: Tensor
@@ -36,7 +36,7 @@ class NormOutput(NamedTuple):
 def rms_norm_reference(
     x: Tensor, weight: Tensor, branch: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return y and the normalised sum in eager PyTorch, for any device and dtype."""
+    """Return y and the sum before normalisation, in eager PyTorch, for any device and dtype."""
     total = x if branch is None else x + branch
     return F.rms_norm(total, weight.shape, weight.to(total.dtype), eps).to(dtype), total
 
@@ -115,7 +115,7 @@ def gated_rms_norm(
 
     Args:
         x: `[*, D]`, as for `rms_norm`; slices of a wider tensor are not copied.
-        z: the gate, in the shape of x; None for a gate of one.
+        z: the gate, in the shape of x; None for no gate.
         weight: `[size]`, shared by all rows, or `[D]`.
         size: elements of a row, a divisor of D; None for D.
         eps: added to the mean square.

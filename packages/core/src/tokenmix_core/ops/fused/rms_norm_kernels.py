@@ -19,7 +19,7 @@ from tokenmix_core.ops.buffers import as_rows
 
 @triton.jit
 def locate(i_block, rows, groups, i_g, BM: tl.constexpr, PARTS: tl.constexpr):
-    """Return row indices, tokens, groups and mask of a block of rows.
+    """Return the indices of a block's rows, their tokens and groups, and the mask of rows that exist.
 
     With PARTS, each group has its own weights, and all rows of a block belong to group `i_g`.
     """
@@ -43,7 +43,7 @@ def rms_norm_kernel(
     SIZE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
     BEFORE: tl.constexpr, AFTER: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Normalise a block of rows; with a branch also write the sum."""
+    """Normalise a block of rows; with a branch, normalise the sum x + branch and also store it."""
     gdc_launch_and_wait(PDL)
     i_g = tl.program_id(1)
     o_row, o_t, o_g, m_r = locate(tl.program_id(0), rows, groups, i_g, BM, PARTS)
@@ -77,7 +77,7 @@ def rms_norm_backward_kernel(
     eps, SIZE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
     BEFORE: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Loop over every num_programs-th block of rows; the partial weight gradient stays in registers."""
+    """Compute the gradients of every num_programs-th block of rows; sum that of the weight in registers."""
     i_p, i_g = tl.program_id(0), tl.program_id(1)
     o_d = tl.arange(0, BD)
     m_d = o_d < SIZE
@@ -122,7 +122,7 @@ def rms_norm_forward(
     x: Tensor, branch: Tensor | None, z: Tensor | None, weight: Tensor, eps: float, size: int, before: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return y and, with a branch, the sum; all are `[tokens, groups · size]` with one stride between rows."""
+    """Return y, and x + branch if there is a branch; all are `[tokens, groups · size]` with one stride between rows."""
     before = before and z is not None
     tokens, width = x.shape
     groups, parts = width // size, len(weight) // size
@@ -144,7 +144,7 @@ def rms_norm_backward(
     h: Tensor, z: Tensor | None, weight: Tensor, dy: Tensor, dtotal: Tensor | None, eps: float, size: int, before: bool,
     dtype: torch.dtype, branch_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Return dx in `dtype`, dbranch in `branch_dtype` (dx itself if equal), dz and dweight; h is x or the sum."""
+    """Return dx in `dtype`, dbranch in `branch_dtype` (dx itself if equal), dz and dweight; h is x or x + branch."""
     before = before and z is not None
     tokens, width = h.shape
     groups, parts = width // size, len(weight) // size

@@ -28,7 +28,7 @@ def rotate_step_reference(
     q: Tensor, k: Tensor, v: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor | None,
     sin: Tensor | None, keys: Tensor, values: Tensor | None, positions: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
-    """Return q rotated, and store k, rotated, and v in the cache, in eager PyTorch."""
+    """Return the rotated q; store the rotated k, and v unchanged, in the cache; in eager PyTorch."""
 
     def rotated(x: Tensor, weight: Tensor | None) -> Tensor:
         if cos is not None and sin is not None:
@@ -96,11 +96,11 @@ def rotate_step(
     eps: float = 1e-6,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B HQ K"]:
-    """Rotate q and k of one token and store k and v in a cache, in one launch. Not differentiable.
+    """Rotate q and k of one token; store the rotated k, and v, in a cache; all in one launch. Not differentiable.
 
     Args:
         q, k, v: one token of each sequence; v and `values` may both be None.
-        cos, sin: cosines and sines of its angles, float32; both None for no rotation.
+        cos, sin: cosines and sines of the token's angles, float32; both None for no rotation.
         keys, values: the cache, in q's dtype, with contiguous channels; overwritten at `positions`.
         positions: the position in the cache of each sequence, int64, from 0 to S − 1 (not checked); None for 0.
         q_weight, k_weight: weights of the norms of q and k; None for no norm.
@@ -108,7 +108,7 @@ def rotate_step(
         impl: as for `rotate`.
 
     Returns:
-        q, rotated.
+        the rotated q.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.

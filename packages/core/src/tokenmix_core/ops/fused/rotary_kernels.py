@@ -1,4 +1,4 @@
-"""Kernels of the rotation, a block of heads a program, and their gradients in eager mode."""
+"""Kernels of the rotation and of its gradients, with a block of heads per program, for eager mode."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def rotate_kernel(
     x, weight, cos, sin, y, stride_x, rows, rotated, H, eps, HALF: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Rotate a block of heads; there are angles for `rotated` tokens, shared by the rows of a batch or not."""
+    """Rotate a block of heads; token t takes row t mod `rotated` of the angles, so that sequences can share angles."""
     gdc_launch_and_wait(PDL)
     o_r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     m_r = o_r < rows
@@ -83,12 +83,12 @@ def rotate_step_kernel(
     s_vb, s_vp, s_vh, rotated, HQ, H, eps, HALF: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Process one head of q, k or v of one token."""
+    """Rotate one head of q or k of one token; store q to y, and k or v to the cache."""
     gdc_launch_and_wait(PDL)
     heads = HQ + H if v is None else HQ + 2 * H
     i_h = tl.program_id(0) % heads
     i_n = (tl.program_id(0) // heads).to(tl.int64)
-    # a block of one head
+    # the functions below take blocks of heads: this block has one
     o_n = i_n + tl.arange(0, 1)
     m_n = o_n >= 0
     i_s = tl.zeros([], tl.int64)
@@ -116,7 +116,7 @@ def rotate_backward_kernel(
     x, weight, cos, sin, dy, dx, dweights, stride_x, stride_dy, rows, rotated, H, eps,
     HALF: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Loop over every num_programs-th block of heads; the partial weight gradient stays in registers."""
+    """Compute the gradients of every num_programs-th block of heads; sum that of the weight in registers."""
     i_p = tl.program_id(0)
     o_d = tl.arange(0, BH)
     if weight is not None:
@@ -176,7 +176,7 @@ def rotate_step(
     positions: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Return q rotated, `[B, HQ, K]`; store k, rotated, and v at `positions [B]` of the cache `[B, S, H, ...]`.
+    """Return the rotated q `[B, HQ, K]`; store the rotated k, and v, at `positions [B]` of the cache `[B, S, H, ...]`.
 
     q, k and v have one stride between rows and contiguous heads; cos and sin `[rotated, K / 2]` are contiguous, or None
     for no rotation. Without `positions` the position is 0.
@@ -198,7 +198,7 @@ def rotate_step(
 def rotate_backward(
     x: Tensor | None, weight: Tensor | None, cos: Tensor, sin: Tensor, dy: Tensor, H: int, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Return dx, and dweight if there is a weight; x is needed only then."""
+    """Return dx, and dweight if there is a weight; x may be None if there is none."""
     tokens, width = dy.shape
     K, tile = width // H, tuning.row_tile(width // H // 2)
     programs = tuning.row_programs(cdiv(tokens * H, tile.BM))

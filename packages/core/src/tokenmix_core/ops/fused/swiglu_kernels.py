@@ -1,4 +1,4 @@
-"""Kernels of SwiGLU, element by element, and their gradients in eager mode."""
+"""Elementwise kernels of SwiGLU and of its gradients, and differentiable functions for eager mode."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tokenmix_core.ops.buffers import as_rows
 from tokenmix_core.ops.fused.gemv import DTYPES as GEMV_DTYPES
 from tokenmix_core.ops.fused.gemv_kernel import fused_linears_forward
 
-# rows and elements of a tile
+# rows and columns of a tile
 BM, BD = 8, 256
 
 
 @triton.jit
 def tile_of(rows, D, BM: tl.constexpr, BD: tl.constexpr):
-    """Return row indices, element indices and mask of this program's tile."""
+    """Return row indices, column indices and mask of this program's tile."""
     o_r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     return o_r[:, None], o_d[None, :], (o_r < rows)[:, None] & (o_d < D)[None, :]
@@ -46,7 +46,7 @@ def swiglu_backward_kernel(
     a, b, dh, da, db, stride_a, stride_b, stride_dh, rows, D, RECOMPUTE: tl.constexpr, BM: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of da and db; with RECOMPUTE overwrite dh by h."""
+    """Compute a tile of da and db; with RECOMPUTE, overwrite dh with h = silu(a) · b."""
     o_r, o_d, mask = tile_of(rows, D, BM, BD)
     flat = o_r * D + o_d
     b_a = tl.load(a + o_r * stride_a + o_d, mask=mask, other=0.0).to(tl.float32)
@@ -62,7 +62,7 @@ def swiglu_backward_kernel(
 
 
 def swiglu_forward(a: Tensor, b: Tensor) -> Tensor:
-    """Return h of a and b `[rows, D]`, each with one stride between rows."""
+    """Return h = silu(a) · b; a and b are `[rows, D]`, each with one stride between rows."""
     rows, D = a.shape
     h = torch.empty((rows, D), dtype=a.dtype, device=a.device)
     swiglu_kernel[(cdiv(rows, BM), cdiv(D, BD))](
@@ -72,7 +72,7 @@ def swiglu_forward(a: Tensor, b: Tensor) -> Tensor:
 
 
 def swiglu_backward(a: Tensor, b: Tensor, dh: Tensor, recompute: bool) -> tuple[Tensor, Tensor]:
-    """Return da and db; with `recompute` dh is overwritten by h, which saves one tensor at the memory peak."""
+    """Return da and db; with `recompute`, overwrite dh with h, which saves one tensor at the memory peak."""
     rows, D = a.shape
     da, db = (torch.empty((rows, D), dtype=a.dtype, device=a.device) for _ in range(2))
     swiglu_backward_kernel[(cdiv(rows, BM), cdiv(D, BD))](
