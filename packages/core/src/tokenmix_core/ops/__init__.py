@@ -1,8 +1,8 @@
-"""Operations: one public function for each mathematical operation and form of execution."""
+"""Operations: one public function per mathematical operation and way to run it, such as whole sequences or one step."""
 
 from typing import TYPE_CHECKING
 
-# what explain knows
+# imported for its side effect: it registers the operations that `explain` describes
 import tokenmix_core.ops.registry  # noqa: F401
 from tokenmix_core._utils.lazy_imports import lazily
 from tokenmix_core.ops.causal_conv1d.api import short_conv, short_conv_step, short_conv_steps, short_convs

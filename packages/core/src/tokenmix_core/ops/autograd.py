@@ -21,9 +21,9 @@ _LAUNCHED_ON = "cuda"
 
 
 def cached_op(name: str, run: Callable | None = None, *, mutates_args: Iterable[str]) -> Any:
-    """Return `torch.library.custom_op` of `run`, or a decorator; calls on a GPU go through the launch cache.
+    """Return `run` as a torch custom op whose calls on a GPU go through the launch cache; without `run`, a decorator.
 
-    Code of `torch.compile` calls the op with plain tensors, so its CPU overhead is that of eager mode.
+    Code that torch.compile generates calls the op with plain tensors, so its CPU overhead is that of eager mode.
     """
     if run is None:
         return lambda run: cached_op(name, run, mutates_args=mutates_args)
@@ -42,9 +42,9 @@ def cached_op(name: str, run: Callable | None = None, *, mutates_args: Iterable[
 
 
 def of_fields(run: Callable) -> Callable:
-    """Turn `run(step)`, a function of a NamedTuple, into a function of its fields: torch and `Replayed` need tensors.
+    """Turn `run(step)`, a function of a NamedTuple, into a function of its fields, as torch and `Replayed` require.
 
-    The function has the fields' names, types and defaults, and returns a plain tuple if `run` returns a NamedTuple.
+    Its parameters have the fields' names, types and defaults. It returns a plain tuple if `run` returns a NamedTuple.
     A field that is itself a NamedTuple is replaced by its fields, in the arguments and in the result.
 
     Raises:
@@ -85,7 +85,7 @@ def _flat(step: Any) -> Iterator[inspect.Parameter]:
 
 
 def _made(step: Any) -> Callable:
-    """Return the function that makes a `step` from its `_flat` fields."""
+    """Return a function that builds the NamedTuple `step` from its fields as `_flat` orders them."""
     parts, first = [], 0
     for x in get_type_hints(step).values():
         end = first + (len(list(_flat(x))) if hasattr(x, "_fields") else 1)
@@ -94,7 +94,7 @@ def _made(step: Any) -> Callable:
         first = end
 
     def made(*fields):
-        # from the last one, so that the indices of the others stay valid
+        # build the last nested tuple first, so that the indices of the others stay valid
         for first, end, part in parts:
             fields = *fields[:first], part(*fields[first:end]), *fields[end:]
         return step(*fields)
@@ -103,18 +103,18 @@ def _made(step: Any) -> Callable:
 
 
 def _leaves(step: Any) -> tuple:
-    """Return the values of a NamedTuple's `_flat` fields."""
+    """Return a NamedTuple's values in the order of `_flat`; a nested tuple is replaced by its values."""
     return tuple([leaf for x in step for leaf in (_leaves(x) if isinstance(x, tuple) else (x,))])
 
 
 def direct_when_eager(op: Callable, run: Callable, *, writes: int | None = None) -> Callable:
     """Return a function that calls `op`, a torch custom op, under tracing and `run`, its implementation, in eager mode.
 
-    A custom op's way through torch's dispatcher takes more CPU time than a kernel launch.
+    A call of a custom op through torch's dispatcher takes more CPU time than a kernel launch.
 
     Args:
-        op, run: functions of equal arguments, the first of which is a tensor.
-        writes: index of the argument that they write to; its version counter is increased, so that autograd notices.
+        op, run: functions of the same arguments, the first of which is a tensor.
+        writes: index of the argument that they write to, or None; its version counter tells autograd of the write.
     """
     by_torch, plain = is_reference(run), run
     transformed = transformable(_name(op), run, None, _no_gradients)
@@ -139,7 +139,7 @@ def direct_when_eager(op: Callable, run: Callable, *, writes: int | None = None)
 
 
 def retried(run: Callable) -> Callable:
-    """Return `run`, called once more with portable kernels if one of its Gluon kernels is unavailable."""
+    """Wrap `run`: if one of its Gluon kernels proves unavailable, call `run` again, now with portable kernels."""
 
     @functools.wraps(run, updated=())
     def call(*inputs, **options):
@@ -161,16 +161,16 @@ def differentiable(
     outputs: int | None = None,
     keep: Callable | None = None,
 ) -> Callable:
-    """Return `op` with gradients: torch's own under tracing, an autograd function around `run` in eager mode.
+    """Return `op` with gradients: as a torch custom op under tracing, as an autograd function around `run` if eager.
 
     Args:
         op: a torch custom op; its gradient is registered here.
-        run: its implementation. The first argument of both is a tensor.
+        run: the implementation of `op`. The first argument of both is a tensor.
         save: `(ctx, inputs, output)`, saves the tensors that `gradients` needs.
         gradients: `(ctx, *output_gradients)`, returns a gradient or None for each input.
         outputs: the number of outputs that are returned and differentiated; None for all. The others are saved for the
             backward pass alone.
-        keep: replaces `run` in eager mode if gradients may be needed, and may save other tensors.
+        keep: replaces `run` in eager mode if gradients may be needed; it may return other tensors for `save`.
     """
     op.register_autograd(gradients, setup_context=save)
     by_torch, plain = is_reference(run), run
@@ -179,7 +179,7 @@ def differentiable(
     keep = run if keep is None else Replayed(keep)
 
     def foresee(inputs, output):
-        # most backward passes have a gradient of the first result alone
+        # the expected backward call: usually only the first result has a gradient
         ctx = Context(inputs)
         save(ctx, inputs, output)
         gradients(ctx, torch.empty_like(output[0]), *[None] * (len(output[:outputs]) - 1))
@@ -233,7 +233,7 @@ def differentiable(
 
 
 def eager_function(op: str, run: Callable, save: Callable, gradients: Callable) -> Callable:
-    """Return `run` with gradients for eager mode alone; under torch.compile the plain form is faster, as it is fused.
+    """Return `run` with gradients, for eager mode only: under torch.compile the reference is faster, as it is fused.
 
     `run` returns a tensor or a tuple and goes through the launch cache; the other arguments are as in `differentiable`.
     `op` is the operation's name.
@@ -264,7 +264,7 @@ def eager_function(op: str, run: Callable, save: Callable, gradients: Callable) 
 
 
 def _name(op: Any) -> str:
-    """Return the name of a custom op without its library's."""
+    """Return the name of a custom op without the name of its library."""
     return op._qualname.partition("::")[2]
 
 

@@ -1,4 +1,4 @@
-"""Memory layouts: rows, alignment, and buffers that hold several tensors."""
+"""Memory layouts of tensors: views as rows, 16-byte alignment, and buffers that hold several tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def buffer_views(whole: Tensor, layouts: Iterable[Layout]) -> list[Tensor]:
-    """Split a buffer of bytes into consecutive tensors of these layouts: autograd saves one tensor instead of many."""
+    """Return consecutive views of a byte buffer, one per layout, so that autograd saves one tensor instead of many."""
     start, parts = 0, []
     for shape, dtype in layouts:
         end = start + math.prod(shape) * dtype.itemsize
@@ -34,14 +34,14 @@ def buffer_views(whole: Tensor, layouts: Iterable[Layout]) -> list[Tensor]:
 
 
 def buffer_bytes(layouts: Iterable[Layout]) -> int:
-    """Return the size of a buffer for `buffer_views`."""
+    """Return the size in bytes of the buffer that `buffer_views` splits into these layouts."""
     return sum(next_part(math.prod(shape) * dtype.itemsize) for shape, dtype in layouts)
 
 
 def aligned(x: Tensor | None) -> Any:
-    """Return x if it is contiguous and its address is a multiple of 16 bytes (a slice's may not be), else a copy.
+    """Return x if it is contiguous and its address is a multiple of 16 bytes (that of a slice may not be), else a copy.
 
-    Copies into shared memory take 16 bytes at a time, and kernels are compiled again for other alignments.
+    Kernels copy 16 bytes at a time into shared memory, and Triton compiles a kernel again for another alignment.
     """
     if x is None or (x.is_contiguous() and (not is_real(x) or x.data_ptr() % 16 == 0)):
         return x

@@ -11,20 +11,20 @@ from torch import Tensor
 
 
 def bind_shapes(op: str, dims: dict[str, int], **specs: tuple[Tensor | None, str]) -> dict[str, int]:
-    """Match tensors with shapes such as `"B T H K"`: a letter binds at first sight, a number stands for itself.
+    """Check tensors against shapes such as `"B T H K"`: a letter takes the first size it meets, a number is a size.
 
     All tensors must lie on the device of the first one. A specification that ends in `?` allows None.
 
     Args:
-        op: the name to begin error messages with.
-        dims: letters bound so far; extended and returned.
-        specs: by argument name, the tensor and its specification.
+        op: the operation's name, which begins error messages.
+        dims: sizes of the letters known so far; this dictionary is extended and returned.
+        specs: the tensor and its specification, by argument name.
 
     Raises:
         ValueError: a tensor does not match; the message has the given and the expected value.
     """
     first, device = "", None
-    # torch.compile warns of every cache that it traces
+    # torch.compile warns about each `functools.cache` that it traces
     letters_of = _split if torch.compiler.is_compiling() else _letters
     for name, (x, spec) in specs.items():
         if x is None and spec.endswith("?"):
@@ -60,7 +60,7 @@ def check_same_device(op: str, **tensors: Tensor | None) -> None:
 
 
 def _refuse_devices(op: str, first: tuple[str, torch.device], other: tuple[str, torch.device]) -> NoReturn:
-    # of two tensors, one on the meta device is the one whose values are missing
+    # if one of the two is on the meta device, the message blames it: its values are missing
     (_, wanted), (name, found) = sorted((first, other), key=lambda x: x[1].type == "meta")
     raise ValueError(f"{op}: {name} is on {found}, expected {wanted} like the other tensors")
 
@@ -77,7 +77,7 @@ def check_scale(op: str, scale: object) -> float:
     try:
         number = float(scale)  # type: ignore[arg-type]
         if torch.compiler.is_compiling():
-            # it may be symbolic
+            # while tracing, the number may be symbolic
             return number
     except (TypeError, ValueError):
         number = math.nan
@@ -110,7 +110,7 @@ def check_same_dtype(op: str, **tensors: Tensor | None) -> None:
 
 
 def check_multiple(op: str, name: str, size: int, of: str, divisor: int) -> None:
-    """Raise a ValueError unless `size` is a multiple of `divisor`."""
+    """Raise a ValueError, which calls `size` `name` and `divisor` `of`, unless `size` is a multiple of `divisor`."""
     if divisor <= 0 or size % divisor:
         raise ValueError(f"{op}: {name} must be a multiple of {of}, got {name}={size} and {of}={divisor}")
 
@@ -118,11 +118,11 @@ def check_multiple(op: str, name: str, size: int, of: str, divisor: int) -> None
 def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int, tokens: int) -> int | None:
     """Check the boundaries of a packed batch; return the number of sequences, None for an unpacked batch.
 
-    Tokens after the last boundary are padding (`padding.py`). Values are checked on a CPU only: reading them from a GPU
-    would stall its stream.
+    Tokens after the last boundary are padding (`padding.py`). The boundaries' values are checked only if they are on a
+    CPU: reading them from a GPU would wait for its stream.
 
     Raises:
-        ValueError: a tensor does not match; the message has the given and the expected value.
+        ValueError: `cu_seqlens` has a wrong type, shape, dtype, stride or value, or `batch` is not 1.
     """
     if cu_seqlens is None:
         return None

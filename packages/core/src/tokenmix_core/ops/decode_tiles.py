@@ -1,4 +1,4 @@
-"""Tiles of the Gluon kernels that take one token of a recurrence."""
+"""Tiles of the Gluon kernels that advance a recurrence by one token."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from tokenmix_core.ops.dispatch import GluonForm
 
-# programs of one token that make many waves
+# from this number of programs on, a launch for one token runs in many waves
 MANY_PROGRAMS = 2048
 
 
 class StateStep(NamedTuple):
-    """BV columns of the state a program, of which BK rows at a time are in registers."""
+    """The tile of a program: it updates BV columns of the state and holds BK of their rows in registers at a time."""
 
     BV: int
     BK: int
@@ -24,9 +24,10 @@ class StateStep(NamedTuple):
 def gluon_step_tile(
     tiles: Mapping[int, StateStep], gluon: GluonForm, state: Tensor, q: Tensor, impl: str | None
 ) -> StateStep | None:
-    """Return the tile of an operation's Gluon kernel for a state `[B, HV, K, V]`; None for the portable kernel.
+    """Return the tile of an operation's Gluon kernel for a state `[B, HV, K, V]`; None if the portable kernel runs.
 
-    `tiles` are the operation's, from the widest, by the least number of programs of 64 columns that they need.
+    `tiles` holds the operation's tiles, widest first, by the least number of programs: a tile is used if the state
+    yields at least so many programs of 64 columns.
 
     Raises:
         ValueError: `impl` is "gluon" and the kernel does not run.
@@ -37,5 +38,5 @@ def gluon_step_tile(
 
 
 def step_limit(K: int, V: int) -> str | None:
-    """Return the reason why no such kernel takes these heads; None if it does."""
+    """Return why the Gluon kernels do not support heads of K by V, as a clause; None if they do."""
     return None if K == 128 and V >= 64 else f"takes one token at a time with K = 128 and V ≥ 64, got K={K} and V={V}"

@@ -26,11 +26,11 @@ from tokenmix_core.ops.types import Impl
 HALF = (torch.bfloat16, torch.float16)
 # the first Triton version whose Gluon has all functions that the kernels use
 OLDEST = (3, 6)
-# errors of a call whose Gluon kernel does not compile, or whose module lacks a name in this Triton version
+# errors raised if a Gluon kernel does not compile, or if its module uses a name that this Triton version lacks
 GLUON_ERRORS = (NotCompiled, ImportError, AttributeError)
 
 _forms: list[GluonForm] = []
-# the chip of `kernels_of`
+# the argument of `kernels_of` inside its block, else None
 _chip: str | None = None
 
 
@@ -52,7 +52,7 @@ class GluonForm:
         _forms.append(self)
 
     def limit(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return why the kernels do not support such tensors, as a clause; None if they do. Nothing is compiled."""
+        """Return why the kernels do not support this device and dtype, as a clause, or None. Compiles nothing."""
         if (why := device_limit(device)) is not None:
             return why
         if dtype not in self.dtypes:
@@ -60,7 +60,7 @@ class GluonForm:
         return None
 
     def require(self, op: str, device: torch.device, dtype: torch.dtype, limit: str | None = None) -> None:
-        """Raise a ValueError, beginning with `op`, if the kernels do not support such tensors or there is a `limit`."""
+        """Raise a ValueError, which names `op`, if the kernels do not support the call; `limit` is a further reason."""
         # a traced call checks this at run time
         if torch.compiler.is_compiling():
             return
@@ -76,7 +76,7 @@ class GluonForm:
         """Tell whether a call with `impl` (None, "gluon" or "triton") launches Gluon kernels.
 
         Raises:
-            ValueError: `impl` is "gluon" and the kernels do not run here, or there is a `limit`.
+            ValueError: `impl` is "gluon", and the kernels do not run here or `limit` is a reason against them.
             NotCompiled: `impl` is "gluon" and the kernels did not compile.
         """
         if impl == "triton":
@@ -128,20 +128,20 @@ def _limit_here(device: torch.device) -> str | None:
 def give_up(error: Exception) -> None:
     """Disable the Gluon kernels that raised one of `GLUON_ERRORS`: portable kernels run from now on.
 
-    Raises the error again if it does not come from Gluon kernels, or from kernels that are disabled already.
+    Raises the error again if it does not come from Gluon kernels, or if these kernels are already disabled.
     """
     module = error.module if isinstance(error, NotCompiled) else _imported(error.__traceback__)
     form = max((x for x in _forms if f"{module}.".startswith(f"{x.package}.")), key=lambda x: x.package, default=None)
     if form is None or form.failure is not None:
         raise error
-    # the text alone: the error's frames hold tensors
+    # keep only the text, since the frames of the error hold tensors
     form.failure = " ".join(str(error).split())
-    # cached calls would launch them
+    # cached calls would still launch these kernels
     invalidate()
 
 
 def _imported(traceback: TracebackType | None) -> str:
-    """Return the name of the kernels' module whose import failed below a call; empty if none did."""
+    """Return the name of the Gluon module whose import raised the error; "" if the error has another origin."""
     name = ""
     while traceback is not None:
         frame = traceback.tb_frame
@@ -162,7 +162,7 @@ def interpreting() -> bool:
 
 @contextmanager
 def kernels_of(chip: str) -> Iterator[None]:
-    """Plan calls with meta tensors, inside the block, for a chip such as "sm_89"; nothing can be launched."""
+    """Inside the block, plan calls with meta tensors as on a chip such as "sm_89"; nothing can be launched."""
     global _chip
     before, _chip = _chip, chip
     try:
@@ -172,21 +172,21 @@ def kernels_of(chip: str) -> Iterator[None]:
 
 
 def kernels_run(device: str) -> bool:
-    """Tell whether Triton kernels run on a type of device; on all inside `kernels_of`."""
+    """Tell whether Triton kernels run on a device type such as "cuda"; inside `kernels_of` they run on every type."""
     return device == "cuda" or interpreting() or _chip is not None
 
 
 def resolve_impl(op: str, impl: str | None, x: Tensor, gluon: GluonForm | None = None) -> str | None:
-    """Return the implementation of a call: `impl`, or "reference" for None and tensors on a CPU.
+    """Return the implementation of a call: `impl` or, if `impl` is None and x is not on CUDA, "reference".
 
-    None stays None for CUDA tensors: the operation's kernels, in Gluon if they run.
+    For CUDA tensors None stays None, which stands for the operation's kernels, in Gluon if Gluon runs.
 
     Args:
         gluon: the operation's Gluon kernels, if it has any.
 
     Raises:
-        ValueError: an unknown name, "gluon" without such kernels, or "triton" for tensors on a CPU outside Triton's
-            interpreter, or in bfloat16 inside it.
+        ValueError: `impl` is unknown; or "gluon", and Gluon kernels do not run; or "triton", and x is on a CPU without
+            Triton's interpreter, or in bfloat16 with it.
     """
     if impl is None:
         return None if x.is_cuda else "reference"
@@ -207,7 +207,7 @@ def resolve_impl(op: str, impl: str | None, x: Tensor, gluon: GluonForm | None =
 
 
 def by_reference(op: str, why: str | None, device: str, dtype: torch.dtype) -> str:
-    """Return "reference", and warn once if it replaces kernels on a GPU; `why` follows the kernels' name."""
+    """Return "reference"; warn once, with the reason `why`, if the reference replaces kernels on a GPU."""
     if device == "cuda" and dtype != torch.float64 and why is not None and not torch.compiler.is_compiling():
         _warn_of_reference(f"{op}: impl='triton' {why.partition('; pass')[0]}")
     return "reference"
@@ -219,7 +219,7 @@ def _warn_of_reference(limit: str) -> None:
 
 
 def unless_gluon(impl: Any) -> Any:
-    """Return `impl`, or None for "gluon": modules pass it to operations that may have no Gluon kernels."""
+    """Return `impl`, but None for "gluon": for those operations of a module that may have no Gluon kernels."""
     return None if impl == "gluon" else impl
 
 

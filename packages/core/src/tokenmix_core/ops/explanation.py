@@ -14,12 +14,12 @@ from torch import Tensor
 from tokenmix_core.ops.checks import bind_shapes
 from tokenmix_core.ops.dispatch import GluonForm, kernels_of
 
-# bytes of shared memory that a block may have on chips for which the portable kernels are compiled in tests
+# the chips for which tests compile the portable kernels, and the most bytes of shared memory of a block on each
 CHIPS = {
     "sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "sm_120": 101_376,
     "gfx942": 65_536,
 }  # fmt: skip
-# those on which the packages' tests have run
+# the chips on which the packages' tests have run
 RAN = ("sm_90",)
 Tensors = Mapping[str, Tensor]
 # the name of the only step of an operation with one implementation
@@ -31,11 +31,11 @@ class Explanation:
     """The kernels that run for a call, and why.
 
     Attributes:
-        operation: its name.
-        impl: the implementation, as `impl` names it.
+        operation: the operation's name.
+        impl: the implementation, named as in the argument `impl` of the operation.
         kernels: the implementation of each step of the forward and backward pass.
         why: the reason, as a clause.
-        call: sizes, dtype and device.
+        call: the call's sizes, dtype and device, as text.
     """
 
     operation: str
@@ -54,10 +54,10 @@ class Operation(NamedTuple):
 
     Attributes:
         function: the public function.
-        tensors: its first arguments, with shapes as `bind_shapes` reads them.
-        sizes: sizes of a typical call.
-        kernels: `(tensors, impl)`, returns the implementation of each step; only `WHOLE` for the reference.
-        gluon: its Gluon kernels, if it has any.
+        tensors: shapes of the function's first arguments, by name, written as for `bind_shapes`.
+        sizes: sizes of a typical call, by letter of these shapes.
+        kernels: `(tensors, impl)`, returns the implementation of each step; the reference has one step, `WHOLE`.
+        gluon: the operation's Gluon kernels, if it has any.
         limit: `(tensors)`, returns why the Gluon kernels do not support tensors of a supported device and dtype.
     """
 
@@ -73,7 +73,7 @@ OPERATIONS: dict[str, Operation] = {}
 
 
 def register_operation(operation: Operation) -> None:
-    """Let `explain`, and `info` of the command line, know an operation."""
+    """Register an operation for `explain` and for the command `info`."""
     OPERATIONS[operation.function.__name__] = operation
 
 
@@ -90,16 +90,16 @@ def explain(
 
     Args:
         operation: the function, or its name.
-        tensors: example arguments, in the function's order, as many as there are at hand.
-        sizes: by letter of the function's signature, such as `{"T": 512, "K": 64}`; others are those of `tensors`, or
-            usual ones.
-        dtype, device: without `tensors`; the first GPU by default, or the CPU where there is none.
-        impl: as the function takes it.
-        chip: such as "sm_89", instead of a device: which of our kernels run on it. It need not be in this machine.
+        tensors: examples of the function's first arguments, in its order; none are needed.
+        sizes: sizes by letter of the function's signature, such as `{"T": 512, "K": 64}`; all other sizes are those of
+            `tensors`, or typical ones.
+        dtype, device: used if there are no `tensors`; the default device is the first GPU, or the CPU without a GPU.
+        impl: the argument `impl` of the function.
+        chip: a chip such as "sm_89", instead of a device, to explain our kernels for; this machine need not have it.
 
     Raises:
-        ValueError: an operation, size, device or chip that is not known, tensors that do not fit, or an `impl` that
-            does not run.
+        ValueError: an unknown operation, size, device or chip, tensors that do not fit, or an `impl` that does not
+            run.
     """
     if chip is not None:
         if chip not in CHIPS:
@@ -124,7 +124,7 @@ def explain(
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise ValueError(f"explain: device {device} is not here: this machine has {torch.cuda.device_count()} GPUs")
-    # one number for all elements: enough to ask for shapes
+    # one element expanded to every shape: only shapes, dtypes and devices are read
     one = torch.empty(1, dtype=dtype, device=device)
     x = {name: one.expand([dims[letter] for letter in spec.split()]) for name, spec in known.tensors.items()} | given
 

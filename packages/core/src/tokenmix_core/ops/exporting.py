@@ -1,4 +1,4 @@
-"""References as single operators in the graphs of torch.export, where their loops over chunks would fix the length."""
+"""Export references as single operators: torch.export would unroll their loops over chunks and so fix the length."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ def _(name, tensors, names, options):
 
 
 def _called(run: Callable, tensors: Sequence[Tensor], names: str, options: str) -> tuple:
-    """Call a function with tensors by name, and with its other arguments, given as the text of a dictionary."""
+    """Call `run` with `tensors`, whose argument names `names` lists, and with `options`, a dictionary as text."""
     return run(**dict(zip(names.split(), tensors, strict=True)), **ast.literal_eval(options))
 
 
 def scan_shapes(
     q: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, **_: object
 ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "N HV K V"]]:
-    """Return empty outputs and final states of a scan."""
+    """Return tensors without values that have the shapes and dtypes of a scan's outputs and final states."""
     N = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     dtype = torch.promote_types(q.dtype, torch.float32)
     return torch.empty_like(v), q.new_empty(N, v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
 
 
 def exportable(run: Callable, shapes: Callable) -> Callable:
-    """Return `run`, a function that returns several tensors, as one operator of torch.export.
+    """Wrap `run`, a function that returns several tensors, so that torch.export sees each call as one operator.
 
-    The operator has no gradient. A program that is loaded elsewhere needs an import of the module that defines `run`.
+    The operator has no gradient. A process that loads the exported program must import the module that defines `run`.
 
     Args:
-        run: the function; None arguments are left out.
-        shapes: returns empty results for the same arguments.
+        run: the function; arguments that are None are omitted.
+        shapes: a function of the same arguments; it returns tensors of the results' shapes and dtypes, without values.
     """
     name, parameters = f"{run.__module__}.{run.__qualname__}", [*inspect.signature(run).parameters]
     _REFERENCES[name] = run, shapes
@@ -55,7 +55,7 @@ def exportable(run: Callable, shapes: Callable) -> Callable:
     def call(*args, **named):
         if not torch.compiler.is_exporting():
             return run(*args, **named)
-        # plain code, which strict mode traces
+        # simple code, since torch.export's strict mode traces it
         named = {**dict(zip(parameters, args, strict=False)), **named}
         tensors = {n: x for n, x in named.items() if isinstance(x, Tensor)}
         options = [f"{n!r}: {x!r}" for n, x in named.items() if n not in tensors and x is not None]

@@ -1,9 +1,9 @@
 """Padding of packed batches: tokens after the last boundary, whose outputs and gradients are zero.
 
-The shape of a packed batch can then stay the same while its sequences change, as CUDA graphs require. What the padding
-holds has no influence, also if it is NaN. Kernels leave its rows of their results uninitialised, so `zero_padding`
-follows them: one launch, which reads the last boundary on the device. Eager forms read the boundaries on the CPU, so
-`drops_padding` shortens their arguments.
+Padding keeps the shape of a packed batch constant while its sequences change, as CUDA graphs require. Values in the
+padding of inputs, NaN included, have no influence. Kernels leave the padding of their results uninitialised;
+`zero_padding` then zeroes it in one launch, which reads the last boundary on the device. References in eager PyTorch
+read the boundaries on the CPU; `drops_padding` cuts the padding off their arguments.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 
 
 def zero_padding(cu_seqlens: Tensor | None, *tensors: Tensor | None, before: int = 0) -> None:
-    """Zero the rows of the padding in tensors `[1, T, ...]` of one T; do nothing if the batch is not packed.
+    """Zero the padding of tensors `[1, T, ...]` with equal T; do nothing if `cu_seqlens` is None (an unpacked batch).
 
-    Tensors are contiguous, except that tokens may be the innermost dimension. Each sequence has `before` rows more than
-    `cu_seqlens` counts.
+    Each tensor is contiguous or has tokens as its innermost dimension. In these tensors each sequence has `before` rows
+    in addition to the tokens that `cu_seqlens` counts.
     """
     if cu_seqlens is None:
         return
@@ -35,13 +35,13 @@ def zero_padding(cu_seqlens: Tensor | None, *tensors: Tensor | None, before: int
 
 
 def drops_padding(*tokens: str, results: int = 1) -> Callable:
-    """Decorate an eager form: compute a packed batch without its padding, then pad the results with zeros.
+    """Decorate a function in eager PyTorch: cut the padding off its arguments, and pad its results with zeros.
 
-    With boundaries on a GPU, zeros replace the padding instead, so that the form synchronises no more than before.
+    If the boundaries are on a GPU, zeros replace the padding instead: to cut it off, the CPU would have to synchronise.
 
     Args:
         tokens: names of arguments with tokens along their second axis.
-        results: how many of the first results have one entry per token.
+        results: the first `results` results have one entry per token.
     """
 
     def decorate(form: Callable) -> Callable:
@@ -72,11 +72,11 @@ def drops_padding(*tokens: str, results: int = 1) -> Callable:
 
 
 def without_padding(x: Any, cu_seqlens: Tensor | None) -> Any:
-    """Return x `[1, T, ...]` with zeros for the padding, on any device; None stays None."""
+    """Return x `[1, T, ...]` with its padding set to zero; return x itself if x or `cu_seqlens` is None."""
     if x is None or cu_seqlens is None:
         return x
     padding = torch.arange(x.shape[1], device=x.device) >= cu_seqlens[-1]
-    # unlike a multiplication by a mask, this also removes NaN, from gradients, too
+    # unlike multiplication by a mask, this also removes NaN, both from values and from gradients
     return x.masked_fill(padding.view(1, -1, *[1] * (x.dim() - 2)), 0)
 
 

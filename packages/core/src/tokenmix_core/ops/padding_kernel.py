@@ -14,7 +14,7 @@ _SIZES = [f"{name}{i}" for i in range(MOST) for name in ("inner", "outer")]
 
 @triton.jit
 def _zero_rows(x, inner, outer, last, T, BLOCK: tl.constexpr):
-    """Zero the rows from `last` on of x `[outer, T, inner]`."""
+    """Zero `x[:, last:]` of x `[outer, T, inner]`; do nothing if x is None."""
     if x is not None:
         width = (T - last) * inner
         for i in range(tl.program_id(0) * BLOCK, width * outer, tl.num_programs(0) * BLOCK):
@@ -40,7 +40,7 @@ def _zero_padding_kernel(
 
 
 def launch(cu_seqlens: Tensor, tensors: list[Tensor], added: int) -> None:
-    """Zero the padding of up to `MOST` tensors `[1, T, ...]`, contiguous or with tokens innermost, in one launch."""
+    """Zero the rows from `cu_seqlens[-1] + added` on of up to `MOST` tensors `[1, T, ...]` (see `zero_padding`)."""
     T = tensors[0].shape[1]
     given = {}
     for i in range(MOST):

@@ -1,4 +1,4 @@
-"""Core's operations as `explain` knows them."""
+"""Register core's operations for `explain`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tokenmix_core.ops.ssd.api import chunk_ssd, recurrent_ssd, ssd_step
 
 
 def whole(op: str, tensors: Tensors, impl: str | None, gluon: GluonForm | None = None) -> Mapping[str, str]:
-    """One kernel, or the reference."""
+    """Return `{WHOLE: implementation}` for an operation whose implementations consist of a single step."""
     impl = resolve_impl(op, impl, next(iter(tensors.values())), gluon)
     return {WHOLE: impl or "triton"}
 
@@ -82,7 +82,7 @@ def _ssd(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
 def _state_step(
     op: str, gluon: GluonForm, tiles: Mapping[int, StateStep]
 ) -> Callable[[Tensors, str | None], Mapping[str, str]]:
-    """Return the function that names an operation's kernel of one token."""
+    """Return a function that names the kernel of `{op}_step`, the step of one token of a recurrence."""
 
     def steps(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
         found = whole(f"{op}_step", tensors, impl, gluon)

@@ -14,7 +14,7 @@ from tokenmix_core.kernels.launch import compat
 
 
 class Context:
-    """A substitute for the context of an autograd function: what `save` writes, apart from the saved tensors."""
+    """A substitute for an autograd function's context: it holds all that `save` writes, the saved tensors apart."""
 
     def __init__(self, inputs: Sequence) -> None:
         self.needs_input_grad = [isinstance(x, Tensor) for x in inputs]
@@ -29,7 +29,7 @@ class Context:
 
 
 def refuse_graph(op: str) -> None:
-    """Raise a RuntimeError in a backward pass under create_graph: it would treat results of kernels as constants.
+    """Raise a RuntimeError in a backward pass with create_graph=True, which would treat kernels' results as constants.
 
     Torch's `once_differentiable` raises one only if the incoming gradients require gradients themselves.
     """
@@ -38,7 +38,7 @@ def refuse_graph(op: str) -> None:
 
 
 def refuse_second(op: str) -> NoReturn:
-    """Raise the RuntimeError of second derivatives."""
+    """Raise a RuntimeError that says that there are no second derivatives."""
     raise RuntimeError(
         f"{op}: gradients of gradients are not available: call backward without create_graph=True "
         "(only operations with impl='reference' have them)"
@@ -46,7 +46,7 @@ def refuse_second(op: str) -> NoReturn:
 
 
 def refuse_writes(op: str) -> None:
-    """Raise a RuntimeError if a function transform is active: kernels write to a tensor that it replaces."""
+    """Raise a RuntimeError inside a function transform, which replaces the tensor that a kernel would write to."""
     if compat.in_transform():
         raise RuntimeError(
             f"{op}: torch.func's transforms do not support writes to a state; pass impl='reference' or call it outside"
@@ -54,7 +54,7 @@ def refuse_writes(op: str) -> None:
 
 
 def is_reference(run: Callable) -> Callable[[Sequence], bool]:
-    """Return the function that tells from the arguments of `run` whether they ask for impl='reference'."""
+    """Return a function of the list of `run`'s arguments that tells whether `impl` is "reference" among them."""
     names = [*inspect.signature(run).parameters]
     at = names.index("impl") if "impl" in names else None
     return lambda inputs: at is not None and inputs[at] == "reference"
@@ -65,15 +65,15 @@ def transformable(
 ) -> Callable:
     """Return `run` with gradients under `torch.func.grad` and `vmap`, which calls `run` once per example.
 
-    Second derivatives and forward-mode derivatives raise, except for second derivatives of a reference outside of
-    transforms: then torch differentiates `plain`.
+    Forward-mode derivatives raise an error. So do second derivatives, except those of a reference outside of
+    transforms, for which torch differentiates `plain`.
 
     Args:
         op: the operation's name.
         run: a function of tensors and other values that returns a tensor or a sequence of tensors.
         save: `(ctx, inputs, output)`; None if there are no gradients.
         gradients: `(ctx, *output_gradients)`, returns a gradient or None for each input.
-        plain: `run`, which torch can differentiate if the inputs ask for impl='reference'.
+        plain: `run` in a form that torch can differentiate if the inputs ask for impl='reference', or None.
     """
     by_torch = (lambda inputs: False) if plain is None else is_reference(plain)
 
@@ -143,7 +143,7 @@ def transformable(
 
 
 class _Given:
-    """Arguments of a backward pass that are no tensors; `there` is set by it: which inputs have gradients."""
+    """The arguments of a backward pass that are not tensors. The pass sets `there`: which inputs have gradients."""
 
     def __init__(self, context: Context, count: int) -> None:
         self.context, self.count = context, count
@@ -163,8 +163,8 @@ def _one_by_one(apply: Callable, info: Any, in_dims: tuple, inputs: tuple) -> tu
 
 
 def _by_torch(run: Any, inputs: Sequence, output_gradients: Sequence) -> tuple[Tensor | None, ...]:
-    """Return gradients that have gradients themselves, by torch's autograd."""
-    # aliases, as a tensor that is passed twice has two gradients
+    """Compute gradients by torch's autograd, so that they can be differentiated again."""
+    # aliases, so that a tensor that is passed twice has a gradient for each argument
     inputs = [x.view_as(x) if isinstance(x, Tensor) else x for x in inputs]
     wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     outputs = run(*inputs)

@@ -30,7 +30,7 @@ class AttentionOutput(NamedTuple):
 
     Attributes:
         o: outputs, `[B, T, HQ, V]`.
-        lse: natural log of the sum of exponentials of the scores, `[B, T, HQ]`, float32; −∞ where no key is seen.
+        lse: natural log of the sum of exponentials of the scores, `[B, T, HQ]`, float32; −∞ if the query sees no key.
     """
 
     o: Tensor
