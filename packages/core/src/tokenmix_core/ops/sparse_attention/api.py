@@ -1,4 +1,4 @@
-"""Softmax attention over a local part and retained keys: the public function."""
+"""Softmax attention over local keys and the retained ones of all earlier keys: the public function."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def kept_attention(
 
         j with left(i) ≤ j ≤ i, and j < left(i) if keep[unit of j] and i < until[j].
 
-    Outputs are those of `attention` over these keys. Time and memory are linear in the number of visible pairs; if keys
-    are evicted (`until`) and gradients are wanted or sequences are packed, in the number of pairs with retained keys.
-    Differentiable in q, k and v through both outputs, and in a float `keep`: the gradient of a retained unit is that of
-    a factor of 1 on the exponentials of its pairs outside the local part; that of other units is 0.
+    Outputs are those of `attention` over these keys. Time and memory are linear in the number of visible pairs; with
+    `until`, pairs with evicted keys also count if gradients are wanted or sequences are packed. Differentiable in q, k
+    and v through both outputs, and in a float `keep`: the gradient of a retained unit is that of a factor of 1 on the
+    exponentials of its pairs outside the local part; the gradient of other units is 0.
 
     Args:
         q, k, v: bfloat16, float16, float32 or float64, all of one dtype. HQ is a multiple of H.
         keep: whether each unit is retained, bool, or a float: retained if above ½. H is a multiple of HM, and a head of
             `keep` serves H / HM adjacent heads of k. U is ⌈TK / unit⌉. In a packed batch units count from each
-            sequence's start: single tokens have their index; of chunks, U is ⌊TK / unit⌋ + N, sequence n's first is
-            ⌊cu_seqlens[n] / unit⌋ + n, and elements between the sequences' units are ignored.
+            sequence's start. If unit > 1, U is then ⌊TK / unit⌋ + N, the first unit of sequence n has index
+            ⌊cu_seqlens[n] / unit⌋ + n, and elements of `keep` between two sequences' units are ignored.
         unit: tokens in a unit: 1, or a multiple of 64.
         window: number of keys of the local part, the query's own included; None: the query's own unit up to itself.
-        until: evicted_at, the position of the first query that no longer sees a retained key; int32 or int64.
+        until: the position of the first query that no longer sees the key as a retained one; int32 or int64.
         scale: factor of the scores, positive; None: K ** −0.5.
         cu_seqlens: boundaries of the packed sequences, `[N + 1]`, from 0 to at most T, for B = 1 and TQ = TK.
         impl: "triton" (heads up to 256), "reference", "gluon", our kernels for Hopper (bfloat16 or float16, K and V of
@@ -103,7 +103,7 @@ def _check(q, k, v, keep, unit, window, until, scale, cu_seqlens, impl) -> tuple
     factor = dims["K"] ** -0.5 if scale is None else checks.check_scale(op, scale)
     if not factor > 0:
         raise ValueError(f"{op}: scale must be positive, got {scale!r}")
-    # a window of all keys has no keys before it
+    # no key lies before a window of all keys: a larger window is equivalent
     window = None if window is None else min(window, max(1, dims["TK"]))
     mask, packed = Mask(True, window, 0), cu_seqlens is not None
     call = Call(q.device.type, q.dtype, dims["TQ"], dims["TK"], dims["K"], dims["V"], mask, packed)

@@ -28,7 +28,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """o `[B, TQ, HQ, V]`, the log-sum-exp `[B, HQ, TQ]`, and the ranks and lists of `keep`."""
+    """o `[B, TQ, HQ, V]`, the log-sum-exp `[B, HQ, TQ]`, and the ranks and lists that `list_units` makes of `keep`."""
 
     o: Tensor
     lse: Tensor
@@ -37,7 +37,7 @@ class Outputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """Inputs and outputs, the gradients of o and of the log-sum-exp (None: 0), and whether `keep` needs one."""
+    """Inputs and outputs, gradients of o and of the log-sum-exp (None: zero), and whether `keep` needs a gradient."""
 
     inputs: Inputs
     outputs: Outputs
@@ -58,7 +58,7 @@ class Gradients(NamedTuple):
 @retried
 @of_fields
 def _forward(x: Inputs) -> Outputs:
-    """List the retained keys, then compute attention over them."""
+    """List the retained units, then compute attention over their keys and the local ones."""
     out = _outputs(x)
     if x.q.numel() == 0 or x.k.numel() == 0:
         return out._replace(o=out.o.zero_(), lse=out.lse.fill_(float("-inf")))

@@ -59,7 +59,7 @@ def _kept_attention_backward_queries(
     p_list, begin, whole, count = find_listed(
         ranks, lists, (i_b, i_hk // (H // HM), i_n, start), first, last, window, (U, HM), UNIT, WINDOW
     )
-    # listed tiles that need no mask
+    # number of listed tiles that need no mask
     unmasked = whole // BN
     if until is not None:
         unmasked = 0
@@ -84,7 +84,7 @@ def _kept_attention_backward_queries(
 def kept_attention_backward_queries(
     q, k, v, o, do, lse, dlse, keys: KeyLists, scale, impl
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return dq `[B, TQ, HQ, K]` and, for the dK/dV kernel, delta `[B, HQ, TQ]`, or bias columns if it is in Gluon."""
+    """Return dq `[B, TQ, HQ, K]` and, for the dK/dV kernel, delta `[B, HQ, TQ]` (portable) or bias columns (Gluon)."""
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
     dlse = None if dlse is None else dlse.contiguous()
     (B, TQ, HQ, K), V = q.shape, v.shape[3]

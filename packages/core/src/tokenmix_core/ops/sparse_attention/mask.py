@@ -1,4 +1,4 @@
-"""The mask's geometry, and the lists of retained units and of the others.
+"""The first local key of each query, and lists of the retained units and of all other units.
 
 Lists are built on the device, in order, by counting: no host synchronisation and no atomics.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels.launch.launcher import cached_launch
 
-# units that one program lists
+# number of units that one program lists
 _BLOCK = 1024
 
 
@@ -43,7 +43,7 @@ def _row_and_block(blocks, HM):
 @cached_launch
 @triton.jit
 def _count_units(keep, counts, U, HM, blocks, BU: tl.constexpr):
-    """Count the retained units of a block."""
+    """Count the retained units of a block of BU units."""
     i_b, i_m, i_u = _row_and_block(blocks, HM)
     b_kept = _load_kept(keep, i_b, i_m, i_u * BU + tl.arange(0, BU), U, HM)
     tl.store(counts + tl.program_id(0), tl.sum(b_kept, 0))
@@ -75,9 +75,9 @@ def _list_units(keep, counts, ranks, lists, U, HM, blocks, BU: tl.constexpr):
 
 
 def list_units(keep: Tensor, ranks: Tensor, lists: Tensor) -> None:
-    """Write `ranks [B, HM, U + 1]`, the retained units before each unit, and `lists [B, HM, U]`: retained, then others.
+    """Write `ranks [B, HM, U + 1]`, the number of retained units before each unit, and `lists [B, HM, U]`.
 
-    Both lists of a row ascend; in a packed batch they span all sequences.
+    A row of `lists` holds the retained units, then the others, both ascending, of all sequences of a packed batch.
     """
     keep = keep.contiguous()
     B, U, HM = keep.shape

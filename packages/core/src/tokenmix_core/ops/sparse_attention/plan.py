@@ -23,11 +23,11 @@ def limit(q: Tensor, k: Tensor, v: Tensor, until: Tensor | None) -> str | None:
 
 
 def takes_gluon(impl: str | None, q: Tensor, k: Tensor, v: Tensor, until: Tensor | None) -> bool:
-    """True if Gluon kernels run a call; with keys of 128, which are not measured yet, only by name.
+    """True if Gluon kernels run a call; with K = 128, which is not measured yet, only if `impl` is "gluon".
 
     Raises:
-        ValueError: `impl` is "gluon" and they do not support the call.
-        NotCompiled: `impl` is "gluon" and they did not compile.
+        ValueError: `impl` is "gluon" and Gluon kernels do not support the call.
+        NotCompiled: `impl` is "gluon" and the Gluon kernels did not compile.
     """
     selected = impl == "gluon" or q.shape[3] == 64
     return selected and GLUON.runs(impl, q.device, q.dtype, limit(q, k, v, until), "kept_attention")

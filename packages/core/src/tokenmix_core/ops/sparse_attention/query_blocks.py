@@ -1,4 +1,4 @@
-"""Evicted keys: a list of the keys that are not evicted yet for each block of queries."""
+"""Attention with evicted keys: each block of queries has its own list of the keys that are not evicted yet."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.sparse_attention import autograd
 from tokenmix_core.ops.sparse_attention.reference import is_kept
 
-# queries that share a list: of the keys that are not evicted at the first query, up to the last query
+# queries that share a list, which has the keys up to the last query that are not evicted at the first query
 BLOCK = 2048
 
 
 def takes_blocks(x: autograd.Inputs) -> bool:
-    """True if lists per block are shorter: keys are evicted, and queries are more than one block.
+    """True if a list per block of queries saves work: keys are evicted, and there is more than one block of queries.
 
-    Gradients need the lists of the whole call, packed sequences have lists of their own, and a compiled graph has one
-    length.
+    False with gradients, which need the lists of the whole call, for packed sequences, which have lists of their own,
+    and under torch.compile, whose graph would fix the number of blocks.
     """
     if x.until is None or x.cu_seqlens is not None or x.impl == "reference" or torch.compiler.is_compiling():
         return False
@@ -52,7 +52,7 @@ def kept_attention_by_blocks(x: autograd.Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _ends_of_units(until: Int[Tensor, "B TK H"], unit: int, units: int, heads: int) -> Int[Tensor, "B U HM"]:
-    """Return the first query that no longer sees any key of a unit as a retained one, in all heads of a mark."""
+    """Return the first query that sees no key of a unit as a retained one, in any key head of a head of `keep`."""
     ends = until.unflatten(2, (heads, -1)).amax(3)
     if unit == 1:
         return ends

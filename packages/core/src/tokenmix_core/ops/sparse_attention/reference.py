@@ -1,7 +1,7 @@
-"""Attention over retained keys, eager: the specification of the operation and of its gradient, in float64, too.
+"""Attention over retained keys in eager PyTorch: it specifies the operation and its gradient, also in float64.
 
-Each block of queries is computed with the keys that some of them may see, through a mask: memory is linear in the
-length, and work in the number of retained keys.
+Each block of queries attends, through a mask, to those keys that at least one of its queries may see: memory is linear
+in the length, and work in the number of retained keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenmix_core.ops.padding import drops_padding
 from tokenmix_core.ops.softmax_attention.reference import attended, joined, sequences, softmax, wide
 from tokenmix_core.ops.types import AttentionOutput
 
-# scores of one block of queries: 2²⁴ of them are 64 MiB in float32
+# the most scores of one block of queries: 2²⁴ scores take 64 MiB in float32
 _BLOCK_SCORES = 1 << 24
 
 
@@ -36,13 +36,13 @@ def kept_attention_reference(
     scale: float | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
 ) -> AttentionOutput:
-    """Compute attention as `kept_attention` defines it, differentiable by autograd, in a float `keep`, too.
+    """Compute attention as `kept_attention` defines it, differentiable by autograd, also in a float `keep`.
 
-    A retained unit multiplies the weights of its keys outside the local part by 1, whose derivative is that of `keep`.
+    The weights of a retained unit's keys outside the local part have a factor of 1, whose gradient is that of `keep`.
     """
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     weights = _by_token(keep, k, unit, cu_seqlens)
-    # its exponential is the factor of 1
+    # a bias of 0, whose exponential is the factor of 1
     bias = wide(weights) - wide(weights).detach() if weights.is_floating_point() else None
     found = []
     for block in _blocks(q, k, is_kept(weights), unit, window, until, cu_seqlens):
@@ -118,8 +118,8 @@ def _over_keys(x: Tensor) -> Tensor:
 
 
 class _Block(NamedTuple):
-    """Consecutive queries, the keys that one may see, `mask [B, H, queries, keys]`, and the pairs that are not
-    local."""
+    """Consecutive queries, the keys that at least one of them may see, `mask [B, H, queries, keys]`, and `far
+    [queries, keys]`, the pairs that are not local."""
 
     queries: slice
     keys: Tensor
@@ -134,12 +134,12 @@ def _blocks(
     size = max(16, _BLOCK_SCORES // max(1, batch * heads * tk))
     for queries, keys in sequences(tq, tk, cu_seqlens):
         shift = (keys.stop - keys.start) - (queries.stop - queries.start)
-        # eviction time of each key over all heads
+        # latest eviction time of each key over batch rows and heads; 0 if it is never retained
         end = torch.where(kept[:, keys], tk if until is None else until[:, keys], 0).amax((0, 2))
         for first in range(queries.start, queries.stop, size):
             last = min(first + size, queries.stop)
             begin, stop = (x - queries.start + shift for x in (first, last))
-            # keys from here on are local to the first query
+            # keys from `left` on are local to the first query
             left = max(0, begin // unit * unit if window is None else begin - window + 1)
             # function transforms allow no sizes that depend on values
             everything = compat.in_transform()

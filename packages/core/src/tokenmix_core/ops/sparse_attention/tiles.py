@@ -11,7 +11,7 @@ from tokenmix_core.ops.sparse_attention.mask import left_of
 def tile_of_queries(tiles, HQ, H):
     """Return a program's batch row, query head, key head (int64) and query tile.
 
-    The last tiles, which see most keys, start first, across all heads: lists may be long in one head alone.
+    The last tiles, which see the most keys, start first, in all heads at once: one head's lists may be much longer.
     """
     pid = tl.program_id(0)
     i_h = (pid % HQ).to(tl.int64)
@@ -57,6 +57,6 @@ def find_listed(ranks, lists, row, first, last, window, sizes, UNIT: tl.constexp
 
 @triton.jit
 def columns(p_list, begin, i, listed, count, first, BN: tl.constexpr, UNIT: tl.constexpr):
-    """Return the positions of the i-th tile: of the list if it is `listed`, else of the keys from `first` on."""
+    """Return the positions of a tile of columns: the list's i-th tile if `listed`, else the BN keys from `first` on."""
     o_k = listed_columns(p_list, begin, i * BN, tl.where(listed, count, 0), BN, UNIT)
     return tl.where(listed, o_k, first + tl.arange(0, BN))

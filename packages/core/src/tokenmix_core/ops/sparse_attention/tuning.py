@@ -8,8 +8,8 @@ from tokenmix_core.kernels.tuning import ALL_REGISTERS
 from tokenmix_core.ops.softmax_attention import tuning
 from tokenmix_core.ops.softmax_attention.tuning import AttentionTile
 
-# of the forward kernel for Hopper, by K and V: the most CTAs per SM, four to two, without spills in the loop. BN
-# divides 64, so that a tile of columns lies in one unit; BM is BN if K and V differ
+# tiles of the forward kernel for Hopper, by K and V: as many CTAs per SM (four to two) as run without spills in the
+# loop. BN divides 64, so that a tile of columns lies in one unit; BM is BN if K and V differ
 HOPPER_FORWARD: dict[tuple[int, int], AttentionTile] = {
     (64, 64): AttentionTile(64, 64, 4, 1, 128),
     (64, 128): AttentionTile(64, 64, 4, 1, 168),
@@ -27,6 +27,6 @@ def kept_attention(kernel: str, head_size: int, dtype: torch.dtype, unit: int) -
         # three CTAs share an SM
         tile = tile._replace(maxnreg=168)
     if unit == 1 and head_size <= 128:
-        # two stages go to the positions of gathered keys
+        # two of the stages hold positions of keys to gather
         tile = tile._replace(num_stages=5 if head_size <= 64 else 3)
     return tile

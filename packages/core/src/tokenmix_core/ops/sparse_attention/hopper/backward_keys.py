@@ -50,7 +50,7 @@ from tokenmix_core.ops.sparse_attention.hopper.tiles import KeyList, async_gathe
 
 @gluon.jit
 def store_gathered(p_x, s_x, o_t, rows, stride):
-    """Scatter an smem tile to the rows `o_t`, in the layout of rows, except those from `rows` on."""
+    """Scatter an smem tile to the rows `o_t` of a matrix, indices in the row layout; drop indices from `rows` on."""
     layout: gl.constexpr = hopper.row_layout(s_x.shape[1], gl.num_warps())
     o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
     m_t = o_t < rows
@@ -144,7 +144,7 @@ def _kept_attention_backward_keys(
             )  # fmt: skip
         b_dk, b_dv, b_dm = sums
         hopper.wait_async_copies(0)
-        # loaded again: held through the loop, these values would take its registers
+        # load these values again: if they were live through the loop, it would have fewer registers
         i_x = gl.load(work_tiles + hopper.opaque(i_w))
         i_b, i_hk, start, keys, kept, p_list, begin, column, count = find_tile(
             facts, i_x, tiles, ranks, lists, B, U, H, HM
@@ -178,7 +178,7 @@ def backward_keys(
     q, k, v, do, bias, keys: KeyLists, scale, dk, dv, dm, partial_k, partial_v, partial_m, ranks, lists,
     schedule: TileSchedule,
 ) -> None:  # fmt: skip
-    """Write dk, dv and, unless `dm` is None, the keys' share of d(keep); of split tiles, write partial sums."""
+    """Write dk, dv and, unless `dm` is None, each key's part of d(keep); for split tiles, write their partial sums."""
     small = q.shape[3] == v.shape[3] == 64 and dm is None
     programs = len(schedule.work_tiles)
     _kept_attention_backward_keys[(programs,)](

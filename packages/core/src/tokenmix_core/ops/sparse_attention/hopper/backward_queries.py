@@ -52,17 +52,17 @@ class Columns(NamedTuple):
     """Columns that a query tile reads: listed tiles, then local key tiles.
 
     Attributes:
-        k: keys of the sequence.
-        v: values of the sequence.
+        k: rows of K of the sequence.
+        v: rows of V of the sequence.
         units: list of retained units.
-        listed_tiles: tiles of listed columns.
-        unmasked: listed columns that all queries of the tile see.
-        keys: keys of the sequence.
+        listed_tiles: number of tiles of listed columns.
+        unmasked: number of listed columns that all queries of the tile see.
+        keys: number of keys of the sequence.
         n_min: first local tile.
         full_min: first local tile that needs no mask.
-        full_max: first local tile behind those.
-        total: number of tiles.
-        window: keys of the window.
+        full_max: first masked local tile after the unmasked ones.
+        total: number of tiles, listed and local.
+        window: number of keys of the window.
     """
 
     k: Rows
@@ -97,7 +97,7 @@ def async_copy_columns(stage: KeyStage, i, b_list, given: Columns, UNIT: gl.cons
         async_gather_rows(stage.v, v.pointer, columns_read(b_values, units, i * BT, BT, UNIT, rows_v), keys, v.stride)
         b_list = read_list(units, (i + 1) * BT, BT, UNIT, rows_k)
     else:
-        # nothing is copied behind the last tile
+        # there is no tile after the last one to prefetch: 0 rows are copied
         left = gl.where(i < total, keys, 0)
         first = (n_min + i - listed_tiles) * BT
         hopper.async_copy_tile(stage.k, k.pointer, first, left, k.stride, THREAD_RELATIVE=True)

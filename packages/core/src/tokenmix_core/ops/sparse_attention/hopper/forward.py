@@ -92,7 +92,7 @@ def _kept_attention_forward(
             for n in range(total):
                 wait_async_copies(0)
                 b_s = warpgroup_mma(q_s, k_s.index(n % 2).permute((1, 0)), zeros, use_acc=False, is_async=True)
-                # nothing is copied behind the last tile
+                # there is no tile after the last one to prefetch: 0 rows are copied
                 left = gl.where(i > 0, keys, 0)
                 async_gather_rows(k_s.index((n + 1) % 2), p_k, o_next, left, s_kt)
                 o_rows = o_next
@@ -123,7 +123,7 @@ def _kept_attention_forward(
 
         b_norm, b_lse = online_softmax.finalize(b_shift, b_l)
         gl.store(lse + (i_b * HQ + i_h) * TQ + start + i_t * BM + o_m, b_lse, mask=i_t * BM + o_m < queries)
-        # BM = BN if K ≠ V: then a V buffer holds a tile of O
+        # if K ≠ V, O has the shape of a V buffer instead of Q's, since then BM = BN
         o_s = v_s.index(0)
         if K == V:
             o_s = q_s

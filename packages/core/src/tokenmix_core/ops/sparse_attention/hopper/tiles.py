@@ -11,7 +11,7 @@ from tokenmix_core.kernels.gluon.hopper import async_load, row_layout
 from tokenmix_core.kernels.triton.masks import within
 from tokenmix_core.ops.sparse_attention.mask import left_of
 
-# as in `sparse_attention.tiles`
+# position of an absent column, as in `listed_keys/lists.py`
 NOWHERE = gl.constexpr(1 << 30)
 
 
@@ -19,9 +19,9 @@ class KeyList(NamedTuple):
     """The retained units of a head and sequence, in order.
 
     Attributes:
-        pointer: first unit of the list.
+        pointer: pointer to the first entry of the list.
         begin: index of the sequence's first unit; unit indices count from the start of the batch row.
-        count: listed columns, single keys, that a query tile may read.
+        count: number of listed columns (keys) that a query tile may read.
     """
 
     pointer: gl.tensor
@@ -52,13 +52,13 @@ def columns_read(b_list, units: KeyList, o_c, BN: gl.constexpr, UNIT: gl.constex
 
 @gluon.jit
 def listed_columns(units: KeyList, o_c, BN: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
-    """Return the positions of the listed columns `o_c` … `o_c + BN − 1`, as `sparse_attention.tiles.listed_columns`."""
+    """Return the positions of the listed columns `o_c` … `o_c + BN − 1`, as in `listed_keys/lists.py`."""
     return columns_read(read_list(units, o_c, BN, UNIT, layout), units, o_c, BN, UNIT, layout)
 
 
 @gluon.jit
 def columns(units: KeyList, listed_tiles, i, n_min, BN: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
-    """Return the positions of the i-th tile of columns: `listed_tiles` tiles, then key tiles from `n_min` on."""
+    """Return the positions of the i-th tile of columns: of the listed tiles, then of local tiles from `n_min` on."""
     o_c = i * BN
     some = KeyList(units.pointer, units.begin, gl.where(i < listed_tiles, units.count, 0))
     o_k = listed_columns(some, o_c, BN, UNIT, layout)
@@ -67,7 +67,7 @@ def columns(units: KeyList, listed_tiles, i, n_min, BN: gl.constexpr, UNIT: gl.c
 
 @gluon.jit
 def async_gather_rows(s_x, p_x, o_t, rows, stride: gl.constexpr):
-    """Start an async copy of the rows `o_t`, in the layout of rows, to an smem tile; rows from `rows` on become 0."""
+    """Start an async copy of the rows `o_t` (in the row layout) to an smem tile; indices from `rows` on give zeros."""
     layout: gl.constexpr = row_layout(s_x.shape[1], gl.num_warps())
     o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
     m_t = o_t < rows
@@ -78,7 +78,7 @@ def async_gather_rows(s_x, p_x, o_t, rows, stride: gl.constexpr):
 
 @gluon.jit
 def seen(o_q, o_k, listed, window, UNIT: gl.constexpr, WINDOW: gl.constexpr):
-    """True if the query at `o_q` sees the column at `o_k` of a tile that is `listed`, or else local."""
+    """True if the query at `o_q` sees the column at `o_k`; the columns' tile is listed if `listed`, else local."""
     b_left = left_of(o_q, window, UNIT, WINDOW)
     b_first = gl.where(listed, 0, b_left)
     b_end = gl.where(listed, b_left, o_q + 1)
