@@ -1,4 +1,4 @@
-"""Softmax attention over several backends, with its log-sum-exp."""
+"""Softmax attention by one of several backends, with the log-sum-exp of the scores."""
 
 from tokenmix_core.ops.softmax_attention.api import (
     attention,

@@ -1,4 +1,4 @@
-"""Softmax attention over several backends, merging of partial results, and decoding from a KV cache."""
+"""Softmax attention by one of several backends, merging of partial results, and decoding from a KV cache."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ def merge_attention(outputs: Sequence[AttentionOutput], *, impl: Impl | None = N
         lse = log Σ_i exp(lse_i)        o = Σ_i exp(lse_i − lse) o_i
 
     Args:
-        outputs: at least one; o `[B, T, HQ, V]` and lse `[B, T, HQ]`, of equal shapes. lse is −∞ if a query sees no
-            key.
+        outputs: at least one result; all have o `[B, T, HQ, V]` and lse `[B, T, HQ]` of the same sizes. lse is −∞ if a
+            query sees no key.
         impl: "triton" (one launch per pair of results, lse in float32), "reference" (any device), or None: Triton for
-            CUDA tensors in eager mode. If a gradient is wanted, for a single result, and for an lse of another dtype,
-            torch's operations run in any case.
+            CUDA tensors in eager mode. In any case torch's operations run if a gradient is wanted, if there is a single
+            result, and if an lse is not float32.
 
     Raises:
         ValueError: an empty sequence, or shapes, dtypes, devices or an `impl` that do not fit.
@@ -198,10 +198,10 @@ def paged_attention_decode(
 
 @Checked
 def _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl) -> tuple[Mask, float, str | None, bool]:
-    """Validate a whole-sequence call; return the normalised mask, the scale, the implementation, and cuDNN's use.
+    """Validate a whole-sequence call; return the normalised mask, the scale, the implementation, and if cuDNN runs.
 
-    The implementation None means our kernels, in Gluon if they run. The last value is True if cuDNN was selected for
-    either pass.
+    The implementation None means our kernels, in Gluon if Gluon runs. The last value is True if `impl` is None and
+    cuDNN was selected for at least one pass.
     """
     op = "attention"
     dims = checks.bind_shapes(op, {}, q=(q, "B TQ HQ K"), k=(k, "B TK H K"), v=(v, "B TK H V"))

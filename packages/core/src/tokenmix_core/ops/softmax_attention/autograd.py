@@ -1,7 +1,7 @@
 """Attention forward and backward: directly in eager mode, as torch custom ops if torch traces.
 
 Any backward pass can follow any forward pass, since all need only q, k, v, o and the log-sum-exp. The backward passes
-of cuDNN and FlashAttention-2 take no gradient of the log-sum-exp; if it has one, our kernels run.
+of cuDNN and FlashAttention-2 take no gradient of the log-sum-exp; if there is such a gradient, our kernels run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenmix_core.ops.softmax_attention import implementations
 from tokenmix_core.ops.softmax_attention.backends import backward_impl
 from tokenmix_core.ops.softmax_attention.types import Mask, call_of
 
-# on a CPU these read the boundaries, and write zeros after the last one
+# implementations that, on a CPU, read the sequence boundaries and write zeros to the padding themselves
 _EAGER = ("sdpa", "reference")
 
 
@@ -74,7 +74,7 @@ class PagedDecodeInputs(NamedTuple):
 @retried
 @of_fields
 def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
-    """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`, heads before time as in every backend."""
+    """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`, which has heads before tokens in every backend."""
     if x.q.numel() == 0 or x.k.numel() == 0:
         o, lse = _empty_outputs(x.q, x.v)
         return o.zero_(), lse.fill_(float("-inf"))

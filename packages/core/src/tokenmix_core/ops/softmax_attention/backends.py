@@ -23,7 +23,7 @@ IMPLS: tuple[str, ...] = get_args(AttentionImpl)
 # backward pass
 OURS = "ours"
 
-# from this many queries per row on, the libraries' plain causal kernels are faster than ours
+# from this many queries per batch row on, the libraries' plain causal kernels are faster than ours
 _LONG = 128
 # up to this many blocks of 64 queries the libraries are not faster: with fewer blocks than SMs, latency decides
 _FEW_BLOCKS = 128
@@ -53,7 +53,7 @@ def cudnn_heads() -> int:
 
 @constant_when_traced
 def flash_attention() -> int:
-    """Return the version that "flash_attn" runs: 4 if installed and every GPU supports it, else 2, or 0 for none."""
+    """Return the version that "flash_attn" runs: 4 if it is installed and all GPUs support it; else 2; 0 for none."""
     from tokenmix_core.ops.softmax_attention.flash4 import is_here
 
     if (9, 0) <= _oldest() < (12, 0) and is_here():
@@ -94,13 +94,16 @@ def limit(impl: str, call: Call) -> str | None:
 def choose_impl(call: Call) -> str:
     """Return the fastest implementation that supports the call.
 
-    On CUDA: "flash_attn" on Hopper if FlashAttention-4 is installed, for large calls without sinks and with heads of
-    128, whose window, if any, is wide and not of packed sequences; "triton", our kernels, if those in Gluon run;
-    without them "sdpa" for plain attention (16-bit, unpacked, no window, at least 128 queries aligned with the keys)
-    that is large enough to fill the GPU, and for K ≠ V up to cuDNN's largest head; "triton" for all other calls that
-    our kernels support; else "reference" (heads beyond 256, float64). `backward_impl` selects the backward pass. On a
-    CPU: "sdpa" if it supports the call with a small mask, else "reference". flash-attn 2 runs only by name: no call is
-    known for which it is the fastest.
+    On CUDA this is the first of the following that supports the call:
+    - "flash_attn" on Hopper with FlashAttention-4, for large calls with heads of 128 and no sinks, and with no window
+      or, if unpacked, a wide one;
+    - "triton", our kernels, if Gluon runs;
+    - "sdpa" for plain attention (16-bit, unpacked, no window, at least 128 queries aligned with the keys) that is large
+      enough to fill the GPU, also with K ≠ V up to cuDNN's largest head;
+    - "triton" for all other calls that our kernels support;
+    - "reference" (heads beyond 256, float64).
+    On a CPU: "sdpa" if it supports the call with a small mask, else "reference". `backward_impl` selects the backward
+    pass. flash-attn 2 runs only by name, since no call is known for which it is the fastest.
     """
     if call.device == "cuda":
         order = ("sdpa", "triton") if _is_for_cudnn(call) and not call.gluon else ("triton",)
@@ -165,7 +168,7 @@ def _triton_limit(call: Call) -> str | None:
 
 def _sdpa_limit(call: Call) -> str | None:
     if call.device == "cuda":
-        # only cuDNN supports unequal heads; torch.compile cannot trace the query for cuDNN
+        # only cuDNN supports K ≠ V; torch.compile cannot trace the test whether cuDNN is available
         asks = call.head_k != call.head_v and call.dtype in _HALF and not torch.compiler.is_compiling()
         if asks and takes_cudnn(call.tq, call.tk, call.head_k, call.head_v, call.mask, call.packed):
             return None
@@ -207,7 +210,7 @@ def _flash_limit(call: Call) -> str | None:
 
 
 def _gluon_limit(call: Call) -> str | None:
-    """Return why Gluon kernels do not support the call; `plan.limit` checks head sizes and layouts."""
+    """Return why Gluon kernels do not support the call, or None; `plan.limit` checks head sizes and layouts."""
     return _triton_limit(call) if call.device == "cuda" else None
 
 

@@ -55,7 +55,7 @@ def _attention_backward_queries(
 ):  # fmt: skip
     """Compute dq, delta and, unless `bias` is None, bias columns of one query tile of one head per program.
 
-    Sinks take a step of BS keys, or whole tiles if BS is 0.
+    The sinks are read in one step of BS keys, or in whole tiles if BS is 0.
     """
     tile = locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BM, PACKED)
     i_b, i_h, i_hk, _, i_t, first_row, start, queries, keys = tile

@@ -8,7 +8,7 @@ with ones in K and V, they cost neither. Three bfloat16 values add up to a float
 import triton
 import triton.language as tl
 
-# bfloat16 parts of −lse / scale; as many of −delta follow
+# number of bfloat16 columns that add up to −lse / scale; as many columns for −delta follow
 PARTS = tl.constexpr(3)
 # padded with zeros to the K dimension of one MMA instruction
 BIAS_COLUMNS = tl.constexpr(16)

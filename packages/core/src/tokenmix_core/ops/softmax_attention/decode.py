@@ -24,7 +24,7 @@ from tokenmix_core.ops.softmax_attention.steps import Config, KeyRows, Rows, Vis
 from tokenmix_core.ops.softmax_attention.tuning import attention_decode as decode_tile
 
 
-# batch size and capacity determine the number of splits: one form serves all
+# batch size and capacity determine the number of splits, so one compiled kernel must serve any number
 @cached_launch(loop_tiles=("BN",))
 @triton.jit(do_not_specialize=["splits"])
 def _attention_decode(
@@ -34,7 +34,7 @@ def _attention_decode(
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     WINDOW: tl.constexpr, PRECISION: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one share of the keys with one tile of the queries of a key head per program.
+    """Compute attention of one tile of a key head's query rows to one share of the keys per program.
 
     With a page table `[B, H, columns]`, each key head has a length and a list of pages; PAGE is a multiple of BN.
     """
@@ -67,7 +67,7 @@ def _attention_decode(
         i_k = tl.where(i < sink_tiles, i, n_min + i - sink_tiles)
         p_k, p_v = k + i_b * s_kb + i_hk * s_kh, v + i_b * s_vb + i_hk * s_vh
         if page_table is not None:
-            # rows from the first one of the list if all its pages were consecutive
+            # shift the pointers, so that row i of this page has the index that it has in the list of pages
             column = i_k * BN // PAGE
             row = (tl.load(page_table + (i_b * H + i_hk) * columns + column) - column) * PAGE
             p_k, p_v = p_k + row.to(tl.int64) * s_kt, p_v + row.to(tl.int64) * s_vt
@@ -131,7 +131,7 @@ def _merge_two(
 
 
 def merge_two(o_a, lse_a, o_b, lse_b):
-    """Return o `[B, T, HQ, V]` and lse `[B, T, HQ]`, float32, of two results over disjoint sets of keys."""
+    """Merge results over two disjoint sets of keys; return o `[B, T, HQ, V]` and lse `[B, T, HQ]`, float32."""
     o_a, lse_a, o_b, lse_b = (x.contiguous() for x in (o_a, lse_a, o_b, lse_b))
     o, lse = torch.empty_like(o_a), torch.empty_like(lse_a)
     V = o.shape[-1]
@@ -153,7 +153,7 @@ def paged_attention_decode(q, k_pages, v_pages, page_table, lengths, *, scale):
     """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, TQ, HQ]`."""
     q, k_pages, v_pages = (x.contiguous() for x in (q, k_pages, v_pages))
     (_, H, columns), page = page_table.shape, k_pages.shape[2]
-    # tokens of consecutive pages of a row, which all heads share
+    # view all pages of a batch row as consecutive tokens that all heads share
     k, v = (x.flatten(1, 2).unsqueeze(2).expand(-1, -1, H, -1) for x in (k_pages, v_pages))
     return _decode(q, k, v, lengths, columns * page, H, None, 0, scale, page_table.contiguous(), page)
 

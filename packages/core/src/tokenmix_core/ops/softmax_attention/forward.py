@@ -37,7 +37,7 @@ def _attention_forward(
     BS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     FILL: tl.constexpr,
 ):  # fmt: skip
-    """Compute O and lse of one query tile of one head; sinks take a step of BS keys, or whole tiles if BS is 0."""
+    """Compute O and lse of one query tile of one head; read sinks in one step of BS keys, or in tiles if BS is 0."""
     tile = locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BM, PACKED)
     i_b, i_h, i_hk, _, i_t, first_row, start, queries, keys = tile
     if PACKED:  # noqa: SIM102
@@ -91,8 +91,8 @@ def _attention_forward(
 def attention_forward(q, k, v, cu_seqlens, mask: Mask, scale, selected=None, fill=True, impl=None):
     """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`.
 
-    Queries outside the mask `selected [B, TQ]` get o = 0 and lse = +∞. Tiles without a selected query are not computed;
-    these outputs are written to them only if `fill`.
+    Queries that the mask `selected [B, TQ]` excludes get o = 0 and lse = +∞. Query tiles without a selected query are
+    skipped: their outputs are set to these values if `fill`, else left uninitialised.
     """
     q, k, v = (dense_rows(x) for x in (q, k, v))
     (B, TQ, HQ, _), V = q.shape, v.shape[3]

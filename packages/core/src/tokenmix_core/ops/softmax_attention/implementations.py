@@ -13,7 +13,7 @@ from tokenmix_core.ops.softmax_attention.types import Mask
 
 
 class Backend(NamedTuple):
-    """`forward(q, k, v, cu_seqlens, mask, scale) -> (o, lse [B, HQ, TQ])` and
+    """Both passes of an implementation: `forward(q, k, v, cu_seqlens, mask, scale) -> (o, lse [B, HQ, TQ])` and
     `backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask, scale) -> (dq, dk, dv)`."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]

@@ -66,7 +66,7 @@ def query_tiles(
         m_min = tl.maximum(first - shift, 0) // BM
         full_min = tl.cdiv(tl.maximum(last - shift, 0), BM)
     if WINDOW:
-        # a tile with a sink is seen by all later queries, so the window bounds no range
+        # all later queries see a tile with a sink, so the window does not end its range of queries
         if sinks is None:
             sinks = 0
         if first >= sinks:
@@ -81,14 +81,14 @@ def query_tiles(
 
 @triton.jit
 def masked_tile(i, sink_tiles, n_min, full_min, full_max):
-    """Return the i-th masked tile: sinks, then [n_min, full_min), then from `full_max` on."""
+    """Return the i-th masked tile: first those of the sinks, then [n_min, full_min), then tiles from `full_max` on."""
     i_k = n_min + i - sink_tiles
     return tl.where(i < sink_tiles, i, tl.where(i_k < full_min, i_k, full_max + i_k - full_min))
 
 
 @triton.jit
 def tile_from_last(i, count, sink_tiles, gap):
-    """Return the i-th KV tile in descending order: the window's, then, `gap` tiles before it, the sinks'."""
+    """Return the i-th KV tile in descending order: the window's tiles, then the sinks', `gap` tiles below those."""
     i_k = tl.maximum(count - 1 - i, 0)
     return i_k + tl.where(i_k < sink_tiles, 0, gap)
 

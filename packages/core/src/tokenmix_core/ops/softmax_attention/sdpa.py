@@ -143,7 +143,7 @@ def _with_adjacent_elements(x: Tensor) -> Tensor:
 
 
 def _cpu_mask(q: Tensor, k: Tensor, mask: Mask) -> tuple[bool, Tensor | None]:
-    """Return whether to use the kernel's causal mask, and a score bias `[TQ, TK]` of 0 or −∞, None if not needed."""
+    """Return whether to use the kernel's causal mask, and a bias `[TQ, TK]` of 0 or −∞ on scores (None: not needed)."""
     tq, tk = q.shape[1], k.shape[1]
     if mask.window is None and (tq == tk or tq == 1 or not mask.causal):
         return mask.causal and tq > 1, None
@@ -152,6 +152,6 @@ def _cpu_mask(q: Tensor, k: Tensor, mask: Mask) -> tuple[bool, Tensor | None]:
 
 
 def _slices(cu_seqlens: Tensor) -> list[slice]:
-    """Return the sequences that are not empty."""
+    """Return the slices of tokens of the sequences that are not empty."""
     cu = cu_seqlens.tolist()
     return [slice(a, b) for a, b in itertools.pairwise(cu) if a < b]

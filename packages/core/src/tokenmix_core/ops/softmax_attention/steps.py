@@ -95,7 +95,7 @@ class QueryRows(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """Dense mask of queries at `o_q`: see `visible`."""
+    """Dense mask of the queries at positions `o_q`; window and sinks are those of `visible`."""
 
     o_q: tl.tensor
     window: tl.tensor
@@ -103,7 +103,7 @@ class Visible(NamedTuple):
 
 
 class VisibleColumns(NamedTuple):
-    """Mask of queries at `o_q` over a tile of columns: see `visible_columns`."""
+    """Mask of the queries at positions `o_q` over a tile of columns; the fields are arguments of `visible_columns`."""
 
     o_q: tl.tensor
     b_left: tl.tensor
@@ -113,7 +113,7 @@ class VisibleColumns(NamedTuple):
 
 
 class VisibleTo(NamedTuple):
-    """Dense mask of keys at `o_k`; query i is at position i + shift."""
+    """Dense mask of the queries that see the keys at positions `o_k`; query i is at position i + shift."""
 
     o_k: tl.tensor
     shift: tl.tensor
@@ -172,7 +172,7 @@ def mask_of(mask, at, keys, BN: tl.constexpr, config: Config):
 
 @triton.jit
 def attention_step(state, b_q, kv: KeyRows, at, mask, scale, config: Config, BN: tl.constexpr, MASKED: tl.constexpr):
-    """One online-softmax step: update the accumulator, row maxima and row sums by the KV tile `at`."""
+    """One online-softmax step: add the KV tile at `at` (see `load_keys`) to accumulator, row maxima and row sums."""
     b_o, b_m, b_l = state
     b_k = load_keys(kv.k, at, kv.keys, config.K, config.BK, BN, MASKED, config.LISTED)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=config.PRECISION)
@@ -219,7 +219,7 @@ def load_statistics(o, vectors, tile: QueryTile, b_do, TQ, HQ, config: Config, B
 
 @triton.jit
 def dq_step(b_dq, given: Queries, kv: KeyRows, at, mask, scale, config: Config, BN: tl.constexpr, MASKED: tl.constexpr):
-    """Accumulate dQ over the KV tile `at`."""
+    """Add the terms of the KV tile at `at` (see `load_keys`) to dQ."""
     b_k = load_keys(kv.k, at, kv.keys, config.K, config.BK, BN, MASKED, config.LISTED)
     b_v = load_keys(kv.v, at, kv.keys, config.V, config.BV, BN, MASKED, config.LISTED)
     b_p = tl.exp2(tl.dot(given.b_q, tl.trans(b_k), input_precision=config.PRECISION) * scale - given.b_lse[:, None])
@@ -234,7 +234,7 @@ def dq_step(b_dq, given: Queries, kv: KeyRows, at, mask, scale, config: Config, 
 def dkdv_step(sums, kv, given: QueryRows, i_q, mask, scale, config: Config, BM: tl.constexpr, MASKED: tl.constexpr):
     """Add the terms of query tile `i_q` of a head to dK and dV, the first two of `sums`; `kv` are tiles of K and V.
 
-    For listed columns a third sum is the gradient of `keep`: dS summed over queries that see the column as listed.
+    For listed columns a third sum is the gradient of `keep`: dS summed over the queries that see a column as listed.
     """
     b_k, b_v = kv
     o_q = i_q * BM + tl.arange(0, BM)

@@ -19,7 +19,7 @@ class AttentionTile(NamedTuple):
     maxnreg: int | None = None
 
 
-# by kernel and largest head size
+# tiles of the portable kernels, by kernel and by largest head size
 ATTENTION: dict[str, dict[int, AttentionTile]] = {
     "forward": {64: AttentionTile(64, 64, 4, 3), 128: AttentionTile(64, 64, 4, 3), 256: AttentionTile(128, 64, 8, 2)},
     "backward_queries": {
@@ -55,7 +55,7 @@ def attention(kernel: str, head_size: int, dtype: torch.dtype) -> AttentionTile:
 
 
 def _keys_bytes(tile: AttentionTile, head_size: int, dtype: torch.dtype) -> int:
-    """Return the shared memory of the dK/dV kernel: K and V, the stages of Q and dO in flight, probabilities, rows."""
+    """Return the bytes of shared memory of the dK/dV kernel: K, V, stages of Q and dO, probabilities, lse and delta."""
     elements = 2 * head_size * (tile.BN + max(1, tile.num_stages - 1) * tile.BM) + tile.BM * tile.BN
     return dtype.itemsize * elements + 8 * tile.BM
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 class Mask(NamedTuple):
-    """The keys that a query sees: all; if `causal`, those up to its position; of these, if `window`, the last ones.
+    """The keys that a query sees: all; if `causal`, those up to its position; with a `window`, only the last of those.
 
-    `sinks` is the number of first keys that a query sees besides the window.
+    `sinks` is the number of first keys that a query sees in addition to its window.
     """
 
     causal: bool
@@ -48,12 +48,12 @@ class KeyLists(NamedTuple):
     """Listed keys, and the mask of attention to them and to a local part.
 
     Attributes:
-        ranks: number of listed units before each unit, then of all, `[B, HM, U + 1]`, int32.
+        ranks: number of listed units before each unit, then the total, `[B, HM, U + 1]`, int32.
         lists: indices of the listed units, then of all other units, both ascending, `[B, HM, U]`, int32.
         until: first query that no longer sees a listed key, `[B, TK, H]`; None: no key is evicted.
         cu_seqlens: boundaries of packed sequences, or None.
-        unit: tokens of a unit: 1, or a multiple of 64.
-        window: keys of the local part; None: the query's own unit up to itself.
+        unit: number of tokens of a unit: 1, or a multiple of 64.
+        window: number of keys of the local part; None: the query's own unit up to itself.
     """
 
     ranks: Tensor

@@ -10,8 +10,8 @@
     epilogue      accumulator → smem → global
 
 The arithmetic is that of `backward.py`; `bias_columns.py` explains the bias columns. The two stages of a pipeline are
-separate
-allocations: Triton takes indexed stages of one allocation for aliases and makes MMAs and copies wait for each other.
+separate allocations: Triton takes indexed stages of one allocation for aliases and would make MMAs and copies wait for
+each other.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from tokenmix_core.ops.softmax_attention.steps import Rows, VisibleTo
 
 
 class KeySpan(NamedTuple):
-    """KV tiles that a query tile visits: see `key_tiles`; `gap` tiles lie between the sinks and the window."""
+    """The KV tiles that a query tile visits: see `key_tiles`; `gap` is the number of tiles between sinks and window."""
 
     keys: gl.tensor
     sink_tiles: gl.tensor

@@ -31,7 +31,7 @@ class QueryStage(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Operands of the dK/dV kernel that stay: a KV tile and bias selectors in smem, positions and a score's factor."""
+    """Operands of all steps of the dK/dV kernel: a KV tile and bias selectors in smem, positions, factor of scores."""
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
@@ -42,7 +42,7 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Operands of the dQ kernel that stay: a query tile in smem, lse and delta, positions and a score's factor."""
+    """Operands of all steps of the dQ kernel: a query tile in smem, lse and delta, positions, factor of scores."""
 
     q: gl.shared_memory_descriptor
     do: gl.shared_memory_descriptor
@@ -62,15 +62,15 @@ class Heads(NamedTuple):
 
 
 class QuerySpan(NamedTuple):
-    """Query tiles that a tile of keys visits, by one head: see `query_tiles`.
+    """The query tiles, of each query head, that a KV tile visits: see `query_tiles`.
 
     Attributes:
-        queries: queries of the sequence.
+        queries: number of queries of the sequence.
         m_min: first query tile.
         full_min: first query tile that needs no mask.
         full_max: first masked query tile after the unmasked ones.
         m_max: end of the query tiles.
-        count: query tiles of all heads of the GQA group.
+        count: number of query tiles of all heads of the GQA group.
         order: list of the query tiles to visit; None for all query tiles.
         mask: `VisibleTo` or `ColumnsVisibleTo`.
     """
@@ -86,7 +86,7 @@ class QuerySpan(NamedTuple):
 
 
 class Masking(NamedTuple):
-    """Compile-time facts of a mask; pass it as an expression."""
+    """Compile-time facts of a mask; pass it as an expression, as an assignment would turn its fields into tensors."""
 
     CAUSAL: gl.constexpr
     WINDOW: gl.constexpr
@@ -118,10 +118,10 @@ def minus_columns(b_row, columns: gl.constexpr):
 
 @gluon.jit
 def plus_columns(b_row, columns: gl.constexpr):
-    """Return a value per row plus 0, 1, … by column, as constant offsets from the thread's first column.
+    """Return `b_row[i] + j` for row i and column j; a thread's columns are constant offsets from its first column.
 
-    The value is opaque: Triton's axis analysis takes a multiple of 16 minus the rows 0, 1, … for multiples of 16, and
-    would then compare one column for several.
+    `b_row` is made opaque: Triton's axis analysis takes a multiple of 16 minus the rows 0, 1, … for multiples of 16,
+    and would then compare one column for several.
     """
     o_c = gl.arange(0, columns, gl.SliceLayout(0, hopper.mma_layout(columns, gl.num_warps())))
     return hopper.opaque(b_row)[:, None] + (o_c % 8)[None, :] + (o_c // 8 * 8)[None, :]
@@ -202,7 +202,7 @@ def dkdv_step(
     """Accumulate dK and dV over the i-th query tile, which is in `stage`; prefetch the next one to `next_stage`.
 
     `cursor` is the tile's index in the order of visits, its head in the GQA group and, unless columns are listed, its
-    index in the sequence. `sums` are dK, dV and, of listed columns, the gradient of `keep`.
+    index in the sequence. `sums` are dK, dV and, if columns are listed, the gradient of `keep`.
 
     Returns:
         the cursor of the next tile, and the sums.

@@ -67,15 +67,15 @@ class Span(NamedTuple):
     """The queries of a CTA, and the KV tiles that it visits.
 
     Attributes:
-        queries: queries from the tile's first one to the end of the sequence.
-        keys: keys of the sequence.
-        sink_tiles: KV tiles that hold sinks alone.
-        gap: KV tiles between the sinks and the window.
-        count: KV tiles to visit.
+        queries: number of queries from the tile's first one to the end of the sequence.
+        keys: number of keys of the sequence.
+        sink_tiles: number of KV tiles that are visited only for their sinks.
+        gap: number of KV tiles between those of the sinks and those of the window.
+        count: number of KV tiles to visit.
         full_min: first KV tile that needs no mask.
         full_max: first masked KV tile after the unmasked ones.
-        window: keys of the window.
-        sinks: sinks, or None.
+        window: number of keys of the window.
+        sinks: number of sinks, or None.
     """
 
     queries: gl.tensor
@@ -98,7 +98,7 @@ def wants_second_pass(requests, decided):
 
 @gluon.jit
 def produce_keys(n, k: Rows, v: Rows, buffers: Buffers, barriers: Barriers, span: Span):
-    """Copy all K and V tiles, the pipeline's tiles from the n-th on, each as soon as its stage is empty."""
+    """Copy all K and V tiles, each as soon as its stage is empty; the first one is the n-th tile of the pipeline."""
     BN: gl.constexpr = buffers.k.shape[1]
     for i in range(n, n + span.count):
         stage = i % NUM_STAGES
@@ -146,7 +146,7 @@ def attention_pass(
     n, q_s, buffers: Buffers, barriers: Barriers, span: Span, o_q, scale, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     RUNNING_MAX: gl.constexpr,
 ):  # fmt: skip
-    """Consume all KV tiles, the pipeline's tiles from the n-th on, for 64 queries.
+    """Compute attention of 64 queries to all KV tiles, the first of which is the n-th tile of the pipeline.
 
     Returns:
         the unnormalised output and, for each row, the shift and the sum of weights.

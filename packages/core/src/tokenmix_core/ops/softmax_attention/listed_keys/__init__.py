@@ -1,1 +1,1 @@
-"""Gradients of listed keys: a window's sinks, and the retained and other keys of sparse attention."""
+"""Gradients of K and V over lists of keys: the sinks of a window, or sparse attention's retained and other keys."""

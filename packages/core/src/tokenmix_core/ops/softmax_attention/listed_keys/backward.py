@@ -172,7 +172,7 @@ def listed_keys_backward(
     q, k, v, do, lse, delta, dk, dv, keys: KeyLists, scale, *, dm=None, most: int | None = None,
     tile: tuning.AttentionTile | None = None, launch: Callable[..., None] | None = None,
 ) -> None:  # fmt: skip
-    """Write dk and dv of the keys of both lists or, with `most`, of the first list, at most `most` per sequence.
+    """Write dk and dv of the keys in both lists or, with `most`, in the first list only, at most `most` per sequence.
 
     Args:
         dm: None, or where to write each retained key's sum of dS over the queries that see it as a listed key,

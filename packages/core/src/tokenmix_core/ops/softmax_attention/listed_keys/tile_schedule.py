@@ -41,7 +41,7 @@ FIRST_WORK = tl.constexpr(11)
 FIRST_PARTIAL = tl.constexpr(12)
 _FACTS = 13
 
-# totals: query tiles of a work tile, work tiles, and partial sums
+# indices into `totals`: query tiles per work tile, number of work tiles, number of partial sums
 SPLIT_SIZE = tl.constexpr(0)
 NUM_WORK = tl.constexpr(1)
 NUM_PARTIALS = tl.constexpr(2)
@@ -55,10 +55,10 @@ class TileSchedule(NamedTuple):
 
     Attributes:
         facts: table of tiles `[13, tiles]`, int32.
-        work_tiles: the tile of each work tile.
-        partial_tiles: the tile of each partial sum.
-        totals: `SPLIT_SIZE`, `NUM_WORK` and `NUM_PARTIALS`.
-        tiles: columns of `facts`.
+        work_tiles: index of the tile that each work tile belongs to.
+        partial_tiles: index of the tile that each partial sum belongs to.
+        totals: values at `SPLIT_SIZE`, `NUM_WORK` and `NUM_PARTIALS`.
+        tiles: number of tiles, the columns of `facts`.
     """
 
     facts: Tensor
@@ -78,9 +78,9 @@ class ColumnTile(NamedTuple):
         length: length of the sequence.
         kept: whether the list is that of retained keys.
         p_list: the list.
-        begin: number of the sequence's first unit.
+        begin: index of the sequence's first unit.
         column: first column of the tile.
-        columns: end of the list.
+        columns: end of the sequence's columns in the list.
     """
 
     i_b: tl.tensor
@@ -96,7 +96,7 @@ class ColumnTile(NamedTuple):
 
 @triton.jit
 def list_of(ranks, lists, i_b, i_m, U, HM, kept):
-    """Return the list of retained units, or of the other units unless `kept`, of a row and head, and the ranks."""
+    """Return pointers to a head's list, of the retained units if `kept`, else of the others, and to its ranks."""
     o_row = i_b * HM + i_m
     p_rank = ranks + o_row * (U + 1)
     return lists + o_row * U + tl.where(kept, 0, tl.load(p_rank + U)), p_rank
@@ -121,7 +121,7 @@ def find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM):
 
 @triton.jit
 def _position(p_rank, o_u, kept):
-    """Return the number of listed units before unit `o_u`."""
+    """Return how many units of a list, that of the retained units if `kept`, else of the others, precede unit `o_u`."""
     b_rank = tl.load(p_rank + o_u)
     return tl.where(kept, b_rank, o_u - b_rank)
 
@@ -131,8 +131,8 @@ def _locate_columns(p_rank, i_s, T, U, N, cu_seqlens, kept, BN: tl.constexpr, UN
     """Find the tile of columns in slot `i_s` of a list: sequence n's tiles begin at ⌊its first column / BN⌋ + n.
 
     Returns:
-        the sequence's first row and length, the number of its first unit, the tile's first column, and the end of the
-        list, which precedes the first column if the slot is unused.
+        the sequence's first row and length, the index of its first unit, the tile's first column, and the end of the
+        sequence's columns, which is not after the first column if the slot is unused.
     """
     if PACKED:
         sequences = 0
@@ -162,7 +162,7 @@ def _find_query_tiles(
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
     OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the facts of a tile of columns except its work tiles.
+    """Store the facts of one tile of columns per program, except those about its work tiles.
 
     Retained keys take slots from the first on; with `OTHERS`, the other keys take slots from the last on.
     """
@@ -271,7 +271,7 @@ def schedule_tiles(keys: KeyLists, q: Tensor, k: Tensor, BM: int, BN: int, most:
     ranks, unit, packed = keys.ranks, keys.unit, keys.cu_seqlens is not None
     shape = listed_sizes(q, k, keys)
     B, U, N = q.shape[0], shape["U"], max(shape["N"], 1)
-    # whole tiles, and a partial one of each sequence and list; packed sequences leave gaps
+    # upper bound: whole tiles, and a partial tile for each sequence and list; packed sequences leave slots unused
     if most is not None:
         slots = min(N * most, U) // BN + N if packed else cdiv(most, BN)
     else:
@@ -279,7 +279,7 @@ def schedule_tiles(keys: KeyLists, q: Tensor, k: Tensor, BM: int, BN: int, most:
     tiles = slots * B * shape["H"]
     programs = tuning.work_tiles(tiles, ranks.device)
     facts = ranks.new_empty(_FACTS, tiles)
-    # bounds: each tile has one work tile, and each program's share adds one
+    # upper bounds: each tile has one work tile, and splitting the work into shares adds at most one per share
     work_tiles, partial_tiles, totals = (ranks.new_empty(n) for n in (tiles + programs, 2 * programs, 3))
     _find_query_tiles[(tiles,)](
         facts=facts, ranks=ranks, lists=keys.lists, until=keys.until, cu_seqlens=keys.cu_seqlens,
