@@ -60,7 +60,7 @@ def check_same_device(op: str, **tensors: Tensor | None) -> None:
 
 
 def _refuse_devices(op: str, first: tuple[str, torch.device], other: tuple[str, torch.device]) -> NoReturn:
-    # if one of the two is on the meta device, the message blames it: its values are missing
+    # if only one of the two is on the meta device, the message names that one, since its values are missing
     (_, wanted), (name, found) = sorted((first, other), key=lambda x: x[1].type == "meta")
     raise ValueError(f"{op}: {name} is on {found}, expected {wanted} like the other tensors")
 
@@ -110,7 +110,7 @@ def check_same_dtype(op: str, **tensors: Tensor | None) -> None:
 
 
 def check_multiple(op: str, name: str, size: int, of: str, divisor: int) -> None:
-    """Raise a ValueError, which calls `size` `name` and `divisor` `of`, unless `size` is a multiple of `divisor`."""
+    """Raise a ValueError unless `size` is a multiple of `divisor`; its message calls the two `name` and `of`."""
     if divisor <= 0 or size % divisor:
         raise ValueError(f"{op}: {name} must be a multiple of {of}, got {name}={size} and {of}={divisor}")
 

@@ -14,7 +14,7 @@ from tokenmix_core.kernels.launch import compat
 
 
 class Context:
-    """A substitute for an autograd function's context: it holds all that `save` writes, the saved tensors apart."""
+    """A substitute for an autograd function's context that holds what `save` writes; saved tensors have one field."""
 
     def __init__(self, inputs: Sequence) -> None:
         self.needs_input_grad = [isinstance(x, Tensor) for x in inputs]

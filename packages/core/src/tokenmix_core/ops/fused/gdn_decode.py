@@ -46,8 +46,8 @@ def delta_layer_step(
 ) -> Float[Tensor, "B HV V"]:
     r"""Compute a decoding step of Gated DeltaNet between its input and output projections. Not differentiable.
 
-    One launch convolves q, k and v with SiLU, scales q and k to length 1 (q̂, k̂) and computes g, β and, with the gated
-    norm of each head (Yang et al. 2025),
+    One launch applies the convolutions with SiLU, scales q and k to unit length (q̂, k̂), computes g and β (see
+    `delta_gates`), and then computes for each head (Yang et al. 2025):
 
     .. math::
 
@@ -101,7 +101,7 @@ def _check(
     op, q, k, v, a, b, gate, q_weight, k_weight, v_weight, q_inputs, k_inputs, v_inputs, A_log, dt_bias, norm_weight,
     state, arrivals, scale, impl,
 ) -> tuple[str | None, float]:  # fmt: skip
-    """Validate a call; return the implementation of `resolve_impl`, and the scale."""
+    """Validate a call; return the implementation that `resolve_impl` selects, and the scale."""
     tensors = {"q": (q, "B H K"), "k": (k, "B H K"), "v": (v, "B HV V"), "a": (a, "B HV"), "b": (b, "B HV")}
     tensors |= {"gate": (gate, "B HV V?"), "q_weight": (q_weight, "keys W"), "k_weight": (k_weight, "keys W")}
     tensors |= {"v_weight": (v_weight, "values W"), "A_log": (A_log, "HV"), "dt_bias": (dt_bias, "HV")}

@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
     eps: float
 
     def readable(self) -> "Inputs":
-        """Return the arguments as the kernel reads them: one stride between tokens, contiguous elements within them."""
+        """Return the arguments as the kernel reads them: one stride between tokens, a token's elements contiguous."""
         q, k, v, gate = (None if x is None else _rows(x) for x in (self.q, self.k, self.v, self.gate))
         a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (self.a, self.b))
         names = "q_weight", "k_weight", "v_weight", "A_log", "dt_bias", "norm_weight"

@@ -77,7 +77,7 @@ def rms_norm_backward_kernel(
     eps, SIZE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
     BEFORE: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of every num_programs-th block of rows; sum that of the weight in registers."""
+    """Compute the gradients of every num_programs-th block of rows; sum the weight's gradient in registers."""
     i_p, i_g = tl.program_id(0), tl.program_id(1)
     o_d = tl.arange(0, BD)
     m_d = o_d < SIZE

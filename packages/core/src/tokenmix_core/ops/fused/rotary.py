@@ -148,7 +148,7 @@ def _check_step(impl, q, k, v, q_weight, k_weight, cos, sin, keys, values, posit
 
 
 def _angles_of(op: str, dims: dict[str, int], cos: Tensor | None, **rotated: Tensor) -> dict[str, int]:
-    """Return the sizes of the cosines; raise a ValueError if they do not match the `rotated` tensor, given by name."""
+    """Return R and half, the sizes of `cos`; raise a ValueError if they do not fit the one tensor in `rotated`."""
     rows = 1 if cos is None else len(cos)
     if dims["K"] % 2 or rows not in (1, dims["B"]):
         ((name, x),) = rotated.items()

@@ -116,7 +116,7 @@ def rotate_backward_kernel(
     x, weight, cos, sin, dy, dx, dweights, stride_x, stride_dy, rows, rotated, H, eps,
     HALF: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of every num_programs-th block of heads; sum that of the weight in registers."""
+    """Compute the gradients of every num_programs-th block of heads; sum the weight's gradient in registers."""
     i_p = tl.program_id(0)
     o_d = tl.arange(0, BH)
     if weight is not None:

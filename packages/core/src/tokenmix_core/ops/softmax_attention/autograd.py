@@ -47,7 +47,7 @@ class BackwardInputs(NamedTuple):
 
 
 class DecodeInputs(NamedTuple):
-    """Inputs of decoding."""
+    """Inputs of `attention_decode`."""
 
     q: Tensor
     k_cache: Tensor
@@ -60,7 +60,7 @@ class DecodeInputs(NamedTuple):
 
 
 class PagedDecodeInputs(NamedTuple):
-    """Inputs of decoding from pages."""
+    """Inputs of `paged_attention_decode`."""
 
     q: Tensor
     k_pages: Tensor

@@ -75,7 +75,7 @@ def on_hopper() -> bool:
 
 
 def takes_cudnn(tq: int, tk: int, head_k: int, head_v: int, mask: Mask, packed: bool) -> bool:
-    """True if cuDNN supports this attention of 16-bit tensors on CUDA: without window, unpacked, with small heads."""
+    """True if cuDNN supports this attention of 16-bit CUDA tensors: no window, unpacked, heads up to `cudnn_heads`."""
     plain = mask.window is None and not packed and (tq == tk or not mask.causal) and tq > 1
     return plain and head_k % 8 == head_v % 8 == 0 and max(head_k, head_v) <= cudnn_heads()
 
@@ -135,9 +135,9 @@ def backward_impl(impl: str | None, call: Call, through_lse: bool) -> str | None
     """Return the implementation of the backward pass after a forward pass by `impl`; None: our kernels.
 
     Both passes use one implementation, unless the log-sum-exp has a gradient that this implementation does not take.
-    With `impl` None the fastest one runs: FlashAttention-4 for large calls, except for heads of 64 with a window or
-    packed sequences, and for heads of 128 with both; cuDNN for plain attention that is not small, except for heads of
-    64.
+    If `impl` is None, the fastest one runs: FlashAttention-4 for large calls, but not for heads of 64 with a window or
+    packed sequences, nor for heads of 128 with both; else cuDNN for plain attention that is not small, but not for
+    heads of 64; else our kernels.
     """
     if through_lse and (impl == "sdpa" or (impl == "flash_attn" and flash_attention() != 4)):
         return None if call.device == "cuda" else "reference"

@@ -50,7 +50,7 @@ def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
 def readable(x: Tensor) -> Tensor:
     """Return x if its rows are aligned to 16 bytes and not broadcast, as the libraries require; else a copy."""
     if x.is_contiguous() and x.data_ptr() % 16 == 0:
-        # heads are multiples of 8 elements
+        # all rows are aligned, since a head has a multiple of 8 elements
         return x
     rows = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
     runs = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 8 == 0 for stride in rows)

@@ -1,4 +1,4 @@
-"""Arguments of kernel launches: strides, sizes and constexprs by the kernels' parameter names."""
+"""Arguments of kernel launches: strides, sizes and constexprs, keyed by the kernels' parameter names."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tokenmix_core.ops.softmax_attention.types import KeyLists, Mask
 
 
 def strides(**tensors: torch.Tensor | None) -> dict[str, int]:
-    """Return batch, token and head strides by the kernels' parameter names; 0 for a tensor that is None."""
+    """Return batch, token and head strides, keyed by the kernels' parameter names; 0 for a tensor that is None."""
     steps = {name: (0, 0, 0) if x is None else x.stride()[:3] for name, x in tensors.items()}
     return {f"s_{name}{axis}": step for name in steps for axis, step in zip("bth", steps[name], strict=True)}
 
 
 def sizes(q, k, cu_seqlens, mask: Mask) -> dict[str, int | None]:
-    """Return the sizes and mask of a call by the kernels' parameter names."""
+    """Return the sizes and mask of a call, keyed by the kernels' parameter names."""
     (_, TQ, HQ, _), (_, TK, H, _) = q.shape, k.shape
     N = 0 if cu_seqlens is None else len(cu_seqlens) - 1
     return {"TQ": TQ, "TK": TK, "HQ": HQ, "H": H, "N": N, "window": mask.window or 0, "sinks": mask.sinks or None}
@@ -56,7 +56,7 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def listed_sizes(q, k, keys: KeyLists) -> dict[str, int]:
-    """Return the sizes and mask of a call over listed keys by the kernels' parameter names."""
+    """Return the sizes and mask of a call over listed keys, keyed by the kernels' parameter names."""
     (_, TQ, HQ, _), (_, TK, H, _), (_, HM, U) = q.shape, k.shape, keys.lists.shape
     N = 0 if keys.cu_seqlens is None else len(keys.cu_seqlens) - 1
     return {"TQ": TQ, "TK": TK, "U": U, "HQ": HQ, "H": H, "HM": HM, "N": N, "window": keys.window or 0}

@@ -188,7 +188,7 @@ def attended(
 
 
 def joined(parts: Sequence[AttentionOutput], q: Tensor, v: Tensor) -> AttentionOutput:
-    """Concatenate results of consecutive queries; without parts, return o = 0 and lse = −∞."""
+    """Concatenate results of consecutive queries; if there are none, return o = 0 and lse = −∞."""
     if not parts:
         return AttentionOutput(q.new_zeros(*q.shape[:3], v.shape[3]), wide(q).new_full(q.shape[:3], float("-inf")))
     return AttentionOutput(*(torch.cat(x, 1) for x in zip(*parts, strict=True)))

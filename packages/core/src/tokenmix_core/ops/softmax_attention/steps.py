@@ -45,8 +45,8 @@ class QueryTile(NamedTuple):
         i_t: index of the tile in its sequence.
         first_row: first query of the tile, past the last query of the sequence if the tile is unused.
         start: first token of the sequence in its batch row, int64.
-        queries: the sequence's queries.
-        keys: the sequence's keys.
+        queries: number of queries of the sequence.
+        keys: number of keys of the sequence.
     """
 
     i_b: tl.tensor

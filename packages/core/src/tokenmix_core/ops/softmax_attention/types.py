@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Mask(NamedTuple):
-    """The keys that a query sees: all; if `causal`, those up to its position; with a `window`, only the last of those.
+    """The keys that a query sees: all, or up to its position if `causal`; of these only the last `window`, unless None.
 
     `sinks` is the number of first keys that a query sees in addition to its window.
     """
@@ -50,7 +50,7 @@ class KeyLists(NamedTuple):
     Attributes:
         ranks: number of listed units before each unit, then the total, `[B, HM, U + 1]`, int32.
         lists: indices of the listed units, then of all other units, both ascending, `[B, HM, U]`, int32.
-        until: first query that no longer sees a listed key, `[B, TK, H]`; None: no key is evicted.
+        until: first query that no longer sees the key as a listed one, `[B, TK, H]`; None: no key is evicted.
         cu_seqlens: boundaries of packed sequences, or None.
         unit: number of tokens of a unit: 1, or a multiple of 64.
         window: number of keys of the local part; None: the query's own unit up to itself.

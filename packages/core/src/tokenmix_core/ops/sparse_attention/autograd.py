@@ -13,7 +13,7 @@ from tokenmix_core.ops.softmax_attention.types import KeyLists
 
 
 class Inputs(NamedTuple):
-    """Inputs of the operation."""
+    """Inputs of `kept_attention`."""
 
     q: Tensor
     k: Tensor

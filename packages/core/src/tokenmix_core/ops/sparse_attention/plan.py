@@ -13,7 +13,7 @@ GLUON = GluonForm(
 
 
 def limit(q: Tensor, k: Tensor, v: Tensor, until: Tensor | None) -> str | None:
-    """Return why Gluon kernels do not support such a call; None if they do."""
+    """Return why Gluon kernels do not support a call with these arguments; None if they do."""
     K, V = q.shape[3], v.shape[3]
     if K not in (64, 128) or V not in (64, 128):
         return f"takes K and V of 64 or 128, got K={K} and V={V}"

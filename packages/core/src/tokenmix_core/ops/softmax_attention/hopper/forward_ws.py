@@ -53,7 +53,7 @@ class Buffers(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """mbarriers: `q_full`, full and empty of each stage of K and V, and `decided`, after which `requests` are read."""
+    """mbarriers: Q is full; a stage of K or V is full, or is empty; all consumers have `decided` on a second pass."""
 
     q_full: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor

@@ -40,7 +40,7 @@ def load_delta(p_o, stride, do_s, dlse, o_row, first, queries):
     `o_row` is the offset of the sequence's first query in `dlse`, which may be None.
 
     Returns:
-        delta and the queries' indices, in the layout of rows.
+        delta and the queries' indices, in the row layout.
     """
     layout: gl.constexpr = row_layout(do_s.shape[1], gl.num_warps())
     o_t = first + gl.arange(0, do_s.shape[0], gl.SliceLayout(1, layout))

@@ -23,9 +23,9 @@ from tokenmix_core.ops.softmax_attention.launch_args import listed_sizes, stride
 from tokenmix_core.ops.softmax_attention.listed_keys.lists import away_from, first_unit, listed_columns
 from tokenmix_core.ops.softmax_attention.types import KeyLists
 
-# rows of the table of tiles: query tiles (masked [M_MIN, FULL_MIN), unmasked [FULL_MIN, FULL_MAX), masked [FULL_MAX,
-# M_MAX)), first column and end of the list, the sequence's first row, length and first unit, whether its keys are
-# retained, the number of work tiles, and the first one of them and of their partial sums
+# rows of `facts`, the table of tiles: query tiles (masked [M_MIN, FULL_MIN), unmasked [FULL_MIN, FULL_MAX), masked
+# [FULL_MAX, M_MAX)), the tile's first column and the end of the list, the sequence's first row, length and first unit,
+# whether the tile's keys are retained, its number of work tiles, its first work tile and its first partial sum
 M_MIN = tl.constexpr(0)
 FULL_MIN = tl.constexpr(1)
 FULL_MAX = tl.constexpr(2)
