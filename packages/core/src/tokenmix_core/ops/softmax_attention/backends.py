@@ -95,6 +95,7 @@ def choose_impl(call: Call) -> str:
     """Return the fastest implementation that supports the call.
 
     On CUDA this is the first of the following that supports the call:
+
     - "flash_attn" on Hopper with FlashAttention-4, for large calls with heads of 128 and no sinks, and with no window
       or, if unpacked, a wide one;
     - "triton", our kernels, if Gluon runs;
@@ -102,6 +103,7 @@ def choose_impl(call: Call) -> str:
       enough to fill the GPU, also with K ≠ V up to cuDNN's largest head;
     - "triton" for all other calls that our kernels support;
     - "reference" (heads beyond 256, float64).
+
     On a CPU: "sdpa" if it supports the call with a small mask, else "reference". `backward_impl` selects the backward
     pass. flash-attn 2 runs only by name, since no call is known for which it is the fastest.
     """

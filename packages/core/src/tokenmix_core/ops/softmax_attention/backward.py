@@ -202,7 +202,7 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
             **constants(q, v, cu_seqlens, mask, by.queries), BS=sink_step(q, mask, by.queries.BN),
             FILL=fill,
         )  # fmt: skip
-    # all queries see the sinks: with a window, their KV tile would end long after all others, so it has its own kernel
+    # all queries see the sinks: with a window, their KV tile would end long after all others, so it has its own launch
     sinks = mask.sinks if selected is None else 0
     mask = mask._replace(sinks=mask.sinks - sinks)
     if by.keys is Form.ONE:
