@@ -1,8 +1,8 @@
 """Recipes of the baselines: tiny ones for a laptop, recall ones for one GPU, and language models from 130M to 1.4B.
 
-The papers' packages build theirs from `language_model`, `model_fields` and `corpus`, too. Unstated values are as
-usual: documents joined in a row, β = (0.9, 0.95), weight decay 0.1, clipping at 1, and a cosine that ends at a tenth of
-its peak.
+The papers' packages build their recipes from `language_model`, `model_fields` and `corpus` too. Values that a paper
+does not state are the usual ones: documents joined in a row, β = (0.9, 0.95), weight decay 0.1, clipping at norm 1, and
+a cosine schedule that ends at a tenth of the peak.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
 
 GDN, ATTENTION, MAMBA2 = "gated_delta_net", "attention", "mamba2"
-# 256 bytes and three special tokens, rounded up to a multiple that suits matmuls
+# vocabulary: 256 bytes and three special tokens, rounded up to a multiple that suits matmuls
 BYTE_VOCAB = 264
 GPT2, LLAMA2 = "gpt2", "fla-hub/transformer-1.3B-100B"
 GPT2_VOCAB, LLAMA2_VOCAB = 50257, 32000
@@ -24,8 +24,8 @@ GPT2_VOCAB, LLAMA2_VOCAB = 50257, 32000
 def tiny() -> Recipe:
     """Return a hybrid for two CPU cores: Gated DeltaNet with one attention layer in four, on Python's standard library.
 
-    250 steps finish within three minutes. The sample begins inside a class: at this size a model has learnt the shape
-    of Python, but copies nothing yet.
+    250 steps finish within three minutes. The sample printed at the end begins inside a class: a model of this size has
+    learnt the form of Python, but cannot copy names from the prompt yet.
     """
     recipe, step = tiny_setting(), 2**11
     return replace(
@@ -40,7 +40,7 @@ def tiny() -> Recipe:
 
 
 def tiny_setting() -> Recipe:
-    """Return the setting that `tiny` and its variants share; the variants take 400 steps."""
+    """Return the recipe that `tiny` and its variants share, with 400 steps as the variants use."""
     return Recipe(
         name="tiny",
         description="GDN with one attention layer in four, on the built-in corpus; minutes on a laptop",
@@ -86,22 +86,22 @@ def _tiny_variant(name: str, mixer: str, **options: Any) -> Recipe:
 
 
 def tiny_transformer() -> Recipe:
-    """Transformer++ in the setting of `tiny`."""
+    """Return a recipe for Transformer++ with the data and schedule of `tiny`."""
     return _tiny_variant("tiny-transformer", ATTENTION, num_heads=4)
 
 
 def tiny_gdn() -> Recipe:
-    """Gated DeltaNet alone in the setting of `tiny`."""
+    """Return a recipe for Gated DeltaNet without attention, with the data and schedule of `tiny`."""
     return _tiny_variant("tiny-gdn", GDN, num_heads=2, head_dim=64, expand_v=1.0)
 
 
 def tiny_mamba2() -> Recipe:
-    """Mamba-2 with MLPs in the setting of `tiny`."""
+    """Return a recipe for Mamba-2 with MLPs, with the data and schedule of `tiny`."""
     return _tiny_variant("tiny-mamba2", MAMBA2, expand=1.0, head_dim=64, state_size=64)
 
 
 class _RecallSize(NamedTuple):
-    """Settings of a recall model and of its training."""
+    """Sizes of a model for associative recall, and its number of steps, batch size and learning rate."""
 
     vocab: int
     seq_len: int
@@ -123,7 +123,7 @@ _RECALL_SIZES = {
     "100m": _RecallSize(
         1024, 1024, 768, 12, 2048, 6, {"num_heads": 3, "head_dim": 128, "expand_v": 2.0}, 0.005, 3000, 2**13, 5e-4
     ),
-    # wider and half as deep as language models of this size: depth delays recall
+    # 12 layers, wider than language models of 340M, which have 24: recall is learnt later in deeper models
     "340m": _RecallSize(
         2048, 2048, 1536, 12, 4096, 12, {"num_heads": 6, "head_dim": 128, "expand_v": 2.0}, 0.004, 3000, 2**13, 5e-4
     ),
@@ -136,13 +136,13 @@ _RECALL_MIXERS = {
 
 
 def recall(kind: str, size: str) -> Recipe:
-    """Multi-query associative recall from scratch, with as many pairs as a row can ask for.
+    """Return a recipe for multi-query associative recall from scratch, with as many pairs as fit into a row.
 
-    The small models are Zoology's: two layers without MLP, so that mixing along time is all they can do, and one GDN
-    head of size 64, which cannot hold 128 pairs. The others have the sizes of language models, and recall only with
-    small steps: an AdamW step changes a matrix's output by about its width times the learning rate. Their initial
-    weights are small, so that the embeddings dominate the layers' outputs. Recall depends more on steps than on tokens,
-    so batches are small; examples begin with two pairs and grow over the first part of training.
+    The small models are Zoology's: two layers without MLPs, so that only the mixers can learn, and one GDN head of size
+    64, which cannot hold 128 pairs. The others have the sizes of language models and learn recall only with a small
+    learning rate, because an AdamW step changes a matrix's output by about its width times the learning rate. Their
+    initial weights are small, so that the embeddings dominate the layers' outputs. Recall depends more on the number of
+    steps than on tokens, so batches are small. Examples begin with two pairs and grow in the first part of training.
     """
     sizes = _RECALL_SIZES[size]
     small = size == "small"
@@ -188,7 +188,7 @@ def recall(kind: str, size: str) -> Recipe:
 
 
 def corpus(name: str, tokenizer: str, seq_len: int, seed: int = 0) -> DataRecipe:
-    """Rows of a token file in `data/`, made by `data prepare` with this tokenizer."""
+    """Return the data of a token file `data/<name>-<tokenizer>` that `data prepare` has made with this tokenizer."""
     folder = f"data/{name}-{tokenizer.rpartition('/')[2]}"
     return DataRecipe(sources=[folder], tokenizer=tokenizer, seq_len=seq_len, documents="joined", data_seed=seed)
 
@@ -229,7 +229,7 @@ def language_model(
 
 
 class _Size(NamedTuple):
-    """Width, layers and attention's heads; Gated DeltaNet's heads; each mixer's MLP; and the peak learning rate."""
+    """Width, layers and heads of a language model; GDN's heads; the MLP width by mixer; the peak learning rate."""
 
     width: int
     layers: int
@@ -239,7 +239,7 @@ class _Size(NamedTuple):
     learning_rate: float
 
 
-# 13 · width² weights a layer, whatever its mixer; learning rates five times GPT-3's
+# each layer has about 13 · width² weights, whatever its mixer; learning rates are five times GPT-3's
 SIZES = {
     "130m": _Size(768, 12, 12, 4, {ATTENTION: 2304, MAMBA2: 1664, GDN: 1920}, 3e-3),
     "380m": _Size(1024, 24, 16, 6, {ATTENTION: 3072, MAMBA2: 2304, GDN: 2368}, 1.5e-3),
@@ -250,7 +250,7 @@ BASELINES = {"transformer": ATTENTION, "mamba2": MAMBA2, "gated_delta_net": GDN}
 
 
 def baseline(kind: str, size: str) -> Recipe:
-    """Transformer++, Mamba-2 or Gated DeltaNet, with as many parameters as the others of its size.
+    """Return a recipe for Transformer++, Mamba-2 or Gated DeltaNet with the number of parameters that `size` names.
 
     The corpus is FineWeb-Edu, 100B tokens in rows of 2,048, prepared in `data/fineweb-edu-gpt2`.
     """

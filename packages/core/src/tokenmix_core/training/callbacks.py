@@ -1,4 +1,4 @@
-"""Callbacks of a training run: progress, the JSONL log, a stop with a checkpoint, and per-head weights that adapt."""
+"""Training callbacks: progress bar, JSONL log, checkpoint and stop on a signal, adaptive weights of heads."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Progress(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if self._progress is not None and logs and "loss" in logs:
-            # the Trainer's epoch is the whole run
+            # leave out `epoch`, because the Trainer counts the whole run as one
             shown = [
                 f"{name} {_rounded(value)}"
                 for name, value in logs.items()
-                # values of single heads fill the metrics file, not the terminal
+                # metrics of single heads (two or more slashes) are written to the metrics file only
                 if name != "epoch" and name.count("/") < 2
             ]
             self._progress.write(f"step {state.global_step}: {', '.join(shown)}")
@@ -63,8 +63,8 @@ def _rounded(value: float) -> str:
 class MetricsFile(TrainerCallback):
     """Append every line of the log to a JSONL file, and keep all its values in `trainer_state.json`.
 
-    When a run resumes at step s, lines of later steps are removed, for training writes them again; lines that a kill or
-    a power loss took from the file are restored from the state of the Trainer.
+    When a run resumes at step s, lines of later steps are removed, because training writes them again. Lines missing
+    from the file after a kill or a power loss are restored from the Trainer's state.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,7 +75,7 @@ class MetricsFile(TrainerCallback):
             return
         known = [{"step": line.pop("step"), **line} for line in map(dict, state.log_history) if "step" in line]
         written = [line for line in _readable_lines(self.path) if line.get("step", 0) <= state.global_step]
-        # a line of the file may hold more: callbacks of older versions added values after the Trainer kept its own
+        # keep the file's line if it has more values: older callbacks added some after the Trainer had stored the line
         lost = [line for line in known if not any(line.items() <= other.items() for other in written)]
         lines = sorted([*written, *lost], key=lambda line: (line.get("step", 0), "train_runtime" in line))
         if lines or self.path.exists():
@@ -90,7 +90,7 @@ class MetricsFile(TrainerCallback):
 
 
 def _readable_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a JSONL log that are whole; none if there is no file."""
+    """Return the complete lines of a JSONL log; an empty list if the file does not exist."""
     lines = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with suppress(ValueError, TypeError, RecursionError):
@@ -99,10 +99,10 @@ def _readable_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a JSONL log, without a last line that a killed process did not finish.
+    """Return the lines of a JSONL log. Ignore an incomplete last line, which a killed process leaves.
 
     Raises:
-        ValueError: a damaged line before the last.
+        ValueError: a line before the last is damaged.
     """
     lines = []
     written = path.read_bytes().splitlines()
@@ -116,7 +116,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _logged(line: bytes) -> dict[str, Any]:
-    """Return a line of the log, whose step must be an integer."""
+    """Parse one line of the log; raise ValueError unless its step is an integer."""
     found = dict(json.loads(line))
     if type(step := found.get("step", 0)) is not int:
         raise ValueError(f"its step must be an integer, got {step!r:.80}")
@@ -124,10 +124,10 @@ def _logged(line: bytes) -> dict[str, Any]:
 
 
 class StopOnSignal(TrainerCallback):
-    """Ctrl-C (or SIGTERM) ends training after the current step with a checkpoint; a later one quits at once.
+    """Stop training with a checkpoint after the current step at Ctrl-C or SIGTERM; quit at once at a second signal.
 
-    Signals within a second count as one: `timeout` and job schedulers send them to the process and to its group.
-    Several processes exchange their flags after every step, on the CPU, so that no GPU waits.
+    Signals within one second count as one, because `timeout` and job schedulers signal the process and then its group.
+    Ranks exchange their flags after every step, on the CPU, so that no GPU waits.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class StopOnSignal(TrainerCallback):
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._receive)
         except ValueError:
-            # outside the main thread there are no handlers to set
+            # Python allows signal handlers in the main thread only
             self._previous.clear()
         if args.world_size > 1 and dist.get_backend() != "gloo":
             self._group = dist.new_group(backend="gloo")
@@ -158,7 +158,7 @@ class StopOnSignal(TrainerCallback):
             print(f"\n{name} received: finishing this step; a second signal quits at once", file=sys.stderr)
 
     def close(self) -> None:
-        """Restore the previous handlers of the signals."""
+        """Restore the signal handlers that this callback replaced."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
@@ -178,11 +178,11 @@ Rule = Callable[[Float[Tensor, "H"], Float[Tensor, "H"]], Float[Tensor, "H"]]
 
 
 class AdaptHeadWeights(TrainerCallback):
-    """Adapts the weights of every `HeadWeights` module of a model to what its heads did.
+    """Update the weights in every `HeadWeights` module of a model from statistics of its heads.
 
-    After each optimizer step the statistics that the modules gathered, over micro-batches and processes alike, become
-    a mean c for each head, and c̄ ← α c̄ + (1 − α) c. Every `every` steps the weights become `rule(weights, c̄)`. Both
-    are persistent buffers, so they are saved, resumed and equal on all processes.
+    After each optimizer step the statistics that the modules gathered, over all micro-batches and processes, give a
+    mean c for each head, and c̄ ← α c̄ + (1 − α) c. Every `every` steps the weights become `rule(weights, c̄)`. Weights
+    and c̄ are persistent buffers: they are saved and resumed, and equal on all processes.
 
     Args:
         rule: a function of the weights `[H]` and the averages `[H]` that returns the new weights `[H]`.
@@ -200,7 +200,7 @@ class AdaptHeadWeights(TrainerCallback):
         modules = [module for module in model.modules() if isinstance(module, HeadWeights)]
         if not modules:
             raise ValueError(f"{type(model).__name__} has no HeadWeights module whose weights could be adapted")
-        # one message for all layers
+        # one all-reduce for the statistics of all layers
         gathered = torch.cat([torch.cat([m.total, m.count[None]]) for m in modules])
         if args.world_size > 1:
             dist.all_reduce(gathered)

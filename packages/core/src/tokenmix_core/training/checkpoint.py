@@ -1,4 +1,4 @@
-"""Atomic checkpoints: written to another folder and renamed, with a manifest that resuming checks."""
+"""Atomic checkpoints: written to a temporary folder, then renamed; a manifest of the files is checked on resuming."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STATE = "trainer_state.json"
 
 
 def checkpoint_steps(output_dir: Path) -> dict[int, Path]:
-    """Return the checkpoints of a run by step, in order."""
+    """Return the folders of a run's checkpoints by step, in ascending order."""
     found = {}
     for path in output_dir.glob("checkpoint-*"):
         step = path.name.removeprefix("checkpoint-")
@@ -28,7 +28,7 @@ def checkpoint_steps(output_dir: Path) -> dict[int, Path]:
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write size and sha256 of every file of a checkpoint, and `content`, to its manifest."""
+    """Write the manifest of a checkpoint: size and sha256 of each of its files, and the entries of `content`."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
     with ThreadPoolExecutor(8) as pool:
         sums = list(pool.map(file_sha256, files))
@@ -40,14 +40,14 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that is damaged, or that belongs to another run.
+    """Raise an error if a checkpoint is damaged or belongs to another run.
 
     Args:
         folder: the checkpoint.
         identity: the values that the run's loss curve depends on.
 
     Raises:
-        ValueError: a file is missing, truncated or damaged, or the run's values differ; the message names it.
+        ValueError: a file is missing, truncated or damaged, or a value of `identity` differs; the message names it.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -58,7 +58,7 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
             f"{folder} cannot be resumed from: it has no readable {MANIFEST} ({type(error).__name__}), so it was not "
             "written by this trainer or is damaged"
         ) from error
-    # older versions refused to resume a sharded run otherwise
+    # older versions stored `fsdp` here, and could not resume with another value of it
     saved.pop("fsdp", None)
     wanted = json.loads(json.dumps(identity))
     if isinstance(saved.get("data"), dict) and isinstance(wanted.get("data"), dict):
@@ -67,7 +67,7 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
     if differing:
         told = "; ".join(f"{key} was {saved.get(key)!r} and is {wanted.get(key)!r}" for key in differing)
         raise ValueError(f"{folder} belongs to another run: {told}")
-    # without these the Trainer would silently begin with a new optimizer or seed
+    # the Trainer silently starts afresh with an optimizer or random state whose file is missing
     for needed in ("model", "optimizer", "scheduler", "rng_state", "trainer_state"):
         if not any(name.startswith(needed) for name in files):
             raise ValueError(f"{folder} is damaged: its {MANIFEST} lists no {needed}")
@@ -91,19 +91,19 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
 
 
 def _widened(saved: Any, wanted: Any) -> Any:
-    """Return a checkpoint's fingerprint of a corpus; replace one of the old form, which covers only the tokens."""
+    """Return `saved`, a corpus's fingerprint, or `wanted` if `saved` has the old form, which covers tokens only."""
     old_form = isinstance(saved, str) and isinstance(wanted, str) and wanted.startswith(f"{saved} documents ")
     return wanted if old_form else saved
 
 
 def checkpoint_to_resume(output_dir: Path, identity: Mapping[str, Any]) -> Path | None:
-    """Return the last checkpoint of a run, checked, or None if there is none yet.
+    """Check the last checkpoint of a run and return its folder; None if the run has no checkpoint.
 
-    A checkpoint gets its name when it is whole. If the last one is damaged, it was damaged later: it is refused, rather
-    than an older one used silently.
+    A folder gets a checkpoint's name only when it is complete, so a damaged last checkpoint was damaged afterwards.
+    Raise an error then, instead of silently resuming from an older checkpoint.
 
     Raises:
-        ValueError: the last one is damaged or belongs to another run.
+        ValueError: the last checkpoint is damaged or belongs to another run.
     """
     found = checkpoint_steps(output_dir)
     if not found:
@@ -118,15 +118,15 @@ def checkpoint_to_resume(output_dir: Path, identity: Mapping[str, Any]) -> Path 
 
 
 def publish(partial: Path, output_dir: Path) -> None:
-    """Move everything in `partial` to `output_dir`; each folder appears whole or not at all, also after a power loss.
+    """Move everything in `partial` to `output_dir`. A power loss leaves each folder either whole or absent.
 
-    config.json is moved last, so that a folder with it holds a whole model.
+    config.json is moved last, so that a folder with this file holds a complete model.
     """
     sync_tree(partial)
     for path in sorted(partial.iterdir(), key=lambda p: p.name == "config.json"):
         target = output_dir / path.name
         if target.is_dir():
-            # the same step was saved before: keep it until the new one has its name
+            # a checkpoint of this step exists: keep it until the new one has its name
             replaced = partial / f"{path.name}.replaced"
             os.replace(target, replaced)
             os.replace(path, target)
@@ -139,6 +139,6 @@ def publish(partial: Path, output_dir: Path) -> None:
 
 
 def remove_old_checkpoints(output_dir: Path, keep: int) -> None:
-    """Remove all but the last `keep` checkpoints; `publish` has synchronised those that stay."""
+    """Remove all but the last `keep` checkpoints; `publish` has flushed the remaining ones to disk."""
     for path in list(checkpoint_steps(output_dir).values())[:-keep]:
         remove(path)

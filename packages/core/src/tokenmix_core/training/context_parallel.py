@@ -13,10 +13,10 @@ from tokenmix_core.parallel import SequenceShard, sequence_shard
 
 
 def check_context_parallel(size: int, world_size: int, seq_len: int) -> None:
-    """Refuse sizes that do not divide; the same sentence on all ranks.
+    """Check that the ranks and a row can be divided by `size`; all ranks raise the same error.
 
     Raises:
-        ValueError: the number of processes or the length of a row is no multiple.
+        ValueError: `world_size` is no multiple of `size`, or `seq_len` none of `2 * size`.
     """
     if world_size % size:
         raise ValueError(
@@ -29,10 +29,10 @@ def check_context_parallel(size: int, world_size: int, seq_len: int) -> None:
 
 
 class RowSplit:
-    """The split of each micro-batch over the `size` ranks of this process's group.
+    """Split each micro-batch along time over the `size` ranks of this process's group.
 
-    Parameters are replicated or sharded over all ranks, as without a split: each rank's gradient is its share of the
-    sum over tokens. Rows are balanced ("zigzag") if a layer's attention sees the whole row.
+    Parameters are replicated or sharded over all ranks, as without a split, because each rank's gradient is its share
+    of the sum over tokens. The layout is "zigzag", which balances the ranks, if a layer attends to the whole row.
     """
 
     def __init__(self, model: nn.Module, size: int):
@@ -42,17 +42,17 @@ class RowSplit:
         self.layout = "zigzag" if whole else "contiguous"
 
     def give_rows_to_groups(self, loader: DataLoader) -> None:
-        """Make a loader that accelerate has split over all ranks give the same rows to the ranks of a group."""
+        """Change a loader that accelerate has split over all ranks, so that the ranks of a group load the same rows."""
         sampler: Any = loader.batch_sampler
         sampler.num_processes //= self.size
         sampler.process_index //= self.size
 
     def of(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], AbstractContextManager[Any]]:
-        """Return the inputs of a micro-batch without boundaries, which the shard has, and the context of its split."""
+        """Return the inputs without `cu_seqlens`, and a context that gives layers the split and the boundaries."""
         boundaries = inputs.get("cu_seqlens")
         shard = SequenceShard(inputs["input_ids"].shape[1], boundaries, layout=self.layout, group=self.group)  # type: ignore[arg-type]
         return {name: x for name, x in inputs.items() if name != "cu_seqlens"}, sequence_shard(shard)
 
     def share(self, loss: Tensor) -> Tensor:
-        """Return the loss of a group with the value of one share of it, so that the sum over all ranks is the loss."""
+        """Return the group's loss with 1 / size of its gradient, because the gradients of its ranks are summed."""
         return loss - (1 - 1 / self.size) * loss.detach()

@@ -1,12 +1,12 @@
 """CUDA graphs of the forward and backward passes of training: captured once, replayed by a single launch.
 
-A training step launches some thousands of kernels one by one. If a GPU finishes a kernel before the CPU launches the
-next one, it waits: most of the time with small models and small batches, in gaps with large ones. A CUDA graph has no
-such gaps.
+A training step launches some thousands of kernels one by one. The GPU is idle whenever it finishes a kernel before the
+CPU launches the next one: most of the time with small models and small batches, now and then with large ones. A CUDA
+graph has no such gaps.
 
-Micro-batches with the same signature share a graph: the first runs eagerly, the second is captured, later ones are
-replayed. All replays leave gradients in the same memory; the first micro-batch of an update overwrites them, the others
-add to them. The graphs own that memory and the memory of activations until they are dropped.
+Micro-batches with the same signature share a graph: the first one runs eagerly, the second is captured, later ones are
+replayed. All replays write gradients to the same memory; the first micro-batch of an update overwrites them, the others
+add to them. The graphs own this memory and that of the activations until the graphs are dropped.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from torch import Tensor, nn
 from tokenmix_core.kernels.launch import cuda_graphs
 from tokenmix_core.nn.plain import settings_of, third_party_modules
 
-# whether passes are captured: if that saves time, in any case (an error if that fails), or never
+# capture passes if that saves time ("auto"), or always (an error if that fails), or never
 TrainingGraph = Literal["auto", "always", "never"]
-# graphs, and signatures that are known to have occurred once
+# the most graphs, and the most signatures stored that have occurred once
 MOST, SEEN = 8, 64
 
 
 class Losses(NamedTuple):
-    """Loss of a micro-batch and its auxiliary terms by name; all detached scalars."""
+    """The loss of a micro-batch and its auxiliary losses by name; all are detached scalars."""
 
     loss: Tensor
     auxiliary: dict[str, Tensor]
 
 
-# maps the model's inputs and the number of scored tokens in the batch to the losses; adds to gradients
+# forward and backward pass: takes the model's inputs and the batch's number of scored tokens, adds to gradients
 Passes = Callable[[dict[str, Any], Any], Losses]
 
 
 class _Graph(NamedTuple):
-    """The graph of a signature: the tensors that it reads, the call that replays it, and the losses that it writes."""
+    """The graph of a signature: the tensors that it reads, a function that replays it, and the losses it writes."""
 
     inputs: dict[str, Tensor]
     replay: Callable[[], object]
@@ -47,7 +47,7 @@ class _Graph(NamedTuple):
 
 
 class GraphedStep:
-    """Run forward and backward passes of a model, as a CUDA graph if their signature occurs again.
+    """Run forward and backward passes of a model; capture and replay them as CUDA graphs if a signature recurs.
 
     A signature consists of the shapes of the tensors, the values of the other inputs, the plain attributes of all
     modules (such as a window that is drawn for each step) and the set of trainable parameters. Nothing else may differ
@@ -55,16 +55,16 @@ class GraphedStep:
 
     Args:
         model: the model whose gradients are computed.
-        device: its device, and that of all inputs.
-        training_graph: "always" raises an error for passes that cannot be captured. "auto" warns and runs them eagerly
-            from then on; the second micro-batch of a signature shows whether the passes ever wait for the device, the
-            third is captured, and nothing is that might exceed the memory.
+        device: device of the model and of all inputs.
+        training_graph: "always" raises an error for passes that cannot be captured; "auto" warns and runs them eagerly
+            from then on. With "auto" the second micro-batch of a signature runs eagerly to see whether the passes wait
+            for the device, the third is captured, and no graph is captured that might exceed the memory.
 
     Attributes:
-        graphs: the graph of each signature; None for one that occurred once.
+        graphs: the graph of each signature; None for a signature that is not captured yet.
 
     Raises:
-        ValueError: the passes cannot be captured; the text gives the reason.
+        ValueError: the passes cannot be captured; the message gives the reason.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, training_graph: TrainingGraph = "always") -> None:
@@ -79,25 +79,25 @@ class GraphedStep:
         if self._hooked():
             raise ValueError("the model has hooks, which would not be called")
         self.graphs: dict[Hashable, _Graph | None] = {}
-        # the gradients that all replays write to, in the order of the parameters
+        # the gradients that all replays write to, in the order of `parameters`
         self.gradients: list[Tensor | None] | None = None
         self._plain = [(vars(m), [name for name, x in vars(m).items() if isinstance(x, _PLAIN)]) for m in self.modules]
         self._settings: Hashable = ()
         self._warned, self._failed = False, False
-        # signatures whose passes do not wait for the device
+        # signatures whose passes were seen not to wait for the device
         self._without_waits: set[Hashable] = set()
 
     def __call__(self, passes: Passes, inputs: Mapping[str, Any], items: Any) -> Losses:
-        """Run or replay the passes of a micro-batch; the next call overwrites the losses.
+        """Run or replay the passes of a micro-batch. The next call overwrites the losses that this one returns.
 
         Args:
             passes: the forward and backward passes.
             inputs: inputs of the model.
-            items: scored tokens of the batch.
+            items: the number of scored tokens in the batch.
 
         Raises:
-            ValueError: a tensor on another device.
-            RuntimeError: passes that cannot be captured; the text tells the way out.
+            ValueError: a tensor is on another device than the model. RuntimeError: the passes cannot be captured; the
+            message says which option avoids this.
         """
         gradients = [p.grad for p in self.parameters]
         first = all(gradient is None for gradient in gradients)
@@ -124,18 +124,18 @@ class GraphedStep:
         return graph.losses
 
     def _trainable_gradients(self) -> list[Tensor | None]:
-        """Return the replays' gradients; None for parameters that are not trained now."""
+        """Return the gradients that replays write to, in parameter order; None for parameters that are frozen now."""
         pairs = zip(self.parameters, self.gradients or (), strict=bool(self.gradients))
         return [gradient if parameter.requires_grad else None for parameter, gradient in pairs]
 
     def _are_ours(self, gradients: list[Tensor | None]) -> bool:
-        """Return whether `gradients` are the tensors that replays write to."""
+        """Return True if `gradients` are the very tensors that replays write to."""
         return self.gradients is not None and all(
             a is b for a, b in zip(gradients, self._trainable_gradients(), strict=True)
         )
 
     def _assign_gradients(self) -> None:
-        """Assign the replays' gradients to the parameters."""
+        """Set each parameter's `.grad` to the tensor that replays write to."""
         for parameter, gradient in zip(self.parameters, self._trainable_gradients(), strict=True):
             parameter.grad = gradient
 
@@ -143,7 +143,7 @@ class GraphedStep:
         return any(not getattr(hook, "on_device", False) for module in self.modules for hook in _hooks(module))
 
     def _look(self) -> Hashable:
-        """Return everything else that passes depend on; warn and return None if they must run eagerly."""
+        """Return the state of the modules that passes depend on; warn and return None if it forbids a capture."""
         if self._hooked():
             self._warn("the model has hooks now: its passes run kernel by kernel")
             return None
@@ -159,7 +159,7 @@ class GraphedStep:
         self._warned = True
 
     def _note(self, signature: Hashable) -> None:
-        """Note a signature; drop the oldest of too many that occurred once."""
+        """Store a signature as seen; beyond `SEEN` signatures without a graph, drop the oldest."""
         self.graphs.setdefault(signature, None)
         if len(once := [each for each, graph in self.graphs.items() if graph is None]) > SEEN:
             del self.graphs[once[0]]
@@ -183,14 +183,14 @@ class GraphedStep:
             if self.training_graph == "always":
                 way = "train with training_graph='never', from the last checkpoint if there is one"
                 raise RuntimeError(f"{error}; {way}") from error
-            # the failed capture has run nothing on the device: restore the gradients
+            # a failed capture has executed nothing on the device: only `.grad` must be restored
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
             self._give_up(str(error))
             return None
 
     def _run_noting_waits(self, signature: Hashable, passes: Passes, inputs: Mapping[str, Any], items: Any) -> Losses:
-        """Run passes whose signature occurred before, and note whether they wait for the device."""
+        """Run passes eagerly, and find out whether they wait for the device, as passes that do cannot be captured."""
         with cuda_graphs.noting_waits(self.device) as waits:
             losses = passes(dict(inputs), items)
         if waits:
@@ -200,7 +200,7 @@ class GraphedStep:
         return losses
 
     def _give_up(self, why: str) -> None:
-        """Capture and replay nothing any more: random numbers may come from another generator now."""
+        """Warn, drop all graphs and run eagerly from now on: random numbers may then come from another generator."""
         warnings.warn(f"training continues kernel by kernel: {why}", stacklevel=5)
         self._failed = True
         self.graphs.clear()
@@ -222,7 +222,7 @@ class GraphedStep:
 
         try:
             replay = self.capture(work)
-        # torch raises several types of errors for a read by the CPU and for too little memory
+        # torch raises several error types if the CPU reads a tensor during capture, or if memory runs out
         except Exception as error:
             raise RuntimeError(
                 f"the passes of this model cannot be captured ({type(error).__name__}: {error})"
@@ -234,9 +234,9 @@ class GraphedStep:
         return _Graph(static, replay, found[0])
 
 
-# the key of the number of scored tokens beside the model's inputs
+# the key under which the number of scored tokens is stored among the model's inputs
 _ITEMS = "number of scored tokens"
-# attributes that are part of a signature
+# types of the module attributes that are part of a signature
 _PLAIN = int | float | str | tuple | None
 
 
@@ -245,7 +245,7 @@ def _hashable(x: Any) -> Hashable:
 
 
 def _signature(given: Mapping[str, Any]) -> Hashable:
-    """Return shape, dtype and device of tensors, and the repr of everything else."""
+    """Return a hashable signature: shape, dtype and device of tensors, and the repr of all other values."""
     return tuple(
         (name, x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (name, repr(x))
         for name, x in sorted(given.items())
