@@ -48,19 +48,19 @@ def chunk_gated_delta_rule(
         q: queries; H heads.
         k: keys, in q's dtype.
         v: values, in q's dtype; HV heads, a multiple of H: q/k head h serves value heads h·HV/H to (h+1)·HV/H − 1.
-        g: natural log of the decay, ≤ 0; a value below −110 counts as −110, a decay to zero in float32.
-        beta: write strength in [0, 2].
+        g: natural log of the decay, ≤ 0; values below −110 are clamped to −110, at which the decay is 0 in float32.
+        beta: strength of each write, in [0, 2].
         scale: factor on the outputs; None is K ** −0.5.
         initial_state: the state before the first token of each sequence; None is zero. N is B, or the number of
             packed sequences.
         cu_seqlens: boundaries of packed sequences (then B = 1), which may be empty.
         qk_l2norm: replace each q and k by x · rsqrt(Σ x² + 1e−6).
-        writes: a factor m, any real number, for each `write_chunk` tokens and value head. At the end of these tokens
-            S ← e^{Σ g} S₀ + m (S − e^{Σ g} S₀), with S₀ the state before them; their outputs are those of m = 1. A
-            last, partial chunk follows the same rule. Chunks are counted from each sequence's start: there are
-            ⌈T / write_chunk⌉ slots, or `chunking.chunk_slots` of a packed batch, numbered as in `chunking.slot_ids`.
-            None is 1 everywhere.
-        write_chunk: tokens that share a factor of `writes`, a multiple of 64.
+        writes: a factor m, any real number, for each `write_chunk` tokens and value head. After these tokens S ← e^{Σ
+            g} S₀ + m (S − e^{Σ g} S₀), with S₀ the state before them; the outputs of these tokens are those of m = 1. A
+            last, partial chunk follows the same rule. Chunks are counted from each sequence's start: there are ⌈T /
+            write_chunk⌉ slots, or `chunking.chunk_slots` of a packed batch, numbered as in `chunking.slot_ids`. None
+            sets all factors to 1.
+        write_chunk: how many tokens share a factor of `writes`, a multiple of 64.
         impl: "gluon" (Hopper, bfloat16 or float16), "triton" (portable kernels; also float32), both for K and V in {64,
             128, 256}, "reference" (any size and device), or None: Gluon if it runs here, else Triton for CUDA tensors,
             else the reference. Gluon uses the portable kernel of a step where that is faster;
@@ -95,10 +95,10 @@ def recurrent_gated_delta_rule(
     write_chunk: int = 64,
     impl: Impl | None = None,
 ) -> ScanOutput:
-    """Compute `chunk_gated_delta_rule` token by token: best for a few tokens a sequence.
+    """Compute `chunk_gated_delta_rule` token by token, the fastest way if sequences have only a few tokens.
 
-    Arguments, results, gradients and errors are those of `chunk_gated_delta_rule`. Gluon kernels compute gradients
-    only, so `impl="gluon"` is an error.
+    Arguments, results, gradients and errors are those of `chunk_gated_delta_rule`. Gluon kernels exist for the backward
+    pass only, so `impl="gluon"` is an error.
     """
     x = Inputs(
         q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, writes=writes, cu_seqlens=cu_seqlens, scale=scale,
@@ -113,7 +113,7 @@ _CHUNK_REFERENCE, _RECURRENT_REFERENCE = (
 
 
 def _scan(op: str, x: Inputs) -> ScanOutput:
-    """Check a whole-sequence call and run its reference or its kernels."""
+    """Validate the arguments of a call on whole sequences, and run the reference or the kernels."""
     impl, scale = _check(op, *x)
     if impl == "reference":
         reference = _CHUNK_REFERENCE if op == "chunk_gated_delta_rule" else _RECURRENT_REFERENCE
@@ -140,7 +140,7 @@ def gated_delta_rule_step(
     qk_l2norm: bool = False,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B HV V"]:
-    """Overwrite `state` by one token and read it out: a decoding step. Not differentiable.
+    """Overwrite `state` with the state after one more token; return the token's output. Not differentiable.
 
     Args:
         q, k: `[B, H, K]`, one token of each sequence; H divides HV.
@@ -171,7 +171,7 @@ def gated_delta_rule_step(
 
 @Checked
 def _check(op: str, *inputs) -> tuple[str | None, float]:
-    """Validate a whole-sequence call, given as `Inputs`; return the implementation of `resolve_impl`, and the scale."""
+    """Validate the `Inputs` of a call on whole sequences; return what `resolve_impl` returns, and the scale."""
     x = Inputs(*inputs)
     dims = checks.bind_shapes(
         op, {}, q=(x.q, "B T H K"), k=(x.k, "B T H K"), v=(x.v, "B T HV V"), g=(x.g, "B T HV"), beta=(x.beta, "B T HV")
@@ -197,7 +197,7 @@ def _check(op: str, *inputs) -> tuple[str | None, float]:
 
 @Checked
 def _check_step(q, k, v, g, beta, state, scale, impl) -> tuple[str | None, float]:
-    """Validate a call of one token; return the implementation and the scale."""
+    """Validate the arguments of a decoding step; return what `resolve_impl` returns, and the scale."""
     op = "gated_delta_rule_step"
     dims = checks.bind_shapes(
         op, {}, q=(q, "B H K"), k=(k, "B H K"), v=(v, "B HV V"), g=(g, "B HV"), beta=(beta, "B HV"),

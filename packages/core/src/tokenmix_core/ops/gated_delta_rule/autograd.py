@@ -1,4 +1,4 @@
-"""The gated delta rule's kernels as differentiable functions: direct in eager mode, torch custom ops if traced."""
+"""The gated delta rule's kernels with autograd: called directly in eager mode, as torch custom ops under tracing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tokenmix_core.ops.padding import zero_padding
 
 
 class BackwardInputs(NamedTuple):
-    """Gradients of the results, two tensors of the forward pass, and its arguments."""
+    """Arguments of the backward pass: gradients of both results, Ã and the gates, and the arguments of the call."""
 
     do: Tensor | None
     dfinal_state: Tensor | None
@@ -45,10 +45,10 @@ class SavedBackwardInputs(NamedTuple):
 @retried
 @of_fields
 def run_forward(x: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return outputs, final states, Ã and the gates.
+    """Return outputs, final states, Ã and the gates of a traced call.
 
-    The backward pass computes the segments' tensors again: their shapes depend on how sequences are split, and a
-    compiled graph would be specialised on that.
+    The tensors of the segments are not saved: the backward pass computes them again, because their shapes depend on how
+    sequences are split, and a compiled graph would be specialised on that split.
     """
     found = chunk_forward(x)
     return found.o, found.final_state, found.terms.inverse, found.terms.gates
@@ -63,10 +63,10 @@ def _forward_without_gradients(x: Inputs) -> tuple[Tensor, Tensor]:
 @retried
 @of_fields
 def _forward_saving(x: Inputs) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return outputs, final states, and the saved activations.
+    """Return outputs, final states, and the tensors saved for the backward pass: a buffer and two tensors of segments.
 
-    One buffer holds Ã, the gates and, if small, R and the chunk states; then the segments' entering states and
-    transition matrices, or None.
+    The buffer holds Ã, the gates and, if they are small, R and the chunk states. The other two are the state that
+    enters each segment and its transition matrix, both None for whole sequences.
     """
     found = chunk_forward(x, save=True)
     return found.o, found.final_state, found.buffer, found.terms.entering, found.terms.transitions
@@ -75,7 +75,7 @@ def _forward_saving(x: Inputs) -> tuple[Tensor, Tensor, Tensor | None, Tensor | 
 @retried
 @of_fields
 def run_backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients in the order of `Gradients`; those of an absent initial state or `writes` are empty."""
+    """Return gradients in the order of `Gradients`; empty tensors for an absent initial state and absent `writes`."""
     do, dfinal_state, inverse, gates, x = given
     grads = chunk_backward(x, inverse=inverse, gates=gates, segments=None, saved=None, do=do, dfinal_state=dfinal_state)
     dinitial_state, dwrites = grads.initial_state, _like_writes(grads.writes, x.writes)
@@ -88,7 +88,7 @@ def run_backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor, Tensor,
 @Replayed
 @of_fields
 def _backward_saved(given: SavedBackwardInputs) -> Gradients:
-    """Return gradients from the tensors of `_forward_saving`."""
+    """Return the gradients of a call, computed from the tensors that `_forward_saving` saved."""
     x = given.inputs
     inverse, gates, saved = read_buffer(x, given.buffer)
     segments = given.entering, given.transitions
@@ -99,13 +99,13 @@ def _backward_saved(given: SavedBackwardInputs) -> Gradients:
 
 
 def _like_writes(factors: Tensor | None, writes: Tensor | None) -> Tensor | None:
-    """Return the gradient of `writes` in their shape and dtype, from the gradient of the kernels' factors."""
+    """Convert the gradient of the kernels' factors, float32 `[slots, HV]`, to the shape and dtype of `writes`."""
     return None if factors is None or writes is None else factors.view_as(writes).to(writes.dtype)
 
 
 @of_fields
 def _recurrent(x: Inputs) -> tuple[Tensor, Tensor]:
-    """Return outputs and final states, token by token; `impl` is the backward pass's."""
+    """Return outputs and final states, computed token by token; `impl` selects only the kernels of the backward."""
     o, final_state = recurrent_forward(x)
     zero_padding(x.cu_seqlens, o)
     return o, final_state
@@ -114,7 +114,7 @@ def _recurrent(x: Inputs) -> tuple[Tensor, Tensor]:
 @retried
 @of_fields
 def _step(x: StepInputs) -> Tensor:
-    """Return the outputs of one token; update the state."""
+    """Return the output of one token, and overwrite the state."""
     tile = gluon_step_tile(tuning.STATE_STEPS, GLUON_STEP, x.state, x.q, x.impl)
     q, k, v, g, beta = (t.unsqueeze(1) for t in x[:5])
     token = Inputs(

@@ -39,11 +39,11 @@ def backward_chunk_kernel(
 ):  # fmt: skip
     """Compute dQ, dK, dg and dβ of one chunk and value head; with WRITES = 1 also the gradient of its write factor.
 
-    With WRITES > 1 chunks share a factor that `dstates` include, and the decays through the state before these chunks
-    have the gradient `bare_ends`.
+    With WRITES > 1 chunks share a write factor. `dstates` already include the factor, and `bare_ends` is the gradient
+    of each chunk's decay through the state without the writes of the chunks that share it.
 
-    Matrices and their transposes are separate MMAs: a transposed accumulator as an operand would pass through shared
-    memory, and some versions of Triton compile it wrongly for Hopper.
+    A matrix and its transpose are computed by separate MMAs: a transposed accumulator would pass through shared memory
+    to become an operand, and some versions of Triton compile that wrongly for Hopper.
     """
     i_slot, i_hv = tl.program_id(0), tl.program_id(1)
     i_n, bos, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED)
@@ -87,7 +87,7 @@ def backward_chunk_kernel(
     if L2NORM:
         r_q = diagonal_inverse_norm(b_qq, BT)
 
-    # left operands of K and Q in dQ and dK; float32 sums over tokens for dβ and x̂ · dx̂
+    # left factors of K and Q in the matmuls for dQ and dK; then, in float32, terms of dβ and of x̂ · dx̂
     b_decay = causal_decay(b_b, b_b, o_t, o_t)
     b_e *= b_decay * scale
     b_f *= tl.where(o_t[:, None] > o_t[None, :], -b_decay, 0.0)
@@ -142,7 +142,7 @@ def backward_chunk_kernel(
         b_out *= share
     b_dbeta += b_out
     if L2NORM and K > BK:
-        # x̂ · dx̂ is complete only now
+        # x̂ · dx̂ needs all columns of dQ and dK, so it is complete only after the loop
         tl.debug_barrier()
         for i_k in range(K // BK):
             b_q, b_k = load_rows(p_q + i_k * BK, H * K, rows, BT, BK), load_rows(p_k + i_k * BK, H * K, rows, BT, BK)
@@ -154,7 +154,7 @@ def backward_chunk_kernel(
             store_rows(p_dk + i_k * BK, b_dk, HV * K, rows, BT, BK)
     store_vector(dbeta + first * HV + i_hv, b_dbeta, HV, rows, BT)
 
-    # dg sums the later db of the chunk; a clamped decay has no gradient
+    # dg of a token sums db from this token to the chunk's end; where the decay is clamped, dg is zero
     b_db = tl.where(o_t < rows, b_dot_q + b_dot_k - b_beta * b_dbeta, 0.0)
     b_end = tl.load(ends + (i_slot.to(tl.int64) * HV + i_hv) * PARTS + tl.arange(0, PARTS))
     b_dg = tl.cumsum(b_db, 0, reverse=True) + tl.sum(b_end, 0) * tl.exp2(b_last) + tl.sum(b_out * b_beta, 0)
@@ -165,17 +165,17 @@ def backward_chunk_kernel(
 
 
 def backward_chunk(reverse: Reverse, of_states: StateGradients, may_overwrite: bool, form: Form) -> Gradients:
-    """Return all gradients in the dtypes of their inputs, those of `writes` in float32; dq and dk of each value head.
+    """Return all gradients in the dtypes of their inputs, but float32 for `writes`; dq and dk for each value head.
 
-    dK may overwrite the saved R if `may_overwrite`.
+    dK may be written over the saved R if `may_overwrite`.
     """
     x, terms, saved, do, _, _ = reverse
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
-    # slots without a chunk are not written
+    # zeros: kernels do not write the slots of a packed batch that have no chunk
     dwrites = None if x.writes is None else torch.zeros_like(x.writes)
     dq, dg, dbeta = x.q.new_empty(B, T, HV, K), torch.empty_like(x.g), torch.empty_like(x.beta)
-    # a Gluon program has read its rows of R before it writes those of dK: one tensor less at the peak of memory
+    # dK takes R's memory, for a lower peak: a Gluon program reads its rows of R before it writes the same rows of dK
     dk = saved.residual if form == "gluon" and may_overwrite and K == V else x.k.new_empty(B, T, HV, K)
     if form == "gluon":
         from tokenmix_core.ops.gated_delta_rule.hopper import backward_chunk as on_hopper

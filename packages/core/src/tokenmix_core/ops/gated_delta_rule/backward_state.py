@@ -23,11 +23,11 @@ def backward_state_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, L2NORM: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Compute dV, the gradient dS' of the state leaving each chunk, and this tile's part of ⟨dS', S⟩.
+    """Compute dV, the gradient dS' of the state leaving each chunk, and ⟨dS', S⟩ over this program's columns of V.
 
-    `do`, `dfinal_state`, `dinitial_state` and `remainders` may be None. WRITES chunks share a factor in `writes`; for
-    more than one, also compute this tile's parts of the factor's gradient and of `bare_ends`, the gradient of the
-    decays through the state before these chunks.
+    `do`, `dfinal_state`, `dinitial_state` and `remainders` may be None. WRITES chunks share a factor in `writes`. If
+    WRITES > 1, also compute, over this program's columns, the factor's gradient and `bare_ends`, the gradient of the
+    chunks' decays through the state without the writes of these chunks.
     """
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
@@ -43,7 +43,7 @@ def backward_state_kernel(
         b_ds = tl.zeros([K, BV], tl.float32)
 
     NT = tl.cdiv(length, BT)
-    # the decayed gradient of the state after WRITES chunks: their writes do not contribute
+    # b_bare: gradient of the state without the writes of the current WRITES chunks, so only decays act on it
     if WRITES > 1:
         b_bare, b_dwrite = b_ds, tl.zeros([BT], tl.float32)
     for i_c in range(NT):
@@ -51,7 +51,7 @@ def backward_state_kernel(
         if WRITES:
             i_w = (first_chunk(i_n, bos, T, BT * WRITES, PACKED) + start // (BT * WRITES)).to(tl.int64) * HV + i_hv
             share = tl.load(writes + i_w).to(tl.float32)
-        # compile-time conditions are not joined with run-time ones
+        # Triton needs a compile-time condition in an `if` of its own
         if WRITES > 1:  # noqa: SIM102
             if (i_c == 0) | ((start // BT + 1) % WRITES == 0):
                 b_bare, b_dwrite = b_ds, tl.zeros([BT], tl.float32)
@@ -76,7 +76,7 @@ def backward_state_kernel(
         b_dh = b_ds.to(k.dtype.element_ty)
         o_state = (slot + (NT - 1 - i_c)).to(tl.int64) * HV + i_hv
         tl.store(dstates + o_state * K * V + p_tile, b_dh)
-        # the summands cancel, so both factors are unrounded
+        # the terms of the sum cancel, so neither factor is rounded to 16 bits
         b_s = tl.load(states + o_state * K * V + p_tile).to(tl.float32)
         if remainders is not None:
             b_s += tl.load(remainders + o_state * K * V + p_tile).to(tl.float32)
@@ -117,7 +117,7 @@ def backward_state_kernel(
 
 
 def backward_state(reverse: Reverse, form: Form) -> StateGradients:
-    """Scan the sequences in reverse, with the kernels of `form`; Gluon kernels need a gradient of the outputs."""
+    """Scan the sequences in reverse, with Triton or Gluon kernels as `form` says; Gluon kernels need `do`."""
     x, terms, saved, do, dfinal_state, _ = reverse
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
@@ -140,7 +140,7 @@ def backward_state(reverse: Reverse, form: Form) -> StateGradients:
     parts = V // launch.BV
     ends, of_writes = terms.gates.new_empty(len(dstates), HV, parts), None
     if x.writes is not None and x.chunks_per_write > 1:
-        # slots without a chunk are not written
+        # zeros: kernels do not write the slots of a packed batch that have no chunk
         of_writes = WriteGradients(*(terms.gates.new_zeros(*x.writes.shape, parts) for _ in range(2)))
     dwrites, bare_ends = of_writes or (None, None)
     backward_state_kernel[(N * HV * parts,)](

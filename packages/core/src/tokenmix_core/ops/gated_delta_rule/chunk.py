@@ -1,7 +1,7 @@
-"""The chunkwise gated delta rule, one call per step; README.md derives the steps.
+"""The chunkwise gated delta rule: one function call per step of the algorithm, which README.md derives.
 
-Forward: gates and Ã of each chunk, states that enter segments, then the scan over chunks with its outputs.
-Backward: the scan again for R and S unless they are saved, the reverse scan for dV and dS, then all other gradients.
+Forward: gates and Ã of each chunk; the states that enter segments; then the scan over chunks, with the outputs.
+Backward: the forward scan again for R and S unless they are saved; the reverse scan for dV and dS; then dQ, dK, dg, dβ.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from tokenmix_core.ops.padding import zero_padding
 
 
 class Forward(NamedTuple):
-    """Results of the forward pass, and its tensors for the backward pass.
+    """Results of the forward pass, and the tensors that the backward pass needs.
 
-    `buffer` is one allocation with Ã, the gates and, if they are small, R and the chunk states; None unless saved.
+    `buffer` is one allocation for Ã, the gates and, if they are small, R and the chunk states; None if nothing is
+    saved.
     """
 
     o: Tensor
@@ -39,7 +40,7 @@ class Forward(NamedTuple):
 
 
 def chunk_forward(inputs: Inputs, save: bool = False) -> Forward:
-    """Compute outputs and final states; with `save` keep the tensors of the backward pass in one buffer."""
+    """Compute outputs and final states; with `save` also store the tensors for the backward pass in one buffer."""
     x, parts = head_split.split_heads(inputs.aligned())
     by = plan(x.k, x.v, x.cu_seqlens, x.qk_l2norm, x.impl, others=(x.q,), chunks_per_write=x.chunks_per_write)
     buffer, term_tensors, saved = _saving_buffer(x, by.saves_states) if save else (None, None, None)
@@ -69,13 +70,13 @@ def chunk_backward(
     do: Tensor | None,
     dfinal_state: Tensor | None,
 ) -> Gradients:
-    """Compute the gradients of a call from those of its results.
+    """Compute the gradients of a call's arguments from the gradients of its results.
 
     Args:
-        inverse, gates: of the forward pass.
-        segments: the states that enter segments, and transitions; None computes them again.
-        saved: R and the chunk states; None computes them again.
-        do, dfinal_state: gradients of the results; None is zero.
+        inverse, gates: Ã and the gates, from the forward pass.
+        segments: the states that enter segments, and the segments' transition matrices; None to compute both again.
+        saved: R and the chunk states; None to compute them again.
+        do, dfinal_state: gradients of outputs and final states; None for zero.
     """
     x, parts = head_split.split_heads(inputs.aligned())
     do, dfinal_state = head_split.split_output_gradients(aligned(do), aligned(dfinal_state), parts)
@@ -108,14 +109,15 @@ def chunk_backward(
 
 
 def _backward_fused(reverse: Reverse, may_overwrite: bool) -> Gradients:
-    """Compute all gradients by the one Hopper kernel; it overwrites R by dK if it may."""
+    """Compute all gradients in one Hopper kernel; dK is written over the saved R if `may_overwrite`."""
     from tokenmix_core.ops.gated_delta_rule.hopper import backward as on_hopper
 
     x, residual = reverse.x, reverse.saved.residual
     B, T, _, D = x.q.shape
     grads = Gradients(
         q=x.q.new_empty(B, T, x.v.shape[2], D),
-        # a program has read a chunk's rows of R before it writes those of dK: one tensor less at the peak of memory
+        # dK takes R's memory, for a lower peak: a program reads a chunk's rows of R before it writes the same rows of
+        # dK
         k=residual if may_overwrite else torch.empty_like(residual),
         v=torch.empty_like(x.v),
         g=torch.empty_like(x.g),
@@ -128,7 +130,7 @@ def _backward_fused(reverse: Reverse, may_overwrite: bool) -> Gradients:
 
 
 def _saving_buffer(x: Inputs, saves_states: bool) -> tuple[Tensor, tuple[Tensor, Tensor], Saved | None]:
-    """Allocate the buffer of `Forward`; return it and its parts: Ã and the gates, and R and the chunk states."""
+    """Allocate the buffer of `Forward`; return it, its views for Ã and the gates, and those for R and chunk states."""
     layouts = term_layouts(x.k, x.v.shape[2])
     if saves_states:
         layouts += state_layouts(x.k, x.v, x.cu_seqlens)
@@ -138,7 +140,7 @@ def _saving_buffer(x: Inputs, saves_states: bool) -> tuple[Tensor, tuple[Tensor,
 
 
 def read_buffer(inputs: Inputs, buffer: Tensor) -> tuple[Tensor, Tensor, Saved | None]:
-    """Return Ã, the gates, and R with the chunk states if they were saved, from the buffer of `Forward`."""
+    """Return views of the buffer of `Forward`: Ã, the gates, and R with the chunk states (None if not saved)."""
     v = split_values(inputs.v, head_parts(inputs.k, inputs.v, inputs.impl, inputs.chunks_per_write))
     layouts = term_layouts(inputs.k, v.shape[2])
     if len(buffer) > buffer_bytes(layouts):

@@ -12,18 +12,18 @@ CHUNK = 64
 # MMAs of 16-bit inputs ignore it, but not every AMD GPU's compiler knows tf32
 _HALF_DOT = "ieee" if torch.version.hip else "tf32"
 
-# sizes that Triton would specialise on if they equal 1 or are divisible by 16
+# integer arguments for which Triton would compile another kernel if they are 1 or divisible by 16
 SIZES = ("T", "N", "H", "group", "tokens")
 
 
 def term_layouts(k: Tensor, HV: int) -> tuple[Layout, ...]:
-    """Return shapes and dtypes of Ã and the gates, the outputs of `prepare`."""
+    """Return shapes and dtypes of Ã and of the gates, which `prepare` computes."""
     B, T = k.shape[:2]
     return ((B, T, HV, CHUNK), k.dtype), ((HV, B * T, 4), torch.float32)
 
 
 def state_layouts(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Layout, ...]:
-    """Return shapes and dtypes of R and the state entering each chunk, outputs of `forward`."""
+    """Return shapes and dtypes of R and of the chunks' entering states, which `forward` computes."""
     B, T, HV, V = v.shape
     return (tuple(v.shape), v.dtype), ((chunk_slots(B, T, CHUNK, cu_seqlens), HV, k.shape[-1], V), v.dtype)
 
@@ -34,11 +34,11 @@ def split_values(x: Tensor, parts: int) -> Tensor:
 
 
 def dot_precision(x: Tensor) -> str:
-    """Return the precision of float32 MMAs, nearly float32's; MMAs of 16-bit inputs ignore it."""
+    """Return the precision setting for float32 MMAs, close to float32 accuracy; MMAs of 16-bit inputs ignore it."""
     return FLOAT32_DOT if x.element_size() == 4 else _HALF_DOT
 
 
 def solve_precision(x: Tensor) -> str:
-    """Return the precision of the inverse's MMAs: finer than the inputs, as repeated keys amplify rounding."""
-    # three MMAs of two bfloat16 parts keep 16 bits, enough for bfloat16 alone; the interpreter needs no parts
+    """Return the precision of the MMAs that invert I + L̃, above that of the inputs: repeated keys amplify rounding."""
+    # bf16x3 (three MMAs) keeps 16 bits, enough for bfloat16 inputs only; the interpreter computes in float32 anyway
     return "bf16x3" if x.dtype == torch.bfloat16 and not interpreting() else FLOAT32_DOT

@@ -1,7 +1,7 @@
 """States and outputs: a scan over chunks, parallel over sequences or their segments, value heads and tiles of V.
 
-The state is transposed, `[BV, K]`: every computed matrix is then the left operand of the next MMA, from registers on
-Hopper's Tensor Cores, and nothing between two states passes through shared memory.
+The state is transposed, `[BV, K]`. Every computed matrix is then the left operand of the next MMA, which Hopper's
+Tensor Cores read from registers, so nothing between two states passes through shared memory.
 """
 
 from typing import Any
@@ -21,22 +21,22 @@ from tokenmix_core.ops.gated_delta_rule.plan import Form
 from tokenmix_core.ops.gated_delta_rule.tile_order import longest_first
 from tokenmix_core.ops.gated_delta_rule.types import Inputs, Saved, Terms
 
-# base-2 logarithm of a negligible decay
+# base-2 logarithm below which a decay is negligible
 NEGLIGIBLE = tl.constexpr(-32.0)
 
 
 @triton.jit
 def negligible_chunks(p_gates, segment, BT: tl.constexpr, L2NORM: tl.constexpr, LIMIT: tl.constexpr):
-    """Return how many first chunks of a segment are negligible for the state that leaves it; 0 if none is.
+    """Return how many chunks at a segment's start are negligible for the state that leaves it; 0 if none is.
 
-    The decay of the later chunks is then below 2^LIMIT. With keys of norm 1 and β ≤ 2 no update lengthens a column of
-    the state, so decays bound it; without norm the result is 0.
+    Chunks are negligible if the decay over the chunks after them is below 2^LIMIT. With keys of norm 1 and β ≤ 2 no
+    update lengthens a column of the state, so decays bound its norm; with other keys the result is 0.
     """
     BC: tl.constexpr = 128
     NT = segment // BT
     if not L2NORM:
         return 0
-    # the last BC chunks decide
+    # the decay over the last BC chunks alone decides
     o_c = tl.maximum(NT - BC, 0) + tl.arange(0, BC)
     b_b = tl.load(p_gates + (o_c * BT + BT - 1) * 4, mask=o_c < NT, other=0.0)
     b_left = tl.cumsum(b_b, 0, reverse=True)
@@ -45,15 +45,15 @@ def negligible_chunks(p_gates, segment, BT: tl.constexpr, L2NORM: tl.constexpr, 
 
 @triton.jit
 def first_write(i_n, bos, T, BT: tl.constexpr, WRITES: tl.constexpr, PACKED: tl.constexpr):
-    """Return the slot of the first factor of sequence `i_n` in `writes`, one per WRITES chunks; int64."""
+    """Return the slot in `writes` of the first factor of sequence `i_n`, int64; WRITES chunks share a factor."""
     return first_chunk(i_n, bos, T, BT * WRITES, PACKED).to(tl.int64)
 
 
 @triton.jit
 def bounded(skipped, p_w, stride, first, segment, BT: tl.constexpr, WRITES: tl.constexpr):
-    """Return `skipped` if all factors of writes in the segment at token `first` are in [0, 1]; else 0.
+    """Return `skipped` if all write factors of the segment that starts at token `first` are in [0, 1]; else 0.
 
-    Such factors interpolate between the decayed and the updated state, so decays still bound its columns.
+    Factors in [0, 1] interpolate between the decayed and the updated state, so decays still bound the columns' norms.
     """
     BC: tl.constexpr = 128
     tokens: tl.constexpr = BT * WRITES
@@ -67,7 +67,7 @@ def bounded(skipped, p_w, stride, first, segment, BT: tl.constexpr, WRITES: tl.c
 
 @triton.jit
 def chunk_gates(p_gates, rows, BT: tl.constexpr):
-    """Return b, β r and r of a chunk's tokens, and the last b; rows past the end have the last b."""
+    """Return b, β r and r of a chunk's tokens, and b of the last token, which rows past the end have as well."""
     b_gates = load_rows(p_gates, 4, rows, BT, 4)
     b_b = column(b_gates, 0)
     b_last = last_of(b_b, rows, BT)
@@ -76,7 +76,7 @@ def chunk_gates(p_gates, rows, BT: tl.constexpr):
 
 @triton.jit
 def residual_of(b_s, b_k, b_v, b_a, b_b, r_k, DOT: tl.constexpr):
-    """Return Rᵀ = (V − γ ⊙ K S)ᵀ Ãᵀ from a state in the operands' dtype; V's part does not wait for the state."""
+    """Return Rᵀ = (V − γ ⊙ K S)ᵀ Ãᵀ; S is in the operands' dtype. The MMA of V can start before S is known."""
     b_y = tl.dot(b_s, tl.trans(b_k), input_precision=DOT) * -(tl.exp2(b_b) * r_k)[None, :]
     b_r = tl.dot(tl.trans(b_v), tl.trans(b_a), input_precision=DOT)
     return tl.dot(b_y.to(b_k.dtype), tl.trans(b_a), b_r, input_precision=DOT)
@@ -108,11 +108,12 @@ def forward_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, L2NORM: tl.constexpr,
     PACKED: tl.constexpr, ORDERED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Compute outputs and final states (with `o`), and save R and the state entering each chunk (with `residual`).
+    """Compute outputs and final states if `o` is given, and save R and the chunks' entering states if `residual` is.
 
-    `remainders` are the rounding errors of the saved states. With `entering` a program scans one segment: from the
-    first chunk before it that is not negligible, or from the state that enters it if that is a segment or more before.
-    ORDERED: programs take segments, or sequences, in the order of `order`. WRITES chunks share a factor in `writes`.
+    `remainders` are the rounding errors of the saved states. With `entering` a program scans one segment: it starts at
+    the first earlier chunk that is not negligible or, if that is a whole segment or more before, from the entering
+    state. ORDERED: programs take segments, or sequences, in the order of `order`. WRITES chunks share a factor in
+    `writes`.
     """
     OUTPUT: tl.constexpr = o is not None
     SAVE: tl.constexpr = residual is not None
@@ -126,7 +127,7 @@ def forward_kernel(
         i_sh = i_s * HV + i_hv
     if SPLIT:
         i_n, bos, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED)
-        # an empty sequence has a segment, too, which passes its state on
+        # an empty sequence also has a segment: its program copies the initial state to the final state
         if first > 0 and first >= length:
             return
         end = tl.minimum(first + segment, length)
@@ -170,12 +171,12 @@ def forward_kernel(
         known = tl.where(begun < first, 0, K)
         b_s = tl.load(entering + i_sh.to(tl.int64) * K * V + p_tile, mask=o_k[None, :] < known, other=0.0)
 
-    # the state without the writes of the current WRITES chunks
+    # the state without the writes of the WRITES chunks that share the current factor
     if WRITES > 1:
         b_bare = b_s
     for start in range(begun, end, BT):
         rows = length - start
-        # chunks before the segment are not stored
+        # results of the chunks before the segment are not stored
         stored_rows, stored = rows, K
         if SPLIT:
             stored_rows, stored = tl.where(start < first, 0, rows), tl.where(start < first, 0, K)
@@ -236,7 +237,7 @@ def forward(
     output: bool = True,
     saved: Saved | None = None,
 ) -> tuple[Any, Any]:
-    """Return o and final states, None without `output`; write R, chunk states and remainders into `saved`.
+    """Return outputs and final states (None without `output`); write R, chunk states and remainders into `saved`.
 
     Programs scan whole sequences or, if `terms` have their entering states, segments of `segment` tokens.
     """

@@ -1,4 +1,4 @@
-"""Gradients of q and k, summed over the value heads of a GQA group."""
+"""Sum the gradients of q and k over the value heads that share a q/k head."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.kernels.launch.launcher import cached_launch
 
-# rows a program
+# rows that a program sums
 _ROWS = 8
 
 
@@ -28,18 +28,18 @@ def sum_rows(x, y, o_r, rows, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr
 def sum_groups_kernel(
     dq, dk, dq_sum, dk_sum, rows, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr
 ):  # fmt: skip
-    """Write BR rows of both sums a program."""
+    """Sum BR rows of dq and of dk per program."""
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     sum_rows(dq, dq_sum, o_r, rows, G, K, BK)
     sum_rows(dk, dk_sum, o_r, rows, G, K, BK)
 
 
 def sum_groups(dq: Tensor, dk: Tensor, H: int) -> tuple[Tensor, Tensor]:
-    """Return gradients of q and k `[B, T, H, K]` from those of each value head `[B, T, HV, K]`."""
+    """Return dq and dk `[B, T, H, K]`, given one gradient `[B, T, HV, K]` of each from every value head."""
     B, T, HV, K = dq.shape
     if HV == H:
         return dq, dk
-    # a separate sum is deterministic, unlike atomic additions
+    # a kernel of its own, because atomic additions would sum in a random order
     dq_sum, dk_sum, rows = dq.new_empty(B, T, H, K), dk.new_empty(B, T, H, K), B * T * H
     sum_groups_kernel[(cdiv(rows, _ROWS),)](
         dq=dq, dk=dk, dq_sum=dq_sum, dk_sum=dk_sum, rows=rows, G=HV // H, K=K, BK=next_power_of_2(K), BR=_ROWS,

@@ -1,4 +1,4 @@
-"""Heads of 256 columns as two heads of 128: columns of the state are independent and share q, k and gates.
+"""Split heads of 256 columns in two of 128: a state's columns are independent, and the two share q, k and gates.
 
 `plan.head_parts` decides which calls are split.
 """
@@ -13,14 +13,14 @@ from tokenmix_core.ops.gated_delta_rule.constants import split_values
 from tokenmix_core.ops.gated_delta_rule.plan import head_parts
 from tokenmix_core.ops.gated_delta_rule.types import Gradients, Inputs
 
-# gates a program
+# gates that a program copies or sums
 _GATES = 1024
 
 
 @cached_launch
 @triton.jit(do_not_specialize=["elements"])
 def repeat_gates_kernel(g, beta, g_parts, beta_parts, elements, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write BLOCK elements of `g_parts` and of `beta_parts` a program."""
+    """Repeat each gate PARTS times: a program writes BLOCK elements of `g_parts` and of `beta_parts`."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(g_parts + o, tl.load(g + o // PARTS, mask=o < elements), mask=o < elements)
     tl.store(beta_parts + o, tl.load(beta + o // PARTS, mask=o < elements), mask=o < elements)
@@ -28,7 +28,7 @@ def repeat_gates_kernel(g, beta, g_parts, beta_parts, elements, PARTS: tl.conste
 
 @triton.jit
 def sum_parts(x, y, o, elements, PARTS: tl.constexpr):
-    """Sum PARTS elements of x into each element of y."""
+    """Write the sum of each PARTS consecutive elements of x to y."""
     b_y = tl.load(x + o * PARTS, mask=o < elements, other=0.0).to(tl.float32)
     for i in tl.static_range(1, PARTS):
         b_y += tl.load(x + o * PARTS + i, mask=o < elements, other=0.0).to(tl.float32)
@@ -38,14 +38,14 @@ def sum_parts(x, y, o, elements, PARTS: tl.constexpr):
 @cached_launch
 @triton.jit(do_not_specialize=["elements"])
 def sum_gates_kernel(dg_parts, dbeta_parts, dg, dbeta, elements, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write BLOCK elements of dg and of dβ a program."""
+    """Sum the gradients of the repeated gates: a program writes BLOCK elements of dg and of dβ."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     sum_parts(dg_parts, dg, o, elements, PARTS)
     sum_parts(dbeta_parts, dbeta, o, elements, PARTS)
 
 
 def split_heads(x: Inputs) -> tuple[Inputs, int]:
-    """Return the call with each head of V as `parts` heads of V / parts columns, and `parts`."""
+    """Return the call's arguments with each head of V split into `parts` heads of V / parts columns, and `parts`."""
     parts = head_parts(x.k, x.v, x.impl, x.chunks_per_write)
     if parts == 1:
         return x, parts
@@ -66,7 +66,7 @@ def split_heads(x: Inputs) -> tuple[Inputs, int]:
 def split_output_gradients(
     do: Tensor | None, dfinal_state: Tensor | None, parts: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Split the gradients of outputs and final states like the heads."""
+    """Split the gradients of outputs and final states as `split_heads` splits v."""
     if parts == 1:
         return do, dfinal_state
     return (
@@ -76,12 +76,12 @@ def split_output_gradients(
 
 
 def join_outputs(o: Tensor, final_state: Tensor, parts: int) -> tuple[Tensor, Tensor]:
-    """Return outputs and final states of whole heads."""
+    """Undo the split: return outputs and final states of the original heads."""
     return (o, final_state) if parts == 1 else (_join_values(o, parts), _join_states(final_state, parts))
 
 
 def join_gradients(grads: Gradients, parts: int) -> Gradients:
-    """Return the gradients of the call that `split_heads` split."""
+    """Undo the split: return the gradients of the arguments that were given to `split_heads`."""
     if parts == 1:
         return grads
     dg, dbeta = (t.new_empty(*t.shape[:2], t.shape[2] // parts) for t in (grads.g, grads.beta))

@@ -1,4 +1,4 @@
-"""Choose each step's kernel and cut sequences into segments, once per pass; the steps' launchers obey this choice.
+"""Choose the kernel of each step, and cut sequences into segments, once per pass; the steps' functions obey this.
 
 The choice depends on shapes, dtype, device and alignment, never on the values in tensors.
 """
@@ -31,24 +31,25 @@ GLUON_STEP = GluonForm(
 # scan, then all chunks in parallel) is faster.
 _BUSY = 96 / 132
 
-# portable kernels; in Gluon, for heads of 64 or 128, or with wide or unequal heads split in tiles
+# kernels of a step: portable Triton, Gluon for heads of 64 or 128, or Gluon for larger or unequal heads, in tiles
 Form = Literal["triton", "gluon", "gluon tiled"]
 
 
 class GDNPlan(NamedTuple):
-    """The kernels of each step, and the segments of sequences.
+    """The kernel of each step, and the length of the segments that sequences are cut into.
 
     Attributes:
-        segment: tokens of the segments that the forward pass takes in parallel, a multiple of 64; 0: whole sequences.
-        backward_segment: the same for the reverse scan; portable kernels take whole sequences.
+        segment: tokens of the segments that the forward pass scans in parallel, a multiple of 64; 0 for whole
+            sequences. backward_segment: the same for the reverse scan; 0 for whole sequences, which portable kernels
+            always scan.
         prepare: computes Ã and the gates.
-        outputs: computes o from them.
-        saves_states: whether the forward pass saves R and the chunk states for the backward pass.
-        states: computes R and the chunk states for the backward pass.
+        outputs: computes o from Ã and the gates. saves_states: whether the forward pass saves R and the chunk states
+            for the backward pass. states: computes R and the chunk states again in the backward pass, if they are not
+            saved.
         remainders: whether `states` also saves the rounding errors of 16-bit states.
         fused_backward: whether one Gluon kernel computes all gradients, instead of the next two steps.
         backward_state: the reverse scan, which computes dV and the gradients of the states.
-        backward_chunk: computes the other gradients, all chunks in parallel.
+        backward_chunk: computes dq, dk, dg and dβ, in parallel over chunks.
     """
 
     segment: int
@@ -78,13 +79,12 @@ def plan(
 
     Args:
         k, v: `[B, T, H, K]`, `[B, T, HV, V]`.
-        cu_seqlens, qk_l2norm, impl: the call's.
-        others: other tensors read by rows: queries, gradients of the outputs.
-        has_do: whether outputs have a gradient; else final states alone do.
-        chunks_per_write: chunks that share a factor of `writes`; 0 without `writes`.
+        cu_seqlens, qk_l2norm, impl: arguments of the call. others: further tensors that kernels read row by row:
+            queries, gradients of the outputs. has_do: whether the outputs have a gradient; if not, only the final
+            states have one. chunks_per_write: how many chunks share a factor of `writes`; 0 without `writes`.
 
     Raises:
-        ValueError: `impl` is "gluon" and kernels in Gluon do not run.
+        ValueError: `impl` is "gluon", and Gluon kernels do not run here.
     """
     aligned = all(x is None or x.data_ptr() % 16 == 0 for x in (k, v, *others))
     limit = None if aligned else "takes tensors that begin at multiples of 16 bytes"
@@ -95,7 +95,7 @@ def plan(
     half, packed = k.element_size() == 2, cu_seqlens is not None
     programs = programs_per_head(k, v, "triton" if chunks_per_write > 1 else impl)
     shape = num_sequences(k, cu_seqlens), HV, B * T
-    # only keys of norm 1 bound the terms that a segment of the reverse scan leaves out
+    # the reverse scan of a segment leaves out terms as negligible, which is safe only with keys of norm 1
     backward_segment = tuning.backward_segment_tokens(*shape, packed, programs) if qk_l2norm else 0
     fused_programs = chunk_slots(B, T, backward_segment or cdiv(T, CHUNK) * CHUNK, cu_seqlens) * HV
     portable = GDNPlan(
@@ -104,23 +104,23 @@ def plan(
         backward_state="triton", backward_chunk="triton",
     )  # fmt: skip
     if chunks_per_write > 1 or (chunks_per_write and not has_do):
-        # Ã and the gates do not depend on `writes`
+        # only the step that computes Ã and the gates is independent of `writes`
         return portable._replace(backward_segment=0, prepare="gluon" if gluon else "triton")
     if not gluon:
         return portable
 
     equal, wide = K == V, max(K, V) > 128
-    # without remainders ⟨dS', S⟩ is summed from the 16-bit states alone
+    # if S is saved without rounding errors, ⟨dS', S⟩ is summed from 16-bit states
     remainders = not (has_do and equal and not wide)
     outputs = states = "triton"
     if K == V == 128:
         outputs, states = "gluon", "gluon tiled" if remainders else "gluon"
     elif K > 64:
-        # the tiled kernel saves either o or R, S and its remainders
+        # a launch of the tiled kernel saves either o, or R, S and the rounding errors of S
         outputs, states = "gluon tiled", "gluon tiled" if remainders else "triton"
     backward_state = backward_chunk = "triton"
     if has_do:
-        # eight warps hold all columns of V = 128
+        # this kernel needs eight warps to hold 128 columns of V
         backward_state = "gluon" if not wide and (equal or V == 128) else "gluon tiled"
     if has_do and qk_l2norm:
         backward_chunk = "gluon tiled" if wide else "gluon"
@@ -130,7 +130,7 @@ def plan(
         saves_states=K == V == 128 and buffer_bytes(state_layouts(k, v, cu_seqlens)) <= tuning.MOST_SAVED_BYTES,
         states=states,
         remainders=remainders,
-        # of normalised heads of 128 without `writes`
+        # the fused kernel takes heads of 128 with normalised q and k, without `writes`
         fused_backward=backward_chunk == "gluon" and K == V == 128 and not chunks_per_write and _busy(fused_programs),
         backward_state=backward_state,
         backward_chunk=backward_chunk,
@@ -138,14 +138,14 @@ def plan(
 
 
 def _busy(programs: int) -> bool:
-    """True if waves of one program a SM keep enough SMs busy."""
+    """True if `programs`, one at a time on an SM, fill enough SMs in their waves."""
     return programs >= _BUSY * one_wave() * cdiv(programs, one_wave())
 
 
 def head_parts(k: Tensor, v: Tensor, impl: str | None, chunks_per_write: int = 0) -> int:
-    """Return how many heads of 128 the kernels see in each head of V: two for V = 256 with K = 128 in Gluon, else 1.
+    """Return into how many heads of 128 a head of V is split: two for V = 256 with K = 128 in Gluon, else 1.
 
-    Columns of the state are independent, and kernels for heads of 128 took two thirds of the time.
+    Columns of the state are independent. Kernels for heads of 128 took two thirds of the time of those for 256.
     """
     if k.shape[-1] != 128 or v.shape[-1] != 256 or chunks_per_write > 1:
         return 1
@@ -154,17 +154,17 @@ def head_parts(k: Tensor, v: Tensor, impl: str | None, chunks_per_write: int = 0
 
 
 def programs_per_head(k: Tensor, v: Tensor, impl: str | None) -> int:
-    """Return the programs of a sequence and value head: one per 64 columns of V for heads of 256 in Gluon, else 1.
+    """Return programs per sequence and value head: one per 64 columns of V if Gluon runs heads of 256, else 1.
 
-    The result, and the segments that depend on it, do not change between forward and backward pass, even if kernels
-    fail to compile in between.
+    The forward and the backward pass must agree on the segments, which depend on this number, so it does not change if
+    kernels fail to compile in between.
     """
     wide = max(k.shape[-1], v.shape[-1]) > 128 and impl != "triton" and GLUON.limit(k.device, k.dtype) is None
     return v.shape[-1] // 64 if wide else 1
 
 
 def forward_segment(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, impl: str | None, chunks_per_write: int) -> int:
-    """Return `GDNPlan.segment`: a multiple of the chunks that share a factor of `writes`."""
+    """Return `GDNPlan.segment`, rounded to a multiple of the chunks that share a factor of `writes`."""
     N, tokens = num_sequences(k, cu_seqlens), k.shape[0] * k.shape[1]
     programs = programs_per_head(k, v, "triton" if chunks_per_write > 1 else impl)
     segment = tuning.segment_tokens(N, v.shape[2], tokens, programs)

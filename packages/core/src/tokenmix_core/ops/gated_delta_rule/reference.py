@@ -1,6 +1,6 @@
-"""The gated delta rule in eager PyTorch: token by token, the specification; chunkwise, the form for CPUs.
+"""The gated delta rule in eager PyTorch: token by token (the specification) and chunkwise (used on CPUs).
 
-Both take any head size and device, compute in float32 (float64 for float64 inputs) and differentiate by autograd.
+Both take any head size and device, compute in float32 (float64 for float64 inputs), and use autograd.
 README.md derives the chunkwise form.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from tokenmix_core.chunking import next_power_of_2
 from tokenmix_core.ops.padding import drops_padding
 
-# exp of a lower natural-log decay is zero in float32; the bound keeps digits of cumulative sums
+# exp of a smaller log decay is 0 in float32; clamping at this bound saves digits in cumulative sums
 MIN_LOG_DECAY = -110.0
 
 
@@ -39,7 +39,7 @@ def recurrent_reference(
     writes: Float[Tensor, "B slots HV"] | None = None,
     write_chunk: int = 64,
 ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "N HV K V"]]:
-    """Apply the equation token by token; return outputs in v's dtype and final states."""
+    """Apply the recurrence token by token; return outputs in v's dtype, and the final states."""
     if cu_seqlens is not None:
         boundaries = cu_seqlens.tolist()
         parts = [
@@ -68,7 +68,7 @@ def recurrent_reference(
     else:
         state = initial_state.to(dtype)
 
-    # `bare` is the state without the writes of t's chunk
+    # `bare` is the state without the writes of the chunk that t is in
     outputs, bare = [], state
     for t in range(q.shape[1]):
         if writes is not None and t % write_chunk == 0:
@@ -86,7 +86,7 @@ def recurrent_reference(
 
 
 def _gate_writes(state: Tensor, bare: Tensor, write: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the state after a chunk whose writes to `bare` enter by the factor `write [N, ...]`."""
+    """Return the state after a chunk: `bare`, its state without writes, plus `write [N, ...]` times the writes."""
     return bare + write.to(dtype)[..., None, None] * (state - bare)
 
 
@@ -105,10 +105,10 @@ def chunk_reference(
     write_chunk: int = 64,
     chunk_size: int = 64,
 ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "N HV K V"]]:
-    """Apply the chunkwise form: dense algebra over all chunks at once, and a loop over chunks for the states.
+    """Apply the chunkwise form: batched matmuls over all chunks at once, then a loop over chunks for the states.
 
-    Packed and unpacked batches are gathered into chunks `[chunks, heads, C, size]`, ordered by their index in the
-    sequence and padded with tokens that change nothing.
+    Sequences, packed or not, are cut into chunks `[chunks, heads, C, size]`, ordered by the chunk's index in its
+    sequence. Partial chunks are padded with tokens that leave the state unchanged.
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -119,7 +119,7 @@ def chunk_reference(
     chunks, C = index.shape
 
     def gather(x: Tensor) -> Tensor:
-        # padding reads one more row, of zeros
+        # padding tokens read an additional row of zeros at index T
         x = torch.nn.functional.pad(x.reshape(B * T, *x.shape[2:]).to(dtype), (0, 0) * (x.dim() - 2) + (0, 1))
         return x[index].movedim(2, 1)
 
@@ -142,7 +142,7 @@ def chunk_reference(
     N = len(boundaries) - 1
     state = q.new_zeros(N, H, HV // H, K, V) if initial_state is None else initial_state.to(dtype).unflatten(1, (H, -1))
     entering, residual, first = [], [], 0
-    # with `writes`: states without the writes of the current chunk, and its factor
+    # with `writes`: the states without the writes of the current factor's chunks, and this factor
     bare, share = state, state.new_ones(state.shape[:3])
     for step, active in enumerate(steps):
         here = slice(first, first + len(active))
@@ -177,10 +177,10 @@ def chunk_reference(
 
 
 def _shares(writes: Tensor, boundaries: Sequence[int], active: Tensor, chunk: int, write_chunk: int) -> Tensor:
-    """Return the factors of chunk `chunk` of the active sequences, `[active, HV]`."""
+    """Return the write factors of the chunk with index `chunk` in the active sequences, `[active, HV]`."""
     rows = writes.flatten(0, 1)
     if len(writes) == 1:
-        # packed, or a single row, numbered alike
+        # slots of one row are numbered as those of a packed batch
         slots = [boundaries[n] // write_chunk + n + chunk for n in active.tolist()]
     else:
         slots = [n * writes.shape[1] + chunk for n in active.tolist()]
@@ -188,7 +188,7 @@ def _shares(writes: Tensor, boundaries: Sequence[int], active: Tensor, chunk: in
 
 
 def _chunks(boundaries: list[int], C: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """Return the tokens of each chunk `[chunks, C]`, T for padding, and the sequences with a chunk of each index."""
+    """Return each chunk's tokens `[chunks, C]`, T for padding, and for each i the sequences with an i-th chunk."""
     # plain integers, so that torch.compile can follow
     lengths = [end - start for start, end in pairwise(boundaries)]
     rows, steps = [torch.empty(0, C, dtype=torch.long)], []

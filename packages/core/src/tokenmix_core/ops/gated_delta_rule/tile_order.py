@@ -1,4 +1,4 @@
-"""The order of a packed batch's segments: longest first, which keeps the tail effect small."""
+"""Order the segments of a packed batch from longest to shortest, so that few SMs idle at the end."""
 
 import torch
 import triton
@@ -8,20 +8,20 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv, chunk_slots
 from tokenmix_core.kernels.launch.launcher import cached_launch
 
-# with more segments than this, finding the order takes longer than it saves
+# beyond this number of segments, sorting takes longer than it saves
 _MOST = 1024
 _BLOCK = 64
 
 
 @triton.jit
 def segment_lengths(o_s, N, segment, cu_seqlens, BLOCK: tl.constexpr):
-    """Return the tokens of the segments in slots `o_s`, numbered as in `kernels.triton.varlen`; 0 for unused slots."""
+    """Return how many tokens the segment in each slot `o_s` has; slots are numbered by `kernels.triton.varlen`."""
     b_length = tl.zeros([BLOCK], tl.int32)
     for i in range(0, N, BLOCK):
         o_n = i + tl.arange(0, BLOCK)
         bos = tl.load(cu_seqlens + o_n, mask=o_n < N, other=0).to(tl.int64)
         eos = tl.load(cu_seqlens + o_n + 1, mask=o_n < N, other=0).to(tl.int64)
-        # first token, in the sequence, of a slot's segment
+        # first token of a slot's segment, counted in its sequence
         first = (o_s[:, None] - (bos // segment + o_n)[None, :]) * segment
         left = tl.minimum((eos - bos)[None, :] - first, segment)
         b_length += tl.sum(tl.where((first >= 0) & (left > 0), left, 0).to(tl.int32), 1)
@@ -31,7 +31,7 @@ def segment_lengths(o_s, N, segment, cu_seqlens, BLOCK: tl.constexpr):
 @cached_launch
 @triton.jit(do_not_specialize=("N", "segment", "slots"))
 def longest_first_kernel(cu_seqlens, order, N, segment, slots, BLOCK: tl.constexpr):
-    """Write slots from the longest segment to the shortest; the rank of a segment is the count of those before it."""
+    """Write slots from the longest segment to the shortest; a segment's rank is how many segments come before it."""
     o_s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b_length, b_rank = segment_lengths(o_s, N, segment, cu_seqlens, BLOCK), tl.zeros([BLOCK], tl.int32)
     for i in range(0, slots, BLOCK):
@@ -45,7 +45,7 @@ def longest_first_kernel(cu_seqlens, order, N, segment, slots, BLOCK: tl.constex
 def longest_first(tokens: int, segment: int, cu_seqlens: Tensor | None) -> Tensor | None:
     """Return the slots of a packed batch's segments, or of its sequences if `segment` is 0, longest first, int32.
 
-    None means any order: unpacked segments are equally long.
+    None stands for any order: segments of an unpacked batch are equally long.
     """
     if cu_seqlens is None:
         return None

@@ -1,4 +1,4 @@
-"""Tiles of the gated delta rule's kernels, and tokens of the segments that sequences are split into."""
+"""Tile sizes of the gated delta rule's kernels, and the length of the segments that sequences are split into."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tokenmix_core.ops.decode_tiles import MANY_PROGRAMS, StateStep
 
 
 class ScanTile(NamedTuple):
-    """BV columns of the state a program; kernels that are not split along V loop over V by BV columns.
+    """BV columns of the state per program; a kernel whose programs take all of V loops over it, BV columns at a time.
 
-    `maxnreg` limits the registers of a thread.
+    `maxnreg` limits the registers per thread.
     """
 
     BV: int
@@ -22,24 +22,24 @@ class ScanTile(NamedTuple):
     maxnreg: int | None = None
 
 
-# by element size in bytes and K, from wide to narrow, for the kernels that scan a sequence
+# tiles of the kernels that scan a sequence, from wide to narrow, by element size in bytes and K
 _SEQUENCE: dict[tuple[int, int], tuple[ScanTile, ...]] = {
     (2, 64): (ScanTile(64, 4, 2), ScanTile(32, 4, 3)),
     (2, 128): (ScanTile(64, 4, 2), ScanTile(32, 4, 3)),
     (2, 256): (ScanTile(32, 8, 2), ScanTile(16, 8, 2)),
-    # float32 operands are split in parts, and 8 warps read past their tile where K is 256
+    # MMAs split float32 operands into tf32 terms; with 8 warps and K = 256 kernels read past their tile
     (4, 64): (ScanTile(32, 4, 1),),
     (4, 128): (ScanTile(32, 4, 1),),
     (4, 256): (ScanTile(32, 4, 1, maxnreg=ALL_REGISTERS),),
 }
-# the same for a transposed state: 64 columns are the rows of one warpgroup
+# the same for kernels with a transposed state: its 64 columns of V are the rows of one warpgroup's WGMMA
 _TRANSPOSED = _SEQUENCE | {
     (2, 64): (ScanTile(64, 4, 3),),
     (2, 128): (ScanTile(64, 4, 3),),
     (2, 256): (ScanTile(64, 4, 2),),
 }
 _TILES: dict[str, dict[tuple[int, int], tuple[ScanTile, ...]]] = {
-    # here the tile is one of K columns
+    # BV of this kernel counts columns of K
     "prepare": {(size, K): (ScanTile(128 // size, 1, size // 2),) for size in (2, 4) for K in (64, 128, 256)},
     "forward": _TRANSPOSED | {(2, 128): (ScanTile(64, 4, 2),), (2, 256): (ScanTile(128, 8, 2),)},
     "states": _TRANSPOSED,
@@ -55,7 +55,7 @@ _TILES: dict[str, dict[tuple[int, int], tuple[ScanTile, ...]]] = {
         (4, 256): (ScanTile(32, 8, 1, 64),),
     },
     "recurrent": {(size, K): (ScanTile(4096 // K, 1, 1),) for size in (2, 4) for K in (64, 128, 256)},
-    # one token
+    # a single token
     "step": {
         (size, K): tiles
         for size in (2, 4)
@@ -69,30 +69,31 @@ _TILES: dict[str, dict[tuple[int, int], tuple[ScanTile, ...]]] = {
 
 
 def scan_tile(step: str, K: int, V: int, element_size: int, heads: int) -> ScanTile:
-    """Return the tile of a step for `heads` sequence-heads: the widest that still gives every SM a program.
+    """Return the widest tile of a step with which every SM gets a program; `heads` counts heads of all sequences.
 
-    A step of one token has short programs: it takes wide tiles only if they make many waves.
+    Programs of a decoding step are short: it takes wide tiles only if there are many waves of programs.
     """
     tiles, least = _TILES[step][element_size, K], MANY_PROGRAMS if step == "step" else 128
     return next((tile for tile in tiles if heads * (V // tile.BV) >= least), tiles[-1])
 
 
 def all_tiles(step: str, K: int, element_size: int) -> tuple[ScanTile, ...]:
-    """Return every tile that `scan_tile` can choose: a test has to cover them."""
+    """Return every tile that `scan_tile` can choose, for tests that must cover them all."""
     return _TILES[step][element_size, K]
 
 
-# of the Gluon kernel of one token, by the least number of programs of 64 columns: long rows pay if there are many waves
+# tiles of the Gluon decoding kernel, by the least number of 64-column programs: long rows pay if there are many waves
 STATE_STEPS: dict[int, StateStep] = {1024: StateStep(64, 64, 4), 0: StateStep(32, 32, 2)}
 
-# the forward pass saves R and the chunk states up to this size; beyond it the backward pass computes them again
+# the forward pass saves R and the chunk states if they take at most so many bytes; else the backward recomputes them
 MOST_SAVED_BYTES = 8 << 20
 
 
 def segment_tokens(sequences: int, HV: int, tokens: int, programs: int = 1) -> int:
-    """Return the tokens of the segments that sequences are split into, a multiple of 64; 0 for whole sequences.
+    """Return the length in tokens of the segments to split sequences into, a multiple of 64; 0 for no split.
 
-    If several `programs` share a value head, one wave of them is better than several, unless it leaves no segments.
+    If several `programs` share a value head, segments get longer so that all programs fit in one wave, provided that
+    a sequence still has two segments.
     """
     length = cdiv(tokens, sequences)
     segments = one_wave() // (sequences * HV)
@@ -102,9 +103,9 @@ def segment_tokens(sequences: int, HV: int, tokens: int, programs: int = 1) -> i
 
 
 def backward_segment_tokens(sequences: int, HV: int, tokens: int, packed: bool, programs: int = 1) -> int:
-    """Return the tokens of the segments of the reverse scan on Hopper, which cost only some chunks more.
+    """Return the length of the reverse scan's segments on Hopper, where a split costs only a few chunks of extra work.
 
-    Packed sequences may be of any length: no segment is longer than a SM's share of the work.
+    Packed sequences may differ in length, so a segment is at most as long as one SM's share of the work.
     """
     segment = segment_tokens(sequences, HV, tokens, programs)
     if packed:
@@ -113,5 +114,5 @@ def backward_segment_tokens(sequences: int, HV: int, tokens: int, packed: bool, 
 
 
 def forward_columns(programs: int, V: int) -> int:
-    """Return the columns of the state a program of the Hopper forward kernel: half of V if that makes one wave."""
+    """Return columns of the state per program of the Hopper forward: V / 2 if the programs then fit in one wave."""
     return V // 2 if 2 * programs <= one_wave() else V

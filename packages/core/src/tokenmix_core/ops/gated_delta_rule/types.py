@@ -1,4 +1,4 @@
-"""Arguments, intermediate tensors and gradients that the steps pass on, named as in the kernels and README.md."""
+"""Arguments, intermediate tensors and gradients that the steps exchange, named as in the kernels and README.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
 
 
 class Inputs(NamedTuple):
-    """The arguments of `chunk_gated_delta_rule`: tensors with gradients, other tensors, options."""
+    """The arguments of `chunk_gated_delta_rule`: differentiable tensors, then other tensors, then options."""
 
     q: Tensor
     k: Tensor
@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
         return 0 if self.writes is None else self.write_chunk // CHUNK
 
     def aligned(self) -> Inputs:
-        """Return the arguments contiguous and 16-byte aligned for the kernels; `writes [slots, HV]` in float32."""
+        """Return the arguments as kernels need them: contiguous, 16-byte aligned, `writes [slots, HV]` in float32."""
         q, k, v, g, beta, initial_state = map(aligned, self[:6])
         writes = None if self.writes is None else self.writes.flatten(0, 1).float().contiguous()
         return self._replace(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, writes=writes)
@@ -57,7 +57,7 @@ class StepInputs(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Tensors that the forward and the backward pass share.
+    """Intermediate tensors that both the forward and the backward pass use.
 
     Attributes:
         inverse: Ã `[B, T, HV, C]`, in k's dtype.
@@ -73,12 +73,12 @@ class Terms(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Tensors of the state scan that the backward pass reads.
+    """Tensors of the scan over chunks that the backward pass reads.
 
     Attributes:
-        residual: R, like v.
+        residual: R, with the shape and dtype of v.
         states: the state entering each chunk, in v's dtype, `[slots, HV, K, V]`.
-        remainders: the rounding errors of `states`, like them; None if the backward kernels do not need them.
+        remainders: the rounding errors of `states`, in the same shape and dtype; None if backward kernels need none.
     """
 
     residual: Tensor
@@ -87,7 +87,7 @@ class Saved(NamedTuple):
 
 
 class Reverse(NamedTuple):
-    """Arguments of the backward steps: a call, tensors of its forward pass, and the gradients of its results.
+    """Arguments of the backward steps: those of the call, tensors of its forward pass, gradients of its results.
 
     The reverse scan has segments of `segment` tokens, a multiple of the chunk. `terms.transitions` carry gradients
     through segments whose decay is not negligible. Portable kernels take whole sequences.
@@ -102,7 +102,7 @@ class Reverse(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients in the order of `Inputs`; None for an initial state or writes that the call does not have."""
+    """Gradients in the order of `Inputs`; None for an initial state, or for `writes`, that the call does not have."""
 
     q: Tensor
     k: Tensor
@@ -114,11 +114,11 @@ class Gradients(NamedTuple):
 
 
 class WriteGradients(NamedTuple):
-    """Gradients of chunks that share a factor of `writes`, as partial sums: float32 `[slots, HV, parts]`."""
+    """Gradients if several chunks share a factor of `writes`, as partial sums: float32 `[slots, HV, parts]`."""
 
-    # of the factor
+    # gradient of the factor
     factor: Tensor
-    # of each decay of these chunks, through the state before them, without their own writes
+    # gradient of each of these chunks' decays, through the state without the writes of these chunks
     decay: Tensor
 
 
@@ -130,7 +130,7 @@ class StateGradients(NamedTuple):
         dstates: dS', the gradient of the state leaving each chunk, `[slots, HV, K, V]`, in v's dtype.
         ends: ⟨dS', S⟩ of each chunk, with S entering it, as partial sums, float32 `[slots, HV, parts]`.
         dinitial_state: the gradient of the initial state; None without one.
-        of_writes: gradients for `writes` and gates if several chunks share a factor; else None.
+        of_writes: gradients of `writes` and gates if several chunks share a factor; else None.
     """
 
     dv: Tensor
