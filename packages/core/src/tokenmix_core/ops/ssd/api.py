@@ -43,8 +43,8 @@ def chunk_ssd(
     Args:
         q, k: `[B, T, G, K]`; G divides HV.
         v: `[B, T, HV, V]`. q, k and v share one dtype: bfloat16, float16 or float32 (the reference also float64).
-        g: `[B, T, HV]`, natural log of the decay, ≤ 0, any float dtype; float32 is best.
-        dt: `[B, T, HV]`, Δ, the step size that scales v into the state, any float dtype; None is 1.
+        g: `[B, T, HV]`, natural log of the decay, ≤ 0; any float dtype, float32 is the most exact.
+        dt: `[B, T, HV]`, step size Δ: v is scaled by Δ when it is written to the state; any float dtype; None is 1.
         D: `[HV]`, the weight of the skip connection from v to o, any float dtype; None is 0.
         scale: factor of the output.
         initial_state: `[N, HV, K, V]` float32, the state before the first token of each sequence; None is zero.
@@ -79,10 +79,10 @@ def recurrent_ssd(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: Impl | None = None,
 ) -> ScanOutput:
-    """Compute `chunk_ssd` token by token: best for a few tokens a sequence.
+    """Compute `chunk_ssd` token by token, the fastest way if sequences have only a few tokens.
 
-    Arguments, results, gradients and errors are those of `chunk_ssd`. Gluon kernels compute gradients only, so
-    `impl="gluon"` is an error.
+    Arguments, results, gradients and errors are those of `chunk_ssd`. Gluon kernels exist for the backward pass only,
+    so `impl="gluon"` is an error.
     """
     x = Inputs(
         q=q, k=k, v=v, g=g, initial_state=initial_state, dt=dt, D=D, cu_seqlens=cu_seqlens, scale=scale, impl=impl
@@ -96,7 +96,7 @@ _CHUNK_REFERENCE, _RECURRENT_REFERENCE = (
 
 
 def _scan(op: str, x: Inputs) -> ScanOutput:
-    """Check a whole-sequence call and run its reference or its kernels."""
+    """Validate the arguments of a call on whole sequences, and run the reference or the kernels."""
     impl, scale = _check(op, *x)
     if impl == "reference":
         reference = _CHUNK_REFERENCE if op == "chunk_ssd" else _RECURRENT_REFERENCE
@@ -123,7 +123,7 @@ def ssd_step(
     scale: float = 1.0,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B HV V"]:
-    """Overwrite `state` by one token and read it out: a decoding step. Not differentiable.
+    """Overwrite `state` with the state after one more token; return the token's output. Not differentiable.
 
     Args:
         q, k: `[B, G, K]`, one token.
@@ -151,7 +151,7 @@ def ssd_step(
 
 @Checked
 def _check(op: str, *inputs) -> tuple[str | None, float]:
-    """Validate a whole-sequence call, given as `Inputs`; return the implementation of `resolve_impl`, and the scale."""
+    """Validate the `Inputs` of a call on whole sequences; return what `resolve_impl` returns, and the scale."""
     x = Inputs(*inputs)
     dims = checks.bind_shapes(
         op, {}, q=(x.q, "B T G K"), k=(x.k, "B T G K"), v=(x.v, "B T HV V"), g=(x.g, "B T HV"), dt=(x.dt, "B T HV?"),
@@ -164,7 +164,7 @@ def _check(op: str, *inputs) -> tuple[str | None, float]:
         raise ValueError(f"{op}: q must hold at least one token, got T = {dims['T']}")
     sequences = checks.check_cu_seqlens(op, x.cu_seqlens, dims["B"], dims["T"])
     dims["N"] = dims["B"] if sequences is None else sequences
-    # q again: the others' device is compared with that of the first tensor
+    # q is repeated as first tensor, because the check compares the device of the others with it
     checks.bind_shapes(
         op, dims, q=(x.q, "B T G K"), initial_state=(x.initial_state, "N HV K V?"), cu_seqlens=(x.cu_seqlens, "_?")
     )
@@ -174,7 +174,7 @@ def _check(op: str, *inputs) -> tuple[str | None, float]:
 
 @Checked
 def _check_step(q, k, v, g, dt, D, state, scale, impl) -> tuple[str | None, float]:
-    """Validate a call of one token; return the implementation and the scale."""
+    """Validate the arguments of a decoding step; return what `resolve_impl` returns, and the scale."""
     dims = checks.bind_shapes(
         "ssd_step", {}, q=(q, "B G K"), k=(k, "B G K"), v=(v, "B HV V"), g=(g, "B HV"), state=(state, "B HV K V"),
         dt=(dt, "B HV?"), D=(D, "HV?"),
@@ -189,7 +189,7 @@ def _check_step(q, k, v, g, dt, D, state, scale, impl) -> tuple[str | None, floa
 
 
 def _check_rest(op, impl, dims, q, k, v, g, dt, D, **state: Tensor | None) -> None:
-    """Check dtypes, head counts and the kernels' head sizes."""
+    """Check dtypes, head counts, and the head sizes that kernels support."""
     floats = (*FLOATS, torch.float64) if impl == "reference" else FLOATS
     checks.check_dtype(op, floats, q=q, k=k, v=v, g=g, dt=dt, D=D)
     checks.check_same_dtype(op, q=q, k=k, v=v)

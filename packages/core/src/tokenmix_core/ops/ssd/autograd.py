@@ -1,4 +1,4 @@
-"""SSD's kernels as differentiable functions: direct in eager mode, torch custom ops if traced."""
+"""SSD's kernels with autograd: called directly in eager mode, as torch custom ops under tracing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tokenmix_core.ops.types import ScanOutput
 
 
 class BackwardInputs(NamedTuple):
-    """Gradients of the results, the states that enter segments (None: compute them), and the call's arguments."""
+    """Arguments of the backward pass; `entering`: the states that enter segments, or None to compute them again."""
 
     do: Tensor
     dfinal_state: Tensor | None
@@ -34,16 +34,16 @@ class BackwardInputs(NamedTuple):
 @retried
 @of_fields
 def run_forward(x: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return o, the final states, and the states that enter segments; None for whole sequences."""
+    """Return o, the final states, and the states that enter segments (None if sequences are not split)."""
     return chunk_forward(x)
 
 
 @of_fields
 def _forward_traced(x: Inputs) -> tuple[Tensor, Tensor]:
-    """Return o and the final states.
+    """Return o and the final states of a traced call.
 
-    The backward pass computes the states that enter segments again: their shape depends on how sequences are split,
-    and a compiled graph would be specialised on that.
+    The states that enter segments are not saved: the backward pass computes them again, because their shape depends on
+    how sequences are split, and a compiled graph would be specialised on that split.
     """
     return run_forward(*x)[:2]
 
@@ -51,13 +51,13 @@ def _forward_traced(x: Inputs) -> tuple[Tensor, Tensor]:
 @retried
 @of_fields
 def run_backward(given: BackwardInputs) -> Gradients:
-    """Return all gradients; None for those of absent Δ and D."""
+    """Return all gradients in the order of `Gradients`; None for Δ or D if the call has none."""
     return chunk_backward(given.inputs, do=given.do, dfinal_state=given.dfinal_state, entering=given.entering)
 
 
 @of_fields
 def _backward_traced(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return all gradients; those of absent Δ and D are empty."""
+    """Return all gradients in the order of `Gradients`; empty tensors for Δ or D if the call has none."""
     grads = Gradients(*run_backward(*given[:3], *given.inputs))
     assert grads.initial_state is not None, "one of the scans reaches the first token"
     ddt, dD = (given.inputs.g.new_empty(0) if x is None else x for x in (grads.dt, grads.D))
@@ -66,7 +66,7 @@ def _backward_traced(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor, Ten
 
 @of_fields
 def _recurrent(x: Inputs) -> tuple[Tensor, Tensor]:
-    """Return o and the final states, token by token; `impl` is the backward pass's."""
+    """Return o and the final states, computed token by token; `impl` selects only the kernels of the backward."""
     final_state = _empty_states(x)
     o = ssd_recurrent(x.aligned(), final_state)
     zero_padding(x.cu_seqlens, o)
@@ -76,7 +76,7 @@ def _recurrent(x: Inputs) -> tuple[Tensor, Tensor]:
 @retried
 @of_fields
 def _step(x: StepInputs) -> Tensor:
-    """Return o of one token; overwrite the state."""
+    """Return o of one token, and overwrite the state."""
     tile = gluon_step_tile(tuning.STATE_STEPS, GLUON_STEP, x.state, x.q, x.impl)
     q, k, v = (token_rows(t.unsqueeze(1)) for t in (x.q, x.k, x.v))
     g, dt, D = map(aligned, (x.g, x.dt, x.D))
@@ -149,15 +149,15 @@ step = direct_when_eager(ssd_step_op, _step, writes=StepInputs._fields.index("st
 
 
 def needs_widening(x: Tensor, *sizes: int) -> bool:
-    """True if the kernels' gradients for heads of these sizes, and x's dtype and device, may be wrong.
+    """True if kernels may compute wrong gradients for heads of these sizes, in x's dtype and on x's device.
 
-    With Triton 3.6 on a GPU dv and dg are wrong for K = 16, V = 32 in float32.
+    With Triton 3.6 on a GPU, dv and dg are wrong for K = 16 and V = 32 in float32.
     """
     return x.is_cuda and x.dtype == torch.float32 and min(sizes) < 64
 
 
 def run_widened(function: Callable, x: Inputs) -> ScanOutput:
-    """Call `chunk` or `recurrent`, with heads padded by zeros to 64 if `needs_widening`; zeros change no result."""
+    """Call `chunk` or `recurrent`; if `needs_widening`, pad heads with zeros to 64, which changes no result."""
     K, V = x.q.shape[3], x.v.shape[3]
     if not needs_widening(x.v, K, V):
         return ScanOutput(*function(*x))

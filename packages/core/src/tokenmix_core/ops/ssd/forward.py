@@ -1,4 +1,4 @@
-"""Outputs and states in one kernel: a program scans its tokens chunk by chunk, its slice of the state in registers."""
+"""Forward kernel: a program scans tokens chunk by chunk with its columns of the state in registers, and writes o."""
 
 import torch
 import triton
@@ -17,9 +17,9 @@ from tokenmix_core.ops.ssd.types import Inputs
 
 @triton.jit
 def read_out(b_q, b_k, b_v, b_s, b_b, o_i):
-    """Return a chunk's unscaled outputs from the state that enters it."""
-    # computed operands are on the right: on the left they would be register operands, which the assemblers of
-    # Triton 3.4 to 3.7 get wrong on Hopper
+    """Return a chunk's outputs, not yet scaled, given the state that enters it."""
+    # computed operands are right operands: as left ones they would be read from registers, which the assemblers of #
+    # Triton 3.4 to 3.7 compile wrongly on Hopper
     b_p = tl.dot(b_k, tl.trans(b_q), input_precision=FLOAT32_DOT) * causal_decay_transposed(b_b, b_b, o_i, o_i)
     b_ot = tl.dot(tl.trans(b_v), b_p.to(b_v.dtype), input_precision=FLOAT32_DOT)
     return tl.dot(b_q, b_s.to(b_q.dtype), input_precision=FLOAT32_DOT) * tl.exp2(b_b)[:, None] + tl.trans(b_ot)
@@ -33,7 +33,7 @@ def ssd_forward_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Scan a sequence or segment of a head per program, with BV columns of the state; strides are between tokens."""
+    """Scan a sequence or segment with BV columns of a head's state per program; strides are between tokens."""
     i_p = tl.program_id(0)
     i_v = i_p % (V // BV)
     i_h = i_p // (V // BV) % HV
@@ -95,10 +95,10 @@ def ssd_forward_kernel(
 def ssd_forward(
     x: Inputs, *, entering: Tensor | None, segment: int, config: SSDForward
 ) -> tuple[Tensor, Tensor | None]:
-    """Return outputs, and the final states unless the sequences are split into segments.
+    """Return outputs, and the final states; None for these if sequences are split into segments.
 
-    With `segment` tokens a program, `entering [slots, HV, K, V]` are the states that enter segments; with
-    `segment = 0` a program takes a whole sequence, and `entering [N, HV, K, V]` may be None.
+    If `segment` is positive, a program scans so many tokens, and `entering [slots, HV, K, V]` are the states that enter
+    segments. If it is 0, a program scans a whole sequence, and `entering [N, HV, K, V]` are initial states or None.
     """
     _, T, G, K = x.q.shape
     HV, V = x.v.shape[2:]

@@ -1,4 +1,4 @@
-"""All gradients of a chunk, from the state before it and the gradient of the state after it."""
+"""Compute all gradients of a chunk, given the state before it and the gradient of the state after it."""
 
 import torch
 import triton
@@ -17,11 +17,12 @@ from tokenmix_core.ops.ssd.types import Gradients, Inputs
 
 @triton.jit
 def decay_gradient(b_m, b_query, b_key, b_state, BT: tl.constexpr):
-    """Return dg_t = Σ_{i ≥ t > j} M_ij + Σ_{i ≥ t} query_i + Σ_{j < t} key_j + state: all paths across t's decay."""
+    """Return dg_t = Σ_{i ≥ t > j} M_ij + Σ_{i ≥ t} query_i + Σ_{j < t} key_j + state: the terms scaled by t's decay."""
     o_i = tl.arange(0, BT)
     b_m = tl.where(o_i[:, None] > o_i[None, :], b_m, 0.0)
     b_suffix = tl.cumsum(tl.sum(b_m, 1) - tl.sum(b_m, 0) + b_query, 0, reverse=True)
-    # a masked sum: a cumulative sum less its last term would turn exact zeros into rounding errors
+    # a masked sum, because a cumulative sum minus its last term would give rounding errors where the result is exactly
+    # 0
     b_prefix = tl.sum(tl.where(o_i[None, :] < o_i[:, None], b_key[None, :], 0.0), 1)
     return b_suffix + b_prefix + b_state
 
@@ -33,9 +34,9 @@ def ssd_gradients_kernel(
     stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute all gradients of a chunk and value head, with dq and dk of this head alone.
+    """Compute all gradients of a chunk and value head; dq and dk are those of this value head only.
 
-    Gradients stay transposed: computed operands are then on the right of each MMA.
+    Gradients are computed transposed, so that computed operands are on the right of each MMA.
     """
     i_c = tl.program_id(0) // HV
     i_h = tl.program_id(0) % HV
@@ -61,7 +62,7 @@ def ssd_gradients_kernel(
     b_dpt = tl.zeros([BT, BT], tl.float32)
     b_v = tl.load(p_v, mask=m_t[:, None], other=0.0)
     b_do = tl.load(p_do, mask=m_t[:, None], other=0.0)
-    # not unrolled: float32 would spill five times as much and compile for a minute and a half
+    # not unrolled: in float32 an unrolled loop spills five times as many registers and takes 90 s to compile
     for i_v in range(V // BV):
         if BV < V:
             b_v = tl.load(p_v + i_v * BV, mask=m_t[:, None], other=0.0)
@@ -107,9 +108,9 @@ def ssd_gradients_kernel(
 
 
 def ssd_gradients(x: Inputs, *, do: Tensor, states: Tensor, dstates: Tensor, config: SSDGradients) -> Gradients:
-    """Return all gradients but the initial state's, from the states before and their gradients after each chunk.
+    """Return all gradients but the initial state's; `states` precede the chunks, `dstates` belong to the states after.
 
-    Only the Gluon kernels take Δ and D; for the portable kernel x has none.
+    Only Gluon kernels accept Δ and D; if the portable kernel runs, x has neither.
     """
     if config.hopper is not None:
         from tokenmix_core.ops.ssd.hopper.gradients import hopper_gradients
@@ -131,14 +132,14 @@ def ssd_gradients(x: Inputs, *, do: Tensor, states: Tensor, dstates: Tensor, con
 
 
 def backward_scan(x: Inputs, *, do: Tensor, states: Tensor, dleaving: Tensor | None, segment: int) -> Gradients:
-    """Return all gradients by the reverse scan on Hopper, which carries the state gradients in registers."""
+    """Return all gradients, from the reverse scan on Hopper, which keeps the gradient of the state in registers."""
     from tokenmix_core.ops.ssd.hopper.backward_scan import hopper_backward_scan
 
     return _like_inputs(x, hopper_backward_scan(x, do=do, states=states, dleaving=dleaving, segment=segment))
 
 
 def _like_inputs(x: Inputs, grads: Gradients) -> Gradients:
-    """Return gradients in their inputs' dtypes, with dq and dk summed over the heads of a group in a fixed order."""
+    """Return gradients in the dtypes of the inputs; sum dq and dk over the heads of a group in a fixed order."""
     dq, dk = (t if t.shape[2] == x.q.shape[2] else t.unflatten(2, (x.q.shape[2], -1)).sum(3) for t in grads[:2])
     pairs = (grads.g, x.g), (grads.dt, x.dt), (grads.D, x.D)
     dg, dt, D = (t if t is None or y is None else t.to(y.dtype) for t, y in pairs)

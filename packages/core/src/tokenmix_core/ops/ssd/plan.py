@@ -1,4 +1,4 @@
-"""Choose the kernels of each step, once per pass; `tuning.SSDPlan` has the tiles."""
+"""Choose the kernel of each step, once per pass; `tuning.SSDPlan` holds the choice and the tiles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plan(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, impl: str | None) -> t
     """Return the plan of a call with these queries and values.
 
     Raises:
-        ValueError: `impl` is "gluon" and kernels in Gluon do not run.
+        ValueError: `impl` is "gluon", and Gluon kernels do not run here.
     """
     gluon = GLUON.runs(impl, q.device, q.dtype, limit(q.shape[3], v.shape[3]))
     (B, T, G, K), (HV, V) = q.shape, v.shape[2:]
@@ -31,5 +31,5 @@ def plan(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, impl: str | None) -> t
 
 
 def limit(K: int, V: int) -> str | None:
-    """Return the reason why no Gluon kernel takes such heads; None if one does."""
+    """Return the reason why no Gluon kernel supports heads of these sizes; None if one does."""
     return f"takes K and V of 64, 128 or 256, got K={K} and V={V}" if min(K, V) < 64 else None

@@ -1,4 +1,4 @@
-"""SSD token by token, with a slice of the state in a program's registers: for few tokens and for decoding."""
+"""SSD token by token, with columns of the state in a program's registers: for decoding and short sequences."""
 
 from collections import namedtuple
 
@@ -14,13 +14,13 @@ from tokenmix_core.ops.decode_tiles import StateStep
 from tokenmix_core.ops.ssd import tuning
 from tokenmix_core.ops.ssd.types import Inputs
 
-# pointers at a head's values in token 0; None for absent dt and D
+# pointers at a head's elements in token 0; dt and D may be None
 Pointers = namedtuple("Pointers", "q k v g dt D o")
 
 
 @triton.jit
 def scan_token(b_s, p, t, strides, scale, HV, V: tl.constexpr):
-    """Write the output of token t and return the state after it; `strides` are those of q, k and v between tokens."""
+    """Store the output of token t and return the state after it; `strides` are the token strides of q, k and v."""
     b_q, b_k = tl.load(p.q + t * strides[0]).to(tl.float32), tl.load(p.k + t * strides[1]).to(tl.float32)
     b_v = tl.load(p.v + t * strides[2]).to(tl.float32)
     b_x = b_v
@@ -42,7 +42,7 @@ def ssd_recurrent_kernel(
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr, STEP: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Scan a sequence, head and tile of V per program; a STEP is one token, without a loop, which costs registers."""
+    """Scan one sequence, head and tile of V per program; STEP: one token, without a loop, which costs registers."""
     gdc_launch_and_wait(PDL)
     i_p = tl.program_id(0)
     i_v = i_p % (V // BV)
@@ -77,7 +77,7 @@ def ssd_recurrent_kernel(
 def ssd_recurrent(x: Inputs, final_state: Tensor, tile: StateStep | None = None) -> Tensor:
     """Return outputs; write `final_state [N, HV, K, V]`, which may be the initial state itself.
 
-    With `tile` the Gluon kernel takes one token and overwrites the state.
+    With `tile` a Gluon kernel computes a single token and overwrites the state.
     """
     T, G, K = x.q.shape[1:]
     HV, V = x.v.shape[2:]

@@ -1,4 +1,4 @@
-"""State-space duality in eager PyTorch: token by token (the specification) and by chunks (what a CPU runs)."""
+"""State-space duality in eager PyTorch: token by token (the specification) and chunkwise (used on CPUs)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenmix_core.ops.padding import drops_padding
 from tokenmix_core.ops.types import ScanOutput
 
-# exp of anything lower is zero in float32; bounding single decays keeps the digits of the cumulative ones
+# exp of a smaller log decay is 0 in float32; clamping at this bound saves digits in cumulative sums
 LOWEST_DECAY = -110.0
 
 
@@ -28,7 +28,7 @@ def recurrent_ssd_reference(
     initial_state: Float[Tensor, "N HV K V"] | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
 ) -> ScanOutput:
-    """Apply the definition token by token, in float32 (float64 for float64 inputs)."""
+    """Apply the recurrence token by token, in float32 (float64 for float64 inputs)."""
     return _with_steps(
         _recurrent, q=q, k=k, v=v, g=g, dt=dt, D=D, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens
     )
@@ -54,14 +54,14 @@ def chunk_ssd_reference(
 
 
 def _with_steps(form, q, k, v, g, dt, D, scale, initial_state, cu_seqlens) -> ScanOutput:
-    """Scale v by Δ for the state, and add D v to the outputs."""
+    """Call `form`, which has neither Δ nor D, with v scaled by Δ, and add D v to its outputs."""
     x = v if dt is None else (v * dt.unsqueeze(-1)).to(v.dtype)
     o, state = _by_sequence(form, q=q, k=k, v=x, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return ScanOutput(o if D is None else (o + v * D.unsqueeze(-1)).to(v.dtype), state)
 
 
 def _by_sequence(form, q, k, v, g, scale, initial_state, cu_seqlens) -> ScanOutput:
-    """Apply a form for unpacked batches to each sequence of a packed one."""
+    """Call `form`, which takes unpacked batches, for each sequence of a packed batch, and join the results."""
     if cu_seqlens is None:
         return form(q, k, v, g, scale, initial_state)
     boundaries = cu_seqlens.tolist()
@@ -75,7 +75,7 @@ def _by_sequence(form, q, k, v, g, scale, initial_state, cu_seqlens) -> ScanOutp
 
 
 def _first_state(q: Tensor, v: Tensor, initial_state: Tensor | None) -> Tensor:
-    """Return the state before the first token, `[B, G, HV / G, K, V]`, in the dtype of accumulation."""
+    """Return the initial state as `[B, G, HV / G, K, V]`, zero if None, in float32 (float64 for float64 inputs)."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     shape = (q.shape[0], q.shape[2], v.shape[2] // q.shape[2], q.shape[3], v.shape[3])
     if initial_state is None:
@@ -110,7 +110,7 @@ def _chunkwise(q, k, v, g, scale, initial_state, chunk_size: int = 64) -> ScanOu
         x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, pad))
         return x.unflatten(1, (-1, chunk_size)).movedim(3, 1)
 
-    # q, k [B, G, NC, C, K]; v [B, G, R, NC, C, V]; b [B, G, R, NC, C], the cumulative decay
+    # q, k [B, G, NC, C, K]; v [B, G, R, NC, C, V]; b, the cumulative decay, [B, G, R, NC, C]
     q, k, v_ = chunks(q), chunks(k), chunks(v).unflatten(1, (G, -1))
     b = chunks(g.to(state.dtype).clamp(min=LOWEST_DECAY).unsqueeze(-1)).squeeze(-1).unflatten(1, (G, -1)).cumsum(-1)
     causal = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=q.device).tril()
@@ -141,7 +141,7 @@ def ssd_step_reference(
     D: Float[Tensor, "HV"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "B HV V"]:
-    """Apply one token; overwrite `state`."""
+    """Overwrite `state` with the state after one token; return the token's output."""
     one_token = (x.unsqueeze(1) for x in (q, k, v, g))
     dt = None if dt is None else dt.unsqueeze(1)
     o, new_state = recurrent_ssd_reference(*one_token, dt=dt, D=D, scale=scale, initial_state=state)

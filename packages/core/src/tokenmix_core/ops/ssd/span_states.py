@@ -1,4 +1,4 @@
-"""States and their gradients at the ends of a span of tokens, without the outputs between them; not differentiable."""
+"""The state after a span of tokens, and the gradient of the state before it, without outputs; not differentiable."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from tokenmix_core.ops.ssd.types import Inputs, token_rows
 
 
 def span_decay(g: Tensor) -> Tensor:
-    """Return the log decay over all tokens of g `[B, T, HV]`, as `[B, HV]`, at least in float32."""
+    """Return the log decay over all T tokens, `[B, HV]`, in float32 or wider, given g `[B, T, HV]`."""
     return g.to(torch.promote_types(g.dtype, torch.float32)).clamp(min=LOWEST_DECAY).sum(1)
 
 
 @torch.no_grad()
 def final_state(k: Tensor, v: Tensor, g: Tensor, dt: Tensor | None = None, impl: str | None = None) -> Tensor:
-    """Return the state `[B, HV, K, V]` after the last token, from zero before the first.
+    """Return the state `[B, HV, K, V]` after the last token; the state before the first token is zero.
 
     Args:
-        k, v, g, dt, impl: as of `chunk_ssd`.
+        k, v, g, dt, impl: as for `chunk_ssd`.
     """
     return _state(k, v, g, dt, 1.0, impl, reverse=False)
 
 
 @torch.no_grad()
 def initial_gradient(q: Tensor, do: Tensor, g: Tensor, scale: float = 1.0, impl: str | None = None) -> Tensor:
-    """Return the gradient `[B, HV, K, V]` of the initial state, from the gradient of the outputs.
+    """Return the gradient `[B, HV, K, V]` of the state before the first token, given the gradient of the outputs.
 
     Args:
-        q, g, scale, impl: as of `chunk_ssd`.
+        q, g, scale, impl: as for `chunk_ssd`.
         do: the gradient of the outputs.
     """
     return _state(q, do.to(q.dtype), g, None, scale, impl, reverse=True)
@@ -43,7 +43,7 @@ def initial_gradient(q: Tensor, do: Tensor, g: Tensor, scale: float = 1.0, impl:
 def _state(
     x: Tensor, y: Tensor, g: Tensor, dt: Tensor | None, scale: float, impl: str | None, *, reverse: bool
 ) -> Tensor:
-    """Scan forward or in reverse, by kernels if they take the head sizes."""
+    """Scan forward or in reverse, by kernels if they support the head sizes, else by the reference."""
     if (
         resolve_impl("chunk_ssd", impl, x, GLUON) != "reference"
         and x.shape[3] in HEAD_SIZES

@@ -1,4 +1,4 @@
-"""States at the boundaries of chunks and segments, by a forward scan, and their gradients, by a reverse scan."""
+"""States at the boundaries of chunks and segments (forward scan), and their gradients (reverse scan)."""
 
 from collections import namedtuple
 
@@ -16,13 +16,13 @@ from tokenmix_core.kernels.triton.varlen import first_chunk, locate_chunk, seque
 from tokenmix_core.ops.ssd.tuning import SSDStates
 from tokenmix_core.ops.ssd.types import Inputs
 
-# K, V, tokens of a chunk, rows and columns of a program's tile of the state; constexprs, so never a variable's value
+# K, V, tokens per chunk, rows and columns of a program's tile of the state; constexprs, for branches at compile time
 Sizes = namedtuple("Sizes", "K V BT BK BV")
-# a program's first row, tokens and first boundary slot; its span and head; its tile along K and V
+# a program's first row, its tokens, its first slot for boundary states; index of its span and head; tile along K and V
 Tile = namedtuple("Tile", "bos length i_slot i_s i_h i_k i_v")
-# the tensors that a scan reads, with their strides between tokens, and the scale
+# tensors that a scan reads, the strides of x and y between tokens, and the scale
 Rows = namedtuple("Rows", "x y g dt stride_x stride_y scale")
-# the initial state that a scan reads, and the states and decay that it writes; None if absent
+# the initial state that a scan reads; the states and total decay that it writes; None if not wanted
 States = namedtuple("States", "initial boundaries final totals")
 
 
@@ -30,8 +30,8 @@ States = namedtuple("States", "initial boundaries final totals")
 def scan_states(rows, states, tile, i_g, HV, sizes, REVERSE: tl.constexpr):
     """Scan a tile of the state over a program's tokens.
 
-    Forward: S ← e^total S + Σ_j e^(total − b_j) x_j (Δ_j y_j)ᵀ, x = k and y = v.
-    Reverse: D ← e^total D + scale Σ_i e^(b_i) x_i y_iᵀ, x = q and y = do, the gradient of the state before the chunk.
+    Forward: S ← e^total S + Σ_j e^(total − b_j) x_j (Δ_j y_j)ᵀ, where x is k and y is v. Reverse: D ← e^total D + scale
+    Σ_i e^(b_i) x_i y_iᵀ, where x is q and y is do; D is the gradient of the state before the chunk.
     """
     K: tl.constexpr = sizes.K
     V: tl.constexpr = sizes.V
@@ -62,7 +62,7 @@ def scan_states(rows, states, tile, i_g, HV, sizes, REVERSE: tl.constexpr):
         m_t = i_t * BT + o_i < tile.length
         b_g = load_decay(g + o_t * HV + o_i * HV, m_t)
         b_b = tl.cumsum(b_g, 0)
-        # a sum in another order would not cancel at the last token
+        # taken from the cumulative sum: summed in another order, b_total − b would not be exactly 0 at the last token
         b_total = last_of(b_b, tile.length - i_t * BT, BT)
         p_x = x + o_t * rows.stride_x + o_i[:, None] * rows.stride_x + o_k[None, :]
         b_x = tl.load(p_x, mask=m_t[:, None], other=0.0)
@@ -85,7 +85,7 @@ def scan_states(rows, states, tile, i_g, HV, sizes, REVERSE: tl.constexpr):
 
 @triton.jit
 def locate_tile(T, N, HV, segment, cu_seqlens, sizes, SEGMENTED: tl.constexpr, PACKED: tl.constexpr):
-    """Return this program's `Tile`, of a segment or a whole sequence."""
+    """Return the `Tile` of this program, in a segment if SEGMENTED, else in a whole sequence."""
     NK: tl.constexpr = sizes.K // sizes.BK
     NV: tl.constexpr = sizes.V // sizes.BV
     i_p = tl.program_id(0)
@@ -111,7 +111,7 @@ def segment_states_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     REVERSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the state that a segment leaves from a zero state, a tile per program, and the decay over the segment."""
+    """Compute one tile of the state that leaves a segment, starting from zero, and the decay over the segment."""
     tile = locate_tile(T, N, HV, segment, cu_seqlens, Sizes(K, V, BT, BK, BV), True, PACKED)
     if tile.length > 0:
         rows, results = Rows(x, y, g, dt, stride_x, stride_y, scale), States(None, None, states, totals)
@@ -126,12 +126,12 @@ def boundary_states_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute states before chunks, or gradients of those after; a tile of a sequence or segment per program."""
+    """Compute one tile of the states before chunks, or of the gradients of states after them, per program."""
     tile = locate_tile(T, N, HV, segment, cu_seqlens, Sizes(K, V, BT, BK, BV), SEGMENTED, PACKED)
     if SEGMENTED and tile.length <= 0:
         return
     i_g = tile.i_h // (HV // G)
-    # the two directions are independent: one launch fills the device with both
+    # forward and reverse scan are independent, so one launch fills the device with both
     if tl.program_id(1) == 0:
         rows = Rows(k, v, g, dt, stride_k, stride_v, scale)
         results = States(entering, states, None, None)
@@ -148,7 +148,7 @@ def scan_segments_kernel(
     segment_states, totals, initial, final, cu_seqlens, T, HV, segment,
     KV: tl.constexpr, BE: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Replace each segment's state from zero by the state that enters it; store the final one of each sequence."""
+    """Replace each segment's own state by the state that enters it, and store the final state of each sequence."""
     i_p = tl.program_id(0)
     i_e = i_p % (KV // BE)
     i_h = i_p // (KV // BE) % HV
@@ -173,9 +173,9 @@ def scan_segments_kernel(
 def segment_states(
     x: Inputs, *, segment: int, config: SSDStates, do: Tensor | None = None, dfinal_state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the states that enter segments, and the final ones: `[slots, HV, K, V]` and `[N, HV, K, V]`, float32.
+    """Return the states that enter segments `[slots, HV, K, V]`, and the final states `[N, HV, K, V]`, in float32.
 
-    With `do` return the gradients of the states that leave segments, and of the initial states.
+    With `do`, return instead the gradients of the states that leave segments, and of the initial states.
     """
     reverse = do is not None
     rows, columns = (x.k, x.v) if do is None else (x.q, do)
@@ -211,15 +211,15 @@ def boundary_states(
     config: SSDStates,
     with_gradients: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return states before and gradients of states after each chunk, `[slots, HV, K, V]`, and the initial gradient.
+    """Return states before chunks, gradients of states after chunks, and the gradient of the initial states.
 
     Args:
-        entering, dleaving: states that enter, and gradients of the states that leave, each sequence (float32, None for
-            zero), or each segment if `segment` is positive.
-        with_gradients: False computes the states alone.
+        entering, dleaving: float32 states that enter, and gradients of the states that leave, each sequence (None for
+            zero) or, if `segment` is positive, each segment. with_gradients: False to compute the states only.
 
     Returns:
-        states and gradients in the inputs' dtype, and the gradient of the initial states, float32; None for segments.
+        states and gradients `[slots, HV, K, V]` in the inputs' dtype; initial states' gradient, float32, None for
+        segments.
     """
     B, T, G, K = x.q.shape
     HV, V = x.v.shape[2:]

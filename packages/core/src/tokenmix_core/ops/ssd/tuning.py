@@ -1,4 +1,4 @@
-"""Tiles of SSD's kernels, and tokens of the segments that sequences are split into."""
+"""Tile sizes of SSD's kernels, and the length of the segments that sequences are split into."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from tokenmix_core.ops.decode_tiles import MANY_PROGRAMS, StateStep
 
 
 class SSDForward(NamedTuple):
-    """Chunks of BT tokens, BV columns of the state a program; in Gluon `hopper` columns and chunks of 64, unless 0.
+    """Tokens per chunk (BT) and columns of the state per program (BV); in Gluon 64 and `hopper`, which is 0 for Triton.
 
-    With `lookback` each Gluon program takes so many tokens of a sequence and computes the state before them itself.
+    If `lookback` is not 0, a Gluon program takes so many tokens of a sequence and computes the state before them
+    itself.
     """
 
     BT: int
@@ -26,7 +27,7 @@ class SSDForward(NamedTuple):
 
 
 class SSDStates(NamedTuple):
-    """Chunks of BT tokens, a tile `[BK, BV]` of the state a program."""
+    """Tokens per chunk (BT), and the tile `[BK, BV]` of the state that a program computes."""
 
     BT: int
     BK: int
@@ -36,16 +37,16 @@ class SSDStates(NamedTuple):
 
 
 class SSDHopper(NamedTuple):
-    """Value heads a program, which sums their dq and dk."""
+    """The number of value heads per program, which sums their dq and dk."""
 
     heads: int
     num_warps: int
 
 
 class SSDGradients(NamedTuple):
-    """Chunks of BT tokens, V in steps of BV; with `hopper` the Gluon kernel, of chunks of 64.
+    """Tokens per chunk (BT) and columns of V per iteration (BV); `hopper` selects the Gluon kernel, with chunks of 64.
 
-    With `scans` a Gluon program takes all chunks of a sequence or segment in reverse.
+    If `scans`, a Gluon program takes all chunks of a sequence or segment, in reverse.
     """
 
     BT: int
@@ -57,14 +58,14 @@ class SSDGradients(NamedTuple):
 
 
 class SSDRecurrent(NamedTuple):
-    """BV columns of the state a program."""
+    """Columns of the state per program (BV)."""
 
     BV: int
     num_warps: int
 
 
 class SSDPlan(NamedTuple):
-    """`segment` tokens a program, 0 for whole sequences, and the tiles of each kernel.
+    """Tokens per segment (`segment`, 0 for whole sequences), and the tiles of each kernel.
 
     A step runs in Gluon if its part of the plan has a `hopper`, else as a portable kernel.
     """
@@ -75,7 +76,7 @@ class SSDPlan(NamedTuple):
     gradients: SSDGradients
 
 
-# of the Gluon kernel of one token, by the least number of programs of 64 columns: long rows pay if there are many waves
+# tiles of the Gluon decoding kernel, by the least number of 64-column programs: long rows pay if there are many waves
 STATE_STEPS: dict[int, StateStep] = {
     2048: StateStep(64, 32, 4),
     1024: StateStep(32, 128, 2),
@@ -86,7 +87,7 @@ STATE_STEPS: dict[int, StateStep] = {
 def ssd_plan(
     B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dtype, gluon: bool = True
 ) -> SSDPlan:
-    """Return the plan of a call with N sequences in `[B, T]` tokens; segments are the same with and without Gluon."""
+    """Return the plan of a call with N sequences in `[B, T]` tokens; `gluon` does not change the segments."""
     if dtype == torch.float32:
         forward = SSDForward(64, min(V, 32), 4, 1)
         states = SSDStates(64, min(K, 64), min(V, 64), 4, 1)
@@ -103,7 +104,7 @@ def ssd_plan(
             _heads_together(B * T, HV // G, HV, K, V) if hopper else None,
         )
 
-    # short sequences in one launch: twice as many programs fit as there are SMs
+    # short sequences take one launch with `lookback`; two programs fit on an SM
     programs = N * HV * (V // (forward.hopper or forward.BV))
     if B == N and T <= 512 and forward.hopper and K <= 128:
         spans = (tokens for tokens in (64, 128) if tokens < T and programs * cdiv(T, tokens) <= 2 * one_wave())
@@ -112,7 +113,7 @@ def ssd_plan(
     wide = forward.hopper > 0 and K >= 128
     segment = 0 if forward.lookback else _segment_tokens(programs, T, K, wide and B == N)
 
-    # the reverse scan is faster if whole sequences of wide heads fill the device; other shapes were not timed
+    # the reverse scan is faster if whole sequences of heads of 128 fill the device; other shapes were not timed
     if B == N and not segment and gradients.hopper is not None and K == V == 128 and _fills(N * HV):
         gradients = gradients._replace(scans=True)
     if not gluon:
@@ -121,21 +122,21 @@ def ssd_plan(
 
 
 def _columns(K: int, V: int) -> int:
-    """Return the columns of the state a program of the Hopper forward kernel; 0 for the portable kernel."""
+    """Return the columns of the state per program of the Hopper forward kernel; 0 selects the portable kernel."""
     if K < 64 or V < 64:
         return 0
     return min(V, 128) if K == 256 else 64
 
 
 def _segment_tokens(programs: int, T: int, K: int, wide: bool) -> int:
-    """Return the tokens of the segments of sequences of T tokens; 0 if whole ones are programs enough.
+    """Return the length of the segments of sequences of T tokens; 0 if whole sequences make enough programs.
 
-    Segments read k and v once more and take more launches. With `wide` states there is one wave of programs, as more
-    cost more than they gain; and, if T is short, segments only if half of the SMs would idle.
+    Segments read k and v a second time and need more launches. With `wide` states there is one wave of programs,
+    because a second one costs more than it gains, and short sequences are split only if half of the SMs would idle.
     """
     if programs >= one_wave() or (wide and T <= 2048 and 2 * programs > one_wave()):
         return 0
-    # a SM holds one program of states of 256 keys
+    # states of 256 keys allow one program per SM, smaller ones two
     at_once = one_wave() * (1 if K == 256 else 2)
     segments = at_once // programs if wide else next_power_of_2(cdiv(at_once, programs))
     segment = max(256, next_power_of_2(cdiv(T, segments)))
@@ -143,27 +144,27 @@ def _segment_tokens(programs: int, T: int, K: int, wide: bool) -> int:
 
 
 def _fills(programs: int) -> bool:
-    """True if waves of a program a SM leave few SMs idle."""
+    """True if `programs`, one at a time on an SM, leave few SMs idle in their last wave."""
     return programs >= 0.9 * cdiv(programs, one_wave()) * one_wave()
 
 
 def _heads_together(tokens: int, group: int, HV: int, K: int, V: int) -> SSDHopper:
-    """Return how many heads of a group, 16, 8, 4, 2 or 1, a program takes, which share MMAs: the fewest waves' work."""
+    """Return how many heads of a group (16, 8, 4, 2 or 1) share a program and its MMAs, for the least time in waves."""
     sizes = [heads for heads in (16, 8, 4, 2) if group % heads == 0 and K * V <= 128 * 64]
     if not sizes:
         return SSDHopper(1, 4)
     chunks = cdiv(tokens, 64) * HV
-    # one program a SM; its work for all heads takes as long as half a head
+    # one program runs on an SM; its work that all heads share takes as long as half a head
     return SSDHopper(min(sizes, key=lambda heads: cdiv(chunks // heads, one_wave()) * (2 * heads + 1)), 8)
 
 
 def recurrent_tile(sequence_heads: int, K: int, V: int) -> SSDRecurrent:
-    """Return the tile of the token-by-token kernel."""
+    """Return the tile of the token-by-token kernel for so many heads of all sequences together."""
     columns = 8 if sequence_heads < one_wave() else 32
     return SSDRecurrent(min(V, columns), 4 if K * columns >= 2048 else 1)
 
 
 def step_tile(sequence_heads: int, K: int, V: int) -> SSDRecurrent:
-    """Return the portable tile of one token: wide tiles, which read longer rows, if they make many waves."""
+    """Return the tile of the portable decoding kernel: wide, to read longer rows, if that leaves many programs."""
     columns = 64 if K == 128 and sequence_heads * V >= 64 * MANY_PROGRAMS else 32
     return SSDRecurrent(min(V, columns), min(4, max(1, K // 32)))

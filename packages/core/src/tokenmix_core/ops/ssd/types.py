@@ -1,4 +1,4 @@
-"""Arguments and gradients of SSD's steps, named as in the kernels and README.md."""
+"""Arguments and gradients that SSD's steps exchange, named as in the kernels and README.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenmix_core.ops.buffers import aligned
 
 
 class Inputs(NamedTuple):
-    """The arguments of `chunk_ssd`: tensors with gradients, other tensors, options."""
+    """The arguments of `chunk_ssd`: differentiable tensors, then other tensors, then options."""
 
     q: Tensor
     k: Tensor
@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
     impl: str | None = None
 
     def aligned(self) -> Inputs:
-        """Return the arguments as kernels read them: q, k and v by `token_rows`, other tensors contiguous."""
+        """Return the arguments as kernels need them: q, k and v by `token_rows`, other tensors contiguous."""
         q, k, v = map(token_rows, self[:3])
         g, initial_state, dt, D = map(aligned, self[3:7])
         return self._replace(q=q, k=k, v=v, g=g, initial_state=initial_state, dt=dt, D=D)
@@ -50,9 +50,9 @@ class StepInputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients in the order of `Inputs`; dq and dk are of groups, or of value heads before their sum.
+    """Gradients in the order of `Inputs`; dq and dk are those of groups or, before they are summed, of value heads.
 
-    `initial_state` is None if the segments' reverse scan computes it; dt and D are None if the call has none.
+    `initial_state` is None if the scan over segments computes it; dt and D are None if the call has none.
     """
 
     q: Tensor
@@ -65,7 +65,7 @@ class Gradients(NamedTuple):
 
 
 def token_rows(x: Tensor) -> Tensor:
-    """Return x `[B, T, H, D]` with rows of H · D elements at one stride; x itself if so, as a slice of a wider one."""
+    """Return x `[B, T, H, D]` if its rows of H · D elements are contiguous, at one aligned stride; else a copy."""
     B, T, H, D = x.shape
     stride = x.stride()
     rows = stride[3] == 1 and (H == 1 or stride[2] == D) and (B == 1 or stride[0] == T * stride[1])

@@ -6,8 +6,8 @@
       two            │ dS', dY ─► smem, 1 stage: DS_FULL, DY_FULL      ▲ DS_EMPTY, DY_EMPTY     dS in registers
     epilogue      E, F, X ─► dQ, dK, dg, dβ ─► store
 
-Inputs are R and S of all chunks. dS stays in registers and shared memory, and work outside the chain from dS' to dS
-runs beside it. `backward_chain.py` has producer and scan.
+The kernel reads R and S of all chunks. dS stays in registers and shared memory. All work that the chain from dS' to dS
+does not depend on runs in other warpgroups. `backward_chain.py` has the producer and the reverse scan.
 """
 
 from triton.experimental import gluon
@@ -51,7 +51,7 @@ from tokenmix_core.ops.gated_delta_rule.types import Gradients, Reverse
 
 @gluon.jit
 def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr):
-    """Return ⟨x_i, y_i⟩ for the rows x_i of X, in registers, and y_i of Y, in shared memory."""
+    """Return ⟨x_i, y_i⟩ for each row i of X, in registers, and of Y, in shared memory."""
     return gl.convert_layout(gl.sum(b_x * hopper.widen(s_y.load(hopper.mma_layout(D, 4))), 1), row)
 
 
@@ -65,7 +65,7 @@ def unnormalise(b_dx, b_x, r_i, row: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def column_factors(g_w, g_r, col: gl.constexpr, dtype: gl.constexpr, RANGE: gl.constexpr):
-    """Return the column factors of E and F: β r for bfloat16; for float16, `nonzero(β r, r)` times `range_factor`."""
+    """Return the factors of E's and F's columns: β r for bfloat16, `nonzero(β r, r)` · `range_factor` for float16."""
     w_j = g_w.load(col)
     if dtype != gl.bfloat16:
         w_j = backward_chunk.nonzero(w_j, g_r.load(col)) * RANGE
@@ -74,7 +74,7 @@ def column_factors(g_w, g_r, col: gl.constexpr, dtype: gl.constexpr, RANGE: gl.c
 
 @gluon.jit
 def store_scaled(b_x, s_x, g_w, g_r, col: gl.constexpr):
-    """Store X, which is scaled by `column_factors`; return X scaled by β r times `range_factor` instead."""
+    """Store X, scaled by `column_factors`; return X scaled by β r times `range_factor` instead, which may be 0."""
     dtype: gl.constexpr = s_x.dtype
     s_x.store(b_x.to(dtype))
     if dtype != gl.bfloat16:
@@ -118,7 +118,7 @@ def epilogue(pointers, tiles, stages, barriers, scale, length, steps, warm, HV: 
             hopper.opaque(gl.arange(0, BT, col)),
             hopper.opaque(gl.arange(0, BT, line)),
         )
-        # pointers begin at the last chunk, so offsets are negative
+        # pointers start at the last chunk and move back, so offsets are negative
         t_0 = -i * BT
         o_0, rows = t_0.to(gl.int64) * HV, length - t_0
         mbarrier.wait(barriers.index(FULL + stage), hopper.parity(i, NUM_STAGES))
@@ -194,8 +194,8 @@ def epilogue(pointers, tiles, stages, barriers, scale, length, steps, warm, HV: 
         s_db.store(gl.where(o_i < rows, dot_i + dot_k_i - 2 * (w_i / r_i) * dbeta_i, 0.0))
         s_ef.store(b_dk.to(dtype))
         hopper.store_rows(p_dk + o_0 * D, s_ef, HV * D, rows, 4)
-        # dg_t sums db, the gradient of the cumulative decay b, from t to the chunk's end; every warp computes all of
-        # dg. A clamped decay has no gradient.
+        # dg_t sums db, the gradient of the cumulative decay b, from t to the chunk's end; every warp computes the whole
+        # vector # dg. Where the decay is clamped, dg is zero.
         dg_t = gl.associative_scan(s_db.load(line), 0, hopper.add, reverse=True) + end
         dg_t = gl.where(g_t * LOG2_E < LOWEST, 0.0, dg_t)
         gl.store(p_dg + o_0 + o_t * HV, dg_t.to(p_dg.dtype.element_ty), mask=o_t < rows)
@@ -209,10 +209,11 @@ def backward_kernel(
     dq, dk, dv, dg, dbeta, dinitial_state, scale, T, N, tokens, segment,
     H: gl.constexpr, HV: gl.constexpr, D: gl.constexpr, BT: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Compute all gradients; `dfinal_state` and `dinitial_state` may be None.
+    """Compute all gradients of a segment and value head; `dfinal_state` and `dinitial_state` may be None.
 
-    ORDERED: programs take segments in the order of `order`. `passed` has the state gradients that segments pass back,
-    see `reverse_scan_start`. Without `passed` a segment's scan starts at the last later chunk that is not negligible.
+    ORDERED: programs take segments in the order of `order`. `passed` holds the state gradients that segments pass back,
+    see `reverse_scan_start`. Without `passed` a scan starts at the last later chunk that is not negligible for its
+    segment.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -253,7 +254,8 @@ def backward_kernel(
     s_1 = gl.allocate_shared_memory(dtype, [1, D, D], shared)
     ds_1 = gl.allocate_shared_memory(dtype, [1, D, D], shared)
     dy_1 = gl.allocate_shared_memory(dtype, [1, BT, D], shared)
-    # first half: E; second half: the store buffer of dQ, then F; at last both halves: the store buffer of dK
+    # first half: E. Second half: buffer from which dQ is stored, then F. In the end both: buffer from which dK is
+    # stored
     ef_1 = gl.allocate_shared_memory(dtype, [1, BT, D], shared)
     # b, β r, r and the inverse norms of q
     gates_s = gl.allocate_shared_memory(gl.float32, [stages * 4, BT], vector)
@@ -274,7 +276,7 @@ def backward_kernel(
     chunk, read, chain = (q_s, k_s, do_s, gates_s), (s_a, s_1, r_1), (ds_1, dy_1, s_p, s_ends)
     span = Span(rows, steps, warm, known, wanted)
     sums = (r_1, s_1, ds_1, dy_1, ef_1, s_ends, s_db)
-    # 16 warps have 128 registers per thread on average; the first warpgroup gets those that the others leave
+    # 16 warps may have 128 registers per thread on average; the first warpgroup gets the rest of 512 − 144 − 152 − 32
     gl.warp_specialize(
         [
             (epilogue, (outputs, sums, chunk, barriers, scale, rows, steps, warm, HV)),
@@ -287,7 +289,7 @@ def backward_kernel(
 
 
 def backward(reverse: Reverse, grads: Gradients) -> None:
-    """Write dq and dk of each value head, and all other gradients, into `grads`. Requires `qk_l2norm`.
+    """Write all gradients into `grads`, with dq and dk of each value head. Requires `qk_l2norm`.
 
     Segments are as in `backward_state`.
     """

@@ -1,4 +1,4 @@
-"""Producer and reverse scan of the fused backward on Hopper, and its barriers; `backward.py` has the diagram."""
+"""Fused backward on Hopper: the producer, the reverse scan, and the barriers; `backward.py` has the diagram."""
 
 from collections import namedtuple
 
@@ -16,11 +16,11 @@ from tokenmix_core.kernels.gluon import hopper
 from tokenmix_core.ops.gated_delta_rule.hopper.backward_chunk import multiply
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, range_factor
 
-# chunks of q, k and dO in shared memory or in flight
+# pipeline stages of q, k, dO and the gates
 NUM_STAGES = gl.constexpr(2)
-# barriers of a stage: chunk loaded; chunk read; P' and the inverse norms of q computed
+# barriers of each stage: the chunk is loaded; the chunk is read; P' and the inverse norms of q are computed
 FULL, EMPTY, SCORES = gl.constexpr(0), gl.constexpr(2), gl.constexpr(4)
-# barriers of tiles with one stage: full, empty; SUMMED: ⟨dS', S⟩ stored
+# barriers of buffers with one stage: full, empty. SUMMED: ⟨dS', S⟩ is stored
 A_FULL, A_EMPTY = gl.constexpr(6), gl.constexpr(7)
 R_FULL, R_EMPTY = gl.constexpr(8), gl.constexpr(9)
 S_FULL, S_EMPTY = gl.constexpr(10), gl.constexpr(11)
@@ -32,7 +32,7 @@ BARRIERS = gl.constexpr(18)
 
 @gluon.jit
 def initialise_barriers(barriers):
-    """Initialise arrival counts: 128 threads for copies, one more for gates; else one per warpgroup that arrives."""
+    """Initialise arrival counts: 128 threads for cp.async, one more for gates; else one per arriving warpgroup."""
     for i in gl.static_range(2):
         mbarrier.init(barriers.index(FULL + i), 129)
         mbarrier.init(barriers.index(EMPTY + i), 3)
@@ -51,8 +51,8 @@ def initialise_barriers(barriers):
     mbarrier.init(barriers.index(SUMMED), 2)
 
 
-# rows: tokens from the first scanned chunk (the last in time) to the sequence's end; steps: chunks to scan; warm: how
-# many of them belong to later segments; known, wanted: columns of dS to load before, and to store after the scan
+# rows: tokens from the first scanned chunk (the last in time) to the sequence's end; steps: chunks to scan; warm: how #
+# many of these belong to later segments; known, wanted: how many columns of dS to load before and store after the scan
 Span = namedtuple("Span", "rows steps warm known wanted")
 
 
@@ -77,7 +77,7 @@ def producer(pointers, tiles, stages, barriers, rows, steps, warm, H: gl.constex
     p_q, p_k, p_do, p_a, p_r, p_s, p_gates = pointers
     q_s, k_s, do_s, gates_s = stages
     s_a, s_1, r_1 = tiles
-    # constexpr strides: as values they would take more registers than this warpgroup has
+    # strides are constexprs: as run-time values they would take more registers than this warpgroup has
     D: gl.constexpr = k_s.shape[2]
     BT: gl.constexpr = k_s.shape[1]
     for i in range(steps):
@@ -115,7 +115,7 @@ def producer(pointers, tiles, stages, barriers, rows, steps, warm, H: gl.constex
 
 @gluon.jit
 def compute_scores(s_q, s_k, s_p, g_b, g_w, g_n, scale):
-    """Store P' = tril(Q̂ Kᵀ ⊙ Γ) diag(β r) scale, and the inverse norms of q, from the diagonal of Q Qᵀ."""
+    """Store P' = tril(Q̂ Kᵀ ⊙ Γ) diag(β r) scale, and the inverse norms of q, computed from the diagonal of Q Qᵀ."""
     BT: gl.constexpr = s_p.shape[0]
     row: gl.constexpr = gl.SliceLayout(1, hopper.mma_layout(BT, 4))
     col: gl.constexpr = gl.SliceLayout(0, hopper.mma_layout(BT, 4))
@@ -135,8 +135,9 @@ def compute_scores(s_q, s_k, s_p, g_b, g_w, g_n, scale):
 def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl.constexpr, FIRST: gl.constexpr):
     """Scan 64 columns of dS over the chunks in reverse; dS is transposed, so its MMAs have register operands.
 
-    dS is first read from `p_initial` if `known` is V, or zero if `known` is 0; dS after the scan is stored if `wanted`
-    is V. The first `warm` chunks belong to later segments, and their gradients are not stored.
+    dS is loaded from `p_initial` if `known` is V, and starts at zero if `known` is 0. dS after the scan is stored if
+    `wanted` is V. The first `warm` chunks belong to later segments: the scan passes them, but stores no results for
+    them.
     """
     rows, steps, warm, known, wanted = span
     p_initial, p_final, p_dv = pointers
@@ -173,7 +174,7 @@ def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl
             compute_scores(s_q, s_k, s_p, g_b, g_w, g_n, scale)
             fence_async_shared()
             mbarrier.arrive(barriers.index(SCORES + stage))
-        # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; dS is stored for the epilogue first
+        # dS is stored for the epilogue; then dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS
         mbarrier.wait(barriers.index(DS_EMPTY), hopper.empty_parity(i, 1))
         s_dst.store((b_ds * (1 / RANGE)).to(dtype))
         fence_async_shared()
@@ -206,11 +207,11 @@ def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl
             hopper.store_rows(p_dv + FIRST, s_dy.slice(FIRST, 64, 1), HV * D, rows, 4)
         b_dy = (b_dy * -(gl.exp2(g_b.load(col)) * g_r.load(col) * RANGE)[None, :]).to(dtype)
         if i >= warm:
-            # terms of this sum cancel, so dS is not rounded
+            # terms of this sum cancel, so it uses dS before rounding
             mbarrier.wait(barriers.index(S_FULL), hopper.parity(i - warm, 1))
             b_s = hopper.widen(gl.convert_layout(s_s.slice(FIRST, 64, 1).permute((1, 0)).load(left_k), tile))
             b_end = gl.sum(b_s * b_ds, 1) * (1 / RANGE) * gl.exp2(load_last(g_b, gl.SliceLayout(1, tile))) + out_v
-            # a thread first sums its own rows
+            # each thread sums its own rows first
             s_ends.slice(FIRST // 2, 32).store(gl.sum(b_end.reshape([4, 2, 8]), 1).reshape([32]))
             mbarrier.arrive(barriers.index(SUMMED))
             mbarrier.arrive(barriers.index(S_EMPTY))
@@ -224,6 +225,6 @@ def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl
         mbarrier.arrive(barriers.index(EMPTY + stage))
         p_dv -= BT * HV * D
         rows = rows + BT
-    # opaque: the compiler would hold these offsets in registers during the loop
+    # opaque offsets: otherwise the compiler would hold them in registers during the whole loop
     p_tile = hopper.opaque(0) + o_k[None, :] * D + o_v[:, None]
     gl.store(p_final + p_tile, b_ds * (1 / RANGE), mask=o_v[:, None] < wanted)

@@ -23,7 +23,7 @@ from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, range_factor
 from tokenmix_core.ops.gated_delta_rule.types import Reverse, StateGradients
 
-# smallest β that serves as a divisor, see `nonzero`
+# smallest β that gradients are divided by, see `nonzero`
 SMALLEST = gl.constexpr(2.0**-8)
 
 
@@ -48,13 +48,13 @@ def scale_rows(b_x, x_i, D: gl.constexpr, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Return ⟨x_i, y_i⟩ for the rows x_i of X, in registers, and y_i of Y, in shared memory."""
+    """Return ⟨x_i, y_i⟩ for each row i of X, in registers, and of Y, in shared memory."""
     return gl.convert_layout(gl.sum(b_x * s_y.load(hopper.mma_layout_split_n(D, WARPS)).to(gl.float32), 1), row)
 
 
 @gluon.jit
 def square(s_x, i: gl.constexpr, D: gl.constexpr):
-    """Return the i-th part `[64, 64]` of the buffer of a tile `[64, D]`."""
+    """Return the i-th block of 64 columns of the buffer of a tile `[64, D]`."""
     return hopper.reinterpret(s_x, s_x.dtype, [64, 64], gl.NVMMASharedLayout(128, 16), i)
 
 
@@ -81,13 +81,13 @@ def unnormalise(b_dx, s_x, r_i, dot_i, D: gl.constexpr, WARPS: gl.constexpr = 4)
 
 @gluon.jit
 def nonzero(beta_r, r):
-    """Return β r as a divisor, or r if β is at most SMALLEST."""
+    """Return a divisor that is not too small: r if β is at most SMALLEST, else β r."""
     return gl.where(beta_r > SMALLEST * r, beta_r, r)
 
 
 @gluon.jit
 def apply_write_factor(b_x, out_i, beta_i, writes, dwrites, o_w):
-    """Scale X and `out_i`, ⟨x_i, k̂_i⟩ of its rows, by the chunk's write factor; store the factor's gradient."""
+    """Scale X, and `out_i` = ⟨x_i, k̂_i⟩ of its rows, by the chunk's write factor; store the factor's gradient."""
     if writes is not None:
         factor = gl.load(writes + o_w)
         gl.store(dwrites + o_w, gl.sum(out_i * beta_i, 0))
@@ -96,19 +96,19 @@ def apply_write_factor(b_x, out_i, beta_i, writes, dwrites, o_w):
     return b_x, out_i
 
 
-# pointers at a chunk's g, dg, dβ and parts of ⟨dS', S⟩
+# pointers at a chunk's values of g, dg and dβ, and at the partial sums of ⟨dS', S⟩
 GatePointers = namedtuple("GatePointers", "g dg dbeta end")
-# vectors in the row layout: β; the gradients of b and of β; the part of β's gradient through the state that the chunk
-# leaves
+# vectors in the row layout: β; the gradients of b and of β; and the part of β's gradient that comes from the state #
+# leaving the chunk
 GateGradients = namedtuple("GateGradients", "beta db dbeta out")
 
 
 @gluon.jit
 def store_gate_gradients(p, x, stride, rows, last, V: gl.constexpr, row: gl.constexpr, WARPS: gl.constexpr):
-    """Store dβ and dg. dg sums db from each token to the chunk's end; a clamped decay has no gradient."""
+    """Store dβ and dg. dg sums db from each token to the chunk's end, and is zero where the decay is clamped."""
     p_g, p_dg, p_dbeta, p_end = p
     beta_i, db_i, dbeta_i, out_i = x
-    # every warp computes all of it
+    # every warp computes the whole vector
     line: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
     o_i = gl.arange(0, 64, row)
     p_t, m_t = o_i * stride, o_i < rows
@@ -128,12 +128,12 @@ def backward_chunk_kernel(
     scale, T, N, H, group, tokens,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute all gradients of a chunk, in tiles of 64 rows by K or V columns.
+    """Compute all gradients of a chunk and value head, in tiles of 64 rows and K or V columns.
 
     Vectors `x_i` have the layout of a tile's rows, vectors `x_j` that of its columns. Transposed operands are views of
-    shared memory; no accumulator is transposed. x̂ · dx̂ is computed from dQ and dK, so Q Kᵀ and K Kᵀ are not needed.
-    E and F are rounded after all row and column factors are applied, so that terms of dg that cancel are rounded alike.
-    The order of the steps keeps at most two accumulators in registers, which avoids spills.
+    shared memory; no accumulator is transposed. x̂ · dx̂ is computed from dQ and dK, so Q Kᵀ and K Kᵀ are not needed. E
+    and F are rounded after all row and column factors are applied: terms of dg that cancel then have the same rounding.
+    At most two accumulators are in registers at a time, which avoids spills and determines the order of the steps.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     RANGE: gl.constexpr = range_factor(dtype, K)
@@ -150,7 +150,7 @@ def backward_chunk_kernel(
     o_qk, o_vo, o_dqk = (first * H + i_hv // group) * K, (first * HV + i_hv) * V, (first * HV + i_hv) * K
     o_s = (i_slot.to(gl.int64) * HV + i_hv) * K * V
 
-    # E and the store buffer of half of dQ reuse dO's buffer; F reuses dY's buffer; dS' reuses S's buffer
+    # E, and dQ on its way out by halves, reuse dO's buffer; F reuses dY's buffer; dS' reuses S's buffer
     s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_r = gl.allocate_shared_memory(dtype, [BT, V], shared)
@@ -238,7 +238,7 @@ def backward_chunk_kernel(
 
 
 class Warps(NamedTuple):
-    """A kernel, with its warps and registers per thread."""
+    """A kernel, and its number of warps and registers per thread."""
 
     kernel: Any
     warps: int
@@ -256,11 +256,11 @@ def backward_chunk(
     dwrites: Tensor | None,
     by: Warps | None = None,
 ) -> None:
-    """Write dq and dk of each value head, dg, dβ and the gradients of `writes`. Requires `qk_l2norm`."""
+    """Write dq and dk of each value head, dg, dβ and the gradient of `writes` into the arguments. Needs `qk_l2norm`."""
     x, terms, saved, do, _, _ = reverse
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
-    # 168 registers let three CTAs share a SM, which has enough shared memory at K = V = 64
+    # with 168 registers per thread three CTAs fit on an SM; for K = V = 64 shared memory suffices for three
     by = by or Warps(backward_chunk_kernel, 4, 168 if K == V == 64 else 255)
     by.kernel[(chunk_slots(B, T, CHUNK, x.cu_seqlens), HV)](
         q=x.q, k=x.k, g=x.g, gates=terms.gates, writes=x.writes, cu_seqlens=x.cu_seqlens, do=do,

@@ -1,4 +1,4 @@
-"""Gradients of q, k, g and β on Hopper for heads of other sizes: one program per chunk and value head.
+"""Gradients of q, k, g and β on Hopper, in tiles, if K or V is 256: one program per chunk and value head.
 
 cp.async dO dY R Q ─► E, F        S, then dS', in tiles of 64 columns ─ cp.async, 2 stages
 Σ over tiles of S:  dO Sᵀ, dY Sᵀ ─► dQ ─► store;   Σ over tiles of dS':  R dS'ᵀ ─► X ─► dK, dβ, dg
@@ -38,10 +38,10 @@ def backward_chunk_kernel(
     scale, T, N, H, group, tokens,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute all gradients of 64 tokens; the next 64 columns of S and dS' are loaded during the MMAs of the last.
+    """Compute all gradients of a chunk; the next 64 columns of S or dS' are loaded during the MMAs of the current ones.
 
-    Roundings of E and F, and sums, are those of `backward_chunk.py`. Two warpgroups have registers for dO Sᵀ and dY Sᵀ
-    together, so S is read once. All operands of MMAs are in shared memory.
+    E, F and all sums are rounded as in `backward_chunk.py`. Two warpgroups together have enough registers for dO Sᵀ and
+    dY Sᵀ at once, so S is read only once. All operands of MMAs are in shared memory.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     RANGE: gl.constexpr = range_factor(dtype, K)
@@ -67,13 +67,13 @@ def backward_chunk_kernel(
     s_do = gl.allocate_shared_memory(dtype, [TILES, BT, 64], shared)
     s_dy = gl.allocate_shared_memory(dtype, [TILES, BT, 64], shared)
     states_2 = gl.allocate_shared_memory(dtype, [2, K, 64], shared)
-    # E and F, each in two roundings, reuse the buffers of dO and dY
+    # E and F, each rounded in two versions (for K and for Q), reuse the buffers of dO and dY
     if TILES > 1:
         s_e, s_et, s_f, s_ft = s_do.index(0), s_do.index(1), s_dy.index(0), s_dy.index(1)
     else:
         s_more = gl.allocate_shared_memory(dtype, [2, BT, 64], shared)
         s_e, s_et, s_f, s_ft = s_do.index(0), s_more.index(0), s_dy.index(0), s_more.index(1)
-    # the store buffer reuses that of a tile of S
+    # results are stored through the buffer of a tile of S
     s_out = hopper.reinterpret(states_2.index((TILES - 1) % 2), dtype, [BT, K], shared)
     for i in gl.static_range(TILES):
         hopper.async_copy_rows(s_do.index(i), do + o_vo + i * 64, HV * V, rows, WARPS)
@@ -100,7 +100,8 @@ def backward_chunk_kernel(
     zero = gl.zeros([BT, BT], gl.float32, square)
     b_zero = gl.zeros([BT, K], gl.float32, tile)
 
-    # E = scale dO Rᵀ ⊙ Γ and F = −dY Rᵀ ⊙ Γ, strictly below the diagonal, in the roundings for K and for Q
+    # E = scale dO Rᵀ ⊙ Γ and F = −dY Rᵀ ⊙ Γ, strictly below the diagonal; each is rounded once as factor of K, once of
+    # Q
     hopper.wait_async_copies(2)
     b_e, b_f = zero, zero
     for i in gl.static_range(TILES):
@@ -184,5 +185,5 @@ def backward_chunk_kernel(
     store_gate_gradients(pointers, vectors, HV, rows, last, V, row, WARPS)
 
 
-# as `backward_chunk`, for heads of 64, 128 and 256
+# same arguments as `backward_chunk`, for heads of 64, 128 and 256
 backward_chunk_tiled = partial(backward_chunk, by=Warps(backward_chunk_kernel, 8, 255))

@@ -32,12 +32,12 @@ def backward_state_kernel(
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
     ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Scan a segment in reverse. dS is transposed, `[V, K]`, 16 rows per warp: its MMAs have register operands.
+    """Scan a segment in reverse. dS is transposed, `[V, K]`, with 16 rows per warp: its MMAs have register operands.
 
     Vectors `x_i` have the layout of a tile's rows, vectors `x_j` that of its columns. `dfinal_state`, `dinitial_state`
-    and `remainders` may be None. ORDERED: programs take segments in the order of `order`. Without `dv` the kernel
-    writes to `passed` the local gradient that a segment passes back, see `reverse_scan_start`; with `dv` the kernel
-    reads from `passed` the gradient that the next segment passes back. `writes` has one factor per chunk.
+    and `remainders` may be None. ORDERED: programs take segments in the order of `order`. If `dv` is None, the kernel
+    only writes to `passed` the local gradient that a segment passes back, see `reverse_scan_start`; else it reads from
+    `passed` the gradient that the next segment passes back. `writes` has one factor per chunk.
     """
     LOCAL: gl.constexpr = dv is None
     CARRIED: gl.constexpr = dv is not None and passed is not None
@@ -49,7 +49,7 @@ def backward_state_kernel(
     RANGE: gl.constexpr = gate_tiles.range_factor(dtype, K, L2NORM)
     tile: gl.constexpr = hopper.mma_layout(K, WARPS)
     flat: gl.constexpr = hopper.mma_layout(BT, WARPS)
-    # warpgroups split the columns of P'
+    # each warpgroup computes part of the columns of P'
     square: gl.constexpr = hopper.mma_layout_split_n(BT, WARPS)
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
@@ -83,7 +83,7 @@ def backward_state_kernel(
     s_2 = gl.allocate_shared_memory(dtype, [2, K, V], shared)
     if REMAINDERS:
         m_2 = gl.allocate_shared_memory(dtype, [2, K, V], shared)
-    # the store buffer of dS, then of dY
+    # buffer through which dS, then dY, is stored
     s_ds = gl.allocate_shared_memory(dtype, [K, V], shared)
     s_dy = s_ds.slice(0, BT)
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
@@ -158,7 +158,8 @@ def backward_state_kernel(
         g.p.store(gl.exp2(b_i) * n_i * RANGE)
         fence_async_shared()
         if i_c < end and not LOCAL:
-            # terms of this sum cancel, so dS' is not rounded, nor is S if there are remainders
+            # terms of this sum cancel, so it uses dS' before rounding, and S with its rounding error if there are
+            # remainders
             b_s = gl.convert_layout(s_s.permute((1, 0)).load(left_k), tile).to(gl.float32)
             if REMAINDERS:
                 b_s += gl.convert_layout(m_2.index(stage).permute((1, 0)).load(left_k), tile).to(gl.float32)
@@ -190,7 +191,7 @@ def backward_state_kernel(
 
 
 class Columns(NamedTuple):
-    """A kernel, with the columns of V and the warps of a program."""
+    """A kernel, the columns of V that its programs take, and their number of warps."""
 
     kernel: Any
     columns: int
@@ -215,7 +216,7 @@ def launch_kernel(reverse: Reverse, of_states: StateGradients | None, passed: Te
 
 
 def between_segments(reverse: Reverse, by: Columns | None = None) -> Tensor | None:
-    """Return the state gradient that each segment passes back, from local gradients and M; None without M."""
+    """Return the gradient that each segment passes back, computed from local gradients and M; None if there is no M."""
     x, terms, segment = reverse.x, reverse.terms, reverse.segment
     if terms.transitions is None:
         return None
@@ -230,10 +231,10 @@ def between_segments(reverse: Reverse, by: Columns | None = None) -> Tensor | No
 
 
 def backward_state(reverse: Reverse, of_states: StateGradients, by: Columns | None = None) -> None:
-    """Write dv, dS' of every chunk, ⟨dS', S⟩ by columns and the initial state's gradient into `of_states`.
+    """Write dv, dS' of every chunk, partial sums of ⟨dS', S⟩ and the initial state's gradient into `of_states`.
 
-    M carries gradients through segments whose decay is not negligible. Without M a segment's scan starts at the last
-    later chunk that is not negligible.
+    M carries gradients through segments whose decay is not negligible. Without M a segment's scan starts in later
+    segments, at the last chunk that is not negligible for it.
     """
     V = reverse.x.v.shape[-1]
     by = by or Columns(backward_state_kernel, V, V // 16)

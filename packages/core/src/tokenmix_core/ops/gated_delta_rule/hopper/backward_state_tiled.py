@@ -31,7 +31,7 @@ def halves(x, D: gl.constexpr):
 
 @gluon.jit
 def state_dot(b_ds, s_parts, col: gl.constexpr, REMAINDERS: gl.constexpr):
-    """Return ⟨dS', S⟩ by columns of V, over half of the rows; S with its rounding error if REMAINDERS."""
+    """Return partial sums of ⟨dS', S⟩ per column of V, over half of the rows; with REMAINDERS S is taken unrounded."""
     tile: gl.constexpr = hopper.mma_layout_split_n(s_parts.shape[1], WARPS)
     b_s = s_parts.index(0).permute((1, 0)).load(tile).to(gl.float32)
     if REMAINDERS:
@@ -41,7 +41,7 @@ def state_dot(b_ds, s_parts, col: gl.constexpr, REMAINDERS: gl.constexpr):
 
 @gluon.jit
 def prefetch_half(s_parts, p_s, p_m, stride, rows, i: gl.constexpr, REMAINDERS: gl.constexpr):
-    """Issue cp.async of the i-th half of S, and of its rounding errors."""
+    """Issue cp.async of the i-th half of S and, with REMAINDERS, of its rounding errors."""
     hopper.async_copy_rows(s_parts.index(0), p_s + i * s_parts.shape[1] * stride, stride, rows, WARPS)
     if REMAINDERS:
         hopper.async_copy_rows(s_parts.index(1), p_m + i * s_parts.shape[1] * stride, stride, rows, WARPS)
@@ -55,10 +55,10 @@ def backward_state_kernel(
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
     ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Scan a segment in reverse. dS is transposed, `[BV, K]`, half of its columns in each warpgroup.
+    """Scan a segment in reverse. dS is transposed, `[BV, K]`; each warpgroup has half of its columns.
 
-    S and its rounding errors are loaded half of their rows at a time, for ⟨dS', S⟩ with both unrounded. ORDERED and
-    tensors that may be None are as in `backward_state.py`.
+    S and its rounding errors are loaded in two halves of their rows, to compute ⟨dS', S⟩ with both factors unrounded.
+    ORDERED, and the tensors that may be None, are as in `backward_state.py`.
     """
     LOCAL: gl.constexpr = dv is None
     CARRIED: gl.constexpr = dv is not None and passed is not None
@@ -66,7 +66,7 @@ def backward_state_kernel(
     dtype: gl.constexpr = q.dtype.element_ty
     # dS is held multiplied by this factor, which keeps float16 operands from underflow
     RANGE: gl.constexpr = gate_tiles.range_factor(dtype, K, L2NORM)
-    # the warpgroups split either half of the columns
+    # each half of S is split between the two warpgroups
     tile: gl.constexpr = hopper.mma_layout_split_n(K // 2, WARPS)
     flat: gl.constexpr = hopper.mma_layout_split_n(BT, WARPS)
     row: gl.constexpr = gl.SliceLayout(1, flat)
@@ -97,9 +97,9 @@ def backward_state_kernel(
     q_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
     s_a = gl.allocate_shared_memory(dtype, [BT, BT], shared)
     s_do = gl.allocate_shared_memory(dtype, [BT, BV], shared)
-    # half of S, and of its rounding errors
+    # buffers for half of S and half of its rounding errors
     parts = gl.allocate_shared_memory(dtype, [2, K // 2, BV], shared)
-    # the store buffer of dS, then of dY
+    # buffer through which dS, then dY, is stored
     s_ds = gl.allocate_shared_memory(dtype, [K, BV], shared)
     s_dy = s_ds.slice(0, BT)
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
@@ -142,7 +142,7 @@ def backward_state_kernel(
         token = i_c * BT
         s_k, s_q = k_2.index(i % 2), q_2.index(i % 2)
         here = i_c.to(gl.int64) * HV * K * V
-        # the chunk to prefetch; none at the segment's first
+        # the chunk to prefetch next; none after the segment's first chunk
         then = gl.maximum(i_c - 1, 0).to(gl.int64)
         some = gl.where(i_c > first, K, 0)
         last = b_last
@@ -189,7 +189,7 @@ def backward_state_kernel(
             gl.store(p_end + i_c.to(gl.int64) * HV * V + gl.arange(0, BV, row), b_end * (1 / RANGE))
         b_do = s_do.permute((1, 0)).load(flat).to(gl.float32) * g.p.load(col)[None, :]
         b_dr = warpgroup_mma_wait(0, deps=[b_dr])
-        # dR, then γ dY, reuse the buffer of P'; γ dO that of dO
+        # dR, then γ dY, reuse the buffer of P'; γ dO reuses that of dO
         hopper.barrier()
         s_p.store(b_dr.to(dtype))
         s_do.permute((1, 0)).store(b_do.to(dtype))
@@ -221,5 +221,5 @@ def backward_state_kernel(
         gl.store(dinitial_state + p_tile, b_ds * (1 / RANGE))
 
 
-# as `backward_state`, for heads of 64, 128 and 256
+# same arguments as `backward_state`, for heads of 64, 128 and 256
 backward_state_tiled = partial(backward_state, by=Columns(backward_state_kernel, COLUMNS, 8))

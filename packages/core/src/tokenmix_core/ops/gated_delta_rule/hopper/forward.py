@@ -7,8 +7,8 @@
     epilogue    P' from Q Kᵀ ─► O = γ Q S + P' R ─► o; or S, R ─► saved for the backward pass
                                                                  wait states[0], residuals[0]; arrive [1], empty
 
-Warpgroups meet at mbarriers only, so work outside the chain from state to state runs beside it. If there are few heads,
-a program takes 64 columns with one scanning warpgroup.
+Warpgroups synchronise at mbarriers only, so work that the chain from state to state does not wait for runs beside it.
+If there are few heads, a program takes 64 columns of V and has one warpgroup that scans.
 """
 
 from collections import namedtuple
@@ -34,20 +34,20 @@ from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import Factors, locate_segment, scan_start
 from tokenmix_core.ops.gated_delta_rule.types import Inputs, Saved, Terms
 
-# chunks in shared memory or in flight
+# pipeline stages of a chunk's inputs
 NUM_STAGES = gl.constexpr(2)
-# q, k, v, Ã and four gate vectors per stage
+# shared memory of a stage: q, k, v, Ã and the gate vectors
 Tiles = namedtuple("Tiles", "q k v a gates")
-# S and R of the current chunk, from the scan to the epilogue
+# shared memory of S and R of the current chunk, which the scan writes and the epilogue reads
 Results = namedtuple("Results", "s r")
-# full and empty barriers of the stages
+# the producer's barriers: one full and one empty barrier per stage
 Pipeline = namedtuple("Pipeline", "full empty")
-# full and empty barriers of the stages; for each of S and R a pair of barriers: stored, read
+# the scan's barriers: full and empty of each stage; for S and for R one "stored" and one "read" barrier
 Barriers = namedtuple("Barriers", "full empty states residuals")
-# rows: tokens from the first scanned chunk to the sequence's end; chunks: scanned chunks; before: how many of them
-# precede the segment, whose results are not stored
+# rows: tokens from the first scanned chunk to the sequence's end; chunks: scanned chunks; before: how many of these #
+# precede the segment, so that their results are not stored
 Span = namedtuple("Span", "rows before chunks")
-# whether q is normalised, outputs are computed, S and R are saved; constexprs, so never a variable's value
+# flags: q is normalised; outputs are computed; S and R are saved. All are constexprs, for branches at compile time
 Options = namedtuple("Options", "l2norm output save")
 
 
@@ -62,12 +62,12 @@ def producer(
     pointers, tiles, pipeline, rows, chunks, H: gl.constexpr, HV: gl.constexpr, V: gl.constexpr, QUERIES: gl.constexpr,
     WRITES: gl.constexpr,
 ):  # fmt: skip
-    """Issue cp.async of each chunk's tiles to the next stage as soon as it is empty; store its gates there."""
+    """Load each chunk's tiles by cp.async into the next stage once it is empty, and store the chunk's gates there."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     p_q, p_k, p_v, p_a, p_gates, p_w = pointers
     q_s, k_s, v_s, a_s, gates_s = tiles
     full, empty = pipeline.full, pipeline.empty
-    # constexpr strides: as values they would take more registers than this warpgroup has
+    # strides are constexprs: as run-time values they would take more registers than this warpgroup has
     s_qk: gl.constexpr = H * k_s.shape[2]
     s_vo: gl.constexpr = HV * V
     s_at: gl.constexpr = HV * a_s.shape[2]
@@ -101,9 +101,9 @@ def producer(
 
 @gluon.jit
 def scan_states(pointers, tiles, results, barriers, rows, chunks, known, wanted, FIRST: gl.constexpr, V: gl.constexpr):
-    """Scan 64 columns of S over the chunks; S is transposed, so matrices that depend on it are register operands.
+    """Scan 64 columns of S over the chunks; S is transposed, so that matrices computed from it are register operands.
 
-    The initial state is read from `p_initial` if `known` is V and is zero if `known` is 0. The final state is stored if
+    S is loaded from `p_initial` if `known` is V and starts at zero if `known` is 0. S after the last chunk is stored if
     `wanted` is V.
     """
     p_initial, p_final, p_gates = pointers
@@ -164,7 +164,7 @@ def scan_states(pointers, tiles, results, barriers, rows, chunks, known, wanted,
 def write_outputs(pointers, tiles, results, barriers, s_o, scale, span, HV: gl.constexpr, V: gl.constexpr, options):
     """Compute O = n ⊙ (γ ⊙ Q S + P' R), P' = tril(Q Kᵀ ⊙ Γ) diag(β); n is the scale.
 
-    With `options.l2norm` n is the scale divided by the norms of Q's rows, which are computed from diag(Q Qᵀ).
+    With `options.l2norm`, n is the scale divided by the norms of Q's rows, which are computed from diag(Q Qᵀ).
     With `options.save` also store S and R of each chunk.
     """
     L2NORM: gl.constexpr = options.l2norm
@@ -247,7 +247,7 @@ def save_states(pointers, results, barriers, span, HV: gl.constexpr, V: gl.const
 
 @gluon.jit
 def epilogue(pointers, tiles, results, barriers, s_o, scale, span, HV: gl.constexpr, V: gl.constexpr, options):
-    """Write outputs, or only S and R for the backward pass."""
+    """Write outputs (with `options.output`), or else only S and R for the backward pass."""
     if options.output:
         write_outputs(pointers, tiles, results, barriers, s_o, scale, span, HV, V, options)
     else:
@@ -262,7 +262,7 @@ def forward_kernel(
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr,
     L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Compute outputs and final states (with `o`), and R and each chunk's entering state (with `residual`).
+    """Compute outputs and final states if `o` is given; store R and the chunks' entering states if `residual` is.
 
     A program computes BV columns of V. ORDERED: programs take segments in the order of `order`. `writes` has one factor
     per chunk.
@@ -288,7 +288,7 @@ def forward_kernel(
     residuals_2 = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     warpgroups: gl.constexpr = BV // 64
     for i in gl.static_range(stages):
-        # 128 threads arrive for their copies, one for the gates
+        # arrivals per stage: 128 threads for their cp.async, and one for the gates
         mbarrier.init(full.index(i), 129)
         mbarrier.init(empty.index(i), warpgroups + 1 if OUTPUT else warpgroups)
     mbarrier.init(states_2.index(0), warpgroups)
@@ -338,7 +338,7 @@ def forward_kernel(
         hopper.pointer_or(residual, v) + o_vo,
         hopper.pointer_or(states, v) + o_s,
     )
-    # one thread of each warpgroup: together 512 (four warpgroups) or 504 registers (three); the first gets the rest
+    # registers per thread, summed over warpgroups: 512 for four warpgroups, 504 for three; the first one gets the rest
     if warpgroups == 2:
         gl.warp_specialize(
             [
@@ -370,13 +370,13 @@ def forward(
     final_state: Tensor | None,
     saved: Saved | None,
 ) -> None:
-    """Write outputs, final states, R and the chunks' entering states into the tensors that are not None.
+    """Write outputs, final states, R and the chunks' entering states into those of the tensors that are given.
 
-    Segments have `segment` tokens; 0 is for whole sequences. `writes` has one factor per chunk.
+    A segment has `segment` tokens; 0 stands for whole sequences. `writes` has one factor per chunk.
     """
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
-    # at least as long as any sequence
+    # whole sequences: a segment at least as long as any sequence
     segment = segment or (T // CHUNK + 1) * CHUNK
     programs = chunk_slots(B, T, segment, x.cu_seqlens) * HV
     BV = tuning.forward_columns(programs, V)

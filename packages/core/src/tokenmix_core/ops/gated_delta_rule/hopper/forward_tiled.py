@@ -20,9 +20,9 @@ from tokenmix_core.ops.gated_delta_rule.hopper.gates import gate_vectors, load_g
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import Factors, locate_segment, scan_start
 from tokenmix_core.ops.gated_delta_rule.types import Inputs, Saved, Terms
 
-# columns of V per program: the rows of its transposed state
+# columns of V per program, which are the rows of its transposed state
 COLUMNS = 64
-# two warpgroups, each with half of a result's columns
+# two warpgroups, which compute half of a result's columns each
 WARPS = gl.constexpr(8)
 
 
@@ -34,10 +34,10 @@ def forward_kernel(
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
     ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Compute outputs and final states or, without `o`, R and the state entering each chunk with its rounding errors.
+    """Compute outputs and final states or, without `o`, R and the chunks' entering states with their rounding errors.
 
-    S is transposed, `[BV, K]`, half of its columns in each warpgroup, and passes through shared memory.
-    ORDERED: programs take segments in the order of `order`. `writes` has a factor per chunk.
+    S is transposed, `[BV, K]`; each warpgroup has half of its columns, and S passes through shared memory. ORDERED:
+    programs take segments in the order of `order`. `writes` has one factor per chunk.
     """
     SAVE: gl.constexpr = o is None
     dtype: gl.constexpr = q.dtype.element_ty
@@ -109,7 +109,7 @@ def forward_kernel(
         last = b_last
         factor = write_factor(writes, slot + start // BT, i_hv, HV)
         store_gate_vectors(g, b_b, b_w, b_r, last, 1.0, factor)
-        # S and its rounding error
+        # store S and its rounding error
         b_h = b_s.to(dtype)
         s_s.permute((1, 0)).store(b_h)
         if SAVE:
@@ -188,10 +188,10 @@ def forward_tiled(
     final_state: Tensor | None,
     saved: Saved | None,
 ) -> None:
-    """Write outputs and final states; or R, the chunks' entering states and the rounding errors of these states."""
+    """Write outputs and final states; or else R, the chunks' entering states and the states' rounding errors."""
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
-    # at least as long as any sequence
+    # whole sequences: a segment at least as long as any sequence
     segment = segment or (T // CHUNK + 1) * CHUNK
     residual, states, remainders = saved or (None, None, None)
     forward_kernel[(chunk_slots(B, T, segment, x.cu_seqlens) * HV * (V // COLUMNS),)](

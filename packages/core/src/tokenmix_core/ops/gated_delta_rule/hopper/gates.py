@@ -1,4 +1,4 @@
-"""Loads of the gates that `prepare` computed, and their vectors in shared memory."""
+"""Load the gates that `prepare` computed, and store vectors made from them in shared memory."""
 
 from collections import namedtuple
 
@@ -10,13 +10,13 @@ from tokenmix_core.kernels.gluon.hopper import causal_decay, row_layout
 
 @gluon.jit
 def load_gate(p_gate, rows, layout: gl.constexpr):
-    """Load one of a chunk's four gates; rows past the sequence's end, which scale zeros, repeat the last value."""
+    """Load one of the four gates of a chunk; rows past the sequence's end, which hold zeros, get the last gate."""
     return gl.load(p_gate + gl.minimum(gl.arange(0, 64, layout), rows - 1) * 4)
 
 
 @gluon.jit
 def load_gates(p_gates, token, length, layout: gl.constexpr):
-    """Load b, β r, r and the last token's b of the chunk at `token`; `token` is clamped to the sequence."""
+    """Load b, β r, r and the last token's b of the chunk that starts at `token`, clamped to the sequence."""
     token = gl.maximum(gl.minimum(token, length - 1), 0)
     p_gates += token.to(gl.int64) * 4
     rows = gl.maximum(gl.minimum(length - token, 64), 1)
@@ -26,15 +26,15 @@ def load_gates(p_gates, token, length, layout: gl.constexpr):
 
 @gluon.jit
 def write_factor(writes, slot, i_hv, HV):
-    """Load the factor of the writes of the chunk in a slot; 1 without `writes`."""
+    """Load the write factor of the chunk in a slot; return 1 if `writes` is None."""
     if writes is None:
         return 1.0
     else:
         return gl.load(writes + slot.to(gl.int64) * HV + i_hv)
 
 
-# vectors of a chunk in shared memory, which any layout can read. b; p: β r, later the factor of dO; w: the weight of R
-# in the state, 2^(b_last − b) β r; y: −γ r; q: the scale times the inverse norms of q
+# vectors of a chunk in shared memory, which registers of any layout can load. b; p: β r, later the factor of dO; w: the
+# # factor of R in the next state, 2^(b_last − b) β r; y: −γ r; q: the scale times the inverse norms of q
 GateVectors = namedtuple("GateVectors", "b p w y q")
 
 
@@ -46,7 +46,7 @@ def gate_vectors(s_gates):
 
 @gluon.jit
 def store_gate_vectors(g, b_b, b_w, b_r, last, RANGE: gl.constexpr = 1.0, factor=1.0):
-    """Store the first four vectors: w includes the chunk's write `factor`, y includes RANGE, the `range_factor`."""
+    """Store b, p, w and y; w includes the chunk's write `factor`, and y includes RANGE, the `range_factor`."""
     g.b.store(b_b)
     g.p.store(b_w)
     g.w.store(b_w * gl.exp2(last - b_b) * factor)
@@ -57,9 +57,9 @@ def store_gate_vectors(g, b_b, b_w, b_r, last, RANGE: gl.constexpr = 1.0, factor
 def score_factors(
     s_q, g, scale, o_i, o_j, row: gl.constexpr, col: gl.constexpr, L2NORM: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Return (F, b, n): P' = F ⊙ Q Kᵀ includes decays, β r and n; b and n have the layout of rows.
+    """Return F, b and n: F combines decays, β r and n, so that P' = F ⊙ Q Kᵀ; b and n have the layout of rows.
 
-    n is the scale, divided by the norms of Q's rows with L2NORM.
+    With L2NORM, n is the scale divided by the norms of Q's rows; else it is the scale.
     """
     if L2NORM:
         b_q = s_q.load(row_layout(s_q.shape[1], WARPS)).to(gl.float32)
@@ -73,5 +73,5 @@ def score_factors(
 
 @gluon.constexpr_function
 def range_factor(dtype, K, normalised=True):
-    """Return the factor K for operands with inverse norms of q and k, about 1 / K, which would underflow in float16."""
+    """Return K for float16 operands that inverse norms of q and k, of about 1 / K, would let underflow; else 1."""
     return float(K) if normalised and dtype != gl.bfloat16 else 1.0

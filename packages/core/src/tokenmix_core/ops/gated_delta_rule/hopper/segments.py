@@ -1,4 +1,4 @@
-"""Locations of segments, and the chunk at which the scan of a segment's state, or of its gradient, starts."""
+"""Locate segments, and find the chunk at which the scan of a segment's state, or of its gradient, must start."""
 
 from collections import namedtuple
 
@@ -7,19 +7,19 @@ from triton.experimental.gluon import language as gl
 
 from tokenmix_core.kernels.gluon.hopper import add, locate_chunk
 
-# base-2 logarithm of a decay that is negligible beside the rounding of 16-bit operands
+# log2 of the largest decay that counts as negligible, compared with the rounding of 16-bit operands
 NEGLIGIBLE = gl.constexpr(-32.0)
-# stands for the decay of a chunk whose write factor is outside [0, 1], so that decays do not bound its state; the value
-# exceeds the magnitude of any sum of decays
+# returned instead of the decay of a chunk whose write factor is outside [0, 1], as decays then do not bound the state;
+# # larger than the magnitude of any sum of decays
 UNBOUNDED = gl.constexpr(1e30)
 
 
-# i_s, i_hv: a segment and a value head; i_n, begin, length: the sequence, its first row and its tokens; first: the
-# segment's first token in the sequence
+# i_s, i_hv: indices of the segment and the value head; i_n, begin, length: index, first row and length of the sequence;
+# # first: position of the segment's first token in the sequence
 Segment = namedtuple("Segment", "i_s i_hv i_n begin length first")
-# factors of writes (None: all 1), the slot of a sequence's first chunk, and a value head of HV
+# write factors (None if all are 1), the slot of the sequence's first chunk, a value head, and the number of heads
 Factors = namedtuple("Factors", "writes slot i_hv HV")
-# first chunk of a segment, one past its last chunk, and chunks of its sequence
+# index of a segment's first chunk and one past its last; number of chunks of its sequence
 Chunks = namedtuple("Chunks", "first end count")
 
 
@@ -27,7 +27,7 @@ Chunks = namedtuple("Chunks", "first end count")
 def locate_segment(
     i_sh, order, T, N, HV, segment, cu_seqlens, PACKED: gl.constexpr, ORDERED: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Return a program's `Segment`; with ORDERED programs take segments in the order of `order`."""
+    """Return the `Segment` of a program; with ORDERED programs take segments in the order of `order`."""
     i_s, i_hv = i_sh // HV, i_sh % HV
     if ORDERED:
         i_s = gl.load(order + i_s)
@@ -37,7 +37,7 @@ def locate_segment(
 
 @gluon.jit
 def negligible_chunks(p_gates, segment, WARPS: gl.constexpr):
-    """Return how many of a segment's first chunks are negligible for the state that leaves it, as in `..forward`."""
+    """Return how many chunks at a segment's start are negligible for the state leaving it, see `..forward`."""
     o_c = gl.arange(0, 128, gl.BlockedLayout([1], [32], [WARPS], [0])) + gl.maximum(segment // 64 - 128, 0)
     b_b = gl.load(p_gates + (o_c * 64 + 63) * 4, mask=o_c < segment // 64, other=0.0)
     b_left = gl.associative_scan(b_b, 0, add, reverse=True)
@@ -46,7 +46,7 @@ def negligible_chunks(p_gates, segment, WARPS: gl.constexpr):
 
 @gluon.jit
 def bounded(skipped, p_w, stride, chunks, WARPS: gl.constexpr):
-    """Return `skipped` if the write factors of all `chunks` are in [0, 1], else 0, as in `..forward`."""
+    """Return `skipped` if the write factors of all `chunks` are in [0, 1], else 0, see `..forward`."""
     beyond = 0
     for i in range(0, chunks, 128):
         o_c = i + gl.arange(0, 128, gl.BlockedLayout([1], [32], [WARPS], [0]))
@@ -57,9 +57,9 @@ def bounded(skipped, p_w, stride, chunks, WARPS: gl.constexpr):
 
 @gluon.jit
 def scan_start(gates, factors, span, tokens, segment, L2NORM: gl.constexpr, WARPS: gl.constexpr):
-    """Return the token at which the scan of a `Segment` starts: in the first chunk before it that is not negligible.
+    """Return the token at which a segment's scan starts: in the segment before, the first chunk not negligible to it.
 
-    The result is the segment's own first token if no chunk of the segment before is negligible.
+    If no chunk of the segment before is negligible, the result is the segment's own first token.
     """
     writes, slot, i_hv, HV = factors.writes, factors.slot, factors.i_hv, factors.HV
     begin, first = span.begin, span.first
@@ -77,9 +77,9 @@ def scan_start(gates, factors, span, tokens, segment, L2NORM: gl.constexpr, WARP
 
 @gluon.jit
 def decay_of(p_gates, p_w, stride, chunk, end, length):
-    """Return base-2 logarithms of the decays of chunks: 0 from `end` on, UNBOUNDED if a write factor is outside [0, 1].
+    """Return log2 of the decays of chunks: 0 from chunk `end` on, UNBOUNDED if the write factor is outside [0, 1].
 
-    `p_w` points at a sequence's write factors; None if all are 1.
+    `p_w` points at the write factors of a sequence; it is None if all are 1.
     """
     b_last = gl.load(p_gates + gl.minimum(chunk * 64 + 63, length - 1) * 4, mask=chunk < end, other=0.0)
     if p_w is not None:
@@ -90,10 +90,10 @@ def decay_of(p_gates, p_w, stride, chunk, end, length):
 
 @gluon.jit
 def reverse_scan_end(p_gates, p_w, stride, end, chunks, length, BOUNDED: gl.constexpr):
-    """Return one past the last chunk whose contribution to the state gradient at chunk `end` is not negligible.
+    """Return one past the last chunk that still contributes to the state gradient at the start of chunk `end`.
 
-    BOUNDED: keys of norm 1 and β ≤ 2 lengthen no column of the state, so decays bound contributions. Otherwise the
-    result is `chunks`, the number of all chunks.
+    BOUNDED: with keys of norm 1 and β ≤ 2 no update lengthens a column of the state, so decays bound contributions.
+    Without BOUNDED every chunk contributes, and the result is `chunks`, their number.
     """
     chunk = end
     if BOUNDED:
@@ -108,7 +108,7 @@ def reverse_scan_end(p_gates, p_w, stride, end, chunks, length, BOUNDED: gl.cons
 
 @gluon.jit
 def decay_over(p_gates, p_w, stride, first, end, length, layout: gl.constexpr):
-    """Return the base-2 logarithm of the decay over chunks `first` to `end` − 1."""
+    """Return log2 of the decay over chunks `first` to `end` − 1."""
     decay = 0.0
     for i in range(first, end, 128):
         o_c = i + gl.arange(0, 128, layout)
@@ -121,12 +121,12 @@ def reverse_scan_start(
     p_gates, factors, span, segment, length, layout: gl.constexpr, L2NORM: gl.constexpr, LOCAL: gl.constexpr,
     CARRIED: gl.constexpr,
 ):  # fmt: skip
-    """Return one past the chunk at which a segment's reverse scan starts; the segment's first chunk for no scan.
+    """Return one past the chunk at which a segment's reverse scan starts; the segment's first chunk means no scan.
 
-    LOCAL: the scan computes the local gradient that the segment passes back, from a zero gradient after the segment.
-    There is no scan if the segment is the first of its sequence, or if its decay and the decay of the segment before
-    are both negligible. CARRIED: the scan starts from the gradient that the next segment passes back, unless the decay
-    of the next segment is negligible.
+    LOCAL: the scan computes the local gradient that the segment passes back, from a zero gradient after the segment. No
+    scan is needed for the first segment of a sequence, nor if the decays of the segment and of the one before are both
+    negligible. CARRIED: the scan starts from the gradient that the next segment passes back, unless the decay of the
+    next segment is negligible.
     """
     writes, slot, i_hv, HV = factors.writes, factors.slot, factors.i_hv, factors.HV
     first, end, chunks = span.first, span.end, span.count
@@ -137,7 +137,7 @@ def reverse_scan_start(
     if LOCAL:
         started = first
         if first > 0:
-            # a margin of 1, because sums of decays in another order round differently
+            # a margin of 1, because sums of decays in another order are rounded differently
             earlier = decay_over(p_gates, p_w, HV, first - segment // 64, first, length, layout)
             here = decay_over(p_gates, p_w, HV, first, end, length, layout)
             if (here > NEGLIGIBLE - 1) | (earlier > NEGLIGIBLE - 1):

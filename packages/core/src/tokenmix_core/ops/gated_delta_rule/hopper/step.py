@@ -1,4 +1,4 @@
-"""One token: cp.async of the whole state to shared memory keeps more bytes in flight than registers could."""
+"""Decoding step of one token; cp.async of a whole state keeps more bytes in flight than loads to registers could."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,7 +9,7 @@ from tokenmix_core.kernels.launch.launcher import cached_launch
 
 @gluon.jit
 def add_both(a, b, c, d):
-    """Add two pairs, for a reduction of both at once."""
+    """Add (a, b) and (c, d): combines two reductions in one."""
     return a + c, b + d
 
 
@@ -20,7 +20,7 @@ def hopper_step_kernel(
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, BK: gl.constexpr, L2NORM: gl.constexpr,
     PDL: gl.constexpr = False,
 ):  # fmt: skip
-    """Update BV columns of a head's state per program: read out, then update, BK rows at a time."""
+    """Update BV columns of a head's state per program: read out first, then update, BK rows at a time."""
     gdc_launch_and_wait(PDL)
     layout: gl.constexpr = state_layout(BK, BV, gl.num_warps())
     i_v, i_nh = gl.program_id(0) % (V // BV) * BV, gl.program_id(0) // (V // BV)
@@ -38,7 +38,7 @@ def hopper_step_kernel(
     k += i_h * K
     b_v = gl.load(v + i_nh * V + i_v + o_v).to(gl.float32)
     decay, beta_t = gl.exp2(gl.load(g + i_nh).to(gl.float32) * LOG2_E), gl.load(beta + i_nh).to(gl.float32)
-    # each warp loads all of q and k, so their sums need no barrier
+    # each warp loads all of q and k, so that their sums need no barrier
     o_l = gl.arange(0, K, gl.BlockedLayout([K // 32], [32], [gl.num_warps()], [0]))
     l_q, l_k = gl.load(q + o_l).to(gl.float32), gl.load(k + o_l).to(gl.float32)
     kq = gl.sum(l_k * l_q, 0)
@@ -57,7 +57,7 @@ def hopper_step_kernel(
         b_s = s_s.slice(i * BK, BK, dim=0).load(layout)
         b_sq += b_s * parts_q[i].to(gl.float32)[:, None]
         b_sk += b_s * parts_k[i].to(gl.float32)[:, None]
-    # both read-outs of the old state together; the update adds (k · q) u to the output
+    # read Sᵀ k and Sᵀ q of the old state together; the update u then adds (k · q) u to the output
     b_sq, b_sk = gl.reduce((b_sq, b_sk), 0, add_both)
     b_u = (b_v - decay * r_k * b_sk) * (beta_t * r_k)
     b_o = r_q * (decay * b_sq + kq * b_u)

@@ -1,4 +1,4 @@
-"""SSD gradients of a chunk on Hopper: one program per chunk and R value heads of a group, which sums their dq and dk.
+"""SSD gradients of a chunk on Hopper: a program takes a chunk and R value heads of a group, and sums their dq and dk.
 
     q k ─ cp.async ─┐                         loop over R heads                        epilogue
     v dO S D ─ cp.async, 2 stages ─ wait ─► P, dP, M ─► dV ─► dQ, dK += … ─┐
@@ -6,7 +6,7 @@
           └──────────── prefetch head r + 1 during the MMAs of head r ─────┘
 
 MMAs that the heads share leave the loop: Σ dQ = Σ_h diag(scale e^b_h) dO_h S_hᵀ + (Σ_h dP_h) K, and likewise dK. Sums
-for dg stay partial, by warp or warpgroup, until all heads are done: no warp waits for another's.
+for dg stay partial, per warp or warpgroup, until the loop ends, so that no warp waits for another one's.
 """
 
 from triton.experimental import gluon
@@ -33,9 +33,9 @@ def group_gradients_kernel(
     stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV,
     K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute all gradients of a chunk and R heads. Vectors of all heads are in shared memory, `x_h`.
+    """Compute all gradients of a chunk and R heads. Names `x_h` stand for vectors of all R heads, in shared memory.
 
-    Strides count 16 bytes.
+    Strides between tokens are in units of 16 bytes.
     """
     BT: gl.constexpr = CHUNK
     W: gl.constexpr = gl.num_warps()
@@ -51,7 +51,7 @@ def group_gradients_kernel(
     if start >= length:
         return
     first, rows = begin + start, length - start
-    # rows are 16-byte aligned
+    # rows are 16-byte aligned, so strides are passed divided by 8 elements
     stride_q, stride_k, stride_v, stride_do = stride_q * 8, stride_k * 8, stride_v * 8, stride_do * 8
     i_g = i_r * R // (HV // G)
 
@@ -101,7 +101,7 @@ def group_gradients_kernel(
             async_copy.commit_group()
         end_h.index(r).store(gl.sum(s_s.load(lines).to(gl.float32) * s_d.load(lines).to(gl.float32), 1))
 
-        # P, dP and M = P ⊙ dP, whose row and column sums are intra-chunk paths
+        # P, dP and M = P ⊙ dP; the row and column sums of M are the gradients of decays between two tokens of the chunk
         b_qk, b_dp = smem.multiply(s_q, s_k.permute((1, 0)), BT), smem.multiply(s_do, s_v.permute((1, 0)), BT)
         b_kd = smem.multiply(s_k, s_d, V)
         b_qk, b_dp = warpgroup_mma_wait(1, deps=[b_qk, b_dp])
@@ -130,7 +130,7 @@ def group_gradients_kernel(
         hopper.barrier()
         s_dv.store(b_dv.to(dtype))
 
-        # dQ += scale e^b dO Sᵀ, and q_i · S do_i
+        # dQ += scale e^b dO Sᵀ, and q_i · S do_i for dg
         b_qs = smem.multiply(s_q, s_s, V)
         b_qs, b_dk, b_v = warpgroup_mma_wait(0, deps=[b_qs, b_dk, b_v])
         b_do = (s_do.load(left).to(gl.float32) * smem.column(from_h, r, left)).to(dtype)
@@ -145,7 +145,7 @@ def group_gradients_kernel(
     hopper.barrier()
     b_dq = warpgroup_mma(s_p, s_k, b_dq, is_async=True)
     b_dk = warpgroup_mma(s_p.permute((1, 0)), s_q, b_dk, is_async=True)
-    # paths through the whole chunk cross every decay; counted at the last
+    # the term through the whole chunk is scaled by every decay; added at the last token
     by_head: gl.constexpr = smem.head_rows(W)
     b_end = (
         gl.sum(smem.as_matrix(end_h, R, K).load(by_head), 1)[:, None]

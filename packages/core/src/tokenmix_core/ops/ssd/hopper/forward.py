@@ -3,7 +3,7 @@
     q k v ─ cp.async, 2 stages ─ wait ─► P = Q Kᵀ ─┐ one chunk ahead of the loop
     chunk t:  O = Sᵀ Qᵀ ─► scale P ─► prefetch t + 1 ─► O += Vᵀ Pᵀ ─► S ← e^b_C S + Vᵀ K ─► store O ─► Q Kᵀ of t + 1
 
-The prefetch starts after a barrier: all warps have then read the other stage.
+The prefetch starts after a barrier, when all warps have read the other stage.
 """
 
 # Triton does not support starred expressions in tuples
@@ -30,7 +30,7 @@ from tokenmix_core.ops.ssd.types import Inputs
 
 @gluon.jit
 def locate_span(i_s, T, N, segment, cu_seqlens, SEGMENTED: gl.constexpr, PACKED: gl.constexpr):
-    """Return first row and length of a sequence or segment, and its first chunk's slot; length ≤ 0 for no segment."""
+    """Return the first row and length of a sequence or segment, and its first chunk's slot; length ≤ 0: no segment."""
     if SEGMENTED:
         i_n, begin, length, start = hopper.locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, gl.num_warps())
         length = gl.minimum(length - start, segment)
@@ -43,7 +43,7 @@ def locate_span(i_s, T, N, segment, cu_seqlens, SEGMENTED: gl.constexpr, PACKED:
 
 @gluon.jit
 def prefetch_parts(x_2, i, p_rows, stride, rows, WARPS: gl.constexpr, OPAQUE: gl.constexpr = False):
-    """Issue cp.async of a chunk's rows to stage i, in parts of as many columns as a tile has."""
+    """Issue cp.async of a chunk's rows to stage i, in parts of KP columns, the width of a tile."""
     PARTS: gl.constexpr = x_2.shape[0] // 2
     for p in gl.static_range(PARTS):
         hopper.async_copy_rows(x_2.index(i * PARTS + p), p_rows + p * x_2.shape[2], stride, rows, WARPS, OPAQUE)
@@ -51,7 +51,7 @@ def prefetch_parts(x_2, i, p_rows, stride, rows, WARPS: gl.constexpr, OPAQUE: gl
 
 @gluon.jit
 def update_state(b_s, b_v, k_2, i, decay):
-    """Issue Sᵀ ← decay Sᵀ + Vᵀ K, part by part."""
+    """Issue the MMAs Sᵀ ← decay Sᵀ + Vᵀ K, one for each part of the state."""
     PARTS: gl.constexpr = k_2.shape[0] // 2
     b_new = ()
     for p in gl.static_range(PARTS):
@@ -61,21 +61,21 @@ def update_state(b_s, b_v, k_2, i, decay):
 
 @gluon.jit
 def store_state(p_s, b_s, stride: gl.constexpr):
-    """Store the parts of the state, `stride` elements apart."""
+    """Store the parts of the state; they begin `stride` elements apart."""
     for p in gl.static_range(len(b_s)):
         gl.store(p_s + p * stride, b_s[p])
 
 
 @gluon.jit
 def wait_state(b_s, b_v):
-    """Wait for the MMAs of all parts of the state; V is their register operand."""
+    """Wait for the MMAs of all parts of the state; V is a dependency, as their operand in registers."""
     done = warpgroup_mma_wait(0, deps=(b_v,) + b_s)
     return done[1:]
 
 
 @gluon.jit
 def multiply_keys(q_2, k_2, i, zero):
-    """Issue Q Kᵀ of the chunk in stage i."""
+    """Issue the MMA Q Kᵀ of the chunk in stage i."""
     PARTS: gl.constexpr = k_2.shape[0] // 2
     b_p = zero
     for p in gl.static_range(PARTS):
@@ -84,15 +84,15 @@ def multiply_keys(q_2, k_2, i, zero):
     return b_p
 
 
-# pointers at a head's rows, with strides between tokens; dt may be None
+# pointers at a head's rows, and the strides between tokens; dt may be None
 Rows = namedtuple("Rows", "k v g dt stride_k stride_v")
-# two stages in shared memory: rows, and the vectors b, scale e^b and e^(b_C − b)
+# shared memory of two stages: rows of k and v, and the vectors b, scale e^b and e^(b_C − b)
 Stages = namedtuple("Stages", "k v b from_start to_end")
 
 
 @gluon.jit
 def scan_chunks(b_s, p, stages, HV, chunks):
-    """Return the parts of the state, transposed, after `chunks` whole chunks."""
+    """Scan `chunks` whole chunks without outputs; return the parts of the transposed state after them."""
     k, v, g, dt, stride_k, stride_v = p.k, p.v, p.g, p.dt, p.stride_k, p.stride_v
     k_2, v_2, b_2, from_2, to_2 = stages.k, stages.v, stages.b, stages.from_start, stages.to_end
     BT: gl.constexpr = k_2.shape[1]
@@ -132,22 +132,22 @@ def hopper_forward_kernel(
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, INITIAL: gl.constexpr,
     SEGMENTED: gl.constexpr, LOOKBACK: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute outputs and states. With `LOOKBACK` a segment's program scans the chunks before it, too.
+    """Compute outputs and states. With `LOOKBACK` a segment's program first scans the chunks before the segment.
 
-    The state is transposed, `[BV, K]`, 16 rows per warp: matrices that depend on it are register operands. For K = 256
-    it has two parts, which are operands in turn, as registers do not hold both as such.
+    The state is transposed, `[BV, K]`, 16 rows per warp: matrices computed from it are register operands. For K = 256
+    the state has two parts, which become operands one after the other, because registers do not hold both as operands.
 
-    Vectors by row are `x_i`, by column `x_j`; two stages in shared memory are `x_2`; strides count 16 bytes.
+    Names `x_i` are vectors over rows, `x_j` over columns, `x_2` two stages in shared memory; strides are in 16 bytes.
     """
     BT: gl.constexpr = 64
     W: gl.constexpr = BV // 16
     dtype: gl.constexpr = q.dtype.element_ty
-    # wide keys in parts of 128
+    # K = 256 is split into parts of 128 columns
     KP: gl.constexpr = min(K, 128)
     PARTS: gl.constexpr = K // KP
     tile: gl.constexpr = hopper.mma_layout(KP, W)
     flat: gl.constexpr = hopper.mma_layout(BT, W)
-    # warpgroups split the columns of P
+    # each warpgroup computes part of the columns of P
     square: gl.constexpr = hopper.mma_layout_split_n(BT, W)
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
@@ -160,7 +160,7 @@ def hopper_forward_kernel(
     begin, length, _ = locate_span(i_s, T, N, segment, cu_seqlens, SEGMENTED, PACKED)
     if SEGMENTED and length <= 0:
         return
-    # rows are 16-byte aligned
+    # rows are 16-byte aligned, so strides are passed divided by 8 elements
     stride_q, stride_k, stride_v = stride_q * 8, stride_k * 8, stride_v * 8
     i_n, past = i_s, 0
     if LOOKBACK:
@@ -198,7 +198,7 @@ def hopper_forward_kernel(
     async_copy.commit_group()
     b_g = load_vectors(g + o_h, HV, length, 1)
     total, b_to = store_decays(b_2.index(0), from_2.index(0), to_2.index(0), b_g, scale)
-    # Δ e^(b_C − b): the weight of a token in the state at the chunk's end
+    # Δ e^(b_C − b), a token's weight in the state at the chunk's end
     enter_2 = to_2
     if dt is not None:
         dt_2, enter_2 = allocate_vectors(2, BT), allocate_vectors(2, BT)
@@ -235,7 +235,7 @@ def hopper_forward_kernel(
         s_p.store(b_p.to(dtype))
         fence_async_shared()
         hopper.barrier()
-        # all warps have completed the previous chunk's MMAs, which read this stage
+        # all warps have completed the MMAs of the previous chunk, which read this stage
         if token < length:
             prefetch_parts(q_2, next_stage, p_q + o_t * stride_q, stride_q, length - token, W, True)
             prefetch_parts(k_2, next_stage, p_k + o_t * stride_k, stride_k, length - token, W, True)
@@ -282,9 +282,10 @@ def hopper_forward(
     spans: int,
     columns: int,
 ) -> None:
-    """Write o and, unless None, the final states of `spans` sequences or segments of `segment` tokens.
+    """Write o and, unless None, the final states of `spans` sequences, or of `spans` segments of `segment` tokens.
 
-    Segments with final states look back to the first tokens of their sequences. A program takes `columns` of V.
+    If there are segments and final states, programs look back to the first tokens of their sequences. A program takes
+    `columns` of V.
     """
     _, T, G, K = x.q.shape
     HV, V = x.v.shape[2:]

@@ -2,7 +2,7 @@
 
     cp.async q k v dO S (D) ─ wait ─► Q Kᵀ, dO Vᵀ ─► P, dP ─► dQ, dV, dK ─► epilogue through smem: dq dv dk dg ddt
 
-There is no loop, so the tiles have one buffer each; results reuse the buffers of operands.
+There is no loop, so each tile has one buffer; results reuse the buffers of operands.
 """
 
 import torch
@@ -30,7 +30,7 @@ CHUNK = gl.constexpr(64)
 
 @gluon.jit
 def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr):
-    """Return Σ x y of each row of X in registers and Y in shared memory."""
+    """Return ⟨x_i, y_i⟩ for each row i of X, in registers, and of Y, in shared memory."""
     return gl.convert_layout(
         gl.sum(b_x * s_y.load(hopper.mma_layout_split_n(D, gl.num_warps())).to(gl.float32), 1), row
     )
@@ -38,21 +38,21 @@ def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def scaled_rows(s_x, x_i, layout: gl.constexpr):
-    """Return diag(x) X in 16 bits, X from shared memory."""
+    """Return diag(x) X, rounded to 16 bits; X is in shared memory."""
     b_x = s_x.load(layout).to(gl.float32)
     return (b_x * gl.convert_layout(x_i, gl.SliceLayout(1, layout))[:, None]).to(s_x.dtype)
 
 
 @gluon.jit
 def load_decay(p_g, stride, rows):
-    """Load a chunk's decays as base-2 logarithms; 0 (no decay) from `rows` on."""
+    """Load the decays of a chunk as base-2 logarithms; rows from `rows` on have 0, no decay."""
     o_t = gl.arange(0, 64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     return gl.maximum(gl.load(p_g + o_t * stride, mask=o_t < rows, other=0.0).to(gl.float32) * LOG2_E, LOWEST)
 
 
 @gluon.jit
 def cumulative_decay(g_j, o_i, o_j):
-    """Return the cumulative decays, by row, from the decays by column, and their sum over the chunk."""
+    """Return the cumulative decays in the row layout, given decays in the column layout; and the chunk's decay."""
     b_i = gl.sum(gl.where(o_i[:, None] >= o_j[None, :], g_j[None, :], 0.0), 1)
     return b_i, gl.sum(gl.where(o_i == 63, b_i, 0.0), 0)
 
@@ -64,9 +64,9 @@ def hopper_gradients_kernel(
     stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV,
     K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute all gradients of a chunk and value head. Vectors by row are `x_i`, by column `x_j`.
+    """Compute all gradients of a chunk and value head. Names `x_i` are vectors over rows, `x_j` over columns.
 
-    Strides count 16 bytes.
+    Strides between tokens are in units of 16 bytes.
     """
     BT: gl.constexpr = CHUNK
     W: gl.constexpr = gl.num_warps()
@@ -75,7 +75,7 @@ def hopper_gradients_kernel(
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
     left: gl.constexpr = gl.DotOperandLayout(0, hopper.mma_layout_split_n(K, W), 2)
-    # not the layout of the copies: the compiler would hold their addresses in registers from here on
+    # another layout than the copies have, because the compiler would hold their addresses in registers from here on
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [512 // V, V // 16], [W // 2, 2], [1, 0])
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     i_c, i_h = gl.program_id(0) // HV, gl.program_id(0) % HV
@@ -83,13 +83,13 @@ def hopper_gradients_kernel(
     if start >= length:
         return
     first, rows = begin + start, length - start
-    # rows are 16-byte aligned
+    # rows are 16-byte aligned, so strides are passed divided by 8 elements
     stride_q, stride_k, stride_v, stride_do = stride_q * 8, stride_k * 8, stride_v * 8, stride_do * 8
     i_g = i_h // (HV // G)
 
-    # if both states do not fit, the gradient reuses the state's buffer
+    # if S and its gradient do not both fit in shared memory, the gradient reuses S's buffer
     OVERLAY: gl.constexpr = K * V > 128 * 64
-    # dQ is stored through dO's buffer before dV and dK need its registers
+    # dQ is stored through dO's buffer early, because dV and dK need its registers
     STORE_DQ_FIRST: gl.constexpr = K == V
     s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
@@ -97,7 +97,7 @@ def hopper_gradients_kernel(
     s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
     s_s = gl.allocate_shared_memory(dtype, [K, V], shared)
     s_d = s_s if OVERLAY else gl.allocate_shared_memory(dtype, [K, V], shared)
-    # P, then dP
+    # holds P, then dP
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     o_lk, o_lv = gl.arange(0, K, gl.SliceLayout(1, lines)), gl.arange(0, V, gl.SliceLayout(0, lines))
@@ -139,7 +139,7 @@ def hopper_gradients_kernel(
     if dt is None:
         crossing_i = gl.sum(b_m, 1) - column_i
     else:
-        # sums before the factor Δ are the gradients of Δ
+        # these sums, without the factor Δ, are the gradients of Δ
         ddt_i = column_i + gl.sum(gl.where(own, b_qk * b_dp, 0.0), 1)
         crossing_i = gl.sum(b_m * dt_j[None, :], 1) - dt_i * column_i
         b_p, b_dp = b_p * dt_j[None, :], b_dp * dt_j[None, :]
@@ -206,9 +206,9 @@ def hopper_gradients_kernel(
 
 
 def hopper_gradients(x: Inputs, *, do: Tensor, states: Tensor, dstates: Tensor, config: SSDHopper) -> Gradients:
-    """Return all gradients but the initial state's; those of the decays, Δ and D in float32.
+    """Return all gradients but the initial state's; those of g, Δ and D in float32.
 
-    dq and dk are sums over `config.heads` value heads, `[B, T, HV / heads, K]`.
+    dq and dk `[B, T, HV / heads, K]` are sums over `config.heads` value heads.
     """
     B, T, G, K = x.q.shape
     HV, V = x.v.shape[2:]
@@ -217,7 +217,7 @@ def hopper_gradients(x: Inputs, *, do: Tensor, states: Tensor, dstates: Tensor, 
     dv = torch.empty_like(x.v, memory_format=torch.contiguous_format)
     dg = torch.empty(x.g.shape, dtype=torch.float32, device=x.g.device)
     ddt = None if x.dt is None else torch.empty_like(dg)
-    # zeros: packed sequences have slots without a chunk
+    # zeros, because slots of a packed batch that have no chunk are not written
     dskip = None if x.D is None else torch.zeros(slots, HV, dtype=torch.float32, device=x.q.device)
     stride_q, stride_k, stride_v, stride_do = (y.stride(1) // 8 for y in (x.q, x.k, x.v, do))
     arguments = dict(

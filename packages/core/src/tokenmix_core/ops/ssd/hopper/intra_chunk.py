@@ -1,4 +1,4 @@
-"""Intra-chunk gradients, from Q Kᵀ and dO Vᵀ."""
+"""Gradients inside a chunk, computed from Q Kᵀ and dO Vᵀ."""
 
 from collections import namedtuple
 
@@ -8,15 +8,15 @@ from triton.experimental.gluon import language as gl
 from tokenmix_core.kernels.gluon.hopper import causal_decay, mma_layout_split_n
 from tokenmix_core.ops.ssd.hopper.smem_vectors import store_row_sums
 
-# partial sums of M = P ⊙ dO Vᵀ in shared memory: by row, by column, on the diagonal; and of the diagonal of dO Vᵀ
+# partial sums in shared memory: of M = P ⊙ dO Vᵀ by row, by column and on the diagonal; of dO Vᵀ on the diagonal
 PathSums = namedtuple("PathSums", "row column own skip")
 
 
 @gluon.jit
 def intra_chunk_gradients(b_qk, b_dp, s_b, s_dt, b_skip, sums, r, scale):
-    """Return P with the skip on its diagonal, and dP; store the `PathSums` of head r.
+    """Return P, with the skip weight added on its diagonal, and dP; store the `PathSums` of head r.
 
-    Columns are summed before Δ. The diagonal, a token's path to itself, crosses no decay and is summed apart.
+    Column sums are taken before the factor Δ. The diagonal is summed apart: no decay lies between a token and itself.
     """
     BT: gl.constexpr = b_qk.shape[0]
     square: gl.constexpr = mma_layout_split_n(BT, gl.num_warps())

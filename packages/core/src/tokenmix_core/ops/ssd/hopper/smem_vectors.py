@@ -1,6 +1,7 @@
-"""Vectors of a chunk, one value per token and head, in shared memory, from where every layout reads them.
+"""Vectors of a chunk (one element per token and head) in shared memory, from where registers of any layout load them.
 
-Row sums stay partial, by warp or warpgroup, until `gather` adds them: no warp waits for another's. Also `multiply`.
+Row sums stay partial, per warp or warpgroup, until `gather` adds them, so that no warp waits for another one's. The
+module also has `multiply`.
 """
 
 from triton.experimental import gluon
@@ -12,38 +13,38 @@ from tokenmix_core.kernels.gluon.hopper import LOG2_E, LOWEST, add, mma_layout_s
 
 @gluon.jit
 def multiply(a, b, N: gl.constexpr):
-    """Issue A B for 64 rows of A."""
+    """Issue the WGMMA A B for 64 rows of A; return the pending accumulator."""
     zero = gl.zeros([64, N], gl.float32, mma_layout_split_n(N, gl.num_warps()))
     return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
 
 
 @gluon.constexpr_function
 def head_rows(warps):
-    """Return the layout `[R, 64]` with a head's vector per warp."""
+    """Return the layout of `[R, 64]` in which each warp holds the vector of one head."""
     return gl.BlockedLayout([1, 2], [1, 32], [warps, 1], [1, 0])
 
 
 @gluon.jit
 def allocate_vectors(R: gl.constexpr, C: gl.constexpr):
-    """Allocate a vector of C elements per head."""
+    """Allocate a vector of C elements for each of R heads."""
     return gl.allocate_shared_memory(gl.float32, [R, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def allocate_parts(R: gl.constexpr, P: gl.constexpr):
-    """Allocate a vector of a chunk per head, as P partial sums."""
+    """Allocate, for each of R heads, P partial sums of a vector of 64 elements."""
     return gl.allocate_shared_memory(gl.float32, [R, P, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
 def as_matrix(x_h, R: gl.constexpr, C: gl.constexpr):
-    """Return the vectors of all heads as rows of a matrix."""
+    """Return a view of the vectors of all heads as a matrix `[R, C]`."""
     return reinterpret(x_h, gl.float32, [R, C], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
 def load_vectors(p_x, stride, rows, R: gl.constexpr):
-    """Load a value per token of a chunk and per head, `[R, 64]`; 0 from `rows` on."""
+    """Load one element per token of a chunk and per head, `[R, 64]`; tokens from `rows` on get 0."""
     layout: gl.constexpr = head_rows(gl.num_warps())
     o_h = gl.arange(0, R, gl.SliceLayout(1, layout))[:, None]
     o_t = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
@@ -52,7 +53,7 @@ def load_vectors(p_x, stride, rows, R: gl.constexpr):
 
 @gluon.jit
 def store_decays(b_h, from_h, to_h, b_g, scale):
-    """Store each head's cumulative decay b, `scale e^b` and `e^(b_C − b)`; return b_C and the latter."""
+    """Store each head's cumulative decay b, `scale e^b` and `e^(b_C − b)`; return b_C and `e^(b_C − b)`."""
     R: gl.constexpr = b_g.shape[0]
     b_g = gl.maximum(b_g * LOG2_E, LOWEST)
     b_b, b_total = gl.associative_scan(b_g, 1, add), gl.sum(b_g, 1)
@@ -65,20 +66,20 @@ def store_decays(b_h, from_h, to_h, b_g, scale):
 
 @gluon.jit
 def column(x_h, r, layout: gl.constexpr):
-    """Return a head's vector as a column."""
+    """Load the vector of head r as a column of a matrix of this layout."""
     return x_h.index(r).load(gl.SliceLayout(1, layout))[:, None]
 
 
 @gluon.jit
 def store_row_sums(x_h, r, b_x):
-    """Store each row's partial sums over a warpgroup's columns."""
+    """Store the sums of x's rows in head r's vector, one partial sum per warpgroup that holds some of the columns."""
     P: gl.constexpr = x_h.shape[1]
     x_h.index(r).permute((1, 0)).store(gl.sum(b_x.reshape([b_x.shape[0], P, b_x.shape[1] // P]), 2))
 
 
 @gluon.jit
 def gather(x_h):
-    """Return the sums of all partial sums, `[R, 64]`."""
+    """Return each vector with its partial sums added, `[R, 64]`."""
     R: gl.constexpr = x_h.shape[0]
     P: gl.constexpr = x_h.shape[1]
     b_x = as_matrix(x_h, R, P * 64).load(head_rows(gl.num_warps()))
