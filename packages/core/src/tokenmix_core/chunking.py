@@ -4,7 +4,7 @@ A *packed* batch concatenates N sequences along time into one row (`B = 1`) and 
 `cu_seqlens [N + 1]`, int32 or int64, starting at 0 and ending at T or before, as in flash-attn. Empty sequences are
 allowed. Tokens after the last boundary are padding: they have no influence, and their outputs and gradients are zero.
 The shapes of a packed batch can then stay the same while its sequences change, as CUDA graphs require.
-Nothing here waits for the device: sizes that depend on the values of `cu_seqlens` are replaced by their upper bounds.
+No function waits for the device: a size that would depend on the values of `cu_seqlens` is replaced by an upper bound.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ def next_power_of_2(n: int) -> int:
 
 
 def num_sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    """N, the sequences of a batch x `[B, ...]`: its rows, or those packed into one row."""
+    """Return N, the number of sequences in a batch x `[B, ...]`: its rows or, if packed, the sequences in one row."""
     return x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
 
 
 def chunk_slots(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | None) -> int:
-    """Slots for the chunks of a batch, as `tile.sequences` numbers them: exact unpacked, an upper bound packed."""
+    """Return the number of slots for a batch's chunks: the number of chunks or, if packed, an upper bound of it."""
     if cu_seqlens is None:
         return batch * cdiv(tokens, chunk_size)
     return tokens // chunk_size + cu_seqlens.numel() - 1
 
 
 def sequence_ids(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int) -> Int[Tensor, "T"]:
-    """The index of the sequence that each of `tokens` packed positions belongs to; N for padding."""
+    """Return, for each of `tokens` packed positions, the index of its sequence; N for padding."""
     index = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), index, right=True)
 
 
 def packed_positions(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int) -> Int[Tensor, "T"]:
-    """The position of each packed token in its own sequence, counted from 0; padding counts as a sequence."""
+    """Return each packed token's position in its own sequence, counted from 0; padding counts as one more sequence."""
     index = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return index - cu_seqlens[sequence_ids(cu_seqlens, tokens)]
 
 
 def packed_lengths(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int) -> Int[Tensor, "T"]:
-    """The length of the sequence that each packed token belongs to; padding counts as a sequence."""
+    """Return the length of each packed token's sequence; padding counts as one more sequence."""
     return torch.nn.functional.pad(cu_seqlens, (0, 1), value=tokens).diff()[sequence_ids(cu_seqlens, tokens)]
 
 
 def slot_ids(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int, chunk_size: int) -> Int[Tensor, "T"]:
-    """The slot of each packed token's chunk, chunks counted from its sequence's start: one of `chunk_slots`."""
+    """Return the slot (of `chunk_slots`) of each packed token's chunk; chunks start at the start of each sequence."""
     index = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     sequence = sequence_ids(cu_seqlens, tokens)
     begin = cu_seqlens[sequence]
@@ -62,9 +62,9 @@ def slot_ids(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int, chunk_size: int) 
 
 
 def inverse(places: Int[Tensor, "R"], count: int) -> Int[Tensor, "count"]:
-    """Which row has each of `count` places, int64; −1 for none. No two rows have one place, a row with −1 has none."""
+    """Invert `places`, which gives rows distinct indices below `count`, or −1: return each index's row, −1 for none."""
     rows = torch.arange(len(places), device=places.device)
-    # all rows without a place meet behind the last one
+    # rows with −1 write to one more element at the end, which is cut off
     found = rows.new_full((count + 1,), -1).scatter_(0, torch.where(places < 0, count, places).long(), rows)
     return found[:count]
 
@@ -72,9 +72,9 @@ def inverse(places: Int[Tensor, "R"], count: int) -> Int[Tensor, "count"]:
 def chunk_places(
     cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int, chunk_size: int
 ) -> tuple[Int[Tensor, "slots C"], Int[Tensor, "T"]]:
-    """The packed tokens of each slot's chunk, −1 where there is none, and where each token stands in all of them.
+    """Return the packed tokens of each slot's chunk, −1 for missing ones, and each token's index in that table.
 
-    Padding stands at −1.
+    The table is flattened for the index, which is −1 for padding.
     """
     at = slot_ids(cu_seqlens, tokens, chunk_size) * chunk_size + packed_positions(cu_seqlens, tokens) % chunk_size
     at = at.masked_fill(sequence_ids(cu_seqlens, tokens) == len(cu_seqlens) - 1, -1)

@@ -1,4 +1,4 @@
-"""Files and folders that survive a kill or a power loss whole, or are absent."""
+"""Write files and folders atomically: after a kill or a power loss each one is complete or absent."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 
 def check_new_folder(path: Path) -> None:
-    """Raise a ValueError for a path that is in use; an empty folder is accepted."""
+    """Raise a ValueError if something exists at the path; an empty folder is accepted."""
     check_folder_path(path)
     if path.exists() and any(path.iterdir()):
         raise ValueError(f"{path} is not empty; choose another folder")
 
 
 def check_folder_path(path: Path) -> None:
-    """Raise a ValueError for a path that cannot become a folder: a file, or a symbolic link without a target."""
+    """Raise a ValueError for a path at which no folder can be: a file, or a symbolic link without a target."""
     if path.is_symlink() and not path.exists():
         raise ValueError(f"{path} is a symbolic link to {path.readlink()}, which does not exist; choose another folder")
     if path.exists() and not path.is_dir():
@@ -27,7 +27,7 @@ def check_folder_path(path: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise a ValueError unless files can be written to a folder, or to the one in which it would be created."""
+    """Raise a ValueError unless files can be written into a folder, or into its nearest parent that exists."""
     check_folder_path(folder)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     probe = there / f".probe-{secrets.token_hex(8)}"
@@ -42,12 +42,12 @@ def check_writable(folder: Path) -> None:
 
 @contextmanager
 def writing(what: str, folder: Path, *errors: type[Exception]) -> Iterator[None]:
-    """Turn an error of writing into an OSError that names the file and the free space.
+    """Turn an error raised while writing into an OSError that names the content and the free space.
 
     Args:
-        what: the content, such as "the model".
-        folder: the folder that it is written to.
-        errors: further types to catch; torch and safetensors report a full disk as a wrong position in a stream.
+        what: a name of the content, such as "the model".
+        folder: the folder that is written to.
+        errors: further types to catch: torch and safetensors report a full disk as a wrong position in a stream.
 
     Raises:
         OSError: writing failed.
@@ -72,12 +72,12 @@ def _file_size_limit() -> int | None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or the names in a folder, are on the disk.
+    """Wait until a file's content, or the list of a folder's entries, is on the disk.
 
-    A rename or an unlink may reach the disk before the content of other files, so content is synchronised first.
+    Content must be synchronised before a rename or an unlink, which may otherwise reach the disk first.
     """
     if os.name == "nt" and path.is_dir():
-        # Windows opens no folders
+        # Windows cannot open folders
         return
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -87,16 +87,16 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Synchronise everything below a folder, a folder after its content, and `folder` itself last."""
+    """Synchronise every file and folder below a folder, contents before the folder that lists them, `folder` last."""
     for path in sorted(folder.rglob("*"), reverse=True):
-        # another process of a run may rename its temporary file
+        # the file may be gone: another process of the run may have renamed its temporary file
         with suppress(FileNotFoundError):
             sync(path)
     sync(folder)
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder with its content; of a symbolic link only the link, never its target."""
+    """Remove a file, or a folder with its content; for a symbolic link remove the link and keep its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -104,20 +104,20 @@ def remove(path: Path) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Return whether a name is one of `write_atomically`'s temporary files, which a kill leaves behind."""
+    """True if a path has the name of a temporary file of `write_atomically`, which a killed process leaves behind."""
     return re.fullmatch(r"\..+-[0-9a-f]{16}(\..*)?", path.name) is not None
 
 
 def write_atomically(path: Path, content: str | Callable[[Path], object]) -> None:
-    """Write a file so that readers see the old or the new content, also after a kill or a power loss.
+    """Write a file so that readers see either the old or the new content, also after a kill or a power loss.
 
     Args:
         path: the file; its folder is created if necessary.
-        content: the text, or a function that fills the temporary file beside `path` whose name it receives.
+        content: the text, or a function that takes the path of a temporary file beside `path` and fills that file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}-{secrets.token_hex(8)}{path.suffix}")
-    # exclusive, with the permissions of any new file
+    # mode "x" fails if the file exists; it creates the file with the usual permissions
     os.close(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666))
     try:
         if isinstance(content, str):

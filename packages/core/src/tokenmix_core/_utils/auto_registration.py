@@ -1,8 +1,8 @@
-"""Model types and mixers that are known once a package is imported, at no cost until one is asked for.
+"""Register model types and mixers without importing their modules until one of them is looked up.
 
 `import tokenmix_core` must not import transformers, and `AutoConfig` must know our models whichever is imported first.
-So a package announces its model types with the modules that register them; transformers' table of configurations then
-imports such a module when its model type is looked up; `nn.registry` does the same for mixers.
+So a package announces the names of its model types, and for each the module that registers it. transformers' table of
+configurations imports this module when the model type is looked up; `nn.registry` does the same for mixers.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# the module of transformers that holds the table, and the table's public name
+# transformers' module that holds the table of configurations, and the table's name in it
 _AUTO, _TABLE = "transformers.models.auto.configuration_auto", "CONFIG_MAPPING"
 _HOMES: dict[str, str] = {}
-# by a mixer's name, the module whose import registers it
+# maps a mixer's name to the module whose import registers the mixer
 MIXERS: dict[str, str] = {}
 
 
 def announce(homes: Mapping[str, str], mixers: Mapping[str, str] | None = None) -> None:
-    """Let transformers find model types, and configurations mixers.
+    """Announce model types to transformers, and mixers to our configurations.
 
     Args:
-        homes: by model type, the module whose import registers it.
-        mixers: the same by a mixer's name.
+        homes: maps each model type to the module whose import registers it.
+        mixers: maps each mixer's name to the module whose import registers it.
     """
     _HOMES.update(homes)
     MIXERS.update(mixers or {})
@@ -39,7 +39,7 @@ def announce(homes: Mapping[str, str], mixers: Mapping[str, str] | None = None) 
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Waits for the import of transformers' module; finds it as others do."""
+    """Import finder that waits for transformers' module, has the other finders load it, and then changes its table."""
 
     def __init__(self) -> None:
         self.asking = False
@@ -67,7 +67,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _watch(module: ModuleType) -> None:
-    """Make the table look up announced model types too."""
+    """Make transformers' table look up announced model types too."""
     table = getattr(module, _TABLE, None)
     if table is None or hasattr(type(table), "announced"):
         return
@@ -88,7 +88,7 @@ def _watch(module: ModuleType) -> None:
 
 
 def _load(key: Any) -> None:
-    # a module that is being imported asks for its own model type; one that failed is tried again
+    # do not import the module if it is being imported now and asks for its own type; retry after a failed import
     home = _HOMES.pop(key, None) if isinstance(key, str) else None
     if home is not None:
         try:

@@ -1,4 +1,4 @@
-"""Public names of a package that are imported when they are first asked for."""
+"""Import the public names of a package when they are first accessed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 def lazily(package: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package: it imports the names of `if TYPE_CHECKING:` when they are first asked for.
+    """Return a package's `__getattr__`, which imports names of its `if TYPE_CHECKING:` block on first access.
 
-    The block holds statements `from MODULE import NAME`, at the top level of the package's `__init__`. No module of the
-    package may have the name of an export: imported, it would replace it.
+    The block, at the top level of the package's `__init__`, holds statements `from MODULE import NAME`. No module of
+    the package may have the name of an export, because importing the module would replace the export.
 
     Args:
         package: the package's `__name__`.

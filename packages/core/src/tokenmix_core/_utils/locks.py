@@ -1,4 +1,4 @@
-"""Folders that one process writes at a time: an operating system's lock, which a kill releases, and who holds it."""
+"""Locks that let one process at a time write a folder: the system releases them after a kill; they name the holder."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ except ImportError:  # Windows
 
 LOCK, HOLDER = ".lock", ".lock.json"
 LOCK_FILES = (LOCK, HOLDER)
-# the workers of a killed process notice within 5 s that it is gone, and hold the lock until then
+# worker processes of a killed process notice its end within 5 s, and hold the lock until then
 _ORPHANS_SECONDS = 15.0
 
 
 @contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Make a folder, and wait until no other process on this machine is inside of this `with` for the same folder."""
+    """Create a folder, and wait until no other process on this machine is in such a `with` block for this folder."""
     folder.mkdir(parents=True, exist_ok=True)
     if fcntl is None:
         yield
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        # some network file systems lock no folders
+        # some network file systems do not support locks
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -44,14 +44,14 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 class FolderLock:
-    """The right to write into a folder, for use in a `with`; the folder is made, and removed if it stays empty.
+    """An exclusive lock on a folder, for a `with` block; creates the folder, and removes it if it is empty at the end.
 
     Args:
-        folder: the folder that will be written.
-        doing: what this process does there, such as "training", for the message to the others.
+        folder: the folder to write.
+        doing: this process's activity, such as "training", which error messages of other processes name.
 
     Raises:
-        ValueError: on entering, if another process holds the lock: which one, on which host and since when.
+        ValueError: on entering, another process holds the lock; the message names process, host and time.
     """
 
     def __init__(self, folder: Path, doing: str) -> None:
@@ -60,7 +60,7 @@ class FolderLock:
         self._made: list[Path] = []
 
     def acquire(self) -> None:
-        """Take the lock."""
+        """Take the lock, or raise a ValueError that names its holder."""
         check_folder_path(self.folder)
         self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -75,19 +75,19 @@ class FolderLock:
         self._lock = lock
         about = {"pid": os.getpid(), "host": socket.gethostname(), "doing": self.doing}
         about |= {"since": datetime.now().astimezone().isoformat(" ", "seconds")}
-        # not by a temporary file, which another process could take for the folder's contents
+        # written directly: another process could take a temporary file for a content of the folder
         (self.folder / HOLDER).write_text(json.dumps(about) + "\n", encoding="utf-8")
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._lock is None:
             return
-        # while the lock is held, so that no other process has it
+        # remove the file while the lock is held, so that no other process can hold it
         with suppress(OSError):
             for name in LOCK_FILES:
                 (self.folder / name).unlink(missing_ok=True)
             for path in self._made:
-                # until one holds something
+                # remove folders up to the first that is not empty
                 path.rmdir()
         self._lock.release()
         self._lock = None
@@ -103,12 +103,12 @@ class FolderLock:
 
 
 def contents(folder: Path) -> list[Path]:
-    """Return what a folder holds beside its lock."""
+    """Return the entries of a folder without the lock file."""
     return [path for path in folder.iterdir() if path.name not in LOCK_FILES]
 
 
 def check_unused(folder: Path) -> None:
-    """Raise a ValueError that says who writes into a folder, if a process does."""
+    """If another process writes into a folder, raise a ValueError that names this process."""
     if not (folder / HOLDER).is_file():
         return
     lock = FileLock(folder / LOCK)
@@ -123,7 +123,7 @@ def _holder(folder: Path) -> dict[str, object]:
     try:
         return dict(json.loads((folder / HOLDER).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
-        # it has the lock, and has not written yet who it is
+        # the process holds the lock but has not yet written its name
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Optional libraries: asked for inside the function that needs them, and named when they are missing."""
+"""Optional libraries: import one inside the function that needs it, or say which extra to install."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pathlib import Path
 from types import ModuleType
 
 CORE = "tokenmix-core"
-# the distribution whose command runs: users install its extras, which are core's by the same names
+# the distribution whose command line runs; users install its extras, which have the names of core's
 PACKAGE = ContextVar("package", default=CORE)
 
 
 def install_command(requirement: str) -> str:
     """Return the command that installs a requirement, such as "tokenmix-core[eval]", into the running environment.
 
-    An extra of core is named as that of `PACKAGE`. The command is `uv sync` for an extra of ours in a clone of the
-    workspace, else `uv pip` where uv installed core, else pip.
+    An extra of core is replaced by that of the distribution `PACKAGE`. The command is `uv sync` for one of our extras
+    in a clone of the workspace, else `uv pip` if uv installed core, else pip.
     """
     name, _, extras = requirement.rstrip("]").partition("[")
     if name.startswith("tokenmix-") and _in_workspace():
@@ -33,7 +33,7 @@ def install_command(requirement: str) -> str:
 
 
 def _about_core(file: str) -> str:
-    """Return a file of core's installed metadata, empty if there is none."""
+    """Return the text of a file in core's installed metadata; empty if the file does not exist."""
     try:
         return distribution(CORE).read_text(file) or ""
     except PackageNotFoundError:
@@ -41,7 +41,7 @@ def _about_core(file: str) -> str:
 
 
 def _in_workspace() -> bool:
-    """Return whether core is an editable member of a uv workspace."""
+    """True if core is installed as an editable member of a uv workspace."""
     origin = json.loads(_about_core("direct_url.json") or "{}")
     if not origin.get("dir_info", {}).get("editable"):
         return False
@@ -51,10 +51,10 @@ def _in_workspace() -> bool:
 
 
 def require(module: str, extra: str, package: str = CORE) -> ModuleType:
-    """Import an optional library of a package's extra.
+    """Import and return an optional library, which belongs to an extra of `package`.
 
     Raises:
-        ImportError: it is not installed; the message holds the command that installs it.
+        ImportError: the library is not installed; the message holds the command that installs it.
     """
     try:
         return importlib.import_module(module)
@@ -67,10 +67,10 @@ def require(module: str, extra: str, package: str = CORE) -> ModuleType:
 
 
 def is_installed(module: str) -> bool:
-    """Tell whether an optional library is there, found without importing it.
+    """True if an optional library is installed; the library is not imported.
 
-    A folder that only holds another distribution's modules does not count: FlashAttention-4 alone leaves `flash_attn`
-    with nothing but its own `cute`.
+    A folder with only another distribution's modules does not count: FlashAttention-4 creates `flash_attn` with only
+    the module `cute`.
     """
     spec = importlib.util.find_spec(module)
     return spec is not None and spec.origin is not None

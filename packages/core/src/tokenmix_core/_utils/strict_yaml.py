@@ -1,4 +1,4 @@
-"""YAML without duplicate keys, of which YAML's loaders silently take the last."""
+"""Load YAML and refuse duplicate keys, of which PyYAML's loaders silently take the last."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 class _UniqueKeys(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
-        # before the base class resolves merged mappings, whose keys may be overridden
+        # check before the base class merges mappings: keys of a merged mapping may be overridden
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if (key.tag, key.value) in seen:
                 told = f"the key {key.value!r} occurs twice"
@@ -25,5 +25,5 @@ def load_yaml(text: str) -> Any:
     Raises:
         yaml.YAMLError: the text is not valid YAML, or a mapping holds a key twice.
     """
-    # a subclass of SafeLoader
+    # safe, because this loader is a subclass of SafeLoader
     return yaml.load(text, _UniqueKeys)

@@ -1,7 +1,7 @@
-"""Load by transformers' auto classes without running Python code of the folder or repository.
+"""Load with transformers' auto classes, without running Python code that comes with a model.
 
-transformers asks on standard input whether to run such code, so that a pipe can say yes. Here nothing is asked: the
-code runs only inside `trusting(True)`, which the commands enter if `--trust-remote-code` is given.
+transformers asks on standard input whether to run such code, so that a pipe can answer yes. These functions never ask:
+the code runs only inside `trusting(True)`, which commands enter if `--trust-remote-code` is given.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _trusted: ContextVar[bool] = ContextVar("trusted", default=False)
 
 
 def is_trusted() -> bool:
-    """Return whether code of folders and repositories may run."""
+    """True if Python code that comes with a model may run."""
     return _trusted.get()
 
 
 @contextmanager
 def trusting(trusted: bool) -> Iterator[None]:
-    """Let code of folders and repositories run, or not, inside of a `with`."""
+    """Allow or forbid Python code that comes with a model inside the `with` block."""
     before = _trusted.set(trusted)
     try:
         yield
@@ -30,20 +30,20 @@ def trusting(trusted: bool) -> Iterator[None]:
 
 
 def from_pretrained(auto_class: Any, source: Any, **options: Any) -> Any:
-    """Call `auto_class.from_pretrained`.
+    """Call `auto_class.from_pretrained(source, **options)`.
 
     Raises:
-        ValueError: the folder or repository contains code, and it is not trusted.
+        ValueError: the folder or repository contains Python code, and is not trusted.
     """
     with _refusing(source):
         return auto_class.from_pretrained(source, trust_remote_code=is_trusted(), **options)
 
 
 def from_config(auto_class: Any, config: Any, **options: Any) -> Any:
-    """Call `auto_class.from_config`.
+    """Call `auto_class.from_config(config, **options)`.
 
     Raises:
-        ValueError: the configuration names code of its own, and that is not trusted.
+        ValueError: the configuration names Python code, and this code is not trusted.
     """
     with _refusing(config.name_or_path or type(config).__name__):
         return auto_class.from_config(config, trust_remote_code=is_trusted(), **options)
@@ -51,7 +51,7 @@ def from_config(auto_class: Any, config: Any, **options: Any) -> Any:
 
 @contextmanager
 def _refusing(source: Any) -> Iterator[None]:
-    """Tell transformers' refusal of code in terms of ours."""
+    """Replace transformers' error for untrusted code by a ValueError that names our option."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Values checked against the annotations of the fields or arguments that they are meant for, and what these mean."""
+"""Check values against the annotations of fields or arguments, and read descriptions of these from docstrings."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a s
 
 
 def check_fields(owner: object, base: type) -> None:
-    """Check the fields that the classes of `owner` declare, from `base` on.
+    """Check the values of an object's fields that `base` and its subclasses declare.
 
     Raises:
-        ValueError: a value that its annotation does not allow, with both.
+        ValueError: a value does not match its annotation; the message has both.
     """
     for cls in type(owner).__mro__:
         if issubclass(cls, base):
@@ -26,10 +26,10 @@ def check_fields(owner: object, base: type) -> None:
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], label: str) -> None:
-    """Check arguments of a function; `label` begins their names in an error.
+    """Check a function's arguments against its annotations; error messages begin names with `label`.
 
     Raises:
-        ValueError: a value that its annotation does not allow, with both.
+        ValueError: a value does not match its annotation; the message has both.
     """
     kinds = inspect.get_annotations(function, eval_str=True)
     for name, value in arguments.items():
@@ -43,7 +43,7 @@ def check_value(name: str, value: Any, kind: Any) -> None:
 
 
 def described(cls: type) -> dict[str, str]:
-    """Descriptions of a class's attributes or arguments, by name, from its docstring and those of its bases."""
+    """Return descriptions of a class's attributes or arguments by name, from docstrings of the class and its bases."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         text = inspect.cleandoc(base.__doc__ or "") + "\n"
@@ -90,5 +90,5 @@ def _shown(kind: Any) -> str:
 
 
 def undefined(instance: object, member: str, purpose: str) -> ValueError:
-    """Return the error of a subclass that lacks a member, which names the definition to add and its purpose."""
+    """Return the error for a subclass that does not define `member`; it names the definition to add and its purpose."""
     return ValueError(f"{type(instance).__qualname__} must define {member}, {purpose}")

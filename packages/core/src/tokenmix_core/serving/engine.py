@@ -1,4 +1,4 @@
-"""An engine on transformers' continuous batching: requests with their own sampling, on a thread of its own."""
+"""An engine that uses transformers' continuous batching: each request has sampling settings; it runs in a thread."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from tokenmix_core.serving.sampling import Sampling, draw
 
 
 class _Discard:
-    """A queue that keeps nothing."""
+    """A queue that discards its elements."""
 
     def put(self, output: object) -> None:
-        """Drop the output."""
+        """Discard the output."""
 
 
 class Engine:
-    """Run requests of a causal language model in changing batches; a context manager.
+    """Run requests of a causal language model in batches that change with every step; a context manager.
 
     Args:
         model: the model.
-        pool: size of the pool and of a step's batch; by default what fits into the free memory.
-        max_tokens: most tokens of one request; by default what the pool holds.
-        prefix_bytes: most bytes of snapshots of states after the first tokens of prompts; see `keep_prefixes`.
+        pool: the sizes of the pool and of a step's batch; by default the largest that fit into the free memory.
+        max_tokens: the most tokens of one request; by default as many as the pool holds.
+        prefix_bytes: the most bytes of snapshots, which hold states after the first tokens of prompts; see
+            `keep_prefixes`.
 
     Attributes:
-        max_tokens: most tokens of one request, prompt and generated ones together; at most what the pool holds.
-        counts: requests and tokens since the start, by name.
+        max_tokens: the most tokens of one request, prompt and generated ones together; at most as many as the pool
+            holds.
+        counts: how many requests and tokens there were since the start, by name.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Engine:
         self.max_tokens: int = min(self.manager.max_tokens, max_tokens or self.manager.max_tokens)
         self.manager.keep_prefixes(prefix_bytes)
         self.manager.model.on_prefix = self._count_prefix
-        # outputs of cancelled requests have no reader
+        # outputs of cancelled requests are not read
         self.manager.output_router.output_queue = _Discard()
         self.counts = dict.fromkeys(("requests", "failed", "cancelled", "prompt_tokens", "generated_tokens"), 0)
         self._sampling: dict[str, Sampling] = {}
@@ -72,27 +74,27 @@ class Engine:
 
     @property
     def running(self) -> bool:
-        """Whether the engine's thread runs."""
+        """True while the engine's thread runs."""
         return self.manager.is_running()
 
     @property
     def active(self) -> int:
-        """Requests that have not ended."""
+        """The number of requests that have not ended."""
         return len(self._sampling)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of memory allocated for the requests' states."""
+        """The bytes of memory allocated for the states of requests."""
         return self.manager.model.states.allocated_nbytes
 
     @property
     def prefix_bytes(self) -> int:
-        """Bytes of the snapshots after the first tokens of prompts."""
+        """The bytes of the snapshots of states after the first tokens of prompts."""
         return self.manager.model.states.prefixes.nbytes
 
     @property
     def prefix_counts(self) -> dict[str, int]:
-        """Hits, tokens that hits saved, and evictions of these snapshots since the start, by name."""
+        """Counts for these snapshots since the start, by name: hits, tokens that hits saved, evictions."""
         return self.manager.model.states.prefixes.counts
 
     def add(
@@ -105,19 +107,19 @@ class Engine:
         end_tokens: list[int],
         inputs: dict[str, Any] | None = None,
     ) -> str:
-        """Add a request and return its id; call from a coroutine.
+        """Add a request and return its id. Call it from a coroutine.
 
         Args:
             prompt: token ids.
-            max_new_tokens: tokens to generate at most.
-            sampling: how tokens are chosen.
-            on_output: called in the caller's event loop, at every token, with transformers' `GenerationOutput`.
+            max_new_tokens: the most tokens to generate.
+            sampling: settings by which tokens are sampled.
+            on_output: called in the caller's event loop after every token, with transformers' `GenerationOutput`.
             end_tokens: token ids that end the request.
-            inputs: inputs of the model's mixers, such as `mode`.
+            inputs: further inputs of the model's mixers, such as `mode`.
 
         Raises:
-            ValueError: a request that is too long, token ids outside the vocabulary, or inputs that the model does not
-                take.
+            ValueError: the request is too long, token ids are outside the vocabulary, or the model does not take the
+                inputs.
             RuntimeError: the engine has stopped.
         """
         vocab = self.model.config.get_text_config().vocab_size
@@ -141,7 +143,7 @@ class Engine:
 
         def deliver(output: Any) -> None:
             if name not in self._sampling:
-                # cancelled
+                # the request was cancelled
                 return
             if output.is_finished():
                 self.counts["generated_tokens"] += len(output.generated_tokens)
@@ -161,7 +163,7 @@ class Engine:
         return name
 
     def cancel(self, name: str) -> None:
-        """End a request and free its state; a no-op for one that has ended."""
+        """End a request and free its state; has no effect on a request that has ended."""
         if self._sampling.pop(name, None) is not None:
             self.counts["cancelled"] += 1
             self.manager.cancel_request(name)
@@ -173,7 +175,7 @@ class Engine:
             sampling.cached_tokens = tokens
 
     def _sample(self, processor: Any, scores: Tensor, output_ids: Tensor) -> None:
-        """Choose the next tokens of a step, instead of the engine's own sampling."""
+        """Sample the next token of each request in a step, in the method that replaces transformers' own sampling."""
         names = [x.state.request_id for x in processor.inputs_and_outputs.requests_in_batch if x.has_new_token]
         tokens = draw(scores[0], [self._sampling.get(name) or Sampling(0.0) for name in names])
         output_ids[0, : len(tokens)].copy_(tokens.to(torch.int32))

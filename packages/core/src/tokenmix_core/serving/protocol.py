@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API, as far as the server supports them."""
+"""The requests of OpenAI's API that the server supports."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tokenmix_core.serving.sampling import MOST_LOGPROBS
 
-# options of the API that change no answer
+# API options that are accepted and ignored, because they do not change an answer
 _IGNORED = {"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
-# options of the API with the values that change nothing; other values are refused by name
+# API options that are accepted only with these values, which change nothing; an error names the option otherwise
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "echo": (None, False),

@@ -23,24 +23,24 @@ from tokenmix_core.serving.protocol import ChatRequest, CompletionRequest, Reque
 from tokenmix_core.serving.sampling import Sampling
 from tokenmix_core.serving.text import Detokenizer
 
-# largest body of a request in bytes, and most requests that wait or run
+# the most bytes in the body of a request, and the most requests that wait or run
 _MOST_BYTES, _MOST_REQUESTS = 16 << 20, 4096
-# seconds between two checks whether a client still waits
+# seconds between two checks whether the client is still connected
 _CHECK_EVERY = 0.5
 
 
 @dataclasses.dataclass
 class Choice:
-    """One answer while it is generated.
+    """One of the answers to a request, while it is generated.
 
     Attributes:
-        index: of the answer in the response.
-        prompt: index of its prompt in the request.
-        sampling: the request's settings and log-probabilities.
-        name: of the request in the engine; empty before it is added.
-        text: of all tokens so far.
-        tokens: generated so far.
-        reason: "stop" or "length" after the end, None before.
+        index: index of the answer in the response.
+        prompt: index of the answer's prompt in the request.
+        sampling: settings and log-probabilities of the request.
+        name: id of the request in the engine; empty before it is added.
+        text: text of all tokens so far.
+        tokens: number of tokens generated so far.
+        reason: "stop" or "length" once the answer has ended, None before.
     """
 
     index: int
@@ -54,12 +54,12 @@ class Choice:
 
 
 def build_app(engine: Engine, tokenizer: Any, name: str) -> FastAPI:
-    """Return the application; it starts and stops the engine.
+    """Return the FastAPI application, which starts and stops the engine.
 
     Args:
-        engine: runs the requests.
+        engine: the engine that runs the requests.
         tokenizer: the model's tokenizer.
-        name: under which clients know the model.
+        name: the name of the model in requests.
     """
 
     @asynccontextmanager
@@ -104,7 +104,7 @@ def build_app(engine: Engine, tokenizer: Any, name: str) -> FastAPI:
         try:
             prompt = tokenizer.apply_chat_template(body.messages, add_generation_prompt=True, return_dict=False)
         except Exception as error:
-            # templates are programs of the model's author, and raise errors of any type
+            # chat templates are programs by the model's author, and raise errors of any type
             raise HTTPException(400, f"messages do not fit the chat template: {error}") from error
         limit = body.max_completion_tokens or body.max_tokens
         return await answers.respond(
@@ -139,7 +139,7 @@ def build_app(engine: Engine, tokenizer: Any, name: str) -> FastAPI:
 
 
 class _LimitedBody:
-    """Refuse large bodies, and bodies without a length, before they are read."""
+    """Refuse large request bodies, and bodies without a length, before they are read."""
 
     def __init__(self, app: Any):
         self.app = app
@@ -164,12 +164,12 @@ class _Answers:
         self.ends = sorted({x for x in (tokenizer.eos_token_id, *_end_tokens(engine.model)) if x is not None})
 
     def check_name(self, name: str | None) -> None:
-        """Raise the error "not found" if a request names a model that is not served; it need not name one."""
+        """Raise the error "not found" if a request's model is not the one served; None is accepted."""
         if name not in (None, self.name):
             raise HTTPException(404, f"the model {name!r} is not served, {self.name!r} is")
 
     def check_mode(self, body: Request) -> dict[str, Any]:
-        """Return the mixers' inputs of a request: `mode` is in the body, or behind the model's name after a colon."""
+        """Return the inputs for mixers: `mode`, given in the request's body or after a colon in the model's name."""
         mode, own = body.mode, f"{self.name}:"
         if body.model and body.model.startswith(own) and "mode" in self.engine.model.input_takers:
             if mode is not None:
@@ -195,7 +195,7 @@ class _Answers:
         *,
         chat: bool,
     ) -> Response:
-        """Return the answer to a request, as JSON or as a stream of events."""
+        """Run a request, and return the answer as JSON or as a stream of events."""
         inputs = self.check_mode(body)
         if self.engine.active + len(prompts) * body.n > _MOST_REQUESTS:
             raise HTTPException(429, f"{self.engine.active} requests are waiting or running: try again later")
@@ -244,7 +244,7 @@ class _Answers:
     async def _steps(
         self, http: HTTPRequest, queue: asyncio.Queue, choices: list[Choice]
     ) -> AsyncGenerator[tuple[Choice, str, int], None]:
-        """Yield each choice with its new text and the number of tokens before; cancel all if the client goes."""
+        """Yield each choice, its new text and its previous token count; cancel all if the client disconnects."""
         left, checked = len(choices), time.monotonic()
         try:
             while left:
@@ -278,7 +278,7 @@ class _Answers:
     async def _events(
         self, head: dict[str, Any], steps: Any, choices: list[Choice], used: int, chat: bool, usage: bool
     ) -> AsyncIterator[str]:
-        """Yield an answer as server-sent events."""
+        """Yield an answer as lines of server-sent events."""
         try:
             if chat:
                 head = {**head, "object": "chat.completion.chunk"}
@@ -297,7 +297,7 @@ class _Answers:
         except HTTPException as error:
             yield _event(_body(error.status_code, str(error.detail)))
         finally:
-            # a client may leave before the first step
+            # a client may disconnect before the first step
             self._cancel(choices)
         yield "data: [DONE]\n\n"
 
@@ -348,7 +348,7 @@ def _token(text: str, value: float) -> dict[str, Any]:
 def _usage(prompt: int, choices: list[Choice]) -> dict[str, Any]:
     generated = sum(len(x.tokens) for x in choices)
     usage = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
-    # of several answers to one prompt the first counts, as its tokens do
+    # if a prompt has several answers, its prompt tokens are counted once, with the first answer
     cached = sum({x.prompt: x.sampling.cached_tokens for x in reversed(choices)}.values())
     return {**usage, "prompt_tokens_details": {"cached_tokens": cached}}
 

@@ -1,4 +1,4 @@
-"""Text of a request while its tokens arrive: whole characters only, up to a stop string."""
+"""Turn the tokens of a request into text as they arrive: whole characters only, and up to a stop string."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class Detokenizer:
-    """Turn a growing list of tokens into text.
+    """Convert a growing list of tokens to text.
 
     Args:
         tokenizer: the model's tokenizer.
-        stop: the text ends before the first of these strings.
+        stop: stop strings; the text ends before the first that occurs.
 
     Attributes:
         stopped: whether a stop string has occurred.
@@ -19,19 +19,20 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
         self.tokenizer, self.stop, self.stopped = tokenizer, stop, False
-        # tokens[context : read] have been decoded, and are context for the next ones
+        # tokens before `read` are decoded already; those from `context` on are decoded again as context of new tokens
         self._context = self._read = 0
         self._held = ""
 
     def add(self, tokens: Sequence[int], *, ended: bool = False) -> str:
-        """Return the text that all tokens so far add to what earlier calls returned.
+        """Return the new text: that of all tokens so far, without the text that earlier calls returned.
 
-        Text is held back while it may be part of a character or of a stop string, unless the tokens have ended.
+        Text that may be part of a character or of a stop string is held back until more tokens arrive or `ended` is
+        true.
         """
         if self.stopped:
             return ""
         before, after = (self._decode(tokens[self._context : end]) for end in (self._read, len(tokens)))
-        # a replacement character at the end stands for a character whose other bytes are missing
+        # a replacement character at the end stands for a character whose remaining bytes are missing
         if ended or (len(after) > len(before) and not after.endswith("\ufffd")):
             self._held += after[len(before) :]
             self._context, self._read = self._read, len(tokens)
@@ -49,5 +50,5 @@ class Detokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of the text that begins the stop string."""
+    """Return the length of the longest suffix of `text` that is a prefix of the stop string."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

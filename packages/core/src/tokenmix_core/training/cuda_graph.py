@@ -96,8 +96,8 @@ class GraphedStep:
             items: the number of scored tokens in the batch.
 
         Raises:
-            ValueError: a tensor is on another device than the model. RuntimeError: the passes cannot be captured; the
-            message says which option avoids this.
+            ValueError: a tensor is on another device than the model.
+            RuntimeError: the passes cannot be captured; the message says which option avoids this.
         """
         gradients = [p.grad for p in self.parameters]
         first = all(gradient is None for gradient in gradients)

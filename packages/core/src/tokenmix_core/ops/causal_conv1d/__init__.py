@@ -1,1 +1,1 @@
-"""The short causal convolution, depthwise, with an optional SiLU."""
+"""The short causal convolution: depthwise, over time, with an optional SiLU."""

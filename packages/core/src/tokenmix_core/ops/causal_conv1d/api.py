@@ -1,4 +1,4 @@
-"""Public functions of the short convolution: shapes, checks and selection of the implementation."""
+"""The short convolution: public functions, validation and dispatch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def short_conv(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: Impl | None = None,
 ) -> ScanOutput:
-    r"""Causal depthwise convolution over time, with an optional SiLU; documents of a packed batch never mix.
+    r"""Convolve x over time, causally and depthwise, with an optional SiLU; sequences of a packed batch never mix.
 
     .. math:: o_{t,d} = \phi\Big(\text{bias}_d + \sum_{w=0}^{W-1} \text{weight}_{d,w}\; x_{t-W+1+w,\,d}\Big)
 
@@ -41,7 +41,7 @@ def short_conv(
         weight: `[D, W]` with W from 2 to 8; its last column weighs the newest input.
         bias: `[D]` or None. weight and bias share one float dtype, which may differ from x's.
         activation: None or "silu".
-        initial_state: `[N, D, W − 1]` in x's dtype: the last inputs before each sequence, oldest first.
+        initial_state: `[N, D, W − 1]` in x's dtype: the inputs that precede each sequence, oldest first.
         cu_seqlens: `[N + 1]` int32 or int64, the boundaries of N sequences packed into one row (B = 1).
         impl: "triton", "reference" (any device), or None: Triton for CUDA tensors, the reference for others. There are
             no Gluon kernels, because the operation is bound by memory bandwidth.
@@ -75,15 +75,15 @@ def short_convs(
 
     Args:
         xs, weights: as for `short_conv`, with one dtype each and one W; D may differ.
-        initial_states: the initial state of each input, or None for all.
+        initial_states: one initial state for each input, or None for zero states.
         activation, cu_seqlens: as for `short_conv`.
         impl: as for `short_conv`.
 
     Returns:
-        ScanOutput of each input.
+        One ScanOutput per input.
 
     Raises:
-        ValueError: as `short_conv`; or the counts or sizes of inputs, weights and states differ.
+        ValueError: as for `short_conv`; or the counts of inputs, weights and states differ, or their sizes do not fit.
     """
     _check_number("short_convs", xs, weights, xs if initial_states is None else initial_states)
     states = [None] * len(xs) if initial_states is None else initial_states
@@ -107,18 +107,18 @@ def short_conv_step(
     activation: Activation | None = None,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B D"]:
-    """Run one decoding step: convolve the last inputs with `x` and push `x` into `state`. Not differentiable.
+    """Run one decoding step: convolve `x` and the inputs in `state`, and append `x` to `state`. Not differentiable.
 
     Args:
         x: `[B, D]`, one token.
         weight, bias, activation, impl: as for `short_conv`.
-        state: `[B, D, W − 1]` in x's dtype, contiguous: the last inputs, oldest first; overwritten.
+        state: `[B, D, W − 1]` in x's dtype, contiguous: the last inputs, oldest first; overwritten with x included.
 
     Returns:
         o `[B, D]` in x's dtype.
 
     Raises:
-        ValueError: as `short_conv`.
+        ValueError: as for `short_conv`.
     """
     impl = _check_step(x, weight, bias, state, activation, impl)
     if impl != "reference":
@@ -144,10 +144,10 @@ def short_conv_steps(
         activation, impl: as for `short_conv`.
 
     Returns:
-        o `[B, D]` of each input.
+        One tensor o `[B, D]` per input.
 
     Raises:
-        ValueError: as `short_conv_step`; or the counts or sizes of inputs, weights and states differ.
+        ValueError: as for `short_conv_step`; or the counts of inputs, weights and states differ, or sizes do not fit.
     """
     _check_number("short_conv_steps", xs, weights, states)
     for x, weight, state in zip(xs, weights, states, strict=True):
@@ -171,8 +171,8 @@ def _check_number(op: str, xs: Sequence, weights: Sequence, states: Sequence) ->
 
 
 def _check_alike(op: str, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-    """Raise a ValueError unless one launch supports these inputs."""
-    # a list, not a set: under tracing, sizes are symbols without a hash
+    """Raise a ValueError unless all inputs agree in B, T, W, dtypes and device, as one launch needs."""
+    # a list, not a set: under tracing, sizes are symbols, which cannot be hashed
     kinds = [
         (*x.shape[:-1], x.dtype, x.device, weight.shape[1], weight.dtype) for x, weight in zip(xs, weights, strict=True)
     ]
@@ -184,7 +184,7 @@ def _check_alike(op: str, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> No
 
 @Checked
 def _check_several(number, activation, cu_seqlens, impl, *tensors) -> str | None:
-    """Validate a whole-sequence call of several inputs: these, then the weights, then the initial states."""
+    """Validate a call of `short_convs`; `tensors` are the inputs, then their weights, then their initial states."""
     xs, weights, states = (tensors[i * number : (i + 1) * number] for i in range(3))
     for x, weight, state in zip(xs, weights, states, strict=True):
         backend = _check(x, weight, None, activation, state, cu_seqlens, impl)
@@ -194,7 +194,7 @@ def _check_several(number, activation, cu_seqlens, impl, *tensors) -> str | None
 
 @Checked
 def _check(x, weight, bias, activation, initial_state, cu_seqlens, impl) -> str | None:
-    """Validate a whole-sequence call; return the implementation, as `resolve_impl` does."""
+    """Validate a call on whole sequences; return the implementation, as `resolve_impl` does."""
     op = "short_conv"
     dims = bind_shapes(op, {}, x=(x, "B T D"), weight=(weight, "D W"), bias=(bias, "D?"))
     impl = resolve_impl(op, impl, x)
@@ -209,7 +209,7 @@ def _check(x, weight, bias, activation, initial_state, cu_seqlens, impl) -> str 
 
 @Checked
 def _check_step(x, weight, bias, state, activation, impl) -> str | None:
-    """Validate a call of one token; return the implementation, as `resolve_impl` does."""
+    """Validate a decoding step; return the implementation, as `resolve_impl` does."""
     op = "short_conv_step"
     dims = bind_shapes(op, {}, x=(x, "B D"), weight=(weight, "D W"), bias=(bias, "D?"))
     impl = resolve_impl(op, impl, x)

@@ -1,4 +1,4 @@
-"""The short convolution's kernels as differentiable functions: direct in eager mode, custom ops under tracing."""
+"""The short convolution's kernels with autograd: called directly in eager mode, as torch custom ops under tracing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenmix_core.ops.types import ScanOutput
 
 
 class Inputs(NamedTuple):
-    """Arguments of a convolution."""
+    """Arguments of `short_conv`."""
 
     x: Tensor
     weight: Tensor
@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """Arguments of its backward pass: also the gradients of o and of the last inputs."""
+    """Arguments of the backward of `short_conv`: its own arguments, and the gradients of o and of the last inputs."""
 
     inputs: Inputs
     do: Tensor
@@ -35,7 +35,7 @@ class BackwardInputs(NamedTuple):
 
 
 class SeveralInputs(NamedTuple):
-    """Arguments of the convolutions of two or three inputs."""
+    """Arguments of `short_convs`, for two or three inputs."""
 
     x0: Tensor
     x1: Tensor
@@ -51,7 +51,7 @@ class SeveralInputs(NamedTuple):
 
 
 class SeveralBackwardInputs(NamedTuple):
-    """Arguments of their backward pass: also the gradients of each o and of the last inputs of each."""
+    """Arguments of the backward of `short_convs`: also, for each input, the gradients of o and of the last inputs."""
 
     inputs: SeveralInputs
     do0: Tensor
@@ -63,7 +63,7 @@ class SeveralBackwardInputs(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """Arguments of one decoding step; `state` is overwritten."""
+    """Arguments of `short_conv_step`; `state` is overwritten."""
 
     x: Tensor
     weight: Tensor
@@ -73,7 +73,7 @@ class StepInputs(NamedTuple):
 
 
 class StepsInputs(NamedTuple):
-    """Arguments of one decoding step of two or three inputs; the states are overwritten."""
+    """Arguments of `short_conv_steps`, for two or three inputs; the states are overwritten."""
 
     x0: Tensor
     x1: Tensor
@@ -88,10 +88,10 @@ class StepsInputs(NamedTuple):
 
 
 def token_rows(x: Tensor) -> Tensor:
-    """Return x `[B, T, D]` if its tokens have one stride and its channels are contiguous; else a copy."""
+    """Return x `[B, T, D]` if its tokens are at one stride and its channels contiguous; else a contiguous copy."""
     B, T, _ = x.shape
     rows = x.stride(2) == 1 and (B == 1 or x.stride(0) == T * x.stride(1))
-    # a contiguous tensor of one token may have any stride
+    # `clone`, because `contiguous` returns a single token unchanged, whatever its stride
     return x if rows else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -100,17 +100,17 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def _each(step: NamedTuple, name: str) -> list[Tensor]:
-    """Return the fields of this name and an index that are not None."""
+    """Return the fields `name0` to `name2` that are not None."""
     return [x for i in range(3) if (x := getattr(step, f"{name}{i}")) is not None]
 
 
 def _dense(step: NamedTuple, name: str) -> list[Tensor]:
-    """Return contiguous tensors of the fields of this name."""
+    """Return the tensors of `_each`, contiguous."""
     return [x.contiguous() for x in _each(step, name)]
 
 
 def _three(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors, and an empty one for an absent third input."""
+    """Return three tensors: the given ones and, if there are only two, an empty one."""
     return [*tensors, *(tensors[0].new_empty(0) for _ in range(3 - len(tensors)))]
 
 
@@ -139,7 +139,7 @@ def _(given: Inputs):
 
 @of_fields
 def _backward(given: BackwardInputs) -> list[Tensor]:
-    """Return the gradients of x, weight, bias and initial state, without absent ones."""
+    """Return the gradients of x, weight, bias and initial state; absent bias and state are left out."""
     from tokenmix_core.ops.causal_conv1d.backward import short_conv_backward
 
     (x, weight, bias, activation, initial_state, cu_seqlens), do, final_gradient = given
@@ -165,7 +165,7 @@ def _(given: BackwardInputs):
 
 @of_fields
 def _several(given: SeveralInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return o of three inputs, then the last inputs of each; an absent third input has empty ones."""
+    """Return o of three inputs, then the last inputs of each; if there are only two, the third has empty tensors."""
     from tokenmix_core.ops.causal_conv1d.forward import short_convs_forward
 
     xs = _each(given, "x")
@@ -191,9 +191,9 @@ def _(given: SeveralInputs):
 
 @of_fields
 def _several_backward(given: SeveralBackwardInputs) -> list[Tensor]:
-    """Return the gradients of inputs, of all weights `[sum of D, W]`, and of initial states, without absent ones.
+    """Return the gradients of the inputs, of all weights together `[sum of D, W]`, and of the initial states, if any.
 
-    The weights' gradients are one tensor, because tensors that an operator returns may not share memory.
+    The weights have one gradient tensor, because tensors that an operator returns may not share memory.
     """
     from tokenmix_core.ops.causal_conv1d.backward import short_convs_backward
 
@@ -224,7 +224,7 @@ def _(given: SeveralBackwardInputs):
 
 @of_fields
 def _step(given: StepInputs) -> Tensor:
-    """Return o of one token."""
+    """Return o of one token, and update the state."""
     from tokenmix_core.ops.causal_conv1d.forward import short_conv_step
 
     x, weight, bias, state, activation = given
@@ -243,7 +243,7 @@ def _(given: StepInputs):
 
 @of_fields
 def _steps(given: StepsInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return o of one token of three inputs; an absent third input has an empty one."""
+    """Return o of one token for three inputs; if there are only two, the third has an empty tensor."""
     from tokenmix_core.ops.causal_conv1d.forward import short_conv_steps
 
     xs = [t if t.stride(1) == 1 else t.contiguous() for t in _each(given, "x")]
@@ -308,12 +308,12 @@ steps = direct_when_eager(short_conv_steps_op, _steps, writes=StepsInputs._field
 
 
 def short_conv_triton(x, weight, bias, activation, initial_state, cu_seqlens) -> ScanOutput:
-    """Run `short_conv` by Triton."""
+    """Compute `short_conv` with Triton kernels."""
     return ScanOutput(*convolution(x, weight, bias, activation, initial_state, cu_seqlens))
 
 
 def short_convs_triton(xs, weights, activation, initial_states, cu_seqlens) -> tuple[ScanOutput, ...]:
-    """Run `short_convs` by Triton."""
+    """Compute `short_convs` with a Triton kernel."""
     lacking = [None] * (3 - len(xs))
     states = [None] * 3 if initial_states is None else [*initial_states, *lacking]
     found = convolutions(*xs, *lacking, *weights, *lacking, activation, *states, cu_seqlens)
@@ -321,11 +321,11 @@ def short_convs_triton(xs, weights, activation, initial_states, cu_seqlens) -> t
 
 
 def short_conv_step_triton(x, weight, bias, state, activation) -> Tensor:
-    """Run `short_conv_step` by Triton."""
+    """Compute `short_conv_step` with a Triton kernel."""
     return step(x, weight, bias, state, activation)
 
 
 def short_conv_steps_triton(xs, weights, states, activation) -> tuple[Tensor, ...]:
-    """Run `short_conv_steps` by Triton."""
+    """Compute `short_conv_steps` with a Triton kernel."""
     given = (x for tensors in (xs, weights, states) for x in (*tensors, *[None] * (3 - len(tensors))))
     return tuple(steps(*given, activation)[: len(xs)])

@@ -1,4 +1,4 @@
-"""Kernels of the convolution's gradients: of inputs and states, and partial sums for weight and bias."""
+"""Kernels of the convolution's gradients: those of inputs and states, and partial sums of those of weight and bias."""
 
 # Triton does not support starred tuples
 # ruff: noqa: RUF005
@@ -26,7 +26,7 @@ from tokenmix_core.ops.causal_conv1d.tuning import Conv1dTile
 
 
 class Gradients(NamedTuple):
-    """Pointers to gradients: do with the stride of its tokens, of the final state, dx, of the initial state."""
+    """Pointers: do with its token stride and the final state's gradient (read); dx, the initial state's (written)."""
 
     do: tl.tensor
     stride: tl.tensor
@@ -36,7 +36,7 @@ class Gradients(NamedTuple):
 
 
 class PartialSums(NamedTuple):
-    """Partial sums `[runs, W + 1, columns]` of the gradients of weight and bias, and the run of this program."""
+    """Partial sums `[runs, W + 1, columns]` of the gradients of weight and bias; a program writes those of its run."""
 
     sums: tl.tensor
     i_c: tl.tensor
@@ -47,10 +47,10 @@ class PartialSums(NamedTuple):
 def convolve_backward(
     channels, run, gradients, partial, i_d, W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr
 ):
-    """Compute the gradients of BT tokens of BD channels, BU tokens an iteration.
+    """Compute the gradients for BT tokens of BD channels, BU tokens per iteration.
 
-    The last W inputs, and gradients of the sums before the activation, are in registers. Each thread owns its channels,
-    so sums over tokens need no communication.
+    Registers hold the last W inputs, and the last W gradients before the activation. Each thread has channels of its
+    own, so sums over tokens need no communication.
     """
     x, weight, bias, initial_state, stride_x, D = channels
     i_n, begin, length, first, BT = run
@@ -80,7 +80,7 @@ def convolve_backward(
         b_dz = b_dz + (zero,)
         b_x = b_x + (load_input(p_x, p_initial, first - W + w, length, m_d, stride_x, W),)
 
-    # the last W − 1 input gradients need the gradients of later sums
+    # W − 1 more iterations, because the gradients of the last W − 1 inputs depend on later outputs
     for i in range(0, tl.maximum(end - first, 0) + W - 1, BU):
         o_t = first + i
         b_xs = ()
@@ -99,7 +99,7 @@ def convolve_backward(
                 b_sigmoid = sigmoid(b_z)
                 b_new *= b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
             b_dz = b_dz[1:] + (b_new,)
-            # later tokens belong to the next run
+            # later tokens count in the sums of the next run
             b_own = tl.where(o_t + u < end, b_new, 0.0)
             b_added = ()
             for w in tl.static_range(W):
@@ -115,11 +115,11 @@ def convolve_backward(
             p_s = p_dx + o_s.to(tl.int64) * D
             tl.store(p_s, b_dx.to(dx.dtype.element_ty), mask=within(o_s, first, end, m_d))
             if initial_gradient is not None:
-                # only the first run has positions before 0
+                # positions before 0, the initial state, precede the first run only
                 p_s = initial_gradient + o_state + (o_s + W - 1)
                 m_s = within(o_s, tl.where(first == 0, 1 - W, 0), 0, m_d)
                 tl.store(p_s, b_dx.to(initial_gradient.dtype.element_ty), mask=m_s)
-    # unused slots of a packed batch write zeros for the sum over slots
+    # runs without tokens, which a packed batch may have, store zeros, because all runs are summed
     p_sums = dsums + tl.cast(i_c, tl.int64) * (W + 1) * columns + o_d
     for w in tl.static_range(W + 1):
         tl.store(p_sums + w * columns, b_sums[w], mask=m_d)
@@ -132,7 +132,7 @@ def short_conv_backward_kernel(
     stride_x, stride_do, T, N, BT, D,
     W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of BT tokens of BD channels of one input."""
+    """Compute the gradients for BT tokens of BD channels of the only input."""
     i_c = tl.program_id(0)
     i_n, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
     channels = Channels(x, weight, bias, initial_state, stride_x, D)
@@ -151,7 +151,7 @@ def short_convs_backward_kernel(
     stride0, stride1, stride2, stride_do0, stride_do1, stride_do2, T, N, BT, D0, D1, D2,
     W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients for one of three inputs, whose channels are concatenated in `dsums`."""
+    """Compute the gradients for BT tokens of BD channels of one of three inputs; `dsums` joins their channels."""
     i_c = tl.program_id(0)
     i_n, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
     i_x, i_d = locate_channels(tl.program_id(1), tl.cdiv(D0, BD), tl.cdiv(D1, BD))
@@ -176,7 +176,7 @@ def short_convs_backward_kernel(
 @cached_launch
 @triton.jit(do_not_specialize=["runs"])
 def short_conv_sums_kernel(dsums, dweight, dbias, runs, D, W: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    """Sum over runs, BR at a time, for one tap or for the bias."""
+    """Sum one row of `dsums` (a tap of the weight, or the bias) over runs, BR runs at a time."""
     o_d, i_w = tl.program_id(0) * BD + tl.arange(0, BD), tl.program_id(1)
     m_d = o_d < D
     b_sum = tl.zeros([BR, BD], tl.float32)
@@ -192,13 +192,13 @@ def short_conv_sums_kernel(dsums, dweight, dbias, runs, D, W: tl.constexpr, BR: 
 
 
 def short_conv_backward(x, weight, bias, activation, initial_state, cu_seqlens, do, final_gradient, config: Conv1dTile):
-    """Return the gradients of x, weight, bias and initial state; the latter two are None if their tensors are."""
+    """Return the gradients of x, weight, bias and initial state; None for an absent bias or state."""
     B, T, D = x.shape
     W = weight.shape[1]
     N = num_sequences(x, cu_seqlens)
     runs = chunk_slots(B, T, config.BT, cu_seqlens)
     dx = torch.empty((B, T, D), dtype=x.dtype, device=x.device)
-    # sums over the tokens of a run, then over runs, in a fixed order: results are reproducible
+    # first sums over the tokens of a run, then over runs, in a fixed order, so that results are reproducible
     dsums = torch.empty((runs, W + 1, D), dtype=torch.float32, device=x.device)
     initial_gradient = None if initial_state is None else torch.empty_like(initial_state)
     short_conv_backward_kernel[(runs, cdiv(D, config.BD))](
@@ -214,7 +214,7 @@ def short_conv_backward(x, weight, bias, activation, initial_state, cu_seqlens, 
 
 
 def short_convs_backward(xs, weights, activation, initial_states, cu_seqlens, dos, final_gradients, config):
-    """Return the gradients of inputs, of all weights `[sum of D, W]`, and of initial states (None without these)."""
+    """Return the gradients of inputs, of all weights together `[sum of D, W]`, and of initial states, or None."""
     (B, T, _), W = xs[0].shape, weights[0].shape[1]
     N, device = num_sequences(xs[0], cu_seqlens), xs[0].device
     sizes = [x.shape[2] for x in xs]

@@ -1,6 +1,7 @@
 """Kernels of the convolution: forward over whole sequences, and one decoding step that updates the state.
 
-A program, one warp, sweeps BT tokens of BD channels and keeps the last W inputs in registers, so each is loaded once.
+A program is one warp: it scans BT tokens of BD channels with the last W inputs in registers, so it loads each input
+once.
 """
 
 # Triton does not support starred tuples
@@ -23,7 +24,7 @@ from tokenmix_core.ops.causal_conv1d.tuning import Conv1dTile
 
 
 class Channels(NamedTuple):
-    """Pointers to an input `[…, D]`, its weight `[D, W]`, bias and state, the stride of tokens, and D."""
+    """Pointers to an input `[…, D]`, its weight `[D, W]`, bias and state; the stride between tokens; and D."""
 
     x: tl.tensor
     weight: tl.tensor
@@ -34,7 +35,7 @@ class Channels(NamedTuple):
 
 
 class Run(NamedTuple):
-    """BT tokens of sequence `i_n` from token `first` on; the sequence has `length` tokens from row `begin` on."""
+    """Up to BT tokens from position `first` of sequence `i_n`; the sequence has `length` tokens from row `begin`."""
 
     i_n: tl.tensor
     begin: tl.tensor
@@ -45,15 +46,15 @@ class Run(NamedTuple):
 
 @triton.jit
 def within(o_t, low, high, m_d):
-    """Return the mask of channels if a position is in `low` … `high` − 1, else an empty mask."""
-    # Triton 3.9's interpreter supports no scalar in a mask
+    """Return the channel mask `m_d` if `low` ≤ `o_t` < `high`, else a mask that is False everywhere."""
+    # Triton 3.9's interpreter does not support a scalar as mask
     b_t = o_t + tl.zeros(m_d.shape, tl.int32)
     return (b_t >= low) & (b_t < high) & m_d
 
 
 @triton.jit
 def load_input(p_x, p_initial, o_t, length, m_d, stride_x, W: tl.constexpr):
-    """Load position `o_t` of the sequence at `p_x` as float32; negative positions are those of the initial state."""
+    """Load position `o_t` of the sequence at `p_x` as float32; negative positions are in the initial state, or zero."""
     b_x = tl.load(p_x + o_t.to(tl.int64) * stride_x, mask=within(o_t, 0, length, m_d), other=0.0).to(tl.float32)
     if p_initial is not None:
         b_x += tl.load(p_initial + o_t + (W - 1), mask=within(o_t, 1 - W, 0, m_d), other=0.0).to(tl.float32)
@@ -64,7 +65,7 @@ def load_input(p_x, p_initial, o_t, length, m_d, stride_x, W: tl.constexpr):
 def convolve(
     channels, run, o, final_state, i_d, W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr
 ):
-    """Convolve BT tokens of BD channels, BU tokens an iteration."""
+    """Convolve BT tokens of BD channels, BU tokens per iteration."""
     x, weight, bias, initial_state, stride_x, D = channels
     i_n, begin, length, first, BT = run
     o_d = i_d * BD + tl.arange(0, BD)
@@ -80,7 +81,7 @@ def convolve(
     if bias is not None:
         b_bias += tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_w = ()
-    # the first of W inputs is shifted out before its use
+    # a dummy first input, which is shifted out before it is used
     b_x = (b_bias,)
     for w in tl.static_range(W):
         b_w = b_w + (tl.load(weight + o_d * W + w, mask=m_d, other=0.0).to(tl.float32),)
@@ -116,7 +117,7 @@ def short_conv_forward_kernel(
 ):  # fmt: skip
     """Convolve BT tokens of BD channels of one input."""
     i_n, begin, length, first = locate_chunk(tl.program_id(0), T, BT, N, cu_seqlens, PACKED)
-    # an empty sequence also has one chunk, which copies its initial state
+    # an empty sequence also has one run, which copies its initial state
     if first >= tl.maximum(length, 1):
         return
     channels = Channels(x, weight, bias, initial_state, stride_x, D)
@@ -125,14 +126,14 @@ def short_conv_forward_kernel(
 
 @triton.jit
 def locate_channels(i_d, n0, n1):
-    """Return the input, and the block of its channels, of block `i_d` of the concatenated channels of three inputs."""
+    """Return the input that block `i_d` of three inputs' joined channels belongs to, and the block's index in it."""
     i_x = (i_d >= n0).to(tl.int32) + (i_d >= n0 + n1).to(tl.int32)
     return i_x, i_d - tl.where(i_x > 0, n0, 0) - tl.where(i_x > 1, n1, 0)
 
 
 @triton.jit
 def of_input(i_x, x0, x1, x2):
-    """Select the value of input `i_x`: pointers of one type, or integers."""
+    """Return `x0`, `x1` or `x2` for input `i_x`; all three are pointers of one type, or integers."""
     return tl.where(i_x == 0, x0, tl.where(i_x == 1, x1, x2))
 
 
@@ -143,7 +144,7 @@ def short_convs_forward_kernel(
     cu_seqlens, stride0, stride1, stride2, T, N, BT, D0, D1, D2,
     W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Convolve BT tokens of BD channels of one of three inputs; the last may have no channels."""
+    """Convolve BT tokens of BD channels of one of three inputs; the third may have no channels."""
     i_n, begin, length, first = locate_chunk(tl.program_id(0), T, BT, N, cu_seqlens, PACKED)
     if first >= tl.maximum(length, 1):
         return
@@ -160,7 +161,7 @@ def short_convs_forward_kernel(
 
 
 def short_conv_forward(x, weight, bias, activation, initial_state, cu_seqlens, config: Conv1dTile):
-    """Return o `[B, T, D]` and the last inputs of each sequence `[N, D, W − 1]`; the tokens of x have one stride."""
+    """Return o `[B, T, D]` and each sequence's last inputs `[N, D, W − 1]`; x's tokens must be at one stride."""
     B, T, D = x.shape
     W = weight.shape[1]
     N = num_sequences(x, cu_seqlens)
@@ -175,16 +176,17 @@ def short_conv_forward(x, weight, bias, activation, initial_state, cu_seqlens, c
 
 
 def of_three(**each: Sequence | None) -> dict[str, Any]:
-    """Return arguments of three inputs by name and index; None is repeated for all three.
+    """Return kernel arguments `name0` to `name2` from sequences of two or three values; None gives None three times.
 
-    If there are two inputs, the first also replaces the third, which has no channels and is never read.
+    If there are only two inputs, the first one's values are used for the third, which has no channels and is never
+    read.
     """
     given = {name: [None] if values is None else values for name, values in each.items()}
     return {f"{name}{i}": x for name, v in given.items() for i, x in enumerate([*v, v[0], v[0]][:3])}
 
 
 def short_convs_forward(xs, weights, activation, initial_states, cu_seqlens, config: Conv1dTile):
-    """Return o `[B, T, D]` of two or three inputs, and the last inputs `[N, D, W − 1]` of each."""
+    """Return o `[B, T, D]`, and each sequence's last inputs `[N, D, W − 1]`, for each of two or three inputs."""
     (B, T, _), W = xs[0].shape, weights[0].shape[1]
     N, device = num_sequences(xs[0], cu_seqlens), xs[0].device
     outputs = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in xs]
@@ -201,7 +203,7 @@ def short_convs_forward(xs, weights, activation, initial_states, cu_seqlens, con
 
 @triton.jit
 def step_channels(channels, o, i_b, i_d, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr):
-    """Convolve one token of BD channels of a sequence and shift the state by one."""
+    """Convolve one token of BD channels of sequence `i_b`, and shift the state by this token."""
     x, weight, bias, state, stride_x, D = channels
     o_d = i_d * BD + tl.arange(0, BD)
     m_d = o_d < D
@@ -228,7 +230,7 @@ def short_conv_step_kernel(
     x, weight, bias, state, o, stride_x, D, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Convolve one token of BD channels of a sequence."""
+    """Convolve one token of BD channels of a sequence, for the only input."""
     gdc_launch_and_wait(PDL)
     i_b, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
     step_channels(Channels(x, weight, bias, state, stride_x, D), o, i_b, i_d, W, BD, SILU)
@@ -241,7 +243,7 @@ def short_conv_steps_kernel(
     stride0, stride1, stride2, D0, D1, D2, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Convolve one token of BD channels of one of three inputs; the last may have no channels."""
+    """Convolve one token of BD channels of a sequence, for one of three inputs; the third may have no channels."""
     gdc_launch_and_wait(PDL)
     i_b, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n0, n1 = tl.cdiv(D0, BD), tl.cdiv(D1, BD)
@@ -256,7 +258,7 @@ def short_conv_steps_kernel(
 def short_conv_steps(
     xs: list[Tensor], weights: list[Tensor], states: list[Tensor], activation: str | None
 ) -> list[Tensor]:
-    """Return o `[B, D]` of one token of two or three inputs; `states` are updated."""
+    """Return o `[B, D]` of one token for each of two or three inputs; `states` are updated."""
     BD, W = 256, weights[0].shape[1]
     outputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
     sizes = [x.shape[1] for x in xs]

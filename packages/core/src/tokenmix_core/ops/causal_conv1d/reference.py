@@ -22,7 +22,7 @@ def short_conv_reference(
     initial_state: Float[Tensor, "N D W_minus_1"] | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
 ) -> ScanOutput:
-    """The definition as a sum of W shifted terms, accumulated in float32 (float64 for float64 inputs)."""
+    """Return the convolution as a sum of W shifted terms, in float32 (float64 for float64 inputs)."""
     if cu_seqlens is None:
         return _one_row(x, weight, bias, activation, initial_state)
     boundaries = cu_seqlens.tolist()
@@ -39,7 +39,7 @@ def _one_row(x, weight, bias, activation, initial_state) -> ScanOutput:
         initial_state = x.new_zeros(x.shape[0], x.shape[2], width - 1)
     inputs = torch.cat([initial_state.mT, x], 1)
     dtype = torch.promote_types(x.dtype, torch.float32)
-    # the last tap weighs the newest input
+    # the last column of the weight is for the newest input
     o = sum(inputs[:, w : w + T].to(dtype) * weight[:, w].to(dtype) for w in range(width))
     if bias is not None:
         o = o + bias.to(dtype)
@@ -56,7 +56,7 @@ def short_conv_step_reference(
     *,
     activation: str | None = None,
 ) -> Float[Tensor, "B D"]:
-    """Convolve one token and update `state`."""
+    """Return the output of one token and update `state`."""
     o, new_state = _one_row(x.unsqueeze(1), weight, bias, activation, state)
     state.copy_(new_state)
     return o.squeeze(1)

@@ -1,4 +1,4 @@
-"""Tiles of the convolution's kernels."""
+"""Tile sizes of the convolution's kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tokenmix_core.chunking import cdiv, next_power_of_2
 
 
 class Conv1dTile(NamedTuple):
-    """BT tokens and BD channels a program, one warp; BU tokens an iteration."""
+    """Tokens (BT) and channels (BD) per program, which is one warp; tokens per iteration (BU)."""
 
     BT: int
     BU: int
@@ -23,6 +23,6 @@ def conv1d_forward_tile(tokens: int, channels: int) -> Conv1dTile:
 
 
 def conv1d_backward_tile(tokens: int, channels: int) -> Conv1dTile:
-    """Return the tile of the backward pass: long ones load fewer tokens twice, many of them fill the device."""
+    """Return the tile of the backward pass: longer runs load fewer tokens twice, shorter ones give more programs."""
     BT = next_power_of_2(cdiv(tokens * cdiv(channels, 128), 4096))
     return Conv1dTile(min(max(BT, 16), 128), 4, 128)

@@ -112,8 +112,8 @@ def forward_kernel(
 
     `remainders` are the rounding errors of the saved states. With `entering` a program scans one segment: it starts at
     the first earlier chunk that is not negligible or, if that is a whole segment or more before, from the entering
-    state. ORDERED: programs take segments, or sequences, in the order of `order`. WRITES chunks share a factor in
-    `writes`.
+    state.
+    ORDERED: programs take segments, or sequences, in the order of `order`. WRITES chunks share a factor in `writes`.
     """
     OUTPUT: tl.constexpr = o is not None
     SAVE: tl.constexpr = residual is not None

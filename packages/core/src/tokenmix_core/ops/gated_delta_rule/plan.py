@@ -40,12 +40,12 @@ class GDNPlan(NamedTuple):
 
     Attributes:
         segment: tokens of the segments that the forward pass scans in parallel, a multiple of 64; 0 for whole
-            sequences. backward_segment: the same for the reverse scan; 0 for whole sequences, which portable kernels
-            always scan.
+            sequences.
+        backward_segment: the same for the reverse scan; 0 for whole sequences, which portable kernels always scan.
         prepare: computes Ã and the gates.
-        outputs: computes o from Ã and the gates. saves_states: whether the forward pass saves R and the chunk states
-            for the backward pass. states: computes R and the chunk states again in the backward pass, if they are not
-            saved.
+        outputs: computes o from Ã and the gates.
+        saves_states: whether the forward pass saves R and the chunk states for the backward pass.
+        states: computes R and the chunk states again in the backward pass, if they are not saved.
         remainders: whether `states` also saves the rounding errors of 16-bit states.
         fused_backward: whether one Gluon kernel computes all gradients, instead of the next two steps.
         backward_state: the reverse scan, which computes dV and the gradients of the states.
@@ -79,9 +79,10 @@ def plan(
 
     Args:
         k, v: `[B, T, H, K]`, `[B, T, HV, V]`.
-        cu_seqlens, qk_l2norm, impl: arguments of the call. others: further tensors that kernels read row by row:
-            queries, gradients of the outputs. has_do: whether the outputs have a gradient; if not, only the final
-            states have one. chunks_per_write: how many chunks share a factor of `writes`; 0 without `writes`.
+        cu_seqlens, qk_l2norm, impl: arguments of the call.
+        others: further tensors that kernels read row by row: queries, gradients of the outputs.
+        has_do: whether the outputs have a gradient; if not, only the final states have one.
+        chunks_per_write: how many chunks share a factor of `writes`; 0 without `writes`.
 
     Raises:
         ValueError: `impl` is "gluon", and Gluon kernels do not run here.

@@ -19,7 +19,7 @@ from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES, dot_precision
 from tokenmix_core.ops.gated_delta_rule.types import Inputs
 
-# The forward scan reads the state that enters a segment unless the decay over the segment before is below 2^-32. Each #
+# The forward scan reads the state that enters a segment unless the decay over the segment before is below 2^-32. Each
 # kernel rounds sums of decays differently, so earlier steps use lower limits: they must compute all that later ones
 # read.
 NEGLIGIBLE = tl.constexpr(-33.0)

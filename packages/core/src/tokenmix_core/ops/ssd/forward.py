@@ -18,7 +18,7 @@ from tokenmix_core.ops.ssd.types import Inputs
 @triton.jit
 def read_out(b_q, b_k, b_v, b_s, b_b, o_i):
     """Return a chunk's outputs, not yet scaled, given the state that enters it."""
-    # computed operands are right operands: as left ones they would be read from registers, which the assemblers of #
+    # computed operands are right operands: as left ones they would be read from registers, which the assemblers of
     # Triton 3.4 to 3.7 compile wrongly on Hopper
     b_p = tl.dot(b_k, tl.trans(b_q), input_precision=FLOAT32_DOT) * causal_decay_transposed(b_b, b_b, o_i, o_i)
     b_ot = tl.dot(tl.trans(b_v), b_p.to(b_v.dtype), input_precision=FLOAT32_DOT)

@@ -30,8 +30,9 @@ States = namedtuple("States", "initial boundaries final totals")
 def scan_states(rows, states, tile, i_g, HV, sizes, REVERSE: tl.constexpr):
     """Scan a tile of the state over a program's tokens.
 
-    Forward: S ← e^total S + Σ_j e^(total − b_j) x_j (Δ_j y_j)ᵀ, where x is k and y is v. Reverse: D ← e^total D + scale
-    Σ_i e^(b_i) x_i y_iᵀ, where x is q and y is do; D is the gradient of the state before the chunk.
+    Forward: S ← e^total S + Σ_j e^(total − b_j) x_j (Δ_j y_j)ᵀ, where x is k and y is v.
+    Reverse: D ← e^total D + scale Σ_i e^(b_i) x_i y_iᵀ, where x is q and y is do; D is the gradient of the state before
+    the chunk.
     """
     K: tl.constexpr = sizes.K
     V: tl.constexpr = sizes.V
@@ -215,7 +216,8 @@ def boundary_states(
 
     Args:
         entering, dleaving: float32 states that enter, and gradients of the states that leave, each sequence (None for
-            zero) or, if `segment` is positive, each segment. with_gradients: False to compute the states only.
+            zero) or, if `segment` is positive, each segment.
+        with_gradients: False to compute the states only.
 
     Returns:
         states and gradients `[slots, HV, K, V]` in the inputs' dtype; initial states' gradient, float32, None for

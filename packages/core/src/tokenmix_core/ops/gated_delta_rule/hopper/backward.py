@@ -195,7 +195,7 @@ def epilogue(pointers, tiles, stages, barriers, scale, length, steps, warm, HV: 
         s_ef.store(b_dk.to(dtype))
         hopper.store_rows(p_dk + o_0 * D, s_ef, HV * D, rows, 4)
         # dg_t sums db, the gradient of the cumulative decay b, from t to the chunk's end; every warp computes the whole
-        # vector # dg. Where the decay is clamped, dg is zero.
+        # vector dg. Where the decay is clamped, dg is zero.
         dg_t = gl.associative_scan(s_db.load(line), 0, hopper.add, reverse=True) + end
         dg_t = gl.where(g_t * LOG2_E < LOWEST, 0.0, dg_t)
         gl.store(p_dg + o_0 + o_t * HV, dg_t.to(p_dg.dtype.element_ty), mask=o_t < rows)

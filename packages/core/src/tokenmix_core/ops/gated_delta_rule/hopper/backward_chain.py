@@ -51,7 +51,7 @@ def initialise_barriers(barriers):
     mbarrier.init(barriers.index(SUMMED), 2)
 
 
-# rows: tokens from the first scanned chunk (the last in time) to the sequence's end; steps: chunks to scan; warm: how #
+# rows: tokens from the first scanned chunk (the last in time) to the sequence's end; steps: chunks to scan; warm: how
 # many of these belong to later segments; known, wanted: how many columns of dS to load before and store after the scan
 Span = namedtuple("Span", "rows steps warm known wanted")
 

@@ -98,7 +98,7 @@ def apply_write_factor(b_x, out_i, beta_i, writes, dwrites, o_w):
 
 # pointers at a chunk's values of g, dg and dβ, and at the partial sums of ⟨dS', S⟩
 GatePointers = namedtuple("GatePointers", "g dg dbeta end")
-# vectors in the row layout: β; the gradients of b and of β; and the part of β's gradient that comes from the state #
+# vectors in the row layout: β; the gradients of b and of β; and the part of β's gradient that comes from the state
 # leaving the chunk
 GateGradients = namedtuple("GateGradients", "beta db dbeta out")
 

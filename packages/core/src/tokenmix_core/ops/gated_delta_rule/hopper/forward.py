@@ -44,7 +44,7 @@ Results = namedtuple("Results", "s r")
 Pipeline = namedtuple("Pipeline", "full empty")
 # the scan's barriers: full and empty of each stage; for S and for R one "stored" and one "read" barrier
 Barriers = namedtuple("Barriers", "full empty states residuals")
-# rows: tokens from the first scanned chunk to the sequence's end; chunks: scanned chunks; before: how many of these #
+# rows: tokens from the first scanned chunk to the sequence's end; chunks: scanned chunks; before: how many of these
 # precede the segment, so that their results are not stored
 Span = namedtuple("Span", "rows before chunks")
 # flags: q is normalised; outputs are computed; S and R are saved. All are constexprs, for branches at compile time

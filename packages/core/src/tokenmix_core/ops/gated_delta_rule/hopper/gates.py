@@ -34,7 +34,7 @@ def write_factor(writes, slot, i_hv, HV):
 
 
 # vectors of a chunk in shared memory, which registers of any layout can load. b; p: β r, later the factor of dO; w: the
-# # factor of R in the next state, 2^(b_last − b) β r; y: −γ r; q: the scale times the inverse norms of q
+# factor of R in the next state, 2^(b_last − b) β r; y: −γ r; q: the scale times the inverse norms of q
 GateVectors = namedtuple("GateVectors", "b p w y q")
 
 

@@ -10,12 +10,12 @@ from tokenmix_core.kernels.gluon.hopper import add, locate_chunk
 # log2 of the largest decay that counts as negligible, compared with the rounding of 16-bit operands
 NEGLIGIBLE = gl.constexpr(-32.0)
 # returned instead of the decay of a chunk whose write factor is outside [0, 1], as decays then do not bound the state;
-# # larger than the magnitude of any sum of decays
+# larger than the magnitude of any sum of decays
 UNBOUNDED = gl.constexpr(1e30)
 
 
 # i_s, i_hv: indices of the segment and the value head; i_n, begin, length: index, first row and length of the sequence;
-# # first: position of the segment's first token in the sequence
+# first: position of the segment's first token in the sequence
 Segment = namedtuple("Segment", "i_s i_hv i_n begin length first")
 # write factors (None if all are 1), the slot of the sequence's first chunk, a value head, and the number of heads
 Factors = namedtuple("Factors", "writes slot i_hv HV")
