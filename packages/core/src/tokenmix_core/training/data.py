@@ -1,7 +1,7 @@
-"""Training rows: fixed chunks of token files and synthetic tasks, in an order that the seed and the epoch decide.
+"""Training rows from token files and synthetic tasks, in an order that depends on the seed and the epoch.
 
-Row i of a run depends on the recipe and i alone. A run that resumes at row i therefore continues exactly as a run that
-was killed there would have, on any number of processes, without reading earlier rows.
+Row i of a run depends only on the recipe and on i. A run that is killed before row i and resumed therefore continues as
+if it had not been killed, on any number of processes, without reading earlier rows.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ IGNORE_INDEX = synthetic.IGNORE_INDEX
 _BLOCK = 1000
 
 
-# from a row's index, further inputs of the model by name, one value a token
+# maps a row's index to further inputs of the model by name, with one value per token
 RowInputs = Callable[[int], dict[str, Tensor]]
 
 
 class Row(TypedDict):
-    """A row of T tokens.
+    """A row of T tokens, with labels.
 
     Attributes:
         input_ids, labels: `[T]` int64.
-        boundaries: where documents begin inside the row.
-        inputs: by name, further inputs of the model, `[T, ...]`.
+        boundaries: positions inside the row at which documents begin.
+        inputs: further inputs of the model by name, `[T, ...]`.
     """
 
     input_ids: Int[Tensor, "T"]
@@ -47,9 +47,10 @@ class Row(TypedDict):
 
 
 def permuted(index: int, size: int, key: Sequence[int]) -> int:
-    """Return the image of `index` under a random permutation of `range(size)` that `key` chooses; no table is kept.
+    """Return the image of `index` under a permutation of `range(size)` that is random but determined by `key`.
 
-    Four rounds of a Feistel network over the next even number of bits; images outside the range are mapped again.
+    No table is stored: a Feistel network of four rounds permutes the next larger even number of bits, and is applied
+    again to images outside the range.
     """
     if not 0 <= index < size:
         raise ValueError(f"permuted: index must be from 0 to {size - 1}, got {index}")
@@ -67,7 +68,7 @@ def permuted(index: int, size: int, key: Sequence[int]) -> int:
 
 
 class ChunkRows(Dataset):
-    """The chunks `[i·T, (i + 1)·T)` of a token file, shuffled for each epoch; row i belongs to epoch i // chunks.
+    """The chunks `[i·T, (i + 1)·T)` of a token file, shuffled in each epoch; row i belongs to epoch i // chunks.
 
     Raises:
         ValueError: the file is shorter than one chunk.
@@ -88,25 +89,25 @@ class ChunkRows(Dataset):
 
 
 class GrowingRows(Dataset):
-    """An endless supply of examples of a task that has a size, from small to large.
+    """An endless supply of examples of a synthetic task; examples grow in the first part of training.
 
-    The size P of an example is drawn evenly from `largest`, `largest` / 2, `largest` / 4, …, down to 2. If packed, its
-    length is 4P, 8P, 16P, … tokens, at least 16 and at most T. Models learn recall faster from short examples: over the
-    first `ramp_rows` rows the sizes are added one by one, at shrinking intervals, and no example is longer than 16
-    times the largest size added so far. A subclass defines `examples`, which makes the examples, and `draws`, which
-    returns the random generator of a row's size and length.
+    The size P of an example is one of `largest`, `largest` / 2, `largest` / 4, …, 2, with equal probability. If
+    `packed`, its length is one of 4P, 8P, 16P, … tokens, at least 16 and at most T. Models learn recall faster from
+    short examples. So over the first `ramp_rows` rows the sizes are added one by one, at shrinking intervals, and no
+    example is longer than 16 times the largest size added so far. A subclass defines `examples`, which makes examples,
+    and `draws`, which returns the random generator for a row's size and length.
 
     Args:
-        seq_len: T, the tokens of a row.
+        seq_len: T, the tokens in a row.
         largest: the largest size of an example.
-        vocab_size: of the tokens of an example.
-        seed: rows are a function of the seed and their index.
-        packed: fill a row with examples of one size, with boundaries between them; else each has T tokens and a row of
-            its own.
-        ramp_rows: rows until all sizes occur; 0 for at once.
+        vocab_size: how many different tokens examples are made of.
+        seed: rows are a function of this seed and their index.
+        packed: fill each row with examples of one size, with boundaries between them; else a row is one example of T
+            tokens.
+        ramp_rows: the number of rows after which all sizes occur; 0 if all occur at once.
 
     Raises:
-        ValueError: sizes that are too small for an example.
+        ValueError: a size is too small for an example.
     """
 
     def __init__(
@@ -116,15 +117,15 @@ class GrowingRows(Dataset):
         self.packed, self.ramp_rows = packed, ramp_rows
         self.sizes = [largest >> i for i in range(largest.bit_length()) if largest >> i >= 2] or [largest]
         self.sizes.sort()
-        # raise for bad sizes before training begins
+        # raise errors about sizes before training begins
         self.examples(1, seq_len, largest, 0)
 
     def examples(self, count: int, seq_len: int, size: int, first: int) -> synthetic.RecallExamples:
-        """Return `count` examples of one length and size, from the index `first` on."""
+        """Return `count` examples of one length and size; `first` is the index of the first of them."""
         raise undefined(self, "examples(count, seq_len, size, first)", "which makes the examples")
 
     def draws(self, index: int) -> np.random.Generator:
-        """Return the random generator of a row."""
+        """Return the random generator for the size and length of a row's examples."""
         raise undefined(self, "draws(index)", "which returns the random generator of a row")
 
     def __getitem__(self, index: int) -> Row:
@@ -140,7 +141,7 @@ class GrowingRows(Dataset):
             length = shortest << int(rng.integers((longest // shortest).bit_length()))
         count, rest = divmod(self.seq_len, length)
         first = index * self.seq_len
-        # the last example takes the rest of the row
+        # the last example also takes the tokens that are left in the row
         parts = (
             self.examples(count - 1, length, size, first),
             self.examples(1, length + rest, size, first + count - 1),
@@ -150,7 +151,7 @@ class GrowingRows(Dataset):
 
 
 class MQARRows(GrowingRows):
-    """Multi-query associative recall; see `tokenmix_core.data.synthetic.mqar`. The size of an example is its pairs."""
+    """Multi-query associative recall, see `tokenmix_core.data.synthetic.mqar`. An example's size counts its pairs."""
 
     def examples(self, count: int, seq_len: int, size: int, first: int) -> synthetic.RecallExamples:
         options: dict[str, Any] = {"vocab_size": self.vocab_size, "seed": self.seed, "first": first}
@@ -163,11 +164,11 @@ class MQARRows(GrowingRows):
 class CopyRows(GrowingRows):
     """Copying and selective copying; see `tokenmix_core.data.synthetic.copying`.
 
-    The size of an example is its tokens to copy.
+    The size of an example is the number of tokens to copy.
 
     Args:
         task: "copying" or "selective-copying".
-        sizes, options: see `GrowingRows`; the vocabulary includes the blank and the marker.
+        sizes, options: as for `GrowingRows`; the vocabulary includes the blank and the marker.
     """
 
     def __init__(self, task: str, *sizes: int, **options: Any) -> None:
@@ -183,21 +184,21 @@ class CopyRows(GrowingRows):
 
 
 class NiahRows(Dataset):
-    """An endless supply of haystacks with hidden facts, each followed by questions; only the answers are scored.
+    """An endless supply of haystacks that hide facts and end with questions; the loss counts only the answers.
 
-    Facts and questions are those of S-NIAH (`tokenmix_core.data.synthetic.niah`). One fact per prompt is too little to
-    learn from, so an example hides 1, 2 or 4 facts, equally likely (fewer if they do not fit), in a haystack of random
-    length, and ends with an end token. Over the first `ramp_rows` rows examples grow at an increasing rate, from one
-    fact and 256 tokens to four facts and T tokens.
+    Facts and questions are those of S-NIAH (`tokenmix_core.data.synthetic.niah`). Models learn too little from one fact
+    per example, so an example hides 1, 2 or 4 facts with equal probability (fewer if they do not fit) in a haystack of
+    random length, and ends with an end token. Over the first `ramp_rows` rows examples grow at an increasing rate, from
+    one fact and 256 tokens to four facts and T tokens.
 
     Args:
         task: "s-niah-1", "s-niah-2" or "s-niah-3".
         tokenizer: turns the text into tokens.
-        text: running text to hide facts in, for the second and third task.
-        seq_len: T.
-        seed: rows are a function of the seed and their index.
-        packed: fill a row with examples, with boundaries between them; else each has a row of its own.
-        ramp_rows: rows until examples have grown; 0 for at once.
+        text: running text in which facts are hidden, for the second and third task.
+        seq_len: T, the tokens in a row.
+        seed: rows are a function of this seed and their index.
+        packed: fill each row with examples, with boundaries between them; else each example has a row of its own.
+        ramp_rows: the number of rows over which examples grow; 0 if they have full size at once.
 
     Raises:
         ValueError: a row is too short for a fact and its question.
@@ -230,7 +231,7 @@ class NiahRows(Dataset):
         return encode_texts(self.tokenizer, [text])[0]
 
     def _haystack(self, rng: np.random.Generator) -> list[int]:
-        """Return the tokens of a row in which facts are hidden."""
+        """Return the tokens of the text in which a row's facts are hidden."""
         if self.text is None:
             return self._noise
         start = int(rng.integers(max(1, len(self.text) - self.seq_len)))
@@ -239,7 +240,7 @@ class NiahRows(Dataset):
     def _example(
         self, rng: np.random.Generator, haystack: list[int], longest: int, facts: int
     ) -> tuple[list[int], list[int]]:
-        """Return tokens and labels of an example with at most `facts` facts; empty lists if no fact fits."""
+        """Return tokens and labels of an example with at most `facts` facts; empty lists if not even one fact fits."""
         drawn = {needle.key: needle for needle in (synthetic.needle(self.task, rng) for _ in range(facts))}
         hidden, asked, free = [], [], longest - 1
         for needle in drawn.values():
@@ -294,13 +295,14 @@ class NiahRows(Dataset):
 
 
 class MixedRows(Dataset):
-    """`length` rows taken from several datasets in fixed shares.
+    """A dataset of `length` rows that mixes several datasets in fixed shares.
 
-    Every block of 1,000 rows holds the same number of each dataset's rows, in one random order; a dataset's own rows
-    are taken in their order. `inputs` adds further inputs of the model to a row, a function of its index alone.
+    Every block of 1,000 rows has the same number of rows from each dataset, in one random order. The rows of each
+    dataset are taken in their own order. `inputs` maps a row's index to further inputs of the model, which are added to
+    the row.
 
     Raises:
-        ValueError: weights that are not positive, or so small that a block has no row of theirs.
+        ValueError: a weight is not positive, or so small that a block would have no row of this dataset.
     """
 
     def __init__(
@@ -327,7 +329,7 @@ class MixedRows(Dataset):
 
     @property
     def token_files(self) -> list[TokenFile]:
-        """The token files that rows are cut from or hide facts in."""
+        """The token files that rows are cut from, or whose text hides facts."""
         files = [getattr(dataset, "file", getattr(dataset, "text", None)) for dataset in self.datasets]
         return [file for file in files if isinstance(file, TokenFile)]
 
@@ -346,7 +348,7 @@ def _inputs(row: Row) -> dict[str, Tensor]:
 
 
 def collate_joined(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """A batch `[B, T]` in which the documents of a row see each other. The first token of a row is never predicted."""
+    """Return a batch `[B, T]` in which a row's documents see each other. A row's first token is never predicted."""
     labels = torch.stack([row["labels"] for row in rows])
     labels[:, 0] = IGNORE_INDEX
     more = {name: torch.stack([_inputs(row)[name] for row in rows]) for name in _inputs(rows[0])}
@@ -354,11 +356,11 @@ def collate_joined(rows: Sequence[Row]) -> dict[str, Tensor]:
 
 
 def collate_separate(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """A packed batch `[1, B·T]` in which no document sees another.
+    """Return a packed batch `[1, B·T]` in which no document sees another.
 
-    `cu_seqlens` holds the boundaries of rows and documents. It is filled up with empty sequences to a power of two plus
-    one, so that a compiled model meets few shapes. The first token of a sequence is never predicted, because
-    the token before it belongs to another document.
+    `cu_seqlens` holds the boundaries of rows and documents. Empty sequences pad it to a power of two plus one elements,
+    so that a compiled model meets few shapes. The first token of a sequence is never predicted, because the token
+    before it belongs to another document.
     """
     input_ids = torch.cat([row["input_ids"] for row in rows])
     labels = torch.cat([row["labels"] for row in rows])

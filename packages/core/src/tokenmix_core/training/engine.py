@@ -30,7 +30,7 @@ from tokenmix_core.training.recipe import OptimizerRecipe
 from tokenmix_core.training.sharded_trainer import ShardedTrainer, reading
 from tokenmix_core.training.weight_decay import decay_parameter_names
 
-# dense bfloat16 FLOP/s by a part of the GPU's name; the first match counts
+# dense bfloat16 FLOP/s by a part of the GPU's name; the first part that matches counts
 PEAK_FLOPS = (
     ("B200", 2250e12),
     ("GH200", 989e12),
@@ -43,25 +43,25 @@ PEAK_FLOPS = (
     ("L40S", 362e12),
     ("RTX 4090", 165e12),
 )
-# FLOPs per micro-batch and layer below which a GPU waits for the CPU that launches kernels: at .84e12 graphs made steps
-# 1.6 times as fast, at 3.4e12 1.01 times (docs/step_time.md)
+# FLOPs per micro-batch and layer below which a GPU waits for the CPU to launch kernels: with .84e12 FLOPs CUDA graphs
+# made steps 1.6 times as fast, with 3.4e12 1.01 times (docs/step_time.md)
 _LAUNCH_BOUND_FLOPS = 2e12
 
 
 class RecipeTrainer(ShardedTrainer):
-    """The Trainer of a recipe.
+    """The Trainer that runs a recipe.
 
-    It adds the recipe's schedule and weight decay; training without a cache; tokens/s, model-FLOPs utilisation and
-    auxiliary losses in the log; atomic checkpoints; an error as soon as the loss or a weight is not finite; and CUDA
-    graphs.
+    It adds: the recipe's learning rates and weight decay; training without a cache; tokens/s, model-FLOPs utilisation
+    and auxiliary losses in the log; atomic checkpoints; an error as soon as the loss or a weight is not finite; and
+    CUDA graphs.
 
     Args:
-        schedule: the schedule of the learning rate, and the batch.
-        seq_len: T, tokens of a row.
-        identity: the values that a checkpoint must agree with.
-        training_graph: whether forward and backward passes are captured as CUDA graphs, as in `RunRecipe`.
-        context_parallel: ranks over which each row is split.
-        sharded_checkpoint: whether every rank writes its shards into checkpoints.
+        schedule: the part of the recipe with learning rates and batch sizes.
+        seq_len: T, the tokens in a row.
+        identity: values that a checkpoint must have in its manifest to be resumed.
+        training_graph: whether to capture forward and backward passes as CUDA graphs, as in `RunRecipe`.
+        context_parallel: number of ranks over which each row is split.
+        sharded_checkpoint: whether every rank writes its own shards into checkpoints.
     """
 
     def __init__(
@@ -81,10 +81,11 @@ class RecipeTrainer(ShardedTrainer):
         self.schedule, self.identity, self.training_graph = schedule, identity, training_graph
         self._graphed_step: GraphedStep | None = None
         self.output_dir = Path(str(self.args.output_dir))
-        # our models divide their summed loss terms by num_items_in_batch themselves
+        # our models divide the summed loss by num_items_in_batch themselves
         self.model_accepts_loss_kwargs = True
         self._redirected: Path | None = None
-        # auxiliary losses of the last micro-batch; sums since the last line of the log; steps done before
+        # auxiliary losses of the last micro-batch; their sums since the last line of the log; steps done before that
+        # line
         self._terms: dict[str, Tensor] = {}
         self._auxiliary: dict[str, Tensor] = {}
         self._steps_before = 0
@@ -96,13 +97,13 @@ class RecipeTrainer(ShardedTrainer):
         self._flops_per_token = flops(seq_len) if flops is not None else None
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Return the names of matrices; see `decay_parameter_names`."""
+        """Return the names of the parameters that weight decay applies to, see `decay_parameter_names`."""
         return decay_parameter_names(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Return the schedule of the recipe."""
+        """Return the recipe's learning-rate schedule, and create it at the first call."""
         if self.lr_scheduler is None:
-            # a plain function, so that the scheduler saves its step alone
+            # a plain function: LambdaLR saves callable objects in checkpoints, but not functions
             factor = self.schedule.learning_rate_factor
             chosen: Any = optimizer or self.optimizer
             self.lr_scheduler = LambdaLR(chosen, lambda step: factor(step))
@@ -110,9 +111,9 @@ class RecipeTrainer(ShardedTrainer):
         return self.lr_scheduler
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return the loader of the rows in order; its processes ignore Ctrl-C and SIGTERM."""
+        """Return a loader of the rows in order; its worker processes ignore Ctrl-C and SIGTERM."""
         loader = super().get_train_dataloader()
-        # accelerate keeps the loader that starts the processes inside its own
+        # accelerate wraps the loader that starts the worker processes
         inner = getattr(loader, "base_dataloader", loader)
         if self._split is not None:
             self._split.give_rows_to_groups(inner)
@@ -122,7 +123,7 @@ class RecipeTrainer(ShardedTrainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Run the forward and backward passes of a micro-batch, as a CUDA graph if possible and asked for."""
+        """Run the forward and backward pass of a micro-batch, as a CUDA graph if possible and asked for."""
 
         self._seed_step()
 
@@ -132,7 +133,7 @@ class RecipeTrainer(ShardedTrainer):
 
         step = super().training_step
         if self.training_graph != "never" and self._graphed_step is None:
-            # in the first step, as callbacks may have changed the model before
+            # not before the first step, because callbacks may change the model until then
             self._graphed_step = self._make_graphed_step(model)
         self._stepped = True
         if self._graphed_step is None:
@@ -148,7 +149,7 @@ class RecipeTrainer(ShardedTrainer):
         return losses.loss
 
     def _seed_step(self) -> None:
-        """Seed the random generators of a step, so that ranks draw different noise and a resumed run the same."""
+        """Seed a step's random generators: dropout differs between ranks, and a resumed run repeats it."""
         step = self.state.global_step
         if self._seeded != step:
             self._seeded = step
@@ -156,11 +157,11 @@ class RecipeTrainer(ShardedTrainer):
             set_seed(int(rng.stream("dropout", *key).integers(2**32)))
 
     def release_graphs(self) -> None:
-        """Free the memory of CUDA graphs."""
+        """Drop the CUDA graphs and free their memory."""
         self._graphed_step = None
 
     def _make_graphed_step(self, model: nn.Module) -> GraphedStep | None:
-        """Return the step that captures graphs, or None; warn if they were demanded and are impossible."""
+        """Return a `GraphedStep`, or None if graphs are of no use ("auto") or impossible ("always" warns of that)."""
         auto = self.training_graph == "auto"
         try:
             if self.args.world_size > 1:
@@ -176,7 +177,7 @@ class RecipeTrainer(ShardedTrainer):
             return None
 
     def _is_launch_bound(self, model: nn.Module) -> bool:
-        """Return whether layers compute so little that launching them takes longer."""
+        """True if layers have so little to compute that launching their kernels takes longer."""
         layers = getattr(getattr(model, "config", None), "num_hidden_layers", None)
         tokens = self.schedule.batch_tokens / self.args.gradient_accumulation_steps
         return (
@@ -192,7 +193,7 @@ class RecipeTrainer(ShardedTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return the model's loss, without a cache, which would let packed documents see each other."""
+        """Return the model's loss. No cache is used, because with a cache packed documents would see each other."""
         inputs = {**inputs, "use_cache": False}
         outputs: Any
         inputs, split = (inputs, nullcontext()) if self._split is None else self._split.of(inputs)
@@ -212,7 +213,7 @@ class RecipeTrainer(ShardedTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add throughput and auxiliary losses to a line of the training log.
 
-        The summary of a finished run that is resumed, which trains nothing, is left out.
+        Leave out the summary line if a finished run is resumed and trains nothing.
 
         Raises:
             FloatingPointError: the loss or the norm of the gradient is not finite.
@@ -235,7 +236,7 @@ class RecipeTrainer(ShardedTrainer):
         now, step = time.perf_counter(), self.state.global_step
         steps = step - (self._logged[1] if self._logged else 0)
         for name, total in sorted(self._auxiliary.items()):
-            # each process holds its share of the sum over a whole batch
+            # each process holds its share of a sum over the whole batch
             logs[name] = self._gathered(total).sum().item() / max(1, step - self._steps_before)
         self._auxiliary.clear()
         if self._logged is not None and steps:
@@ -259,7 +260,7 @@ class RecipeTrainer(ShardedTrainer):
             finally:
                 self._redirected = None
             if aside.is_dir():
-                # on a network file system, only the writer of a file can wait for it
+                # on a network file system, only the process that wrote a file can wait until it is on disk
                 sync_tree(aside)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
@@ -288,7 +289,7 @@ class RecipeTrainer(ShardedTrainer):
         return writing(what, self.output_dir, RuntimeError, SafetensorError)
 
     def _require_finite_weights(self, model: nn.Module) -> None:
-        # each process checks its own part of a sharded parameter
+        # each process checks the shards that it holds
         parameters = [getattr(p, "_local_tensor", p) for p in model.parameters()]
         finite = torch.stack([p.detach().isfinite().all() for p in parameters if p.numel()]).all()
         if not self._gathered(finite).all():
@@ -298,13 +299,13 @@ class RecipeTrainer(ShardedTrainer):
             )
 
     def _gathered(self, value: Tensor) -> Tensor:
-        """Return a scalar of every process, `[processes]`."""
+        """Return the value of a scalar on every process, `[processes]`."""
         gathered = self.accelerator.gather(value[None])
         assert isinstance(gathered, Tensor)
         return gathered
 
     def save_final(self) -> None:
-        """Write model and tokenizer into the output folder; each file appears whole."""
+        """Write model and tokenizer into the output folder; a kill leaves each file whole or absent."""
         aside = self.output_dir / checkpoint.PARTIAL
         with self._writing("the model"):
             self.save_model(str(aside))
@@ -317,7 +318,7 @@ class RecipeTrainer(ShardedTrainer):
 
 
 def _leave_signals_to_trainer(then: Callable[[int], None] | None, worker: int) -> None:
-    # both signals reach the whole process group; if a reader died, the run would end before its checkpoint
+    # Ctrl-C and SIGTERM reach the whole process group: if a worker ended, the run would fail before its checkpoint
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if then is not None:
@@ -325,11 +326,11 @@ def _leave_signals_to_trainer(then: Callable[[int], None] | None, worker: int) -
 
 
 def device_name(args: TrainingArguments) -> str:
-    """Return the name of the device of a run."""
+    """Return the name of the GPU, or of the device type, that a run uses."""
     cuda = args.device.type == "cuda"
     return torch.cuda.get_device_name(args.device) if cuda else platform.processor() or platform.machine()
 
 
 def peak_flops(device_name: str, *, bf16: bool) -> float | None:
-    """Return dense bfloat16 FLOP/s of a GPU by its name; None if unknown or not in bfloat16."""
+    """Return a GPU's dense bfloat16 FLOP/s by its name; None if the GPU is unknown or the run does not use bfloat16."""
     return next((peak for part, peak in PEAK_FLOPS if part in device_name), None) if bf16 else None

@@ -1,4 +1,4 @@
-"""Fit a recipe's mixers to another depth or width that a flag asks for."""
+"""Adapt a recipe's mixers to another depth or width that a flag sets."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tokenmix_core.nn.registry import find_mixer
 
 
 def fitted(model: Mapping[str, Any], given: Mapping[str, Sequence[Sequence[str]]]) -> tuple[dict[str, Any], list[str]]:
-    """Return the model's fields with labels for its depth and heads for its width, and a line for each change.
+    """Return the model's fields with mixers adapted to its depth, heads to its width, and a line of text per change.
 
     Only fields that no flag sets are changed, and only if they do not fit `num_hidden_layers` or `hidden_size`.
 
     Args:
-        model: the fields after all flags.
-        given: names of the fields that flags set, each with the keys inside it.
+        model: the fields after all flags were applied.
+        given: the fields that flags set, by name, each with the keys inside it that were set.
     """
     model, lines = dict(model), []
     labels, options = model.get("mixers"), model.get("mixer_options") or {}
@@ -45,25 +45,26 @@ def fitted(model: Mapping[str, Any], given: Mapping[str, Sequence[Sequence[str]]
 
 
 def _labels(labels: list[str], layers: int) -> list[str]:
-    """Return the pattern's first layers that have all of its labels, or repeat the pattern."""
+    """Return `layers` labels: repeat the pattern if it is shorter, else take the first part with the most mixers."""
     if layers >= len(labels):
         return (labels * (layers // len(labels) + 1))[:layers]
     parts = [labels[i : i + layers] for i in range(len(labels) - layers + 1)]
     if layers < len(set(labels)):
-        # hybrids end with the layer that the recipe is about
+        # with fewer layers than mixers prefer the end of the pattern, where hybrids have the mixer that the recipe is
+        # about
         parts.reverse()
     return max(parts, key=lambda part: len(set(part)))
 
 
 def _defaults(label: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the default head size of a mixer whose heads follow from it."""
+    """Return the default head size of a mixer that computes its head count from it; else an empty dict."""
     parameters = inspect.signature(find_mixer(options.get("type", label))).parameters
     heads, size = (parameters[name].default if name in parameters else 0 for name in ("num_heads", "head_dim"))
     return {"head_dim": size} if heads is None and "num_heads" not in options else {}
 
 
 def _heads(options: Mapping[str, Any], width: int) -> Mapping[str, Any]:
-    """Return the options with head counts that divide the width into heads of a multiple of 4."""
+    """Return the options with a head count (or head size) that divides the width; head sizes stay multiples of 4."""
     heads, size, groups = (options.get(name) for name in ("num_heads", "head_dim", "num_kv_heads"))
     if isinstance(heads, int) and size is None and width % (4 * heads):
         heads = gcd(heads, max(1, width // 4))

@@ -1,4 +1,4 @@
-"""The manifest of a run, plain data beside it, and the recipe of a run that is resumed."""
+"""The manifest of a run (plain data in `run.json`), and the recipe of a run that is resumed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_manifest(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
     args, model = trainer.args, trainer.model
     rows: Any = trainer.train_dataset
     assert model is not None
-    # core, and the package of the model
+    # the versions of core and of the package that defines the model
     packages = [sys.modules[name] for name in ("tokenmix_core", type(model).__module__.partition(".")[0])]
     return {
         "recipe": recipe.name,
@@ -61,7 +61,7 @@ def read_manifest(output_dir: str | Path) -> dict[str, Any]:
     """Return the manifest of the run in a folder.
 
     Raises:
-        ValueError: there is none, or one that cannot be read.
+        ValueError: the folder has no manifest, or it cannot be read.
     """
     path = Path(output_dir) / RUN_MANIFEST
     if not path.is_file():
@@ -76,7 +76,7 @@ def read_manifest(output_dir: str | Path) -> dict[str, Any]:
 
 
 def trained_on(folder: str | Path) -> TrainedOn:
-    """Return the text of a run from the manifest in its folder, or in the one above, where checkpoints are."""
+    """Return the training text of a run, from the manifest in the folder or, for a checkpoint, in its parent."""
     for path in (Path(folder), Path(folder).parent):
         if (path / RUN_MANIFEST).is_file():
             manifest = read_manifest(path)
@@ -96,18 +96,18 @@ def trained_on(folder: str | Path) -> TrainedOn:
 def resumed(
     recipe: Recipe, output_dir: str | Path, flags: Sequence[str] = (), config: str | Path | None = None
 ) -> Recipe:
-    """Return the recipe of the run in a folder, so that no field has to be given again.
+    """Return the recipe of the run in a folder, so that its fields need not be given again.
 
-    Flags, and fields of a file, may change how the run is executed, but none of the fields that its loss curve depends
-    on. Without a manifest in the folder they are the only source; the checkpoint is still compared with them.
+    Flags, and fields of a file, may change how the run is executed, but no field that its loss curve depends on. If the
+    folder has no manifest, the recipe gets only those flags and fields; the checkpoint is still compared with it.
 
     Args:
-        recipe: the recipe that the run was begun with, before any field of it was overridden.
+        recipe: the recipe that the run was started with, before any of its fields was overridden.
         output_dir: the folder of the run.
         flags, config: as for `overridden`.
 
     Raises:
-        ValueError: a manifest that cannot be read or is another recipe's, or a field that contradicts it.
+        ValueError: the manifest cannot be read or belongs to another recipe, or a given field contradicts it.
     """
     path = Path(output_dir) / RUN_MANIFEST
     if not path.is_file():
@@ -121,7 +121,7 @@ def resumed(
     except ValueError as error:
         raise ValueError(f"{path} holds what the recipe {name!r} cannot take: {error}") from error
     made = overridden(begun, flags, config)
-    # corpora may have moved; the checkpoint is compared by their contents
+    # token files may have moved since; a checkpoint is compared by their contents
     was, now = ({k: v for k, v in x.identity().items() if k != "sources"} for x in (begun, made))
     if differing := sorted(k for k in was if was[k] != now[k]):
         told = "; ".join(f"{k} was {was[k]!r} and is {now[k]!r}" for k in differing)

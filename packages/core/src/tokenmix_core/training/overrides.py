@@ -20,21 +20,21 @@ from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, R
 def overridden(
     recipe: Recipe, flags: Sequence[str] = (), config: str | Path | Mapping[str, Any] | None = None
 ) -> Recipe:
-    """Return the recipe with fields replaced by those of a YAML file, and then by flags.
+    """Return the recipe with fields replaced, first by those of a YAML file, then by flags.
 
-    If `total_tokens` is lowered and `warmup_tokens` is not given, the warm-up keeps its share of the run; a line on
-    stderr says so. Likewise, if the depth or the width changes and its labels or heads are not given, the model gets
-    labels or heads that fit.
+    If `total_tokens` is lowered and `warmup_tokens` is not given, the warm-up keeps its share of the run. If the depth
+    or the width changes and mixers or heads are not given, the model gets mixers or heads that fit. A line on stderr
+    reports each such change.
 
     Args:
-        recipe: the recipe to begin with.
+        recipe: the recipe to change.
         flags: `--field value ...`; `--model.field value` sets a field of the model's config, and
             `--model.mixer_options.label.option value` one entry of a field that has entries.
-        config: a YAML file with `field: value` lines and, under `model:`, fields of the model's config; or a mapping
-            of them, such as `Recipe.values` gives.
+        config: a YAML file with lines `field: value` and, below `model:`, fields of the model's config; or a mapping of
+            the same form, such as `Recipe.values` returns.
 
     Raises:
-        ValueError: an unknown field, with the nearest known one, or a value that does not fit its field.
+        ValueError: a field is unknown (the message names the closest one), or a value does not fit its field.
     """
     parser = _parser(recipe)
     model = dict(recipe.model)
@@ -101,7 +101,7 @@ def _fields() -> list[str]:
 
 
 def _model_fields(recipe: Recipe) -> list[str]:
-    # transformers takes a second to import, and `info` needs no model
+    # imported here, because transformers takes a second to import, and the command `info` needs no model
     from tokenmix_core.modeling.config import DERIVED, HybridConfig
 
     config = recipe.model_config()
@@ -118,7 +118,7 @@ def _known_name(shown: str, name: str, known: Sequence[str]) -> str:
 
 
 def _with(old: Any, inside: Sequence[str], value: Any, flag: str) -> Any:
-    """Return the value, or a copy of `old` with the value as its entry at the keys `inside`."""
+    """Return `value`, or, if there are keys `inside`, a copy of `old` in which `value` is the entry at these keys."""
     if not inside:
         return value
     if not isinstance(old, Mapping | None):
@@ -145,7 +145,7 @@ def _yaml_value(flag: str, text: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{flag}: {text!r} is not valid YAML: {error}") from error
     if isinstance(value, str):
-        # YAML takes 1e-6 for text
+        # YAML reads 1e-6 as text
         try:
             return float(value)
         except ValueError:

@@ -1,4 +1,4 @@
-"""FSDP2: whether gathered parameters stay between layers and micro-batches, by a rule of sizes and memory."""
+"""FSDP2: decide from sizes and memory whether gathered parameters are freed after each layer or after each step."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch.distributed.fsdp import FSDPModule
 
 Resharding = Literal["auto", "always", "never"]
 
-# bytes of activations for each token, layer and channel in bfloat16: Gated DeltaNet of 380M takes 35.9 GiB on one H100
-# with 32,768 tokens (docs/step_time.md), of which 16 bytes a parameter are weights, gradients and moments
+# bytes of bfloat16 activations per token, layer and channel. Measured: Gated DeltaNet of 380M takes 35.9 GiB on one
+# H100 with 32,768 tokens (docs/step_time.md), of which weights, gradients and moments take 16 bytes per parameter
 _ACTIVATION_BYTES = 42
-# of logits and their gradient for each token and entry of the vocabulary
+# bytes of logits and their gradient per token and vocabulary entry
 _LOGIT_BYTES = 10
-# share of the memory that the allocator can fill
+# fraction of the memory that the allocator can use
 _USABLE = 0.85
 
 
 class MemoryPlan(NamedTuple):
-    """The estimate of a rank's memory, in bytes.
+    """An estimate of the memory that a rank needs, in bytes.
 
     Attributes:
-        available: memory of the device, or the rank's share of the host's.
+        available: memory of the device or, on a CPU, the rank's share of the host's memory.
         kept: peak if gathered parameters and their gradients stay until the end of a step.
-        replicated: peak of DDP.
+        replicated: peak with DDP instead of FSDP2.
     """
 
     available: float
@@ -34,11 +34,11 @@ class MemoryPlan(NamedTuple):
     replicated: float
 
     def reshards(self, asked: Resharding) -> bool:
-        """Return whether gathered parameters are freed after each layer, and gradients reduced in each micro-batch."""
+        """True if gathered parameters are freed after each layer, and gradients are reduced in each micro-batch."""
         return asked == "always" or (asked == "auto" and self.kept > _USABLE * self.available)
 
     def told(self, asked: Resharding) -> str:
-        """Return the choice and its reason as one line."""
+        """Return one line of text with the choice and its reason."""
         reshards = self.reshards(asked)
         way = (
             "gathers the parameters of each layer in each pass, and reduces gradients in each micro-batch"
@@ -53,24 +53,24 @@ class MemoryPlan(NamedTuple):
 
 
 def memory_plan(model: nn.Module, tokens: int, ranks: int, *, bf16: bool, checkpointing: bool) -> MemoryPlan:
-    """Return the estimate for a model before it is sharded.
+    """Return the memory estimate for a model that is not sharded yet.
 
     Args:
-        tokens: tokens of a micro-batch on one rank.
-        ranks: number of shards.
-        bf16: whether activations are bfloat16, else float32.
-        checkpointing: whether the backward pass computes activations again.
+        tokens: tokens in a micro-batch on one rank.
+        ranks: number of ranks that parameters are sharded over. bf16: whether activations are bfloat16; if not, they
+            are float32.
+        checkpointing: whether the backward pass computes activations again (gradient checkpointing).
     """
     parameters = sum(p.numel() for p in model.parameters())
     config: Any = getattr(model, "config", None)
     layers, width, vocabulary = (
         int(getattr(config, name, 0) or 0) for name in ("num_hidden_layers", "hidden_size", "vocab_size")
     )
-    # with checkpointing, the inputs of all layers and the activations of one
+    # with checkpointing: the inputs of all layers, and the other activations of one layer
     per_channel = 2 * layers + _ACTIVATION_BYTES if checkpointing else _ACTIVATION_BYTES * layers
     activations = tokens * (per_channel * width * (1 if bf16 else 2) + _LOGIT_BYTES * vocabulary)
-    # float32 weight, gradient and two moments; FSDP2 has shards of them, and whole weights and gradients beside;
-    # DDP has buckets of gradients beside
+    # float32 weight, gradient and two moments take 16 bytes. FSDP2 shards these, and needs whole weights and gradients
+    # in addition; DDP needs buckets of gradients in addition
     kept = 16 * parameters / ranks + 8 * parameters + activations
     return MemoryPlan(_memory(), kept, 20 * parameters + activations)
 
@@ -83,10 +83,10 @@ def _memory() -> float:
 
 
 def prepare_micro_batch(model: nn.Module, *, reshard: bool, last: bool) -> None:
-    """Set the units of a sharded model for the next micro-batch; `last` for the last one of a step."""
+    """Prepare the FSDP2 units of a model for the next micro-batch; `last`: it is the last one of a step."""
     root: Any = model if isinstance(model, FSDPModule) else getattr(model, "_orig_mod", model)
     if reshard:
-        # accelerate would keep whole gradients of all layers until the last micro-batch
+        # accelerate would defer the reduction, and so keep whole gradients of all layers until the last micro-batch
         root.set_requires_gradient_sync(True)
     else:
         root.set_reshard_after_forward(False)

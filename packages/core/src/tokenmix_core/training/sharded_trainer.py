@@ -1,4 +1,4 @@
-"""The Trainer with FSDP2 by our policy, and with checkpoints that any number of processes resumes."""
+"""The Trainer with our FSDP2 policy, and with checkpoints that can be resumed by any number of processes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tokenmix_core.training.resharding import prepare_micro_batch
 
 
 class ShardedTrainer(Trainer):
-    """The Trainer with FSDP2 by our policy.
+    """transformers' Trainer with our FSDP2 policy.
 
-    A checkpoint holds whole weights and optimizer states, as one process writes them, or, with `sharded_checkpoint`,
-    the shards of every rank. With `reshard`, gathered parameters are freed after each layer, else after each step.
+    A checkpoint holds whole weights and optimizer states, in the files that one process would write; or, with
+    `sharded_checkpoint`, each rank's shards. `reshard`: gathered parameters are freed after each layer, else each step.
     """
 
     sharded_checkpoint = False
     reshard = True
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator; with `fsdp` it shards, also on a CPU, by our own policy of precision."""
+        """Create the accelerator; with `fsdp` it shards (on a CPU, too) with our precision policy."""
         super().create_accelerator_and_postprocess()
         if self.args.fsdp:
             sharding.apply_fsdp_policy(self.accelerator, self.args.fsdp_plugin_args or {})
@@ -36,13 +36,13 @@ class ShardedTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Run the forward and backward passes of a micro-batch."""
+        """Run the forward and backward pass of a micro-batch."""
         if self.is_fsdp_enabled:
             prepare_micro_batch(model, reshard=self.reshard, last=self.accelerator.sync_gradients)
         return super().training_step(model, inputs, num_items_in_batch)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model; a sharded one whole, by rank 0. A sharded checkpoint has its weights beside the states."""
+        """Write the model; rank 0 writes a sharded one whole. Skip it in sharded checkpoints, which have the shards."""
         if _internal_call and self.sharded_checkpoint:
             return
         if not self.is_fsdp_enabled:
@@ -63,7 +63,7 @@ class ShardedTrainer(Trainer):
         if self.sharded_checkpoint:
             sharding.save_shards(model, optimizer, Path(output_dir))
         else:
-            # the files of an unsharded run, so that one process or DDP can resume it
+            # the same file as in an unsharded run, so that one process or DDP can resume
             state = sharding.whole(optimizer.state_dict(), keep=self.args.should_save)
             if self.args.should_save:
                 torch.save(state, Path(output_dir, "optimizer.pt"))
@@ -84,7 +84,7 @@ class ShardedTrainer(Trainer):
         with reading("optimizer and schedule", checkpoint):
             sharded = checkpoint is not None and sharding.has_shards(Path(checkpoint))
             ours = sharded or self.is_fsdp_enabled
-            # optimizer.bin is accelerate's file, which earlier runs hold
+            # accelerate's file name, which checkpoints of earlier versions have
             if checkpoint is None or not ours or Path(checkpoint, "optimizer.bin").exists():
                 super()._load_optimizer_and_scheduler(checkpoint)
                 return
@@ -103,10 +103,10 @@ class ShardedTrainer(Trainer):
 
 @contextmanager
 def reading(what: str, checkpoint: str | None) -> Iterator[None]:
-    """Turn any error of reading a checkpoint into a ValueError that names what cannot be read.
+    """Turn any error raised while reading a checkpoint into a ValueError that names the content that cannot be read.
 
     Raises:
-        ValueError: reading failed; the unpickler of a damaged file raises any error.
+        ValueError: reading failed. All errors are caught, because unpickling a damaged file can raise any type.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""FSDP2: its precision in a run, its use on a CPU, float32 rates, checkpoints for any number of processes."""
+"""FSDP2: precision policy, use on a CPU, float32 parameters beside bfloat16 ones, checkpoints for any rank count."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-# folders of a sharded checkpoint
+# names of the folders in a sharded checkpoint
 MODEL_SHARDS, OPTIMIZER_SHARDS = "model_shards", "optimizer_shards"
-# float32 shards and gradients; autocast computes GEMMs in bfloat16, as for one process
+# shards and gradients are float32; autocast computes GEMMs in bfloat16, as in a run of one process
 POLICY = {"param_dtype": None, "reduce_dtype": "float32", "output_dtype": None, "cast_forward_inputs": False}
 
 
 def apply_fsdp_policy(accelerator: Any, plugin_args: Mapping[str, Any]) -> None:
-    """Make an accelerator shard with our policy of precision, also on a CPU.
+    """Make an accelerator shard models with our precision policy, on a CPU, too.
 
-    accelerate's own policy casts every parameter, the reduction of gradients and the outputs to bfloat16; A_log,
+    accelerate's own policy casts all parameters, the reduction of gradients and the outputs to bfloat16, but A_log,
     dt_bias and norms must stay float32. On a CPU accelerate ignores its FSDP plugin and replicates the model, because
-    its list of sharded device types lacks the CPU; FSDP2 itself runs there.
+    the CPU is missing in its list of device types; FSDP2 itself runs there.
     """
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     state = accelerator.state
     if accelerator.distributed_type == DistributedType.MULTI_CPU:
-        # the state's attributes are its shared dictionary
+        # attributes of this object are stored in a dictionary that all its instances share
         state.fsdp_plugin = FullyShardedDataParallelPlugin(**plugin_args)
         state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
@@ -45,14 +45,14 @@ def apply_fsdp_policy(accelerator: Any, plugin_args: Mapping[str, Any]) -> None:
 
 
 def float32_apart(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-    """Return the `shard_placement_fn` with which `fully_shard` shards models in bfloat16 whose rates stay float32.
+    """Return a `shard_placement_fn` for `fully_shard`, to shard bfloat16 models whose decay rates stay float32.
 
-    A unit of FSDP2 has parameters of one dtype, and A_log, dt_bias and D are float32 beside bfloat16 matrices.
-    `fully_shard` gathers parameters with different process groups apart; the float32 ones get their own group, with the
-    same ranks. Pass the same function to all calls: `fully_shard(layer, mesh=mesh, shard_placement_fn=apart)`.
+    All parameters of an FSDP2 unit must have one dtype, but A_log, dt_bias and D are float32 beside bfloat16 matrices.
+    `fully_shard` gathers parameters with different process groups separately, so the float32 ones get their own group
+    of the same ranks. Pass one function to all calls: `fully_shard(layer, mesh=mesh, shard_placement_fn=apart)`.
 
     Raises:
-        ValueError: a mesh of several dimensions, or a version of torch whose units have one process group.
+        ValueError: the mesh has several dimensions, or units of this torch version have only one process group.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp
 
@@ -70,9 +70,9 @@ def float32_apart(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
 
 
 def whole(value: Any, *, keep: bool) -> Any:
-    """Return nested state with every sharded tensor gathered on the CPU.
+    """Return a nested state with every sharded tensor gathered to a whole one on the CPU.
 
-    All ranks must call it, as each one sends its shards; those with `keep=False` get a tensor without elements.
+    All ranks must call it, because each one sends its shards; ranks with `keep=False` get empty tensors.
     """
     if isinstance(value, DTensor):
         full = value.full_tensor().detach()
@@ -83,7 +83,7 @@ def whole(value: Any, *, keep: bool) -> Any:
 
 
 def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Return the state of a sharded model as `whole` does, a tied weight once."""
+    """Return the state dict of a sharded model, gathered as by `whole`, with a tied weight only once."""
     return whole(_weights(model), keep=keep)
 
 
@@ -93,7 +93,7 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load the state of a whole optimizer; states of sharded parameters are sharded like them."""
+    """Load the state of an unsharded optimizer; shard each state tensor like its parameter."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     sharded = {
         index: {
@@ -105,7 +105,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Load the safetensors files of a checkpoint into a sharded model; each rank keeps its shard."""
+    """Load the safetensors files of a checkpoint into a sharded model; each rank keeps its own shard."""
     names = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     missing = set(dict(model.named_parameters()))
     with torch.no_grad():
@@ -122,20 +122,20 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return value.to(parameter.device)
     value = value.to(parameter.device)
-    # every rank has read the whole tensor, so nothing is sent
+    # every rank has read the whole tensor, so no rank must send it
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def has_shards(folder: Path) -> bool:
-    """Return whether a checkpoint is a sharded one."""
+    """True if a checkpoint is sharded."""
     return (folder / MODEL_SHARDS).is_dir()
 
 
 def save_shards(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Write weights and optimizer states by torch's distributed checkpoint: every rank its shards.
+    """Write weights and optimizer states with torch's distributed checkpoint; every rank writes its own shards.
 
     Raises:
-        OSError: on all ranks, if one cannot write.
+        OSError: on all ranks, if one of them cannot write.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     states = {names[parameter]: values for parameter, values in optimizer.state.items()}
@@ -144,19 +144,19 @@ def save_shards(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path
 
 
 def load_weight_shards(model: nn.Module, folder: Path) -> None:
-    """Load the weights that `save_shards` wrote on any number of ranks."""
-    # tensors of the model itself are filled
+    """Load weights that `save_shards` wrote, on any number of ranks."""
+    # loading overwrites the model's own tensors
     _together(load, _weights(model), folder / MODEL_SHARDS)
 
 
 def load_optimizer_shards(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Load the optimizer states that `save_shards` wrote on any number of ranks; hyperparameters stay."""
+    """Load optimizer states that `save_shards` wrote, on any number of ranks; hyperparameters keep their values."""
     saved: dict[str, Any] = FileSystemReader(folder / OPTIMIZER_SHARDS).read_metadata().state_dict_metadata
     parameters = dict(model.named_parameters())
     states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
     for path, about in saved.items():
         name, _, key = path.rpartition(".")
-        # moments have the shape of their parameter, a count of steps has none
+        # moments have the shape of their parameter; the step count is a scalar
         like = about.size == parameters[name].shape
         states[name][key] = torch.zeros_like(parameters[name]) if like else torch.zeros(about.size)
     _together(load, states, folder / OPTIMIZER_SHARDS)
@@ -172,6 +172,6 @@ def _together(work: Callable[..., Any], tensors: dict[str, Any], folder: Path) -
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             work(tensors, checkpoint_id=folder)
     except CheckpointException as error:
-        # no Exception itself, with the tracebacks of all ranks as its text
+        # this error is no subclass of Exception, and its text has the tracebacks of all ranks
         rank, (cause, _) = min(error.failures.items())
         raise OSError(f"rank {rank}: {cause}") from cause

@@ -1,4 +1,4 @@
-"""Which parameters weight decay applies to: matrices, but not norms, biases, gates and decay rates."""
+"""Select the parameters that decay: matrices, but no norms, biases, gates and decay rates."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import nn
 
 
 def decay_parameter_names(model: nn.Module) -> list[str]:
-    """Return the names of matrices: norms, biases, gates and other vectors (A_log, dt_bias, D) do not decay."""
+    """Return the names of the parameters that decay: matrices. Norms, biases and vectors (A_log, dt_bias, D) do not."""
     return [name for name, p in model.named_parameters() if p.dim() >= 2]
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return an optimizer's groups of trainable parameters, with and without weight decay.
+    """Return two groups of trainable parameters for an optimizer, one with and one without weight decay.
 
-    transformers' Trainer decides by names, and would let `A_log` and `D` decay: give it (or a trainer of TRL)
+    transformers' Trainer selects by name, and would let `A_log` and `D` decay. Pass it (or a trainer of TRL)
     `optimizers=(torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-4), None)`.
     """
     decaying = set(decay_parameter_names(model))
