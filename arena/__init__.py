@@ -1,1 +1,1 @@
-"""The arena trains and measures every mixer of the workspace under one rule; see `README.md`."""
+"""The arena trains and measures every token mixer of this repository under the same rules; see `README.md`."""

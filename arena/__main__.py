@@ -29,10 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     or 143 after SIGINT or SIGTERM.
     """
     start = time.time()
-    # before torch is loaded: OpenMP's threads sleep at barriers instead of spinning
+    # set before torch is imported: OpenMP's threads then sleep at barriers instead of spinning
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     args = _parser().parse_args(arguments)
-    # jobs that are killed at the time limit have had GRACE seconds for a checkpoint before
+    # stop jobs early: they get GRACE seconds to write a checkpoint before they are killed at the time limit
     deadline = math.inf if args.minutes is None else start + 60 * args.minutes - GRACE
     try:
         with _sigterm_raises():
@@ -58,7 +58,7 @@ def _sigterm_raises() -> Iterator[None]:
 
 
 def _corpus(args: argparse.Namespace) -> int:
-    """Build, pack or unpack the corpus."""
+    """Build the corpus, pack it into parts, or unpack it from parts."""
     from arena import corpus, parts
 
     if args.unpack is not None:
@@ -81,7 +81,7 @@ def _run(args: argparse.Namespace, deadline: float) -> int:
 
     if unknown := [name for name in args.size if name not in SIZES]:
         raise ValueError(f"there is no size {unknown[0]!r}; choose from {', '.join(SIZES)}")
-    # read by the processes that execute runs
+    # an environment variable, because the processes that execute runs need it, too
     os.environ[FOLDER] = str((args.corpus or Path(os.environ.get(FOLDER) or DEFAULT_FOLDER)).absolute())
     if args.device is not None:
         _choose_device(args.device)
@@ -89,12 +89,12 @@ def _run(args: argparse.Namespace, deadline: float) -> int:
     for name in args.size:
         comparison = Comparison(SIZES[name], args.results, args.divisions, args.contestants, args.tasks)
         codes.append(_compare(args, comparison, deadline))
-    # a failure counts more than a run that remains
+    # if some runs failed and others remain, report the failure
     return next((code for code in (1, UNFINISHED) if code in codes), 0)
 
 
 def _choose_device(device: str) -> None:
-    """Let all processes use the GPUs, or none; refuse to train on a CPU unasked."""
+    """Hide the GPUs from all processes for "cpu"; raise a ValueError for "cuda" if there is no GPU."""
     import torch
 
     if device == "cpu":
@@ -104,7 +104,7 @@ def _choose_device(device: str) -> None:
 
 
 def _compare(args: argparse.Namespace, comparison: Any, deadline: float) -> int:
-    """Run a command for one size."""
+    """Run one command (plan, report, run, costs or all) for one size."""
     from arena import report, runner
     from arena.schedule import Schedule
     from tokenmix_core._utils.versions import commit_of
@@ -134,7 +134,7 @@ def _compare(args: argparse.Namespace, comparison: Any, deadline: float) -> int:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    # without duplicates
+    # remove duplicates
     return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
 
 

@@ -1,4 +1,4 @@
-"""The papers' claims, read from `RULES.md`, and their verdicts."""
+"""The claims of the papers, read from `RULES.md`, and the verdicts on them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _BETTER, _NO_WORSE = "better", "no worse"
 
 
 class Claim(NamedTuple):
-    """A row of the questions in RULES.md.
+    """A claim: one row of the table of questions in RULES.md.
 
     Attributes:
-        name: paper and number.
-        text: the claim.
-        task, division, metric: the compared value.
-        subject, baseline: the compared variants.
-        bound: difference beyond which the claim holds, in the metric's own sign.
+        name: the paper's short name and the claim's number.
+        text: the claim in words.
+        task, division, metric: the value in which two variants are compared.
+        subject, baseline: the two compared variants.
+        bound: the difference (subject − baseline) beyond which the claim holds; negative if lower values are better.
         shown: how the paper shows the claim.
     """
 
@@ -48,13 +48,13 @@ class Claim(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The outcome of a claim.
+    """The verdict on a claim.
 
     Attributes:
         outcome: one of the constants of this module.
-        difference: subject less baseline; None if it was not run.
-        level: level of Holm's procedure; 0 after the first claim that it keeps undecided.
-        learned: number of the baseline's runs that learned, and of its runs.
+        difference: estimated difference (subject − baseline); None if it was not measured.
+        level: the level at which Holm's procedure tested the claim; 0 after the first claim that stays undecided.
+        learned: how many of the baseline's runs learned, and how many there are.
     """
 
     outcome: str
@@ -81,11 +81,11 @@ CLAIMS = _read()
 
 
 def judge(claims: Sequence[Claim], scores_of: Callable[[Claim], Scores | None]) -> list[Verdict]:
-    """Return the verdicts of a page's claims.
+    """Return the verdicts on the claims of one paper.
 
     Args:
-        claims: the claims of one paper.
-        scores_of: returns the scores of a claim's task and division; None if the size does not support claims.
+        claims: the claims of the paper.
+        scores_of: returns the scores for a claim's task and division; None if the size does not support claims.
     """
     found: list[Verdict] = []
     for claim in claims:

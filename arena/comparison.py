@@ -1,4 +1,4 @@
-"""The runs of a comparison: which exist, which are done, and which can start."""
+"""The runs of a comparison: which runs there are, which are done, and which can start."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tokenmix_lte.training_free import Method
 
 
 class Experiment(NamedTuple):
-    """A contestant on a task in a division: runs that select the learning rate, then one run per seed."""
+    """A contestant on a task in a division: tuning runs select its learning rate, then there is one run per seed."""
 
     division: str
     task: str
@@ -64,12 +64,12 @@ class CostRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """A size, or a part of it, and its results.
+    """The runs of a size, or of a part of it, and their results.
 
     Attributes:
-        size: settings of all runs.
-        results: folder of the results of all sizes.
-        divisions, contestants, tasks: names that select a part; empty: those of the size.
+        size: the settings of all runs.
+        results: the folder that holds the results of all sizes.
+        divisions, contestants, tasks: names that select a part of the size; if empty, those that the size names.
     """
 
     size: Size
@@ -104,7 +104,7 @@ class Comparison:
         return [c.name for c in eligible(division) if c.name in self.contestants]
 
     def experiments(self) -> list[Experiment]:
-        """Return all experiments once, ordered like the rows of the tables."""
+        """Return all experiments without duplicates, in the order of the tables' rows."""
         found = [
             Experiment(training_division(contestant, division, self.size), task, contestant)
             for division in self.divisions
@@ -114,21 +114,22 @@ class Comparison:
         return list(dict.fromkeys(found))
 
     def tuning_runs(self, division: str, task: str, contestant: str) -> list[Run]:
-        """Return the runs that select the learning rate: each rate of the grid at each tuning seed.
+        """Return the runs that select the learning rate: one for each rate of the grid and each tuning seed.
 
-        An ablation shares the runs of the contestant that it ablates.
+        An ablation uses the tuning runs of the contestant that it ablates.
         """
         return self._grid(division, task, contestant)[0]
 
     def selected_rate(self, division: str, task: str, contestant: str) -> float | None:
-        """Return the rate with the smallest mean final training loss; None before it is in the interior of the grid.
+        """Return the rate with the smallest mean final training loss; None while it is at an end of the grid.
 
-        A diverged run counts as an infinite loss. A size that supports no claim takes the best rate of its grid.
+        The loss of a diverged run is infinite. If the size supports no claims, the best rate of the given grid is
+        taken.
         """
         return self._grid(division, task, contestant)[1]
 
     def _grid(self, division: str, task: str, contestant: str) -> tuple[list[Run], float | None]:
-        """Return the tuning runs of the grid, extended as far as its results ask for, and the selected rate."""
+        """Return the tuning runs, with the grid extended while its best rate is at an end, and the selected rate."""
         size = self.size
         contestant = CONTESTANTS[contestant].ablates or contestant
         division = training_division(contestant, division, size)
@@ -154,7 +155,7 @@ class Comparison:
             runs[rate] = [run._replace(rate=rate) for run in runs[best]]
 
     def scored_runs(self, division: str, task: str, contestant: str) -> list[Run]:
-        """Return the runs whose results are reported, one per seed; empty before the rate is selected."""
+        """Return the runs whose results are reported, one per seed; an empty list until the rate is selected."""
         rate = self.selected_rate(division, task, contestant)
         division = training_division(contestant, division, self.size)
         return (
@@ -164,7 +165,7 @@ class Comparison:
         )
 
     def cost_runs(self, *divisions: str) -> list[CostRun]:
-        """Return the cost measurements of some divisions (default: all), short contexts first."""
+        """Return the cost measurements of some divisions (default: all), in increasing order of the context length."""
         found = [
             CostRun(training_division(name, division, self.size), name, length)
             for division in divisions or self.divisions
@@ -176,13 +177,14 @@ class Comparison:
     def ready_runs(self) -> list[Run]:
         """Return the runs that can start now.
 
-        The seeds of one contestant precede the rates of the next, so an interrupted comparison has complete rows.
+        All seeds of one contestant precede the rates of the next, so that an interrupted comparison has complete table
+        rows.
         """
         found = []
         for experiment in self.experiments():
             runs = (*self.tuning_runs(*experiment), *self.scored_runs(*experiment))
             found += [run for run in runs if self.result(run) is None]
-        # an ablation and its base contestant share tuning runs
+        # without duplicates, because an ablation has the tuning runs of the contestant that it ablates
         return list(dict.fromkeys(found))
 
     def ready_cost_runs(self) -> list[CostRun]:
@@ -190,10 +192,10 @@ class Comparison:
         return [run for run in self.cost_runs() if self.result(run) is None]
 
     def result(self, run: Run | CostRun) -> store.Result | None:
-        """Return the result of a run, or None before it is done.
+        """Return the result of a run; None if the run is not done.
 
         Raises:
-            ValueError: the result is damaged, or was made with other settings.
+            ValueError: the result is damaged, or was produced with other settings.
         """
         if (stored := store.load(self.folder).get(run.key)) is None or self._exploratory(stored.result):
             return None
@@ -206,7 +208,7 @@ class Comparison:
         return self.size.supports_claims and result.get("rules") != rules.digest()
 
     def exploratory(self) -> int:
-        """Return the number of results that were made under other rules, or none; nothing else reads them."""
+        """Return the number of results made under another version of RULES.md, or without it; no report uses them."""
         return sum(self._exploratory(stored.result) for stored in store.load(self.folder).values())
 
 
@@ -216,7 +218,7 @@ def tuning_seeds(size: Size) -> tuple[int, ...]:
 
 
 def final_seeds(task: str, size: Size) -> tuple[int, ...]:
-    """Return the seeds of a task's results."""
+    """Return the seeds of the runs whose results are reported for a task."""
     if not size.supports_claims:
         return size.seeds
     return rules.TEXT_SEEDS if task == TEXT else rules.RECALL_SEEDS
@@ -224,7 +226,7 @@ def final_seeds(task: str, size: Size) -> tuple[int, ...]:
 
 @cache
 def fingerprint(run: Run | CostRun, size: Size) -> str:
-    """Hash all settings that a result depends on: recipe and suite options, or model and context length."""
+    """Return a hash of all settings that a result depends on: recipe and suite options, or model and context length."""
     if isinstance(run, CostRun):
         settings: Any = [solve(run.contestant, run.division, size).fields, run.length]
     else:
@@ -236,14 +238,14 @@ def fingerprint(run: Run | CostRun, size: Size) -> str:
 
 
 def recipe_of(run: Run, size: Size) -> Recipe:
-    """Return the recipe of a run; a tuning run on text is shorter."""
+    """Return the recipe of a run; tuning runs on text are shorter than others."""
     if run.task == TEXT and size.supports_claims and run.seed in tuning_seeds(size):
         size = replace(size, steps=max(1, round(rules.TEXT_TUNING * size.steps)))
     return recipe(run.contestant, run.division, run.task, size, run.rate, run.seed)
 
 
 def eviction_budgets(run: Run, size: Size) -> dict[Method, int]:
-    """Return the eviction methods under which the trained model is evaluated again, with their KV budget in tokens."""
+    """Return the eviction methods to evaluate the trained model with, once more each, and their KV budget in tokens."""
     budget = CONTESTANTS[run.contestant].kv_budget
     if budget is None or run.task not in (MQAR, TEXT) or run.seed in tuning_seeds(size):
         return {}

@@ -1,4 +1,4 @@
-"""Contestants: each mixer's layers as its authors propose them, and candidates for the division of equal state."""
+"""The contestants: each mixer's layers as its authors propose them, and variants for comparisons of equal state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-# register the families and their mixers
+# imported to register the model families and their mixers
 import tokenmix_lte.model  # noqa: F401
 import tokenmix_nats_l.model  # noqa: F401
 import tokenmix_nha.model  # noqa: F401
@@ -30,18 +30,18 @@ GDN, ATTENTION, WINDOW, MAMBA2, LTE, NSA, NATS_L = (
     "nsa",
     "nats_l",
 )
-# PARAMETERS: equal parameter counts; STATE: equal state sizes, too
+# divisions. PARAMETERS: models have equal parameter counts; STATE: equal state sizes as well
 PARAMETERS, STATE = "parameters", "state"
 DIVISIONS = (PARAMETERS, STATE)
-# methods that bound the KV cache of trained full attention without further training
+# methods that bound the KV cache of full attention, applied after training
 EVICTION_METHODS: tuple[Method, ...] = ("tova", "uniform")
-# targets of NAtS-L Hybrid's share of softmax chunks, in percent
+# target percentages of chunks that NAtS-L Hybrid assigns to softmax attention
 SOFTMAX_SHARES = (10, 50)
-# the least window of laLTE: the tokens that its scorer reads
+# the smallest window of laLTE: its scorer reads so many tokens
 MIN_LTE_WINDOW = 13
-# the mode in which a contestant may drop the parts of its state that are listed as `droppable`
+# the mode in which a contestant need not keep the parts of its state that `droppable` lists
 BOUNDED = "linear"
-# index of the full-attention layer in each group of four layers of a hybrid
+# in hybrids, index of the full-attention layer in each group of four layers
 FULL_ATTENTION_LAYER = 3
 
 Fields = Mapping[str, Any]
@@ -49,24 +49,24 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Contestant:
-    """One mixer, or one pattern of mixers.
+    """One mixer, or a repeating pattern of mixers, that takes part in the comparison.
 
     Attributes:
         name: name on the command line and in files.
         title: name in tables.
-        layers: returns the configuration fields that define the mixers of a size.
-        candidates: yields such fields with a state of constant size, in increasing order of its bytes; the candidate
-            nearest to the reference enters the division of equal state. None if the state grows with the text, which
-            excludes the contestant from that division.
+        layers: takes a size and returns the configuration fields that define the mixers.
+        candidates: takes a size and yields such fields with a state of constant size, in increasing order of its bytes;
+            the candidate nearest to the reference enters the division of equal state. None if the state grows with the
+            text: the contestant does not take part in that division.
         model_type: model family.
-        callbacks, row_inputs: passed to the `Recipe`.
-        modes: modes that are evaluated, one table row each; empty for a model without modes.
-        droppable: parts of a layer's state that `BOUNDED` mode need not keep.
+        callbacks, row_inputs: fields of the `Recipe`.
+        modes: the modes in which the model is evaluated, one table row each; empty for a model without modes.
+        droppable: parts of a layer's state that need not be kept in the mode `BOUNDED`.
         on_request: True if the contestant takes part only if a size or the command line names it.
-        ablates: name of the contestant that this one is an ablation of; it takes over the learning rates.
-        capped: True if zero-shot retrieval is measured at several caps of its LTE layers.
-        kv_budget: returns the tokens that full attention retains under each of `EVICTION_METHODS`; each method adds a
-            row to the tables of associative recall.
+        ablates: name of the contestant of which this one is an ablation; its learning rates are used.
+        capped: True if zero-shot retrieval is measured at several caps of the LTE layers.
+        kv_budget: takes a size and returns how many tokens full attention retains under each of `EVICTION_METHODS`;
+            each method adds a row to the tables of associative recall.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Contestant:
     kv_budget: Callable[[Size], int] | None = None
 
     def eligible(self, division: str) -> bool:
-        """True if the division does not need a bounded state, or the contestant has one."""
+        """True if the contestant can take part in a division: equal state needs a bounded state."""
         return division == PARAMETERS or self.candidates is not None
 
 
@@ -110,7 +110,7 @@ def _square_gdn(size: Size) -> dict[str, Any]:
 
 
 def _pattern(*mixers: str, **options: Fields) -> Fields:
-    """Return the fields of a repeating pattern of mixers, with their options by label."""
+    """Return the fields of a repeating pattern of mixers; `options` maps mixers' labels to their options."""
     return {"mixers": list(mixers), "mixer_options": options}
 
 
@@ -146,7 +146,7 @@ def _oryx(family: str, **changes: Any) -> Callable[[Size], Fields]:
 
 
 def _alternating_gdn(mixer: str, size: Size, options: Fields) -> Fields:
-    """Return layers that alternate Gated DeltaNet and another mixer, as in LTE's paper."""
+    """Return layers that alternate between Gated DeltaNet and another mixer, as in LTE's paper."""
     return _pattern(GDN, mixer, **{"gated_delta_net": _gdn(size), mixer: options})
 
 
@@ -155,7 +155,7 @@ def _lalte(size: Size, **changes: Any) -> Fields:
 
 
 def _token_budget(size: Size) -> int:
-    """Return the window or KV budget of laLTE's baselines: its window plus half its cap, as in its paper."""
+    """Return the window, or KV budget, of the baselines of laLTE: laLTE's window plus half its cap, as in the paper."""
     return 2 * _window(size)
 
 
@@ -171,7 +171,7 @@ def _nats_l_hybrid(size: Size, **changes: Any) -> Fields:
 
 
 def _nsa(size: Size) -> dict[str, Any]:
-    # the authors' fractions of a row: a quarter by blocks, an eighth by the window
+    # the authors' fractions of a training row: a quarter for selected blocks, an eighth for the window
     heads, block = size.width // size.attention_head_dim, max(16, min(64, size.seq_len // 16 // size.sparsity))
     options = {"num_kv_heads": max(1, heads // 4), "head_dim": size.attention_head_dim, "block": block}
     return _attention(size, **options, blocks=max(3, 2 * _window(size) // block), window=_window(size))
@@ -313,14 +313,14 @@ CONTESTANTS = {
         ),
     )
 }
-# the contestants of a size that names none
+# the contestants of sizes that name none
 DEFAULT_CONTESTANTS = tuple(name for name, contestant in CONTESTANTS.items() if not contestant.on_request)
 
 
 def training_division(name: str, division: str, size: Size) -> str:
-    """Return the division in which a contestant's runs for `division` are filed.
+    """Return the division under which a contestant's runs for `division` are stored.
 
-    A contestant whose model is the same in both divisions is trained once.
+    A contestant that has the same model in both divisions is trained once.
     """
     contestant = CONTESTANTS[name]
     if contestant.candidates is not None and list(contestant.candidates(size)) == [contestant.layers(size)]:
@@ -329,5 +329,5 @@ def training_division(name: str, division: str, size: Size) -> str:
 
 
 def eligible(division: str) -> list[Contestant]:
-    """Return the contestants of a division, in the order of the tables."""
+    """Return the contestants that can take part in a division, in the order of the tables."""
     return [contestant for contestant in CONTESTANTS.values() if contestant.eligible(division)]

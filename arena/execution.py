@@ -1,4 +1,4 @@
-"""Execution of one run: train, evaluate and store the result, or measure costs."""
+"""Execute one run: train, evaluate and store the result, or measure speed and memory."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from tokenmix_core.training.folder import METRICS
 from tokenmix_core.training.manifest import trained_on
 from tokenmix_lte.training_free import in_constant_memory
 
-# fraction of a run, at its end, whose mean loss selects the learning rate
+# final fraction of a run; its mean loss selects the learning rate
 _FINAL_FRACTION = 0.1
-# approximate number of stored points per logged metric
+# how many points of each logged metric are stored, approximately
 _POINTS = 20
 
 
 class StopAt(TrainerCallback):
-    """Stop training with a checkpoint at a deadline, in seconds since the epoch."""
+    """Stop training, with a checkpoint, at a deadline in seconds since the epoch."""
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
@@ -54,35 +54,35 @@ class StopAt(TrainerCallback):
 
 
 def execute(run: Run, comparison: Comparison, work: Path, *, deadline: float, commit: str, jobs: int = 1) -> bool:
-    """Train and evaluate a run, or resume it; return True once its result is stored.
+    """Train and evaluate a run, or resume it; return True if its result is stored, False if it remains unfinished.
 
     Args:
         run: the run.
-        comparison: its comparison.
-        work: folder of unfinished runs.
-        deadline: seconds since the epoch at which training stops with a checkpoint; no evaluation starts after it.
-        commit: commit of the code, stored with the result.
-        jobs: number of concurrent runs, stored because it affects the speed.
+        comparison: the comparison that the run belongs to.
+        work: folder for the files of unfinished runs.
+        deadline: seconds since the epoch at which training stops with a checkpoint; no evaluation starts afterwards.
+        commit: commit of the code; stored with the result.
+        jobs: number of concurrent runs; stored because it affects the speed.
 
     Raises:
-        Terminated: a signal stopped training.
+        Terminated: a signal has stopped training.
     """
     size = comparison.size
     disable_progress_bar()
     settings = located(recipe_of(run, size))
     settings = replace(settings, callbacks=(*settings.callbacks, lambda _: StopAt(deadline)))
-    # the fingerprint separates checkpoints of different settings
+    # the folder's name contains the fingerprint, so that runs with other settings have other checkpoints
     folder = work / size.name / run.key.path / fingerprint(run, size)
     diverged = False
     if not (folder / "config.json").is_file():
         resume = folder.is_dir() and bool(checkpoint.checkpoint_steps(folder))
         if not resume:
-            # left by a process that was killed before its first checkpoint
+            # a process was killed before its first checkpoint
             shutil.rmtree(folder, ignore_errors=True)
         try:
             if trainer.train(settings, folder, resume=resume, progress=False).interrupted:
                 if time.time() < deadline:
-                    # training handles signals itself
+                    # training has its own signal handlers, so report the signal here
                     raise Terminated
                 return False
         except FloatingPointError:
@@ -115,13 +115,13 @@ def execute(run: Run, comparison: Comparison, work: Path, *, deadline: float, co
 
 
 def _evaluate(run: Run, size: Size, folder: Path) -> dict[str, Any]:
-    # a run that began with an older split of the built-in corpus keeps it
+    # evaluate on the split of the built-in corpus that the run was trained on, which may be an older one
     trained, asked = trained_on(folder), suites(CONTESTANTS[run.contestant], run.task, size)
     options = {name: held_out_from(located_text(option), trained) for name, option in asked.items()}
     model, tokenizer = load_model(folder), load_tokenizer(folder)
 
     def rows_of(model: Any, names: list[str]) -> dict[str, list[dict[str, Any]]]:
-        # `evaluate` prints its tables; the report has its own
+        # hide the tables that `evaluate` prints: the report has its own
         with redirect_stdout(io.StringIO()):
             results = evaluate(model, tokenizer, names, options, suites=ARENA_SUITES)
         return {name: _with_samples(result) for name, result in results.items()}
@@ -137,7 +137,7 @@ def _evaluate(run: Run, size: Size, folder: Path) -> dict[str, Any]:
 
 
 def _with_samples(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a suite, each with the values of its examples under `EACH`."""
+    """Return the rows of a suite's result, each with its examples' values under the key `EACH`."""
     rows, samples = result["rows"], result.get("samples")
     if samples is None:
         return rows
@@ -145,12 +145,12 @@ def _with_samples(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _training_log(folder: Path, diverged: bool) -> dict[str, Any]:
-    """Return the loss curve, its final mean (None if diverged), the callbacks' metrics by layer, and the speed.
+    """Return the loss curve, its final mean (None if diverged), metrics that layers logged, and the training speed.
 
-    Callbacks log `NAME/LAYER`; about `_POINTS` steps of each are stored.
+    Layers' metrics have names `NAME/LAYER`; about `_POINTS` steps of each are stored.
     """
     lines = [line for line in read_metrics(folder / METRICS) if "loss" in line]
-    # evenly spaced, the last line included
+    # evenly spaced from the end, so that the last line is included
     thinned = lines[:: -max(1, len(lines) // _POINTS)][::-1]
     names = sorted({name for line in lines for name in line if "/" in name})
     curve = [(line["step"], line["loss"]) for line in lines]
@@ -167,22 +167,22 @@ def _training_log(folder: Path, diverged: bool) -> dict[str, Any]:
             ]
             for name in names
         },
-        # the first half includes compilation and short examples
+        # without the first half, which includes compilation and short examples
         "tokens per second": median(speeds[len(speeds) // 2 :]) if speeds else None,
     }
 
 
 def measure_costs(run: CostRun, comparison: Comparison, *, commit: str) -> bool:
-    """Measure training, prefill and decoding at one context length in each mode; return True.
+    """Measure speed and memory of training, prefill and decoding at one context length, in each mode; return True.
 
-    The measurement needs a GPU of its own.
+    No other process may use the GPU.
     """
     size, contestant = comparison.size, CONTESTANTS[run.contestant]
     model = _random_model(run, size)
     repeats = 3 if size.supports_claims else 1
     rows = []
     for mode in contestant.modes or ("",):
-        # in bounded mode Oryx need not keep a KV cache
+        # in the mode `BOUNDED` Oryx runs without a KV cache
         selected: Any = model.modes(mode, keep_kv=mode != BOUNDED) if mode else nullcontext()
         with selected:
             model.eval()
@@ -204,7 +204,7 @@ def measure_costs(run: CostRun, comparison: Comparison, *, commit: str) -> bool:
 
 
 def _random_model(run: CostRun, size: Size) -> Any:
-    # speed depends on neither task, rate nor seed
+    # speed does not depend on the task, the rate or the seed
     task = next(iter(size.tasks or TASKS))
     settings = recipe(run.contestant, run.division, task, size, size.rates[0], size.tuning_seed)
     device, dtype = device_and_dtype()

@@ -1,4 +1,4 @@
-"""Models of equal parameters and of equal state, built from the contestants' layers."""
+"""Build models with equal parameter counts, or equal state sizes, from the contestants' layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from arena.sizes import Size
 from tokenmix_core.nn.mlp import swiglu_width
 from tokenmix_core.training.recipe import Recipe
 
-# largest relative difference from the reference
+# largest relative difference between a model and the reference
 TOLERANCE = {PARAMETERS: rules.PARAMETER_TOLERANCE, STATE: rules.STATE_TOLERANCE}
 REFERENCE = {PARAMETERS: "attention", STATE: "oryx-tm"}
 
@@ -26,10 +26,10 @@ class Model:
     """A contestant's model in a division.
 
     Attributes:
-        fields: configuration without vocabulary and context.
-        parameters: all parameters but the embedding, which is equal in all models; includes both modes of Oryx.
+        fields: the configuration without vocabulary size and context length.
+        parameters: parameter count without the embedding, which is equal in all models; includes both modes of Oryx.
         state_bytes: minimum and maximum state of one sequence at the longest context of the text task, in bfloat16.
-            They differ if the data decide which tokens are retained, or if a part may be dropped.
+            They differ if the data decide which tokens are retained, or if a part of the state may be dropped.
     """
 
     fields: Fields = field(hash=False)
@@ -39,13 +39,13 @@ class Model:
 
 @cache
 def solve(name: str, division: str, size: Size) -> Model:
-    """Return the contestant's model with the reference's number of parameters and, in `STATE`, its state size.
+    """Return the contestant's model with the reference's parameter count and, in the division `STATE`, its state size.
 
-    The mixers stay as they are; the width of the MLPs makes up the difference. The number of parameters is linear in
-    that width, so two counts on the meta device determine it.
+    The mixers are not changed; the width of the MLPs is chosen to match the count. The count is linear in this width,
+    so two models on the meta device determine it.
 
     Raises:
-        ValueError: the contestant is not eligible, or no width or candidate is within the tolerance.
+        ValueError: the contestant does not take part in the division, or no width or candidate is within the tolerance.
     """
     contestant = CONTESTANTS[name]
     if not contestant.eligible(division):
@@ -67,7 +67,7 @@ def solve(name: str, division: str, size: Size) -> Model:
 
 @cache
 def target_parameters(size: Size) -> int:
-    """Return the reference's number of parameters."""
+    """Return the parameter count of the reference."""
     reference = CONTESTANTS[REFERENCE[PARAMETERS]]
     mlp = {"intermediate_size": swiglu_width(size.width, multiple=64)}
     return _count_parameters(reference, size, {**reference.layers(size), **mlp})
@@ -75,7 +75,7 @@ def target_parameters(size: Size) -> int:
 
 @cache
 def target_state(size: Size) -> int:
-    """Return the reference's state size in bytes."""
+    """Return the state size of the reference in bytes."""
     reference = CONTESTANTS[REFERENCE[STATE]]
     assert reference.candidates is not None
     return state_bytes(reference, size, next(reference.candidates(size)))[0]
@@ -132,7 +132,7 @@ def _nearest_candidate(contestant: Contestant, size: Size) -> dict[str, Any]:
     def bytes_of(i: int) -> int:
         return state_bytes(contestant, size, candidates[i])[0]
 
-    # states grow along the candidates
+    # bisection, because states grow from candidate to candidate
     above = bisect_left(range(len(candidates)), target, key=bytes_of)
     neighbours = [i for i in (above - 1, above) if 0 <= i < len(candidates)]
     best = min(neighbours, key=lambda i: abs(bytes_of(i) - target))

@@ -1,4 +1,4 @@
-"""Names that held-out code defines once and uses later: the questions of recall in cloze form."""
+"""Names that held-out code defines once and uses later, for the questions of `cloze.py`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NamedTuple
 from arena.packages import Document
 
 NAMES = "names.json"
-# a definition at the beginning of a line, in C, Python or Rust
+# a definition in C, Python or Rust that starts a line
 _DEFINITION = re.compile(
     r"^(?:#[ \t]*define[ \t]+|(?:static|struct|union|enum|inline|const|unsigned|void|int|bool|u\d+|s\d+|long|typedef|"
     r"def|class|fn|pub|extern|ssize_t|size_t)\b[^;()=\n]*?[ *])([A-Za-z_]\w{11,})\b",
     re.MULTILINE,
 )
 _WORD = re.compile(r"\b[A-Za-z_]\w{11,}\b")
-# of one document, spread over it, so that no document dominates
+# the most names of one document, spread over it, so that no document dominates
 _MOST_OF_A_DOCUMENT = 8
 
 
@@ -26,7 +26,7 @@ class Name(NamedTuple):
 
     Attributes:
         document: index of the document in the held-out split.
-        defined, used: where its first and its second occurrence begin, in characters.
+        defined, used: character positions at which its first and second occurrence begin.
         name: the name.
     """
 
@@ -37,7 +37,7 @@ class Name(NamedTuple):
 
 
 def find_names(held_out: Sequence[str], training: Iterable[Document]) -> list[Name]:
-    """Return names that are defined once in a held-out document, at their first occurrence, and not in training."""
+    """Return held-out names that occur first in their definition, are used later, and do not occur in training text."""
     found = [name for index, text in enumerate(held_out) for name in _names_of(index, text)]
     left = {name.name for name in found}
     for document in training:

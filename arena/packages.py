@@ -1,4 +1,4 @@
-"""Text of Debian packages: download them with apt, read their files without unpacking them, turn HTML into text."""
+"""Read text from Debian packages: download them with apt, read files without unpacking, convert HTML to text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple
 
 from tqdm import tqdm
 
-# patterns of package names; of several that match one, the newest is taken
+# patterns of package names; if several packages match one, the newest is taken
 PACKAGES = (
     r"linux-source-[\d.]+",
     r"python3\.\d+-doc",
@@ -34,18 +34,18 @@ SOURCES = (
 )
 _HTML = (".html", ".htm")
 _ARCHIVES = (".tar", ".tar.gz", ".tar.xz", ".tar.bz2")
-# generated tables of registers, HTML of which the sources are in the package, and of pages whose text is elsewhere, too
+# left out: generated tables of registers; HTML whose sources are in the package, or whose text is elsewhere as well
 _LEFT_OUT = re.compile(
     r"/drm/amd/include/|/python3[^/]*/html/(?!_sources/)|"
     r"/rust[^/]*/html/(core|alloc|src|implementors|unstable-book|test|proc_macro)/|changelog|ChangeLog|NEWS|copyright"
 )
 _LEAST_BYTES, _MOST_BYTES, _MOST_HTML_BYTES = 256, 2**20, 2**22
-# files of more than _TABLE_BYTES that are mostly #defines of registers, or digits, teach little: leave them out
+# files of more than _TABLE_BYTES in which more than these fractions are #defines of registers, or digits, are left out
 _TABLE_BYTES, _MOST_DEFINES, _MOST_DIGITS = 2**13, 0.4, 0.2
 
 
 class Document(NamedTuple):
-    """A text and its name: package and path in it."""
+    """A text, and its name, which consists of the package and the path in it."""
 
     name: str
     text: str
@@ -60,11 +60,11 @@ class Package(NamedTuple):
 
 
 def download(folder: Path, patterns: Sequence[str] = PACKAGES) -> None:
-    """Download packages with apt into a folder; those that are there stay.
+    """Download packages with apt into a folder; packages that the folder holds are not downloaded again.
 
     Raises:
-        OSError: there is no apt, or a download failed.
-        ValueError: apt knows no package of a name.
+        OSError: apt is not installed, or a download failed.
+        ValueError: apt knows no package that matches a pattern.
     """
     folder.mkdir(parents=True, exist_ok=True)
     known = _output("apt-cache", "pkgnames").split()
@@ -78,10 +78,10 @@ def download(folder: Path, patterns: Sequence[str] = PACKAGES) -> None:
 
 
 def packages_of(folder: Path) -> list[Package]:
-    """Return the packages in a folder, by name.
+    """Return the packages in a folder, sorted by name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the folder holds no package.
         OSError: a file is no package, or dpkg-deb is not installed.
     """
     found = [
@@ -103,7 +103,7 @@ def _output(*command: str, cwd: Path | None = None) -> str:
 
 
 def documents(package: Package) -> Iterator[Document]:
-    """Yield the texts of a package in the order of its files; nothing is unpacked to the disk.
+    """Yield the texts of a package in the order of its files, without unpacking it to the disk.
 
     Raises:
         OSError: the package is damaged.
@@ -133,7 +133,7 @@ def _archive(stream: IO[bytes], within: str) -> Iterator[Document]:
 
 
 def _text(name: str, size: int, file: IO[bytes]) -> str | None:
-    """Return the text of a file, or None if it has none to train on."""
+    """Return the text of a file; None if the file has no text to train on."""
     plain, html = name.removesuffix(".gz"), False
     if plain.endswith(_HTML):
         html = True
@@ -161,7 +161,7 @@ def _is_table(text: str) -> bool:
 
 
 class _Reader(HTMLParser):
-    """Collects the text of a page: one line per block, and lines as they are within `pre`."""
+    """Collects a page's text: one line per block element; lines inside `pre` are kept."""
 
     _HIDDEN = frozenset(("script", "style", "head", "nav", "noscript", "svg", "button", "form"))
     _BLOCKS = frozenset(

@@ -1,4 +1,4 @@
-"""Plots of quality against cost, one point per variant."""
+"""Plots of quality against cost, with one point per variant."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Plot(NamedTuple):
 
     Attributes:
         name: part of the file name.
-        title, x, y: labels.
-        higher: True if a higher y is better.
-        points: cost and quality of each variant.
+        title, x, y: title and labels of the axes.
+        higher: True if a higher quality value (y) is better.
+        points: cost and quality by variant.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Plot(NamedTuple):
 
 
 def make_plots(comparison: Comparison, division: str) -> list[Plot]:
-    """Return the plots of a division; a plot without points was not measured."""
+    """Return the plots of a division; a plot has no points if its values were not measured."""
     size, costs = comparison.size, measured_costs(comparison, division)
     recall, text = Scores(comparison, division, MQAR), Scores(comparison, division, TEXT)
     longest = max(size.cost_lengths)
@@ -49,13 +49,13 @@ def make_plots(comparison: Comparison, division: str) -> list[Plot]:
     def state(variant: Variant) -> float | None:
         name, mode = variant
         if mode in EVICTION_METHODS:
-            # eviction replaces the model's own state
+            # with eviction, the model's own state size does not apply
             return None
         least, most = state_bytes(CONTESTANTS[name], size, solve(name, division, size).fields, size.seq_len)
         return least if mode == BOUNDED else most
 
     def decoding(variant: Variant) -> float | None:
-        # after a switch, the last mode decodes
+        # after a switch of modes, tokens are decoded in the last mode
         row = costs.get((variant[0], variant[1].rpartition(" → ")[2]), {}).get(longest)
         return None if row is None else row["decode ms/token"]
 
@@ -84,7 +84,7 @@ def make_plots(comparison: Comparison, division: str) -> list[Plot]:
 
 
 def scatter(plot: Plot, path: Path) -> None:
-    """Draw labelled points and their Pareto front into a PNG file.
+    """Draw a plot, with labelled points and their Pareto front, into a PNG file.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -94,7 +94,7 @@ def scatter(plot: Plot, path: Path) -> None:
 
 
 def scatter_figure(plot: Plot) -> Any:
-    """Return the figure of labelled points and their Pareto front."""
+    """Return the figure of a plot: labelled points and their Pareto front."""
     require("matplotlib", "plots")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -125,7 +125,7 @@ def scatter_figure(plot: Plot) -> Any:
 
 
 def _add_labels(figure: Any, axes: Any, points: Points, front: list[tuple[float, float]]) -> None:
-    """Put each label near its point, inside the axes, where it covers no point, no other label and not the front."""
+    """Write each label near its point, inside the axes, where it covers no point, no other label and not the front."""
     from matplotlib.path import Path as Line
     from matplotlib.transforms import Bbox
 
@@ -134,7 +134,7 @@ def _add_labels(figure: Any, axes: Any, points: Points, front: list[tuple[float,
     marks = [Bbox.from_extents(x - 6, y - 6, x + 6, y + 6) for x, y in pixels.values()]
     line = Line(axes.transData.transform(front))
     placed: list[Any] = []
-    # from the top, so that labels move into the space that is left below
+    # start at the top, so that labels move into the free space below
     for variant in sorted(points, key=lambda variant: -points[variant][1]):
         text = axes.annotate(
             label(variant), points[variant], xytext=(0, 0), textcoords="offset points", fontsize=8, va="bottom"
@@ -142,7 +142,7 @@ def _add_labels(figure: Any, axes: Any, points: Points, front: list[tuple[float,
         text.set_in_layout(False)
         box = text.get_window_extent()
         for dx, dy in _OFFSETS:
-            # the side of the text that is nearest to the point
+            # the side of the label's text that is nearest to the point
             left = dx - (box.width if dx < 0 else 0) - (box.width / 2 if dx == 0 else 0)
             x, y = pixels[variant] + (left, dy - box.height / 2)
             spot = Bbox.from_extents(x, y, x + box.width, y + box.height)
@@ -152,7 +152,7 @@ def _add_labels(figure: Any, axes: Any, points: Points, front: list[tuple[float,
         else:
             raise ValueError(f"no space is left for the label {label(variant)!r}; enlarge the figure")
         placed.append(spot)
-        # offsets are in points, boxes in pixels
+        # offsets are given in points, boxes in pixels
         shift = (spot.x0 - pixels[variant][0], spot.y0 - pixels[variant][1])
         text.set_position(tuple(pixel * 72 / figure.dpi for pixel in shift))
         if math.hypot(dx, dy) > 14:
@@ -162,14 +162,14 @@ def _add_labels(figure: Any, axes: Any, points: Points, front: list[tuple[float,
 
 
 def _leader(start: Any, end: Any) -> Any:
-    """Return a thin line in pixels between a point and its label."""
+    """Return a thin line from a point to its label, given in pixels."""
     from matplotlib.lines import Line2D
     from matplotlib.transforms import IdentityTransform
 
     return Line2D(*zip(start, end, strict=True), color="0.7", linewidth=0.6, transform=IdentityTransform(), zorder=0)
 
 
-# offsets of a label from its point in pixels, the nearest first
+# offsets of a label from its point, in pixels, in increasing order of distance
 _OFFSETS = sorted(
     ((dx, dy) for dx in (0, 9, -9, 18, -18, 36, -36, 60, -60) for dy in range(-140, 141, 4) if math.hypot(dx, dy) > 8),
     key=lambda offset: (math.hypot(*offset), -offset[0]),

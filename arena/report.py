@@ -42,12 +42,12 @@ _METRICS = {
     BEYOND: "accuracy on needles at 2x and 4x the training length",
     EXCESS: "excess loss after a switch",
 }
-# FLOP/s of an H100 in bfloat16 at 40 % utilisation
+# FLOP/s of an H100 in bfloat16 at 40 % utilisation, to estimate the cost of the papers' runs
 _SPEED = 4e14
 
 
 class Paper(NamedTuple):
-    """A paper's title, the parameters and tokens of its runs, and objections to our test of it."""
+    """A paper: its title, the parameters and tokens of its own runs, and objections to our test of its claims."""
 
     title: str
     parameters: float
@@ -90,13 +90,13 @@ def page_name(paper: str) -> str:
 
 
 def plan(comparison: Comparison) -> str:
-    """Return the tables of the models and the number of finished runs."""
+    """Return tables of the models, and the number of finished runs, as Markdown."""
     tables = [models_table(comparison, division) for division in comparison.divisions]
     return "\n\n".join([*tables, progress(comparison)])
 
 
 def progress(comparison: Comparison) -> str:
-    """Return the number of finished runs and cost measurements, as a sentence."""
+    """Return the number of finished runs and cost measurements as a sentence."""
     experiments, costs = comparison.experiments(), comparison.cost_runs()
     tuning = {run for experiment in experiments for run in comparison.tuning_runs(*experiment)}
     total = len(tuning) + sum(len(final_seeds(experiment.task, comparison.size)) for experiment in experiments)
@@ -106,7 +106,7 @@ def progress(comparison: Comparison) -> str:
 
 
 def models_table(comparison: Comparison, division: str) -> str:
-    """Return the table of a division's models: parameters, MLP width and state."""
+    """Return the table of a division's models, with parameters, MLP width and state."""
     rows: list[Row] = []
     for name in comparison.contestants_in(division):
         model = solve(name, division, comparison.size)
@@ -139,7 +139,7 @@ def write(comparison: Comparison) -> Path:
 
 
 class _Judged:
-    """The verdicts of all claims of a size, and the scores behind them."""
+    """The verdicts on all claims of a size, and the scores that they are based on."""
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison, self._scores = comparison, {}
@@ -150,7 +150,7 @@ class _Judged:
             self.verdicts |= {claim.name: verdict for claim, verdict in zip(claims, judged, strict=True)}
 
     def scores(self, claim: Claim) -> Scores | None:
-        """Return the scores of a claim's task; None if the size does not support claims."""
+        """Return the scores for a claim's task; None if the size does not support claims."""
         return self.of(claim.division, claim.task) if self.comparison.size.supports_claims else None
 
     def of(self, division: str, task: str) -> Scores:
@@ -220,7 +220,7 @@ def _number(value: float) -> str:
 
 
 def interval(value: Estimate, share: bool = False) -> str:
-    """Format an estimate with its 95 % interval; a share ends at 0 and 1."""
+    """Format an estimate with its 95 % interval; with `share` the interval is cut at 0 and 1."""
     low, high = value.interval()
     if share:
         low, high = max(0.0, low), min(1.0, high)
@@ -228,7 +228,7 @@ def interval(value: Estimate, share: bool = False) -> str:
 
 
 def fraction(learned: int, runs: int) -> str:
-    """Format the fraction of runs that learned, with Wilson's 95 % interval."""
+    """Format which fraction of the runs learned, with Wilson's 95 % interval."""
     low, high = wilson(learned, runs)
     return f"{learned} of {runs} ({low:.2f} to {high:.2f})"
 
@@ -309,7 +309,7 @@ def _settings(comparison: Comparison) -> str:
 
 
 def scores_table(scores: Scores) -> str:
-    """Return the table of a task, one row per variant; excess losses of mode switches form a second table."""
+    """Return a task's table, one row per variant; excess losses after switches of modes are in a second table."""
     metrics = list(dict.fromkeys(metric for by_metric in scores.variants.values() for metric in by_metric))
     tables = []
     for excess in (False, True):
@@ -331,7 +331,7 @@ def scores_table(scores: Scores) -> str:
 
 
 def _cell(scores: Scores, variant: tuple[str, str], metric: str, value: Estimate | None) -> str:
-    """Format an estimate, with the number of seeds if some are missing or diverged."""
+    """Format an estimate; add the number of seeds if some are missing or diverged."""
     if value is None:
         return "–"
     text = interval(value, not metric.startswith(("loss", EXCESS)))
@@ -340,7 +340,7 @@ def _cell(scores: Scores, variant: tuple[str, str], metric: str, value: Estimate
 
 
 def logged_table(comparison: Comparison, division: str, task: str) -> str | None:
-    """Return the table of metrics that layers logged during training, or None without any."""
+    """Return the table of metrics that layers logged during training; None if there are none."""
     rows: list[Row] = []
     for name in comparison.contestants_in(division):
         for metric, series in logged_means(comparison, division, task, name).items():

@@ -7,33 +7,33 @@ from hashlib import blake2b
 from pathlib import Path
 
 PAGE = Path(__file__).with_name("RULES.md")
-# commit of the page; a change of the page is committed first, then this line
+# the commit of RULES.md; commit a change of the page first, then update this line
 COMMIT = "0277310f"
-# difference that matters: accuracy, and nats per token of loss
+# the smallest differences that matter: in accuracy, and in nats per token of loss
 ACCURACY_EFFECT, LOSS_EFFECT = 0.02, 0.01
-# probability of any wrong verdict on a page, bounded by Holm's procedure
+# probability that any verdict on a paper's page is wrong, bounded by Holm's procedure
 LEVEL = 0.05
-# bootstrap replicates, and the seed of their generator
+# number of replicates in the bootstrap, and the seed of the generator that draws them
 REPLICATES, GENERATOR_SEED = 10_000, 0
-# seeds of the runs that select the learning rate, and of the results
+# seeds of the runs that select the learning rate; seeds of the reported runs, for recall and for text
 TUNING_SEEDS = (100, 101)
 RECALL_SEEDS, TEXT_SEEDS = (1, 2, 3, 4, 5), (1, 2, 3)
-# fraction of a run's tokens that a tuning run on text reads
+# length of a tuning run on text, as a fraction of a reported run's tokens
 TEXT_TUNING = 0.1
-# factor between neighbouring rates of an extended grid, and the rates beyond which it is not extended
+# ratio of neighbouring rates where a grid is extended, and the rates beyond which it is not extended
 RATE_FACTOR, LOWEST_RATE, HIGHEST_RATE = 2.0, 1e-5, 1e-1
-# a run has learned if its accuracy in the easiest case is at least this fraction of the way from a guess to 1;
+# a run has learned if its accuracy in the easiest case is at least this fraction of the way from guessing to 1;
 # NAMES_LEARNED is for names in cloze form
 LEARNED, NAMES_LEARNED = 0.5, 0.1
-# fraction of ln(vocabulary) that the final training loss on text may not exceed
+# a run on text has learned if its final training loss is at most this fraction of ln(vocabulary)
 TEXT_LEARNED = 0.5
-# fraction of the baseline's runs that must have learned
+# a claim counts only if at least this fraction of the baseline's runs has learned
 LEARNED_RUNS = 0.8
-# largest relative differences between the models of a comparison
+# largest relative differences between the models of a comparison, in parameters and in state
 PARAMETER_TOLERANCE, STATE_TOLERANCE = 0.01, 0.05
 
 
 @cache
 def digest() -> str:
-    """Return the hash of the page, which each result holds."""
+    """Return the hash of RULES.md, which is stored in each result."""
     return blake2b(PAGE.read_bytes(), digest_size=8).hexdigest()

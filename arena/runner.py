@@ -1,4 +1,4 @@
-"""Runs of a comparison: training runs in parallel, cost measurements one per GPU."""
+"""Execute the runs of a comparison: training runs in parallel, cost measurements one at a time per GPU."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def run(
 
     Args:
         comparison: the comparison.
-        work: folder of unfinished runs.
-        commit: commit of the code.
+        work: folder for the files of unfinished runs.
+        commit: commit of the code; stored with results.
         deadline: seconds since the epoch at which runs stop with a checkpoint.
-        jobs: number of concurrent runs, one process each; a single run uses this process unless `gpus` or a deadline is
-            given.
-        gpus: GPUs to distribute the runs over, as in CUDA_VISIBLE_DEVICES; default: all visible ones.
-        whole: start no run that is not expected to end before the deadline, where checkpoints would be lost.
-        log: receives one line per run.
+        jobs: number of concurrent runs, each in its own process; a single one uses this process unless `gpus` or a
+            deadline is given.
+        gpus: GPUs to distribute runs over, named as in CUDA_VISIBLE_DEVICES; by default all visible ones.
+        whole: start only runs that are expected to end before the deadline, for machines that do not keep checkpoints.
+        log: called with one line of text per run.
 
     Raises:
-        ValueError: fewer than one job, or a result that was made with other settings.
+        ValueError: `jobs` is less than one, or a result was produced with other settings.
     """
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
@@ -64,7 +64,7 @@ def run(
 def measure(
     comparison: Comparison, *, commit: str, deadline: float, gpus: Sequence[str] = (), log: Log = _print
 ) -> Summary:
-    """Execute the remaining cost measurements, one at a time per GPU; arguments as in `run`."""
+    """Execute the remaining cost measurements, one at a time per GPU; the arguments are those of `run`."""
 
     def call(run: Any) -> Callable[[], bool]:
         return partial(measure_costs, run, comparison, commit=commit)

@@ -1,4 +1,4 @@
-"""Order and expected time of runs, so that calls with a time limit start runs that they can finish."""
+"""The order and the expected times of runs, so that a call with a time limit starts runs that it can finish."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from arena.comparison import Comparison, Run, final_seeds, recipe_of, tuning_see
 
 
 class Schedule:
-    """Expected minutes of a comparison's runs, from the speeds of its stored results.
+    """The expected minutes of a comparison's runs, computed from the speeds in stored results.
 
-    A contestant without a result is expected to have the median speed of the others, or the size's, if there is none.
+    A contestant without results is expected to have the median speed of the others or, without any, the size's `speed`.
     """
 
     def __init__(self, comparison: Comparison) -> None:
@@ -32,14 +32,14 @@ class Schedule:
         return median(measured) if measured else median(others) if others else self.comparison.size.speed
 
     def minutes(self, run: Run) -> float:
-        """Return the expected minutes of a run on one GPU: training, and evaluation if it was measured."""
+        """Return the expected minutes of a run on one GPU: training and, if such evaluations were timed, evaluation."""
         seconds = recipe_of(run, self.comparison.size).optimizer.total_tokens / self.speed(run)
         if run.seed not in tuning_seeds(self.comparison.size):
             seconds += median(self._evaluations.get(run.task, [0.0]))
         return seconds / 60
 
     def ordered(self, runs: Sequence[Run]) -> list[Run]:
-        """Return runs by task and contestant, in the order that the size names them."""
+        """Return the runs sorted by task and contestant, in the order in which the size names these."""
         tasks, names = self.comparison.tasks, self.comparison.size.contestants
 
         def rank(run: Run) -> tuple[int, int]:
@@ -48,7 +48,7 @@ class Schedule:
         return sorted(runs, key=rank)
 
     def remaining(self) -> list[Run]:
-        """Return the runs without a result, also those that wait for a rate; they get the grid's first."""
+        """Return the runs without a result; those whose rate is not selected yet get the first rate of the grid."""
         found: dict[Run, None] = {}
         for experiment in self.comparison.experiments():
             tuning = self.comparison.tuning_runs(*experiment)
@@ -59,7 +59,7 @@ class Schedule:
         return self.ordered(list(found))
 
     def plan(self, gpus: int = 1) -> str:
-        """Return the expected hours of the remaining runs, by contestant."""
+        """Return a table of the expected hours of the remaining runs, one row per contestant."""
         by_name: dict[str, list[float]] = {}
         for run in self.remaining():
             by_name.setdefault(run.contestant, []).append(self.minutes(run))

@@ -1,10 +1,10 @@
-"""Sizes of a comparison: the shape of the models, the tokens of a run, the learning rates and the seeds."""
+"""Sizes of a comparison: dimensions of the models, length of the runs, learning rates and seeds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-# a size with fewer rates or seeds supports no claim
+# a size with fewer learning rates or seeds supports no claims
 MIN_RATES, MIN_SEEDS = 3, 3
 
 
@@ -13,38 +13,39 @@ class Size:
     """The settings of one comparison, equal for all contestants.
 
     Attributes:
-        name: name on the command line and of the folder of results.
+        name: name on the command line and of the results' folder.
         width: hidden size of the models.
         layers: number of layers, a multiple of four.
         head_dim: key channels K per head of the recurrences, a divisor of `width`.
         attention_head_dim: channels per head of attention and of Mamba-2, a divisor of `width`.
         nha_slots: memory slots of NHA.
         nha_window: attention window of NHA, in tokens.
-        mlp_multiple: the inner width of an MLP is a multiple of it.
-        seq_len: tokens T of a training row, in all tasks but needles.
-        needle_len: tokens of a training row with needles; the shortest prompt takes about 600 bytes.
+        mlp_multiple: the inner widths of MLPs are multiples of this.
+        seq_len: tokens T of a training row, in all tasks except needles.
+        needle_len: tokens of a training row in the task needles, whose shortest prompt takes about 600 bytes.
         recall_vocab_size: vocabulary of associative recall.
         initializer_range: standard deviation of the initial weights.
         steps: optimizer steps of a run.
-        ramp: fraction of the steps over which examples grow: recall and copying from two pairs or tokens, needles from
-            one fact.
-        dataloader_workers: processes per run that prepare rows; 0 if there are as many concurrent runs as cores.
+        ramp: fraction of the steps over which examples grow: recall from two pairs, copying from two tokens, needles
+            from one fact.
+        dataloader_workers: processes per run that prepare rows; use 0 if there are as many concurrent runs as CPU
+            cores.
         batch_tokens: tokens per step, a multiple of both row lengths.
-        rates: grid of learning rates.
-        tuning_seed: seed of the runs that select the rate; no result uses it.
-        seeds: seeds of the results.
-        examples: sequences per evaluation.
-        eval_length_factor: the longest evaluated text, in multiples of `seq_len`.
+        rates: the grid of learning rates.
+        tuning_seed: seed of the runs that select the learning rate; no reported run uses it.
+        seeds: seeds of the reported runs.
+        examples: number of sequences in an evaluation.
+        eval_length_factor: length of the longest evaluated text, in multiples of `seq_len`.
         cost_lengths: context lengths at which speed and memory are measured.
-        sparsity: divides windows, caps and budgets of the mixers that attend to a part of the text, so that keys are
-            farther away than they reach.
-        corpus: True if the task `text` trains on the corpus of `corpus.py`, and then measures zero-shot retrieval;
-            False if it trains on the built-in corpus.
+        sparsity: divisor of the windows, caps and budgets of mixers that attend to a part of the text, so that some
+            keys are beyond their reach.
+        corpus: True if the task `text` trains on the corpus of `corpus.py`, which adds zero-shot retrieval; False if it
+            trains on the built-in corpus.
         retrieval_lengths: context lengths of zero-shot retrieval.
-        speed: expected training speed on an H100 in tokens/s, for plans before any run was measured.
-        contestants: names of the contestants, in the order of the runs; empty: `DEFAULT_CONTESTANTS`.
-        divisions: names of the divisions; empty: both.
-        tasks: names of the tasks; empty: all.
+        speed: expected training speed on an H100 in tokens/s, for plans made before any run is measured.
+        contestants: names of the contestants, in the order of the runs; if empty, `DEFAULT_CONTESTANTS`.
+        divisions: names of the divisions; if empty, both.
+        tasks: names of the tasks; if empty, all.
     """
 
     name: str
@@ -79,11 +80,11 @@ class Size:
 
     @property
     def supports_claims(self) -> bool:
-        """True if the learning rates suffice to choose the best, and the seeds for a confidence interval."""
+        """True if there are enough learning rates to choose the best, and enough seeds for a confidence interval."""
         return len(self.rates) >= MIN_RATES and len(self.seeds) >= MIN_SEEDS
 
 
-# checks that everything runs
+# the smallest size, which only checks that everything runs
 SMOKE = Size(
     name="smoke",
     width=64,
@@ -183,7 +184,7 @@ MEDIUM = replace(
     divisions=("parameters",),
     tasks=("mqar", "text"),
 )
-# no medium model had learnt needles after 1,500 steps, so this size doubles the steps
+# no model of the size medium had learnt needles after 1,500 steps, so this size has twice as many steps
 NEEDLES = replace(
     MEDIUM,
     name="needles",

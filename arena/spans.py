@@ -1,4 +1,4 @@
-"""Hashes of spans of bytes, by which repeated text is found: windows of whole lines, and all spans of one length."""
+"""Hashes of spans of bytes, to find repeated text: of windows of whole lines, and of all spans of one length."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Int, UInt64
 
-# bytes of a span that counts as text that occurs elsewhere
+# length in bytes of the spans that must not occur elsewhere
 SPAN = 64
-# odd, so that it has an inverse modulo 2**64
+# base of the hash: odd, so that it has an inverse modulo 2**64
 _BASE = 0x9E3779B97F4A7C15
 _MOST_BUCKETS = 2**28
 
 
 class _Powers:
-    """Powers of the base and of its inverse modulo 2**64, as many as the longest text has needed."""
+    """Powers of the base and of its inverse modulo 2**64, computed up to the length of the longest text so far."""
 
     def __init__(self) -> None:
         self.of_base, self.of_inverse = (np.ones(1, np.uint64),) * 2
 
     def reserve(self, count: int) -> None:
-        """Compute at least `count` powers."""
+        """Compute powers until there are at least `count`."""
         if count > len(self.of_base):
             count = max(count, 2**20)
             self.of_base, self.of_inverse = (
@@ -34,7 +34,7 @@ _powers = _Powers()
 
 
 class Hashes:
-    """Prefix sums of a text, from which the hash of each of its spans follows.
+    """Prefix sums of a text, from which the hash of any of its spans is computed.
 
     Args:
         text: UTF-8 bytes.
@@ -44,7 +44,7 @@ class Hashes:
         self.data = np.frombuffer(text, np.uint8)
         _powers.reserve(len(text) + 1)
         self._sums = np.zeros(len(text) + 1, np.uint64)
-        # zero bytes count, too
+        # plus one, so that zero bytes contribute to the hash
         np.cumsum((self.data + np.uint64(1)) * _powers.of_base[: len(text)], out=self._sums[1:])
 
     def spans(self, starts: Int[np.ndarray, "n"], ends: Int[np.ndarray, "n"]) -> UInt64[np.ndarray, "n"]:
@@ -57,12 +57,12 @@ class Hashes:
         return _mixed((self._sums[size:] - self._sums[:count]) * _powers.of_inverse[:count])
 
     def line_ends(self) -> Int[np.ndarray, "L"]:
-        """Return where each line ends, its line break included."""
+        """Return the position after each line's end; the line break belongs to the line."""
         ends = np.flatnonzero(self.data == ord("\n")) + 1
         return ends if len(ends) and ends[-1] == len(self.data) else np.append(ends, len(self.data))
 
     def windows(self, least: int) -> tuple[UInt64[np.ndarray, "n"], Int[np.ndarray, "n"], Int[np.ndarray, "n"]]:
-        """Return the hashes, first lines and last lines of windows: from each line on, as few as have `least` bytes."""
+        """Return hash, first and last line of windows: from each line on, the fewest lines that have `least` bytes."""
         ends = self.line_ends()
         starts = np.concatenate([[0], ends[:-1]])
         last = np.searchsorted(ends, starts + least)
@@ -72,7 +72,7 @@ class Hashes:
 
 
 def _mixed(hashes: UInt64[np.ndarray, "n"]) -> UInt64[np.ndarray, "n"]:
-    # the low bits of a polynomial say little
+    # mix the bits, because the low bits of a polynomial hash depend on few bytes
     hashes ^= hashes >> np.uint64(31)
     hashes *= np.uint64(0xBF58476D1CE4E5B9)
     hashes ^= hashes >> np.uint64(29)
@@ -80,7 +80,7 @@ def _mixed(hashes: UInt64[np.ndarray, "n"]) -> UInt64[np.ndarray, "n"]:
 
 
 class SpanSet:
-    """A set of hashes that is asked for many more; most questions are answered by a table of one byte per bucket."""
+    """A set of hashes to look up many others in; a table with one byte per bucket excludes most of these quickly."""
 
     def __init__(self, hashes: Sequence[UInt64[np.ndarray, "_"]]) -> None:
         self.hashes = np.unique(np.concatenate([*hashes, np.zeros(0, np.uint64)]))
@@ -93,7 +93,7 @@ class SpanSet:
         return len(self.hashes)
 
     def index(self, asked: UInt64[np.ndarray, "n"]) -> tuple[Int[np.ndarray, "n"], Bool[np.ndarray, "n"]]:
-        """Return the position of each asked hash in `hashes`, and whether it is a member; 0 if it is not."""
+        """Return the position in `hashes` of each asked hash, arbitrary if it is no member, and a mask of members."""
         if not len(self.hashes):
             return np.zeros(len(asked), np.int64), np.zeros(len(asked), bool)
         at = np.searchsorted(self.hashes, asked)
@@ -101,13 +101,13 @@ class SpanSet:
         return at, self.hashes[at] == asked
 
     def find(self, asked: UInt64[np.ndarray, "n"]) -> Int[np.ndarray, "m"]:
-        """Return the positions in `hashes` of the asked hashes that are members."""
+        """Return the positions in `hashes` of those asked hashes that are members."""
         at, members = self.index(asked[self._table[asked >> self._shift]])
         return np.unique(at[members])
 
 
 def covered(count: int, first: Int[np.ndarray, "n"], last: Int[np.ndarray, "n"]) -> Bool[np.ndarray, "count"]:
-    """Return which of `count` items lie in one of the ranges from `first` to `last`, both included."""
+    """Return a mask of `count` items: those in at least one of the ranges from `first` to `last`, both included."""
     change = np.zeros(count + 1, np.int64)
     np.add.at(change, first, 1)
     np.add.at(change, last + 1, -1)
@@ -115,7 +115,7 @@ def covered(count: int, first: Int[np.ndarray, "n"], last: Int[np.ndarray, "n"])
 
 
 def without(text: bytes, ends: Int[np.ndarray, "L"], removed: Bool[np.ndarray, "L"]) -> bytes:
-    """Return a text without some of its lines."""
+    """Return a text without the removed lines; `ends` are the positions of `line_ends`."""
     if not removed.any():
         return text
     keep = np.repeat(~removed, np.diff(ends, prepend=0))

@@ -1,7 +1,7 @@
-"""Storage of results: one JSON Lines file per size, one run per line, sorted by run.
+"""Store results in one JSON Lines file per size, one run per line, sorted by run.
 
-Writers hold a lock and replace the file atomically. A killed process leaves the old file or the new one, and any number
-of processes may add results at the same time.
+Writers hold a lock and replace the file atomically: after a kill the file has the old or the new content, and any
+number of processes may add results at the same time.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from filelock import FileLock
 from tokenmix_core._utils.atomic_io import write_atomically
 
 RUNS = "runs.jsonl"
-# the task under which measurements of speed and memory are filed
+# the name in place of a task for measurements of speed and memory
 COSTS = "costs"
 Result = dict[str, Any]
 
 
 class Key(NamedTuple):
-    """Identity of a run within its size, and the order of the lines.
+    """Identifies a run within its size; results are sorted by it.
 
     Attributes:
         division, contestant, task: names.
@@ -47,23 +47,23 @@ class Key(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """Relative path of the run's working folder, below the size's."""
+        """The run's working folder, relative to the folder of its size."""
         value = f"{self.value:d}" if self.seed is None else f"{self.value:g}-{self.seed}"
         return Path(self.division, self.contestant, self.task, value)
 
 
 class Stored(NamedTuple):
-    """A result and its source, for error messages."""
+    """A result, and the file and line that it was read from, for error messages."""
 
     result: Result
     source: str
 
 
 def load(folder: Path) -> Mapping[Key, Stored]:
-    """Return all results of a size by run; the file is parsed again only after it has changed.
+    """Return all results of a size by key; the file is parsed again only if it has changed.
 
     Raises:
-        ValueError: a damaged file, with its path and line.
+        ValueError: a line is damaged; the message has path and line number.
     """
     path = folder / RUNS
     try:
@@ -96,7 +96,7 @@ def _parse(text: str, source: str) -> Result:
 
 
 def add(folder: Path, *results: Result) -> None:
-    """Add results to a size; a result of the same run is replaced."""
+    """Add results to the file of a size; a result with the same key is replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f".{RUNS}.lock"):
         merged = {key: stored.result for key, stored in load(folder).items()}

@@ -1,4 +1,4 @@
-"""Tasks: training data and evaluation suites, equal for all contestants."""
+"""The tasks: training data and evaluation suites, the same for all contestants."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ MQAR, COPY, NEEDLE, TEXT = "mqar", "copying", "niah", "text"
 
 @dataclass(frozen=True)
 class Task:
-    """A task and the suites that evaluate it.
+    """A task, and the suites that evaluate models trained on it.
 
     Attributes:
         name: name on the command line and in files.
         title: name in tables and plots.
-        vocabulary: returns the model's vocabulary size.
-        data: returns the training data; its seed is the run's.
-        suites: returns the options of core's suites, by name.
+        vocabulary: takes a size and returns the model's vocabulary size.
+        data: takes a size and returns the training data; the seed is that of the run.
+        suites: takes a size and returns the options of core's suites, by suite name.
     """
 
     name: str
@@ -53,7 +53,7 @@ def _text(size: Size) -> str | None:
 
 
 def _retrieval(size: Size) -> dict[str, EvalOptions]:
-    """Return the suites of zero-shot retrieval."""
+    """Return the suites for zero-shot retrieval, with their options."""
     return {
         "niah": _options(size, lengths=size.retrieval_lengths, text=CORPUS),
         "names": _options(size, lengths=size.retrieval_lengths[-1:], text=CORPUS),
@@ -74,7 +74,7 @@ TASKS = {
             lambda s: DataRecipe(
                 sources=["mqar"],
                 seq_len=s.seq_len,
-                # limited by the row and by the vocabulary
+                # at most as many pairs as fit into a row and into the vocabulary
                 mqar_pairs=min(s.seq_len // 4, s.recall_vocab_size // 4),
                 mqar_vocab_size=s.recall_vocab_size,
                 mqar_ramp=s.ramp,
@@ -105,7 +105,7 @@ TASKS = {
             TEXT,
             "Text",
             lambda s: VOCABULARY if s.corpus else BYTE_VOCAB,
-            # joined documents, as in the evaluation beyond T
+            # documents are joined because the evaluation, beyond T tokens, joins them as well
             lambda s: DataRecipe(
                 sources=[CORPUS if s.corpus else "stdlib"],
                 tokenizer=CORPUS if s.corpus else "bytes",
@@ -119,7 +119,7 @@ TASKS = {
         ),
     )
 }
-# suites that replace one of core's for a model with modes: each mode alone, and switches between modes
+# for models with modes, suites that replace one of core's: each mode alone, and switches between modes
 MODE_SUITES: dict[str, tuple[str, ...]] = {
     "mqar": ("cross-mode-mqar",),
     "copying": ("isolated-copying",),
@@ -128,13 +128,13 @@ MODE_SUITES: dict[str, tuple[str, ...]] = {
     "copy": ("isolated-copy",),
     "names": ("cross-mode-names",),
 }
-# factors of the trained cap at which LTE is evaluated, too
+# LTE is also evaluated at these multiples of the cap that it was trained with
 CAP_FACTORS = (0.25, 0.5, 2.0, 4.0)
 _CAPPED = ("niah", "names")
 
 
 def _by_cap(suite: Suite) -> Suite:
-    """Return a suite that measures at the cap of LTE's training, and then at others, named as modes."""
+    """Return a suite that measures at the cap of LTE's training, then at other caps, each reported as a mode."""
 
     def run(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
         result = suite.run(model, tokenizer, options)
@@ -172,8 +172,8 @@ ARENA_SUITES |= {f"capped-{name}": _by_cap(ARENA_SUITES[name]) for name in _CAPP
 def recipe(name: str, division: str, task: str, size: Size, rate: float, seed: int) -> Recipe:
     """Return the recipe of a run.
 
-    Recipes of one task, size, rate and seed differ in the model and in the callbacks that its package adds. The seed
-    determines weights and rows, so all contestants read the same rows in the same order.
+    Recipes of one task, size, rate and seed differ only in the model and in the callbacks that the model's package
+    adds. The seed determines weights and rows, so that all contestants read the same rows in the same order.
     """
     definition = TASKS[task]
     data = replace(definition.data(size), data_seed=seed)
@@ -198,7 +198,7 @@ def recipe(name: str, division: str, task: str, size: Size, rate: float, seed: i
             seed=seed,
             dataloader_num_workers=size.dataloader_workers,
             logging_steps=max(1, size.steps // 100),
-            # at the end only: a run that reaches the time limit saves a checkpoint
+            # a checkpoint at the end only; at the time limit a run writes one as well
             save_steps=size.steps,
             save_total_limit=1,
         ),
@@ -207,14 +207,14 @@ def recipe(name: str, division: str, task: str, size: Size, rate: float, seed: i
 
 
 def located(recipe: Recipe) -> Recipe:
-    """Return a recipe that names the corpus by its folders on this machine."""
+    """Replace the name of the corpus in a recipe by the corpus's folders on this machine."""
     sources = [str(corpus.tokens()) if source == CORPUS else source for source in recipe.data.sources]
     tokenizer = str(corpus.tokenizer()) if recipe.data.tokenizer == CORPUS else recipe.data.tokenizer
     return replace(recipe, data=replace(recipe.data, sources=sources, tokenizer=tokenizer))
 
 
 def located_text(options: EvalOptions) -> EvalOptions:
-    """Return options that name the corpus by its folder on this machine."""
+    """Replace the name of the corpus in options by the corpus's folder on this machine."""
     return replace(options, text=str(corpus.tokens())) if options.text == CORPUS else options
 
 
@@ -226,7 +226,7 @@ def suites(contestant: Contestant, task: str, size: Size) -> dict[str, EvalOptio
         if contestant.capped and name in _CAPPED and size.corpus:
             replaced = (f"capped-{name}",)
         for suite in replaced:
-            # modes switch between chunks of a training row
+            # modes are switched at boundaries of chunks of a training row's length
             lengths = (size.seq_len,) if suite == "switch-perplexity" else options.lengths
             chosen[suite] = replace(options, lengths=lengths)
     return chosen

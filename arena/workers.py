@@ -1,6 +1,6 @@
-"""Parallel execution of jobs in worker processes, each on its GPU, until all are done or a deadline passes.
+"""Execute jobs in parallel worker processes, each on its GPU, until all are done or a deadline passes.
 
-This module imports nothing large. A worker process therefore starts fast and sets CUDA_VISIBLE_DEVICES before any
+This module imports no large library. A worker process therefore starts fast, and sets CUDA_VISIBLE_DEVICES before an
 import can initialise CUDA.
 """
 
@@ -19,25 +19,25 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-# seconds after the deadline within which a job may still finish
+# after the deadline, jobs have so many seconds to finish before they are killed
 GRACE = 20.0
-# a job is identified, and logged, by its fields
+# a job is a NamedTuple: its fields identify it, and are logged
 Job = tuple[Any, ...]
 
 
 class Terminated(BaseException):
-    """SIGTERM was received: all jobs stop, with a checkpoint where they train."""
+    """Raised at SIGTERM: all jobs stop; those that train write a checkpoint."""
 
 
 class Outcome(NamedTuple):
-    """The return value of a call, or the error that it raised."""
+    """The value that a call returned, or the error that it raised."""
 
     value: Any = None
     error: str | None = None
 
 
 class Summary(NamedTuple):
-    """True in `done` if no job is left, and the jobs that raised an error; the next call repeats them."""
+    """`done` is True if no job is left; `failed` holds the jobs that raised an error, which the next call repeats."""
 
     done: bool
     failed: tuple[Job, ...]
@@ -50,18 +50,18 @@ def run_jobs(
     deadline: float,
     log: Callable[[str], None],
 ) -> Summary:
-    """Run jobs until none is left; log errors and continue with the other jobs.
+    """Run jobs until none is left; log an error and continue with the other jobs.
 
     Args:
-        ready: returns the jobs that can start and are not done, in order of priority.
-        call: returns the function that runs a job; its value is True if the job is done.
-        workers: the workers; each runs one job at a time.
-        deadline: seconds since the epoch after which no job starts; jobs that still run `GRACE` seconds later are
+        ready: returns the jobs that are not done and can start, in order of priority.
+        call: takes a job and returns a function that runs it; the function returns True if the job is done.
+        workers: the workers, each of which runs one job at a time.
+        deadline: seconds since the epoch; no job starts after it, and jobs that still run `GRACE` seconds after it are
             killed.
-        log: receives one line per job.
+        log: called with one line of text per job.
 
     Raises:
-        Terminated: SIGTERM was received; the processes received it, too, and have ended.
+        Terminated: SIGTERM was received. The worker processes have received it as well, and have ended.
     """
     running: dict[InlineWorker | ProcessWorker, Job] = {}
     failed: dict[Job, None] = {}
@@ -91,7 +91,7 @@ def run_jobs(
             worker.terminate()
         raise
     finally:
-        # all workers exit at the same time, then each is awaited
+        # ask all workers to exit before waiting for the first
         for worker in workers:
             worker.close()
         for worker in workers:
@@ -113,24 +113,24 @@ class InlineWorker:
         self.connection, self._sender = multiprocessing.Pipe(duplex=False)
 
     def start(self, call: Callable[[], Any]) -> None:
-        """Run a call to its end."""
+        """Run a call and keep its outcome."""
         self._sender.send(_outcome(call))
 
     def outcome(self) -> Outcome:
-        """Return the outcome of the call."""
+        """Return the outcome of the last call."""
         return self.connection.recv()
 
     def kill(self) -> None:
-        """Do nothing: the call has ended."""
+        """Do nothing, because the call has ended already."""
 
     close = join = terminate = kill
 
 
 class ProcessWorker:
-    """Run calls in a process that is reused, and replaced after it has died or was killed.
+    """Run calls in one process, which is replaced if it dies or is killed.
 
     Args:
-        environment: environment variables of the process, set before its imports.
+        environment: environment variables to set in the process before its imports.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -139,7 +139,7 @@ class ProcessWorker:
         self.connection: Connection
 
     def start(self, call: Callable[[], Any]) -> None:
-        """Start a picklable call."""
+        """Start a call, which must be picklable, in the process."""
         if self._process is not None and not self._process.is_alive():
             self.join()
         if self._process is None:
@@ -160,18 +160,18 @@ class ProcessWorker:
             return Outcome(error=f"its process ended with the exit code {self._process.exitcode}")
 
     def kill(self) -> None:
-        """Kill the process; after a CUDA error, for example, no further call in it succeeds."""
+        """Kill the process, for example after a CUDA error, when further calls in it cannot succeed."""
         if self._process is not None:
             self._process.kill()
             self.join()
 
     def terminate(self) -> None:
-        """Send SIGTERM: training stops with a checkpoint, any other call ends at once."""
+        """Send SIGTERM: training stops with a checkpoint; other calls end at once."""
         if self._process is not None:
             self._process.terminate()
 
     def close(self) -> None:
-        """Let the process exit after its call."""
+        """Let the process exit after its current call."""
         if self._process is not None:
             self.connection.close()
 
@@ -186,17 +186,18 @@ class ProcessWorker:
 
 
 def make_workers(count: int, gpus: Sequence[str], deadline: float) -> list[InlineWorker | ProcessWorker]:
-    """Return workers distributed over GPUs; a single one without a named GPU and a deadline runs in this process.
+    """Return workers distributed over GPUs; one worker without a given GPU or deadline runs calls in this process.
 
     Args:
         count: number of workers.
-        gpus: GPUs as in CUDA_VISIBLE_DEVICES; default: those visible to this process.
-        deadline: as in `run_jobs`; only another process can be killed after it.
+        gpus: GPUs named as in CUDA_VISIBLE_DEVICES; by default those visible to this process.
+        deadline: as for `run_jobs`; with a deadline even a single worker is a process of its own, so that it can be
+            killed.
     """
     if count == 1 and not gpus and deadline == math.inf:
         return [InlineWorker()]
     names = gpus or _visible_gpus()
-    # concurrent workers use one CPU core each
+    # limit each of several concurrent workers to one CPU core
     shared = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if count > 1 else {}
     assigned = [{"CUDA_VISIBLE_DEVICES": names[i % len(names)]} if names else {} for i in range(count)]
     return [ProcessWorker(shared | gpu) for gpu in assigned]
@@ -235,7 +236,7 @@ def _serve(calls: Connection) -> None:
             outcome = _outcome(call)
         except (Terminated, KeyboardInterrupt):
             return
-        # free memory for the next job and for concurrent processes
+        # free GPU memory for the next job and for other processes
         gc.collect()
         if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
