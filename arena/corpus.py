@@ -261,7 +261,7 @@ class _Stages:
     def _without_repetitions(
         self, documents: Callable[[], Iterator[tuple[packages.Document, bool]]], counts: Counter[str]
     ) -> Iterator[tuple[packages.Document, bool]]:
-        """Yield the documents without copies, and without windows of lines that occurred in an earlier place."""
+        """Yield the documents without copies, and without windows of lines that occurred earlier."""
         seen: set[bytes] = set()
         copies: list[bool] = []
         hashes: list[np.ndarray] = []

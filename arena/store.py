@@ -17,7 +17,7 @@ from filelock import FileLock
 from tokenmix_core._utils.atomic_io import write_atomically
 
 RUNS = "runs.jsonl"
-# the name in place of a task for measurements of speed and memory
+# the name, instead of that of a task, for measurements of speed and memory
 COSTS = "costs"
 Result = dict[str, Any]
 

@@ -62,7 +62,7 @@ def slot_ids(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int, chunk_size: int) 
 
 
 def inverse(places: Int[Tensor, "R"], count: int) -> Int[Tensor, "count"]:
-    """Invert `places`, which gives rows distinct indices below `count`, or −1: return each index's row, −1 for none."""
+    """Invert a map from rows to distinct indices below `count`, or −1: return each index's row, −1 for none."""
     rows = torch.arange(len(places), device=places.device)
     # rows with −1 write to one more element at the end, which is cut off
     found = rows.new_full((count + 1,), -1).scatter_(0, torch.where(places < 0, count, places).long(), rows)

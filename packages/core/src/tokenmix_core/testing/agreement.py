@@ -14,7 +14,7 @@ Inputs = Mapping[str, Tensor]
 
 
 def upstream_like(outputs: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
-    """Return random upstream gradients for the outputs, each in the dtype of its output."""
+    """Return a random upstream gradient for each output, in the dtype of the output."""
     generator = torch.Generator(next(iter(outputs.values())).device).manual_seed(seed)
     return {
         name: torch.randn(x.shape, generator=generator, device=x.device, dtype=torch.float32).to(x.dtype)
@@ -29,14 +29,14 @@ def values_and_gradients(
     *,
     dtype: torch.dtype | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return outputs by name and gradients of all inputs as `d<name>` in one dict, and the upstream gradients used.
+    """Return two dicts: outputs by name and the inputs' gradients as `d<name>`; the upstream gradients that were used.
 
-    `function` takes the inputs by name and returns a named tuple; `dtype` converts inputs and upstream gradients first.
+    `function` takes the inputs by name and returns a named tuple. `dtype` first converts inputs and upstream gradients.
     """
     leaves = {name: x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for name, x in inputs.items()}
     outputs = function(**leaves)._asdict()
     upstream = dict(upstream or upstream_like(outputs))
-    # some results may not require gradients; unused inputs get zero gradients
+    # results may not require gradients, and inputs that are not used get zero gradients
     used = {name: x for name, x in outputs.items() if x.requires_grad}
     into = [upstream[name].to(x.dtype) for name, x in used.items()]
     grads = torch.autograd.grad(list(used.values()), list(leaves.values()), into, materialize_grads=True)
@@ -44,7 +44,7 @@ def values_and_gradients(
 
 
 def gradients_through(function: Callable, inputs: Inputs, output: str) -> dict[str, Tensor]:
-    """Return the gradients of the sum of squares of one output, by the inputs' names."""
+    """Return the gradients of the sum of squares of `output`, one of the outputs, by the inputs' names."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     loss = getattr(function(**leaves), output).square().sum()
     grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
@@ -52,18 +52,20 @@ def gradients_through(function: Callable, inputs: Inputs, output: str) -> dict[s
 
 
 def granted(eps: float) -> float:
-    """Return the relative error that `assert_agrees` always permits for a dtype of this eps."""
-    # eps / 2 is one rounding. float32 gets 8 eps: kernels multiply in three tf32 parts and sum gates in another order
-    # than the reference; measured errors reached 7.5e-7, 2.3 times the reference's
+    """Return the relative error that `assert_agrees` always allows for a dtype with this eps."""
+    # eps / 2 is the error of rounding once. float32 gets 8 eps, because kernels multiply in three tf32 parts and sum
+    # gates in another order than the reference: measured errors were up to 7.5e-7, 2.3 times the reference's
     return 8 * eps if eps < 1e-5 else eps / 2
 
 
 def granted_to_sums(*names: str, times: int = 2) -> Callable[[str, float], float]:
-    """Return a `floor` for `assert_agrees`: in float32, `granted` × `times` for gradients `names` that sum tokens.
+    """Return a `floor` for `assert_agrees`: `granted`, in float32 `times` as much for the gradients `names`.
+
+    These gradients are sums over tokens.
 
     The terms of these sums cancel. Measured errors: 1.5e-6 on an H200 for a parameter with one value per head, 2.3
-    times the error of an implementation by single operations; 1.8e-6 for decays in the emulator on a CPU with AVX2,
-    against 0.5e-6 for the reference.
+    times the error of an implementation with one operation per step; 1.8e-6 for decays in the emulator on a CPU with
+    AVX2, where the reference has 0.5e-6.
     """
     return lambda name, eps: granted(eps) * (times if name in names and eps < 1e-5 else 1)
 
@@ -79,9 +81,9 @@ def assert_agrees(
 ) -> None:
     """Assert that `function` errs, in every value and gradient, at most `factor` times as much as the eager reference.
 
-    Errors are relative to `reference` in float64. The eager reference is `baseline` (default: `reference`), run in the
-    inputs' own dtype. `floor` maps a result's name and the coarsest eps of the input dtypes to the error that is always
-    allowed; the default is `granted` of that eps, for float32 results, too.
+    Errors are relative to `reference` in float64. The eager reference is `baseline` (default: `reference`), called with
+    inputs in their own dtypes. `floor` maps a result's name and the largest eps of the inputs' dtypes to the error that
+    is always allowed; by default this is `granted` of the eps, even for float32 results.
     """
     got, upstream = values_and_gradients(function, inputs)
     exact, _ = values_and_gradients(reference, inputs, upstream, dtype=torch.float64)
@@ -93,7 +95,7 @@ def assert_agrees(
 
 
 def watched(run: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Tensor], list[str]]:
-    """Return the results of `run()`, and the names of the torch operations that a dispatch mode sees meanwhile."""
+    """Return the results of `run()`, and the names of the torch operations that it executed under a dispatch mode."""
     seen: list[str] = []
 
     class Watching(TorchDispatchMode):
@@ -108,8 +110,8 @@ def watched(run: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Tensor], list
 class RoundedProducts(TorchDispatchMode):
     """Round the operands and results of matmuls and triangular solves to `dtype`, as matmuls of that dtype do.
 
-    Under this mode a float32 reference, backward included, has the matmul rounding of `dtype`. Sums inside matmuls and
-    elementwise operations keep the precision of their inputs.
+    Under this mode the matmuls of a float32 reference, and of its backward pass, have the rounding errors of `dtype`.
+    Sums inside matmuls, and elementwise operations, keep the precision of their inputs.
     """
 
     PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.linalg_solve_triangular.default)
@@ -128,10 +130,10 @@ class RoundedProducts(TorchDispatchMode):
 
 
 def with_scanned_sums(function: Callable) -> Callable:
-    """Return the function with its cumulative sums along the last axis computed by doubling, as in parallel scans.
+    """Return the function with cumulative sums along the last axis replaced by sums in the order of parallel scans.
 
-    The rounding errors of two such sums cancel less in a difference than those of sequential sums, so factors such as
-    exp(b_last - b_t) have larger errors.
+    Differences of such sums have larger rounding errors than differences of sequential sums, whose errors cancel more.
+    So factors such as exp(b_last - b_t) have larger errors.
     """
 
     def scanned(**inputs):

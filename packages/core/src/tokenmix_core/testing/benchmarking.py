@@ -1,8 +1,8 @@
 """Benchmarks of several implementations: interleaved median times, peak memory, CPU overhead, first-call seconds.
 
-Every benchmark module exposes `rows(device)`, an iterable of rows; a row is made by `measure` and holds the keys
-`op, shape, impl, fwd_ms, fwdbwd_ms, peak_mb, host_us, first_call_s`. The row of a baseline that does not run has no
-times and the reason under `failed`.
+Each benchmark module has a function `rows(device)` that yields rows, which `measure` makes. A row has the keys `op,
+shape, impl, fwd_ms, fwdbwd_ms, peak_mb, host_us, first_call_s`. A baseline that raises an error has a row without
+times, with the error under `failed`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def interleaved_medians(
 ) -> dict[str, float]:
     """Return the median milliseconds of each run. The runs take turns, so that clock drift affects all of them equally.
 
-    CUDA runs are timed by events around each call, after a flush of the L2 cache; CPU runs by the host's clock.
+    CUDA runs are timed by events around each call, after the L2 cache is flushed; CPU runs by the host's clock.
     """
     for run in runs.values():
         for _ in range(warmup):
@@ -46,18 +46,18 @@ def interleaved_medians(
                 run()
                 times[name].append((time.perf_counter() - start) * 1e3)
         return {name: statistics.median(x) for name, x in times.items()}
-    # sleep for three times the enqueueing time, within 1 to 20 ms; a nanosecond takes about two cycles
+    # keep the device asleep three times as long as the host enqueues, 1 to 20 ms; 1 ns has about two cycles
     host = {name: host_microseconds(run, device, repeats=3) or 0.0 for name, run in runs.items()}
     cycles = {name: int(2000 * min(max(1000.0, 3 * us), 20_000.0)) for name, us in host.items()}
     flush = torch.empty(256 << 20, dtype=torch.int8, device=device)
     events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
     for i in range(repeats):
-        # clocks are lower after a heavy run: rotate the order, so that no run always comes first
+        # a heavy run lowers the clocks for the next: rotate the order, so that no run is always first
         order = list(runs.items())[i % len(runs) :] + list(runs.items())[: i % len(runs)]
         for name, run in order:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             flush.zero_()
-            # keep the device busy while the host enqueues, so that launch gaps stay out of the events
+            # the device sleeps while the host enqueues the run, so that gaps between launches are not timed
             torch.cuda._sleep(cycles[name])
             start.record()
             run()
@@ -70,7 +70,7 @@ def interleaved_medians(
 
 
 def captured(run: Run) -> Run:
-    """Capture a run without gradients as a CUDA graph, so that timing excludes CPU launch overhead."""
+    """Return a run that replays this one, captured without gradients as a CUDA graph, without launch overhead."""
     with torch.no_grad():
         run()
         torch.cuda.synchronize()
@@ -81,12 +81,12 @@ def captured(run: Run) -> Run:
 
 
 def peak_megabytes(run: Run, device: str) -> float | None:
-    """Return the peak device memory that a run allocates beyond earlier allocations, in MiB; None on a CPU."""
+    """Return the peak device memory of a run in MiB, without earlier allocations; None on a CPU."""
     if device == "cpu":
         return None
     run()
     torch.cuda.synchronize()
-    # autograd's thread frees the last graph shortly after it has returned the gradients
+    # autograd's thread may free the last graph a little after the gradients were returned
     time.sleep(0.2)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -96,7 +96,7 @@ def peak_megabytes(run: Run, device: str) -> float | None:
 
 
 def host_microseconds(run: Run, device: str, *, repeats: int = 20) -> float | None:
-    """Return the median CPU time of enqueueing a run, in µs; None on a CPU, which does the work itself."""
+    """Return the median CPU time to enqueue a run, in µs; None on a CPU, where enqueueing includes the computation."""
     if device == "cpu":
         return None
     run()
@@ -111,7 +111,7 @@ def host_microseconds(run: Run, device: str, *, repeats: int = 20) -> float | No
 
 
 def first_call_seconds(setup: str, call: str) -> float:
-    """Return the seconds of `call` in a new process with an empty compile cache; `setup` runs first, untimed."""
+    """Return the seconds of `call` in a new process with an empty compile cache; `setup` runs before, untimed."""
     code = f"{setup}\nimport time\nstart = time.perf_counter()\n{call}\nprint('seconds', time.perf_counter() - start)"
     with tempfile.TemporaryDirectory() as cache:
         environment = dict(os.environ, TRITON_CACHE_DIR=cache, TORCHINDUCTOR_CACHE_DIR=cache)
@@ -136,9 +136,9 @@ def forward_backward(forward: Callable[[], Tensor], inputs: Sequence[Tensor], up
 
 
 def installed(path: str) -> Callable | None:
-    """Return the function at "module:name", imported when it is called; None if its top-level package is not there.
+    """Return a function that imports and calls "module:name"; None if the module's top-level package is not installed.
 
-    An installed package whose import fails is thus a baseline that fails.
+    So an installed package whose import fails is reported as a baseline that fails.
     """
     module, name = path.split(":")
     if importlib.util.find_spec(module.partition(".")[0]) is None:
@@ -149,10 +149,10 @@ def installed(path: str) -> Callable | None:
 def able(
     forwards: Mapping[str, Callable[[], Tensor]], inputs: Sequence[Tensor], alike: bool
 ) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
-    """Return the first of `forwards` and the baselines (the others) that run at this shape, and why the rest fails.
+    """Return the first of `forwards` and those others that run at this shape; and, by name, why the rest fails.
 
-    If `alike`, a baseline's output must also differ from the first one's by less than 5 %, since a kernel that was
-    built for other sizes may be fast and wrong.
+    The first is ours, the others are baselines. If `alike`, a baseline's output must differ from ours by less than 5 %,
+    because a kernel that was built for other sizes may be fast and wrong.
     """
     first, *baselines = forwards
     out, failed = {first: forwards[first]}, {}
@@ -174,7 +174,7 @@ def able(
 
 
 def row_of(op: str, shape: str, impl: str, **values: object) -> dict:
-    """Return a row with these values, and None for the others."""
+    """Return a row with the given values, and None for the other keys."""
     none = dict.fromkeys(("fwd_ms", "fwdbwd_ms", "peak_mb", "host_us", "first_call_s"))
     return {"op": op, "shape": shape, "impl": impl, **none, **values}
 
@@ -193,8 +193,8 @@ def measure(
     """Return one row per implementation at one shape: times of forward, and of forward with backward, interleaved.
 
     `forwards` maps an implementation's name to a function without arguments that returns the output; the first entry is
-    ours, the others are baselines. One that `able` refuses has a row with the reason. Gradients are taken with respect
-    to `inputs`. `first_calls` maps an implementation's name to a function that measures its first call in seconds.
+    ours, the others are baselines. A baseline that fails in `able` has a row with the error. Gradients are those of
+    `inputs`. `first_calls` maps an implementation's name to a function that measures its first call in seconds.
     """
     forwards, failed = able(forwards, inputs, alike)
 
@@ -228,9 +228,9 @@ def measure(
 def measure_forward(
     op: str, shape: str, device: str, forwards: Mapping[str, Callable[[], Tensor]], *, graph: bool = False
 ) -> list[dict]:
-    """Return one row per implementation at one shape: the forward pass without gradients, `graph` for a CUDA graph.
+    """Return one row per implementation at one shape, for the forward pass without gradients; `graph`: as a CUDA graph.
 
-    `forwards` are as in `measure`, but may overwrite a state; outputs must be alike.
+    `forwards` are as for `measure`, but may overwrite a state; their outputs must be alike.
     """
     with torch.no_grad():
         runs, failed = able(forwards, (), alike=True)
@@ -243,16 +243,16 @@ def measure_forward(
 def measure_forms(
     op: str, shape: str, device: str, forward: Callable[[str], Tensor], inputs: Sequence[Tensor]
 ) -> list[dict]:
-    """Return the rows of one shape for each form of our kernels, computed by `forward(impl)`.
+    """Return one row per implementation of ours at one shape; `forward(impl)` computes its output.
 
-    The rows' names contain the Triton version, so that one file can hold the rows of several versions.
+    Names in the rows include the Triton version, so that one file can hold the rows of several versions.
     """
     names = {"gluon": "Gluon", "triton": "portable"} if device != "cpu" else {"reference": "reference"}
     forwards = {name: functools.partial(forward, impl) for impl, name in names.items()}
     rows = measure(op, shape, device, forwards, inputs, alike=True)
     if device == "cpu":
         return rows
-    # the imported version may differ from the installed package's metadata
+    # not from the metadata of the installed package: another version may have been imported
     from triton import __version__ as version
 
     return [{**row, "impl": f"{row['impl']}, Triton {version}"} for row in rows]
@@ -268,18 +268,18 @@ def document_boundaries(device: str, documents: int = 100, tokens: int = 152_497
 
 
 def measure_step(op: str, shape: str, device: str, forwards: Mapping[str, Callable[[], Tensor]]) -> list[dict]:
-    """Return `measure_forward` of a decoding step, on a GPU as a CUDA graph."""
+    """Return `measure_forward` of a decoding step, captured as a CUDA graph on a GPU."""
     graph = device != "cpu"
     return measure_forward(op, f"{shape}, CUDA graph" if graph else shape, device, forwards, graph=graph)
 
 
 def table(rows: Sequence[dict]) -> str:
-    """Return rows as a text table for a terminal, one line per row; "–" marks a key that the row lacks."""
+    """Return rows as a text table for a terminal, one line per row; "–" stands for a key that a row does not have."""
 
     def cell(value: object) -> str:
         return "–" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
-    # rows may have different keys
+    # the table has the keys of all rows
     keys = list(dict.fromkeys(key for row in rows for key in row))
     cells = [keys] + [[cell(row.get(key)) for key in keys] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(keys))]

@@ -1,4 +1,4 @@
-"""The contract of how a model takes its cache; `ModelContract` inherits it and makes the models."""
+"""Tests of how a model takes and returns its cache; `ModelContract` inherits them and provides the models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
 
 
 class CacheContract:
-    """Test under which names and with which arguments a cache is read, updated and returned."""
+    """Tests of the argument names under which a model takes its cache, and of how it updates and returns the cache."""
 
     inputs: ClassVar[dict]
     tokens: ClassVar[int]

@@ -1,4 +1,4 @@
-"""Calls of operations, as contracts describe them."""
+"""Descriptions of calls of operations, which contracts use."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Call(NamedTuple):
     """Arguments of a call by name.
 
     Attributes:
-        tensors: those that have gradients.
-        options: the others.
+        tensors: the arguments that have gradients.
+        options: the other arguments.
     """
 
     tensors: dict[str, Tensor]
@@ -23,13 +23,13 @@ class Call(NamedTuple):
 
 
 class KernelCase(NamedTuple):
-    """Sizes of a call that takes a way of its own through the kernels.
+    """Sizes of a call that kernels compute in a special way, for example with other tiles.
 
     Attributes:
-        sizes: as `make` takes them.
-        form: of which form of execution the kernels are; the first one's by default.
-        patch: `patch(override)`, selects this way, such as tiles of other sizes, by `tuning.override`.
-        dtypes: by name, those that the case is run in; the contract's by default.
+        sizes: keyword arguments for `make`.
+        form: the form of the operation to call; by default the contract's first one.
+        patch: a function that takes `tuning.override` and uses it to select the special way; None if the sizes suffice.
+        dtypes: names of the dtypes to test; by default those of the contract.
     """
 
     sizes: Sizes
@@ -39,7 +39,7 @@ class KernelCase(NamedTuple):
 
 
 class Results(dict):
-    """Tensors by name, as `values_and_gradients` expects them."""
+    """Tensors by name, with the method `_asdict` that `values_and_gradients` calls."""
 
     def _asdict(self) -> dict[str, Tensor]:
         return dict(self)

@@ -1,4 +1,4 @@
-"""The part of every model's contract about configurations, initialisation and checkpoints."""
+"""Tests of a model's configuration, initialisation and checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, HybridModel
 
 
 class CheckpointContract:
-    """Inherited by `ModelContract`, which describes the attributes."""
+    """Part of `ModelContract`, which documents the attributes."""
 
     configs: ClassVar[dict[str, dict[str, Any]]]
     config_class: ClassVar[type[HybridConfig]]
@@ -85,5 +85,5 @@ class CheckpointContract:
 
 
 def vocabulary(content: dict) -> int:
-    """Return the vocabulary of a saved configuration; the default if it is not written."""
+    """Return the vocabulary size in a saved configuration; the default size if the configuration does not have it."""
     return content.get("vocab_size", HybridConfig.vocab_size)

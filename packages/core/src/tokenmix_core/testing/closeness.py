@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def relative_error(x: Tensor, reference: Tensor) -> float:
-    """‖x − reference‖ / ‖reference‖ in float64; ‖x‖ if the reference is zero; inf if x is not finite."""
+    """Return ‖x − reference‖ / ‖reference‖ in float64; ‖x‖ if the reference is zero; inf if x is not finite."""
     x, reference = x.detach().double().cpu(), reference.detach().double().cpu()
     if x.shape != reference.shape:
         raise AssertionError(f"shapes differ: {list(x.shape)} and {list(reference.shape)}")
@@ -21,10 +21,10 @@ def relative_error(x: Tensor, reference: Tensor) -> float:
 def assert_within(
     name: str, x: Tensor, exact: Tensor, baseline: Tensor, *, factor: float = 2.0, floor: float | None = None
 ) -> None:
-    """Assert that x errs at most `factor` times as much as `baseline`, the eager reference in x's own dtype, does.
+    """Assert that the error of x is at most `factor` times that of `baseline`, the eager reference in x's own dtype.
 
-    `exact` is the float64 reference. `floor` guards against a baseline that is right by luck: it defaults to one unit
-    of rounding of x's dtype, the error that storing the exact result would make.
+    `exact` is the float64 reference. An error up to `floor` is always allowed, in case that the baseline is exact by
+    chance; by default `floor` is the error of rounding the exact result to x's dtype.
     """
     if floor is None:
         floor = torch.finfo(x.dtype).eps

@@ -1,6 +1,6 @@
-"""Kernels compiled for a chip on a machine without a GPU, with the arguments that calls of operations give them.
+"""Compile kernels for a chip on a machine without a GPU, with the arguments that calls of operations give them.
 
-Triton decides at its import whether it compiles or interprets, so that this needs a process of its own.
+Triton decides when it is imported whether it compiles or interprets, so compilation needs a process of its own.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tokenmix_core.kernels.launch import compat
 from tokenmix_core.kernels.launch.pdl import PDL
 from tokenmix_core.ops.explanation import CHIPS
 
-# set to 1, all kernels of the calls are compiled, and not only the first call's of each
+# environment variable: 1 compiles all launches of a kernel with different arguments, not only the first one
 _EVERY = "TOKENMIX_EVERY_KERNEL"
-# the chip to compile for
+# environment variable with the chip to compile for
 _CHIP = "TOKENMIX_CHIP"
-# runs a script as on an AMD GPU, which modules of kernels read when they are imported
+# program that runs a script as if on an AMD GPU, which kernels' modules check when they are imported
 _ON_AMD = (
     "import runpy, sys, torch; torch.version.hip = 'compiled without a GPU'; del sys.argv[0]; "
     "runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -39,7 +39,7 @@ _ON_AMD = (
 
 
 def without_gpu(test: Callable) -> Callable:
-    """Mark a test that compiles many kernels, which takes minutes and no GPU: where there is one, all tests do."""
+    """Mark a test that compiles many kernels for minutes, which needs no GPU: it is skipped on machines with a GPU."""
     there = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there by all tests")
     return pytest.mark.slow(pytest.mark.timeout(3600)(there(test)))
 
@@ -47,10 +47,10 @@ def without_gpu(test: Callable) -> Callable:
 def compiled_by(
     script: str, *arguments: str, every: bool = False, chip: str = "sm_90", log: Path | None = None
 ) -> list[dict]:
-    """Run `compile_calls` of a script in a process of its own and return what it prints; its errors are raised here.
+    """Run a script that calls `compile_calls` in a process of its own; return the printed lines, or raise its error.
 
-    With `every` all kernels of the calls are compiled, and not only the first call's of each. `log` is a file that
-    the lines are appended to; lines of earlier runs are returned too.
+    With `every`, all launches of a kernel with different arguments are compiled, not only the first one. `log` is a
+    file to which the lines are appended; lines of earlier runs in it are returned too.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {_CHIP: chip} | ({_EVERY: "1"} if every else {})
@@ -65,7 +65,7 @@ def compiled_by(
 
 
 def assert_all_fit(kernels: Iterable[dict]) -> None:
-    """Assert that all kernels of `compiled_by` compiled and that their shared memory fits into an SM."""
+    """Assert that all kernels of `compiled_by` have compiled, with shared memory that fits into an SM."""
     assert [x for x in kernels if x["error"] or x["shared"] > CHIPS["sm_90"]] == []
 
 
@@ -76,18 +76,19 @@ def compile_calls(
     chips: Mapping[str, str] | None = None,
     seconds: float = float("inf"),
 ) -> None:
-    """Make the calls, whose tensors lie on the CPU, compile the Gluon kernels they would launch and print a line each.
+    """Make calls with tensors on the CPU, compile the Gluon kernels that they launch, and print a line for each kernel.
 
-    A line is JSON with the call, the kernel, `shared`, its bytes of shared memory, `spilled`, the bytes of registers
-    that a thread spills, and `error`, None where it compiled. A call without kernels has a line without one. Portable
-    kernels are reduced until they fit the chip.
+    A line is JSON with the call, the kernel, the bytes of shared memory (`shared`), the bytes of registers that a
+    thread spills (`spilled`) and the `error`, or None. A call without kernels has a line in which the kernel is None.
+    Portable kernels are shrunk until they fit on the chip.
 
     Args:
-        calls: by name.
-        packages: hold the operations.
-        portable: compile the others instead. Only Gluon kernels of `every` also have the form without PDL.
-        chips: of calls that are compiled for another chip than `compiled_by` names; all are NVIDIA's, or none is.
-        seconds: after which no further call begins.
+        calls: functions that make the calls, by name.
+        packages: names of the packages that hold the operations.
+        portable: compile the Triton kernels, not the Gluon kernels; then kernels with PDL are compiled only in that
+            form.
+        chips: other chips than that of `compiled_by`, by call; all chips are NVIDIA's, or none is.
+        seconds: no call begins later than so many seconds after the start.
     """
     from tokenmix_core.kernels.launch import fit
     from tokenmix_core.kernels.launch.launcher import Launch, taken
@@ -119,40 +120,41 @@ def compile_calls(
                     log, limit = io.StringIO(), CHIPS[chip] if portable else None
                     with contextlib.redirect_stdout(log):
                         made, *_ = fit.compiled(kernel.fn, grid, taken_args, taken_options, kernel.loop_tiles, limit)
-                    # arguments that Triton does not tell apart are compiled once, and logged once
+                    # a kernel that Triton takes from its memory, because it compiled an equal one before, has no new
+                    # log
                     if made.hash not in spills:
                         spills[made.hash] = _spilled(made, log.getvalue())
                     shared, spilled = max(shared, made.metadata.shared), max(spilled, spills[made.hash])
             except Exception as failure:
                 error = f"{type(failure).__name__}: {failure}"
             lines.append({"call": call, "kernel": name, "shared": shared, "spilled": spilled, "error": error})
-        # a call as a whole, so that a run that is ended leaves no part of one
+        # print all lines of a call at once, so that a run that is stopped leaves no incomplete call
         print(*map(json.dumps, lines or [{"call": call, "kernel": None}]), sep="\n", flush=True)
 
 
 def _spilled(made: Any, log: str) -> int:
-    """Return the bytes of registers that a thread of a compiled kernel spills, from its assembly or from ptxas' log."""
+    """Return how many bytes of registers a thread of a compiled kernel spills, from the assembly or from ptxas' log."""
     if "amdgcn" in made.asm:
         return 4 * int(re.findall(r"\.vgpr_spill_count:\s*(\d+)", made.asm["amdgcn"])[0])
-    # the log of a kernel that did not fit comes first
+    # take the last entry: earlier ones are from attempts that did not fit
     return int(re.findall(r"(\d+) bytes spill stores", log)[-1])
 
 
 def _forms(kernel: Any, args: tuple, options: dict, chip: str) -> Iterator[tuple[tuple, dict]]:
-    """Return a launch, and the same launch with PDL if the chip has it."""
+    """Yield a launch's arguments and options, and the same with PDL if kernel and chip support it."""
     yield args, options
     if compat.argument_names(kernel)[-1] == PDL and chip in ("sm_90", "sm_100", "sm_120"):
         yield (*args[:-1], True), {**options, "launch_pdl": True}
 
 
 class _Driver:
-    """The part of a Triton driver that the compiler uses."""
+    """Replaces Triton's driver, as far as the compiler uses it, for a chip that is not there."""
 
     def __init__(self, chip: str) -> None:
         self.chip = chip
 
     def get_current_device(self) -> int:
-        # Triton remembers the target and the kernels of each device
+        # one index per chip, because Triton caches the target and the kernels of each device
         return list(CHIPS).index(self.chip)
 
     def get_current_stream(self, device: int) -> int:
@@ -166,7 +168,7 @@ class _Driver:
 
 
 def _pretend(packages: tuple[str, ...], chip: str) -> _Driver:
-    """Let this process take its CPU for the GPU that the returned driver names, wherever modules under packages ask."""
+    """Make this process treat its CPU as the GPU of the returned driver, in all modules below the packages."""
     import triton
     from triton.runtime.driver import driver
 
@@ -175,7 +177,7 @@ def _pretend(packages: tuple[str, ...], chip: str) -> _Driver:
 
     active = _Driver(chip)
     driver.set_active(active)  # type: ignore[arg-type]
-    # ptxas' log has the spills; a compiled kernel of the disk cache has no log
+    # only ptxas' log has the spills, and kernels from the disk cache have no log
     knobs: Any = triton.knobs  # type: ignore[attr-defined]
     knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
 
@@ -184,7 +186,7 @@ def _pretend(packages: tuple[str, ...], chip: str) -> _Driver:
         return None if hopper else f"needs a CUDA device of compute capability 9 (Hopper), got {active.chip}"
 
     answers = {
-        # tensors on a CPU are else refused
+        # otherwise tensors on a CPU would be refused
         dispatch.interpreting: lambda: True,
         dispatch.resolve_impl: lambda op, impl, x, gluon=None: impl,
         dispatch.device_limit: limit,
@@ -192,7 +194,7 @@ def _pretend(packages: tuple[str, ...], chip: str) -> _Driver:
     }
     for package in packages:
         for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
-            # modules of the plug-in import vLLM
+            # these modules import vLLM
             if ".integrations.vllm." not in module.name:
                 importlib.import_module(module.name)
     for module in list(sys.modules.values()):

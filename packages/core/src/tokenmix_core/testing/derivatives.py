@@ -1,4 +1,4 @@
-"""The part of every operation's contract about `torch.func` and second derivatives."""
+"""Tests of `torch.func` transforms and second derivatives of an operation."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tokenmix_core.testing.closeness import relative_error
 
 
 class DerivativeTests:
-    """Inherited by `OpContract`, which describes the attributes.
+    """Part of `OpContract`, which documents the other attributes.
 
     Attributes:
-        straight_through: arguments whose derivative is defined, but is not that of the results.
+        straight_through: arguments with a straight-through gradient, which is not the derivative of the results.
     """
 
     straight_through: ClassVar[tuple[str, ...]] = ()
@@ -76,7 +76,7 @@ class DerivativeTests:
             torch.func.grad(lambda x: sum(y.square().sum() for y in inner(x).values()))(leaves)
 
     def _summed(self, form: str, options: Mapping[str, Any], impl: str) -> Callable[[dict[str, Tensor]], Tensor]:
-        """Return a function of tensors by name whose value depends on all finite results of a form."""
+        """Return a function that maps tensors by name to a scalar that depends on all finite results of a form."""
         here: Any = self
 
         def run(tensors: dict[str, Tensor]) -> Tensor:
@@ -87,6 +87,6 @@ class DerivativeTests:
 
 
 def _split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the tensors that may have gradients, and the others."""
+    """Split tensors by name into those that can have gradients and the others."""
     floats = {name: x for name, x in tensors.items() if x.is_floating_point()}
     return floats, {name: x for name, x in tensors.items() if name not in floats}

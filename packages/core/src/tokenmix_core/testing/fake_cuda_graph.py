@@ -1,8 +1,8 @@
-"""Emulate CUDA graphs on any device: work is captured operation by operation, and replayed on the same tensors.
+"""Emulate CUDA graphs on any device: capture work operation by operation, and replay it on the same tensors.
 
-Like a graph it bakes in every value that Python has during the capture, reads and writes the tensors it found, and
-cannot look at the device, unless eager forms of operations are let do so. It has no streams, and memory of its own for
-all that is made: what a graph's memory being used again would do is not seen here.
+Like a CUDA graph, a capture fixes all Python values, reads and writes the tensors that it found, and must not wait for
+the device (unless `eager` permits that to eager operations). Unlike a graph it has no streams, and allocates each
+temporary tensor separately, so it cannot show errors that come from reuse of a graph's memory.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from torch.utils._pytree import tree_flatten
 from tokenmix_core.kernels.launch import cuda_graphs
 
 _aten = torch.ops.aten
-# what the host reads from a device, and what has sizes that depend on it
+# operations by which the host reads from a device, or whose output sizes depend on values on the device
 _READS = {
     _aten._local_scalar_dense.default, _aten.nonzero.default, _aten.masked_select.default, _aten.is_nonzero.default,
     _aten.equal.default, _aten._unique2.default, _aten.repeat_interleave.Tensor, _aten.bincount.default,
     _aten.multinomial.default,
 }  # fmt: skip
-# copies of Python's values, from memory that a graph would find changed
+# operations that copy Python values to a device, from host memory that may have changed when a graph is replayed
 _UPLOADS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default}
 _INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
 
 
 class HostRead(AssertionError):
-    """Captured work read from the device, or copied a value of Python to it."""
+    """Captured work has read from the device, or copied a Python value to it."""
 
 
 class _NoReads(TorchFunctionMode):
-    """Refuses what does not come by torch's dispatcher."""
+    """Raises for functions that read from the device but do not go through torch's dispatcher."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (Tensor.tolist, Tensor.numpy):
@@ -48,12 +48,13 @@ class _NoReads(TorchFunctionMode):
 
 
 class Watched(TorchDispatchMode):
-    """Runs operations and refuses those that a graph cannot hold.
+    """Runs operations, and raises for those that a CUDA graph cannot capture.
 
     Args:
-        seen: called with each operation, its arguments and its outputs.
-        before: called with each operation and its arguments.
-        eager: whether values may pass between tensors and Python, as in eager forms of operations; they are baked in.
+        seen: called after each operation with the operation, its arguments and its outputs.
+        before: called before each operation with the operation and its arguments.
+        eager: whether operations may copy values between tensors and Python, as eager ones do; replays use the same
+            values.
     """
 
     def __init__(
@@ -93,13 +94,13 @@ class Watched(TorchDispatchMode):
 
 
 def capture_work(work: Callable[[], object], *, eager: bool = False) -> Callable[[], object]:
-    """Capture `work` without its effects: tensors that it wrote are restored; the returned function replays it.
+    """Capture `work` and return a function that replays it; tensors that `work` wrote are restored after the capture.
 
-    A replay allocates new temporary tensors; tensors that `work` returned receive the new values, as in a graph's
-    memory. `eager`: as in `Watched`.
+    A replay allocates new temporary tensors, and writes the new values into the tensors that `work` returned, as a
+    graph does. `eager` is as for `Watched`.
     """
     tape: list[tuple[Any, Callable, Callable, list]] = []
-    # tensors that operations made are kept, so that no other one gets their identity
+    # keep the tensors that operations made, so that no new tensor has the `id` of one of them
     made: dict[int, Tensor] = {}
     new: dict[int, Any] = {}
     own: set[int] = set()
@@ -128,7 +129,7 @@ def capture_work(work: Callable[[], object], *, eager: bool = False) -> Callable
     with Watched(seen, before, eager=eager):
         results = work()
     torch.set_rng_state(generator)
-    # a parameter's gradient is another tensor on the memory of one that was made
+    # a parameter's gradient may be another tensor object, with the memory of a tensor that an operation made
     slots = {(t.data_ptr(), t.shape): key for key, t in made.items()}
     returned = [t.detach() for t in tree_flatten(results)[0] if isinstance(t, Tensor)]
     returned = [(t, slots[t.data_ptr(), t.shape]) for t in returned if (t.data_ptr(), t.shape) in slots]
@@ -149,12 +150,12 @@ def capture_work(work: Callable[[], object], *, eager: bool = False) -> Callable
 
 
 def _several(out: Any) -> list | tuple:
-    """The outputs of an operation; none where it tells a number that does not depend on data, such as a dtype."""
+    """Return the outputs of an operation as a sequence; empty if it returns a Python value such as a dtype."""
     return out if isinstance(out, list | tuple) else [out] if isinstance(out, Tensor) else []
 
 
 def _found(x: Any, made: dict[int, Tensor], new: dict[int, Any]) -> Callable[[], Any]:
-    """Return a function that finds an argument during a replay: the new tensor for one that the capture allocated."""
+    """Return a function that finds an argument during a replay; for a tensor made in the capture, its new version."""
     if isinstance(x, Tensor):
         key = id(x)
         return (lambda: new[key]) if key in made else (lambda: x)
@@ -175,9 +176,9 @@ def _with_schema(func, args, kwargs):
 
 @contextmanager
 def graphs_everywhere(*, eager: bool = False) -> Iterator[list]:
-    """Capture and replay decoding steps and training passes inside the block, on every device, as CUDA does.
+    """In this block, capture and replay decoding steps and training passes on every device, as on CUDA.
 
-    Yields the captured functions, one by one.
+    Yields a list to which each captured function is added.
     """
     works: list[Callable[[], object]] = []
 
@@ -192,7 +193,7 @@ def graphs_everywhere(*, eager: bool = False) -> Iterator[list]:
 
 
 def assert_graphs_train_alike(recipe: Any, folder: Path, *, steps: int = 8, tolerance: float = 1e-3) -> None:
-    """Assert that the first steps of a recipe on a GPU are captured as graphs, with the losses of eager steps."""
+    """Assert on a GPU that a recipe's first steps are captured as CUDA graphs and have the losses of eager steps."""
     from tokenmix_core.training.callbacks import read_metrics
     from tokenmix_core.training.folder import METRICS
     from tokenmix_core.training.recipe import Tokens

@@ -1,4 +1,4 @@
-"""Fixtures of every package's conftest: kernels run on the GPU where there is one, else in Triton's interpreter."""
+"""Fixtures for every package's conftest: kernels run on a GPU if there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tokenmix_core.kernels.launch.cache.replay import invalidate
 from tokenmix_core.testing.interpreter import hurry, steady
 
 if not torch.cuda.is_available():
-    # before any test module imports triton
+    # must be set before a test module imports triton
     os.environ["TRITON_INTERPRET"] = "1"
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no GPU."""
+    """Skip tests marked `gpu` if there is no GPU."""
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
@@ -29,9 +29,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """End a process whose GPU context an earlier test broke: no later test of it would say anything.
+    """End the process if an earlier test has broken its GPU context: all later tests would fail for this reason.
 
-    A worker of xdist is replaced by a new one.
+    pytest-xdist starts a new worker instead.
     """
     if not torch.cuda.is_available():
         return
@@ -45,13 +45,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def device() -> str:
-    """Where tests that run on any device put their tensors."""
+    """Return the device for tensors of tests that can run on any device."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels_are_interpreted_quickly() -> None:
-    """Speed up the interpreter, and make its matmuls equal on all processors."""
+    """Make the interpreter faster, and its matmuls equal on all processors."""
     if not torch.cuda.is_available():
         hurry()
         steady()
@@ -59,23 +59,23 @@ def kernels_are_interpreted_quickly() -> None:
 
 @pytest.fixture(autouse=True)
 def launch_cache_is_empty() -> None:
-    """Invalidate the launch cache before a test: another test may have selected other kernels."""
+    """Invalidate the launch cache before each test, because an earlier test may have selected other kernels."""
     invalidate()
 
 
 @pytest.fixture
 def override() -> Iterator[Callable[..., None]]:
-    """`tuning.override` until the end of the test."""
+    """Return `tuning.override`, whose changes end with the test."""
     with ExitStack() as stack:
         yield lambda *table, **values: stack.enter_context(tuning.override(*table, **values))
 
 
 @pytest.fixture(autouse=True)
 def unwritten_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Make `torch.empty` return NaN if kernels are interpreted, so that elements a kernel leaves unwritten show."""
+    """Make `torch.empty` return NaN if kernels are interpreted, to show elements that kernels do not write."""
     poisoned = "ops" in request.path.parts and not torch.cuda.is_available()
     if poisoned:
-        # this mode fills allocations; determinism is not its purpose here
+        # the mode that fills memory; its main purpose, determinism, is not needed here
         torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     if poisoned:

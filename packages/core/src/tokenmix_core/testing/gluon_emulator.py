@@ -1,8 +1,8 @@
-"""Gluon kernels on a CPU: torch runs their Python code, one program after another.
+"""Run Gluon kernels on a CPU: torch executes their Python code, one program after another.
 
 Triton's interpreter does not support Gluon. This emulator implements the part of Gluon that our kernels use. Layouts
 have no effect, async copies and MMAs complete at once, and warp partitions are threads that wait at barriers. It shows
-that a kernel computes the right result, not that its waits are sufficient. Its scope is frozen.
+whether a kernel computes the right result, not whether its waits suffice. Its scope is frozen.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch.library import CustomOpDef  # type: ignore[attr-defined]
 _GLUON = "triton.experimental.gluon"
 # Triton's module with programmatic dependent launch
 _CUDA = "triton.language.extra.cuda"
-# a marker instead of a dtype, because torch does not compare unsigned integers
+# stands for the dtype of unsigned integers, which torch cannot compare
 _UINT32 = "uint32"
 
 
 class Pointer:
-    """A tensor of pointers: offsets into a flat tensor."""
+    """A tensor of pointers: a flat tensor and a tensor of offsets into it."""
 
     def __init__(self, base: Tensor, offset: Tensor):
         self.base, self.offset = base, offset
@@ -56,7 +56,7 @@ class Pointer:
 
     def store(self, x: Tensor, mask=None) -> None:
         offset, mask, x = torch.broadcast_tensors(self.offset, torch.tensor(True) if mask is None else mask, x)
-        # pointers that are fully masked may have another dtype
+        # if the mask is False everywhere, x may have another dtype
         if mask.any():
             assert x.dtype == self.base.dtype
             self.base[offset[mask]] = x[mask]
@@ -109,7 +109,7 @@ class Barrier:
             Barrier.changed.notify_all()
 
     def wait(self, parity) -> None:
-        """Wait until the phase of this parity has ended; before the first phase, parity 1 counts as ended."""
+        """Wait until the phase with this parity has ended; before the first phase, parity 1 counts as ended."""
         with Barrier.changed:
             over = Barrier.changed.wait_for(lambda: Barrier.broken or self.parity != int(parity), timeout=60)
             assert over, "a barrier was waited for in vain"
@@ -127,7 +127,7 @@ class Barriers:
 
 
 def _allocate(dtype: torch.dtype, shape: Sequence[int], layout) -> Shared | Barriers:
-    """Allocate shared memory: barriers if the dtype is int64, which kernels use for nothing else."""
+    """Allocate shared memory; for int64 allocate barriers, for which alone kernels use this dtype."""
     if dtype == torch.int64:
         return Barriers(shape[0])
     return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype))
@@ -137,7 +137,7 @@ def _warp_specialize(partitions: Sequence[tuple[Callable, tuple]], warps, regist
     @torch.no_grad()
     def run(function: Callable, arguments: tuple) -> None:
         try:
-            # each partition gets a copy, because torch tensors are mutable and Gluon values are not
+            # copy the arguments for each partition, because torch tensors are mutable and Gluon values are not
             function(*(x.clone() if isinstance(x, Tensor) else x for x in arguments))
         except BaseException:
             with Barrier.changed:
@@ -164,7 +164,7 @@ class Jit:
     def __getitem__(self, grid: Sequence[int]):
         def launch(*args, **options: int) -> None:
             signature = inspect.signature(self.function)
-            # keywords other than parameters are options of the launch
+            # keywords that are not parameters are launch options
             named = {name: x for name, x in options.items() if name in signature.parameters}
             given = signature.bind(*args, **named)
             given.apply_defaults()
@@ -199,7 +199,7 @@ def constexpr(x=None):
 
 
 def _where(condition: Tensor, x, y):
-    """Select one of two pointers, or select elementwise from two tensors."""
+    """Select elementwise between two tensors, or, for a scalar condition, between two pointers."""
     if isinstance(x, Pointer):
         return x if condition else y
     return torch.where(*map(torch.as_tensor, (condition, x, y)))
@@ -232,7 +232,7 @@ def _sums(values: Sequence[Tensor], axis: int, combine: Callable) -> tuple[Tenso
 
 
 def _assembly(asm: str, constraints: str, args: Sequence[Tensor], **options) -> Tensor | None:
-    """Compute a logarithm or reciprocal; other assembly is opaque to LICM only: return its first argument."""
+    """Emulate inline assembly: a logarithm or a reciprocal; other code only hides its argument from LICM."""
     if asm.startswith("lg2"):
         return args[0].log2()
     if asm.startswith("rcp"):
@@ -302,7 +302,7 @@ def _emulated_modules() -> dict[str, ModuleType]:
         async_load=lambda shared, p, mask=None: shared.store(p.load(mask)),
         commit_group=lambda: None,
         wait_group=lambda outstanding: None,
-        # each of the 128 threads of four warps arrives
+        # all 128 threads of four warps arrive
         mbarrier_arrive=lambda barrier, increment_count: barrier.arrive(128),
     )
     vars(ampere).update(async_copy=async_copy, mma_v2=_register_mma)
@@ -328,7 +328,7 @@ def _emulated_modules() -> dict[str, ModuleType]:
 
 
 def _rebound(function: Any, language: ModuleType) -> FunctionType:
-    """Return a Triton device function as Python code on the emulator; do so for the device functions it calls, too."""
+    """Return a Triton device function as Python code for the emulator, with the device functions that it calls."""
     python = function.fn
     scope = python.__globals__
     known = {name: scope[name] for name in python.__code__.co_names if name in scope}
@@ -336,7 +336,7 @@ def _rebound(function: Any, language: ModuleType) -> FunctionType:
 
 
 def _usable(names: Mapping[str, Any], language: ModuleType) -> dict[str, Any]:
-    """Return replacements for the Triton objects in a namespace: values of constexprs, emulated device functions."""
+    """Return replacements for Triton objects in a namespace: values for constexprs, emulated device functions."""
     out: dict[str, Any] = {}
     for name, x in names.items():
         if isinstance(x, triton.language.constexpr):
@@ -351,16 +351,16 @@ def _usable(names: Mapping[str, Any], language: ModuleType) -> dict[str, Any]:
 
 
 def _steps(*bounds) -> Iterator[Tensor]:
-    """Replace `range` in kernels: yield the loop variable as a tensor, as in a kernel."""
+    """Replacement for `range` in kernels: yield the loop variable as a tensor."""
     return (torch.tensor(i) for i in range(*map(int, bounds)))
 
 
 def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[ModuleType]:
-    """Import modules of kernels and their launchers again, on the emulator, and return them.
+    """Import modules of kernels and launchers a second time, so that they use the emulator, and return them.
 
-    The modules of `package` and of the prefixes `shared` that they import are imported again, too; `sys.modules` is
-    restored afterwards. Triton device functions that the returned modules import run on the emulator as well. Modules
-    with torch operators are not imported again: a second registration would replace the first one.
+    Modules that they import are imported again too if they are in `package` or begin with a prefix in `shared`;
+    `sys.modules` is restored afterwards. Triton device functions that the returned modules import also run on the
+    emulator. Modules with torch operators are not imported again: a second registration would replace the first one.
     """
     prefixes = (f"{package}.", _GLUON, _CUDA, *shared)
     before = {
@@ -390,7 +390,7 @@ def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[Modu
         sys.modules.update(before)
         if real is not None:
             experimental["gluon"] = real
-        # the imports set attributes of the package: restore them
+        # the second import has set attributes of the package: restore them
         parent = vars(sys.modules[package])
         for name in parent.keys() - attributes:
             del parent[name]

@@ -1,4 +1,4 @@
-"""The contract of models that hold several kinds of mixers, as tests to inherit."""
+"""Tests of models that combine several kinds of mixers, for test classes to inherit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, find_mixer, 
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.models import left_padded, logits_in_parts
 
-# options of small layers, by registered name, at the width of the contract
+# options for small layers of the contract's width, by the mixer's registered name
 Options = Mapping[str, dict[str, Any]]
 CORE: Options = {
     "attention": {"num_heads": 4, "num_kv_heads": 2},
@@ -23,13 +23,13 @@ CORE: Options = {
 
 
 class InterleavingContract:
-    """Inherit it as `TestX(InterleavingContract)` and set `mixers`: any two of them, and all of them, make a model.
+    """Tests that any two mixers, and all together, make a model. A subclass of the name `TestX` sets `mixers`.
 
     Attributes:
-        mixers: by registered name, options of a small layer of width 32; all that the package registers.
-        others: those that each of them is interleaved with, core's by default.
-        configs: by name, the package's own configuration class and model, which take all of them, too.
-        tokens: length of the test sequences, longer than any window or chunk among the options.
+        mixers: options of a small layer of width 32, by registered name, for all mixers that the package registers.
+        others: options of the mixers to combine them with; by default core's mixers.
+        configs: configuration and model classes of the package, by name; these models get all mixers.
+        tokens: length of the test sequences; exceeds all windows and chunks in the options.
     """
 
     mixers: ClassVar[Options] = {}
@@ -40,13 +40,13 @@ class InterleavingContract:
     def pytest_generate_tests(self, metafunc):
         if "case" in metafunc.fixturenames:
             cases = [*map(" ".join, self.groups()), *self.configs]
-            # pytest shows no longer names
+            # pytest does not show longer names
             ids = [case if len(case) < 90 else "together" for case in cases]
             metafunc.parametrize("case", cases, ids=ids, scope="class")
 
     @classmethod
     def groups(cls) -> list[tuple[str, ...]]:
-        """The mixers that models of core's are made of: every pair with one of the package's."""
+        """Return the mixers of each model of core's classes: all pairs with at least one of the package's mixers."""
         pairs = combinations(sorted({*cls.others, *cls.mixers}), 2)
         return [pair for pair in pairs if not cls.mixers.keys().isdisjoint(pair)]
 
@@ -54,7 +54,7 @@ class InterleavingContract:
     def model(self, case) -> HybridForCausalLM:
         known = {**self.others, **self.mixers}
         config_class, causal_lm = self.configs.get(case, (HybridConfig, HybridForCausalLM))
-        # one of each for a package's own models; else by turns, twice, so that either of two follows the other
+        # a package's own model has one layer of each mixer; a pair alternates twice, so that each one follows the other
         labels = list(known) if case in self.configs else case.split() * 2
         torch.manual_seed(0)
         config = config_class(

@@ -1,4 +1,4 @@
-"""Triton's interpreter, made quick enough for tests, and alike on all processors."""
+"""Make Triton's interpreter fast enough for tests, and give it equal results on all processors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import numpy as np
 
 
 def hurry(interpreter: ModuleType | None = None) -> None:
-    """Let the interpreter replace Triton's language once a launch, not again at every call of a device function.
+    """Make the interpreter replace Triton's language functions once per launch, not at each device function's call.
 
-    Such a call looks through all names of the language, and finds them replaced: a third to a half of a kernel's time.
-    Nothing changes where Triton is absent or its interpreter is built otherwise.
+    Otherwise each such call goes through all names of the language and finds them replaced already, which takes a third
+    to a half of a kernel's time. Do nothing if Triton is not installed or its interpreter has another structure.
 
     Args:
-        interpreter: Triton's module; another for tests.
+        interpreter: Triton's interpreter module; tests pass another one.
     """
     if interpreter is None and (interpreter := _interpreter()) is None:
         return
@@ -34,7 +34,7 @@ def hurry(interpreter: ModuleType | None = None) -> None:
         if seen and seen <= replaced:
             return _Nothing()
         scope = replace(fn)
-        # as long as it can be told when the language is itself again
+        # remember the replaced modules, but only if `restore` tells when the language is itself again
         if hasattr(scope, "restore"):
             replaced.update(seen)
             scope.restore = _then(scope.restore, replaced.clear)
@@ -44,12 +44,12 @@ def hurry(interpreter: ModuleType | None = None) -> None:
 
 
 def steady(interpreter: ModuleType | None = None) -> None:
-    """Let the interpreter compute matmuls in float64 and round them: a row's result is independent of its position.
+    """Make the interpreter compute matmuls in float64 and round them, so that a row's result is the same at any index.
 
-    On some processors numpy sums the last rows of a float32 matmul in another order than the others.
+    On some processors numpy sums the last rows of a float32 matmul in another order than the other rows.
 
     Args:
-        interpreter: Triton's module; another for tests.
+        interpreter: Triton's interpreter module; tests pass another one.
     """
     if interpreter is None and (interpreter := _interpreter()) is None:
         return
@@ -84,7 +84,7 @@ def _languages(fn: Callable) -> frozenset[str]:
 
 
 class _Nothing:
-    """A patch without replacements: `restore` does nothing."""
+    """Stands for a patch that has replaced nothing: `restore` does nothing."""
 
     def restore(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Forbid launches, list their grids, and count replays of the launch cache; on a CPU with interpreted kernels."""
+"""Forbid launches, list their grids, or count replays of the launch cache; also on a CPU, with interpreted kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenmix_core.kernels.launch.pdl import PDL
 
 @contextmanager
 def no_launches() -> Iterator[None]:
-    """Raise an AssertionError if a kernel is launched inside the block."""
+    """Raise an AssertionError if the block launches a kernel."""
     from tokenmix_core.kernels.launch import launcher
 
     def refuse(launch: tuple) -> NoReturn:
@@ -32,7 +32,7 @@ def no_launches() -> Iterator[None]:
 
 @contextmanager
 def grids() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
-    """Make no launches inside the block; yield a list of their kernels' names and grids."""
+    """Suppress the launches of the block; yield a list that collects their kernels' names and grids."""
     from tokenmix_core.kernels.launch import launcher
 
     found: list[tuple[str, tuple[int, ...]]] = []
@@ -43,7 +43,7 @@ def grids() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
 
 @contextmanager
 def replays() -> Iterator[list[int]]:
-    """Count the replayed calls inside the block; yield a list whose only element is the count."""
+    """Count the calls that the block replays; yield a list whose only element is the count."""
     made, compiled = [0], codegen.compiled
 
     def counted(*captured: Any) -> Callable:
@@ -89,7 +89,8 @@ def _let_launches_be_taken(patch: pytest.MonkeyPatch, launches: list | None = No
             if take is None:
                 kernel.run(*args, grid=grid, warmup=False, **options)
             else:
-                # pass all kernel arguments by position, with PDL off; the remaining options are the compiler's
+                # pass all arguments by position, with PDL off; options that remain are for the compiler, and are
+                # dropped
                 options = {PDL: False, **options}
                 args = (*args, *(options[name] for name in kernel.arg_names[len(args) :]))
                 take((_Interpreted(kernel, launches), grid, args, {}))
@@ -100,7 +101,7 @@ def _let_launches_be_taken(patch: pytest.MonkeyPatch, launches: list | None = No
 
 
 class _Packed:
-    """A launch that keeps the dtypes and addresses of its tensors instead of the tensors."""
+    """A launch that stores the dtypes and addresses of its tensors, not the tensors."""
 
     def __init__(self, kernel: Any, grid: tuple, args: tuple, pointers: dict[int, tuple[int, int]]) -> None:
         self.kernel, self.grid, self.pointers = kernel, grid, pointers
@@ -118,7 +119,7 @@ class _Interpreted:
         return self.fn[grid]
 
     def packing(self, grid: tuple, args: tuple, options: dict) -> Callable[[dict], bytes]:
-        """Return `pack(pointers)`, which packs the index of this launch instead of its arguments."""
+        """Return `pack(pointers)`, which packs the index of this launch instead of the launch's arguments."""
 
         def pack(pointers: dict) -> bytes:
             assert self._launches is not None
@@ -129,7 +130,7 @@ class _Interpreted:
 
 
 def _launch(launches: list[_Packed], packed: bytes, addresses: tuple) -> None:
-    """Run interpreted kernels from packed arguments, instead of the C launcher."""
+    """Replace the C launcher: run the interpreted kernels whose indices are packed as arguments."""
     for (number,) in struct.iter_unpack("q", packed):
         found = launches[number]
         args, known = list(found.args), {}
@@ -139,7 +140,7 @@ def _launch(launches: list[_Packed], packed: bytes, addresses: tuple) -> None:
                 args[i] = torch.empty(0, dtype=args[i])
                 continue
             address = addresses[name] + offset
-            # one storage per address, because the interpreter identifies memory by its storage
+            # one storage per address, because the interpreter distinguishes memory by storage
             if address not in known:
                 known[address] = torch.frombuffer((ctypes.c_char * 8).from_address(address), dtype=torch.uint8)
             args[i] = known[address].view(args[i])

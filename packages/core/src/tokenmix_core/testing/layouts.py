@@ -12,13 +12,13 @@ Named = Mapping[str, Tensor]
 
 
 class Layout(NamedTuple):
-    """How the arguments of a call and the gradients of its outputs lie in memory.
+    """A memory layout for the arguments of a call and for the gradients of its outputs.
 
     Attributes:
         arguments: maps the arguments with gradients, by name, to tensors in this layout.
         gradients: maps the gradients of the outputs, by name, to tensors in this layout.
-        others: maps the arguments without gradients, by name, to this layout; the elements must stay equal.
-        repeats: whether the layout changes the elements, such as by repeating some.
+        others: maps the arguments without gradients, by name, to tensors in this layout with equal elements.
+        repeats: whether the layout changes elements, for example repeats some of them.
         alone: whether gradients through the first output alone are also tested on a CPU.
     """
 
@@ -40,9 +40,9 @@ def copies(tensors: Named) -> dict[str, Tensor]:
 
 
 def laid_out(options: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    """Return arguments that need no gradient, their tensors (also in tuples) with the strides of `layout`.
+    """Return the arguments that need no gradient, with their tensors (also those in tuples) in the strides of `layout`.
 
-    `cu_seqlens` must be contiguous.
+    `cu_seqlens` stays contiguous, as operations require.
     """
     found = dict(options)
     for name, x in options.items():
@@ -55,7 +55,7 @@ def laid_out(options: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
 
 
 def unwritten(x: Tensor, size: Iterable[int]) -> Tensor:
-    """Return a tensor of x's dtype filled with NaN (or the greatest integer), so that reading an element shows."""
+    """Return a tensor filled with NaN, or the greatest integer, so that results show if its elements are read."""
     greatest: Any = torch.nan if x.is_floating_point() else True if x.dtype == torch.bool else torch.iinfo(x.dtype).max
     return x.new_full(tuple(size), greatest)
 
@@ -75,7 +75,7 @@ def columns_first(x: Tensor) -> Tensor:
 
 
 def strided(x: Tensor) -> Tensor:
-    """Return x as every second element of longer rows."""
+    """Return x as every second element of longer rows in memory."""
     if not x.dim():
         return x
     wide = unwritten(x, (*x.shape[:-1], 2 * x.shape[-1]))[..., ::2]
@@ -91,12 +91,12 @@ def sliced(x: Tensor) -> Tensor:
 
 
 def offset(x: Tensor) -> Tensor:
-    """Return contiguous x that begins one element after an aligned address."""
+    """Return x, contiguous, with a first element that follows an aligned address by one element."""
     return unwritten(x, (x.numel() + 1,))[1:].view(x.shape).copy_(x)
 
 
 def expanded(*axes: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that expands the first element along the axes, with stride 0."""
+    """Return a function that repeats a tensor's first element along the axes, by strides of 0."""
 
     def expand(x: Tensor) -> Tensor:
         first = x
@@ -109,18 +109,18 @@ def expanded(*axes: int) -> Callable[[Tensor], Tensor]:
 
 
 def repeated_rows_and_heads(tensors: Named) -> dict[str, Tensor]:
-    """Expand every other tensor along its first axis, and the rest along the third axis."""
+    """Repeat the first element of every other tensor along its first axis, and of the rest along the third axis."""
     changes = (expanded(0), expanded(2))
     return {name: changes[i % 2 and x.dim() > 2](x) for i, (name, x) in enumerate(tensors.items())}
 
 
 def of_a_sum(x: Tensor) -> Tensor:
-    """Return the first element of x expanded to all axes, the gradient of (a multiple of) a sum."""
+    """Return x's first element repeated along all axes by strides of 0, like the gradient of a sum."""
     return x.flatten()[:1].clone().view((1,) * x.dim()).expand(x.shape)
 
 
 def in_one_storage(tensors: Named) -> dict[str, Tensor]:
-    """Return tensors of one dtype as parts of one storage, each aligned to 16 bytes."""
+    """Return tensors of one dtype as slices of one storage; each starts at a multiple of 16 bytes."""
     found: dict[str, Tensor] = {}
     for dtype in {x.dtype for x in tensors.values()}:
         parts = {name: x for name, x in tensors.items() if x.dtype == dtype}

@@ -1,4 +1,4 @@
-"""The contract that tokens appended in training (`modeling.lengths`) change neither the loss nor gradients."""
+"""Tests that tokens appended in training (`modeling.lengths`) change neither the loss nor gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenmix_core.testing.closeness import relative_error
 
 
 class LengthsContract:
-    """A part of `ModelContract`, whose attributes and fixtures it uses."""
+    """Part of `ModelContract`, which provides the attributes and fixtures."""
 
     tokens: ClassVar[int]
 
@@ -24,7 +24,7 @@ class LengthsContract:
         ids = ids[:1] if packed else ids
 
         def gradients() -> tuple[Tensor, dict[str, Tensor]]:
-            # equal dropout in all calls
+            # the same dropout in all calls
             torch.manual_seed(0)
             model.train().zero_grad()
             loss = model(ids, labels=ids, **given).loss

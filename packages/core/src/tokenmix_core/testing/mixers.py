@@ -1,4 +1,4 @@
-"""The contract of every token mixer, as tests to inherit."""
+"""Tests for every token mixer, for test classes to inherit."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tokenmix_core.testing.fake_cuda_graph import capture_work
 
 
 def run_mixer(mixer: Mixer, x: Tensor, *, cu_seqlens: Tensor | None = None, **inputs) -> Tensor:
-    """Return the mixer's outputs for whole sequences, without a state."""
+    """Return the mixer's outputs for whole sequences, computed without a cache."""
     positions = torch.arange(x.shape[1]) if cu_seqlens is None else packed_positions(cu_seqlens, x.shape[1])
     return mixer(x, cu_seqlens=cu_seqlens, rotary=_rotary(mixer, positions), **inputs)[0]
 
 
 def run_in_parts(mixer: Mixer, x: Tensor, parts: list[int], **inputs) -> tuple[Tensor, HybridCache]:
-    """Return the mixer's outputs for sequences passed in parts, and the cache that holds the state between parts."""
+    """Return the mixer's outputs for sequences that are passed in parts, and the cache with the final state."""
     cache, outputs, start = HybridCache([mixer.make_state()]), [], 0
     for part in x.split(parts, 1):
         cache.begin(x.shape[0], part.shape[1], x.device)
@@ -37,7 +37,7 @@ def run_in_parts(mixer: Mixer, x: Tensor, parts: list[int], **inputs) -> tuple[T
 
 
 def run_captured(mixer: Mixer, x: Tensor, prompt: int, **inputs) -> tuple[Tensor, HybridCache]:
-    """Run a prompt, then capture and replay steps of one token on a cache with fixed storage; see `run_in_parts`."""
+    """Run a prompt, then capture and replay one-token steps on a cache with fixed storage; return as `run_in_parts`."""
     cache, table, B = HybridCache([mixer.make_state()]), _table(mixer), len(x)
     cache.begin(B, prompt, x.device)
     outputs = [mixer(x[:, :prompt], state=cache.layers[0], rotary=_rotary(mixer, torch.arange(prompt)), **inputs)[0]]
@@ -68,7 +68,7 @@ def run_captured(mixer: Mixer, x: Tensor, prompt: int, **inputs) -> tuple[Tensor
 
 
 def addresses(cache: HybridCache) -> list[int]:
-    """Return the addresses of a cache's tensors."""
+    """Return the memory addresses of a cache's tensors."""
     return [x.data_ptr() for layer in cache.layers for part in layer.parts.values() for x in part.tensors]
 
 
@@ -85,9 +85,9 @@ class MixerContract:
     """Tests of a token mixer. A subclass `TestX(MixerContract)` sets `cases`.
 
     Attributes:
-        cases: by name, a function that returns a mixer of width `width`.
+        cases: functions that return a mixer of width `width`, by name.
         width: D.
-        tokens: length of the test sequences, longer than any window among the cases.
+        tokens: length of the test sequences; exceeds all windows in the cases.
         inputs: further inputs that every call passes to the mixer.
     """
 
@@ -194,7 +194,8 @@ class MixerContract:
             assert p.grad.any(), name
 
     def test_every_parameter_has_a_gradient_where_a_token_is_all_there_is(self, mixer, x):
-        # zeros instead of None if a parameter has no effect: data-parallel training waits for every gradient
+        # a parameter without effect must have a zero gradient, not None: data-parallel training waits for every
+        # gradient
         token = x[:, :1]
         run_mixer(mixer.train(), token, **self.trained(token)).square().sum().backward()
         assert [name for name, p in mixer.named_parameters() if p.grad is None] == []

@@ -1,4 +1,4 @@
-"""Tests that a model calls its modules: hooks and adapters take effect in every form of a call, or the call raises."""
+"""Tests that hooks and adapters on a model's modules take effect in every form of a call, or that the call raises."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from tokenmix_core.testing.closeness import relative_error
 
-# tokens between the end of the prompt and the end of the sequence; decoding steps
+# number of tokens between the prompt's end and the sequence's end; number of decoding steps
 BEFORE_END, STEPS = 12, 3
 
 
 def own_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return by name the modules that own parameters; of several layers with equal mixers only those of the first."""
+    """Return the modules that own parameters, by name; of layers with equal mixers only those of the first layer."""
     found, kinds = {}, set()
     for name, module in model.named_modules():
         if not any(x is not None for x in module._parameters.values()):
@@ -33,7 +33,7 @@ def own_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class Forms:
-    """The forms of a model's call: `forms(name)` runs one of `names` and returns its results as one vector.
+    """The forms of a model's call, such as decoding: `forms(name)` runs one and returns its results as one vector.
 
     Args:
         model: a causal language model.
@@ -50,7 +50,7 @@ class Forms:
             self.cache = self._cached()[0]
 
     def __call__(self, name: str) -> Tensor:
-        # equal dropout in all calls
+        # the same dropout in all calls
         torch.manual_seed(0)
         self.model.train(name == "training")
         if name == "training":
@@ -59,7 +59,7 @@ class Forms:
             if name == "prefill":
                 return self._cached()[1].flatten()
             if name == "decoding":
-                # the cache was filled before any module was changed
+                # a copy of a cache that was filled before a module was changed
                 return torch.cat(list(self._steps(copy.deepcopy(self.cache)))).flatten()
             out = self.model(input_ids=self.ids, labels=self.ids, use_cache=False, **self.inputs)
             return torch.cat((out.loss.view(1), out.logits.flatten()))
@@ -98,10 +98,10 @@ class ModulesContract:
             for name in forms.names:
                 with _changed(module, lambda p: moved(p, torch.Generator().manual_seed(0))):
                     if torch.equal(forms(name), exact[name]):
-                        # this form of the call does not use the module
+                        # the module is not used in this form of the call
                         continue
                 seen.add(path)
-                # a small change may leave a score on one side of its threshold: try changes up to 16 times as large
+                # a small change may not move a score across a threshold: try changes up to 16 times as large
                 assert any(
                     not torch.equal(_hooked(module, lambda: forms(name), seed), exact[name])  # noqa: B023
                     for seed in range(1, 17)
@@ -147,7 +147,7 @@ class ModulesContract:
             handle.remove()
         for i, n in enumerate(lengths):
             assert relative_error(together[i, -n:], alone[i]) < 1e-4, n
-            # in a shorter row the hook changed the last position, which is padding and enters no loss
+            # in a padded row the hook changed the last position, which is padding and has no loss
             assert n == tokens or relative_error(right[i, :n], plain[i, :n]) < 1e-4, n
 
     @torch.no_grad()
@@ -169,7 +169,7 @@ class ModulesContract:
 
     def test_adapters_on_every_linear_layer_take_effect_and_merge(self, model, ids):
         peft = pytest.importorskip("peft")
-        # untie the weights: an adapter of the head, merged into a tied weight, would change the embedding as well
+        # untie the weights, because merging the head's adapter into a tied weight would change the embedding too
         model.config.tie_word_embeddings = False
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
         names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
@@ -185,7 +185,7 @@ class ModulesContract:
         base = Forms(model, ids, self.inputs)
         exact = {name: base(name).detach() for name in base.names}
         base("training").sum().backward()
-        # modules without a gradient in the base model, such as gates of a layer whose window covers all tokens
+        # some modules have no gradient in the base model, for example gates of a layer whose window covers all tokens
         idle = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
         adapted = peft.get_peft_model(copy.deepcopy(model), config)
         learned = [(name, p) for name, p in adapted.named_parameters() if p.requires_grad]
@@ -205,7 +205,7 @@ class ModulesContract:
 
 
 def _hooked(module: nn.Module, call: Callable[[], Tensor], seed: int) -> Tensor:
-    """Return the result of a call while a hook adds noise to the module's output, in proportion to `seed`."""
+    """Return the result of a call during which a hook adds noise, in proportion to `seed`, to the module's output."""
     calls: list[int] = []
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:

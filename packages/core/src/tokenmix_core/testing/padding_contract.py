@@ -1,4 +1,4 @@
-"""The contract of packed operations with tokens after the last boundary, as a test that `OpContract` inherits."""
+"""Tests of packed operations with padding after the last boundary; `OpContract` inherits them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tokenmix_core.testing.closeness import relative_error
 
 
 class PaddingTests:
-    """Part of `OpContract`: tokens after the last boundary have no influence and get zeros."""
+    """Part of `OpContract`: tokens after the last boundary influence no others, and get zero results and gradients."""
 
     def test_padding_after_the_last_boundary_has_no_influence(self, padded_call, device, override):
-        """Documents that become padding, filled with NaN: other results stay, those of the padding are zero."""
+        """Turn the last documents into padding filled with NaN: its results must be zero, the others unchanged."""
         here: Any = self
         impl, name, dtype = padded_call
         case = KernelCase(here.packed[name]) if dtype is None else here.kernels[name]

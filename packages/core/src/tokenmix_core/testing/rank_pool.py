@@ -1,4 +1,4 @@
-"""Processes that form groups of ranks, for tests of sequences that are split over ranks."""
+"""A pool of processes that act as ranks, for tests of sequences that are split over ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 
 class RankPool:
-    """Run functions on `size` ranks of one pool of processes: `pool(3, check, *args)` returns rank 0's result.
+    """A pool of `size` processes; `pool(3, check, *args)` runs `check` on three ranks and returns the result of rank 0.
 
-    The processes are forked from a server that has imported torch once, and take any number of calls. The function must
-    be importable; it gets the group of the ranks as its first argument. An error on any rank is raised here, and ends
-    the processes; the next call starts new ones.
+    The processes are forked from a server that has imported torch, and can be called any number of times. The function
+    must be importable; its first argument is the process group of the ranks. An error on any rank is raised in the
+    caller and ends the processes; the next call starts new ones.
     """
 
     def __init__(self, most: int = 4, timeout: float = 60.0, backend: str = "gloo"):

@@ -1,4 +1,4 @@
-"""The part of every operation's contract about malformed calls: they are refused before a launch, by name."""
+"""Tests that an operation refuses malformed calls before any launch, with a message that names the argument."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenmix_core.testing.launch_spies import no_launches
 
 
 class RefusalTests:
-    """Inherited by `OpContract`, which describes the attributes."""
+    """Part of `OpContract`, which documents the attributes."""
 
     def test_malformed_calls_are_refused_before_a_launch(self, form, bad, device):
         here: Any = self
@@ -23,7 +23,7 @@ class RefusalTests:
         self._assert_refused(here.forms[form], tensors | options, change, words, device)
 
     def _assert_refused(self, function: Callable, arguments: dict[str, Any], change: Any, words: str, device) -> None:
-        # without the change the call is valid
+        # make sure that the unchanged call is valid
         function(**arguments)
         changed: Any = change(arguments) if callable(change) else {**arguments, **change}
         if changed.get("impl") == "triton":
@@ -60,9 +60,10 @@ class RefusalTests:
     def _assert_meta_refused(self, function: Callable, arguments: dict[str, Any], named: Callable) -> None:
         names = {name: named(name) for name, x in arguments.items() if isinstance(x, Tensor) and named(name)}
         if arguments["impl"] == "reference":
-            # without the change the call is valid, and the cache of checks must include the device in its signature
+            # the unchanged call is valid and enters the cache of checks, whose signatures must therefore include the
+            # device
             function(**{key: x.clone() if isinstance(x, Tensor) else x for key, x in arguments.items()})
-        # a single tensor determines the device
+        # a call with a single tensor runs on this tensor's device
         for name, shown in names.items() if len(names) > 1 else ():
             changed = {key: x.clone() if isinstance(x, Tensor) else x for key, x in arguments.items()}
             with no_launches(), pytest.raises(ValueError, match=rf"\b{re.escape(shown)} is on meta\b"):

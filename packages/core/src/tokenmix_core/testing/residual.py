@@ -1,4 +1,4 @@
-"""The contract of the residual stream between layers; `ModelContract` inherits it and makes the models."""
+"""Tests of the residual stream between layers; `ModelContract` inherits them and provides the models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
 
 
 class ResidualContract:
-    """Test that hooks on layers see, and may change, what `hidden_states` reports."""
+    """Tests that hooks on layers see the tensors that `hidden_states` returns, and may change them."""
 
     inputs: ClassVar[dict]
 
@@ -49,7 +49,7 @@ class ResidualContract:
             for i in watched:
                 (x,), y = before.pop(0), after.pop(0)
                 assert relative_error(x, reported[i]) < 1e-4
-                # the last one is reported behind the norm
+                # the last hidden state is returned after the final norm
                 y = y if i + 1 < len(layers) else model.model.norm(y)
                 assert relative_error(y, reported[i + 1]) < 1e-4
             for handle in handles:

@@ -1,4 +1,4 @@
-"""Results of benchmarks: committed JSON files, one per device."""
+"""Results of benchmarks: JSON files in the repository, one per device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OURS = "tokenmix"
 
 
 def environment() -> dict[str, Any]:
-    """Return the environment of a measurement: device, versions and commit."""
+    """Return the environment of a measurement: device, software versions and commit."""
     try:
         import triton
 
@@ -41,7 +41,7 @@ def environment() -> dict[str, Any]:
 
 
 def save(rows: Iterable[dict], folder: Path) -> Path:
-    """Write rows to `folder/<device>.json`; replace older rows of equal operation, shape and implementation."""
+    """Write rows to `folder/<device>.json`; replace older rows with the same operation, shape and implementation."""
     where = environment()
     name = "cpu" if not torch.cuda.is_available() else re.sub(r"[^a-z0-9]+", "-", where["device"].lower()).strip("-")
     path = folder / f"{name}.json"
@@ -52,26 +52,26 @@ def save(rows: Iterable[dict], folder: Path) -> Path:
 
 
 def kept(rows: Iterable[dict], folder: Path) -> Iterator[dict]:
-    """Yield the rows; print each row and, on a GPU, save it at once, so that an interrupted run keeps its rows."""
+    """Yield the rows; print each one and, on a GPU, save it at once, so that an interrupted run keeps its rows."""
     header: list[str] = []
     for row in rows:
-        # print a new header if the columns differ from those of the row before
+        # print a header if the columns differ from those of the previous row
         print(table([row]).splitlines()[1] if list(row) == header else "\n" + table([row]), flush=True)
         header = list(row)
-        # times of a CPU are printed only
+        # times measured on a CPU are printed but not saved
         if torch.cuda.is_available():
             save([row], folder)
         yield row
 
 
 def run_benchmark(path: Path, benchmark: Any, capsys: Any, *, function: str = "rows") -> None:
-    """Run one function of a `bench_*.py` under pytest-benchmark, print its rows, and keep those of a GPU.
+    """Run one function of a `bench_*.py` with pytest-benchmark, print its rows and, on a GPU, save them.
 
-    Each row is saved as soon as it is measured: rows of the function `rows` in `results/`, or in the file's `FOLDER`
-    below `results/`; rows of another function in `results/<function>/`.
+    Each row is saved as soon as it is measured. Rows of the function `rows` are saved in `results/`, or in the module's
+    `FOLDER` below it; rows of another function in `results/<function>/`.
     """
     with capsys.disabled():
-        # libraries bind sys.stderr for their logs at import, and pytest's replacement of it is closed after the test
+        # libraries store sys.stderr for their logs when imported, but pytest closes its replacement after the test
         script = runpy.run_path(str(path))
     measure = script[function]
     folder = path.parent / "results" / (script.get("FOLDER", "") if function == "rows" else function)

@@ -1,4 +1,4 @@
-"""Graphs of torch.compile, made as for a GPU and run as shapes alone, so that no kernel is interpreted."""
+"""Graphs of torch.compile, traced as for a GPU but executed only for their shapes, so that no kernel is interpreted."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class CountedGraphs:
     """A torch.compile backend that counts graphs; its forward and backward graphs return zeros of the right shapes.
 
     Args:
-        values: whether the graphs compute values instead of zeros.
+        values: whether graphs compute their values; if not, they return zeros.
 
     Attributes:
-        made: how many graphs torch.compile has asked for.
+        made: how many graphs torch.compile has made.
     """
 
     def __init__(self, *, values: bool = False) -> None:
@@ -45,7 +45,7 @@ def _shapes_of(graph: GraphModule, _: Sequence[Tensor]) -> Callable:
 
 
 def by_kernels(model: Model) -> Model:
-    """Set `impl` of every module to "triton", as on a GPU, and return the model."""
+    """Set `impl` of every module to "triton", as it would be on a GPU, and return the model."""
     module: Any
     for module in model.modules():
         if hasattr(module, "impl"):
