@@ -23,7 +23,7 @@ from tokenmix_core.nn.plain import settings_of, third_party_modules
 
 # capture passes if that saves time ("auto"), or always (an error if that fails), or never
 TrainingGraph = Literal["auto", "always", "never"]
-# the most graphs, and the most signatures stored that have occurred once
+# the most graphs, and the most signatures without a graph to remember
 MOST, SEEN = 8, 64
 
 

@@ -49,8 +49,8 @@ class Row(TypedDict):
 def permuted(index: int, size: int, key: Sequence[int]) -> int:
     """Return the image of `index` under a permutation of `range(size)` that is random but determined by `key`.
 
-    No table is stored: a Feistel network of four rounds permutes the next larger even number of bits, and is applied
-    again to images outside the range.
+    No table is stored: a Feistel network of four rounds permutes all integers of an even number of bits, as few as
+    cover `size`, and is applied again to images outside the range.
     """
     if not 0 <= index < size:
         raise ValueError(f"permuted: index must be from 0 to {size - 1}, got {index}")

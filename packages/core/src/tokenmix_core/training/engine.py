@@ -84,8 +84,7 @@ class RecipeTrainer(ShardedTrainer):
         # our models divide the summed loss by num_items_in_batch themselves
         self.model_accepts_loss_kwargs = True
         self._redirected: Path | None = None
-        # auxiliary losses of the last micro-batch; their sums since the last line of the log; steps done before that
-        # line
+        # auxiliary losses of the last micro-batch; their sums since the last log line; steps done before that line
         self._terms: dict[str, Tensor] = {}
         self._auxiliary: dict[str, Tensor] = {}
         self._steps_before = 0
@@ -326,7 +325,7 @@ def _leave_signals_to_trainer(then: Callable[[int], None] | None, worker: int) -
 
 
 def device_name(args: TrainingArguments) -> str:
-    """Return the name of the GPU, or of the device type, that a run uses."""
+    """Return the name of the GPU or, on a CPU, of the processor that a run uses."""
     cuda = args.device.type == "cuda"
     return torch.cuda.get_device_name(args.device) if cuda else platform.processor() or platform.machine()
 

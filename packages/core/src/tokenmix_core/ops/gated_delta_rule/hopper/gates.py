@@ -73,5 +73,5 @@ def score_factors(
 
 @gluon.constexpr_function
 def range_factor(dtype, K, normalised=True):
-    """Return K for float16 operands that inverse norms of q and k, of about 1 / K, would let underflow; else 1."""
+    """Return K, which keeps float16 operands scaled by inverse norms (about 1 / K) from underflow; else 1."""
     return float(K) if normalised and dtype != gl.bfloat16 else 1.0

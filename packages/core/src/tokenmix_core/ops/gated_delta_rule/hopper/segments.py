@@ -37,7 +37,7 @@ def locate_segment(
 
 @gluon.jit
 def negligible_chunks(p_gates, segment, WARPS: gl.constexpr):
-    """Return how many chunks at a segment's start are negligible for the state leaving it, see `..forward`."""
+    """Return how many chunks at a segment's start are negligible for the state leaving it; 0 if none is."""
     o_c = gl.arange(0, 128, gl.BlockedLayout([1], [32], [WARPS], [0])) + gl.maximum(segment // 64 - 128, 0)
     b_b = gl.load(p_gates + (o_c * 64 + 63) * 4, mask=o_c < segment // 64, other=0.0)
     b_left = gl.associative_scan(b_b, 0, add, reverse=True)
@@ -46,7 +46,7 @@ def negligible_chunks(p_gates, segment, WARPS: gl.constexpr):
 
 @gluon.jit
 def bounded(skipped, p_w, stride, chunks, WARPS: gl.constexpr):
-    """Return `skipped` if the write factors of all `chunks` are in [0, 1], else 0, see `..forward`."""
+    """Return `skipped` if the write factors of all `chunks` are in [0, 1], so that decays bound the state; else 0."""
     beyond = 0
     for i in range(0, chunks, 128):
         o_c = i + gl.arange(0, 128, gl.BlockedLayout([1], [32], [WARPS], [0]))
