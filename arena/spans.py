@@ -72,7 +72,7 @@ class Hashes:
 
 
 def _mixed(hashes: UInt64[np.ndarray, "n"]) -> UInt64[np.ndarray, "n"]:
-    # mix the bits, because the low bits of a polynomial hash depend on few bytes
+    # mix the bits, because the low bits of a polynomial hash carry little information
     hashes ^= hashes >> np.uint64(31)
     hashes *= np.uint64(0xBF58476D1CE4E5B9)
     hashes ^= hashes >> np.uint64(29)

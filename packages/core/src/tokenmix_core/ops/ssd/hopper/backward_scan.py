@@ -104,7 +104,7 @@ def backward_scan_kernel(
     begin, length, i_c = locate_span(i_s, T, N, segment, cu_seqlens, SEGMENTED, PACKED)
     if SEGMENTED and length <= 0:
         return
-    # rows are 16-byte aligned, so strides are passed divided by 8 elements
+    # rows are 16-byte aligned, so strides are passed in units of 8 elements
     stride_q, stride_k, stride_v, stride_do = stride_q * 8, stride_k * 8, stride_v * 8, stride_do * 8
     i_g, o_h = i_h // (HV // G), begin * HV + i_h
     p_q, p_k = q + begin * stride_q + i_g * K, k + begin * stride_k + i_g * K

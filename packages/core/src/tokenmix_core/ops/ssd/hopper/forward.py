@@ -137,7 +137,7 @@ def hopper_forward_kernel(
     The state is transposed, `[BV, K]`, 16 rows per warp: matrices computed from it are register operands. For K = 256
     the state has two parts, which become operands one after the other, because registers do not hold both as operands.
 
-    Names `x_i` are vectors over rows, `x_j` over columns, `x_2` two stages in shared memory; strides are in 16 bytes.
+    Names `x_i` are vectors over rows, `x_j` over columns, `x_2` two pipeline stages; strides are in units of 16 bytes.
     """
     BT: gl.constexpr = 64
     W: gl.constexpr = BV // 16
@@ -160,7 +160,7 @@ def hopper_forward_kernel(
     begin, length, _ = locate_span(i_s, T, N, segment, cu_seqlens, SEGMENTED, PACKED)
     if SEGMENTED and length <= 0:
         return
-    # rows are 16-byte aligned, so strides are passed divided by 8 elements
+    # rows are 16-byte aligned, so strides are passed in units of 8 elements
     stride_q, stride_k, stride_v = stride_q * 8, stride_k * 8, stride_v * 8
     i_n, past = i_s, 0
     if LOOKBACK:

@@ -83,7 +83,7 @@ def hopper_gradients_kernel(
     if start >= length:
         return
     first, rows = begin + start, length - start
-    # rows are 16-byte aligned, so strides are passed divided by 8 elements
+    # rows are 16-byte aligned, so strides are passed in units of 8 elements
     stride_q, stride_k, stride_v, stride_do = stride_q * 8, stride_k * 8, stride_v * 8, stride_do * 8
     i_g = i_h // (HV // G)
 
