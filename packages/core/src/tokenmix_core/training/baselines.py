@@ -40,7 +40,7 @@ def tiny() -> Recipe:
 
 
 def tiny_setting() -> Recipe:
-    """Return the recipe that `tiny` and its variants share, with 400 steps as the variants use."""
+    """Return the recipe that `tiny` and its variants are made from; it has 400 steps, like the variants."""
     return Recipe(
         name="tiny",
         description="GDN with one attention layer in four, on the built-in corpus; minutes on a laptop",

@@ -58,7 +58,7 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
             f"{folder} cannot be resumed from: it has no readable {MANIFEST} ({type(error).__name__}), so it was not "
             "written by this trainer or is damaged"
         ) from error
-    # older versions stored `fsdp` here, and could not resume with another value of it
+    # older versions stored `fsdp` here and refused to resume with another value of it
     saved.pop("fsdp", None)
     wanted = json.loads(json.dumps(identity))
     if isinstance(saved.get("data"), dict) and isinstance(wanted.get("data"), dict):

@@ -111,8 +111,7 @@ def forward_kernel(
     """Compute outputs and final states if `o` is given, and save R and the chunks' entering states if `residual` is.
 
     `remainders` are the rounding errors of the saved states. With `entering` a program scans one segment: it starts at
-    the first earlier chunk that is not negligible or, if that is a whole segment or more before, from the entering
-    state.
+    the first earlier chunk that is not negligible or, if that is a segment or more before, from the entering state.
     ORDERED: programs take segments, or sequences, in the order of `order`. WRITES chunks share a factor in `writes`.
     """
     OUTPUT: tl.constexpr = o is not None

@@ -74,7 +74,7 @@ def column_factors(g_w, g_r, col: gl.constexpr, dtype: gl.constexpr, RANGE: gl.c
 
 @gluon.jit
 def store_scaled(b_x, s_x, g_w, g_r, col: gl.constexpr):
-    """Store X, scaled by `column_factors`; return X scaled by β r times `range_factor` instead, which may be 0."""
+    """Store X, which is scaled by `column_factors`; return X scaled by β r times `range_factor` instead."""
     dtype: gl.constexpr = s_x.dtype
     s_x.store(b_x.to(dtype))
     if dtype != gl.bfloat16:
@@ -254,8 +254,7 @@ def backward_kernel(
     s_1 = gl.allocate_shared_memory(dtype, [1, D, D], shared)
     ds_1 = gl.allocate_shared_memory(dtype, [1, D, D], shared)
     dy_1 = gl.allocate_shared_memory(dtype, [1, BT, D], shared)
-    # first half: E. Second half: buffer from which dQ is stored, then F. In the end both: buffer from which dK is
-    # stored
+    # first half: E. Second half: the buffer that dQ is stored from, then F. In the end, both: dK is stored from here
     ef_1 = gl.allocate_shared_memory(dtype, [1, BT, D], shared)
     # b, β r, r and the inverse norms of q
     gates_s = gl.allocate_shared_memory(gl.float32, [stages * 4, BT], vector)
@@ -276,7 +275,7 @@ def backward_kernel(
     chunk, read, chain = (q_s, k_s, do_s, gates_s), (s_a, s_1, r_1), (ds_1, dy_1, s_p, s_ends)
     span = Span(rows, steps, warm, known, wanted)
     sums = (r_1, s_1, ds_1, dy_1, ef_1, s_ends, s_db)
-    # 16 warps may have 128 registers per thread on average; the first warpgroup gets the rest of 512 − 144 − 152 − 32
+    # registers per thread, 512 for one thread of each of the four warpgroups: the first gets 512 − 144 − 152 − 32
     gl.warp_specialize(
         [
             (epilogue, (outputs, sums, chunk, barriers, scale, rows, steps, warm, HV)),

@@ -158,8 +158,7 @@ def backward_state_kernel(
         g.p.store(gl.exp2(b_i) * n_i * RANGE)
         fence_async_shared()
         if i_c < end and not LOCAL:
-            # terms of this sum cancel, so it uses dS' before rounding, and S with its rounding error if there are
-            # remainders
+            # terms of this sum cancel: it uses dS' before rounding and, if saved, the rounding error of S
             b_s = gl.convert_layout(s_s.permute((1, 0)).load(left_k), tile).to(gl.float32)
             if REMAINDERS:
                 b_s += gl.convert_layout(m_2.index(stage).permute((1, 0)).load(left_k), tile).to(gl.float32)
