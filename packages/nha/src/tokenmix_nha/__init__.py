@@ -1,7 +1,7 @@
 """Native Hybrid Attention (Du et al.): memory slots and a sliding window under one softmax.
 
-Importing this package is quick, touches no device and needs neither Triton nor a GPU. It registers two sets of model
-families with transformers' auto classes: the models of `tokenmix_nha.model` and the converted ones of
+Importing this package is quick, touches no device and needs neither Triton nor a GPU. The import registers with
+transformers' auto classes the models of `tokenmix_nha.model`, and transformers' models converted to this attention, of
 `tokenmix_nha.hybridized`.
 """
 

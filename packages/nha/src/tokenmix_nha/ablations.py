@@ -1,8 +1,8 @@
-"""The ablations of Table 6, a weighted sum of separate outputs of slots and window, and no token shift; slots' shares.
+"""Two ablations of Table 6 (slots and window as a weighted sum; no token shift), and the slots' share of attention.
 
-The weighted sum runs the fused operation with `window=0` for the slots. Without the token shift, slots and window may
-hold the same token, which the fused operation does not support; then a recurrence for the keys' slots, a softmax and a
-recurrence for the values' slots run in plain PyTorch on every device.
+For the weighted sum, the fused operation computes the slots' output with `window=0`. Without the token shift, slots and
+window may hold the same token, which the fused operation does not support. Then plain PyTorch runs, on every device: a
+recurrence for the keys' slots, a softmax, and a recurrence for the values' slots.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tokenmix_nha.ops.slot_window.state import last_tokens, prepend
 
 
 class Entering(NamedTuple):
-    """The token that enters the slots at each step, `[B, T, H, ...]`, and the ring for the next call.
+    """The token that enters the slots at each step, `[B, T, H, ...]`, and the ring buffer for the next call.
 
     Attributes:
         k, v, f: key, value and log-gate of the entering token; a log-gate of 0 lets nothing enter.
-        ring: k, v, f of the tokens that have not entered yet, and their count, laid out as in `SlotWindowState`.
+        ring: k, v, f of the tokens that have not entered the slots yet, and their count, as in `SlotWindowState`.
     """
 
     k: Tensor
@@ -42,9 +42,9 @@ def delayed(
     state: SlotWindowState,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None,
 ) -> Entering:
-    """Return the entering tokens under the token shift: at step t token t − W, with W the size of the state's ring.
+    """Return the token that enters the slots at each step t under the token shift: token t − W.
 
-    The ring of `state` supplies the first W tokens.
+    W is the size of the ring of `state`, which supplies the first W tokens.
     """
     window, tokens = state.window, k.shape[1]
     joined: tuple[Any, ...] = prepend(state, k, v, f, None, cu_seqlens)
@@ -70,7 +70,7 @@ def attend_to_slots(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None,
     impl: Impl | None,
 ) -> tuple[Float[Tensor, "B T HQ V"], SlotWindowState]:
-    """Return the outputs of a softmax over the slots alone and the final state: the operation with `window=0`."""
+    """Run the operation with `window=0`: return the outputs of a softmax over the slots alone, and the final state."""
     k, v, f, ring = entering
     # with window=0 the operation expects a ring of no tokens
     none = {name: getattr(state, name)[:, :0] for name in ("k", "v", "f")}
@@ -98,7 +98,7 @@ def attend_jointly(
         state: the initial state.
         cu_seqlens: boundaries of packed sequences.
         window: output and log-sum-exp of attention to the window alone.
-        carried: True to start from `state` and to return the final state.
+        carried: start from `state` and return the final state; else the slots start empty.
 
     Returns:
         The outputs, and the state after the last token if `carried`, else None.

@@ -25,9 +25,9 @@ from tokenmix_core.training import (
 )
 
 GLA = "gla"
-# width, layers, index of the full layer in every block of eight
+# width, layers, index of the full-attention layer in every block of eight
 SIZES = {"340m": (1024, 24, 6), "1.3b": (2048, 24, 0)}
-# "-hybrid" has a full layer in every eight
+# "-hybrid" models have one full-attention layer in every eight
 BASELINES = ("transformer", "gla", "gdn", "mamba2", "mamba2-hybrid", "gla-hybrid", "gdn-hybrid")
 _MIXERS = {"transformer": ATTENTION, "gla": GLA, "gdn": GDN, "mamba2": MAMBA2}
 _DELTA_HEADS = {"340m": 4, "1.3b": 8}

@@ -1,4 +1,4 @@
-"""The configuration: `HybridConfig` with NHA layers, and the windows that training draws from."""
+"""The configuration: `HybridConfig` with NHA layers, and the window sizes from which training draws."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class NhaConfig(HybridConfig):
     Layers may have other mixers.
 
     Args:
-        random_windows: windows that training draws from, for every NHA layer and step (Figure 4); None trains with
-            the layers' own windows.
+        random_windows: window sizes from which training draws one for every NHA layer and step (Figure 4); None trains
+            with the layers' own windows.
 
     Raises:
         ValueError: as `HybridConfig`, or `random_windows` is empty or holds an invalid window.
@@ -57,7 +57,7 @@ class NhaConfig(HybridConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
-        """Read a configuration, also an older one that holds the options of all layers as fields."""
+        """Read a configuration; an older one, which stores the layers' options as fields, is converted."""
         return super().from_dict(_with_options(config_dict), **kwargs)
 
 

@@ -31,7 +31,7 @@ def convert(
         model: a Llama, Qwen2, Qwen3 or Qwen3-MoE language model of transformers.
         windows: one window for all layers, or a list.
         slots: M of every key head; 0 for none.
-        gate_normalizer: divides the gates' logs.
+        gate_normalizer: divisor of the log-gates.
 
     Raises:
         ValueError: the model is of another type or has sliding windows of its own, or a window is invalid.
@@ -63,7 +63,7 @@ def convert(
 
 @torch.no_grad()
 def pooled_gates(model: PreTrainedModel, slots: int) -> dict[str, Float[Tensor, "rows D"]]:
-    """Return weights and biases of the gates by name: each key head's projection, its channels averaged to M slots."""
+    """Return the gates' weights and biases by name: key projections, each head's channels average-pooled to M slots."""
     gates: dict[str, Tensor] = {}
     if not slots:
         return gates
@@ -90,7 +90,7 @@ def _restore_buffers(converted: Any, model: PreTrainedModel) -> None:
 
 
 def command(args: argparse.Namespace, context: Any) -> None:
-    """Run `tokenmix-nha convert`: convert a checkpoint in a folder, or read one of FLA's GLA and GSA models."""
+    """Run `tokenmix-nha convert`: convert a transformer's checkpoint, or a GLA or GSA checkpoint of FLA."""
     from tokenmix_core.cli import config_of, load_model
     from tokenmix_core.integrations import check_dtype, convert_folder, layout_of, read_fields
     from tokenmix_nha.layouts import LAYOUTS

@@ -1,4 +1,4 @@
-"""The paper's measurement: the share of attention that goes to the slots, by layer, head and position (Figure 8)."""
+"""Measure the share of attention that goes to the slots, by layer, head and position (Figure 8)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from tokenmix_nha import pretrained
 from tokenmix_nha.mixer import NhaMixer
 from tokenmix_nha.model_windows import nha_layer_indices, nha_mixers, windows_of
 
-# columns of the heatmap by position
+# columns of the heatmap of shares by position
 _BINS = 64
 
 
 @contextmanager
 def observed_shares(mixers: list[NhaMixer]) -> Iterator[list[list[Tensor]]]:
-    """Collect ω_L `[B, T, HQ]` of calls without a cache inside the `with`: one list per mixer, one entry per call."""
+    """Collect the slots' shares ω_L `[B, T, HQ]` in a `with`: a list per mixer, an entry per call without a cache."""
     for mixer in mixers:
         mixer.shares = []
     try:
@@ -47,10 +47,10 @@ def observed_shares(mixers: list[NhaMixer]) -> Iterator[list[list[Tensor]]]:
 
 @torch.inference_mode()
 def slot_shares(model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 8) -> Float[Tensor, "L HQ T"]:
-    """Return ω_L of equation 5 by layer, head and position, averaged over sequences, in float64.
+    """Return the slots' share ω_L (equation 5) by layer, head and position, averaged over sequences, in float64.
 
-    With one softmax over slots and window, ω_L is the probability of the slots; in a weighted sum, their weight; in
-    full layers, the probability of the zero slots.
+    With one softmax over slots and window, ω_L is the probability of the slots; in a weighted sum it is their weight;
+    in layers with a full window it is the probability of the zero slots.
     """
     mixers = nha_mixers(model)
     total: Any = 0
@@ -70,7 +70,7 @@ def share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult
 
 
 def recall_share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure the same on associative recall, with the most pairs a sequence can hold: first pairs, then queries."""
+    """Measure the share of the slots on associative recall, with the most pairs that fit a sequence with queries."""
     options.choose("slot-share-mqar", ("slot-share-mqar",))
     length, count = options.one_length("slot-share-mqar", max(MQAR_LENGTHS)), options.limit or 16
     size = options.vocab_size or min(8192, text_vocab_size(model))

@@ -44,7 +44,7 @@ def finetune(checkpoint: str, stage: int, *, rank: int = 16) -> Recipe:
         name=f"finetune-stage{stage}",
         description="attention alone, FFN frozen" if stage == 1 else f"LoRA of rank {rank} on everything",
         model={},
-        # the second stage sees the rows in another order than the first
+        # the seed differs, so that stage 2 reads the rows in another order than stage 1
         data=DataRecipe(sources=["data/slimpajama"], seq_len=2048, documents="joined", data_seed=41 + stage),
         optimizer=OptimizerRecipe(
             total_tokens=Tokens("5B"),
@@ -115,7 +115,7 @@ def merge_lora(checkpoint: str, adapter: str | Path, out: str | Path) -> Any:
 
 
 def command(args: argparse.Namespace, context: Any) -> int:
-    """Run `tokenmix-nha finetune`: one stage."""
+    """Run one stage: the command `tokenmix-nha finetune`."""
     return run_finetune(args, {"stage": None, "rank": 16}, finetune, _merged)
 
 

@@ -99,7 +99,7 @@ def fused_recurrent_gla(
 
     Args:
         gk: log of the gates of the key channels; None for no decay.
-        gv: must be None: only key channels have gates here.
+        gv: must be None, because this implementation has gates for key channels only.
         reverse: scan each sequence from its last token to its first.
 
     Other arguments, results and errors are those of `chunk_gla`.
@@ -150,17 +150,17 @@ def chunk_gsa(
 ) -> tuple[Tensor, States]:
     """Compute FLA's `chunk_gsa` by `tokenmix_nha.ops.slot_window_attention` with `window=0`.
 
-    There a token enters the slots with weight 1 − e^g, as in Gated Slot Attention (Zhang et al. 2024, eq. 9) and in ABC
-    (g None, both weights from normalised sums of e^s). If `s` is given beside g, the two are compared, which
-    synchronises with the device. For an s other than 1 − e^g the call runs in plain PyTorch and warns once.
+    In that operation a token enters the slots with weight 1 − e^g, as in Gated Slot Attention (Zhang et al. 2024, eq.
+    9) and in ABC, where g is None and is computed from cumulative sums of e^s. If both `s` and g are given, s is
+    compared with 1 − e^g, which synchronises with the device; if they differ, plain PyTorch runs and warns once.
 
     Args:
         q, k, v, scale, cu_seqlens, impl: as for `tokenmix_nha.ops.slot_window_attention`.
-        s: weights of the entering tokens, None for 1 − e^g; without g, the logs of ABC's weights. Where s equals
-            1 − e^g, it gets no gradient of its own: it is taken for a function of g.
+        s: weights of the entering tokens, None for 1 − e^g; without g, the logs of ABC's weights. If s equals 1 − e^g,
+            it is treated as a function of g and gets no gradient of its own.
         g: log of the gates, ≤ 0.
         initial_state: `(hk [N, H, K, M], hv [N, H, M, V])`, of any float dtype.
-        output_final_state: return the same two after each sequence; if False, both are None.
+        output_final_state: return hk and hv after each sequence; if False, both are None.
         head_first: q, k, v, s, g and o have their heads before T.
         checkpoint_level, cu_seqlens_cpu, and `chunk_size` as a keyword: accepted and ignored.
 
@@ -250,7 +250,7 @@ def _two_scans(
     op: str, q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor, scale: float | None,
     before: SlotWindowState | None, cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, States]:  # fmt: skip
-    """Compute gated slot attention with any weights s: one recurrence gives the logits of slots, one the outputs."""
+    """Compute gated slot attention with any weights s: one recurrence yields the slots' logits, another the outputs."""
     _warn_of_speed(op)
     wide = torch.promote_types(q.dtype, torch.float32)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
@@ -274,7 +274,7 @@ def _warn_of_speed(op: str) -> None:
 
 @drops_padding("s")
 def _abc_gates(s: Float[Tensor, "B T H M"], cu_seqlens: Int[Tensor, "N_plus_1"] | None) -> Float[Tensor, "B T H M"]:
-    """Return g_t = z_{t−1} − z_t with z_t the log of the sum of e^s up to t: earlier tokens keep their share of it."""
+    """Return ABC's log-gates g_t = z_{t−1} − z_t, where z_t is the log of the sum of e^s over tokens up to t."""
     s = at_least_float32(s)
     if cu_seqlens is not None:
         rows = [_abc_gates(s[:, a:b], None) for a, b in pairwise(cu_seqlens.tolist())]

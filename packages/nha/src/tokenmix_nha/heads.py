@@ -1,4 +1,4 @@
-"""Inputs of the attention implementations: a call's projected tokens, and its state and sequence boundaries."""
+"""Inputs of the layer's attention functions: a call's projected tokens, and its state and sequence boundaries."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Heads(NamedTuple):
         q, k: `[B, T, HQ, K]`, `[B, T, H, K]`, used by the window.
         v: `[B, T, H, V]`.
         q_slots, k_slots: q and k used by the slots, with the same shapes.
-        f: `[B, T, H, M]`, natural logs of the gates; the gates' logits in a decoding step with one softmax; None if
-            no token can enter a slot.
+        f: `[B, T, H, M]`, natural logs of the gates, or their logits in a decoding step with one softmax; None if no
+            token can enter a slot.
         weight: `[B, T, HQ]` or broadcastable to it, the weight of the slots' output in a weighted sum with the
             window's; None if one softmax covers both, or if only one of the two is used.
     """

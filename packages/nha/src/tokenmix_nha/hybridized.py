@@ -1,6 +1,6 @@
 """Llama, Qwen2, Qwen3 and Qwen3-MoE of transformers with their attention replaced by Native Hybrid Attention.
 
-The models are transformers' own classes. Their attention modules become `NhaMixer`s with the same weights and
+The models subclass transformers' classes. Their attention modules become `NhaMixer`s with the same weights and
 additional gates; their norms and SwiGLUs become core's, which launch fewer kernels. The backbone removes padding before
 the layers and uses `HybridCache`. Everything else is inherited.
 """
@@ -55,7 +55,7 @@ from tokenmix_nha.model_windows import nha_mixers
 
 
 class HybridizedModel(ChoosesAttention, CheckedLoading):
-    """Mixin before transformers' backbone that replaces attention, packs batches and uses `HybridCache`."""
+    """Mixin before transformers' backbone that replaces attention, removes padding and uses `HybridCache`."""
 
     layers: nn.ModuleList
     config: Any
@@ -109,7 +109,8 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         span, cache = call.span, call.cache
         packed = span.pack(hidden)
         rows = span if keeps_rows(self, span) else None  # type: ignore[arg-type]
-        # core's layers take float32 angles of half a head; transformers' are in the model's dtype, for both halves
+        # core's layers take float32 angles for half of a head's channels; transformers' repeat them for both halves, in
+        # the model's dtype
         cos, sin = self.rotary_emb(packed, call.position_ids)  # type: ignore[operator]
         rotary = Rotation(*(x[..., : x.shape[-1] // 2].float() for x in (cos, sin)))
         out = super().forward(  # type: ignore[misc]
@@ -128,7 +129,7 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
             cache.end()
 
         def unpack(x: Tensor) -> Tensor:
-            # zero at padding also where hooks saw rows
+            # set padding to zero also if the layers ran on padded rows (for hooks)
             return span.unpack(x if rows is None else span.pack(x))
 
         out.last_hidden_state = unpack(out.last_hidden_state)
@@ -138,7 +139,7 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         if getattr(out, "router_logits", None) is not None and span.mask is not None:
             every = 0 if rows is None else span.batch * span.tokens
             out.router_logits = tuple(
-                # watched experts have computed rows
+                # experts with hooks have already computed padded rows
                 x if len(x) == every else span.unpack(x.unflatten(0, span.layout)).flatten(0, 1)
                 for x in out.router_logits
             )
@@ -158,7 +159,7 @@ class HybridizedForCausalLM(GeneratesInSteps, ChoosesAttention, CheckedLoading):
     def __init__(self, config: Any):
         requested = config._attn_implementation
         super().__init__(config)  # type: ignore[call-arg]
-        # the constructor of transformers' backbone has overwritten it with its default
+        # the constructor of transformers' backbone has overwritten this field with its default
         config._attn_implementation = requested
         self.model = self.model_class(config)
         self.loss_function = functools.partial(_loss, self.loss_function)
@@ -167,7 +168,7 @@ class HybridizedForCausalLM(GeneratesInSteps, ChoosesAttention, CheckedLoading):
     make_cache = HybridForCausalLM.make_cache
 
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
-        """Return the cache's bytes for `batch_size` sequences of `seq_len` tokens; data do not change this size."""
+        """Return the cache's bytes for `batch_size` sequences of `seq_len` tokens, whatever the tokens are."""
         dtype = self.dtype if dtype is None else dtype  # type: ignore[attr-defined]
         return sum(mixer.state_bytes(seq_len, batch_size, dtype) for mixer in nha_mixers(self))  # type: ignore[arg-type]
 
@@ -198,7 +199,7 @@ def _loss(
 def _family(
     kind: str, config_base: type, model_base: type, causal_lm_base: type
 ) -> tuple[type[PreTrainedConfig], type, type]:
-    """Make and register a family's configuration, backbone and language model: `NhaLlamaConfig` and so on."""
+    """Make and register a family's configuration, backbone and language model, such as `NhaLlamaConfig`."""
 
     def made(base: type, mixin: type, **attributes: Any) -> type:
         attributes |= {"__module__": __name__, "__doc__": f"{base.__name__} with Native Hybrid Attention."}
@@ -215,7 +216,7 @@ def _family(
     return config, model, causal_lm
 
 
-# configuration, backbone and language model by the original's model type
+# configuration, backbone and language model by the model type of the original transformer
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], type, type]] = {
     "llama": _family("llama", LlamaConfig, LlamaModel, LlamaForCausalLM),
     "qwen2": _family("qwen2", Qwen2Config, Qwen2Model, Qwen2ForCausalLM),

@@ -24,7 +24,7 @@ class HybridizedConfig:
     Attributes:
         window: window of each layer: 0, a number of tokens, or "full".
         slots: M of every key head; 0 for none.
-        gate_normalizer: divides the gates' logs.
+        gate_normalizer: divisor of the log-gates.
         nha_impl: implementation of the operations, None, "gluon", "triton" or "reference".
     """
 

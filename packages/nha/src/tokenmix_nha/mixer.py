@@ -1,4 +1,4 @@
-"""The layer: projections, gates, positions, and attention to slots and window in every form that the paper compares."""
+"""The layer: projections, gates, positions, and attention to slots and window in every variant the paper compares."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class NhaMixer(Mixer):
     """o_t = softmax(q_t [K_long; K_short]ᵀ / √K) [V_long; V_short]; y = W_o o (equations 1 to 4).
 
     q, k and v are projections of x; the gates of the M slots are α = sigmoid(W_f x)^(1/τ). The window may change from
-    call to call: 0 is gated slot attention; "full" is softmax attention with M zero keys before the first token.
+    call to call: a window of 0 is gated slot attention; "full" is softmax attention after M additional zero keys.
 
     Args:
         hidden_size: D.
@@ -135,17 +135,17 @@ class NhaMixer(Mixer):
 
     @property
     def takes_more_tokens(self) -> bool:  # type: ignore[override]
-        """True unless shares are wanted, which are of a call's own tokens."""
+        """True if training may append padding to rows: unless `shares` is set, as ω_L is of a call's own tokens."""
         return self.shares is None
 
     @property
     def splits_sequences(self) -> bool:  # type: ignore[override]
-        """True for the layer that the paper proposes; its ablations are not split over ranks."""
+        """True if sequences may be split over ranks: only for the paper's layer, not for its ablations."""
         return (self.joined or self.window == FULL) and self.positions != "learned" and self.shares is None
 
     @property
     def seen(self) -> int | None:
-        """Tokens of the window; None if it is full."""
+        """Number of tokens in the window; None if the window is full."""
         return self.window if isinstance(self.window, int) else None
 
     @property
@@ -165,7 +165,7 @@ class NhaMixer(Mixer):
         return LayerState(slots=self._slots_part()) if self.joined else LayerState(kv=window, slots=self._slots_part())
 
     def _slots_part(self) -> SlotWindowPart:
-        """Return a state part with the slots and a ring of the tokens that have not entered them yet."""
+        """Return the part of the layer's state that holds the slots and a ring of tokens that have not entered them."""
         ring_size = (self.seen or 0) if self.token_shift else 0
         sizes = self.num_kv_heads, self.slots, self.head_dim, self.head_dim
         return SlotWindowPart(*sizes, ring_size, own_slot_keys=self.joined and self.own_slot_keys)
@@ -205,7 +205,7 @@ class NhaMixer(Mixer):
         elif self.q_positions is not None and self.k_positions is not None:
             positioned = self._with_positions(q, k, call)
         if f is not None and not (call.step and self.joined):
-            # the operation's decoding step takes the gates' logits
+            # in decoding steps, the operation itself computes log-gates from the gates' logits
             f = log_forget_gates(f, normalizer=self.gate_normalizer)
         return Heads(*positioned, v, *(positioned if self.positions == "both" else (q, k)), f, self._weight(x))
 
@@ -266,7 +266,7 @@ class NhaMixer(Mixer):
         return o
 
     def _attend_plainly(self, heads: Heads, call: Call) -> Float[Tensor, "B T HQ V"]:
-        """Compute softmax attention, with M zero keys before the first token if the layer has slots."""
+        """Compute softmax attention to the window; a full window has M additional zero keys if the layer has slots."""
         q, k, v = heads.q, heads.k, heads.v
         if call.state is None and self.slots and current_shard() is None and not torch.compiler.is_exporting():
             # the fused operation handles the zero keys; log-gates of 0 let no token enter the slots
@@ -276,7 +276,7 @@ class NhaMixer(Mixer):
         return with_zeros(self._attend_to_window(heads, call), self.slots)
 
     def _attend_separately(self, heads: Heads, call: Call) -> Float[Tensor, "B T HQ V"]:
-        """Compute the ablations: a weighted sum of the outputs of slots and window, or no token shift."""
+        """Compute an ablation: a weighted sum of the outputs of slots and window, or attention without token shift."""
         window = self._attend_to_window(heads, call)
         before, entering = self._entering(heads, call)
         if heads.weight is None:
@@ -307,7 +307,7 @@ class NhaMixer(Mixer):
         return before, delayed(heads.k_slots, heads.v, heads.f, before, call.cu_seqlens)
 
     def _share_of_slots(self, heads: Heads, call: Call) -> Float[Tensor, "B T HQ"]:
-        """Return ω_L of a call without a cache: the slots' share of one softmax, or their weight in a sum."""
+        """Return ω_L of a call without a cache: the slots' share of the softmax, or their weight in a weighted sum."""
         shape = heads.q.shape[:3]
         if not self.slots or self.window == 0:
             return heads.q.new_full(shape, 1.0 if self.slots else 0.0)
@@ -331,7 +331,7 @@ class NhaMixer(Mixer):
             unused.append(self.weight_proj)
         if self.window == 0:
             unused += [self.q_positions, self.k_positions]
-        # the sum of an empty slice is 0 and depends on the parameter
+        # the sum of an empty slice is 0, and autograd sees that it depends on the parameter
         zeros = [p.flatten()[:0].sum() for module in unused if module is not None for p in module.parameters()]
         return o + torch.stack(zeros).sum().to(o.dtype) if zeros else o
 

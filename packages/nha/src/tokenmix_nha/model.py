@@ -9,7 +9,7 @@ from tokenmix_nha.config import NhaConfig as NhaConfig
 
 
 class NhaModel(HybridModel):
-    """The backbone; `tokenmix_nha.model_windows` overrides the configuration's windows."""
+    """The backbone; functions of `tokenmix_nha.model_windows` override the configuration's windows."""
 
     config: NhaConfig
     config_class = NhaConfig

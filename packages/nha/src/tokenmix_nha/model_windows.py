@@ -36,9 +36,9 @@ def windows_of(model: nn.Module) -> list[Window]:
 
 
 def set_windows(model: nn.Module, windows: Window | Sequence[Window]) -> None:
-    """Use these windows from the next call on; the configuration and the weights stay as they are.
+    """Set the windows of the layers for all later calls; the configuration and the weights stay as they are.
 
-    A cache made under other windows must not be used afterwards.
+    A cache filled with other windows must not be used afterwards.
 
     Raises:
         ValueError: a window is invalid, or their number does not fit the layers.
@@ -50,7 +50,7 @@ def set_windows(model: nn.Module, windows: Window | Sequence[Window]) -> None:
 
 @contextmanager
 def using_windows(model: nn.Module, windows: Window | Sequence[Window]) -> Iterator[None]:
-    """Use these windows inside a `with`, and the previous ones after it."""
+    """Set the windows of the layers inside a `with`, and restore the previous ones after it."""
     before = windows_of(model)
     set_windows(model, windows)
     try:

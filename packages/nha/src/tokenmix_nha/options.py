@@ -14,7 +14,7 @@ Fusion = Literal["softmax", "fixed", "learned"]
 def check_choices(
     *, slots: Any, window: Any, positions: Any, fusion: Any, token_shift: Any, long_weight: Any, gate_normalizer: Any
 ) -> None:
-    """Raise a ValueError for options that a layer cannot have."""
+    """Raise a ValueError if an option has an invalid value, or if two options contradict each other."""
     check_value("slots", slots, int)
     check_value("positions", positions, Positions)
     check_value("fusion", fusion, Fusion)

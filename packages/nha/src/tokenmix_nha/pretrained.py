@@ -1,4 +1,4 @@
-"""The paper's tasks for hybridised language models, of Tables 3, 4 and 9, through lm-eval."""
+"""The tasks of Tables 3, 4 and 9, on which the paper measures converted language models; run by lm-eval."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ us_foreign_policy virology world_religions
 MMLU = tuple(f"mmlu_{subject}" for subject in _SUBJECTS.split())
 # the paper does not state the number of shots; its scores of Llama-3-8B and others equal those with five
 MMLU_SHOTS = 5
-# the columns of Tables 3 and 9 with the metric that enters the average
+# the columns of Tables 3 and 9, each with the metric that enters the average
 UNDERSTANDING = {
     "arc_easy": "acc",
     "arc_challenge": "acc_norm",
@@ -57,7 +57,7 @@ def knowledge_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteRe
     """Run GPQA, IFEval, HumanEval, MathQA and MMLU, with the average of Table 4.
 
     Raises:
-        ValueError: HumanEval is selected, which runs programs that the model writes, and HF_ALLOW_CODE_EVAL is not 1.
+        ValueError: HumanEval, which runs programs that the model writes, is selected without HF_ALLOW_CODE_EVAL=1.
     """
     return _suite("knowledge", KNOWLEDGE, {"Table 4": KNOWLEDGE}, model, tokenizer, options)
 

@@ -1,8 +1,8 @@
-"""Recipes: the paper's models and ablations, their baselines, recall for one GPU, and a tiny one for a laptop.
+"""Recipes: the paper's models, ablations and baselines, recall models for one GPU, and a tiny model for a laptop.
 
-Choices that the paper does not state: heads of 128, gates divided by 8, and MLPs narrower by the gates' weights, so
-that NHA and its baselines have equally many parameters (the tests count them). Ablations change one thing and keep the
-rest.
+The paper does not state some choices. Here heads have 128 channels, log-gates are divided by 8, and MLPs are narrower
+by as many weights as the gates have, so that NHA and its baselines have equally many parameters (the tests count them).
+An ablation changes one option.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 MODEL_TYPE = "tokenmix_nha"
 # inner width of the MLP in models with gates
 _MLPS = {"340m": 2624, "1.3b": 5312}
-# windows that training draws from
+# window sizes from which training draws
 RANDOM_WINDOWS: list[Window] = [0, 32, FULL]
 
 
 def draw(recipe: Recipe) -> TrainerCallback:
-    """Return the callback that draws the windows of a run whose configuration has `random_windows`."""
+    """Return the callback that draws windows in training, from the `random_windows` of the recipe's configuration."""
     from tokenmix_nha.training import DrawWindows
 
     config: Any = recipe.model_config()
@@ -45,7 +45,7 @@ def draw(recipe: Recipe) -> TrainerCallback:
 
 
 def one_in_eight(layers: int, window: Window, full_layer: int) -> list[Window]:
-    """Return windows with one full layer in every block of eight layers, at index `full_layer` of the block."""
+    """Return one window per layer: "full" at index `full_layer` of every eight layers, `window` elsewhere."""
     return hybrid_windows(layers, window, range(full_layer, layers, 8))
 
 
@@ -107,25 +107,26 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "learned-positions": {"positions": "learned"},
     "no-window": {"window": 0},
 }
-# as in the paper nothing else changes, so some models have more or fewer parameters than NHA, by these fractions
+# as in the paper, an ablation changes nothing else, so some models have more or fewer parameters than NHA, by these
+# fractions
 UNMATCHED: dict[str, dict[str, float]] = {
     "no-slots": {"340m": -0.037, "100m": -0.041, "small": -0.059},
     "slots32-window32": {"340m": -0.019, "100m": -0.021, "small": -0.029},
     "learned-positions": {"340m": 0.296, "100m": 0.055, "small": 0.470},
-    # Zoology's models have no MLP whose width could make up for it
+    # Zoology's models have no MLP whose width could compensate
     "gdn": {"small": 0.073},
     "transformer": {"small": -0.059},
 }
 
 
 def _difference(name: str, size: str) -> str:
-    """Return the words that a description adds if a model's parameter count differs from NHA's."""
+    """Return the part of a recipe's description that states by how much the parameter count differs from NHA's."""
     share = UNMATCHED.get(name, {}).get(size)
     return "" if share is None else f", {abs(share):.1%} {'more' if share > 0 else 'fewer'} parameters than NHA"
 
 
 def ablation(name: str, size: str = "340m") -> Recipe:
-    """Return the recipe of a row of Tables 6 to 8; full layers stay full."""
+    """Return the recipe of a row of Tables 6 to 8; layers with a full window keep it."""
     changes = dict(ABLATIONS[name])
     _, layers, full_layer = SIZES[size]
     windows = one_in_eight(layers, changes.pop("window", 32), full_layer)
@@ -133,7 +134,7 @@ def ablation(name: str, size: str = "340m") -> Recipe:
     return replace(paper(size, windows, **changes), name=f"nha-{size}-{name}", description=text)
 
 
-# differences between the recall models: options of NHA, or a mixer of core
+# the recall models by name: options of NHA that differ from the default, or another mixer
 _ABLATED = {"nha": {}} | {f"nha-{name}": changes for name, changes in ABLATIONS.items()}
 _NHA_KINDS: dict[str, dict[str, Any]] = {**_ABLATED, "gsa": {"window": 0}}
 _CORE_KINDS = {"transformer": ATTENTION, "gdn": GDN}
@@ -148,9 +149,10 @@ _RECALL_SIZES = {"small": (128, 2, 1, 0, 0, 1024, 256, 64), "100m": (768, 12, 6,
 def recall(kind: str, size: str) -> Recipe:
     """Return the recipe of multi-query associative recall from scratch: minutes on one GPU.
 
-    The "100m" models have the shape of language models; the seventh of their twelve layers is full, except in "-pure"
-    ones and in baselines without "-hybrid". The "small" ones are Zoology's: two layers without MLP, which can only mix
-    along time; no layer is full. NHA's slots have as many elements as the state of GDN; its window comes on top.
+    The "100m" models have the shape of language models. The seventh of their twelve layers has a full window, except in
+    "-pure" models and in baselines without "-hybrid". The "small" models are Zoology's: two layers without MLP, which
+    can only mix along time, and no full window. NHA's slots have as many elements as GDN's state; NHA has its window
+    in addition.
     """
     width, layers, heads, mlp, mlp_beside_gates, vocab, length, pairs = _RECALL_SIZES[size]
     small = size == "small"
@@ -211,7 +213,7 @@ def recall(kind: str, size: str) -> Recipe:
 
 
 def tiny() -> Recipe:
-    """Return a recipe of four layers, the third full, trained on Python's standard library: minutes on a laptop."""
+    """Return a recipe of four layers, the third with full attention, on Python's standard library, for laptops."""
     base = tiny_setting()
     return replace(
         base,

@@ -1,4 +1,4 @@
-"""Search for the layers that should be full, by changing windows at inference (section 4.7.1, Table 5)."""
+"""Search for the layers that should have full attention, by changing windows at inference (section 4.7.1, Table 5)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tokenmix_nha.windows import FULL, Window, check_window, hybrid_windows, lay
 CHOSEN, TRIED = "chosen", "tried.jsonl"
 # the block lengths of Table 5
 BLOCKS = (8, 6, 4, 3, 2)
-# the metric to score by, for each of lm-eval's tasks
+# for each of lm-eval's tasks, the metric used as score
 _METRICS = {**COMMONSENSE, **RECALL, **dict.fromkeys(LONGBENCH, "score")}
 
 
@@ -42,10 +42,10 @@ class Candidate:
     """One choice of windows with its score.
 
     Attributes:
-        pattern: name of the choice's row in the table.
-        position: index of the full layer in its block, or of the layer that was added.
+        pattern: name of the pattern, a row of the table.
+        position: index of the full layer in its block, or of the full layer that was added to the model.
         windows: one window per layer.
-        score: the score, more is better.
+        score: the model's score with these windows; higher is better.
     """
 
     pattern: str
@@ -69,17 +69,16 @@ def search_windows(
     max_full: int | None = None,
     progress: bool = True,
 ) -> tuple[list[Candidate], Candidate]:
-    """Try every pattern of Table 5 at every position, add full layers greedily, and select the best candidate.
+    """Score every pattern of Table 5 at every position, add full layers greedily, and select the best candidate.
 
     Args:
         model: an NHA model; its windows are restored afterwards.
-        score: returns a model's score, more is better; called once for each choice of windows.
+        score: returns a model's score, higher is better; called once for each choice of windows.
         window: window of the layers that are not full.
         blocks: block lengths to try, with one full layer per block, at each position of the block.
         insert: number of full layers to add to the best pattern with the fewest full layers; each step tries all
             layers and adds the best.
-        max_full: the most full layers that the selected candidate may have; None allows as many as the insertion
-            ends with.
+        max_full: the most full layers that the selected candidate may have; None for no limit.
         progress: show a progress bar.
 
     Returns:
@@ -113,7 +112,7 @@ def search_windows(
         for position in range(block):
             attempt(f"1:{block}", position, hybrid_windows(layers, window, range(position, layers, block)))
     sparsest = [c for c in found if c.pattern == f"1:{max(blocks)}"]
-    # if the block does not divide the layers, the number of full layers depends on the position
+    # if the block length does not divide the number of layers, the number of full layers depends on the position
     best = max(sparsest, key=lambda c: (c.score, -len(c.full)))
     for added in range(1, insert + 1):
         rest = [i for i in range(layers) if i not in best.full]
@@ -142,7 +141,7 @@ def best_of_each(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def score_of(task: str, result: SuiteResult) -> float:
-    """Return one score of a suite's rows, more is better: mean accuracy, mean of the tasks' metrics, or −loss.
+    """Return one score for a suite's rows, higher is better: mean accuracy, mean of the tasks' metrics, or −loss.
 
     WikiText's perplexity is not averaged.
 
@@ -151,7 +150,7 @@ def score_of(task: str, result: SuiteResult) -> float:
     """
     rows = result["rows"]
     measures = {(name, metric) for name, metric in _METRICS.items() if name != "wikitext"}
-    # RULER's metrics are lengths, all of which count
+    # RULER's metrics are accuracies at one length each, all of which count
     values = [row["accuracy"] for row in rows if "accuracy" in row] or [
         row["value"] for row in rows if row.get("task") in RULER or (row.get("task"), row.get("metric")) in measures
     ]
@@ -173,10 +172,10 @@ def remembered(
             settings only.
         resume: use the saved scores instead of calling `score` again.
     """
-    # the JSON form, to compare with the file's
+    # convert to JSON and back, to compare with settings read from the file
     about = json.loads(json.dumps(about))
     lines = read_metrics(log) if resume and log.exists() else []
-    # drops an unfinished line of a killed process
+    # rewrite the file without the unfinished line of a killed process
     write_atomically(log, "".join(json.dumps(line) + "\n" for line in lines))
     known = {tuple(line["windows"]): line["score"] for line in lines if line["about"] == about}
 
@@ -216,7 +215,7 @@ def result_of(task: str, candidates: Sequence[Candidate], chosen: Candidate, set
 
 
 def plot_of(y: str, tried: Sequence[tuple[str, int, float]], chosen: tuple[int, float]) -> Plot:
-    """Plot the scores over the number of full layers.
+    """Plot each candidate's score against its number of full layers.
 
     Args:
         y: the label of the score's axis.
@@ -278,7 +277,7 @@ def command(args: argparse.Namespace, context: Any) -> None:
     files = write_result(result, out)
     config = model.config.to_dict() | layers_with_windows(model.config, chosen.windows)
     text = json.dumps(type(model.config).from_dict(config).to_dict(), indent=2, default=str) + "\n"
-    # a folder with config.json, for from_pretrained(..., config=...) and AutoConfig
+    # a folder with config.json can be read by AutoConfig and from_pretrained(..., config=...)
     write_atomically(out / CHOSEN / "config.json", text)
     files.append(out / CHOSEN / "config.json")
     print(f"chosen: full layers {chosen.full or 'none'}, {args.task} {chosen.score:.4g}")

@@ -1,7 +1,7 @@
 """Slot-window attention and gated linear attention on sequences that are split over ranks.
 
-Both states decay by rows, so the state after a span is S' = e^b S + L in closed form: b sums the span's log-gates, and
-L adds up its tokens with the decay after each. Autograd differentiates the closed form.
+A rank holds spans, parts of a sequence. The rows of both states decay, so the state after a span is S' = e^b S + L: b
+sums the span's log-gates, and L sums its tokens, each decayed until the span's end. Autograd differentiates this sum.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokenmix_core.parallel import SequenceShard, compose_decays, receive, requi
 from tokenmix_nha import ops
 from tokenmix_nha.ops import SlotWindowState
 
-# tokens whose wider copies exist at the same time
+# most tokens for which copies in a wider dtype exist at the same time
 _BLOCK = 8192
 
 
@@ -36,7 +36,7 @@ def slot_window_attention(
     sequence_shard: SequenceShard | None = None,
     **options: Any,
 ) -> ScanOutput:
-    """Apply `ops.slot_window_attention`; split sequences have neither an initial nor a final state.
+    """Apply `ops.slot_window_attention`; if sequences are split, there is neither an initial nor a final state.
 
     A span receives the last `window` tokens before it, which have not entered the slots, and the slots at its start.
     """
@@ -65,7 +65,7 @@ def slot_window_attention(
 def _state_before(
     shard: SequenceShard, k: Tensor, v: Tensor, f: Tensor, k_slots: Tensor | None, window: int
 ) -> SlotWindowState:
-    """Return the state before each row or part of the split batch."""
+    """Return the state before each span that this rank holds (in a packed batch, before each sequence's part of it)."""
     given = [k, v, f] if k_slots is None else [k, v, f, k_slots]
     sizes = [x[0, 0].numel() for x in given]
     dtype = torch.promote_types(k.dtype, f.dtype)
@@ -78,7 +78,7 @@ def _state_before(
         tokens = joined[:, end - span.tail : end]
         if span.through:
             tokens = torch.cat((before, tokens), 1)
-        # those that leave the window within the span
+        # keep the tokens that leave the window within the span
         tokens = tokens[:, : max(0, tokens.shape[1] - window)]
         parts = [x.unflatten(-1, y.shape[2:]) for x, y in zip(tokens.split(sizes, -1), given, strict=True)]
         gates = parts[2]
@@ -102,7 +102,7 @@ def _state_before(
 
 
 def _after(log_gates: Tensor, weights: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e^{Σ g} `[B, H, R, 1]` and Σ_t e^{g after t} w_t v_tᵀ `[B, H, R, C]` of tokens, at least in float32."""
+    """Return e^{Σ g} `[B, H, R, 1]` and Σ_t e^{Σ g after t} w_t v_tᵀ `[B, H, R, C]`, in float32 or wider."""
     wide = torch.promote_types(torch.promote_types(log_gates.dtype, values.dtype), torch.float32)
     g = log_gates.to(wide)
     total = g.sum(1)
@@ -111,13 +111,13 @@ def _after(log_gates: Tensor, weights: Tensor, values: Tensor) -> tuple[Tensor, 
     for first in range(0, g.shape[1], _BLOCK):
         rows = slice(first, first + _BLOCK)
         found = found + torch.einsum("bthr,bthc->bhrc", weights[:, rows].to(wide), values[:, rows].to(wide))
-    # connected to the graph without tokens, too, as the backward pass communicates
+    # connect the result to the graph even without tokens, because all ranks must join the backward's communication
     found = found + weights[:, :0].sum() + values[:, :0].sum().to(wide)
     return total.exp().unsqueeze(-1), found
 
 
 def _by_row(shard: SequenceShard, spans: list[Tensor]) -> Tensor:
-    """Return a tensor of each local span `[B, ...]` by row or part, zero for parts that begin their document."""
+    """Stack the local spans' tensors `[B, ...]` along the batch; a packed part that begins its document gets zeros."""
     rows = torch.stack(spans, 1).flatten(0, 1)
     if not shard.packed:
         return rows

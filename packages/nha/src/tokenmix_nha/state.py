@@ -1,4 +1,4 @@
-"""Slots and window of a batch of sequences, as part of a layer's state."""
+"""The part of a layer's state that holds slots and window of a batch of sequences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenmix_nha.ops import SlotWindowState
 
 
 class SlotWindowPart(StatePart):
-    """A `SlotWindowState` whose ring has its full size from the first token on, so that bytes do not grow.
+    """Holds a `SlotWindowState` whose ring has its full size from the first token on, so that its bytes do not grow.
 
     Args:
         heads: H.
@@ -50,7 +50,7 @@ class SlotWindowPart(StatePart):
         )
 
     def set(self, state: SlotWindowState) -> None:
-        """Store a call's final state, detached: gradients do not cross calls."""
+        """Store a call's final state, detached, so that no gradient flows from one call into an earlier one."""
         state = SlotWindowState._make(None if x is None else x.detach() for x in state).reserve(self.window)
         if self.fixed:
             copy_all([x for x in state if x is not None], self.tensors)

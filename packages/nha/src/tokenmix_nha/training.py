@@ -14,7 +14,7 @@ from tokenmix_nha.windows import Window, check_window
 
 
 def draw_windows(choices: Sequence[Window], layers: int, *, seed: int, step: int) -> list[Window]:
-    """Draw one window per layer, independent and uniform over `choices`, from the seed and the step alone."""
+    """Draw one window per layer, independently and uniformly from `choices`; the draw depends on seed and step only."""
     rng = stream("nha windows", seed, step)
     return [choices[i] for i in rng.integers(len(choices), size=layers)]
 

@@ -16,7 +16,7 @@ def check_window(window: Any, slots: int = 1) -> Window:
     """Return the window unchanged if it is valid.
 
     Raises:
-        ValueError: `window` is neither an integer ≥ 0 nor "full", or is 0 without slots, which would see nothing.
+        ValueError: `window` is neither an integer ≥ 0 nor "full", or is 0 without slots, so that queries see no key.
     """
     if window == FULL:
         return window
@@ -86,7 +86,7 @@ def layers_with_windows(config: Any, windows: Sequence[Window]) -> dict[str, Any
             if window != before:
                 options = {**options, "type": "nha", "window": window}
                 label = f"{label.removesuffix(f'-{before}')}-{window}"
-                # another label's layers may differ in more than the window
+                # layers with another label may differ in more than the window, so they need another name
                 while made.setdefault(label, options) != options:
                     label += "'"
         labels.append(label)

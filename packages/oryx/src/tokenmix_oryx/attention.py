@@ -95,7 +95,7 @@ class NormedAttention(Mixer):
         return output_linear(self.norm(o.flatten(-2), gate), self.o_proj), None
 
     def mixing_flops(self, seq_len: int) -> float:
-        # 2 · 2 · K operations per visible key and head; the convolutions: 2 W per channel
+        # FLOPs per token: 2 · 2 · K per visible key and head; convolutions of width W add 2 W per channel
         convs = sum(2 * conv.weight.numel() for conv in (self.k_conv, self.v_conv) if conv is not None)
         return 4.0 * self.num_heads * self.head_dim * mean_visible(seq_len) + convs
 

@@ -12,7 +12,7 @@ from tokenmix_oryx.modes import LINEAR
 
 
 def chosen_modes(model: Any, args: argparse.Namespace) -> AbstractContextManager[None]:
-    """Return the context in which `eval`, `generate`, `serve` and `bench` run a model.
+    """Return a context that applies the mode options of `eval`, `generate`, `serve` or `bench` to the model.
 
     Raises:
         ValueError: modes for a model without modes or for a suite that sets them itself, invalid modes, or modes that

@@ -9,7 +9,7 @@ import tokenmix_oryx.mixer  # noqa: F401
 from tokenmix_core.modeling import HybridConfig
 from tokenmix_oryx.modes import Assignment, check_mode
 
-# fields of old configurations that are now `mixer_options`
+# options that old configurations store as fields; they now belong in `mixer_options`
 _OF_LAYERS = (
     "linear_mixer",
     "head_dim",
@@ -63,7 +63,7 @@ class OryxConfig(HybridConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
-        """Call `HybridConfig.from_dict`; convert old configurations with the layers' options as fields."""
+        """Call `HybridConfig.from_dict`; old configurations store the layers' options as fields and are converted."""
         old = {name: config_dict[name] for name in _OF_LAYERS if name in config_dict}
         if old:
             rest = {name: value for name, value in config_dict.items() if name not in old}

@@ -1,4 +1,4 @@
-"""The paper's measurements: single modes, and recall across modes."""
+"""The paper's measurements: benchmarks in one mode, and recall of a context read in one mode from another mode."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from tokenmix_oryx.generation import PromptMode
 from tokenmix_oryx.modes import ATTENTION, MODES
 from tokenmix_oryx.switch_evals import BY_ROW, switch_suite
 
-# share of a prompt that counts as context if its boundary is unknown
+# fraction of a prompt taken as context if the context's end is unknown
 CONTEXT_SHARE = 0.975
-# columns of Tables 1 and 9 in the average
+# columns of Tables 1 and 9 that enter the average
 LANGUAGE = {
     "lambada_openai": "acc",
     "hellaswag": "acc_norm",
@@ -72,7 +72,7 @@ def ruler_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
 def isolated(
     name: str, suite: Callable[[Any, Any, EvalOptions], SuiteResult], reads: tuple[str, ...] | None = None
 ) -> Suite:
-    """Return a suite that runs a suite of core in each mode and adds a column for the mode (Tables 1 and 2)."""
+    """Return a suite that runs core's `suite` once in each mode and adds a column for the mode (Tables 1 and 2)."""
 
     def run(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
         schedules = {mode: (mode,) for mode in MODES}
@@ -82,7 +82,7 @@ def isolated(
 
 
 def crossed() -> Iterator[tuple[str, str, str]]:
-    """Yield (name, mode of the context, mode of prompt and generation) for each pair of modes."""
+    """Yield (name, mode of the context, mode of question and answer) for each pair of modes."""
     for prompt in MODES:
         for context in MODES:
             yield f"{context} → {prompt}", context, prompt
@@ -95,13 +95,13 @@ def cross_recall_suite(model: Any, tokenizer: Any, options: EvalOptions) -> Suit
 
 
 def cross_ruler_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Run RULER's single needles with haystack in one mode, and question and answer in another (Table 3)."""
+    """Run RULER's single needles with the haystack in one mode, and question and answer in another (Table 3)."""
     schedules = {name: (_before_question(tokenizer, context, prompt), prompt) for name, context, prompt in crossed()}
     return _by_mode("cross-mode-ruler-niah", model, schedules, lambda: ruler_niah_suite(model, tokenizer, options))
 
 
 def _before_question(tokenizer: Any, context: str, prompt: str) -> PromptMode:
-    """Return a prompt mode: `context` before RULER's question, `prompt` from the question on."""
+    """Return a function of the prompt that gives mode `context` before RULER's question, `prompt` from it on."""
 
     def modes(input_ids: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
         boundaries = [_question_start(tokenizer, row) for row in input_ids.tolist()]
@@ -111,7 +111,7 @@ def _before_question(tokenizer: Any, context: str, prompt: str) -> PromptMode:
 
 
 def _question_start(tokenizer: Any, tokens: list[int]) -> int:
-    """Return the last token index from which the text still contains RULER's whole question."""
+    """Return the index of the last token from which on the decoded text still contains RULER's whole question."""
     if _QUESTION not in tokenizer.decode(tokens):
         raise ValueError(f"a prompt of RULER's needles must hold {_QUESTION!r}, got {tokenizer.decode(tokens[-64:])!r}")
     low, high = 0, len(tokens)
@@ -138,7 +138,7 @@ def cross_mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
 
 
 def cross_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Run S-NIAH 1 to 3 with haystack in one mode, and question and answer in another (Table 3)."""
+    """Run S-NIAH 1 to 3 with the haystack in one mode, and question and answer in another (Table 3)."""
     limit, batch_size = options.limit or 50, options.batch_size or 8
     tasks = options.choose("cross-mode-niah", tuple(NIAH_TASKS))
     haystack = niah_haystack(tasks, options, tokenizer)
@@ -165,7 +165,7 @@ def cross_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
 
 
 def _found(model: Any, tokenizer: Any, batch: Sequence[NiahExample], context: str, prompt: str) -> list[bool]:
-    """Return whether greedy decoding gives each needle."""
+    """Return for each example whether greedy decoding gives its needle."""
     prompts = [example.context + example.question for example in batch]
     new_tokens = max(_count(tokenizer, " " + example.answer) for example in batch) + 8
     lengths = [_count(tokenizer, p) for p in prompts]
@@ -182,7 +182,7 @@ def _found(model: Any, tokenizer: Any, batch: Sequence[NiahExample], context: st
 
 
 def _split_rows(boundaries: Sequence[int], tokens: int, context: str, prompt: str) -> Bool[Tensor, "B T"]:
-    """Return modes with `context` before each row's boundary and `prompt` from it on; True for attention."""
+    """Return each token's mode, `context` before its row's boundary and `prompt` from it on; True for attention."""
     before = torch.arange(tokens) < torch.tensor(boundaries).unsqueeze(1)
     return torch.where(before, context == ATTENTION, prompt == ATTENTION)
 
@@ -194,7 +194,7 @@ def _count(tokenizer: Any, string: str) -> int:
 def _by_mode(
     suite: str, model: Any, schedules: Mapping[str, tuple[Any, ...]], run: Callable[[], SuiteResult]
 ) -> SuiteResult:
-    """Join the rows and curves of a suite that runs with each of several arguments of `model.modes`, by name."""
+    """Run a suite once per schedule and join all rows and curves; `schedules` maps names to `model.modes` arguments."""
     results: dict[str, SuiteResult] = {}
     parts = Parts()
     for name, schedule in schedules.items():
@@ -237,7 +237,7 @@ def _accuracy_plot(title: str, x: str, rows: list[dict[str, Any]]) -> Plot:
     }
 
 
-# suites that set the modes themselves
+# suites that set the model's modes themselves, so that the command line refuses mode options for them
 BY_MODE: dict[str, Suite] = {
     "switch-perplexity": Suite(
         "loss by position around switches of the mode; offline",

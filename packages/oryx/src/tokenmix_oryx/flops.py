@@ -25,24 +25,24 @@ class MixerFlops(NamedTuple):
 
 
 def linear_state_flops(seq_len: int, key_size: int, value_size: int, chunk_size: int) -> float:
-    """Return 2 T K V for chunk states plus 2 T K V / C for state passing."""
+    """Return the FLOPs of all state updates: 2 T K V for chunk states plus 2 T K V / C for the scan over chunks."""
     return 2.0 * seq_len * key_size * value_size * (1 + 1 / chunk_size)
 
 
 def linear_output_flops(seq_len: int, key_size: int, value_size: int, chunk_size: int) -> float:
-    """Return 2 T C (K + V) within chunks plus 2 T K V from earlier chunks."""
+    """Return the FLOPs of outputs in linear mode: 2 T C (K + V) within chunks plus 2 T K V to read chunk states."""
     return 2.0 * seq_len * (chunk_size * (key_size + value_size) + key_size * value_size)
 
 
 def attention_output_flops(seq_len: int, key_size: int, value_size: int) -> float:
-    """Return T (T + 1) (K + V) for scores and weighted values of T (T + 1) / 2 pairs."""
+    """Return the FLOPs of attention, T (T + 1) (K + V): scores and weighted values of T (T + 1) / 2 pairs of tokens."""
     return float(seq_len * (seq_len + 1) * (key_size + value_size))
 
 
 def mixer_flops(
     seq_len: int, attention_share: float, *, key_size: int = 128, value_size: int = 128, chunk_size: int = 128
 ) -> MixerFlops:
-    """Return the FLOPs of one head over T tokens, of which an evenly spaced share 1 − δ is in attention mode.
+    """Return the FLOPs of one head over T tokens. An evenly spaced fraction 1 − δ of them is in attention mode:
 
         2 T K V (1 + 1/C) + δ (2 T C (K + V) + 2 T K V) + (1 − δ) T (T + 1) (K + V)
 

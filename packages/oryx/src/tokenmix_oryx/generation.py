@@ -1,4 +1,4 @@
-"""Modes of a generation: of the prompt and of generated tokens, with or without a cache."""
+"""Modes of a generation's tokens, those of the prompt and the generated ones, with or without a cache."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tokenmix_core.modeling import CACHE, Span
 from tokenmix_oryx.modes import ATTENTION, LINEAR, MODES, ModeInput, check_mode, resolve
 from tokenmix_oryx.state import OryxCache
 
-# function of the step (from 0) and all tokens so far [B, T]; returns a mode, or [B] bool, True for attention
+# takes the step (from 0) and all tokens so far [B, T]; returns one mode, or a bool tensor [B], True for attention
 Decision = Callable[[int, Tensor], str | Tensor]
 GenerationMode = str | Sequence[tuple[int | float, str]] | Decision
-# function of a prompt's tokens [B, T]; returns [B, T] bool, True for attention
+# takes a prompt's tokens [B, T]; returns a bool tensor [B, T], True for attention
 PromptMode = Callable[[Tensor], Tensor]
 
 
@@ -44,7 +44,7 @@ class ModePlan:
     Args:
         prefill: mode of the prompt, in any form; a tensor has one column for each token of the prompt.
         generation: mode of generated tokens: one mode, a schedule by position, or a function called at each step.
-        prompt_tokens: columns of the prompt, padding included.
+        prompt_tokens: length of the prompt, padding included.
         keep_kv: False promises linear mode from the end of the prompt on (from its start if the prompt is in linear
             mode).
 
@@ -60,7 +60,7 @@ class ModePlan:
         self._decided: list[str | Tensor] = []
 
     def for_call(self, inputs: dict[str, Any], input_ids: Int[Tensor, "B T"]) -> ModeInput:
-        """Return the mode of a forward call from its inputs and all tokens so far."""
+        """Return the mode of a forward call's tokens, given the call's inputs and all tokens so far."""
         new = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         batch, tokens = new.shape[:2]
         cache: OryxCache | None = inputs.get(CACHE)
@@ -119,7 +119,7 @@ def _checked(mode: Any, batch: int) -> str | Tensor:
 
 
 def _rows(mode: Bool[Tensor, "N T"], batch: int, tokens: int) -> Bool[Tensor, "B T"]:
-    """Repeat rows for `batch` sequences; beams of a sequence are adjacent."""
+    """Repeat each row for the beams of its sequence, which are adjacent, up to `batch` rows in all."""
     if mode.shape[1] != tokens or batch % len(mode):
         raise ValueError(f"prefill_mode must have shape [B, T] = {[batch, tokens]}, got {list(mode.shape)}")
     return mode.repeat_interleave(batch // len(mode), 0)

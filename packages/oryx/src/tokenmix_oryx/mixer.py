@@ -50,7 +50,7 @@ from tokenmix_oryx.projection import TokenOrder, can_group, project_by_mode, pro
 from tokenmix_oryx.state import DroppableKV
 
 ALL_ATTEND = Modes(ATTENTION)
-# least tokens for which a grouped GEMM outweighs sorting tokens by mode
+# least number of tokens for which a grouped GEMM saves more time than sorting tokens by mode costs
 GROUPED_TOKENS = 512
 
 
@@ -239,7 +239,7 @@ class OryxMixer(Mixer):
         return output_linear(self.norm(o.flatten(-2), gate), self.o_proj), None
 
     def _fuses(self, x: Tensor) -> bool:
-        """Return whether `mix` can run all steps between the projections: kernels are used, and all parts are plain."""
+        """Return whether `mix` can compute this layer: kernels run, and it has all parts, each plain (`is_plain`)."""
         parts = (self.k_conv, self.v_conv, self.g_proj)
         kernels = resolve_impl("OryxMixer", self.impl, x, GLUON) != "reference"
         if not kernels or None in parts or self.attention_l2_norm != "none":
@@ -257,7 +257,7 @@ class OryxMixer(Mixer):
         rotary: Rotation,
         cu_seqlens: Tensor | None,
     ) -> Float[Tensor, "B T E"]:
-        """Return the output projection's input, for a call of mixed modes without a cache."""
+        """Return the output projection's input for a call without a cache whose tokens have different modes."""
         k_conv, v_conv, linear_q, attention_q = self.k_conv, self.v_conv, self.linear_q_proj, self.attention_q_proj
         assert k_conv is not None, "checked by _fuses"
         assert v_conv is not None, "checked by _fuses"
@@ -304,14 +304,14 @@ class OryxMixer(Mixer):
         return -self.A_log.exp() * dt, dt, None if beta is None else at_least_float32(beta).sigmoid()
 
     def _query_layer(self, name: str | None) -> nn.Linear:
-        """Return the query projection of a mode."""
+        """Return the query projection used in mode `name`; None counts as attention."""
         own = self.linear_q_proj if name == LINEAR else None
         return self.attention_q_proj if own is None else own
 
     def _query(self, x: Tensor, q: Tensor | None, mode: Modes) -> Float[Tensor, "B T H K"]:
-        """Return each token's query for the mixer of its mode, as the other mixer's output for the token is unused.
+        """Return each token's query, projected for the token's mode only, as the other mixer's output is unused.
 
-        `q` is the query projection of all tokens if they have one mode, else None.
+        `q` holds the projected queries if all tokens have the same mode; else it is None.
         """
 
         def activated(q: Tensor, name: str) -> Tensor:
@@ -381,7 +381,7 @@ class OryxMixer(Mixer):
             tokens = (t.squeeze(1) for t in inputs)
             return stepped(*tokens, recurrent, impl=unless_gluon(self.impl), **options).unsqueeze(1)
         before = None if state is None else state.recurrent.value
-        # all outputs: skipping chunks in attention mode costs more by its branch than it saves
+        # compute the outputs of all tokens: a branch that skips chunks in attention mode would cost more than it saves
         o, after = chunked(*inputs, initial_state=before, cu_seqlens=cu_seqlens, impl=self.impl, **options)
         if state is not None:
             state.recurrent.set(after)

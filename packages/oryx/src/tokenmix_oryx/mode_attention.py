@@ -41,7 +41,7 @@ def attend_cached(
     step: bool,
     impl: Impl | None,
 ) -> Float[Tensor, "B T H K"] | None:
-    """`attend` over the cached keys and the call's own tokens, which are stored in any mode.
+    """Attend to the cached keys and the call's own, with the result of `attend`; store the own keys in any mode.
 
     `step` selects the decoding kernel, for one token of each sequence.
     """
@@ -60,7 +60,7 @@ def attend_cached(
     kv.write(k, v, span)
     if step:
         slots = min(span.past + 1, kv.num_slots)
-        # a sequence in linear mode reads no keys
+        # length 0, so that a sequence in linear mode reads no keys
         lengths = kv.filled(span) * mode.attention.squeeze(1)
         return attention_decode(q, kv.keys[:, :slots], kv.values[:, :slots], lengths, impl=unless_gluon(impl)).o
     if span.past:

@@ -1,4 +1,4 @@
-"""The Oryx language model: modes in every call, and plans of modes for generation."""
+"""The Oryx language model: calls take the modes of their tokens, `generate` those of prompt and generated tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenmix_oryx.state import OryxCache
 
 
 class Defaults(NamedTuple):
-    """Modes of calls and generations that give none; see `OryxForCausalLM.modes`."""
+    """Modes used if the caller of the model or of `generate` gives none; see `OryxForCausalLM.modes`."""
 
     prefill: ModeInput | PromptMode
     generation: GenerationMode | None = None
@@ -36,7 +36,7 @@ class OryxModel(HybridModel):
     attention, with one value for each token of the call. By default it is `default_mode`.
 
     Attributes:
-        default_mode: the mode of calls that give none; initially the configuration's `mode`.
+        default_mode: the mode of calls without the argument `mode`; initially the configuration's `mode`.
     """
 
     config: OryxConfig
@@ -62,7 +62,7 @@ class OryxModel(HybridModel):
         return cache
 
     def mode_of_calls(self, cache: HybridCache | None) -> Any:
-        """Return the mode of calls with this cache that give none."""
+        """Return the mode of calls with this cache and without the argument `mode`."""
         decoding = getattr(cache, "decoding_mode", None)
         return self.default_mode if decoding is None else decoding
 
@@ -94,7 +94,7 @@ def _require_linear(modes: Modes) -> Modes:
 
 
 class OryxForCausalLM(HybridForCausalLM):
-    """The language model; `forward` takes `mode` like `OryxModel`, `generate` modes for prompt and generation."""
+    """The language model; `forward` takes `mode` like `OryxModel`, `generate` takes modes of prompt and generation."""
 
     config: OryxConfig
     model: OryxModel
@@ -221,7 +221,7 @@ class OryxForCausalLM(HybridForCausalLM):
         return super().step_inputs({**given, "mode": mode}, cache, tokens)
 
     def request_inputs(self, given: dict[str, Any], prompt: int) -> dict[str, Any]:
-        """Return a served request's modes: those given, or those that `modes` has set for prompts and generations."""
+        """Return a served request's mode: the request's own, or else the defaults that `modes` has set."""
         defaults, mode, generated = self.model.defaults, given.get("mode"), None
         if mode is None:
             mode, generated = defaults.prefill, defaults.generated
@@ -232,7 +232,7 @@ class OryxForCausalLM(HybridForCausalLM):
         return super().request_inputs({**given, "mode": request_mode(mode, generated, prompt)}, prompt)
 
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: Any = None, *, linear_only: bool = False) -> int:
-        """Return the most bytes of a cache of `batch_size` sequences; `linear_only` after a promise of linear mode."""
+        """Return the most bytes of a cache of `batch_size` sequences, with `linear_only` after `promise_linear`."""
         if not linear_only:
             return super().state_bytes(seq_len, batch_size, dtype)
         cache = self.make_cache()
@@ -244,13 +244,13 @@ class OryxForCausalLM(HybridForCausalLM):
 
 
 def _last(mode: ModeInput | PromptMode) -> GenerationMode:
-    """Return the mode that continues after the tokens of `mode`."""
+    """Return the mode of the tokens that follow those to which `mode` applies."""
     if isinstance(mode, str):
         return mode
     if isinstance(mode, Tensor) or callable(mode):
         kind = "tensor" if isinstance(mode, Tensor) else "function"
         raise ValueError(f"a prefill_mode that is a {kind} has no mode for later tokens: give generation_mode too")
-    # a schedule by position also applies to later tokens
+    # a schedule by shares ends with its last mode; one by position also applies to later tokens
     return mode[-1][1] if any(isinstance(start, float) for start, _ in mode) else mode
 
 

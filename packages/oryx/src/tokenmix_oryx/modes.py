@@ -30,9 +30,9 @@ class Modes(NamedTuple):
     """Modes of a call in the form that layers take.
 
     Attributes:
-        uniform: the mode of all tokens, if the host knows that they have the same one; else None.
-        attention: `[B, T]`, True for attention, in the layout of the layers; None with `uniform`.
-        order: tokens sorted by mode, for a grouped GEMM; None if it does not pay.
+        uniform: the mode of all tokens if the host knows that it is the same for all; else None.
+        attention: `[B, T]`, True for attention, in the layout of the layers' inputs; None if `uniform` is set.
+        order: tokens sorted by mode, for a grouped GEMM; None if a grouped GEMM would not save time.
     """
 
     uniform: str | None
@@ -45,7 +45,7 @@ class Modes(NamedTuple):
         return self.uniform != LINEAR
 
     def ordered(self) -> Modes:
-        """Return the modes with the order of tokens, computed once for all layers."""
+        """Return the modes with `order`, which is computed once here for all layers."""
         return self if self.attention is None else self._replace(order=token_order(self.attention))
 
 
@@ -131,7 +131,7 @@ def resolve(mode: ModeInput, span: Span, cu_seqlens: Int[Tensor, "N_plus_1"] | N
 
 
 def step_mode(mode: ModeInput, lengths: Callable[[], list[int]]) -> str | Tensor:
-    """Return the mode of the next token of each sequence: one for all, or `[B, 1]`; `lengths` gives the positions.
+    """Return the next token's mode: one for all sequences, or `[B, 1]`; `lengths` returns the tokens' positions.
 
     Raises:
         ValueError: an invalid mode, or a schedule by shares, which need the sequence's final length.
@@ -167,7 +167,7 @@ def request_mode(mode: Any, generated: Any, prompt: int) -> RequestMode:
     check_mode(mode)
     pairs = [(0, mode)] if isinstance(mode, str) else [(start, name) for start, name in mode]
     if any(isinstance(start, float) for start, _ in pairs):
-        # each part starts at the first token at or past its share of the prompt
+        # each mode starts at the first token at or past its share of the prompt
         pairs = list({math.ceil(start * prompt): name for start, name in pairs}.items())
     if generated is not None:
         later = [(0, generated)] if isinstance(generated, str) else generated
@@ -177,14 +177,14 @@ def request_mode(mode: Any, generated: Any, prompt: int) -> RequestMode:
 
 
 def name_at(pairs: Sequence[tuple[int | float, str]], position: int) -> str:
-    """Return the mode of a position by (start, mode) pairs."""
+    """Return the mode that (start, mode) pairs give to a position."""
     return next(name for start, name in reversed(pairs) if start <= position)
 
 
 def batch_mode(modes: Sequence[RequestMode], ranges: Sequence[tuple[int, int]]) -> str | Bool[Tensor, "B T"]:
-    """Return the mode of a call whose row i has the positions `ranges[i]` of a request with `modes[i]`.
+    """Return the mode of a call whose row i holds the tokens at positions `ranges[i]` of a request with `modes[i]`.
 
-    One mode if all tokens have it, else a tensor, False at the padding on the left of shorter rows.
+    The result is one mode if all tokens have it, else a tensor. Shorter rows are padded with False on the left.
     """
     if isinstance(modes[0], str) and all(mode == modes[0] for mode in modes):
         return modes[0]
@@ -213,13 +213,13 @@ def _by_share(starts: Sequence[float], modes: Sequence[str], span: Span, cu_seql
     else:
         lengths = packed_lengths(cu_seqlens, positions.shape[1]).unsqueeze(0)
     share = torch.tensor(starts[1:], device=span.device, dtype=torch.float64)
-    # each part starts at the first token at or past its share of the length
+    # each mode starts at the first token at or past its share of the length
     index = (positions.unsqueeze(-1) >= (share * lengths.unsqueeze(-1)).ceil()).sum(-1)
     return Modes(None, _is_attention(modes, span.device)[index])
 
 
 def _positions(span: Span, cu_seqlens: Tensor | None) -> Int[Tensor, "B T"]:
-    """Return the position of each token in its sequence, in the layout of the layers."""
+    """Return the position of each token in its sequence, in the layout of the layers' inputs."""
     if cu_seqlens is not None:
         return packed_positions(cu_seqlens, span.tokens).unsqueeze(0)
     return span.positions.view(span.layout)

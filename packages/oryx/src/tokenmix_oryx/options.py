@@ -10,7 +10,7 @@ Activation = Literal["silu", "none"]
 Rotated = Literal["both", "attention"]
 Normalised = Literal["none", "key", "query_key"]
 
-# appendix C.2
+# defaults of each family, from appendix C.2
 FAMILIES: dict[str, dict[str, Any]] = {
     MAMBA2: {
         "grouped_norm": False,

@@ -1,4 +1,4 @@
-"""Query projection of each token by the weights of its mode: a grouped GEMM over tokens sorted by mode."""
+"""Project each token's query with the weights of the token's mode: a grouped GEMM over tokens sorted by mode."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class TokenOrder(NamedTuple):
     """N tokens sorted by mode, linear ones first.
 
     Attributes:
-        tokens: `[N]`, the token of each row.
-        rows: `[N]`, the row of each token.
-        ends: `[2]` int32, end of each mode's rows.
+        tokens: `[N]`, the token at each sorted row.
+        rows: `[N]`, the sorted row of each token.
+        ends: `[2]` int32, where the rows of linear mode and those of attention mode end.
     """
 
     tokens: Int[Tensor, "N"]
@@ -38,7 +38,7 @@ def token_order(attention: Bool[Tensor, "B T"]) -> TokenOrder:
 
 
 def can_group(x: Tensor, *layers: nn.Module | None) -> bool:
-    """Return whether the device has a grouped GEMM with group sizes on the device, and the layers are plain."""
+    """Return whether a grouped GEMM can take group sizes from the device, and may read the weights of the layers."""
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     if (
         not x.is_cuda
@@ -53,7 +53,7 @@ def can_group(x: Tensor, *layers: nn.Module | None) -> bool:
 def project_in_order(
     x: Float[Tensor, "B T D"], linear: Float[Tensor, "E D"], attention: Float[Tensor, "E D"], order: TokenOrder
 ) -> Float[Tensor, "N E"]:
-    """Compute y = W x with the weights of each token's mode, in order of modes."""
+    """Return W x with W chosen by each token's mode; rows are sorted by mode as in `order`."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     weights = torch.stack([linear, attention]).to(x.dtype).transpose(1, 2)
@@ -64,6 +64,6 @@ def project_in_order(
 def project_by_mode(
     x: Float[Tensor, "B T D"], linear: Float[Tensor, "E D"], attention: Float[Tensor, "E D"], order: TokenOrder
 ) -> Float[Tensor, "B T E"]:
-    """`project_in_order`, with the result in the order of the input's tokens."""
+    """Return W x with W chosen by each token's mode, in the order of the input's tokens."""
     y = project_in_order(x, linear, attention, order)
     return moved(y, order.rows, order.tokens).unflatten(0, x.shape[:2])

@@ -1,7 +1,7 @@
 """Recipes: the paper's models, ablations and baselines, a demonstration for one GPU, and a tiny model for a laptop.
 
-As in the paper, sizes count the weights used by one mode: 13 D² per layer, 5 of them in the mixer. The other mode's
-query adds one more. Baselines are core's of the same sizes, which the paper trains at half the learning rate.
+As in the paper, sizes count the weights used by one mode: 13 D² per layer, 5 D² of them in the mixer. The other mode's
+query projection adds D². Baselines are core's of the same sizes, which the paper trains at half the learning rate.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tokenmix_oryx.options import GDN, MAMBA2
 
 FAMILIES = {"tm": MAMBA2, "tg": GDN}
 WIDTHS = {size: (sizes.width, sizes.layers) for size, sizes in SIZES.items()}
-# millions of parameters used by a mode, each trained on 20 tokens
+# millions of parameters that one mode uses; a model trains on 20 tokens per parameter
 _MILLIONS = {"130m": 130, "380m": 380, "810m": 810, "1.4b": 1400}
 
 
@@ -62,12 +62,12 @@ def _modes_of_row(seq_len: int, seed: int, chunk_size: int, probability: float, 
 
 
 def model_fields(family: str, width: int, layers: int, **options: Any) -> dict[str, Any]:
-    """Return the fields of a model with these layer options; its MLP has 8 D² weights, or 9 D² without output gate."""
+    """Return a model's configuration fields; the MLP has 8 D² weights per layer, or 9 D² without output gate."""
     ratio = 8 if options.get("output_gate", True) else 9
     return {
         "hidden_size": width,
         "num_hidden_layers": layers,
-        # 3 D F weights; the nearest multiple of 64
+        # an MLP of width F has 3 D F weights; round F to the nearest multiple of 64
         "intermediate_size": round(ratio * width / 3 / 64) * 64,
         "mixers": ["oryx"],
         "mixer_options": {"oryx": {"linear_mixer": FAMILIES[family], **options}},
@@ -75,7 +75,7 @@ def model_fields(family: str, width: int, layers: int, **options: Any) -> dict[s
 
 
 def paper(family: str, size: str) -> Recipe:
-    """Return ORYX-TM or ORYX-TG at one of the paper's sizes: the baselines' setting with twice the learning rate."""
+    """Return ORYX-TM or ORYX-TG at one of the paper's sizes, trained like the baselines at twice the learning rate."""
     base = baseline("transformer", size)
     shared = {name: base.model[name] for name in ("vocab_size", "tie_word_embeddings", "max_position_embeddings")}
     peak = 2 * base.optimizer.learning_rate
@@ -91,7 +91,7 @@ def paper(family: str, size: str) -> Recipe:
     )
 
 
-# parts added to the baseline's attention in the rows of Table 5, left
+# parts that each row of Table 5, left, adds to the baseline's attention
 COMPONENTS: dict[str, dict[str, Any]] = {
     "norm": {},
     "norm-conv-gate": {"conv_size": 4, "output_gate": True},
@@ -113,25 +113,26 @@ def components(name: str) -> Recipe:
 
 
 _PLAIN = {"conv_size": 0, "output_gate": False}
-# differences of the rows of Tables 4 to 8 from the family's final model; perplexities identify each table's base
+# options by which each row of Tables 4 to 8 differs from the family's final model; a table's base model, to which the
+# row adds one change, was identified by its perplexities
 ABLATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "tm": {
         "sequence": {},
         "chunk": {"mode_assignment": "chunk"},
-        # Table 4, left: its base (15.93, 15.82) is the model without convolution and gate on its right (15.91, 15.78)
+        # Table 4, left: its base (15.93, 15.82) is the right half's model without convolution and gate (15.91, 15.78)
         "shared-query": {**_PLAIN, "shared_query": True},
         "grouped-norm": {**_PLAIN, "grouped_norm": True},
         "shared-query-grouped-norm": {**_PLAIN, "shared_query": True, "grouped_norm": True},
         "no-conv": {"conv_size": 0},
         "no-gate": {"output_gate": False},
         "no-conv-no-gate": _PLAIN,
-        # Table 6: no gate either (15.54 and 15.85 with RoPE in both; with a gate 15.09, and 16.67 without convolution)
+        # Table 6 has no gate: 15.54 and 15.85 with RoPE in both modes, while a gate gives 15.09 (no convolution: 16.67)
         "rope-attention": {"output_gate": False, "rope": "attention"},
         "no-conv-rope-attention": {**_PLAIN, "rope": "attention"},
     },
     "tg": {
         "sequence": {},
-        # Table 7: its base (15.08, 15.06) is the model with RoPE in both of Table 8
+        # Table 7: its base (15.08, 15.06) is Table 8's model with RoPE in both modes
         "l2-key": {"rope": "both", "attention_l2_norm": "key"},
         "l2-query-key": {"rope": "both", "attention_l2_norm": "query_key"},
         "rope-both": {"rope": "both"},
@@ -164,10 +165,10 @@ def ablation(family: str, name: str, size: str = "380m") -> Recipe:
 
 
 def demo(family: str, assignment: str) -> Recipe:
-    """Return about 100M parameters on the built-in corpus and associative recall, for some minutes of a GPU.
+    """Return a recipe of about 100M parameters on the built-in corpus and associative recall: minutes on one GPU.
 
-    Recall needs many steps rather than many tokens, hence small batches with four of five rows of recall, and more
-    pairs than the linear state of either family can store.
+    Recall needs many steps rather than many tokens, hence small batches with recall in four of five rows. Rows hold
+    more pairs than the linear state of either family can store.
     """
     suffix = "" if assignment == "chunk" else "-sequence"
     tokens, vocab = 1024, 1024
@@ -212,7 +213,7 @@ def demo(family: str, assignment: str) -> Recipe:
 
 
 def tiny(family: str = "tm") -> Recipe:
-    """Return two heads and four layers on Python's standard library: minutes on a laptop, in core's tiny setting."""
+    """Return a recipe of four layers of two heads on Python's standard library, in core's tiny setting, for laptops."""
     base = tiny_setting()
     fields = {**model_fields(family, 128, 4, head_dim=64), "mode_chunk_size": 32}
     return replace(
@@ -228,7 +229,7 @@ def tiny(family: str = "tm") -> Recipe:
 
 
 def recall() -> Recipe:
-    """Return associative recall with more pairs than a small linear state can store, for a CPU."""
+    """Return a recipe of associative recall with more pairs than a small linear state can store, for a CPU."""
     base = tiny()
     return replace(
         base,

@@ -1,4 +1,4 @@
-"""Keys and values that can be dropped after a promise of linear mode."""
+"""The cache of an Oryx model, which can drop keys and values if all further tokens will be in linear mode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenmix_core.nn import Bounds
 
 
 class DroppableKV(KVState):
-    """All keys and values, or none after `drop`."""
+    """A KV cache of all tokens, which holds nothing after `drop`."""
 
     dropped = False
 
@@ -38,7 +38,7 @@ class OryxCache(HybridCache):
 
     # whether the model must refuse attention
     linear_only = False
-    # the mode of calls without one, within the model's `decoding`; None for the model's default
+    # within the model's `decoding`: the mode of calls that give no mode; None for the model's default
     decoding_mode: Any = None
 
     def promise_linear(self) -> None:

@@ -1,4 +1,4 @@
-"""Loss by position around mode switches (Figures 3 to 10)."""
+"""Measure the loss at each position around switches between the modes (Figures 3 to 10)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tokenmix_core.evaluation import (
 from tokenmix_oryx.modes import ATTENTION, LINEAR, MODES
 
 Schedule = list[tuple[int, str]]
-# ranges of tokens after a switch over which the excess loss is averaged
+# ranges of the distance from a switch, in tokens, over which the excess loss is averaged
 AFTER = ((0, 16), (16, 64), (64, 128))
-# settings of suites whose rows name their modes
+# entry in the settings of suites whose result rows each name their modes
 BY_ROW = {"modes": "each row's"}
 
 
 def switch_schedules(length: int, chunk_size: int) -> dict[str, dict[str, Schedule]]:
-    """Return schedules by plot and curve: one switch, several, and switches within chunks, starting in either mode.
+    """Return a schedule for each plot and curve: one switch, several, or switches within chunks, from either mode.
 
     Raises:
         ValueError: a length too short for a switch.
@@ -56,8 +56,8 @@ def switch_schedules(length: int, chunk_size: int) -> dict[str, dict[str, Schedu
 def switch_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """Measure perplexity by position with mode switches, and in each mode alone (Figures 3 to 10).
 
-    The excess is the loss minus that of the new mode alone on the same tokens, by the distance from the switch, with
-    its standard error over sequences.
+    The excess loss after a switch is the loss minus the loss of a run in the new mode alone, on the same tokens. It is
+    averaged over ranges of the distance from the switch, with the standard error over sequences.
     """
     plots = options.choose("switch-perplexity", ("one switch", "several switches", "unaligned switches"))
     length = options.one_length("switch-perplexity", 2048)
@@ -100,7 +100,7 @@ def _loss_row(name: str, losses: Float[np.ndarray, "N T"]) -> dict[str, Any]:
 
 
 def _excess(losses: np.ndarray, alone: dict[str, np.ndarray], schedule: Schedule) -> dict[str, float | None]:
-    """Return the mean excess by distance from the last switch, over all switches, with its standard error."""
+    """Return the mean excess loss over all switches and its standard error, for each range of distances in AFTER."""
     found: dict[str, float | None] = {}
     for low, high in AFTER:
         each = _excess_of_sequences(losses, alone, schedule, low, high)
@@ -113,7 +113,7 @@ def _excess(losses: np.ndarray, alone: dict[str, np.ndarray], schedule: Schedule
 def _excess_of_sequences(
     losses: np.ndarray, alone: dict[str, np.ndarray], schedule: Schedule, low: int, high: int
 ) -> np.ndarray:
-    """Return the excess of each sequence and token from `low` to `high` tokens after the switches, joined."""
+    """Return the excess loss of each sequence at the tokens `low` to `high` after each switch, joined along tokens."""
     ends = [start for start, _ in schedule[1:]] + [losses.shape[1]]
     parts = [
         (losses - alone[mode])[:, start + low : min(start + high, end)]
@@ -132,7 +132,7 @@ def _switch_plot(title: str, curves: dict[str, np.ndarray], length: int) -> Plot
 
 
 def _excess_plot(curves: dict[str, np.ndarray], alone: dict[str, np.ndarray], schedules: dict[str, Schedule]) -> Plot:
-    """Plot the excess by distance from the switch: mean over sequences and switch positions, smoothed over 8 tokens."""
+    """Plot the excess loss by distance from the switch: mean over sequences and switches, smoothed over 8 tokens."""
     series: Series = {}
     for first, second in ((ATTENTION, LINEAR), (LINEAR, ATTENTION)):
         parts = [

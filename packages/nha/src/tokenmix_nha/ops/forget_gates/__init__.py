@@ -1,1 +1,1 @@
-"""The gates of slots and of gated linear attention, from their projection."""
+"""Compute the gates of slots and of gated linear attention from their logits."""

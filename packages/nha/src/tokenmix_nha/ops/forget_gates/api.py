@@ -1,4 +1,4 @@
-"""The public function of the gates: checks and selection of the implementation."""
+"""The public function that computes log-gates: checks and selection of the implementation."""
 
 from __future__ import annotations
 

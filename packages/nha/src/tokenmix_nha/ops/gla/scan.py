@@ -1,4 +1,4 @@
-"""A matrix recurrence with gates on the rows, chunkwise in plain PyTorch, which queries read by rows or by columns."""
+"""A recurrence of a matrix with one gate per row, chunkwise in plain PyTorch; queries multiply its rows or columns."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from torch import Tensor
 
 from tokenmix_core.chunking import packed_positions
 
-# tokens of a chunk: the weights between its tokens take [C, C, M]
+# tokens C of a chunk; the weights between its tokens are a tensor [C, C, M]
 CHUNK = 16
 # log-gate that clears the state: exp(−10⁴) = 0 in float32
 CLOSED = -1e4
 
 
 class GatedScan:
-    r"""The recurrence S_t = Diag(e^{g_t}) S_{t−1} + w_t ⊗ x_t with S `[M, D]`, read by rows or by columns.
+    r"""The recurrence S_t = Diag(e^{g_t}) S_{t−1} + w_t ⊗ x_t with S `[M, D]`; `rows` and `columns` multiply it by q.
 
-    Read by rows it is gated linear attention, o_t = S_tᵀ q_t. The slots of keys and of values are two such recurrences;
-    the logits read the keys' by columns, z_t = S_t q_t. Differentiable by autograd; time and memory grow as T · C · M.
+    `rows` is gated linear attention, o_t = S_tᵀ q_t. The slots of keys and of values are two such recurrences; the
+    logits are the keys' `columns`, z_t = S_t q_t. Differentiable by autograd; time and memory grow as T · C · M.
 
     Args:
-        w: `[N, T, H, M]`, weights of the entering token in the rows.
+        w: `[N, T, H, M]`, the entering token's weight in each row.
         x: `[N, T, H, D]`, the entering vectors.
         g: `[N, T, H, M]`, natural log of the gates, ≤ 0.
         state: `[N, H, M, D]`, S before the first token; None is zero.
@@ -102,7 +102,7 @@ def _between(g: Float[Tensor, "N chunks C H M"]) -> Float[Tensor, "N chunks C C 
 def _states(
     g: Float[Tensor, "N T H M"], added: Float[Tensor, "N T H M D"], state: Float[Tensor, "N H M D"]
 ) -> tuple[Float[Tensor, "N T H M D"], Float[Tensor, "N H M D"]]:
-    """Return S before each of T steps S ← Diag(e^{g_t}) S + added_t, and after the last.
+    """Return S before each of T steps S ← Diag(e^{g_t}) S + added_t, and S after the last step.
 
     More than `CHUNK` steps are split into chunks recursively.
     """

@@ -1,4 +1,4 @@
-"""Public functions of slot-window attention: validation, carried windows, selection of the implementation."""
+"""Public functions of slot-window attention: checks, the initial state's window, selection of the implementation."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def slot_window_attention(
         q: `[B, T, HQ, K]`; HQ is a multiple of H.
         k, v: `[B, T, H, K]`, `[B, T, H, V]`. q, k, v, q_slots and k_slots share one dtype: bfloat16, float16 or float32
             (the reference also float64).
-        f: `[B, T, H, M]`, natural log of the gates, ≤ 0, any float dtype. Triton takes gates below 2⁻²⁸ as 2⁻²⁸.
+        f: `[B, T, H, M]`, natural log of the gates, ≤ 0, any float dtype. Triton treats gates below 2⁻²⁸ as 2⁻²⁸.
         window: tokens that a query sees exactly, itself included; any integer ≥ 0, which may differ from call to call.
         q_slots, k_slots: q and k for the slots if the window's are rotated; None uses q and k.
         scale: factor of the logits; None is K ** −0.5.
         initial_state: the `final_state` of the call on the preceding tokens. Tokens that have entered the slots stay
-            there, also if `window` is larger than in that call.
+            there even if `window` is larger than in that call.
         cu_seqlens: `[N + 1]` int32 or int64, the boundaries of N sequences packed into one row (B = 1).
-        output_final_state: if False, the final state is None, and its ring is not collected.
+        output_final_state: if False, the final state is None, which saves gathering its ring.
         impl: "gluon" (Hopper kernels: bfloat16, K and V of 64 or 128, M of 16, 32 or 64), "triton" (K and V of 64 or
             128, M of 16, 32, 64 or 128), "reference" (any size and device), or None for the fastest one available:
             Gluon on Hopper, Triton on other CUDA tensors, else the reference. With "gluon", a kernel stays in Triton if
@@ -135,10 +135,10 @@ def slot_window_attention_step(
     normalizer: float | None = None,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B HQ V"]:
-    """Run one decoding step of `slot_window_attention`, with the ring's size as window; overwrites `state`.
+    """Run one decoding step of `slot_window_attention`, with the size of the state's ring as window; update `state`.
 
-    The oldest token leaves the ring and enters the slots, the new token replaces it, and the query sees both. Memory
-    and time do not depend on the number of earlier tokens. Not differentiable.
+    The oldest token leaves the ring and enters the slots, the new token replaces it in the ring, and the query sees
+    slots and ring. Memory and time do not depend on the number of earlier tokens. Not differentiable.
 
     Args:
         q, k, v, f, q_slots, k_slots: one token of each sequence, as for `slot_window_attention` without T.
@@ -220,7 +220,7 @@ _CHUNK_REFERENCE = exportable(reference.chunk_reference, _shapes)
 
 
 def _reference(x: Inputs):
-    """Return o and the final slots by the eager chunkwise form; a packed batch runs one sequence at a time."""
+    """Return o and the final slots, computed chunkwise in eager PyTorch, one packed sequence at a time."""
     q, k, v, f, slots_k, slots_v, start = x.q, x.k, x.v, x.f, x.slots_k, x.slots_v, x.start
     q_slots, k_slots = (q, k) if x.q_slots is None or x.k_slots is None else (x.q_slots, x.k_slots)
     sequences = q.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
@@ -286,7 +286,7 @@ def _check_rest(op: str, impl: str | None, dims: dict[str, int], **tensors: Tens
 def _check_state(
     op: str, dims: dict[str, int], q: Tensor, f: Tensor | None, k_slots: Tensor | None, state: SlotWindowState
 ) -> None:
-    """Raise a ValueError unless `state` fits the queries and gates; f is None if the caller's f holds logits."""
+    """Raise a ValueError unless `state` fits queries and gates; f is None if the caller has logits, not log-gates."""
     if not isinstance(state, SlotWindowState):
         raise ValueError(f"{op}: the state must be a SlotWindowState, got {type(state).__name__}")
     shapes = {

@@ -44,7 +44,7 @@ from tokenmix_nha.ops.slot_window.types import (
 
 
 class Outputs(NamedTuple):
-    """Results, and the fields of `Saved` in one buffer of bytes."""
+    """Results of the forward pass, and the fields of `Saved` in one buffer of bytes."""
 
     o: Tensor
     final_k: Tensor
@@ -53,10 +53,10 @@ class Outputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """Inputs of the backward pass: arguments and saved tensors of a call, and the gradients of its results.
+    """Inputs of the backward pass: arguments and saved tensors of a forward call, and the gradients of its results.
 
     Attributes:
-        inputs: the call's arguments without initial slots, which no gradient needs.
+        inputs: the call's arguments without initial slots, which the backward pass does not need.
         do, dfinal_k, dfinal_v: gradients of the results; None is zero.
         initial: True if the call had initial slots.
     """
@@ -99,7 +99,7 @@ def _forward(x: Inputs) -> Outputs:
 
 @retried
 def _backward(given: BackwardInputs) -> Gradients:
-    """Compute the queries' gradients, the slots' by a reverse scan, then those of keys, values and gates."""
+    """Compute gradients of queries, then of slots by a reverse scan, then of keys, values and gates."""
     x = given.inputs.aligned()
     y = layout(x)
     saved = Saved(*buffer_views(given.saved, saved_layouts(x, y)))
@@ -135,7 +135,7 @@ def _backward(given: BackwardInputs) -> Gradients:
             key_gradients(launch, b, gates, softmax, slots, strong=strong)
             gate_gradients(launch, b, gates, softmax, slots, strong=strong)
     queries, keys = (grads.dq, grads.dq_slots), (grads.dk, grads.dv, grads.df, grads.dk_slots)
-    # keys of a carried window precede those of each sequence
+    # with a carried window, its keys precede each sequence's, so the keys' rows do not follow cu_seqlens
     zero_padding(x.cu_seqlens, *queries, *(() if x.before else keys))
     if x.before:
         zero_padding(x.cu_seqlens, *keys, before=x.before)
@@ -196,5 +196,5 @@ def _gradients(ctx, do, dfinal_k, dfinal_v, *_):
     return dq, dk, dv, df, *own, *initial, *[None] * (len(Inputs._fields) - len(Gradients._fields))
 
 
-# returns o and the final slots; the keys are those of the carried window and of the queries' tokens
+# returns o and the final slots; its keys are those of the carried window followed by those of the new tokens
 slot_window_attention_kernels = differentiable(slot_window_attention_op, _forward, _save, _gradients, outputs=3)

@@ -21,7 +21,7 @@ _Tensors = namedtuple("_Tensors", "q_slots k_slots v f row column end states_k s
 
 @triton.jit
 def _pair_sums(b_x, b_y, b_e, p_f, count, o_j, m_e, stride, slots, c):
-    """Add `Σ_t x[j, t] y_m(t)` over the pairs of `pair_weights`; the caller multiplies by the column factors of j."""
+    """Return `Σ_t x[j, t] y_m(t)` over the pairs (j, t) of `pair_weights`, without the column factors of tokens j."""
     o_r = tl.arange(0, c.BT)
     r_j, r_t = o_r[:, None], o_r[None, :]
     size = c.BT >> count
@@ -54,7 +54,7 @@ def _column_dots(p_x, p_y, BM: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _gates(chunk, t, at, c):
-    """Compute df of a chunk of one head, for BM slots."""
+    """Store df of a chunk of one head, BM slots per iteration."""
     i_m = tl.program_id(2) * c.BM
     first, keys, oldest, length, count, entry, begin_k, begin_q = chunk
     HQ = at.H * c.GROUP
@@ -68,7 +68,7 @@ def _gates(chunk, t, at, c):
     p_dsk, p_dsv = t.ds_k + entry * c.K * c.M, t.ds_v + entry * c.V * c.M
     p_col = t.column + entry * c.BT * c.M
 
-    # e_j of README.md in two parts: b_e from the chunk's queries, b_last from the slots at the chunk's end
+    # e_j of README.md is a sum: b_e from the chunk's queries, b_last from the slots at the chunk's end
     b_ks = tiles.load_rows(t.k_slots + begin_k * c.K, o_j, m_j, at.H * c.K, c.K)
     b_v = tiles.load_rows(t.v + begin_k * c.V, o_j, m_j, at.H * c.V, c.V)
     b_e = tl.zeros([c.BT, c.BM], dtype=tl.float32)
@@ -128,7 +128,7 @@ def slot_window_backward_gates_kernel(
 def gate_gradients(
     launch, b: Backward, gates: Gates, softmax: Softmax, slots: SlotGradients, *, strong: bool
 ) -> None:  # fmt: skip
-    """Fill df of weak or `strong` chunks."""
+    """Fill df of the weak chunks, or of the strong ones if `strong`."""
     x, y, saved = b.x, b.y, b.saved
     tile = tuning.tile(y.M, y.window, x.q.dtype)
     each = tuning.strong_heads(y.key_chunks * y.rows, y.H) if strong else 1

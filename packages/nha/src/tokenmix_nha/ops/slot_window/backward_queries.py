@@ -16,7 +16,7 @@ from tokenmix_nha.ops.slot_window.types import Backward, Gates, Softmax
 _Tensors = namedtuple(
     "_Tensors", "q k v f q_slots k_slots row column states_k states_v o lse do dq dq_slots p dz x delta scale"
 )
-# tiles of a chunk. q, do: queries and output gradients; a: q̂ k̂ᵀ; dp: do vᵀ
+# tiles of a chunk: its queries q, output gradients do, a = q̂ k̂ᵀ and dp = do vᵀ
 _Pairs = namedtuple("_Pairs", "q do a dp")
 # pointers to a chunk's row and column factors and log-gates, and to its key slots and value slots
 _Slots = namedtuple("_Slots", "row column f k v")
@@ -57,7 +57,7 @@ def _slot_logits(b, s, i_m, i_t, count, o_j, m_e, stride, slots, c):
 
 @triton.jit
 def _window(b_q, b_do, b_lse, t, shift, chunk, at, scale_2, c):
-    """Return BN window keys `[BN, K]`, their probabilities `[BT, BN]`, and do · v `[BT, BN]`."""
+    """Return the BN window keys at `shift` `[BN, K]`, their probabilities `[BT, BN]`, and do · v `[BT, BN]`."""
     o_n, r_t = tl.arange(0, c.BN), tl.arange(0, c.BT)[:, None]
     o_jn = chunk.i_t * c.BT + shift + o_n
     m_jn = (o_jn >= chunk.oldest) & (o_jn < chunk.keys)
@@ -99,7 +99,7 @@ def _queries(chunk, t, at, c):
     b_w = tl.zeros([c.BT, c.BT], dtype=tl.float32)
     shift_0 = 0
     if not c.OWN_SLOT_KEYS:
-        # if slots and window use the same keys, the chunk's q kᵀ serves both
+        # if slots and window use the same keys, the chunk's q kᵀ, computed above, also serves the window
         shift_0 = c.BT
         m_w = (r_j > r_t) & (r_j <= r_t + at.window) & m_j[None, :]
         b_w += tl.exp2(tl.where(m_w, b_a * scale_2 - b_lse[:, None], float("-inf")))
@@ -203,7 +203,7 @@ def slot_window_backward_queries_kernel(
 
 
 def query_gradients(launch, b: Backward, gates: Gates, softmax: Softmax, *, strong: bool) -> None:
-    """Fill dq, dq_slots and `softmax` of the strong chunks (a slot decays by more than 80 bits) or of the weak ones."""
+    """Fill dq, dq_slots and `softmax` of the weak chunks, or of strong ones (a slot decays by more than 80 bits)."""
     x, y, saved = b.x, b.y, b.saved
     tile = tuning.tile(y.M, y.window, x.q.dtype)
     chunks, heads = y.query_chunks * y.rows, y.H * y.GROUP

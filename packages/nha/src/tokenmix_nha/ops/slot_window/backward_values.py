@@ -21,7 +21,7 @@ _Tensors = namedtuple("_Tensors", "q k f weight column ds_v lse do p dv scale")
 
 @triton.jit
 def _values(chunk, t, at, c):
-    """Compute dv of a chunk of one head."""
+    """Store dv of a chunk of one head."""
     first, keys, oldest, length, count, entry, begin_k, begin_q = chunk
     HQ = at.H * c.GROUP
     o_r, o_n = tl.arange(0, c.BT), tl.arange(0, c.BN)
@@ -30,7 +30,7 @@ def _values(chunk, t, at, c):
     slots = tl.where(first < keys - at.window, c.M, 0)
     scale_2 = t.scale * LOG2_E
     m_w = (o_r[:, None] > o_r[None, :]) & (o_r[:, None] <= o_r[None, :] + at.window) & m_j[:, None]
-    # range of the queries whose windows hold the chunk's tokens, before the chunk's own query rows
+    # start of the queries whose windows hold the chunk's tokens and which precede the chunk's own query rows
     shift_0 = tl.maximum(at.before - first, 0) // c.BN * c.BN
     shift_1 = tl.minimum(at.window, keys - first)
     p_f, p_weight, p_col = t.f + begin_k * c.SLOTS, t.weight + entry * c.BT * c.M, t.column + entry * c.BT * c.M
@@ -84,7 +84,7 @@ def slot_window_backward_values_kernel(
 def value_gradients(
     launch, b: Backward, gates: Gates, softmax: Softmax, slots: SlotGradients, *, strong: bool
 ) -> None:  # fmt: skip
-    """Fill dv of weak or `strong` chunks."""
+    """Fill dv of the weak chunks, or of the strong ones if `strong`."""
     x, y, saved = b.x, b.y, b.saved
     tile = tuning.tile(y.M, y.window, x.q.dtype)
     each = tuning.strong_heads(y.key_chunks * y.rows, y.H) if strong else 1

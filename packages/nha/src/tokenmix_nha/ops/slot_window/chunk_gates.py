@@ -1,4 +1,4 @@
-"""Gates of chunks: each token's weight at the chunk's end, and the factors of the weights inside the chunk."""
+"""Gates of chunks: each token's weight in the slots at the chunk's end, and factors of its weights inside the chunk."""
 
 from collections import namedtuple
 
@@ -76,7 +76,10 @@ def slot_gates_kernel(
 
 
 def chunk_gates(launch, x: Inputs, y: Layout, saved: Saved, *, only_strong: bool = False) -> Gates:
-    """Return the gates' factors of all chunks and fill `saved.end` and `.splits`, or of strong chunks by `.splits`."""
+    """Return the gates' factors of all chunks and fill `saved.end` and `saved.splits`.
+
+    With `only_strong`, compute the factors only of chunks that `saved.splits` marks as strong.
+    """
     shape = y.entries * y.rows, y.H, y.BT, y.M
     gates = Gates(*empty(x.q, ((shape, x.q.dtype), (shape, torch.float32), (shape, y.factor))))
     heads = tuning.strong_heads(y.key_chunks * y.rows, y.H) if only_strong else 1

@@ -23,7 +23,7 @@ _Tensors = namedtuple("_Tensors", "q k v f q_slots k_slots row column states_k s
 
 @triton.jit
 def _outputs(chunk, t, at, c):
-    """Store o and the log-sum-exp of a query chunk of one query head."""
+    """Store o and the base-2 log-sum-exp of a query chunk of one query head."""
     i_t, keys, oldest, length, _, entry, begin_q, begin_k = chunk
     HQ = at.H * c.GROUP
     o_r = tl.arange(0, c.BT)
@@ -40,7 +40,7 @@ def _outputs(chunk, t, at, c):
     m_e = (o_j >= 0) & (o_j < keys - at.window)
     r_t, r_j = o_r[:, None], o_r[None, :]
     if c.STRONG:
-        # the Hopper scan marks chunks as strong without a number of halvings; store the number for the backward pass
+        # the Hopper scan only marks strong chunks; compute the number of halvings and store it for the backward pass
         b_f = tiles.load_gates(t.f + begin_k * c.SLOTS, o_j, m_e, at.H * c.SLOTS, c.SLOTS, c.BM)
         b_log = tiles.log2_gates(b_f, c.DOT)
         count = tiles.halvings(b_log, 1, c.BT, c.DOT)

@@ -1,6 +1,6 @@
-"""Loops of a program over the heads of a chunk: one head, or several in kernels for strong chunks.
+"""Loops of a program over heads: one head in kernels for weak chunks, several in kernels for strong chunks.
 
-Strong chunks are rare, so checking several heads in one program costs less than starting a program per head.
+Strong chunks are rare, so checking several heads in one program costs less than starting one program for each head.
 """
 
 import triton
@@ -40,7 +40,7 @@ def _any_strong(i_c, i_h, at, c):
 
 @triton.jit
 def each_head_of_keys(body: tl.constexpr, x, at, c):
-    """Call `body(KeyChunk, x, at, c)` for each of HEADS heads whose key chunk is strong, or weak if not STRONG."""
+    """Call `body(KeyChunk, x, at, c)` for each of HEADS heads whose key chunk is strong if STRONG, else weak."""
     i_h = tl.program_id(1) * c.HEADS
     if c.STRONG:  # noqa: SIM102
         if not _any_strong(tl.program_id(0), i_h, at, c):
@@ -55,8 +55,8 @@ def each_head_of_keys(body: tl.constexpr, x, at, c):
 
 @triton.jit
 def each_head_of_queries(body: tl.constexpr, x, at, c):
-    """Call `body(QueryChunk, x, at, c)` for each of HEADS query heads whose query chunk is strong, or weak if not
-    STRONG."""
+    """Call `body(QueryChunk, x, at, c)` for each of HEADS query heads whose query chunk is strong if STRONG, else
+    weak."""
     i_n, i_t, begin, length = locate_chunk(tl.program_id(0), at, at.extra, c.BT)
     HQ = at.H * c.GROUP
     i_t -= at.lead

@@ -1,4 +1,4 @@
-"""Selection of the kernels for each pass; `tuning` has their tile sizes."""
+"""Select Gluon or Triton kernels for forward and backward; `tuning` has their tile sizes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SlotWindowPlan(NamedTuple):
 def plan(
     slots: int, window: int, impl: str | None, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None
 ) -> SlotWindowPlan:
-    """Return the plan of a call with tiles of `slots` slots; `others` are further tensors that kernels read by rows.
+    """Return the plan of a call with tiles of `slots` slots; `others` are further tensors that the kernels read.
 
     Raises:
         ValueError: `impl` is "gluon" and the Gluon kernels cannot run.

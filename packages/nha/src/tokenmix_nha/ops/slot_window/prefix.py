@@ -1,9 +1,9 @@
 """Full attention with M zero slots before the keys, at the cost of causal attention.
 
-A zero key has logit 0 and a zero value, so M of them only increase the softmax's denominator: with o and lse of plain
-causal attention, `lse' = log(exp(lse) + M)` and `o' = exp(lse − lse') o`, one pass over o. Every attention backward
-recomputes the probabilities from the log-sum-exp it is given and takes the row sums of `o · do`, so called with o' and
-lse' it returns the gradients of the prefixed softmax. The prefix itself has no gradient.
+A zero key has logit 0 and a zero value, so M zero keys only increase the softmax's denominator. From o and lse of plain
+causal attention, one pass computes `lse' = log(exp(lse) + M)` and `o' = exp(lse − lse') o`. An attention backward
+recomputes the probabilities from lse and takes the row sums of `o · do`; if it is given o' and lse' instead, it returns
+the gradients of the softmax with zero keys. The zero keys themselves have no gradient.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _CAUSAL = Mask(causal=True, window=None, sinks=0)
 
 
 def share_of_zeros(lse: Tensor, slots: int) -> Tensor:
-    """Return the probability of `slots` ≥ 1 additional logits 0 in a softmax with log-sum-exp `lse`."""
+    """Return the total probability of `slots` ≥ 1 logits 0 added to a softmax with log-sum-exp `lse`."""
     return (math.log(slots) - lse).sigmoid()
 
 
 def with_zeros(out: AttentionOutput, slots: int) -> Tensor:
-    """Return the outputs of a softmax with `slots` ≥ 0 additional logits 0 of value 0."""
+    """Return the outputs `out` after adding `slots` ≥ 0 logits 0 with value 0 to the softmax."""
     if not slots:
         return out.o
     return (out.o * (out.lse - math.log(slots)).sigmoid().unsqueeze(-1)).to(out.o.dtype)
@@ -46,7 +46,7 @@ def with_zeros(out: AttentionOutput, slots: int) -> Tensor:
 def zero_prefix_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, slots: int, scale: float, impl: str | None
 ) -> Tensor:
-    """Compute causal attention `[B, T, HQ, V]` whose softmax has `slots` additional logits 0 of value 0."""
+    """Compute causal attention `[B, T, HQ, V]` whose softmax has `slots` additional logits 0 with value 0."""
     if impl == "reference":
         return with_zeros(attention(q, k, v, scale=scale, cu_seqlens=cu_seqlens, impl="reference"), slots)
     if q.is_cuda:
@@ -75,7 +75,7 @@ class Inputs(NamedTuple):
 
 @of_fields
 def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
-    """Return o `[B, T, HQ, V]` and the log-sum-exp `[B, HQ, T]`, both including the prefix."""
+    """Return o `[B, T, HQ, V]` and the log-sum-exp `[B, HQ, T]`, both including the zero slots."""
     from tokenmix_nha.ops.slot_window.prefix_kernel import add_zeros
 
     causal = autograd.Inputs(

@@ -1,4 +1,4 @@
-"""Add logits 0 of value 0 to a computed softmax, in one pass over its outputs."""
+"""Add logits 0 with value 0 to a softmax that has been computed, in one pass over its outputs."""
 
 import math
 
@@ -12,7 +12,7 @@ from tokenmix_core.kernels import LOG2_E, cached_launch
 
 
 def add_zeros(o: Tensor, lse: Tensor, slots: int) -> Tensor:
-    """Overwrite o `[B, T, H, V]` with its value for `slots` more logits 0 of value 0; return the new log-sum-exp."""
+    """Rescale and overwrite o `[B, T, H, V]` for `slots` more logits 0 with value 0; return the new log-sum-exp."""
     batch, tokens, heads, V = o.shape
     total = torch.empty_like(lse)
     BT = 64
@@ -27,7 +27,7 @@ def add_zeros(o: Tensor, lse: Tensor, slots: int) -> Tensor:
 @triton.jit
 def _zeros_kernel(o, lse, total, log_slots, T, H, V: tl.constexpr, BT: tl.constexpr):
     """Update BT rows of a head: `total = log(exp(lse) + slots)`, both `[B, H, T]`, and o by rescaling."""
-    # last rows first: they may still be in L2
+    # start with the last rows, which the preceding kernel wrote last and which may still be in L2
     i = tl.num_programs(0) - 1 - tl.program_id(0)
     chunks = tl.cdiv(T, BT)
     i_h, i_t, i_b = i % H, i // H % chunks, i // (H * chunks)

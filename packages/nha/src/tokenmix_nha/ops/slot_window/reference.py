@@ -1,7 +1,7 @@
 """The operation in plain PyTorch, on any device and in any float dtype.
 
-In `chunk_reference` the *keys* are the tokens of the initial state's window followed by the new tokens; the queries
-belong to the last of them: `TK = TQ + before`.
+In `chunk_reference` the *keys* are the `before` tokens of the initial state's window followed by the new tokens. Only
+the TQ new tokens have queries: `TK = TQ + before`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-# tokens of a chunk: the eager form builds [C, C, M] weights, so time and memory grow with it
+# tokens C of a chunk; each chunk's weights are a tensor [C, C, M], so time and memory grow with C
 CHUNK = 16
 
 
@@ -32,10 +32,10 @@ def chunk_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute equations 1 to 4 of the paper, vectorised over chunks of entering tokens; autograd differentiates it.
 
-    `start` is the index of the first valid key of each sequence; the keys before it are padding. Return o and both
-    slots.
+    `start` is the index of the first valid key of each sequence; the keys before it are padding. Return o, the key
+    slots and the value slots.
 
-    The computation is in float32 or wider and rounds the output once. Chunk c pairs the entering tokens `c·C + r` with
+    Compute in float32 or wider and round only the output. Chunk c pairs the tokens `c·C + r` that enter the slots with
     the queries at `c·C + r + window`; queries before the first entering token form chunks with negative c.
     """
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""State that slot-window attention carries between calls: slots and window, of constant size."""
+"""The state that slot-window attention carries between calls: slots and window, whose sizes are constant."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class SlotWindowState(NamedTuple):
         slots_v: `[N, H, M, V]`, the dtype of `slots_k`.
         k: `[N, W, H, K]`, the window's keys.
         v: `[N, W, H, V]`, the window's values.
-        f: `[N, W, H, M]`, log-gates of the window's tokens, applied when they enter the slots.
-        k_slots: `[N, W, H, K]`, keys that enter the slots; None if these are `k`.
+        f: `[N, W, H, M]`, log-gates of the window's tokens, used when the tokens enter the slots.
+        k_slots: `[N, W, H, K]`, keys that will enter the slots; None if slots and window use the same keys.
         length: `[N, H]` int32, tokens seen so far; equal for all heads of a sequence. Each head has a counter so that
             the programs of a decoding step are independent.
     """
@@ -74,7 +74,7 @@ class SlotWindowState(NamedTuple):
         return sum(x.numel() * x.element_size() for x in self if x is not None)
 
     def reserve(self, window: int) -> SlotWindowState:
-        """Copy the state into new tensors with a ring of `window` ≥ W tokens, for decoding steps to update.
+        """Copy the state into new tensors with a ring of `window` ≥ W tokens, which decoding steps may update.
 
         Raises:
             ValueError: `window` is smaller than W, which could drop tokens.

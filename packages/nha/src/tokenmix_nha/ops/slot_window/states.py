@@ -1,11 +1,11 @@
-"""Scans along chunks: a forward scan stores the slots before each chunk, a reverse scan the gradients after each.
+"""Scans over chunks: a forward scan stores the slots before each chunk, a reverse scan their gradients after each.
 
 One program scans some channels of one head, over one sequence or one segment of the sequence. If there are few heads,
 sequences are split into segments that run in parallel:
 
-    LOCAL pass     segment 0 │ segment 1 │ …   each scan starts from zero; store final slots and total log2 decay
+    LOCAL pass     segment 0 │ segment 1 │ …   each scan starts from zero; stores its final slots and total log2 decay
     carry          slots entering segment s+1 = local slots of s + decay of s · slots entering s
-    second pass    segment 0 │ segment 1 │ …   each scan starts from its entering slots; store the chunk states
+    second pass    segment 0 │ segment 1 │ …   each scan starts from its entering slots; stores the chunk states
 """
 
 from typing import NamedTuple
@@ -52,7 +52,7 @@ def _load_slots(p, i_nh, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constex
 
 @triton.jit
 def _store_slots(p, b_s, i_nh, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SLOTS):
-    """Store a tile `[BD, M]` into slots `[N, H, SLOTS, D]`."""
+    """Store a tile `[BD, M]` of slots `[N, H, SLOTS, D]`, without the columns ≥ SLOTS."""
     o_d, o_m = first + tl.arange(0, BD), tl.arange(0, M)
     tl.store(p + i_nh.to(tl.int64) * SLOTS * D + o_m[None, :] * D + o_d[:, None], b_s, mask=(o_m < SLOTS)[None, :])
 
@@ -169,7 +169,7 @@ def slot_gradients_kernel(
     DOT: tl.constexpr,
 ):  # fmt: skip
     """Scan a segment in reverse: store the gradients of the slots after every chunk, `[entries, H, D, M]`, and of the
-    initial slots. With LOCAL, start from zero and store only the segment's gradients and its total log2 decay."""
+    initial slots. With LOCAL, start from zero; store only the gradients at the segment's start and its log2 decay."""
     i_s, i_nh = tl.program_id(0) // NH, tl.program_id(0) % NH
     i_d = tl.program_id(1)
     i_n, i_h = i_nh // H, i_nh % H
@@ -248,7 +248,7 @@ def slot_gradients_kernel(
 
 
 class Local(NamedTuple):
-    """Results of the LOCAL pass: slots `[segments · N · H, K or V, M]` and log2 decays `[segments · N · H, M]`."""
+    """Results of the LOCAL pass of each segment: slots `[segments · N · H, K or V, M]`, log2 decays `[.., M]`."""
 
     local_k: Tensor | None
     local_v: Tensor | None
@@ -310,7 +310,7 @@ def _empty_local(config: tuning.ScanConfig, x: Inputs, y: Layout) -> Local:
 
 
 def _carry(launch, config: tuning.ScanConfig, y: Layout, outer: tuple, local: Local, backward: bool) -> None:
-    """Replace each segment's local final slots by the slots that enter the segment; gradients if `backward`."""
+    """Replace each segment's local final slots by the slots that enter it; if `backward`, do the same for gradients."""
     for slots, local_slots, D in ((outer[0], local.local_k, y.K), (outer[1], local.local_v, y.V)):
         launch(
             slot_carry_kernel, (y.N * y.H, D // _CARRY_ROWS),

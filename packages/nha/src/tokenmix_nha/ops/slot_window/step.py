@@ -14,7 +14,7 @@ from tokenmix_nha.ops.forget_gates.kernels import log_sigmoid
 from tokenmix_nha.ops.slot_window.state import SlotWindowState
 from tokenmix_nha.ops.slot_window.tile import LN_2, enter_weight
 
-# largest ring, in tokens, that the kernel reads; core's decoding attention reads a longer ring with split KV
+# largest ring, in tokens, to which this kernel attends; core's split-KV decoding attention handles longer rings
 _RING_INSIDE = 512
 
 

@@ -20,17 +20,17 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # log2 of the bound on the factors of a block, which lie within 2^±80
 LARGEST_FACTOR = tl.constexpr(80.0)
 
-# sizes of a call as in `Layout`; `splits` counts the halvings of each chunk, `start` holds the first valid keys
+# sizes of a call as in `Layout`, and pointers: `splits` to the halvings of each chunk, `start` to the first valid keys
 Chunks = namedtuple("Chunks", "splits start cu_seqlens T N H before window chunks entries extra lead", defaults=(0, 0))
 # compile-time sizes and options of a kernel; never assign these to a variable, which would turn them into tensors
 Constants = namedtuple(
     "Constants", "M SLOTS BM K V BT GROUP HEADS STRONG FACTOR DOT BN OWN_SLOT_KEYS SHORT", defaults=(None, False, False)
 )
-# chunk of keys. first: its first key; keys: keys of the sequence; oldest: first valid key; length: queries of the
-# sequence; count: halvings of the chunk, −1 if the chunk does not exist; entry: index of its state; begin_k, begin_q:
-# offsets of the sequence's first key and query
+# a chunk of keys. first: its first key; keys: number of the sequence's keys; oldest: first valid key; length: number of
+# the sequence's queries; count: halvings of the chunk, −1 if it does not exist; entry: index of its state; begin_k,
+# begin_q: offsets of the sequence's first key and query
 KeyChunk = namedtuple("KeyChunk", "first keys oldest length count entry begin_k begin_q")
-# chunk of queries that reads the i_t-th chunk of tokens that enter the slots; other fields as in `KeyChunk`
+# a chunk of queries: its slots include tokens of the i_t-th key chunk; other fields as in `KeyChunk`
 QueryChunk = namedtuple("QueryChunk", "i_t keys oldest length count entry begin_q begin_k")
 
 
@@ -65,9 +65,9 @@ def locate_chunk(i_c, at, extra, BT: tl.constexpr):
 
 @triton.jit
 def token_rows(first, keys, oldest, length, before, window, BT: tl.constexpr):
-    """Return the key indices of a key chunk with masks of visible, existing and slot-entering keys, then the indices of
-    its queries with the mask of existing ones. Query r sees keys ≤ r of the chunk through the slots, later keys in its
-    window."""
+    """Return the key indices of a key chunk, the masks of visible, existing and slot-entering keys, the indices of the
+    chunk's queries and the mask of existing queries. Query r sees keys ≤ r of the chunk through the slots, later keys
+    in its window."""
     o_r = tl.arange(0, BT)
     o_j = first + o_r
     m_j = (o_j >= oldest) & (o_j < keys)
@@ -89,7 +89,7 @@ def sequence_span(i_n, T, cu_seqlens):
 
 @triton.jit
 def first_entry(i_n, begin_k, entries, cu_seqlens, BT: tl.constexpr):
-    """Return the index of sequence `i_n`'s first chunk state; states precede each chunk, and one is final."""
+    """Return the index of sequence `i_n`'s first chunk state; it has one state before each chunk and a final one."""
     if cu_seqlens is not None:
         entry = begin_k // BT + 2 * i_n
     else:
@@ -126,7 +126,8 @@ def load_pairs(t, chunk, o_q, m_q, o_j, m_j, H, c):
 
 @triton.jit
 def load_gates(p_f, o_t, m_t, stride, slots, M: tl.constexpr):
-    """Load rows `o_t` of log-gates as float32; 0, which writes nothing to slots, outside mask and `slots` columns."""
+    """Load rows `o_t` of log-gates as float32. Rows outside the mask and columns ≥ `slots` get log-gate 0, so that no
+    token enters there."""
     o_m = tl.arange(0, M)
     p_f = p_f + o_t.to(tl.int64)[:, None] * stride + o_m[None, :]
     return tl.load(p_f, mask=m_t[:, None] & (o_m < slots)[None, :], other=0.0).to(tl.float32)
@@ -156,7 +157,7 @@ def store_columns(p, b_x, M: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def load_by_slot(p, o_t, m_t, heads, M: tl.constexpr, BM: tl.constexpr):
-    """Load BM slots of rows `o_t` of one head of `[.., heads, M]`; 0 outside the mask and in columns ≥ M."""
+    """Load BM slots of rows `o_t` of one head of a tensor `[.., heads, M]`; 0 outside the mask and in columns ≥ M."""
     o_m = tl.arange(0, BM)[None, :]
     p += o_t.to(tl.int64)[:, None] * (heads * M) + o_m
     mask = m_t[:, None]
@@ -167,7 +168,7 @@ def load_by_slot(p, o_t, m_t, heads, M: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def store_by_slot(p, b_x, o_t, m_t, heads, M: tl.constexpr, BM: tl.constexpr):
-    """Store BM slots of rows `o_t` of one head of `[.., heads, M]`."""
+    """Store BM slots of rows `o_t` of one head of a tensor `[.., heads, M]`."""
     o_m = tl.arange(0, BM)[None, :]
     p += o_t.to(tl.int64)[:, None] * (heads * M) + o_m
     mask = m_t[:, None]
@@ -178,7 +179,7 @@ def store_by_slot(p, b_x, o_t, m_t, heads, M: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def load_factors(p, exists, other, M: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr):
-    """Load a chunk's factors `[BT, BM]`; `other` in columns ≥ M, and in all columns if not `exists`."""
+    """Load a chunk's factors `[BT, BM]`; they are `other` in columns ≥ M, and everywhere if not `exists`."""
     o_t, o_m = tl.arange(0, BT)[:, None], tl.arange(0, BM)[None, :]
     mask = o_t < tl.where(exists, BT, 0)
     if BM > M:
@@ -188,7 +189,7 @@ def load_factors(p, exists, other, M: tl.constexpr, BT: tl.constexpr, BM: tl.con
 
 @triton.jit
 def enter_weight(b_f):
-    """Return 1 − exp(f) for f ≤ 0; near 0 by a power series, which avoids cancellation."""
+    """Return 1 − exp(f) for f ≤ 0; for f near 0 a power series avoids cancellation."""
     b_small = -b_f * (1.0 + b_f * (0.5 + b_f * (1 / 6 + b_f * (1 / 24 + b_f * (1 / 120)))))
     return tl.where(b_f > -0.1, b_small, 1.0 - tl.exp2(b_f * LOG2_E))
 
@@ -213,7 +214,7 @@ def log2_gates(b_f, DOT: tl.constexpr):
 
 @triton.jit
 def sums_of_rows(b_m, b_x, DOT: tl.constexpr):
-    """Return `b_m` x with `b_m` of −1, 0 and 1; x is split into two bf16 parts, which keep 16 of its bits."""
+    """Return the matmul of `b_m`, with elements −1, 0 and 1, and x, split into two bf16 parts that keep 16 bits."""
     if DOT == "ieee":
         return tl.dot(b_m, b_x, input_precision=DOT)
     else:
@@ -225,8 +226,8 @@ def sums_of_rows(b_m, b_x, DOT: tl.constexpr):
 
 @triton.jit
 def gates_between(b_log, o_from, o_to, BT: tl.constexpr, DOT: tl.constexpr):
-    """Return `G_to − G_from` `[BT, M]` for a pair (from, to) per row: the sum of log-gates over tokens from + 1 … to,
-    or its negative over to + 1 … from. Index −1 is the chunk's start."""
+    """Return `G_to − G_from` `[BT, M]` for one pair (from, to) per row: the sum of log-gates over tokens from + 1 … to,
+    or, if to < from, minus the sum over to + 1 … from. Index −1 is the chunk's start."""
     o_s, o_0 = tl.arange(0, BT)[None, :], tl.zeros([BT], dtype=tl.int32)
     b_to = tl.where(o_s <= (o_0 + o_to)[:, None], 1.0, 0.0)
     b_from = tl.where(o_s <= (o_0 + o_from)[:, None], 1.0, 0.0)
@@ -280,14 +281,14 @@ def halvings(b_log, least, BT: tl.constexpr, DOT: tl.constexpr):
 def add_end_gradients(
     b_dx, p_weight, p_ds, BM: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, DOT: tl.constexpr
 ):
-    """Return `b_dx` plus the gradient that a chunk's tokens receive from BM slots at the chunk's end."""
+    """Return `b_dx` plus the gradient that a chunk's tokens receive through BM slots at the chunk's end."""
     b_in = load_columns(p_weight, M, BT, BM)
     return tl.dot(b_in, tl.trans(load_columns(p_ds, M, D, BM)), b_dx, input_precision=DOT)
 
 
 @triton.jit
 def pair_weights(b_y, p_col, p_f, count, o_j, m_e, stride, slots, c):
-    """Return `Σ_m col_m(j) y_m(t)` `[token j, query t]` over BM slots; 0 for j > t, which t sees in its window."""
+    """Return `Σ_m col_m(j) y_m(t)` `[token j, query t]` over BM slots; 0 for tokens j > t, seen in the window."""
     b_col = load_columns(p_col, c.M, c.BT, c.BM)
     o_r = tl.arange(0, c.BT)
     r_j, r_t = o_r[:, None], o_r[None, :]

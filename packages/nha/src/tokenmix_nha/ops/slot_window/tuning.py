@@ -28,7 +28,7 @@ class ScanConfig(NamedTuple):
     num_stages: int
 
 
-# least slots of a tile in memory in 16-bit kernels, if slots share the window's keys and GROUP is 1
+# least slots of a tile in memory in 16-bit kernels, if slots and window use the same keys and GROUP is 1
 _MIN_TILE = 32
 # the same with separate keys for the slots or several query heads per key head
 _MIN_TILE_GENERAL = 64
@@ -42,17 +42,17 @@ SHORT_WINDOW = 64
 
 
 def slot_tile(slots: int, dtype: torch.dtype, own_keys: bool, group: int) -> int:
-    """Return the slots of a tile in memory; surplus columns are masked: see README.md, "Tiles of 16 and 32 slots"."""
+    """Return how many slots a tile in memory has, masked ones included: README.md, "Tiles of 16 and 32 slots"."""
     return slots if dtype == torch.float32 else max(slots, _MIN_TILE_GENERAL if own_keys or group > 1 else _MIN_TILE)
 
 
 def whole_tile(slots: int, dtype: torch.dtype) -> int:
-    """Return the slots of a register tile in Triton kernels that hold all slots at once."""
+    """Return how many slots a register tile has in Triton kernels that hold all slots at once."""
     return slots if dtype == torch.float32 else max(slots, _SLOT_TILE)
 
 
 def chunk_size(dtype: torch.dtype) -> int:
-    """Return the tokens of a chunk, equal in all kernels of a call, since they share the chunk states."""
+    """Return how many tokens a chunk has; all kernels of a call use the same chunks, since they share the states."""
     return 16 if dtype == torch.float32 else 64
 
 
@@ -77,7 +77,7 @@ def hopper_scan_config(heads: int, chunks: int) -> ScanConfig:
 
 
 def strong_heads(chunks: int, heads: int) -> int:
-    """Return the heads that one program checks for strong chunks: 8 if there are enough programs, else 1."""
+    """Return how many heads one program checks for strong chunks: 8 if that leaves enough programs, else 1."""
     return 8 if chunks * heads >= 32 * one_wave() else 1
 
 

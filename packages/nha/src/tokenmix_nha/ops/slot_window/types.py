@@ -125,7 +125,7 @@ class Saved(NamedTuple):
 
     Attributes:
         lse: base-2 log-sum-exp `[B, T, HQ]`.
-        end: log2 decay of each chunk, `[entries, H, M]`.
+        end: log2 decay over each chunk, `[entries, H, M]`.
         splits: halvings of each chunk, so that no slot decays by more than 80 bits in a block, `[entries, H]`; 0 for
             weak chunks, which need none.
         states_k, states_v: slots before each chunk, `[entries, H, K or V, M]`.
@@ -187,7 +187,7 @@ class Gradients(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Common arguments of the steps of the backward pass.
+    """Arguments that all steps of the backward pass take.
 
     Attributes:
         x, y, saved: the call's inputs and sizes, and the activations that its forward pass saved.

@@ -1,4 +1,4 @@
-"""Fused call of the layer in mixed modes, without projections: validation and selection of the implementation."""
+"""The layer without its projections as one operation, for tokens of both modes: validation and choice of kernels."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def mix(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B T E"]:
-    r"""Compute all steps between a layer's projections in a call of mixed modes, with each token's own mixer.
+    r"""Compute all steps between a layer's projections, for tokens that use attention or the linear mixer by mode.
 
     With a ∗ w a causal convolution along time, σ SiLU or the identity (by the options), R the rotation and
     `shared` = [k, v, z, δ, b] by columns, E each of the first three and H each of the others:
@@ -89,7 +89,7 @@ def mix(
         k_weight, v_weight: weights of the convolutions of width W.
         norm_weight: weight of the norm.
         attends: True for tokens in attention mode.
-        rotation: angles of each token for all channels of a head.
+        rotation: cosines and sines of each token's rotation angles, used for every head.
         row_ids: the row of each token's query; None if rows are in the order of tokens.
         cu_seqlens: boundaries of packed sequences, for B = 1.
         impl: "gluon" (Hopper, bfloat16 or float16: attention's gradients and the linear mixer, for head sizes that both
@@ -141,7 +141,7 @@ def mix(
         ATTENTION.require(op, rows.device, rows.dtype, f"takes head sizes of 64 and 128, got {E // H}")
     from tokenmix_oryx.ops.mixing import autograd
 
-    # angles shared by all sequences are stored once
+    # angles that all sequences share are stored for one sequence
     cos, sin = (x.flatten(0, 1).contiguous() for x in rotation)
     flags = {name: x for name, x in options._asdict().items() if name != "heads"}
     return autograd.mix(*autograd.Inputs(**given, cos=cos, sin=sin, **flags, impl=chosen))[0]

@@ -13,12 +13,12 @@ from tokenmix_core.ops import delta_rule_autograd as delta_rule
 from tokenmix_core.ops import ssd_autograd as ssd
 from tokenmix_oryx.ops.selected_queries.autograd import CAUSAL
 
-# number of differentiable inputs, which come first, and of tensor inputs, which precede all others
+# how many of the inputs are differentiable (they come first), and how many are tensors (they precede all others)
 _DIFFERENTIABLE, _TENSORS = 8, 13
 
 
 class Inputs(NamedTuple):
-    """Arguments of `mix`; angles are `[BR · T, K / 2]`, shared by all rows if BR = 1."""
+    """Arguments of `mix`; angles are `[BR · T, K / 2]`, with BR = 1 if all sequences share them, else BR = B."""
 
     rows: Tensor
     shared: Tensor
@@ -43,17 +43,17 @@ class Inputs(NamedTuple):
     impl: str | None
 
     def readable(self) -> Inputs:
-        """Return the kernels' inputs: slices of the shared projection stay strided, all else is contiguous."""
+        """Return the inputs as kernels read them: slices of `shared` keep their strides, all others are contiguous."""
         names = "rows", "A_log", "dt_bias", "k_weight", "v_weight", "norm_weight", "row_ids", "attends"
         return self._replace(**{name: t.contiguous() for name in names if (t := getattr(self, name)) is not None})
 
 
 class Kept(NamedTuple):
-    """Tensors saved for the backward; absent ones are empty.
+    """Tensors saved for the backward; one that does not exist for the layer's options is empty.
 
     Attributes:
         q, k_rotated, k_plain, values: inputs of the mixers, `[N, E]`; k_plain if the linear mixer is not rotated.
-        o, lse: attention's outputs for its tokens.
+        o, lse: outputs and log-sum-exp of attention, for tokens in attention mode.
         o_linear, g, dt, beta: the linear mixer's outputs and rates; saved_0 and saved_1 are its saved tensors.
     """
 
@@ -87,7 +87,7 @@ class BackwardInputs(NamedTuple):
 
 
 def _padded_heads(*heads: Tensor) -> tuple[Tensor, ...]:
-    """Pad heads with zeros to the sizes for which SSD's gradients are exact."""
+    """Pad head channels with zeros to the sizes for which SSD's gradients are exact."""
     K = heads[0].shape[-1]
     return tuple(F.pad(x, (0, 64 - K)) for x in heads) if ssd.needs_widening(heads[0], K) else heads
 
@@ -109,7 +109,7 @@ def _linear_forward(q, k, v, *, g, dt, D, beta, cu_seqlens, impl) -> tuple[Tenso
 
 
 def _linear_backward(q, k, v, *, g, dt, D, beta, cu_seqlens, saved, do, impl) -> tuple[Tensor | None, ...]:
-    """Return dq, dk, dv, dg, dΔ, dD and dβ; absent ones are None."""
+    """Return dq, dk, dv, dg, dΔ, dD and dβ; a gradient is None if the linear mixer has no such input."""
     K = q.shape[-1]
     if beta is None:
         q, k, v, do = _padded_heads(q, k, v, do)
@@ -134,7 +134,7 @@ def _parts(shared: Tensor, E: int) -> tuple[Tensor, ...]:
 
 
 def _last(x: Inputs) -> Tensor | None:
-    """Return the last boundary, where padding begins."""
+    """Return the last boundary of a packed batch, where padding begins; None without boundaries."""
     return None if x.cu_seqlens is None else x.cu_seqlens[-1:]
 
 
@@ -215,7 +215,7 @@ def _(x: Inputs) -> Outputs:
 @retried
 @of_fields
 def _backward(given: BackwardInputs) -> list[Tensor]:
-    """Return the gradients of the present ones among the first eight inputs, in reverse order of the forward."""
+    """Run the forward's steps in reverse; return the gradients of those of the first eight inputs that are not None."""
     from tokenmix_core.ops import attention_backward
     from tokenmix_oryx.ops.mixing.output import output_backward
     from tokenmix_oryx.ops.mixing.queries import queries_backward

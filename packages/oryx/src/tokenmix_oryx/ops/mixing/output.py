@@ -1,4 +1,4 @@
-"""Selection of each token's output by mode, gate and norm in one kernel; and the backward in one."""
+"""One kernel that selects each token's output by its mode, and applies gate and norm; and its backward kernel."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from tokenmix_oryx.ops.mixing.queries import rows_before_padding, silu_gradient
 
 # tokens per program, forward
 TOKENS = 1
-# attention's tiles have at most REACH + 1 queries: gradients of unselected rows of a tile must be finite
+# attention's backward multiplies all rows of a tile that holds a token in attention mode, so the gradients of the other
+# rows must be finite; a tile has at most REACH + 1 queries
 REACH = 127
 
 
 @triton.jit
 def column(b_x, BG: tl.constexpr):
-    """Broadcast a scalar to a column: Triton 3.9's interpreter does not accept scalars in masks."""
+    """Broadcast a scalar to a column `[BG, 1]`: Triton 3.9's interpreter does not accept scalars in masks."""
     return tl.zeros([BG, 1], tl.int32) + b_x
 
 
 @triton.jit
 def load_output(o_attention, o_linear, o_x, m_a, m_x):
-    """Load the output of the token's mode, float32."""
+    """Load the output of attention if m_a (attention mode), else of the linear mixer, as float32."""
     b_o = tl.load(o_attention + o_x, mask=m_x & m_a, other=0.0).to(tl.float32)
     return b_o + tl.load(o_linear + o_x, mask=m_x & (m_a == 0), other=0.0).to(tl.float32)
 
@@ -71,7 +72,7 @@ def _output_backward(
     b_w = tl.load(weight + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_dw = tl.zeros([BG, BS], tl.float32)
     first = tl.program_id(0) * tokens
-    # attention's backward may read rows near a query in attention mode
+    # True if attention's backward may read the gradients of these rows: a token in attention mode is within REACH
     o_near = first - REACH + tl.arange(0, BN)
     m_near = (o_near >= 0) & (o_near < tl.minimum(first + tokens + REACH, N))
     near = column(tl.max((tl.load(attends + o_near, mask=m_near, other=0) != 0).to(tl.int32), 0), BG) != 0
@@ -86,7 +87,7 @@ def _output_backward(
         b_z = tl.load(gate + i_t * stride_gate + o_d, mask=m_i, other=0.0).to(tl.float32)
         b_o = load_output(o_attention, o_linear, o_x, m_a, m_i)
         b_gate = b_z * tl.sigmoid(b_z)
-        # y = c û with the normalised û of u; c is the gate, unless u contains it
+        # y = c û, where û is the normalised u; c includes the gate unless u does
         b_c = b_dy
         b_u = b_o
         if BEFORE:
@@ -112,7 +113,7 @@ def _output_backward(
 def output_forward(
     *, o_attention, o_linear, gate, weight, attends, last, groups: int, eps: float, before: bool
 ) -> Tensor:
-    """Return y `[N, E]` from the rows of `o_attention` or `o_linear`, by mode.
+    """Return y `[N, E]` from each token's row of `o_attention` or `o_linear`, chosen by its mode.
 
     `gate [N, E]`, before its SiLU, acts `before` or after the norm over E / groups channels.
     """
@@ -130,7 +131,7 @@ def output_forward(
 def output_backward(
     *, o_attention, o_linear, gate, weight, attends, dy, dgate, last, groups: int, eps: float, before: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of attention's outputs (its tokens' rows only), linear's (else 0), and weight.
+    """Return the gradients of `o_attention` (defined near tokens of its mode only), `o_linear` and `weight`.
 
     The gradient of the gate is written to `dgate`.
     """

@@ -1,4 +1,4 @@
-"""Queries of both modes: gathered to token order, activated and rotated in one kernel; and the backward."""
+"""One kernel that gathers the queries of both modes in token order, activates and rotates them; and its backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def silu_gradient(b_x):
 
 @triton.jit
 def by_mode(m_a, b_attention, b_linear, ATTENTION: tl.constexpr, LINEAR: tl.constexpr):
-    """Select `b_attention` for the modes with their flag set, else `b_linear`; m_a marks attention mode."""
+    """Select `b_attention` in each mode whose flag (ATTENTION, LINEAR) is set, else `b_linear`; m_a: attention mode."""
     if ATTENTION and LINEAR:
         return b_attention
     elif ATTENTION:
@@ -36,7 +36,7 @@ def by_mode(m_a, b_attention, b_linear, ATTENTION: tl.constexpr, LINEAR: tl.cons
 
 @triton.jit
 def locate_tokens(row_ids, attends, cos, sin, N, groups, angles, HALF: tl.constexpr, BT: tl.constexpr):
-    """Return a program's tokens, the rows of their queries, which are in attention mode, and their rotation angles."""
+    """Return a program's tokens, their queries' rows, the mask of attention mode, and cosines and sines of angles."""
     o_t = tl.program_id(0) // groups * BT + tl.arange(0, BT)
     m_t = o_t < N
     o_row = o_t.to(tl.int64)
@@ -50,7 +50,7 @@ def locate_tokens(row_ids, attends, cos, sin, N, groups, angles, HALF: tl.conste
 
 @triton.jit
 def locate_head(i, o_t, N, H, groups, K: tl.constexpr, HEADS: tl.constexpr):
-    """Return the offsets of the first half of a program's i-th head, and their mask."""
+    """Return the offsets of the first K / 2 channels of a program's i-th head, and their mask."""
     i_h = tl.program_id(0) % groups * HEADS + i
     o_d = i_h * K + tl.arange(0, K // 2)[None, :]
     return o_d, (o_t < N)[:, None] & (o_d < H * K)
@@ -58,7 +58,7 @@ def locate_head(i, o_t, N, H, groups, K: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def rows_before_padding(last, N):
-    """Return N, or the last boundary of a packed batch, which `last` points to."""
+    """Return the number of rows before the padding: the last boundary if `last` points to one, else N."""
     if last is None:
         return N
     else:
@@ -102,7 +102,7 @@ def _queries_backward(
     o_t, o_row, m_a, b_cos, b_sin = locate_tokens(row_ids, attends, cos, sin, N, groups, angles, HALF, BT)
     for i in tl.static_range(HEADS):
         o_d, m_x = locate_head(i, o_t, N, H, groups, K, HEADS)
-        # each row gets the gradient of its own mode only, and padding zeros
+        # each row gets the gradient of its own mode only; rows of padding get 0
         m_d = m_x
         if last is not None:
             m_d &= (o_t < rows_before_padding(last, N))[:, None]
@@ -128,8 +128,8 @@ def queries_forward(
 ) -> Tensor:
     """Return q `[N, H, K]` from `rows [N, H K]`; token t has row `row_ids[t]`, or t if None.
 
-    `modes`: SiLU in attention mode (`silu_attention`) and in linear mode (`silu_linear`), and rotation in linear mode
-    (`rotate_linear`).
+    `modes` says whether to apply SiLU in attention mode (`silu_attention`) and in linear mode (`silu_linear`), and
+    whether to rotate in linear mode (`rotate_linear`).
     """
     N, E = rows.shape
     q = torch.empty_like(rows)
@@ -145,7 +145,7 @@ def queries_backward(
 ) -> Tensor:  # fmt: skip
     """Return the gradient of `rows`; each gradient of q is used only in the rows of its mode.
 
-    `last`: the last boundary of a packed batch, else None; also below.
+    `last` points to the last boundary of a packed batch; it is None for other batches.
     """
     N, E = rows.shape
     drows = torch.empty_like(rows)

@@ -81,7 +81,7 @@ def _rates_backward(
 
 
 def rates_forward(x: Tensor, A_log: Tensor, bias: Tensor, with_beta: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return g = −exp(A_log) Δ, Δ = softplus(x + bias) and β = sigmoid of the next H columns, float32 `[B, T, H]`."""
+    """Return g = −exp(A_log) Δ, Δ = softplus(x + bias) and β, the sigmoid of the next H columns; all float32."""
     (B, T, _), H = x.shape, len(A_log)
     g, dt = (x.new_empty(B, T, H, dtype=torch.float32) for _ in range(2))
     beta = torch.empty_like(g) if with_beta else None
@@ -93,7 +93,7 @@ def rates_forward(x: Tensor, A_log: Tensor, bias: Tensor, with_beta: bool) -> tu
 
 
 def rates_backward(x: Tensor, A_log: Tensor, bias: Tensor, dg, ddt, dbeta, dx: Tensor, last) -> tuple[Tensor, Tensor]:
-    """Return the gradients of A_log and bias; write that of x to `dx`, 0 in padding columns."""
+    """Return the gradients of A_log and bias; write the gradient of x to `dx`, with 0 in padding columns."""
     (B, T, R), H = x.shape, len(A_log)
     programs = cdiv(B * T, BT)
     dsums = x.new_empty(programs, 2, H, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Keys and values, shared by both mixers: convolution, SiLU and rotation in one kernel; and the backward in one."""
+"""One kernel for convolution, SiLU and rotation of the keys or values, which both mixers share; and its backward."""
 
 # Triton does not support starred tuples
 # ruff: noqa: RUF005
@@ -25,7 +25,7 @@ def _shared_forward(
     x, weight, cos, sin, y, rotated, cu_seqlens, stride_x, angles, T, N, H,
     K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Loop over BT tokens of a head, BU per iteration, with the last W inputs of both halves in registers."""
+    """Loop over BT tokens of a head, BU per iteration; registers hold the last W inputs of the head's channels."""
     HALF: tl.constexpr = K // 2
     i_h = tl.program_id(0) % H
     _, begin, length, first = locate_chunk(tl.program_id(0) // H, T, BT, N, cu_seqlens, PACKED)
@@ -74,7 +74,7 @@ def _shared_forward(
 
 @triton.jit
 def load_sum(p_attention, p_linear, o_x, m_x, BOTH: tl.constexpr):
-    """Load one gradient in float32, or the sum of two with `BOTH`."""
+    """Load attention's gradient as float32; with BOTH, add the linear mixer's gradient."""
     b_sum = tl.load(p_attention + o_x, mask=m_x, other=0.0).to(tl.float32)
     if BOTH:
         b_sum += tl.load(p_linear + o_x, mask=m_x, other=0.0).to(tl.float32)
@@ -90,7 +90,7 @@ def _shared_backward(
 ):  # fmt: skip
     """Loop over BT tokens of a head, BU per iteration, as in the backward of core's convolution.
 
-    Here, the gradient of the convolution's outputs is the sum over both mixers, rotated back if there are angles.
+    The gradient of the convolution's outputs is the sum of both mixers' gradients, rotated back if there are angles.
     """
     HALF: tl.constexpr = K // 2
     i_h = tl.program_id(0) % H
@@ -98,7 +98,7 @@ def _shared_backward(
     _, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
     o_k = tl.arange(0, K)
     o_d = i_h * K + o_k
-    # partner of each channel in the rotation
+    # the channel with which each channel is rotated
     o_partner = o_d + tl.where(o_k < HALF, HALF, -HALF)
     b_sign = tl.where(o_k < HALF, 1.0, -1.0)
     m_d = o_d >= 0
@@ -148,7 +148,7 @@ def _shared_backward(
                     b_z += b_w[w] * b_x[w]
                 b_new *= silu_gradient(b_z)
             b_dz = b_dz[1:] + (b_new,)
-            # later tokens belong to the next program
+            # the next program handles the later tokens
             b_own = tl.where(o_t < end, b_new, 0.0)
             b_added = ()
             for w in tl.static_range(W):
@@ -160,7 +160,7 @@ def _shared_backward(
             o_s = o_t - (W - 1)
             p_s = dx + (begin + o_s) * stride_dx + o_d
             tl.store(p_s, b_dx.to(dx.dtype.element_ty), mask=within(o_s, first, end, m_d))
-    # unused slots of a packed batch write zeros for the sum over slots
+    # programs without tokens, which a packed batch has, write zeros, because the sum reads the slots of all programs
     p_sums = dsums + tl.cast(i_c, tl.int64) * (W + 1) * E + o_d
     for w in tl.static_range(W):
         tl.store(p_sums + w * E, b_sums[w])
@@ -170,7 +170,7 @@ def shared_forward(
     x: Tensor, weight: Tensor, *, H: int, cu_seqlens, silu: bool, y: Tensor | None, rotated: Tensor | None = None,
     angles: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
 ) -> None:  # fmt: skip
-    """Write conv(x) to `y` and its rotation by `angles` to `rotated`, unless None."""
+    """Write conv(x), after SiLU if `silu`, to `y`, and its rotation by `angles` to `rotated`; skip either if None."""
     B, T, E = x.shape
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     cos, sin = angles
@@ -185,11 +185,11 @@ def shared_backward(
     x: Tensor, weight: Tensor, *, H: int, cu_seqlens, silu: bool, dattention: Tensor, dlinear: Tensor, dx: Tensor,
     angles: tuple[Tensor, Tensor] | tuple[None, None] = (None, None), rotate_linear: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of weight; write that of x to `dx`.
+    """Return the gradient of `weight`; write the gradient of x to `dx`.
 
     Args:
-        dattention, dlinear: gradients of both mixers' inputs, `[B, T, H, K]`.
-        angles: rotation angles of attention's input, and with `rotate_linear` of the linear mixer's.
+        dattention, dlinear: gradients of attention's and the linear mixer's inputs, `[B, T, H, K]`.
+        angles: rotation angles of attention's inputs, and with `rotate_linear` also of the linear mixer's.
     """
     B, T, E = x.shape
     W = weight.shape[1]

@@ -34,7 +34,7 @@ def selected_attention(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B TQ HQ V"]:
-    r"""Causal softmax attention of selected queries to all earlier keys; the cost is proportional to the selection.
+    r"""Compute causal softmax attention for selected queries; the cost is proportional to their number.
 
     .. math:: o_i = \sum_{j \le i} e^{s_{ij} - \mathrm{lse}_i} v_j, \quad s_{ij} = \text{scale} \cdot q_i \cdot k_j
               \quad\text{for selected } i, \qquad o_i = 0 \text{ for others}

@@ -24,12 +24,12 @@ class Inputs(NamedTuple):
     impl: str | None
 
     def readable(self) -> dict[str, Any]:
-        """Return the kernels' arguments by name."""
+        """Return the arguments as kernels read them, by name."""
         return self._replace(selected=self.selected.contiguous())._asdict()
 
 
 class BackwardInputs(NamedTuple):
-    """Arguments of the backward: the forward's, its results, log-sum-exp `[B, HQ, TQ]`, and the gradient of o."""
+    """Arguments of the backward: the forward's inputs, its o and log-sum-exp `[B, HQ, TQ]`, and the gradient of o."""
 
     inputs: Inputs
     o: Tensor

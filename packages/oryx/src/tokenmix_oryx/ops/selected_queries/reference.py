@@ -1,4 +1,4 @@
-"""Attention for selected queries in eager PyTorch: each run of queries attends to all keys before its end."""
+"""Attention for selected queries in eager PyTorch, one call for each run of adjacent selected queries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def selected_attention_by_runs(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: str | None = "reference",
 ) -> Float[Tensor, "B TQ HQ V"]:
-    """Compute `selected_attention` with autograd; reads `selected` on the host.
+    """Compute `selected_attention` with autograd; the host reads `selected`, which synchronises.
 
     Args:
         impl: implementation of core's attention for each run.
@@ -42,12 +42,12 @@ def selected_attention_by_runs(
             else:
                 parts.append(q.new_zeros(1, stop - start, q.shape[2], v.shape[3]))
         rows.append(torch.cat(parts, 1))
-    # connect the output to the inputs also without selected queries, for zero gradients
+    # without selected queries, 0 · input connects the output to the inputs, so that these get zero gradients
     return torch.cat(rows) + 0.0 * (q.sum() + k.sum() + v.sum()) if not selected.any() else torch.cat(rows)
 
 
 def _runs(selected: list[bool], cu_seqlens: Tensor | None) -> Iterator[tuple[int, int, int, bool]]:
-    """Yield runs of queries with equal selection: start, end, the sequence's first token, and whether selected."""
+    """Yield each run of queries all selected or all not: start, end, its sequence's first token, whether selected."""
     boundaries = [0, len(selected)] if cu_seqlens is None else cu_seqlens.tolist()
     for first, last in itertools.pairwise(boundaries):
         start = first

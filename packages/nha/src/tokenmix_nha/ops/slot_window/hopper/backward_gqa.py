@@ -13,13 +13,13 @@ from tokenmix_core.kernels.gluon import barrier, mma_layout, wait_async_copies
 from tokenmix_nha.ops.slot_window.hopper.gates import as_left, async_copy_tokens, mma_add_opaque, mma_opaque, rounded
 from tokenmix_nha.ops.slot_window.hopper.pairs import WindowPointers, add_window, softmax
 
-# a query head's smem tiles, or its rows of a sequence
+# a query head's smem tiles, or pointers to its rows of a sequence
 QueryTiles = namedtuple("QueryTiles", "q do p dz")
 
 
 @gluon.jit
 def _mask_causal(b_x, dtype: gl.constexpr):
-    """Round X, with 0 for pairs whose token enters after the slots that the query sees."""
+    """Round X, with 0 at pairs whose token is not yet in the slots that the query reads."""
     square: gl.constexpr = mma_layout(64, 4)
     o_i = gl.arange(0, 64, gl.SliceLayout(1, square))
     return rounded(gl.where(o_i[:, None] <= gl.arange(0, 64, gl.SliceLayout(0, square))[None, :], b_x, 0.0), dtype)
@@ -27,8 +27,8 @@ def _mask_causal(b_x, dtype: gl.constexpr):
 
 @gluon.jit
 def entries_of_heads(s_k, s_v, s, t, o_q, length, HQ, GROUP: gl.constexpr):
-    """Sum over all heads, per token and slot `[64, M]`, the chunk's part of e (README.md); the first head's tiles are
-    in smem."""
+    """Return the chunk's part of e (README.md) per token and slot, `[64, M]`, summed over the group's query heads; the
+    first head's tiles are in smem."""
     K: gl.constexpr = s_k.shape[1]
     V: gl.constexpr = s_v.shape[1]
     M: gl.constexpr = s.p.shape[1]
@@ -53,7 +53,7 @@ def entries_of_heads(s_k, s_v, s, t, o_q, length, HQ, GROUP: gl.constexpr):
 
 @gluon.jit
 def add_slots_of_heads(b_dk, b_dv, b_col, s, t, o_q, length, HQ, GROUP: gl.constexpr):
-    """Add the gradients of keys and values through the slots from all heads; the first head's tiles are in smem."""
+    """Add to b_dk and b_dv the gradients through the slots from all heads; the first head's tiles are in smem."""
     K: gl.constexpr = s.q.shape[1]
     V: gl.constexpr = s.do.shape[1]
     M: gl.constexpr = s.p.shape[1]
@@ -79,14 +79,14 @@ def add_slots_of_heads(b_dk, b_dv, b_col, s, t, o_q, length, HQ, GROUP: gl.const
 
 @gluon.jit
 def add_window_of_heads(b_dk, b_dv, s_q, s_do, s, p, w, o_q, GROUP: gl.constexpr):
-    """Add the gradients of keys and values through the window from all heads, last head first. The last head's dO is in
-    smem; its other tiles are in flight, the chunk's own queries in the first commit group."""
+    """Add to b_dk and b_dv the gradients through the window from all heads, last head first. The last head's dO is in
+    smem. Async copies of its other tiles are in flight, with the chunk's own queries in the first commit group."""
     K: gl.constexpr = s.k.shape[1]
     V: gl.constexpr = s.v.shape[1]
     square: gl.constexpr = mma_layout(64, 4)
     col: gl.constexpr = gl.SliceLayout(0, square)
     o_j = gl.arange(0, 64, col)
-    # each thread holds one element until the vectors are broadcast
+    # in this layout each thread holds one element, until the vectors are broadcast
     o_l = o_q + gl.arange(0, 64, gl.BlockedLayout([1], [32], [4], [0]))
     m_l = (o_l >= 0) & (o_l < w.length)
     for i in range(GROUP):

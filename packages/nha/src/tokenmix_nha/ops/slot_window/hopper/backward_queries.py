@@ -38,7 +38,7 @@ _KeyWindow = namedtuple("_KeyWindow", "k v shift_0 shift_1 window first oldest k
 
 @gluon.jit
 def _window(s, lse_i, shift, w, scale_2):
-    """Return the probabilities of BN window keys, `[64, BN]`, and do · v, `[64, BN]`."""
+    """Return the probabilities of the BN window keys at `shift`, `[64, BN]`, and do · v, `[64, BN]`."""
     BN: gl.constexpr = s.k.shape[0]
     layout: gl.constexpr = mma_layout(BN, 4)
     o_i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
@@ -52,7 +52,7 @@ def _window(s, lse_i, shift, w, scale_2):
 
 @gluon.jit
 def _add_window_delta(delta_i, s, lse_i, w, scale_2):
-    """Add to δ the sum of probability · (do · v) over the window keys; finally copy the first tile again for dq.
+    """Add to δ the sum of probability · (do · v) over the window keys; then copy the first key tile again for dq.
 
     If the slots are nearly equal, dz sums to 0 only if δ is rounded like p and dp, so δ cannot be do · o.
     """
@@ -74,7 +74,7 @@ def _add_window_delta(delta_i, s, lse_i, w, scale_2):
 
 @gluon.jit
 def _delta_from_outputs(s_do, o, begin_q, o_q, length, HQ):
-    """Return δ = do · o, with o as stored in 16 bits."""
+    """Return δ = do · o, computed from the o that is stored in 16 bits."""
     lines: gl.constexpr = row_layout(s_do.shape[1], 4)
     o_t = gl.arange(0, s_do.shape[0], gl.SliceLayout(1, lines))
     o_d = gl.arange(0, s_do.shape[1], gl.SliceLayout(0, lines))
@@ -86,7 +86,7 @@ def _delta_from_outputs(s_do, o, begin_q, o_q, length, HQ):
 
 @gluon.jit
 def _add_window(b_dq, s, lse_i, delta_i, w, scale, scale_2):
-    """Add the window keys' part to dq; the caller has started the async copies of the first key tile."""
+    """Add to dq the sum over window keys; the caller has started the async copies of the first key tile."""
     BN: gl.constexpr = s.k.shape[0]
     K: gl.constexpr = s.k.shape[1]
     V: gl.constexpr = s.v.shape[1]
@@ -152,7 +152,7 @@ def hopper_backward_queries_kernel(
     s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
     s_v = gl.allocate_shared_memory(dtype, [BT, V], shared)
     s_sk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
-    # this buffer holds the slots of the values first, p and dz later
+    # this buffer holds the value slots first, p and dz later
     s_y = gl.allocate_shared_memory(dtype, [2, BT, M], swizzled)
     s_sv = reinterpret(s_y, dtype, [V, M], swizzled)
     s_col = gl.allocate_shared_memory(dtype, [BT, M], swizzled)

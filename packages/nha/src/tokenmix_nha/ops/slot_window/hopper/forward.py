@@ -63,7 +63,7 @@ def hopper_window_forward_kernel(
     begin_k, begin_q = begin_k * H + i_h, begin * HQ + gl.program_id(1)
     p_k, p_v = k + begin_k * K, v + begin_k * V
 
-    # values reuse the smem buffers of keys, once the WGMMAs have read the keys
+    # values reuse the smem buffers of keys after the WGMMAs have read the keys
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
     D: gl.constexpr = max(K, V)

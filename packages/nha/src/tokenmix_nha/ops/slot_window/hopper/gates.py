@@ -87,7 +87,7 @@ def column_dots(s_x, s_y):
 
 @gluon.jit
 def locate_chunk(i_c, at, extra):
-    """Return sequence, chunk of the sequence, first query and number of queries: `tile.locate_chunk` with BT = 64."""
+    """Return (sequence, chunk of the sequence, first query, number of queries), as `tile.locate_chunk` with BT = 64."""
     if at.cu_seqlens is not None:
         sequences = 0
         for i in range(0, at.N, 128):
@@ -108,7 +108,7 @@ def locate_chunk(i_c, at, extra):
 
 @gluon.jit
 def first_entry(i_n, begin_k, entries, cu_seqlens):
-    """Return the index of a sequence's first chunk state: `tile.first_entry` with BT = 64."""
+    """Return the index of a sequence's first chunk state, as `tile.first_entry` with BT = 64."""
     if cu_seqlens is not None:
         entry = begin_k // 64 + 2 * i_n
     else:
@@ -118,7 +118,7 @@ def first_entry(i_n, begin_k, entries, cu_seqlens):
 
 @gluon.jit
 def locate_keys(i_c, i_h, at, GROUP: gl.constexpr = 1):
-    """Return the `KeyChunk` of chunk `i_c` and key head `i_h`; `begin_q` points at the first query head of the head."""
+    """Return the `KeyChunk` of chunk `i_c` and key head `i_h`; its `begin_q` points at the group's first query head."""
     i_n, i_t, begin, length = locate_chunk(i_c, at, at.before)
     begin_k = begin + i_n.to(gl.int64) * at.before
     first, keys = i_t * 64, length + at.before
@@ -134,7 +134,8 @@ def locate_keys(i_c, i_h, at, GROUP: gl.constexpr = 1):
 
 @gluon.jit
 def load_gates(f, begin_k, o_t, m_t, H, SLOTS, M: gl.constexpr):
-    """Load rows `o_t` of a head's log-gates as float32; 0, which writes nothing to slots, outside mask and SLOTS."""
+    """Load rows `o_t` of a head's log-gates as float32. Rows outside the mask and columns ≥ SLOTS get log-gate 0, so
+    that no token enters there."""
     o_m = gl.arange(0, M, gl.SliceLayout(0, mma_layout(M, 4)))
     p_f = f + ((begin_k + o_t.to(gl.int64) * H) * SLOTS)[:, None] + o_m[None, :]
     return gl.load(p_f, mask=m_t[:, None] & (o_m < SLOTS)[None, :], other=0.0).to(gl.float32)
@@ -142,7 +143,7 @@ def load_gates(f, begin_k, o_t, m_t, H, SLOTS, M: gl.constexpr):
 
 @gluon.jit
 def store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS):
-    """Store the gradients of a chunk's log-gates; 0 for infinite values and for tokens that do not enter the slots."""
+    """Store the gradients of a chunk's log-gates; store 0 for infinite values and for tokens that enter no slot."""
     M: gl.constexpr = b_df.shape[1]
     o_t = first + opaque(gl.arange(0, 64, gl.SliceLayout(1, mma_layout(M, 4))))
     o_m = gl.arange(0, M, gl.SliceLayout(0, mma_layout(M, 4)))
@@ -154,14 +155,14 @@ def store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS):
 
 @gluon.jit
 def enter_weight(b_f):
-    """Return 1 − exp(f) for f ≤ 0; near 0 by a power series, which avoids cancellation."""
+    """Return 1 − exp(f) for f ≤ 0; for f near 0 a power series avoids cancellation."""
     b_small = -b_f * (1.0 + b_f * (0.5 + b_f * (1 / 6 + b_f * (1 / 24 + b_f * (1 / 120)))))
     return gl.where(b_f > -0.1, b_small, 1.0 - gl.exp2(b_f * LOG2_E))
 
 
 @gluon.jit
 def sums_of_rows(b_x, s_high, s_low, LATER: gl.constexpr):
-    """Return the inclusive cumulative sums of x `[64, M]` along rows, or the reverse ones if LATER.
+    """Return the inclusive cumulative sums of x `[64, M]` over its rows, from the last row on if LATER.
 
     WGMMAs multiply a triangular matrix of ones by the two bf16 parts of x, stored in `s_high` and `s_low`. No warp may
     still be reading these two buffers.

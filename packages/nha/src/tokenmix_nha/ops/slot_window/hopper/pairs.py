@@ -11,7 +11,7 @@ from tokenmix_nha.ops.slot_window.hopper.gates import as_left, async_copy_tokens
 
 # smem tiles of a chunk's keys and values, and of the window's queries and do
 WindowTiles = namedtuple("WindowTiles", "k v q do")
-# a query head's rows of a sequence
+# pointers to a query head's rows of a sequence
 WindowPointers = namedtuple("WindowPointers", "q do lse delta")
 # queries whose windows hold a chunk's tokens: `shift_0` … `shift_1` after query o_w
 QueryWindow = namedtuple("QueryWindow", "o_w shift_0 shift_1 window length first oldest HQ scale")
@@ -19,7 +19,7 @@ QueryWindow = namedtuple("QueryWindow", "o_w shift_0 shift_1 window length first
 
 @gluon.jit
 def load_vectors(end, lse, delta, entry, begin_q, o_q, length, slots, HQ, M: gl.constexpr):
-    """Load a chunk's decay per slot, and lse and δ of 64 queries from `o_q` on; lse = ∞ gives missing queries
+    """Load a chunk's decay per slot, and lse and δ of the 64 queries `o_q`; missing queries get lse = ∞ and so
     probability 0. Each thread holds one element until the vectors are broadcast, which saves registers."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     o_l, o_m = gl.arange(0, 64, line), gl.arange(0, M, line)
@@ -32,14 +32,14 @@ def load_vectors(end, lse, delta, entry, begin_q, o_q, length, slots, HQ, M: gl.
 
 @gluon.jit
 def softmax(b_s, b_ds, b_lse, b_delta, m_s, scale):
-    """Turn k · q and v · do of window pairs `[token, query]` into probabilities and gradients of k · q."""
+    """Compute probabilities and gradients of k · q from k · q and v · do, for window pairs `[token, query]`."""
     b_s = gl.exp2(gl.where(m_s, b_s * (scale * LOG2_E) - b_lse[None, :], float("-inf")))
     return b_s, b_s * (b_ds - b_delta[None, :]) * scale
 
 
 @gluon.jit
 def add_window(b_dk, b_dv, s, p, w):
-    """Add the gradients from the window's queries, BN per iteration; async copies of the first queries are in flight.
+    """Add the gradients from the window's queries, BN per iteration; the caller has started copies of the first BN.
 
     `s` are `WindowTiles`, `p` `WindowPointers` and `w` a `QueryWindow`.
     """

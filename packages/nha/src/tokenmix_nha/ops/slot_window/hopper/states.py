@@ -1,7 +1,7 @@
 """Hopper kernel that scans the slots along chunks and computes each chunk's gate factors.
 
-One CTA of two warpgroups scans one head over one sequence, or over one segment of the sequence. One CTA holds all
-channels, so each head's gates are computed once. Iteration i, with NUM_STAGES pipeline stages of keys and values
+One CTA of two warpgroups scans one head over one sequence, or over one segment of the sequence. The CTA holds all
+channels of the head, so gates are computed only once. Iteration i, with NUM_STAGES pipeline stages of keys and values
 and two of gates:
 
     cp.async   k, v of chunk i + NUM_STAGES − 1, f of chunk i + NUM_STAGES
@@ -29,13 +29,13 @@ from tokenmix_nha.ops.slot_window.types import Inputs, Layout, Results, Saved
 
 _LARGEST_FACTOR = gl.constexpr(80.0)
 _WARPS = gl.constexpr(8)
-# keys, values and gates: their smem buffers with pipeline stages, or pointers to one head of a sequence
+# smem buffers (with pipeline stages) of keys, values and gates, or pointers to them for one head of a sequence
 _Tokens = namedtuple("_Tokens", "k v f")
 
 
 @gluon.constexpr_function
 def _warpgroup_layout(rows, columns):
-    """Return the WGMMA accumulator layout of two warpgroups, which share out 128 rows, or the columns of 64 rows."""
+    """Return two warpgroups' WGMMA accumulator layout: each has 64 of 128 rows, or half of the columns of 64 rows."""
     return gl.NVMMADistributedLayout([3, 0], [rows // 16, 128 // rows], [16, columns * rows // 128, 16])
 
 
