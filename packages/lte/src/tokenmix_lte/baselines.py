@@ -1,6 +1,6 @@
 """The paper's baselines in its setting: 10B or 32B tokens of FineWeb-Edu in rows of 4,096 tokens.
 
-The vocabulary has 32,000 words, and Gated DeltaNet heads have K = V = width / 8. All models of a size share width,
+The vocabulary has 32,000 tokens, and Gated DeltaNet heads have K = V = width / 8. All models of a size share width,
 depth and head count, so their parameter counts differ.
 """
 
@@ -21,7 +21,7 @@ from tokenmix_core.training import (
 )
 
 WINDOW = "window"
-# width, options of softmax attention
+# by size: width, and options of softmax attention
 SIZES = {
     "0.4b": (1024, {"num_heads": 16}),
     "1.4b": (2048, {"num_heads": 32, "num_kv_heads": 8}),
@@ -37,7 +37,7 @@ DEVIATION = 0.006
 
 
 def baseline(kind: str, size: str) -> Recipe:
-    """Return a baseline of Tables 1 to 3, trained as in the paper."""
+    """Return the recipe of a baseline of Tables 1 to 3, trained as in the paper."""
     width, attention = SIZES[size]
     options = {
         GDN: {"num_heads": 8, "head_dim": width // 8, "expand_v": 1.0},

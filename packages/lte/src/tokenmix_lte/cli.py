@@ -11,7 +11,7 @@ from tokenmix_core import cli as core_cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
+    """Run the command line and return the exit code."""
     return core_cli.main(
         argv,
         prog="tokenmix-lte",

@@ -13,9 +13,9 @@ register_mixer("tova", Tova)
 
 
 class LteConfig(HybridConfig):
-    """`HybridConfig` with mixers that default to "lte".
+    """`HybridConfig` whose layers are "lte" by default.
 
-    Options of LTE layers are `mixer_options["lte"]`: see `Lte`. Other mixers may interleave.
+    Options of LTE layers are in `mixer_options["lte"]`: see `Lte`. Layers may have other mixers.
     """
 
     model_type = "tokenmix_lte"

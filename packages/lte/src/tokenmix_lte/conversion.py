@@ -33,17 +33,17 @@ def convert(
     """Replace a model's attention by LTE, for further training.
 
     All weights are the original's own tensors. A new scorer returns logits of ½ for every input, so all keys are
-    retained. A converted full attention layer therefore computes the same in training, and in evaluation up to
-    window + cap tokens; a converted windowed layer sees further back than before.
+    retained. A converted full attention layer therefore at first returns the original's outputs, in training for any
+    length and in evaluation up to window + cap tokens. A converted windowed layer sees further back than before.
 
     Args:
         model: a Llama, Mistral, Qwen2 or Qwen3 language model of transformers.
-        layers: layers that get LTE; None for all. The others keep their attention.
-        window: of LTE; a layer with a narrower window of its own keeps that.
-        cap, sinks, scorer, dropout: as for `Lte`; scorers without weights need no initialisation.
+        layers: indices of the layers that get LTE; None for all. The others keep their attention.
+        window: LTE's window; a layer with a narrower window of its own keeps that one.
+        cap, sinks, scorer, dropout: as for `Lte`.
 
     Raises:
-        ValueError: an unsupported model, layers that do not exist, or options that LTE refuses.
+        ValueError: an unsupported model, layers that do not exist, or options that are invalid for `Lte`.
     """
     attention = attention_options(model.config)
     chosen = range(len(attention)) if layers is None else layers
@@ -76,14 +76,14 @@ def _new_scorer(options: dict[str, Any], prefix: str, model: PreTrainedModel) ->
     if made is None:
         assert scorer in FIXED
         return {}
-    # until the first step, logits are the last bias
+    # with weights of 0, every logit equals the last bias until the first training step
     made.weight.zero_()  # type: ignore[operator]
     parts = {"scorer": made.to(model.dtype), "sparsity": HeadWeights(heads, initial=FIRST_WEIGHT)}
     return {f"{prefix}{part}.{name}": x for part, module in parts.items() for name, x in module.state_dict().items()}
 
 
 def command(args: argparse.Namespace, context: Any) -> None:
-    """`tokenmix-lte convert`: convert a checkpoint in a folder."""
+    """Run `tokenmix-lte convert`: convert a checkpoint in a folder."""
     from tokenmix_core.cli import DTYPES, config_of, is_checkpoint, load_model
 
     source = Path(args.model)

@@ -1,9 +1,9 @@
 """Decoding with LTE: continue from a layer's state by one token of each sequence, or by many, in constant memory.
 
-A head has W + cap slots: a ring buffer for the window, where the token at position p has slot p mod W, and behind it
-the slots of retained tokens. A logit is final once the tokens that the scorer looks ahead to are known, which is before
-its token leaves the ring. That token then moves to a free retained slot, replaces the worst retained token, or is
-evicted.
+A head has W + cap slots: a ring buffer for the window, where the token at position p has slot p mod W, and after it
+the slots of retained tokens. A token's logit is final when all later tokens that the scorer reads are known, which is
+before the token leaves the ring. A token that leaves the ring moves to a free retained slot, replaces the retained
+token with the lowest rank, or is evicted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tokenmix_lte.retention import Retention, Tokens
 
 
 def step(rule: Retention, tokens: Tokens, state: LayerState) -> Float[Tensor, "N 1 HQ K"]:
-    """Return outputs for one token of each sequence; update the state without synchronisation."""
+    """Return the outputs for one token of each sequence, and update the state, without synchronisation."""
     q, k, raw, v = tokens
     _prepare(k, state, len(k))
     kv: RaggedKVState = state.kv
@@ -56,7 +56,7 @@ def extend(rule: Retention, tokens: Tokens, state: LayerState) -> Float[Tensor, 
     else:
         o, held = extend_packed(rule, tokens, span, _held(state) if span.past else None)
     state.kv.hold(held.keys, held.values, held.lengths)
-    # later steps mutate these tensors
+    # `set` stores detached, contiguous tensors, because later steps overwrite them
     state.scores.set(held.scores)
     state.ages.set(held.ages)
     state.raw.set(held.raw)
@@ -80,7 +80,7 @@ def _advance(rule: Retention, tokens: Tokens, held: Held | None, past: int) -> t
         )
         last = torch.arange(past - reach, past, device=device) % max(1, rule.reach)
         raws = torch.cat((held.raw[:, last], raws), 1)
-        # the first logits lack their past context; the state has their scores
+        # the first logits miss the tokens before them, so use their scores from the state
         known = 0 if reach == past else rule.context[0]
     scores = rule.logits(raws, values[:, ring - reach :]).detach()
     if held is not None and past:
@@ -109,14 +109,15 @@ def _advance(rule: Retention, tokens: Tokens, held: Held | None, past: int) -> t
             values.transpose(1, 2).gather(2, at),
             (lengths + min(total, W)).to(torch.int32),
             torch.cat((_ring(scores, W, total).transpose(1, 2), retained_scores), 2),
-            # without earlier retained keys a token's index is its position
+            # if no keys were retained before, a token's index is its position
             retained.to(torch.int32) if ages is None else ages.transpose(1, 2).gather(2, retained),
             _ring(raws, rule.reach, total),
         )
 
 
 def _retained(rule: Retention, held: Held) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return keys, values, ranks and ages of the retained tokens `[N, cap, H, ...]`, by age; empty slots rank −∞."""
+    """Return keys, values, ranks and ages of the retained tokens `[N, cap, H, ...]`, oldest first; empty slots have
+    rank −∞."""
     filled = torch.arange(rule.cap, device=held.ages.device) < (held.lengths - rule.window).unsqueeze(-1)
     order = held.ages.masked_fill(~filled, torch.iinfo(held.ages.dtype).max).argsort(-1)
     ranks = held.scores[:, :, rule.window :].masked_fill(~filled, -torch.inf)
@@ -126,7 +127,7 @@ def _retained(rule: Retention, held: Held) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def _first_retained(stays: Bool[Tensor, "N H left"], cap: int) -> tuple[Int[Tensor, "N H cap"], Int[Tensor, "N H"]]:
-    """Call `first_taken`; return zeros if there are no tokens."""
+    """Return `first_taken`: indices of the first `cap` tokens that stay, and their number; zeros if `left` is 0."""
     if stays.shape[2]:
         return first_taken(stays, cap)
     zeros = torch.zeros(*stays.shape[:2], cap + 1, dtype=torch.int64, device=stays.device)
@@ -134,14 +135,14 @@ def _first_retained(stays: Bool[Tensor, "N H left"], cap: int) -> tuple[Int[Tens
 
 
 def _newest(length: int, size: int, total: int, device: torch.device) -> Int[Tensor, "size"]:
-    """Return the index, among `length` tokens, of the token in each slot of `_ring`; arbitrary for empty slots."""
+    """Return for each slot of `_ring` the index of its token among `length` tokens; arbitrary for empty slots."""
     if total < size:
         return torch.arange(length - total, length - total + size, device=device).clamp(max=length - 1)
     return torch.arange(length - size, length, device=device).roll(total % size)
 
 
 def _ring(x: Float[Tensor, "N L *rest"], size: int, total: int) -> Float[Tensor, "N size *rest"]:
-    """Return a ring buffer of the newest tokens of sequences of `total` tokens, each at its position mod `size`."""
+    """Return a ring buffer of the newest of `total` tokens of each sequence, each token at its position mod `size`."""
     held = min(total, size)
     newest = x[:, x.shape[1] - held :]
     if held < size:
@@ -150,7 +151,7 @@ def _ring(x: Float[Tensor, "N L *rest"], size: int, total: int) -> Float[Tensor,
 
 
 def _score(rule: Retention, state: LayerState) -> None:
-    """Write the final logits of the newest tokens; some may have been written before."""
+    """Score the newest tokens and write the logits that are final; some may have been written before."""
     assert rule.scorer is not None
     before, reach, W = state.span.before, rule.reach, rule.window
     (N, H, _, K), (behind, ahead) = state.kv.keys.shape, rule.context

@@ -1,4 +1,4 @@
-"""Evaluation suites of the paper: shares of retained keys, and the cost of scorers and attention layers."""
+"""Evaluation suites of the paper: the share of keys that heads retain, and the cost of scorers and attention layers."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def lte_layers(model: Any) -> dict[int, Lte]:
 def retained_shares(
     model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 8, progress: bool = True
 ) -> Float[np.ndarray, "2 layers heads"]:
-    """Return shares of the tokens beyond the window at the end of a sequence: held under the cap, and before the cap.
+    """Return the shares of tokens beyond the window that heads retain at a sequence's end, with and without the cap.
 
-    Before the cap, a head retains the tokens with a positive logit and the sinks.
+    Without the cap, a head retains the sinks and the tokens with a positive logit.
     """
     lte_layers(model)
     total: Any = 0
@@ -87,7 +87,7 @@ def retention_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteRe
 
 
 def scorer_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Count the scorers' share of the model's parameters, and of its forward operations per token by context length."""
+    """Compute the scorers' share of the model's parameters, and of its forward FLOPs per token by context length."""
     options.choose("scorer", ("scorer",))
     layers = lte_layers(model)
     scorers = [layer.scorer for layer in layers.values() if layer.scorer is not None]

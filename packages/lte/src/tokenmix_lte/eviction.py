@@ -1,9 +1,9 @@
-"""Eviction times: at any time a head retains the best `cap` of the keys that have left the window so far.
+"""Compute when keys are evicted: at any time a head retains the best `cap` of the keys that have left the window.
 
 One key is better than another if its score is higher, or if the scores are equal and it is older. A key is evicted when
 the cap-th better key leaves the window. An evicted key never returns, so one number per key, the first query that no
-longer sees it, describes all evictions: a decoder that evicts one key at a time and a forward pass over the whole
-sequence retain the same keys.
+longer sees it, describes all evictions. With these times a forward pass over the whole sequence retains the same keys
+as a decoder that evicts one key at a time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 from tokenmix_core.chunking import sequence_ids
 from tokenmix_core.ops import Impl, resolve_impl, without_padding
 
-# most pairs of keys, over all rows and heads, that the kernel compares: about 2 ms of instructions on an H200, as long
-# as the launches of the wavelet matrix take
+# most pairs of keys, over all rows and heads, that the kernel compares: it then takes about 2 ms on an H200, as long as
+# the launches of the wavelet matrix
 _MAX_PAIRS = 1 << 33
-# most keys that are ranked at once: their indices need about ten tensors of 8 bytes a key
+# most keys that are ranked at once, as ranking needs about ten tensors of 8 bytes per key
 _MAX_RANKED_KEYS = 1 << 22
 
 
@@ -31,7 +31,7 @@ def eviction_times(
     *,
     impl: Impl | None = None,
 ) -> Int[Tensor, "B T H"]:
-    """Return the first query that no longer sees each key beyond the window, int32; T + window for keys that stay.
+    """Return for each key the first query that does not see it after it left the window; T + window if it stays.
 
     A key's eviction time is the window plus the position of the cap-th better key, the cap-th smallest position among
     the keys that rank before it. A wavelet matrix finds this order statistic of a prefix for all keys at once in
@@ -46,7 +46,7 @@ def eviction_times(
         impl: "triton", "reference" (any device), or None: the kernel for CUDA tensors. Packed rows, more than 2³³ pairs
             and float64 always use the reference.
     """
-    # the number of the reference's steps depends on T: a graph that torch.compile makes has one operator instead
+    # the reference's number of steps depends on T, so torch.compile sees one operator instead of the steps
     find = _custom_op if torch.compiler.is_compiling() else _eviction_times
     return find(scores, cap, window, cu_seqlens, resolve_impl("eviction_times", impl, scores))
 
@@ -81,7 +81,7 @@ def _times(
 ) -> Int[Tensor, "R T"]:
     """Return the eviction times of rows by the wavelet matrix; `starts` and `ids` give each token's packed sequence."""
     T = scores.shape[1]
-    # by descending score, equal scores by age, inside each sequence
+    # sort each sequence's keys by descending score, equal scores oldest first
     order = scores.argsort(dim=1, descending=True, stable=True)
     if ids is not None:
         order = order.gather(1, ids[order].argsort(dim=1, stable=True))
@@ -97,16 +97,16 @@ def _smallest(
 ) -> Int[Tensor, "R T"]:
     """Return the k-th smallest (from 0) of values[first:stop] of a row, for each pair of offsets.
 
-    The wavelet matrix goes from the highest bit to the lowest: a stable partition moves values without the bit in front
-    of values with it, and both offsets follow the part that holds the k-th smallest. If fewer than k + 1 values lie
-    between the offsets, the result has no meaning.
+    The wavelet matrix goes from the highest bit to the lowest. For each bit, a stable partition moves values without
+    the bit before values with it, and both offsets move to the half that holds the k-th smallest value. If fewer than
+    k + 1 values lie between the offsets, the result has no meaning.
     """
     T = values.shape[1]
     indices = torch.arange(T, device=values.device)
     rest, found = torch.full_like(values, k), torch.zeros_like(values)
     for bit in reversed(range(max(1, (T - 1).bit_length()))):
         zero = (values >> bit) & 1 == 0
-        # values without the bit before each index
+        # number of values without the bit before each index
         before = F.pad(zero.cumsum(1), (1, 0))
         zeros = before[:, -1:]
         low, high = before.gather(1, first), before.gather(1, stop)

@@ -15,12 +15,13 @@ from tokenmix_lte.training import steer_sparsity
 
 
 def finetune(checkpoint: str, *, scorer: bool = False) -> Recipe:
-    """Return the recipe: 2B tokens of FineWeb-Edu in rows of 4,096 tokens of the checkpoint's tokenizer.
+    """Return a recipe that finetunes on 2B tokens of FineWeb-Edu in rows of 4,096 tokens of the checkpoint's tokenizer.
 
-    Keys, values and scorers learn together, as in the paper's pretraining; λ adapts each head to its layers' cap.
+    Keys, values and scorers learn together, as in the paper's pretraining. λ of each head adapts until the head retains
+    about as many keys as the cap allows.
 
     Args:
-        checkpoint: folder of a converted model, or of any other with LTE layers.
+        checkpoint: folder of a converted model, or of any other model with LTE layers.
         scorer: train the scorers alone and freeze everything else.
 
     Raises:
@@ -31,7 +32,7 @@ def finetune(checkpoint: str, *, scorer: bool = False) -> Recipe:
         description="the scorers alone" if scorer else "all weights and the scorers together",
         model={},
         data=DataRecipe(sources=["data/fineweb-edu"], seq_len=4096, documents="joined", data_seed=42),
-        # the 3,815 steps suffice for λ to grow from 1e-9 to 1, which takes 1,660
+        # λ can grow from 1e-9 to 1 in 1,660 steps; the recipe has 3,815
         optimizer=OptimizerRecipe(
             total_tokens=Tokens("2B"),
             warmup_tokens=Tokens("50M"),
@@ -59,5 +60,5 @@ def train_scorers(model: Any) -> Any:
 
 
 def command(args: argparse.Namespace, context: Any) -> int:
-    """Run `tokenmix-lte finetune`."""
+    """Run the command `tokenmix-lte finetune`."""
     return run_finetune(args, {"scorer": False}, finetune)

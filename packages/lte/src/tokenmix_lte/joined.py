@@ -1,4 +1,4 @@
-"""Packed sequences of a call's tokens, each behind a part of its past, so that any lengths continue in one call."""
+"""Pack each sequence's last past tokens before its new tokens, so that one call continues sequences of any lengths."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tokenmix_core.nn import Span
 
 
 class Joined(NamedTuple):
-    """S packed tokens: of each sequence the last ones of its past, then those of the call.
+    """S packed tokens: for each sequence, the last tokens of its past and then its tokens of the call.
 
     Attributes:
-        cu_seqlens: `[N + 1]` int32.
-        rows, positions: sequence and position of each token, `[S]`.
-        origin: packed index of each sequence's position 0, `[N]`; below its first token if that has another position.
+        cu_seqlens: boundaries of the packed sequences, `[N + 1]` int32.
+        rows, positions: each token's sequence and its position there, `[S]`.
+        origin: packed index that each sequence's position 0 has, or would have if it were packed too, `[N]`.
         new: packed index of each token of the call, `[T]`.
     """
 
@@ -34,7 +34,7 @@ class Joined(NamedTuple):
         return torch.arange(len(self.rows), device=self.rows.device) - self.cu_seqlens[self.rows]
 
     def filled(self, past: Float[Tensor, "S *rest"], call: Float[Tensor, "T *rest"]) -> Float[Tensor, "S *rest"]:
-        """Return the call's values at its tokens, and `past` at the others."""
+        """Return the values `call` at the call's tokens, and `past` at all other tokens."""
         return past.to(call.dtype).index_copy(0, self.new, call)
 
 

@@ -1,4 +1,4 @@
-"""Time of a hybrid model's layers with a KV cache and of their scorers, prefilling and decoding (Figures 4b and 4c)."""
+"""Time a hybrid model's layers with a KV cache, and their scorers, in prefill and decoding (Figures 4b and 4c)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BATCH, RUNS = 32, 5
 
 
 class Clock:
-    """Timer of calls of some modules, in milliseconds: by CUDA events on a GPU, else by the CPU's clock."""
+    """Timer of all calls of the given modules, in milliseconds, by CUDA events on a GPU, else by the CPU's clock."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         self.cuda, self._marks = device.type == "cuda", []
@@ -89,7 +89,7 @@ def clocks(model: Any) -> Iterator[tuple[Clock, Clock]]:
 
 @torch.inference_mode()
 def prefill_latency(model: Any, ids: Int[Tensor, "B T"], *, runs: int = RUNS) -> dict[str, Any]:
-    """Return a table row of a prompt's time: the mean over runs without the fastest and the slowest one."""
+    """Return a table row with the time to prefill the prompt, a mean over runs without the fastest and the slowest."""
     layers, scoring = [], []
     with clocks(model) as (of_layers, of_scoring):
         for run in range(runs + 1):
@@ -106,10 +106,10 @@ def prefill_latency(model: Any, ids: Int[Tensor, "B T"], *, runs: int = RUNS) ->
 
 @torch.inference_mode()
 def decode_latency(model: Any, ids: Int[Tensor, "B T"], *, steps: int = STEPS) -> dict[str, Any]:
-    """Return a table row of the mean time of a decoded token: the last `steps` of `ids`, after `steps` / 2 to warm up.
+    """Return a table row with the mean time of decoding a token, over the last `steps` tokens of `ids`.
 
-    The warm-up decodes the end of the prompt, so that the first timed token follows "context" tokens. Tokens are those
-    of the text. Steps run eagerly, not as CUDA graphs, so that each layer can be timed.
+    Up to `steps` / 2 tokens before them are decoded to warm up, so that the first timed token follows "context" tokens.
+    Tokens are read from `ids`, not sampled. Steps run eagerly, not as CUDA graphs, so that each layer can be timed.
     """
     context = ids.shape[1] - steps
     warm_up = min(steps // 2, context - 1)
@@ -126,7 +126,7 @@ def decode_latency(model: Any, ids: Int[Tensor, "B T"], *, steps: int = STEPS) -
 
 
 def latency_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Time prefill by length, and decoding after the longest prompt, of all layers with a KV cache, on real text."""
+    """Time all layers with a KV cache on a text: prefill of several lengths, and decoding after the longest prompt."""
     tasks = options.choose("latency", ("prefill", "decoding"))
     lengths, batch = sorted(options.lengths or LENGTHS), options.batch_size or BATCH
     prompt, steps = (lengths[-1] if options.lengths else PROMPT), STEPS

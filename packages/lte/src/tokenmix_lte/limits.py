@@ -12,10 +12,10 @@ from tokenmix_lte.evals import lte_layers
 
 @contextmanager
 def using_retention(model: Any, args: argparse.Namespace) -> Iterator[None]:
-    """Set the cap and the window of the LTE layers for the body, by `args.cap` and `args.window`; None changes nothing.
+    """Set `args.cap` and `args.window`, unless None, as the LTE layers' limits inside a `with`.
 
-    The cap "none" retains every key that the scorer retains, up to the model's `max_position_embeddings`; a state
-    allocates slots for all of them.
+    With the cap "none" a head retains every key with a positive logit, up to the model's `max_position_embeddings`, and
+    a state allocates slots for that many keys.
 
     Raises:
         ValueError: a cap below the number of sinks, or a window narrower than the tokens that a scorer reads.
@@ -29,7 +29,7 @@ def using_retention(model: Any, args: argparse.Namespace) -> Iterator[None]:
         for layer in layers:
             layer.set_limits(cap=_cap(args.cap, model), window=args.window)
         changed = {name: x for name, x in (("cap", args.cap), ("window", args.window)) if x is not None}
-        # results name the limits
+        # results list these limits among their settings
         model.evaluation_settings = lambda: changed
         yield
     finally:

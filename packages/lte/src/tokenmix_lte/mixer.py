@@ -61,17 +61,17 @@ class Lte(Mixer):
         num_heads: query heads HQ.
         num_kv_heads: key heads H, a divisor of HQ; None for HQ.
         head_dim: K, a multiple of 4; None for D / HQ.
-        window: a token sees itself and the window − 1 before it.
+        window: a token sees itself and the window − 1 tokens before it.
         cap: keys beyond the window, sinks included, that a head retains in evaluation.
-        sinks: first tokens that stay visible.
-        scorer: "cnn"; "causal", which reads the past alone; "mlp", which reads the token alone; "none", which retains
-            the sinks alone; "uniform", which retains every n-th token and doubles n, token by token, once `cap` keys
-            are retained (Unif.+SWA). The last two have no parameters: the layer has the weights of core's attention.
+        sinks: number of first tokens that stay visible.
+        scorer: "cnn"; "causal", which reads only the token and its past; "mlp", which reads only the token; "none",
+            which retains only the sinks; "uniform", which retains every n-th token and doubles n, token by token, when
+            `cap` keys are retained (Unif.+SWA). With the last two the layer has only the weights of core's attention.
         estimator: gradient of the logits: "values" as in the paper, or "inside", through a factor of the exponentials
             of retained keys.
-        dropout: of the scorer's layers, in training.
+        dropout: dropout of the scorer's layers in training.
         train_capped: apply `cap` in training too, so that training calls and generation see the same keys. For losses
-            that compare the two or subtract a reference (DPO, GRPO), of a trained scorer; pretraining is uncapped.
+            that compare the two or subtract a reference (DPO, GRPO) with a trained scorer; pretraining is uncapped.
         qk_norm: RMS-normalise every head of q and k, before the scorer reads k and before both are rotated (Qwen3).
         qkv_bias: biases of the q, k and v projections (Qwen2).
         norm_eps: of the q/k norms.
@@ -128,16 +128,16 @@ class Lte(Mixer):
         self.q_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
         self.scorer = make_scorer(scorer, num_kv_heads, 2 * head_dim, dropout, unless_gluon(impl))
-        # without scores only sinks are retained
+        # without a scorer only the sinks are retained
         self.cap = max(1, sinks) if scorer == "none" else cap
         self.uniform = scorer == "uniform"
         self.set_limits(window=window)
         self.sparsity = None if self.scorer is None else HeadWeights(num_kv_heads, initial=FIRST_WEIGHT)
-        # layers over which the model's sparsity loss is a mean
+        # number of LTE layers of the model, over which its sparsity loss is a mean
         self.num_lte_layers = 1
 
     def set_limits(self, *, cap: int | None = None, window: int | None = None) -> None:
-        """Set the cap or the window of later calls with new states; None leaves it.
+        """Set the cap or the window for later calls with new states; None leaves it unchanged.
 
         Raises:
             ValueError: a cap below 1 or the number of sinks, or a window narrower than the scorer's input.
@@ -162,10 +162,10 @@ class Lte(Mixer):
         return layer
 
     def make_state(self) -> LayerState:
-        """Make an empty state.
+        """Return an empty state.
 
-        Its parts: `kv`, keys and values of the window's ring and then the retained ones, for each head; `scores`, their
-        logits; `ages`, the positions of retained keys; `raw`, the newest keys before rotation, the scorer's next input.
+        Its parts are: `kv`, each head's keys and values, first the window's ring and then retained ones; `scores`, the
+        logits of these; `ages`, the positions of retained keys; `raw`, the newest unrotated keys, for the scorer.
         """
         slots = (self.num_kv_heads, self.window + self.cap)
         return LayerState(
@@ -176,7 +176,7 @@ class Lte(Mixer):
         )
 
     def step_form(self, span: Span) -> bool:
-        """Return True if this step runs the scorer on the newest tokens."""
+        """Return True if this decoding step runs the scorer on the newest tokens."""
         return self.retention.scores_at(span)
 
     @property
@@ -221,14 +221,14 @@ class Lte(Mixer):
         if self.scorer is not None and self.estimator == "inside":
             factor = keep + (share - share.detach())
         elif self.scorer is not None and torch.is_grad_enabled():
-            # the factor is exactly 1, and the gradient of the share is ⟨v, dv⟩
+            # the factor is exactly 1, and the gradient of `share` is ⟨v, dv⟩
             v = v * (share - share.detach() + 1).to(v.dtype).unsqueeze(-1)
         o = kept_attention(q, k, v, factor, window=self.window, until=until, cu_seqlens=cu_seqlens, impl=self.impl).o
         found = self._observe(logits, share, positions) if self.training else {}
         return o, found if until is None else found | self._shares(keep, until, positions)
 
     def _observe(self, logits: Tensor, share: Tensor, positions: Positions) -> dict[str, Tensor]:
-        """Return the sparsity loss, a sum over tokens, and the retained share of each head; note it for the callback.
+        """Return the sparsity loss, a sum over tokens, and each head's retained share, which the callback also reads.
 
         The last tokens are excluded, because their logits are not final.
         """
@@ -246,10 +246,10 @@ class Lte(Mixer):
     def _shares(
         self, keep: Bool[Tensor, "B T H"], until: Tensor, positions: Positions
     ) -> dict[str, Float[Tensor, "H"]]:
-        """Return each head's shares of the tokens beyond the window, at the end of their sequences.
+        """Return each head's shares of the tokens that are beyond the window at the end of their sequences.
 
-        `scored_share` counts the tokens that the scorer (or the sinks' rule) retains, `held_share` those left by the
-        cap.
+        `scored_share` counts the sinks and the tokens that the scorer retains; `held_share` counts those of them that
+        the cap has not evicted.
         """
         beyond = (positions.after >= self.window).unsqueeze(-1)
         last = (positions.position + positions.after).unsqueeze(-1)
@@ -258,7 +258,7 @@ class Lte(Mixer):
         return {"held_share": held.sum((0, 1)) / of, "scored_share": scored.sum((0, 1)) / of}
 
     def mixing_flops(self, seq_len: int) -> float:
-        # attention as if every key were retained up to the cap, and the scorer
+        # count attention as if heads retained every key up to the cap, and the scorer
         visible = mean_visible(seq_len, self.window + self.cap)
         scoring = 0.0 if self.scorer is None else self.scorer.flops
         return 4.0 * self.num_heads * self.head_dim * visible + scoring
@@ -270,6 +270,6 @@ def _positions(x: Tensor, cu_seqlens: Tensor | None) -> Positions:
         position = torch.arange(T, device=x.device)
         return Positions(position, T - 1 - position)
     position = packed_positions(cu_seqlens, T)
-    # padding has no token after it, nor itself
+    # padding behind the sequences counts as a sequence of length 0
     lengths = F.pad(cu_seqlens.diff(), (0, 1))[sequence_ids(cu_seqlens, T)]
     return Positions(position, lengths - 1 - position)

@@ -1,4 +1,4 @@
-"""Native sparse attention: the gated sum of attention to compressed blocks, to selected blocks and to a window."""
+"""Native sparse attention: the gated sum of attention to means of blocks, to selected blocks, and to a window."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _attend(
     shift: int = 0,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the three branches, one operator of torch.export because the division into blocks fixes the length."""
+    """Compute the three branches, as one operator for torch.export: traced, the division into blocks would fix T."""
     if pooled_k is None or pooled_v is None:
         pooled_k, pooled_v = (pool_blocks(x, block, cu_seqlens) for x in (k, v))
     packed: dict[str, Any] = {"cu_seqlens": cu_seqlens, "impl": impl}
@@ -74,9 +74,9 @@ class Nsa(Mixer):
     """o = W_o Σ_branch g_branch ⊙ o_branch with gates g = sigmoid(W_g x), three for each query head.
 
     All branches have the same rotated q and k and the same v. *Compressed*: attention to the means of keys and values
-    of complete blocks. *Selected*: attention to `blocks` blocks: the first, the query's own, the one before, and those
-    with the most attention in the compressed branch, summed over the query heads of a key head. *Window*: attention to
-    the newest tokens. No gradient passes through the selection of blocks.
+    of complete blocks. *Selected*: attention to `blocks` blocks: the first, the query's own, the one before it, and the
+    blocks with the most attention in the compressed branch, summed over the query heads of a key head. *Window*:
+    attention to the newest tokens. No gradient passes through the selection of blocks.
 
     Args:
         hidden_size: D.
@@ -85,7 +85,7 @@ class Nsa(Mixer):
         head_dim: K, even.
         block: tokens of a block.
         blocks: blocks that a query attends to, at least 3.
-        window: a token sees itself and the window − 1 before it in the third branch.
+        window: in the third branch a token sees itself and the window − 1 tokens before it.
         norm_eps: accepted and ignored, because the layer has no norms.
         impl: implementation of the operations, None, "triton" or "reference".
 
@@ -126,7 +126,7 @@ class Nsa(Mixer):
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
     def make_state(self) -> LayerState:
-        """Make an empty state: all keys and values, the means of complete blocks, and sums of the incomplete block."""
+        """Return an empty state for all keys and values, means of complete blocks, and sums of the incomplete block."""
         size = self.num_kv_heads, self.head_dim
         return LayerState(
             kv=KVState(*size, self.head_dim),
@@ -156,7 +156,7 @@ class Nsa(Mixer):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, *pooled: Tensor, shift: int = 0, cu_seqlens: Tensor | None = None
     ) -> Branches:
-        """Return the branches' outputs for queries from position `shift` on, given all keys; pool them if not given."""
+        """Return the branches' outputs for queries from position `shift` on; pool all keys unless `pooled` is given."""
         options = {"block": self.block, "count": self.blocks, "window": self.window, "impl": self.impl}
         return Branches(*_attend(q, k, v, *pooled, shift=shift, cu_seqlens=cu_seqlens, **options))
 
@@ -169,7 +169,7 @@ class Nsa(Mixer):
         new = torch.stack((k, v), 2).squeeze(1).detach()
         sums = state.open.get(N, new)
         sums.copy_(torch.where((before % block == 0).view(-1, 1, 1, 1), 0.0, sums) + new)
-        # the mean of an incomplete block is written too, but no query reads it
+        # this also writes the mean of an incomplete block, but no query reads it
         bound = span.past // block + 1
         pooled.grow(k, N, bound)
         mean_k, mean_v = (sums / block).unbind(1)
@@ -226,8 +226,9 @@ class Nsa(Mixer):
     def _continue_packed(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState) -> Branches:
         """Return the branches' outputs for sequences that continue from different lengths, and store their tokens.
 
-        Keys are gathered so that all sequences end in the last block: queries then have one shift, and blocks in front
-        of a sequence are never listed. Queries beside the call's tokens are zeros whose outputs are discarded.
+        Keys are gathered so that all sequences end in the last block. All queries then have the same shift, and blocks
+        before a sequence's first are never listed. Rows without a token of the call get queries of 0, whose outputs are
+        discarded.
         """
         kv, pooled, span, block = state.kv, state.pooled, state.span, self.block
         rows, before, after, device = span.rows, span.before, span.after, q.device
@@ -246,7 +247,7 @@ class Nsa(Mixer):
         of_token = rows * queries + at - (length - queries)
         b_q = b_q.new_zeros(N * queries, *b_q.shape[1:]).index_copy(0, of_token, b_q).unflatten(0, (N, queries))
 
-        # the means of a sequence, its first block first
+        # the means of each sequence, aligned so that its first block comes first
         of_block = (torch.arange(bound, device=device) + shift.unsqueeze(1)).clamp(max=bound - 1)
         means = [pool_blocks(x, block)[sequence, of_block] for x in (keys, values)]
         for held, new in zip((pooled.keys, pooled.values), means, strict=True):
@@ -290,7 +291,7 @@ class Nsa(Mixer):
         cu_seqlens, device = span.cu_seqlens, q.device
         means = [pool_blocks(x, block, cu_seqlens) for x in (k, v)]
         branches = self._attend(q, k, v, *means, cu_seqlens=cu_seqlens)
-        # a sequence's blocks are adjacent among the means
+        # the means of a sequence's blocks are adjacent
         first = cu_seqlens[:-1] // block + torch.arange(span.sequences, device=device)
         bound = cdiv(span.tokens, block)
         slots = (first.unsqueeze(1) + torch.arange(bound, device=device)).clamp(max=means[0].shape[1] - 1)
@@ -306,7 +307,7 @@ class Nsa(Mixer):
         return branches
 
     def mixing_flops(self, seq_len: int) -> float:
-        # a query sees half of all means; selection scores them again, without values
+        # on average a query sees half of all means; selection computes their scores again, without values
         means = mean_visible(seq_len) / self.block
         seen = mean_visible(seq_len, self.window) + mean_visible(seq_len, self.blocks * self.block) + 1.5 * means
         return 4.0 * self.num_heads * self.head_dim * seen

@@ -1,4 +1,4 @@
-"""The state of Native Sparse Attention beside keys and values: the means of its blocks."""
+"""The part of Native Sparse Attention's state that holds the means of blocks; keys and values are another part."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PooledKVState(KVState):
         self.block = block
 
     def reserve(self, max_length: int) -> None:
-        """Let the first write allocate capacity for the blocks of `max_length` tokens."""
+        """Request capacity for the blocks of `max_length` tokens, which the first write will allocate."""
         super().reserve(cdiv(max_length, self.block))
 
     def grow(self, like: Float[Tensor, "_ _ H K"], rows: int, blocks: int) -> None:
@@ -53,5 +53,5 @@ class PooledKVState(KVState):
         return super().bounds(seq_len // self.block, batch_size, dtype)
 
     def held(self, seq_len: int) -> int:
-        """Return the bytes of the means of complete blocks now held."""
+        """Return the bytes of the means of complete blocks that the state holds."""
         return super().held(seq_len // self.block)

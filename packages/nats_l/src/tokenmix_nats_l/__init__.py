@@ -1,7 +1,7 @@
 """Neural Attention Search Linear: softmax attention or the gated delta rule, chosen for every chunk of tokens.
 
-Importing this package is quick, touches no device and needs neither Triton nor a GPU; transformers' auto classes then
-know its family.
+Importing this package is quick, touches no device and needs neither Triton nor a GPU. The import registers the model
+family with transformers' auto classes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Table 4's variants that the operations do not support directly: by duplicated tokens, or chunk by chunk."""
+"""Table 4's variants that the operations do not support directly: they run on duplicated tokens or chunk by chunk."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from tokenmix_nats_l.chunks import Tokens
 if TYPE_CHECKING:
     from tokenmix_nats_l.mixer import NatsL
 
-# extra channels of keys in duplicated chunks: the vector width of loads
+# extra key channels in duplicated chunks; 16 keeps loads vectorised
 _CHANNELS = 16
 
 
 def past_chunk_delta_rule(
     layer: NatsL, tokens: Tokens, writes: Float[Tensor, "B slots H"], cu_seqlens: Int[Tensor, "N_plus_1"] | None
 ) -> Float[Tensor, "B T HA VA"]:
-    """Read the state before each token's own chunk, decayed up to the token: only softmax sees the own chunk.
+    """Return what each token reads from the state before its own chunk, decayed up to the token.
 
-    Each chunk is duplicated within a chunk of twice the length: the first copy only reads, without writes or decay, and
-    the second one writes. The decay up to a token multiplies its output.
+    Only softmax attention sees the own chunk. Each chunk is duplicated within a chunk of twice the length: the first
+    copy only reads the state, without writes or decay, and the second copy writes. Each token's output is then
+    multiplied by the decay from the chunk's start to the token.
     """
     doubling, C = _doubled(tokens.q.shape[1], layer.chunk, cu_seqlens), layer.chunk
     reading = tokens._replace(g=torch.zeros_like(tokens.g), beta=torch.zeros_like(tokens.beta))
@@ -48,13 +49,13 @@ def _doubled(T: int, C: int, cu_seqlens: Tensor | None) -> _InRows | _Packed:
 
 
 class _Chunks:
-    """Base class of the duplication in rows and in packed sequences."""
+    """Base class of index maps that duplicate chunks, in rows or in packed sequences."""
 
     in_chunks: Callable[[Tensor], Tensor]
     in_order: Callable[[Tensor], Tensor]
 
     def summed(self, g: Float[Tensor, "B T H"]) -> Float[Tensor, "B T H"]:
-        """Return cumulative sums within chunks."""
+        """Return the cumulative sums of g within each chunk."""
         return self.in_order(self.in_chunks(g).cumsum(1))
 
 
@@ -67,12 +68,12 @@ class _InRows(_Chunks):
         self.T, self.C, self.chunks = T, C, cdiv(T, C)
 
     def join(self, readers: Float[Tensor, "B T ..."], writers: Float[Tensor, "B T ..."]) -> Tensor:
-        """Interleave chunks: each chunk of readers before that of writers."""
+        """Interleave chunks: each chunk of `readers` comes before the same chunk of `writers`."""
         both = [self.in_chunks(x).unflatten(0, (-1, self.chunks)) for x in (readers, writers)]
         return torch.cat(both, 2).flatten(1, 2)
 
     def readers(self, o: Tensor) -> Float[Tensor, "B T ..."]:
-        """Extract the outputs of readers."""
+        """Extract the outputs of the reading copies from the outputs o of joined chunks."""
         return o.unflatten(1, (self.chunks, -1))[:, :, : self.C].flatten(1, 2)[:, : self.T]
 
     def in_chunks(self, x: Float[Tensor, "B T ..."]) -> Float[Tensor, "slots C ..."]:
@@ -81,11 +82,11 @@ class _InRows(_Chunks):
         return filled.unflatten(1, (self.chunks, self.C)).flatten(0, 1)
 
     def in_order(self, x: Float[Tensor, "slots C ..."]) -> Float[Tensor, "B T ..."]:
-        """Invert `in_chunks`."""
+        """Return the tokens of all chunks in their original order, the inverse of `in_chunks`."""
         return x.unflatten(0, (-1, self.chunks)).flatten(1, 2)[:, : self.T]
 
     def rounds(self, slots: int, device: torch.device) -> list[Int[Tensor, "sequences"]]:
-        """Return the slots of all rows' first chunks, of their second chunks, and so on."""
+        """Return the slots of all rows' first chunks, then of all rows' second chunks, and so on."""
         return list(torch.arange(slots, device=device).view(-1, self.chunks).unbind(1))
 
 
@@ -118,7 +119,7 @@ class _Packed(_Chunks):
         return moved(x.flatten(0, 1), self.slots, self.chunks.flatten(), holes=True).unsqueeze(0)
 
     def rounds(self, slots: int, device: torch.device) -> list[Int[Tensor, "sequences"]]:
-        """As for rows, longest sequences first, so that each round's sequences are a prefix of the former round's."""
+        """Return slots as `_InRows.rounds`, longest sequences first: each round's sequences begin the round before."""
         boundaries = self.cu_seqlens.tolist()
         first = [
             (start // self.C + n, cdiv(end - start, self.C)) for n, (start, end) in enumerate(pairwise(boundaries))
@@ -131,9 +132,9 @@ class _Packed(_Chunks):
 def chunk_by_chunk(
     layer: NatsL, tokens: Tokens, writes: Float[Tensor, "B slots H"], cu_seqlens: Int[Tensor, "N_plus_1"] | None
 ) -> Float[Tensor, "B T HA VA"]:
-    """Apply the delta rule without decay over softmax chunks: all sequences' first chunks, then second chunks, etc.
+    """Apply the delta rule if the state does not decay over softmax chunks: one chunk of all sequences at a time.
 
-    Packed sequences need a synchronisation, for their chunk counts.
+    Packed sequences need a synchronisation, as the host must know their chunk counts.
     """
     _warn_once()
     chunks, fit = _doubled(tokens.q.shape[1], layer.chunk, cu_seqlens), layer.fit
@@ -151,7 +152,7 @@ def chunk_by_chunk(
             o = read_state(layer, chunk, state, torch.zeros_like(state[..., 0, 0]))
         outputs.append(o)
         state = state + fit.gates(writes[members])[..., None, None] * (after - state)
-    # connect the unused last state to the outputs: DDP expects gradients, here zeros, of all parameters
+    # connect the unused last state to the outputs, so that all parameters get gradients (zeros), which DDP expects
     outputs[-1] = outputs[-1] + 0 * state.sum()
     in_rounds = torch.cat(outputs)
     return chunks.in_order(
@@ -160,7 +161,7 @@ def chunk_by_chunk(
 
 
 def read_state(layer: NatsL, tokens: Tokens, state: Tensor, decay: Tensor) -> Float[Tensor, "B T HA VA"]:
-    """Read `e^decay · state`, the state before the queries' chunk, which decays further with every token."""
+    """Return what the queries read from the state before their chunk, decayed by `decay` and then up to each token."""
     fit = layer.fit
     q = l2_normalise(fit.keys(tokens.q).to(state.dtype)).repeat_interleave(fit.parts, 2)
     total = decay.unsqueeze(1) + fit.gates(tokens.g).cumsum(1)
@@ -171,7 +172,7 @@ def read_state(layer: NatsL, tokens: Tokens, state: Tensor, decay: Tensor) -> Fl
 def past_chunk_attention(
     layer: NatsL, tokens: Tokens, keep: Float[Tensor, "B slots H"], cu_seqlens: Int[Tensor, "N_plus_1"] | None
 ) -> Float[Tensor, "B T HA VA"]:
-    """Attend only to softmax chunks before the own one; 0 if there are none."""
+    """Attend only to softmax chunks before the token's own chunk; return 0 if there are none."""
     doubling = _doubled(tokens.q.shape[1], layer.chunk, cu_seqlens)
     return _past_chunk_softmax(layer, tokens.softmax_q, tokens.softmax_k, tokens.softmax_v, keep, doubling, doubling)
 
@@ -183,7 +184,7 @@ def past_chunk_attention_of_last(
     v: Float[Tensor, "B TK HA V"],
     keep: Float[Tensor, "B slots H"],
 ) -> Float[Tensor, "B TQ HA V"]:
-    """`past_chunk_attention` for queries of the last TQ of TK tokens."""
+    """Compute `past_chunk_attention` for the last TQ of TK tokens, whose queries are given."""
     (TQ, TK), C = (q.shape[1], k.shape[1]), layer.chunk
     # pad to the start of the first query's chunk
     head = (TK - TQ) % C
@@ -194,14 +195,14 @@ def past_chunk_attention_of_last(
 def _past_chunk_softmax(
     layer: NatsL, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, queries: _InRows | _Packed, keys: _InRows | _Packed
 ) -> Float[Tensor, "B TQ HA V"]:
-    """Attend with queries to retained chunks before their own.
+    """Attend from each query to retained chunks before the query's own chunk.
 
-    Each chunk is duplicated within a chunk of twice the length: first its queries with masking keys, which are all that
-    the queries see of their own chunk; then its keys, for later chunks. Extra channels, 1 in every query, give masking
-    keys a score far below that of any normalised heads. If a query sees no other keys, it sees only masking keys, whose
-    values are 0.
+    Each chunk is duplicated within a chunk of twice the length. The first copy has its queries and masking keys, the
+    only keys of the own chunk that the queries see. The second copy has its keys, which later chunks see. Extra
+    channels, 1 in every query, give masking keys a score far below that of any normalised key. A query that sees no
+    other keys returns 0, because the values of masking keys are 0.
     """
-    # the least score for which the log-sum-exp of masking keys alone is exact to 1e-3
+    # the lowest score for which the log-sum-exp of masking keys alone is exact to 1e-3
     masking = -4096 * layer.softmax_dim**0.5 / _CHANNELS
     blank = F.pad(torch.zeros_like(k), (0, _CHANNELS), value=masking)
     q, k = F.pad(q, (0, _CHANNELS), value=1.0), F.pad(k, (0, _CHANNELS))

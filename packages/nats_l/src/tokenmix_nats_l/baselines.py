@@ -1,8 +1,8 @@
-"""The paper's baselines in its setting: 15B or 50B tokens of FineWeb-Edu in rows of 4,096.
+"""The paper's baselines in its setting: 15B or 50B tokens of FineWeb-Edu in rows of 4,096 tokens.
 
-The paper leaves some sizes open; ours give the stated parameter counts (tested): a vocabulary of 32,000 with an untied
-output layer; in Gated DeltaNet q and k are 3/4 as wide as the model and v twice that, so that its 6 heads have K = 128
-and V = 256 at width 1024, K = 192 and V = 384 at width 1536.
+The paper does not state some sizes. They are chosen to give its parameter counts, as a test checks: a vocabulary of
+32,000 with an untied output layer; in Gated DeltaNet q and k are 3/4 as wide as the model and v twice as wide as k, so
+that its 6 heads have K = 128 and V = 256 at width 1024, K = 192 and V = 384 at width 1536.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def setting(size: str) -> tuple[DataRecipe, OptimizerRecipe]:
         learning_rate=3e-4,
         initial_learning_rate=3e-5,
         min_learning_rate=3e-5,
-        # of the authors' code
+        # the value in the authors' code
         adam_epsilon=1e-15,
     )
     return corpus("fineweb-edu", LLAMA2, 4096), optimizer

@@ -1,4 +1,4 @@
-"""Chunk types: mean inputs of chunks, scores, and types with a straight-through gradient."""
+"""Chunk types (softmax or linear) from the scores of chunks' mean inputs, with a straight-through gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenmix_core.chunking import cdiv, chunk_places, chunk_slots
 from tokenmix_core.nn import at_least_float32, moved
 from tokenmix_nats_l.share import ShareThreshold
 
-# names of patterns of forced types
+# patterns of forced types (s: softmax, l: linear) by name
 PATTERNS = {"softmax": "s", "linear": "l", "alternate": "ls"}
 
 
@@ -41,7 +41,7 @@ class ChunkTypes(NamedTuple):
         softmax: 1 if later tokens see the chunk's keys, else 0.
         linear: 1 if the chunk's writes enter the state, else 0.
         probability: probability of softmax from the scores; None for forced types.
-        margin: softmax score less linear score and threshold, without gradient; None for forced types.
+        margin: softmax score − linear score − threshold, without gradient; None for forced types.
     """
 
     softmax: Tensor
@@ -53,9 +53,9 @@ class ChunkTypes(NamedTuple):
 def chunk_means(
     x: Float[Tensor, "B T D"], size: int, cu_seqlens: Int[Tensor, "N_plus_1"] | None = None
 ) -> Float[Tensor, "B slots D"]:
-    """Return the mean of each chunk's tokens (of a partial chunk, over its tokens), at least float32.
+    """Return the mean over each chunk's tokens, also for a partial chunk, in float32 or wider.
 
-    Chunks begin at each sequence's start; packed batches have the slots of `chunking.slot_ids`.
+    Chunks are counted from each sequence's start; in packed batches, a chunk's slot is as in `chunking.slot_ids`.
     """
     T = x.shape[1]
     # sum(dtype=...) converts while reading, without a float32 copy
@@ -73,22 +73,22 @@ def chunk_means(
 
 
 def learned_types(scores: Float[Tensor, "B slots two_H"], threshold: ShareThreshold | None = None) -> ChunkTypes:
-    """Choose the operation with the higher score, linear if equal; gradients pass to the softmax of the scores.
+    """Choose each chunk's operation by the higher score, linear if equal; gradients pass to the softmax of the scores.
 
-    A threshold is subtracted from the scores of softmax.
-    The operation that is not chosen gets no gradient: types multiply its contribution, and a factor of 0 removes it.
+    A threshold is subtracted from the softmax scores. The operation that is not chosen gets no gradient, because its
+    contribution is multiplied by a type of 0.
     """
     both = at_least_float32(scores).unflatten(-1, (2, -1))
     if threshold is not None:
         both = both - torch.stack((torch.zeros_like(threshold.threshold), threshold.threshold))
     of_linear, of_softmax = both.softmax(-2).unbind(-2)
     margin = (both[..., 1, :] - both[..., 0, :]).detach()
-    # a comparison, as torch.argmax with one_hot would synchronise
+    # compare, because torch.argmax with one_hot would synchronise
     softmax = (of_softmax > of_linear).to(both.dtype)
     linear = 1 - softmax
     if not torch.is_grad_enabled():
         return ChunkTypes(softmax, linear, of_softmax, margin)
-    # s − sg(s) is exactly 0
+    # s − stop_gradient(s) adds exactly 0, and the gradient of s
     softmax, linear = softmax + (of_softmax - of_softmax.detach()), linear + (of_linear - of_linear.detach())
     return ChunkTypes(softmax, _only_where_active(linear), of_softmax, margin)
 
@@ -103,7 +103,7 @@ def check_types(types: str) -> None:
 
 
 def forced_types(types: str, indices: Int[Tensor, "B slots"], H: int, dtype: torch.dtype) -> ChunkTypes:
-    """Return equal types for all heads, by a pattern that repeats, from the chunks' indices in their sequences."""
+    """Return types that a repeated pattern gives to chunks by their index in the sequence, equal for all heads."""
     pattern = PATTERNS.get(types, types)
     place, softmax = indices % len(pattern), torch.zeros_like(indices, dtype=torch.bool)
     for i, kind in enumerate(pattern):
@@ -134,12 +134,12 @@ def real_chunks(
 
 
 def _packed_slots(T: int, size: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the slots of a packed batch, the first slot of each sequence, and the sequence of each slot."""
+    """Return, for a packed batch, all slots, the first slot of each sequence, and the sequence of each slot."""
     slots = torch.arange(chunk_slots(1, T, size, cu_seqlens), device=cu_seqlens.device)
     firsts = cu_seqlens[:-1] // size + torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
     return slots, firsts, torch.searchsorted(firsts, slots, right=True) - 1
 
 
 def _only_where_active(linear: Tensor) -> Tensor:
-    """Return the same values, without a gradient where they are 0."""
+    """Return the values of `linear` and pass no gradient where they are 0."""
     return linear * linear.detach()

@@ -1,4 +1,4 @@
-"""The command `tokenmix-nats-l`: core's command line with our recipes and suites, `convert` and `--types`."""
+"""The command `tokenmix-nats-l`: core's command line with this package's recipes, suites, `convert` and `--types`."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tokenmix_nats_l.mixer import NatsL
 from tokenmix_nats_l.model import NatsLForCausalLM
 
 DELTA, ATTENTION = "gated_delta_net", "attention"
-# values of options that NAtS-L layers have no counterpart of
+# options of Gated DeltaNet that NAtS-L layers lack, with the only values that can be converted
 _DELTA_ONLY = {"allow_neg_eigval": False, "output_gate": True}
 _ATTENTION_ONLY = {"window": None, "sinks": 0, "qkv_bias": False}
 
@@ -37,16 +37,16 @@ def convert(
 ) -> NatsLForCausalLM:
     """Replace Gated DeltaNet or attention layers by NAtS-L layers, for further training.
 
-    A Gated DeltaNet layer gives all its weights. Scores begin at 0, so that all chunks are linear, and the norm of the
-    softmax heads at 0: with `group=1` the model at first computes the same as before. With more heads the norm of a
-    head's outputs becomes one norm for each of its `group` slices.
+    A Gated DeltaNet layer passes on all its weights. The weights of scores and of the softmax heads' norm begin at 0,
+    so that all chunks are linear and, with `group=1`, the model at first computes the same as before. With a larger
+    group, the norm of a head's outputs becomes one norm for each of its `group` slices.
 
-    An attention layer gives its projections and norms; keys and values are repeated for each query head, and its
-    convolutions begin as the identity. Its SiLU, delta rule and output gate are new: the model must be trained.
+    An attention layer passes on its projections and norms. Keys and values are repeated for each query head, and the
+    convolutions begin as the identity. SiLU, delta rule and output gate are new, so the model must be trained.
 
     Args:
         model: a model of this library with such layers, or a Llama, Mistral, Qwen2 or Qwen3 model of transformers.
-        layers: layers to convert; None for all Gated DeltaNet and attention layers.
+        layers: indices of the layers to convert; None for all Gated DeltaNet and attention layers.
         group: softmax heads that share the types of one delta-rule head.
         chunk: chunk size, a multiple of 64.
 
@@ -84,7 +84,7 @@ def convert(
 def _parts(
     model: PreTrainedModel,
 ) -> tuple[list[str], list[dict[str, Any]], list[str], dict[str, Any], dict[str, Tensor]]:
-    """Return the kind, options and label of each layer, the other fields of our configuration, and the weights."""
+    """Return each layer's kind, options and label, the other fields of the new configuration, and the weights."""
     if not isinstance(model, HybridForCausalLM):
         options = attention_options(model.config)
         labels = [ATTENTION if x["window"] is None else f"{ATTENTION}-{x['window']}" for x in options]
@@ -138,7 +138,7 @@ def _from_delta(mixer: NatsL, old: dict[str, Tensor]) -> None:
     assert mixer.softmax_norm is not None
     for weight in (mixer.score_proj.weight, mixer.weight_proj.weight, mixer.softmax_norm.weight):
         weight.zero_()
-    # the operations' weights are ½ at first
+    # both operations get a weight of ½ at first, which a norm weight of 2 undoes
     mixer.linear_norm.weight.copy_(2 * norm.float().unflatten(0, (mixer.group, -1)).mean(0))
 
 
@@ -153,7 +153,7 @@ def _from_attention(mixer: NatsL, old: dict[str, Tensor]) -> None:
 
 
 def command(args: argparse.Namespace, context: Any) -> None:
-    """Run `tokenmix-nats-l convert`: convert layers of a model folder, or read a checkpoint of the authors' code."""
+    """Run `tokenmix-nats-l convert`: convert a checkpoint's layers, or read a checkpoint of the authors' code."""
     from tokenmix_core.cli import config_of, load_model
     from tokenmix_core.integrations import LAYOUTS as CORE_LAYOUTS
     from tokenmix_core.integrations import check_dtype, convert_folder, load_third_party, read_fields

@@ -1,4 +1,4 @@
-"""Inference with an open chunk, whose type is determined at its last token.
+"""Inference with a cache, where each sequence ends in an open chunk, whose type is determined at its last token.
 
 For complete chunks, the state holds the delta rule's state, and the keys and values of softmax chunks per head. For the
 open chunk it holds keys and values, the sum of inputs, the state at the chunk's start, the decay since, and the running
@@ -32,8 +32,8 @@ from tokenmix_nats_l.chunks import ChunkTypes, Tokens, chunk_means
 if TYPE_CHECKING:
     from tokenmix_nats_l.mixer import NatsL
 
-# most chunks of a call whose lists grow without reading their lengths from the device; also the chunks of each row that
-# `_begin_packed` retains at once
+# most chunks of a call for which the capacity of lists grows by an upper bound, without reading their lengths; also the
+# number of chunks of each row that `_begin_packed` retains at once
 _BLOCK = 32
 
 
@@ -73,7 +73,7 @@ def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, rotary: Rot
     softmax = merge_attention(seen, impl=unless_gluon(layer.impl)).o if seen else torch.zeros_like(tokens.softmax_v)
 
     if layer.step_form(span):
-        # None: rows have equal lengths, so that all their chunks end in this step
+        # None if rows have equal lengths, as the chunks of all rows then end in this step
         ending = None if span.lengths is None else filled == layer.chunk
         means = (state.inputs.value / layer.chunk).unsqueeze(1)
         types = layer.types_from(means, lambda: (span.before // layer.chunk).unsqueeze(1))
@@ -109,7 +109,7 @@ def _extend_uniform(
     index: int | Tensor,
     among: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Extend rows whose open chunk has `fill` tokens; `index`, if a tensor `[N, 1]`, is the chunk's index per row.
+    """Extend rows whose open chunks hold `fill` tokens; `index` is the open chunk's index, equal or `[N, 1]` by row.
 
     `among` is as in `types_from`.
     """
@@ -174,7 +174,7 @@ def _begin_packed(
     outputs, start = [], state.start.value
     if total:
         ends = cu_seqlens_from_lengths(wholes)
-        # each complete chunk's slot: `at` if all tokens are laid out, `slots` if only tokens of complete chunks are
+        # each complete chunk's slot: `at` in the batch of all tokens, `slots` in a batch of complete chunks alone
         at, slots = slot_ids(cu_seqlens, x.shape[1], C)[order[:total:C]], slot_ids(ends, total, C)[::C]
         writes = types.linear.new_ones(1, chunk_slots(1, total, C, ends), layer.num_heads)
         writes = writes.index_copy(1, slots.long(), types.linear[:, at])
@@ -208,7 +208,7 @@ def _begin_packed(
 def _extend_in_groups(
     layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, boundaries: list[int], before: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Extend packed sequences in groups with the same count of open-chunk tokens and of new tokens."""
+    """Extend packed sequences, grouped by the number of tokens in their open chunks and of new tokens."""
     groups: dict[tuple[int, int], list[int]] = {}
     for n, (start, end) in enumerate(pairwise(boundaries)):
         groups.setdefault((before[n] % layer.chunk, end - start), []).append(n)
@@ -260,7 +260,7 @@ def _attend(layer: NatsL, tokens: Tokens, types: ChunkTypes, state: LayerState, 
         keys.insert(0, state.open_keys.value[:, :fill])
         values.insert(0, state.open_values.value[:, :fill])
     if kept.tensors:
-        # lists consist of complete chunks: one mark per page
+        # lists consist of complete chunks, one per page, so that one mark says whether a page is in use
         held = [x.transpose(1, 2) for x in kept.lists()]
         keys.insert(0, held[0])
         values.insert(0, held[1])
@@ -286,7 +286,7 @@ def _means(layer: NatsL, state: LayerState, x: Tensor, fill: int) -> Tensor:
 
 
 def _types(layer: NatsL, means: Tensor, first: int | Tensor, among: tuple[Tensor, int] | None) -> ChunkTypes:
-    """Return the types of chunks with these means; `first [N, 1]` is the index of the first one in its sequence."""
+    """Return the types of chunks with these mean inputs; `first` is the index of each row's first chunk."""
 
     def indices() -> Tensor:
         return (torch.arange(means.shape[1], device=means.device) + first).expand(len(means), -1)
@@ -295,7 +295,7 @@ def _types(layer: NatsL, means: Tensor, first: int | Tensor, among: tuple[Tensor
 
 
 def _pages(layer: NatsL, state: LayerState, types: ChunkTypes, ending: int) -> tuple[Asked, Asked] | None:
-    """Request the pages in use after `ending` chunks; None for few chunks, where an upper bound suffices."""
+    """Start copying to the host the number of pages in use after `ending` chunks; None if few, as a bound suffices."""
     if ending <= _BLOCK:
         return None
     pages = types.softmax[:, :ending].sum(1, dtype=torch.int32)
@@ -314,13 +314,13 @@ def _retain(
 ) -> None:
     """Retain the keys and values of complete chunks where `softmax [N, chunks, H]` is True."""
     pages = None if known is None else Pages(*(x.read() for x in known))
-    # from types per head of the delta rule to a mask per softmax head
+    # repeat each delta-rule head's types for its softmax heads
     take = softmax.mT.unsqueeze(2).expand(-1, -1, layer.group, -1).flatten(1, 2).mT
     state.kept.append(k, v, take, known=pages)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """Concatenate along time."""
+    """Concatenate outputs along time."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
@@ -331,7 +331,7 @@ def _close(
     rows: Tensor | None = None,
     known: tuple[Asked, Asked] | None = None,
 ) -> None:
-    """Close the open chunk of all rows, or of the rows in the mask `rows [N]`; `softmax [N, H]` gives the types."""
+    """Close the open chunk of all rows, or of rows in the mask `rows [N]`; `softmax [N, H]` is True for softmax."""
     start, recurrent, decay = state.start.value, state.recurrent.value, state.decay.value
     take = softmax if rows is None else softmax & rows.unsqueeze(-1)
     bare = decay.exp()[..., None, None] * start if layer.decay else start
@@ -362,7 +362,7 @@ def create_lists(state: LayerState) -> None:
 
 
 def _rows(layer: NatsL, state: LayerState, members: list[int], rows: Tensor) -> LayerState:
-    """Return a state of some rows, with copies of their tensors."""
+    """Return a new state that holds copies of the tensors of the rows `members`."""
     apart = layer.make_state()
     for name in _TENSORS:
         getattr(apart, name).value = getattr(state, name).value[rows]

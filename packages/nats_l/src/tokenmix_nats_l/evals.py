@@ -1,4 +1,4 @@
-"""The paper's measurements of NAtS-L layers: share of softmax chunks, and cache size, by layer, head and length."""
+"""The paper's measurements of NAtS-L layers: share of softmax chunks by layer and head, and cache size by length."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def nats_l_layers(model: Any) -> dict[int, NatsL]:
 
 @contextmanager
 def using_types(model: Any, args: argparse.Namespace) -> Iterator[None]:
-    """Force the chunk types of all NAtS-L layers for the body by `args.types`, which results state, unless it is None.
+    """Force `args.types`, unless None, as chunk types of all NAtS-L layers inside a `with`; results state the types.
 
     Raises:
         ValueError: invalid types, or learned ones of layers that have no scores.
@@ -104,17 +104,17 @@ def chunk_types_suite(model: Any, tokenizer: Any, options: EvalOptions) -> Suite
 
 
 def _texts(source: str | None) -> dict[str, str | None]:
-    """Return the texts to measure on by name: the files of a folder that is not a token file, or the one text."""
+    """Return the texts to measure, by name: the files of a folder that is no token file, or the text `source`."""
     folder = None if source is None else Path(source)
     if folder is None or not folder.is_dir() or (folder / META).is_file():
         return {source or BUILT_IN_TEXT: source}
-    # the reader refuses an empty folder
+    # an empty folder is returned as a text, so that the reader raises its error
     return {path.name: str(path) for path in sorted(folder.iterdir()) if path.is_file()} or {str(folder): source}
 
 
 @torch.inference_mode()
 def held_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure the bytes allocated and in use by the cache after each length of text, and tokens per layer and head."""
+    """Measure the cache's bytes, allocated and in use, and the retained tokens of each head, after each text length."""
     options.choose("held", ("held",))
     layers = nats_l_layers(model)
     lengths = sorted(options.lengths or (1024, 2048, 4096))

@@ -1,4 +1,4 @@
-"""Chunk types and both operations as one operator of torch.export: the number of chunks is no size of its graph."""
+"""Chunk types and both operations as one operator for torch.export, so that no size in the graph is a chunk count."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tokenmix_nats_l.chunks import Tokens, chunk_indices, chunk_means, forced_ty
 _OPTIONS = ("num_heads", "head_dim", "num_softmax_heads", "chunk", "own_chunk", "decay", "impl")
 
 
-# the class of the layers, which imports this module
+# the class of NAtS-L layers; its module imports this one, so it registers itself by `exports`
 _classes: list[type] = []
 
 
 def exports(cls: type) -> type:
-    """Decorate the class whose layers the operator makes."""
+    """Register the decorated class, of which the operator makes layers."""
     _classes.append(cls)
     return cls
 
@@ -67,7 +67,7 @@ def mix_exported(layer: Any, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor,
     """
     scores: dict[str, Any] = {}
     if layer.types == "learned":
-        # torch.export itself registers hooks
+        # check only the class, because torch.export itself registers hooks
         if type(layer.score_proj) is not nn.Linear:
             raise ValueError("NatsL: torch.export needs a score_proj without adapters: merge them into it first")
         scores["weight"] = layer.score_proj.weight

@@ -1,4 +1,4 @@
-"""Neural Attention Search Linear: each chunk of tokens is either kept for softmax attention or written to the state."""
+"""Neural Attention Search Linear: each chunk of tokens either stays visible to softmax or is written to the state."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ OwnChunk = Literal["both", "softmax", "linear"]
 class NatsL(Mixer):
     """y = W_o ((w_l · RMS(o_l) + w_s · RMS(o_s)) · silu(W_g x)): two operations on the same q, k and v.
 
-    A chunk of `chunk` tokens has one type for each head of the delta rule, which also applies to the softmax heads with
-    the same channels: the higher of two scores of the chunk's mean input (eq. 8). Keys and values of a *softmax* chunk
+    A chunk of `chunk` tokens has a type for each head of the delta rule and the softmax heads on the same channels: the
+    type with the higher score, from the chunk's mean input (eq. 8). Keys and values of a *softmax* chunk
     stay visible to later tokens; its writes are removed from the state, which only decays (eq. 19). Writes of a
     *linear* chunk stay in the state; its keys and values are evicted. Within its own chunk, a token sees earlier tokens
     by both operations. o_l is the gated delta rule's output, o_s softmax attention's; w = softmax(W q) (eq. 20).
@@ -83,9 +83,9 @@ class NatsL(Mixer):
         weights: input of the operations' weights: "queries", the layer's "inputs" (*Weights From X*), or "none".
         softmax_share: share of softmax chunks of each head, reached by a threshold with feedback (`ShareThreshold`).
         budget: target of the mean *probability* of softmax in an auxiliary loss; the share may differ widely from it.
-            None for no such loss. The paper has neither constraint.
+            None for no such loss. The paper has neither `softmax_share` nor `budget`.
         budget_weight: weight of that loss.
-        norm_eps: of all norms.
+        norm_eps: epsilon of all norms.
         impl: implementation of the operations, None, "triton" or "reference".
 
     Raises:
@@ -160,7 +160,7 @@ class NatsL(Mixer):
         self.dt_bias = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.q_norm = RMSNorm(self.softmax_dim, norm_eps)
         self.k_norm = RMSNorm(self.softmax_dim, norm_eps)
-        # scores of linear for all heads, then of softmax
+        # outputs: all heads' linear scores, then all heads' softmax scores
         self.score_proj = nn.Linear(hidden_size, 2 * num_heads, bias=False) if types == "learned" else None
         self.types = types
         self.threshold = None if softmax_share is None else ShareThreshold(hidden_size, num_heads, softmax_share)
@@ -178,7 +178,7 @@ class NatsL(Mixer):
 
     @property
     def types(self) -> str:
-        """How chunk types are chosen; assignment forces them, or returns to learned ones."""
+        """The option `types`; assigning a pattern forces the types, assigning "learned" restores learned ones."""
         return self._types
 
     @types.setter
@@ -214,7 +214,7 @@ class NatsL(Mixer):
         create_lists(state)
 
     def step_form(self, span: Span) -> bool:
-        """Return whether a chunk of some sequence ends, so that its type is determined."""
+        """Return whether the chunk of any sequence ends in this step, so that its type is determined."""
         return span.ends(self.chunk)
 
     def forward(
@@ -276,11 +276,11 @@ class NatsL(Mixer):
         return apply_rotary(heads, rotary, norm)
 
     def types_of(self, x: Tensor, cu_seqlens: Tensor | None) -> ChunkTypes:
-        """Return the types of the chunks of whole sequences; in training, note them for the threshold."""
+        """Return the types of the chunks of whole sequences; in training, add them to the threshold's observations."""
         layout = (x.shape[0], x.shape[1], self.chunk, cu_seqlens, x.device)
         means = chunk_means(x, self.chunk, cu_seqlens)
         types = self.types_from(means, lambda: chunk_indices(*layout))
-        # under checkpointing only the recomputation has gradients
+        # under checkpointing only the recomputation has gradients, so each batch is observed once
         if self.threshold is not None and types.margin is not None and self.training and torch.is_grad_enabled():
             self.threshold.observe(types.margin, means, real_chunks(*layout))
         return types
@@ -293,7 +293,7 @@ class NatsL(Mixer):
     ) -> ChunkTypes:
         """Return the types of chunks from their mean inputs, or forced types from their indices in the sequences.
 
-        `among` gives the rows' indices in a batch of more rows, all of which an adapter of `score_proj` sees.
+        `among` is (indices of these rows in the whole batch, its number of rows), for adapters that expect all rows.
         """
         if self.types != "learned":
             return forced_types(self.types, indices(), self.num_heads, means.dtype)
@@ -379,7 +379,7 @@ class NatsL(Mixer):
         )
 
     def _auxiliary(self, types: ChunkTypes, x: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor] | None:
-        """Return shares of softmax chunks, the chunk count and the budget's loss (a sum over tokens)."""
+        """Return shares of softmax chunks, the number of chunks, and the budget's loss (summed over tokens)."""
         real = real_chunks(x.shape[0], x.shape[1], self.chunk, cu_seqlens, x.device).to(types.softmax.dtype)
         weight = real.unsqueeze(-1) / real.sum().clamp(min=1)
         found = {"softmax_share": (types.softmax.detach() * weight).sum((0, 1)), "chunks": real.sum()}
@@ -389,7 +389,7 @@ class NatsL(Mixer):
         return found
 
     def mixing_flops(self, seq_len: int) -> float:
-        # count attention within a chunk only: retained chunks depend on data
+        # count only attention within a chunk, because the data decide which chunks are retained
         convs = 2 * sum(conv.weight.numel() for conv in (self.q_conv, self.k_conv, self.v_conv))
         own = 2.0 * self.num_softmax_heads * (self.softmax_dim + self.softmax_value_dim) * (self.chunk + 1) / 2
         return 6.0 * self.num_heads * self.head_dim * self.value_dim + own + convs

@@ -24,7 +24,7 @@ EVALUATIONS = ["perplexity-by-position", "chunk-types"]
 
 
 def steer(recipe: Recipe) -> TrainerCallback:
-    """Return the callback that adapts and logs softmax shares; imports transformers' Trainer only for a run."""
+    """Return the callback that adapts and logs softmax shares; import transformers' Trainer only when called."""
     from tokenmix_nats_l.training import steer_shares
 
     return steer_shares(recipe)
@@ -52,7 +52,7 @@ def paper(size: str, *, hybrid: bool = True, **changes: Any) -> Recipe:
     )
 
 
-# options of the rows of Table 4 that differ from the hybrid's; ABLATIONS adds larger chunks
+# for each row of Table 4, the options that differ from the hybrid's; ABLATIONS adds rows with larger chunks
 TABLE_4: dict[str, dict[str, Any]] = {
     "softmax-own-chunk": {"own_chunk": "softmax"},
     "linear-own-chunk": {"own_chunk": "linear"},
@@ -69,7 +69,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 
 
 def ablation(name: str, size: str = "380m") -> Recipe:
-    """Return a row of Table 4, with the hybrid's other settings."""
+    """Return the recipe of a row of Table 4: the hybrid's settings with the row's options."""
     recipe = paper(size, **ABLATIONS[name])
     return replace(recipe, name=f"{recipe.name}-{name}", description=f"ablation of NAtS-L Hybrid: {name}")
 
@@ -83,16 +83,16 @@ RECALL = (
     "transformer",
 )
 _RECALL_SIZES = {
-    # one softmax head with the channels of the delta rule's head; values as wide as keys
+    # one softmax head, with the same channels as the delta rule's head; values are as wide as keys
     "small": {"num_heads": 1, "head_dim": 64, "expand_v": 1.0, "num_softmax_heads": 1},
     "100m": {"num_heads": 3, "head_dim": 128, "expand_v": 2.0, "num_softmax_heads": 6},
 }
 
 
 def recall_recipe(kind: str, size: str) -> Recipe:
-    """Return a model trained from scratch on multi-query associative recall, with core's `recall` settings.
+    """Return a recipe that trains on multi-query associative recall from scratch, with core's `recall` settings.
 
-    Hybrids have NAtS-L, or attention, in one of four layers (of two, if small).
+    Hybrids have NAtS-L or attention in one of four layers; small hybrids in one of two.
     """
     if not kind.startswith("nats-l"):
         core = {"gdn-hybrid": "hybrid"}.get(kind, kind)
@@ -113,7 +113,7 @@ def recall_recipe(kind: str, size: str) -> Recipe:
 
 
 def tiny() -> Recipe:
-    """Return Gated DeltaNet with one NAtS-L layer in four, for two CPU cores, on Python's standard library."""
+    """Return a recipe of one NAtS-L layer in four, else Gated DeltaNet, on Python's standard library, for laptops."""
     base = tiny_setting()
     mixers = [NATS_L if mixer == ATTENTION else mixer for mixer in base.model["mixers"]]
     options = {

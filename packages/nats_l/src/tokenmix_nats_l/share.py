@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from tokenmix_core.nn import KeepsFloat32, is_loaded
 
-# moving averages weigh step k by 1 / (1 + k / SPAN), at least by LEAST_WEIGHT; the offset moves by GAIN times that
+# step k's weight in moving averages is max(w, LEAST_WEIGHT), its gain max(GAIN w, LEAST_GAIN); w = 1 / (1 + k / SPAN)
 SPAN = 16
 LEAST_WEIGHT, LEAST_GAIN, GAIN = 0.1, 0.2, 0.4
-# in standard deviations: a head of which no chunk or every chunk is softmax comes back within some ten steps
+# largest |z|, in standard deviations; a head whose chunks are all of one type still returns within some ten steps
 MOST_OFFSET = 4.0
 
 
@@ -20,7 +20,7 @@ def check_share(share: float | None, budget: float | None, budget_weight: float,
     """Check the options that constrain the types of a layer.
 
     Raises:
-        ValueError: a value out of range, both targets at once, or a target of types that are not learned.
+        ValueError: a value out of range, both targets at once, or a target though types are not learned.
     """
     if share is not None and not (0 < share < 1 and types == "learned"):
         raise ValueError(
@@ -38,11 +38,11 @@ def check_share(share: float | None, budget: float | None, budget_weight: float,
 class ShareThreshold(KeepsFloat32):
     """Threshold θ of each head: a chunk is softmax if its softmax score exceeds its linear score by more than θ.
 
-    Scores are those of the chunk's mean input less `center`, the moving average of all chunks' mean inputs. Otherwise
-    an optimizer step, which changes a head's scores of that average by many times their spread, would turn all chunks
-    at once. θ = z σ, with a moving average of the variance of the score differences, and an offset z that rises while
-    more than `target` of the chunks are softmax, and falls otherwise. All are buffers: saved with the model, equal on
-    all processes, invisible to the optimizer.
+    Scores are computed from a chunk's mean input minus `center`, the moving average of all chunks' mean inputs. Without
+    `center`, one optimizer step could shift all of a head's scores by many times their spread, so that all chunks would
+    change type at once. θ = z σ: σ² is a moving average of the variance of the score differences; the offset z rises
+    while more than `target` of the chunks are softmax, and falls otherwise. All are buffers: saved with the model,
+    equal on all processes, and not trained by the optimizer.
 
     Args:
         hidden_size: D.
@@ -54,7 +54,8 @@ class ShareThreshold(KeepsFloat32):
         center: the average input, `[D]`.
         steps: optimizer steps that were observed.
         inputs: sum of the chunks' mean inputs since the last optimizer step, `[D]`.
-        sums: sums since then of 1, of softmax chunks, of the differences less θ and of their squares, `[4, H]`.
+        sums: since then, the number of chunks and of softmax chunks, and the sums of score differences minus θ and of
+            their squares, `[4, H]`.
     """
 
     float32 = ("threshold", "variance", "offset", "center", "steps", "inputs", "sums")
@@ -76,7 +77,7 @@ class ShareThreshold(KeepsFloat32):
 
     @torch.no_grad()
     def init_weights_(self) -> None:
-        """Reset every buffer that was not loaded from a checkpoint; z begins at a normal distribution's quantile."""
+        """Reset buffers not loaded from a checkpoint; z begins at the normal distribution's quantile for 1 − target."""
         for name, buffer in self.named_buffers():
             if not is_loaded(buffer):
                 buffer.zero_()
@@ -87,14 +88,14 @@ class ShareThreshold(KeepsFloat32):
     def observe(
         self, margin: Float[Tensor, "B slots H"], means: Float[Tensor, "B slots D"], real: Bool[Tensor, "B slots"]
     ) -> None:
-        """Add the score differences less θ, and the mean inputs, of the chunks in slots that contain one."""
+        """Add to the sums the score differences minus θ, and the mean inputs, of the slots that contain a chunk."""
         each = torch.stack((torch.ones_like(margin), (margin > 0).to(margin.dtype), margin, margin.square()))
         self.sums += (each * real.unsqueeze(-1)).sum((1, 2))
         self.inputs += (means * real.unsqueeze(-1)).sum((0, 1))
 
     @torch.no_grad()
     def update(self, sums: Float[Tensor, "4 H"], inputs: Float[Tensor, "D"]) -> None:
-        """Adapt θ to the sums of all processes, without a host read; nothing changes if there were no chunks."""
+        """Adapt θ to the sums over all processes, without synchronisation; nothing changes if there were no chunks."""
         seen, count = sums[0, 0] > 0, sums[0, 0].clamp(min=1)
         share, first, second = sums[1:] / count
         weight = 1 / (1 + self.steps / SPAN)
@@ -118,7 +119,7 @@ def adapt_thresholds(model: nn.Module, *, processes: int = 1) -> None:
     modules = [module for module in model.modules() if isinstance(module, ShareThreshold)]
     if not modules:
         return
-    # one message for all layers
+    # one all-reduce for all layers
     gathered = torch.cat([torch.cat((m.sums.flatten(), m.inputs)) for m in modules])
     if processes > 1:
         dist.all_reduce(gathered)

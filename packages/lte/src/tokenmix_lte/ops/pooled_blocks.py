@@ -1,10 +1,10 @@
-"""NSA's compressed branch: means of blocks of tokens, and attention to the complete blocks.
+"""NSA's compressed branch: means of blocks of tokens, and attention to the means of complete blocks.
 
 Query i sees the m = ⌊(i + 1) / block⌋ complete blocks of its sequence. The `block` queries with the same m form a
 group, which is treated as one query at block m − 1 with `block` times as many heads. The branch is then causal
-attention among blocks, which core's kernels compute. Every query of a group has its own copy of the pooled keys, so
-that queries need no permutation and the gradient of a key head is a sum over few query heads; all copies together are
-as large as k.
+attention among blocks, which core's kernels compute. Each of the `block` queries has its own copy of the pooled keys,
+so that queries need no permutation and a key head's gradient is a sum over few query heads; all copies together are as
+large as k.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def compressed_attention(
     """
     if cu_seqlens is not None:
         return _packed(q, pooled_k, pooled_v, block, cu_seqlens, impl)
-    # split queries into those that see no block, the rest of a group that began before, whole groups, and the first
-    # part of a group
+    # split the queries: those that see no block; the rest of a group that began before them; whole groups; and the
+    # beginning of a last group
     T = q.shape[1]
     num_blind = min(T, max(0, block - 1 - shift))
     first = min(T - num_blind, -(shift + num_blind + 1) % block)
@@ -84,7 +84,7 @@ def compressed_attention(
 
 
 def _packed(q, pooled_k, pooled_v, block: int, cu_seqlens: Tensor, impl: Impl | None) -> AttentionOutput:
-    """Do the same for packed sequences: concatenate their groups, at most ⌊T / block⌋ of T tokens."""
+    """Compute `compressed_attention` for packed sequences by concatenating their groups, at most ⌊T / block⌋."""
     T, rows = q.shape[1], q.shape[1] // block
     if not rows:
         o = pooled_v.new_zeros(*q.shape[:3], pooled_v.shape[3])
@@ -92,7 +92,7 @@ def _packed(q, pooled_k, pooled_v, block: int, cu_seqlens: Tensor, impl: Impl | 
     at, slots = sequence_positions(T, cu_seqlens, q.device), first_slots(cu_seqlens, block)
     complete = cu_seqlens.diff() // block
     begins = F.pad(complete.cumsum(0), (1, 0))
-    # sequence of each row, and slot of its block
+    # a row is one block: its sequence, and its index in the pooled keys
     row = torch.arange(rows, device=q.device)
     used = row < begins[-1]
     sequence = torch.searchsorted(begins[1:].contiguous(), row, right=True).clamp(max=len(complete) - 1)
@@ -101,7 +101,7 @@ def _packed(q, pooled_k, pooled_v, block: int, cu_seqlens: Tensor, impl: Impl | 
     group = torch.where(at.sequence < len(complete), (at.position + 1) // block, 0)
     target = torch.where(group > 0, (begins[at.sequence] + group - 1) * block + (at.position + 1) % block, -1)
     tokens = inverse(target, rows * block).view(rows, block)
-    # boundaries of sequences with at least one row; then each unused row alone, as long as there are boundaries
+    # boundaries of sequences with at least one row; remaining boundaries make each unused row a sequence of its own
     first = ~used | (row == begins[sequence])
     firsts = torch.where(first, row, rows).sort().values[: len(cu_seqlens)]
     boundaries = F.pad(firsts, (0, 1), value=rows).to(torch.int32)
@@ -116,7 +116,7 @@ def _packed(q, pooled_k, pooled_v, block: int, cu_seqlens: Tensor, impl: Impl | 
 def _among_blocks(
     grouped: Float[Tensor, "B rows block HQ K"], pooled_k: Tensor, pooled_v: Tensor, slots: Tensor | None, impl
 ) -> tuple[Float[Tensor, "B rows block HQ V"], Float[Tensor, "B rows block HQ"]]:
-    """Compute causal attention of groups of queries to blocks, with the last group at the last block."""
+    """Compute causal attention of groups of queries to blocks; the last group has the position of the last block."""
     block = grouped.shape[2]
     k, v = (x.unsqueeze(2).expand(-1, -1, block, -1, -1).flatten(2, 3) for x in (pooled_k, pooled_v))
     o, lse = attention(grouped.flatten(2, 3), k, v, cu_seqlens=slots, impl=impl)

@@ -1,6 +1,6 @@
 """Operations of NAtS-L."""
 
-# what explain knows
+# registers the operations for `explain`
 import tokenmix_nats_l.ops.registry  # noqa: F401
 from tokenmix_nats_l.ops.merge.api import merge_operations
 

@@ -1,1 +1,1 @@
-"""The sum of three branches' outputs, weighted by gates of each head."""
+"""The sum of three branches' outputs, weighted by one gate per branch and head."""

@@ -1,4 +1,4 @@
-"""The public function: checks, and the choice of an implementation."""
+"""The public function of the gated sum: checks, and the choice of an implementation."""
 
 from __future__ import annotations
 

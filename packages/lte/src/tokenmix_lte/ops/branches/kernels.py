@@ -15,7 +15,7 @@ from tokenmix_core.kernels import cached_launch, gdc_launch_and_wait
 
 # elements of a tile
 _TILE_ELEMENTS = 2048
-# rows (int64) and channels of a tile, mask of rows and of elements
+# a tile's rows (int64) and channels, and the masks of its valid rows and elements
 Rows = namedtuple("Rows", "o_r o_v m_r m_x")
 
 
@@ -78,7 +78,7 @@ def gated_sum_backward_kernel(
 
 
 def gated_sum_forward(compressed: Tensor, selected: Tensor, window: Tensor, gates: Tensor) -> Tensor:
-    """Return o for branches `[R, V]` and gates `[R, 3]`, each with one row stride."""
+    """Return o for branches `[R, V]` and gates `[R, 3]`, whose rows may have any uniform stride."""
     o = compressed.new_empty(compressed.shape)
     _launch(gated_sum_kernel, compressed, selected, window, gates, o=o)
     return o

@@ -1,4 +1,4 @@
-"""The sum in eager PyTorch, for any device and dtype: one pass for each branch."""
+"""The gated sum in eager PyTorch, for any device and dtype."""
 
 from __future__ import annotations
 

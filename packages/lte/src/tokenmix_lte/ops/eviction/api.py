@@ -1,4 +1,4 @@
-"""The step's public function: validation, and the choice of an implementation."""
+"""The public function of one eviction step: validation, and the choice of an implementation."""
 
 from __future__ import annotations
 
@@ -34,21 +34,22 @@ def evict_step(
     uniform: bool = False,
     impl: Impl | None = None,
 ) -> None:
-    """Add one token to the memory of each row and head; the token that leaves the window is retained or evicted.
+    """Add one token to the memory of each row and head; retain or evict the token that leaves the window.
 
-    Memory has S = `window` + cap slots per head and is mutated, without synchronisation. Not differentiable.
+    The memory, `keys` to `raws`, has S = `window` + cap slots per head and is mutated, without synchronisation. Not
+    differentiable.
 
     Args:
         k, v: the new token's rotated key, and its value.
-        raw: its key before rotation.
+        raw: the new token's key before rotation.
         keys, values: the window's ring buffer, with the token at position p at p mod `window`, then retained tokens.
-        lengths: filled slots, int32.
-        scores: the tokens' scores, float32 (the reference also float64); in the ring, those known so far.
+        lengths: number of filled slots, int32.
+        scores: each slot's score, float32 (the reference also float64); in the ring, the scores known so far.
         ages: positions of retained tokens, int32.
-        raws: keys before rotation, with that of position p at p mod P; P may be 0.
-        before: tokens of each row before this one, int32 or int64.
+        raws: ring buffer of P keys before rotation, with the token at position p at p mod P; P may be 0.
+        before: number of each row's tokens before the new one, int32 or int64.
         window: W.
-        sinks: first tokens that are retained whatever their score.
+        sinks: number of first tokens, which are retained whatever their scores are.
         uniform: rank tokens by position (Unif.+SWA) instead of by `scores`.
         impl: "triton", "reference" (any device), or None: Triton for CUDA tensors, the reference for others.
 
@@ -66,7 +67,7 @@ def evict_step(
 
 
 class _Inputs(NamedTuple):
-    """Inputs of the step."""
+    """Inputs of `evict_step`."""
 
     k: Tensor
     v: Tensor
@@ -111,7 +112,7 @@ def _check(k, v, raw, keys, values, lengths, scores, ages, raws, before, window,
 
 
 def _step(x: _Inputs) -> None:
-    """Run the kernel: directly in eager mode, as a custom op if torch traces."""
+    """Run the eviction kernel: directly in eager mode, as a custom op if torch traces."""
     refuse_writes("evict_step")
     if is_plain(x.k):
         _run(*x)

@@ -1,4 +1,4 @@
-"""The step in one launch: a program for each row and head."""
+"""The eviction step in one launch, with one program for each row and head."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def run(k, v, raw, keys, values, lengths, scores, ages, raws, before, window, si
     N, H, K = k.shape
     cap = scores.shape[2] - window
     BC = next_power_of_2(cap)
-    # no barrier is needed: the same threads load and store a token's elements, and the reduction of retained scores
-    # comes after all of their loads
+    # the kernel needs no barrier: the same threads load and store a token's elements, and the reduction of retained
+    # scores comes after all loads of them
     evict_step_kernel[(N * H,)](
         k=k, v=v, raw=raw, keys=keys, values=values, lengths=lengths, scores=scores, ages=ages, raws=raws,
         before=before, window=window, sinks=sinks, cap=cap, reach=raws.shape[1], H=H, K=K,

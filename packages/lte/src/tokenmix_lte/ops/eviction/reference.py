@@ -1,4 +1,4 @@
-"""The step in eager PyTorch: the specification, on any device and in any float dtype."""
+"""The eviction step in eager PyTorch, its specification, on any device and in any float dtype."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def evict_step_reference(k, v, raw, keys, values, lengths, scores, ages, raws, b
     age = (before - W).view(N, 1).expand(N, H)
     score = uniform_ranks(age.clamp(min=0)).to(scores.dtype) if uniform else _gather(scores, slot)
     score = score.masked_fill((age >= 0) & (age < sinks), torch.inf)
-    # its retained slot
+    # the retained slot that this token takes if it is retained
     n_retained = lengths - before.clamp(max=W).unsqueeze(1)
     filled = torch.arange(cap, device=k.device) < n_retained.unsqueeze(-1)
     lowest = scores[:, :, W:].masked_fill(~filled, torch.inf).amin(-1)
@@ -41,8 +41,8 @@ def evict_step_reference(k, v, raw, keys, values, lengths, scores, ages, raws, b
 def uniform_ranks(position: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return 1 + the exponent of the largest power of two that divides a position; +∞ for position 0.
 
-    With these ranks, and the older of equal tokens retained, a head holds every 2ⁿ-th token; as slots run out, they are
-    replaced one by one, the newest first, by every 2ⁿ⁺¹-th token.
+    With these ranks, and the older of two tokens of equal rank retained, a head holds every 2ⁿ-th token. When no slot
+    is free, every 2ⁿ⁺¹-th token replaces the tokens between, one by one, the newest first.
     """
     lowest = (position & -position).double()
     return torch.where(position == 0, torch.inf, 1 + lowest.log2()).float()
@@ -58,7 +58,7 @@ def _put(
     new: Shaped[Tensor, "N H *K"],
     where: Bool[Tensor, "N H"],
 ) -> None:
-    """Write slot `at` of each head of x if `where` is True."""
+    """Write `new` to slot `at` of each head of x for which `where` is True."""
     one = (slice(None), slice(None), None, *[None] * (x.dim() - 3))
     index = at[one].expand(*at.shape, 1, *x.shape[3:])
     x.scatter_(2, index, torch.where(where[one], new.unsqueeze(2).to(x.dtype), x.gather(2, index)))

@@ -10,14 +10,14 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import cached_launch
 
-# keys of a program, and keys of the tile that they are compared with
+# number of keys of a program, and of keys in a tile with which they are compared
 _BT, _BN = 64, 64
 
 
 @cached_launch
 @triton.jit
 def eviction_times_kernel(scores, times, cap, window, T, H, BT: tl.constexpr, BN: tl.constexpr):
-    """Count better keys tile by tile until there are `cap`, then find the cap-th one in the last tile.
+    """Count each key's better keys tile by tile until there are `cap`, then find the cap-th one in the last tile.
 
     scores of a head:  | tile 0 | tile 1 | … | tile `tile` | …       `count` better keys before tile `tile`,
                                               ↑ cap-th better key     fewer than `cap`
@@ -52,12 +52,12 @@ def eviction_times_kernel(scores, times, cap, window, T, H, BT: tl.constexpr, BN
 
 @triton.jit
 def _better(b_j, o_j, b_s, o_s):
-    """Return 1 if a key of score b_j at o_j ranks before one of score b_s at o_s, else 0."""
+    """Return 1 if a key with score b_j at position o_j is better than one with score b_s at position o_s, else 0."""
     return ((b_j > b_s) | ((b_j == b_s) & (o_j < o_s))).to(tl.int32)
 
 
 def eviction_times_triton(scores: Tensor, cap: int, window: int) -> Tensor:
-    """Compute `eviction_times` of unpacked rows `[B, T, H]`, float32, of T ≥ 1 tokens."""
+    """Compute `eviction_times` for float32 scores `[B, T, H]` of unpacked rows, T ≥ 1."""
     B, T, H = scores.shape
     scores = scores.contiguous()
     times = torch.empty_like(scores, dtype=torch.int32)

@@ -1,1 +1,1 @@
-"""Two operations' outputs as one: norms, weights, sum and gate."""
+"""Merge the outputs of two operations: norm, weighted sum and gate."""

@@ -34,7 +34,7 @@ def _contiguous(x: Inputs) -> dict:
 
 @of_fields
 def _forward(x: Inputs) -> Tensor:
-    """Return y."""
+    """Return y of `merge_operations`."""
     from tokenmix_nats_l.ops.merge.forward import merge_forward
 
     return merge_forward(**_contiguous(x))
@@ -42,7 +42,7 @@ def _forward(x: Inputs) -> Tensor:
 
 @of_fields
 def _all_gradients(given: BackwardInputs) -> tuple:
-    """Return the gradients of all tensors, None for an absent tensor."""
+    """Return the gradients of all tensors of `Inputs`; None for a tensor that is None."""
     from tokenmix_nats_l.ops.merge.backward import merge_backward
 
     return merge_backward(**_contiguous(given.inputs), dy=given.dy.contiguous())
@@ -50,7 +50,7 @@ def _all_gradients(given: BackwardInputs) -> tuple:
 
 @of_fields
 def _backward(given: BackwardInputs) -> list[Tensor]:
-    """Return the gradients of the present tensors."""
+    """Return the gradients of those tensors of `Inputs` that are not None."""
     return [grad for grad in _all_gradients(*given.inputs, given.dy) if grad is not None]
 
 

@@ -1,4 +1,4 @@
-"""Backward of the merge from the forward's inputs; each program writes partial sums for the norms' weights."""
+"""Backward of the merge, which recomputes the forward; each program writes partial sums of norm weights' gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROGRAMS = 8
 
 @triton.jit
 def through_norm(b_dx, b_x, b_r, V):
-    """Return the gradient of a normalisation's input, with inverse norm r and result x."""
+    """Return the gradient of a normalisation's input from that of its result x; r is the inverse RMS."""
     return b_r * (b_dx - b_x * (tl.sum(b_dx * b_x, 1) / V)[:, None])
 
 
@@ -85,7 +85,7 @@ def merge_backward_kernel(
 def merge_backward(
     linear, softmax, gate, linear_norm, softmax_norm, logits, dy, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of all tensors, which are contiguous; None for an absent tensor."""
+    """Return the gradients of all tensors, which must be contiguous; None for a tensor that is None."""
     B, T, H, V = linear.shape
     each, rows = softmax_norm is not None, B * T * H
     dlinear, dsoftmax, dgate = (torch.empty_like(x) for x in (linear, softmax, gate))

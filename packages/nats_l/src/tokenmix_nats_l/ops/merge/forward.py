@@ -15,7 +15,7 @@ _ELEMENTS = 2048
 
 @triton.jit
 def shares(logits, o_r, m_r, H, WEIGHED: tl.constexpr):
-    """Return the weights `[BR, 1]` of the linear and the softmax operation for rows `o_r`, H per token."""
+    """Return the weights `[BR, 1]` of linear and of softmax outputs for the rows `o_r`; a token has H rows."""
     if WEIGHED:
         p_a = logits + (o_r // H) * (2 * H) + o_r % H
         b_a = tl.load(p_a, mask=m_r, other=0.0).to(tl.float32)
@@ -60,7 +60,7 @@ def merge_forward_kernel(
 
 
 def tile(V: int, elements: int) -> tuple[int, int]:
-    """Return a tile of BR rows and BV channels with `elements` elements."""
+    """Return (BR, BV), the rows and channels of a tile of `elements` elements; BV ≥ V is a power of two."""
     BV = next_power_of_2(V)
     return max(1, elements // BV), BV
 

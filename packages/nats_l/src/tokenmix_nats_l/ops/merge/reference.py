@@ -39,7 +39,7 @@ def merge_by_norms(
     softmax_norm: Norm | None,
     logits: Float[Tensor, "B T two H"] | None,
 ) -> Float[Tensor, "B T E"]:
-    """Merge with functions or modules that normalise heads in the dtype of `linear`."""
+    """Compute y of `merge_operations` with the given norms, functions or modules that return the dtype of `linear`."""
     wide = torch.promote_types(linear.dtype, torch.float32)
     if softmax_norm is not None:
         linear, softmax = linear_norm(linear), softmax_norm(softmax)
