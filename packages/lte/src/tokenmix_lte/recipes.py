@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MODEL_TYPE, LTE, NSA = "tokenmix_lte", "lte", "nsa"
 EVALUATIONS = ["perplexity-by-position", "retention"]
-# options that differ from laLTE; "no-far" has no scorer, so no λ to adapt
+# for each ablation, the options that differ from laLTE's; "no-far" has no scorer, so no λ to adapt
 ABLATIONS: dict[str, dict[str, Any]] = {
     "mlp": {"scorer": "mlp"},
     "causal": {"scorer": "causal"},
@@ -29,14 +29,14 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 
 
 def steer(recipe: Recipe) -> TrainerCallback:
-    """Return the callback that steers the retained share of a run; import transformers' Trainer only for a run."""
+    """Return the callback that steers the retained share; import transformers' Trainer only when called."""
     from tokenmix_lte.training import steer_sparsity
 
     return steer_sparsity(recipe)
 
 
 def paper(size: str, *, pure: bool = False, **changes: Any) -> Recipe:
-    """Return laLTE, or LTE alone, at one of the paper's sizes; `changes` are options of its layers."""
+    """Return the recipe of laLTE, or of pure LTE, at one of the paper's sizes; `changes` are options of LTE layers."""
     base = baseline("gdn-attention", size)
     name = f"lte-{size}" if pure else f"lalte-{size}"
     options = {LTE: SIZES[size][1] | changes}
@@ -58,20 +58,20 @@ def paper(size: str, *, pure: bool = False, **changes: Any) -> Recipe:
 
 
 def ablation(name: str, size: str) -> Recipe:
-    """Return laLTE with another scorer or estimator."""
+    """Return the recipe of an ablation of laLTE: another scorer or estimator."""
     recipe = paper(size, **ABLATIONS[name])
     return replace(recipe, name=f"{recipe.name}-{name}", description=f"ablation of laLTE: {name}, {size.upper()}")
 
 
 def nsa(size: str, *, pure: bool = False) -> Recipe:
-    """Return laNSA, or NSA alone, at one of the paper's sizes: 32 query heads and 2 key heads of 64 at both."""
+    """Return the recipe of laNSA, or of pure NSA, at one of the paper's sizes; both have 32 query and 2 key heads."""
     name = f"nsa-{size}" if pure else f"lansa-{size}"
     description = f"{'NSA alone' if pure else 'laNSA'} with {size.upper()} parameters, as trained in the paper"
     return _with_nsa(paper(size, pure=pure), name, description, {"num_heads": 32, "num_kv_heads": 2, "head_dim": 64})
 
 
 def _with_nsa(recipe: Recipe, name: str, description: str, options: dict[str, Any]) -> Recipe:
-    """Replace LTE by NSA in a recipe."""
+    """Return the recipe with NSA layers, which have `options`, instead of LTE layers."""
     mixers = [NSA if mixer == LTE else mixer for mixer in recipe.model["mixers"]]
     others = {mixer: x for mixer, x in recipe.model["mixer_options"].items() if mixer != LTE}
     evaluations = [suite for suite in recipe.run.evaluations if suite != "retention"]
@@ -85,12 +85,12 @@ def _with_nsa(recipe: Recipe, name: str, description: str, options: dict[str, An
     )
 
 
-# window, cap and sinks of the recall models: together fewer tokens than the first half of a row, the key-value pairs
+# window, cap and sinks of the recall models: they hold fewer tokens than the key-value pairs, the first half of a row
 _RECALL = {
     "small": {"num_heads": 2, "window": 64, "cap": 128, "sinks": 4},
     "100m": {"num_heads": 6, "window": 128, "cap": 256, "sinks": 4},
 }
-# blocks hold as many tokens as LTE's cap; more query heads compensate for fewer key heads
+# the selected blocks hold as many tokens as LTE's cap; more query heads compensate for fewer key heads
 _RECALL_NSA = {
     "small": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "block": 16, "blocks": 8, "window": 64},
     "100m": {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block": 32, "blocks": 8, "window": 128},
@@ -101,8 +101,8 @@ RECALL = ("lalte", *(f"lalte-{name}" for name in ABLATIONS), "gdn-swa", "gdn-att
 def recall_recipe(kind: str, size: str) -> Recipe:
     """Return a recipe of multi-query associative recall from scratch, in the settings of core's `recall` recipes.
 
-    Hybrids have LTE, windowed or full attention at odd layers. The window of "gdn-swa" is LTE's window plus half its
-    cap, as in the paper.
+    Hybrids have LTE, windowed attention or full attention at odd layers. The window of "gdn-swa" is LTE's window plus
+    half of LTE's cap, as in the paper.
     """
     if kind in ("gdn", "transformer"):
         return replace(recall(kind, size), name=f"recall-{kind}-{size}")
@@ -157,7 +157,7 @@ def tiny() -> Recipe:
 
 
 def tiny_nsa() -> Recipe:
-    """Return `tiny` with NSA at odd layers."""
+    """Return the recipe `tiny` with NSA instead of LTE at odd layers."""
     options = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "block": 16, "blocks": 4, "window": 64}
     description = "GDN with NSA at every other layer, on the built-in corpus; minutes on a laptop"
     return _with_nsa(tiny(), "tiny-nsa", description, options)

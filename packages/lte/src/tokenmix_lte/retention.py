@@ -1,4 +1,4 @@
-"""The rule by which heads retain keys, as forward passes and decoding apply it."""
+"""The rule by which heads retain keys, used by forward passes over whole sequences and by decoding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Tokens(NamedTuple):
 
 
 class Retention(NamedTuple):
-    """Scorer, sizes and options of a layer's retention; `Lte` describes them.
+    """The scorer, sizes and options that decide which keys a layer retains; `Lte` describes them.
 
     Attributes:
         score_every: decoded tokens between two runs of the scorer.
@@ -47,12 +47,12 @@ class Retention(NamedTuple):
 
     @property
     def context(self) -> tuple[int, int]:
-        """Number of tokens before and after a token that its logit depends on."""
+        """How many tokens before and after a token its logit depends on."""
         return (0, 0) if self.scorer is None else (self.scorer.behind, self.scorer.ahead)
 
     @property
     def reach(self) -> int:
-        """Number of newest tokens whose unrotated keys are held: those scored at once, and their context."""
+        """Number of newest tokens whose unrotated keys the state holds: those scored at once, and their context."""
         return 0 if self.scorer is None else self.score_every + sum(self.context)
 
     def scores_at(self, span: Span) -> bool:
@@ -62,14 +62,14 @@ class Retention(NamedTuple):
     def logits(
         self, raw: Tensor, v: Tensor, *, begin: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Float[Tensor, "B T H"]:
-        """Return the retention logits, −1 without a scorer; those of the last `ahead` tokens are not final."""
+        """Return the retention logits, −1 without a scorer; the last `ahead` logits of a sequence are not final."""
         if self.scorer is None:
             dtype = torch.promote_types(raw.dtype, torch.float32)
             return torch.full(raw.shape[:3], -1.0, dtype=dtype, device=raw.device)
         return self.scorer(raw, v, begin=begin, cu_seqlens=cu_seqlens)
 
     def ranks(self, logits: Float[Tensor, "B T H"], position: Int[Tensor, "T"]) -> Float[Tensor, "B T H"]:
-        """Return the ranks that decide which keys are retained: positive logits, −∞ for other keys, +∞ for sinks."""
+        """Return the ranks by which keys are retained: the logit if positive, else −∞; +∞ for sinks."""
         if self.uniform:
             ranks = uniform_ranks(position).to(logits.dtype).view(1, -1, 1).expand_as(logits)
         else:

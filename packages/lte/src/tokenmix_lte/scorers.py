@@ -1,4 +1,4 @@
-"""Scorers of keys: convolutions over a key's neighbours, or, as an ablation, the key and its value alone."""
+"""Scorers of keys: convolutions over a key's neighbours, or, as an ablation, an MLP of the key and its value alone."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _LAYERS = 3
 
 
 class Scorer(nn.Module):
-    """Retention logits `[B, T, H]` of unrotated keys and values, with separate weights for each key head.
+    """Compute retention logits `[B, T, H]` from unrotated keys and values, with separate weights for each key head.
 
     Attributes:
-        behind, ahead: number of tokens before and after its own that a logit depends on.
+        behind, ahead: number of tokens before and after a key's token on which the key's logit depends.
         flops: operations per token, a multiply and an add for each weight.
     """
 
@@ -63,8 +63,8 @@ class ConvScorer(Scorer):
 
     Args:
         heads: key heads H.
-        channels: of a head's key and value together, a multiple of 8.
-        dropout: of the inputs of each convolution, in training.
+        channels: channels of a head's key and value together, a multiple of 8.
+        dropout: dropout of each convolution's inputs in training.
         causal: read the 12 tokens before instead of 6 tokens on either side.
         impl: implementation of `retention_logits`.
     """
@@ -109,12 +109,12 @@ class ConvScorer(Scorer):
 
 
 class MlpScorer(Scorer):
-    """A hidden layer of half as many channels with SiLU, then a linear map, of each key and value alone (LTE-MLP).
+    """An MLP of each token's key and value alone: half as many hidden channels, SiLU, and a linear map (LTE-MLP).
 
     Args:
         heads: key heads H.
-        channels: of a head's key and value together.
-        dropout: of the hidden layer, in training.
+        channels: channels of a head's key and value together.
+        dropout: dropout of the hidden layer in training.
     """
 
     def __init__(self, heads: int, channels: int, *, dropout: float):
@@ -142,7 +142,7 @@ class MlpScorer(Scorer):
 
 
 def make_scorer(kind: Scorers, heads: int, channels: int, dropout: float, impl: Impl | None) -> Scorer | None:
-    """Build the scorer of a name; return None for "none" and "uniform", which have no parameters."""
+    """Build the scorer named `kind`; return None for "none" and "uniform", which have no parameters."""
     if kind in FIXED:
         return None
     if kind == "mlp":

@@ -24,7 +24,7 @@ from tokenmix_core.nn import (
     projected,
 )
 
-# tokens whose scores are computed at once
+# number of tokens whose scores are computed at once
 _BLOCK = 64
 
 
@@ -37,12 +37,12 @@ class Held(NamedTuple):
 
 
 class Tova(Attention):
-    """Core's attention, with its weights, to at most `held` tokens.
+    """Core's attention layer, with the same weights, but holding at most `held` tokens in evaluation.
 
-    If a new token is one too many, the token with the least attention of the new query, mean over query heads, is
-    evicted for all heads; among tokens with equal attention, up to rounding, the one in the first slot. In training the
-    layer is full attention, because the method needs no training. Evaluation runs in PyTorch's own operations, with or
-    without a cache, and goes token by token once a token is evicted.
+    If a new token is one too many, all heads evict the token that gets the least attention from the new query, a mean
+    over query heads; of tokens with equal attention (up to rounding) the one in the first slot. In training the layer
+    is full attention, because the method needs no training. Evaluation runs in PyTorch's own operations, with or
+    without a cache, and token by token after the first eviction.
 
     Args:
         hidden_size: D.
@@ -50,7 +50,7 @@ class Tova(Attention):
         num_heads, num_kv_heads, head_dim, rope, qk_norm, qkv_bias, norm_eps: as in `Attention`.
 
     Raises:
-        ValueError: as `Attention`, or `held` below 1.
+        ValueError: as for `Attention`, or `held` is below 1.
     """
 
     # attention runs in PyTorch's own operations alone
@@ -118,7 +118,7 @@ class Tova(Attention):
         return output_linear(o.flatten(-2), self.o_proj), None
 
     def mixing_flops(self, seq_len: int) -> float:
-        # the held tokens are as many as a window's
+        # a query sees as many tokens as with a window of held + 1
         return 4.0 * self.num_heads * self.head_dim * mean_visible(seq_len, self.held + 1)
 
     def _heads(self, x: Tensor, rotary: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,7 +132,7 @@ class Tova(Attention):
     def _attend(
         self, heads: tuple[Tensor, ...], held: Held, mask: Bool[Tensor, "N T"] | None, past: int = 0
     ) -> tuple[Float[Tensor, "N T HQ K"], Held]:
-        """Return outputs for q, k, v, zeros for padding, and the tokens held afterwards.
+        """Return the outputs for q, k and v, with zeros at padding, and the tokens held afterwards.
 
         Before the call no sequence had more than `past` tokens.
         """
@@ -149,7 +149,7 @@ class Tova(Attention):
     def _attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, held: Held, mask: Tensor | None, past: int
     ) -> tuple[Float[Tensor, "N Q HQ K"], Held]:
-        """Do the same for a block of tokens; compute its scores with the held tokens and with itself at once."""
+        """Run `_attend` for a block of tokens; compute its scores with held tokens and within the block at once."""
         N, Q = k.shape[:2]
         keys, values = torch.cat((held.keys, k), 1), torch.cat((held.values, v), 1)
         grouped = at_least_float32(q).unflatten(2, (self.num_kv_heads, -1)) * self.head_dim**-0.5
@@ -172,7 +172,7 @@ class Tova(Attention):
     def _fill(
         self, scores: Float[Tensor, "N H G Q P"], filled: Int[Tensor, "N"], real: Bool[Tensor, "N Q"]
     ) -> tuple[Bool[Tensor, "N Q P"], Int[Tensor, "N held"]]:
-        """Return the held and new tokens that each query sees, and the token of each slot, if no token is evicted."""
+        """Return which held and new tokens each query sees, and each slot's token afterwards, if none is evicted."""
         Q = real.shape[1]
         before = self._slots(real) < filled.unsqueeze(1)
         causal = torch.ones(Q, Q, dtype=torch.bool, device=real.device).tril()
@@ -186,7 +186,7 @@ class Tova(Attention):
     def _evict(
         self, scores: Float[Tensor, "N H G Q P"], filled: Int[Tensor, "N"], real: Bool[Tensor, "N Q"]
     ) -> tuple[Bool[Tensor, "N Q P"], Int[Tensor, "N held"]]:
-        """Do the same token by token, each of which may evict one."""
+        """Return the results of `_fill`, computed token by token, as each token may evict one."""
         scores, slots = scores.detach(), self._slots(real)
         visible, at = torch.zeros_like(scores[:, 0, 0], dtype=torch.bool), slots.expand(len(real), -1)
         for t, (seen, is_real) in enumerate(zip(visible.unbind(1), real.unbind(1), strict=True)):
@@ -195,7 +195,7 @@ class Tova(Attention):
             seen.scatter_(1, listed, exists)
             own_scores = scores[..., t, :].gather(-1, listed[:, None, None].expand(*scores.shape[:3], -1))
             weights = own_scores.masked_fill(~exists[:, None, None], -torch.inf).softmax(-1)
-            # write to the first empty slot, or to that of the token with the least attention, possibly the new one
+            # write to the first empty slot, or else to that of the token with the least attention, perhaps the new one
             to = torch.where(filled < self.held, filled, weights.mean((1, 2)).argmin(1)).unsqueeze(1)
             after = listed.scatter(1, to, self.held + t)[:, :-1]
             at = torch.where(is_real.unsqueeze(1), after, at)

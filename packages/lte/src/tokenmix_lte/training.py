@@ -1,4 +1,4 @@
-"""Feedback for the sparsity loss (Algorithm 1): λ of each layer and head adapts to its share of retained keys."""
+"""Feedback for the sparsity loss (Algorithm 1): each head's λ adapts to the share of keys that the head retains."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class SteerSparsity(AdaptHeadWeights):
     """Adapt λ so that a head retains about `target` keys of a training row: λ rises above the target and falls below.
 
     Layers observe the retained share of a row's keys, which does not depend on the batch size or on gradient
-    accumulation. For each layer the log has the retained keys per row, mean over heads, as `kept/LAYER`, and the
-    largest λ as `lambda/LAYER`; `kept/LAYER/HEAD` and `lambda/LAYER/HEAD` are those of each head, in `metrics.jsonl`
-    alone. Retained keys are a moving average that begins at 0; the log has it without this bias, so that the first
-    lines are right. The rule for λ uses the paper's average.
+    accumulation. For each layer the log has the number of retained keys per row, a mean over heads, as `kept/LAYER`,
+    and the largest λ as `lambda/LAYER`. Only `metrics.jsonl` has `kept/LAYER/HEAD` and `lambda/LAYER/HEAD` of each
+    head. Retained keys are a moving average that begins at 0. The log corrects its bias towards 0, so that the first
+    lines are right; the rule for λ uses the uncorrected average, as the paper does.
 
     Args:
         target: keys of a row, window included, that a head should retain.
@@ -47,14 +47,17 @@ class SteerSparsity(AdaptHeadWeights):
         super().__init__(self.next_weights, every=EVERY, decay=DECAY)
 
     def next_weights(self, weight: Float[Tensor, "H"], average: Float[Tensor, "H"]) -> Float[Tensor, "H"]:
-        """Update λ from the average retained share: at most 1, 0 below the initial λ, and back to that from 0."""
+        """Return λ after one update by the average retained share.
+
+        λ is at most 1. Below its initial value it becomes 0; from 0 it rises to the initial value.
+        """
         above, below = average > self.share, average < SLACK * self.share
         changed = torch.where(above, weight * RISE, torch.where(below, weight * FALL, weight)).clamp(max=1.0)
         changed = changed.masked_fill(changed < FIRST_WEIGHT, 0.0)
         return changed.masked_fill((changed == 0) & above, FIRST_WEIGHT)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
-        # a model that was trained before has its averages
+        # a model that was trained before has averages from that training
         averages = [m.average for m in model.modules() if isinstance(m, HeadWeights)]
         self._from_zero = state.global_step > 0 or not any(bool(x.any()) for x in averages)
 

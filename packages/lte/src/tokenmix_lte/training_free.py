@@ -1,4 +1,4 @@
-"""Eviction for trained attention, without further training: TOVA, and a window with every n-th token before it."""
+"""Eviction for trained attention without further training: TOVA, or a window and every n-th token before it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def in_constant_memory(model: Any, method: Method, *, held: int = 1024) -> LteFo
     """Return a model with the same weights whose full attention layers hold at most `held` tokens in evaluation.
 
     Args:
-        model: of core or of this package, with layers of full attention.
-        method: "tova" evicts the token with the least attention of the newest query; "uniform" holds a window of ¾ of
-            `held` and, in the rest, every n-th token before it.
-        held: tokens that a layer holds.
+        model: a model of core or of this package, with layers of full attention.
+        method: "tova" evicts the token that gets the least attention from the newest query; "uniform" holds a window of
+            ¾ of `held` tokens, and for the other ¼ every n-th token before the window.
+        held: the most tokens that a layer holds.
 
     Raises:
         ValueError: an unknown method, too few tokens, a model without full attention, or attention that the method does
@@ -60,7 +60,7 @@ def _options(attention: dict[str, Any], method: Method, held: int) -> dict[str, 
 
 
 def command(args: argparse.Namespace, context: Any) -> None:
-    """`tokenmix-lte evict`: write a checkpoint whose attention evicts tokens, with its tokenizer."""
+    """Run `tokenmix-lte evict`: write a checkpoint whose attention evicts tokens, with its tokenizer."""
     from tokenmix_core.cli import load_model, load_tokenizer
 
     check_new_folder(args.out)

@@ -44,35 +44,36 @@ def retention_logits(
 
     Each head has separate weights. A convolution reads its input at t + o for every offset o; tokens that do not exist
     or belong to another sequence are zeros in the input of every layer, not only of the first. Differentiable in k, v
-    and all weights. Computed in float32 (float64 for float64) even under autocast, because the sign decides.
+    and all weights. Computed in float32 (float64 for float64 inputs) even under autocast, because a logit's sign
+    decides whether its key is retained.
 
     Args:
         k, v: bfloat16, float16, float32 or float64, of one dtype: keys before any rotation, and values.
         convs: weights and biases of each convolution; the first one's inputs are K + V channels.
-        weight, bias: of the linear map.
-        offsets: offset of the token that each tap reads.
+        weight, bias: weights and bias of the linear map.
+        offsets: for each tap, the offset of the token that it reads.
         begin: first existing token of each row; None for 0. Logits before it have no meaning.
         cu_seqlens: boundaries of packed sequences, for B = 1 and without `begin`.
         dropout: probability that an element of a convolution's input is dropped; others are scaled by 1 / (1 −
             dropout). The mask is a hash of a random seed and the element's index, the same in all implementations.
-        impl: "triton" (three convolutions of three offsets, K = V, up to 64 channels), "gluon", kernels for Hopper (the
-            same in bfloat16 or float16, with 16, 32 or 64 channels, and at most 32 in the second layer if keys and the
-            first layer have 64), "reference" (any device), or None: for CUDA tensors the Gluon kernels, else the Triton
-            kernels, if they support the scorer; otherwise the reference. With k in bfloat16 or float16 the kernels'
-            matmuls take operands of that dtype and sum in float32; all else is float32.
+        impl: "triton" (three convolutions of three offsets, K = V, up to 64 channels), "gluon", kernels for Hopper (as
+            for "triton", but bfloat16 or float16, layers of 16, 32 or 64 channels, and at most 32 in the second layer
+            if keys and the first layer have 64), "reference" (any device), or None: for CUDA tensors the Gluon kernels
+            or else the Triton kernels, if they support the scorer; otherwise the reference. With k in bfloat16 or
+            float16 the kernels' matmuls take operands of that dtype and sum in float32; all else is float32.
 
     Returns:
-        Logits `[B, T, H]`, float32 (float64).
+        Logits `[B, T, H]`, float32 (float64 for float64 inputs).
 
     Raises:
         ValueError: a wrong shape, dtype, device or option.
     """
     check_tensors("retention_logits", k=k, v=v)
-    # before autocast is asked for a device that has none
+    # check first, because autocast's error for a device without autocast would hide the mismatch
     check_same_device("retention_logits", k=k, v=v)
     with torch.autocast(k.device.type, enabled=False):
         chosen = _check(k, v, convs, weight, bias, tuple(offsets), begin, cu_seqlens, dropout, impl)
-        # drawn on the device, so that the CPU need not wait for it
+        # draw on the device, so that the CPU need not wait for the seed
         seed = torch.randint(1 << 31, (1,), device=k.device) if dropout else None
         options = dict(
             offsets=offsets, begin=begin, cu_seqlens=cu_seqlens, seed=seed, threshold=round(dropout * LEVELS)

@@ -1,4 +1,4 @@
-"""Logits in one kernel: all layers of a tile of tokens and of the neighbours that they depend on."""
+"""One kernel for the logits: a program computes all layers for a tile of tokens and the neighbours they depend on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def shift_rows(b_x, OFFSET: tl.constexpr):
 
 @triton.jit
 def convolve(b_x, w, bias, i_h, H, CI, CO, BI: tl.constexpr, BO: tl.constexpr, taps):
-    """Compute a convolution of a tile of tokens before its SiLU, in float32."""
+    """Return the outputs of a convolution for a tile of tokens, before SiLU, in float32."""
     b_z = load_bias(bias, i_h, CO, b_x.shape[0], BO)
     for i in tl.static_range(taps.count):
         b_w = load_tap(w, i, i_h, H, CI, CO, 0, CI, BI, BO)
@@ -57,7 +57,7 @@ def scorer_kernel(
     B3: tl.constexpr, TAPS: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr, DROPOUT: tl.constexpr,
     GRADIENTS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the logits of the inner tokens of a tile of BT; with GRADIENTS, the inputs of the layers' backward pass.
+    """Compute the logits of the inner tokens of a tile of BT tokens; with GRADIENTS, what the layers' backward reads.
 
         tokens of a tile:   | before | OWN tokens whose logits it stores | after |   before + after = 2 SPAN
         layer 1, from k and v   BT valid rows          layers read rows t + FIRST, t + FIRST + STEP, …,
@@ -68,11 +68,11 @@ def scorer_kernel(
     linear map's C3 weights and its bias.
     """
     SPAN: tl.constexpr = (TAPS - 1) * STEP
-    # each of the two layers after the first needs SPAN more rows of its input, so that BT − 2 SPAN remain
+    # each of the two layers after the first reads SPAN more rows than it computes, so that BT − 2 SPAN rows remain
     OWN: tl.constexpr = BT - 2 * SPAN
     i_h = tl.program_id(1)
     i_row, start, end, first = locate_tokens(tl.program_id(0), slots, T, OWN, N, begin, cu_seqlens, PACKED)
-    # nested, because GRADIENTS is a constant at compile time
+    # a nested condition, because GRADIENTS is a compile-time constant and `first >= end` is not
     if not GRADIENTS:  # noqa: SIM102
         if first >= end:
             return
@@ -125,8 +125,8 @@ def scorer_recompute(x: Inputs, dlogits: Tensor, sizes: Sizes) -> tuple[Tensor, 
     """Recompute the forward pass for the backward pass.
 
     Returns:
-        z¹, z² and the gradient of z³, inputs of SiLU `[B, T, H, C]`; gradients of the linear map's weights `[H, C3]`
-        and bias `[H]`, float32.
+        z¹, z² and the gradient of z³ `[B, T, H, C]`, where zⁱ is layer i's input of SiLU; gradients of the linear map's
+        weights `[H, C3]` and bias `[H]`, float32.
     """
     B, T, H, _ = x.k.shape
     *_, C3 = sizes.channels

@@ -1,4 +1,4 @@
-"""The scorer in eager PyTorch: the specification of the operation and of its gradient, on any device, in float64."""
+"""The scorer in eager PyTorch, which specifies the operation and its gradient, on any device, up to float64."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def retention_logits_reference(
     seed: Int[Tensor, "1"] | None = None,
     threshold: int = 0,
 ) -> Float[Tensor, "B T H"]:
-    """Compute `retention_logits` in float32 (float64), differentiable by autograd.
+    """Compute `retention_logits` with autograd, in float32 (float64 for float64 inputs).
 
-    With a seed, `dropout_mask` gives the dropped elements of each convolution's input.
+    With a seed, `dropout_mask` selects the elements of each convolution's input that are dropped.
     """
-    # heads first, because each has separate weights
+    # heads become the first dimension, because each has separate weights
     x = torch.cat((at_least_float32(k), at_least_float32(v)), -1).permute(2, 0, 1, 3)
     exists = [_exists(x, offset, begin, cu_seqlens) for offset in offsets]
     for layer, (kernel, shift) in enumerate(convs):
@@ -57,8 +57,8 @@ def dropout_mask(
 ) -> Bool[Tensor, "H B T C"]:
     """Return the mask of elements of a layer's input that are not dropped.
 
-    It is a hash of the seed, layer, token, head and channel, so that every implementation and every recomputation drops
-    the same elements. An element is dropped with probability `threshold` / 2²⁴.
+    The mask is a hash of seed, layer, token, head and channel, so that every implementation and every recomputation
+    drops the same elements. An element is dropped with probability `threshold` / 2²⁴.
     """
     H, B, T, C = x.shape
     rows = torch.arange(B * T * H, device=x.device).view(B, T, H).permute(2, 0, 1)
@@ -77,7 +77,7 @@ def _hash(x: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
 
 
 def shifted(x: Float[Tensor, "H B T C"], offset: int) -> Float[Tensor, "H B T C"]:
-    """Replace x at t by x at t + offset, zeros beyond both ends."""
+    """Return x[t + offset] at each t along T; zeros beyond both ends."""
     T = x.shape[2]
     if not offset:
         return x
@@ -87,7 +87,7 @@ def shifted(x: Float[Tensor, "H B T C"], offset: int) -> Float[Tensor, "H B T C"
 
 
 def _exists(x: Tensor, offset: int, begin: Tensor | None, cu_seqlens: Tensor | None) -> Bool[Tensor, "B_or_1 T"] | None:
-    """Return the mask of tokens t with token t + offset in the same sequence; None if only the row's ends limit it."""
+    """Return the mask of tokens t whose sequence has a token t + offset; None if each whole row is a sequence."""
     T = x.shape[2]
     at = torch.arange(T, device=x.device) + offset
     if cu_seqlens is not None:

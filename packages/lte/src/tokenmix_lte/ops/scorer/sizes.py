@@ -1,4 +1,4 @@
-"""Scorers that the kernels support, and tile sizes."""
+"""Which scorers the kernels support, and the kernels' tile sizes."""
 
 from __future__ import annotations
 
@@ -47,28 +47,28 @@ class Sizes(NamedTuple):
 
     @property
     def own(self) -> int:
-        """Tokens of a forward tile whose logits it stores; the others are their neighbours."""
+        """Number of tokens of a forward tile whose logits the program stores; the others are their neighbours."""
         return self.layers.BT - 2 * (self.taps.count - 1) * self.taps.step
 
 
-# forward and layer tiles by bytes of an element, chosen by registers and shared memory of the machine code for sm_90
+# tiles of forward and of a layer's backward by bytes of an element, chosen by registers and shared memory on sm_90
 _TILES = {2: (Tile(128, 8, 2), Tile(64, 8, 2)), 4: (Tile(32, 8, 2), Tile(16, 8, 1))}
-# channels of keys and values that a program on Hopper computes: the rows of one WGMMA of a warpgroup
+# streams (see hopper/streams.py) that a program on Hopper computes: 64, the rows of one WGMMA of a warpgroup
 BLOCK_STREAMS = 64
-# pipeline stages of keys and values on Hopper: three are read, one gets dropout, two are being copied
+# pipeline stages of keys and values on Hopper: WGMMAs read three, one gets dropout, async copies fill two
 INPUT_STAGES = 6
-# with more channels, logits in 16 bits were wrong on an H200 with Triton 3.6.0 and its assembler, for two tile sizes;
-# they are right with 3.9.0
+# with more channels, 16-bit logits were wrong on an H200 with Triton 3.6.0 and its assembler, for two tile sizes; with
+# Triton 3.9.0 they are right
 MAX_CHANNELS = 64
 
 
 def channels_of_layers(channels: int, layers: int = 3) -> list[int]:
-    """Return the channels of a model's scorer: of its input, then of each layer, half as many as the layer before."""
+    """Return the channels of a model's scorer: of its input, then of each layer, half as many as the layer's input."""
     return [channels >> i for i in range(layers + 1)]
 
 
 def limit(K: int, V: int, outs: Sequence[int], offsets: Sequence[int], dtype: torch.dtype) -> str | None:
-    """Return the reason why the kernels do not support a scorer, as a clause, or None."""
+    """Return why the kernels do not support a scorer, as a clause for an error message; None if they do."""
     if dtype == torch.float64:
         return "takes bfloat16, float16 or float32, got float64"
     if K != V:

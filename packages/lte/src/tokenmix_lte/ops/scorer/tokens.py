@@ -8,7 +8,7 @@ from tokenmix_core.kernels import locate_chunk
 
 @triton.jit
 def locate_tokens(i_c, slots, T, BT, N, begin, cu_seqlens, PACKED: tl.constexpr):
-    """Return for slot `i_c`: its sequence's first row, the range of existing tokens, and the slot's first token."""
+    """Return for slot `i_c` its sequence's first row, start and end of existing tokens, and the slot's first token."""
     i_n, i_row, end, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
     end = tl.where(i_c < slots, end, 0)
     start = 0
@@ -44,7 +44,7 @@ def hash32(x):
 
 @triton.jit
 def apply_dropout(b_x, seed, threshold, o_row, i_channel, LAYER: tl.constexpr, DROPOUT: tl.constexpr):
-    """Apply `reference.dropout_mask` to a tile `[BT, BC]` of the channels from `i_channel` on, and scale the rest."""
+    """Apply `reference.dropout_mask` to a tile `[BT, BC]` of channels from `i_channel` on; scale retained elements."""
     if DROPOUT:
         b_seed = tl.load(seed).to(tl.uint32)
         o_c = (i_channel + tl.arange(0, b_x.shape[1])).to(tl.uint32)

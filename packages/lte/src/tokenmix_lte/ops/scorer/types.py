@@ -18,11 +18,11 @@ class Inputs(NamedTuple):
     Attributes:
         k, v: `[B, T, H, K]`.
         w1, bias1, w2, bias2, w3, bias3: convolutions `[H, out, in, taps]` and `[H, out]`.
-        weight, bias: the linear map after them, `[H, C3]` and `[H]`.
+        weight, bias: the linear map after the convolutions, `[H, C3]` and `[H]`.
         begin, cu_seqlens: each row's first existing token, or the boundaries of packed sequences.
-        seed, threshold: of dropout; see `reference.dropout_mask`.
+        seed, threshold: dropout's seed and threshold; see `reference.dropout_mask`.
         first, middle, last: offsets of the taps.
-        impl: of `retention_logits`, without "reference".
+        impl: as for `retention_logits`, but never "reference".
     """
 
     k: Tensor
@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
         return sizes(self.k, self.outs(), (self.first, self.middle, self.last))
 
     def outs(self) -> list[int]:
-        """Return each layer's output channels."""
+        """Return each layer's number of output channels."""
         return [w.shape[1] for w in (self.w1, self.w2, self.w3)]
 
     def takes_gluon(self) -> bool:

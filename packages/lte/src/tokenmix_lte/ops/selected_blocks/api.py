@@ -38,7 +38,7 @@ def block_attention(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: Impl | None = None,
 ) -> AttentionOutput:
-    """Causal softmax attention of each query to the blocks of keys that it lists, with a list for each key head.
+    """Compute causal softmax attention of each query to listed blocks of keys; each query has a list per key head.
 
     Let i be the query's position counted in keys (the last query is at the last key), and S(i) the keys j ≤ i whose
     block ⌊j / block_size⌋ is in blocks[i]. Head h of k, v and `blocks` serves the HQ / H query heads from h · HQ / H
@@ -52,8 +52,8 @@ def block_attention(
 
     Args:
         q, k, v: bfloat16, float16, float32 or float64, all of one dtype. HQ is a multiple of H.
-        blocks: int32 or int64, counted from the start of each query's sequence.
-        block_size: keys of a block.
+        blocks: block indices, int32 or int64, counted from the start of each query's sequence.
+        block_size: number of keys of a block.
         scale: factor of the scores, positive; None is K ** −0.5.
         cu_seqlens: boundaries of the packed sequences, `[N + 1]`, from 0 to at most T, for B = 1 and TQ = TK.
         impl: "triton" (blocks of 16, 32, 64 or 128 keys, heads up to 128), "reference", which costs T² however few
@@ -86,19 +86,18 @@ def select_blocks(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: Impl | None = None,
 ) -> Int[Tensor, "B TQ H count"]:
-    """Select `count` blocks for each query: the first, its own, the one before, and those with most attention.
+    """Select `count` blocks per query: the first, its own, the one before it, and those with the most attention.
 
-    The attention of block c, before the query's own block, is Σ exp(scale · q · c̄ − lse) over the query heads of a key
-    head, with c̄ the pooled key of the block and lse the log-sum-exp of the query's attention to pooled keys. The lower
-    of equal blocks is preferred. No gradient passes.
+    The attention to a block c before the query's own is Σ exp(scale · q · c̄ − lse) over the query heads of a key head,
+    with c̄ the pooled key of the block and lse the log-sum-exp of the query's attention to pooled keys. Of blocks with
+    equal attention the lower ones are selected. No gradient passes.
 
     Args:
         q: bfloat16, float16, float32 or float64. HQ is a multiple of H.
-        pooled: keys of blocks, in the dtype of q; U is at least the number of blocks of all positions up to the last
-            query's. In a packed batch U is ⌊T / block_size⌋ + N, and sequence n's first block is
-            ⌊cu_seqlens[n] / block_size⌋ + n.
-        lse: float32, or float64 for float64.
-        count: blocks of a query, at least 3.
+        pooled: pooled keys of blocks, in the dtype of q; U is at least the number of blocks up to the last query. In a
+            packed batch U is ⌊T / block_size⌋ + N, and sequence n's first block is ⌊cu_seqlens[n] / block_size⌋ + n.
+        lse: float32, or float64 for float64 inputs.
+        count: number of blocks of a query, at least 3.
         shift: position of the first query; 0 with `cu_seqlens`.
         block_size, scale, cu_seqlens, impl: as in `block_attention`.
 
@@ -161,7 +160,7 @@ def _check_selection(q, pooled, lse, count, block_size, shift, scale, cu_seqlens
 
 
 def _options(op, dims, q, block_size, scale, cu_seqlens, impl, why: str | None) -> tuple[float, str]:
-    """Check the options of both functions; `why` is the reason why the kernels do not support the call, or None."""
+    """Check the options of both functions; `why` says why the kernels do not support the call, or is None."""
     check_multiple(op, "HQ", dims["HQ"], "H", dims["H"])
     check_cu_seqlens(op, cu_seqlens, dims["B"], dims["TQ"])
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:

@@ -68,7 +68,7 @@ def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
 def _keep(*inputs) -> tuple[Tensor, ...]:
     """Compute o, the log-sum-exp, and the tensors of all lists, which eager mode saves for the backward pass.
 
-    The shapes of these tensors would break graphs of torch.compile, whose backward pass makes the lists again.
+    Under torch.compile the shapes of these tensors would break the graph, so its backward pass makes the lists again.
     """
     x = Inputs(*inputs)
     o, lse = _outputs(x.q, x.v)

@@ -1,7 +1,7 @@
 """The backward kernels: gradients of a block of keys, and partial gradients of the queries that list it.
 
-Scores are recomputed once for all three gradients. Each split of a list stores partial sums of dk and dv, and each pair
-a partial dq; both are added in a fixed order.
+Scores are recomputed once for all three gradients. Each split of a block's list stores partial sums of dk and dv, and
+each pair of query and block a partial dq; second kernels add both in a fixed order.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _compute_delta(
 
 @triton.jit
 def row_gradients(b_dk, b_dv, t, block, split, i, S, scale, c, MASKED: tl.constexpr):
-    """Accumulate dk and dv over a tile of rows, and store the block's partial dq of each row."""
+    """Add a tile of rows to dk and dv of the block, and store each row's partial dq from this block."""
     b_pair, b_t, b_g, m_r = forward.load_rows(split, i, S, c.G, c.BM, MASKED)
     b_q = forward.load_heads(t.p_q, b_t, b_g, t.s_qt, t.s_qh, c.K, c.BK)
     b_do = forward.load_heads(t.p_do, b_t, b_g, t.s_dt, t.s_dh, c.V, c.BV)
@@ -124,7 +124,7 @@ def _combine_key_grads(
     K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
     PACKED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Sum the partial dk and dv of a block's splits; with `ADD`, add them to those of earlier runs of queries."""
+    """Sum the partial dk and dv of a block's splits; with `ADD`, add the sums of earlier runs of queries."""
     i_r = tl.program_id(0)
     i_b = (i_r // U // H).to(tl.int64)
     i_h = i_r // U % H
@@ -137,7 +137,7 @@ def _combine_key_grads(
         b_dk += load_tile(part_k, i * BLOCK, 0, BK, BK, BLOCK, BK, False)
         b_dv += load_tile(part_v, i * BLOCK, 0, BV, BV, BLOCK, BV, False)
     b_dk *= scale
-    # an unused block between sequences has no key
+    # an unused block between packed sequences has no keys
     keys = tl.where(key < keys, keys, 0)
     p_dk = dk + ((i_b * TK + start) * H + i_h) * K
     p_dv = dv + ((i_b * TK + start) * H + i_h) * V

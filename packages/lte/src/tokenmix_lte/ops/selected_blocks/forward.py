@@ -1,7 +1,7 @@
 """The forward kernels: partial attention of the queries that list a block of keys, and the combination per query.
 
-A program holds a block's keys and values and loops over a split of the block's list. Rows are pairs of a query and a
-head of the group, so that any number of heads fills a tile. Each block's softmax is combined with the others by
+A program holds a block's keys and values and loops over a split of the block's list. A row of a tile is one query and
+one head of the group, so that any number of heads fills a tile. The partial outputs of a query's blocks are combined by
 log-sum-exp, as in split-KV decoding.
 """
 
@@ -26,13 +26,13 @@ Constants = namedtuple("Constants", "G K V BM BK BV PRECISION")
 Block = namedtuple("Block", "k v row")
 # the pairs `low` … `high − 1` of a block's list
 Split = namedtuple("Split", "listed low high")
-# rows of a row and head
+# pointers to q and the partial results of one batch row and key head, and strides of q
 _Tensors = namedtuple("_Tensors", "p_q part_o part_lse s_qt s_qh")
 
 
 @triton.jit
 def load_rows(split, i, S, G: tl.constexpr, BM: tl.constexpr, CHECK: tl.constexpr):
-    """Load the i-th tile of rows of a split: pairs, queries, heads, mask of valid rows.
+    """Return the pairs, queries, heads and mask of valid rows of the i-th tile of a split.
 
     With `CHECK`, invalid rows repeat the last pair.
     """
@@ -47,7 +47,7 @@ def load_rows(split, i, S, G: tl.constexpr, BM: tl.constexpr, CHECK: tl.constexp
 
 @triton.jit
 def load_heads(p_x, o_t, o_g, s_t, s_h, D: tl.constexpr, BD: tl.constexpr):
-    """Load rows of one query and head each, `[BM, BD]`; columns beyond D are 0."""
+    """Load a tile `[BM, BD]` whose rows are each one query and head; columns beyond D are 0."""
     o_d = tl.arange(0, BD)
     p_x += (o_t.to(tl.int64) * s_t + o_g * s_h)[:, None] + o_d[None, :]
     if D == BD:
@@ -131,7 +131,7 @@ def _combine_outputs(
     part_o, part_lse, slots, o, lse, s_ob, s_ot, s_lb, s_lh, T, H, S, tiles,
     G: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Combine the partial outputs of each row of a tile; o = 0 and lse = −∞ for a query without any."""
+    """Combine the partial outputs of each row of a tile; a query without any gets o = 0 and lse = −∞."""
     i_bh = (tl.program_id(0) // tiles).to(tl.int64)
     i_b = i_bh // H
     i_h = i_bh % H
@@ -206,7 +206,7 @@ def lists_of(q, k, blocks, run: slice, cu_seqlens, block_size: int) -> Lists:
 
 
 def block_slots(tokens: int, block_size: int, cu_seqlens: Tensor | None) -> int:
-    """Return the number of blocks of a row, including unused ones between packed sequences."""
+    """Return the number of key blocks of a batch row, including unused ones between packed sequences."""
     return triton.cdiv(tokens, block_size) if cu_seqlens is None else tokens // block_size + len(cu_seqlens) - 1
 
 

@@ -1,9 +1,9 @@
-"""Inverse of the lists of blocks: for each block of keys the queries that list it, in order, without atomics.
+"""Invert the queries' lists of blocks: for each block of keys, list the queries that list it, without atomics.
 
-A **pair** is an entry of `blocks`: a query and one of its blocks. The pairs of a run are ranked among those of the same
-block. The prefix sum of the counts of all runs, block after block, gives each pair's index in one array of all lists.
-The CPU reads no result: buffer sizes are upper bounds. The list of a block is divided into **splits** of P pairs, one
-program each.
+A **pair** is an entry of `blocks`: a query and one of its blocks. A run is a number of consecutive pairs, each of which
+is ranked among the run's pairs of the same block. The prefix sum of the counts of all runs, block after block, gives
+each pair's index in one array of all lists. The CPU reads no result: buffer sizes are upper bounds. The list of a block
+is divided into **splits** of P pairs, one program each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import cached_launch, locate_chunk
 from tokenmix_lte.ops.selected_blocks.plan import pairs_per_run
 
-# pairs of a program's tile
+# number of pairs of a program's tile
 _ELEMENTS = 1024
 
 
@@ -30,8 +30,8 @@ class Lists(NamedTuple):
         slots: `[B, H, T · S]`, index of each pair's block among all blocks, −1 if the query sees none of its keys.
         listed: the pairs of each row and head, sorted by block; a pair is t · S + s.
         ends: `[B · H · U]`, end of each block's list in `listed`, by row, head and block.
-        masked: `[B · H · U]`, number of a block's first pairs whose queries may not see all of its keys.
-        owners: for each program, the row, head and block whose list it processes a split of.
+        masked: `[B · H · U]`, number of pairs at the start of a block's list whose queries may not see all of its keys.
+        owners: for each program, the index of the (row, head, block) from whose list it processes a split.
     """
 
     slots: Tensor
@@ -57,8 +57,8 @@ def locate_split(owners, ends, listed, i_x, H, U, P: tl.constexpr):
     """Locate the split of program `i_x`.
 
     Returns:
-        row, head (int64) and block; the block's index among all, and its list; the program's pairs `low` … `high − 1`
-        of the list, an empty range if it has none.
+        row, head (int64) and block; the block's index among all blocks, and its list; the range of the program's pairs,
+        `low` … `high − 1` of the list, which may be empty.
     """
     i_r = tl.load(owners + i_x)
     i_b = (i_r // U // H).to(tl.int64)
@@ -70,13 +70,13 @@ def locate_split(owners, ends, listed, i_x, H, U, P: tl.constexpr):
 
 @triton.jit
 def boundaries(ends, i_r):
-    """Return the offsets of the begin and end of the list of block `i_r` among all blocks."""
+    """Return the offsets at which the list of block `i_r`, counted among all blocks, begins and ends."""
     return tl.load(ends + i_r - 1, mask=i_r > 0, other=0), tl.load(ends + i_r)
 
 
 @triton.jit
 def block_of(i_u, TK, TQ, first, N, cu_seqlens, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """Return the first row (int64) and length of a block's sequence, the block's first key, and the query row at it.
+    """Return the first row (int64) and length of a block's sequence, the block's first key, and that key's query row.
 
     Query rows count from `first`.
     """
@@ -116,7 +116,7 @@ def _find_slots(
         b_slot = b_c.to(tl.int32)
     m_seen = (b_c >= 0) & (b_c <= b_own)
     if PACKED:
-        # padding lists nothing
+        # queries of padding list no block
         m_seen &= b_row < tl.load(cu_seqlens + N)
     tl.store(slots + (i_b * H + i_h) * T * S + o_e, tl.where(m_seen, b_slot, -1), mask=m_e)
 
@@ -124,15 +124,14 @@ def _find_slots(
 @cached_launch
 @triton.jit
 def _rank_pairs(slots, ranks, counts, pairs, U, runs, RUN: tl.constexpr, BJ: tl.constexpr):
-    """Count, for each pair, the pairs of its block before it in its run, and for each block its pairs in the run."""
+    """Count, for each pair, the earlier pairs of its run with the same block; for each block, its pairs in the run."""
     i_bh = (tl.program_id(0) // runs).to(tl.int64)
     i_run = tl.program_id(0) % runs
     p_slot = slots + i_bh * pairs + i_run * RUN
     rest = pairs - i_run * RUN
     o_e = tl.arange(0, RUN)
     b_slot = tl.load(p_slot + o_e, mask=o_e < rest, other=-1)
-    # pairs before a pair are counted in the lower 16 bits, all pairs in the upper ones; columns are summed once, at the
-    # end
+    # the lower 16 bits count the pairs before a pair, the upper bits all pairs; columns are summed once, at the end
     b_count = tl.zeros([RUN, BJ], tl.int32)
     for i in range(0, RUN, BJ):
         o_j = i + tl.arange(0, BJ)
@@ -167,7 +166,7 @@ def _assign_splits(
     sums, ends, masked, owners, cu_seqlens, T, TQ, TK, first, S, U, N, runs,
     BLOCK: tl.constexpr, RUN: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Write the end of a block's list, the number of its pairs that need a mask, and the block as its programs' owner.
+    """Write where a block's list ends, how many of its pairs need a mask, and which programs process its splits.
 
     The programs of block i_r start at ⌊begin / P⌋ + i_r, with `begin` the offset of its list. Blocks then never share a
     program, and no table of the number of splits is needed.
@@ -177,7 +176,7 @@ def _assign_splits(
     begin = tl.load(p_sum - 1, mask=i_r > 0, other=0)
     end = tl.load(p_sum + runs - 1)
     tl.store(ends + i_r, end)
-    # the first pairs need a mask: those of queries inside the block, rounded up to whole runs
+    # pairs of queries inside the block come first and need a mask; round their number up to whole runs
     _, _, _, row = block_of(i_r % U, TK, TQ, first, N, cu_seqlens, BLOCK, PACKED)
     stop = tl.minimum(tl.maximum(row + BLOCK, 0), T) * S
     inside = tl.load(p_sum + tl.maximum(stop - 1, 0) // RUN) - begin
@@ -190,7 +189,7 @@ def _assign_splits(
 def make_lists(
     blocks: Tensor, cu_seqlens: Tensor | None, *, first: int, TQ: int, TK: int, U: int, block_size: int, split: int
 ) -> Lists:
-    """Make the lists of queries `blocks [B, T, H, S]`, rows `first` … of all TQ, for U blocks of keys per row."""
+    """Make the lists for `blocks [B, T, H, S]`, the T queries of TQ from `first` on; a row has U blocks of keys."""
     B, T, H, S = blocks.shape
     pairs, RUN = T * S, pairs_per_run(U)
     runs = cdiv(pairs, RUN)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, next_power_of_2
 
-# rows (a query and a head) of a split: enough to amortise the load of a block of keys
+# number of rows (a query and a head each) of a split: enough to amortise the load of a block of keys
 _SPLIT_ROWS = 4096
 # most bytes of workspace for partial outputs, partial gradients of queries, or blocks' probabilities
 _MAX_WORKSPACE = 1 << 31
@@ -25,7 +25,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# by step, and by bytes of an element and head size
+# tiles by step of the operation, then by (bytes of an element, head size)
 _TILES: dict[str, dict[tuple[int, int], Tile]] = {
     "forward": {(2, 64): Tile(64, 4, 3), (2, 128): Tile(64, 4, 2), (4, 64): Tile(32, 8, 1), (4, 128): Tile(32, 8, 1)},
     "backward": {(2, 64): Tile(64, 4, 2), (2, 128): Tile(64, 8, 2), (4, 64): Tile(16, 8, 1), (4, 128): Tile(16, 8, 1)},
@@ -38,7 +38,7 @@ def tile(step: str, size: int, dtype: torch.dtype) -> Tile:
 
 
 def limit(K: int, V: int, block_size: int | None, q: Tensor) -> str | None:
-    """Return the reason why the kernels do not support a call, to follow the implementation's name, or None."""
+    """Return why the kernels do not support a call, as a clause after the implementation's name; None if they do."""
     if q.dtype == torch.float64:
         return "has no float64; pass impl='reference'"
     if max(K, V) > MAX_HEAD_SIZE:
@@ -51,7 +51,7 @@ def limit(K: int, V: int, block_size: int | None, q: Tensor) -> str | None:
 def pairs_per_run(U: int) -> int:
     """Return the number of consecutive pairs in `blocks` that one program ranks, for rows of U blocks.
 
-    A pair needs one comparison for each pair of its run, and U / `pairs_per_run` counts: at most 8 up to 4,096 blocks.
+    A pair costs one comparison with each pair of its run, and U / `pairs_per_run` counts, at most 8 for U ≤ 4,096.
     """
     return min(512, max(128, next_power_of_2(U) // 8))
 
@@ -62,16 +62,16 @@ def pairs_per_split(group: int) -> int:
 
 
 def query_runs(q: Tensor, V: int, listed: int) -> Iterator[slice]:
-    """Yield runs of queries whose partial results fit in the workspace; one run for most calls.
+    """Yield slices of queries whose partial results fit in the workspace; most calls need only one slice.
 
-    Each query has `listed` blocks.
+    Each query lists `listed` blocks.
     """
     B, T, HQ, K = q.shape
     return runs(T, B * HQ * listed * max(K, V) * q.element_size())
 
 
 def runs(T: int, size: int) -> Iterator[slice]:
-    """Yield runs of T queries, of equal length, that fit in the workspace with `size` bytes per query."""
+    """Yield slices that divide T queries evenly so that each fits in the workspace with `size` bytes per query."""
     longest = max(1, _MAX_WORKSPACE // size)
     step = cdiv(T, cdiv(T, longest))
     for first in range(0, T, step):

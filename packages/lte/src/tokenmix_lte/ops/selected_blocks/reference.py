@@ -1,4 +1,4 @@
-"""Attention to listed blocks and their selection in eager PyTorch: the specification, on any device, in float64.
+"""Attention to listed blocks, and their selection, in eager PyTorch: the specification, on any device, up to float64.
 
 A run of queries attends to all keys with a mask, so memory is linear in the length and work is quadratic.
 """
@@ -14,12 +14,12 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv, packed_positions, sequence_ids
 from tokenmix_core.ops import AttentionOutput, attended, drops_padding, joined, wide
 
-# most scores of one run of queries: 64 MiB in float32
+# most scores computed at once, for one run of queries: 64 MiB in float32
 _RUN_SCORES = 1 << 24
 
 
 class SequencePositions(NamedTuple):
-    """The sequence that each token belongs to, and its position there, `[T]`."""
+    """Each token's sequence and its position in that sequence, both `[T]`."""
 
     sequence: Tensor
     position: Tensor
@@ -34,7 +34,7 @@ def sequence_positions(T: int, cu_seqlens: Tensor | None, device: torch.device, 
 
 
 def first_slots(cu_seqlens: Int[Tensor, "N_plus_1"], block_size: int) -> Int[Tensor, "N_plus_1"]:
-    """Return the index of each packed sequence's first block among all, ⌊begin / block_size⌋ + n: none is shared."""
+    """Return each packed sequence's first block, ⌊begin / block_size⌋ + n, so that sequences never share a block."""
     return cu_seqlens // block_size + torch.arange(len(cu_seqlens), device=cu_seqlens.device)
 
 
@@ -55,7 +55,7 @@ def block_attention_reference(
     queries = sequence_positions(TQ, cu_seqlens, q.device, shift=TK - TQ)
     keys = sequence_positions(TK, cu_seqlens, q.device)
     size, found = max(16, _RUN_SCORES // max(1, B * HQ * TK)), []
-    # an extra block takes the entries that name no block
+    # one extra block collects the entries that name no block
     C = cdiv(TK, block_size)
     listed = torch.where((blocks >= 0) & (blocks < C), blocks, C).long()
     for i in range(0, TQ, size):
@@ -107,7 +107,7 @@ def most_attended(
     own: Int[Tensor, "... 1"],
     count: int,
 ) -> Int[Tensor, "*T H count"]:
-    """Select blocks for queries with own block `own`; `block` has each score's block index in the query's sequence.
+    """Select blocks by attention; `own` is each query's own block, `block` each score's block, in the same sequence.
 
     `block` and `own` broadcast against the first dimensions; indices below 0 and above `own` are never selected.
     """
@@ -119,7 +119,7 @@ def most_attended(
     forced = (block == 0) | (block == own) | (block == own - 1)
     rank = torch.where(forced, torch.inf, torch.where(before, p, -1.0))
     rank = torch.where((block >= 0) & (block <= own), rank, -1.0)
-    # a stable sort keeps the lower of equal blocks first
+    # in a stable sort, the lower of two blocks with equal attention comes first
     order = rank.sort(dim=-1, descending=True, stable=True)
     last = torch.iinfo(torch.int32).max
     chosen = block.to(torch.int32).expand_as(order.indices).gather(-1, order.indices)

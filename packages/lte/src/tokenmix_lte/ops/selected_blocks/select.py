@@ -1,4 +1,4 @@
-"""Kernels that select blocks: sum probabilities over the heads of a group, then take each query's greatest ones.
+"""Kernels that select blocks: sum probabilities over the heads of a group, then select the blocks with most of them.
 
 The first block, the query's own block and the one before are always selected; they are at the ends of a list. The other
 selected blocks, at most `count` − 3, are **candidates**: blocks 1 … own − 2.
@@ -21,17 +21,17 @@ from tokenmix_core.ops import dense_rows, load_tile, precision, strides
 from tokenmix_lte.ops.selected_blocks.lists import sequence_of
 from tokenmix_lte.ops.selected_blocks.plan import runs
 
-# blocks of a tile of scores
+# number of blocks in a tile of scores
 _BLOCKS = 64
 # rows (a head and a query) of a tile of scores, and warps, by bytes of an element
 _TILES = {2: (128, 4), 4: (32, 8)}
-# queries whose probabilities of a block are adjacent in memory
+# number of queries whose probabilities of the same block are adjacent in memory
 _QUERIES = tl.constexpr(8)
-# probabilities that a warp holds at a time, and those of one query among them
+# number of probabilities that a warp holds at a time, and how many of them are of one query
 _WARP_ELEMENTS, _QUERY_ELEMENTS = 1024, 128
 # limit of registers per thread, for higher occupancy
 _MAX_REGISTERS = 128
-# first step of the search below the greatest probability: an eighth of it, in bits
+# first step of the search, below the greatest probability, in float32 bits: an eighth of a power of two
 _FIRST_STEP = tl.constexpr(1 << 20)
 
 
@@ -108,9 +108,10 @@ def _score_blocks(
 
 @triton.jit
 def _greatest(b_x, b_count, b_need):
-    """Find for each query a bound that at least `b_need` elements reach; return it and the number that reach it.
+    """Find for each query a bound that at least `b_need` elements reach; return it and how many elements reach it.
 
-    The number is `b_need` if such a bound exists; otherwise the bound is the greatest that `b_need` elements reach.
+    If possible, exactly `b_need` elements reach it. If equal elements prevent this, it is the greatest bound that
+    at least `b_need` elements reach.
 
     Args:
         b_x: elements `[BQ, BW]`, at least 0, or −1 for none.
@@ -143,8 +144,8 @@ def _select_blocks(
 ):  # fmt: skip
     """Write the lists of BQ queries of a key head: the candidates with most attention, and the blocks always selected.
 
-    BW candidates are searched at a time; if there are more, the S best so far are searched with the next ones. A
-    program is one warp; 32 / BQ of its lanes hold a query.
+    BW candidates are searched at a time; if there are more, the S best so far are searched together with the next
+    candidates. A program is one warp; 32 / BQ of its lanes hold one query.
     """
     L: tl.constexpr = 32 // BQ
     NEW: tl.constexpr = BW - S if CARRIED else BW
@@ -161,7 +162,7 @@ def _select_blocks(
     p_b = p_a + W * _QUERIES
     o_w = tl.arange(0, BW)[None, :]
     for i in range(0, tl.max(b_all, 0), NEW):
-        # candidates before this iteration and up to its end, and how many of each are selected
+        # number of candidates before this iteration and up to its end, and how many of them are selected
         b_before = tl.minimum(i, b_all)
         b_after = tl.minimum(i + NEW, b_all)
         b_found = tl.minimum(b_before, b_most)
@@ -181,12 +182,12 @@ def _select_blocks(
         b_bound, b_reach = _greatest(b_x, b_found + b_after - b_before, b_need)
         b_bound = b_bound[:, None]
         if tl.max(b_reach - b_need, 0) > 0:
-            # of the blocks equal to the bound take the lower ones
+            # select the lower ones among blocks equal to the bound
             b_above = tl.sum((b_x > b_bound).to(tl.int32), 1)
             b_first = tl.where(b_x == b_bound, W - o_c, -1)
             b_last, _ = _greatest(b_first, b_reach - b_above, b_need - b_above)
             b_x = tl.where((b_first >= 0) & (b_first < b_last[:, None]), -1, b_x)
-        # compact: each lane's selected blocks follow those of the lane before
+        # compact: a lane's selected blocks are stored after those of the previous lane
         m_best = b_x >= b_bound
         b_one = tl.reshape(m_best.to(tl.int32), [BQ, BW // L, L])
         b_lane = tl.sum(b_one, 1)
@@ -196,7 +197,7 @@ def _select_blocks(
         if CARRIED:
             tl.store(p_best + S * _QUERIES, b_x, mask=m_best)
     tl.debug_barrier()
-    # sort them between the blocks that are always selected
+    # sort the selected candidates between the blocks that are always selected
     o_s = tl.arange(0, BS)[None, :]
     b_end = tl.minimum(b_own + 1, count)
     m_s = (o_s > 0) & (o_s <= b_most[:, None])
@@ -217,7 +218,7 @@ def select_blocks_kernel(q, pooled, lse, blocks, cu_seqlens, *, block_size, shif
     side = _QUERIES.value
 
     def columns(queries: int) -> int:
-        """Return the candidates of the last of `queries` queries, rounded up to whole tiles."""
+        """Return how many candidates the last of `queries` queries has, rounded up to whole tiles."""
         return cdiv(max(1, cdiv(shift + queries, block_size) - 2), _BLOCKS) * _BLOCKS
 
     for run in runs(TQ, B * H * (columns(TQ) + 2 * S) * 4):
@@ -231,7 +232,7 @@ def select_blocks_kernel(q, pooled, lse, blocks, cu_seqlens, *, block_size, shif
             W=W, first=shift + run.start, S=S, BLOCK=block_size, PACKED=cu_seqlens is not None,
         )  # fmt: skip
         tiles = cdiv(T, BQ)
-        # split the blocks of few query tiles over more programs
+        # if there are few query tiles, split their blocks over more programs
         part = _BLOCKS * (8 if B * H * tiles >= 512 else 1)
         parts = cdiv(W, part)
         _score_blocks[(B * H * tiles * parts,)](

@@ -1,4 +1,4 @@
-"""Gradients of one layer on Hopper: a program scans 64 streams and accumulates weight gradients in registers.
+"""Gradients of one layer on Hopper: a program scans 64 streams (`streams.py`) and sums weight gradients in registers.
 
     step s:   cp.async   dz block s + DZ_STAGES − 1 → s_dz;  layer 0: x block s + X_STAGES − 1 → s_x
               WGMMA      dx block s = Σ_tap dz block s + 2 − tap · Wᵀ;   dW_tap += x block sᵀ · dz block s + 2 − tap
@@ -56,7 +56,7 @@ _PROGRAMS_PER_SM = 2
 
 @gluon.jit
 def load_layer(z, streams, o_t, H, C: gl.constexpr, layout: gl.constexpr):
-    """Load z of a layer at each stream's token at distance o_t from its first own one, `[STREAMS, _WIDTH]`."""
+    """Load a layer's z at each stream's token that is o_t tokens after its first own token, `[STREAMS, _WIDTH]`."""
     o_c = gl.arange(0, _WIDTH, gl.SliceLayout(0, layout))
     p_z = z + (streams.row + o_t * H)[:, None] * C + o_c[None, :]
     return gl.load(p_z, mask=exists(streams, o_t)[:, None] & (o_c < C)[None, :], other=0.0)
@@ -64,7 +64,7 @@ def load_layer(z, streams, o_t, H, C: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def dz_block(s_dz, s, tap, CO: gl.constexpr):
-    """Return the block of dz whose sums read block s of the inputs through a tap."""
+    """Return the block of dz of those outputs that read block s of the inputs through a tap."""
     return s_dz.index((s + 2 - tap) % DZ_STAGES).slice(0, CO, 1)
 
 
@@ -154,7 +154,7 @@ def hopper_layer_backward_kernel(
             b_sums = b_sums + (warpgroup_mma(s_x_block.permute((1, 0)), s_dz_block, b_dw[tap], is_async=True),)
         if LAYER == 0 and DROPOUT:
             drop_tokens(s_x.index((s + 1) % X_STAGES), seed, threshold, streams, o_t + STEP, H, i_in, W)
-        # the bias gradient sums dz of the tap at offset 0
+        # the bias gradient is the sum of dz, read once per token: through the tap at offset 0
         b_dbias += dz_block(s_dz, s, -FIRST // STEP, CO).load(sums).to(gl.float32)
         b_dx = warpgroup_mma_wait(3, deps=[b_dx])
         b_dx *= b_slope if LAYER > 0 else scale

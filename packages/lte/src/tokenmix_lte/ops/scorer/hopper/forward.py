@@ -1,10 +1,10 @@
-"""Logits on Hopper: a program scans 64 streams of a head and computes a block of every layer in each step.
+"""Logits on Hopper: a program scans 64 streams (`streams.py`) of a head; each step computes a block of every layer.
 
     step s:   cp.async   k, v block s + NUM_STAGES − 1 → s_x0
               WGMMA      z3 block s − 6 ← s_x2;  z2 block s − 3 ← s_x1;  z1 block s ← s_x0   (independent)
               wait z3 → SiLU, linear map → logits;  wait z2 → SiLU → s_x2;  wait z1 → SiLU → s_x1
 
-A block has the index of the first block that it is computed from: block s of layer 1 reads inputs s … s + 2.
+A block is numbered by the first input block that it depends on: block s of layer 1 reads input blocks s … s + 2.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def hopper_scorer_kernel(
     tile2: gl.constexpr = mma_layout_split_n(C2, W)
     tile3: gl.constexpr = mma_layout_split_n(C3, W)
     i_b, i_h = gl.program_id(0), gl.program_id(1)
-    # stages alternate between keys and values of a block
+    # buffers alternately hold the keys and the values of a block
     s_x0 = gl.allocate_shared_memory(dtype, [2 * NUM_STAGES, STREAMS, K], smem_layout(K))
     s_x1 = gl.allocate_shared_memory(dtype, [4, STREAMS, C1], smem_layout(C1))
     s_x2 = gl.allocate_shared_memory(dtype, [4, STREAMS, C2], smem_layout(C2))

@@ -1,6 +1,6 @@
-"""Streams: each row of a block is a token of a different stream, and the next block has each stream's next token.
+"""Streams: every STEP-th token of a slot is a stream; a block has one token of each stream, the next block the next.
 
-A tap of a convolution then reads a whole block, without shifting rows; only tokens at the ends of streams are computed
+A tap of a convolution then reads a whole block, without shifting rows. Only tokens at the ends of streams are computed
 twice.
 
     tokens of a row, STEP = 2:     0   1   2   3   4   5  | 6   7   8  …        a slot of 6 tokens = 2 streams of 3
@@ -24,7 +24,7 @@ from tokenmix_lte.ops.scorer.sizes import BLOCK_STREAMS, Sizes
 from tokenmix_lte.ops.scorer.types import Inputs
 
 STREAMS = gl.constexpr(BLOCK_STREAMS)
-# of each stream, the row in `[tokens, H]` of its first own token, and start and end of its existing tokens from there
+# for each stream: the row of its first own token in `[tokens, H]`, and start and end of its sequence relative to it
 Streams = namedtuple("Streams", "row start end")
 # tokens of a row, sequences, each row's first existing token, and boundaries of packed sequences
 Sequences = namedtuple("Sequences", "T N begin cu_seqlens")
@@ -84,13 +84,13 @@ def locate_streams(
 
 @gluon.jit
 def exists(streams, o_t):
-    """Return the mask of streams with a token at distance o_t from their first own one."""
+    """Return the mask of streams that have a token o_t tokens after their first own token."""
     return (o_t >= streams.start) & (o_t < streams.end)
 
 
 @gluon.jit
 def copy_tokens(s_x, x, streams, o_t, H, C: gl.constexpr, WARPS: gl.constexpr):
-    """Issue async copies of C channels of each stream's token at distance o_t; missing tokens become 0."""
+    """Issue async copies of C channels of each stream's token o_t after its first own one; missing tokens become 0."""
     WIDTH: gl.constexpr = s_x.shape[1]
     o_c = gl.arange(0, WIDTH, gl.SliceLayout(0, row_layout(WIDTH, WARPS)))
     p_x = x + (streams.row + o_t * H)[:, None] * C + o_c[None, :]
@@ -99,7 +99,7 @@ def copy_tokens(s_x, x, streams, o_t, H, C: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def copy_weights(s_w, w, i_h, H, WARPS: gl.constexpr):
-    """Issue async copies of a head's weights of three taps, `[3, H, n rows, C]`, to `[3 n, rows, C]`."""
+    """Issue async copies of one head's weights of three taps, from `[3, H, n · rows, C]` to `[3 n, rows, C]`."""
     ROWS: gl.constexpr = s_w.shape[1]
     C: gl.constexpr = s_w.shape[2]
     PARTS: gl.constexpr = s_w.shape[0] // 3
@@ -112,7 +112,7 @@ def copy_weights(s_w, w, i_h, H, WARPS: gl.constexpr):
 
 @gluon.jit
 def issue_convolution(s_x, s_w, i, acc):
-    """Issue the WGMMAs of a convolution: the sum over three taps of block i + tap, each times the tap's weights."""
+    """Issue a convolution's WGMMAs: the sum over three taps of block i + tap times the tap's weights."""
     PARTS: gl.constexpr = s_w.shape[0] // 3
     NUM_STAGES: gl.constexpr = s_x.shape[0] // PARTS
     for tap in gl.static_range(3):
@@ -124,7 +124,7 @@ def issue_convolution(s_x, s_w, i, acc):
 
 @gluon.jit
 def dropout_scale(threshold, DROPOUT: gl.constexpr):
-    """Return dropout's 1/(1 − p), to be applied to float32 sums: scaling 16-bit activations would round twice."""
+    """Return dropout's factor 1 / (1 − p); apply it to float32 sums, as scaling 16-bit inputs would round twice."""
     scale = 1.0
     if DROPOUT:
         scale = 16777216.0 / (16777216 - threshold)
@@ -164,7 +164,7 @@ def dropout_mask(seed, threshold, o_row, o_c, LAYER: gl.constexpr):
 
 @gluon.jit
 def drop_tokens(s_x, seed, threshold, streams, o_t, H, i_channel, WARPS: gl.constexpr):
-    """Apply dropout in shared memory to a block of keys or values, without scaling: their sums are scaled."""
+    """Set dropped elements of a block of keys or values in shared memory to 0; the float32 sums are scaled later."""
     C: gl.constexpr = s_x.shape[1]
     layout: gl.constexpr = row_layout(C, WARPS)
     o_c = i_channel + gl.arange(0, C, gl.SliceLayout(0, layout))
@@ -177,7 +177,7 @@ def drop_tokens(s_x, seed, threshold, streams, o_t, H, i_channel, WARPS: gl.cons
 def store_layer(
     s_x, b_z, seed, threshold, streams, o_t, H, LAYER: gl.constexpr, DROPOUT: gl.constexpr, layout: gl.constexpr
 ):
-    """Store the SiLU of a layer as the next layer's input; missing tokens and dropped elements are 0."""
+    """Store SiLU(z) of a layer as the next layer's input; missing tokens and dropped elements are 0."""
     b_x = b_z * sigmoid(b_z)
     b_exists = exists(streams, o_t)[:, None]
     if DROPOUT:
@@ -187,7 +187,7 @@ def store_layer(
 
 
 def stream_blocks(x: Inputs, sizes: Sizes, programs: float) -> tuple[int, int, int]:
-    """Divide a call into streams for `programs` programs per SM; return the tokens of a slot, slots, programs per head.
+    """Divide a call into streams for `programs` programs per SM; return tokens per slot, slots, programs per head.
 
     Streams have at least 8 tokens, because each also computes tokens of its neighbours.
     """
