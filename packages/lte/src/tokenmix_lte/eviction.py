@@ -31,7 +31,7 @@ def eviction_times(
     *,
     impl: Impl | None = None,
 ) -> Int[Tensor, "B T H"]:
-    """Return for each key the first query that does not see it after it left the window; T + window if it stays.
+    """Return, in int32, the first query that does not see each key after it left the window; T + window if it stays.
 
     A key's eviction time is the window plus the position of the cap-th better key, the cap-th smallest position among
     the keys that rank before it. A wavelet matrix finds this order statistic of a prefix for all keys at once in

@@ -18,7 +18,7 @@ def finetune(checkpoint: str, *, scorer: bool = False) -> Recipe:
     """Return a recipe that finetunes on 2B tokens of FineWeb-Edu in rows of 4,096 tokens of the checkpoint's tokenizer.
 
     Keys, values and scorers learn together, as in the paper's pretraining. λ of each head adapts until the head retains
-    about as many keys as the cap allows.
+    about as many keys of a row as its layer's cap.
 
     Args:
         checkpoint: folder of a converted model, or of any other model with LTE layers.

@@ -69,7 +69,7 @@ class Retention(NamedTuple):
         return self.scorer(raw, v, begin=begin, cu_seqlens=cu_seqlens)
 
     def ranks(self, logits: Float[Tensor, "B T H"], position: Int[Tensor, "T"]) -> Float[Tensor, "B T H"]:
-        """Return the ranks by which keys are retained: the logit if positive, else −∞; +∞ for sinks."""
+        """Return the ranks by which keys are retained: positive logits, else −∞, or `uniform_ranks`; +∞ for sinks."""
         if self.uniform:
             ranks = uniform_ranks(position).to(logits.dtype).view(1, -1, 1).expand_as(logits)
         else:

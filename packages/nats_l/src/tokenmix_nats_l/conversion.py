@@ -138,7 +138,7 @@ def _from_delta(mixer: NatsL, old: dict[str, Tensor]) -> None:
     assert mixer.softmax_norm is not None
     for weight in (mixer.score_proj.weight, mixer.weight_proj.weight, mixer.softmax_norm.weight):
         weight.zero_()
-    # both operations get a weight of ½ at first, which a norm weight of 2 undoes
+    # both operations get a weight of ½ at first, which doubled norm weights undo
     mixer.linear_norm.weight.copy_(2 * norm.float().unflatten(0, (mixer.group, -1)).mean(0))
 
 

@@ -113,7 +113,7 @@ def recall_recipe(kind: str, size: str) -> Recipe:
 
 
 def tiny() -> Recipe:
-    """Return a recipe of one NAtS-L layer in four, else Gated DeltaNet, on Python's standard library, for laptops."""
+    """Return a recipe of Gated DeltaNet with one NAtS-L layer in four, on Python's standard library, for two cores."""
     base = tiny_setting()
     mixers = [NATS_L if mixer == ATTENTION else mixer for mixer in base.model["mixers"]]
     options = {

@@ -70,7 +70,7 @@ def share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult
 
 
 def recall_share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure the share of the slots on associative recall, with the most pairs that fit a sequence with queries."""
+    """Measure the share of the slots on associative recall; sequences hold as many pairs as fit, and then queries."""
     options.choose("slot-share-mqar", ("slot-share-mqar",))
     length, count = options.one_length("slot-share-mqar", max(MQAR_LENGTHS)), options.limit or 16
     size = options.vocab_size or min(8192, text_vocab_size(model))

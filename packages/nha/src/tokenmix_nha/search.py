@@ -78,7 +78,7 @@ def search_windows(
         blocks: block lengths to try, with one full layer per block, at each position of the block.
         insert: number of full layers to add to the best pattern with the fewest full layers; each step tries all
             layers and adds the best.
-        max_full: the most full layers that the selected candidate may have; None for no limit.
+        max_full: the most full layers that the selected candidate may have; None for the number after all insertions.
         progress: show a progress bar.
 
     Returns:

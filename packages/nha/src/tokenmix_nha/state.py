@@ -12,7 +12,7 @@ from tokenmix_nha.ops import SlotWindowState
 
 
 class SlotWindowPart(StatePart):
-    """Holds a `SlotWindowState` whose ring has its full size from the first token on, so that its bytes do not grow.
+    """State part with a `SlotWindowState` whose ring has its full size from the first token on, so bytes do not grow.
 
     Args:
         heads: H.

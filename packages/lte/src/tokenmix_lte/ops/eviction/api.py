@@ -36,8 +36,8 @@ def evict_step(
 ) -> None:
     """Add one token to the memory of each row and head; retain or evict the token that leaves the window.
 
-    The memory, `keys` to `raws`, has S = `window` + cap slots per head and is mutated, without synchronisation. Not
-    differentiable.
+    The memory is the arguments `keys` to `raws`, with S = `window` + cap slots per head; it is mutated, without
+    synchronisation. Not differentiable.
 
     Args:
         k, v: the new token's rotated key, and its value.

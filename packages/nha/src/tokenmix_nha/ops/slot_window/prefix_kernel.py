@@ -27,7 +27,7 @@ def add_zeros(o: Tensor, lse: Tensor, slots: int) -> Tensor:
 @triton.jit
 def _zeros_kernel(o, lse, total, log_slots, T, H, V: tl.constexpr, BT: tl.constexpr):
     """Update BT rows of a head: `total = log(exp(lse) + slots)`, both `[B, H, T]`, and o by rescaling."""
-    # start with the last rows, which the preceding kernel wrote last and which may still be in L2
+    # start with the last rows, because they may still be in L2
     i = tl.num_programs(0) - 1 - tl.program_id(0)
     chunks = tl.cdiv(T, BT)
     i_h, i_t, i_b = i % H, i // H % chunks, i // (H * chunks)
