@@ -66,8 +66,8 @@ def extend(rule: Retention, tokens: Tokens, state: LayerState) -> Float[Tensor, 
 def _advance(rule: Retention, tokens: Tokens, held: Held | None, past: int) -> tuple[Tensor, Held]:
     """Return outputs for T tokens of sequences that each hold `past` tokens, and the tensors they hold afterwards.
 
-    Retained keys, the ring and the new tokens are concatenated, oldest first, and handled as one sequence. Retained
-    keys are in front, beyond every window, because there are none before the ring is full. Nothing is copied for an
+    Retained keys, the ring and the new tokens are concatenated, oldest first, and handled as one sequence. There are
+    retained keys only if the ring is full, so that they lie outside every new token's window. Nothing is copied for an
     empty state.
     """
     q, keys, raws, values = tokens

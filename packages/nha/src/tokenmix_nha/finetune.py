@@ -115,7 +115,7 @@ def merge_lora(checkpoint: str, adapter: str | Path, out: str | Path) -> Any:
 
 
 def command(args: argparse.Namespace, context: Any) -> int:
-    """Run one stage: the command `tokenmix-nha finetune`."""
+    """Run the command `tokenmix-nha finetune`, which trains one stage."""
     return run_finetune(args, {"stage": None, "rank": 16}, finetune, _merged)
 
 

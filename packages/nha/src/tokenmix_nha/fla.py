@@ -151,8 +151,8 @@ def chunk_gsa(
     """Compute FLA's `chunk_gsa` by `tokenmix_nha.ops.slot_window_attention` with `window=0`.
 
     In that operation a token enters the slots with weight 1 − e^g, as in Gated Slot Attention (Zhang et al. 2024, eq.
-    9) and in ABC, where g is None and is computed from cumulative sums of e^s. If both `s` and g are given, s is
-    compared with 1 − e^g, which synchronises with the device; if they differ, plain PyTorch runs and warns once.
+    9). If g is None (ABC), it is computed from cumulative sums of e^s. If both `s` and g are given, s is compared with
+    1 − e^g, which synchronises with the device; if they differ, plain PyTorch runs and warns once.
 
     Args:
         q, k, v, scale, cu_seqlens, impl: as for `tokenmix_nha.ops.slot_window_attention`.

@@ -139,7 +139,7 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         if getattr(out, "router_logits", None) is not None and span.mask is not None:
             every = 0 if rows is None else span.batch * span.tokens
             out.router_logits = tuple(
-                # experts with hooks have already computed padded rows
+                # experts with hooks ran on padded rows, so that their router's logits need no unpacking
                 x if len(x) == every else span.unpack(x.unflatten(0, span.layout)).flatten(0, 1)
                 for x in out.router_logits
             )

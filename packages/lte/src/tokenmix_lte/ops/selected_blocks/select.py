@@ -3,8 +3,8 @@
 The first block, the query's own block and the one before are always selected; they are at the ends of a list. The other
 selected blocks, at most `count` − 3, are **candidates**: blocks 1 … own − 2.
 
-The kernels exchange an int32 buffer, with _QUERIES queries interleaved: the bits of the probabilities of W blocks
-(whose order is that of the probabilities), then the S best blocks so far, then the bits of their probabilities.
+The kernels share an int32 buffer in which _QUERIES queries are interleaved. A query has the float32 bits of W blocks'
+probabilities (bits order like the values), then the S best blocks so far, then the bits of their probabilities.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _score_blocks(
     G: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BQ: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
     S: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the probabilities of up to `part` blocks, up to the last candidate, for BQ queries of a key head.
+    """Compute the probabilities of at most `part` blocks, none after the last candidate, for BQ queries of a key head.
 
     Columns of a tile are GROUP heads × BQ queries, so that each thread holds all heads of the elements that it sums.
     """

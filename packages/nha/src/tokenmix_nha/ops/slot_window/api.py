@@ -220,7 +220,7 @@ _CHUNK_REFERENCE = exportable(reference.chunk_reference, _shapes)
 
 
 def _reference(x: Inputs):
-    """Return o and the final slots, computed chunkwise in eager PyTorch, one packed sequence at a time."""
+    """Return o and the final slots, computed chunkwise in eager PyTorch; packed sequences run one after the other."""
     q, k, v, f, slots_k, slots_v, start = x.q, x.k, x.v, x.f, x.slots_k, x.slots_v, x.start
     q_slots, k_slots = (q, k) if x.q_slots is None or x.k_slots is None else (x.q_slots, x.k_slots)
     sequences = q.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1

@@ -153,7 +153,7 @@ class Gates(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Intermediate results of the query gradients that the kernels of keys, values and gates read.
+    """Results that the query-gradient kernel stores for the kernels of key, value and log-gate gradients.
 
     Attributes:
         p, dz, x: per slot the probability, the scaled gradient of the logit and ⟨dS, S⟩, `[B, T, HQ, M]`.

@@ -75,7 +75,7 @@ def hopper_layer_backward_kernel(
     C: gl.constexpr, CO: gl.constexpr, LAYER: gl.constexpr, FIRST: gl.constexpr, STEP: gl.constexpr,
     DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """Compute `backward.scorer_layer_backward_kernel` for streams of slots of `tokens` tokens."""
+    """Compute the results of `backward.scorer_layer_backward_kernel`, by streams; a slot has `tokens` tokens."""
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = x.dtype.element_ty
     tile: gl.constexpr = mma_layout_split_n(_WIDTH, W)

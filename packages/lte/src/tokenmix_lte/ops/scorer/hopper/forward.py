@@ -47,7 +47,7 @@ def hopper_scorer_kernel(
     T, N, slots, tokens, H, threshold, K: gl.constexpr, C1: gl.constexpr, C2: gl.constexpr, C3: gl.constexpr,
     FIRST: gl.constexpr, STEP: gl.constexpr, DROPOUT: gl.constexpr, GRADIENTS: gl.constexpr,
 ):  # fmt: skip
-    """Compute `forward.scorer_kernel` for streams of slots of `tokens` tokens."""
+    """Compute the results of `forward.scorer_kernel`, by streams; a slot has `tokens` tokens."""
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = k.dtype.element_ty
     tile1: gl.constexpr = mma_layout_split_n(C1, W)
