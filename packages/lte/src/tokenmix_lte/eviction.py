@@ -79,7 +79,7 @@ def _(scores, cap, window, cu_seqlens, impl):
 def _times(
     scores: Float[Tensor, "R T"], cap: int, window: int, starts: Int[Tensor, "T"], ids: Int[Tensor, "T"] | None
 ) -> Int[Tensor, "R T"]:
-    """Return the eviction times of rows by the wavelet matrix; `starts` and `ids` give each token's packed sequence."""
+    """Return the eviction times of rows by the wavelet matrix; `starts` and `ids` are of each token's sequence."""
     T = scores.shape[1]
     # sort each sequence's keys by descending score, equal scores oldest first
     order = scores.argsort(dim=1, descending=True, stable=True)

@@ -148,7 +148,7 @@ class Lte(Mixer):
         reads = 1 if self.scorer is None else self.scorer.behind + self.scorer.ahead + 1
         if window < reads:
             raise ValueError(f"Lte: window must be at least {reads}, the tokens that the scorer reads, got {window}")
-        # a layer that retains its sinks alone has no other cap
+        # a layer that retains only its sinks keeps their number as its cap
         if cap is not None and (self.scorer is not None or self.uniform):
             self.cap = cap
         self.window, self.score_every = window, min(_SCORE_EVERY, window - reads + 1)

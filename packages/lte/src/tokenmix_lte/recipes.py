@@ -129,7 +129,7 @@ def recall_recipe(kind: str, size: str) -> Recipe:
 
 
 def recall_nsa(size: str, *, pure: bool = False) -> Recipe:
-    """Return the recall recipe of laNSA, or of NSA alone, with as many tokens as LTE's window and cap hold."""
+    """Return the recall recipe of laNSA, or of pure NSA, whose queries see as many tokens as LTE's window and cap."""
     kind = NSA if pure else "lansa"
     description = f"multi-query associative recall, {kind}, {size}; minutes on one GPU"
     recipe = _with_nsa(recall_recipe("lalte", size), f"recall-{kind}-{size}", description, _RECALL_NSA[size])

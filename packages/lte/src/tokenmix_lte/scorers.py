@@ -44,7 +44,7 @@ class Scorer(nn.Module):
         begin: Int[Tensor, "B"] | None = None,
         cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     ) -> Float[Tensor, "B T H"]:
-        """Return the logits; arguments are those of `retention_logits`."""
+        """Return the logits; arguments are as for `retention_logits`."""
         raise undefined(self, "forward(k, v, *, begin, cu_seqlens)", "which returns a logit for every token and head")
 
 

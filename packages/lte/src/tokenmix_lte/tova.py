@@ -53,7 +53,7 @@ class Tova(Attention):
         ValueError: as for `Attention`, or `held` is below 1.
     """
 
-    # attention runs in PyTorch's own operations alone
+    # the layer has no alternative attention kernels, because evaluation runs in PyTorch's own operations
     attention_impls: ClassVar[dict[str, str]] = {}
 
     def __init__(

@@ -67,7 +67,7 @@ def chunk_means(
             return sums / size
         return torch.cat((sums / size, x[:, whole:].sum(1, dtype=wide, keepdim=True) / (T - whole)), 1)
     source, back = chunk_places(cu_seqlens, T, size)
-    # gather tokens instead of index_add: its order is fixed, so that recomputing a forward pass gives the same types
+    # gather and sum instead of index_add, whose order varies: recomputing a forward pass must give the same types
     chunks = moved(x[0], source, back, holes=True)
     return (chunks.sum(1, dtype=wide) / (source >= 0).sum(1).clamp(min=1).unsqueeze(-1)).unsqueeze(0)
 

@@ -115,7 +115,7 @@ def _extend_uniform(
     """
     C, T = layer.chunk, x.shape[1]
     types = _types(layer, _means(layer, state, x, fill), index, among)
-    # start copying the page counts to the host before the long kernels; the host reads them after these
+    # start copying the page counts to the host before the long kernels; the host reads the counts after launching them
     known = _pages(layer, state, types, (fill + T) // C)
     softmax = _attend(layer, tokens, types, state, fill)
 
@@ -167,7 +167,7 @@ def _begin_packed(
     lengths = cu_seqlens.diff()
     wholes, sequence = lengths // C * C, sequence_ids(cu_seqlens, x.shape[1])
     position = torch.arange(x.shape[1], device=device) - cu_seqlens[sequence]
-    # tokens of complete chunks first, then the others, both in their order
+    # sort: tokens of complete chunks first, then tokens of open chunks, without changing the order within either
     order = (position >= wholes[sequence]).to(torch.uint8).argsort(stable=True)
     total = sum((end - start) // C * C for start, end in pairwise(boundaries))
     first, last = (type(tokens)(*(y[:, at] for y in tokens)) for at in (order[:total], order[total:]))

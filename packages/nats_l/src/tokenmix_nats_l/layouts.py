@@ -9,7 +9,7 @@ from tokenmix_core.modeling import HybridConfig, own_fields
 from tokenmix_nats_l.config import NatsLConfig
 
 MODEL_TYPE = "neural_attention_search_linear_attn_gdn"
-# our option `own_chunk` for each value of their `ops_for_incomplete_chunks`
+# the option `own_chunk` for each value of the authors' `ops_for_incomplete_chunks`
 _OWN_CHUNK = {"all": "both", "attn": "softmax", "gated_delta_net": "linear"}
 
 

@@ -292,7 +292,7 @@ class NhaMixer(Mixer):
         return o
 
     def _attend_to_window(self, heads: Heads, call: Call) -> AttentionOutput:
-        """Attend to the window alone."""
+        """Return output and log-sum-exp of attention to the window, without slots."""
         q, k, v = heads.q, heads.k, heads.v
         if call.state is not None:
             return cached_attention_lse(q, k, v, call.state.kv, call.state.span, step=call.step, impl=self.impl)

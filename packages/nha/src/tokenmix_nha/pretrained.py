@@ -23,7 +23,7 @@ us_foreign_policy virology world_religions
 """
 # MMLU's subjects as lm-eval names them
 MMLU = tuple(f"mmlu_{subject}" for subject in _SUBJECTS.split())
-# the paper does not state the number of shots; its scores of Llama-3-8B and others equal those with five
+# the paper does not state the number of shots; its scores of Llama-3-8B and other models equal the scores with five
 MMLU_SHOTS = 5
 # the columns of Tables 3 and 9, each with the metric that enters the average
 UNDERSTANDING = {

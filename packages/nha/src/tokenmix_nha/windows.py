@@ -8,7 +8,7 @@ from typing import Any
 FULL = "full"
 # default of layers without the option
 WINDOW = 32
-# a number of tokens, 0 for slots alone, or "full"
+# a number of tokens (0: queries see only slots), or "full"
 Window = int | str
 
 

@@ -94,7 +94,7 @@ class OryxMixer(Mixer):
 
     inputs = ("mode",)
 
-    # one impl selects the kernels of both mixers, so that attention's cannot be replaced alone
+    # one `impl` selects the kernels of both mixers, so attention's kernels cannot be replaced by themselves
     attention_impls: ClassVar[dict[str, str]] = {"eager": "reference"}
 
     def __init__(

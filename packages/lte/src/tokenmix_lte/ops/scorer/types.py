@@ -68,7 +68,7 @@ class Inputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """Inputs of the backward pass: those of the forward pass, and the gradient of the logits."""
+    """Inputs of the backward pass: the inputs of the forward pass, and the gradient of the logits."""
 
     inputs: Inputs
     dlogits: Tensor

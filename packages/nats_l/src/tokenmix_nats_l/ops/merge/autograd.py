@@ -22,7 +22,7 @@ class Inputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """Arguments of the backward: those of the merge, and the gradient of its result."""
+    """Arguments of the backward: the arguments of the merge, and the gradient of its result."""
 
     inputs: Inputs
     dy: Tensor

@@ -30,7 +30,7 @@ class ScanConfig(NamedTuple):
 
 # least slots of a tile in memory in 16-bit kernels, if slots and window use the same keys and GROUP is 1
 _MIN_TILE = 32
-# the same with separate keys for the slots or several query heads per key head
+# least slots of a tile in memory with separate keys for the slots, or with several query heads per key head
 _MIN_TILE_GENERAL = 64
 # slots of a register tile in 16-bit Triton kernels
 _SLOT_TILE = 64
