@@ -214,7 +214,7 @@ class NatsL(Mixer):
         create_lists(state)
 
     def step_form(self, span: Span) -> bool:
-        """Return whether the chunk of any sequence ends in this step, so that its type is determined."""
+        """Return whether this decoding step ends a chunk of any sequence, whose type is then chosen."""
         return span.ends(self.chunk)
 
     def forward(

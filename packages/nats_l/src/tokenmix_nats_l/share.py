@@ -17,10 +17,10 @@ MOST_OFFSET = 4.0
 
 
 def check_share(share: float | None, budget: float | None, budget_weight: float, types: str) -> None:
-    """Check the options that constrain the types of a layer.
+    """Check the options that constrain a layer's chunk types.
 
     Raises:
-        ValueError: a value out of range, both targets at once, or a target though types are not learned.
+        ValueError: a value out of range, both `share` and `budget`, or one of them although types are not learned.
     """
     if share is not None and not (0 < share < 1 and types == "learned"):
         raise ValueError(

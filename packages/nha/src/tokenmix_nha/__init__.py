@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tokenmix_nha.conversion import convert
     from tokenmix_nha.mixer import NhaMixer
 
-    # with its model, which registers both
+    # the configuration comes from the model's module, which registers both with transformers
     from tokenmix_nha.model import NhaConfig, NhaForCausalLM, NhaModel
     from tokenmix_nha.model_windows import set_windows, using_windows
     from tokenmix_nha.windows import nha_layers

@@ -167,7 +167,7 @@ def _mamba_names(config: HybridConfig, embedding: str, *, conv_bias: bool) -> Na
 
 
 def _read_mamba2(fields: Fields) -> tuple[HybridConfig, Names]:
-    """Read FLA's and transformers' Mamba-2, which share model type and names."""
+    """Read a Mamba-2 configuration of FLA or transformers, which share `model_type` and field names."""
     for name, known, why in (
         ("use_bias", (False, None), "projections have no biases"),
         ("hidden_act", ("silu", "swish", None), "inputs are activated by a SiLU"),

@@ -99,7 +99,7 @@ def _enter(shard: SequenceShard, x: Recurrence, tensors: Tensors, rows: Tensor |
 
 
 def _entering(shard: SequenceShard, m: Tensor, local: Tensor, label: Label) -> list[Tensor]:
-    """Return the state that enters each local span, from M and L of the local spans of all ranks."""
+    """Return the state that enters each of this rank's spans, from all spans' transitions M and local states L."""
     state = zero = torch.zeros_like(local[0])
     entering = {}
     for span, given in zip(shard.spans, gather_states(shard, _pack(m, local), label), strict=True):

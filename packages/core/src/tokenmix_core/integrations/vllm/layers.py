@@ -158,7 +158,7 @@ class ServedState(nn.Module, MambaBase):
         return y
 
     def _prefill_packed(self, x: Tensor, rotary: Rotation | None, step: StateMetadata) -> Tensor:
-        """Return the outputs of all other requests' tokens; one call reads and updates their slots."""
+        """Return the outputs of prompts' tokens; one packed call reads and updates the slots of their requests."""
         n = step.decodes
         slots = step.slots[n:]
         fresh = None if all(step.prefill_lengths) else step.before[n:] == 0

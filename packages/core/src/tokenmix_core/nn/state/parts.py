@@ -200,7 +200,7 @@ class TensorState(StatePart):
         return Bounds(size, size)
 
     def held(self, seq_len: int) -> int:
-        """Return the bytes in use."""
+        """Return the bytes in use; they do not depend on `seq_len`."""
         return 0 if self.value is None else self.value.nbytes
 
     @property

@@ -51,7 +51,7 @@ class SeveralInputs(NamedTuple):
 
 
 class SeveralBackwardInputs(NamedTuple):
-    """Arguments of the backward of `short_convs`: also, for each input, the gradients of o and of the last inputs."""
+    """Arguments of the backward of `short_convs`: the forward's, and the gradients of each output and final state."""
 
     inputs: SeveralInputs
     do0: Tensor

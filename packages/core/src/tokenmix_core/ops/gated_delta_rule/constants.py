@@ -17,7 +17,7 @@ SIZES = ("T", "N", "H", "group", "tokens")
 
 
 def term_layouts(k: Tensor, HV: int) -> tuple[Layout, ...]:
-    """Return shapes and dtypes of Ã and of the gates, which `prepare` computes."""
+    """Return shapes and dtypes of what `prepare` computes: Ã of the op's README, and gates (decays, β, key norms)."""
     B, T = k.shape[:2]
     return ((B, T, HV, CHUNK), k.dtype), ((HV, B * T, 4), torch.float32)
 

@@ -1,4 +1,4 @@
-"""The kernels as a differentiable function for eager mode, which saves branches and gates."""
+"""The gated sum as an autograd function for eager mode; it saves the branches' outputs and the gates."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def combine_outputs(part_o, part_lse, lists: Lists, o: Tensor, lse: Tensor, *, S
 
 
 def lists_of(q, k, blocks, run: slice, cu_seqlens, block_size: int) -> Lists:
-    """Make the lists of a run of queries."""
+    """List, for the queries of the slice `run`, which of them selected each block."""
     H = k.shape[2]
     return make_lists(
         blocks[:, run], cu_seqlens, first=run.start, TQ=q.shape[1], TK=k.shape[1],

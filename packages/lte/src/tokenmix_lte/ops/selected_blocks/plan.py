@@ -49,9 +49,10 @@ def limit(K: int, V: int, block_size: int | None, q: Tensor) -> str | None:
 
 
 def pairs_per_run(U: int) -> int:
-    """Return the number of consecutive pairs in `blocks` that one program ranks, for rows of U blocks.
+    """Return how many consecutive (query, block) pairs of `blocks`, a run, one program ranks; a row has U blocks.
 
-    A pair costs one comparison with each pair of its run, and U / `pairs_per_run` counts, at most 8 for U ≤ 4,096.
+    A pair costs one comparison with each pair of its run, and one count read from each of the U / `pairs_per_run` runs,
+    at most 8 for U ≤ 4,096.
     """
     return min(512, max(128, next_power_of_2(U) // 8))
 

@@ -224,8 +224,8 @@ def select_blocks_kernel(q, pooled, lse, blocks, cu_seqlens, *, block_size, shif
     for run in runs(TQ, B * H * (columns(TQ) + 2 * S) * 4):
         T, W = run.stop - run.start, columns(run.stop)
         b_q, b_lse, b_blocks = q[:, run], lse[:, run], blocks[:, run]
-        # misaligned by 4 bytes on purpose: with 16-byte loads a thread would hold four queries, and more threads would
-        # share a query
+        # misaligned by 4 bytes on purpose: with 16-byte loads a thread would hold four queries with fewer entries of
+        # each, so that more threads would take part in a query's reduction
         attention = blocks.new_empty(1 + B * H * cdiv(T, side) * side * (W + 2 * S))[1:]
         shared = dict(
             attention=attention, cu_seqlens=cu_seqlens, T=T, H=H, N=0 if cu_seqlens is None else len(cu_seqlens) - 1,

@@ -1,4 +1,4 @@
-"""Loops of a program over heads: one head in kernels for weak chunks, several in kernels for strong chunks.
+"""A program's loop over heads: one in kernels for weak chunks, several in kernels for strong chunks (`forward.py`).
 
 Strong chunks are rare, so checking several heads in one program costs less than starting one program for each head.
 """

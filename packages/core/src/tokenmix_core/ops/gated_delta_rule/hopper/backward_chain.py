@@ -64,7 +64,7 @@ def load_last(g_b, layout: gl.constexpr):
 
 @gluon.jit
 def divisible(b_w, b_r, dtype: gl.constexpr):
-    """Return β r as a divisor of gradients: for bfloat16 a β below 2^−48 becomes 2^−48, so that no divisor is 0."""
+    """Return the divisor `b_w` = β r of gradients (r: the key's inverse norm), in bfloat16 at least 2^−48 r."""
     if dtype == gl.bfloat16:
         b_w = gl.where(gl.abs(b_w) < 2.0**-48 * b_r, 2.0**-48 * b_r, b_w)
     return b_w

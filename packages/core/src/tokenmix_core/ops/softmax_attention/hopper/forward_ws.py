@@ -118,7 +118,7 @@ def produce_keys(n, k: Rows, v: Rows, buffers: Buffers, barriers: Barriers, span
 
 @gluon.jit
 def producer(q: Rows, k: Rows, v: Rows, buffers: Buffers, barriers: Barriers, span: Span):
-    """Copy Q, then K and V for one or two passes."""
+    """Copy Q once, then all tiles of K and V, twice if there is a second pass over the keys."""
     consumers: gl.constexpr = buffers.q.shape[0]
     for i in gl.static_range(consumers):
         hopper.async_copy_rows(buffers.q.index(i), q.pointer + i * 64 * q.stride, q.stride, span.queries - i * 64, 4)

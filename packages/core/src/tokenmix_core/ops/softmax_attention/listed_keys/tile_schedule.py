@@ -271,7 +271,7 @@ def schedule_tiles(keys: KeyLists, q: Tensor, k: Tensor, BM: int, BN: int, most:
     ranks, unit, packed = keys.ranks, keys.unit, keys.cu_seqlens is not None
     shape = listed_sizes(q, k, keys)
     B, U, N = q.shape[0], shape["U"], max(shape["N"], 1)
-    # upper bound: whole tiles, and a partial tile for each sequence and list; packed sequences leave slots unused
+    # an upper bound on tiles: whole ones, and a partial one for each list of each sequence; some slots may stay unused
     if most is not None:
         slots = min(N * most, U) // BN + N if packed else cdiv(most, BN)
     else:

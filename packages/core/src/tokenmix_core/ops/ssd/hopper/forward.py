@@ -1,9 +1,9 @@
 """SSD forward on Hopper: one program per sequence or segment, head and BV columns of the state.
 
     q k v ─ cp.async, 2 stages ─ wait ─► P = Q Kᵀ ─┐ one chunk ahead of the loop
-    chunk t:  O = Sᵀ Qᵀ ─► scale P ─► prefetch t + 1 ─► O += Vᵀ Pᵀ ─► S ← e^b_C S + Vᵀ K ─► store O ─► Q Kᵀ of t + 1
+    chunk t:  Oᵀ = Sᵀ Qᵀ ─► scale P ─► prefetch t + 1 ─► Oᵀ += Vᵀ Pᵀ ─► Sᵀ ← e^b Sᵀ + Vᵀ K ─► store O ─► Q Kᵀ of t + 1
 
-The prefetch starts after a barrier, when all warps have read the other stage.
+The prefetch overwrites chunk t − 1; it starts after a barrier, when all warps have read that.
 """
 
 # Triton does not support starred expressions in tuples
