@@ -6,11 +6,14 @@ import json
 import multiprocessing
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -116,6 +119,9 @@ def _context() -> Any:
     # children are forked from a server that has imported everything already, which CUDA does not survive
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(["runs"])
+    # the server of Python 3.11 does not get its parent's sys.path, and ignores that it cannot import `runs`
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+        forkserver.ensure_running()
     return context
 
 
