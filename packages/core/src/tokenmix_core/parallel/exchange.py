@@ -93,7 +93,7 @@ class _Receive(torch.autograd.Function):
         ctx.shard, ctx.plan, ctx.label, ctx.shape = shard, plan, label, x.shape
         tokens = x.transpose(0, 1)
         out = _slices(tokens, plan.sends)
-        arrived = all_to_all(shard, out, plan.sent, plan.received, label)
+        arrived = _all_to_all(shard, out, plan.sent, plan.received, label)
         return _slices(arrived, plan.order).transpose(0, 1)
 
     @staticmethod
@@ -105,7 +105,7 @@ class _Receive(torch.autograd.Function):
             back[a:b] = grad[start : start + b - a]
             start += b - a
         layer, name = ctx.label
-        arrived = all_to_all(ctx.shard, back, plan.received, plan.sent, (layer, f"{name}, backward"))
+        arrived = _all_to_all(ctx.shard, back, plan.received, plan.sent, (layer, f"{name}, backward"))
         # 16-bit sums over ranks would round each time
         total = arrived.new_zeros(
             ctx.shape[1], *arrived.shape[1:], dtype=torch.promote_types(grad.dtype, torch.float32)
@@ -122,7 +122,7 @@ def _slices(x: Tensor, ranges: list[Range]) -> Tensor:
     return torch.cat([x[a:b] for a, b in ranges]) if ranges else x[:0].contiguous()
 
 
-def all_to_all(
+def _all_to_all(
     shard: SequenceShard, x: Tensor, sent: list[int], received: list[int], label: tuple[int | None, str]
 ) -> Tensor:
     """Send `sent[r]` rows of `x` to rank r, in order; return the rows received, `received[r]` from rank r, in order."""
@@ -146,17 +146,6 @@ def gather_states(shard: SequenceShard, x: Tensor, label: tuple[int | None, str]
     spans = len(shard.local)
     index = {span.start: span.rank * spans + (1 if span.offset else 0) for span in shard.spans}
     return [found[index[span.start]] for span in shard.spans]
-
-
-@torch.no_grad()
-def joined(shard: SequenceShard, x: Tensor, name: str = "rows") -> Tensor:
-    """Return on all ranks the whole rows, given this rank's tokens `x` of them; not differentiable."""
-    whole = x.new_zeros(x.shape[0], shard.tokens, *x.shape[2:])
-    for span in shard.local:
-        whole[:, span.start : span.stop] = x[:, span.offset : span.offset + span.tokens]
-    dist.all_reduce(whole, group=shard.group)
-    shard.traffic[shard.layer, name] += 2 * (shard.size - 1) * x.numel() * x.element_size()
-    return whole
 
 
 class _Sum(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch import Tensor
 from tokenmix_core import ops
 from tokenmix_core.ops.ssd.span_states import final_state, initial_gradient, span_decay
 from tokenmix_core.ops.types import AttentionOutput, ScanOutput
-from tokenmix_core.parallel.exchange import combined, receive
+from tokenmix_core.parallel.exchange import receive
 from tokenmix_core.parallel.recurrence import Recurrence, Tensors, split_recurrence
 from tokenmix_core.parallel.shard import Range, SequenceShard, Span, require_shard
 
@@ -32,7 +32,7 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     writes: Tensor | None = None,
     sequence_shard: SequenceShard | None = None,
-    final_states: bool | None = None,
+    final_states: bool = False,
     **options: Any,
 ) -> ScanOutput:
     """Apply `ops.chunk_gated_delta_rule`.
@@ -42,7 +42,7 @@ def chunk_gated_delta_rule(
             holds the states of all rows or documents on every rank, and `cu_seqlens` and `writes` must be None.
         sequence_shard: the split; None for the split of the current context, if any.
         final_states: whether to return the final states of split sequences (those of all rows or documents, on every
-            rank) instead of None; by default the shard's `keeps_states`.
+            rank) instead of None.
     """
     name = "chunk_gated_delta_rule"
     shard = require_shard(name, sequence_shard, cu_seqlens)
@@ -86,7 +86,7 @@ def chunk_ssd(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     sequence_shard: SequenceShard | None = None,
-    final_states: bool | None = None,
+    final_states: bool = False,
     **options: Any,
 ) -> ScanOutput:
     """Apply `ops.chunk_ssd`; further arguments as for `chunk_gated_delta_rule`."""
@@ -135,7 +135,7 @@ def short_conv(
     (before,) = _tokens_before(shard, [x], weight.shape[1] - 1)
     boundaries = shard.cu_seqlens(x.device)
     out = ops.short_conv(shard.to_rows(x), weight, bias, initial_state=before, cu_seqlens=boundaries, **options)
-    return _convolved(shard, out)
+    return out._replace(o=shard.from_rows(out.o))
 
 
 def short_convs(
@@ -156,17 +156,7 @@ def short_convs(
     states = None if before[0] is None else cast("list[Tensor]", before)
     rows, boundaries = [shard.to_rows(x) for x in xs], shard.cu_seqlens(xs[0].device)
     found = ops.short_convs(rows, weights, initial_states=states, cu_seqlens=boundaries, **options)
-    return tuple(_convolved(shard, out) for out in found)
-
-
-def _convolved(shard: SequenceShard, out: ScanOutput) -> ScanOutput:
-    """Return this rank's outputs; the final states are those of whole rows if the shard keeps them."""
-    final = out.final_state
-    if shard.keeps_states:
-        ends = shard.local[-1].stop == shard.tokens
-        last = final[len(shard.local) - 1 :: len(shard.local)]
-        final = combined(shard, last if ends else torch.zeros_like(last))
-    return ScanOutput(shard.from_rows(out.o), final)
+    return tuple(out._replace(o=shard.from_rows(out.o)) for out in found)
 
 
 def _refuse_state(name: str, state: Any) -> None:

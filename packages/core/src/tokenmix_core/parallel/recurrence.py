@@ -43,12 +43,12 @@ class Recurrence(NamedTuple):
 
 
 def split_recurrence(
-    shard: SequenceShard, x: Recurrence, tensors: Tensors, initial_state: Tensor | None, final_states: bool | None
+    shard: SequenceShard, x: Recurrence, tensors: Tensors, initial_state: Tensor | None, final_states: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the outputs of this rank's tokens and, with `final_states`, the final states of all rows or documents."""
     first = tensors[0]
     shard.check_local(x.name, first)
-    batch, final_states = first.shape[0], shard.keeps_states if final_states is None else final_states
+    batch = first.shape[0]
     if initial_state is not None and shard.packed:
         rows = initial_state[torch.tensor(shard.documents, device=first.device)]
     else:

@@ -62,7 +62,6 @@ class SequenceShard:
             read by the CPU once, so a tensor on a CPU avoids a synchronisation.
         layout: "contiguous" or "zigzag".
         group: the process group of the split; None for all ranks.
-        keeps_states: whether operations return the final states of whole rows on all ranks, for a cache.
 
     Attributes:
         traffic: bytes that this rank sent to others, by layer (None outside a model) and operation.
@@ -78,7 +77,6 @@ class SequenceShard:
         *,
         layout: Layout = "contiguous",
         group: dist.ProcessGroup | None = None,
-        keeps_states: bool = False,
     ):
         if layout not in get_args(Layout):
             raise ValueError(f"SequenceShard: layout must be 'contiguous' or 'zigzag', got {layout!r}")
@@ -87,7 +85,7 @@ class SequenceShard:
                 "SequenceShard: no process group exists; start the processes with torchrun and call "
                 "torch.distributed.init_process_group()"
             )
-        self.group, self.layout, self.tokens, self.keeps_states = group, layout, tokens, keeps_states
+        self.group, self.layout, self.tokens = group, layout, tokens
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         parts = self.size if layout == "contiguous" else 2 * self.size
         if tokens < parts or tokens % parts:
@@ -173,12 +171,6 @@ class SequenceShard:
         if not self.packed:
             return None
         return self._kept("cu_seqlens", device, lambda: torch.tensor([0, *(b for _, b in self.parts)]).int())
-
-    def row_cu_seqlens(self, device: torch.device | str) -> Int[Tensor, "N_plus_1"] | None:
-        """Return the boundaries of the documents in the whole row as int32; None for one document per row."""
-        if not self.packed:
-            return None
-        return self._kept("row_cu_seqlens", device, lambda: torch.tensor(self.boundaries).int())
 
     def positions(self, device: torch.device | str) -> Int[Tensor, "T_local"]:
         """Return the position of each token of this rank in its document."""

@@ -57,8 +57,8 @@ def memory_plan(model: nn.Module, tokens: int, ranks: int, *, bf16: bool, checkp
 
     Args:
         tokens: tokens in a micro-batch on one rank.
-        ranks: number of ranks that parameters are sharded over. bf16: whether activations are bfloat16; if not, they
-            are float32.
+        ranks: number of ranks that parameters are sharded over.
+        bf16: whether activations are bfloat16; if not, they are float32.
         checkpointing: whether the backward pass computes activations again (gradient checkpointing).
     """
     parameters = sum(p.numel() for p in model.parameters())

@@ -13,6 +13,9 @@ from tokenmix_core.ops.ssd.plan import GLUON, plan
 from tokenmix_core.ops.ssd.reference import LOWEST_DECAY
 from tokenmix_core.ops.ssd.types import Inputs, token_rows
 
+# tokens whose wider copies exist at the same time in the reference
+_BLOCK = 8192
+
 
 def span_decay(g: Tensor) -> Tensor:
     """Return the log decay over all T tokens, `[B, HV]`, in float32 or wider, given g `[B, T, HV]`."""
@@ -55,8 +58,12 @@ def _state(
     weights = scale * b.exp() if reverse else (b[:, -1:] - b).exp()
     if dt is not None:
         weights = weights * dt
-    values = (y * weights.unsqueeze(-1)).unflatten(2, (x.shape[2], -1))
-    return torch.einsum("btgk,btghv->bghkv", x.to(wide), values.to(wide)).flatten(1, 2)
+    found = weights.new_zeros(())
+    # block by block, as the wider copies of long spans would take gigabytes
+    for b_x, b_y, b_w in zip(*(t.split(_BLOCK, 1) for t in (x, y, weights)), strict=True):
+        values = (b_y * b_w.unsqueeze(-1)).unflatten(2, (x.shape[2], -1))
+        found = found + torch.einsum("btgk,btghv->bghkv", b_x.to(wide), values.to(wide))
+    return found.flatten(1, 2)
 
 
 @retried
