@@ -20,8 +20,8 @@ def gates():
 
 CALLS = {
     "gated delta rule": (
-        lambda cu, q, k, v, g, b: chunk_gated_delta_rule(q, k, v, g, b.sigmoid(), cu_seqlens=cu, qk_l2norm=True).o,
-        lambda: (*(rand(H, D) for _ in "qkv"), gates(), gates()),
+        lambda cu, q, k, v, g, beta: chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=cu, qk_l2norm=True).o,
+        lambda: (*(rand(H, D) for _ in "qkv"), gates(), -gates()),
     ),
     "SSD": (
         lambda cu, q, k, v, g, dt, D: chunk_ssd(q, k, v, g, dt=dt, D=D, cu_seqlens=cu).o,
