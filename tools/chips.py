@@ -14,7 +14,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -25,6 +27,8 @@ ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs" / "chips.json"
 PACKAGES = ("core", "lte", "nats_l", "nha")
 B, T, HQ, H = 2, 2048, 8, 2
+# calls that a process compiles if there are several processes
+CALLS_PER_JOB = 4
 # the kinds of `--quick`, each with the chip that it is compiled for
 QUICK = {
     "window and sinks, heads of 16, float16": "sm_89",
@@ -173,6 +177,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--resume", type=Path, metavar="FOLDER", help="keep the results, and skip calls that have some")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further call after this time")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="compile in N processes at a time")
     parser.add_argument("--calls", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.calls:
@@ -184,7 +189,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         folder = given.resume or Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        return report(quick() if given.quick else swept(given.chips or CHIPS, folder, given.seconds), given)
+        return report(quick() if given.quick else swept(given.chips or CHIPS, folder, given.seconds, given.jobs), given)
 
 
 def report(measured: Iterable[tuple[str, list[dict], int]], given: argparse.Namespace) -> int:
@@ -215,25 +220,38 @@ def quick() -> Iterator[tuple[str, list[dict], int]]:
                 yield chip, found, 0
 
 
-def swept(chips: Iterable[str], folder: Path, seconds: float) -> Iterator[tuple[str, list[dict], int]]:
+def swept(chips: Iterable[str], folder: Path, seconds: float, jobs: int) -> Iterator[tuple[str, list[dict], int]]:
     """Yield each chip, its compiled kernels, with those of earlier runs in a folder, and how many calls are missing."""
-    end = time.monotonic() + seconds
-    for chip in chips:
-        log, names = folder / f"{chip}.jsonl", [*calls()]
-        found = results(log)
-        if missing := [x for x in names if x not in found]:
-            options = ("--seconds", str(max(0.0, end - time.monotonic())), "--calls", *missing)
-            compiled_by(__file__, *options, every=True, chip=chip, log=log)
-            found = results(log)
-        yield chip, [x for kernels in found.values() for x in kernels], len(names) - len(found)
+    end, names = time.monotonic() + seconds, [*calls()]
+    with ThreadPoolExecutor(jobs) as pool:
+        started: dict[str, list[Future]] = {}
+        for chip in chips:
+            found = results(folder, chip)
+            missing = [x for x in names if x not in found]
+            parts = [missing[i : i + CALLS_PER_JOB] for i in range(0, len(missing), CALLS_PER_JOB)]
+            parts = parts if jobs > 1 else [missing] * bool(missing)
+            started[chip] = [pool.submit(compiled, part, chip, folder, end) for part in parts]
+        for chip, running in started.items():
+            for job in running:
+                job.result()
+            found = results(folder, chip)
+            yield chip, [x for kernels in found.values() for x in kernels], len(names) - len(found)
 
 
-def results(file: Path) -> dict[str, list[dict]]:
-    """Return the kernels of each call in a file."""
+def compiled(names: list[str], chip: str, folder: Path, end: float) -> None:
+    """Compile the kernels of calls in a process of its own, which begins no call after `end`; append to a log."""
+    if (left := end - time.monotonic()) > 0:
+        log = folder / f"{chip}.{sha256(names[0].encode()).hexdigest()[:8]}.jsonl"
+        compiled_by(__file__, "--seconds", str(left), "--calls", *names, every=True, chip=chip, log=log)
+
+
+def results(folder: Path, chip: str) -> dict[str, list[dict]]:
+    """Return the kernels of each call in the logs of a chip."""
     found: dict[str, list[dict]] = {}
-    for line in file.read_text().splitlines() if file.exists() else ():
-        x = json.loads(line)
-        found.setdefault(x["call"], []).extend([x] if x["kernel"] else [])
+    for file in sorted(folder.glob(f"{chip}.*jsonl")):
+        for line in file.read_text().splitlines():
+            x = json.loads(line)
+            found.setdefault(x["call"], []).extend([x] if x["kernel"] else [])
     return found
 
 
