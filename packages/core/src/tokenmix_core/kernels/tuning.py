@@ -24,12 +24,12 @@ def override(
 ) -> Iterator[None]:
     """Replace entries of a tuning table, or names of a module of such tables, inside the block.
 
-    Cached launches follow from these values, so the launch cache is invalidated on entry and on exit.
+    Cached launches depend on these values, so the launch cache is invalidated on entry and on exit.
 
     Args:
         table: a dict such as `STATE_STEPS` of an operation, or a module.
-        entries: the new values by key, or by name in the module.
-        named: further new values, by name.
+        entries: maps keys of the dict, or names of the module, to new values.
+        named: further new values, passed by keyword.
 
     Raises:
         ValueError: the table or module has no such entry.
@@ -48,18 +48,18 @@ def override(
         invalidate()
 
 
-# an H100's or H200's SMs, and bytes of shared memory of a block; tiles were measured there
+# an H100's or H200's SMs, and bytes of shared memory of a block; tiles were measured on these GPUs
 _HOPPER_SMS = 132
 _HOPPER_BLOCK = 232_448
-# precision of float32 MMAs: nearly float32's by three tf32 MMAs. AMD's compiler has no such mode, and its MMAs multiply
-# float32 as it is
+# precision of float32 MMAs: three tf32 MMAs are nearly as precise as float32. AMD's compiler has no such mode, but
+# AMD's MMAs multiply float32 without rounding
 FLOAT32_DOT = "ieee" if torch.version.hip else "tf32x3"
 # registers per thread, passed to ptxas for wide float32 tiles: ptxas 12.8 and 12.9 would use 32 and spill up to 16 KB
 ALL_REGISTERS = 255
 
 
 def splits(programs: int, tiles: int, device: torch.device) -> int:
-    """Return into how many parts to split each of `programs` loops over `tiles` tiles, for two programs per SM."""
+    """Return how many programs share each of `programs` loops over `tiles` tiles, so that each SM gets two programs."""
     return max(1, min(2 * sm_count(device) // programs, tiles // 2, 64))
 
 
@@ -84,7 +84,7 @@ def block_memory() -> int:
 
 
 class RowTile(NamedTuple):
-    """The tile of an iteration, BM rows and BD elements of each row, and the number of warps of a program."""
+    """The tile of an iteration (BM rows, BD elements of each row), and the number of warps of a program."""
 
     BM: int
     BD: int
@@ -97,7 +97,7 @@ def many_waves(programs: int) -> bool:
 
 
 def register_limit(programs: int, registers: int) -> int | None:
-    """Return `registers`, a limit per thread, if there are many waves; else None, which leaves the compiler the choice.
+    """Return `registers`, a limit per thread, if `many_waves(programs)`; else None: the compiler chooses.
 
     Fewer registers increase occupancy and slow down each program, which pays only with many programs.
     """
@@ -105,12 +105,12 @@ def register_limit(programs: int, registers: int) -> int | None:
 
 
 def row_tile(size: int) -> RowTile:
-    """Return the tile of operations on whole rows of `size` elements, such as norms: 4,096 elements, 16 a thread."""
+    """Return the tile of operations on whole rows of `size` elements, such as norms: 4,096 elements, 16 per thread."""
     BD = next_power_of_2(size)
     BM = max(1, 4096 // BD)
     return RowTile(BM, BD, min(max(BM * BD // 512, 4), 16))
 
 
 def row_programs(blocks: int) -> int:
-    """Return the number of programs that loop over blocks of rows with a partial sum each: at most two a SM."""
+    """Return how many programs loop over `blocks` blocks of rows; each stores a partial sum. At most two run per SM."""
     return min(blocks, 2 * one_wave())

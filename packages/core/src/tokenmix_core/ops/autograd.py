@@ -16,14 +16,14 @@ from tokenmix_core.kernels.launch.cache.replay import Replayed
 from tokenmix_core.ops.dispatch import GLUON_ERRORS, give_up
 from tokenmix_core.ops.transforms import Context, is_reference, refuse_graph, refuse_writes, transformable
 
-# the device type that kernels are launched on
+# the type of device for which calls go through the launch cache
 _LAUNCHED_ON = "cuda"
 
 
 def cached_op(name: str, run: Callable | None = None, *, mutates_args: Iterable[str]) -> Any:
     """Return `run` as a torch custom op whose calls on a GPU go through the launch cache; without `run`, a decorator.
 
-    Code that torch.compile generates calls the op with plain tensors, so its CPU overhead is that of eager mode.
+    Code that torch.compile generates calls the op with plain tensors, so compiled calls use the launch cache too.
     """
     if run is None:
         return lambda run: cached_op(name, run, mutates_args=mutates_args)
@@ -44,7 +44,7 @@ def cached_op(name: str, run: Callable | None = None, *, mutates_args: Iterable[
 def of_fields(run: Callable) -> Callable:
     """Turn `run(step)`, a function of a NamedTuple, into a function of its fields, as torch and `Replayed` require.
 
-    Its parameters have the fields' names, types and defaults. It returns a plain tuple if `run` returns a NamedTuple.
+    The new function's parameters have the fields' names, types and defaults; it returns a tuple for a NamedTuple.
     A field that is itself a NamedTuple is replaced by its fields, in the arguments and in the result.
 
     Raises:
@@ -54,7 +54,7 @@ def of_fields(run: Callable) -> Callable:
     returned = types.pop("return", inspect.Signature.empty)
     (step,) = types.values()
     if returned is type(None):
-        # torch's schemas expect None itself
+        # the annotation for torch's schema is None, not NoneType, which `get_type_hints` returns
         returned = None
     elif hasattr(returned, "_fields"):
         returned = tuple[tuple(x.annotation for x in _flat(returned))]  # type: ignore[misc]
@@ -94,7 +94,7 @@ def _made(step: Any) -> Callable:
         first = end
 
     def made(*fields):
-        # build the last nested tuple first, so that the indices of the others stay valid
+        # build the last nested tuple first, so that the indices of the earlier nested tuples stay valid
         for first, end, part in parts:
             fields = *fields[:first], part(*fields[first:end]), *fields[end:]
         return step(*fields)
@@ -114,7 +114,7 @@ def direct_when_eager(op: Callable, run: Callable, *, writes: int | None = None)
 
     Args:
         op, run: functions of the same arguments, the first of which is a tensor.
-        writes: index of the argument that they write to, or None; its version counter tells autograd of the write.
+        writes: index of the argument that both functions overwrite, or None; its version counter tells autograd so.
     """
     by_torch, plain = is_reference(run), run
     transformed = transformable(_name(op), run, None, _no_gradients)
@@ -179,7 +179,7 @@ def differentiable(
     keep = run if keep is None else Replayed(keep)
 
     def foresee(inputs, output):
-        # the expected backward call: usually only the first result has a gradient
+        # compile the backward call that will probably follow: usually only the first result has a gradient
         ctx = Context(inputs)
         save(ctx, inputs, output)
         gradients(ctx, torch.empty_like(output[0]), *[None] * (len(output[:outputs]) - 1))
@@ -202,7 +202,7 @@ def differentiable(
                 refuse_graph(_name(op))
             return *gradients(ctx, *output_gradients), None
 
-    # tensors wrapped by a function transform match no cached call, so the check of `apply` is redundant
+    # skip torch's check for function transforms: tensors that a transform wraps match no cached call
     apply = compat.direct_apply(Eager)
 
     def transformed(*inputs):
@@ -223,7 +223,7 @@ def differentiable(
             if by_torch(inputs) or compat.in_transform():
                 output = transformed(*inputs)
                 return output if outputs is None else output[:outputs]
-            # torch refuses forward-mode derivatives here, also if no input requires gradients
+            # called even if no input requires gradients, since torch then raises an error for forward-mode derivatives
             return Eager.apply(*inputs, None)
         except GLUON_ERRORS as error:
             give_up(error)

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from tokenmix_core.ops.dispatch import GluonForm
 
-# from this number of programs on, a launch for one token runs in many waves
+# a launch for one token with at least this number of programs runs in many waves
 MANY_PROGRAMS = 2048
 
 
 class StateStep(NamedTuple):
-    """The tile of a program: it updates BV columns of the state and holds BK of their rows in registers at a time."""
+    """The tile of a program, which updates BV columns of the state and holds BK rows of them in registers at a time."""
 
     BV: int
     BK: int
@@ -26,8 +26,8 @@ def gluon_step_tile(
 ) -> StateStep | None:
     """Return the tile of an operation's Gluon kernel for a state `[B, HV, K, V]`; None if the portable kernel runs.
 
-    `tiles` holds the operation's tiles, widest first, by the least number of programs: a tile is used if the state
-    yields at least so many programs of 64 columns.
+    `tiles` maps a least number of programs to a tile, widest first: the first tile is used for which the state has at
+    least that number of blocks of 64 columns.
 
     Raises:
         ValueError: `impl` is "gluon" and the kernel does not run.

@@ -41,7 +41,7 @@ class GluonForm:
         op: the operation's name in warnings and errors.
         package: the name of the package or module that defines the kernels.
         dtypes: supported dtypes of the inputs.
-        slower: the speed of the portable kernels in comparison, such as "about 2 to 3 times slower".
+        slower: the portable kernels' speed in comparison, as text, such as "about 2 to 3 times slower".
     """
 
     def __init__(self, op: str, package: str, *, dtypes: Sequence[torch.dtype] = HALF, slower: str) -> None:
@@ -52,7 +52,7 @@ class GluonForm:
         _forms.append(self)
 
     def limit(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return why the kernels do not support this device and dtype, as a clause, or None. Compiles nothing."""
+        """Return why the kernels do not support this device and dtype, as a clause, or None; compile nothing."""
         if (why := device_limit(device)) is not None:
             return why
         if dtype not in self.dtypes:
@@ -61,7 +61,7 @@ class GluonForm:
 
     def require(self, op: str, device: torch.device, dtype: torch.dtype, limit: str | None = None) -> None:
         """Raise a ValueError, which names `op`, if the kernels do not support the call; `limit` is a further reason."""
-        # a traced call checks this at run time
+        # a traced call makes this check at run time
         if torch.compiler.is_compiling():
             return
         why = self.limit(device, dtype) or limit
@@ -76,8 +76,8 @@ class GluonForm:
         """Tell whether a call with `impl` (None, "gluon" or "triton") launches Gluon kernels.
 
         Raises:
-            ValueError: `impl` is "gluon", and the kernels do not run here or `limit` is a reason against them.
-            NotCompiled: `impl` is "gluon" and the kernels did not compile.
+            ValueError: `impl` is "gluon", and the kernels do not support the device or dtype, or `limit` is given.
+            NotCompiled: `impl` is "gluon", and the kernels did not compile.
         """
         if impl == "triton":
             return False
@@ -128,15 +128,15 @@ def _limit_here(device: torch.device) -> str | None:
 def give_up(error: Exception) -> None:
     """Disable the Gluon kernels that raised one of `GLUON_ERRORS`: portable kernels run from now on.
 
-    Raises the error again if it does not come from Gluon kernels, or if these kernels are already disabled.
+    The error is raised again if it does not come from Gluon kernels, or if these kernels are already disabled.
     """
     module = error.module if isinstance(error, NotCompiled) else _imported(error.__traceback__)
     form = max((x for x in _forms if f"{module}.".startswith(f"{x.package}.")), key=lambda x: x.package, default=None)
     if form is None or form.failure is not None:
         raise error
-    # keep only the text, since the frames of the error hold tensors
+    # keep only the error's text, because its stack frames would keep tensors in memory
     form.failure = " ".join(str(error).split())
-    # cached calls would still launch these kernels
+    # drop cached calls, which would still launch these kernels
     invalidate()
 
 
@@ -151,7 +151,7 @@ def _imported(traceback: TracebackType | None) -> str:
     return name
 
 
-# Triton's interpreter multiplies the bits of bfloat16 as integers
+# error text: Triton's interpreter computes wrong bfloat16 results, since it multiplies the bits as integers
 NOT_INTERPRETED = "takes float16 and float32 in Triton's interpreter, got bfloat16; pass impl='reference'"
 
 
@@ -162,7 +162,7 @@ def interpreting() -> bool:
 
 @contextmanager
 def kernels_of(chip: str) -> Iterator[None]:
-    """Inside the block, plan calls with meta tensors as on a chip such as "sm_89"; nothing can be launched."""
+    """Inside the block, select kernels for meta tensors as on a chip such as "sm_89"; nothing can be launched."""
     global _chip
     before, _chip = _chip, chip
     try:
@@ -179,14 +179,14 @@ def kernels_run(device: str) -> bool:
 def resolve_impl(op: str, impl: str | None, x: Tensor, gluon: GluonForm | None = None) -> str | None:
     """Return the implementation of a call: `impl` or, if `impl` is None and x is not on CUDA, "reference".
 
-    For CUDA tensors None stays None, which stands for the operation's kernels, in Gluon if Gluon runs.
+    For CUDA tensors None is returned as None, which stands for the operation's kernels, in Gluon if Gluon runs.
 
     Args:
         gluon: the operation's Gluon kernels, if it has any.
 
     Raises:
-        ValueError: `impl` is unknown; or "gluon", and Gluon kernels do not run; or "triton", and x is on a CPU without
-            Triton's interpreter, or in bfloat16 with it.
+        ValueError: `impl` is unknown; `impl` is "gluon", and Gluon kernels do not run; or `impl` is "triton", and x is
+            on a CPU without Triton's interpreter, or x is bfloat16 and runs in the interpreter.
     """
     if impl is None:
         return None if x.is_cuda else "reference"
@@ -219,15 +219,15 @@ def _warn_of_reference(limit: str) -> None:
 
 
 def unless_gluon(impl: Any) -> Any:
-    """Return `impl`, but None for "gluon": for those operations of a module that may have no Gluon kernels."""
+    """Return `impl`, but None for "gluon": modules pass the result to their operations that may lack Gluon kernels."""
     return None if impl == "gluon" else impl
 
 
 def row_impl(op: str, impl: str | None, x: Tensor) -> str:
     """Return "triton" or "reference" for an operation on rows, such as a norm between two matmuls.
 
-    None is "triton" for CUDA tensors in eager mode. Under tracing or a dispatch mode the result is "reference", also
-    for `impl="triton"`, because compilers fuse the operation with its neighbours.
+    `impl=None` selects "triton" for CUDA tensors in eager mode. Under tracing or a dispatch mode, and for float64, the
+    result is "reference", also for `impl="triton"`: compilers fuse the operation with its neighbours.
 
     Raises:
         ValueError: see `resolve_impl`.

@@ -14,7 +14,7 @@ from torch import Tensor
 from tokenmix_core.ops.checks import bind_shapes
 from tokenmix_core.ops.dispatch import GluonForm, kernels_of
 
-# the chips for which tests compile the portable kernels, and the most bytes of shared memory of a block on each
+# maps each chip for which tests compile the portable kernels to the bytes of shared memory that a block may have
 CHIPS = {
     "sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "sm_120": 101_376,
     "gfx942": 65_536,
@@ -22,7 +22,7 @@ CHIPS = {
 # the chips on which the packages' tests have run
 RAN = ("sm_90",)
 Tensors = Mapping[str, Tensor]
-# the name of the only step of an operation with one implementation
+# the step's name for an operation whose implementation is not divided into steps
 WHOLE = "all steps"
 
 
@@ -34,7 +34,7 @@ class Explanation:
         operation: the operation's name.
         impl: the implementation, named as in the argument `impl` of the operation.
         kernels: the implementation of each step of the forward and backward pass.
-        why: the reason, as a clause.
+        why: the reason why this implementation runs, as a clause.
         call: the call's sizes, dtype and device, as text.
     """
 
@@ -56,9 +56,9 @@ class Operation(NamedTuple):
         function: the public function.
         tensors: shapes of the function's first arguments, by name, written as for `bind_shapes`.
         sizes: sizes of a typical call, by letter of these shapes.
-        kernels: `(tensors, impl)`, returns the implementation of each step; the reference has one step, `WHOLE`.
+        kernels: `kernels(tensors, impl)` returns the implementation of each step; the reference has one step, `WHOLE`.
         gluon: the operation's Gluon kernels, if it has any.
-        limit: `(tensors)`, returns why the Gluon kernels do not support tensors of a supported device and dtype.
+        limit: `limit(tensors)` returns why the Gluon kernels do not support the tensors' shapes, as a clause, or None.
     """
 
     function: Callable

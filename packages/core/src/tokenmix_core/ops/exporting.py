@@ -26,14 +26,14 @@ def _(name, tensors, names, options):
 
 
 def _called(run: Callable, tensors: Sequence[Tensor], names: str, options: str) -> tuple:
-    """Call `run` with `tensors`, whose argument names `names` lists, and with `options`, a dictionary as text."""
+    """Call `run` with `tensors` as the arguments `names`, separated by blanks, and with `options`, a dict as text."""
     return run(**dict(zip(names.split(), tensors, strict=True)), **ast.literal_eval(options))
 
 
 def scan_shapes(
     q: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, **_: object
 ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "N HV K V"]]:
-    """Return tensors without values that have the shapes and dtypes of a scan's outputs and final states."""
+    """Return uninitialised tensors that have the shapes and dtypes of a scan's outputs and final states."""
     N = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     dtype = torch.promote_types(q.dtype, torch.float32)
     return torch.empty_like(v), q.new_empty(N, v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
@@ -46,7 +46,7 @@ def exportable(run: Callable, shapes: Callable) -> Callable:
 
     Args:
         run: the function; arguments that are None are omitted.
-        shapes: a function of the same arguments; it returns tensors of the results' shapes and dtypes, without values.
+        shapes: a function of the same arguments that returns uninitialised tensors of the results' shapes and dtypes.
     """
     name, parameters = f"{run.__module__}.{run.__qualname__}", [*inspect.signature(run).parameters]
     _REFERENCES[name] = run, shapes

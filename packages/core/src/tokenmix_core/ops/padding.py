@@ -21,8 +21,8 @@ from torch import Tensor
 def zero_padding(cu_seqlens: Tensor | None, *tensors: Tensor | None, before: int = 0) -> None:
     """Zero the padding of tensors `[1, T, ...]` with equal T; do nothing if `cu_seqlens` is None (an unpacked batch).
 
-    Each tensor is contiguous or has tokens as its innermost dimension. In these tensors each sequence has `before` rows
-    in addition to the tokens that `cu_seqlens` counts.
+    Each tensor is contiguous or has tokens as its innermost dimension in memory. `before`: the number of rows, such as
+    earlier inputs, that these tensors hold before each sequence's tokens, and that `cu_seqlens` does not count.
     """
     if cu_seqlens is None:
         return
@@ -37,11 +37,12 @@ def zero_padding(cu_seqlens: Tensor | None, *tensors: Tensor | None, before: int
 def drops_padding(*tokens: str, results: int = 1) -> Callable:
     """Decorate a function in eager PyTorch: cut the padding off its arguments, and pad its results with zeros.
 
-    If the boundaries are on a GPU, zeros replace the padding instead: to cut it off, the CPU would have to synchronise.
+    If the boundaries are on a GPU, the arguments' padding is replaced by zeros instead, because to cut the padding off,
+    the CPU would have to wait for the GPU.
 
     Args:
         tokens: names of arguments with tokens along their second axis.
-        results: the first `results` results have one entry per token.
+        results: how many results, counted from the first, have one entry per token.
     """
 
     def decorate(form: Callable) -> Callable:
@@ -76,7 +77,7 @@ def without_padding(x: Any, cu_seqlens: Tensor | None) -> Any:
     if x is None or cu_seqlens is None:
         return x
     padding = torch.arange(x.shape[1], device=x.device) >= cu_seqlens[-1]
-    # unlike multiplication by a mask, this also removes NaN, both from values and from gradients
+    # unlike multiplication by a mask, `masked_fill` also removes NaN, both from values and from gradients
     return x.masked_fill(padding.view(1, -1, *[1] * (x.dim() - 2)), 0)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels.launch.launcher import cached_launch
 
-# tensors of one launch, and elements that a program writes at a time
+# the most tensors of one launch, and the number of elements that a program writes at a time
 MOST, _BLOCK = 7, 1024
 _SIZES = [f"{name}{i}" for i in range(MOST) for name in ("inner", "outer")]
 

@@ -1,4 +1,4 @@
-"""Register core's operations for `explain`."""
+"""Register the operations of tokenmix_core, so that `explain` can describe them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tokenmix_core.ops.ssd.api import chunk_ssd, recurrent_ssd, ssd_step
 
 
 def whole(op: str, tensors: Tensors, impl: str | None, gluon: GluonForm | None = None) -> Mapping[str, str]:
-    """Return `{WHOLE: implementation}` for an operation whose implementations consist of a single step."""
+    """Return `{WHOLE: "gluon" or "triton"}` for an operation whose implementations consist of a single step."""
     impl = resolve_impl(op, impl, next(iter(tensors.values())), gluon)
     return {WHOLE: impl or "triton"}
 
@@ -60,7 +60,7 @@ def ssd_steps(q: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str]:
 
 
 def attention_steps(q: Tensor, k: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str]:
-    """Name our kernels of each step of causal attention."""
+    """Name the kernels of each step of causal attention, for calls that use ours and no other library's."""
     plan = attention_plan.plan(q, k, v, Mask(True, None, 0), impl, v)
     steps = "outputs", "gradients of queries", "gradients of keys and values"
     return {

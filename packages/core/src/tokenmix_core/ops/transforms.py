@@ -14,7 +14,7 @@ from tokenmix_core.kernels.launch import compat
 
 
 class Context:
-    """A substitute for an autograd function's context that holds what `save` writes; saved tensors have one field."""
+    """A substitute for an autograd function's `ctx`: it stores the tensors and attributes that `save` sets."""
 
     def __init__(self, inputs: Sequence) -> None:
         self.needs_input_grad = [isinstance(x, Tensor) for x in inputs]
@@ -31,14 +31,14 @@ class Context:
 def refuse_graph(op: str) -> None:
     """Raise a RuntimeError in a backward pass with create_graph=True, which would treat kernels' results as constants.
 
-    Torch's `once_differentiable` raises one only if the incoming gradients require gradients themselves.
+    torch's `once_differentiable` raises an error only if the incoming gradients require gradients themselves.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         refuse_second(op)
 
 
 def refuse_second(op: str) -> NoReturn:
-    """Raise a RuntimeError that says that there are no second derivatives."""
+    """Raise a RuntimeError that says that the operation `op` has no second derivatives."""
     raise RuntimeError(
         f"{op}: gradients of gradients are not available: call backward without create_graph=True "
         "(only operations with impl='reference' have them)"
@@ -54,7 +54,7 @@ def refuse_writes(op: str) -> None:
 
 
 def is_reference(run: Callable) -> Callable[[Sequence], bool]:
-    """Return a function of the list of `run`'s arguments that tells whether `impl` is "reference" among them."""
+    """Return a function that tells, from a list of arguments of `run`, whether the argument `impl` is "reference"."""
     names = [*inspect.signature(run).parameters]
     at = names.index("impl") if "impl" in names else None
     return lambda inputs: at is not None and inputs[at] == "reference"
@@ -71,9 +71,9 @@ def transformable(
     Args:
         op: the operation's name.
         run: a function of tensors and other values that returns a tensor or a sequence of tensors.
-        save: `(ctx, inputs, output)`; None if there are no gradients.
-        gradients: `(ctx, *output_gradients)`, returns a gradient or None for each input.
-        plain: `run` in a form that torch can differentiate if the inputs ask for impl='reference', or None.
+        save: `save(ctx, inputs, output)` saves the tensors that `gradients` needs; None if there are no gradients.
+        gradients: `gradients(ctx, *output_gradients)` returns a gradient or None for each input.
+        plain: a function like `run` that torch can differentiate if `impl` is "reference" among the inputs, or None.
     """
     by_torch = (lambda inputs: False) if plain is None else is_reference(plain)
 
@@ -143,7 +143,7 @@ def transformable(
 
 
 class _Given:
-    """The arguments of a backward pass that are not tensors. The pass sets `there`: which inputs have gradients."""
+    """The non-tensor arguments of a backward pass; `there` tells for each input whether it got a gradient."""
 
     def __init__(self, context: Context, count: int) -> None:
         self.context, self.count = context, count
@@ -151,7 +151,7 @@ class _Given:
 
 
 def _one_by_one(apply: Callable, info: Any, in_dims: tuple, inputs: tuple) -> tuple[Any, Any]:
-    """Call a function for each example of a vmap, and stack the results."""
+    """Call `apply` once for each example of a vmapped batch, and stack the results along a new first axis."""
     found = [
         apply(*(x if dim is None else x.select(dim, i) for x, dim in zip(inputs, in_dims, strict=True)))
         for i in range(info.batch_size)
@@ -163,8 +163,8 @@ def _one_by_one(apply: Callable, info: Any, in_dims: tuple, inputs: tuple) -> tu
 
 
 def _by_torch(run: Any, inputs: Sequence, output_gradients: Sequence) -> tuple[Tensor | None, ...]:
-    """Compute gradients by torch's autograd, so that they can be differentiated again."""
-    # aliases, so that a tensor that is passed twice has a gradient for each argument
+    """Compute the gradients of `run` by torch's autograd, so that they can be differentiated again."""
+    # each input is aliased, so that a tensor that is passed twice has a gradient for each argument
     inputs = [x.view_as(x) if isinstance(x, Tensor) else x for x in inputs]
     wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     outputs = run(*inputs)

@@ -8,19 +8,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# newer versions of Triton, then older ones
+# each function's name in newer versions of Triton, or else its name in older ones
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
-# the same value as in `kernels.triton.decay`
+# equal to the constants in `kernels.triton.decay`, which Gluon kernels cannot read
 LOG2_E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-160.0)
 
 
 @gluon.constexpr_function
 def row_layout(columns, warps):
-    """Layout of a copy to or from shared memory: rows of 16 to 128 16-bit elements, 16 bytes per thread."""
+    """Layout of a copy to or from shared memory: rows of 16 to 128 elements of 16 bits; a thread copies 16 bytes."""
     return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [warps, 1], [1, 0])
 
 
@@ -45,7 +45,7 @@ def state_layout(rows, columns, warps):
 
 @gluon.constexpr_function
 def tiled_shape(shape, part):
-    """Return the shape of a buffer of tiles: how many tiles of shape `part` fit into `shape`, then `part`."""
+    """Return `[count, *part]`, where `count` is how many tiles of shape `part` fit into a buffer of shape `shape`."""
     count = 1
     for size in shape:
         count *= size
@@ -56,7 +56,7 @@ def tiled_shape(shape, part):
 
 @gluon.jit
 def reinterpret(s_x, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr, i=0):
-    """Return the i-th tile of `shape` and `dtype` in another tile's smem buffer, whose elements have the same width."""
+    """View the smem buffer `s_x` as tiles of `shape` and `dtype`, a dtype of equal width; return the i-th tile."""
     # Triton 3.8 reinterprets whole buffers only
     whole: gl.constexpr = tiled_shape(s_x.shape, shape)
     if _REINTERPRETS:
@@ -68,10 +68,10 @@ def reinterpret(s_x, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.conste
 
 @gluon.jit
 def async_copy_tile(s_x, p_x, first, rows, stride, valid=None, THREAD_RELATIVE: gl.constexpr = False):
-    """Start an async copy of the rows from `first` on to an smem tile; rows from `rows` on become 0.
+    """Start an async copy of rows `first`, `first` + 1, … of `p_x` to the tile `s_x`; rows from `rows` on become 0.
 
-    With `valid` all rows of the tile exist, and they become 0 unless `valid`. `THREAD_RELATIVE` computes each thread's
-    addresses relative to its first row: fewer registers, faster in some kernels.
+    If the flag `valid` is given, `rows` is ignored: all rows are copied if `valid` is true, else all become 0.
+    `THREAD_RELATIVE` computes a thread's addresses relative to its first row: fewer registers, faster in some kernels.
     """
     layout: gl.constexpr = row_layout(s_x.shape[1], gl.num_warps())
     o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
@@ -84,7 +84,7 @@ def async_copy_tile(s_x, p_x, first, rows, stride, valid=None, THREAD_RELATIVE: 
     else:
         m_t = first + o_t < rows
     if THREAD_RELATIVE:
-        # number of rows that all threads copy by one instruction each
+        # the number of rows that the program copies if each thread executes one copy instruction
         step: gl.constexpr = 256 // s_x.shape[1] * gl.num_warps()
         p_x += o_t[:, None] % step * stride + o_d[None, :]
         p_x += o_t[:, None] // step * step * stride
@@ -95,7 +95,7 @@ def async_copy_tile(s_x, p_x, first, rows, stride, valid=None, THREAD_RELATIVE: 
 
 @gluon.jit
 def wait_async_copies(PENDING: gl.constexpr):
-    """Wait until at most the `PENDING` newest commit groups are in flight, for all warps and for WGMMA."""
+    """Wait until at most the `PENDING` newest commit groups are in flight; then all warps and WGMMAs see the data."""
     async_copy.wait_group(PENDING)
     fence_async_shared()
     barrier()
@@ -109,10 +109,10 @@ def opaque(o_x):
 
 @gluon.jit
 def opaque_tile(s_x):
-    """Return the smem tile at an opaque address, so that its WGMMA descriptors are rematerialised for each MMA.
+    """Return the smem tile at an opaque address, so that the compiler computes its WGMMA descriptor again for each MMA.
 
-    A descriptor made for one MMA lives in uniform registers. Hoisted descriptors live in a thread's registers, spill,
-    and are moved to uniform registers before each MMA.
+    A descriptor computed just before its MMA lives in uniform registers. A descriptor hoisted out of a loop occupies a
+    thread's registers, spills, and must be moved to uniform registers before each MMA.
     """
     shape: gl.constexpr = s_x.shape
     layout: gl.constexpr = s_x.layout
@@ -121,9 +121,9 @@ def opaque_tile(s_x):
 
 @gluon.jit
 def async_copy_rows(s_x, p_rows, stride, rows, WARPS: gl.constexpr, OPAQUE: gl.constexpr = False):
-    """Start an async copy of rows `stride` elements apart; rows from `rows` on become zero.
+    """Start an async copy of rows `stride` elements apart to the tile `s_x`; rows from `rows` on become zero.
 
-    With `OPAQUE` the offsets are rematerialised: this takes more instructions, but holds no registers between copies.
+    With `OPAQUE` every copy computes its offsets again: this takes more instructions, but no registers between copies.
     """
     layout: gl.constexpr = row_layout(s_x.shape[1], WARPS)
     o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
@@ -134,7 +134,7 @@ def async_copy_rows(s_x, p_rows, stride, rows, WARPS: gl.constexpr, OPAQUE: gl.c
 
 @gluon.jit
 def store_rows(p_rows, s_x, stride, rows, WARPS: gl.constexpr, OPAQUE: gl.constexpr = False):
-    """Store an smem tile as rows `stride` elements apart, up to row `rows`; `OPAQUE` as in `async_copy_rows`."""
+    """Store the first `rows` rows of an smem tile, `stride` elements apart; `OPAQUE`: see `async_copy_rows`."""
     layout: gl.constexpr = row_layout(s_x.shape[1], WARPS)
     o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
     o_t = (opaque(o_t) if OPAQUE else o_t)[:, None]
@@ -155,7 +155,7 @@ def widen(b_x):
 
 @gluon.jit
 def split_hi_lo(b_x, dtype: gl.constexpr):
-    """Split a float32 tile into a 16-bit tile and the 16-bit rest."""
+    """Return a float32 tile rounded to the 16-bit `dtype`, and the rounding error, also in `dtype`."""
     if dtype == gl.bfloat16:
         # two elements per instruction
         b_hi = gl.inline_asm_elementwise(
@@ -168,7 +168,7 @@ def split_hi_lo(b_x, dtype: gl.constexpr):
 
 @gluon.jit
 def scale_tile(b_x, b_y):
-    """Return X ⊙ Y for 16-bit X and float32 Y; for bfloat16, Y is split: two elements in two instructions."""
+    """Return X ⊙ Y in the 16-bit dtype of X for float32 Y; bfloat16 X are multiplied by Y's high and low parts."""
     if b_x.dtype == gl.bfloat16:
         b_hi, b_lo = split_hi_lo(b_y, gl.bfloat16)
         b_x = gl.inline_asm_elementwise(
@@ -182,7 +182,7 @@ def scale_tile(b_x, b_y):
 
 @gluon.jit
 def log2(x):
-    """Return the base-2 logarithm of normalised floats, in one instruction."""
+    """Return the base-2 logarithm of floats that are not subnormal, in one instruction."""
     return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
@@ -209,7 +209,7 @@ def add(x, y):
 
 @gluon.jit
 def sequence_span(i_n, T, cu_seqlens, PACKED: gl.constexpr):
-    """Return a sequence's first row and length, as `kernels.triton.varlen.sequence_span`."""
+    """Return the first row and the length of sequence `i_n`, as `kernels.triton.varlen.sequence_span` does."""
     if PACKED:
         begin = gl.load(cu_seqlens + i_n).to(gl.int64)
         length = (gl.load(cu_seqlens + i_n + 1).to(gl.int64) - begin).to(gl.int32)
@@ -221,7 +221,7 @@ def sequence_span(i_n, T, cu_seqlens, PACKED: gl.constexpr):
 
 @gluon.jit
 def first_chunk(i_n, begin, T, C, PACKED: gl.constexpr):
-    """Return the slot of a sequence's first chunk of C tokens, as `kernels.triton.varlen.first_chunk`."""
+    """Return the slot of a sequence's first chunk of C tokens, as `kernels.triton.varlen.first_chunk` does."""
     if PACKED:
         slot = begin // C + i_n
     else:
@@ -231,7 +231,7 @@ def first_chunk(i_n, begin, T, C, PACKED: gl.constexpr):
 
 @gluon.jit
 def locate_chunk(i_c, T, C, N, cu_seqlens, PACKED: gl.constexpr, WARPS: gl.constexpr):
-    """Return the sequence, first row, length and first token of slot `i_c`, as `kernels.triton.varlen.locate_chunk`."""
+    """Find the chunk of C tokens in slot `i_c`; `kernels.triton.varlen.locate_chunk` describes the four results."""
     if PACKED:
         BN: gl.constexpr = 256
         sequences = 0
@@ -271,7 +271,7 @@ def allocate_mbarriers(count: gl.constexpr, arrivals: gl.constexpr):
 def parity(i, NUM_STAGES: gl.constexpr):
     """Return the phase bit that a consumer of the i-th tile of a pipeline waits for on its stage's full barrier.
 
-    A producer waits for the opposite bit on the empty barrier: the first `NUM_STAGES` tiles pass at once.
+    A producer waits for the opposite bit on the empty barrier, so that its first `NUM_STAGES` waits return at once.
     """
     return (i // NUM_STAGES) & 1
 
@@ -284,6 +284,6 @@ def empty_parity(i, NUM_STAGES: gl.constexpr):
 
 @gluon.jit
 def wait_full(full, i, count, NUM_STAGES: gl.constexpr):
-    """Wait for the full barrier of the i-th tile of a pipeline, or of the last one."""
+    """Wait until the i-th of a pipeline's `count` tiles has been copied; for i ≥ `count`, wait for the last tile."""
     i = gl.minimum(i, count - 1)
     mbarrier.wait(full.index(i % NUM_STAGES), parity(i, NUM_STAGES))

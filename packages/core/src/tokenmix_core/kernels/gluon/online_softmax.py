@@ -14,14 +14,14 @@ from triton.experimental.gluon import language as gl
 
 from tokenmix_core.kernels.gluon.hopper import mma_layout
 
-# bound of a row sum and of its reciprocal: in exponents halfway from 1 (the largest weight of the first tile) to the
-# largest float32
+# largest row sum, and largest reciprocal of a row sum, for which no second run is needed. Its exponent is half that of
+# the largest float32, 2^128; the first tile's largest weight is 1
 LIMIT = gl.constexpr(2.0**64)
 
 
 @gluon.constexpr_function
 def needs_running_max(dtype):
-    """True if every tile has to update the row maxima."""
+    """True if `dtype` needs a running maximum: every tile then updates the row maxima."""
     return dtype == gl.float16
 
 
@@ -33,21 +33,21 @@ def update_row_max(b_s, b_m, scale):
         the new maxima, the shift that is subtracted from scaled scores, and the factor that rescales older sums.
     """
     b_top = gl.maximum(b_m, gl.max(b_s, 1))
-    # −∞ as long as all scores are masked
+    # the maximum is −∞ as long as all scores of a row are masked; −∞ − (−∞) would be NaN
     b_max = gl.where(b_top == float("-inf"), 0.0, b_top)
-    # subtract before scaling: exactly 1 if the maximum stays
+    # subtract before scaling, so that the factor is exactly 1 if the maximum does not change
     return b_top, b_max * scale, gl.exp2((b_m - b_max) * scale)
 
 
 @gluon.jit
 def quad_row_sums(b_p):
-    """Return the row sums of each of the four threads that share a row of an accumulator, `[BM, 4]`: no shuffles."""
+    """Return `[BM, 4]`: partial sums of the four threads that share each row of an accumulator, without shuffles."""
     return gl.sum(gl.sum(b_p.reshape([b_p.shape[0], b_p.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def expand_to_quads(b_row, zeros):
-    """Broadcast a value per row to the layout of `quad_row_sums` of a tile like `zeros`."""
+    """Broadcast one value per row to `[BM, 4]`, in the layout that `quad_row_sums` returns for a tile like `zeros`."""
     b_tile = zeros + b_row[:, None]
     return gl.max(gl.max(b_tile.reshape([zeros.shape[0], zeros.shape[1] // 8, 4, 2]), 3), 1)
 

@@ -53,7 +53,7 @@ NAMES = {
     "triton:FutureKernel": _SEQUENTIAL,
 }
 
-# attributes that were found missing in objects, with the consequences
+# maps `object.attribute` to the consequence, for attributes that were found missing
 _lacking: dict[str, str] = {}
 
 
@@ -67,7 +67,7 @@ def find(name: str) -> Any:
 
 
 def missing() -> dict[str, str]:
-    """Return the missing names, and the missing attributes that were needed so far, with the consequences."""
+    """Return the missing `NAMES`, and the missing attributes that code has asked for, each with its consequence."""
     # torch for CPUs lacks the names for GPUs
     asked = [name for name in NAMES if "cuda" not in name or torch.backends.cuda.is_built()]
     return {name.replace(":", "."): NAMES[name] for name in asked if find(name) is None} | _lacking
@@ -75,7 +75,7 @@ def missing() -> dict[str, str]:
 
 @functools.cache
 def warn_of_missing() -> None:
-    """Warn once of the consequences of missing names."""
+    """Warn of the names that `missing` returns and of the consequences, in one warning per process."""
     if lost := missing():
         import triton
 
@@ -89,7 +89,7 @@ def warn_of_missing() -> None:
 
 
 def lacks(of: str, error: AttributeError, lost: str) -> None:
-    """Note that an object lacks an attribute."""
+    """Note that the object called `of` lacks the attribute that `error` names, and the consequence `lost`."""
     _lacking[f"{of}.{error.name}"] = lost
 
 
@@ -109,7 +109,7 @@ _Mode: Any = find("torch.utils._python_dispatch:TorchDispatchMode") or object
 
 
 class Mode(_Mode):
-    """Observe every torch operation; a plain object, never entered, if torch has no such mode (see `captures`)."""
+    """Observe every torch operation in a `with` block; a plain object, never entered, if `captures` is false."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -117,16 +117,17 @@ class Mode(_Mode):
         return False
 
 
-# the current device and stream, queried like Triton's driver does, without its Python code
+# functions that return the current device, and its current stream, as Triton's driver does but without its Python code
 current_device: Callable[[], int] = find("torch._C:_cuda_getDevice") or _device
 current_stream: Callable[[int], int] = find("torch._C:_cuda_getCurrentRawStream") or _stream
-# the number of active dispatch modes; 2 if unknown, which stands for another mode besides our own
+# modes(): the number of active dispatch modes; 2 if unknown, as if another mode besides our own were active
 modes: Callable[[], int] = find("torch._C:_len_torch_dispatch_stack") or (lambda: 2)
-# `empty(size, stride, dtype)` of torch's compiled code, which takes less than half the time of torch.empty_strided
+# empty(size, stride, dtype): allocate a tensor as torch's compiled code does, in less than half the time of
+# torch.empty_strided
 empty: Callable[..., Tensor] = find("torch._C._dynamo.guards:_empty_strided_cuda") or _torch_empty
 # the class with which torch's compiled code compares tensors with a signature, or None
 Guards: Any = find("torch._C._dynamo.guards:TensorGuards")
-# whether torch has all that captures need
+# whether torch has all names that captures need
 captures: bool = _Mode is not object and find("torch._ops:OpOverload.tags") is not None
 
 _KNOWS_LEVELS = find("torch.autograd.forward_ad:_current_level") is not None
@@ -166,7 +167,7 @@ def in_transform() -> bool:
 
 
 def transformed() -> bool:
-    """Tell whether forward-mode derivatives or a function transform may be active, which do not support kernels."""
+    """Tell whether forward-mode derivatives or a function transform may be active; neither supports kernels."""
     return forward_mode() or _transform is None or _transform() is not None
 
 
@@ -180,7 +181,7 @@ def watches_all_modules() -> bool:
 
 @contextmanager
 def call_replaced(module: torch.nn.Module, change: Callable[[Callable], Callable]) -> Iterator[None]:
-    """Replace a module's call, hooks included, by `change(call)` inside the block.
+    """Replace a module's call (its forward and hooks) by `change(call)` inside the block.
 
     The new call is stored in `_compiled_call_impl`, which `Module.compile` sets and every call of the module looks up.
     """
@@ -195,7 +196,7 @@ def call_replaced(module: torch.nn.Module, change: Callable[[Callable], Callable
 
 
 def direct_apply(function: Any) -> Callable:
-    """Return `apply` of an autograd function without its Python code, which only serves function transforms."""
+    """Return an autograd function's `apply`, without torch's Python wrapper, which only serves function transforms."""
     direct = find("torch._C:_FunctionBase.apply") is not None
     base: Any = super(torch.autograd.Function, function)
     return base.apply if direct else function.apply
@@ -207,7 +208,7 @@ class Operation(NamedTuple):
     Attributes:
         views: whether it returns a view of an argument.
         makes: whether its results are new tensors.
-        by_value: whether its result, or the result's size, depends on values in a way that torch cannot trace.
+        by_value: whether its result, or the result's size, depends on tensors' values in a way that torch cannot trace.
     """
 
     views: bool
@@ -230,7 +231,7 @@ def operation(func: Any) -> Operation | None:
 
 
 def composed(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Return the result of a composite operation by its decomposition; NotImplemented for other operations."""
+    """Run a composite operation by its decomposition and return the result; NotImplemented for other operations."""
     decompose = getattr(func, "decompose", None)
     return NotImplemented if decompose is None else decompose(*args, **kwargs)
 
@@ -259,7 +260,7 @@ def launching() -> Launching | None:
 
 @functools.cache
 def observing() -> Callable[[], Any]:
-    """Return `observed()`, which is true if a hook, such as a profiler's, observes launches by Triton."""
+    """Return a function that tells whether a hook, such as a profiler's, observes launches by Triton."""
     if find("triton.knobs:runtime") is None:
         return lambda: True
     from triton import knobs
@@ -275,33 +276,33 @@ def observing() -> Callable[[], Any]:
     return observed
 
 
-# Triton 3.9 overrides the register allocator that CUDA 13's ptxas would select for Hopper: Gluon kernels then spill;
-# GDN and SSD take up to 17 % longer. This option restores ptxas' own choice; all tests pass.
+# Triton 3.9 overrides the register allocator that CUDA 13's ptxas would select for Hopper: Gluon kernels then spill,
+# and the gated delta rule and SSD take up to 17 % longer. This option restores ptxas' own choice.
 _ALLOCATOR = "--regAllocOptLevel=4"
 
 
 def choose_compiler_options(kernel: Any) -> None:
-    """Set the compiler options of our measurements, if Triton's defaults differ.
+    """Set the compiler options with which our kernels were measured, where Triton's defaults differ.
 
-    Multiplications and additions are fused; Triton 3.10 will no longer do so by default. ptxas selects the register
-    allocator of Gluon kernels; Triton 3.9 overrides that choice. Options set by the user take precedence.
+    Multiplications and additions are fused, which Triton 3.10 will no longer do by default. ptxas selects the register
+    allocator of Gluon kernels, a choice that Triton 3.9 overrides. Options set by the user take precedence.
     """
     import triton
 
     chosen: dict[str, Any] = {} if "TRITON_DEFAULT_FP_FUSION" in os.environ else {"enable_fp_fusion": True}
-    # absent and empty both mean that the user set nothing
+    # a missing or empty `ptxas_options` means that the user set none
     asked = getattr(find("triton.knobs:nvidia"), "ptxas_options", None)
     gluon = getattr(kernel, "is_gluon", bool)()
     if gluon and not asked and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
         chosen["ptx_options"] = _ALLOCATOR
-    # every compilation and launch calls `run`
+    # pass the options to `run`, which every compilation and launch calls
     run = functools.partial(kernel.run, **chosen)
     # AMD's compiler refuses the option that limits registers
     kernel.run = (lambda *args, maxnreg=None, **options: run(*args, **options)) if torch.version.hip else run
 
 
 def prepare() -> list[Callable[[], Any]]:
-    """Return functions that do Triton's one-time work before the first kernel, mostly outside Python."""
+    """Return functions that do the work Triton needs once, before the first kernel; they run mostly outside Python."""
     names = launching()
     first = [] if names is None else [lambda: names.driver.active]
     key = find("triton.runtime.cache:triton_key")
@@ -309,7 +310,7 @@ def prepare() -> list[Callable[[], Any]]:
 
 
 def parallel_compilation() -> Callable[..., Any] | None:
-    """Return the context `mode(pool, ignore_errors=True)`, which compiles kernels in a thread pool; None without it."""
+    """Return the context `mode(pool, ignore_errors=True)` that compiles kernels in a thread pool; None if missing."""
     return find("triton:AsyncCompileMode") if launching() is not None and find("triton:FutureKernel") else None
 
 
@@ -333,7 +334,7 @@ def kernels_of(kernel: Any) -> Iterable[Any]:
 
 
 def can_drop(kernel: Any) -> bool:
-    """Tell whether `drop` is possible."""
+    """Tell whether `drop` works for this kernel, and note the missing attribute if not."""
     if hasattr(kernel, "device_caches"):
         return True
     _lacking["triton.JITFunction.device_caches"] = _SEQUENTIAL
@@ -347,13 +348,13 @@ def argument_names(kernel: Any) -> list[str]:
 
 
 def constexprs(kernel: Any) -> list[bool]:
-    """Tell which of a kernel's parameters are constexprs; all of them if Triton does not tell."""
+    """Tell for each of a kernel's parameters whether it is a constexpr; true for all if Triton does not tell."""
     params = getattr(kernel, "params", None)
     return [True] * len(argument_names(kernel)) if params is None else [bool(x.is_constexpr) for x in params]
 
 
 def unspecialised(kernel: Any, names: list[str]) -> Any:
-    """Return the kernel without specialisation of the integer parameters `names`; None if Triton cannot."""
+    """Return a copy of the kernel that is not specialised for values of the integers `names`; None if impossible."""
     if getattr(kernel, "params", None) is None:
         return None
     made = type(kernel)(kernel.fn, do_not_specialize=names)

@@ -1,4 +1,4 @@
-"""Properties of compiled kernels, read from Triton; a warning names, once, attributes that its version lacks."""
+"""Properties of compiled kernels, read from Triton; one warning names the attributes that this version of it lacks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Described(NamedTuple):
     """Properties of a compiled kernel, read from Triton.
 
     Attributes:
-        name: the name of its function.
-        binary: machine code.
-        types: types of its arguments.
-        backend: "cuda" or another.
+        name: the name of the kernel's function.
+        binary: the machine code.
+        types: Triton's types of the arguments.
+        backend: "cuda" or another of Triton's backends.
         warps: warps of a program.
         ctas: programs of a cluster.
-        shared: bytes of shared memory.
-        pdl: whether it is launched with programmatic dependent launch.
-        more: whether a launch needs more than arguments, e.g. scratch memory.
+        shared: bytes of shared memory of a program.
+        pdl: whether the kernel is launched with programmatic dependent launch.
+        more: whether a launch needs more than the kernel's arguments, e.g. scratch memory.
     """
 
     name: str
@@ -38,7 +38,7 @@ def described(kernel: Any) -> Described | None:
     """Return the properties of a compiled kernel that our own launches need; None if some are unknown."""
     try:
         x, types = kernel.metadata, list(kernel.src.signature.values())
-        # some versions of Triton lack the last two
+        # some versions of Triton lack the last two attributes
         more = x.global_scratch_size or x.profile_scratch_size
         more = more or any(getattr(x, name, 0) for name in ("instrumentation_mode", "launch_cooperative_grid"))
         sizes = x.target.backend, x.num_warps, x.num_ctas, x.shared

@@ -11,7 +11,7 @@ import torch
 
 from tokenmix_core.kernels.launch.flags import flag
 
-# captures the device work of a function without executing it; the returned function replays it
+# a function that captures another function's device work without executing it, and returns a function that replays it
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
 
 _VARIABLE = "TOKENMIX_DECODING_GRAPH"
@@ -23,12 +23,12 @@ def wanted() -> bool:
 
 
 def capture_on(device: torch.device) -> Capture | None:
-    """Return the function that captures work on a device; None if the device has no graphs."""
+    """Return a function that captures a function's work on a device as a graph; None if the device has no graphs."""
     return captures_cuda(device) if device.type == "cuda" else None
 
 
 def at_most_half_used(device: torch.device) -> bool:
-    """Tell whether the peak of allocated memory so far is at most half of the device's memory."""
+    """Tell whether the process's peak of allocated memory is at most half of the device's memory; true for a CPU."""
     if device.type != "cuda":
         return True
     return 2 * torch.cuda.max_memory_allocated(device) <= torch.cuda.get_device_properties(device).total_memory
@@ -36,7 +36,7 @@ def at_most_half_used(device: torch.device) -> bool:
 
 @contextmanager
 def noting_waits(device: torch.device) -> Iterator[list[str]]:
-    """Collect the host's synchronisations with the device that torch reports: a graph cannot contain them."""
+    """Yield a list that, after the block, names each line that waited for the device: a graph cannot contain waits."""
     waits: list[str] = []
     if device.type != "cuda":
         yield waits
@@ -69,7 +69,7 @@ def captures_cuda(device: torch.device) -> Capture:
             before = torch.cuda.current_stream(device)
             drawn = torch.cuda.get_rng_state(device)
             try:
-                # thread_local: other threads may allocate during the capture
+                # thread_local permits other threads to allocate memory during the capture
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     work()
             except BaseException:
@@ -78,7 +78,8 @@ def captures_cuda(device: torch.device) -> Capture:
                 _restore_generator(device, drawn)
                 raise
             torch.cuda.set_stream(before)
-            # torch sets the generator's offset to 0 on `stream`; the first replay, which sets its own, must come later
+            # torch sets the random generator's offset to 0 on `stream`; this must precede the first replay, which sets
+            # its own offset
             before.wait_stream(stream)
         return graph.replay
 
@@ -86,10 +87,10 @@ def captures_cuda(device: torch.device) -> Capture:
 
 
 def _restore_generator(device: torch.device, drawn: torch.Tensor) -> None:
-    """Restore the generator's state from before a failed capture.
+    """Reset the device's random generator to `drawn`, its state before a failed capture.
 
-    torch before 2.12 leaves the generator in capture mode, in which it refuses to draw. A new state then replaces the
-    generator's, and graphs captured before must not be replayed any more.
+    torch before 2.12 leaves the generator in capture mode, in which it refuses to draw. Then the generator gets a new
+    state object, and graphs captured earlier, which use the old object, must not be replayed any more.
     """
     generator = torch.cuda.default_generators[torch.empty(0, device=device).device.index]
     try:

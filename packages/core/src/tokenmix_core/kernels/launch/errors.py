@@ -1,4 +1,4 @@
-"""The error of Gluon kernels that the installed Triton does not compile, distinct from all other errors."""
+"""The error that is raised if the installed Triton does not compile a Gluon kernel, distinct from all other errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenmix_core.kernels.launch import compat
 
 
 class NotCompiled(RuntimeError):
-    """A Gluon kernel that the installed Triton does not compile, or that exceeds the device's resources.
+    """The installed Triton does not compile a Gluon kernel, or the kernel exceeds the device's resources.
 
     Attributes:
         module: the name of the kernel's module.
@@ -41,5 +41,5 @@ def compiling(kernel: Any) -> Iterator[None]:
 
 def _from_compiler(error: Exception) -> bool:
     cls = compat.find("triton.errors:TritonError")
-    # compiler passes fail with a plain RuntimeError
+    # a failing compiler pass raises a plain RuntimeError
     return (cls is not None and isinstance(error, cls)) or "PassManager::run failed" in str(error)

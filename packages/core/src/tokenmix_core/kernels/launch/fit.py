@@ -1,7 +1,7 @@
 """Fit a portable kernel into the shared memory of its device: fewer pipeline stages, then smaller loop tiles.
 
-Tiles are measured on Hopper, whose blocks have more shared memory than other chips'. A kernel's machine code tells how
-much it needs, so that one rule serves all chips: if it is too much, the next smaller configuration is compiled.
+Tiles are measured on Hopper, whose blocks have more shared memory than those of other chips. A compiled kernel tells
+how much shared memory it needs; if a block of the device has less, the next smaller configuration is compiled.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from tokenmix_core.kernels.launch import compat
 
-# the least tile size of an MMA
+# the least size of a tile's dimension in an MMA
 _SMALLEST = 16
 # Triton's default of `num_stages`
 _STAGES = 3
@@ -31,8 +31,8 @@ def compiled(
 
     Args:
         kernel: the `triton.jit` function.
-        grid, args, options: those of the launch; `args` are all arguments in order.
-        loop_tiles: constexprs that neither the grid nor any tensor's shape depends on.
+        grid, args, options: the launch's; `args` are all arguments in order.
+        loop_tiles: names of the constexprs that may be reduced: neither the grid nor a tensor's shape depends on them.
         limit: bytes of shared memory that a block may have.
 
     Returns:
@@ -55,12 +55,12 @@ def compiled(
 
 
 def fits(made: Any, limit: int | None) -> bool:
-    """Tell whether a compiled kernel needs at most `limit` bytes of shared memory; None is no limit."""
+    """Tell whether the compiled kernel `made` needs at most `limit` bytes of shared memory; None means no limit."""
     return limit is None or getattr(getattr(made, "metadata", None), "shared", 0) <= limit
 
 
 def _reduced(names: list[str], loop_tiles: tuple[str, ...], args: tuple, options: dict) -> tuple[tuple, dict] | None:
-    """Return a launch with one pipeline stage less, or with half the widest loop tile; None for the smallest."""
+    """Return arguments and options with one pipeline stage less or half the widest loop tile; None for the smallest."""
     if (stages := options.get("num_stages", _STAGES)) > 1:
         return args, {**options, "num_stages": stages - 1}
     sizes = {names.index(name): args[names.index(name)] for name in loop_tiles}

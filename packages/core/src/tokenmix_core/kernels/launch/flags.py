@@ -1,4 +1,4 @@
-"""The switch of the launch cache."""
+"""Environment variables that are 0 or 1, and the switch that turns the launch cache on and off."""
 
 from __future__ import annotations
 

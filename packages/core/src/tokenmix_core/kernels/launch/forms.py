@@ -31,7 +31,7 @@ _specialised = _Specialised()
 
 @contextmanager
 def specialised() -> Iterator[None]:
-    """Compile launches of this thread for their own integers inside the block."""
+    """Compile the kernels that this thread launches inside the block for the integers of each launch."""
     before, _specialised.on = _specialised.on, True
     try:
         yield
@@ -45,16 +45,16 @@ def asked() -> bool:
 
 
 class Forms:
-    """The forms of one kernel."""
+    """The compiled forms of one kernel, specialised and general."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self._names = compat.argument_names(kernel)
-        # which parameters are constexprs
+        # for each parameter, whether it is a constexpr
         self._constant = compat.constexprs(kernel)
-        # by signature without integers: the first call's integers by index, and the indices that have varied
+        # maps a signature without integers to the first call's integers by index, and to the indices that have varied
         self._first: dict[tuple, tuple[dict[int, int], set[int]]] = {}
-        # by indices of integers, the kernel that does not specialise these integers; None if it does not compile
+        # maps indices of integers to the kernel that does not specialise these integers; None if it does not compile
         self._general: dict[frozenset[int], Any] = {}
 
     def key(self, device: int, args: tuple, options: dict) -> tuple:
@@ -73,7 +73,7 @@ class Forms:
         return (device, *kinds, *options.items())
 
     def general(self, key: tuple, args: tuple) -> tuple[tuple, Any] | None:
-        """Return key and kernel of the general form; None if no integer has varied, or if there is no general form."""
+        """Return key and kernel of the general form; None if no integer has varied or no general form exists."""
         integers = {
             i: x for i, (x, c) in enumerate(zip(args, self._constant, strict=True)) if x.__class__ is int and not c
         }
@@ -99,12 +99,12 @@ class Forms:
         return ("any", *(_width(args[i - 1]) if i - 1 in varying else x for i, x in enumerate(key))), kernel
 
     def refuse(self, kernel: Any) -> None:
-        """Stop using a general kernel that does not compile."""
+        """Stop using the general form `kernel`, because it does not compile."""
         self._general |= {indices: None for indices, known in self._general.items() if known is kernel}
 
 
 def kind(x: Any) -> Any:
-    """Return an argument's kind for Triton: dtype and alignment, or an integer's divisibility and width."""
+    """Return the properties Triton specialises for: dtype and alignment, or an integer's divisibility and width."""
     cls = x.__class__
     if cls is int:
         found = 1 if x == 1 else 2 if x & 15 else 16
@@ -117,7 +117,7 @@ def kind(x: Any) -> Any:
 
 
 def _width(x: Any) -> Any:
-    """Return an integer's type in Triton; the kind of other arguments."""
+    """Return Triton's type of an integer argument, and `kind(x)` of any other argument."""
     if x.__class__ is not int:
         return kind(x)
     return "i32" if -0x80000000 <= x <= 0x7FFFFFFF else "i64" if x < 1 << 63 else "u64"

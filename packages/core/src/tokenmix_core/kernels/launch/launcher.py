@@ -19,7 +19,7 @@ from tokenmix_core.kernels.launch.cache.driver import Loaded, launch, loaded, pa
 from tokenmix_core.kernels.launch.errors import compiling
 from tokenmix_core.kernels.launch.pdl import PDL
 
-# a kernel, its grid, its arguments in order, and options of the launch
+# a kernel, its grid, its arguments in order, and the launch's options
 Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
 
 # a kernel with PDL=True must be launched with Triton's option `launch_pdl`
@@ -32,9 +32,9 @@ def cached_launch(kernel=None, *, loop_tiles: tuple[str, ...] = ()) -> Any:
     """Decorate a `triton.jit` kernel so that launches after the first one have less CPU overhead.
 
     Triton compiles a kernel again for other dtypes, alignments of pointers and divisibilities of integers, and inspects
-    every argument at every launch. Here these properties form a key (`forms.py`), so that a launch, also one with new
-    lengths, is one lookup. All parameters must be given at each launch, in order or by name. Kernels of the interpreter
-    are not changed.
+    every argument at every launch. Here these properties form a key (`forms.py`), so that one lookup finds the compiled
+    kernel, even for new lengths. All parameters must be given at each launch, in order or by name. Interpreted kernels
+    are returned unchanged.
 
     A portable kernel that exceeds the device's shared memory is compiled with fewer pipeline stages, then with smaller
     `loop_tiles` (`fit.py`): constexprs that neither the grid nor any tensor's shape depends on.
@@ -65,7 +65,7 @@ def _prepared() -> list[Future]:
 def compiled_together() -> Iterator[Callable]:
     """Yield `launch(kernel, grid, *args, **options)`, which postpones launches to the end of the block.
 
-    All kernels are known by then, so that new ones are compiled in parallel.
+    At the end all kernels are known, so that uncompiled kernels are compiled in parallel.
     """
     launches: list[Launch] = []
 
@@ -81,7 +81,7 @@ def compiled_together() -> Iterator[Callable]:
 def launch_together(launches: list[Launch], foreseen: Sequence[Launch] = ()) -> None:
     """Compile the new kernels of `launches` and `foreseen`, in parallel if Triton can, then make `launches` in order.
 
-    Compiling takes seconds per kernel, mostly outside Python.
+    `foreseen` are launches that later calls will probably make. A kernel compiles in seconds, mostly outside Python.
     """
     new = [] if _taker.take is not None else [x for x in (*launches, *foreseen) if _is_new(*x)]
     together = compat.parallel_compilation()
@@ -100,8 +100,8 @@ def launch_together(launches: list[Launch], foreseen: Sequence[Launch] = ()) -> 
             if load.exception() is None:
                 launcher.keep(load.result(), args, options)
             else:
-                # too much shared memory, or a rare failure, once in thousands of times: the launch compiles the kernel
-                # alone, or raises the error
+                # the kernel needs too much shared memory, or compiling failed, once in thousands of times: let the
+                # launch compile the kernel again, or raise the error
                 compat.drop(form, compiled)
     for kernel, grid, args, options in launches:
         kernel[grid](*args, **options)
@@ -112,14 +112,14 @@ def _is_new(kernel: Any, _grid: tuple, args: tuple, options: dict) -> bool:
 
 
 def _load(kernel: Any, device: int) -> Loaded | None:
-    """Load a compiled kernel on a device."""
-    # the current device of a new thread is device 0
+    """Load a compiled kernel on a device; return None if Triton must launch the kernel."""
+    # in a new thread the current device is device 0
     with torch.cuda.device(device):
         return loaded(compat.result(kernel), device)
 
 
 def _load_fitting(kernel: Any, device: int, limit: int | None) -> Loaded | None:
-    """Load a compiled kernel on a device; raise an error if it exceeds the device's shared memory."""
+    """Do as `_load`, but raise an error if the kernel needs more than `limit` bytes of shared memory."""
     if not fit.fits(compat.result(kernel), limit):
         raise RuntimeError("too much shared memory")
     return _load(kernel, device)
@@ -134,7 +134,7 @@ _taker = _Taker()
 
 @contextmanager
 def taken(take: Callable[[Launch], None] | None) -> Iterator[None]:
-    """Pass this thread's launches of `cached_launch` kernels to `take` inside the block; make the launches if None."""
+    """Pass this thread's launches of `cached_launch` kernels to `take` inside the block; None makes the launches."""
     before, _taker.take = _taker.take, take
     try:
         yield
@@ -143,12 +143,12 @@ def taken(take: Callable[[Launch], None] | None) -> Iterator[None]:
 
 
 current_device, current_stream = compat.current_device, compat.current_stream
-# whether a hook, such as a profiler's, observes launches by Triton
+# observed(): whether a hook, such as a profiler's, observes launches by Triton
 observed = compat.observing()
 
 
 def replays_on(device: int) -> int | None:
-    """Return this thread's stream if its launches may be replayed on a device; None otherwise.
+    """Return this thread's current stream on the device if the thread may replay captured launches there; else None.
 
     Launches may not be replayed if the launch cache is off, if a capture or a hook observes the launches, or if PDL is
     enabled: captured launches do not use PDL.
@@ -161,15 +161,16 @@ class _Launcher:
     def __init__(self, kernel: triton.JITFunction, loop_tiles: tuple[str, ...] = ()) -> None:
         self.fn, self.loop_tiles = kernel, loop_tiles
         self.__doc__ = kernel.__doc__
-        # by the number of positional arguments and the names of options: the function that returns the options that are
-        # arguments, in order, and the names of the other options
+        # maps the number of positional arguments and the names given by keyword to a function that returns the keyword
+        # values that are kernel arguments, in order, and to the names of the launch's options
         self._orders: dict[tuple, tuple[Callable | None, tuple[str, ...]]] = {}
-        # by key: the loaded kernel, or None if only Triton can launch it; and whether the kernel is a general form
+        # maps a key to the loaded kernel (None if only Triton can launch it) and to whether it is a general form
         self._loaded: dict[tuple, tuple[Loaded | None, bool]] = {}
         self._forms = forms.Forms(kernel)
-        # by device, kinds of arguments and options: the arguments by index, and the options, that fit the device
+        # maps device, kinds of arguments and options to the arguments by index, and to the options, reduced to fit the
+        # device
         self._fitted: dict[tuple, tuple[dict[int, Any], dict]] = {}
-        # the number of parameters before PDL, if the kernel has it
+        # the number of parameters before the parameter PDL, if the kernel has PDL
         names = compat.argument_names(kernel)
         if PDL in names[:-1]:
             raise TypeError(f"{names[-1]} follows {PDL}, which must be the last parameter")
@@ -179,7 +180,7 @@ class _Launcher:
         return lambda *args, **options: self._launch(grid, *self.in_order(args, options))
 
     def in_order(self, args: tuple, options: dict) -> tuple[tuple, dict]:
-        """Return all arguments, PDL included, in the order of the kernel's parameters, and options of the launch.
+        """Return all arguments, PDL included, in the order of the kernel's parameters, and the launch's options.
 
         Raises:
             TypeError: an argument is missing or given twice.
@@ -205,12 +206,12 @@ class _Launcher:
         if given == len(names):
             return None, ()
         wanted = names[given:]
-        # an itemgetter of one name returns no tuple
+        # an itemgetter of a single name would return the value instead of a tuple
         named = operator.itemgetter(*wanted) if len(wanted) > 1 else lambda options: (options[wanted[0]],)
         return named, tuple(name for name in options if name not in wanted)
 
     def form(self, args: tuple, options: dict) -> tuple[tuple, Any]:
-        """Return the key and the kernel to compile for a call."""
+        """Return key and kernel for a call: those of the general form if integers have varied, else the specialised."""
         key = self._forms.key(current_device(), args, options)
         if key in self._loaded and not (forms.asked() and self._loaded[key][1]):
             return key, self.fn
@@ -222,10 +223,10 @@ class _Launcher:
         return key in self._loaded and not (forms.asked() and self._loaded[key][1])
 
     def keep(self, kernel: Loaded | None, args: tuple, options: dict) -> None:
-        """Store the kernel for calls with the key of these arguments."""
+        """Store a loaded kernel for calls with the key of these arguments; None if only Triton can launch them."""
         key = self.form(args, options)[0]
         exact = self._forms.key(current_device(), args, options)
-        # with the exact key the next call with these integers needs one lookup
+        # store the kernel under the exact key too, so that the next call with these integers needs one lookup
         for found in (key, exact):
             self._loaded[found] = kernel, key != exact
         while len(self._loaded) > _MAX_FORMS:
@@ -254,7 +255,7 @@ class _Launcher:
             kernel = self._compile(grid, args, options)
         else:
             kernel = found[0]
-        # only Triton's own launches call the hooks of profilers
+        # if a profiler's hook observes launches, let Triton launch: only Triton calls the hook
         start = None if kernel is None or observed() else launch()
         if kernel is None or start is None:
             with compiling(self.fn):
@@ -280,15 +281,16 @@ class _Launcher:
         if form is not self.fn:
             try:
                 return _load(self._fit(form, grid, args, options), current_device())
-            # a kernel may require specialised integers; the specialised form raises its own error if it fails
+            # the general form may fail because the kernel needs specialised integers: use the specialised form, which
+            # raises its own error if it fails
             except Exception:
                 self._forms.refuse(form)
         with compiling(self.fn):
             return _load(self._fit(self.fn, grid, args, options), current_device())
 
     def _fit(self, form: Any, grid: tuple[int, ...], args: tuple, options: dict) -> Any:
-        """Compile a call's kernel to fit the current device; store the arguments and options that this changes."""
-        # Gluon kernels do not shrink: portable ones replace them
+        """Compile a call's kernel, reduced to fit the current device; store the reduced arguments and options."""
+        # Gluon kernels are not reduced: portable kernels replace them
         limit = None if getattr(self.fn, "is_gluon", bool)() else fit.shared_memory()
         made, fitting, fitting_options = fit.compiled(form, grid, args, options, self.loop_tiles, limit)
         changed = {i: new for i, (old, new) in enumerate(zip(args, fitting, strict=True)) if old is not new}
@@ -296,7 +298,7 @@ class _Launcher:
         return made
 
     def _fitting(self, grid: tuple[int, ...], args: tuple, options: dict) -> tuple[tuple, dict]:
-        """Return the arguments and options of a call for a launch by Triton, which would not reduce a tile."""
+        """Return a call's arguments and options, reduced to fit the device, for a launch by Triton."""
         if compat.find("triton:JITFunction.warmup") is None:
             return args, options
         key = self._forms.tile_key(current_device(), args, options)

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch (PDL): a kernel may start while the one before it ends; used in captured steps."""
+"""Programmatic dependent launch (PDL): a kernel may start while its predecessor ends; used in captured decoding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenmix_core.kernels.launch.flags import flag
 # the last parameter of kernels that support programmatic dependent launch
 PDL = "PDL"
 _VARIABLE, _OLD_VARIABLE = "TOKENMIX_PDL", "TOKENMIX_EARLY_LAUNCHES"
-# the driver's version for CUDA 12.3
+# CUDA version, as `driver.version` returns it, of the oldest driver that captures such launches: 12.3
 _LEAST_DRIVER = 12_030
 
 
@@ -55,5 +55,5 @@ def pdl_launches(device: torch.device) -> Iterator[None]:
 def _can(index: int | None) -> bool:
     if torch.version.hip is not None or torch.cuda.get_device_capability(index) < (9, 0):
         return False
-    # older drivers cannot capture such launches
+    # older drivers cannot capture PDL launches in a CUDA graph
     return driver.version() >= _LEAST_DRIVER

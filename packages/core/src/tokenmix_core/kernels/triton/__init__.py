@@ -1,1 +1,1 @@
-"""Device functions shared by kernels."""
+"""Device functions that the portable kernels of several operations share."""

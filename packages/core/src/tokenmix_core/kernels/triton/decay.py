@@ -1,16 +1,17 @@
-"""Decays inside a chunk, as cumulative base-2 logarithms; kernels exponentiate differences only."""
+"""Decays inside a chunk, as cumulative base-2 logarithms b; kernels exponentiate only differences of two b."""
 
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# lower bound of a log decay: exp2 below it is zero in float32, and bounded decays keep their cumulative sums precise
+# log-decays below this bound are raised to it: exp2 of it is zero in float32 anyway, and larger magnitudes would cost
+# the cumulative sums precision
 LOWEST = tl.constexpr(-160.0)
 
 
 @triton.jit
 def load_decay(p_g, m_t):
-    """Load natural log-decays and return them as base-2 logarithms; 0 (no decay) where masked."""
+    """Load natural log-decays, return them as base-2 logarithms ≥ `LOWEST`; 0 (no decay) where `m_t` is false."""
     return tl.maximum(tl.load(p_g, mask=m_t, other=0.0).to(tl.float32) * LOG2_E, LOWEST)
 
 

@@ -12,9 +12,10 @@ def within(x, size):
 
 @triton.jit
 def visible(distance, o_k, keys, window, sinks, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """True if a query sees the key at position `o_k`, `distance` before it; shapes broadcast.
+    """True if a query sees the key at position `o_k`, which is `distance` positions before the query; shapes broadcast.
 
-    Rows beyond the last query may get either value. `sinks` is None if there are no sinks.
+    Rows beyond the last query may get either value. The first `sinks` keys are visible to all later queries, also
+    outside the window; None means no sinks.
     """
     if WINDOW:
         m_s = within(distance, window)
@@ -29,9 +30,10 @@ def visible(distance, o_k, keys, window, sinks, CAUSAL: tl.constexpr, WINDOW: tl
 
 @triton.jit
 def visible_columns(o_q, b_left, o_k, listed, p_until, s_ut, keys):
-    """True if a query, whose local part begins at `b_left`, sees a column at `o_k` of a tile, `listed` or else local.
+    """Return the mask of a tile of keys at positions `o_k`, all `listed` or all local, for queries at `o_q`.
 
-    A listed key is evicted at the position in `p_until`, unless that is None.
+    A query sees local keys from position `b_left` to its own, and listed keys before `b_left`. A listed key is evicted
+    at the position in `p_until`; None evicts none.
     """
     m_listed = o_k[None, :] < b_left[:, None]
     if p_until is not None:

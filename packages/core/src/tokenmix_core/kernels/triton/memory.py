@@ -1,4 +1,4 @@
-"""Loads and stores of a chunk's rows; tokens beyond its end read as zero and are not written."""
+"""Loads and stores of a chunk's rows; loads return 0 for tokens beyond the chunk's end, stores skip these tokens."""
 
 import triton
 import triton.language as tl
@@ -13,21 +13,21 @@ def load_rows(p_rows, stride, rows, BT: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def store_rows(p_rows, b_x, stride, rows, BT: tl.constexpr, D: tl.constexpr):
-    """Store a tile `[BT, D]` as rows `stride` elements apart, up to row `rows`."""
+    """Store the first `rows` rows of a tile `[BT, D]`, `stride` elements apart."""
     o_t, o_d = tl.arange(0, BT), tl.arange(0, D)
     tl.store(p_rows + o_t[:, None] * stride + o_d[None, :], b_x.to(p_rows.dtype.element_ty), mask=o_t[:, None] < rows)
 
 
 @triton.jit
 def load_vector(p_vector, stride, rows, BT: tl.constexpr):
-    """Load `[BT]` values `stride` elements apart as float32; zero from `rows` on."""
+    """Load `[BT]` values `stride` elements apart as float32; values from index `rows` on are zero."""
     o_t = tl.arange(0, BT)
     return tl.load(p_vector + o_t * stride, mask=o_t < rows, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_vector(p_vector, b_x, stride, rows, BT: tl.constexpr):
-    """Store `[BT]` values `stride` elements apart, up to element `rows`."""
+    """Store the first `rows` of `[BT]` values, `stride` elements apart."""
     o_t = tl.arange(0, BT)
     tl.store(p_vector + o_t * stride, b_x.to(p_vector.dtype.element_ty), mask=o_t < rows)
 
@@ -36,7 +36,7 @@ def store_vector(p_vector, b_x, stride, rows, BT: tl.constexpr):
 def inverse_norm(b_x, DOT: tl.constexpr):
     """Return (Σ x² + 1e−6)^−½ of each row of a tile `[BT, K]`.
 
-    The sums are the diagonal of X Xᵀ, so that a shared-memory operand of other MMAs is not loaded into registers again.
+    The sums are the diagonal of X Xᵀ, an MMA, so that X stays in shared memory, where other MMAs read it too.
     """
     return diagonal_inverse_norm(tl.dot(b_x, tl.trans(b_x), input_precision=DOT), b_x.shape[0])
 
@@ -52,13 +52,13 @@ def diagonal_inverse_norm(b_xx, BT: tl.constexpr):
 def column(b_x, INDEX: tl.constexpr):
     """Return column INDEX of a tile `[BT, 4]`.
 
-    Vectors that scale rows and columns of accumulators are interleaved in memory: one tile of them is loaded once;
-    single vectors would be loaded element by element for each layout that uses them.
+    The four vectors that scale rows and columns of accumulators are interleaved in memory, so that one load serves all;
+    separate vectors would be loaded element by element, once for each layout that uses them.
     """
     return tl.sum(tl.where(tl.arange(0, 4)[None, :] == INDEX, b_x, 0.0), 1)
 
 
 @triton.jit
 def last_of(b_x, rows, BT: tl.constexpr):
-    """Return the element of `b_x [BT]` at the last of `rows` tokens."""
+    """Return the element of `b_x [BT]` at the chunk's last token, of index min(rows, BT) − 1."""
     return tl.sum(tl.where(tl.arange(0, BT) == tl.minimum(rows, BT) - 1, b_x, 0.0), 0)

@@ -1,4 +1,4 @@
-"""The precision of float32 MMAs, for kernels."""
+"""The precision of float32 MMAs as a constexpr, which kernels can read."""
 
 import triton.language as tl
 

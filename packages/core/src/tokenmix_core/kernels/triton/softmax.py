@@ -9,7 +9,7 @@ def online_softmax(b_s, b_m, b_l, scale, MASKED: tl.constexpr):
     """Update the running row maximum `b_m` and row sum `b_l` by a tile of scores `b_s [BM, BN]`.
 
     `scale` > 0 turns scores into base-2 exponents; `b_m` is unscaled, so that scaling and subtraction are one
-    instruction. Masked scores are −∞; `MASKED` allows rows in which all are masked.
+    instruction. Masked scores are −∞; `MASKED` allows rows in which all scores are masked.
 
     Returns:
         the unnormalised probabilities, the factor that rescales older sums, `b_m`, `b_l`.
@@ -17,7 +17,7 @@ def online_softmax(b_s, b_m, b_l, scale, MASKED: tl.constexpr):
     b_new = tl.maximum(b_m, tl.max(b_s, 1))
     b_top = tl.where(b_new == float("-inf"), 0.0, b_new) if MASKED else b_new
     b_p = tl.exp2(b_s * scale - (b_top * scale)[:, None])
-    # subtract before scaling: a fused multiply-add would miss 1 by a rounding in each tile
+    # subtract before scaling: for an unchanged maximum a fused multiply-add would give 1 plus a rounding error per tile
     b_shrink = tl.exp2((b_m - b_top) * scale)
     return b_p, b_shrink, b_new, b_l * b_shrink + tl.sum(b_p, 1)
 

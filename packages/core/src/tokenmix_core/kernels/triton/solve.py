@@ -1,12 +1,12 @@
 """Inverses of small unit lower triangular matrices, by blocks of 16 rows that one warp holds in registers.
 
-For I + L with L strictly lower, halves give
+For I + L with L strictly lower triangular, the inverses A₀ and A₁ of the two halves give the inverse of the whole:
 
     (I + [[L₀₀, 0], [L₁₀, L₁₁]])⁻¹ = [[A₀, 0], [−A₁ L₁₀ A₀, A₁]],
 
-applied from single rows upwards. Every factor is a block of the matrix or of its inverse, so no intermediate exceeds
-the entries of the inverse. Powers of L, which a Neumann series needs, reach 10⁶ if keys repeat, and cancel only in
-exact arithmetic.
+first for blocks of one row, then of 2, 4, 8 … rows. Every factor is a block of the matrix or of its inverse, so no
+intermediate exceeds the entries of the inverse. A Neumann series would need powers of L, which reach 10⁶ if keys repeat
+and cancel only in exact arithmetic.
 
 Each matrix is split into bfloat16 high and low parts once, for all of its MMAs.
 """
@@ -17,7 +17,7 @@ import triton.language as tl
 
 @triton.jit
 def split_hi_lo(b_x, PRECISION: tl.constexpr):
-    """Split a float32 tile into two bfloat16 tiles for PRECISION "bf16x3"; else return it twice."""
+    """Return a float32 tile's high and low bfloat16 parts for PRECISION "bf16x3"; else return the tile twice."""
     if PRECISION == "bf16x3":
         b_hi = b_x.to(tl.bfloat16)
         return b_hi, (b_x - b_hi.to(tl.float32)).to(tl.bfloat16)
@@ -27,7 +27,7 @@ def split_hi_lo(b_x, PRECISION: tl.constexpr):
 
 @triton.jit
 def split_dot(x, y, b_z, PRECISION: tl.constexpr):
-    """Return Z + X Y for split X and Y: bf16×3 (without low × low), or `tl.dot` in PRECISION."""
+    """Return Z + X Y, X and Y split by `split_hi_lo`: three bfloat16 MMAs (no low × low), or `tl.dot` in PRECISION."""
     if PRECISION == "bf16x3":
         b_z = tl.dot(x[1], y[0], b_z)
         b_z = tl.dot(x[0], y[1], b_z)
@@ -38,7 +38,7 @@ def split_dot(x, y, b_z, PRECISION: tl.constexpr):
 
 @triton.jit
 def inverse_16(b_l, PRECISION: tl.constexpr):
-    """Return (I + L)⁻¹ of a strictly lower `[16, 16]` float32 tile: blocks of 2, 4 and 8 rows are merged by masks."""
+    """Return (I + L)⁻¹ for a strictly lower triangular float32 L `[16, 16]`; masks select blocks of 1 to 8 rows."""
     o_i, o_j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     zero = tl.zeros([16, 16], tl.float32)
     b_a = tl.where(o_i == o_j, 1.0, 0.0) - tl.where(o_i // 2 == o_j // 2, b_l, 0.0)
@@ -52,7 +52,7 @@ def inverse_16(b_l, PRECISION: tl.constexpr):
 
 @triton.jit
 def inverse_64(blocks, PRECISION: tl.constexpr):
-    """Return (I + L)⁻¹ of a strictly lower `[64, 64]` matrix, passed and returned as ten blocks `[16, 16]` by rows."""
+    """Return (I + L)⁻¹ for a strictly lower triangular L `[64, 64]`, each as ten blocks `[16, 16]`, row by row."""
     l_00, l_10, l_11, l_20, l_21, l_22, l_30, l_31, l_32, l_33 = blocks
     b_00, b_11 = inverse_16(l_00, PRECISION), inverse_16(l_11, PRECISION)
     b_22, b_33 = inverse_16(l_22, PRECISION), inverse_16(l_33, PRECISION)

@@ -20,8 +20,8 @@ def sequence_span(i_n, T, cu_seqlens, PACKED: tl.constexpr):
 def first_chunk(i_n, begin, T, C, PACKED: tl.constexpr):
     """Return the slot of sequence `i_n`'s first chunk of C tokens.
 
-    In a packed batch a sequence's slots start at `begin // C + i_n`: sequences never share a slot, `T // C + N` slots
-    suffice, and no table of offsets is needed.
+    A slot is the index of a chunk in tensors with one entry per chunk. In a packed batch a sequence's slots start at
+    `begin // C + i_n`: sequences never share a slot, `T // C + N` slots suffice, and no table of offsets is needed.
     """
     if PACKED:
         slot = begin // C + i_n

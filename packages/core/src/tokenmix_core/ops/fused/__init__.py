@@ -1,4 +1,4 @@
 """Small fused operations between matrix multiplications."""
 
-# the most weights of one launch of `fused_linears`
+# the maximum number of weights in one launch of `fused_linears`
 MAX_WEIGHTS = 6

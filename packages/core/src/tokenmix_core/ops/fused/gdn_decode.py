@@ -19,7 +19,7 @@ from tokenmix_core.ops.gated_delta_rule.reference import recurrent_reference
 from tokenmix_core.ops.types import Impl
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-# sizes of a state's heads, rows or columns, that the kernel supports
+# numbers of rows, and of columns, of a state's head that the kernel supports
 _SIZES = (64, 128, 256)
 
 

@@ -1,6 +1,6 @@
 """The kernel of a Gated DeltaNet decoding step, and its launcher: direct in eager mode, a torch custom op if traced."""
 
-# Triton cannot compile starred elements of tuples
+# ruff would ask for starred elements in tuples, which Triton cannot compile
 # ruff: noqa: RUF005
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from tokenmix_core.ops.autograd import cached_op, direct_when_eager, of_fields
 from tokenmix_core.ops.fused.gdn_gates_kernels import softplus
 from tokenmix_core.ops.gated_delta_rule import tuning
 
-# fields that a call overwrites
+# fields of `Inputs` that a call overwrites
 WRITTEN = ("q_inputs", "k_inputs", "v_inputs", "state", "arrivals")
 
 
@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
     eps: float
 
     def readable(self) -> "Inputs":
-        """Return the arguments as the kernel reads them: one stride between tokens, a token's elements contiguous."""
+        """Return the arguments in a layout that the kernel reads: each token's elements contiguous; copy if needed."""
         q, k, v, gate = (None if x is None else _rows(x) for x in (self.q, self.k, self.v, self.gate))
         a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (self.a, self.b))
         names = "q_weight", "k_weight", "v_weight", "A_log", "dt_bias", "norm_weight"
@@ -56,13 +56,13 @@ class Inputs(NamedTuple):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return x `[B, H, D]` if the heads of each token are contiguous, even as a slice of wider rows; else a copy."""
+    """Return x `[B, H, D]` itself if each token's heads are contiguous (tokens may have any stride); else a copy."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.clone(memory_format=torch.contiguous_format)
 
 
 @triton.jit
 def convolve(x, weight, inputs, i_n, o_d, m_d, stride_x, D, W: tl.constexpr):
-    """Return SiLU of the convolution at one token, for the channels `o_d`, float32; do not update the last inputs."""
+    """Return SiLU of the convolution at one token, for the channels `o_d`, in float32; leave `inputs` unchanged."""
     p_x = inputs + (i_n * D + o_d) * (W - 1)
     b_z = tl.zeros(o_d.shape, tl.float32)
     for w in tl.static_range(W - 1):
@@ -75,7 +75,7 @@ def convolve(x, weight, inputs, i_n, o_d, m_d, stride_x, D, W: tl.constexpr):
 
 @triton.jit
 def shift_inputs(x, inputs, i_n, o_d, m_d, stride_x, D, W: tl.constexpr):
-    """Replace the oldest of the last inputs of channels `o_d` by the token's; a barrier separates loads and stores."""
+    """Drop the oldest of the `inputs` of channels `o_d`, append the token's; a barrier separates loads and stores."""
     p_x = inputs + (i_n * D + o_d) * (W - 1)
     b_x = ()
     for w in tl.static_range(W - 2):
@@ -105,7 +105,7 @@ def delta_layer_step_kernel(
     i_hv = i_s // parts
     o_k, o_c = tl.arange(0, K), i_t % (V // BV) * BV + tl.arange(0, BV)
     p_s = state + (i_n * HV * parts + i_s) * (K * V) + o_k[:, None] * V + o_c[None, :]
-    # allowed before gdc_wait, since no other kernel of a decoding step writes the state
+    # this load may precede gdc_wait, because no other kernel of a decoding step writes the state
     b_s = tl.load(p_s)
     if PDL:
         gdc_wait()
@@ -121,16 +121,17 @@ def delta_layer_step_kernel(
     beta = max_beta * sigmoid(tl.load(b + i_n * stride_b + i_hv).to(tl.float32))
     r_q = scale * tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6)
     r_k = tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
-    # Sᵀ k and Sᵀ q of the old state S; its update k uᵀ adds (k · q) u to the output
+    # Sᵀ k and Sᵀ q are computed for the old state S; the update of S by k uᵀ adds (k · q) u to the output
     b_sk, b_sq = tl.sum(b_s * b_k[:, None], 0), tl.sum(b_s * b_q[:, None], 0)
     b_u = (b_v - decay * r_k * b_sk) * (beta * r_k)
     b_o = r_q * (decay * b_sq + tl.sum(b_k * b_q, 0) * b_u)
     tl.store(p_s, b_s * decay + b_k[:, None] * b_u[None, :])
     tl.store(o + i_n * HV * HEAD_V + o_v, b_o, mask=m_v)
-    # no other program reads these channels
+    # v's inputs may be shifted here, because no other program reads these channels
     shift_inputs(v, v_inputs, i_n, o_v, m_v, stride_v, HV * HEAD_V, W)
 
-    # all threads' loads and stores precede the arrival; after the last arrival the other programs' stores are visible
+    # the barrier makes all threads' loads and stores precede this program's arrival, so that the last program to arrive
+    # sees the stores of all others
     tl.debug_barrier()
     if tl.atomic_add(arrivals + i_n * H + i_h, 1, sem="acq_rel", scope="gpu") == tiles - 1:
         tl.store(arrivals + i_n * H + i_h, 0)

@@ -40,7 +40,7 @@ def delta_gates(
     """Return g = −exp(A_log) · softplus(a + dt_bias) and β = max_beta · sigmoid(b), in float32. Differentiable.
 
     Args:
-        a, b: `[B, T, HV]`, the projections; slices of a wider tensor are not copied.
+        a, b: `[B, T, HV]`, linear projections of the layer's input; slices of a wider tensor are not copied.
         A_log, dt_bias: the layer's parameters, `[HV]`.
         max_beta: upper bound of β; 2 allows reflections of the state.
         impl: "triton", "reference" (any device), or None: Triton for CUDA tensors in eager mode, else the reference,

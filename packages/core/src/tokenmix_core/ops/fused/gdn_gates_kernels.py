@@ -17,7 +17,7 @@ from tokenmix_core.ops.buffers import as_rows
 
 @triton.jit
 def softplus(b_x):
-    """Return log(1 + e^x); x itself if it is large."""
+    """Return log(1 + e^x); for x > 20, where the two are equal in float32, return x, so that e^x cannot overflow."""
     return tl.where(b_x > 20.0, b_x, tl.log(1.0 + tl.exp(tl.minimum(b_x, 20.0))))
 
 
@@ -27,7 +27,7 @@ def delta_gates_kernel(
     a, b, A_log, dt_bias, g, beta, stride_a, stride_b, rows, max_beta,
     HV: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Compute g and β of a block of BM tokens."""
+    """Compute g and β (see `delta_gates`) of a block of BM tokens."""
     gdc_launch_and_wait(PDL)
     o_t = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     o_h = tl.arange(0, BD)
@@ -48,7 +48,7 @@ def delta_gates_backward_kernel(
     a, b, A_log, dt_bias, dg, dbeta, da, db, dsums, stride_a, stride_b, rows, max_beta,
     HV: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Compute da and db of every num_programs-th block of tokens; sum dA_log and ddt_bias in registers."""
+    """Compute da and db of every num_programs-th block of tokens; store this program's sums of dA_log and ddt_bias."""
     i_p = tl.program_id(0)
     o_h = tl.arange(0, BD)
     m_h = o_h < HV

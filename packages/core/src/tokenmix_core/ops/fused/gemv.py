@@ -15,9 +15,10 @@ from tokenmix_core.ops.dispatch import resolve_impl
 from tokenmix_core.ops.fused import MAX_WEIGHTS
 from tokenmix_core.ops.types import Impl
 
-# the most rows of x, since each program holds all of them
+# maximum number of rows of x: each program holds a tile with all of them
 MAX_ROWS = 64
-# with several rows, cuBLAS is faster for weights that are larger on average, and equally fast for a single weight
+# maximum average size of a weight: with several rows of x, cuBLAS is faster for larger weights, and equally fast for a
+# single weight
 MAX_BYTES = 16 << 20
 # dtypes of x and the weights that the kernels support
 DTYPES = (torch.bfloat16, torch.float16)
@@ -34,7 +35,8 @@ def fused_linears(
 ) -> tuple[Float[Tensor, "B _N"], ...]:
     r"""Return x Wᵀ for one to six weights W, such as those of q, k, v and gates, in one launch. Not differentiable.
 
-    With few rows a matmul takes as long as reading its weight; for a small weight this is less than a launch takes.
+    With few rows a matmul takes as long as reading its weight; for a small weight this is shorter than a launch, so one
+    launch for all weights saves time.
 
     Args:
         x: `[B, D]`, one token of B sequences; bfloat16 or float16 (the reference also float32 and float64).

@@ -18,12 +18,12 @@ from tokenmix_core.ops.autograd import cached_op, direct_when_eager, of_fields
 from tokenmix_core.ops.fused import MAX_WEIGHTS
 
 _COUNTS = [f"n{i}" for i in range(MAX_WEIGHTS)]
-# a constant, since Triton 3.6 cannot take the length of a tuple that holds None
+# a constant for kernels, since Triton 3.6 cannot take the length of a tuple that holds None
 _WEIGHTS = tl.constexpr(MAX_WEIGHTS)
 
 
 class GemvTile(NamedTuple):
-    """The tile of a program: BN rows of a weight, read in steps of BD columns."""
+    """The tile of a program, BN rows of a weight read in steps of BD columns, with its launch options."""
 
     BN: int
     BD: int
@@ -32,9 +32,9 @@ class GemvTile(NamedTuple):
 
 
 def gemv_tile(B: int, D: int, rows: int) -> GemvTile:
-    """Return the tile for x `[B, D]` and weights `[N, D]` with `rows` rows in total."""
+    """Return the tile for x `[B, D]` and for weights `[N, D]` that have `rows` rows in total."""
     if B == 1:
-        # with many columns the last wave takes as long as a full one, even if it has few programs
+        # with many columns a last wave of few programs takes as long as a full wave: use programs with more rows
         few = D >= 4096 and rows < 16_384
         return GemvTile(8, 512, 8, 1) if few else GemvTile(4, min(1024, next_power_of_2(D)), 4, 1)
     return GemvTile(16, min(256, max(16, next_power_of_2(D))), 4, 3)
@@ -42,7 +42,7 @@ def gemv_tile(B: int, D: int, rows: int) -> GemvTile:
 
 @triton.jit
 def find_rows(weights, outputs, counts, BN: tl.constexpr):
-    """Return this program's tile index within its weight, the weight, its output and its number of rows."""
+    """Return this program's tile index within its weight, the weight, the weight's output and its number of rows."""
     i_n, w, y, N = tl.program_id(0), weights[0], outputs[0], counts[0]
     for i in tl.static_range(1, _WEIGHTS):
         if weights[i] is not None:
@@ -60,9 +60,9 @@ def one_row_kernel(
     x, gate, residual, w0, w1, w2, w3, w4, w5, y0, y1, y2, y3, y4, y5, n0, n1, n2, n3, n4, n5, D,
     BN: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """GEMV: BN elements of W x, or of W (silu(gate) · x); tiles of W are prefetched one iteration ahead.
+    """GEMV: compute BN elements of W x, or of W (silu(gate) · x) if there is a gate; prefetch W one iteration ahead.
 
-    With one weight a residual may be added to the rounded result.
+    With one weight, `residual` is added to the rounded result unless it is None.
     """
     if PDL:
         gdc_launch_dependents()
@@ -95,7 +95,7 @@ def fused_linears_kernel(
     x, w0, w1, w2, w3, w4, w5, y0, y1, y2, y3, y4, y5, n0, n1, n2, n3, n4, n5, B, D, s_x,
     BB: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """GEMM of BN rows of one weight with all B rows of x."""
+    """GEMM: multiply BN rows of one weight by all B rows of x."""
     i_n, w, y, N = find_rows((w0, w1, w2, w3, w4, w5), (y0, y1, y2, y3, y4, y5), (n0, n1, n2, n3, n4, n5), BN)
     o_n = i_n * BN + tl.arange(0, BN)
     o_b = tl.arange(0, BB)
@@ -120,7 +120,7 @@ def fused_linears_forward(
     """
     assert gate is residual is None or len(x) == 1
     assert residual is None or len(weights) == 1
-    # no PDL if a weight is copied here: the kernel would read the weight before the copy has ended
+    # if a weight is copied here, launch without PDL: with PDL the kernel would read the copy before it is complete
     launch_options = {} if all(w.is_contiguous() for w in weights) else {PDL: False}
     weights = [w.contiguous() for w in weights]
     (B, D), ns = x.shape, [len(w) for w in weights]
@@ -145,7 +145,7 @@ def fused_linears_forward(
 
 
 class Inputs(NamedTuple):
-    """The input and up to six weights; absent weights, which are None, come last."""
+    """The input x and six fields for weights; with fewer than six weights the last fields are None."""
 
     x: Tensor
     weight0: Tensor

@@ -1,7 +1,7 @@
 """RMS norm of rows, fused with the preceding residual sum or with a SiLU gate.
 
-Liger-Kernel, an optional extra, has RMS norms too; ours needs no extra, also has the gated forms, and its launches go
-through the launch cache and may overlap by PDL. The two have not been compared by measurement.
+Liger-Kernel, an optional extra, has RMS norms too; ours need no extra, include gated norms, and their launches go
+through the launch cache and may overlap by PDL. The speeds of the two have not been compared.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rms_norm_reference(
 def gated_rms_norm_reference(
     x: Tensor, z: Tensor | None, weight: Tensor, eps: float, gate: GatePosition, size: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return the gated norm over rows of `size` elements in eager PyTorch, for any device and dtype."""
+    """Return the gated norm over rows of `size` elements, computed in eager PyTorch, for any device and dtype."""
     shape, factor = x.shape, None if z is None else F.silu(z)
     if factor is not None and gate == "before":
         x = x * factor

@@ -21,7 +21,8 @@ from tokenmix_core.ops.buffers import as_rows
 def locate(i_block, rows, groups, i_g, BM: tl.constexpr, PARTS: tl.constexpr):
     """Return the indices of a block's rows, their tokens and groups, and the mask of rows that exist.
 
-    With PARTS, each group has its own weights, and all rows of a block belong to group `i_g`.
+    A token has `groups` rows, which are normalised separately. With PARTS each group has its own weights, and all rows
+    of a block belong to group `i_g`.
     """
     o_r = (i_block * BM + tl.arange(0, BM)).to(tl.int64)
     m_r = o_r < rows
@@ -43,7 +44,7 @@ def rms_norm_kernel(
     SIZE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
     BEFORE: tl.constexpr, AFTER: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Normalise a block of rows; with a branch, normalise the sum x + branch and also store it."""
+    """Normalise a block of rows; with a branch, normalise x + branch and also store this sum in `total`."""
     gdc_launch_and_wait(PDL)
     i_g = tl.program_id(1)
     o_row, o_t, o_g, m_r = locate(tl.program_id(0), rows, groups, i_g, BM, PARTS)
@@ -77,7 +78,7 @@ def rms_norm_backward_kernel(
     eps, SIZE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
     BEFORE: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of every num_programs-th block of rows; sum the weight's gradient in registers."""
+    """Compute the gradients of every num_programs-th block of rows; store this program's sum of weight gradients."""
     i_p, i_g = tl.program_id(0), tl.program_id(1)
     o_d = tl.arange(0, BD)
     m_d = o_d < SIZE

@@ -52,7 +52,7 @@ def rotate(
     eps: float = 1e-6,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B T H K"]:
-    """Rotate channels i and i + K/2 of every head by its token's angles, after an RMS norm of the head with `weight`.
+    """Rotate channels i and i + K/2 of every head by the i-th angle of its token, after an RMS norm of the head.
 
     Computed in float32, returned in x's dtype; differentiable in x and weight.
 
@@ -100,7 +100,7 @@ def rotate_step(
 
     Args:
         q, k, v: one token of each sequence; v and `values` may both be None.
-        cos, sin: cosines and sines of the token's angles, float32; both None for no rotation.
+        cos, sin: cosines and sines of the token's angles, float32; both are None for no rotation.
         keys, values: the cache, in q's dtype, with contiguous channels; overwritten at `positions`.
         positions: the position in the cache of each sequence, int64, from 0 to S − 1 (not checked); None for 0.
         q_weight, k_weight: weights of the norms of q and k; None for no norm.
@@ -148,7 +148,7 @@ def _check_step(impl, q, k, v, q_weight, k_weight, cos, sin, keys, values, posit
 
 
 def _angles_of(op: str, dims: dict[str, int], cos: Tensor | None, **rotated: Tensor) -> dict[str, int]:
-    """Return R and half, the sizes of `cos`; raise a ValueError if they do not fit the one tensor in `rotated`."""
+    """Check the sizes of `cos` against the single tensor in `rotated`; return them as dimensions `R` and `half`."""
     rows = 1 if cos is None else len(cos)
     if dims["K"] % 2 or rows not in (1, dims["B"]):
         ((name, x),) = rotated.items()

@@ -1,4 +1,4 @@
-"""Kernels of the rotation and of its gradients, with a block of heads per program, for eager mode."""
+"""Kernels of the rotary embedding and of its gradients, with a block of heads per program, for eager mode."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load_angles(cos, sin, o_t, m_r, HALF: tl.constexpr, BH: tl.constexpr):
 
 @triton.jit
 def load_rotated(p_x, weight, cos, sin, o_t, m_r, eps, HALF: tl.constexpr, BH: tl.constexpr):
-    """Load the heads at `p_x [BM]`, normalise them if there is a weight, and rotate them if there are angles."""
+    """Load the heads at `p_x [BM]`, normalise them unless `weight` is None, rotate them unless `cos` is None."""
     b_a, b_b = load_halves(p_x, m_r, HALF, BH)
     if weight is not None:
         o_d = tl.arange(0, BH)
@@ -88,7 +88,7 @@ def rotate_step_kernel(
     heads = HQ + H if v is None else HQ + 2 * H
     i_h = tl.program_id(0) % heads
     i_n = (tl.program_id(0) // heads).to(tl.int64)
-    # the functions below take blocks of heads: this block has one
+    # the functions below take blocks of heads; this program's block has one head
     o_n = i_n + tl.arange(0, 1)
     m_n = o_n >= 0
     i_s = tl.zeros([], tl.int64)
@@ -116,7 +116,7 @@ def rotate_backward_kernel(
     x, weight, cos, sin, dy, dx, dweights, stride_x, stride_dy, rows, rotated, H, eps,
     HALF: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of every num_programs-th block of heads; sum the weight's gradient in registers."""
+    """Compute the gradients of every num_programs-th block of heads; store this program's sum of weight gradients."""
     i_p = tl.program_id(0)
     o_d = tl.arange(0, BH)
     if weight is not None:
@@ -198,7 +198,7 @@ def rotate_step(
 def rotate_backward(
     x: Tensor | None, weight: Tensor | None, cos: Tensor, sin: Tensor, dy: Tensor, H: int, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Return dx, and dweight if there is a weight; x may be None if there is none."""
+    """Return dx and, unless `weight` is None, dweight; x may be None if `weight` is None."""
     tokens, width = dy.shape
     K, tile = width // H, tuning.row_tile(width // H // 2)
     programs = tuning.row_programs(cdiv(tokens * H, tile.BM))
@@ -215,7 +215,7 @@ def rotate_backward(
 
 
 def _tokens(x: Tensor) -> Tensor:
-    """Return x `[B, T, H, K]` as `[B · T, H · K]`."""
+    """Return x `[B, T, H, K]` reshaped to `[B · T, H · K]`, as a view if possible."""
     return as_rows(x.flatten(2))
 
 

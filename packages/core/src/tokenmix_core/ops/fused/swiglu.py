@@ -1,7 +1,7 @@
 """SwiGLU: silu(a) · b, alone or followed by a linear layer.
 
 Liger-Kernel, an optional extra, has a SwiGLU too; ours needs no extra, and its launches go through the launch cache and
-may overlap by PDL. The two have not been compared by measurement.
+may overlap by PDL. The speeds of the two have not been compared.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def swiglu_linear(
     Args:
         a, b, impl: as for `swiglu`.
         weight: `[D, F]` in the dtype of a and b.
-        residual: added to the rounded result, in the same dtype; for one token it needs no launch of its own.
+        residual: added to the rounded result, in the dtype of a and b; for one token the addition needs no own launch.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.

@@ -101,7 +101,7 @@ _replayed = Replayed(_backward)
 def _run_linear(a, b, weight, residual) -> Tensor:
     a_rows, b_rows, shape = as_rows(a), as_rows(b), (*a.shape[:-1], len(weight))
     if len(a_rows) == 1 and a.dtype in GEMV_DTYPES:
-        # one token: the GEMV computes silu(a) · b as it reads them, and adds the residual as it writes
+        # for one token, one GEMV kernel computes silu(a) · b, multiplies by the weight and adds the residual
         added = None if residual is None else as_rows(residual)
         return fused_linears_forward(b_rows, [weight], gate=a_rows, residual=added)[0].view(shape)
     y = torch.mm(swiglu_forward(a_rows, b_rows), weight.t()).view(shape)
@@ -116,7 +116,7 @@ def _backward_linear(a, b, weight, dy):
     rows = as_rows(dy)
     dh = torch.mm(rows, weight)
     da, db = swiglu_backward(as_rows(a), as_rows(b), dh, True)
-    # dh now holds h
+    # `swiglu_backward` has overwritten dh with h
     return da.view(a.shape), db.view(b.shape), torch.mm(rows.t(), dh)
 
 

@@ -7,9 +7,10 @@ from itertools import islice, takewhile
 
 from torch import Tensor
 
-# for each function, the maximum count of signatures whose occurrences are counted, and of magnitudes
+# for each function, the most signatures whose occurrences are counted, and the most magnitudes (see `new_magnitude`)
 MAX_SEEN, _MAX_MAGNITUDES = 512, 128
-# if one of the _RECENT last captures was replayed _OFTEN times, as in a deep model, the first occurrence is captured
+# if one of the _RECENT last captures was replayed _OFTEN times, as happens in deep models, the next new signature is
+# captured at its first occurrence
 _RECENT, _OFTEN = 4, 4
 # this many consecutive captures without a replay double the number of occurrences that a capture needs
 _PATIENCE = 8
@@ -19,14 +20,14 @@ class Admission:
     """Count occurrences of the signatures of one function's calls."""
 
     def __init__(self) -> None:
-        # by a signature's hash, the number of its occurrences; the latest signature is at the end
+        # maps a signature's hash to the number of its occurrences; the latest signature is at the end
         self._seen: dict[int, int] = {}
         self._magnitudes: dict[tuple, None] = {}
         # the number of replays of the last captures, the newest first
         self._replays: deque[list[int]] = deque(maxlen=4 * _PATIENCE)
 
     def new_magnitude(self, inputs: tuple) -> tuple | None:
-        """Return dtypes, options and bit lengths of sizes; None if `add_magnitude` got an equal value before.
+        """Return the magnitude of a call: its dtypes, options and bit lengths of sizes; None if it was added before.
 
         New magnitudes may select other kernels, which are compiled in parallel if the call is captured.
         """
@@ -38,7 +39,7 @@ class Admission:
         return None if magnitude in self._magnitudes else magnitude
 
     def add_magnitude(self, magnitude: tuple | None) -> None:
-        """Remember a magnitude that `new_magnitude` returned."""
+        """Remember a magnitude, so that `new_magnitude` returns None for it."""
         if magnitude is not None:
             self._magnitudes[magnitude] = None
             keep_last(self._magnitudes, _MAX_MAGNITUDES)
@@ -65,6 +66,6 @@ class Admission:
 
 
 def keep_last(entries: dict, most: int) -> None:
-    """Drop the first entries of a dict that has more than `most`."""
+    """Drop the oldest entries of a dict until it has at most `most`."""
     while len(entries) > most:
         entries.pop(next(iter(entries)), None)

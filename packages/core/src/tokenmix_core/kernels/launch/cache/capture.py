@@ -21,9 +21,9 @@ _ALLOCATIONS = {
     _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
     _aten.new_empty_strided.default,
 }  # fmt: skip
-# operations that do not decompose into others
+# operations that were found not to decompose into other operations
 _not_composite: set[Any] = set()
-# functions of dtypes, which are part of the signature
+# operations whose results depend on dtypes alone: equal in every replay, because dtypes are part of the signature
 _OF_DTYPES = {_aten.promote_types.default, _aten.can_cast.default}
 
 
@@ -73,13 +73,13 @@ class Capture(compat.Mode):
         self._tensors = inputs
         self._inputs = {id(x): slot for slot, x in enumerate(inputs)}
         self._addresses = {x.data_ptr(): slot for slot, x in enumerate(inputs) if x.numel()}
-        # by storage, the slot of its input, of which all other tensors of the storage are views; None if several inputs
-        # share the storage
+        # maps a storage to the slot of the only input that lies in it, so that the storage's other tensors count as
+        # views of this input; None if several inputs share the storage
         self._alone: dict[Any, int | None] = {}
         for slot, x in enumerate(inputs):
             self._alone[storage(x)] = None if storage(x) in self._alone else slot
         self._first = self._slots = len(inputs)
-        # by storage, the last tensor allocated there: its slot, size and stride
+        # maps a storage to the last tensor allocated in it: its slot, size and stride
         self._made: dict[Any, tuple[int, tuple, tuple]] = {}
         # allocations since the last step
         self._buffers: list[tuple] = []
@@ -107,8 +107,8 @@ class Capture(compat.Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        # below autograd, as in compiled code, composite operations arrive undecomposed, and their effects depend on the
-        # arguments: `contiguous` copies or does nothing
+        # without autograd, as in compiled code, composite operations arrive here undecomposed. Their effects depend on
+        # the arguments (`contiguous` copies or does nothing), so observe the operations that they consist of
         if func not in _ALLOCATIONS and func not in _not_composite:
             with self:
                 output = compat.composed(func, args, kwargs)
@@ -131,7 +131,7 @@ class Capture(compat.Mode):
         return output
 
     def _slot(self, x: Tensor) -> int:
-        """Assign a slot to a tensor that was allocated."""
+        """Assign the next slot, the index of a tensor in the replay, to a newly allocated tensor; return the slot."""
         self._slots += 1
         self._made[storage(x)] = self._slots - 1, tuple(x.shape), x.stride()
         return self._slots - 1
@@ -145,7 +145,7 @@ class Capture(compat.Mode):
             if slot is None:
                 return None
             given = self._tensors[slot]
-            # the view must start at the input's address, wherever that is in its storage
+            # replays view from the input's address, which need not be the start of its storage
             same = given.data_ptr() == x.data_ptr() and given.dtype == x.dtype
             return (slot, (tuple(x.shape), x.stride())) if same else None
         slot, *whole = self._made[storage(x)]
@@ -190,7 +190,7 @@ class Capture(compat.Mode):
                 self._possible &= found is not None
                 tensors.append((i, *(found or (0, None))))
                 args[i] = None
-        # not supported: lists of tensors, tensors by keyword, several results, results whose size depends on values
+        # not replayable: lists of tensors, tensors by keyword, several results, results whose size depends on values
         simple = isinstance(output, Tensor) and not any(isinstance(x, (Tensor, list)) for x in kwargs.values())
         simple &= not any(isinstance(x, list) and any(isinstance(y, Tensor) for y in x) for x in args)
         self._possible &= simple and not operation.by_value

@@ -19,12 +19,12 @@ _MAX_SHARED_BYTES = 4 << 20
 
 
 class Step(NamedTuple):
-    """A launch, or an operation of torch.
+    """A step of a captured call: a kernel launch, or an operation of torch.
 
     Attributes:
-        buffers: the allocations before it: slot, size, stride, dtype.
-        call: an operation's `call(*args)`, or `pack(pointers)` of a launch, see `driver.packed`.
-        launch: whether it is a launch.
+        buffers: the tensors allocated before the step: slot, size, stride, dtype.
+        call: an operation's `call(*args)`, or a launch's `pack(pointers)`, see `driver.packed`.
+        launch: whether the step is a launch.
         args: an operation's arguments.
         operands: a launch's addresses, `(index, slot, byte offset)`, or an operation's tensors, `(index, slot, view)`.
         result: the slot of an operation's result, None if it allocates nothing.
@@ -43,7 +43,8 @@ def compiled(
 ) -> Callable:
     """Return `call(stream, tensors, pointers)`, which makes the steps and returns `make(outputs)`.
 
-    In the code tensors are `x0, x1, …` by slot, inputs first, their addresses `p0, p1, …` and constants `c0, c1, …`.
+    In the generated code, `x0, x1, …` are the tensors by slot, inputs first; `p0, p1, …` are their addresses, and
+    `c0, c1, …` constants.
     """
     names: dict[str, Any] = {"empty": compat.empty, "make": make, "launch": launch}
 
@@ -61,7 +62,7 @@ def compiled(
     lines = [f"[{inputs[0]}] = tensors", f"[{inputs[1]}] = pointers"]
     if parts:
         lines += [f"whole = empty({constant((size,))}, (1,), {constant(torch.uint8)})", "start = whole.data_ptr()"]
-    # launches that will be made by one call, and buffers that are free after them
+    # launches that one call of the driver will make, and buffers that can be reused after these launches
     waiting: list[Step] = []
     free: list[int] = []
 
@@ -75,7 +76,7 @@ def compiled(
 
     for step in steps:
         made = [x for x in step.buffers if (x[0] in last or x[0] in kept) and x[0] not in parts]
-        # free buffers are reused
+        # launch first, so that new tensors can reuse the free buffers and operations see the results
         if (made and free) or not step.launch:
             launch_waiting()
         for slot, *layout in made:
@@ -135,7 +136,7 @@ def matching(
 
 
 def alike(inputs: Sequence, matches: list[int]) -> Callable:
-    """Return a function that is true for arguments, equal in number, with the signature of `inputs`, addresses apart.
+    """Return a function that is true for as many arguments with the signature of `inputs`; it ignores addresses.
 
     Matches are counted in `matches[0]`.
     """
@@ -151,7 +152,7 @@ def _guarded(name: str, inputs: Sequence, lines: list[str], names: dict[str, Any
         if x is None:
             different.append(f"x{i} is not None")
         elif not isinstance(x, Tensor):
-            # 1 and True are equal
+            # compare types too, because 1 == True
             names |= {f"c{i}": x, f"k{i}": type(x)}
             different.append(f"x{i}.__class__ is not k{i} or x{i} != c{i}")
     tensors = ", ".join(f"x{i}" for i, x in enumerate(inputs) if isinstance(x, Tensor))
@@ -163,9 +164,9 @@ def _guarded(name: str, inputs: Sequence, lines: list[str], names: dict[str, Any
 
 
 def renew(guarded: Callable, inputs: Sequence) -> None:
-    """Let a guarded function also accept these inputs, which differ only in dispatch from the inputs it was made for.
+    """Let a function of `_guarded` also accept these inputs, which differ from its own only in torch's dispatch keys.
 
-    Dispatch differs with gradients and under autocast. The latest two kinds of inputs are accepted.
+    Dispatch keys differ with gradients and under autocast. The function accepts the two latest sets of keys.
     """
     names = guarded.__globals__
     names["also"] = names.get("same", lambda *tensors: False)
@@ -173,7 +174,7 @@ def renew(guarded: Callable, inputs: Sequence) -> None:
 
 
 def _same(tensors: Sequence[Tensor]) -> Callable:
-    """Return a function that compares its arguments with `tensors`: type, dtype, device, sizes, strides, dispatch."""
+    """Return a function that tells whether tensors equal `tensors` in dtype, device, sizes, strides, dispatch keys."""
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     return compat.Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
@@ -185,7 +186,7 @@ def _function(head: str, lines: Sequence[str], names: dict[str, Any]) -> Callabl
 
 @functools.lru_cache(256)
 def _code(text: str) -> CodeType:
-    # calls that differ only in sizes have equal text
+    # cached by text: calls that differ only in sizes have equal text
     return compile(text, "<replayed call>", "exec")
 
 
@@ -195,7 +196,7 @@ def _slots(step: Step) -> list[int]:
 
 
 def _shared(steps: list[Step], kept: set[int]) -> tuple[dict[int, int], int]:
-    """Pack buffers used only by kernels into one allocation; return offsets and size, or nothing if it is too large."""
+    """Pack buffers used only by kernels into one allocation; return offsets by slot and its size; {} and 0 if large."""
     seen = {slot for step in steps if not step.launch for slot in _slots(step)} | kept
     used = {slot for step in steps for slot in _slots(step)}
     parts, size = {}, 0

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from tokenmix_core.kernels.launch import compat, compiled
 
-# formats of `struct` for arguments of Triton's types; constexprs are not passed
+# maps Triton's types of arguments to format characters of `struct`; constexprs are not passed to a compiled kernel
 _FORMATS = {
     "*": "Q", "constexpr": None, "i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q",
     "u1": "?", "u8": "B", "u16": "H", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d",
 }  # fmt: skip
-# equal to the limit in `launches.c`
+# maximum number of a kernel's arguments; `launches.c` has the same limit
 _MAX_PARAMETERS = 96
 # maximum size of a grid's second and third axis; the maximum of the first axis is 2^31 − 1
 _MAX_PROGRAMS = 65_535
@@ -26,11 +26,11 @@ class Loaded(NamedTuple):
     """A compiled kernel on a device.
 
     Attributes:
-        function: CUDA's handle of it.
+        function: CUDA's handle of the kernel.
         threads: threads of a program.
-        shared: bytes of shared memory.
-        pdl: whether it is launched with programmatic dependent launch.
-        formats: formats of its arguments; None for constexprs.
+        shared: bytes of shared memory of a program.
+        pdl: whether the kernel is launched with programmatic dependent launch.
+        formats: `struct` format of each argument; None for constexprs.
     """
 
     function: int
@@ -42,7 +42,7 @@ class Loaded(NamedTuple):
 
 @functools.cache
 def loaded(kernel: Any, device: int) -> Loaded | None:
-    """Load a compiled kernel on a device; return None if Triton must launch the kernel, or raise its error."""
+    """Load a compiled kernel on a device; return None if Triton must launch the kernel or report its error."""
     names, x = compat.launching(), compiled.described(kernel)
     if names is None or x is None or x.more:
         return None
@@ -57,10 +57,10 @@ def loaded(kernel: Any, device: int) -> Loaded | None:
 
 
 def packed(kernel: Loaded, grid: tuple[int, ...], args: Iterable, pointers: Mapping[int, tuple[int, int]]) -> bytes:
-    """Pack a launch for `launch`; several launches are concatenated.
+    """Return a launch as bytes for `launch`, which accepts the concatenated bytes of several launches.
 
-    `pointers` maps the index of each argument that is set at the launch to `(number of the address, byte offset)`;
-    number 0 is the stream.
+    `pointers` maps the index of each argument that only the launch sets to `(i, byte offset)`: the argument is the i-th
+    of the addresses that `launch` gets, counted from 1 (0 is the stream), plus the offset.
 
     Raises:
         ValueError: the grid is larger than GPUs allow.
@@ -88,14 +88,14 @@ def packed(kernel: Loaded, grid: tuple[int, ...], args: Iterable, pointers: Mapp
 
 @functools.cache
 def _packing(formats: tuple[str | None, ...]) -> Callable[..., bytes]:
-    """Return the function that packs a launch's head and arguments, 8 bytes each, and null pointers for scratch."""
+    """Return the function that packs a launch: ten header values, arguments, two null pointers for scratch memory."""
     words = (f"{form}{8 - struct.calcsize(form)}x" for form in formats if form is not None)
     return struct.Struct(f"<10Q{''.join(words)}16x").pack
 
 
 @functools.cache
 def launch() -> Callable[..., None] | None:
-    """Return `launch(packed, stream, *addresses)`, compiled at its first use like Triton's own launchers.
+    """Return `launch(packed, stream, *addresses)` of `launches.c`, compiled at its first use like Triton's launchers.
 
     Returns None if Triton makes all launches.
     """

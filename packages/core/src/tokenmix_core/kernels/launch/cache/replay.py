@@ -17,13 +17,13 @@ from tokenmix_core.kernels.launch.cache.codegen import alike, matching, renew
 
 # maximum number of calls that are cached for a function
 MAX_CALLS = 96
-# a call that was replayed this often gets kernels that are compiled for its lengths
+# after this many replays a call is captured again, with kernels that are compiled for its lengths
 _SPECIALISED = 512
 # maximum number of recent signatures that a call is compared with before its own signature is looked up
 _COMPARED = 4
 # all instances of `Replayed` and `Checked`
 _caches: list[Any] = []
-# tell whether a tensor is on a device that kernels are launched on
+# on_gpu(x): whether the tensor x is on a GPU, where kernels are compiled and launched
 on_gpu = attrgetter("is_cuda")
 
 
@@ -38,15 +38,15 @@ class Replayed:
 
     The launches of `run` may depend only on the call's signature: shapes, strides, dtypes and alignment of tensors, and
     values of other arguments. A call can be replayed if `run` only makes and views buffers, launches kernels of
-    `cached_launch` and calls simple torch operations; else every call is run. A replay selects no tiles:
+    `cached_launch` and calls simple torch operations; else every call is run. A replay reuses the captured tiles, so
     `tuning.override` invalidates the cache, and code that changes another choice calls `invalidate`. The kernels of a
-    captured call are compiled in parallel; for this purpose the first call of each magnitude of sizes is captured at
+    captured call are compiled in parallel; for this purpose the first call with sizes of new bit lengths is captured at
     once.
     """
 
     def __init__(self, run: Callable) -> None:
         self.run = run
-        # cached calls by signature, in order of their last use; None for calls that cannot be replayed
+        # maps signatures to cached calls, in order of their last use; to None if the call cannot be replayed
         self._calls: dict[tuple, _Call | None] = {}
         # `match(*inputs)` of the latest signatures; it returns a replay's `call, stream, tensors, pointers`, or None
         self.recent: tuple[Callable, ...] = ()
@@ -62,7 +62,7 @@ class Replayed:
         return self.miss(inputs)
 
     def miss(self, inputs: tuple, foresee: Callable | None = None) -> Any:
-        """Make a call whose signature is not in `recent`.
+        """Make a call for which no function of `recent` matched.
 
         If the call is captured, its kernels are compiled together with those of `foresee(inputs, output)`, the call
         that is expected to follow.
@@ -100,7 +100,7 @@ class Replayed:
         if known is None:
             return self.run(*inputs)
         if known.general and known.replays[0] >= _SPECIALISED:
-            # capture it again with kernels that are compiled for its lengths
+            # capture the call again with kernels that are compiled for its lengths
             self.recent = tuple(x for x in self.recent if x is not known.match)
             with forms.specialised():
                 return self._capture(inputs, tensors, key, None)
@@ -129,7 +129,7 @@ class Replayed:
         return output
 
     def _expect(self, known: _Call) -> None:
-        """Make this call's signature the first one that the next calls are compared with."""
+        """Let the next calls be compared with the signature of `known` first."""
         if known.match is not None:
             self.recent = (known.match, *(x for x in self.recent if x is not known.match))[:_COMPARED]
 
@@ -144,8 +144,8 @@ class _Call(NamedTuple):
     """A cached call.
 
     Attributes:
-        replay: `replay(stream, tensors, pointers)`.
-        match: `match(*inputs)`, which finds calls of its signature.
+        replay: `replay(stream, tensors, pointers)`, which makes the call's launches.
+        match: `match(*inputs)` of `codegen.matching`, which recognises calls with its signature; None if unavailable.
         replays: the number of replays, as a list of one element.
         general: whether one of its kernels is compiled for all lengths.
     """
@@ -159,12 +159,12 @@ class _Call(NamedTuple):
 class Checked:
     """Wrap `check` to return its earlier result for plain GPU tensors of a signature that passed before.
 
-    A signature is stored, with generated code for the comparison, once it has recurred, as in `Replayed`.
+    A signature is stored, with generated code that compares arguments with it, once it has recurred, as in `Replayed`.
     """
 
     def __init__(self, check: Callable) -> None:
         self.check = check
-        # for the last signatures: the number of arguments, the comparison with them, and the result of `check`
+        # for each of the last signatures: its number of arguments, the function that recognises it, `check`'s result
         self._passed: tuple[tuple[int, Callable, Any], ...] = ()
         self._admission = Admission()
         _caches.append(self)
@@ -176,7 +176,7 @@ class Checked:
             if number == len(inputs) and same(*inputs):
                 return result
         result = self.check(*inputs)
-        # the check may have read the value of a tensor without dimensions
+        # a tensor without dimensions excludes caching: the check may have read its value, which the signature lacks
         if all(is_plain(x) and on_gpu(x) and x.dim() for x in inputs if isinstance(x, Tensor)):
             key = tuple((x.dtype, x.shape, x.stride()) if isinstance(x, Tensor) else x for x in inputs)
             magnitude = self._admission.new_magnitude(inputs)
@@ -188,7 +188,7 @@ class Checked:
         return result
 
     def clear(self) -> None:
-        """Check all calls again."""
+        """Drop the signatures that passed, so that all calls are checked again."""
         self._passed = ()
         self._admission = Admission()
 
