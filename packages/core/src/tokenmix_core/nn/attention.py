@@ -22,24 +22,24 @@ from tokenmix_core.parallel import attention
 
 
 class Attention(Mixer):
-    """o = W_o softmax(scale · R(q) R(k)ᵀ) v, with R the rotation by position.
+    """o = W_o softmax(scale · R(q) R(k)ᵀ) v, where R rotates each q and k by its token's position.
 
     Args:
         hidden_size: D.
         num_heads: query heads HQ.
         num_kv_heads: key and value heads H, a divisor of HQ; None for HQ.
         head_dim: K; None for D / HQ.
-        window: tokens that a token sees, itself included; None for all.
-        sinks: first tokens that stay visible in addition to a window.
-        rope: rotate queries and keys by position.
-        qk_norm: RMS-normalise every head of q and k before rotating (Qwen3).
-        qkv_bias: biases of the q, k and v projections (Qwen2).
+        window: number of last tokens that a token sees, itself included; None for all tokens.
+        sinks: number of first tokens of a sequence that stay visible in addition to the window.
+        rope: whether queries and keys are rotated by position.
+        qk_norm: whether every head of q and k is RMS-normalised before the rotation (as in Qwen3).
+        qkv_bias: whether the q, k and v projections have biases (as in Qwen2).
         norm_eps: epsilon of the q/k norms.
         qk_norm_eps: epsilon of the q/k norms, if it differs from that of the model's other norms.
         impl: implementation of the operation, as for `tokenmix_core.ops.attention`.
 
     Raises:
-        ValueError: head counts that do not divide, an odd rotated head size, a window below 1.
+        ValueError: head counts that do not divide D or each other, an odd rotated head size, a window below 1.
     """
 
     takes_more_tokens = True
@@ -111,7 +111,8 @@ class Attention(Mixer):
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k, v = (x.unflatten(-1, (self.num_kv_heads, self.head_dim)) for x in (k, v))
         if state is not None and state.kv.fixed and self.rotary_dim is not None:
-            # the call is a decoding step: states are fixed only while each sequence gets one token per call
+            # this branch is a decoding step: only then does a call get one token of each sequence and a state at fixed
+            # addresses
             q = self._store(q, k, v, state, rotary)
             return output_linear(decoded(q, state.kv, state.span, impl=self.impl).o.flatten(-2), self.o_proj), None
         q, k = self.positioned(q, k, rotary)
@@ -123,7 +124,10 @@ class Attention(Mixer):
         return output_linear(o.flatten(-2), self.o_proj), None
 
     def positioned(self, q: Tensor, k: Tensor, rotary: Rotation | None) -> tuple[Tensor, Tensor]:
-        """Return q and k `[B, T, heads, K]` after the layer's q/k norms and rotation, each if the layer has it."""
+        """Return q and k `[B, T, heads, K]` after the layer's q/k norms and rotation.
+
+        A layer without these skips them.
+        """
         if self.rotary_dim is not None:
             assert rotary is not None
             return apply_rotary(q, rotary, self.q_norm), apply_rotary(k, rotary, self.k_norm)
@@ -132,7 +136,7 @@ class Attention(Mixer):
         return q, k
 
     def _store(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState, rotary: Rotation | None) -> Tensor:
-        """Store rotated k and v of one token of each sequence; return rotated q."""
+        """Store the rotated k and the v of each sequence's one new token in the cache; return the rotated q."""
         assert rotary is not None
         norms: dict[str, Any] = {}
         if self.q_norm is not None and self.k_norm is not None:
@@ -142,7 +146,7 @@ class Attention(Mixer):
         return rotate_step(q, k, v, cos, sin, kv.keys, kv.values, slots, **norms).unsqueeze(1)
 
     def mixing_flops(self, seq_len: int) -> float:
-        # scores and weighted values: 2 · 2 · K operations per visible key and head
+        # q kᵀ and the weighted sum of v take 2 K operations each, per visible key and query head
         return 4.0 * self.num_heads * self.head_dim * mean_visible(seq_len, self.window, self.sinks)
 
 
@@ -165,7 +169,7 @@ def cached_attention(
     scale: float | None = None,
     impl: AttentionImpl | None = None,
 ) -> Float[Tensor, "B T HQ V"]:
-    """Return o of `cached_attention_lse`, which takes the same arguments, without the log-sum-exp."""
+    """Return only the output o of `cached_attention_lse`, which takes the same arguments."""
     return cached_attention_lse(q, k, v, kv, span, step=step, scale=scale, impl=impl).o
 
 
@@ -180,9 +184,9 @@ def cached_attention_lse(
     scale: float | None = None,
     impl: AttentionImpl | None = None,
 ) -> AttentionOutput:
-    """Attend causally over the cached keys and the call's own, and store the call's keys and values in `kv`.
+    """Attend causally over the keys in `kv` and the call's own keys `k`; then store `k` and `v` in `kv`.
 
-    Window and sinks are those of `kv`. `step` selects the decoding kernel, for one token of each sequence.
+    Window and sinks are those of `kv`. `step`: use the decoding kernel, which requires one token of each sequence.
     """
     options = {"window": kv.window, "sinks": kv.sinks, "scale": scale, "impl": impl}
     if step:
@@ -211,16 +215,16 @@ def decoded(
     scale: float | None = None,
     impl: AttentionImpl | None = None,
 ) -> AttentionOutput:
-    """Return each sequence's new token's attention over the cached keys; its own key and value are already stored."""
-    # upper bound of the filled slots, known to the host; the order within a ring buffer does not matter
+    """Attend with one query per sequence over the keys in `kv`, which already contain the query's own key and value."""
+    # upper bound of the number of filled slots, known without a synchronisation; a ring buffer's order has no influence
     slots = min(span.past + 1, kv.num_slots)
-    # implementations other than these two have no decoding kernel; None selects the default
+    # implementations other than these two have no decoding kernel, so they become None: the default kernel
     kernel = impl if impl in ("triton", "reference") else None
     return attention_decode(q, kv.keys[:, :slots], kv.values[:, :slots], kv.filled(span), scale=scale, impl=kernel)
 
 
 def _ragged_attention(q: Tensor, k: Tensor, v: Tensor, kv: KVState, span: Span, scale: float | None) -> AttentionOutput:
-    """Attend with an explicit mask, if sequences of unequal lengths get several tokens (a padded prompt in chunks)."""
+    """Attend with an explicit mask: several tokens for sequences of unequal lengths (a padded prompt in chunks)."""
     q, k, v = (span.unpack(x) for x in (q, k, v))
     positions = span.unpack(span.positions.view(span.layout))
     real = torch.ones_like(positions, dtype=torch.bool) if span.mask is None else span.mask
@@ -229,7 +233,7 @@ def _ragged_attention(q: Tensor, k: Tensor, v: Tensor, kv: KVState, span: Span, 
     visible = (key_positions.unsqueeze(1) >= 0) & (distance >= 0)
     if kv.window is not None:
         visible &= (distance < kv.window) | (key_positions.unsqueeze(1) < kv.sinks)
-    # softmax over no key would be NaN, so padding queries see all keys
+    # padding queries see all keys, because a softmax over no key would be NaN
     visible |= ~real.unsqueeze(2)
     keys, values = torch.cat((kv.keys[: span.batch], k), 1), torch.cat((kv.values[: span.batch], v), 1)
     factor = q.shape[-1] ** -0.5 if scale is None else scale

@@ -14,9 +14,9 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which matmuls read x: autocast's if it is on and x is float32, else x's own.
+    """Return the dtype in which matmuls read x: autocast's dtype if autocast is on and x is float32, else x's dtype.
 
-    A producer of an input of several linear layers rounds it once, instead of once per layer.
+    A function whose output several linear layers read rounds it to this dtype once, instead of once per layer.
     """
     device = x.device.type
     narrowed = x.dtype == torch.float32 and torch.is_autocast_enabled(device)
@@ -24,14 +24,14 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 
 
 def has_float32_output(x: Tensor) -> bool:
-    """Return whether a matmul of x can return its float32 sums: 16-bit operands on a GPU."""
+    """Return whether a matmul of x can return its sums unrounded, in float32: 16-bit operands on a GPU can."""
     return x.is_cuda and x.element_size() == 2
 
 
 class KeepsFloat32(nn.Module):
-    """Base class that keeps the parameters and buffers named in `float32` in that dtype through `.to(torch.bfloat16)`.
+    """Base class whose parameters and buffers named in `float32` stay float32 when the module is converted to bfloat16.
 
-    bfloat16 changes decay rates by whole percents and rotary angles by whole positions.
+    In bfloat16, decay rates would change by whole percents and rotary angles by whole positions.
     """
 
     float32: tuple[str, ...] = ()

@@ -109,7 +109,7 @@ class GatedDeltaNet(Mixer):
             k_conv=self.k_conv.make_state(),
             v_conv=self.v_conv.make_state(),
             recurrent=TensorState(*self.fit.state_shape(self.num_v_heads), dtype=torch.float32),
-            # counters of the decoding kernel, which sets them back to zero at the end of each step
+            # the decoding kernel counts in this tensor, and resets it to zero at the end of each step
             arrivals=TensorState(self.num_heads, dtype=torch.int32),
         )
 
@@ -167,7 +167,7 @@ class GatedDeltaNet(Mixer):
         return projected(x, self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj)
 
     def _in_one_launch(self, x: Tensor) -> bool:
-        """True if one kernel computes all of a decoding step between the input and the output projections."""
+        """True if one kernel can compute everything between the input and the output projections of a decoding step."""
         if self.impl == "reference" or not (x.is_cuda or self.impl == "triton"):
             return False
         plain = is_plain(ShortConv, self.q_conv, self.k_conv, self.v_conv)
@@ -177,7 +177,7 @@ class GatedDeltaNet(Mixer):
         return False
 
     def _step(self, x: Float[Tensor, "B 1 D"], state: LayerState) -> Float[Tensor, "B 1 values"]:
-        """Return the gated outputs of one token of each sequence."""
+        """Return the gated outputs, before the output projection, of each sequence's one new token."""
         x, heads, values = x.squeeze(1), (self.num_heads, self.head_dim), (self.num_v_heads, self.value_dim)
         q, k, v, a, b, z = self._projected(x)
         convs, last = (self.q_conv, self.k_conv, self.v_conv), (state.q_conv, state.k_conv, state.v_conv)
@@ -203,6 +203,6 @@ class GatedDeltaNet(Mixer):
         return y.flatten(1).unsqueeze(1)
 
     def mixing_flops(self, seq_len: int) -> float:
-        # Sᵀk, the update k vᵀ and Sᵀq: 2KV each; the convolutions: 2W per channel
+        # Sᵀk, the update k vᵀ and Sᵀq take 2KV operations each; the convolutions take 2W per channel
         convs = sum(2 * conv.weight.numel() for conv in (self.q_conv, self.k_conv, self.v_conv))
         return 6.0 * self.num_v_heads * self.head_dim * self.value_dim + convs

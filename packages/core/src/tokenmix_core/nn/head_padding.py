@@ -12,7 +12,7 @@ from tokenmix_core.chunking import cdiv
 def attention_heads(
     name: str, hidden_size: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
 ) -> tuple[int, int]:
-    """Return the number of key-value heads (default: the query heads) and the head size (default: D / query heads).
+    """Return the number of key-value heads (None: num_heads) and the head size (None: hidden_size / num_heads).
 
     Raises:
         ValueError: head counts that do not divide; the message begins with `name`.
@@ -28,11 +28,11 @@ def attention_heads(
 
 
 class HeadFit:
-    """Fit the heads of a linear recurrence to the sizes that a kernel supports, without changing the result.
+    """Pad and split a linear recurrence's heads to sizes that its kernel supports, without changing the result.
 
-    A key size K between two sizes is padded with zeros, which do not change the scores. Columns of the state do
-    not interact, so a value head of size V is split into equal heads of the largest supported size that divides V, each
-    with the gates of the original head; if no size divides V, it is padded.
+    A key size K between two supported sizes is padded to the larger one with zeros, which do not change the scores. The
+    state's columns do not interact, so a value head of size V is split into equal heads of the largest supported size
+    that divides V, each with the gates of the original head; if no size divides V, the head is padded.
 
     Args:
         key_size: K.
@@ -40,7 +40,7 @@ class HeadFit:
         sizes: head sizes that the kernel supports, ascending.
 
     Raises:
-        ValueError: a key size above the largest.
+        ValueError: K is above the largest supported size.
     """
 
     def __init__(self, key_size: int, value_size: int, sizes: tuple[int, ...]):
@@ -57,35 +57,35 @@ class HeadFit:
             self.parts = value_size // self.kernel_value_size
 
     def state_shape(self, heads: int) -> tuple[int, int, int]:
-        """Return the shape of the recurrent state of `heads` value heads, without the batch."""
+        """Return the shape of the recurrent state for `heads` original value heads, without the batch dimension."""
         return heads * self.parts, self.kernel_key_size, self.kernel_value_size
 
     def keys(self, x: Float[Tensor, "B T H K"]) -> Tensor:
-        """Pad the channels of q or k."""
+        """Pad the channels of q or k with zeros to the supported size."""
         return _pad(x, self.kernel_key_size)
 
     def values(self, x: Float[Tensor, "B T HV V"]) -> Tensor:
-        """Pad and split the heads of v."""
+        """Pad and split the heads of v to the supported size."""
         x = _pad(x, self.parts * self.kernel_value_size)
         return x if self.parts == 1 else x.unflatten(-1, (self.parts, -1)).flatten(-3, -2)
 
     def gates(self, x: Shaped[Tensor, "*tokens HV"]) -> Shaped[Tensor, "*tokens parts_HV"]:
-        """Repeat per-head values, such as gates, once for each of the heads that `values` splits a head into."""
+        """Repeat each head's gates for all heads that `values` makes of this head."""
         return x if self.parts == 1 else x.repeat_interleave(self.parts, -1)
 
     def outputs(self, x: Float[Tensor, "B T parts_HV size"], heads: int) -> Float[Tensor, "B T HV V"]:
-        """Invert `values` for the outputs of `heads` value heads."""
+        """Undo `values`: return the outputs of the `heads` original value heads."""
         x = x if self.parts == 1 else x.unflatten(-2, (heads, self.parts)).flatten(-2)
         return x if x.shape[-1] == self.value_size else x[..., : self.value_size]
 
     def states(self, x: Float[Tensor, "N HV K V"]) -> Tensor:
-        """Pad and split the recurrent states of the original heads to the shape of `state_shape`."""
+        """Pad and split the recurrent states x of the original heads to the shape that `state_shape` returns."""
         if x.shape[-2] != self.kernel_key_size:
             x = F.pad(x, (0, 0, 0, self.kernel_key_size - x.shape[-2]))
         return self.values(x.transpose(1, 2)).transpose(1, 2).contiguous()
 
     def whole_states(self, x: Float[Tensor, "N parts_HV K V"], heads: int) -> Float[Tensor, "N HV K V"]:
-        """Invert `states` for `heads` value heads."""
+        """Undo `states`: return the states of the `heads` original value heads."""
         x = x if x.shape[-2] == self.key_size else x[..., : self.key_size, :]
         return self.outputs(x.transpose(1, 2), heads).transpose(1, 2)
 

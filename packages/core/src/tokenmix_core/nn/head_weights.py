@@ -1,4 +1,4 @@
-"""Per-head weights of a loss term, and the statistics that adapt them during training."""
+"""Per-head weights of a term of the loss, and the statistics by which training adapts these weights."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tokenmix_core.nn.init import is_loaded
 
 
 class HeadWeights(KeepsFloat32):
-    """One weight per head, stored in buffers: saved with the model, equal on all processes, invisible to the optimizer.
+    """One weight per head in buffers, which are saved with the model, equal on all processes and not optimised.
 
-    The owner's forward pass reads `weight` and, in training, passes its observations to `observe`. A callback updates
-    the weights from them between optimizer steps.
+    The module that owns this one reads `weight` in its forward pass and, in training, passes its observations to
+    `observe`. A training callback updates the weights from the observations between optimizer steps.
 
     Args:
         num_heads: H.
@@ -22,11 +22,11 @@ class HeadWeights(KeepsFloat32):
 
     Attributes:
         weight: the weights, float32, `[H]`.
-        average: the moving average of the observed mean, `[H]`.
+        average: moving average of the mean of each optimizer step's observations, `[H]`.
         total, count: sum and count of the observations since the last optimizer step, `[H]` and `[]`.
     """
 
-    # bfloat16 represents integers exactly only up to 256
+    # float32, because bfloat16 represents integers exactly only up to 256, and `count` grows beyond
     float32 = ("weight", "average", "total", "count")
     weight: Tensor
     average: Tensor
@@ -50,6 +50,6 @@ class HeadWeights(KeepsFloat32):
 
     @torch.no_grad()
     def observe(self, values: Float[Tensor, "N H"]) -> None:
-        """Add N observations of each head."""
+        """Add N observed values of each head to `total`, and N to `count`."""
         self.total += values.float().sum(0)
         self.count += values.shape[0]

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer's outputs, block by block: the whole `[tokens, vocab]` never exists in memory."""
+"""Cross-entropy of a linear layer's outputs by blocks of tokens: `[tokens, vocab]` never exists as a whole."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def linear_cross_entropy(
 
 
 def _summed(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, block_size: int) -> Tensor:
-    """Return the loss by operations that `torch.func` transforms."""
+    """Return the loss, computed with torch operations only, so that `torch.func` can transform it."""
     parts = zip(hidden.split(block_size), labels.split(block_size), strict=True)
     losses = [
         F.cross_entropy(at_least_float32(h @ weight.to(h.dtype).T), y, ignore_index=ignore_index, reduction="sum")
@@ -99,7 +99,7 @@ def _summed(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, b
 
 
 def at_least_one(items: Tensor | int) -> Tensor | int:
-    """Clamp a number of predicted tokens to at least 1, so that a mean loss over none is zero instead of NaN."""
+    """Clamp a number of predicted tokens to at least 1: the mean loss over no tokens is then 0, not NaN."""
     return items.clamp(min=1) if isinstance(items, Tensor) else max(items, 1)
 
 
@@ -112,7 +112,7 @@ def token_losses(
     ignore_index: int = IGNORE,
     block_size: int = BLOCK,
 ) -> Float[Tensor, "tokens"]:
-    """Return −log softmax(weight · hidden)[label] of each token, 0 at `ignore_index`; without gradients."""
+    """Return −log softmax(weight · hidden)[label] of each token, 0 where the label is `ignore_index`; no gradient."""
     words, weight = len(weight), _padded(weight, hidden.dtype)
     losses = [
         F.cross_entropy(at_least_float32((h @ weight.T)[:, :words]), y, ignore_index=ignore_index, reduction="none")
@@ -140,7 +140,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_hidden, d_weight, None, None, None, None
 
 
-# an opaque operator: torch.compile keeps the loop over blocks as one node
+# a custom operator, because torch.compile would unroll the loop over blocks
 @torch.library.custom_op("tokenmix::linear_cross_entropy", mutates_args=())
 def _blockwise(
     hidden: Tensor,
@@ -177,7 +177,7 @@ def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a b to total: one GEMM if a 16-bit GEMM of the device can accumulate into float32."""
+    """Add a b to total in place; one GEMM does both if the device's 16-bit GEMM can accumulate into float32."""
     if total.dtype == torch.float32 and has_float32_output(a):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
@@ -192,7 +192,7 @@ def _eager_gradient_(logits: Tensor, words: int, labels: Tensor, ignore_index: i
     lse = wide.logsumexp(1, keepdim=True)
     loss = ((lse - wide.gather(1, target)) * counts).sum()
     if wanted:
-        # softmax − onehot, overwrites the logits if they are float32 already
+        # softmax − onehot; this overwrites the logits if they already are float32
         wide.sub_(lse).exp_().mul_(counts)
         wide.scatter_add_(1, target, -counts.to(wide.dtype))
         logits[:, :words] = wide
@@ -201,11 +201,11 @@ def _eager_gradient_(logits: Tensor, words: int, labels: Tensor, ignore_index: i
 
 
 def _fused_gradient_(logits: Tensor, words: int, labels: Tensor, ignore_index: int, wanted: bool) -> Tensor:
-    """`_eager_gradient_` as one kernel."""
+    """Compute `_eager_gradient_` in one kernel."""
     from tokenmix_core.nn.loss_kernel import softmax_gradient_
 
     losses = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
-    # Triton launches on the current device, which may differ from the tensors'
+    # Triton launches on the current device, which may not be the device of the tensors
     with torch.cuda.device_of(logits):
         softmax_gradient_(logits, words, labels.contiguous(), losses, ignore_index, gradient=wanted)
     return losses.sum()
@@ -221,7 +221,7 @@ def _(hidden, weight, labels, ignore_index, block_size, fused, needs_d_hidden, n
 def _gradients(
     hidden: Tensor, weight: Tensor, dtype: torch.dtype, needs_d_hidden: bool, needs_d_weight: bool, zero: bool
 ):
-    """Allocate the gradients of hidden and weight (float32, or float64 if `dtype` is), empty if not needed."""
+    """Allocate the gradients of hidden and weight in float32 (or float64, as `dtype`); unneeded ones are empty."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     d_hidden = torch.empty_like(hidden) if needs_d_hidden else hidden.new_empty(0)
     shape = weight.shape if needs_d_weight else (0,)
@@ -243,6 +243,6 @@ def _liger(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) ->
             "linear_cross_entropy: impl='liger' needs the extra 'fast' (liger-kernel), which is not installed; "
             f"install it with {install_command('tokenmix-core[fast]')}, or use impl='torch'"
         ) from error
-    # Any: liger's annotation includes what it returns only with other options
+    # Any: liger's type annotation also covers what it returns with other options
     summed: Any = liger_fused_linear_cross_entropy(hidden, weight, labels, ignore_index=ignore_index, reduction="sum")
     return summed

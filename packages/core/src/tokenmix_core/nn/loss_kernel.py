@@ -1,4 +1,4 @@
-"""Kernel of the losses of logits and their gradients, which overwrite the logits: a row is read twice, then from L2."""
+"""Kernel that computes losses from logits and overwrites the logits by their gradient, in two passes over each row."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ from tokenmix_core.kernels.triton.decay import LOG2_E
 def softmax_gradient_kernel(
     logits, labels, losses, stride, V, W, ignore_index, BV: tl.constexpr, GRADIENT: tl.constexpr
 ):  # fmt: skip
-    """One program per token. Masks use W, a known multiple of 64; masks by V would prevent vectorised loads."""
+    """Compute one token per program. W is a multiple of 64: masks by V instead would prevent vectorised loads."""
     i_t = tl.program_id(0).to(tl.int64)
     p_l = logits + i_t * stride
     label = tl.load(labels + i_t)
@@ -26,7 +26,7 @@ def softmax_gradient_kernel(
         return
     # a label outside the vocabulary makes the loss NaN
     target = tl.load(p_l + label, mask=(label >= 0) & (label < V), other=float("nan")).to(tl.float32)
-    # the largest logit so far, and the sum of exponentials relative to it
+    # running maximum of the logits, and the sum of their exponentials relative to this maximum
     top, total = target, 0.0
     for first in range(0, W, BV):
         b_l = tl.load(p_l + first + o_v, mask=first + o_v < W, other=float("-inf")).to(tl.float32)
@@ -46,7 +46,7 @@ def softmax_gradient_kernel(
 def softmax_gradient_(
     logits: Tensor, words: int, labels: Tensor, losses: Tensor, ignore_index: int, *, gradient: bool
 ) -> None:
-    """Write lse(logits) − logits[label] to losses (0 at `ignore_index`), and the gradient to logits if `gradient`.
+    """Write lse(logits) − logits[label] to `losses`, 0 at `ignore_index`; with `gradient`, logits become the gradient.
 
     Args:
         logits: `[tokens, W]`, rows of one stride; columns from V on are padding, whose gradient is 0.

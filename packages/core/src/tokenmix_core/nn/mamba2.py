@@ -31,7 +31,7 @@ class Mamba2(Mixer):
 
     Args:
         hidden_size: width of u.
-        expand: inner width over hidden width.
+        expand: inner width divided by `hidden_size`.
         head_dim: P, channels of x in a head.
         state_size: N, channels of B and C.
         num_groups: groups G of B and C, which the heads share.
@@ -135,5 +135,5 @@ class Mamba2(Mixer):
         return output_linear(self.norm(y, z), self.out_proj), None
 
     def mixing_flops(self, seq_len: int) -> float:
-        # the update b xᵀ and Sᵀc: 2NP each; the convolution: 2W per channel
+        # the update b xᵀ and Sᵀc take 2NP operations each; the convolution takes 2W per channel
         return 4.0 * self.num_heads * self.head_dim * self.state_size + 2 * self.conv.weight.numel()

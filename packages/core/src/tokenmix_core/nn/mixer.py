@@ -1,4 +1,4 @@
-"""The base of every token mixer: a module that the backbone can build, run, cache and count."""
+"""Base class of token mixers: modules that the backbone builds, runs, gives a cache and counts FLOPs of."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ MixerOutput = tuple[Tensor, dict[str, Tensor] | None]
 class Mixer(KeepsFloat32):
     """Base class of token mixers.
 
-    A subclass takes `hidden_size`, `norm_eps` and its own keyword options, which `mixer_options` of a configuration
+    A subclass takes `hidden_size`, `norm_eps` and keyword options of its own, which `mixer_options` of a configuration
     then accepts. It defines `forward`, `make_state` and `mixing_flops`, and `init_weights_` if it owns parameters or
-    non-persistent buffers. It must be causal, and does not handle padding: the backbone packs batches with padding, or,
-    under torch.compile, moves padding behind the real tokens.
+    non-persistent buffers. It must be causal. It never sees padding: the backbone packs padded batches or, under
+    torch.compile, moves padding behind the real tokens.
 
     Attributes:
         inputs: names of extra inputs of the model's `forward` that this mixer takes, if the caller gives them.
-        rotary_dim: rotated channels of a head; None if it needs no `rotary`.
+        rotary_dim: rotated channels of a head; None if the mixer needs no `rotary`.
         attention_impls: maps transformers' name of an attention implementation to a value of the mixer's `impl`; empty
             if the mixer has no attention.
-        per_chunk: names of submodules that take chunks of `self.chunk` tokens instead of tokens.
+        per_chunk: names of submodules whose input has one entry per chunk of `self.chunk` tokens, not one per token.
         takes_more_tokens: whether training may append padding tokens to each row (`modeling.lengths`). This requires
             that no output depends on later tokens or on their number, and that the mixer returns no auxiliary tensors.
             Subclasses do not inherit the value.
@@ -51,20 +51,20 @@ class Mixer(KeepsFloat32):
 
     @classmethod
     def from_config(cls, config: Any, layer_idx: int, **options: Any) -> Mixer:
-        """Build the mixer of a layer; override to use more of the configuration, or the layer's index."""
+        """Build the mixer of layer `layer_idx`; override this to read more fields of the configuration or the index."""
         return cls(config.hidden_size, norm_eps=config.norm_eps, **options)
 
     @classmethod
     def layer_type(cls, options: dict[str, Any]) -> str:
-        """Return the entry of `config.layer_types` for a layer with these options; default: that of recurrent layers.
+        """Return the entry of `config.layer_types` for a layer with these options; by default that of recurrent layers.
 
-        Libraries read the entry: accelerate, for one, refuses to shard a recurrent layer over the sequence.
+        Libraries read this entry: accelerate, for example, refuses to split a sequence over ranks in a recurrent layer.
         """
         return "linear_attention"
 
     @classmethod
     def check_options(cls, label: str, options: dict[str, Any]) -> None:
-        """Raise a ValueError for an option that the constructor does not have, or a value of the wrong type."""
+        """Raise a ValueError for an option that the constructor does not take, or a value of the wrong type."""
         known = [name for name in inspect.signature(cls.__init__).parameters if name not in _GIVEN]
         unknown = sorted(set(options) - set(known))
         if unknown:
@@ -76,7 +76,7 @@ class Mixer(KeepsFloat32):
 
     @classmethod
     def prepare_input(cls, name: str, value: Any, span: Span, cu_seqlens: Tensor | None) -> Any:
-        """Convert an extra input to the form that the layers take, once per call; override for other forms.
+        """Convert an extra input, once per call, to what the layers take; the default only packs tensors of all tokens.
 
         Args:
             name: one of `inputs`.
@@ -89,7 +89,7 @@ class Mixer(KeepsFloat32):
 
     @classmethod
     def step_input(cls, name: str, value: Any, lengths: Callable[[], list[int]]) -> Any:
-        """Convert an extra input of a decoding step to the form that a CUDA graph takes; by default unchanged.
+        """Convert an extra input of a decoding step to what a CUDA graph takes; by default returns it unchanged.
 
         Args:
             name: one of `inputs`.
@@ -103,12 +103,12 @@ class Mixer(KeepsFloat32):
 
     @classmethod
     def request_input(cls, name: str, value: Any, prompt: int) -> Any:
-        """Convert an extra input of a served request to the form that `batch_input` takes; override to accept any.
+        """Convert an extra input of a served request to what `batch_input` takes; by default a request can give none.
 
         Args:
             name: one of `inputs`.
             value: the caller's value; None if the request gives none.
-            prompt: tokens of the request's prompt.
+            prompt: number of tokens of the request's prompt.
 
         Raises:
             ValueError: an invalid value, or an input that a request cannot give.
@@ -118,12 +118,12 @@ class Mixer(KeepsFloat32):
 
     @classmethod
     def batch_input(cls, name: str, values: Sequence[Any], ranges: Sequence[tuple[int, int]]) -> Any:
-        """Return the extra input of a call whose rows are parts of several requests, with padding on the left.
+        """Return the extra input of a call whose rows are pieces of several requests, padded on the left.
 
         Args:
             name: one of `inputs`.
-            values: of each row's request, as `request_input` returns them.
-            ranges: of each row, the position of its first token and that behind its last.
+            values: for each row, the value of its request that `request_input` returned.
+            ranges: for each row, the position of its first token and the position after its last.
         """
         return None
 
@@ -136,7 +136,7 @@ class Mixer(KeepsFloat32):
         rotary: Rotation | None = None,
         **inputs: Any,
     ) -> MixerOutput:
-        """Mix along time.
+        """Mix the tokens of each sequence.
 
         Args:
             hidden_states: `[B, T, D]`; packed sequences have B = 1.
@@ -147,9 +147,9 @@ class Mixer(KeepsFloat32):
 
         Returns:
             The outputs `[B, T, D]`, and None or a dictionary of tensors. A tensor whose name ends in `_loss` is a sum
-            over tokens, which the causal LM divides by the number of predicted tokens and adds to its loss; others are
-            returned to the caller. The layer's cost depends on tensors whose names end in `_share`: speed measurements
-            report the mean of each.
+            over tokens; the causal LM divides it by the number of predicted tokens and adds it to the loss. A name that
+            ends in `_share` marks a fraction on which the layer's cost depends; speed measurements report its mean. All
+            other tensors are returned to the caller.
         """
         raise undefined(
             self, "forward(hidden_states, *, state, cu_seqlens, rotary, **inputs)", "which mixes along time"
@@ -159,7 +159,7 @@ class Mixer(KeepsFloat32):
         """Return an empty state for the layer.
 
         Raises:
-            ValueError: the subclass does not define it.
+            ValueError: the subclass defines no states.
         """
         raise undefined(
             self,
@@ -169,12 +169,12 @@ class Mixer(KeepsFloat32):
         )
 
     def prepare_steps(self, state: LayerState) -> None:
-        """Allocate, before `fix`, the tensors that a decoding step would otherwise allocate; none by default."""
+        """Allocate, before `state.fix`, the tensors that a decoding step would otherwise allocate; by default none."""
 
     def step_form(self, span: Span) -> Hashable:
-        """Return a key of the decoding step with this layout: steps with equal keys run the same kernels.
+        """Return a key of a decoding step with the layout `span`: steps with equal keys run the same kernels.
 
-        A CUDA graph is captured for each key. `span.count` and `span.ends` are known to the host.
+        A CUDA graph is captured for each key. `span.count` and `span.ends` need no synchronisation.
         """
         return None
 
@@ -190,7 +190,7 @@ class Mixer(KeepsFloat32):
         return self.state_bounds(seq_len, batch_size, dtype).most
 
     def mixing_flops(self, seq_len: int) -> float:
-        """Return the forward FLOPs of mixing per token, without linear layers, averaged over a causal sequence."""
+        """Return the forward FLOPs per token outside linear layers, averaged over the tokens of a causal sequence."""
         raise undefined(
             self,
             "mixing_flops(seq_len)",
@@ -198,7 +198,7 @@ class Mixer(KeepsFloat32):
         )
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return the forward FLOPs per token: two per weight of every linear layer, plus the mixing."""
+        """Return the forward FLOPs per token: two per weight of every linear layer, plus `mixing_flops`."""
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         return 2.0 * weights + self.mixing_flops(seq_len)
 

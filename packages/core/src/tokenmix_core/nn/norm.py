@@ -13,9 +13,9 @@ from tokenmix_core.ops.fused.rms_norm import GatePosition
 
 
 class RMSNorm(nn.Module):
-    """y = x / √(mean(x²) + eps) · weight over the last dimension; sums are taken in float32.
+    """y = x / √(mean(x²) + eps) · weight over the last dimension, computed in float32.
 
-    y has the dtype in which matmuls read x: under autocast, autocast's.
+    y has the dtype in which the next matmul reads it: x's dtype, or under autocast autocast's dtype.
 
     Args:
         size: length of the last dimension.
@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
 def add_and_norm(
     norm: RMSNorm, x: Float[Tensor, "*rows size"], branch: Float[Tensor, "*rows size"] | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (norm(x + branch), x + branch), or (norm(x), x) without a branch; one kernel for a plain norm."""
+    """Return (norm(x + branch), x + branch), or (norm(x), x) if `branch` is None; a plain norm takes one kernel."""
     if is_plain(RMSNorm, norm):
         y, total = rms_norm(x, norm.weight, branch, eps=norm.eps, dtype=matmul_dtype(x))
         return y, total
@@ -82,7 +82,7 @@ class GatedRMSNorm(nn.Module):
     def forward(
         self, x: Float[Tensor, "*rows size"], z: Float[Tensor, "*rows size"] | None
     ) -> Float[Tensor, "*rows size"]:
-        """Normalise; z is the gate before its SiLU, None for a gate of one."""
+        """Return y for the input x and the gate z, before z's SiLU is applied; None stands for a gate of 1."""
         size = self.weight.shape[0] // self.groups
         return gated_rms_norm(x, z, self.weight, size=size, eps=self.eps, gate=self.gate)
 

@@ -1,4 +1,4 @@
-"""Row permutation whose backward gathers by the inverse map, without the sort or atomics of an index backward."""
+"""Permutation of rows whose backward gathers by the inverse permutation, without the sort or atomics of torch's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers that share an input: one launch for few tokens, and one buffer for the input's gradient."""
+"""Linear layers that read the same input: one kernel for few tokens, and one buffer for the input's gradient."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from tokenmix_core.ops.fused import MAX_WEIGHTS
 from tokenmix_core.ops.fused.gemv import MAX_BYTES, MAX_ROWS
 from tokenmix_core.ops.transforms import refuse_graph
 
-# layers with fewer than _THIN outputs share one GEMM in training, padded to a multiple of _MULTIPLE outputs: rows of
-# six heads are not aligned, and separate GEMMs take several times as long as reading x
+# in training, layers with fewer than _THIN outputs share one GEMM, padded to a multiple of _MULTIPLE outputs: a GEMM
+# with e.g. six outputs has unaligned rows and takes several times as long as reading x
 _THIN, _MULTIPLE = 64, 16
-# tensor subclasses may compute otherwise
+# only for tensors of these classes, because other subclasses may define their own matmul
 _ORDINARY = Tensor, nn.Parameter
 
 
 def projected(x: Float[Tensor, "*tokens D"], *layers: nn.Module | None) -> tuple[Any, ...]:
-    """Return the outputs of several linear layers of x, None for a layer that is None.
+    """Return the output of each layer for x; the output of a layer that is None is None.
 
-    Without gradients, up to six plain layers take one launch for one token, and for a few tokens if their weights are
-    small (`fused_linears`). On a GPU, if x requires a gradient, the GEMMs of the backward accumulate into one
-    gradient of x (torch allocates one per layer and adds them), and layers with few outputs share a GEMM, also under
-    torch.compile. Second derivatives are then not available, as for kernels.
+    Without gradients, up to six plain layers take one launch (`fused_linears`) for one token, and for a few tokens if
+    the layers' weights are small. If x is on a GPU and requires a gradient, the GEMMs of the backward accumulate into
+    one gradient of x, whereas torch allocates one per layer and adds them; layers with few outputs share a GEMM, also
+    under torch.compile. Second derivatives are not available, as for kernels.
     """
     found = iter(_outputs(x, [layer for layer in layers if layer is not None]))
     return tuple(None if layer is None else next(found) for layer in layers)
 
 
 def output_linear(x: Float[Tensor, "*tokens D"], layer: nn.Module) -> Tensor:
-    """Return the output of one linear layer; one token without gradients takes a GEMV that prefetches the weight."""
+    """Return layer(x); for one token without gradients a GEMV kernel that prefetches the weight computes it."""
     if not _can_share(x, [layer]):
         refuse_meta(x, layer)
     elif _by_kernel(x, [weight := cast(Tensor, layer.weight)]):
@@ -49,10 +49,10 @@ def output_linear(x: Float[Tensor, "*tokens D"], layer: nn.Module) -> Tensor:
 
 
 def split_linear(x: Float[Tensor, "*tokens D"], layer: nn.Module, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """Return the output of a linear layer, split into parts of `sizes` features.
+    """Return layer(x), split along the features into tensors of the given `sizes`.
 
-    On a GPU, if x requires a gradient, each part is a separate GEMM: autograd would copy the gradients of slices into a
-    tensor as wide as the layer.
+    If x is on a GPU and requires a gradient, one GEMM computes each tensor: for slices of a single output, autograd
+    would copy their gradients into one tensor as wide as the layer.
     """
     if _can_share(x, [layer]) and _shares_gradient(x):
         weight: Any = layer.weight
@@ -63,19 +63,20 @@ def split_linear(x: Float[Tensor, "*tokens D"], layer: nn.Module, sizes: Sequenc
 
 
 def _can_share(x: Tensor, layers: Sequence[nn.Module]) -> bool:
-    """True if calling the layers gives the same as multiplying x by their weights."""
-    # under torch.compile, a test of the number of tokens would trace a graph per answer
+    """True if multiplying x by the layers' weights is equivalent to calling the layers."""
+    # under torch.compile no branch may depend on the number of tokens: each outcome would be traced as a graph of its
+    # own
     usable = type(x) in _ORDINARY and (torch.compiler.is_compiling() or (capture.is_plain(x) and x.numel() > 0))
     return usable and all(is_plain_linear(layer) for layer in layers)
 
 
 def _shares_gradient(x: Tensor) -> bool:
-    """True if the backward pass of all layers accumulates into one gradient of x."""
+    """True if the backward pass of all layers should accumulate into one gradient of x."""
     return torch.is_grad_enabled() and x.requires_grad and on_gpu(x) and not _transformed()
 
 
 def _transformed() -> bool:
-    """Return whether forward-mode derivatives or function transforms may be active; never under torch.compile."""
+    """Return whether forward-mode derivatives or torch.func transforms may be active; under torch.compile False."""
     return not torch.compiler.is_compiling() and compat.transformed()
 
 
@@ -91,8 +92,8 @@ def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
 
 
 def _by_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """True if `fused_linears` is the fastest implementation: few tokens, no gradients."""
-    # under autocast, layers cast their inputs
+    """True if `fused_linears` is the fastest implementation for x: few tokens, and no gradients."""
+    # autocast excludes the kernel, because layers then cast their inputs
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return False
     rows, count = x.numel() // x.shape[-1], len(weights)
@@ -107,12 +108,12 @@ def _by_fused_linears(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Return whether kernels are launched for x; torch.compile can trace this function, unlike `replay.on_gpu`."""
+    """Return whether kernels are launched for x. Unlike `replay.on_gpu`, torch.compile can trace this function."""
     return x.is_cuda
 
 
 def _matmul_dtype(x: Tensor, weights: Sequence[Tensor]) -> torch.dtype | None:
-    """Return the dtype in which torch would multiply; None if input and weights have different dtypes."""
+    """Return the dtype in which torch would multiply x by the weights; None if their dtypes differ."""
     dtypes = {x.dtype, *(weight.dtype for weight in weights)}
     if torch.is_autocast_enabled(x.device.type) and torch.float64 not in dtypes:
         return torch.get_autocast_dtype(x.device.type)
@@ -120,7 +121,7 @@ def _matmul_dtype(x: Tensor, weights: Sequence[Tensor]) -> torch.dtype | None:
 
 
 def _linears(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return x Wᵀ of each weight, multiplied in `dtype`, with gradients."""
+    """Return x Wᵀ for each weight W, multiplied in `dtype`; differentiable."""
     thin, wide = [w for w in weights if len(w) < _THIN], [w for w in weights if len(w) >= _THIN]
     if not thin:
         return _Linears.apply(x, dtype, *wide)  # type: ignore[return-value]
@@ -132,7 +133,7 @@ def _linears(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> tuple[
 
 
 class _Linears(torch.autograd.Function):
-    """x Wᵀ of weights `[N, D]`; the backward adds to one gradient of x, in the order of the weights."""
+    """x Wᵀ for each weight W `[N, D]`; the backward adds the contributions of all weights to one gradient of x."""
 
     @staticmethod
     def forward(ctx, x, dtype, *weights):
@@ -141,16 +142,16 @@ class _Linears(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.of_x, ctx.of_weights = (x.shape, x.dtype), [weight.dtype for weight in weights]
         ctx.device_type = x.device.type
-        # wide outputs are not views, so that callers may overwrite them
+        # no output of a wide layer is a view of another tensor, so that callers may overwrite it
         return tuple(F.linear(factor, w) for w in factors)
 
     @staticmethod
     def backward(ctx, *dys):
         refuse_graph("linear layers that share an input")
         if torch.compiler.is_compiling():
-            # torch.compile ends the model's own autocast context at the end of a nested one
+            # under torch.compile no nested autocast context: its end would also end the model's own one
             return _Linears._gradients(ctx, dys)
-        # use the forward's dtypes, also if `backward` is called under autocast
+        # compute in the forward's dtypes even if the caller runs `backward` under autocast
         with torch.autocast(ctx.device_type, enabled=False):
             return _Linears._gradients(ctx, dys)
 
@@ -171,7 +172,7 @@ class _Linears(torch.autograd.Function):
 
 
 def _sum_of_matmuls(a: list[Tensor], b: list[Tensor]) -> Tensor:
-    """Return Σ a b of matrices `[T, N]` and `[N, D]`, accumulated in one tensor."""
+    """Return Σ aᵢ bᵢ of matrices aᵢ `[T, N]` and bᵢ `[N, D]`, accumulated in one tensor."""
     total = torch.mm(a[0], b[0])
     for x, y in zip(a[1:], b[1:], strict=True):
         total.addmm_(x, y)
@@ -180,7 +181,7 @@ def _sum_of_matmuls(a: list[Tensor], b: list[Tensor]) -> Tensor:
 
 @torch.library.custom_op("tokenmix_core::sum_of_matmuls", mutates_args=())
 def sum_of_matmuls_op(a: list[Tensor], b: list[Tensor]) -> Tensor:
-    """`_sum_of_matmuls` for torch.compile, which would copy the partial sum before each addmm."""
+    """`_sum_of_matmuls` as a custom operator: torch.compile would copy the partial sum before each addmm."""
     with torch.autocast(a[0].device.type, enabled=False):
         return _sum_of_matmuls(a, b)
 
@@ -191,9 +192,9 @@ def _(a, b):
 
 
 def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a b in `dtype`, float32 sums of a 16-bit GEMM unrounded.
+    """Return a b in `dtype`; for a float32 `dtype`, the sums of a 16-bit GEMM are returned unrounded.
 
-    Under torch.compile they are rounded, as in torch's layers.
+    Under torch.compile the sums are rounded to 16 bits, as in torch's layers.
     """
     if dtype == torch.float32 and has_float32_output(a) and not torch.compiler.is_compiling():
         return torch.mm(a, b, out_dtype=dtype)
@@ -201,12 +202,12 @@ def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_plain_linear(layer: nn.Module) -> bool:
-    """True if a layer is torch's own without a bias, and calling it equals multiplying by its weight."""
+    """True if `layer` is a plain torch Linear without bias: multiplying by its weight is equivalent to calling it."""
     return is_plain(nn.Linear, layer) and layer.bias is None
 
 
 def is_sharded_linear(layer: nn.Module) -> bool:
-    """True if FSDP2 shards a layer that was plain before, and no other hook is on it."""
+    """True if FSDP2 shards `layer`, which is otherwise plain and has no hooks but FSDP2's."""
     hooks = len(layer._forward_pre_hooks), len(layer._forward_hooks), len(layer._backward_hooks)
     own = type(layer).__name__ == "FSDPLinear" and type(layer).__bases__[-1] is nn.Linear
     return own and hooks == (1, 1, 0) and layer.bias is None and "forward" not in layer.__dict__

@@ -1,4 +1,4 @@
-"""Registry of token mixers by their name in configurations."""
+"""Registry of token mixers by the names that configurations use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def register_mixer(name: str, mixer: type[Mixer]) -> None:
 
 
 def known_mixers() -> list[str]:
-    """Return the names of registered mixers, and of mixers that installed packages register once they are imported."""
+    """Return the names of all mixers: the registered ones, and those of installed packages not yet imported."""
     return sorted({*_MIXERS, *ANNOUNCED})
 
 

@@ -15,7 +15,7 @@ from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.plain import is_plain
 from tokenmix_core.ops import rotate, rotate_step
 
-# required and optional parameters of each rope_type, besides rope_type and rope_theta
+# required and optional parameters of each rope_type; rope_type and rope_theta are left out
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -33,13 +33,13 @@ ROPE_TYPES = tuple(_REQUIRED)
 
 
 def check_rope(rope_parameters: dict[str, Any]) -> None:
-    """Raise a ValueError for invalid rotary parameters; the message names the value and the expected one."""
-    # older configurations call it "type"
+    """Raise a ValueError for invalid rotary parameters, with the invalid value and the valid ones in its message."""
+    # older configurations call the field "type"
     kind = rope_parameters.get("rope_type", rope_parameters.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise ValueError(f"rope_parameters: rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}")
     names = ("rope_theta", *_REQUIRED[kind], *_OPTIONAL[kind])
-    # transformers writes this field if only a part of each head is rotated
+    # transformers writes this field if only some channels of each head are rotated
     if rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
             f"rope_parameters: whole heads are rotated, got partial_rotary_factor="
@@ -76,12 +76,12 @@ class Rotation(NamedTuple):
 def rope_frequencies(
     dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int
 ) -> tuple[Float[Tensor, "half"], float]:
-    """Return the radians per position of each channel pair, and the factor on cosines and sines.
+    """Return the angle per position, in radians, of each channel pair, and the factor on all cosines and sines.
 
     Args:
         dim: rotated channels of a head, even.
-        rope_parameters: transformers' convention: `rope_type` (one of `ROPE_TYPES`), `rope_theta`, and the type's
-            parameters.
+        rope_parameters: in transformers' convention: `rope_type` (one of `ROPE_TYPES`), `rope_theta`, and the
+            parameters of this type.
         max_position_embeddings: context length that the model was trained for.
 
     Raises:
@@ -94,7 +94,7 @@ def rope_frequencies(
     theta = float(rope_parameters.get("rope_theta", 10_000.0))
     if kind == "default":
         return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim), 1.0
-    # transformers implements the other scalings; it reads them from a configuration object
+    # transformers implements all other scalings, and reads their parameters from a configuration object
     from transformers import PreTrainedConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -102,7 +102,7 @@ def rope_frequencies(
     config.rope_parameters = {"rope_theta": theta, **rope_parameters}
     config.head_dim, config.hidden_size, config.num_attention_heads = dim, dim, 1
     config.max_position_embeddings = max_position_embeddings
-    # computed on the CPU also if the model is being built on the meta device
+    # use the CPU even if the model is being built on the meta device, where there would be no values
     with torch.device("cpu"):
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return frequencies.float(), float(factor)
@@ -135,7 +135,7 @@ class RotaryEmbedding(KeepsFloat32):
 
     @torch.no_grad()
     def forward(self, position_ids: Int[Tensor, "B T"]) -> Rotation:
-        # without autocast: a bfloat16 angle has errors of whole revolutions
+        # no autocast: in bfloat16 an angle would have errors of whole revolutions
         with torch.autocast(position_ids.device.type, enabled=False):
             angles = position_ids.unsqueeze(-1).float() * self.inv_freq.float()
             return Rotation(angles.cos() * self.factor, angles.sin() * self.factor)
@@ -144,9 +144,9 @@ class RotaryEmbedding(KeepsFloat32):
 def apply_rotary(
     x: Float[Tensor, "B T H K"], rotation: Rotation, norm: RMSNorm | None = None
 ) -> Float[Tensor, "B T H K"]:
-    """Rotate channels i and i + K/2 of every head by the token's angles, after `norm` of each head if given.
+    """Rotate channels i and i + K/2 of every head by the token's angles; if given, `norm` normalises each head before.
 
-    Computed in float32, returned in x's dtype.
+    Computes in float32 and returns x's dtype.
     """
     if norm is None or not is_plain(RMSNorm, norm):
         return rotate(x if norm is None else norm(x), *rotation)
@@ -154,7 +154,7 @@ def apply_rotary(
 
 
 def normed_for_step(q: Tensor, k: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return q, k and the arguments with which `rotate_step` norms them; none if the norms had to be called here."""
+    """Return q, k and the norm arguments for `rotate_step`; no arguments if the norms had to be called here."""
     if not is_plain(RMSNorm, q_norm, k_norm):
         return q_norm(q), k_norm(k), {}
     return q, k, {"q_weight": q_norm.weight, "k_weight": k_norm.weight, "eps": q_norm.eps}
@@ -163,8 +163,9 @@ def normed_for_step(q: Tensor, k: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> t
 def apply_rotary_to_both(
     q: Float[Tensor, "B T HQ K"], k: Float[Tensor, "B T H K"], rotation: Rotation
 ) -> tuple[Tensor, Tensor]:
-    """Apply `apply_rotary` to q and k; one launch for one token of each sequence without gradients."""
-    # under torch.compile, a test of the number of tokens would trace a graph per answer
+    """Apply `apply_rotary` to q and k; without gradients, one token of each sequence takes a single kernel."""
+    # under torch.compile no branch may depend on the number of tokens: each outcome would be traced as a graph of its
+    # own
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or q.shape[1] != 1 or q.dtype != k.dtype:
         return apply_rotary(q, rotation), apply_rotary(k, rotation)
     rotated = torch.empty_like(k, memory_format=torch.contiguous_format)

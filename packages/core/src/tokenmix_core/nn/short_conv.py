@@ -1,4 +1,4 @@
-"""The short causal convolution as a module."""
+"""The module of the short causal convolution."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ class ShortConv(nn.Module):
         cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
         step: bool = False,
     ) -> Float[Tensor, "B T D"]:
-        """Convolve x; with a state, continue after the inputs it holds and update it, in place if `step` (T = 1)."""
+        """Return the convolution of x.
+
+        A `state` holds the preceding inputs and is updated, in place if `step` (T = 1).
+        """
         if step and state is not None:
             last = state.get(x.shape[0], x)
             y = short_conv_step(x.squeeze(1), self.weight, self.bias, last, activation=self.activation, impl=self.impl)
@@ -97,7 +100,7 @@ def convolved(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     step: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return the outputs of several convolutions, each of its own input; one launch if they differ only in channels.
+    """Return for each pair of `convs` and `xs` the convolution's output; one launch if they differ only in channels.
 
     Either every convolution has a state or none has; states are updated as by `ShortConv`.
     """

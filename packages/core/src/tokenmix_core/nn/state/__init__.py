@@ -1,10 +1,11 @@
 """States that mixers keep between calls, and the token layout of a call.
 
-A layer's `LayerState` has named parts, each with the batch as its first dimension: `TensorState` is one tensor of
-constant size (a recurrent state, the last inputs of a convolution), `KVState` holds the keys and values of all tokens
-or of a window. The number of tokens differs by head in `RaggedKVState`, in slots of a fixed number, and in
-`PagedKVState`, in pages that heads take as they need them. Sequences are stored without padding, each from its own
-position 0 on, so that batches of unequal lengths need no masks.
+The state of a layer, `LayerState`, has named parts whose tensors have the batch as first dimension. `TensorState` is
+one tensor of constant size (a recurrent state, or the last inputs of a convolution). `KVState` holds the keys and
+values of all tokens or of a window. In two further classes each head holds a different number of tokens:
+`RaggedKVState` has a fixed number of slots per head, and in `PagedKVState` a head takes another page when it needs one.
+States contain no padding, and each sequence counts positions from its own first token, so batches of unequal lengths
+need no masks.
 """
 
 from tokenmix_core.nn.state.kv_cache import KVState as KVState

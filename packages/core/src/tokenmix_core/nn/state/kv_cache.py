@@ -13,22 +13,22 @@ from tokenmix_core.chunking import cdiv
 from tokenmix_core.nn.state.layout import Span
 from tokenmix_core.nn.state.parts import Bounds, StatePart, copy_all
 
-# position of one token in its sequence, or positions of several
+# either one token's position in its sequence or a tensor of positions
 Position = TypeVar("Position", int, Tensor)
 
 
 class KVState(StatePart):
     """Keys and values, `[N, slots, H, K or V]`, of all tokens, or of the first `sinks` and the last `window` tokens.
 
-    Without a window, a token's slot is its position, and the number of slots grows by half when all are full. A window
-    is a ring buffer: the token at position p ≥ sinks is stored in slot sinks + (p − sinks) mod window.
+    Without a window, a token's slot is its position, and when all slots are full their number grows by half. With one,
+    the slots are a ring buffer: the token at position p ≥ sinks is stored in slot sinks + (p − sinks) mod window.
 
     Args:
         heads: H.
         key_size: K.
         value_size: V.
-        window: tokens kept; None keeps all.
-        sinks: first tokens kept in addition to the window.
+        window: number of last tokens to keep; None keeps all.
+        sinks: number of first tokens to keep in addition to the window.
     """
 
     keeps_tokens = True
@@ -37,11 +37,11 @@ class KVState(StatePart):
         self.heads, self.key_size, self.value_size = heads, key_size, value_size
         self.window, self.sinks = window, sinks if window is not None else 0
         self._stored: tuple[Tensor, Tensor] | None = None
-        # slots to allocate at once if the final length is known beforehand
+        # number of slots to allocate at once, if the caller has announced the final length
         self._expected = 0
 
     def reserve(self, max_length: int) -> None:
-        """Allocate slots for `max_length` tokens at the first write."""
+        """Announce `max_length`: the first write then allocates slots for so many tokens."""
         self._expected = max_length
 
     @property
@@ -51,16 +51,16 @@ class KVState(StatePart):
 
     @property
     def keys(self) -> Float[Tensor, "N slots H K"]:
-        """The keys; a ValueError before the first write."""
+        """The keys; raises a ValueError before the first write."""
         return self._held()[0]
 
     @property
     def values(self) -> Float[Tensor, "N slots H V"]:
-        """The values; a ValueError before the first write."""
+        """The values; raises a ValueError before the first write."""
         return self._held()[1]
 
     def slot(self, position: Position) -> Position:
-        """Return the slot of a position, of an integer or of a tensor of positions."""
+        """Return the slot of the token at `position`, or the slots of a tensor of positions."""
         if self.window is None:
             return position
         if isinstance(position, int):
@@ -69,15 +69,15 @@ class KVState(StatePart):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Keys and values, if there are any."""
+        """Keys and values; empty before the first write."""
         return self._stored or ()
 
     def write(self, k: Float[Tensor, "B T H K"], v: Float[Tensor, "B T H V"], span: Span) -> None:
-        """Store the call's keys and values, in the layout of the call."""
+        """Store the call's keys and values, which are in the layout of `span`."""
         k, v = k.detach(), v.detach()
         self._ensure_slots(k, v, span)
         if self.fixed:
-            # one token of each sequence
+            # decoding step: one token of each sequence
             rows, slots = span.rows, self.slot(span.positions)
             self.keys.index_put_((rows, slots), k.squeeze(1))
             self.values.index_put_((rows, slots), v.squeeze(1))
@@ -100,10 +100,10 @@ class KVState(StatePart):
     def leaving(
         self, k: Float[Tensor, "N tokens H K"], v: Float[Tensor, "N tokens H V"], span: Span
     ) -> tuple[Tensor, Tensor, Int[Tensor, "n"]]:
-        """Return keys, values and positions of the tokens that leave the window of a uniform call, oldest first.
+        """Return keys, values and positions of the tokens that leave the window in this call, oldest first.
 
-        Call this before `write`. The tokens come from the ring buffer and from the call itself, whose first tokens may
-        enter and leave in the same call; sinks never leave.
+        Call this before `write`, and only if all sequences have equal lengths (`span.uniform`). Tokens leave the ring
+        buffer, or the call itself if it has more tokens than the window. Sinks never leave.
         """
         assert self.window is not None
         assert span.uniform
@@ -118,7 +118,7 @@ class KVState(StatePart):
         return keys, values, torch.arange(first, stop, device=span.device)
 
     def read(self, span: Span) -> tuple[Tensor, Tensor]:
-        """Return the earlier keys and values that a uniform call sees: all, or sinks and the last window − 1."""
+        """Return the stored keys and values that the call's first token sees; requires `span.uniform`."""
         if self.window is None:
             return self.keys[:, : span.past], self.values[:, : span.past]
         head = min(self.sinks, span.past)
@@ -126,27 +126,27 @@ class KVState(StatePart):
         return self.keys.index_select(1, slots), self.values.index_select(1, slots)
 
     def positions(self, span: Span) -> Int[Tensor, "N slots"]:
-        """Return the position of the token in each slot before the call, −1 for an empty slot."""
+        """Return for each slot the position of its token before the call, −1 for an empty slot."""
         slots = torch.arange(self.num_slots, device=span.device).unsqueeze(0)
         before = span.before.unsqueeze(1)
         if self.window is None:
             return torch.where(slots < before, slots, -1)
-        # the newest position of each slot of the ring that is below the length
+        # the newest position below the sequence's length whose token is stored in this slot of the ring
         turns = (before - 1 - slots).div(self.window, rounding_mode="floor")
         newest = torch.where(slots < self.sinks, slots, slots + turns * self.window)
         return torch.where((newest < before) & (newest >= torch.where(slots < self.sinks, 0, self.sinks)), newest, -1)
 
     def filled(self, span: Span) -> Int[Tensor, "N"]:
-        """Return the number of filled slots after the call, int32."""
+        """Return the number of filled slots of each sequence after the call, int32."""
         return span.after_up_to(None if self.window is None else self.sinks + self.window)
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace keys and values by a function of each."""
+        """Replace the keys by `fn(keys)` and the values by `fn(values)`."""
         if self._stored is not None:
             self._stored = fn(self.keys), fn(self.values)
 
     def snapshot(self) -> StatePart | None:
-        """Return a copy; None without a window, since later tokens then take other slots and overwrite nothing."""
+        """Return a copy; without a window None, because later tokens then take other slots and overwrite nothing."""
         return None if self.window is None else super().snapshot()
 
     def clear(self) -> None:
@@ -162,19 +162,19 @@ class KVState(StatePart):
         if self._stored is None or self.window is not None:
             super()._move(storage, more)
             return
-        # slots after the stored tokens need not be copied
+        # slots behind the stored tokens need not be copied
         slots = min(storage[0].shape[1], self.num_slots)
         copy_all([x[:, :slots] for x in self._stored], [x[:, :slots] for x in storage])
         self._stored = storage[0], storage[1]
 
     def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
-        """Return the bytes for `batch_size` sequences of `seq_len` tokens; a window has all slots from the start."""
+        """Return the bytes for `batch_size` sequences of `seq_len` tokens; a window needs all slots from the start."""
         slots = seq_len if self.window is None else self.sinks + self.window
         size = batch_size * slots * self.heads * (self.key_size + self.value_size) * dtype.itemsize
         return Bounds(size, size)
 
     def held(self, seq_len: int) -> int:
-        """Return the bytes in use by sequences of `seq_len` tokens, without spare slots."""
+        """Return the bytes that sequences of `seq_len` tokens use, without spare slots."""
         if self._stored is None:
             return 0
         slots = seq_len if self.window is None else self.num_slots
@@ -182,7 +182,7 @@ class KVState(StatePart):
 
     @property
     def allocated(self) -> int:
-        """Bytes of memory allocated, spare slots included."""
+        """Bytes of allocated memory, spare slots included."""
         return 0 if self._stored is None else self.keys.nbytes + self.values.nbytes
 
     def _held(self) -> tuple[Tensor, Tensor]:
@@ -198,7 +198,7 @@ class KVState(StatePart):
             self._stored = _grow(keys, k, span.sequences, slots), _grow(values, v, span.sequences, slots)
 
     def _padded(self, needed: int) -> int:
-        """Return how many slots to allocate for `needed`, with spare ones up to the number that `reserve` announced."""
+        """Return how many slots to allocate for `needed`: half as many in addition, up to the announced length."""
         known = self._expected >= needed
         slots = needed if self._stored is None and not known else needed + needed // 2
         slots = cdiv(slots, 64) * 64
@@ -206,8 +206,8 @@ class KVState(StatePart):
 
 
 def _grow(old: Tensor | None, x: Tensor, batch: int, slots: int) -> Tensor:
-    """Return `[batch, slots, ...]` like x, beginning with the old slots."""
-    # zeros: kernels may load an unwritten slot under a mask, and it must not be NaN
+    """Return a tensor `[batch, slots, ...]` with x's dtype and device that begins with the slots of `old`."""
+    # zeros, because kernels may load an unwritten slot under a mask, and NaN there would reach the sums
     grown = x.new_zeros(batch, slots, *x.shape[2:])
     if old is not None:
         grown[:, : old.shape[1]] = old
@@ -215,6 +215,6 @@ def _grow(old: Tensor | None, x: Tensor, batch: int, slots: int) -> Tensor:
 
 
 def _ranges(head: int, start: int, stop: int, device: torch.device) -> Int[Tensor, "n"]:
-    """Return 0 … head − 1, then start … stop − 1."""
+    """Return the integers 0 … head − 1, followed by start … stop − 1."""
     tail = torch.arange(start, stop, device=device)
     return torch.cat((torch.arange(head, device=device), tail)) if head else tail

@@ -1,4 +1,4 @@
-"""Token layout of one call: the sequence and position of every token, with padding removed or moved to the end."""
+"""Token layout of one call: the sequence and the position of every token. Padding is removed or moved to the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenmix_core.chunking import cu_seqlens_from_lengths
 
 
 class _once:
-    """A property computed at first use; the lock in Python 3.11's `cached_property` breaks torch.compile."""
+    """A property computed at first use; `cached_property` has a lock in Python 3.11, which breaks torch.compile."""
 
     def __init__(self, fn: Callable[[Any], Any]):
         self.fn, self.__doc__ = fn, fn.__doc__
@@ -28,22 +28,21 @@ class _once:
 class Span:
     """Token layout of one call: N rows of `tokens` tokens each, appended to the sequences in the cache.
 
-    Without a mask the call's tensors are dense, `[N, tokens, ...]`. With a mask they are packed, `[1, total, ...]`:
-    padding never reaches a mixer. A graph of fixed shapes cannot drop padding. Without states the layout then moves it
-    behind the real tokens of its row, `[N, tokens, ...]`, where causal mixers do not see it; with states the padding
-    forms one more sequence at the end of the packed call, whose outputs are discarded.
+    Without a mask the call's tensors are dense, `[N, tokens, ...]`. With a mask they are packed, `[1, total, ...]`, and
+    contain no padding. A CUDA graph has fixed shapes, so that padding stays in the tensors (`fixed`). If the call keeps
+    no states, padding is then moved behind the real tokens of its row, `[N, tokens, ...]`, where causal mixers do not
+    see it; otherwise it forms one more sequence at the end of the packed call, whose outputs are discarded.
 
     Args:
         batch: N.
         tokens: tokens in a row of this call, padding included.
-        device: of the index tensors.
-        past: tokens each sequence holds before the call; an upper bound if `lengths` is given.
-        lengths: `[N]` int64, the exact lengths if sequences differ.
+        device: device of the index tensors.
+        past: tokens that each sequence holds before the call; an upper bound if `lengths` is given.
+        lengths: `[N]` int64, tokens of each sequence before the call; None if all have `past`.
         mask: `[N, tokens]`, True for real tokens; None if all are real.
-        count: tokens stored by earlier calls, as counted on the host, if `past` includes spare capacity; None if both
-            are equal. `Mixer.step_form` may select a variant of a decoding step by this count.
-        known: returns `lengths` as Python integers if the host knows them; None if it would have to wait for the
-            device.
+        count: tokens stored by earlier calls if `past` includes spare capacity; None if `past` is that number. It needs
+            no synchronisation, so that `Mixer.step_form` may select a variant of a decoding step by it.
+        known: returns `lengths` as Python integers, or None if this would need a synchronisation.
         fixed: with a mask, give all tensors shapes that do not depend on its values.
         stateless: whether the call keeps no states.
     """
@@ -65,23 +64,23 @@ class Span:
         self.batch, self.tokens, self.device, self.past = batch, tokens, device, past
         self.lengths, self.mask, self.known = lengths, mask, known
         self.count = past if count is None else count
-        # padding stays in the call's tensors: behind the real tokens of its row if `aligned`, as one more sequence if
-        # `fixed`
+        # padding stays in the call's tensors: if `aligned`, behind the real tokens of its row; if `fixed`, as one more
+        # sequence
         self.aligned = fixed and stateless and mask is not None
         self.fixed = fixed and not stateless and mask is not None
-        # the mask's only token stands for a batch without real tokens; see `with_dummy`
+        # True if the only token of the mask is a dummy, because the batch has no real token; see `with_dummy`
         self.empty = False
-        # sequences that have a state during the call
+        # sequences that have a state during the call: those of the batch and, if `fixed`, the one of padding
         self.sequences = batch + 1 if self.fixed else batch
         self._written: dict[tuple[int | None, int], tuple[Tensor, Tensor, Tensor]] = {}
         self._fills: dict[int, tuple[Tensor, Tensor]] = {}
         self._clamped: dict[int | None, Tensor] = {}
 
     def with_dummy(self) -> Span:
-        """Return a layout in which the layers compute one token of padding, whose outputs `unpack` replaces by zeros.
+        """Return a layout with one dummy token, for a batch without real tokens; `unpack` replaces its output by zeros.
 
-        For a batch without real tokens: all parameters then get zero gradients, and sharded layers are gathered on
-        every rank, as DDP and FSDP require.
+        The dummy gives every parameter a zero gradient, and lets every rank gather sharded layers, as DDP and FSDP
+        require.
         """
         assert self.mask is not None
         mask = torch.zeros_like(self.mask)
@@ -92,7 +91,7 @@ class Span:
 
     @property
     def uniform(self) -> bool:
-        """True if the host knows that all sequences have the same length before and after the call."""
+        """True if all sequences have equal lengths before and after the call, as far as the host knows them."""
         return self.lengths is None and self.mask is None
 
     @property
@@ -101,9 +100,9 @@ class Span:
         return self.aligned or self.fixed
 
     def ends(self, every: int) -> bool:
-        """True if the length of some sequence after the call is a multiple of `every`; for calls of one token.
+        """True if after this decoding step the length of some sequence is a multiple of `every`.
 
-        Waits for the device if the host does not know the lengths.
+        Waits for the device if the host does not know the lengths. The call must have one token per sequence.
         """
         if self.known is None and self.lengths is None:
             return (self.past + 1) % every == 0
@@ -112,9 +111,9 @@ class Span:
         return any((n + 1) % every == 0 for n in self.known())
 
     def fill(self, every: int) -> tuple[Int[Tensor, "N"], Int[Tensor, "N"]]:
-        """Return the new token's index in its chunk of `every` tokens, and the chunk's length after the call (int32).
+        """Return each sequence's new token's index in its chunk of `every` tokens, and the chunk's new length (int32).
 
-        For calls of one token.
+        The call must have one token per sequence.
         """
         if every not in self._fills:
             index = self.before % every
@@ -134,7 +133,7 @@ class Span:
         return self.before + (self.tokens if self.mask is None else self._counts)
 
     def after_up_to(self, most: int | None) -> Int[Tensor, "N"]:
-        """Return the sequence lengths after the call, clamped to `most` unless None, int32."""
+        """Return each sequence's length after the call, int32, clamped to `most` unless `most` is None."""
         if most not in self._clamped:
             after = self.after if most is None else self.after.clamp(max=most)
             self._clamped[most] = after.to(torch.int32)
@@ -142,14 +141,14 @@ class Span:
 
     @_once
     def _counts(self) -> Int[Tensor, "N"]:
-        """Tokens of each sequence in the call."""
+        """Number of tokens that each sequence has in the call."""
         assert self.mask is not None
         counts = self.mask.sum(1)
         return torch.cat((counts, (~self.mask).sum().unsqueeze(0))) if self.fixed else counts
 
     @_once
     def index(self) -> Int[Tensor, "total"]:
-        """Index of each of the call's tokens in the flattened `[N · tokens]`; waits for the device, unless fixed."""
+        """Index of each real token in the flattened `[N · tokens]`; waits for the device, unless `fixed`."""
         assert self.mask is not None
         if self.aligned:
             order = (~self.mask).to(torch.uint8).argsort(dim=1, stable=True)
@@ -165,9 +164,10 @@ class Span:
 
     @_once
     def on_host(self) -> tuple[list[int], list[int]]:
-        """Boundaries of the sequences in the flattened call, and their lengths before it; one synchronisation a call.
+        """Boundaries of the sequences in the call, and the sequences' lengths before it, as Python integers.
 
-        Layers share the layout, so only the first one that asks waits for the device.
+        Costs one synchronisation: all layers share the layout, so that only the first layer that asks waits for the
+        device.
         """
         ends = self.after - self.before
         ends = torch.cat((ends.cumsum(0), self.before)).tolist()
@@ -203,11 +203,11 @@ class Span:
         return (self.batch, self.tokens) if self.mask is None or self.aligned else (1, -1)
 
     def pack(self, x: Shaped[Tensor, "N tokens *rest"]) -> Shaped[Tensor, "B T *rest"]:
-        """Convert rows to the layout of the call: return dense tensors unchanged, else remove or move padding."""
+        """Convert rows to the layout of the call: unchanged without a mask, else padding is removed or moved."""
         return x if self.mask is None else x.flatten(0, 1)[self.index].unflatten(0, self.layout)
 
     def unpack(self, x: Shaped[Tensor, "B T *rest"]) -> Shaped[Tensor, "N tokens *rest"]:
-        """Invert `pack`, with zeros at padding."""
+        """Undo `pack`; padding gets zeros."""
         if self.mask is None:
             return x
         out = x.new_zeros(self.batch * self.tokens, *x.shape[2:])
@@ -218,7 +218,7 @@ class Span:
         return out
 
     def written(self, window: int | None, sinks: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tokens that a KV cache with this window stores: their indices in the call, rows and positions."""
+        """Return index in the call, row and position of the tokens that a KV cache with this window stores."""
         key = (window, sinks)
         if key not in self._written:
             kept, rows, positions = torch.arange(len(self.rows), device=self.device), self.rows, self.positions
@@ -226,7 +226,8 @@ class Span:
             if window is not None and self.tokens > 1:
                 last = (positions >= self.after[rows] - window) | (positions < sinks)
             if self.fixed:
-                # all other tokens are written to the padding's sequence, which no call reads
+                # tensors of fixed shape: tokens not to be stored are written to the padding's sequence, which no call
+                # reads
                 wanted = rows < self.batch if last is None else last & (rows < self.batch)
                 rows, positions = torch.where(wanted, rows, self.batch), torch.where(wanted, positions, 0)
             elif last is not None:

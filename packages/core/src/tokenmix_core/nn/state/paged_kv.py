@@ -1,4 +1,4 @@
-"""Keys and values of tokens that each head selects by whole runs: for each head a list of pages of `page` tokens."""
+"""Keys and values in pages of `page` tokens, for heads that each retain or drop whole runs of `page` tokens."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tokenmix_core.nn.state.parts import Bounds, StatePart, TensorState, copy_al
 from tokenmix_core.ops import paged_attention_decode
 from tokenmix_core.ops.types import AttentionOutput, Impl
 
-# the number of columns of a page table is a multiple of this, so that kernels are compiled once
+# the number of columns of a page table is a multiple of this, so that few shapes occur and kernels compile once
 _COLUMNS = 16
 
 
 class Pages(NamedTuple):
-    """How many pages are in use at most.
+    """Upper bounds of the number of pages in use.
 
     Attributes:
-        row: pages of a row, maximum over rows.
-        head: pages of a head, maximum over the heads of all rows.
+        row: pages used by all heads of a row, for the row with the most.
+        head: pages used by a head, for the head with the most.
     """
 
     row: int
@@ -35,16 +35,16 @@ _NONE = Pages(0, 0)
 
 
 class PagedKVState(StatePart):
-    """Keys and values in pages: each row has a pool, from which its heads take the next free page to retain tokens.
+    """Keys and values in pages: each row has a pool of pages; a head that retains tokens takes the next free one.
 
     A head retains whole runs of `page` tokens. Row n of the keys `[N, P, page, K]` and of the values `[N, P, page, V]`
-    holds the pages of all heads of the row, from page 1 on, in the order of the calls. The table `[N, H, columns]`
-    lists each head's pages. If a head retains nothing, a step writes to page 0 and the last column, so that every step
-    runs the same kernels.
+    holds the pages of all heads of the row, from page 1 on, in the order in which they were filled. The table `[N, H,
+    columns]` lists each head's pages. A head that drops a step's run writes to the unused page 0 and to the table's
+    last column instead, so that every step runs the same kernels.
 
-    Lengths are stored on the device. The host knows upper bounds of the pages in use, which each call raises without a
-    synchronisation. If a bound exceeds the memory, the host reads the number of pages in use from the device, and
-    allocates a tenth more, or at least one page more for each head.
+    The device holds the lengths. The host holds upper bounds of the pages in use, which each call raises without a
+    synchronisation. If a bound exceeds the allocated memory, the host reads the true number from the device, and
+    allocates a tenth more pages, at least one more for each head.
 
     Args:
         heads: H.
@@ -63,12 +63,12 @@ class PagedKVState(StatePart):
 
     @property
     def keys(self) -> Float[Tensor, "N P page K"]:
-        """The keys; a ValueError before the first write."""
+        """The keys; raises a ValueError before the first write."""
         return self._held()[0]
 
     @property
     def values(self) -> Float[Tensor, "N P page V"]:
-        """The values; a ValueError before the first write."""
+        """The values; raises a ValueError before the first write."""
         return self._held()[1]
 
     @property
@@ -78,12 +78,12 @@ class PagedKVState(StatePart):
 
     @property
     def lengths(self) -> Int[Tensor, "N H"]:
-        """Tokens held by each head, int32."""
+        """Number of tokens held by each head, int32."""
         return self._held()[3]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Keys, values, table and lengths, if there are any."""
+        """Keys, values, table and lengths; empty before the first write."""
         return self._stored or ()
 
     def allocate(self, batch: int, like: Tensor) -> None:
@@ -101,13 +101,13 @@ class PagedKVState(StatePart):
         *,
         known: Pages | None = None,
     ) -> None:
-        """Append to each head's list the runs of tokens that the head takes, in their order.
+        """Append to the list of each head those runs of tokens that `take` selects, in their order.
 
         Args:
             k, v: keys and values of the tokens, T = runs · page.
-            take: True if the head takes the run.
-            known: upper bounds of the pages in use after the call, if the host knows any. With None, the host reads the
-                number of pages from the device if the memory does not suffice for all runs (not at the first write).
+            take: True if the head retains the run.
+            known: upper bounds of the pages in use after the call, if the caller knows any. With None, the host reads
+                the number of pages from the device if memory for all runs is not allocated (except at the first write).
         """
         k, v = k.detach(), v.detach()
         runs = take.shape[1]
@@ -130,18 +130,21 @@ class PagedKVState(StatePart):
         lengths += self.page * take.sum(1, dtype=torch.int32)
 
     def lists(self) -> tuple[Float[Tensor, "N H S K"], Float[Tensor, "N H S V"]]:
-        """Return a contiguous copy of the lists; entries beyond a list's end are undefined. Waits for the device."""
+        """Return each head's tokens as contiguous lists; entries beyond a list's end are undefined.
+
+        Waits for the device.
+        """
         self._bound = self._in_use()
         at = self.table[:, :, : self._bound.head].long()
         rows = torch.arange(len(at), device=at.device).view(-1, 1, 1)
-        # entries beyond a list may have been moved from a larger pool
+        # page indices beyond a list's end may be stale and exceed the pool, so they are clamped
         keys, values = (x[rows, at.clamp(max=x.shape[1] - 1)].flatten(2, 3) for x in (self.keys, self.values))
         return keys, values
 
     def attend(
         self, q: Float[Tensor, "N HQ K"], *, scale: float | None = None, impl: Impl | None = None
     ) -> AttentionOutput:
-        """Attend with one token per row: each query head to the list of its key head.
+        """Attend with one query token per row: each query head to the tokens that its key head holds.
 
         Returns:
             o `[N, 1, HQ, V]` and the log-sum-exp `[N, 1, HQ]`, −∞ for a head without keys.
@@ -149,7 +152,7 @@ class PagedKVState(StatePart):
         return paged_attention_decode(q.unsqueeze(1), *self._held(), scale=scale, impl=impl)
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor by a function of it."""
+        """Replace every tensor by `fn` of it."""
         if self._stored is not None:
             keys, values, table, lengths = map(fn, self._stored)
             self._stored = keys, values, table, lengths
@@ -159,7 +162,7 @@ class PagedKVState(StatePart):
         self._reset_bounds()
 
     def snapshot(self) -> StatePart:
-        """Return a copy of the lengths alone: tokens appended later take other pages, so that the stored ones stay."""
+        """Return a copy of the lengths only: later tokens take other pages, so that the stored tokens do not change."""
         held = TensorState(self.heads, dtype=torch.int32)
         held.value = None if self._stored is None else self.lengths.clone()
         return held
@@ -176,13 +179,13 @@ class PagedKVState(StatePart):
         self._stored, self._bound = None, _NONE
 
     def loosen(self) -> None:
-        """End `fix`: tensors may be reallocated again."""
+        """End the effect of `fix`: tensors may be reallocated again."""
         if self.fixed:
             self._reset_bounds()
         super().loosen()
 
     def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
-        """Return the bytes if heads retain no token and if they retain all, without page tables."""
+        """Return the bytes if heads retain no token (least) and if they retain all (most), without page tables."""
         token = self.heads * (self.key_size + self.value_size) * dtype.itemsize
         return Bounds(0, batch_size * (seq_len * token + self.heads * torch.int32.itemsize))
 
@@ -199,7 +202,7 @@ class PagedKVState(StatePart):
         return sum(x.nbytes for x in self.tensors)
 
     def free_tokens(self, more: int) -> int:
-        """Return how many of `more` further tokens of each sequence certainly have memory; waits for the device."""
+        """Return how many of `more` further tokens of each sequence surely fit in memory; waits for the device."""
         if self._stored is None:
             return more
         self._bound = self._in_use()
@@ -207,7 +210,7 @@ class PagedKVState(StatePart):
         return min(more, self.page * min((row - self._bound.row) // self.heads, head - self._bound.head))
 
     def _begin(self, k: Tensor, v: Tensor, take: Tensor, known: Pages | None) -> None:
-        """Store the runs of the first call: each page gets a copy of its run, spare pages a copy of the last run."""
+        """Store the runs of the first call: a used page is a copy of its run, a spare page a copy of the last run."""
         runs, H = take.shape[1:]
         self._bound = known or Pages(runs * H, runs)
         P, columns = self._sizes(Pages(self._bound.row + (H if known else 0), self._bound.head))
@@ -218,7 +221,7 @@ class PagedKVState(StatePart):
         self._stored = self._runs(k, *source), self._runs(v, *source), table, self.page * taken
 
     def _taken(self, counts: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-        """Return run and head of the `number`-th run (from 1) that a row takes, or of the last if there are fewer."""
+        """Return run and head of the `number`-th run (from 1) that a row takes, or of its last if it takes fewer."""
         source, runs = torch.searchsorted(counts, number.minimum(counts[:, -1:])), counts.shape[1] // self.heads
         return source % runs, source // runs
 
@@ -232,15 +235,15 @@ class PagedKVState(StatePart):
         return self._stored
 
     def _capacity(self) -> Pages:
-        """Return how many pages there is memory for."""
+        """Return the number of allocated pages per row and of table columns."""
         return Pages(self.keys.shape[1] - 1, self.table.shape[2] - 1)
 
     def _sizes(self, pages: Pages) -> Pages:
-        """Return the pages per row and the table columns to allocate for `pages`."""
+        """Return the pages per row and the table columns to allocate for the bounds `pages`."""
         return Pages(pages.row + 1, cdiv(pages.head + 1, _COLUMNS) * _COLUMNS)
 
     def _in_use(self, take: Tensor | None = None) -> Pages:
-        """Read from the device how many pages are in use, or will be after `take [N, runs, H]`."""
+        """Read from the device how many pages are in use; with `take [N, runs, H]`, after these runs are appended."""
         held = self.lengths // self.page
         held = held if take is None else held + take.sum(1)
         if not held.numel():
@@ -248,11 +251,11 @@ class PagedKVState(StatePart):
         return Pages(*torch.stack((held.sum(1).max(), held.max())).tolist())
 
     def _reset_bounds(self) -> None:
-        """Set the bounds to the capacity, as it is unknown how many pages are in use."""
+        """Set the bounds to the capacity, because the number of pages in use is unknown."""
         self._bound = _NONE if self._stored is None else self._capacity()
 
     def _ensure_pages(self, k: Tensor, take: Tensor, known: Pages | None) -> int:
-        """Allocate memory for the runs that heads take; return an upper bound of the pages that a row takes."""
+        """Allocate memory for the runs selected by `take`; return an upper bound of the pages that a row needs."""
         N, runs, H = take.shape
         most = runs * H
         if self._stored is not None and self.fixed:
@@ -270,7 +273,7 @@ class PagedKVState(StatePart):
         return min(most, after.row)
 
     def _reallocate(self, pages: Pages) -> None:
-        """Reallocate the memory for `pages`, which must include the pages in use."""
+        """Reallocate the memory for `pages`, which must cover the pages in use."""
         keys, values, table, lengths = self._held()
         row, columns = self._sizes(pages)
         keys, values = (F.pad(x, (0, 0, 0, 0, 0, row - x.shape[1])) for x in (keys, values))
@@ -285,7 +288,7 @@ class PagedKVState(StatePart):
         spare = self.heads * most
         needed = Pages(used.row + spare, max(used.head + most, longest))
         if not _fits(needed, have):
-            # a tenth more, but no more than all tokens take
+            # a tenth more, but not more than if every head retained all tokens
             spare = max(spare, min(used.row // 10, self.heads * longest - used.row))
             self._reallocate(Pages(max(have.row, used.row + spare), max(have.head, needed.head)))
 
@@ -295,7 +298,7 @@ class PagedKVState(StatePart):
             return
         used, most = self._in_use(), cdiv(more, self.page)
         keys, values, table, lengths = storage
-        # `more` may be fewer tokens than the sequences will get, so that one page of each head suffices
+        # `more` may exceed the number of tokens that sequences will get, so that one free page of each head suffices
         row, head = used.row + self.heads * min(most, 1), used.head + most
         if row >= keys.shape[1] or head >= table.shape[2]:
             raise ValueError(f"the storage has {keys.shape[1] - 1} pages of a row, {row} are needed")

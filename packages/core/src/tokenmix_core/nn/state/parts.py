@@ -22,7 +22,7 @@ class Bounds(NamedTuple):
 
     @classmethod
     def sum(cls, bounds: Iterable[Bounds]) -> Bounds:
-        """Return the bounds of several states together."""
+        """Return the sum of the bounds of several states."""
         pairs = list(bounds)
         return cls(sum(x.least for x in pairs), sum(x.most for x in pairs))
 
@@ -31,8 +31,8 @@ class StatePart:
     """One part of a layer's state: `TensorState`, `KVState`, `RaggedKVState`, `PagedKVState`, or the mixer's own.
 
     Attributes:
-        window: tokens kept; None if tokens never leave because of their age.
-        keeps_tokens: whether single tokens are stored, as keys and values are.
+        window: number of last tokens kept; None if a token's age does not remove it.
+        keeps_tokens: whether the state stores single tokens, as a KV cache does.
         fixed: whether the tensors keep their addresses between decoding steps; see `fix`.
     """
 
@@ -45,17 +45,17 @@ class StatePart:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors of the state, each `[N, ...]`: all that a decoding step reads and writes."""
+        """The tensors of the state, each `[N, ...]`: all that a decoding step reads or overwrites."""
         raise undefined(self, "tensors", "the property that holds all tensors of the state")
 
     def fix(self, max_length: int, more: int, storage: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
-        """Keep the addresses of all tensors until `loosen`: decoding steps then only overwrite values.
+        """Keep the addresses of all tensors until `loosen`: decoding steps then only overwrite their values.
 
         Args:
             max_length: tokens that the longest sequence may reach.
-            more: further tokens of each sequence for which to allocate memory that depends on data.
-            storage: tensors returned by `fix` of a state of the same shapes, to copy the values to; None to use the
-                state's own.
+            more: further tokens of each sequence to allocate memory for, if the state's size depends on data.
+            storage: tensors that `fix` of a state with the same shapes returned, to copy the values to; None to use the
+                state's own tensors.
 
         Returns:
             The tensors that hold the state.
@@ -72,40 +72,40 @@ class StatePart:
         return tuple(storage)
 
     def free_tokens(self, more: int) -> int:
-        """Return how many of `more` further tokens of each sequence certainly have memory while fixed; may wait."""
+        """Return how many of `more` further tokens of each sequence surely fit if `fixed`; may wait for the device."""
         return more
 
     def loosen(self) -> None:
-        """End `fix`: tensors may be reallocated again."""
+        """End the effect of `fix`: tensors may be reallocated again."""
         self.fixed = False
 
     def _resize(self, max_length: int, more: int) -> None:
-        """Allocate memory for `max_length` tokens and `more` new ones per sequence; a no-op for a constant size."""
+        """Allocate memory for `max_length` tokens and `more` new ones per sequence; a constant size needs none."""
 
     def _move(self, storage: Sequence[Tensor], more: int) -> None:
-        """Copy the values to `storage` and use it from now on."""
+        """Copy the values to `storage`, and use `storage` as the state's memory from now on."""
         copy_all(self.tensors, storage)
         targets = iter(storage)
         self.map_(lambda _: next(targets))
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor, `[N, ...]`, by a function of it, in the order of `tensors`."""
+        """Replace every tensor `[N, ...]` by `fn` of it, in the order of `tensors`."""
         raise undefined(self, "map_(fn)", "which replaces every tensor by a function of it")
 
     def snapshot(self) -> StatePart | None:
-        """Return a copy to which `restore` can return; None if later tokens only add to the contents."""
+        """Return a copy for `restore`; None if later tokens only append to the contents."""
         copied = copy.copy(self)
         copied.fixed = False
         copied.map_(torch.clone)
         return copied
 
     def restore(self, snapshot: StatePart | None) -> None:
-        """Return to the contents of an earlier snapshot, which can be restored again."""
+        """Return to the contents of `snapshot`, which stays usable."""
         if snapshot is not None:
             vars(self).update(vars(snapshot.snapshot()))
 
     def gather_rows(self, sources: Sequence[tuple[StatePart, Sequence[int]]]) -> None:
-        """Replace the contents by copies of rows of other states of the same layer, in the given order."""
+        """Replace the contents by copies of the rows that `sources` lists from other states of the same layer."""
         held = [(part.tensors, list(rows)) for part, rows in sources]
         written = next((part for part, _ in sources if part.tensors), None)
         if written is None:
@@ -113,7 +113,8 @@ class StatePart:
             return
         gathered = []
         for i, like in enumerate(written.tensors):
-            # sequences of other lengths have more or fewer slots; zeros, as kernels may load unwritten slots
+            # sequences of other lengths have fewer slots, which are filled up with zeros, as kernels may load unwritten
+            # slots
             sizes = [max(n) for n in zip(*(x[i].shape[1:] for x, _ in held if x), strict=True)]
             target, start = like.new_zeros(sum(len(rows) for _, rows in held), *sizes), 0
             for tensors, rows in held:
@@ -138,12 +139,12 @@ class StatePart:
         )
 
     def held(self, seq_len: int) -> int:
-        """Return the bytes in use by sequences of `seq_len` tokens, without spare capacity."""
+        """Return the bytes that sequences of `seq_len` tokens use, without spare capacity."""
         raise undefined(self, "held(seq_len)", "which returns the bytes that are held")
 
     @property
     def allocated(self) -> int:
-        """Bytes of memory allocated."""
+        """Bytes of allocated memory."""
         raise undefined(self, "allocated", "the property that holds the bytes of memory taken")
 
 
@@ -151,7 +152,7 @@ class TensorState(StatePart):
     """One tensor of constant size, `[N, *shape]`.
 
     Args:
-        shape: without the batch.
+        shape: the tensor's shape without the batch dimension.
         dtype: an integer dtype, or a floating-point one, which is promoted if the activations' dtype is wider; None for
             the dtype of the activations.
     """
@@ -161,7 +162,7 @@ class TensorState(StatePart):
         self.value: Tensor | None = None
 
     def get(self, batch: int, like: Tensor) -> Tensor:
-        """Return the value; zeros before the first `set`."""
+        """Return the tensor; zeros for `batch` sequences before the first `set`."""
         if self.value is None:
             dtype = like.dtype if self.dtype is None else self.dtype
             if dtype.is_floating_point:
@@ -170,11 +171,11 @@ class TensorState(StatePart):
         return self.value
 
     def set(self, value: Tensor) -> None:
-        """Store a value for the next call, without its gradients."""
+        """Store `value`, detached from its graph, for the next call."""
         self.put(value.detach().contiguous())
 
     def put(self, value: Tensor) -> None:
-        """Store a value with its gradients; overwrite the storage in place if it is `fixed`."""
+        """Store `value` with its graph; if `fixed`, overwrite the storage in place."""
         if self.fixed and self.value is not None:
             self.value.copy_(value)
         else:
@@ -186,7 +187,7 @@ class TensorState(StatePart):
         return () if self.value is None else (self.value,)
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace the tensor by a function of it."""
+        """Replace the tensor by `fn` of it."""
         if self.value is not None:
             self.value = fn(self.value)
 
@@ -200,17 +201,20 @@ class TensorState(StatePart):
         return Bounds(size, size)
 
     def held(self, seq_len: int) -> int:
-        """Return the bytes in use; they do not depend on `seq_len`."""
+        """Return the bytes in use, which do not depend on `seq_len`."""
         return 0 if self.value is None else self.value.nbytes
 
     @property
     def allocated(self) -> int:
-        """Bytes of memory allocated."""
+        """Bytes of allocated memory."""
         return self.held(0)
 
 
 class LayerState:
-    """The named parts of a layer's state: `LayerState(kv=KVState(...))`, then `state.kv`; `state.span` for the call."""
+    """The parts of a layer's state by name:
+
+    `state.span` is the call's layout.
+    """
 
     span: Span
 

@@ -1,4 +1,4 @@
-"""Keys and values of tokens selected per head, in a fixed number of slots."""
+"""Keys and values of tokens that each head selects for itself, in a fixed number of slots per head."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tokenmix_core.ops.types import AttentionOutput, Impl
 
 
 def first_taken(take: Bool[Tensor, "N H C"], most: int) -> tuple[Int[Tensor, "N H most"], Int[Tensor, "N H"]]:
-    """Return the indices of the first `most` of C ≥ 1 tokens that each head takes, and how many it takes in all.
+    """Return the indices of the first `most` of C ≥ 1 tokens that each head takes, and the number of all that it takes.
 
-    If a head takes fewer, its last index is repeated; if it takes none, the index is 0.
+    A head that takes fewer than `most` tokens gets its last index repeatedly; one that takes none gets index 0.
     """
     counts = take.contiguous().cumsum(-1)
     lengths = counts[..., -1]
@@ -31,7 +31,7 @@ class RaggedKVState(StatePart):
         heads: H.
         key_size: K.
         value_size: V.
-        slots: maximum number of tokens that a head keeps.
+        slots: maximum number of tokens that a head holds.
     """
 
     keeps_tokens = True
@@ -42,22 +42,22 @@ class RaggedKVState(StatePart):
 
     @property
     def keys(self) -> Float[Tensor, "N H slots K"]:
-        """The keys; a ValueError before the first write."""
+        """The keys; raises a ValueError before the first write."""
         return self._held()[0]
 
     @property
     def values(self) -> Float[Tensor, "N H slots V"]:
-        """The values; a ValueError before the first write."""
+        """The values; raises a ValueError before the first write."""
         return self._held()[1]
 
     @property
     def lengths(self) -> Int[Tensor, "N H"]:
-        """Tokens held by each head, int32."""
+        """Number of tokens held by each head, int32."""
         return self._held()[2]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Keys, values and lengths, if there are any."""
+        """Keys, values and lengths; empty before the first write."""
         return self._stored or ()
 
     def allocate(self, batch: int, like: Tensor) -> None:
@@ -68,13 +68,13 @@ class RaggedKVState(StatePart):
         self._stored = keys, values, like.new_zeros(batch, self.heads, dtype=torch.int32)
 
     def hold(self, keys: Tensor, values: Tensor, lengths: Int[Tensor, "N H"]) -> None:
-        """Replace the contents by `[N, H, slots, K]`, `[N, H, slots, V]` and int32 lengths, without a copy."""
+        """Replace the contents, without a copy, by `[N, H, slots, K]`, `[N, H, slots, V]` and int32 lengths."""
         self._stored = keys, values, lengths
 
     def attend(
         self, q: Float[Tensor, "N HQ K"], *, scale: float | None = None, impl: Impl | None = None
     ) -> AttentionOutput:
-        """Attend with one token per row: each query head to the list of its key head.
+        """Attend with one query token per row: each query head to the tokens that its key head holds.
 
         Returns:
             o `[N, 1, HQ, V]` and the log-sum-exp `[N, 1, HQ]`, −∞ for a head without keys.
@@ -87,7 +87,7 @@ class RaggedKVState(StatePart):
         return AttentionOutput(o.view(N, 1, HQ, -1), lse.view(N, 1, HQ))
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor by a function of it."""
+        """Replace every tensor by `fn` of it."""
         if self._stored is not None:
             keys, values, lengths = map(fn, self._stored)
             self._stored = keys, values, lengths
@@ -103,12 +103,12 @@ class RaggedKVState(StatePart):
         return Bounds(size, size)
 
     def held(self, seq_len: int) -> int:
-        """Return the bytes of all slots, if there are any yet."""
+        """Return the bytes of all slots; 0 before the first write."""
         return self.allocated
 
     @property
     def allocated(self) -> int:
-        """Bytes of memory allocated."""
+        """Bytes of allocated memory."""
         return sum(x.nbytes for x in self.tensors)
 
     def _held(self) -> tuple[Tensor, Tensor, Tensor]:
