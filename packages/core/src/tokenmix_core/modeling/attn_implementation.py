@@ -9,7 +9,7 @@ from tokenmix_core.nn.mixer import Mixer
 
 
 def choose_attention(mixers: Iterable[Mixer], requested: Any) -> None:
-    """Set the attention mixers' implementation, given by transformers' name for it; None changes nothing.
+    """Set `impl` of all attention mixers by `requested`, transformers' name of an implementation; None changes nothing.
 
     Raises:
         ValueError: a name without a corresponding implementation, or a model without attention.
@@ -30,12 +30,13 @@ def choose_attention(mixers: Iterable[Mixer], requested: Any) -> None:
 
 
 class ChoosesAttention:
-    """Mixin before transformers' `PreTrainedModel`: `attn_implementation` selects one of our implementations."""
+    """Mixin before transformers' `PreTrainedModel`: `attn_implementation` selects an implementation of our mixers."""
 
     config: Any
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
-        # transformers would set a default, which could not be distinguished from a request
+        # return the request unchanged: transformers would replace None by a default, which would then look like a
+        # request
         return attn_implementation
 
     def set_attn_implementation(self, attn_implementation: str) -> None:

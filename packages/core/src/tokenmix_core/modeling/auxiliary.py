@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class AuxiliaryLoss(NamedTuple):
-    """The auxiliary losses of one call: their sum over layers and tokens, and the number of tokens."""
+    """The auxiliary losses of one call: their sum over layers and tokens, and the number of predicted tokens."""
 
     total: Tensor
     tokens: int
@@ -20,7 +20,7 @@ class AuxiliaryLoss(NamedTuple):
 
 @contextmanager
 def collected_losses(model: nn.Module) -> Iterator[list[AuxiliaryLoss]]:
-    """Return a context that collects the auxiliary losses of training calls, if the caller's loss omits them."""
+    """Return a context with a list of its training calls' auxiliary losses, for callers that add them themselves."""
     found: list[AuxiliaryLoss] = []
     backbones: list[Any] = [module for module in model.modules() if hasattr(module, "auxiliary_losses")]
     for backbone in backbones:
@@ -33,12 +33,12 @@ def collected_losses(model: nn.Module) -> Iterator[list[AuxiliaryLoss]]:
 
 
 def summed_losses(auxiliary: dict[str, Tensor | tuple[Tensor, ...]] | None) -> list[Tensor]:
-    """Return each auxiliary loss, summed over layers."""
+    """Return each auxiliary loss of a call, summed over layers."""
     return [x.sum() for name, values in (auxiliary or {}).items() if name.endswith("_loss") for x in values]
 
 
 def report_uncounted(model: Any, auxiliary: dict[str, Tensor | tuple[Tensor, ...]] | None, tokens: int) -> None:
-    """Collect the auxiliary losses of a training call whose caller does not count them, or warn once."""
+    """Append a training call's auxiliary losses to the list of `collected_losses`; outside that context, warn once."""
     if not (auxiliary and model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return
     if not (losses := summed_losses(auxiliary)):

@@ -41,10 +41,11 @@ class HybridOutput(CacheOutput):
     Attributes:
         last_hidden_state: `[B, T, D]`, normalised; zero at padding.
         cache: the cache, if one is kept; `past_key_values` is the same object.
-        hidden_states: with `output_hidden_states`, the embeddings and every layer's output, the last one normalised.
-        auxiliary: the mixers' further return values by name, stacked over layers; a tuple if their shapes differ.
-        cu_seqlens: boundaries of packed documents, converted from the form in which the call gave them.
-        attentions: None, as transformers' heads read it.
+        hidden_states: with `output_hidden_states`, the embeddings and every layer's output, the last one after the
+            norm.
+        auxiliary: the mixers' auxiliary tensors by name, stacked over layers; a tuple if their shapes differ.
+        cu_seqlens: boundaries of packed documents, from whichever argument of the call gave them.
+        attentions: always None; transformers' classification heads read it.
     """
 
     attentions: ClassVar[None] = None
@@ -56,7 +57,7 @@ class HybridOutput(CacheOutput):
 
 
 class HybridBlock(GradientCheckpointingLayer):
-    """x ← x + mixer(norm(x)); x ← x + mlp(norm(x)), the latter unless `intermediate_size` is 0."""
+    """x ← x + mixer(norm(x)); x ← x + mlp(norm(x)). Without the second step if `intermediate_size` is 0."""
 
     def __init__(self, config: HybridConfig, mixer: Mixer):
         super().__init__()
@@ -78,11 +79,11 @@ class HybridBlock(GradientCheckpointingLayer):
     ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         """Return the residual stream after the block, None (see `defer`), and the mixer's auxiliary tensors.
 
-        With `defer`, return the block's last branch instead of None, and do not add it to the stream: the next block
-        takes it as `branch`, and its first norm adds it. With `rows` (without `branch` and `defer`), inputs and outputs
-        have padding, which is removed inside the block. With `shard`, inputs and outputs are one rank's tokens of split
-        rows; the shard is an argument because gradient checkpointing calls the block again, outside the context of
-        `sequence_shard`.
+        With `defer`, the block's last addition is left to the next block: it returns the addend instead of None, and
+        the next block takes the addend as `branch` and adds it in the kernel of its first norm. With `rows` (without
+        `branch` and `defer`), inputs and outputs have padding, which is removed inside the block. With `shard`, inputs
+        and outputs are one rank's tokens of split rows; `shard` is an argument because gradient checkpointing calls the
+        block again, outside the context of `sequence_shard`.
         """
         if shard is not None:
             with sequence_shard(shard, layer):
@@ -117,7 +118,7 @@ class HybridPreTrainedModel(ChoosesAttention, CheckedLoading, PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["HybridBlock"]  # noqa: RUF012
     _skip_keys_device_placement = list(NAMES)  # noqa: RUF012
-    # recurrent states cannot be rolled back, as assisted generation would require
+    # assisted generation needs a rollback, which recurrent states cannot provide
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -159,10 +160,10 @@ class HybridModel(HybridPreTrainedModel):
             }
         )
         self.gradient_checkpointing = False
-        # list for auxiliary losses that the caller of a training call does not count, or None; see `modeling.auxiliary`
+        # auxiliary losses of training calls whose caller omits them; None outside `auxiliary.collected_losses`
         self.auxiliary_losses: list[AuxiliaryLoss] | None = None
         self.warned_of_losses = False
-        # tensors that stay in float32 when a checkpoint is loaded in 16 bits
+        # these tensors stay in float32 when a checkpoint is loaded in 16 bits
         self._keep_in_fp32_modules_strict = {
             f"{path}.{name}"
             for path, module in self.named_modules()
@@ -181,8 +182,8 @@ class HybridModel(HybridPreTrainedModel):
         return [layer.mixer for layer in self._blocks]
 
     def make_cache(self, max_length: int = 0, *, offload: bool = False, record: int | None = None) -> HybridCache:
-        """Return an empty cache; arguments as for `HybridCache`."""
-        # a list: torch 2.11 cannot reconstruct a traced generator after a graph break
+        """Return an empty cache; the arguments are those of `HybridCache`."""
+        # a list, because torch 2.11 cannot reconstruct a traced generator after a graph break
         states = [mixer.make_state() for mixer in self.mixers]
         return HybridCache(states, max_length=max_length, offload=offload, record=record)
 
@@ -206,26 +207,26 @@ class HybridModel(HybridPreTrainedModel):
         """Run the backbone.
 
         Args:
-            input_ids: `[B, T]`, or `inputs_embeds [B, T, D]` instead.
+            input_ids: `[B, T]`; or give `inputs_embeds [B, T, D]` instead.
             attention_mask: `[B, T]`, or `[B, past + T]` with a cache: zero for padding, on the left or the right of a
-                row. Padding is removed before the layers run, which synchronises with the device once per call; a step
-                of one token after real tokens is assumed to be real. Under torch.compile nothing synchronises: padding
-                is moved behind the real tokens and computed.
-            position_ids: `[B or 1, T]`, rotary positions; by default tokens are counted without padding. In one row
-                without a cache and padding, a document begins where positions do not increase, as in transformers'
-                DataCollatorWithFlattening; in all other calls they must increase, which a compiled graph does not
-                check. Finding the boundaries synchronises once; `cu_seqlens` avoids this.
+                row. Padding is removed before the layers run, for which the host waits for the device once per call; a
+                decoding step after real tokens is assumed to contain no padding. Under torch.compile the host cannot
+                wait: padding is moved behind the real tokens and computed.
+            position_ids: `[B or 1, T]`, rotary positions; by default the token's index in its sequence without padding.
+                In a single row without a cache and padding, a document begins where positions do not increase, as in
+                transformers' DataCollatorWithFlattening; in all other calls they must increase, which a compiled graph
+                does not check. Finding these boundaries synchronises once, which `cu_seqlens` avoids.
             cu_seqlens: `[N + 1]`, boundaries of packed sequences (B = 1); for training and scoring, without a cache.
                 The collator's `cu_seq_lens_q` and `cu_seq_lens_k` are synonyms, `seq_idx [1, T]` is another form;
                 `max_length_q` and `max_length_k` are accepted and ignored.
             cache: the cache of an earlier call; updated. `past_key_values` is a synonym.
-            use_cache: keep a cache; by default the configuration's value in evaluation mode, and False in training
-                mode, for packed documents, and in a compiled graph with an attention_mask.
-            output_hidden_states: return all layers' outputs; by default the configuration's value.
-            output_attentions: must not be True; the kernels do not form attention weights.
-            losses_counted: whether the caller adds the auxiliary losses to its own; otherwise training warns once.
-            mixer_inputs: extra inputs of the mixers by name; None counts as not given, and so does any other name with
-                None or False, which libraries pass as options.
+            use_cache: whether to keep a cache; by default the configuration's value in evaluation mode, and False in
+                training mode, for packed documents, and in a compiled graph with an attention_mask.
+            output_hidden_states: whether to return all layers' outputs; by default the configuration's value.
+            output_attentions: must not be True, because the kernels do not store attention weights.
+            losses_counted: whether the caller adds the auxiliary losses to its own loss; if not, training warns once.
+            mixer_inputs: extra inputs of the mixers by name. None counts as not given; an unknown name is ignored if
+                its value is None or False, because libraries pass options in this way.
 
         Inside `parallel.sequence_shard` the inputs are whole rows, equal on all ranks; outputs are this rank's tokens.
 
@@ -276,7 +277,7 @@ class HybridModel(HybridPreTrainedModel):
                     args["defer"] = True
                 if shard is not None:
                     args |= {"shard": shard, "layer": i}
-                # positional: checkpointing computes gradients of positional arguments only
+                # positional, because checkpointing computes gradients of positional arguments only
                 stream = (hidden,) if branch is None else (hidden, branch)
                 if cache is None:
                     hidden, branch, more = layer(*stream, **args)
@@ -292,7 +293,7 @@ class HybridModel(HybridPreTrainedModel):
                     if not span.empty:
                         auxiliary.setdefault(name, []).append(value)
                     elif name.endswith("_loss"):
-                        # zero, but connected to the parameters, which then get zero gradients
+                        # zeros that still depend on the parameters, so that these get zero gradients
                         auxiliary.setdefault(name, []).append(value.masked_fill(torch.ones_like(value).bool(), 0))
                 if output_hidden_states:
                     seen.append(span.unpack(hidden if rows is None else span.pack(hidden)))
@@ -317,7 +318,7 @@ class HybridModel(HybridPreTrainedModel):
         return mlps + sum(mixer.flops_per_token(seq_len) for mixer in self.mixers)
 
     def _deferring(self) -> list[bool]:
-        """Return for each block if the next block's norm adds its last branch; False if one of the two is not plain."""
+        """Return for each block whether the next block's norm adds its last branch: only if both blocks are plain."""
         unseen = [is_plain(HybridBlock, layer) for layer in self._blocks]
         return [*(a and b for a, b in itertools.pairwise(unseen)), False]
 
@@ -343,22 +344,23 @@ class HybridModel(HybridPreTrainedModel):
             )
 
     def inputs_to_keep(self, inputs: dict[str, Any], cache: HybridCache) -> dict[str, Any]:
-        """Return extra inputs in the form in which a cache keeps them, to compute tokens again after `crop`.
+        """Return extra inputs in the form in which a cache's history keeps them, to compute tokens again after `crop`.
 
-        Override for inputs that depend on the model or the call; tensors `[B, T, ...]` have a value for each token.
+        Override this for inputs that depend on the model or the call. Tensors `[B, T, ...]` have a value for each
+        token.
         """
         return {name: x for name, x in inputs.items() if x is not None}
 
     def prepare_mixer_inputs(
         self, inputs: dict[str, Any], span: Span, cu_seqlens: Tensor | None, cache: HybridCache | None
     ) -> dict[str, Any]:
-        """Convert extra inputs to the form that the layers take; override for inputs that depend on model or cache.
+        """Convert extra inputs to what the layers take; override this for inputs that depend on the model or the cache.
 
         Args:
             inputs: the caller's inputs.
             span: token layout of the call.
             cu_seqlens: boundaries of packed sequences.
-            cache: the call's cache; None without one.
+            cache: the call's cache, or None.
         """
         takers = self.input_takers
         given = {name: x for name, x in inputs.items() if name in takers and x is not None}
@@ -379,5 +381,5 @@ def _input_takers(mixers: list[Mixer]) -> dict[str, type[Mixer]]:
 
 
 def _stacked(values: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
-    """Stack the tensors of several layers if their shapes are equal."""
+    """Stack the tensors of several layers, or return them as a tuple if their shapes differ."""
     return torch.stack(values) if len({x.shape for x in values}) == 1 else tuple(values)

@@ -13,22 +13,22 @@ from transformers.cache_utils import Cache
 from tokenmix_core.modeling.rollback import History, Snapshot
 from tokenmix_core.nn.state import LayerState, Span, copy_all
 
-# the tensors of each state part of a cache; the last tuple holds the sequences' lengths
+# for each state part of a cache, its tensors; the last tuple holds the sequences' lengths
 Storage = list[tuple[Tensor, ...]]
 
 
 class HybridCache(Cache):
-    """Per-layer states of constant size, windows, and growing keys and values, for a batch of sequences.
+    """The states of all layers, of constant size, windowed or growing, for a batch of sequences.
 
-    A call of the model opens a `Span` with `begin` and closes it with `end`. Between the first layer's `acquire` and
-    `end` the cache is marked as broken: an error in between leaves some layers ahead of others. Sequences are stored
-    without padding; the length reported to transformers counts padding, since transformers compares it with input ids.
-    When the capacity for keys and values is reached, it grows by half; with `max_length` it is allocated at once.
+    A call of the model opens a `Span` with `begin` and closes it with `end`. From the first layer's `acquire` to `end`
+    the cache is marked as broken, because an error there leaves some layers ahead of others. Sequences are stored
+    without padding, but the length reported to transformers counts padding, because transformers compares it with input
+    ids. When the memory for keys and values is full, it grows by half; with `max_length` it is allocated at once.
     Between `fix` and `loosen` all tensors keep their addresses.
 
     Args:
         layers: the state of each layer (`model.make_cache()` builds them).
-        max_length: tokens that the sequences are expected to reach, padding included.
+        max_length: number of tokens that the sequences are expected to reach, padding included.
         offload: keep the states of all layers except the running one in CPU memory.
         record: how many of the last tokens `crop` can remove; None keeps no history.
     """
@@ -40,28 +40,27 @@ class HybridCache(Cache):
     ):
         super().__init__(layers=list(layers))  # type: ignore[arg-type]
         self.max_length, self.offload_states = max_length, offload
-        # length: tokens seen, padding included; past: upper bound of a sequence's stored tokens;
-        # lengths: stored tokens of each sequence, None if all store `past`
+        # length: tokens seen, padding included; past: largest number of stored tokens of any sequence, or a bound of
+        # it; lengths: stored tokens of each sequence, None if all store `past`
         self.length, self.past = 0, 0
         self.lengths: Tensor | None = None
-        # whether the last token of any sequence was padding; a tensor on the device until the host has read it
+        # whether any sequence's last token was padding; a tensor on the device until the host has read it
         self.padding_at_end: bool | Tensor = False
-        # whether a call has begun to change states and has not ended
+        # True from a call's first change of a state to its end
         self.broken = False
         self._batch: int | None = None
         self.span: Span | None = None
-        # set while the cache is fixed: the lengths on the device; the capacity in tokens, and the length up to which
-        # memory that depends on data suffices; the lengths that the host read last, and `past` then; whether all
-        # lengths are equal
+        # set while fixed: the lengths, on the device; the capacity in tokens, and the length up to which data-dependent
+        # memory suffices; the lengths that the host last read, with `past` at that time; whether all lengths are equal
         self._fixed_lengths: Tensor | None = None
         self.capacity, self._limit = 0, 0
         self._read: tuple[list[int], int] | None = None
         self._equal = True
-        # decoder of single tokens that replaces the model's forward; see `decode_graph.Steps`
+        # runs decoding steps instead of the model's forward; see `decode_graph.Steps`
         self.steps: Any = None
-        # snapshots and inputs for `crop`; None if the cache keeps none
+        # snapshots and inputs from which `crop` restores; None if the cache keeps none
         self.history = None if record is None else History(record)
-        # set by transformers on a cache that the caller of generate passed
+        # transformers sets this to True on a cache that the caller passed to generate
         self._is_user_defined = False
         for part in self._parts():
             part.reserve(max_length)
@@ -87,7 +86,7 @@ class HybridCache(Cache):
         return self.span
 
     def end(self) -> None:
-        """Close the call: its tokens are now stored."""
+        """Close the call, whose tokens are now stored."""
         span, self.span = self.span, None
         assert span is not None
         if span.fixed:
@@ -97,7 +96,7 @@ class HybridCache(Cache):
         if self._fixed_lengths is not None:
             self._fixed_lengths.add_(1)
             self.past += 1
-        # a call of padding only, as at the beginning of a chunked padded prompt, changes no state
+        # a call of padding only (the beginning of a padded prompt in chunks) changes no state
         elif span.mask is None or len(span.index):
             self.lengths = None if span.uniform else span.after[: span.batch]
             self.past += span.tokens
@@ -105,18 +104,18 @@ class HybridCache(Cache):
         self.broken = False
 
     def acquire(self, layer_idx: int, device: torch.device) -> LayerState:
-        """Return the state of a layer that is about to run, on its device."""
+        """Return the state of a layer that is about to run, after moving it to `device`."""
         if not self.broken:
             self.broken = True
             if self.span is not None and self.span.fixed:
-                # one more sequence for the padding; its initial state does not matter
+                # append one sequence for the padding; its initial state does not matter
                 _map(self.layers, lambda x: torch.cat((x, x[:1])))
         if self.offload_states:
             _map([self.layers[layer_idx]], lambda x: x.to(device, non_blocking=True))
         return self.layers[layer_idx]
 
     def release(self, layer_idx: int) -> None:
-        """Offload the state of a layer that has run."""
+        """Move the state of a layer that has run back to CPU memory, if the cache offloads."""
         if self.offload_states:
             _map([self.layers[layer_idx]], lambda x: x.to("cpu"))
 
@@ -126,30 +125,31 @@ class HybridCache(Cache):
         return self._fixed_lengths is not None
 
     def has_memory(self) -> bool:
-        """True if the fixed tensors have memory for one more token of each sequence; may wait for the device."""
+        """True if the fixed tensors can store one more token of each sequence; may wait for the device."""
         if self._limit <= self.past < self.capacity:
             more = self.capacity - self.past
             self._limit = self.past + min((part.free_tokens(more) for part in self._parts()), default=more)
         return self.past < self._limit
 
     def fix(self, capacity: int, storage: Storage | None = None, *, spare: int | None = None) -> Storage:
-        """Keep the addresses of all tensors until `loosen`, with capacity for sequences of `capacity` tokens.
+        """Keep the addresses of all tensors until `loosen`, with memory for sequences of `capacity` tokens.
 
         A decoding step (one token of each sequence) then reads and writes only these tensors, lengths included, and
-        launches the same kernels at every length, so that it can be captured as a CUDA graph. Any other call loosens.
+        launches the same kernels at every length, so that a CUDA graph can capture it. Any other call ends this with
+        `loosen`.
 
         Args:
-            capacity: tokens that the longest sequence may reach, more than it has.
+            capacity: number of tokens that the longest sequence may reach, above its present length.
             storage: tensors that `fix` returned for another cache of the same model and batch size, which no longer
                 uses them; None to use the cache's own memory.
-            spare: further tokens of each sequence for which to allocate memory that depends on data, such as pages of
-                retained keys; None for all up to `capacity`. `has_memory` tells if it is used up.
+            spare: number of further tokens of each sequence for which to allocate data-dependent memory, such as pages
+                of retained keys; None for all up to `capacity`. `has_memory` returns False when it is used up.
 
         Returns:
             The tensors of every state part, and the lengths.
 
         Raises:
-            ValueError: an empty or broken cache, no capacity for another token, or storage that does not fit.
+            ValueError: an empty or broken cache, no capacity for another token, or storage of other shapes.
         """
         self._check_whole()
         if not self.past or self.ends_in_padding():
@@ -171,7 +171,7 @@ class HybridCache(Cache):
         return [*held, (lengths,)]
 
     def loosen(self) -> None:
-        """End `fix`; the tensors stay in the same memory."""
+        """End the effect of `fix`; the tensors stay in the same memory."""
         if self._fixed_lengths is None:
             return
         self.lengths = None if self._equal else self._fixed_lengths.clone()
@@ -180,7 +180,7 @@ class HybridCache(Cache):
             part.loosen()
 
     def leave(self) -> None:
-        """Loosen, and move the states to copies, so that another cache can use the storage."""
+        """Call `loosen` and move the states to copies, so that another cache can use the storage."""
         self.loosen()
         _map(self.layers, torch.clone)
 
@@ -193,7 +193,7 @@ class HybridCache(Cache):
 
     @property
     def known_lengths(self) -> list[int]:
-        """Return the length of each sequence, or a single value if all are equal; synchronises once while fixed."""
+        """Return the length of each sequence, or one value if all are equal; while fixed, synchronises once."""
         if self._lengths_equal:
             return [self.past]
         if self._read is None or not self.fixed:
@@ -202,12 +202,12 @@ class HybridCache(Cache):
         return [n + self.past - then for n in lengths]
 
     def count(self, tokens: int) -> None:
-        """Add `tokens` to the host's counters, after as many decoding steps of replayed graphs on the device."""
+        """Add `tokens` to the host's counters, after replayed graphs have run as many decoding steps on the device."""
         self.length, self.past = self.length + tokens, self.past + tokens
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Context in which a decoding step is captured, not run; restores the host's counters at exit."""
+        """Return a context for capturing a decoding step, which does not run: the host's counters are restored."""
         length, past = self.length, self.past
         try:
             yield
@@ -221,26 +221,26 @@ class HybridCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in use, without spare capacity; `allocated_nbytes` includes it."""
+        """Number of bytes in use, without spare capacity; `allocated_nbytes` includes it."""
         return sum(part.held(self.past) for part in self._parts())
 
     @property
     def allocated_nbytes(self) -> int:
-        """Bytes of memory allocated, snapshots for `crop` included."""
+        """Number of allocated bytes, snapshots for `crop` included."""
         return sum(part.allocated for part in self._parts()) + (0 if self.history is None else self.history.nbytes)
 
-    # interface of transformers' caches
+    # the interface of transformers' caches
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens seen, padding included."""
         return self.length + (0 if self.history is None else self.history.pending_tokens)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the number of columns of a mask over past and new tokens, and the index of the first."""
+        """Return the length of a mask over past and new tokens, and the index of its first column."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return −1: no limit."""
+        """Return −1, transformers' value for a cache without a limit."""
         return -1
 
     @property
@@ -260,12 +260,12 @@ class HybridCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether the cache keeps a history, so that `crop` can remove its last tokens."""
+        """True if the cache keeps a history, from which `crop` can remove the last tokens."""
         return self.history is not None
 
     @property
     def is_sliding(self) -> list[bool]:
-        """Whether each layer keeps a window."""
+        """For each layer, True if it keeps a window of tokens."""
         return [any(part.window is not None for part in layer.parts.values()) for layer in self.layers]
 
     @property
@@ -278,7 +278,7 @@ class HybridCache(Cache):
         self._change_batch(lambda x: x.index_select(0, beam_idx.to(x.device)), len(beam_idx))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences selected by indices or by a mask."""
+        """Keep only the sequences that `indices` selects, by indices or by a mask."""
         self.reorder_cache(indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -286,7 +286,7 @@ class HybridCache(Cache):
         self._change_batch(lambda x: x.repeat_interleave(repeats, 0), max(self.batch_size, 0) * repeats)
 
     def gather_rows(self, sources: Sequence[tuple[HybridCache, Sequence[int]]], lengths: Sequence[int]) -> None:
-        """Replace all sequences by copies of rows of other caches of the model, with these lengths without padding."""
+        """Replace all sequences by copies of rows of other caches of the model; `lengths` are those without padding."""
         self.reset()
         for cache, _ in sources:
             cache._check_whole()
@@ -310,9 +310,9 @@ class HybridCache(Cache):
             self.history.clear()
 
     def activate_past_recording(self, tokens: int = 32) -> None:
-        """Keep a history from now on, so that `crop` can remove `tokens` tokens, or a last call of up to twice as many.
+        """Keep a history from now on: `crop` can then remove `tokens` tokens, or a last call of up to twice as many.
 
-        The history holds up to five copies of the states, and decoding steps are not captured as graphs.
+        The history holds up to five copies of the states. Decoding steps then are not captured as graphs.
         """
         self.loosen()
         if self.history is None or self.history.tokens < tokens:
@@ -321,7 +321,7 @@ class HybridCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of each sequence, padding included.
 
-        States return to the newest snapshot; the next call computes the tokens after it, before its own.
+        The states return to the newest snapshot before the new end; the next call recomputes the tokens in between.
 
         Raises:
             ValueError: a positive number, more tokens than the history holds, or a broken cache.
@@ -339,7 +339,7 @@ class HybridCache(Cache):
         self.history.crop(self, -tokens_to_remove)
 
     def snapshot(self) -> Snapshot:
-        """Return a copy of the states, but not of keys and values that are only appended to: these can be cropped."""
+        """Return a copy of the states without append-only keys and values, because those can be cropped."""
         parts = [part.snapshot() for part in self._parts()]
         return Snapshot(self.length, self.past, self.lengths, self.padding_at_end, self._batch, parts)
 
@@ -356,7 +356,7 @@ class HybridCache(Cache):
         return self._equal if self.fixed else self.lengths is None
 
     def _counts(self) -> Tensor:
-        """Return the length of each sequence, on the device."""
+        """Return the length of each sequence as a tensor on the device."""
         if self._fixed_lengths is not None or self.lengths is not None:
             return self._fixed_lengths if self.lengths is None else self.lengths  # type: ignore[return-value]
         device = next(x.device for part in self._parts() for x in part.tensors)

@@ -1,7 +1,7 @@
-"""The name of the cache in transformers' calls and outputs: `cache` from 5.24 on, `past_key_values` before.
+"""The name of the cache in transformers' calls and outputs: `cache` from version 5.24 on, `past_key_values` before.
 
-Our models accept either name in every call and provide both in every output, with all versions. Arguments and outputs
-of transformers' own functions use the name `CACHE`.
+Our models accept either name in every call and provide both in every output, with all versions of transformers. In
+calls of transformers' own functions, the constant `CACHE` is the name.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 from transformers.utils.generic import ModelOutput
 
 NAMES = ("cache", "past_key_values")
-# versions whose outputs have the new name also accept the old one
+# the versions whose outputs have the new name also accept the old name
 CACHE = NAMES[0] if hasattr(ModelOutput, NAMES[1]) else NAMES[1]
 
 
 def take_cache(given: dict[str, Any], name: str = CACHE) -> Any:
-    """Rename the cache among keyword arguments to `name` and return it; None if there is none.
+    """Rename the cache in the keyword arguments `given` to `name` and return it; None if there is no cache.
 
     Raises:
-        ValueError: two caches under the two names.
+        ValueError: two different caches under the two names.
     """
     other = NAMES[1] if name == NAMES[0] else NAMES[0]
     cache = given.pop(other, None)
@@ -52,7 +52,7 @@ def takes_either_name(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _OldNameToo(ModelOutput):
-    """Support of both names for versions before 5.24, which do this themselves."""
+    """Output with both names of the cache, for transformers before 5.24; later versions' outputs have both."""
 
     @property
     def past_key_values(self) -> Any:
@@ -70,7 +70,7 @@ class _OldNameToo(ModelOutput):
         return super().__contains__(_new_name(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return the value of a key under either name."""
+        """Return the value of a key; either name of the cache works."""
         return super().get(_new_name(key), default)
 
 

@@ -34,9 +34,9 @@ class HybridCausalLMOutput(CacheOutput):
 
     Attributes:
         loss: cross-entropy plus auxiliary losses, each a sum over tokens divided by the number of predicted tokens.
-        logits: `[B, T or logits_to_keep, vocab]`; None in training mode with labels unless `output_logits=True`, as the
-            loss is then computed without them.
-        cache, hidden_states, auxiliary: as in `HybridOutput`.
+        logits: `[B, T or logits_to_keep, vocab]`. None in training mode with labels, because the loss is then computed
+            without logits, unless `output_logits=True`.
+        cache, hidden_states, auxiliary: the same as in `HybridOutput`.
     """
 
     loss: Tensor | None = None
@@ -49,12 +49,12 @@ class HybridCausalLMOutput(CacheOutput):
 class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin):
     """The backbone with an output layer; the configuration selects the mixer of each layer.
 
-    A transformers model: `from_pretrained`, `save_pretrained`, `generate`, gradient checkpointing, peft and the Trainer
-    work. A model built from a `HybridConfig` has random weights; mixers are found by name (`register_mixer`).
+    It is a transformers model: `from_pretrained`, `save_pretrained`, `generate`, gradient checkpointing, peft and the
+    Trainer work. A model built from a `HybridConfig` has random weights; mixers are found by their registered names.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
-    # class of the backbone; subclasses may replace it
+    # class of the backbone; subclasses may set another one
     model_class: ClassVar[type[HybridModel]] = HybridModel
 
     def __init__(self, config: HybridConfig):
@@ -64,12 +64,12 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         self.post_init()
 
     def make_cache(self, max_length: int = 0, *, offload: bool = False, record: int | None = None) -> HybridCache:
-        """Return an empty cache; arguments as for `HybridCache`."""
+        """Return an empty cache; the arguments are those of `HybridCache`."""
         return self.model.make_cache(max_length, offload=offload, record=record)
 
     @property
     def input_takers(self) -> dict[str, type[Mixer]]:  # type: ignore[override]
-        """The mixer class that converts each extra input."""
+        """For each extra input, the mixer class that converts it."""
         return self.model.input_takers
 
     def step_output(self, logits: Tensor, cache: HybridCache) -> HybridCausalLMOutput:
@@ -94,20 +94,20 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         output_logits: bool | None = None,
         **mixer_inputs: Any,
     ) -> HybridCausalLMOutput:
-        """Predict next tokens; arguments as for `HybridModel.forward`, and:
+        """Predict next tokens. The arguments are those of `HybridModel.forward`, and:
 
         Args:
-            labels: `[B, T]`, the input ids or −100, not shifted. The first token of a packed sequence is not predicted,
-                and padding neither predicts nor is predicted.
+            labels: `[B, T]`, the input ids or −100, not shifted by the caller. The first token of a packed sequence is
+                not predicted, and padding neither predicts nor is predicted.
             logits_to_keep: number of last positions that get logits (0: all positions), or the indices of positions.
-            num_items_in_batch: number of predicted tokens in the optimiser step, by which sums of losses are divided;
-                by default the number in this call.
-            output_attentions: must not be True; the kernels do not form attention weights.
+            num_items_in_batch: number of predicted tokens in the whole optimizer step, by which sums of losses are
+                divided; by default the number in this call.
+            output_attentions: must not be True, because the kernels do not store attention weights.
             output_logits: whether to return logits; by default True except in training mode with labels.
 
-        Inside `parallel.sequence_shard` the inputs and labels are whole rows, the loss is that of the whole rows, the
-        logits are those of this rank's tokens, and gradients of parameters are this rank's share: add them up over the
-        ranks.
+        Inside `parallel.sequence_shard` the inputs and labels are whole rows and the loss is that of whole rows, but
+        the logits are those of this rank's tokens. Parameters get this rank's part of their gradients: the caller sums
+        the gradients over the ranks.
 
         Raises:
             ValueError: inputs that do not fit together; the message names the given and the expected ones.
@@ -138,7 +138,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         )
         hidden, logits, loss, cache = out.last_hidden_state, None, None, out.cache
         if cache is not None:
-            # a caller that gets no logits, because of an error below, would feed these tokens again
+            # broken until the end: after an error below, a caller without logits would feed these tokens again
             cache.broken = True
         if output_logits is None:
             output_logits = labels is None or not self.training
@@ -168,15 +168,15 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         )
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return the training FLOPs per token (three times the forward pass's), to compute hardware utilisation.
+        """Return the training FLOPs per token, three times the forward's, to compute the utilisation of hardware.
 
-        They include all linear layers, the output layer among them, and the mixing as counted by the mixers (attention
-        over visible keys, recurrences in their recurrent form), but not embedding, norms and activations.
+        They include all linear layers with the output layer, and the mixing as the mixers count it (attention over
+        visible keys, recurrences in their recurrent form), but not embeddings, norms and activations.
         """
         return 3.0 * (self.model.flops_per_token(seq_len) + 2.0 * self.lm_head.weight.numel())
 
     def _fuses_loss(self, output_logits: bool) -> bool:
-        """True if the loss is computed from the output layer's weight, block by block, without forming all logits."""
+        """True if the loss is computed by blocks of tokens from the output layer's weight, without all logits."""
         own_loss = self.loss_function is not ForCausalLMLoss
         sharded = is_sharded_linear(self.lm_head) and not output_logits
         fuses = (sharded or is_plain_linear(self.lm_head)) and not own_loss
@@ -192,11 +192,11 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         num_items: Tensor | int | None,
         auxiliary: dict[str, Tensor | tuple[Tensor, ...]] | None,
     ) -> Float[Tensor, ""]:
-        """Return the loss of the logits, or of hidden states and output weight if logits is None."""
+        """Return the loss, from `logits` or, if these are None, from `hidden` and the output layer's weight."""
         extra = summed_losses(auxiliary)
         count = (targets != IGNORE).sum() if num_items is None else num_items
         if logits is not None and self.loss_function is not ForCausalLMLoss:
-            # a loss function of transformers shifts the labels and divides by the number of tokens itself
+            # loss functions of transformers shift the labels and divide by the number of tokens themselves
             labels = nn.functional.pad(targets[:, :-1], (1, 0), value=IGNORE)
             given = {} if num_items is None else {"num_items_in_batch": num_items}
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **given)
@@ -217,7 +217,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
 
         if not is_sharded_linear(head):
             return fused(hidden)
-        # FSDP2 gathers the weight around a call of the layer
+        # called through the layer, because FSDP2 gathers the weight around a layer's call
         head.forward = fused
         try:
             return head(hidden)
@@ -232,7 +232,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # pyright: ignore[reportAttributeAccessIssue]
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         read_padding_flag(take_cache(kwargs))
-        # transformers passes it on from generate(stop_strings=..., tokenizer=...)
+        # transformers passes the argument on from generate(stop_strings=..., tokenizer=...)
         kwargs.pop("tokenizer", None)
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         return prepare(*args, **kwargs)
@@ -253,19 +253,19 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
             max_length = generation_config.max_length or 0
             cache = model_kwargs[CACHE] = self.make_cache(max_length, offload=implementation == "offloaded")
             if getattr(generation_config, "is_assistant", False):
-                # the main model rejects some of the drafted tokens
+                # the cache of an assistant model, some of whose drafted tokens the main model rejects
                 cache.activate_past_recording()
 
 
 def _targets(
     hidden: Float[Tensor, "B T D"], labels: Int[Tensor, "B T"], mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> Int[Tensor, "B T"]:
-    """Return the token that each token predicts, −100 if it predicts none."""
+    """Return the token that each token has to predict, −100 if there is none."""
     if labels.shape != hidden.shape[:2]:
         raise ValueError(f"labels must have shape {list(hidden.shape[:2])}, got {list(labels.shape)}")
     targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
     if cu_seqlens is not None:
-        # for an empty first sequence the index is −1: the last token, which predicts nothing anyway
+        # index −1, if the first sequence is empty, means the last token, which predicts nothing anyway
         targets[0].index_fill_(0, (cu_seqlens[1:].long() - 1) % targets.shape[1], IGNORE)
         padding = torch.arange(targets.shape[1], device=targets.device) >= cu_seqlens[-1]
         targets = targets.masked_fill(padding, IGNORE)

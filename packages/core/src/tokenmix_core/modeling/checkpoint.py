@@ -1,4 +1,4 @@
-"""Checked loading of checkpoints."""
+"""Loading of checkpoints that refuses damaged or unfitting files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tokenmix_core._utils.trust import is_trusted
 from tokenmix_core.modeling.folder_checks import check_model_folder
 
-# files of a checkpoint other than the model
+# files that belong to a checkpoint besides configuration and weights
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "added_tokens.json", "*.jinja")
 _TOO_LARGE = ("Storage size calculation", "can't allocate memory", "not enough memory")
 _DAMAGED = (SafetensorError, EOFError, pickle.UnpicklingError)
@@ -24,18 +24,18 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def load_checked(cls: type, load: Callable[..., Any], source: Any, *args: Any, strict: bool, **kwargs: Any):
-    """Call `load(source, ...)` and raise a ValueError that describes any fault of the checkpoint.
+    """Call `load(source, ...)`; for any fault of the checkpoint raise a ValueError that describes it.
 
     Raises:
-        ValueError: a checkpoint of another model type, one that cannot be read, or, if strict, missing, unknown,
-            misshapen or non-finite weights.
+        ValueError: the checkpoint is of another model type or cannot be read, or, if `strict`, weights are missing,
+            unknown, of a wrong shape or not finite.
     """
     wants_info = kwargs.pop("output_loading_info", False)
     integers: dict[str, str] = {}
     if isinstance(source, str | os.PathLike) and Path(source).is_dir():
         integers = check_model_folder(Path(source, kwargs.get("subfolder") or ""))
     if strict:
-        # reported below with the other faults
+        # mismatched sizes are reported below, together with the other faults
         kwargs["ignore_mismatched_sizes"] = True
     try:
         model, info = load(source, *args, output_loading_info=True, **kwargs)
@@ -44,7 +44,7 @@ def load_checked(cls: type, load: Callable[..., Any], source: Any, *args: Any, s
             raise ValueError(
                 f"{source}: config.json has sizes that no memory can hold ({_first_line(error)})"
             ) from error
-        # the unpickler of damaged weights raises any error
+        # unpickling damaged weights can raise any error
         pickled = isinstance(source, str | os.PathLike) and any(Path(source).glob("*.bin"))
         if not isinstance(error, _DAMAGED) and (not pickled or isinstance(error, ValueError | OSError | ImportError)):
             raise
@@ -52,7 +52,7 @@ def load_checked(cls: type, load: Callable[..., Any], source: Any, *args: Any, s
             f"{source}: the weights cannot be read, the file is damaged or cut short ({_first_line(error)})"
         ) from error
     if strict:
-        # a backbone may be loaded from a language model's checkpoint, and a classifier with a new head
+        # weights that may be missing: the output layer if the checkpoint is a backbone's, a classifier's new head
         head = set() if hasattr(model, "lm_head") else {"lm_head.weight"}
         new = getattr(cls, "new_weights", None)
         problems = {
@@ -84,7 +84,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _floating(model: nn.Module, integers: Mapping[str, str]) -> list[str]:
-    """Return names and dtypes of the file's integer tensors that are floating-point in the model."""
+    """Return names and dtypes of tensors that are integers in the file but floating-point in the model."""
     known = {name: x.is_floating_point() for name, x in model.state_dict().items()} if integers else {}
     prefix = getattr(model, "base_model_prefix", "")
     return [
@@ -96,10 +96,10 @@ def _floating(model: nn.Module, integers: Mapping[str, str]) -> list[str]:
 
 @torch.no_grad()
 def not_finite(model: nn.Module) -> list[str]:
-    """Return the names of tensors with NaN or infinity; reads each tensor once and synchronises once."""
+    """Return the names of tensors that contain NaN or infinity; reads each tensor once and synchronises once."""
     extremes: dict[str, Tensor] = {}
     for name, x in model.state_dict().items():
-        # tensors on the meta device, sharded and quantised ones are not checked
+        # meta, sharded and quantised tensors are not checked
         if type(x) is Tensor and not x.is_meta and x.numel() and x.dtype in _FLOATS:
             # max − min is finite only if all elements are: NaN propagates to both, and infinity to the difference
             low, high = torch.aminmax(x)
@@ -119,26 +119,26 @@ class CheckedLoading:
         """Load a checkpoint with transformers, but refuse one that is damaged or does not fit.
 
         Args:
-            strict: refuse missing or unknown weights; if False, missing ones are initialised and unknown ones ignored,
-                with a warning.
+            strict: whether to refuse missing or unknown weights; if False, missing weights are initialised and unknown
+                ones ignored, with a warning.
 
         Raises:
-            ValueError: a checkpoint of another model type, one that cannot be read, or, if strict, one that does not
-                fit the configuration or has non-finite weights.
+            ValueError: the checkpoint is of another model type or cannot be read, or, if `strict`, does not fit the
+                configuration or has weights that are not finite.
         """
         load = super().from_pretrained  # type: ignore[misc]
-        # without it, transformers may ask whether to run a folder's own `generate`
+        # without this argument, transformers may ask the user whether to run the folder's own `generate`
         kwargs.setdefault("trust_remote_code", is_trusted())
         return load_checked(cls, load, pretrained_model_name_or_path, *args, strict=strict, **kwargs)
 
 
 def copy_companions(source: Path, out: Path) -> None:
-    """Copy the files of a checkpoint other than the model, such as the tokenizer, to another folder."""
+    """Copy a checkpoint's files other than configuration and weights, such as the tokenizer's, to `out`."""
     for pattern in COMPANIONS:
         for file in source.glob(pattern):
             shutil.copy(file, out / file.name)
 
 
 def some(names: list[str]) -> str:
-    """Return the first few names of a list as text for a message."""
+    """Return the first few of `names`, joined to text for a message."""
     return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")

@@ -18,7 +18,7 @@ from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.registry import find_mixer
 from tokenmix_core.nn.rotary import check_rope
 
-# keys that transformers itself writes to or reads from a configuration, besides the fields of its class
+# keys of transformers itself in a configuration, besides the fields of its class
 _OF_TRANSFORMERS = frozenset(
     {
         "_attn_implementation_internal",
@@ -41,11 +41,11 @@ _OF_TRANSFORMERS = frozenset(
 )
 
 
-# maps names of sizes in the configuration, which other libraries read, to the mixers' attributes
+# maps a size's name in the configuration, which other libraries read, to the mixers' attribute
 DERIVED = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads", "head_dim": "head_dim"}
 
 
-# no model is deeper; without a limit, the list of labels could exhaust memory before a message appears
+# without a limit, the list of labels could exhaust memory before a message appears; no model is deeper
 def check_depth(layers: Any) -> None:
     """Raise a ValueError for an implausible number of layers, before allocating anything per layer."""
     if isinstance(layers, int) and layers > MOST_LAYERS:
@@ -58,23 +58,23 @@ class HybridConfig(PreTrainedConfig):
     Args:
         vocab_size: number of tokens, rows of the embedding.
         hidden_size: model width D.
-        num_hidden_layers: layers L.
-        intermediate_size: inner width of the SwiGLU; 0 for layers without one.
+        num_hidden_layers: number of layers L.
+        intermediate_size: inner width of the SwiGLU; 0 for blocks without a SwiGLU.
         mixers: label of each layer; a list whose length divides L is repeated.
         mixer_options: options of the mixer by label; "type" names a registered mixer, by default the label.
         norm_eps: epsilon of all norms.
-        tie_word_embeddings: use the embedding as output layer.
-        initializer_range: standard deviation of initial weights.
+        tie_word_embeddings: use the embedding's weight as that of the output layer.
+        initializer_range: standard deviation of the initial weights.
         rope_parameters: transformers' convention; rope_type "default", "linear", "llama3" or "yarn".
-        max_position_embeddings: context length of training; some rope types use it, but it is not a limit.
+        max_position_embeddings: context length of training; some rope types use it, but longer inputs are allowed.
         use_cache: whether inference keeps a cache by default.
         pad_token_id, bos_token_id, eos_token_id: padding token, and tokens that begin and end a text; None for none.
         loss_impl: implementation of the loss, as for `tokenmix_core.nn.loss.linear_cross_entropy`.
 
     Attributes:
-        num_attention_heads, num_key_value_heads, head_dim: sizes of the softmax attention layers, or of all layers in a
-            model without any (then there are no key/value heads). A size that differs between these layers is absent.
-        auto_map: transformers' table of the Python code in a checkpoint; empty unless such code was registered.
+        num_attention_heads, num_key_value_heads, head_dim: sizes of the softmax attention layers or, in a model without
+            any, of all layers (then there are no key/value heads). A size that differs between these layers is absent.
+        auto_map: transformers' field that lists a checkpoint's own Python code; empty unless such code was registered.
 
     Raises:
         ValueError: an unknown key, label, type or option, or sizes that do not fit together or that a mixer refuses.
@@ -83,7 +83,7 @@ class HybridConfig(PreTrainedConfig):
     model_type = "tokenmix_hybrid"
     keys_to_ignore_at_inference: ClassVar[list[str]] = [*NAMES, "auxiliary"]
     auto_map: ClassVar[Mapping[str, str] | None] = MappingProxyType({})
-    # labels of the layers if `mixers` is not given
+    # labels used if `mixers` is not given
     default_mixers: ClassVar[tuple[str, ...]] = ("attention",)
 
     vocab_size: int = 50257
@@ -116,7 +116,7 @@ class HybridConfig(PreTrainedConfig):
             )
         self.mixers = pattern * (self.num_hidden_layers // len(pattern))
         self.mixer_options = {label: dict(options) for label, options in (self.mixer_options or {}).items()}
-        # older configurations call it rope_scaling, which transformers prefers if both are present
+        # older configurations use the name rope_scaling, which transformers prefers if both are present
         rope = kwargs.get("rope_scaling") or self.rope_parameters or {}
         validation.check_value("rope_scaling", rope, dict[str, Any])
         check_rope({name: kwargs[name] for name in ("rope_theta",) if name in kwargs} | rope)
@@ -143,17 +143,17 @@ class HybridConfig(PreTrainedConfig):
         return {name: size for name, sizes in found.items() if len(sizes) == 1 and (size := sizes.pop()) is not None}
 
     def _mixer(self, layer_idx: int) -> Mixer:
-        """Return the mixer of a layer on the meta device, which allocates nothing."""
+        """Build and return a layer's mixer on the meta device, where it takes no memory."""
         with torch.device("meta"):
             return find_mixer(self.mixer_type(layer_idx)).from_config(self, layer_idx, **self.options_of(layer_idx))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields, and the head counts that follow from them, which peft reads here."""
-        # older configurations of the papers have a field head_dim
+        """Return the fields and the derived head counts, which peft reads from this dictionary."""
+        # head_dim is a field of the papers' older configurations, which must keep its value
         return super().to_dict() | {name: size for name, size in self._derived().items() if name != "head_dim"}
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults, as in config.json."""
+        """Return the fields whose values differ from their defaults, as config.json stores them."""
         return {name: value for name, value in super().to_diff_dict().items() if name not in DERIVED}
 
     @classmethod
@@ -192,16 +192,16 @@ class HybridConfig(PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """Each layer's type in transformers' terms, such as "full_attention" or "linear_attention"."""
+        """Each layer's type by transformers' names, such as "full_attention" or "linear_attention"."""
         return [find_mixer(self.mixer_type(i)).layer_type(self.options_of(i)) for i in range(len(self.labels))]
 
     def mixer_type(self, layer_idx: int) -> str:
-        """Return the registered name of a layer's mixer."""
+        """Return the registered name of the mixer of a layer."""
         label = self.labels[layer_idx]
         return (self.mixer_options or {}).get(label, {}).get("type", label)
 
     def options_of(self, layer_idx: int) -> dict[str, Any]:
-        """Return the options of a layer's mixer."""
+        """Return the options of the mixer of a layer."""
         options = (self.mixer_options or {}).get(self.labels[layer_idx], {})
         return {name: value for name, value in options.items() if name != "type"}
 

@@ -1,8 +1,8 @@
 """Continuous batching by transformers' engine: `generate_batch` and `continuous_batching_context_manager`.
 
-transformers' scheduler, request queues, sampling and streaming run unchanged. Its paged cache only counts tokens here:
-it belongs to a model of one tiny layer, so that it admits, splits and preempts requests by their lengths. The
-states are those of `RequestStates`.
+transformers' scheduler, request queues, sampling and streaming run unchanged. Its paged cache only counts tokens: it is
+the cache of a placeholder model with one tiny layer, by which the scheduler admits, splits and preempts requests by
+their lengths. `RequestStates` holds the real states.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tokenmix_core.modeling.request_states import Chunk, RequestStates
 
 # maximum number of requests that run at the same time
 _REQUESTS = 256
-# maximum capacity in tokens that the scheduler is told, also if states do not grow with their tokens
+# maximum capacity in tokens that the scheduler is told; it also holds if the states' size does not depend on tokens
 _MOST_TOKENS = 1 << 22
-# option of a request that holds its inputs of mixers
+# the option of a request that contains its extra inputs for the mixers
 _INPUTS = "mixer_inputs"
 
 
 class ServedModel:
-    """A causal language model with the interface that transformers' engine expects of models with a paged cache.
+    """Wraps a causal language model in the interface that transformers' engine expects of models with a paged cache.
 
     Args:
         model: the model, with `make_cache`, `decoding` and `state_bytes`.
@@ -45,7 +45,7 @@ class ServedModel:
         self.model, self.device, self.dtype = model.eval(), model.device, model.dtype
         self.generation_config = model.generation_config
         text = model.config.get_text_config()
-        # one layer with one head of size 1, as small as possible; with flash attention transformers builds no masks
+        # sizes of the placeholder: one layer with one head of size 1; transformers builds no masks for flash attention
         self.config = LlamaConfig(
             num_hidden_layers=1,
             hidden_size=1,
@@ -59,7 +59,7 @@ class ServedModel:
         self.config._attn_implementation = "flash_attention_2"
         self.states = RequestStates(model)
         self._chunks: list[Chunk] = []
-        # called with a request and the number of its first tokens that a snapshot of another one saves
+        # called with a request and the number of its first tokens that another request's snapshot saves
         self.on_prefix: Callable[[str, int], object] = lambda request, tokens: None
 
     def eval(self) -> ServedModel:
@@ -71,7 +71,7 @@ class ServedModel:
 
     @property
     def _cached_continuous_batching_manager(self) -> Any:
-        """The manager that transformers keeps for the next call, as an attribute of the model that users hold."""
+        """transformers' manager for the next call, stored as an attribute of `model`, the object that users hold."""
         return vars(self.model).get("_cached_continuous_batching_manager")
 
     @_cached_continuous_batching_manager.setter
@@ -85,7 +85,7 @@ class ServedModel:
         return self.model._get_logits_processor(generation_config)
 
     def watch(self, processor: Any) -> None:
-        """Follow an engine's steps: their chunks, and requests that begin, end, are preempted or forked."""
+        """Hook into an engine: note each step's chunks, and which requests begin, end, are preempted or forked."""
         cache, scheduler = processor.cache, processor.scheduler
         index, free, fork = cache.extend_read_and_write_indices, cache.free_blocks, cache.prepare_fork_request
         free_all, schedule = cache.free_all_requests, scheduler.schedule_batch
@@ -95,7 +95,7 @@ class ServedModel:
 
         @functools.wraps(index)
         def extend(request: str, past: int, tokens: int, *args: Any) -> None:
-            # a prompt of one token that is about to be forked has none left in this step
+            # a one-token prompt that is about to be forked has no tokens left in this step
             if tokens:
                 state = scheduler.active_requests.get(request)
                 prompt = state is not None and past < len(state.initial_tokens)
@@ -106,7 +106,7 @@ class ServedModel:
         def search(request: str, tokens: list[int]) -> int:
             state = scheduler.waiting_requests.get(request)
             found = self.states.begin(request, tokens, inputs_of(state))
-            # a preempted request has had its tokens before
+            # a preempted request has found its prefix before
             if found and state is not None and not state._true_initial_tokens:
                 self.on_prefix(request, found)
             return found
@@ -134,20 +134,20 @@ class ServedModel:
 
         cache.extend_read_and_write_indices, cache.free_blocks = extend, free_blocks
         cache.prepare_fork_request, cache.free_all_requests = prepare_fork, free_all_requests
-        # the scheduler then asks for the prefix of each new request, and trusts the answer
+        # with these, the scheduler calls `search` for the prefix of each new request, and trusts the answer
         cache.use_prefix_sharing, cache.search_prefix_match = True, search
         scheduler.schedule_batch = schedule_batch
-        # the engine carries these options of a request with it, also if it is preempted or forked
+        # the engine keeps these options with a request, also when the request is preempted or forked
         processor.logit_processor.supported_keys[_INPUTS] = dict
 
     def __call__(self, input_ids: Tensor, logits_to_keep: Tensor, **_: Any) -> CausalLMOutput:
-        """Compute a step's tokens `[1, T]`; return the logits `[1, kept, vocab]` of the tokens at `logits_to_keep`."""
+        """Compute a step's tokens `[1, T]`; return the logits `[1, kept, vocab]` at the indices `logits_to_keep`."""
         chunks, self._chunks = self._chunks, []
         if not chunks:
             return CausalLMOutput(logits=torch.empty(1, 0, self.config.vocab_size, device=self.device))
         logits = self.states.run(chunks, input_ids[:, : sum(x.tokens for x in chunks)].long())
         last = torch.tensor([x.tokens for x in chunks], device=logits.device).cumsum(0) - 1
-        # logits are requested of last tokens of chunks only
+        # logits are requested only for the last token of a chunk
         kept = torch.searchsorted(last, logits_to_keep.long())
         return CausalLMOutput(logits=logits[kept].unsqueeze(0))
 
@@ -158,8 +158,8 @@ class HybridBatchingManager(ContinuousBatchingManager):
     Args:
         model: the causal language model.
         generation_config: as for transformers' manager.
-        continuous_batching_config: as for transformers' manager. By default, `num_blocks` fills `max_memory_percent`
-            of the free memory.
+        continuous_batching_config: as for transformers' manager, except that the default of `num_blocks` fills
+            `max_memory_percent` of the free memory.
         workload_hints: as for transformers' manager.
     """
 
@@ -173,7 +173,7 @@ class HybridBatchingManager(ContinuousBatchingManager):
         if continuous_batching_config.cpu_offload_space:
             raise ValueError("cpu_offload_space is not available: preempted requests are computed again")
         config = copy(continuous_batching_config)
-        # each step's shapes differ, and decoding steps have graphs of their own; `keep_prefixes` shares states
+        # shapes differ from step to step, decoding steps have graphs of their own, and `keep_prefixes` shares states
         config.max_blocks_per_request, config.allow_block_sharing = 0, False
         config.use_cuda_graph, config.use_async_batching, config.default_compile_level = False, False, 0
         config.varlen_compile_config = config.decode_compile_config = None
@@ -186,15 +186,15 @@ class HybridBatchingManager(ContinuousBatchingManager):
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of one request: its prompt and generated tokens."""
+        """Maximum number of tokens of a request: its prompt and generated tokens."""
         config = self.continuous_batching_config
         return (config.num_blocks or 0) * config.page_size
 
     def keep_prefixes(self, budget: int) -> None:
-        """Keep snapshots of states after the first tokens of prompts, in at most `budget` bytes; 0 keeps none.
+        """Keep snapshots of the states after the first tokens of prompts, in at most `budget` bytes; 0 keeps none.
 
         A later prompt that begins with the same tokens, in the same modes and with the same weights and adapters,
-        continues a copy. Snapshots lie at multiples of `page_size` tokens.
+        continues from a copy of such a snapshot. Snapshots are taken at multiples of `page_size` tokens.
 
         Raises:
             ValueError: a negative number.
@@ -222,7 +222,7 @@ class HybridBatchingManager(ContinuousBatchingManager):
         mixer_inputs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Add a request; arguments as for transformers' manager, and `mixer_inputs`: its inputs of mixers, by name."""
+        """Add a request. `mixer_inputs` are its extra inputs by name; the rest is as for transformers' manager."""
         limit = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         self.check_request(input_ids, limit)
         inputs = self.model.model.request_inputs(mixer_inputs or {}, len(input_ids))  # type: ignore[attr-defined]
@@ -240,7 +240,7 @@ class HybridBatchingManager(ContinuousBatchingManager):
 def init_manager(
     model: Any, generation_config: Any, continuous_batching_config: Any, workload_hints: Any
 ) -> HybridBatchingManager:
-    """Return the manager of a model; arguments as for transformers' `init_continuous_batching`.
+    """Return the manager of a model; the arguments are those of transformers' `init_continuous_batching`.
 
     Raises:
         ValueError: a version of transformers whose engine has another interface.
@@ -249,7 +249,7 @@ def init_manager(
         raise ValueError("continuous batching needs transformers 5.24 or newer: pip install -U transformers")
     config = copy(model.generation_config if generation_config is None else generation_config)
     if config.eos_token_id is None:
-        # the engine's value for no end token
+        # the engine uses −1 if there is no end token
         config.eos_token_id = -1
     return HybridBatchingManager(
         model, config, continuous_batching_config or ContinuousBatchingConfig(), workload_hints
@@ -260,7 +260,7 @@ def _tokens_that_fit(model: Any, config: ContinuousBatchingConfig) -> int:
     """Return how many tokens the states of `max_requests_per_batch` requests can hold in the free memory."""
     _, total, reserved, allocated = get_device_and_memory_breakdown()
     free = (total - max(reserved, allocated)) * (config.max_memory_percent or 0.9)
-    # bytes of a state: a constant, and a number per token
+    # a state takes a constant number of bytes plus a number per token
     short, long = (model.state_bytes(n) for n in (1 << 15, 1 << 16))
     per_token = (long - short) / (1 << 15)
     constant = max(0.0, short - per_token * (1 << 15)) * (config.max_requests_per_batch or _REQUESTS)

@@ -1,9 +1,9 @@
-"""Decoding steps as CUDA graphs: one token of each sequence in fixed storage, captured once and then replayed.
+"""CUDA graphs of decoding steps (one token of each sequence), captured on storage with fixed addresses and replayed.
 
-A `Steps` object decodes the single tokens of one cache. It fixes the cache's addresses, runs the first step of each
-form eagerly, captures the second, and replays that graph from then on. When keys and values outgrow their capacity,
-they move to larger storage, and steps are captured again. Captured steps stay in the model for the next cache of the
-same batch size, whose contents are then copied to the same storage.
+A `Steps` object decodes single tokens for one cache. It fixes the cache's addresses, runs the first step of each form
+(see `Mixer.step_form`) eagerly, captures the second, and replays this graph from then on. When keys and values outgrow
+their capacity, they move to larger storage, for which steps are captured again. Captured steps stay with the model for
+the next cache of the same batch size, whose contents are then copied to the same storage.
 """
 
 from __future__ import annotations
@@ -27,28 +27,30 @@ from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.plain import has_hooks, settings_of, third_party_modules
 from tokenmix_core.nn.state.parts import StatePart
 
-# number of captured steps that a model keeps: _KEPT, or up to _MOST_KEPT if their caches take less than _KEPT_BYTES
+# number of unused captured steps that a model keeps: _KEPT, or up to _MOST_KEPT if their caches take less than
+# _KEPT_BYTES
 _KEPT, _MOST_KEPT, _KEPT_BYTES = 4, 8, 2 << 30
-# least capacity of a cache in tokens
+# smallest capacity of a cache in tokens
 _LEAST_CAPACITY = 256
-# further tokens per sequence for which data-dependent memory is allocated: fewer waste less, more need fewer captures
+# further tokens per sequence for which data-dependent memory is allocated: fewer waste less memory, more require fewer
+# captures
 _SPARE = 512
-# least capacity of a cache whose memory does not depend on its length
+# smallest capacity of a cache whose memory does not depend on its length
 _LEAST_FLAT_CAPACITY = 16_384
 
 
 class CapturedSteps:
-    """Fixed storage of one batch size and capacity, and the graphs captured on it.
+    """Storage with fixed addresses for one batch size and capacity, and the graphs captured on it.
 
     Attributes:
-        model_key: model and cache settings that all graphs depend on; see `graph_key`.
+        model_key: settings of the model and the cache on which all graphs depend; see `graph_key`.
         capacity: tokens that the longest sequence may reach.
         storage: tensors of the cache.
         ids, positions: the step's tokens and their rotary positions, `[N, 1]`.
         logits: the step's logits, `[N, vocab]`; allocated by the first step.
         bytes: bytes of the cache's storage.
         inputs: tensors of the mixers' inputs, by name.
-        graphs: by key, the function that replays a graph; None if the work has run once and is not captured yet.
+        graphs: for each key, the function that replays its graph; None if the work has run once but is not captured.
         extra: further fixed tensors, by key.
     """
 
@@ -68,23 +70,23 @@ class CapturedSteps:
     def run(
         self, key: Hashable, work: Callable[[], object], capturing: Callable[[], Any] = contextlib.nullcontext
     ) -> bool:
-        """Run work eagerly at the first call of a key; capture it at the second, and replay the graph from then on.
+        """Run `work` eagerly at the first call with a key; capture it at the second, and replay the graph from then on.
 
         Args:
             key: identifies the work.
             work: a function that reads and writes fixed storage only.
-            capturing: makes the context in which work is captured.
+            capturing: returns the context in which `work` is captured.
 
         Returns:
-            Whether a graph was replayed, so that none of the work's Python ran.
+            True if a graph was replayed, so that `work` itself was not called.
         """
         replay = self.graphs.get(key)
-        # specialised kernels are worth their compilation, as a graph launches them many times
+        # a graph launches its kernels many times, which repays the compilation of specialised kernels
         with specialised():
             if replay is None and key in self.graphs and self.capture is not None:
                 replay = self._capture(key, work, capturing)
             if replay is None:
-                # without capture, calls use the launch cache, which does not support programmatic dependent launch
+                # if nothing can be captured, use the launch cache, which does not support programmatic dependent launch
                 with contextlib.nullcontext() if self.capture is None else pdl_launches(self.ids.device):
                     work()
         if replay is None:
@@ -94,7 +96,7 @@ class CapturedSteps:
         return True
 
     def evict_all_but(self, newest: int, prefix: str) -> None:
-        """Drop graphs and extra tensors whose key begins with `prefix`, except for the `newest` latest keys."""
+        """Drop the graphs and extra tensors of all keys that begin with `prefix`, except the `newest` latest."""
         keys = [key for key in self.extra if isinstance(key, tuple) and key[0] == prefix]
         for key in keys[: max(0, len(keys) - newest)]:
             del self.extra[key]
@@ -103,7 +105,7 @@ class CapturedSteps:
     def _capture(
         self, key: Hashable, work: Callable[[], object], capturing: Callable[[], Any]
     ) -> Callable[[], object] | None:
-        """Capture work that has run before; if that fails, warn, return None and capture nothing more."""
+        """Capture `work`, which has run before; if that fails, warn, return None and capture nothing more."""
         assert self.capture is not None
         try:
             with capturing(), pdl_launches(self.ids.device):
@@ -120,7 +122,7 @@ class CapturedSteps:
 
 
 class StepStore:
-    """Captured steps of a model that no cache uses at present; a copied model starts without any."""
+    """The captured steps of a model that no cache uses at present; a copy of the model starts without any."""
 
     def __init__(self) -> None:
         self._idle: list[CapturedSteps] = []
@@ -135,7 +137,7 @@ class StepStore:
         return len(self._idle)
 
     def take(self, model_key: Hashable, least: int) -> CapturedSteps | None:
-        """Remove and return the smallest storage with this key for at least `least` tokens; None if there is none."""
+        """Remove and return the smallest storage with this key and at least `least` tokens; None if there is none."""
         fitting = [x for x in self._idle if x.model_key == model_key and x.capacity >= least]
         if not fitting:
             return None
@@ -144,20 +146,20 @@ class StepStore:
         return smallest
 
     def give(self, steps: CapturedSteps) -> None:
-        """Keep steps for the next cache; drop steps of the same key and no larger capacity, then the oldest."""
+        """Keep `steps` for the next cache; drop those of the same key with no larger capacity, then the oldest."""
         others = [x for x in self._idle if x.model_key != steps.model_key or x.capacity > steps.capacity]
         self._idle = [*others, steps][-_MOST_KEPT:]
         while len(self._idle) > _KEPT and sum(x.bytes for x in self._idle) > _KEPT_BYTES:
             del self._idle[0]
 
     def free(self) -> bool:
-        """Drop everything; return whether there was anything."""
+        """Drop all captured steps; return whether there were any."""
         had, self._idle = bool(self._idle), []
         return had
 
 
 class Steps:
-    """Decode single tokens of a cache in fixed storage; called instead of the model's forward.
+    """Decodes single tokens of a cache on storage with fixed addresses; called instead of the model's forward.
 
     Args:
         model: one of our causal language models.
@@ -168,24 +170,24 @@ class Steps:
         self.model, self.cache = model, cache
         self.mixers = [module for module in model.modules() if isinstance(module, Mixer)]
         self.captured: CapturedSteps | None = None
-        # checked before every step: dictionaries of hooks, and modules such as adapters
+        # read at the first step and compared before each later one: dictionaries of hooks, and modules such as adapters
         self._hooks = [hooks for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._third_party = third_party_modules(model)
         self._settings = settings_of(self._third_party)
-        # whether the model is running a step
+        # True while the model runs a step
         self._within = False
 
     def __deepcopy__(self, memo: dict) -> None:
-        # a copied cache has no steps
+        # a copied cache starts without captured steps
         return None
 
     def takes(self, given: dict[str, Any]) -> bool:
-        """True if a call of the model is a step that this object can decode."""
+        """True if a call of the model with these arguments is a step that this object can decode."""
         cache, ids = self.cache, given.get("input_ids")
         if self._within or torch.is_grad_enabled() or not cache.past or not isinstance(ids, Tensor):
             return False
         if any(self._hooks) or settings_of(self._third_party) != self._settings:
-            # hooks or adapters changed after the cache's first step: captured graphs are outdated
+            # hooks or adapters changed after the first step, so captured graphs are outdated
             return False
         own = self.model.input_takers
         others = (name for name, x in given.items() if x is not None and name not in _IGNORED and name not in own)
@@ -194,11 +196,11 @@ class Steps:
     def __call__(
         self, ids: Int[Tensor, "N 1"], positions: Int[Tensor, "_ 1"] | None = None, inputs: dict[str, Any] | None = None
     ) -> Float[Tensor, "N vocab"]:
-        """Return the logits after one more token of each sequence; the next step overwrites them.
+        """Return the logits after one more token of each sequence; the next call overwrites them.
 
         Args:
             ids: the tokens.
-            positions: rotary positions; by default tokens are counted without padding.
+            positions: rotary positions; by default the tokens' indices in their sequences without padding.
             inputs: the mixers' inputs, as returned by the model's `step_inputs`.
         """
         captured = self.storage()
@@ -229,10 +231,11 @@ class Steps:
             try:
                 cache.fix(new.capacity, new.storage, spare=_SPARE)
             except ValueError:
-                # a state whose size depends on data exceeds this storage
+                # a state of data-dependent size exceeds this storage
                 new = None
         if new is None:
-            # states of constant size stay in the old storage's memory, so no other cache can use the old storage
+            # the new storage includes the old memory of states of constant size, so no other cache may use the old
+            # storage
             new, captured = CapturedSteps(store, key, wanted, cache.fix(wanted, spare=_SPARE), batch, device), None
         if captured is not None:
             store.give(captured)
@@ -243,7 +246,7 @@ class Steps:
         """Detach from the cache, and return the captured steps to the model's store.
 
         Args:
-            keep: whether the cache is used afterwards; it then continues with a copy of its contents.
+            keep: whether the cache will be used again; if so, it continues with a copy of its contents.
         """
         captured, self.captured, self.cache.steps = self.captured, None, None
         if captured is None:
@@ -255,13 +258,13 @@ class Steps:
         self.model.step_store.give(captured)
 
     def _capacity(self) -> int:
-        """Return the capacity to allocate: twice the length, at most `max_length`, or 1.5 times the length without it.
+        """Return the capacity to allocate: twice the length up to `max_length`, or 1.5 times it without a maximum.
 
         States of constant size get one large capacity, so that all lengths share captured steps.
         """
         past, most = self.cache.past, self.cache.max_length
         if self.cache.fixed and past < self.cache.capacity:
-            # the capacity suffices; only the memory that depends on data is used up
+            # the capacity suffices; only the data-dependent memory is used up
             return self.cache.capacity
         parts = (part for layer in self.cache.layers for part in layer.parts.values())
         if past < _LEAST_FLAT_CAPACITY and not any(_grows(part) for part in parts):
@@ -271,23 +274,26 @@ class Steps:
         return _rounded_up(past + max(_LEAST_CAPACITY, past // 2))
 
     def _fixed_inputs(self, captured: CapturedSteps, inputs: dict[str, Any]) -> tuple[dict[str, Any], Hashable]:
-        """Return the mixers' inputs with tensors copied to fixed storage, and a key of the other values."""
+        """Copy the tensors among the mixers' inputs to fixed storage.
+
+        Return the inputs and a key of all other values.
+        """
         fixed = dict(inputs)
         for name, x in inputs.items():
             if isinstance(x, Tensor):
                 target = captured.inputs.get(name)
                 if target is None or target.shape != x.shape or target.dtype != x.dtype:
                     target = captured.inputs[name] = torch.empty_like(x, device=captured.ids.device)
-                    # existing graphs read the old tensor
+                    # existing graphs read the previous tensor
                     captured.graphs.clear()
                 target.copy_(x)
                 fixed[name] = target
-        # lists and dictionaries are compared by their repr
+        # lists and dictionaries are not hashable, so their repr represents them
         plain = sorted((name, x) for name, x in inputs.items() if not isinstance(x, Tensor))
         return fixed, tuple((name, x if isinstance(x, str | int | float | None) else repr(x)) for name, x in plain)
 
     def _step(self, captured: CapturedSteps, positioned: bool, inputs: dict[str, Any]) -> None:
-        """Run a step of the model on fixed storage."""
+        """Run one step of the model on fixed storage."""
         self._within = True
         try:
             out = self.model(
@@ -305,7 +311,7 @@ class Steps:
         captured.logits.copy_(logits)
 
 
-# arguments of a model call that a decoding step ignores
+# arguments of a call that do not prevent a decoding step
 _IGNORED = frozenset(
     ("input_ids", "attention_mask", "position_ids", *NAMES, "use_cache", "logits_to_keep", "return_dict",
      "cache_position")
@@ -313,7 +319,7 @@ _IGNORED = frozenset(
 
 
 def why_not(model: Any, cache: Any) -> str | None:
-    """Return why a model's decoding steps cannot be captured on this device; None if they can."""
+    """Return the reason why the model's decoding steps cannot be captured on this device; None if they can."""
     if cuda_graphs.capture_on(model.device) is None:
         return f"there are no graphs on {model.device.type}"
     if not isinstance(cache, HybridCache) or cache.offload_states:
@@ -334,14 +340,14 @@ def why_not(model: Any, cache: Any) -> str | None:
 
 
 def graph_key(model: nn.Module, cache: HybridCache) -> Hashable:
-    """Return the key of captured steps: addresses of the weights, classes and batch of the cache, torch's modes."""
+    """Return the key of captured steps: addresses of the weights, classes and batch of the cache, modes of torch."""
     device: Any = next(model.parameters()).device
     modes = (torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device.type))
     modes = (*modes, torch.get_autocast_dtype(device.type) if modes[1] else None)
     weights = tuple((x.data_ptr(), x.dtype) for x in itertools.chain(model.parameters(), model.buffers()))
-    # settings of mixers that may be assigned between generations, such as impl or the types of NAtS-L's chunks
+    # settings of mixers that can change between generations, such as impl or the types of NAtS-L's chunks
     mixers = settings_of(module for module in model.modules() if isinstance(module, Mixer))
-    # lengths are left out, as growing parts have the storage's capacity
+    # only batch and dtype, not lengths, because parts that grow have the storage's capacity
     parts = tuple(
         (type(part), tuple((len(x), x.dtype) for x in part.tensors), part.window)
         for layer in cache.layers
@@ -352,7 +358,7 @@ def graph_key(model: nn.Module, cache: HybridCache) -> Hashable:
 
 
 def _grows(part: StatePart) -> bool:
-    """Return whether more tokens may take more memory; True if the part does not know."""
+    """True if a state part takes more memory for more tokens, or does not know whether it does."""
     try:
         less, more = (part.bounds(n, 1, torch.float32).most for n in (_LEAST_FLAT_CAPACITY, 2 * _LEAST_FLAT_CAPACITY))
     except ValueError:
@@ -361,7 +367,7 @@ def _grows(part: StatePart) -> bool:
 
 
 def _rounded_up(tokens: int) -> int:
-    """Round up to one of 2 sizes per power of two (8 above 2,048), so that caches share storage."""
+    """Round up to one of 2 sizes per power of two (above 2,048: of 8), so that more caches share the same storage."""
     bits = (tokens - 1).bit_length()
     unit = max(128, 1 << max(0, bits - (2 if tokens <= 2048 else 4)))
     return -(-tokens // unit) * unit

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_LAYERS = 10_000
-# far beyond any model; two such sizes multiply without an overflow
+# far beyond any model, yet two such sizes can be multiplied without an overflow
 _MOST = {"hidden_size": 2**24, "intermediate_size": 2**24, "vocab_size": 2**28, "num_hidden_layers": MOST_LAYERS}
 _MOST |= {"max_position_embeddings": 2**40, "num_attention_heads": 2**20, "head_dim": 2**20}
 _FLOATS = ("F16", "BF16", "F32", "F64")
@@ -36,10 +36,10 @@ def check_sizes(owner: Any, source: object = "") -> None:
 
 
 def index_parts(index: Path) -> dict[str, str]:
-    """Return the file of each tensor, from an index of weights.
+    """Return the file name of each tensor from the index of a sharded checkpoint.
 
     Raises:
-        ValueError: an index that cannot be read, or that names a file outside its folder or one that does not exist.
+        ValueError: the index cannot be read, or names a file outside its folder or a missing one.
     """
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
@@ -57,7 +57,7 @@ def index_parts(index: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Return dtype and shape of the tensors in a safetensors file by name.
+    """Return dtype and shape of each tensor in a safetensors file by name.
 
     Raises:
         ValueError: the file is damaged or cut short.
@@ -75,14 +75,14 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def check_model_folder(folder: Path) -> dict[str, str]:
-    """Check configuration, index and headers of a model's folder.
+    """Check configuration, index and file headers of a model's folder.
 
     Returns:
         The dtypes of tensors that are not floating-point numbers, by name; empty if the weights are quantized.
 
     Raises:
-        ValueError: a configuration that is not a dictionary or has implausible sizes, an index that names files outside
-            the folder, a damaged file, or weights that are far too small for the configuration.
+        ValueError: the configuration is not a dictionary or has implausible sizes, the index names files outside the
+            folder, a file is damaged, or the weights are far too small for the configuration.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -108,7 +108,7 @@ def check_model_folder(folder: Path) -> dict[str, str]:
 
 
 def _check_types(config: dict[str, Any], folder: Path) -> None:
-    """Refuse values of a wrong type in transformers' own fields: its errors would not name them."""
+    """Refuse values of a wrong type in transformers' own fields: its errors would not name these fields."""
     for name, kind in _TYPES.items():
         value = config.get(name)
         wrong = not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
@@ -119,9 +119,9 @@ def _check_types(config: dict[str, Any], folder: Path) -> None:
 
 
 def _check_elements(folder: Path, config: dict[str, Any], elements: int) -> None:
-    """Refuse a configuration whose embedding alone would take far more elements than all weights have."""
+    """Refuse a configuration whose embedding alone has far more elements than all weights in the files."""
     sizes = [config.get(name) for name in ("vocab_size", "hidden_size")]
-    # a quantized element may take an eighth of a stored one
+    # a quantised element may take an eighth of a stored element, which explains the factor
     if all(isinstance(size, int) for size in sizes) and math.prod(sizes) > max(16 * elements, 2**30):  # type: ignore[arg-type]
         raise ValueError(
             f"{folder}: the weights do not fit config.json: vocab_size={sizes[0]} times hidden_size={sizes[1]} is more "

@@ -1,9 +1,9 @@
-"""Generation with decoding steps as CUDA graphs and few synchronisations.
+"""Generation in which decoding steps are CUDA graphs and the host rarely waits for the device.
 
-`generate` is transformers'. On CUDA, two things change. A call of the model with one new token of each sequence runs in
-fixed storage (`Steps`), for every decoding method, including beam search and third-party loops. Greedy decoding and
-sampling also sample and stop on the device, and the host synchronises every 16 tokens; transformers' own loop
-synchronises at every token.
+`generate` is transformers'. On CUDA, two things change. A call of the model with one new token of each sequence runs on
+fixed storage (`Steps`), in every decoding method, including beam search and third-party loops. Greedy decoding and
+sampling also select tokens and check for the end on the device, and the host synchronises every 16 tokens, whereas
+transformers' loop synchronises at every token.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tokenmix_core.modeling.decode_graph import Steps, StepStore, why_not
 from tokenmix_core.modeling.sampling import Sampler, draw, needs_host
 from tokenmix_core.nn.mixer import Mixer
 
-# name of our option of `generate` and of `generation_config`
+# the name of our option, in `generate` and in `generation_config`
 OPTION = "decoding_graph"
-# tokens between two synchronisations that ask whether all sequences have ended
+# number of tokens after which the host asks the device whether all sequences have ended
 SYNC_EVERY = 16
 
 
 def stepping_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a causal language model's `forward`: `cache.steps`, if present, runs the decoding steps."""
+    """Decorate a causal language model's `forward`: decoding steps run by `cache.steps` if the cache has it."""
 
     name = name_of(forward)
 
@@ -52,7 +52,7 @@ def stepping_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class GeneratesInSteps:
-    """Mixin before transformers' `GenerationMixin`: steps as CUDA graphs, and a loop that rarely synchronises."""
+    """Mixin before transformers' `GenerationMixin`: decoding steps as CUDA graphs, and few synchronisations."""
 
     # for each extra input of the model, the mixer class that takes it
     input_takers: dict[str, type[Mixer]] = {}  # noqa: RUF012
@@ -63,27 +63,27 @@ class GeneratesInSteps:
         return self.__dict__.setdefault("_step_store", StepStore())
 
     def free_decoding_graphs(self) -> None:
-        """Free the memory of the decoding steps captured by earlier generations."""
+        """Free the memory of captured decoding steps that earlier generations left."""
         self.step_store.free()
 
     def step_inputs(self, given: dict[str, Any], cache: HybridCache, tokens: Tensor | None) -> dict[str, Any]:
-        """Return the mixers' inputs of a decoding step: tensors, or other values, each with a graph of its own.
+        """Return the mixers' inputs of a decoding step: tensors, and other values, each with a graph of its own.
 
         Args:
-            given: arguments of the call, or of the generation.
+            given: the keyword arguments of the call or of the generation.
             cache: cache of the sequences.
-            tokens: all tokens so far, `[N, T]`, in a generation; None in a call.
+            tokens: in a generation, all tokens so far, `[N, T]`; None in a single call.
         """
         takers = self.input_takers
         inputs = {name: x for name, x in given.items() if name in takers and x is not None}
         return {name: takers[name].step_input(name, x, lambda: cache.known_lengths) for name, x in inputs.items()}
 
     def request_inputs(self, given: dict[str, Any], prompt: int) -> dict[str, Any]:
-        """Return a served request's inputs of mixers; see `Mixer.request_input`.
+        """Return the mixers' inputs of a served request, as `Mixer.request_input` converts them.
 
         Args:
             given: the request's inputs, by name.
-            prompt: tokens of its prompt.
+            prompt: number of tokens of its prompt.
 
         Raises:
             ValueError: an invalid input, or one that no mixer of the model takes.
@@ -107,7 +107,7 @@ class GeneratesInSteps:
     def init_continuous_batching(
         self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
     ) -> Any:
-        """Return transformers' manager of continuous batching; arguments as there.
+        """Return transformers' manager of continuous batching; the arguments are those of transformers' method.
 
         Raises:
             ValueError: a version of transformers before 5.24, or options that are not available.
@@ -121,7 +121,7 @@ class GeneratesInSteps:
     def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> dict[str, Any]:
         results = super().generate_batch(inputs, *args, **kwargs)  # type: ignore[misc]
         if len(results) < len(inputs):
-            # transformers logs the reason and returns the other results
+            # transformers only logs why requests failed and returns the other results
             raise RuntimeError(f"{len(inputs) - len(results)} of {len(inputs)} requests did not run: see the log above")
         return results
 
@@ -133,11 +133,11 @@ class GeneratesInSteps:
     def decoding(self, cache: HybridCache, *, graph: bool | None = None) -> Iterator[None]:
         """Context in which calls with one token of each sequence run as decoding steps of `generate`, for custom loops.
 
-        Each step overwrites the logits of the one before.
+        Each step overwrites the logits that the previous step returned.
 
         Args:
             cache: cache of the sequences, which contains their prompt.
-            graph: capture and replay steps: if possible (None), never (False), or raise if it is impossible (True).
+            graph: whether to capture steps: None if possible, False never, True always (an error if it is impossible).
 
         Raises:
             ValueError: graph=True, but steps cannot be captured; the message gives the reason.
@@ -147,7 +147,7 @@ class GeneratesInSteps:
 
     @contextmanager
     def _steps(self, cache: Any, graph: bool | None, *, keep: bool) -> Iterator[Steps | None]:
-        """Return a context that gives the `Steps` of a cache, or None if steps cannot or should not be captured."""
+        """Return a context whose value is the `Steps` of a cache; None if steps cannot or should not be captured."""
         if graph is not None and not isinstance(graph, bool):
             raise ValueError(f"{OPTION} must be None, True or False, got {graph!r}")
         if graph is False or (graph is None and not cuda_graphs.wanted()):
@@ -193,7 +193,7 @@ class GeneratesInSteps:
         with self._steps(cache, getattr(generation_config, OPTION, None), keep=kept) as steps:
             if steps is not None and _loops_here(generation_config, stopping_criteria, model_kwargs, synced_gpus):
                 loop = _Loop(self, steps, logits_processor, stopping_criteria, generation_config, streamer)
-                # in this context transformers may run mixtures of experts by an implementation for few tokens
+                # in this context transformers may run mixtures of experts by an implementation made for few tokens
                 with getattr(self, "_optimize_model_for_decode", nullcontext)():
                     return loop(input_ids, model_kwargs, sync_every=1 if kept else SYNC_EVERY)
             sample: Any = super()._sample  # type: ignore[misc]
@@ -209,7 +209,7 @@ class GeneratesInSteps:
 
 
 class _Loop:
-    """Greedy decoding or sampling like transformers' `_sample`, with sampling and stopping on the device."""
+    """Greedy decoding or sampling as in transformers' `_sample`, but the device selects tokens and finds the end."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class _Loop:
         model, steps, cache = self.model, self.steps, self.steps.cache
         logits = self._prefill(input_ids, given)
         token = draw(self.processors, logits, input_ids, sample=self.config.do_sample)
-        # transformers derives the next arguments from all tokens, and may free memory
+        # transformers derives the arguments of the next call from all tokens, and may free memory
         first = model.prepare_inputs_for_generation(
             torch.cat((input_ids, token), 1), next_sequence_length=1, **self.given
         )
@@ -242,7 +242,7 @@ class _Loop:
         if positions is not None:
             captured.positions.copy_(positions)
         shown, length, stop = input_ids.shape[1], input_ids.shape[1] + 1, None
-        # a streamer receives the first token immediately
+        # the first token goes to a streamer immediately
         pause = 0 if self.streamer is not None or sync_every == 1 else sync_every - 1
         while True:
             over = length == self.max_length
@@ -267,11 +267,11 @@ class _Loop:
         return sequences
 
     def _prefill(self, input_ids: Tensor, given: dict[str, Any]) -> Tensor:
-        """Return the logits after the prompt, and store the arguments that transformers prepares for the steps."""
+        """Return the logits after the prompt; store the arguments that transformers prepares for the steps."""
         try:
             outputs = self.model._prefill(input_ids, self.config, given, is_first_iteration=True)
         except torch.OutOfMemoryError:
-            # free captured steps and try again, unless the caller owns the cache
+            # free captured steps and try again; if the caller owns the cache, it may have changed already
             if self.steps.cache._is_user_defined or not self.model.step_store.free():
                 raise
             self.steps.cache.reset()
@@ -280,7 +280,10 @@ class _Loop:
         return outputs.logits[:, -1].to(input_ids.device)
 
     def _show(self, tokens: list[list[int]], shown: int, stop: int) -> int:
-        """Pass new tokens to the streamer, one by one; return the total number passed."""
+        """Pass tokens that are new up to length `stop` to the streamer, position by position.
+
+        Return the number passed so far.
+        """
         if self.streamer is None:
             return shown
         for column in list(zip(*tokens, strict=True))[: max(0, stop - shown)]:
@@ -289,12 +292,12 @@ class _Loop:
 
 
 def _check_new_tokens(input_ids: Tensor, given: dict[str, Any]) -> None:
-    """Raise a ValueError if the cache already holds all tokens of the prompt, so that no token is left to compute."""
+    """Raise a ValueError if the cache already contains all tokens of the prompt: the call has none to compute."""
     cache, mask, embeds = given.get(CACHE), given.get("attention_mask"), given.get("inputs_embeds")
     if not isinstance(cache, HybridCache):
         return
     prompt = input_ids if embeds is None else embeds
-    # if the mask is longer than the prompt, the prompt contains only new tokens
+    # a mask that is longer than the prompt means that the prompt has only new tokens
     whole = embeds is not None or mask is None or mask.shape[1] == prompt.shape[1]
     held = cache.get_seq_length()
     if whole and held and held >= prompt.shape[1]:
@@ -311,7 +314,7 @@ def _outlives(cache: Any, config: Any) -> bool:
 
 
 def _loops_here(config: Any, stopping: StoppingCriteriaList, given: dict[str, Any], synced: bool) -> bool:
-    """Return whether our loop supports the request; else transformers' loop runs, also with captured steps."""
+    """True if our loop supports the request; otherwise transformers' loop runs, also with captured steps."""
     wants_more = config.return_dict_in_generate and (
         config.output_scores or config.output_logits or config.output_hidden_states or config.output_attentions
     )

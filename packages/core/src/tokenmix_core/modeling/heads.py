@@ -1,4 +1,4 @@
-"""Classification heads: transformers' generic ones on the backbone of each family."""
+"""Classification heads: transformers' generic heads on the backbones of our model families."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers.modeling_layers import (
 from tokenmix_core.modeling.backbone import HybridModel, HybridPreTrainedModel
 from tokenmix_core.modeling.config import HybridConfig
 
-# transformers' head, its auto class, and the prefix of the head's weights, which language models do not have
+# for each kind: transformers' head, its auto class, and the prefix of the head's weights, which language models lack
 HEADS: dict[str, tuple[type, Any, str]] = {
     "SequenceClassification": (GenericForSequenceClassification, AutoModelForSequenceClassification, "score."),
     "TokenClassification": (GenericForTokenClassification, AutoModelForTokenClassification, "score."),
@@ -28,7 +28,10 @@ HEADS: dict[str, tuple[type, Any, str]] = {
 
 
 def register_heads(config: type[HybridConfig], model: type[HybridModel]) -> None:
-    """Define a family's models with a classification head beside its backbone, and register their auto classes."""
+    """Define models of a family with classification heads, in the module of its backbone.
+
+    Register their auto classes.
+    """
     family = model.__name__.removesuffix("Model")
     for head, (generic, auto, new_weights) in HEADS.items():
         name = f"{family}For{head}"
@@ -37,10 +40,10 @@ def register_heads(config: type[HybridConfig], model: type[HybridModel]) -> None
             "__module__": model.__module__,
             "config_class": config,
             "new_weights": new_weights,
-            # transformers' heads average their loss over the call: the backbone takes no `num_items_in_batch`
+            # the Trainer must not pass `num_items_in_batch`: these heads average their loss over the call
             "accepts_loss_kwargs": False,
         }
         kind = type(name, (generic, HybridPreTrainedModel), fields)
-        # where pickle looks for it
+        # pickle looks for a class in its module
         setattr(sys.modules[model.__module__], name, kind)
         auto.register(config, kind, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Pad the rows of training calls to rounded lengths, so that varying lengths give few shapes.
+"""Append tokens to the rows of training calls: their lengths become multiples, so that few different shapes occur.
 
-The first calls of each shape plan the launches (`launch.cache`), and cuBLAS selects its kernels. If every step has a
-different length, this takes longer than the step of a small model on a GPU. A causal model computes the same loss if
-tokens without labels are appended: at most a sixteenth more tokens, on average 2 to 3 %.
+At the first calls of each shape, launches are planned (`launch.cache`) and cuBLAS selects kernels. If every step has a
+new length, this takes longer than the step of a small model on a GPU. In a causal model, appended tokens without labels
+do not change the loss. At most a sixteenth more tokens are computed, on average 2 to 3 %.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tokenmix_core.nn.loss import IGNORE
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.plain import has_hooks
 
-# lengths are multiples of at least this
+# lengths are multiples of this or of a larger power of two
 _LEAST = 16
 _LIBRARIES = ("torch.", "tokenmix_", "peft.", "bitsandbytes.", "torchao.")
 
 
 def rounded_length(tokens: int) -> int:
-    """Round up to a multiple of a power of two that is 1/32 to 1/16 of the tokens, and at least 16."""
+    """Round `tokens` up to a multiple of a power of two: at least 16, and 1/32 to 1/16 of `tokens`."""
     step = max(_LEAST, 1 << max(0, tokens.bit_length() - 5))
     return cdiv(tokens, step) * step
 
@@ -37,14 +37,14 @@ def round_up(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Append tokens without labels to each row of a training call; return ids, labels and boundaries.
 
-    The appended tokens are the row's own first ones. In packed rows they are padding, and empty documents are added up
-    to a power of two. The arguments are returned unchanged unless `can_round` holds.
+    Each row gets copies of its own first tokens. In packed rows the appended tokens are padding, and empty documents
+    are appended until their number is a power of two. Unless `can_round` holds, the arguments are returned unchanged.
     """
     if torch.compiler.is_compiling():
-        # one graph serves all lengths
+        # under torch.compile one graph serves all lengths
         return input_ids, labels, cu_seqlens
     if input_ids.dim() != 2 or labels.shape != input_ids.shape or (cu_seqlens is not None and cu_seqlens.dim() != 1):
-        # the model's own checks will refuse these
+        # the model itself refuses these arguments later
         return input_ids, labels, cu_seqlens
     tokens = input_ids.shape[1]
     more = rounded_length(tokens) - tokens
@@ -64,14 +64,14 @@ def round_up(
 
 
 def can_round(model: nn.Module, input_ids: Tensor) -> bool:
-    """True if appended tokens have no visible effect: in eager mode on a GPU, without hooks, with supporting mixers."""
+    """True if appended tokens have no visible effect: in eager mode, on a GPU, without hooks, all mixers willing."""
     if not (flags.on and is_plain(input_ids) and on_gpu(input_ids)) or compat.watches_all_modules():
         return False
     return all(_is_known(type(x)) and not has_hooks(x) and takes_more_tokens(x) for x in model.modules())
 
 
 def takes_more_tokens(module: nn.Module) -> bool:
-    """True unless this is a mixer whose own class does not set `takes_more_tokens`."""
+    """False if `module` is a mixer whose own class does not set `takes_more_tokens`; True for other modules."""
     if not isinstance(module, Mixer):
         return True
     return "takes_more_tokens" in vars(type(module)) and module.takes_more_tokens
@@ -79,10 +79,10 @@ def takes_more_tokens(module: nn.Module) -> bool:
 
 @functools.cache
 def _is_known(kind: type[nn.Module]) -> bool:
-    """True if a module's class is from a library whose modules, except mixers, process tokens independently."""
+    """True if a class is from a library whose modules, except mixers, compute each token independently."""
     return kind.__module__.startswith(_LIBRARIES)
 
 
 def is_given(*values: Any) -> bool:
-    """True if an optional input of a call is given."""
+    """True if any of a call's optional inputs is given."""
     return any(x is not None and x is not False for x in values)

@@ -1,4 +1,4 @@
-"""Padding masks, document boundaries and positions of a call, converted to one token layout."""
+"""Conversion of a call's padding mask, document boundaries and positions to one token layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenmix_core.modeling.cache_name import name_of
 from tokenmix_core.modeling.rollback import Tokens
 from tokenmix_core.nn.state import Span
 
-# arguments of transformers' DataCollatorWithFlattening, in addition to position_ids
+# further arguments that transformers' DataCollatorWithFlattening gives besides position_ids
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
 _INDEX = "seq_idx"
@@ -29,7 +29,7 @@ class Call(NamedTuple):
     Attributes:
         span: token layout.
         cache: the cache that the call updates; None without one.
-        document_cu_seqlens: boundaries of packed documents, converted from the form in which the call gave them.
+        document_cu_seqlens: boundaries of packed documents, from whichever argument of the call gave them.
         position_ids: `[B or 1, T]`, in the layout of the layers.
     """
 
@@ -40,7 +40,7 @@ class Call(NamedTuple):
 
     @property
     def cu_seqlens(self) -> Int[Tensor, "N_plus_1"] | None:
-        """Boundaries for the layers: of documents, or of rows without their padding."""
+        """Boundaries of the layers' input: those of documents, or of rows from which padding is removed."""
         return self.span.cu_seqlens if self.document_cu_seqlens is None else self.document_cu_seqlens
 
 
@@ -55,12 +55,12 @@ def begin_call(
     cache: HybridCache | None,
     use_cache: bool | None,
 ) -> Call:
-    """Determine cache, token layout and boundaries of a backbone's call; the caller calls `cache.end()` afterwards.
+    """Determine cache, token layout and boundaries of a backbone's call; the caller must later call `cache.end()`.
 
     Args:
-        model: the backbone, with a `config`, `make_cache` and `gradient_checkpointing`.
+        model: the backbone; its `config`, `make_cache` and `gradient_checkpointing` are used.
         hidden: the embeddings `[B, T, D]`.
-        named: other inputs of the call; transformers' names of boundaries are removed from it.
+        named: the call's other inputs; transformers' arguments for boundaries are removed from this dictionary.
         attention_mask, position_ids, cu_seqlens, cache, use_cache: as for `HybridModel.forward`.
 
     Raises:
@@ -70,14 +70,14 @@ def begin_call(
     recomputes = model.training and model.gradient_checkpointing
     check_cache(cache)
     if recomputes and cache is not None:
-        # recomputing a layer would update its state a second time
+        # gradient checkpointing runs a layer twice, which would update its state twice
         raise ValueError("a cache and gradient checkpointing exclude each other: call model.eval() to generate")
     cached = cache is not None or (bool(use_cache) and not recomputes)
     cu_seqlens = document_cu_seqlens(
         cu_seqlens, position_ids, attention_mask, named, batch=batch, tokens=tokens, cached=cached
     )
     if use_cache is None:
-        # a compiled graph with padding keeps a cache only on request
+        # in a compiled graph with padding, a cache is kept only on request
         traced = attention_mask is not None and torch.compiler.is_compiling()
         use_cache = model.config.use_cache and not model.training and cu_seqlens is None and not traced
     # a given cache is updated regardless of use_cache, as in transformers' models
@@ -96,7 +96,7 @@ def begin_call(
 
 
 def rolls_back(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a backbone's `forward` for caches with a history: keep the inputs, and compute the pending tokens."""
+    """Decorate a backbone's `forward`: for caches with a history, keep inputs and first compute pending tokens."""
     name = name_of(forward)
     names = list(inspect.signature(forward).parameters)[1:]
     at = names.index(name)
@@ -110,7 +110,7 @@ def rolls_back(forward: Callable[..., Any]) -> Callable[..., Any]:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         x = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
         if not isinstance(x, Tensor) or given.get("cu_seqlens") is not None:
-            # `forward` refuses these arguments
+            # `forward` itself refuses these arguments
             return forward(self, *args, **kwargs)
         mask = real_tokens(given.pop("attention_mask", None), len(x), x.shape[1], cache)
         takers = getattr(self, "input_takers", {})
@@ -145,17 +145,17 @@ def document_cu_seqlens(
     tokens: int,
     cached: bool,
 ) -> Int[Tensor, "N_plus_1"] | None:
-    """Return the boundaries of a call's documents, however the call gives them; None for one document per row.
+    """Return the boundaries of a call's documents, from whichever argument gives them; None for one document per row.
 
-    Given boundaries are not checked. Boundaries from `seq_idx` or from positions are computed on the device, and their
-    number is synchronised once per call (transformers' models synchronise in each layer).
+    Given boundaries are not checked. Boundaries from `seq_idx` or from positions are computed on the device; the host
+    waits for their number once per call (transformers' models wait in each layer).
 
     Args:
         cu_seqlens: boundaries `[N + 1]`.
-        position_ids: positions; in one row without a cache, a document begins where they do not increase.
+        position_ids: positions; in a single row without a cache, a document begins where they do not increase.
         mask: the call's attention mask.
-        named: other inputs of the call; transformers' names of boundaries are removed from it: `cu_seq_lens_q`,
-            `cu_seq_lens_k`, `max_length_q`, `max_length_k`, `seq_idx`.
+        named: the call's other inputs; these arguments of transformers are removed from this dictionary:
+            `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`, `seq_idx`.
         batch, tokens: B and T.
         cached: whether the caller asked for a cache.
 
@@ -198,13 +198,13 @@ def document_cu_seqlens(
 
 
 def real_tokens(mask: Tensor | None, batch: int, tokens: int, cache: HybridCache | None) -> Bool[Tensor, "B T"] | None:
-    """Return which tokens of the call are real; None if all are, as far as a compiled graph can know."""
+    """Return a mask of the call's real tokens; None if all are real, or if a compiled graph must assume so."""
     past = 0 if cache is None else cache.get_seq_length()
     if mask is not None and not isinstance(mask, Tensor):
         raise ValueError(f"attention_mask must be a tensor, got {type(mask).__name__}")
     if mask is None:
         return None
-    # one comparison at a time: torch 2.11 does not find a symbolic length in a tuple
+    # separate comparisons, because torch 2.11 does not find a symbolic length in a tuple
     fits = mask.dim() == 2 and mask.shape[0] == batch
     if not fits or (mask.shape[1] != tokens and mask.shape[1] != past + tokens):
         raise ValueError(
@@ -213,7 +213,7 @@ def real_tokens(mask: Tensor | None, batch: int, tokens: int, cache: HybridCache
         )
     tracing = torch.compiler.is_compiling()
     if tokens == 1 and past > 0 and cache is not None:
-        # a compiled graph cannot read the device
+        # in a compiled graph the host cannot read a value from the device
         unsure = cache.padding_at_end is not False if tracing else cache.ends_in_padding()
         if not unsure:
             return None
@@ -224,7 +224,7 @@ def real_tokens(mask: Tensor | None, batch: int, tokens: int, cache: HybridCache
 def token_positions(
     position_ids: Tensor | None, span: Span, cu_seqlens: Tensor | None, cache: HybridCache | None
 ) -> Tensor:
-    """Return positions `[B or 1, T]` in the layout of the layers.
+    """Return the tokens' positions `[B or 1, T]` in the layout of the layers' input.
 
     Raises:
         ValueError: positions of another shape, or that restart inside a row without boundaries.
@@ -250,22 +250,25 @@ def token_positions(
 
 
 def cu_seqlens_where(begins: Bool[Tensor, "T_minus_1"], tokens: int) -> Int[Tensor, "N_plus_1"] | None:
-    """Return the boundaries of documents that begin at these tokens after the first; None for one. Synchronises."""
+    """Return the boundaries of documents that begin where `begins` is True; None if none does. Waits for the device."""
     starts = begins.nonzero().squeeze(1) + 1
-    # a compiled graph cannot synchronise
+    # in a compiled graph the host cannot wait
     if not torch.compiler.is_compiling() and not len(starts):
         return None
     return torch.cat((starts.new_zeros(1), starts, starts.new_full((1,), tokens))).to(torch.int32)
 
 
 def read_padding_flag(cache: Any) -> None:
-    """Read from the device whether a sequence ends in padding, before a compiled step, which cannot synchronise."""
+    """Read from the device whether a sequence ends in padding.
+
+    Called before a compiled step, inside which this is impossible.
+    """
     if isinstance(cache, HybridCache):
         cache.ends_in_padding()
 
 
 def _refuse_restarts(position_ids: Tensor, span: Span, cached: bool) -> None:
-    # single rows were checked by document_cu_seqlens; a compiled graph cannot check
+    # document_cu_seqlens has checked single rows; a compiled graph cannot check values
     plain = span.batch == 1 and span.mask is None and not cached
     if span.tokens == 1 or plain or torch.compiler.is_compiling():
         return
@@ -287,6 +290,6 @@ def _tensor(name: str, x: Any) -> Tensor:
 
 
 def _agree(a: Tensor, b: Tensor) -> bool:
-    # values are compared on a CPU only: reading them from a GPU would synchronise
+    # compare values on a CPU only, because reading them from a GPU would synchronise
     look = not (a.is_cuda or b.is_cuda or torch.compiler.is_compiling())
     return a.shape == b.shape and (not look or torch.equal(a, b))

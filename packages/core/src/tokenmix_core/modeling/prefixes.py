@@ -9,22 +9,22 @@ from collections.abc import Callable, Hashable, Sequence
 
 from tokenmix_core.modeling.cache import HybridCache
 
-# block hashes of earlier prompts that are remembered, to find where prompts diverge
+# number of block hashes of earlier prompts to remember, by which the shared beginning of two prompts is found
 _MOST_SEEN = 1 << 16
 
 
 class Prefixes:
-    """Snapshots by a hash of their tokens, chained per block; the longest unused one leaves first.
+    """Snapshots by a hash of their tokens, chained over blocks; the one unused for longest is evicted first.
 
-    A prompt leaves two snapshots: at its last block boundary, and at the last one that it shares with an earlier
-    prompt. At least one token of a prompt is always computed.
+    A prompt stores two snapshots: at its last block boundary, and at the last block boundary of the beginning that it
+    shares with an earlier prompt. At least one token of each prompt is always computed.
 
     Args:
-        block: snapshots hold multiples of this many tokens.
-        budget: most bytes of all snapshots.
+        block: number of tokens in a block; snapshots hold whole blocks.
+        budget: maximum bytes of all snapshots.
 
     Attributes:
-        counts: hits, tokens that hits saved, and evictions.
+        counts: number of hits, of tokens that hits saved, and of evictions.
     """
 
     def __init__(self, block: int, budget: int):
@@ -35,7 +35,7 @@ class Prefixes:
         self.counts = dict.fromkeys(("prefix_hits", "prefix_tokens", "prefix_evictions"), 0)
         self._held: OrderedDict[bytes, HybridCache] = OrderedDict()
         self._seen: OrderedDict[bytes, None] = OrderedDict()
-        # of each request: the hashes of its blocks, and the boundaries at which it stores snapshots
+        # for each request: the hashes of its blocks, and the lengths at which it stores snapshots
         self._requests: dict[str, tuple[list[bytes], set[int]]] = {}
 
     def __len__(self) -> int:
@@ -44,13 +44,13 @@ class Prefixes:
     def find(
         self, request: str, tokens: Sequence[int], context: Hashable, inputs: Callable[[int, int], Hashable]
     ) -> tuple[int, HybridCache | None]:
-        """Return the longest snapshot of a prompt's first tokens with its length, 0 and None if there is none.
+        """Return length and cache of the longest snapshot that a prompt begins with; 0 and None if there is none.
 
         Args:
-            request: id of the request; the prompt's hashes are kept until `drop`.
+            request: id of the request; the hashes of its prompt are kept until `drop`.
             tokens: the prompt.
-            context: settings that all states depend on.
-            inputs: returns the inputs of the tokens from `start` to `stop − 1` that their states depend on.
+            context: settings of the model on which all states depend.
+            inputs: returns those extra inputs of the tokens `start` to `stop − 1` on which their states depend.
         """
         if request not in self._requests:
             keys = self._keys(tokens, context, inputs)
@@ -71,13 +71,16 @@ class Prefixes:
         return 0, None
 
     def boundaries(self, request: str, start: int, stop: int) -> list[int]:
-        """Return the lengths after `start` and up to `stop` at which snapshots of a request are missing."""
+        """Return the lengths above `start` and up to `stop` at which the request should store snapshots."""
         keys, ends = self._requests.get(request, ([], set()))
         missing = (n for n in ends if keys[n // self.block - 1] not in self._held)
         return sorted(n for n in missing if start < n <= stop)
 
     def store(self, request: str, tokens: int, cache: HybridCache) -> None:
-        """Store a request's state after its first `tokens` tokens; drop others, the longest unused first, if needed."""
+        """Store a request's state after its first `tokens` tokens.
+
+        If memory is short, evict those unused for longest.
+        """
         size = cache.allocated_nbytes
         if size > self.budget:
             return
@@ -89,7 +92,7 @@ class Prefixes:
             self.counts["prefix_evictions"] += 1
 
     def drop(self, request: str) -> None:
-        """Drop the hashes of a request; a no-op for an unknown one."""
+        """Drop the hashes of a request; does nothing for an unknown request."""
         self._requests.pop(request, None)
 
     def _keys(self, tokens: Sequence[int], context: Hashable, inputs: Callable[[int, int], Hashable]) -> list[bytes]:

@@ -1,7 +1,8 @@
-"""Conversion of pretrained Llama, Mistral, Qwen2 and Qwen3 models to core's backbone.
+"""Conversion of pretrained Llama, Mistral, Qwen2 and Qwen3 models to the backbone of this package.
 
-Their blocks equal the backbone's: RMS norms, softmax attention with rotary positions, SwiGLU. A conversion therefore
-needs only a configuration and new names of the weights; any layer's attention may then be another mixer.
+These models' blocks equal the backbone's blocks: RMS norms, softmax attention with rotary positions, SwiGLU. A
+conversion therefore only makes a configuration and renames the weights; any layer's attention may then be replaced by
+another mixer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 from tokenmix_core.modeling.config import HybridConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-# first component of a weight's name inside its layer
+# new name of the first component of a weight's name inside its layer
 _NAMES = {
     "self_attn": "mixer",
     "input_layernorm": "mixer_norm",
@@ -26,16 +27,16 @@ _IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def attention_options(config: Any) -> list[dict[str, Any]]:
-    """Return the options of core's attention for each layer of a transformers configuration.
+    """Return, for each layer of a transformers configuration, the options of this package's attention.
 
     Raises:
-        ValueError: another model type, or attention without a counterpart here.
+        ValueError: an unsupported model type, or attention that this package does not have.
     """
     if config.model_type not in FAMILIES:
         raise ValueError(f"expected a model of type {', '.join(FAMILIES)}, got {config.model_type!r}")
     if getattr(config, "attention_dropout", 0):
         raise ValueError(f"attention_dropout must be 0, got {config.attention_dropout!r}")
-    # in Llama and Qwen3 it includes a bias of the output projection
+    # in Llama and Qwen3, attention_bias includes a bias of the output projection
     if getattr(config, "attention_bias", False):
         raise ValueError("attention_bias must be False: the output projection has no bias here")
     heads = config.num_attention_heads
@@ -55,10 +56,10 @@ def attention_options(config: Any) -> list[dict[str, Any]]:
 
 
 def own_fields(config: Any) -> dict[str, Any]:
-    """Return the fields of a `HybridConfig`, except its mixers, for a configuration of transformers or of ours.
+    """Return the `HybridConfig` fields, except the mixers, for a configuration of transformers or of this package.
 
     Raises:
-        ValueError: an MLP that has no counterpart here.
+        ValueError: an MLP that this package does not have.
     """
     if isinstance(config, HybridConfig):
         names = [field.name for field in dataclasses.fields(HybridConfig) if field.name in HybridConfig.__annotations__]
@@ -83,7 +84,7 @@ def own_fields(config: Any) -> dict[str, Any]:
 
 
 def own_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the weights of a transformers language model, not copied, under the names of this family.
+    """Return a transformers language model's weights, not copied, under the names that this package uses.
 
     Raises:
         ValueError: a model without its output layer.

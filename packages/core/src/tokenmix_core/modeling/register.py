@@ -1,4 +1,4 @@
-"""Registration with transformers' auto classes."""
+"""Registration of our models with transformers' auto classes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tokenmix_core.modeling.heads import register_heads
 
 
 def register_model(config: type[HybridConfig], model: type[HybridModel], causal_lm: type[HybridForCausalLM]) -> None:
-    """Register a family under its `model_type` with transformers' auto classes, those of classification included.
+    """Register a family with transformers' auto classes, those of classification included, by its `model_type`.
 
     Raises:
-        ValueError: a model type of another family.
+        ValueError: another family has this model type.
     """
     kind = config.model_type
     if kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] is not config:

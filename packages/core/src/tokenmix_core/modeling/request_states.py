@@ -1,4 +1,4 @@
-"""States of many requests, for an engine whose batches change from step to step."""
+"""The states of many requests, for an engine that runs different requests in each step."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Chunk(NamedTuple):
 
     Attributes:
         request: id of the request.
-        past: tokens of the request before the step.
-        tokens: its tokens in the step.
-        inputs: the request's inputs of mixers, as `Mixer.request_input` returns them.
-        prompt: whether they belong to the prompt.
+        past: number of the request's tokens before the step.
+        tokens: number of its tokens in the step.
+        inputs: the request's extra inputs, as `Mixer.request_input` returns them.
+        prompt: whether the tokens belong to the prompt.
     """
 
     request: str
@@ -36,28 +36,28 @@ class Chunk(NamedTuple):
 
 
 class RequestStates:
-    """The states of requests, stored as rows of one or several caches.
+    """The states of requests; each state is a row of some cache.
 
-    New prompts are computed together, as are parts of prompts, and all requests with one new token take one decoding
-    step, in a cache whose rows are exactly these requests. As long as the same requests decode, their states are not
-    moved.
+    One call computes new prompts together, another one further chunks of prompts. All requests with one new token take
+    one decoding step, in a cache whose rows are exactly these requests; as long as the same requests decode, their
+    states are not moved.
 
     Args:
         model: a causal language model with `make_cache` and `decoding`.
 
     Attributes:
-        prefixes: snapshots after the first tokens of prompts; none by default.
+        prefixes: snapshots after the first tokens of prompts; empty by default.
     """
 
     def __init__(self, model: Any):
         self.model = model
         self.prefixes = Prefixes(1, 0)
-        # cache and row of each request, and its tokens
+        # for each request, its cache and row, and its number of tokens
         self._rows: dict[str, tuple[HybridCache, int]] = {}
         self._tokens: dict[str, int] = {}
-        # context of decoding steps for the cache of the requests that decode
+        # context of decoding steps for the cache of all decoding requests
         self._steps, self._decoded = ExitStack(), None
-        # settings of the model at which each request began, and those of the present step
+        # the model's settings when each request began, and in the present step
         self._settings: dict[str, Hashable] = {}
         self._current: Hashable = None
 
@@ -66,21 +66,21 @@ class RequestStates:
 
     @property
     def allocated_nbytes(self) -> int:
-        """Bytes of memory allocated for states, without those of `prefixes`."""
-        # a copy, as other threads may ask
+        """Number of bytes allocated for states, without those of `prefixes`."""
+        # iterate over a copy, because other threads may read this property
         caches = {id(cache): cache for cache, _ in list(self._rows.values())}
         return sum(cache.allocated_nbytes for cache in caches.values())
 
     def begin_step(self) -> None:
-        """Read the model's settings again, which may change between steps."""
+        """Read the model's settings again, because they may change between steps."""
         self._current = None
 
     def begin(self, request: str, tokens: Sequence[int], inputs: Mapping[str, Any] = MappingProxyType({})) -> int:
-        """Return how many of a new request's first tokens have a snapshot, a copy of which the request then continues.
+        """Begin a request with a copy of the longest snapshot of its prompt's first tokens; return their number, or 0.
 
         Args:
-            request: id of a request without tokens.
-            tokens: its prompt.
+            request: id of a request that has no tokens yet.
+            tokens: the request's prompt.
             inputs: as for `Chunk`.
         """
         if not self.prefixes.budget:
@@ -101,7 +101,7 @@ class RequestStates:
         return found
 
     def drop(self, request: str) -> None:
-        """Drop a request; a no-op for an unknown one."""
+        """Drop a request; does nothing for an unknown request."""
         self._rows.pop(request, None)
         self._tokens.pop(request, None)
         self._settings.pop(request, None)
@@ -114,7 +114,7 @@ class RequestStates:
         self._end_steps()
 
     def fork(self, request: str, copies: Sequence[str]) -> None:
-        """Give other requests a copy of a request's state; they begin if it has no tokens."""
+        """Give the requests `copies` a copy of a request's state; if that has no tokens, they begin without tokens."""
         for name in copies if request in self._rows else ():
             self._rows[name] = self._gathered([request]), 0
             self._tokens[name] = self._tokens[request]
@@ -130,12 +130,12 @@ class RequestStates:
         left: dict[int, list[tuple[Chunk, Tensor]]] = {}
         for i, x in enumerate(chunks):
             if not x.past and x.request in self._rows:
-                # the engine starts a preempted request again from its first token
+                # a preempted request starts again from its first token
                 self._rows.pop(x.request)
                 self._tokens.pop(x.request)
             if x.past != self._tokens.get(x.request, 0):
                 raise ValueError(f"request {x.request} has {self._tokens.get(x.request, 0)} tokens, got {x.past}")
-            # a chunk is divided where snapshots are taken
+            # divide a chunk at the lengths where snapshots are taken
             stop = x.past + x.tokens
             starts = [x.past, *(n for n in self.prefixes.boundaries(x.request, x.past, stop) if n < stop)]
             sizes = [b - a for a, b in zip(starts, [*starts[1:], stop], strict=True)]
@@ -164,7 +164,10 @@ class RequestStates:
         return logits
 
     def _prefill(self, chunks: list[Chunk], parts: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Compute chunks of several requests as one batch, with padding on the left; all are first chunks or none."""
+        """Compute chunks of several requests as one batch, padded on the left.
+
+        Either all are first chunks or none is.
+        """
         longest, shortest = (fn(x.tokens for x in chunks) for fn in (max, min))
         cache = self._cache_of([x.request for x in chunks]) if chunks[0].past else self.model.make_cache()
         ids, mask = next(iter(parts.values())).new_zeros(len(chunks), longest), None
@@ -180,7 +183,7 @@ class RequestStates:
         return dict(zip(parts, logits, strict=True))
 
     def _decode(self, chunks: list[Chunk], parts: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Compute one token of each of several requests as one step."""
+        """Compute one new token of each request in one decoding step."""
         cache = self._cache_of([x.request for x in chunks])
         if cache is not self._decoded:
             self._end_steps()
@@ -188,7 +191,7 @@ class RequestStates:
             self._decoded = cache
         ids, inputs = torch.stack(list(parts.values())), self._inputs(chunks)
         logits = self.model(ids, cache=cache, logits_to_keep=1, **inputs).logits[:, -1]
-        # the next step overwrites the logits of a captured one
+        # a copy, because the next captured step overwrites the logits
         return dict(zip(parts, logits.clone(), strict=True))
 
     def _inputs(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
@@ -199,7 +202,7 @@ class RequestStates:
         }
 
     def _settings_now(self) -> Hashable:
-        """Return what the model's states depend on beside tokens: weights, adapters and options; once per step."""
+        """Return the settings on which states depend besides tokens: weights, adapters, options. Read once per step."""
         if self._current is None:
             weights = (*self.model.parameters(), *self.model.buffers())
             versions = tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in weights)
@@ -215,7 +218,7 @@ class RequestStates:
         self._steps, self._decoded = ExitStack(), None
 
     def _cache_of(self, requests: list[str]) -> HybridCache:
-        """Return a cache whose rows are these requests, in this order."""
+        """Return a cache whose rows are exactly these requests, in this order."""
         cache = self._rows[requests[0]][0]
         if cache.batch_size == len(requests) and all(self._rows[x] == (cache, i) for i, x in enumerate(requests)):
             return cache
@@ -241,7 +244,7 @@ class RequestStates:
 
 
 def _trimmed(cache: HybridCache) -> HybridCache:
-    """Free a cache's spare capacity."""
+    """Return the cache after freeing its spare capacity."""
     for layer in cache.layers:
         for part in layer.parts.values():
             part._resize(cache.past, 0)

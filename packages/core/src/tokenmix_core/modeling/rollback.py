@@ -1,8 +1,8 @@
-"""Rollback of a cache's last tokens, as speculative decoding needs it.
+"""Removal of a cache's last tokens, as speculative decoding requires.
 
-Recurrent states cannot be inverted. A cache with a `History` keeps snapshots of the states, and the inputs of the
-calls since the oldest snapshot (token ids take fewer bytes than one state per token). `HybridCache.crop` restores the
-newest snapshot from before the new end. The tokens between the snapshot and the new end are then pending: the next
+Recurrent states cannot be inverted. A cache with a `History` therefore keeps snapshots of the states, and the inputs of
+the calls since the oldest snapshot (token ids take fewer bytes than a state per token). `HybridCache.crop` restores the
+newest snapshot that lies before the new end. The tokens from the snapshot to the new end are then pending: the next
 call computes them before its own tokens, in the same forward pass.
 """
 
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-# number of snapshots over the tokens that can be removed: with more of them, fewer tokens are computed again
+# number of snapshots within the removable tokens: with more snapshots, fewer tokens are computed again
 _SNAPSHOTS = 4
 
 
@@ -40,17 +40,17 @@ class Tokens:
         return self.x.shape[1]
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Tokens:
-        """Apply a function to every tensor with a value for each token."""
+        """Return a copy with `fn` applied to every tensor that has a value for each token."""
         inputs = {name: fn(x) if self.per_token(x) else x for name, x in self.inputs.items()}
         mask, positions = (None if x is None else fn(x) for x in (self.mask, self.positions))
         return Tokens(fn(self.x), mask, positions, inputs)
 
     def per_token(self, x: Any) -> bool:
-        """Return whether an extra input has a value for each token."""
+        """True if x, an extra input, has a value for each token."""
         return isinstance(x, Tensor) and x.shape[:2] == self.x.shape[:2]
 
     def joined(self, other: Tokens) -> Tokens | None:
-        """Return the tokens of both, or None if one call cannot take both."""
+        """Return the tokens of both objects in order, or None if one call cannot compute both."""
         if self.x.dim() != other.x.dim() or (self.positions is None) != (other.positions is None):
             return None
         inputs = {}
@@ -74,7 +74,7 @@ class Tokens:
 
 
 class Snapshot(NamedTuple):
-    """A copy of a cache's states after `length` tokens; the other fields are attributes of `HybridCache`."""
+    """A copy of a cache's states after `length` tokens; its other fields are named like attributes of `HybridCache`."""
 
     length: int
     past: int
@@ -97,11 +97,11 @@ class Restorable(Protocol):
 
 
 class History:
-    """Snapshots of a cache's states and the inputs since the oldest, so that its last tokens can be removed.
+    """Snapshots of a cache's states, and the inputs since the oldest one, from which `crop` removes last tokens.
 
     Args:
-        tokens: how many of the last tokens can be removed at any time; all tokens of the last call can be removed if
-            it had at most twice as many.
+        tokens: number of last tokens that can be removed at any time; the whole last call can be removed if it had at
+            most twice as many.
     """
 
     def __init__(self, tokens: int):
@@ -111,7 +111,7 @@ class History:
         self.snapshots: list[Snapshot] = []
         # inputs since the oldest snapshot, pending tokens included
         self.inputs: list[Tokens] = []
-        # the last of these inputs, whose tokens are part of the sequences but not of the states
+        # how many of these inputs, at the end of the list, are pending: part of the sequences, but not of the states
         self.pending = 0
 
     @property
@@ -130,15 +130,15 @@ class History:
         self.snapshots, self.inputs, self.pending = [], [], 0
 
     def change_batch(self, cache: Restorable, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply a change of the states' batch to the pending tokens; drop the snapshots and the other inputs."""
+        """Apply `fn`, which changes the batch, to the pending tokens; drop the snapshots and all other inputs."""
         self.inputs = [x.map(fn) for x in self.inputs[len(self.inputs) - self.pending :]]
         self.snapshots = [cache.snapshot()]
 
     def crop(self, cache: Restorable, remove: int) -> None:
-        """Restore the newest snapshot before the new end, and leave the tokens after it pending.
+        """Restore the newest snapshot before the new end; the tokens between both become pending.
 
         Raises:
-            ValueError: more tokens than are kept.
+            ValueError: `remove` exceeds the number of removable tokens.
         """
         end = cache.get_seq_length() - remove
         if not self.snapshots or end < self.snapshots[0].length:
@@ -152,7 +152,8 @@ class History:
         for x in self.inputs:
             stop = max(0, end - start)
             x = x.map(lambda t, stop=stop: t[:, :stop])
-            # every snapshot is at the end of an input, so that no input lies on both sides of the restored snapshot
+            # snapshots are taken only after an input, so that each input lies wholly before or after the restored
+            # snapshot
             pending += start >= self.snapshots[-1].length and len(x) > 0
             start += len(x)
             kept += [x] if len(x) else []
@@ -162,9 +163,9 @@ class History:
             cache.padding_at_end = False if kept[-1].mask is None else ~kept[-1].mask[:, -1].all()
 
     def call(self, forward: Callable[..., Any], cache: Restorable, new: Tokens, given: dict[str, Any]) -> Any:
-        """Run `forward` on pending tokens and new ones, and return its output for the new ones.
+        """Run `forward` on pending and new tokens, and return its output for the new tokens.
 
-        Pending tokens were kept by a rollback; the restored states do not contain them yet.
+        Pending tokens are those that `crop` has kept but that the restored states do not contain.
 
             Args:
                 forward: a backbone's `forward`, without the arguments that `Tokens` holds.
@@ -184,7 +185,10 @@ class History:
         return _last_tokens(outputs, len(new))
 
     def _calls(self, parts: Sequence[Tokens]) -> Iterator[Tokens]:
-        """Join tokens into few calls; split a long call before its last `self.tokens` tokens, the removable ones."""
+        """Join tokens into as few calls as possible.
+
+        Split a long call before its last `self.tokens`, removable, tokens.
+        """
         now, *later = parts
         for x in later:
             both = now.joined(x)
@@ -197,7 +201,10 @@ class History:
         yield now
 
     def _add(self, cache: Restorable, tokens: Tokens) -> None:
-        """Replace the pending inputs that a call has computed by its inputs, and drop outdated ones."""
+        """Move pending inputs that a call has computed, with the call's own, to the computed inputs.
+
+        Drop outdated ones.
+        """
         computed = len(tokens)
         while self.pending and computed >= len(self.inputs[-self.pending]):
             computed -= len(self.inputs.pop(-self.pending))
@@ -205,7 +212,7 @@ class History:
         if self.pending and computed:
             self.inputs[-self.pending] = self.inputs[-self.pending].map(lambda t: t[:, computed:])
         self.inputs.insert(len(self.inputs) - self.pending, tokens)
-        # every snapshot lies between two inputs
+        # no input crosses a snapshot, so that whole inputs are dropped with a snapshot
         while len(self.snapshots) > 1 and self.snapshots[1].length <= cache.length - self.tokens:
             dropped = self.snapshots[1].length - self.snapshots.pop(0).length
             while dropped:
@@ -213,7 +220,7 @@ class History:
 
 
 def _last_tokens(outputs: list[Any], tokens: int) -> Any:
-    """Return the last output with the last `tokens` tokens of all outputs."""
+    """Return the last of `outputs`, extended to the last `tokens` tokens of all of them."""
 
     def last(field: Callable[[Any], Tensor]) -> Tensor:
         return torch.cat([field(x) for x in outputs], 1)[:, -tokens:]
@@ -224,7 +231,7 @@ def _last_tokens(outputs: list[Any], tokens: int) -> Any:
     batch = len(out.last_hidden_state)
     for name in ("hidden_states", "router_logits"):
         if (layers := getattr(out, name, None)) is not None:
-            # router logits are flat: [B · T, experts]
+            # router logits have one flat dimension for rows and tokens: [B · T, experts]
             values = [
                 last(lambda x, i=i, name=name: getattr(x, name)[i].view(batch, -1, getattr(x, name)[i].shape[-1]))
                 for i in range(len(layers))

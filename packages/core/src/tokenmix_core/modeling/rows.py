@@ -1,4 +1,4 @@
-"""Rows with padding for hooks and adapters, which see `[B, T, D]` while the layers compute only real tokens."""
+"""Rows with padding, `[B, T, D]`, for hooks and adapters, although the layers compute only the real tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tokenmix_core.nn.state import Span
 
 
 def keeps_rows(model: nn.Module, span: Span) -> bool:
-    """True if the call has padding to remove and a module has hooks or a `forward` of its own, which expect rows.
+    """True if the call has padding to remove and a module has hooks or a `forward` set on it, which expect whole rows.
 
-    Checks all modules, once per call with padding.
+    Checks all modules, once for each call with padding.
     """
     if span.mask is None or span.keeps_padding or torch.compiler.is_compiling():
         return False
@@ -26,15 +26,15 @@ def keeps_rows(model: nn.Module, span: Span) -> bool:
 
 
 class PacksRows:
-    """Mixin before another library's layer of one input: take and return rows, but compute packed tokens.
+    """Mixin before another library's layer: takes and returns rows, but computes packed tokens.
 
-    `forward` enters `rows_for_hooks` itself, so that gradient checkpointing shows rows again when it recomputes.
+    `forward` itself enters `rows_for_hooks`, so that hooks also see rows when gradient checkpointing runs it again.
     """
 
     modules: Callable[[], Iterator[nn.Module]]
 
     def forward(self, hidden_states: Tensor, *args: Any, rows: Span | None = None, **given: Any) -> Tensor:
-        """Run the layer; with `rows`, remove padding inside."""
+        """Run the layer; if `rows` is given, padding is removed inside."""
         compute: Any = super().forward  # type: ignore[misc]
         if rows is None:
             return compute(hidden_states, *args, **given)
@@ -44,12 +44,12 @@ class PacksRows:
 
 @contextmanager
 def rows_for_hooks(modules: Iterable[nn.Module], span: Span) -> Iterator[None]:
-    """Context in which watched modules see `[B, T, ...]`, zero at padding, instead of packed tokens `[1, total, ...]`.
+    """Context in which modules with hooks see `[B, T, ...]`, zero at padding, instead of packed `[1, total, ...]`.
 
-    Hooks get rows, and so does the module itself, as adapters may compute per row. Only a module that mixes along time,
-    recognised by its argument `cu_seqlens`, computes packed tokens although its hooks get rows. A module of another
-    library with watched submodules also computes rows, as it may flatten tokens before it calls them. Modules that a
-    mixer names in `per_chunk` see rows of chunks, `[B, ⌈T / chunk⌉, ...]`.
+    Hooks get rows, and so does the module's own `forward`, because an adapter may compute per row. Only a module that
+    mixes along time, recognised by its argument `cu_seqlens`, computes packed tokens although its hooks get rows. A
+    module of another library whose submodules have hooks also computes rows, because it may flatten tokens before it
+    calls them. Modules that a mixer names in `per_chunk` see rows of chunks, `[B, ⌈T / chunk⌉, ...]`.
     """
     everything, modules = compat.watches_all_modules(), list(modules)
     chunks: dict[int, Any] = {id(getattr(m, name)): m.chunk for m in modules for name in getattr(m, "per_chunk", ())}
@@ -67,7 +67,7 @@ def rows_for_hooks(modules: Iterable[nn.Module], span: Span) -> Iterator[None]:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    # accelerate's forward only loads weights and ignores shapes
+    # accelerate also sets a forward on modules; it only loads weights and ignores shapes
     own = "forward" in module.__dict__ and not hasattr(module, "_hf_hook")
     return own or has_hooks(module)
 
@@ -100,7 +100,7 @@ def _in_rows(module: nn.Module, call: Callable, span: Span, chunks: dict[int, in
 
 
 class _Chunks:
-    """Conversion between two layouts of the chunks of a padded call: packed (`chunking.slot_ids`) and in rows."""
+    """Converts the chunks of a padded call between two layouts: packed (`chunking.slot_ids`) and padded rows."""
 
     def __init__(self, span: Span, chunk: int) -> None:
         assert span.mask is not None
@@ -119,7 +119,7 @@ class _Chunks:
 
 
 def _mapped(x: Any, shape: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `change` to tensors whose first two dimensions are `shape`, also within tuples, lists and dictionaries."""
+    """Apply `change` to tensors, also inside tuples, lists and dictionaries, whose first dimensions are `shape`."""
     if isinstance(x, Tensor):
         return change(x) if x.dim() > 1 and tuple(x.shape[:2]) == shape else x
     if type(x) in (tuple, list):

@@ -1,4 +1,4 @@
-"""Sampling on the device: from logits to tokens, appended to the sequences until all have ended."""
+"""Sampling on the device: turn logits into tokens and append them, until all sequences have ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from tokenmix_core.modeling.decode_graph import CapturedSteps
 
-# processors that depend only on the tokens so far, and the attributes that distinguish their graphs
+# processors that read nothing but the tokens so far, and the attributes by which their graphs differ
 _ON_DEVICE: dict[type, tuple[str, ...]] = {
     TemperatureLogitsWarper: ("temperature",),
     TopKLogitsWarper: ("top_k", "filter_value"),
@@ -29,7 +29,7 @@ _ON_DEVICE: dict[type, tuple[str, ...]] = {
     MinPLogitsWarper: ("min_p", "filter_value", "min_tokens_to_keep"),
     RepetitionPenaltyLogitsProcessor: ("penalty",),
 }
-# end index of a sequence that has not ended
+# value of a sequence's end index before it has ended
 _NEVER = 1 << 62
 # number of earlier samplers whose graphs are kept
 _KEPT = 3
@@ -41,22 +41,22 @@ def needs_host(criterion: Any) -> bool:
 
 
 class Sampler:
-    """Sample a token of each sequence from logits, like transformers' `_sample`, and write it for the next step.
+    """Samples one token of each sequence from logits, as transformers' `_sample` does, and writes it for the next step.
 
-    All tensors have constant shapes, so that sampling is captured in a CUDA graph like a step. Processors that need the
-    host, or the number of tokens, run eagerly.
+    All tensors have constant shapes, so that a CUDA graph can capture sampling, as it does steps. Processors that need
+    the host or the number of tokens run eagerly.
 
     Args:
-        steps: storage of the steps, whose `ids` and `positions` are written.
+        steps: storage of the decoding steps; sampling writes its `ids` and `positions`.
         processors: logits processors.
-        capacity: most tokens of a row, the prompt included.
-        sample: draw tokens (True) or take the most likely (False).
+        capacity: maximum number of tokens in a row, the prompt included.
+        sample: whether to draw tokens at random (True) or to take the most likely ones (False).
         eos: tokens that end a sequence; may be empty.
         pad: token that follows the end of a sequence.
 
     Attributes:
-        tokens: `[N, capacity]`; columns not yet written repeat the last token of the prompt, so that penalties see the
-            right set of tokens.
+        tokens: `[N, capacity]`; columns not yet written repeat the prompt's last token, so that penalties for
+            repetition see no tokens that do not occur.
     """
 
     def __init__(
@@ -87,19 +87,19 @@ class Sampler:
                 torch.tensor(eos, **make),
             )
         # the tokens; the number of tokens in every row; whether each sequence has ended, and at which length; the
-        # number of first tokens that a penalty ignores; the end tokens
+        # number of first tokens that a penalty ignores; the tokens that end a sequence
         self.tokens, self.length, self.ended, self.ends, self._padding, self._eos = buffers
         self._host_length = 0
         self.processors = LogitsProcessorList(self._own(x) for x in processors)
 
     def begin(self, prompt: Int[Tensor, "N T"], token: Int[Tensor, "N 1"]) -> None:
-        """Start with a prompt and the token after it."""
+        """Start from a prompt and the token sampled after it."""
         T = prompt.shape[1]
         if T:
             self.tokens.copy_(prompt[:, -1:].expand_as(self.tokens))
             self.tokens[:, :T] = prompt
         elif any(type(x) is RepetitionPenaltyLogitsProcessor for x in self.processors):
-            # without a prompt, no token can fill the unwritten columns
+            # without a prompt, there is no token with which to fill the unwritten columns
             self._captures = False
         self.length.fill_(T)
         self.ended.zero_()
@@ -108,7 +108,7 @@ class Sampler:
         self._host_length = T + 1
 
     def moved(self, steps: CapturedSteps, capacity: int) -> Sampler:
-        """Return a copy with other storage and a larger capacity."""
+        """Return a copy of the sampler that uses other storage with a larger capacity."""
         other = Sampler(steps, self.processors, capacity, sample=self.sample, eos=self.eos, pad=self.pad)
         other._captures, other._host_length = self._captures, self._host_length
         other.tokens.copy_(self.tokens[:, -1:].expand_as(other.tokens))
@@ -120,7 +120,7 @@ class Sampler:
         return other
 
     def __call__(self, logits: Float[Tensor, "N vocab"]) -> None:
-        """Sample and write the tokens."""
+        """Sample one token of each sequence and write it."""
         if self._captures and logits is self.steps.logits:
             self.steps.run(self._key, lambda: self._sample(logits))
         else:
@@ -128,10 +128,10 @@ class Sampler:
         self._host_length += 1
 
     def ask(self, first: int, length: int) -> tuple[int | None, list[list[int]]]:
-        """Synchronise; return the length at which all sequences had ended (None if they have not), and new tokens.
+        """Synchronise; return the length at which all sequences had ended, or None, and the tokens of the range.
 
         Args:
-            first, length: range of the tokens to return.
+            first, length: start and end of the range of tokens to return.
         """
         new = self.tokens[:, first:length]
         last, *flat = torch.cat((self.ends.max().unsqueeze(0), new.flatten())).tolist()
@@ -154,7 +154,7 @@ class Sampler:
         self._write(draw(self.processors, logits, seen, sample=self.sample))
 
     def _write(self, token: Int[Tensor, "N 1"]) -> None:
-        """Append tokens, or padding if a sequence has ended."""
+        """Append `token` to each sequence, or padding if the sequence has ended."""
         if self.eos:
             token = torch.where(self.ended.unsqueeze(1), self.pad, token)
         self.tokens.scatter_(1, self.length, token)
@@ -170,11 +170,11 @@ class Sampler:
 def draw(
     processors: LogitsProcessorList, logits: Float[Tensor, "N vocab"], seen: Int[Tensor, "N T"], *, sample: bool
 ) -> Int[Tensor, "N 1"]:
-    """Return the next tokens; `seen` are the tokens so far."""
+    """Return the next tokens, given the logits and the tokens so far (`seen`)."""
     scores: Tensor = processors(seen, logits.to(torch.float32, copy=True))  # type: ignore[arg-type]
     if not sample:
         return scores.argmax(-1, keepdim=True)
-    # the algorithm of torch.multinomial, which would synchronise to check the probabilities
+    # the algorithm of torch.multinomial, which itself would synchronise to check the probabilities
     probabilities = scores.softmax(-1)
     return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1, keepdim=True)
 

@@ -15,17 +15,17 @@ from tokenmix_core.parallel import SequenceShard
 def check_split(
     shard: SequenceShard, mixers: Iterable[Mixer], rows: Tensor | None, others: Iterable[Any], use_cache: bool | None
 ) -> None:
-    """Refuse calls that a split of rows over ranks does not support, with the same message on all ranks.
+    """Refuse calls for which rows cannot be split over ranks, with the same message on all ranks.
 
     Args:
-        shard: the split.
+        shard: how rows are split over ranks.
         mixers: the mixers of all layers.
         rows: the whole rows' ids or embeddings.
-        others: attention mask, positions, boundaries, cache and further inputs, which must not be given.
+        others: attention mask, positions, boundaries, cache and further inputs; all must be None.
         use_cache: must not be True.
 
     Raises:
-        ValueError: a mixer, an input or a shape that cannot be split.
+        ValueError: a mixer, an input or a shape that does not support the split.
     """
     if alone := dict.fromkeys(type(mixer).__name__ for mixer in mixers if not splits_sequences(mixer)):
         raise ValueError(

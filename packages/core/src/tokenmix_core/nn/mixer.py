@@ -118,7 +118,7 @@ class Mixer(KeepsFloat32):
 
     @classmethod
     def batch_input(cls, name: str, values: Sequence[Any], ranges: Sequence[tuple[int, int]]) -> Any:
-        """Return the extra input of a call whose rows are pieces of several requests, padded on the left.
+        """Return the extra input of a call whose rows are parts of several requests, padded on the left.
 
         Args:
             name: one of `inputs`.

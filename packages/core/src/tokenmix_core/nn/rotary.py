@@ -34,7 +34,7 @@ ROPE_TYPES = tuple(_REQUIRED)
 
 def check_rope(rope_parameters: dict[str, Any]) -> None:
     """Raise a ValueError for invalid rotary parameters, with the invalid value and the valid ones in its message."""
-    # older configurations call the field "type"
+    # older configurations call it "type"
     kind = rope_parameters.get("rope_type", rope_parameters.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise ValueError(f"rope_parameters: rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}")
