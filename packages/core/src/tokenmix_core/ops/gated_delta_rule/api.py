@@ -54,7 +54,7 @@ def chunk_gated_delta_rule(
         initial_state: the state before the first token of each sequence; None is zero. N is B, or the number of
             packed sequences.
         cu_seqlens: boundaries of packed sequences (then B = 1), which may be empty.
-        qk_l2norm: replace each q and k by x · rsqrt(Σ x² + 1e−6).
+        qk_l2norm: replace each vector x of q and k by x · rsqrt(Σ x² + 1e−6).
         writes: a factor m, any real number, for each `write_chunk` tokens and value head. After these tokens S ← e^{Σ
             g} S₀ + m (S − e^{Σ g} S₀), with S₀ the state before them; the outputs of these tokens are those of m = 1. A
             last, partial chunk follows the same rule. Chunks are counted from each sequence's start: there are ⌈T /
@@ -149,7 +149,7 @@ def gated_delta_rule_step(
         beta: `[B, HV]`, strength of the write.
         state: `[B, HV, K, V]` float32, contiguous; overwritten with the state after this token.
         scale, qk_l2norm: as for `chunk_gated_delta_rule`.
-        impl: as there, except that Gluon also takes float32, and only K = 128 with V ≥ 64.
+        impl: as for `chunk_gated_delta_rule`, except that Gluon also takes float32, and only K = 128 with V ≥ 64.
 
     Returns:
         o `[B, HV, V]` in v's dtype: scale · stateᵀ q with the updated state.
@@ -171,7 +171,7 @@ def gated_delta_rule_step(
 
 @Checked
 def _check(op: str, *inputs) -> tuple[str | None, float]:
-    """Validate the `Inputs` of a call on whole sequences; return what `resolve_impl` returns, and the scale."""
+    """Validate the `Inputs` of a call on whole sequences; return the result of `resolve_impl`, and the scale."""
     x = Inputs(*inputs)
     dims = checks.bind_shapes(
         op, {}, q=(x.q, "B T H K"), k=(x.k, "B T H K"), v=(x.v, "B T HV V"), g=(x.g, "B T HV"), beta=(x.beta, "B T HV")
@@ -197,7 +197,7 @@ def _check(op: str, *inputs) -> tuple[str | None, float]:
 
 @Checked
 def _check_step(q, k, v, g, beta, state, scale, impl) -> tuple[str | None, float]:
-    """Validate the arguments of a decoding step; return what `resolve_impl` returns, and the scale."""
+    """Validate the arguments of a decoding step; return the result of `resolve_impl`, and the scale."""
     op = "gated_delta_rule_step"
     dims = checks.bind_shapes(
         op, {}, q=(q, "B H K"), k=(k, "B H K"), v=(v, "B HV V"), g=(g, "B HV"), beta=(beta, "B HV"),

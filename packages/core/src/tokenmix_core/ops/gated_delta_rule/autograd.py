@@ -22,7 +22,7 @@ from tokenmix_core.ops.padding import zero_padding
 
 
 class BackwardInputs(NamedTuple):
-    """Arguments of the backward pass: gradients of both results, Ã and the gates, and the arguments of the call."""
+    """Arguments of the backward pass under tracing: both results' gradients, Ã and the gates, the call's arguments."""
 
     do: Tensor | None
     dfinal_state: Tensor | None
@@ -32,7 +32,7 @@ class BackwardInputs(NamedTuple):
 
 
 class SavedBackwardInputs(NamedTuple):
-    """Gradients of the results, the tensors that `_forward_saving` returned, and the call's arguments."""
+    """Arguments of the eager backward: the results' gradients, tensors of `_forward_saving`, the call's arguments."""
 
     do: Tensor | None
     dfinal_state: Tensor | None
@@ -47,8 +47,8 @@ class SavedBackwardInputs(NamedTuple):
 def run_forward(x: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return outputs, final states, Ã and the gates of a traced call.
 
-    The tensors of the segments are not saved: the backward pass computes them again, because their shapes depend on how
-    sequences are split, and a compiled graph would be specialised on that split.
+    The states that enter segments, and the segments' transition matrices, are not saved: the backward pass computes
+    them again, because their shapes depend on how sequences are split, which would specialise a compiled graph.
     """
     found = chunk_forward(x)
     return found.o, found.final_state, found.terms.inverse, found.terms.gates
@@ -56,7 +56,7 @@ def run_forward(x: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @of_fields
 def _forward_without_gradients(x: Inputs) -> tuple[Tensor, Tensor]:
-    """Return outputs and final states."""
+    """Return outputs and final states, of `run_forward`'s four results."""
     return run_forward(*x)[:2]
 
 
@@ -65,8 +65,8 @@ def _forward_without_gradients(x: Inputs) -> tuple[Tensor, Tensor]:
 def _forward_saving(x: Inputs) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return outputs, final states, and the tensors saved for the backward pass: a buffer and two tensors of segments.
 
-    The buffer holds Ã, the gates and, if they are small, R and the chunk states. The other two are the state that
-    enters each segment and its transition matrix, both None for whole sequences.
+    The buffer holds Ã, the gates and, if they are small, the residuals R and the chunk states. The other two tensors
+    are the states that enter segments and the segments' transition matrices; None if sequences are not split.
     """
     found = chunk_forward(x, save=True)
     return found.o, found.final_state, found.buffer, found.terms.entering, found.terms.transitions
@@ -75,7 +75,7 @@ def _forward_saving(x: Inputs) -> tuple[Tensor, Tensor, Tensor | None, Tensor | 
 @retried
 @of_fields
 def run_backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients in the order of `Gradients`; empty tensors for an absent initial state and absent `writes`."""
+    """Return gradients in the order of `Gradients`; an empty tensor if there is no initial state or no `writes`."""
     do, dfinal_state, inverse, gates, x = given
     grads = chunk_backward(x, inverse=inverse, gates=gates, segments=None, saved=None, do=do, dfinal_state=dfinal_state)
     dinitial_state, dwrites = grads.initial_state, _like_writes(grads.writes, x.writes)
@@ -105,7 +105,7 @@ def _like_writes(factors: Tensor | None, writes: Tensor | None) -> Tensor | None
 
 @of_fields
 def _recurrent(x: Inputs) -> tuple[Tensor, Tensor]:
-    """Return outputs and final states, computed token by token; `impl` selects only the kernels of the backward."""
+    """Return outputs and final states, computed token by token; `x.impl` selects only the backward pass's kernels."""
     o, final_state = recurrent_forward(x)
     zero_padding(x.cu_seqlens, o)
     return o, final_state

@@ -1,4 +1,4 @@
-"""Gradients of q, k, g and β, in parallel over chunks."""
+"""Gradients of q, k, g and β, in parallel over chunks; README.md defines the letters."""
 
 import torch
 import triton
@@ -25,7 +25,7 @@ from tokenmix_core.ops.gated_delta_rule.types import Gradients, Reverse, StateGr
 
 @triton.jit
 def unnormalise(b_dx, b_x, r_x, b_dot):
-    """Return the gradient of x from that of x̂ = r x with r = (Σ x² + ε)^−½: r (dx̂ − x̂ (x̂ · dx̂))."""
+    """Return r (dx̂ − x̂ (x̂ · dx̂)), the gradient of x from the gradient dx̂ of x̂ = r x, where r = (Σ x² + ε)^−½."""
     return (b_dx.to(tl.float32) - b_x.to(tl.float32) * (r_x * b_dot)[:, None]) * r_x[:, None]
 
 
@@ -39,8 +39,8 @@ def backward_chunk_kernel(
 ):  # fmt: skip
     """Compute dQ, dK, dg and dβ of one chunk and value head; with WRITES = 1 also the gradient of its write factor.
 
-    With WRITES > 1 chunks share a write factor. `dstates` already include the factor, and `bare_ends` is the gradient
-    of each chunk's decay through the state without the writes of the chunks that share it.
+    With WRITES > 1 this number of chunks share a write factor. `dstates` already include the factor, and `bare_ends` is
+    the gradient of each chunk's decay through the state without the writes of the chunks that share the factor.
 
     A matrix and its transpose are computed by separate MMAs: a transposed accumulator would pass through shared memory
     to become an operand, and some versions of Triton compile that wrongly for Hopper.
@@ -64,7 +64,8 @@ def backward_chunk_kernel(
     b_last = last_of(b_b, rows, BT)
     b_b = tl.where(o_t < rows, b_b, b_last)
 
-    # E = scale dO Rᵀ ⊙ Γ and F = −dY Rᵀ ⊙ Γ, strictly below the diagonal, each with its transpose
+    # E = scale (dO Rᵀ) ⊙ Γ, F = −(dY Rᵀ) ⊙ Γ without its diagonal, and their transposes; R: residuals, Γ: decay from
+    # token j to i ≥ j
     b_e, b_et = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
     b_f, b_ft = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
     for i_v in range(V // BV):
@@ -87,7 +88,8 @@ def backward_chunk_kernel(
     if L2NORM:
         r_q = diagonal_inverse_norm(b_qq, BT)
 
-    # left factors of K and Q in the matmuls for dQ and dK; then, in float32, terms of dβ and of x̂ · dx̂
+    # the factors by which K and Q are multiplied for dQ and dK; then, in float32, terms of dβ and of x̂ · dx̂, which
+    # `unnormalise` needs for x = q and x = k
     b_decay = causal_decay(b_b, b_b, o_t, o_t)
     b_e *= b_decay * scale
     b_f *= tl.where(o_t[:, None] > o_t[None, :], -b_decay, 0.0)
@@ -101,7 +103,8 @@ def backward_chunk_kernel(
     b_dbeta = tl.sum(b_e + b_f, 0)
     b_dot_q, b_dot_k = tl.sum(b_e * b_beta[None, :], 1), tl.sum(b_f * b_beta[None, :], 1)
 
-    # dQ = scale γ dO Sᵀ + (E β) K̂; dK = −γ dY Sᵀ + (F β + β Fᵀ) K̂ + (β Eᵀ) Q̂ + β w R dSᵀ
+    # dQ = scale γ dO Sᵀ + E β K̂; dK = −γ dY Sᵀ + (F β + β Fᵀ) K̂ + β Eᵀ Q̂ + β w R dSᵀ, with γ, β and w as diagonal
+    # matrices: γ = 2^b, the decay since the chunk's start, and w = 2^(b_last − b), the decay to its end
     b_out = tl.zeros([BT], tl.float32)
     share = 1.0
     if WRITES == 1:
@@ -142,7 +145,7 @@ def backward_chunk_kernel(
         b_out *= share
     b_dbeta += b_out
     if L2NORM and K > BK:
-        # x̂ · dx̂ needs all columns of dQ and dK, so it is complete only after the loop
+        # x̂ · dx̂ is a sum over all columns of dQ or dK, so it is complete only after the loop over columns
         tl.debug_barrier()
         for i_k in range(K // BK):
             b_q, b_k = load_rows(p_q + i_k * BK, H * K, rows, BT, BK), load_rows(p_k + i_k * BK, H * K, rows, BT, BK)
@@ -154,7 +157,8 @@ def backward_chunk_kernel(
             store_rows(p_dk + i_k * BK, b_dk, HV * K, rows, BT, BK)
     store_vector(dbeta + first * HV + i_hv, b_dbeta, HV, rows, BT)
 
-    # dg of a token sums db from this token to the chunk's end; where the decay is clamped, dg is zero
+    # dg of a token is the sum of db, the gradient of the cumulative decay b, from this token to the chunk's end; where
+    # the decay is clamped, dg is zero
     b_db = tl.where(o_t < rows, b_dot_q + b_dot_k - b_beta * b_dbeta, 0.0)
     b_end = tl.load(ends + (i_slot.to(tl.int64) * HV + i_hv) * PARTS + tl.arange(0, PARTS))
     b_dg = tl.cumsum(b_db, 0, reverse=True) + tl.sum(b_end, 0) * tl.exp2(b_last) + tl.sum(b_out * b_beta, 0)
@@ -167,12 +171,12 @@ def backward_chunk_kernel(
 def backward_chunk(reverse: Reverse, of_states: StateGradients, may_overwrite: bool, form: Form) -> Gradients:
     """Return all gradients in the dtypes of their inputs, but float32 for `writes`; dq and dk for each value head.
 
-    dK may be written over the saved R if `may_overwrite`.
+    If `may_overwrite`, dK may be written over the saved residuals R.
     """
     x, terms, saved, do, _, _ = reverse
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
-    # zeros: kernels do not write the slots of a packed batch that have no chunk
+    # initialised with zeros, because kernels do not write the slots of a packed batch that have no chunk
     dwrites = None if x.writes is None else torch.zeros_like(x.writes)
     dq, dg, dbeta = x.q.new_empty(B, T, HV, K), torch.empty_like(x.g), torch.empty_like(x.beta)
     # dK takes R's memory, for a lower peak: a Gluon program reads its rows of R before it writes the same rows of dK

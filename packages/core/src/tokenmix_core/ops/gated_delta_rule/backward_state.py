@@ -1,4 +1,4 @@
-"""Gradients of the states and the values, by a reverse scan over a sequence's chunks."""
+"""Gradients of the states and the values, by a reverse scan over a sequence's chunks; README.md defines the letters."""
 
 import torch
 import triton
@@ -25,9 +25,9 @@ def backward_state_kernel(
 ):  # fmt: skip
     """Compute dV, the gradient dS' of the state leaving each chunk, and ⟨dS', S⟩ over this program's columns of V.
 
-    `do`, `dfinal_state`, `dinitial_state` and `remainders` may be None. WRITES chunks share a factor in `writes`. If
-    WRITES > 1, also compute, over this program's columns, the factor's gradient and `bare_ends`, the gradient of the
-    chunks' decays through the state without the writes of these chunks.
+    S is the state entering the chunk. `do`, `dfinal_state`, `dinitial_state` and `remainders` may be None. WRITES
+    chunks share a factor in `writes`. If WRITES > 1, also compute, over this program's columns, the factor's gradient
+    and `bare_ends`, the gradient of the chunks' decays through the state without the writes of these chunks.
     """
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
@@ -43,7 +43,8 @@ def backward_state_kernel(
         b_ds = tl.zeros([K, BV], tl.float32)
 
     NT = tl.cdiv(length, BT)
-    # b_bare: gradient of the state without the writes of the current WRITES chunks, so only decays act on it
+    # b_bare: gradient of the state without the writes of the WRITES chunks that share the current factor; only decays
+    # change it
     if WRITES > 1:
         b_bare, b_dwrite = b_ds, tl.zeros([BT], tl.float32)
     for i_c in range(NT):
@@ -51,7 +52,7 @@ def backward_state_kernel(
         if WRITES:
             i_w = (first_chunk(i_n, bos, T, BT * WRITES, PACKED) + start // (BT * WRITES)).to(tl.int64) * HV + i_hv
             share = tl.load(writes + i_w).to(tl.float32)
-        # Triton needs a compile-time condition in an `if` of its own
+        # Triton resolves a compile-time condition only if it is not joined with a run-time condition by `and`
         if WRITES > 1:  # noqa: SIM102
             if (i_c == 0) | ((start // BT + 1) % WRITES == 0):
                 b_bare, b_dwrite = b_ds, tl.zeros([BT], tl.float32)
@@ -76,7 +77,7 @@ def backward_state_kernel(
         b_dh = b_ds.to(k.dtype.element_ty)
         o_state = (slot + (NT - 1 - i_c)).to(tl.int64) * HV + i_hv
         tl.store(dstates + o_state * K * V + p_tile, b_dh)
-        # the terms of the sum cancel, so neither factor is rounded to 16 bits
+        # the terms of the sum ⟨dS', S⟩ cancel, so neither dS' nor S is rounded to 16 bits
         b_s = tl.load(states + o_state * K * V + p_tile).to(tl.float32)
         if remainders is not None:
             b_s += tl.load(remainders + o_state * K * V + p_tile).to(tl.float32)
@@ -88,7 +89,7 @@ def backward_state_kernel(
             b_bare *= tl.exp2(b_last)
             b_end = tl.sum(tl.sum(b_s * b_bare, 1), 0) * (1.0 - share)
 
-        # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; dY = Ãᵀ dR
+        # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ (K dS'), where P' are the scores with decay and β; dV = dY = Ãᵀ dR
         b_dr = tl.dot(b_k, b_dh, input_precision=DOT) * b_writes[:, None]
         if do is not None:
             b_do = load_rows(do + o_vo, HV * V, rows, BT, BV)
@@ -98,7 +99,7 @@ def backward_state_kernel(
         b_dy = tl.dot(tl.trans(b_a), b_dr.to(k.dtype.element_ty), input_precision=DOT)
         store_rows(dv + o_vo, b_dy, HV * V, rows, BT, BV)
 
-        # dS ← 2^b_last dS + scale Qᵀ (γ ⊙ dO) − Kᵀ (γ ⊙ dY)
+        # dS = 2^b_last dS' + scale Qᵀ (γ ⊙ dO) − Kᵀ (γ ⊙ dY), the gradient of the state entering the chunk; γ = 2^b
         b_g = tl.exp2(b_b)
         b_ds *= tl.exp2(b_last)
         if do is not None:
@@ -117,7 +118,7 @@ def backward_state_kernel(
 
 
 def backward_state(reverse: Reverse, form: Form) -> StateGradients:
-    """Scan the sequences in reverse, with Triton or Gluon kernels as `form` says; Gluon kernels need `do`."""
+    """Return the gradients of states and values, by the Triton or Gluon kernel `form`; Gluon kernels need `do`."""
     x, terms, saved, do, dfinal_state, _ = reverse
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
@@ -140,7 +141,7 @@ def backward_state(reverse: Reverse, form: Form) -> StateGradients:
     parts = V // launch.BV
     ends, of_writes = terms.gates.new_empty(len(dstates), HV, parts), None
     if x.writes is not None and x.chunks_per_write > 1:
-        # zeros: kernels do not write the slots of a packed batch that have no chunk
+        # initialised with zeros, because kernels do not write the slots of a packed batch that have no chunk
         of_writes = WriteGradients(*(terms.gates.new_zeros(*x.writes.shape, parts) for _ in range(2)))
     dwrites, bare_ends = of_writes or (None, None)
     backward_state_kernel[(N * HV * parts,)](

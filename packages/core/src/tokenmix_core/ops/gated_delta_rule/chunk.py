@@ -1,7 +1,8 @@
-"""The chunkwise gated delta rule: one function call per step of the algorithm, which README.md derives.
+"""The chunkwise gated delta rule: one function call per step of the algorithm; README.md derives it and its letters.
 
 Forward: gates and Ã of each chunk; the states that enter segments; then the scan over chunks, with the outputs.
-Backward: the forward scan again for R and S unless they are saved; the reverse scan for dV and dS; then dQ, dK, dg, dβ.
+Backward: the forward scan again for residuals R and chunk states S unless they are saved; the reverse scan for dV and
+dS; then dQ, dK, dg and dβ.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from tokenmix_core.ops.padding import zero_padding
 class Forward(NamedTuple):
     """Results of the forward pass, and the tensors that the backward pass needs.
 
-    `buffer` is one allocation for Ã, the gates and, if they are small, R and the chunk states; None if nothing is
-    saved.
+    `buffer` is one allocation for Ã, the gates and, if they are small, the residuals R and the chunk states; None if
+    nothing is saved.
     """
 
     o: Tensor
@@ -45,7 +46,7 @@ def chunk_forward(inputs: Inputs, save: bool = False) -> Forward:
     by = plan(x.k, x.v, x.cu_seqlens, x.qk_l2norm, x.impl, others=(x.q,), chunks_per_write=x.chunks_per_write)
     buffer, term_tensors, saved = _saving_buffer(x, by.saves_states) if save else (None, None, None)
 
-    # gates and intra-chunk: b, β r, r, β, and Ã = (I + L̃)⁻¹
+    # within each chunk: cumulative decays b, β r, r (inverse key norms), β, and Ã = (I + L̃)⁻¹
     inverse, gates = prepare(
         k=x.k, g=x.g, beta=x.beta, cu_seqlens=x.cu_seqlens, qk_l2norm=x.qk_l2norm, form=by.prepare, out=term_tensors
     )
@@ -75,7 +76,7 @@ def chunk_backward(
     Args:
         inverse, gates: Ã and the gates, from the forward pass.
         segments: the states that enter segments, and the segments' transition matrices; None to compute both again.
-        saved: R and the chunk states; None to compute them again.
+        saved: the residuals R and the chunk states; None to compute both again.
         do, dfinal_state: gradients of outputs and final states; None for zero.
     """
     x, parts = head_split.split_heads(inputs.aligned())
@@ -85,14 +86,14 @@ def chunk_backward(
         chunks_per_write=x.chunks_per_write,
     )  # fmt: skip
 
-    # the forward scan again
+    # unless R and the chunk states are saved, run the forward scan again
     entering, transitions = segments or segment_states(x, inverse=inverse, gates=gates, segment=by.segment)
     recompute = saved is None or by.remainders
     if recompute:
         terms, saved = Terms(inverse, gates, entering, transitions), empty_saved(x, by.remainders)
         forward(x, terms, segment=by.segment, form=by.states, output=False, saved=saved)
 
-    # reverse state passing: dV and dS'; then, chunk by chunk, dQ, dK, dg and dβ
+    # the reverse scan computes dV and the gradients dS' of chunk states; then dQ, dK, dg and dβ follow for each chunk
     terms = Terms(inverse, gates, entering, transitions if by.backward_segment else None)
     segment = by.backward_segment or cdiv(x.q.shape[1], CHUNK) * CHUNK
     reverse = Reverse(x=x, terms=terms, saved=saved, do=do, dfinal_state=dfinal_state, segment=segment)
@@ -109,15 +110,15 @@ def chunk_backward(
 
 
 def _backward_fused(reverse: Reverse, may_overwrite: bool) -> Gradients:
-    """Compute all gradients in one Hopper kernel; dK is written over the saved R if `may_overwrite`."""
+    """Compute all gradients in one Hopper kernel; if `may_overwrite`, dK is written over the saved residuals R."""
     from tokenmix_core.ops.gated_delta_rule.hopper import backward as on_hopper
 
     x, residual = reverse.x, reverse.saved.residual
     B, T, _, D = x.q.shape
     grads = Gradients(
         q=x.q.new_empty(B, T, x.v.shape[2], D),
-        # dK takes R's memory, for a lower peak: a program reads a chunk's rows of R before it writes the same rows of
-        # dK
+        # dK overwrites R to lower the memory peak: a program reads a chunk's rows of R before it writes the same rows
+        # of dK
         k=residual if may_overwrite else torch.empty_like(residual),
         v=torch.empty_like(x.v),
         g=torch.empty_like(x.g),

@@ -9,21 +9,21 @@ from tokenmix_core.ops.dispatch import interpreting
 from tokenmix_core.ops.types import Layout
 
 CHUNK = 64
-# MMAs of 16-bit inputs ignore it, but not every AMD GPU's compiler knows tf32
+# precision setting for 16-bit inputs, whose MMAs ignore it; "ieee" for AMD, since not every AMD compiler accepts "tf32"
 _HALF_DOT = "ieee" if torch.version.hip else "tf32"
 
-# integer arguments for which Triton would compile another kernel if they are 1 or divisible by 16
+# integer arguments that kernels are not specialised for: Triton would compile again if one is 1 or divisible by 16
 SIZES = ("T", "N", "H", "group", "tokens")
 
 
 def term_layouts(k: Tensor, HV: int) -> tuple[Layout, ...]:
-    """Return shapes and dtypes of what `prepare` computes: Ã of the op's README, and gates (decays, β, key norms)."""
+    """Return shapes and dtypes of `prepare`'s results: Ã (defined in README.md), and gates (decays, β, key norms)."""
     B, T = k.shape[:2]
     return ((B, T, HV, CHUNK), k.dtype), ((HV, B * T, 4), torch.float32)
 
 
 def state_layouts(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Layout, ...]:
-    """Return shapes and dtypes of R and of the chunks' entering states, which `forward` computes."""
+    """Return shapes and dtypes of the residuals R and of the states that enter chunks, which `forward` computes."""
     B, T, HV, V = v.shape
     return (tuple(v.shape), v.dtype), ((chunk_slots(B, T, CHUNK, cu_seqlens), HV, k.shape[-1], V), v.dtype)
 
@@ -39,6 +39,6 @@ def dot_precision(x: Tensor) -> str:
 
 
 def solve_precision(x: Tensor) -> str:
-    """Return the precision of the MMAs that invert I + L̃, above that of the inputs: repeated keys amplify rounding."""
+    """Return the precision of the MMAs that invert I + L̃, above the inputs' because repeated keys amplify rounding."""
     # bf16x3 (three MMAs) keeps 16 bits, enough for bfloat16 inputs only; the interpreter computes in float32 anyway
     return "bf16x3" if x.dtype == torch.bfloat16 and not interpreting() else FLOAT32_DOT

@@ -1,7 +1,7 @@
 """States and outputs: a scan over chunks, parallel over sequences or their segments, value heads and tiles of V.
 
-The state is transposed, `[BV, K]`. Every computed matrix is then the left operand of the next MMA, which Hopper's
-Tensor Cores read from registers, so nothing between two states passes through shared memory.
+README.md defines the letters. The state is transposed, `[BV, K]`. Every computed matrix is then the left operand of the
+next MMA, which Hopper's Tensor Cores read from registers, so nothing between two states passes through shared memory.
 """
 
 from typing import Any
@@ -27,16 +27,16 @@ NEGLIGIBLE = tl.constexpr(-32.0)
 
 @triton.jit
 def negligible_chunks(p_gates, segment, BT: tl.constexpr, L2NORM: tl.constexpr, LIMIT: tl.constexpr):
-    """Return how many chunks at a segment's start are negligible for the state that leaves it; 0 if none is.
+    """Return how many chunks at a segment's start are negligible for the state that leaves the segment; 0 if none is.
 
     Chunks are negligible if the decay over the chunks after them is below 2^LIMIT. With keys of norm 1 and β ≤ 2 no
-    update lengthens a column of the state, so decays bound its norm; with other keys the result is 0.
+    update lengthens a column of the state, so decays bound the column's norm; with other keys the result is 0.
     """
     BC: tl.constexpr = 128
     NT = segment // BT
     if not L2NORM:
         return 0
-    # the decay over the last BC chunks alone decides
+    # only the segment's last BC chunks are examined
     o_c = tl.maximum(NT - BC, 0) + tl.arange(0, BC)
     b_b = tl.load(p_gates + (o_c * BT + BT - 1) * 4, mask=o_c < NT, other=0.0)
     b_left = tl.cumsum(b_b, 0, reverse=True)
@@ -45,7 +45,7 @@ def negligible_chunks(p_gates, segment, BT: tl.constexpr, L2NORM: tl.constexpr, 
 
 @triton.jit
 def first_write(i_n, bos, T, BT: tl.constexpr, WRITES: tl.constexpr, PACKED: tl.constexpr):
-    """Return the slot in `writes` of the first factor of sequence `i_n`, int64; WRITES chunks share a factor."""
+    """Return, as int64, the index in `writes` of sequence `i_n`'s first factor; WRITES chunks share a factor."""
     return first_chunk(i_n, bos, T, BT * WRITES, PACKED).to(tl.int64)
 
 
@@ -67,7 +67,7 @@ def bounded(skipped, p_w, stride, first, segment, BT: tl.constexpr, WRITES: tl.c
 
 @triton.jit
 def chunk_gates(p_gates, rows, BT: tl.constexpr):
-    """Return b, β r and r of a chunk's tokens, and b of the last token, which rows past the end have as well."""
+    """Return cumulative decays b, β r and r of a chunk's tokens, and b of the last token, which fills missing rows."""
     b_gates = load_rows(p_gates, 4, rows, BT, 4)
     b_b = column(b_gates, 0)
     b_last = last_of(b_b, rows, BT)
@@ -76,7 +76,7 @@ def chunk_gates(p_gates, rows, BT: tl.constexpr):
 
 @triton.jit
 def residual_of(b_s, b_k, b_v, b_a, b_b, r_k, DOT: tl.constexpr):
-    """Return Rᵀ = (V − γ ⊙ K S)ᵀ Ãᵀ; S is in the operands' dtype. The MMA of V can start before S is known."""
+    """Return transposed residuals Rᵀ = Vᵀ Ãᵀ − (γ ⊙ K S)ᵀ Ãᵀ; the MMA of V can start before the state S is known."""
     b_y = tl.dot(b_s, tl.trans(b_k), input_precision=DOT) * -(tl.exp2(b_b) * r_k)[None, :]
     b_r = tl.dot(tl.trans(b_v), tl.trans(b_a), input_precision=DOT)
     return tl.dot(b_y.to(b_k.dtype), tl.trans(b_a), b_r, input_precision=DOT)
@@ -84,14 +84,14 @@ def residual_of(b_s, b_k, b_v, b_a, b_b, r_k, DOT: tl.constexpr):
 
 @triton.jit
 def next_state(b_s, b_r, b_k, b_b, b_w, b_last, DOT: tl.constexpr):
-    """Return S'ᵀ = 2^b_last Sᵀ + (2^(b_last − b) β ⊙ R)ᵀ K."""
+    """Return the transposed state after the chunk, S'ᵀ = 2^b_last Sᵀ + (2^(b_last − b) β ⊙ R)ᵀ K."""
     b_r = (b_r * (b_w * tl.exp2(b_last - b_b))[None, :]).to(b_k.dtype)
     return tl.dot(b_r, b_k, b_s * tl.exp2(b_last), input_precision=DOT)
 
 
 @triton.jit
 def outputs(b_o, b_r, b_q, b_k, b_b, b_w, o_t, scale, L2NORM: tl.constexpr, DOT: tl.constexpr):
-    """Return Oᵀ = scale (Sᵀ Qᵀ ⊙ γ + Rᵀ P'ᵀ) with P'ᵀ = diag(β) triu(K Qᵀ ⊙ Γᵀ), from Sᵀ Qᵀ."""
+    """Return the outputs Oᵀ = scale (Sᵀ Qᵀ ⊙ γ + Rᵀ P'ᵀ), given `b_o` = Sᵀ Qᵀ; P'ᵀ = diag(β) triu(K Qᵀ ⊙ Γᵀ)."""
     b_p = tl.dot(b_k, tl.trans(b_q), input_precision=DOT)
     b_p = (b_p * causal_decay_transposed(b_b, b_b, o_t, o_t) * b_w[:, None]).to(b_k.dtype)
     b_o = tl.dot(b_r.to(b_k.dtype), b_p, b_o * tl.exp2(b_b)[None, :], input_precision=DOT)
@@ -110,9 +110,10 @@ def forward_kernel(
 ):  # fmt: skip
     """Compute outputs and final states if `o` is given, and save R and the chunks' entering states if `residual` is.
 
-    `remainders` are the rounding errors of the saved states. With `entering` a program scans one segment: it starts at
-    the first earlier chunk that is not negligible or, if that is a segment or more before, from the entering state.
-    ORDERED: programs take segments, or sequences, in the order of `order`. WRITES chunks share a factor in `writes`.
+    `remainders` are the rounding errors of the saved states. With `entering` a program scans one segment: it starts
+    from zero at the first chunk before the segment that is not negligible, but from the entering state if that chunk is
+    a segment or more before. ORDERED: programs take segments, or sequences, in the order of `order`. WRITES chunks
+    share a factor in `writes`.
     """
     OUTPUT: tl.constexpr = o is not None
     SAVE: tl.constexpr = residual is not None
@@ -126,7 +127,7 @@ def forward_kernel(
         i_sh = i_s * HV + i_hv
     if SPLIT:
         i_n, bos, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED)
-        # an empty sequence also has a segment: its program copies the initial state to the final state
+        # an empty sequence also has one segment, whose program copies the initial state to the final state
         if first > 0 and first >= length:
             return
         end = tl.minimum(first + segment, length)
@@ -170,7 +171,7 @@ def forward_kernel(
         known = tl.where(begun < first, 0, K)
         b_s = tl.load(entering + i_sh.to(tl.int64) * K * V + p_tile, mask=o_k[None, :] < known, other=0.0)
 
-    # the state without the writes of the WRITES chunks that share the current factor
+    # b_bare: the state without the writes of the WRITES chunks that share the current factor
     if WRITES > 1:
         b_bare = b_s
     for start in range(begun, end, BT):
@@ -238,7 +239,7 @@ def forward(
 ) -> tuple[Any, Any]:
     """Return outputs and final states (None without `output`); write R, chunk states and remainders into `saved`.
 
-    Programs scan whole sequences or, if `terms` have their entering states, segments of `segment` tokens.
+    Programs scan whole sequences or, if `terms.entering` is given, segments of `segment` tokens.
     """
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
@@ -273,6 +274,6 @@ def forward(
 
 
 def empty_saved(x: Inputs, remainders: bool) -> Saved:
-    """Allocate R and the states of all chunks, with or without remainders."""
+    """Allocate tensors for residuals R, the states of all chunks and, if `remainders`, the states' rounding errors."""
     residual, states = (x.v.new_empty(shape) for shape, _ in state_layouts(x.k, x.v, x.cu_seqlens))
     return Saved(residual, states, torch.empty_like(states) if remainders else None)

@@ -7,7 +7,7 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.kernels.launch.launcher import cached_launch
 
-# rows that a program sums
+# number of output rows that a program computes
 _ROWS = 8
 
 
@@ -39,7 +39,7 @@ def sum_groups(dq: Tensor, dk: Tensor, H: int) -> tuple[Tensor, Tensor]:
     B, T, HV, K = dq.shape
     if HV == H:
         return dq, dk
-    # a kernel of its own, because atomic additions would sum in a random order
+    # a separate kernel computes the sums, because atomic additions would add in a random order
     dq_sum, dk_sum, rows = dq.new_empty(B, T, H, K), dk.new_empty(B, T, H, K), B * T * H
     sum_groups_kernel[(cdiv(rows, _ROWS),)](
         dq=dq, dk=dk, dq_sum=dq_sum, dk_sum=dk_sum, rows=rows, G=HV // H, K=K, BK=next_power_of_2(K), BR=_ROWS,

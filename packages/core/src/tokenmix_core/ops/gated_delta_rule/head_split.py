@@ -1,4 +1,4 @@
-"""Split heads of 256 columns in two of 128: a state's columns are independent, and the two share q, k and gates.
+"""Split heads of 256 value columns into two of 128 that share q, k and gates: a state's columns are independent.
 
 `plan.head_parts` decides which calls are split.
 """
@@ -13,7 +13,7 @@ from tokenmix_core.ops.gated_delta_rule.constants import split_values
 from tokenmix_core.ops.gated_delta_rule.plan import head_parts
 from tokenmix_core.ops.gated_delta_rule.types import Gradients, Inputs
 
-# gates that a program copies or sums
+# number of gates (elements of g and β) that a program copies or sums
 _GATES = 1024
 
 
@@ -45,7 +45,7 @@ def sum_gates_kernel(dg_parts, dbeta_parts, dg, dbeta, elements, PARTS: tl.const
 
 
 def split_heads(x: Inputs) -> tuple[Inputs, int]:
-    """Return the call's arguments with each head of V split into `parts` heads of V / parts columns, and `parts`."""
+    """Return the call's arguments with each value head split into heads of V / parts columns, and `parts`."""
     parts = head_parts(x.k, x.v, x.impl, x.chunks_per_write)
     if parts == 1:
         return x, parts

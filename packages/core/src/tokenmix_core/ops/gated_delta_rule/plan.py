@@ -1,4 +1,4 @@
-"""Choose the kernel of each step, and cut sequences into segments, once per pass; the steps' functions obey this.
+"""Choose the kernel of each step, and the segments that sequences are cut into; this happens once per pass.
 
 The choice depends on shapes, dtype, device and alignment, never on the values in tensors.
 """
@@ -41,13 +41,13 @@ class GDNPlan(NamedTuple):
     Attributes:
         segment: tokens of the segments that the forward pass scans in parallel, a multiple of 64; 0 for whole
             sequences.
-        backward_segment: the same for the reverse scan; 0 for whole sequences, which portable kernels always scan.
+        backward_segment: tokens of the segments of the reverse scan; 0 for whole sequences, as portable kernels need.
         prepare: computes Ã and the gates.
         outputs: computes o from Ã and the gates.
-        saves_states: whether the forward pass saves R and the chunk states for the backward pass.
+        saves_states: whether the forward pass saves the residuals R and the chunk states for the backward pass.
         states: computes R and the chunk states again in the backward pass, if they are not saved.
-        remainders: whether `states` also saves the rounding errors of 16-bit states.
-        fused_backward: whether one Gluon kernel computes all gradients, instead of the next two steps.
+        remainders: whether the step `states` also saves the rounding errors of 16-bit states.
+        fused_backward: whether one Gluon kernel computes all gradients, instead of the two steps named next.
         backward_state: the reverse scan, which computes dV and the gradients of the states.
         backward_chunk: computes dq, dk, dg and dβ, in parallel over chunks.
     """
@@ -96,7 +96,7 @@ def plan(
     half, packed = k.element_size() == 2, cu_seqlens is not None
     programs = programs_per_head(k, v, "triton" if chunks_per_write > 1 else impl)
     shape = num_sequences(k, cu_seqlens), HV, B * T
-    # the reverse scan of a segment leaves out terms as negligible, which is safe only with keys of norm 1
+    # the reverse scan of a segment omits chunks by their decay, which bounds their effect only with keys of norm 1
     backward_segment = tuning.backward_segment_tokens(*shape, packed, programs) if qk_l2norm else 0
     fused_programs = chunk_slots(B, T, backward_segment or cdiv(T, CHUNK) * CHUNK, cu_seqlens) * HV
     portable = GDNPlan(
@@ -105,23 +105,23 @@ def plan(
         backward_state="triton", backward_chunk="triton",
     )  # fmt: skip
     if chunks_per_write > 1 or (chunks_per_write and not has_do):
-        # only the step that computes Ã and the gates is independent of `writes`
+        # only the step `prepare` is independent of `writes`, so only it can use Gluon
         return portable._replace(backward_segment=0, prepare="gluon" if gluon else "triton")
     if not gluon:
         return portable
 
     equal, wide = K == V, max(K, V) > 128
-    # if S is saved without rounding errors, ⟨dS', S⟩ is summed from 16-bit states
+    # without remainders, the kernels that compute ⟨dS', S⟩ (the decays' gradient) read states S rounded to 16 bits
     remainders = not (has_do and equal and not wide)
     outputs = states = "triton"
     if K == V == 128:
         outputs, states = "gluon", "gluon tiled" if remainders else "gluon"
     elif K > 64:
-        # a launch of the tiled kernel saves either o, or R, S and the rounding errors of S
+        # one launch of the tiled kernel stores either o, or R with the states S and their rounding errors
         outputs, states = "gluon tiled", "gluon tiled" if remainders else "triton"
     backward_state = backward_chunk = "triton"
     if has_do:
-        # this kernel needs eight warps to hold 128 columns of V
+        # the kernel "gluon" needs eight warps to hold 128 columns of V
         backward_state = "gluon" if not wide and (equal or V == 128) else "gluon tiled"
     if has_do and qk_l2norm:
         backward_chunk = "gluon tiled" if wide else "gluon"
@@ -139,14 +139,14 @@ def plan(
 
 
 def _busy(programs: int) -> bool:
-    """True if `programs`, one at a time on an SM, fill enough SMs in their waves."""
+    """True if `programs`, one at a time on an SM, occupy at least the fraction `_BUSY` of the SMs in their waves."""
     return programs >= _BUSY * one_wave() * cdiv(programs, one_wave())
 
 
 def head_parts(k: Tensor, v: Tensor, impl: str | None, chunks_per_write: int = 0) -> int:
     """Return into how many heads of 128 a head of V is split: two for V = 256 with K = 128 in Gluon, else 1.
 
-    Columns of the state are independent. Kernels for heads of 128 took two thirds of the time of those for 256.
+    Columns of the state are independent. Kernels for heads of 128 took two thirds of the time of kernels for 256.
     """
     if k.shape[-1] != 128 or v.shape[-1] != 256 or chunks_per_write > 1:
         return 1

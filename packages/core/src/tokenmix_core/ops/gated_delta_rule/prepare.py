@@ -1,4 +1,4 @@
-"""Cumulative decays, key norms and Ã = (I + L̃)⁻¹ of each chunk, in parallel over chunks."""
+"""Cumulative decays b, inverse key norms r and Ã = (I + L̃)⁻¹ of all chunks, in parallel; README.md defines L̃."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ from tokenmix_core.ops.gated_delta_rule.plan import Form
 
 @triton.jit
 def block_gates(p_g, p_beta, p_gates, stride, rows, before, r_k):
-    """Store b, β r, r and β of 16 tokens; return b, β r, and the last b, from which the next 16 tokens continue."""
+    """Store b, β r, r and β of 16 tokens; return b, β r, and the last b, which the next 16 tokens take as `before`."""
     o_t = tl.arange(0, 16)
     b_g = load_decay(p_g + o_t * stride, o_t < rows)
     b_b = tl.cumsum(b_g, 0) + before
@@ -33,7 +33,7 @@ def block_gates(p_g, p_beta, p_gates, stride, rows, before, r_k):
 
 @triton.jit
 def system(b_kk, b_bi, b_bj, r_i, w_j, DIAGONAL: tl.constexpr):
-    """Return block (i, j) of L̃: (k_i · k_j) 2^(b_i − b_j) r_i w_j; zero on and above the diagonal if DIAGONAL."""
+    """Return block (i, j) of L̃: (k_i · k_j) 2^(b_i − b_j) r_i w_j, w = β r; if DIAGONAL, 0 unless row > column."""
     if DIAGONAL:
         o_t = tl.arange(0, 16)
         b_decay = causal_decay(b_bi, b_bj, o_t, o_t + 1)
@@ -56,7 +56,7 @@ def prepare_kernel(
     K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, SOLVE: tl.constexpr,
 ):  # fmt: skip
-    """Compute Ã, b, β r, r and β of a chunk for all value heads that share a key head."""
+    """Compute Ã and the gates (b, β r, r and β) of a chunk for all value heads that share a key head."""
     tl.static_assert(BT == 64)
     i_slot, i_h = tl.program_id(0), tl.program_id(1)
     _, bos, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED)
@@ -150,9 +150,9 @@ def prepare(
     form: Form,
     out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return Ã `[B, T, HV, C]` in k's dtype, and b, β r, r and β `[HV, B · T, 4]` in float32.
+    """Return Ã `[B, T, HV, C]` in k's dtype, and the gates b, β r, r and β `[HV, B · T, 4]` in float32.
 
-    r are the inverse norms of the keys. If `out` is given, the results are written to its two tensors.
+    b: decays cumulated inside a chunk; r: inverse key norms. If `out` is given, its two tensors receive the results.
     """
     B, T, H, K = k.shape
     HV = g.shape[2]

@@ -1,6 +1,6 @@
 """The gated delta rule in eager PyTorch: token by token (the specification) and chunkwise (used on CPUs).
 
-Both take any head size and device, compute in float32 (float64 for float64 inputs), and use autograd.
+Both take any head size and device, compute in float32 (float64 for float64 inputs), and are differentiated by autograd.
 README.md derives the chunkwise form.
 """
 
@@ -16,7 +16,8 @@ from torch import Tensor
 from tokenmix_core.chunking import next_power_of_2
 from tokenmix_core.ops.padding import drops_padding
 
-# exp of a smaller log decay is 0 in float32; clamping at this bound saves digits in cumulative sums
+# smaller log-decays are raised to this bound: exp of it is 0 in float32 anyway, and larger magnitudes would cost
+# cumulative sums precision
 MIN_LOG_DECAY = -110.0
 
 
@@ -68,7 +69,7 @@ def recurrent_reference(
     else:
         state = initial_state.to(dtype)
 
-    # `bare` is the state without the writes of the chunk that t is in
+    # `bare` is the state without the writes of the `write_chunk` tokens that share token t's factor
     outputs, bare = [], state
     for t in range(q.shape[1]):
         if writes is not None and t % write_chunk == 0:
@@ -86,7 +87,7 @@ def recurrent_reference(
 
 
 def _gate_writes(state: Tensor, bare: Tensor, write: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the state after a chunk: `bare`, its state without writes, plus `write [N, ...]` times the writes."""
+    """Return `bare`, the state after a chunk without its writes, plus the factor `write [N, ...]` times its writes."""
     return bare + write.to(dtype)[..., None, None] * (state - bare)
 
 
@@ -107,8 +108,8 @@ def chunk_reference(
 ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "N HV K V"]]:
     """Apply the chunkwise form: batched matmuls over all chunks at once, then a loop over chunks for the states.
 
-    Sequences, packed or not, are cut into chunks `[chunks, heads, C, size]`, ordered by the chunk's index in its
-    sequence. Partial chunks are padded with tokens that leave the state unchanged.
+    Sequences, packed or not, are cut into chunks `[chunks, heads, C, size]`, sorted by their index in the sequence:
+    first chunks, second chunks, etc. Partial chunks are padded with tokens that leave the state unchanged.
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -119,11 +120,11 @@ def chunk_reference(
     chunks, C = index.shape
 
     def gather(x: Tensor) -> Tensor:
-        # padding tokens read an additional row of zeros at index T
+        # `index` of padding tokens is that of an additional row of zeros, after the last token
         x = torch.nn.functional.pad(x.reshape(B * T, *x.shape[2:]).to(dtype), (0, 0) * (x.dim() - 2) + (0, 1))
         return x[index].movedim(2, 1)
 
-    # heads of q and k become [H, 1], those of v and the gates [H, HV / H], so that matmuls broadcast
+    # the head axis of q and k becomes [H, 1], that of v and the gates [H, HV / H], so that matmuls broadcast
     q, k = gather(q).unsqueeze(2), gather(k).unsqueeze(2)
     v, g, beta = (gather(x).unflatten(1, (H, HV // H)) for x in (v, g, beta))
     if qk_l2norm:
@@ -142,7 +143,7 @@ def chunk_reference(
     N = len(boundaries) - 1
     state = q.new_zeros(N, H, HV // H, K, V) if initial_state is None else initial_state.to(dtype).unflatten(1, (H, -1))
     entering, residual, first = [], [], 0
-    # with `writes`: the states without the writes of the current factor's chunks, and this factor
+    # for `writes`: `bare` is the state without the writes of the chunks that share a factor; `share` is this factor
     bare, share = state, state.new_ones(state.shape[:3])
     for step, active in enumerate(steps):
         here = slice(first, first + len(active))
@@ -177,10 +178,10 @@ def chunk_reference(
 
 
 def _shares(writes: Tensor, boundaries: Sequence[int], active: Tensor, chunk: int, write_chunk: int) -> Tensor:
-    """Return the write factors of the chunk with index `chunk` in the active sequences, `[active, HV]`."""
+    """Return `[active, HV]`: for each sequence in `active`, the write factor of its chunk with index `chunk`."""
     rows = writes.flatten(0, 1)
     if len(writes) == 1:
-        # slots of one row are numbered as those of a packed batch
+        # a single row's factors are numbered like those of a packed batch
         slots = [boundaries[n] // write_chunk + n + chunk for n in active.tolist()]
     else:
         slots = [n * writes.shape[1] + chunk for n in active.tolist()]
@@ -188,8 +189,8 @@ def _shares(writes: Tensor, boundaries: Sequence[int], active: Tensor, chunk: in
 
 
 def _chunks(boundaries: list[int], C: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """Return each chunk's tokens `[chunks, C]`, T for padding, and for each i the sequences with an i-th chunk."""
-    # plain integers, so that torch.compile can follow
+    """Return token indices `[chunks, C]` (padding: the token count), and for each i the sequences that have chunk i."""
+    # computed with Python integers, which torch.compile can trace
     lengths = [end - start for start, end in pairwise(boundaries)]
     rows, steps = [torch.empty(0, C, dtype=torch.long)], []
     for first in range(0, max(lengths), C):

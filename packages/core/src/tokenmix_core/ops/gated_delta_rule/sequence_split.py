@@ -1,4 +1,4 @@
-"""Split sequences into segments that are scanned in parallel, so that few heads fill many SMs.
+"""Split sequences into segments that are scanned in parallel, so that calls with few sequences and heads use many SMs.
 
 A segment maps its entering state S to M S + L. `segment_states` computes L and M of all segments in parallel, and then
 the states that enter the segments by a scan over the segments of each sequence.
@@ -20,8 +20,8 @@ from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES, dot_preci
 from tokenmix_core.ops.gated_delta_rule.types import Inputs
 
 # The forward scan reads the state that enters a segment unless the decay over the segment before is below 2^-32. Each
-# kernel rounds sums of decays differently, so earlier steps use lower limits: they must compute all that later ones
-# read.
+# kernel rounds sums of decays differently. So the kernels that compute these states use lower limits, to be sure to
+# compute every state that is read.
 NEGLIGIBLE = tl.constexpr(-33.0)
 # limit for `entering_kernel` and `pass_back_kernel`, the two scans over segments
 NEGLIGIBLE_IN_SCAN = tl.constexpr(-32.5)
@@ -36,9 +36,9 @@ def segment_kernel(
 ):  # fmt: skip
     """Compute L or M of a segment, BV columns per program; a first segment's L starts from the initial state.
 
-    M's columns follow the recurrence with values of 0, from the columns of the identity. The last segment needs neither
-    M nor L. A segment with negligible decay needs no M; it needs L if the next one's decay is not negligible. All
-    chunks that are read are full.
+    M is computed by the recurrence with values of 0, starting from the identity matrix. A sequence's last segment needs
+    neither M nor L. A segment whose decay is below the limit needs no M, and needs L only if the next segment's decay
+    is not below it. All chunks that are read are full.
     """
     i_tile, i_sh = tl.program_id(0) % ((K + V) // BV), tl.program_id(0) // ((K + V) // BV)
     HV = H * group
@@ -68,7 +68,7 @@ def segment_kernel(
         b_s = tl.load(p_initial, mask=o_v[:, None] < rows, other=0.0).to(tl.float32)
     else:
         b_s = tl.zeros([BV, K], tl.float32)
-    # values are 0 for M: no row of v is loaded
+    # for M the values are 0: load no row of v
     b_s = tl.where((i_m >= 0) & (i_m * BV + o_v[:, None] == o_k[None, :]), 1.0, b_s)
     value_rows = tl.where(i_m >= 0, 0, BT)
 
@@ -109,7 +109,7 @@ def segment_kernel(
 
 @triton.jit
 def all_negligible(p_gates, segments, segment, BT: tl.constexpr):
-    """True if every segment has negligible chunks; a program reads the decays of 16 segments at a time."""
+    """True if every segment has negligible chunks (see `negligible_chunks`); 16 segments are checked at a time."""
     BS: tl.constexpr = 16
     BC: tl.constexpr = 128
     NT = segment // BT
@@ -119,7 +119,7 @@ def all_negligible(p_gates, segments, segment, BT: tl.constexpr):
         o_s = i + tl.arange(0, BS)
         p_b = p_gates + (o_s[:, None].to(tl.int64) * segment + o_c[None, :] * BT + BT - 1) * 4
         b_b = tl.load(p_b, mask=(o_s < segments)[:, None] & (o_c < NT)[None, :], other=0.0)
-        # the decay over all chunks but the first decides whether the first is negligible
+        # a segment's first chunk is negligible if the decay over the segment's other chunks is below the limit
         b_left = tl.sum(tl.where(o_c > 0, b_b, 0.0), 1)
         kept += tl.sum(((b_left >= NEGLIGIBLE_IN_SCAN) & (o_s < segments)).to(tl.int32), 0)
     return kept == 0
@@ -134,7 +134,7 @@ def entering_kernel(
 ):  # fmt: skip
     """Compute the state that enters each segment, from L and M of the segments before it.
 
-    Return at once if every segment forgets its entering state, as no later kernel then reads the result.
+    Return at once if the decay over every segment is below the limit, because no later kernel then reads the result.
     """
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
@@ -168,7 +168,7 @@ def entering_kernel(
         if before | here:
             b_s = tl.load(p_l + p_tile)
             if before & (i > 1):
-                # BK rows at a time, all threads read the entering state S that they have just stored
+                # the barrier makes the stored entering state S visible to all threads, which read BK rows at a time
                 tl.debug_barrier()
                 for i_k in range(K // BK):
                     b_part = tl.load(p_s + i_k * BK * V + p_part)
@@ -187,7 +187,7 @@ def pass_back_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Add Mᵀ times the gradient that a segment receives from the next one to the local gradient that it passes back."""
+    """Add to the local gradient of each segment's entering state Mᵀ times the gradient of the state that leaves it."""
     BC: tl.constexpr = 128
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     i_n, i_hv = i_nh // HV, i_nh % HV
@@ -198,7 +198,7 @@ def pass_back_kernel(
     p_gates = gates + (i_hv.to(tl.int64) * tokens + bos) * 4
     if WRITES:
         p_w = writes + forward_pass.first_write(i_n, bos, T, BT, WRITES, PACKED) * HV + i_hv
-    # the first segment passes no gradient back, and the last receives none
+    # no segment precedes the first, so its gradient is not passed back; the last segment receives none from a later one
     for i in range(2, segments):
         i_s = segments - i
         decay = 0.0
@@ -210,7 +210,7 @@ def pass_back_kernel(
         if WRITES:
             remembers |= forward_pass.bounded(1, p_w, HV, i_s * segment, segment, BT, WRITES) == 0
         if remembers:
-            # all threads read the next segment's gradient, BK rows at a time
+            # the barrier makes the next segment's gradient visible to all threads, which read BK rows at a time
             tl.debug_barrier()
             p_s, p_m = passed + (i_sh + i_s * HV) * K * V, transitions + (i_sh + i_s * HV) * K * K
             b_ds = tl.load(p_s + o_k[:, None] * V + o_v[None, :])
@@ -233,7 +233,7 @@ def pass_back(
     writes: Tensor | None,
     run: int,
 ) -> None:
-    """Replace local gradients in `passed`, which start from zero after a segment, by those that segments pass back."""
+    """Replace local gradients of entering states in `passed`, which ignore later segments, by complete gradients."""
     K, V = passed.shape[2:]
     launch = tuning.scan_tile("entering", K, V, 4, N * HV)
     pass_back_kernel[(N * HV * (V // launch.BV),)](
@@ -244,10 +244,10 @@ def pass_back(
 
 
 def segment_states(x: Inputs, inverse: Tensor, gates: Tensor, segment: int) -> tuple[Tensor | None, Tensor | None]:
-    """Return the state that enters each segment and its M, float32 `[slots, HV, K, …]`; both None for whole sequences.
+    """Return entering states and M of all segments, float32 `[slots, HV, K, …]`; None and None for whole sequences.
 
-    Slots are numbered as in `kernels.triton.varlen`. A sequence's first segment has neither, as it starts from the
-    initial state. The last segment, and any with a negligible decay, has no M.
+    Slots are numbered as in `kernels.triton.varlen`. A sequence's first segment, which starts from the initial state,
+    has neither. The last segment, and every segment with a decay below the limit, has no M. Such entries are undefined.
     """
     if not segment:
         return None, None

@@ -8,14 +8,14 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv, chunk_slots
 from tokenmix_core.kernels.launch.launcher import cached_launch
 
-# beyond this number of segments, sorting takes longer than it saves
+# maximum number of segments to sort: with more segments, sorting takes longer than it saves
 _MOST = 1024
 _BLOCK = 64
 
 
 @triton.jit
 def segment_lengths(o_s, N, segment, cu_seqlens, BLOCK: tl.constexpr):
-    """Return how many tokens the segment in each slot `o_s` has; slots are numbered by `kernels.triton.varlen`."""
+    """Return the number of tokens of the segment in each slot `o_s`; `kernels.triton.varlen` explains slots."""
     b_length = tl.zeros([BLOCK], tl.int32)
     for i in range(0, N, BLOCK):
         o_n = i + tl.arange(0, BLOCK)
@@ -31,7 +31,7 @@ def segment_lengths(o_s, N, segment, cu_seqlens, BLOCK: tl.constexpr):
 @cached_launch
 @triton.jit(do_not_specialize=("N", "segment", "slots"))
 def longest_first_kernel(cu_seqlens, order, N, segment, slots, BLOCK: tl.constexpr):
-    """Write slots from the longest segment to the shortest; a segment's rank is how many segments come before it."""
+    """Write the slots to `order`, from the longest segment to the shortest; a rank counts the segments before one."""
     o_s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b_length, b_rank = segment_lengths(o_s, N, segment, cu_seqlens, BLOCK), tl.zeros([BLOCK], tl.int32)
     for i in range(0, slots, BLOCK):

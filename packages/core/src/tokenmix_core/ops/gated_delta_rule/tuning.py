@@ -1,4 +1,4 @@
-"""Tile sizes of the gated delta rule's kernels, and the length of the segments that sequences are split into."""
+"""Tile sizes of the gated delta rule's kernels, and the lengths of the segments that sequences are split into."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ class ScanTile(NamedTuple):
     maxnreg: int | None = None
 
 
-# tiles of the kernels that scan a sequence, from wide to narrow, by element size in bytes and K
+# maps element size in bytes and K to the tiles of the kernels that scan a sequence, from wide to narrow
 _SEQUENCE: dict[tuple[int, int], tuple[ScanTile, ...]] = {
     (2, 64): (ScanTile(64, 4, 2), ScanTile(32, 4, 3)),
     (2, 128): (ScanTile(64, 4, 2), ScanTile(32, 4, 3)),
     (2, 256): (ScanTile(32, 8, 2), ScanTile(16, 8, 2)),
-    # MMAs split float32 operands into tf32 terms; with 8 warps and K = 256 kernels read past their tile
+    # float32: MMAs split operands into several tf32 terms, so tiles are small; with 8 warps and K = 256 the compiled
+    # kernels read past their tile
     (4, 64): (ScanTile(32, 4, 1),),
     (4, 128): (ScanTile(32, 4, 1),),
     (4, 256): (ScanTile(32, 4, 1, maxnreg=ALL_REGISTERS),),
 }
-# the same for kernels with a transposed state: its 64 columns of V are the rows of one warpgroup's WGMMA
+# tiles of the scanning kernels whose state is transposed: 64 columns of V are the rows of one warpgroup's WGMMA
 _TRANSPOSED = _SEQUENCE | {
     (2, 64): (ScanTile(64, 4, 3),),
     (2, 128): (ScanTile(64, 4, 3),),
     (2, 256): (ScanTile(64, 4, 2),),
 }
 _TILES: dict[str, dict[tuple[int, int], tuple[ScanTile, ...]]] = {
-    # BV of this kernel counts columns of K
+    # this kernel's tiles are of K: BV is the number of columns of K
     "prepare": {(size, K): (ScanTile(128 // size, 1, size // 2),) for size in (2, 4) for K in (64, 128, 256)},
     "forward": _TRANSPOSED | {(2, 128): (ScanTile(64, 4, 2),), (2, 256): (ScanTile(128, 8, 2),)},
     "states": _TRANSPOSED,
@@ -55,7 +56,7 @@ _TILES: dict[str, dict[tuple[int, int], tuple[ScanTile, ...]]] = {
         (4, 256): (ScanTile(32, 8, 1, 64),),
     },
     "recurrent": {(size, K): (ScanTile(4096 // K, 1, 1),) for size in (2, 4) for K in (64, 128, 256)},
-    # a single token
+    # decoding: a single token per sequence
     "step": {
         (size, K): tiles
         for size in (2, 4)
@@ -71,7 +72,7 @@ _TILES: dict[str, dict[tuple[int, int], tuple[ScanTile, ...]]] = {
 def scan_tile(step: str, K: int, V: int, element_size: int, heads: int) -> ScanTile:
     """Return the widest tile of a step with which every SM gets a program; `heads` counts heads of all sequences.
 
-    Programs of a decoding step are short: it takes wide tiles only if there are many waves of programs.
+    A decoding step ("step") uses wide tiles only with many waves of programs, because its programs are short.
     """
     tiles, least = _TILES[step][element_size, K], MANY_PROGRAMS if step == "step" else 128
     return next((tile for tile in tiles if heads * (V // tile.BV) >= least), tiles[-1])
@@ -82,10 +83,11 @@ def all_tiles(step: str, K: int, element_size: int) -> tuple[ScanTile, ...]:
     return _TILES[step][element_size, K]
 
 
-# tiles of the Gluon decoding kernel, by the least number of 64-column programs: long rows pay if there are many waves
+# maps the least number of blocks of 64 columns to the tile of the Gluon decoding kernel: wide tiles pay with many waves
 STATE_STEPS: dict[int, StateStep] = {1024: StateStep(64, 64, 4), 0: StateStep(32, 32, 2)}
 
-# the forward pass saves R and the chunk states if they take at most so many bytes; else the backward recomputes them
+# the forward pass saves R and chunk states if they take at most this many bytes; else the backward pass computes both
+# again
 MOST_SAVED_BYTES = 8 << 20
 
 
@@ -114,5 +116,5 @@ def backward_segment_tokens(sequences: int, HV: int, tokens: int, packed: bool, 
 
 
 def forward_columns(programs: int, V: int) -> int:
-    """Return columns of the state per program of the Hopper forward: V / 2 if the programs then fit in one wave."""
+    """Return state columns per program of the Hopper forward: V / 2 if all programs then fit in one wave, else V."""
     return V // 2 if 2 * programs <= one_wave() else V

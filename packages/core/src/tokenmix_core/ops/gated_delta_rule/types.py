@@ -32,13 +32,13 @@ class Inputs(NamedTuple):
         return 0 if self.writes is None else self.write_chunk // CHUNK
 
     def aligned(self) -> Inputs:
-        """Return the arguments as kernels need them: contiguous, 16-byte aligned, `writes [slots, HV]` in float32."""
+        """Return the arguments as kernels read them: contiguous, 16-byte aligned, `writes [slots, HV]` in float32."""
         q, k, v, g, beta, initial_state = map(aligned, self[:6])
         writes = None if self.writes is None else self.writes.flatten(0, 1).float().contiguous()
         return self._replace(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, writes=writes)
 
 
-# fields of `Inputs` that are tensors
+# number of the fields of `Inputs` that are tensors; these are the first
 TENSORS = 8
 
 
@@ -60,10 +60,10 @@ class Terms(NamedTuple):
     """Intermediate tensors that both the forward and the backward pass use.
 
     Attributes:
-        inverse: Ã `[B, T, HV, C]`, in k's dtype.
-        gates: b, β r, r and β, float32 `[HV, B · T, 4]`; r are the keys' inverse norms.
+        inverse: Ã = (I + L̃)⁻¹ of each chunk, `[B, T, HV, C]`, in k's dtype.
+        gates: b, β r, r and β, float32 `[HV, B · T, 4]`; b: decays cumulated in a chunk, r: inverse norms of the keys.
         entering: the state that enters each segment, float32 `[slots, HV, K, V]`; None for whole sequences.
-        transitions: M of each segment, float32 `[slots, HV, K, K]`; None for whole sequences.
+        transitions: the transition matrix M of each segment, float32 `[slots, HV, K, K]`; None for whole sequences.
     """
 
     inverse: Tensor
@@ -76,7 +76,7 @@ class Saved(NamedTuple):
     """Tensors of the scan over chunks that the backward pass reads.
 
     Attributes:
-        residual: R, with the shape and dtype of v.
+        residual: R, what each value adds to its recall from the state (README.md); shape and dtype of v.
         states: the state entering each chunk, in v's dtype, `[slots, HV, K, V]`.
         remainders: the rounding errors of `states`, in the same shape and dtype; None if backward kernels need none.
     """
@@ -89,8 +89,8 @@ class Saved(NamedTuple):
 class Reverse(NamedTuple):
     """Arguments of the backward steps: those of the call, tensors of its forward pass, gradients of its results.
 
-    The reverse scan has segments of `segment` tokens, a multiple of the chunk. `terms.transitions` carry gradients
-    through segments whose decay is not negligible. Portable kernels take whole sequences.
+    The reverse scan has segments of `segment` tokens, a multiple of the chunk length. Gradients pass through a segment
+    by its matrix in `terms.transitions` unless its decay is negligible. Portable kernels scan whole sequences.
     """
 
     x: Inputs
@@ -102,7 +102,7 @@ class Reverse(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients in the order of `Inputs`; None for an initial state, or for `writes`, that the call does not have."""
+    """Gradients in the order of `Inputs`; None if the call has no initial state or no `writes`."""
 
     q: Tensor
     k: Tensor
@@ -116,9 +116,9 @@ class Gradients(NamedTuple):
 class WriteGradients(NamedTuple):
     """Gradients if several chunks share a factor of `writes`, as partial sums: float32 `[slots, HV, parts]`."""
 
-    # gradient of the factor
+    # gradient of the shared factor
     factor: Tensor
-    # gradient of each of these chunks' decays, through the state without the writes of these chunks
+    # gradient of the decay of each chunk that shares the factor, through the state without these chunks' writes
     decay: Tensor
 
 
@@ -128,7 +128,7 @@ class StateGradients(NamedTuple):
     Attributes:
         dv: the gradient of v, in its dtype.
         dstates: dS', the gradient of the state leaving each chunk, `[slots, HV, K, V]`, in v's dtype.
-        ends: ⟨dS', S⟩ of each chunk, with S entering it, as partial sums, float32 `[slots, HV, parts]`.
+        ends: ⟨dS', S⟩ of each chunk, S being its entering state, as partial sums, float32 `[slots, HV, parts]`.
         dinitial_state: the gradient of the initial state; None without one.
         of_writes: gradients of `writes` and gates if several chunks share a factor; else None.
     """

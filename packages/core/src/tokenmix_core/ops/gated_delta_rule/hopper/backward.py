@@ -6,8 +6,9 @@
       two            │ dS', dY ─► smem, 1 stage: DS_FULL, DY_FULL      ▲ DS_EMPTY, DY_EMPTY     dS in registers
     epilogue      E, F, X ─► dQ, dK, dg, dβ ─► store
 
-The kernel reads R and S of all chunks. dS stays in registers and shared memory. All work that the chain from dS' to dS
-does not depend on runs in other warpgroups. `backward_chain.py` has the producer and the reverse scan.
+The kernel reads the residuals R and states S of all chunks. dS stays in registers and shared memory. All work that the
+chain from dS' to dS does not depend on runs in other warpgroups. `backward_chain.py` has the producer and the reverse
+scan; `backward_chunk.py` has the formulas of E, F and X, and README.md those of the scan.
 """
 
 from triton.experimental import gluon
@@ -51,7 +52,7 @@ from tokenmix_core.ops.gated_delta_rule.types import Gradients, Reverse
 
 @gluon.jit
 def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr):
-    """Return ⟨x_i, y_i⟩ for each row i of X, in registers, and of Y, in shared memory."""
+    """Return ⟨x_i, y_i⟩ for every row i, with X in registers (`b_x`) and Y in shared memory (`s_y`)."""
     return gl.convert_layout(gl.sum(b_x * hopper.widen(s_y.load(hopper.mma_layout(D, 4))), 1), row)
 
 
@@ -65,7 +66,7 @@ def unnormalise(b_dx, b_x, r_i, row: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def column_factors(g_w, g_r, col: gl.constexpr, dtype: gl.constexpr, RANGE: gl.constexpr):
-    """Return the factors of E's and F's columns: β r for bfloat16, `nonzero(β r, r)` · `range_factor` for float16."""
+    """Return factors by which columns of E and F are scaled: β r (bfloat16) or `nonzero(β r, r)` · RANGE (float16)."""
     w_j = g_w.load(col)
     if dtype != gl.bfloat16:
         w_j = backward_chunk.nonzero(w_j, g_r.load(col)) * RANGE
@@ -74,7 +75,7 @@ def column_factors(g_w, g_r, col: gl.constexpr, dtype: gl.constexpr, RANGE: gl.c
 
 @gluon.jit
 def store_scaled(b_x, s_x, g_w, g_r, col: gl.constexpr):
-    """Store X, which is scaled by `column_factors`; return X scaled by β r times `range_factor` instead."""
+    """Store `b_x`, a matrix scaled by `column_factors`; return the matrix with scale β r times `range_factor`."""
     dtype: gl.constexpr = s_x.dtype
     s_x.store(b_x.to(dtype))
     if dtype != gl.bfloat16:
@@ -85,9 +86,9 @@ def store_scaled(b_x, s_x, g_w, g_r, col: gl.constexpr):
 
 @gluon.jit
 def epilogue(pointers, tiles, stages, barriers, scale, length, steps, warm, HV: gl.constexpr):
-    """Write dQ, dK, dg and dβ of each chunk except the first `warm`, which belong to later segments.
+    """Write dQ, dK, dg and dβ of each scanned chunk except the first `warm`, which belong to later segments.
 
-    Vectors `x_i` have the layout of a tile's rows, vectors `x_j` that of its columns.
+    Vectors named `…_i` have the layout of a tile's rows, vectors named `…_j` the layout of its columns.
     """
     p_g, p_dq, p_dk, p_dg, p_dbeta = pointers
     q_s, k_s, do_s, gates_s = stages
@@ -118,14 +119,15 @@ def epilogue(pointers, tiles, stages, barriers, scale, length, steps, warm, HV: 
             hopper.opaque(gl.arange(0, BT, col)),
             hopper.opaque(gl.arange(0, BT, line)),
         )
-        # pointers start at the last chunk and move back, so offsets are negative
+        # the pointers are those of the last chunk, so the offsets of earlier chunks are negative
         t_0 = -i * BT
         o_0, rows = t_0.to(gl.int64) * HV, length - t_0
         mbarrier.wait(barriers.index(FULL + stage), hopper.parity(i, NUM_STAGES))
         mbarrier.wait(barriers.index(R_FULL), phase)
         fence_async_shared()
 
-        # E = scale dO Rᵀ ⊙ Γ; dQ̂ = scale γ dO Sᵀ + E β K̂
+        # E = scale (dO Rᵀ) ⊙ Γ; dQ̂ = scale γ dO Sᵀ + E β K̂ (R: residuals, Γ: decay from token j to i, γ: from the
+        # chunk's start)
         b_e = backward_chunk.multiply(s_do, s_r.permute((1, 0)), BT)
         mbarrier.wait(barriers.index(S_FULL), phase)
         fence_async_shared()
@@ -153,7 +155,7 @@ def epilogue(pointers, tiles, stages, barriers, scale, length, steps, warm, HV: 
         s_f.store(b_second)
         hopper.store_rows(p_dq + o_0 * D + D // 2, s_f, HV * D, rows, 4)
 
-        # F = −dY Rᵀ ⊙ Γ, strictly below the diagonal
+        # F = −(dY Rᵀ) ⊙ Γ without its diagonal
         mbarrier.wait(barriers.index(DY_FULL), phase)
         b_f = backward_chunk.multiply(s_dy, s_r.permute((1, 0)), BT)
         mbarrier.wait(barriers.index(DS_FULL), hopper.parity(i, 1))
@@ -164,7 +166,7 @@ def epilogue(pointers, tiles, stages, barriers, scale, length, steps, warm, HV: 
         b_f = warpgroup_mma_wait(1, deps=[b_f])
         b_f = store_scaled(b_f * b_c, s_f, g_w, g_r, col)
 
-        # X = w R dSᵀ + Eᵀ Q̂ + Fᵀ K̂ is the gradient of β K̂
+        # X = w R dS'ᵀ + Eᵀ Q̂ + Fᵀ K̂ is the gradient of β K̂; w: decay from a token to the chunk's end
         fence_async_shared()
         b_dk = warpgroup_mma_wait(0, deps=[b_dk])
         mbarrier.arrive(barriers.index(DS_EMPTY))
@@ -178,7 +180,7 @@ def epilogue(pointers, tiles, stages, barriers, scale, length, steps, warm, HV: 
         b_dk = warpgroup_mma_wait(0, deps=[b_dk])
         dbeta_i = dot_rows(b_dk, s_k, row, D) * (r_i / d_i)
 
-        # dK̂ = β X − γ dY Sᵀ + F β K̂
+        # dK̂ = β X − γ dY Sᵀ + F β K̂, with β and γ as diagonal matrices
         if dtype != gl.bfloat16:
             b_dk = backward_chunk.scale_rows(b_dk, w_i / d_i * RANGE, D)
         b_dk = backward_chunk.accumulate(b_y, s_s.permute((1, 0)), b_dk)
@@ -211,9 +213,9 @@ def backward_kernel(
 ):  # fmt: skip
     """Compute all gradients of a segment and value head; `dfinal_state` and `dinitial_state` may be None.
 
-    ORDERED: programs take segments in the order of `order`. `passed` holds the state gradients that segments pass back,
-    see `reverse_scan_start`. Without `passed` a scan starts at the last later chunk that is not negligible for its
-    segment.
+    ORDERED: programs take segments in the order of `order`. `passed` holds, for each segment, the gradient of its
+    entering state, from which the preceding segment's scan starts. Without `passed` a segment's scan starts in later
+    segments, at the last chunk that is not negligible for the segment.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -223,11 +225,11 @@ def backward_kernel(
     i_s, i_hv, i_n, begin, length, start = locate_segment(
         gl.program_id(0), order, T, N, HV, segment, cu_seqlens, PACKED, ORDERED, 4
     )
-    # an empty sequence also has a segment: its program copies the final state's gradient to the initial state's
+    # an empty sequence also has one segment, whose program copies the final state's gradient to the initial state's
     if (start >= length) & (start > 0):
         return
     slot = hopper.first_chunk(i_n, begin, T, BT, PACKED)
-    # clamped, because an empty sequence may begin past the last token
+    # the offset is clamped, because an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     chunks, first = gl.cdiv(length, BT), start // BT
     end = gl.minimum(chunks, first + segment // BT)
@@ -254,9 +256,10 @@ def backward_kernel(
     s_1 = gl.allocate_shared_memory(dtype, [1, D, D], shared)
     ds_1 = gl.allocate_shared_memory(dtype, [1, D, D], shared)
     dy_1 = gl.allocate_shared_memory(dtype, [1, BT, D], shared)
-    # first half: E. Second half: the buffer that dQ is stored from, then F. In the end, both: dK is stored from here
+    # the first half holds E; the second half holds dQ for the store to global memory, then F; last, both hold dK for
+    # its store
     ef_1 = gl.allocate_shared_memory(dtype, [1, BT, D], shared)
-    # b, β r, r and the inverse norms of q
+    # rows per stage: cumulative decays b, β r, r (inverse norms of k), and inverse norms of q
     gates_s = gl.allocate_shared_memory(gl.float32, [stages * 4, BT], vector)
     s_ends = gl.allocate_shared_memory(gl.float32, [64], vector)
     s_db = gl.allocate_shared_memory(gl.float32, [BT], vector)
@@ -275,7 +278,7 @@ def backward_kernel(
     chunk, read, chain = (q_s, k_s, do_s, gates_s), (s_a, s_1, r_1), (ds_1, dy_1, s_p, s_ends)
     span = Span(rows, steps, warm, known, wanted)
     sums = (r_1, s_1, ds_1, dy_1, ef_1, s_ends, s_db)
-    # registers per thread, 512 for one thread of each of the four warpgroups: the first gets 512 − 144 − 152 − 32
+    # registers per thread of the four warpgroups, together at most 512: the epilogue gets 512 − 144 − 152 − 32
     gl.warp_specialize(
         [
             (epilogue, (outputs, sums, chunk, barriers, scale, rows, steps, warm, HV)),
@@ -290,7 +293,7 @@ def backward_kernel(
 def backward(reverse: Reverse, grads: Gradients) -> None:
     """Write all gradients into `grads`, with dq and dk of each value head. Requires `qk_l2norm`.
 
-    Segments are as in `backward_state`.
+    Sequences are cut into segments of `reverse.segment` tokens, as in `backward_state`.
     """
     x, terms, saved, do, dfinal_state, segment = reverse
     B, T, H, D = x.q.shape

@@ -18,9 +18,10 @@ from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, range_fac
 
 # pipeline stages of q, k, dO and the gates
 NUM_STAGES = gl.constexpr(2)
-# barriers of each stage: the chunk is loaded; the chunk is read; P' and the inverse norms of q are computed
+# indices of barriers, one per stage: the chunk's tiles are loaded; they are read; P' and inverse norms of q are
+# computed
 FULL, EMPTY, SCORES = gl.constexpr(0), gl.constexpr(2), gl.constexpr(4)
-# barriers of buffers with one stage: full, empty. SUMMED: ⟨dS', S⟩ is stored
+# indices of barriers of buffers with one stage: the buffer is full; it is empty. SUMMED: ⟨dS', S⟩ is stored
 A_FULL, A_EMPTY = gl.constexpr(6), gl.constexpr(7)
 R_FULL, R_EMPTY = gl.constexpr(8), gl.constexpr(9)
 S_FULL, S_EMPTY = gl.constexpr(10), gl.constexpr(11)
@@ -32,7 +33,7 @@ BARRIERS = gl.constexpr(18)
 
 @gluon.jit
 def initialise_barriers(barriers):
-    """Initialise arrival counts: 128 threads for cp.async, one more for gates; else one per arriving warpgroup."""
+    """Initialise arrival counts: 128 (each thread's cp.async), 129 with the gates; else one per arriving warpgroup."""
     for i in gl.static_range(2):
         mbarrier.init(barriers.index(FULL + i), 129)
         mbarrier.init(barriers.index(EMPTY + i), 3)
@@ -58,7 +59,7 @@ Span = namedtuple("Span", "rows steps warm known wanted")
 
 @gluon.jit
 def load_last(g_b, layout: gl.constexpr):
-    """Return b of a chunk's last token as a vector of one element; rows past the sequence's end repeat the last b."""
+    """Return the last of a chunk's cumulative decays `g_b`, as a vector; rows past the sequence's end repeat it too."""
     return g_b.slice(63, 1).load(layout)
 
 
@@ -72,7 +73,7 @@ def divisible(b_w, b_r, dtype: gl.constexpr):
 
 @gluon.jit
 def producer(pointers, tiles, stages, barriers, rows, steps, warm, H: gl.constexpr, HV: gl.constexpr):
-    """Issue cp.async of each chunk's tiles as soon as their stage is empty; store its gates."""
+    """Issue cp.async of each chunk's tiles as soon as their stage is empty; store the chunk's gates there too."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     p_q, p_k, p_do, p_a, p_r, p_s, p_gates = pointers
     q_s, k_s, do_s, gates_s = stages
@@ -115,7 +116,7 @@ def producer(pointers, tiles, stages, barriers, rows, steps, warm, H: gl.constex
 
 @gluon.jit
 def compute_scores(s_q, s_k, s_p, g_b, g_w, g_n, scale):
-    """Store P' = tril(Q̂ Kᵀ ⊙ Γ) diag(β r) scale, and the inverse norms of q, computed from the diagonal of Q Qᵀ."""
+    """Store the scores P' = tril(Q̂ Kᵀ ⊙ Γ) diag(β r) scale, and q's inverse norms, computed from Q Qᵀ's diagonal."""
     BT: gl.constexpr = s_p.shape[0]
     row: gl.constexpr = gl.SliceLayout(1, hopper.mma_layout(BT, 4))
     col: gl.constexpr = gl.SliceLayout(0, hopper.mma_layout(BT, 4))
@@ -135,9 +136,8 @@ def compute_scores(s_q, s_k, s_p, g_b, g_w, g_n, scale):
 def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl.constexpr, FIRST: gl.constexpr):
     """Scan 64 columns of dS over the chunks in reverse; dS is transposed, so its MMAs have register operands.
 
-    dS is loaded from `p_initial` if `known` is V, and starts at zero if `known` is 0. dS after the scan is stored if
-    `wanted` is V. The first `warm` chunks belong to later segments: the scan passes them, but stores no results for
-    them.
+    dS is loaded from `p_initial` if `span.known` is V, and starts at zero if it is 0. dS after the scan is stored if
+    `span.wanted` is V. The first `span.warm` chunks belong to later segments: they are scanned without storing results.
     """
     rows, steps, warm, known, wanted = span
     p_initial, p_final, p_dv = pointers
@@ -147,7 +147,7 @@ def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl
     dtype: gl.constexpr = k_s.dtype
     BT: gl.constexpr = k_s.shape[1]
     D: gl.constexpr = k_s.shape[2]
-    # dS is held multiplied by this factor, which keeps float16 operands from underflow
+    # `b_ds` is dS times this factor, which prevents float16 operands from underflow
     RANGE: gl.constexpr = range_factor(dtype, D)
     tile: gl.constexpr = hopper.mma_layout(D, 4)
     flat: gl.constexpr = hopper.mma_layout(BT, 4)
@@ -174,7 +174,7 @@ def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl
             compute_scores(s_q, s_k, s_p, g_b, g_w, g_n, scale)
             fence_async_shared()
             mbarrier.arrive(barriers.index(SCORES + stage))
-        # dS is stored for the epilogue; then dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS
+        # dS' is stored for the epilogue; then dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ (K dS')
         mbarrier.wait(barriers.index(DS_EMPTY), hopper.empty_parity(i, 1))
         s_dst.store((b_ds * (1 / RANGE)).to(dtype))
         fence_async_shared()
@@ -192,7 +192,7 @@ def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl
         b_dr = warpgroup_mma_wait(0, deps=[b_dr])
         if FIRST == 0:
             mbarrier.arrive(barriers.index(P_EMPTY))
-        # dY = Ãᵀ dR
+        # dY = Ãᵀ dR, which is dV
         mbarrier.wait(barriers.index(A_FULL), hopper.parity(i, 1))
         fence_async_shared()
         b_dr = gl.convert_layout(b_dr.to(dtype), left)
@@ -207,15 +207,15 @@ def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl
             hopper.store_rows(p_dv + FIRST, s_dy.slice(FIRST, 64, 1), HV * D, rows, 4)
         b_dy = (b_dy * -(gl.exp2(g_b.load(col)) * g_r.load(col) * RANGE)[None, :]).to(dtype)
         if i >= warm:
-            # terms of this sum cancel, so it uses dS before rounding
+            # the terms of the sum ⟨dS', S⟩ cancel, so it uses dS' before rounding
             mbarrier.wait(barriers.index(S_FULL), hopper.parity(i - warm, 1))
             b_s = hopper.widen(gl.convert_layout(s_s.slice(FIRST, 64, 1).permute((1, 0)).load(left_k), tile))
             b_end = gl.sum(b_s * b_ds, 1) * (1 / RANGE) * gl.exp2(load_last(g_b, gl.SliceLayout(1, tile))) + out_v
-            # each thread sums its own rows first
+            # sum the two rows of each thread first; the epilogue adds the 32 sums
             s_ends.slice(FIRST // 2, 32).store(gl.sum(b_end.reshape([4, 2, 8]), 1).reshape([32]))
             mbarrier.arrive(barriers.index(SUMMED))
             mbarrier.arrive(barriers.index(S_EMPTY))
-        # dS ← 2^b_last dS + scale Qᵀ (γ ⊙ dO) − Kᵀ (γ ⊙ dY)
+        # dS = 2^b_last dS' + scale Qᵀ (γ ⊙ dO) − Kᵀ (γ ⊙ dY), γ = 2^b
         b_g = gl.exp2(g_b.load(gl.SliceLayout(0, left_k))) * g_n.load(gl.SliceLayout(0, left_k)) * scale * RANGE
         b_do = hopper.scale_tile(s_dot.load(left_k), b_g[None, :])
         b_ds = warpgroup_mma(b_do, s_q, b_ds * gl.exp2(load_last(g_b, gl.SliceLayout(0, tile)))[None, :], is_async=True)
@@ -225,6 +225,6 @@ def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl
         mbarrier.arrive(barriers.index(EMPTY + stage))
         p_dv -= BT * HV * D
         rows = rows + BT
-    # opaque offsets: otherwise the compiler would hold them in registers during the whole loop
+    # opaque offsets, which the compiler cannot compute before the loop and hold in registers during it
     p_tile = hopper.opaque(0) + o_k[None, :] * D + o_v[:, None]
     gl.store(p_final + p_tile, b_ds * (1 / RANGE), mask=o_v[:, None] < wanted)

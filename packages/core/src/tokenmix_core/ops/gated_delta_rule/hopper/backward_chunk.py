@@ -3,7 +3,8 @@
     cp.async dO dY R Q ─┐     cp.async S K ─┐                 cp.async dS', over S ─┐
                         └► E ───────────────┴► dQ ─► store   F, dK ─────────────────┴► X ─► dK, dβ, dg ─► store
 
-There is no loop; results and later operands reuse the buffers of earlier operands.
+There is no loop; results and later operands reuse the buffers of earlier operands. E, F and X are terms of dQ and dK
+(formulas below); R, S and the other letters are those of the op's README.md.
 """
 
 from collections import namedtuple
@@ -23,7 +24,7 @@ from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, range_factor
 from tokenmix_core.ops.gated_delta_rule.types import Reverse, StateGradients
 
-# smallest β that gradients are divided by, see `nonzero`
+# gradients are divided by β only if β is larger, see `nonzero`
 SMALLEST = gl.constexpr(2.0**-8)
 
 
@@ -42,13 +43,13 @@ def accumulate(a, b, acc):
 
 @gluon.jit
 def scale_rows(b_x, x_i, D: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Return diag(x) X."""
+    """Return the tile X with row i multiplied by x_i: diag(x) X."""
     return b_x * gl.convert_layout(x_i, gl.SliceLayout(1, hopper.mma_layout_split_n(D, WARPS)))[:, None]
 
 
 @gluon.jit
 def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Return ⟨x_i, y_i⟩ for each row i of X, in registers, and of Y, in shared memory."""
+    """Return ⟨x_i, y_i⟩ for every row i, with X in registers (`b_x`) and Y in shared memory (`s_y`)."""
     return gl.convert_layout(gl.sum(b_x * s_y.load(hopper.mma_layout_split_n(D, WARPS)).to(gl.float32), 1), row)
 
 
@@ -60,7 +61,7 @@ def square(s_x, i: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def store_result(p_x, b_x, s_half, stride, rows, D: gl.constexpr):
-    """Store a tile `[64, D]` through shared memory, 64 columns at a time."""
+    """Store a tile `[64, D]` at `p_x`, 64 columns at a time, through the shared-memory buffer `s_half`."""
     if D == 64:
         s_half.store(b_x)
         hopper.store_rows(p_x, s_half, stride, rows, 4)
@@ -81,13 +82,13 @@ def unnormalise(b_dx, s_x, r_i, dot_i, D: gl.constexpr, WARPS: gl.constexpr = 4)
 
 @gluon.jit
 def nonzero(beta_r, r):
-    """Return a divisor that is not too small: r if β is at most SMALLEST, else β r."""
+    """Return a divisor that is not too small: β r, but r if β ≤ SMALLEST; r: inverse norms of the keys."""
     return gl.where(beta_r > SMALLEST * r, beta_r, r)
 
 
 @gluon.jit
 def apply_write_factor(b_x, out_i, beta_i, writes, dwrites, o_w):
-    """Scale X, and `out_i` = ⟨x_i, k̂_i⟩ of its rows, by the chunk's write factor; store the factor's gradient."""
+    """Return X and `out_i` = ⟨x_i, k̂_i⟩, both scaled by the chunk's write factor; store the factor's gradient."""
     if writes is not None:
         factor = gl.load(writes + o_w)
         gl.store(dwrites + o_w, gl.sum(out_i * beta_i, 0))
@@ -96,19 +97,19 @@ def apply_write_factor(b_x, out_i, beta_i, writes, dwrites, o_w):
     return b_x, out_i
 
 
-# pointers at a chunk's values of g, dg and dβ, and at the partial sums of ⟨dS', S⟩
+# pointers to a chunk's g, dg and dβ, and to the partial sums of ⟨dS', S⟩
 GatePointers = namedtuple("GatePointers", "g dg dbeta end")
-# vectors in the row layout: β; the gradients of b and of β; and the part of β's gradient that comes from the state
-# leaving the chunk
+# vectors in the layout of a tile's rows: β; the gradients of b (cumulative decay) and of β; and the part of β's
+# gradient that comes from the state leaving the chunk
 GateGradients = namedtuple("GateGradients", "beta db dbeta out")
 
 
 @gluon.jit
 def store_gate_gradients(p, x, stride, rows, last, V: gl.constexpr, row: gl.constexpr, WARPS: gl.constexpr):
-    """Store dβ and dg. dg sums db from each token to the chunk's end, and is zero where the decay is clamped."""
+    """Store dβ and dg. dg is the sum of db from the token to the chunk's end, and zero where the decay is clamped."""
     p_g, p_dg, p_dbeta, p_end = p
     beta_i, db_i, dbeta_i, out_i = x
-    # every warp computes the whole vector
+    # a layout in which every warp holds, and computes, the whole vector
     line: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
     o_i = gl.arange(0, 64, row)
     p_t, m_t = o_i * stride, o_i < rows
@@ -130,10 +131,10 @@ def backward_chunk_kernel(
 ):  # fmt: skip
     """Compute all gradients of a chunk and value head, in tiles of 64 rows and K or V columns.
 
-    Vectors `x_i` have the layout of a tile's rows, vectors `x_j` that of its columns. Transposed operands are views of
-    shared memory; no accumulator is transposed. x̂ · dx̂ is computed from dQ and dK, so Q Kᵀ and K Kᵀ are not needed. E
-    and F are rounded after all row and column factors are applied: terms of dg that cancel then have the same rounding.
-    At most two accumulators are in registers at a time, which avoids spills and determines the order of the steps.
+    Vectors named `…_i` have the layout of a tile's rows, vectors named `…_j` the layout of its columns. Transposed
+    operands are views of shared memory; no accumulator is transposed. x̂ · dx̂ (x: q or k) is computed from dQ and dK,
+    so Q Kᵀ and K Kᵀ are not needed. E and F are rounded after all row and column factors are applied, so that terms of
+    dg that cancel have the same rounding. At most two accumulators are in registers at a time, to avoid spills.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     RANGE: gl.constexpr = range_factor(dtype, K)
@@ -150,7 +151,7 @@ def backward_chunk_kernel(
     o_qk, o_vo, o_dqk = (first * H + i_hv // group) * K, (first * HV + i_hv) * V, (first * HV + i_hv) * K
     o_s = (i_slot.to(gl.int64) * HV + i_hv) * K * V
 
-    # E, and dQ on its way out by halves, reuse dO's buffer; F reuses dY's buffer; dS' reuses S's buffer
+    # dO's buffer is reused for E, and to store dQ in halves; dY's buffer for F; S's buffer for dS'
     s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_r = gl.allocate_shared_memory(dtype, [BT, V], shared)
@@ -179,7 +180,8 @@ def backward_chunk_kernel(
     w_j, d_j = w_j * RANGE, nonzero(w_j, load_gate(p_gates + 2, rows, col)) * RANGE
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
 
-    # E = scale dO Rᵀ ⊙ Γ; dQ̂ = scale γ dO Sᵀ + E β K̂
+    # E = scale (dO Rᵀ) ⊙ Γ; dQ̂ = scale γ dO Sᵀ + E β K̂ (R: residuals, Γ: decay from token j to i, γ: from the chunk's
+    # start)
     async_copy.wait_group(1)
     b_e = multiply(s_do, s_r.permute((1, 0)), BT)
     b_q = s_q.load(hopper.row_layout(K, 4)).to(gl.float32)
@@ -198,7 +200,7 @@ def backward_chunk_kernel(
     b_dq = unnormalise(b_dq, s_q, rq_i, dot_i, K)
     store_result(dq + o_dqk, b_dq.to(dtype), s_dq, HV * K, rows, K)
 
-    # F = −dY Rᵀ ⊙ Γ, strictly below the diagonal; dK̂ = −γ dY Sᵀ + F β K̂ + β X
+    # F = −(dY Rᵀ) ⊙ Γ without its diagonal; dK̂ = −γ dY Sᵀ + F β K̂ + β X, with γ and β as diagonal matrices
     b_f, b_dk = multiply(s_dy, s_r.permute((1, 0)), BT), multiply(s_dy, s_state.permute((1, 0)), K)
     b_f = warpgroup_mma_wait(1, deps=[b_f])
     b_f *= -hopper.causal_decay(b_i, load_gate(p_gates, rows, col), o_i, o_j + 1) * r_i[:, None]
@@ -213,7 +215,7 @@ def backward_chunk_kernel(
     b_dk = warpgroup_mma_wait(0, deps=[b_dk]) * (1 / RANGE)
     dot_k_i = dot_rows(b_dk, s_k, row, K)
 
-    # X = w R dSᵀ + Eᵀ Q̂ + Fᵀ K̂ is the gradient of β K̂
+    # X = w R dS'ᵀ + Eᵀ Q̂ + Fᵀ K̂ is the gradient of β K̂; w: decay from a token to the chunk's end
     async_copy.wait_group(0)
     b_x = multiply(s_r, s_state.permute((1, 0)), K)
     b_x = scale_rows(warpgroup_mma_wait(0, deps=[b_x]), gl.exp2(last - b_i) * d_i, K)
@@ -260,7 +262,7 @@ def backward_chunk(
     x, terms, saved, do, _, _ = reverse
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
-    # with 168 registers per thread three CTAs fit on an SM; for K = V = 64 shared memory suffices for three
+    # with 168 registers per thread three CTAs fit on an SM; only for K = V = 64 is shared memory enough for three CTAs
     by = by or Warps(backward_chunk_kernel, 4, 168 if K == V == 64 else 255)
     by.kernel[(chunk_slots(B, T, CHUNK, x.cu_seqlens), HV)](
         q=x.q, k=x.k, g=x.g, gates=terms.gates, writes=x.writes, cu_seqlens=x.cu_seqlens, do=do,

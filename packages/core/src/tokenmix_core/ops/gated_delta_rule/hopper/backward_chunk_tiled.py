@@ -38,10 +38,10 @@ def backward_chunk_kernel(
     scale, T, N, H, group, tokens,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute all gradients of a chunk; the next 64 columns of S or dS' are loaded during the MMAs of the current ones.
+    """Compute all gradients of a chunk; 64 columns of S or dS' are loaded during the MMAs of the preceding 64 columns.
 
-    E, F and all sums are rounded as in `backward_chunk.py`. Two warpgroups together have enough registers for dO Sᵀ and
-    dY Sᵀ at once, so S is read only once. All operands of MMAs are in shared memory.
+    E and F (see `backward_chunk.py`) and all sums are rounded as there. Two warpgroups together have enough registers
+    for dO Sᵀ and dY Sᵀ at once, so S is read only once. All operands of MMAs are in shared memory.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     RANGE: gl.constexpr = range_factor(dtype, K)
@@ -67,13 +67,13 @@ def backward_chunk_kernel(
     s_do = gl.allocate_shared_memory(dtype, [TILES, BT, 64], shared)
     s_dy = gl.allocate_shared_memory(dtype, [TILES, BT, 64], shared)
     states_2 = gl.allocate_shared_memory(dtype, [2, K, 64], shared)
-    # E and F, each rounded in two versions (for K and for Q), reuse the buffers of dO and dY
+    # the buffers of dO and dY are reused for E and F, each in two versions: the factor of K and the factor of Q
     if TILES > 1:
         s_e, s_et, s_f, s_ft = s_do.index(0), s_do.index(1), s_dy.index(0), s_dy.index(1)
     else:
         s_more = gl.allocate_shared_memory(dtype, [2, BT, 64], shared)
         s_e, s_et, s_f, s_ft = s_do.index(0), s_more.index(0), s_dy.index(0), s_more.index(1)
-    # results are stored through the buffer of a tile of S
+    # dQ and dK are stored through a buffer that held a tile of S
     s_out = hopper.reinterpret(states_2.index((TILES - 1) % 2), dtype, [BT, K], shared)
     for i in gl.static_range(TILES):
         hopper.async_copy_rows(s_do.index(i), do + o_vo + i * 64, HV * V, rows, WARPS)
@@ -100,8 +100,8 @@ def backward_chunk_kernel(
     zero = gl.zeros([BT, BT], gl.float32, square)
     b_zero = gl.zeros([BT, K], gl.float32, tile)
 
-    # E = scale dO Rᵀ ⊙ Γ and F = −dY Rᵀ ⊙ Γ, strictly below the diagonal; each is rounded once as factor of K, once of
-    # Q
+    # E = scale (dO Rᵀ) ⊙ Γ, and F = −(dY Rᵀ) ⊙ Γ without its diagonal; each is rounded twice, once as a factor of K and
+    # once, transposed, as a factor of Q or K
     hopper.wait_async_copies(2)
     b_e, b_f = zero, zero
     for i in gl.static_range(TILES):
@@ -116,7 +116,7 @@ def backward_chunk_kernel(
     b_et, b_e = (b_e * d_j[None, :]).to(dtype), (b_e * w_j[None, :]).to(dtype)
     b_ft, b_f = (b_f * d_j[None, :]).to(dtype), (b_f * w_j[None, :]).to(dtype)
 
-    # dO Sᵀ and dY Sᵀ
+    # accumulate dO Sᵀ in `b_dq` and dY Sᵀ in `b_dk`
     b_dq, b_dk = b_zero, b_zero
     for i in gl.static_range(TILES):
         hopper.wait_async_copies(1)
@@ -136,7 +136,7 @@ def backward_chunk_kernel(
     fence_async_shared()
     hopper.barrier()
 
-    # dQ̂ = scale γ dO Sᵀ + E β K̂
+    # dQ̂ = scale γ dO Sᵀ + E β K̂, γ = 2^b
     b_dq = scale_rows(b_dq, gl.exp2(b_i) * scale * rq_i * RANGE, K, WARPS)
     b_dq = accumulate(s_e, s_k, b_dq)
     b_dq = warpgroup_mma_wait(0, deps=[b_dq]) * (1 / RANGE)
@@ -150,13 +150,13 @@ def backward_chunk_kernel(
         hopper.async_copy_rows(states_2.index((TILES - 1) % 2), p_ds + 64, V, K, WARPS)
     async_copy.commit_group()
 
-    # dK̂ = −γ dY Sᵀ + F β K̂ + β X
+    # dK̂ = −γ dY Sᵀ + F β K̂ + β X, with γ and β as diagonal matrices
     b_dk = scale_rows(b_dk, -gl.exp2(b_i) * r_i * RANGE, K, WARPS)
     b_dk = accumulate(s_f, s_k, b_dk)
     b_dk = warpgroup_mma_wait(0, deps=[b_dk]) * (1 / RANGE)
     dot_k_i = dot_rows(b_dk, s_k, row, K, WARPS)
 
-    # X = w R dSᵀ + Eᵀ Q̂ + Fᵀ K̂ is the gradient of β K̂
+    # X = w R dS'ᵀ + Eᵀ Q̂ + Fᵀ K̂ is the gradient of β K̂; w: decay from a token to the chunk's end
     b_x = b_zero
     for i in gl.static_range(TILES):
         hopper.wait_async_copies(1)
@@ -185,5 +185,5 @@ def backward_chunk_kernel(
     store_gate_gradients(pointers, vectors, HV, rows, last, V, row, WARPS)
 
 
-# same arguments as `backward_chunk`, for heads of 64, 128 and 256
+# launches this module's kernel with the arguments of `backward_chunk`; heads of 64, 128 and 256
 backward_chunk_tiled = partial(backward_chunk, by=Warps(backward_chunk_kernel, 8, 255))

@@ -34,22 +34,23 @@ def backward_state_kernel(
 ):  # fmt: skip
     """Scan a segment in reverse. dS is transposed, `[V, K]`, with 16 rows per warp: its MMAs have register operands.
 
-    Vectors `x_i` have the layout of a tile's rows, vectors `x_j` that of its columns. `dfinal_state`, `dinitial_state`
-    and `remainders` may be None. ORDERED: programs take segments in the order of `order`. If `dv` is None, the kernel
-    only writes to `passed` the local gradient that a segment passes back, see `reverse_scan_start`; else it reads from
-    `passed` the gradient that the next segment passes back. `writes` has one factor per chunk.
+    Vectors named `…_i` have the layout of a tile's rows, vectors named `…_j` the layout of its columns. `dfinal_state`,
+    `dinitial_state` and `remainders` may be None. ORDERED: programs take segments in the order of `order`. `passed` is
+    for gradients of the segments' entering states. If `dv` is None, the kernel only writes to `passed` the local
+    gradient, which ignores later segments (see `reverse_scan_start`); else the scan starts from the next segment's
+    gradient in `passed`. `writes` has one factor per chunk.
     """
     LOCAL: gl.constexpr = dv is None
     CARRIED: gl.constexpr = dv is not None and passed is not None
     REMAINDERS: gl.constexpr = remainders is not None
-    # a program has all columns of V
+    # a program computes all columns of V
     WARPS: gl.constexpr = V // 16
     dtype: gl.constexpr = q.dtype.element_ty
-    # dS is held multiplied by this factor, which keeps float16 operands from underflow
+    # `b_ds` is dS times this factor, which prevents float16 operands from underflow
     RANGE: gl.constexpr = gate_tiles.range_factor(dtype, K, L2NORM)
     tile: gl.constexpr = hopper.mma_layout(K, WARPS)
     flat: gl.constexpr = hopper.mma_layout(BT, WARPS)
-    # each warpgroup computes part of the columns of P'
+    # each warpgroup computes part of the columns of the scores P'
     square: gl.constexpr = hopper.mma_layout_split_n(BT, WARPS)
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
@@ -62,7 +63,7 @@ def backward_state_kernel(
     i_s, i_hv, i_n, begin, length, start = locate_segment(
         gl.program_id(0), order, T, N, HV, segment, cu_seqlens, PACKED, ORDERED, WARPS
     )
-    # an empty sequence also has a segment: its program copies the final state's gradient to the initial state's
+    # an empty sequence also has one segment, whose program copies the final state's gradient to the initial state's
     if (start >= length) & (start > 0):
         return
     slot = hopper.first_chunk(i_n, begin, T, BT, PACKED)
@@ -70,7 +71,7 @@ def backward_state_kernel(
     p_k, p_q = k + (begin * H + i_hv // group) * K, q + (begin * H + i_hv // group) * K
     p_do, p_dv = do + (begin * HV + i_hv) * V, hopper.pointer_or(dv, do) + (begin * HV + i_hv) * V
     p_a = inverse + (begin * HV + i_hv) * BT
-    # clamped, because an empty sequence may begin past the last token
+    # the offset is clamped, because an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     o_s = (slot * HV + i_hv) * K * V
     p_ds, p_s, p_m = hopper.pointer_or(dstates, do) + o_s, states + o_s, hopper.pointer_or(remainders, states) + o_s
@@ -83,7 +84,7 @@ def backward_state_kernel(
     s_2 = gl.allocate_shared_memory(dtype, [2, K, V], shared)
     if REMAINDERS:
         m_2 = gl.allocate_shared_memory(dtype, [2, K, V], shared)
-    # buffer through which dS, then dY, is stored
+    # the buffer through which dS and, after that, dY are stored to global memory
     s_ds = gl.allocate_shared_memory(dtype, [K, V], shared)
     s_dy = s_ds.slice(0, BT)
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
@@ -158,21 +159,21 @@ def backward_state_kernel(
         g.p.store(gl.exp2(b_i) * n_i * RANGE)
         fence_async_shared()
         if i_c < end and not LOCAL:
-            # terms of this sum cancel: it uses dS' before rounding and, if saved, the rounding error of S
+            # the terms of the sum ⟨dS', S⟩ cancel, so it uses dS' before rounding and, if saved, S's rounding errors
             b_s = gl.convert_layout(s_s.permute((1, 0)).load(left_k), tile).to(gl.float32)
             if REMAINDERS:
                 b_s += gl.convert_layout(m_2.index(stage).permute((1, 0)).load(left_k), tile).to(gl.float32)
             gl.store(p_end + i_c.to(gl.int64) * HV * V + o_v, gl.sum(b_s * b_ds, 1) * (1 / RANGE))
         b_dr, b_dh = warpgroup_mma_wait(0, deps=[b_dr, b_dh])
 
-        # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; dY = Ãᵀ dR
+        # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ (K dS'); dY = Ãᵀ dR, which is dV
         b_dr = warpgroup_mma(s_do.permute((1, 0)), s_p, b_dr * g.w.load(flat_col)[None, :], is_async=True)
         b_do = s_do.permute((1, 0)).load(left_k).to(gl.float32)
         b_do = (b_do * g.p.load(gl.SliceLayout(0, left_k))[None, :]).to(dtype)
         b_dr = gl.convert_layout(warpgroup_mma_wait(0, deps=[b_dr]).to(dtype), left)
         b_dy = warpgroup_mma(b_dr, s_a, zero, use_acc=False, is_async=True)
 
-        # dS ← 2^b_last dS + scale Qᵀ (γ ⊙ dO) − Kᵀ (γ ⊙ dY)
+        # dS = 2^b_last dS' + scale Qᵀ (γ ⊙ dO) − Kᵀ (γ ⊙ dY), γ = 2^b
         b_ds = warpgroup_mma(b_do, s_q, b_ds * gl.exp2(last), is_async=True)
         b_dy, b_dr = warpgroup_mma_wait(1, deps=[b_dy, b_dr])
         s_dy.permute((1, 0)).store(b_dy.to(dtype))
@@ -190,7 +191,7 @@ def backward_state_kernel(
 
 
 class Columns(NamedTuple):
-    """A kernel, the columns of V that its programs take, and their number of warps."""
+    """A kernel, the number of columns of V that each of its programs computes, and the warps of a program."""
 
     kernel: Any
     columns: int
@@ -198,7 +199,7 @@ class Columns(NamedTuple):
 
 
 def launch_kernel(reverse: Reverse, of_states: StateGradients | None, passed: Tensor | None, by: Columns) -> None:
-    """Launch the kernel of `by`; without `of_states` compute only the local gradients that segments pass back."""
+    """Launch the kernel of `by`; without `of_states`, compute only local gradients of the segments' entering states."""
     x, terms, saved, do, dfinal_state, segment = reverse
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
@@ -215,7 +216,7 @@ def launch_kernel(reverse: Reverse, of_states: StateGradients | None, passed: Te
 
 
 def between_segments(reverse: Reverse, by: Columns | None = None) -> Tensor | None:
-    """Return the gradient that each segment passes back, computed from local gradients and M; None if there is no M."""
+    """Return the gradients of the segments' entering states, from local gradients and M; None if there is no M."""
     x, terms, segment = reverse.x, reverse.terms, reverse.segment
     if terms.transitions is None:
         return None
@@ -232,8 +233,8 @@ def between_segments(reverse: Reverse, by: Columns | None = None) -> Tensor | No
 def backward_state(reverse: Reverse, of_states: StateGradients, by: Columns | None = None) -> None:
     """Write dv, dS' of every chunk, partial sums of ⟨dS', S⟩ and the initial state's gradient into `of_states`.
 
-    M carries gradients through segments whose decay is not negligible. Without M a segment's scan starts in later
-    segments, at the last chunk that is not negligible for it.
+    The transition matrices M pass gradients through segments whose decay is not negligible. Without them a segment's
+    scan starts in later segments, at the last chunk that is not negligible for the segment.
     """
     V = reverse.x.v.shape[-1]
     by = by or Columns(backward_state_kernel, V, V // 16)

@@ -31,7 +31,7 @@ def halves(x, D: gl.constexpr):
 
 @gluon.jit
 def state_dot(b_ds, s_parts, col: gl.constexpr, REMAINDERS: gl.constexpr):
-    """Return partial sums of ⟨dS', S⟩ per column of V, over half of the rows; with REMAINDERS S is taken unrounded."""
+    """Return ⟨dS', S⟩ over half of the rows, for each column of V; REMAINDERS adds S's rounding errors to S."""
     tile: gl.constexpr = hopper.mma_layout_split_n(s_parts.shape[1], WARPS)
     b_s = s_parts.index(0).permute((1, 0)).load(tile).to(gl.float32)
     if REMAINDERS:
@@ -41,7 +41,7 @@ def state_dot(b_ds, s_parts, col: gl.constexpr, REMAINDERS: gl.constexpr):
 
 @gluon.jit
 def prefetch_half(s_parts, p_s, p_m, stride, rows, i: gl.constexpr, REMAINDERS: gl.constexpr):
-    """Issue cp.async of the i-th half of S and, with REMAINDERS, of its rounding errors."""
+    """Issue cp.async of the i-th half of S's rows and, with REMAINDERS, of their rounding errors."""
     hopper.async_copy_rows(s_parts.index(0), p_s + i * s_parts.shape[1] * stride, stride, rows, WARPS)
     if REMAINDERS:
         hopper.async_copy_rows(s_parts.index(1), p_m + i * s_parts.shape[1] * stride, stride, rows, WARPS)
@@ -57,14 +57,14 @@ def backward_state_kernel(
 ):  # fmt: skip
     """Scan a segment in reverse. dS is transposed, `[BV, K]`; each warpgroup has half of its columns.
 
-    S and its rounding errors are loaded in two halves of their rows, to compute ⟨dS', S⟩ with both factors unrounded.
-    ORDERED, and the tensors that may be None, are as in `backward_state.py`.
+    S and its rounding errors are loaded in two halves of their rows, to compute ⟨dS', S⟩ from unrounded dS' and S.
+    ORDERED, `passed`, and the tensors that may be None: see `backward_state.py`.
     """
     LOCAL: gl.constexpr = dv is None
     CARRIED: gl.constexpr = dv is not None and passed is not None
     REMAINDERS: gl.constexpr = remainders is not None
     dtype: gl.constexpr = q.dtype.element_ty
-    # dS is held multiplied by this factor, which keeps float16 operands from underflow
+    # `b_ds` is dS times this factor, which prevents float16 operands from underflow
     RANGE: gl.constexpr = gate_tiles.range_factor(dtype, K, L2NORM)
     # each half of S is split between the two warpgroups
     tile: gl.constexpr = hopper.mma_layout_split_n(K // 2, WARPS)
@@ -78,7 +78,7 @@ def backward_state_kernel(
     i_s, i_hv, i_n, begin, length, start = locate_segment(
         i_sh, order, T, N, HV, segment, cu_seqlens, PACKED, ORDERED, WARPS
     )
-    # an empty sequence also has a segment: its program copies the final state's gradient to the initial state's
+    # an empty sequence also has one segment, whose program copies the final state's gradient to the initial state's
     if (start >= length) & (start > 0):
         return
     slot = hopper.first_chunk(i_n, begin, T, BT, PACKED)
@@ -87,7 +87,7 @@ def backward_state_kernel(
     o_vo = (begin * HV + i_hv) * V + i_v * BV
     p_do, p_dv = do + o_vo, hopper.pointer_or(dv, do) + o_vo
     p_a = inverse + (begin * HV + i_hv) * BT
-    # clamped, because an empty sequence may begin past the last token
+    # the offset is clamped, because an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     o_s = (slot * HV + i_hv) * K * V + i_v * BV
     p_ds, p_s, p_m = hopper.pointer_or(dstates, do) + o_s, states + o_s, hopper.pointer_or(remainders, states) + o_s
@@ -97,9 +97,9 @@ def backward_state_kernel(
     q_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
     s_a = gl.allocate_shared_memory(dtype, [BT, BT], shared)
     s_do = gl.allocate_shared_memory(dtype, [BT, BV], shared)
-    # buffers for half of S and half of its rounding errors
+    # buffers for half of S's rows, and for the rounding errors of this half
     parts = gl.allocate_shared_memory(dtype, [2, K // 2, BV], shared)
-    # buffer through which dS, then dY, is stored
+    # the buffer through which dS and, after that, dY are stored to global memory
     s_ds = gl.allocate_shared_memory(dtype, [K, BV], shared)
     s_dy = s_ds.slice(0, BT)
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
@@ -142,7 +142,7 @@ def backward_state_kernel(
         token = i_c * BT
         s_k, s_q = k_2.index(i % 2), q_2.index(i % 2)
         here = i_c.to(gl.int64) * HV * K * V
-        # the chunk to prefetch next; none after the segment's first chunk
+        # the chunk to prefetch next; no row is loaded after the segment's first chunk, the last in the scan
         then = gl.maximum(i_c - 1, 0).to(gl.int64)
         some = gl.where(i_c > first, K, 0)
         last = b_last
@@ -160,7 +160,7 @@ def backward_state_kernel(
         if i_c < end and not LOCAL:
             hopper.store_rows(p_ds + here, s_ds, V, K, WARPS)
 
-        # terms of this sum cancel, so neither factor is rounded
+        # the terms of the sum ⟨dS', S⟩ cancel, so neither dS' nor S is rounded
         ds_0, ds_1 = halves(b_ds, K)
         hopper.wait_async_copies(1)
         b_end = state_dot(ds_0, parts, row, REMAINDERS)
@@ -178,7 +178,7 @@ def backward_state_kernel(
         hopper.wait_async_copies(2)
         b_dr = warpgroup_mma_wait(0, deps=[b_dr])
 
-        # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ K dS; dY = Ãᵀ dR
+        # dR = scale P'ᵀ dO + 2^(b_last − b) β ⊙ (K dS'); dY = Ãᵀ dR, which is dV
         b_dr = warpgroup_mma(s_do.permute((1, 0)), s_p, b_dr * g.w.load(col)[None, :], is_async=True)
         hopper.wait_async_copies(1)
         b_end += state_dot(ds_1, parts, row, REMAINDERS)
@@ -189,7 +189,7 @@ def backward_state_kernel(
             gl.store(p_end + i_c.to(gl.int64) * HV * V + gl.arange(0, BV, row), b_end * (1 / RANGE))
         b_do = s_do.permute((1, 0)).load(flat).to(gl.float32) * g.p.load(col)[None, :]
         b_dr = warpgroup_mma_wait(0, deps=[b_dr])
-        # dR, then γ dY, reuse the buffer of P'; γ dO reuses that of dO
+        # the buffer of the scores P' is reused for dR, and later for γ dY; the buffer of dO is reused for γ dO
         hopper.barrier()
         s_p.store(b_dr.to(dtype))
         s_do.permute((1, 0)).store(b_do.to(dtype))
@@ -197,7 +197,7 @@ def backward_state_kernel(
         hopper.barrier()
         b_dy = warpgroup_mma(s_p, s_a, zero, use_acc=False, is_async=True)
 
-        # dS ← 2^b_last dS + scale Qᵀ (γ ⊙ dO) − Kᵀ (γ ⊙ dY)
+        # dS = 2^b_last dS' + scale Qᵀ (γ ⊙ dO) − Kᵀ (γ ⊙ dY), γ = 2^b
         b_ds = warpgroup_mma(s_do.permute((1, 0)), s_q, b_ds * gl.exp2(last), is_async=True)
         b_dy = warpgroup_mma_wait(1, deps=[b_dy])
         hopper.barrier()
@@ -221,5 +221,5 @@ def backward_state_kernel(
         gl.store(dinitial_state + p_tile, b_ds * (1 / RANGE))
 
 
-# same arguments as `backward_state`, for heads of 64, 128 and 256
+# launches this module's kernel with the arguments of `backward_state`; heads of 64, 128 and 256
 backward_state_tiled = partial(backward_state, by=Columns(backward_state_kernel, COLUMNS, 8))

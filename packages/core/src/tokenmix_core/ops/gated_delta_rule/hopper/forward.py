@@ -7,8 +7,9 @@
     epilogue    P' from Q Kᵀ ─► O = γ Q S + P' R ─► o; or S, R ─► saved for the backward pass
                                                                  wait states[0], residuals[0]; arrive [1], empty
 
-Warpgroups synchronise at mbarriers only, so work that the chain from state to state does not wait for runs beside it.
-If there are few heads, a program takes 64 columns of V and has one warpgroup that scans.
+Warpgroups synchronise at mbarriers only, so work that the chain from S to S' does not wait for runs in parallel to it.
+If there are few heads, a program computes 64 columns of V and has one warpgroup that scans. R are the residuals, P' the
+scores with decay and β (README.md).
 """
 
 from collections import namedtuple
@@ -42,12 +43,12 @@ Tiles = namedtuple("Tiles", "q k v a gates")
 Results = namedtuple("Results", "s r")
 # the producer's barriers: one full and one empty barrier per stage
 Pipeline = namedtuple("Pipeline", "full empty")
-# the scan's barriers: full and empty of each stage; for S and for R one "stored" and one "read" barrier
+# the scan's barriers: one full and one empty barrier per stage; for S and for R one barrier "stored" and one "read"
 Barriers = namedtuple("Barriers", "full empty states residuals")
 # rows: tokens from the first scanned chunk to the sequence's end; chunks: scanned chunks; before: how many of these
 # precede the segment, so that their results are not stored
 Span = namedtuple("Span", "rows before chunks")
-# flags: q is normalised; outputs are computed; S and R are saved. All are constexprs, for branches at compile time
+# flags, constexprs: q is normalised; outputs are computed; S and R are saved for the backward pass
 Options = namedtuple("Options", "l2norm output save")
 
 
@@ -103,8 +104,8 @@ def producer(
 def scan_states(pointers, tiles, results, barriers, rows, chunks, known, wanted, FIRST: gl.constexpr, V: gl.constexpr):
     """Scan 64 columns of S over the chunks; S is transposed, so that matrices computed from it are register operands.
 
-    S is loaded from `p_initial` if `known` is V and starts at zero if `known` is 0. S after the last chunk is stored if
-    `wanted` is V.
+    S is loaded from `p_initial` if `known` is V, and starts at zero if `known` is 0. S after the last chunk is stored
+    if `wanted` is V.
     """
     p_initial, p_final, p_gates = pointers
     k_s, v_s, a_s, gates_s = tiles.k, tiles.v, tiles.a, tiles.gates
@@ -132,7 +133,7 @@ def scan_states(pointers, tiles, results, barriers, rows, chunks, known, wanted,
         b_h = b_s.to(dtype)
         mbarrier.wait(full.index(stage), hopper.parity(i, NUM_STAGES))
         fence_async_shared()
-        # R = Ã (V − γ ⊙ K S); during the MMA S is stored for the epilogue
+        # R = Ã (V − γ ⊙ K S), γ = 2^b; during the MMA S is stored for the epilogue
         b_y = warpgroup_mma(gl.convert_layout(b_h, left_k), s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(states.index(1), hopper.empty_parity(i, 1))
         s_s.store(b_h)
@@ -162,9 +163,9 @@ def scan_states(pointers, tiles, results, barriers, rows, chunks, known, wanted,
 
 @gluon.jit
 def write_outputs(pointers, tiles, results, barriers, s_o, scale, span, HV: gl.constexpr, V: gl.constexpr, options):
-    """Compute O = n ⊙ (γ ⊙ Q S + P' R), P' = tril(Q Kᵀ ⊙ Γ) diag(β); n is the scale.
+    """Compute and store O = n ⊙ (γ ⊙ Q S + P' R), P' = tril(Q Kᵀ ⊙ Γ) diag(β); γ, Γ: decays as in README.md.
 
-    With `options.l2norm`, n is the scale divided by the norms of Q's rows, which are computed from diag(Q Qᵀ).
+    n is the scale; with `options.l2norm` it is divided by the norms of Q's rows, which are computed from diag(Q Qᵀ).
     With `options.save` also store S and R of each chunk.
     """
     L2NORM: gl.constexpr = options.l2norm
@@ -228,7 +229,7 @@ def write_outputs(pointers, tiles, results, barriers, s_o, scale, span, HV: gl.c
 
 @gluon.jit
 def save_states(pointers, results, barriers, span, HV: gl.constexpr, V: gl.constexpr):
-    """Store S and R of each chunk."""
+    """Store S and R of each chunk of the segment in global memory, without computing outputs."""
     _, p_r, p_s = pointers
     rows, before, chunks = span
     s_s, s_r = results
@@ -264,8 +265,8 @@ def forward_kernel(
 ):  # fmt: skip
     """Compute outputs and final states if `o` is given; store R and the chunks' entering states if `residual` is.
 
-    A program computes BV columns of V. ORDERED: programs take segments in the order of `order`. `writes` has one factor
-    per chunk.
+    A program computes BV columns of V of a segment and value head. ORDERED: programs take segments in the order of
+    `order`. `writes` has one factor per chunk.
     """
     OUTPUT: gl.constexpr = o is not None
     SAVE: gl.constexpr = residual is not None
@@ -277,7 +278,7 @@ def forward_kernel(
     k_s = gl.allocate_shared_memory(dtype, [stages, BT, K], shared)
     v_s = gl.allocate_shared_memory(dtype, [stages, BT, BV], shared)
     a_s = gl.allocate_shared_memory(dtype, [stages, BT, BT], shared)
-    # b, β r, −γ r and 2^(b_last − b) β r
+    # rows per stage: b (cumulative decays), β r, −γ r and 2^(b_last − b) β r; r: inverse norms of the keys
     gates_s = gl.allocate_shared_memory(gl.float32, [stages * 4, BT], vector)
     s_s = gl.allocate_shared_memory(dtype, [K, BV], shared)
     s_r = gl.allocate_shared_memory(dtype, [BT, BV], shared)
@@ -288,7 +289,7 @@ def forward_kernel(
     residuals_2 = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     warpgroups: gl.constexpr = BV // 64
     for i in gl.static_range(stages):
-        # arrivals per stage: 128 threads for their cp.async, and one for the gates
+        # arrivals at a full barrier: the cp.async of 128 threads, and one arrival for the gates
         mbarrier.init(full.index(i), 129)
         mbarrier.init(empty.index(i), warpgroups + 1 if OUTPUT else warpgroups)
     mbarrier.init(states_2.index(0), warpgroups)
@@ -300,19 +301,19 @@ def forward_kernel(
     i_v, i_sh = gl.program_id(0) % (V // BV), gl.program_id(0) // (V // BV)
     located = locate_segment(i_sh, order, T, N, HV, segment, cu_seqlens, PACKED, ORDERED, 4)
     i_s, i_hv, i_n, begin, length, first = located
-    # an empty sequence also has a segment: its program copies the initial state to the final state
+    # an empty sequence also has one segment, whose program copies the initial state to the final state
     if (first >= length) & (first > 0):
         return
     slot = hopper.first_chunk(i_n, begin, T, BT, PACKED)
     begun = scan_start(gates, Factors(writes, slot, i_hv, HV), located, tokens, segment, L2NORM, 4)
     token = begin + begun
     o_qk, o_vo = (token * H + i_hv // (HV // H)) * K, (token * HV + i_hv) * V + i_v * BV
-    # clamped, because an empty sequence may begin past the last token
+    # the offset is clamped, because an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(token, tokens - 1)) * 4
     slot += begun // BT
 
     rows, end = length - begun, gl.minimum(first + segment, length)
-    # chunks before the segment are scanned, but not stored
+    # chunks before the segment are scanned, but their results are not stored
     chunks, before = gl.cdiv(end - begun, BT), (first - begun) // BT
     span = Span(rows, before, chunks)
     o_state = (i_n.to(gl.int64) * HV + i_hv) * K * V + i_v * BV
@@ -338,7 +339,8 @@ def forward_kernel(
         hopper.pointer_or(residual, v) + o_vo,
         hopper.pointer_or(states, v) + o_s,
     )
-    # registers per thread, summed over warpgroups: 512 for four warpgroups, 504 for three; the first one gets the rest
+    # registers per thread, summed over warpgroups: 512 for four warpgroups, 504 for three; the first warpgroup gets the
+    # rest
     if warpgroups == 2:
         gl.warp_specialize(
             [
@@ -370,13 +372,13 @@ def forward(
     final_state: Tensor | None,
     saved: Saved | None,
 ) -> None:
-    """Write outputs, final states, R and the chunks' entering states into those of the tensors that are given.
+    """Write outputs to `o`, final states to `final_state`, R and chunk states to `saved`, each unless it is None.
 
-    A segment has `segment` tokens; 0 stands for whole sequences. `writes` has one factor per chunk.
+    A segment has `segment` tokens; 0 stands for whole sequences. `x.writes` has one factor per chunk.
     """
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
-    # whole sequences: a segment at least as long as any sequence
+    # for whole sequences, use segments at least as long as any sequence
     segment = segment or (T // CHUNK + 1) * CHUNK
     programs = chunk_slots(B, T, segment, x.cu_seqlens) * HV
     BV = tuning.forward_columns(programs, V)

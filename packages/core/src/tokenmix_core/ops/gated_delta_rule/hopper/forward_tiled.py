@@ -20,9 +20,9 @@ from tokenmix_core.ops.gated_delta_rule.hopper.gates import gate_vectors, load_g
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import Factors, locate_segment, scan_start
 from tokenmix_core.ops.gated_delta_rule.types import Inputs, Saved, Terms
 
-# columns of V per program, which are the rows of its transposed state
+# columns of V per program: the rows of the transposed state
 COLUMNS = 64
-# two warpgroups, which compute half of a result's columns each
+# two warpgroups, each of which computes half of a result's columns
 WARPS = gl.constexpr(8)
 
 
@@ -51,7 +51,7 @@ def forward_kernel(
     i_v, i_sh = gl.program_id(0) % (V // BV), gl.program_id(0) // (V // BV)
     located = locate_segment(i_sh, order, T, N, HV, segment, cu_seqlens, PACKED, ORDERED, WARPS)
     i_s, i_hv, i_n, begin, length, first = located
-    # an empty sequence also has a segment: its program copies the initial state to the final state
+    # an empty sequence also has one segment, whose program copies the initial state to the final state
     if (first >= length) & (first > 0):
         return
     slot = hopper.first_chunk(i_n, begin, T, BT, PACKED)
@@ -61,7 +61,7 @@ def forward_kernel(
     o_vo = (begin * HV + i_hv) * V + i_v * BV
     p_v, p_o, p_r = v + o_vo, hopper.pointer_or(o, v) + o_vo, hopper.pointer_or(residual, v) + o_vo
     p_a = inverse + (begin * HV + i_hv) * BT
-    # clamped, because an empty sequence may begin past the last token
+    # the offset is clamped, because an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     o_s = (slot * HV + i_hv) * K * V + i_v * BV
     p_s, p_m = hopper.pointer_or(states, v) + o_s, hopper.pointer_or(remainders, v) + o_s
@@ -126,7 +126,7 @@ def forward_kernel(
         async_copy.commit_group()
         b_b, b_w, b_r, b_last = load_gates(p_gates, start + BT, length, line)
 
-        # Y = V − γ ⊙ K S
+        # Y = V − γ ⊙ K S: values minus their decayed recall, γ = 2^b
         if SAVE:
             chunk = (start // BT).to(gl.int64) * HV * K * V
             b_y = warpgroup_mma_wait(0, deps=[b_y])
@@ -139,7 +139,7 @@ def forward_kernel(
         s_y.store((b_v + b_y * g.y.load(col)[None, :]).to(dtype))
         fence_async_shared()
         hopper.barrier()
-        # R = Ã Y, and S ← 2^b_last S + Kᵀ (2^(b_last − b) β ⊙ R)
+        # residuals R = Ã Y, and S ← 2^b_last S + Kᵀ (2^(b_last − b) β ⊙ R)
         b_x = warpgroup_mma(s_y, s_a.permute((1, 0)), zero, use_acc=False, is_async=True)
         if SAVE:
             hopper.store_rows(p_s + chunk, s_s, V, gl.where(stored, K, 0), WARPS)
@@ -188,10 +188,10 @@ def forward_tiled(
     final_state: Tensor | None,
     saved: Saved | None,
 ) -> None:
-    """Write outputs and final states; or else R, the chunks' entering states and the states' rounding errors."""
+    """Write outputs and final states; or, if `saved` is given, R, the chunk states and their rounding errors."""
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
-    # whole sequences: a segment at least as long as any sequence
+    # for whole sequences, use segments at least as long as any sequence
     segment = segment or (T // CHUNK + 1) * CHUNK
     residual, states, remainders = saved or (None, None, None)
     forward_kernel[(chunk_slots(B, T, segment, x.cu_seqlens) * HV * (V // COLUMNS),)](

@@ -10,13 +10,13 @@ from tokenmix_core.kernels.gluon.hopper import causal_decay, row_layout
 
 @gluon.jit
 def load_gate(p_gate, rows, layout: gl.constexpr):
-    """Load one of the four gates of a chunk; rows past the sequence's end, which hold zeros, get the last gate."""
+    """Load one of the four gates of a chunk's tokens; rows past the sequence's end repeat the last token's gate."""
     return gl.load(p_gate + gl.minimum(gl.arange(0, 64, layout), rows - 1) * 4)
 
 
 @gluon.jit
 def load_gates(p_gates, token, length, layout: gl.constexpr):
-    """Load b, β r, r and the last token's b of the chunk that starts at `token`, clamped to the sequence."""
+    """Return b, β r, r (as in `prepare`) and the last token's b of the chunk at `token`; rows end with the sequence."""
     token = gl.maximum(gl.minimum(token, length - 1), 0)
     p_gates += token.to(gl.int64) * 4
     rows = gl.maximum(gl.minimum(length - token, 64), 1)
@@ -33,8 +33,8 @@ def write_factor(writes, slot, i_hv, HV):
         return gl.load(writes + slot.to(gl.int64) * HV + i_hv)
 
 
-# vectors of a chunk in shared memory, which registers of any layout can load. b; p: β r, later the factor of dO; w: the
-# factor of R in the next state, 2^(b_last − b) β r; y: −γ r; q: the scale times the inverse norms of q
+# vectors of a chunk in shared memory, from where they are loaded in any layout. b: cumulative decays; p: β r, later the
+# factor of dO; w: the factor of R in the next state, 2^(b_last − b) β r; y: −γ r; q: the scale times q's inverse norms
 GateVectors = namedtuple("GateVectors", "b p w y q")
 
 
@@ -46,7 +46,7 @@ def gate_vectors(s_gates):
 
 @gluon.jit
 def store_gate_vectors(g, b_b, b_w, b_r, last, RANGE: gl.constexpr = 1.0, factor=1.0):
-    """Store b, p, w and y; w includes the chunk's write `factor`, and y includes RANGE, the `range_factor`."""
+    """Store the `GateVectors` b, p, w and y in g; w includes the chunk's write `factor`, y the `range_factor` RANGE."""
     g.b.store(b_b)
     g.p.store(b_w)
     g.w.store(b_w * gl.exp2(last - b_b) * factor)
@@ -57,9 +57,9 @@ def store_gate_vectors(g, b_b, b_w, b_r, last, RANGE: gl.constexpr = 1.0, factor
 def score_factors(
     s_q, g, scale, o_i, o_j, row: gl.constexpr, col: gl.constexpr, L2NORM: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Return F, b and n: F combines decays, β r and n, so that P' = F ⊙ Q Kᵀ; b and n have the layout of rows.
+    """Return F, b and n: F combines decays, β r and n, so that the scores are P' = F ⊙ Q Kᵀ.
 
-    With L2NORM, n is the scale divided by the norms of Q's rows; else it is the scale.
+    b are cumulative decays. n is the scale; with L2NORM it is divided by the norms of Q's rows. Both are row vectors.
     """
     if L2NORM:
         b_q = s_q.load(row_layout(s_q.shape[1], WARPS)).to(gl.float32)
@@ -73,5 +73,5 @@ def score_factors(
 
 @gluon.constexpr_function
 def range_factor(dtype, K, normalised=True):
-    """Return K, which keeps float16 operands scaled by inverse norms (about 1 / K) from underflow; else 1."""
+    """Return K for float16 and normalised keys, to prevent operands scaled by inverse norms from underflow; else 1."""
     return float(K) if normalised and dtype != gl.bfloat16 else 1.0

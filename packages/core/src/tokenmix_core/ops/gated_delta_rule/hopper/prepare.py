@@ -3,8 +3,8 @@
     keys of the next chunk ─ cp.async, 1 stage ─┐ after K Kᵀ
     K Kᵀ (10 blocks of 16 × 16, MMA) ─► for each value head of the group: gates ─► L̃ ─► Ã by blocks ─► store
 
-These MMAs' accumulators have the register layout of left operands; transposed, they have that of right operands. Right
-operands are therefore computed transposed, and no element moves between threads.
+An accumulator of these MMAs has the register layout of a left operand, and its transpose the layout of a right operand.
+Right operands are therefore computed transposed, and no element moves between threads.
 """
 
 from torch import Tensor
@@ -20,10 +20,10 @@ from tokenmix_core.kernels.gluon.hopper import LOG2_E, LOWEST
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
 
-# warps per SM; with more, registers spill
+# warps (programs) per SM; with more warps, registers would spill
 WARPS = 8
 
-# layouts of blocks of 16 tokens: accumulator and operands of MMAs
+# layouts of blocks of 16 × 16: an MMA's accumulator, its left operand, its right operand
 BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
@@ -45,7 +45,7 @@ def split_multiply(x, yt, b_z):
 
 @gluon.jit
 def invert_diagonal(s_l):
-    """Replace four strictly lower blocks L `[16, 16]` by (I + L)⁻¹, row by row; a thread has two columns of a block."""
+    """Replace four strictly lower triangular blocks L `[16, 16]` by (I + L)⁻¹, row by row; a thread has two columns."""
     layout: gl.constexpr = gl.BlockedLayout([1, 16, 2], [4, 1, 8], [1, 1, 1], [2, 1, 0])
     o_b = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     o_i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
@@ -59,10 +59,10 @@ def invert_diagonal(s_l):
 
 @gluon.jit
 def block_decays(s_gates, b_b, b_w, r_k, o_t):
-    """Store factors of L̃'s blocks by row and column; decays between two blocks are split at the end e of the earlier.
+    """Store the row and column factors of L̃'s blocks; a decay from block j to i is split at e, the last b of block j.
 
-    Vectors 0 to 2 are b, w and r; vector 3 has the column factors −w 2^(e − b); vectors 4 to 6 have the row factors
-    r 2^(b − e), one vector for the end e of each of the first three blocks.
+    Vectors 0 to 2 are b (cumulative decays), w = β r and r; vector 3 has the column factors −w 2^(e − b); vectors 4 to
+    6 have the row factors r 2^(b − e), one vector for e of each of the first three blocks.
     """
     s_gates.index(0).store(b_b)
     s_gates.index(1).store(b_w)
@@ -80,7 +80,7 @@ def invert(kk, s_gates, s_l, s_blocks, s_a, p_a, stride: gl.constexpr, rows, dty
     """Compute Ã = (I + L̃)⁻¹, one row of blocks after the other, from the blocks of K Kᵀ on and below the diagonal.
 
     Below the diagonal A_ij = A_ii X_ij with X_ij = −Σ_m L_im A_mj. Every factor is a block of L̃ or of Ã, so that no
-    intermediate exceeds their entries; powers of L̃ would. Factors are split into high and low parts.
+    intermediate exceeds their entries, as powers of L̃ would. Factors are split into high and low parts.
     """
     row: gl.constexpr = gl.SliceLayout(1, BLOCK)
     col: gl.constexpr = gl.SliceLayout(0, BLOCK)
@@ -140,7 +140,7 @@ def store_gates(p_gates, b_b, b_w, r_k, b_beta, rows):
 
 @gluon.jit
 def find(i_u, units, T, N, H: gl.constexpr, cu_seqlens, BT: gl.constexpr, PACKED: gl.constexpr):
-    """Return a work item's key head, first token and tokens up to the sequence's end (0 tokens past the last item)."""
+    """Return the key head, first token, and tokens up to the sequence's end of work item `i_u` (0 if i_u ≥ `units`)."""
     i_slot = gl.minimum(i_u, units - 1) // H
     _, begin, length, start = hopper.locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED, 1)
     return i_u % H, begin + start, gl.where(i_u < units, length - start, 0)
@@ -160,7 +160,7 @@ def prepare_kernel(
     k, g, beta, cu_seqlens, inverse, gates, T, N, tokens, units,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute Ã, b, β r, r and β for all value heads of a key head; each program takes several chunks and key heads."""
+    """Compute Ã and the gates b, β r, r and β; a work item is a chunk and key head; a program takes several items."""
     dtype: gl.constexpr = k.dtype.element_ty
     line: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -170,7 +170,7 @@ def prepare_kernel(
     s_gates = gl.allocate_shared_memory(gl.float32, [7, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     s_l = gl.allocate_shared_memory(gl.float32, [4, 16, 16], plain)
     s_blocks = hopper.reinterpret(s_l, gl.float32, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    # two stages: while one row of blocks is stored, the next is computed
+    # two stages: while one row of blocks is stored, the next row of blocks is computed
     s_a = gl.allocate_shared_memory(dtype, [2, 16, BT], gl.NVMMASharedLayout(128, 16))
     o_t = gl.arange(0, BT, line)
     zero = gl.zeros([16, 16], gl.float32, BLOCK)
@@ -180,9 +180,9 @@ def prepare_kernel(
     for i_u in range(gl.program_id(0), units, gl.num_programs(0)):
         b_g, b_beta = load_gates(g, beta, token, i_h * group, HV, rows, BT)
         async_copy.wait_group(0)
-        # K Kᵀ in blocks on and under the diagonal, shared by the value heads
+        # the blocks of K Kᵀ on and below the diagonal, computed once for all value heads of the key head
         kk = (zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
-        # a loop that is not unrolled, because unrolled it would need more registers than a thread has
+        # this loop is not unrolled, because unrolled code would need more registers than a thread has
         for i_k in range(K // 64):
             s_x = s_k.index(i_k)
             k_0, k_1 = s_x.slice(0, 16).load(LEFT), s_x.slice(16, 16).load(LEFT)
@@ -229,7 +229,7 @@ def prepare(
     B, T, H, K = k.shape
     HV = g.shape[2]
     units = chunk_slots(B, T, CHUNK, cu_seqlens) * H
-    # shared memory holds fewer warps for K = 256
+    # for K = 256 shared memory suffices for only five one-warp programs per SM
     warps = WARPS if K < 256 else 5
     prepare_kernel[(min(units, warps * tuning.sm_count(k.device)),)](
         k=k, g=g, beta=beta, cu_seqlens=cu_seqlens, inverse=inverse, gates=gates, T=T, N=num_sequences(k, cu_seqlens),

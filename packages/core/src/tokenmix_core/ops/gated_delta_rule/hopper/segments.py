@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from tokenmix_core.kernels.gluon.hopper import add, locate_chunk
 
-# log2 of the largest decay that counts as negligible, compared with the rounding of 16-bit operands
+# log2 of the largest decay that counts as negligible: far below the rounding error of 16-bit operands
 NEGLIGIBLE = gl.constexpr(-32.0)
 # returned instead of the decay of a chunk whose write factor is outside [0, 1], as decays then do not bound the state;
 # larger than the magnitude of any sum of decays
@@ -17,9 +17,9 @@ UNBOUNDED = gl.constexpr(1e30)
 # i_s, i_hv: indices of the segment and the value head; i_n, begin, length: index, first row and length of the sequence;
 # first: position of the segment's first token in the sequence
 Segment = namedtuple("Segment", "i_s i_hv i_n begin length first")
-# write factors (None if all are 1), the slot of the sequence's first chunk, a value head, and the number of heads
+# write factors (None if all are 1), the slot of the sequence's first chunk, a value head, and the number of value heads
 Factors = namedtuple("Factors", "writes slot i_hv HV")
-# index of a segment's first chunk and one past its last; number of chunks of its sequence
+# index of a segment's first chunk, index one past the segment's last chunk, number of chunks of the sequence
 Chunks = namedtuple("Chunks", "first end count")
 
 
@@ -37,7 +37,7 @@ def locate_segment(
 
 @gluon.jit
 def negligible_chunks(p_gates, segment, WARPS: gl.constexpr):
-    """Return how many chunks at a segment's start are negligible for the state leaving it; 0 if none is."""
+    """Return how many chunks at a segment's start are negligible for the state leaving the segment; 0 if none is."""
     o_c = gl.arange(0, 128, gl.BlockedLayout([1], [32], [WARPS], [0])) + gl.maximum(segment // 64 - 128, 0)
     b_b = gl.load(p_gates + (o_c * 64 + 63) * 4, mask=o_c < segment // 64, other=0.0)
     b_left = gl.associative_scan(b_b, 0, add, reverse=True)
@@ -57,9 +57,10 @@ def bounded(skipped, p_w, stride, chunks, WARPS: gl.constexpr):
 
 @gluon.jit
 def scan_start(gates, factors, span, tokens, segment, L2NORM: gl.constexpr, WARPS: gl.constexpr):
-    """Return the token at which a segment's scan starts: in the segment before, the first chunk not negligible to it.
+    """Return the token at which a segment's scan starts: that of the first non-negligible chunk of the segment before.
 
-    If no chunk of the segment before is negligible, the result is the segment's own first token.
+    If no chunk of the segment before is negligible, the result is the segment's own first token, and the scan starts
+    from the entering state.
     """
     writes, slot, i_hv, HV = factors.writes, factors.slot, factors.i_hv, factors.HV
     begin, first = span.begin, span.first
@@ -90,7 +91,7 @@ def decay_of(p_gates, p_w, stride, chunk, end, length):
 
 @gluon.jit
 def reverse_scan_end(p_gates, p_w, stride, end, chunks, length, BOUNDED: gl.constexpr):
-    """Return one past the last chunk that still contributes to the state gradient at the start of chunk `end`.
+    """Return one past the last chunk that contributes noticeably to the gradient of the state that enters chunk `end`.
 
     BOUNDED: with keys of norm 1 and β ≤ 2 no update lengthens a column of the state, so decays bound contributions.
     Without BOUNDED every chunk contributes, and the result is `chunks`, their number.
@@ -121,12 +122,12 @@ def reverse_scan_start(
     p_gates, factors, span, segment, length, layout: gl.constexpr, L2NORM: gl.constexpr, LOCAL: gl.constexpr,
     CARRIED: gl.constexpr,
 ):  # fmt: skip
-    """Return one past the chunk at which a segment's reverse scan starts; the segment's first chunk means no scan.
+    """Return one past the chunk at which a segment's reverse scan starts; `span.first` means that no scan is needed.
 
-    LOCAL: the scan computes the local gradient that the segment passes back, from a zero gradient after the segment. No
-    scan is needed for the first segment of a sequence, nor if the decays of the segment and of the one before are both
-    negligible. CARRIED: the scan starts from the gradient that the next segment passes back, unless the decay of the
-    next segment is negligible.
+    LOCAL: the scan computes the local gradient of the segment's entering state, from a zero gradient after the segment.
+    No scan is needed for the first segment of a sequence, nor if the decays of this segment and of the preceding one
+    are both negligible. CARRIED: the scan starts from the gradient of the next segment's entering state, unless the
+    decay of the next segment is negligible.
     """
     writes, slot, i_hv, HV = factors.writes, factors.slot, factors.i_hv, factors.HV
     first, end, chunks = span.first, span.end, span.count
@@ -137,7 +138,8 @@ def reverse_scan_start(
     if LOCAL:
         started = first
         if first > 0:
-            # a margin of 1, because sums of decays in another order are rounded differently
+            # subtract a margin of 1 from the limit, because other kernels sum decays in another order and round
+            # differently
             earlier = decay_over(p_gates, p_w, HV, first - segment // 64, first, length, layout)
             here = decay_over(p_gates, p_w, HV, first, end, length, layout)
             if (here > NEGLIGIBLE - 1) | (earlier > NEGLIGIBLE - 1):

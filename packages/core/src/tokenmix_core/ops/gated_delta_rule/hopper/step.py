@@ -1,4 +1,4 @@
-"""Decoding step of one token; cp.async of a whole state keeps more bytes in flight than loads to registers could."""
+"""Decoding step of one token; the state is loaded by cp.async, which keeps more bytes in flight than register loads."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,7 +9,7 @@ from tokenmix_core.kernels.launch.launcher import cached_launch
 
 @gluon.jit
 def add_both(a, b, c, d):
-    """Add (a, b) and (c, d): combines two reductions in one."""
+    """Return (a + c, b + d), to compute two sums in one reduction."""
     return a + c, b + d
 
 
@@ -20,7 +20,7 @@ def hopper_step_kernel(
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, BK: gl.constexpr, L2NORM: gl.constexpr,
     PDL: gl.constexpr = False,
 ):  # fmt: skip
-    """Update BV columns of a head's state per program: read out first, then update, BK rows at a time."""
+    """Update BV columns of a head's state S per program, BK rows at a time: compute Sᵀ k and Sᵀ q, then update S."""
     gdc_launch_and_wait(PDL)
     layout: gl.constexpr = state_layout(BK, BV, gl.num_warps())
     i_v, i_nh = gl.program_id(0) % (V // BV) * BV, gl.program_id(0) // (V // BV)
@@ -57,7 +57,7 @@ def hopper_step_kernel(
         b_s = s_s.slice(i * BK, BK, dim=0).load(layout)
         b_sq += b_s * parts_q[i].to(gl.float32)[:, None]
         b_sk += b_s * parts_k[i].to(gl.float32)[:, None]
-    # read Sᵀ k and Sᵀ q of the old state together; the update u then adds (k · q) u to the output
+    # reduce Sᵀ k and Sᵀ q of the old state S together; the update k uᵀ of S then adds (k · q) u to the output
     b_sq, b_sk = gl.reduce((b_sq, b_sk), 0, add_both)
     b_u = (b_v - decay * r_k * b_sk) * (beta_t * r_k)
     b_o = r_q * (decay * b_sq + kq * b_u)
