@@ -198,7 +198,7 @@ def paged_attention_decode(
 
 @Checked
 def _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl) -> tuple[Mask, float, str | None, bool]:
-    """Validate a whole-sequence call; return the normalised mask, the scale, the implementation, and if cuDNN runs.
+    """Validate a call on whole sequences; return the normalised mask, scale, implementation, and whether cuDNN runs.
 
     The implementation None means our kernels, in Gluon if Gluon runs. The last value is True if `impl` is None and
     cuDNN was selected for at least one pass.
@@ -237,7 +237,7 @@ def _check_decode(q, k_cache, v_cache, cache_seqlens, window, sinks, scale, impl
     )  # fmt: skip
     mask, scale = _check_options(op, dims, q, k_cache, v_cache, True, window, sinks, scale)
     checks.check_dtype(op, (torch.int32, torch.int64), cache_seqlens=cache_seqlens)
-    # values are unknown during tracing
+    # check lengths only if reading them needs no synchronisation; during tracing their values are unknown
     if not cache_seqlens.is_cuda and is_plain(cache_seqlens):
         lengths = cache_seqlens.tolist()
         if any(not 0 <= n <= dims["S"] for n in lengths):
@@ -269,7 +269,7 @@ def _check_paged(q, k_pages, v_pages, page_table, lengths, scale, impl) -> tuple
 
 
 def _decode_impl(op: str, q: Tensor, dims: dict[str, int], mask: Mask, impl: str | None) -> str:
-    """Return the implementation of a decoding call."""
+    """Return "triton" or "reference" for a decoding call; raise a ValueError if `impl` does not support the call."""
     call = Call(q.device.type, q.dtype, dims["TQ"], dims["S"], dims["K"], dims["V"], mask)
     if impl is None:
         why = limit("triton", call)
@@ -295,7 +295,7 @@ def _check_options(op, dims, q, k, v, causal, window, sinks, scale) -> tuple[Mas
     factor = dims["K"] ** -0.5 if scale is None else checks.check_scale(op, scale)
     if not factor > 0:
         raise ValueError(f"{op}: scale must be positive, got {scale!r}")
-    # a window of all keys masks nothing; without a window sinks add nothing
+    # normalise: a window of all keys masks nothing, and without a window sinks add nothing
     keys = dims.get("TK", dims.get("S"))
     window = None if window is not None and window >= keys else window
     return Mask(bool(causal), window, 0 if window is None else sinks), factor

@@ -18,7 +18,7 @@ from tokenmix_core.ops.softmax_attention import implementations
 from tokenmix_core.ops.softmax_attention.backends import backward_impl
 from tokenmix_core.ops.softmax_attention.types import Mask, call_of
 
-# implementations that, on a CPU, read the sequence boundaries and write zeros to the padding themselves
+# implementations that, on a CPU, zero the padding of packed batches themselves, because they read the boundaries anyway
 _EAGER = ("sdpa", "reference")
 
 
@@ -133,7 +133,8 @@ def _save(ctx, inputs, output):
     x, (o, lse) = Inputs(*inputs), output
     ctx.save_for_backward(x.q, x.k, x.v, o, lse, x.cu_seqlens)
     ctx.options = dict(causal=x.causal, window=x.window, sinks=x.sinks, scale=x.scale, impl=x.impl)
-    # the gradient of an unused output is then None; without a gradient of lse a library's backward pass can run
+    # without materialised zeros the gradient of an unused output is None; if that of lse is None, another library's
+    # backward pass can run
     ctx.set_materialize_grads(False)
 
 

@@ -19,13 +19,15 @@ _HALF = (torch.bfloat16, torch.float16)
 
 AttentionImpl = Literal["gluon", "triton", "sdpa", "flash_attn", "reference"]
 IMPLS: tuple[str, ...] = get_args(AttentionImpl)
-# an internal name: our kernels for both passes, in Gluon if Gluon runs; with impl=None another library may run the
-# backward pass
+# internal name of an implementation: our kernels for both passes, in Gluon if Gluon runs; with `impl=None` another
+# library may run the backward pass
 OURS = "ours"
 
-# from this many queries per batch row on, the libraries' plain causal kernels are faster than ours
+# with at least this many queries per batch row, other libraries' kernels for plain causal attention are faster than
+# ours
 _LONG = 128
-# up to this many blocks of 64 queries the libraries are not faster: with fewer blocks than SMs, latency decides
+# with at most this many blocks of 64 queries other libraries are not faster: with fewer blocks than SMs, latency
+# decides
 _FEW_BLOCKS = 128
 # FlashAttention-4 is fastest with at least this many blocks of 64 queries, and a window of at least _WIDE keys, if any
 _MANY_BLOCKS = 8192
@@ -81,7 +83,7 @@ def takes_cudnn(tq: int, tk: int, head_k: int, head_v: int, mask: Mask, packed: 
 
 
 def by_cudnn(impl: str | None, q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed: bool) -> bool:
-    """True if cuDNN runs at least one pass of a 16-bit call on CUDA, given the forward pass's `impl`."""
+    """True if cuDNN runs the forward or the backward pass of a 16-bit call on CUDA whose forward pass runs `impl`."""
     call = call_of(q, k, v, mask, packed)
     return backward_impl(impl, call, False) == "sdpa" and call.dtype in _HALF and takes_cudnn(*call[2:8])
 
@@ -117,7 +119,7 @@ def choose_impl(call: Call) -> str:
 
 
 def _is_for_cudnn(call: Call) -> bool:
-    """True for plain attention large enough for cuDNN to be faster than other libraries and our portable kernels."""
+    """True for plain attention that is so large that cuDNN is faster than other libraries and our portable kernels."""
     plain = call.mask.window is None and not call.packed and call.tq >= _LONG
     plain = plain and (call.tq == call.tk or not call.mask.causal)
     small = call.heads is not None and call.heads * cdiv(call.tq, 64) <= _FEW_BLOCKS and call.head_k <= 128
@@ -147,7 +149,8 @@ def backward_impl(impl: str | None, call: Call, through_lse: bool) -> str | None
         ours_lead = (call.head_k == 64) + (call.mask.window is not None) + call.packed > 1
         if _is_for_flash_attention_4(call) and not ours_lead:
             return "flash_attn"
-        # this case implies Gluon kernels: without them cuDNN would have run the forward pass already
+        # `impl` is None only if Gluon kernels run: otherwise cuDNN would have been selected for the forward pass
+        # already
         if call.head_k != 64 and not through_lse and _is_for_cudnn(call) and takes_cudnn(*call[2:8]):
             return "sdpa"
     return impl
@@ -170,7 +173,7 @@ def _triton_limit(call: Call) -> str | None:
 
 def _sdpa_limit(call: Call) -> str | None:
     if call.device == "cuda":
-        # only cuDNN supports K ≠ V; torch.compile cannot trace the test whether cuDNN is available
+        # of torch's kernels only cuDNN supports K ≠ V; torch.compile cannot trace the test whether cuDNN is available
         asks = call.head_k != call.head_v and call.dtype in _HALF and not torch.compiler.is_compiling()
         if asks and takes_cudnn(call.tq, call.tk, call.head_k, call.head_v, call.mask, call.packed):
             return None

@@ -1,7 +1,7 @@
 """The backward kernels: delta = rowsum(dO ∘ O) − dlse and dq by query tiles, then dk and dv by KV tiles.
 
-Probabilities are recomputed from the log-sum-exp. The dK/dV kernel computes Sᵀ = K Qᵀ by an MMA of its own: transposing
-the rounded S for the next MMA miscompiles on Hopper under Triton 3.6.
+Probabilities are recomputed from the log-sum-exp. The dK/dV kernel computes Sᵀ = K Qᵀ by a separate MMA instead of
+transposing S = Q Kᵀ: Triton 3.6 compiles the transposition of a rounded S, as an MMA's operand, wrongly for Hopper.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _attention_backward_queries(
 ):  # fmt: skip
     """Compute dq, delta and, unless `bias` is None, bias columns of one query tile of one head per program.
 
-    The sinks are read in one step of BS keys, or in whole tiles if BS is 0.
+    `bias_columns.py` explains bias columns. Sinks are read in one step of BS keys, or in whole tiles if BS is 0.
     """
     tile = locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BM, PACKED)
     i_b, i_h, i_hk, _, i_t, first_row, start, queries, keys = tile
@@ -116,7 +116,7 @@ def _attention_backward_keys(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one KV tile of one key head per program."""
-    # tiles of the first keys, which the most queries see, start first: the longest programs do not end last
+    # tiles of the first keys, which the most queries see, start first, so that the longest programs do not end last
     pid = tl.program_id(0)
     i_t = pid % tiles
     i_hk = (pid // tiles % H).to(tl.int64)
@@ -141,7 +141,7 @@ def _attention_backward_keys(
     b_dv = tl.zeros([BN, BV], tl.float32)
     m_min, full_min, full_max, m_max = query_tiles(first, last, queries, shift, window, sinks, BM, CAUSAL, WINDOW)
     if order is not None:
-        # from here on indices count the listed tiles, which hold a selected query
+        # convert query tile indices to positions in the list of query tiles that hold a selected query
         offset = list_offset(i_b, i_n, start, tl.cdiv(TQ, BM), BM, PACKED)
         order += offset
         m_min = tl.load(ranks + offset + m_min)
@@ -170,19 +170,19 @@ def _attention_backward_keys(
 
 
 def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale, selected=None, fill=True, impl=None):
-    """Return dq, dk and dv from the gradients of o and of the log-sum-exp (None: zero).
+    """Return dq, dk and dv from the gradients of o and of the log-sum-exp (`dlse`, None for zero).
 
     The other arguments are those of `attention_forward`.
     """
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
     if limit(q, k, v) is None and limit(q, k, v, do) is not None:
-        # callers cannot choose the layout of do: copy it if Gluon kernels support all other tensors
+        # autograd determines the layout of do: copy do if only its layout prevents Gluon kernels
         do = do.clone(memory_format=torch.contiguous_format)
     (B, TQ, HQ, _), (TK, H) = q.shape, k.shape[1:3]
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    # the dQ kernel stores delta or bias columns for the dK/dV kernel. It skips tiles without a selected query, so each
-    # query tile of the dK/dV kernel must lie within one of the dQ kernel
+    # the dQ kernel stores delta or bias columns for the dK/dV kernel, but skips query tiles without a selected query.
+    # So each query tile of the dK/dV kernel must lie within a query tile of the dQ kernel
     delta = torch.empty_like(lse)
     by = plan(q, k, v, mask, impl, do, cu_seqlens=cu_seqlens, chosen=selected is not None, scale=scale)
     bias = lse.new_empty(*lse.shape, BIAS_COLUMNS.value, dtype=torch.bfloat16) if by.keys is Form.ONE else None
@@ -202,7 +202,8 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
             **constants(q, v, cu_seqlens, mask, by.queries), BS=sink_step(q, mask, by.queries.BN),
             FILL=fill,
         )  # fmt: skip
-    # all queries see the sinks: with a window, their KV tile would end long after all others, so it has its own launch
+    # all queries see the sinks: with a window, the KV tile of the sinks would end long after all other tiles, so the
+    # sinks have their own launch
     sinks = mask.sinks if selected is None else 0
     mask = mask._replace(sinks=mask.sinks - sinks)
     if by.keys is Form.ONE:

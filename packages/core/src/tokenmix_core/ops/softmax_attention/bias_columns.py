@@ -8,9 +8,9 @@ with ones in K and V, they cost neither. Three bfloat16 values add up to a float
 import triton
 import triton.language as tl
 
-# number of bfloat16 columns that add up to −lse / scale; as many columns for −delta follow
+# number of bfloat16 columns whose sum is −lse / scale; the same number of columns for −delta follows
 PARTS = tl.constexpr(3)
-# padded with zeros to the K dimension of one MMA instruction
+# number of columns with zero padding: the K dimension of one MMA instruction
 BIAS_COLUMNS = tl.constexpr(16)
 
 
@@ -19,8 +19,8 @@ def bias_of(o_c, b_lse, b_delta, scale):
     """Return the bias columns `o_c` of queries, in bfloat16; shapes broadcast.
 
     `scale` converts a score to the units of `b_lse`. `b_lse` is −∞ if a query sees no key: all scores of this query are
-    masked. `b_lse` is ∞ if a query is not selected: all weights of this query must be 0. Both get a finite bias, since
-    an infinite one would make scores NaN.
+    masked. `b_lse` is ∞ if a query is not selected: all weights of this query must be 0. In both cases the bias is
+    finite, since an infinite bias would make scores NaN.
     """
     b_infinite = tl.where(b_lse > 0, -(2.0**100), 0.0)
     b_x = tl.where(tl.abs(b_lse) == float("inf"), b_infinite, -b_lse / scale)

@@ -15,7 +15,7 @@ from tokenmix_core.ops.softmax_attention.types import Mask, call_of
 
 # number of calls of a shape before cuDNN runs, and number of shapes whose calls are counted
 _CALLS, _SHAPES = 100, 16
-# number of calls by shapes and dtype, in the order of last use
+# maps shapes and dtype to the number of calls, in the order of last use
 _calls: dict[tuple, int] = {}
 
 
@@ -36,5 +36,5 @@ def kernels_before_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> str | No
 
 
 def reset() -> None:
-    """Forget how often each shape was called."""
+    """Set the number of calls of every shape to 0."""
     _calls.clear()

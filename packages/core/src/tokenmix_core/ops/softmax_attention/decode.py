@@ -1,7 +1,7 @@
-"""Decoding by split KV: the last few queries of each sequence attend to shares of its cache; a second kernel merges.
+"""Decoding by split KV: one kernel computes attention to shares of each sequence's cache, a second merges the results.
 
-A CTA holds a tile of the TQ · HQ / H query rows of one key head, so that these share the reads of the cache, and visits
-one share of the KV tiles. Lengths stay on the device: no host synchronisation.
+A program computes a tile of the TQ · HQ / H query rows of one key head, which are all multiplied by the same loaded
+keys, and visits one share of the KV tiles. Lengths stay on the device: no host synchronisation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tokenmix_core.ops.softmax_attention.steps import Config, KeyRows, Rows, Vis
 from tokenmix_core.ops.softmax_attention.tuning import attention_decode as decode_tile
 
 
-# batch size and capacity determine the number of splits, so one compiled kernel must serve any number
+# `splits` depends on batch size and cache capacity, so one compiled kernel must serve any value
 @cached_launch(loop_tiles=("BN",))
 @triton.jit(do_not_specialize=["splits"])
 def _attention_decode(
@@ -36,14 +36,15 @@ def _attention_decode(
 ):  # fmt: skip
     """Compute attention of one tile of a key head's query rows to one share of the keys per program.
 
-    With a page table `[B, H, columns]`, each key head has a length and a list of pages; PAGE is a multiple of BN.
+    With a page table `[B, H, columns]`, each key head has a length and a list of pages of PAGE tokens, a multiple of
+    BN.
     """
     pid = tl.program_id(0)
     i_s = pid % splits
     i_m = pid // splits % row_tiles
     i_hk = (pid // splits // row_tiles % H).to(tl.int64)
     i_b = (pid // splits // row_tiles // H).to(tl.int64)
-    # row r is query r // G, head r % G of the group
+    # tile row r is query r // G of query head r % G of the key head's group
     G = HQ // H
     o_r = i_m * BM + tl.arange(0, BM)
     m_r = o_r < TQ * G
@@ -67,7 +68,7 @@ def _attention_decode(
         i_k = tl.where(i < sink_tiles, i, n_min + i - sink_tiles)
         p_k, p_v = k + i_b * s_kb + i_hk * s_kh, v + i_b * s_vb + i_hk * s_vh
         if page_table is not None:
-            # shift the pointers, so that row i of this page has the index that it has in the list of pages
+            # shift the pointers, so that the index of a token in the key head's list addresses it in this page
             column = i_k * BN // PAGE
             row = (tl.load(page_table + (i_b * H + i_hk) * columns + column) - column) * PAGE
             p_k, p_v = p_k + row.to(tl.int64) * s_kt, p_v + row.to(tl.int64) * s_vt
@@ -89,7 +90,7 @@ def _attention_decode(
 def _merge_splits(
     o_parts, lse_parts, o, lse, splits, V: tl.constexpr, BS: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr = False
 ):  # fmt: skip
-    """Merge the outputs of a query and head over all shares of its keys."""
+    """Merge a query head's outputs over all shares of its keys; one program per query and head."""
     gdc_launch_and_wait(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     o_s = tl.arange(0, BS)

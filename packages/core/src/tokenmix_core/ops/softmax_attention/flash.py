@@ -48,9 +48,9 @@ def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
 
 
 def readable(x: Tensor) -> Tensor:
-    """Return x if its rows are aligned to 16 bytes and not broadcast, as the libraries require; else a copy."""
+    """Return x if its rows are aligned to 16 bytes and not broadcast, as flash-attn and torch require; else a copy."""
     if x.is_contiguous() and x.data_ptr() % 16 == 0:
-        # all rows are aligned, since a head has a multiple of 8 elements
+        # all rows of a contiguous tensor are aligned, since a head has a multiple of 8 elements
         return x
     rows = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
     runs = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 8 == 0 for stride in rows)
@@ -67,6 +67,6 @@ def window_sides(mask: Mask) -> tuple[int | None, int | None]:
 def boundaries(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor | None, int, int]:
     """Return int32 sequence boundaries, and upper bounds of the lengths of queries and keys.
 
-    The exact maximum is on the device, and reading it would synchronise.
+    The bounds are the totals of tokens: reading the exact maximum from the device would synchronise.
     """
     return None if cu_seqlens is None else cu_seqlens.int(), q.shape[1], k.shape[1]

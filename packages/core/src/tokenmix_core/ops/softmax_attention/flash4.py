@@ -1,7 +1,7 @@
 """FlashAttention-4 from the package flash-attn-4; calls its private functions, which take and return lse.
 
-Its backward takes the gradient of the log-sum-exp. Atomics sum dq in a different order in every run, unless
-`torch.use_deterministic_algorithms(True)` requires one order, which is slower.
+Its backward takes the gradient of the log-sum-exp, and sums dq by atomics in a different order in every run, unless
+`torch.use_deterministic_algorithms(True)` asks for a fixed order, which is slower.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenmix_core.kernels.launch.cache.capture import launches_unseen
 from tokenmix_core.ops.softmax_attention.flash import boundaries, readable, window_sides
 from tokenmix_core.ops.softmax_attention.types import Mask
 
-# parameters that this module passes to private functions of flash-attn-4; a newer version may lack some
+# the parameters that this module passes to each private function of flash-attn-4; other versions may lack some
 _PARAMETERS = {
     "_flash_attn_fwd": {"softmax_scale", "causal", "window_size_left", "window_size_right", "cu_seqlens_q",
                         "cu_seqlens_k", "return_lse"},
@@ -84,7 +84,7 @@ def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
 
 
 def _rows(x: Tensor, cu: Tensor | None) -> Tensor:
-    """Return x, without the batch dimension if packed."""
+    """Return x, without its batch dimension if the batch is packed (`cu` is given)."""
     return x if cu is None else x.squeeze(0)
 
 

@@ -82,7 +82,7 @@ def _attention_forward(
 
     b_norm, b_lse = finish_softmax(b_m, b_l, scale)
     if selected is not None:
-        # with lse = +∞ the backward pass recomputes probabilities of 0: queries that are not selected get no gradient
+        # queries that are not selected get lse = +∞, so that the backward pass recomputes their probabilities as 0
         b_norm = tl.where(m_s, b_norm, 0.0)
         b_lse = tl.where(m_s, b_lse, float("inf"))
     store_outputs(o, lse, tile, b_o, b_norm, b_lse, TQ, HQ, Config(K, V, BK, BV, PRECISION, CAUSAL, WINDOW), BM)

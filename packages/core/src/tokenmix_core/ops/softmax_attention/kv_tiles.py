@@ -1,7 +1,7 @@
 """The KV tiles that a query tile visits, the query tiles that a KV tile visits, and loads and stores of tiles.
 
-Unmasked tiles are one contiguous range. Masked tiles are not contiguous, but softmax is invariant to the order of keys,
-so one second loop visits all masked tiles.
+Tiles in which every query sees every key need no mask, are a contiguous range, and are visited by one loop. The other
+tiles are not contiguous, but softmax does not depend on the order of keys, so one second loop visits them.
 """
 
 import triton
@@ -66,7 +66,7 @@ def query_tiles(
         m_min = tl.maximum(first - shift, 0) // BM
         full_min = tl.cdiv(tl.maximum(last - shift, 0), BM)
     if WINDOW:
-        # all later queries see a tile with a sink, so the window does not end its range of queries
+        # all later queries see the sinks, so for a tile with a sink the window does not end the range of queries
         if sinks is None:
             sinks = 0
         if first >= sinks:
@@ -81,14 +81,14 @@ def query_tiles(
 
 @triton.jit
 def masked_tile(i, sink_tiles, n_min, full_min, full_max):
-    """Return the i-th masked tile: first those of the sinks, then [n_min, full_min), then tiles from `full_max` on."""
+    """Return the i-th masked tile: first sink tiles, then tiles [n_min, full_min), then tiles from `full_max` on."""
     i_k = n_min + i - sink_tiles
     return tl.where(i < sink_tiles, i, tl.where(i_k < full_min, i_k, full_max + i_k - full_min))
 
 
 @triton.jit
 def tile_from_last(i, count, sink_tiles, gap):
-    """Return the i-th KV tile in descending order: the window's tiles, then the sinks', `gap` tiles below those."""
+    """Return the i-th of `count` KV tiles in descending order: the window's, then the sinks', `gap` tiles lower."""
     i_k = tl.maximum(count - 1 - i, 0)
     return i_k + tl.where(i_k < sink_tiles, 0, gap)
 
@@ -146,8 +146,8 @@ def store_tile(p_x, b_x, first, rows, stride, D: tl.constexpr, BT: tl.constexpr,
 def add_dot(b_x, b_y, b_sum, PRECISION: tl.constexpr):
     """Return `b_sum + b_x · b_y`.
 
-    In float32 the tile's matmul is computed before it is added: separate sums per tile lose less precision than one
-    running sum. The `tl.where` keeps the compiler from fusing multiplication and addition.
+    In float32, `b_x · b_y` is computed first and then added: separate sums per tile lose less precision than one
+    running sum. The `tl.where` prevents the compiler from accumulating into `b_sum` during the matmul.
     """
     if PRECISION == "ieee":
         b_xy = tl.dot(b_x, b_y, input_precision=PRECISION)

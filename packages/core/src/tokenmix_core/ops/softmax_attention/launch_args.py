@@ -43,7 +43,7 @@ def block_size(size: int) -> int:
 
 
 def sink_step(q: torch.Tensor, mask: Mask, BN: int) -> int:
-    """Return the number of keys in the extra step over a window's sinks; 0 without sinks, or if they fill BN keys."""
+    """Return the tile width of the extra step over a window's sinks; 0 without sinks, or if BN keys are no wider."""
     step = block_size(mask.sinks)
     if mask.window is None or not mask.sinks or step >= BN:
         return 0
@@ -51,7 +51,7 @@ def sink_step(q: torch.Tensor, mask: Mask, BN: int) -> int:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return the MMA precision: float32 inputs are multiplied in float32, as tf32 would lose half of the digits."""
+    """Return the MMA precision: float32 inputs are multiplied in float32, since tf32 would lose half of the digits."""
     return "ieee" if dtype == torch.float32 or torch.version.hip else "tf32"
 
 

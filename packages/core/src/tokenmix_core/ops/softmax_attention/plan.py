@@ -19,10 +19,10 @@ from tokenmix_core.ops.softmax_attention.types import Mask
 
 GLUON = GluonForm("attention", "tokenmix_core.ops.softmax_attention.hopper", slower="about 1.2 to 1.4 times slower")
 
-# the warp-specialised forward is faster if sequences have at least _LONG keys on average, and a window, if any, at
-# least _WIDE keys: by 2 % with a window of 1,024 keys, 8 % with 2,048 and 14 % without a window
+# the warp-specialised forward is used if sequences have at least _LONG keys on average, and a window, if any, has at
+# least _WIDE keys: it is faster by 2 % with a window of 1,024 keys, 8 % with 2,048 and 14 % without a window
 _LONG, _WIDE = 1024, 1024
-# with a smaller scale, −lse / scale of `bias_columns.py` could overflow float32
+# the least scale for bias columns: with a smaller scale, −lse / scale (see `bias_columns.py`) could overflow float32
 MIN_SCALE = 2.0**-64
 
 
@@ -76,15 +76,15 @@ def plan(
     sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
 
     wide = K == 128 and _LONG * sequences <= TK and (mask.window is None or mask.window >= _WIDE)
-    # a warp-specialised CTA occupies an SM
+    # a warp-specialised CTA occupies a whole SM: use this kernel only if its CTAs keep three quarters of the SMs busy
     if wide and not chosen and 4 * B * HQ * cdiv(TQ, ROWS) >= 3 * device_tuning.sm_count(q.device):
         forward = Form.GROUPS
     elif not chosen:
         forward = Form.ONE
     if scale >= MIN_SCALE:
         keys = Form.ONE
-    # the Gluon dQ kernel with heads of 64: packed sequences and few rows are not measured; without a window the kernel
-    # gains 1 %, and spills on Triton 3.9
+    # with heads of 64, use the Gluon dQ kernel only where it was measured to be faster: unpacked, many rows, a window.
+    # Without a window it is only 1 % faster, and spills on Triton 3.9
     dense = cu_seqlens is None and not chosen
     measured = mask.window is not None and dense and device_tuning.many_waves(B * HQ * cdiv(TQ, TILE))
     return AttentionPlan(forward, Form.ONE if K == 128 or measured else queries, keys)
@@ -93,7 +93,7 @@ def plan(
 def takes_gluon(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """True if Gluon kernels run here and support these tensors."""
     if torch.compiler.is_compiling() or not is_real(q):
-        # addresses are not known yet
+        # tensors without data have no addresses, so alignment cannot be checked
         return on_hopper() and q.dtype in HALF and q.shape[3] == v.shape[3] and q.shape[3] in (64, 128)
     return q.is_cuda and GLUON.runs(None, q.device, q.dtype, limit(q, k, v))
 
@@ -108,7 +108,7 @@ def limit(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> str | None:
 
 def unreadable(*tensors: Tensor) -> str | None:
     """Return why Gluon kernels cannot copy rows of these tensors `[B, T, H, D]`; None if they can."""
-    # tensors with gaps between the elements of a head are copied before the launch, so they are always readable
+    # tensors with gaps between the elements of a head need no check, because they are copied before the launch
     as_they_are = [x for x in tensors if x.stride(3) == 1]
     if any(x.data_ptr() % 16 or any(stride % 16 for stride in x.stride()[:3]) for x in as_they_are):
         return "takes tensors that begin at multiples of 16 bytes, with strides of multiples of 16 elements"

@@ -28,7 +28,7 @@ def listed(order, i):
 
 @triton.jit
 def list_offset(i_b, i_n, start, tiles, BM: tl.constexpr, PACKED: tl.constexpr):
-    """Return the offset of a sequence's list, whose capacity is the number of the sequence's tiles plus one."""
+    """Return the offset in `order` and `ranks` of a sequence's list, which has one entry more than it has tiles."""
     if PACKED:
         return start // BM + 2 * i_n
     else:
@@ -56,10 +56,10 @@ def _list_tiles(
 
 
 def list_tiles(selected: Tensor, cu_seqlens: Tensor | None, BM: int) -> tuple[Tensor, Tensor]:
-    """Return `(ranks, order)`, int32: for each sequence, from `list_offset` on, its tiles with a selected query.
+    """Return `(ranks, order)`, int32, which list the query tiles of BM queries that contain a selected query.
 
-    `order` lists these tiles. `ranks` holds, for each tile of the sequence, the number of listed tiles before it, then
-    the number of all listed tiles.
+    A sequence's entries start at `list_offset`. `order` has the indices of these tiles. `ranks` has, for every tile of
+    the sequence, the number of listed tiles before it, and then the number of all listed tiles.
     """
     B, TQ = selected.shape
     sequences = num_sequences(selected, cu_seqlens)

@@ -101,7 +101,7 @@ def attention_decode_reference(
     o_k = torch.arange(keys, device=q.device)
     o_q = cache_seqlens[:, None] - tq + torch.arange(tq, device=q.device)
     mask = visible(o_q.flatten(), o_k, True, window, sinks).view(len(q), 1, 1, tq, keys)
-    # unused rows of the cache may hold NaN, and 0 · NaN would not be 0
+    # zero the unused rows of the cache: they may hold NaN, and a probability of 0 times NaN is NaN
     v = v.masked_fill((o_k >= cache_seqlens[:, None])[:, :, None, None], 0.0)
     return attended(q, k, v, mask, scale)
 
@@ -118,7 +118,7 @@ def paged_attention_decode_reference(
     """Compute attention of the last TQ tokens to lists of pages, as `paged_attention_decode` defines it."""
     (B, TQ, HQ, K), H = q.shape, page_table.shape[1]
     rows = torch.arange(B, device=q.device).view(B, 1, 1)
-    # entries beyond a list may have any value
+    # clamp page indices, because table entries beyond a list's end may have any value
     at = page_table.long().clamp(0, k_pages.shape[1] - 1)
     k, v = (x[rows, at].flatten(2, 3).flatten(0, 1).unsqueeze(2) for x in (k_pages, v_pages))
     folded = q.unflatten(2, (H, HQ // H)).transpose(1, 2).reshape(B * H, TQ, HQ // H, K)
@@ -135,7 +135,7 @@ def visible(o_q: Tensor, o_k: Tensor, causal: bool, window: int | None, sinks: i
 
 
 class _Block(NamedTuple):
-    """Consecutive queries, and the keys that at least one of these may see: the first `sinks` and `[start, stop)`."""
+    """Consecutive queries, and the keys that any of them may see: the first `sinks` keys and `[start, stop)`."""
 
     rows: slice
     sinks: int
@@ -188,7 +188,7 @@ def attended(
 
 
 def joined(parts: Sequence[AttentionOutput], q: Tensor, v: Tensor) -> AttentionOutput:
-    """Concatenate results of consecutive queries; if there are none, return o = 0 and lse = −∞."""
+    """Concatenate the results of consecutive blocks of queries; if there are no blocks, return o = 0 and lse = −∞."""
     if not parts:
         return AttentionOutput(q.new_zeros(*q.shape[:3], v.shape[3]), wide(q).new_full(q.shape[:3], float("-inf")))
     return AttentionOutput(*(torch.cat(x, 1) for x in zip(*parts, strict=True)))
@@ -210,5 +210,5 @@ def softmax(q: Tensor, k: Tensor, mask: Tensor, scale: float, bias: Tensor | flo
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return x in float32 at least."""
+    """Return float64 tensors unchanged, and all others converted to float32."""
     return x if x.dtype == torch.float64 else x.float()

@@ -69,10 +69,9 @@ def cudnn_backward(
 ) -> tuple[Tensor, ...]:
     """Compute dq, dk and dv by cuDNN.
 
-    torch caches cuDNN's graphs by the strides of q, k and v alone. A cached graph reads o and do with the strides that
-    they had in its first call, and the graph of contiguous tensors always reads do with the strides of o. All calls
-    with equal strides of q, k and v must therefore agree on those of o and do: o is contiguous, and do is laid out
-    like o.
+    torch caches cuDNN's graphs by the strides of q, k and v alone. A cached graph reads o and do with the strides of
+    its first call, and a graph of contiguous tensors always reads do with the strides of o. So o and do must have equal
+    strides in all calls with equal strides of q, k and v: o is contiguous, and do is copied to the layout of o.
     """
     q, do = _tokens_before_heads(q), _with_strides_of(o, do)
     q, k, v, o, do = (x.transpose(1, 2) for x in (q, k, v, o, do))
@@ -87,7 +86,7 @@ def cudnn_backward(
 def _tokens_before_heads(q: Tensor) -> Tensor:
     """Return q in the memory order of `[B, T, HQ, K]`, copied only if its strides have another order.
 
-    torch gives cuDNN's o the memory order of q; in another order o would need a copy later.
+    torch gives cuDNN's o the memory order of q; if that were another order, o would have to be copied later.
     """
     strides = [stride for size, stride in zip(q.shape, q.stride(), strict=True) if size > 1]
     return q if strides == sorted(strides, reverse=True) else q.clone(memory_format=torch.contiguous_format)
@@ -98,7 +97,7 @@ def _with_strides_of(o: Tensor, do: Tensor) -> Tensor:
     if do.stride() == o.stride():
         return do
     if do.is_contiguous() and o.is_contiguous():
-        # only the strides of dimensions of size 1 differ
+        # only the strides of dimensions of size 1 differ, so no element moves
         return do.as_strided(o.shape, o.stride())
     return torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device).copy_(do)
 

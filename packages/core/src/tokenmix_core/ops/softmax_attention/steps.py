@@ -1,7 +1,7 @@
-"""One loop step of each portable kernel, and the named tuples that it takes: shared by dense and listed keys.
+"""One loop step of each portable attention kernel, and the named tuples that the steps take.
 
 Dense attention reads contiguous KV tiles and masks them by distance. Attention to listed keys (`Config.LISTED`) reads
-tiles of columns at given positions; its mask tells local columns from listed ones.
+keys at given positions, a tile either of listed keys or of local keys, which its mask treats differently.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tokenmix_core.ops.softmax_attention.kv_tiles import add_dot, load_rows, loa
 
 
 class Config(NamedTuple):
-    """Compile-time constants: head sizes, widths of their tiles, MMA precision, mask, and whether columns are listed.
+    """Compile-time constants: head sizes, widths of their tiles, MMA precision, mask, and whether keys are listed.
 
-    Pass it to device functions as an expression: an assignment would turn its fields into tensors.
+    Pass a `Config(…)` expression to device functions: assigning it to a variable would turn its fields into tensors.
     """
 
     K: tl.constexpr
@@ -61,7 +61,7 @@ class QueryTile(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A matrix in global memory: the pointer to its first row, and the stride of rows."""
+    """A matrix in global memory: the pointer to its first row, and the stride between rows."""
 
     pointer: tl.tensor
     stride: tl.tensor
@@ -95,7 +95,7 @@ class QueryRows(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """Dense mask of the queries at positions `o_q`; window and sinks are those of `visible`."""
+    """Dense mask of the queries at positions `o_q`; `window` and `sinks` are arguments of `visible`."""
 
     o_q: tl.tensor
     window: tl.tensor
@@ -123,9 +123,9 @@ class VisibleTo(NamedTuple):
 
 
 class ColumnsVisibleTo(NamedTuple):
-    """Mask of columns at `o_k`: queries from `o_k` to `b_end − 1` see a column, as a listed one from `b_away` on.
+    """Mask of keys at `o_k`: a key is seen by the queries from `o_k` to `b_end − 1`, from `b_away` on as a listed key.
 
-    `b_away` is None unless the gradient of `keep` is wanted.
+    `b_away` is None unless the gradient of `keep` is wanted (see `dkdv_step`).
     """
 
     o_k: tl.tensor
@@ -152,7 +152,7 @@ def locate_query_tile(indices, TQ, TK, N, cu_seqlens, BM: tl.constexpr, PACKED: 
 
 @triton.jit
 def load_keys(x: Rows, at, keys, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, CHECK: tl.constexpr, LISTED):
-    """Load a tile of K or V: the rows at positions `at` if `LISTED`, else BN rows from row `at` on."""
+    """Load a tile of K or V: if `LISTED`, the rows at positions `at`; else BN rows, the first of which is row `at`."""
     if LISTED:
         return load_rows(x.pointer, at, keys, x.stride, D, BD, CHECK)
     else:
@@ -234,7 +234,8 @@ def dq_step(b_dq, given: Queries, kv: KeyRows, at, mask, scale, config: Config, 
 def dkdv_step(sums, kv, given: QueryRows, i_q, mask, scale, config: Config, BM: tl.constexpr, MASKED: tl.constexpr):
     """Add the terms of query tile `i_q` of a head to dK and dV, the first two of `sums`; `kv` are tiles of K and V.
 
-    For listed columns a third sum is the gradient of `keep`: dS summed over the queries that see a column as listed.
+    For listed keys the third of `sums` is the gradient of `keep`, the factors that select keys: dS summed over the
+    queries that see a key as a listed one.
     """
     b_k, b_v = kv
     o_q = i_q * BM + tl.arange(0, BM)

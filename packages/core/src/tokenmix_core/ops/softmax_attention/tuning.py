@@ -19,7 +19,7 @@ class AttentionTile(NamedTuple):
     maxnreg: int | None = None
 
 
-# tiles of the portable kernels, by kernel and by largest head size
+# maps a portable kernel and the largest head size of a range to a tile
 ATTENTION: dict[str, dict[int, AttentionTile]] = {
     "forward": {64: AttentionTile(64, 64, 4, 3), 128: AttentionTile(64, 64, 4, 3), 256: AttentionTile(128, 64, 8, 2)},
     "backward_queries": {
@@ -33,7 +33,7 @@ ATTENTION: dict[str, dict[int, AttentionTile]] = {
         256: AttentionTile(32, 64, 8, 2),
     },
 }
-# float32 is multiplied without Tensor Cores and takes twice the shared memory
+# smaller tiles for float32, which is multiplied without Tensor Cores and takes twice the shared memory
 _FLOAT32: dict[int, AttentionTile] = {
     64: AttentionTile(32, 32, 4, 2),
     128: AttentionTile(32, 32, 8, 1),
@@ -44,8 +44,8 @@ _FLOAT32: dict[int, AttentionTile] = {
 def attention(kernel: str, head_size: int, dtype: torch.dtype) -> AttentionTile:
     """Return the tile of a portable kernel: "forward", "backward_keys" or "backward_queries".
 
-    The dK/dV kernel's BM also determines lists of query tiles, so it is halved here until the tile fits the device; all
-    other loop tiles are reduced when a kernel is compiled (`kernels.launch.fit`).
+    Lists of query tiles depend on BM of the dK/dV kernel, so BM is halved here until the tile fits the device's shared
+    memory; all other loop tiles are reduced when a kernel is compiled (`kernels.launch.fit`).
     """
     table = _FLOAT32 if dtype == torch.float32 else ATTENTION[kernel]
     bound, tile = next((bound, tile) for bound, tile in table.items() if head_size <= bound)
@@ -55,7 +55,7 @@ def attention(kernel: str, head_size: int, dtype: torch.dtype) -> AttentionTile:
 
 
 def _keys_bytes(tile: AttentionTile, head_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of shared memory of the dK/dV kernel: K, V, stages of Q and dO, probabilities, lse and delta."""
+    """Return the bytes of shared memory of a dK/dV program: K, V, stages of Q and dO, probabilities, lse and delta."""
     elements = 2 * head_size * (tile.BN + max(1, tile.num_stages - 1) * tile.BM) + tile.BM * tile.BN
     return dtype.itemsize * elements + 8 * tile.BM
 
@@ -67,9 +67,10 @@ def listed_keys(head_size: int, dtype: torch.dtype) -> AttentionTile:
 
 
 def work_tiles(tiles: int, device: torch.device) -> int:
-    """Return how many work tiles the dK/dV kernel over listed keys gets in addition to one for each of `tiles` tiles.
+    """Return how many work tiles to add to the `tiles` key tiles of the dK/dV kernel over listed keys.
 
-    Eight per SM balance the load. If there are few tiles, fewer work tiles are added, since partial sums take memory.
+    Key tiles with many queries are split into several work tiles. Eight additional work tiles per SM balance the load;
+    with few key tiles fewer are added, since a split key tile's partial sums take memory.
     """
     return min(8 * sm_count(device), max(2 * sm_count(device), tiles // 4))
 

@@ -1,4 +1,4 @@
-"""The mask of attention, and the facts of a call that decide which implementation runs it."""
+"""The mask of attention, and the properties of a call that decide which implementation runs it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 class Mask(NamedTuple):
-    """The keys that a query sees: all, or up to its position if `causal`; of these only the last `window`, unless None.
+    """The keys that a query sees: all keys, or with `causal` the keys up to its position.
 
-    `sinks` is the number of first keys that a query sees in addition to its window.
+    With a `window` (needs `causal`) a query sees the last `window` of these keys and the first `sinks` keys.
     """
 
     causal: bool
@@ -20,7 +20,7 @@ class Mask(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The facts of a call that select its implementation: device, dtype, sizes and mask."""
+    """The properties of a call that select its implementation: device, dtype, sizes and mask."""
 
     device: str
     dtype: torch.dtype
@@ -45,15 +45,15 @@ def call_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed: bool, gluon: bo
 
 
 class KeyLists(NamedTuple):
-    """Listed keys, and the mask of attention to them and to a local part.
+    """Lists of keys, and the mask of attention: a query sees the listed keys, and the local keys just before it.
 
     Attributes:
-        ranks: number of listed units before each unit, then the total, `[B, HM, U + 1]`, int32.
+        ranks: number of listed units (runs of `unit` keys) before each unit, then the total, `[B, HM, U + 1]`, int32.
         lists: indices of the listed units, then of all other units, both ascending, `[B, HM, U]`, int32.
         until: first query that no longer sees the key as a listed one, `[B, TK, H]`; None: no key is evicted.
         cu_seqlens: boundaries of packed sequences, or None.
         unit: number of tokens of a unit: 1, or a multiple of 64.
-        window: number of keys of the local part; None: the query's own unit up to itself.
+        window: number of local keys; None: the keys of the query's own unit up to the query.
     """
 
     ranks: Tensor
