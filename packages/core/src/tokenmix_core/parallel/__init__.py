@@ -1,4 +1,4 @@
-"""Sequences that are split over the ranks of a process group, to train on and score sequences too long for one GPU."""
+"""Training and scoring of sequences too long for one GPU, split over the ranks of a process group."""
 
 from __future__ import annotations
 

@@ -14,14 +14,14 @@ from tokenmix_core.parallel.shard import Range, SequenceShard, Span
 
 
 class _Plan(NamedTuple):
-    """A plan of an exchange: the tokens that a rank sends and receives, as slices of its tokens and of the buffers.
+    """A plan of one exchange: slices of the rank's tokens to send, and slices of the buffer that receives tokens.
 
     Attributes:
-        sends: slices of this rank's tokens, ordered by receiver, then by the receiver's requests.
+        sends: slices of this rank's tokens, ordered by receiving rank, then by that rank's requests.
         sent, received: number of tokens sent to each rank, and received from each rank.
-        order: slices of the received buffer, in the order of this rank's requests.
+        order: slices of the received buffer, in the order in which this rank requested them.
         counts: number of tokens that each local span requests.
-        idle: whether no rank requests any tokens.
+        idle: True if no rank requests any tokens.
     """
 
     sends: list[Range]
@@ -35,19 +35,19 @@ class _Plan(NamedTuple):
 def receive(
     shard: SequenceShard, x: Tensor, wanted: Callable[[Span], list[Range]], name: str, key: object
 ) -> list[Tensor]:
-    """Return for each local span the tokens of the whole row that it requests, from the ranks that have them.
+    """Return for each local span the tokens of the whole row that it requests, sent by the ranks that own them.
 
-    Every rank must make the call. The backward pass sends gradients to the ranks that own the tokens, which add them.
+    Every rank must call this. The backward pass sends gradients to the ranks that own the tokens; these add them up.
 
     Args:
         x: this rank's tokens `[B, T_local, ...]`.
-        wanted: returns the ranges of the whole row that a span requests; must return the same on all ranks.
+        wanted: returns the ranges of the whole row that a given span requests; must return the same on all ranks.
         name: name of the operation, under which `shard.traffic` counts the bytes.
         key: identifies `wanted`: the plan of the exchange is kept under this key.
 
     Returns:
-        A tensor `[B, n, ...]` for each local span. Use all of them in the loss: every rank must take part in the
-        exchange of the backward pass.
+        A tensor `[B, n, ...]` for each local span. The loss must depend on all of them, because every rank must take
+        part in the exchange of the backward pass.
     """
     plan = cast(_Plan | None, shard._plans.get((name, key)))
     if plan is None:
@@ -106,7 +106,7 @@ class _Receive(torch.autograd.Function):
             start += b - a
         layer, name = ctx.label
         arrived = _all_to_all(ctx.shard, back, plan.received, plan.sent, (layer, f"{name}, backward"))
-        # 16-bit sums over ranks would round each time
+        # summed in float32, because 16-bit sums would be rounded once per rank
         total = arrived.new_zeros(
             ctx.shape[1], *arrived.shape[1:], dtype=torch.promote_types(grad.dtype, torch.float32)
         )
@@ -118,14 +118,17 @@ class _Receive(torch.autograd.Function):
 
 
 def _slices(x: Tensor, ranges: list[Range]) -> Tensor:
-    """Return slices of the first dimension, joined."""
+    """Return the given ranges of x's first dimension, concatenated."""
     return torch.cat([x[a:b] for a, b in ranges]) if ranges else x[:0].contiguous()
 
 
 def _all_to_all(
     shard: SequenceShard, x: Tensor, sent: list[int], received: list[int], label: tuple[int | None, str]
 ) -> Tensor:
-    """Send `sent[r]` rows of `x` to rank r, in order; return the rows received, `received[r]` from rank r, in order."""
+    """Send the rows of `x` in order, `sent[r]` of them to rank r.
+
+    Return `received[r]` rows of each rank r, in order.
+    """
     arrived = x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(arrived, x.contiguous(), received, sent, group=shard.group)
     others = sum(sent) - sent[shard.rank]
@@ -167,15 +170,15 @@ class _Sum(torch.autograd.Function):
 def total(shard: SequenceShard, x: Tensor) -> Tensor:
     """Return the sum of `x` over the ranks, for a loss on which every rank calls `backward`.
 
-    The gradient of the sum reaches each rank's term once: gradients of parameters are then the rank's share, and their
-    sum over the ranks is that of one process.
+    The gradient of the sum is passed to each rank's `x` once. Each rank then has a part of the parameters' gradients,
+    and the sum of these parts over the ranks is the gradient that a single process would compute.
     """
     return _Sum.apply(x, shard, False)
 
 
 def combined(shard: SequenceShard, x: Tensor) -> Tensor:
-    """Return the sum of `x` over the ranks, for a tensor from which each rank computes something different.
+    """Return the sum of `x` over the ranks, for a sum from which each rank computes different values.
 
-    The gradient of the sum is added up over all ranks.
+    The backward pass adds up the gradients that the sum has on the ranks.
     """
     return _Sum.apply(x, shard, True)

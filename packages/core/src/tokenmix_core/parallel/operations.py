@@ -1,7 +1,7 @@
-"""The operations of `tokenmix_core.ops` on sequences that are split over ranks.
+"""The operations of `tokenmix_core.ops` for sequences that are split over ranks.
 
-Each function applies the operation of the same name and takes its arguments. With the argument `sequence_shard`, or
-inside the context `sequence_shard`, its tensors hold this rank's tokens of the whole rows.
+Each function applies the operation of the same name and takes its arguments. Inside the context `sequence_shard`, or
+with the argument `sequence_shard`, the tensors contain only this rank's tokens of the rows.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ def chunk_gated_delta_rule(
     final_states: bool = False,
     **options: Any,
 ) -> ScanOutput:
-    """Apply `ops.chunk_gated_delta_rule`.
+    """Apply `ops.chunk_gated_delta_rule`, also to split sequences.
 
     Args:
-        q, k, v, g, beta, initial_state, cu_seqlens, writes, options: as there. If sequences are split, `initial_state`
-            holds the states of all rows or documents on every rank, and `cu_seqlens` and `writes` must be None.
-        sequence_shard: the split; None for the split of the current context, if any.
-        final_states: whether to return the final states of split sequences (those of all rows or documents, on every
-            rank) instead of None.
+        q, k, v, g, beta, initial_state, cu_seqlens, writes, options: as for the operation. If sequences are split,
+            `initial_state` contains the states of all rows or documents on every rank, and `cu_seqlens` and `writes`
+            must be None.
+        sequence_shard: how sequences are split; None for the shard of the current context, if any.
+        final_states: for split sequences, whether to return final states (of all rows or documents, on every rank)
+            instead of None.
     """
     name = "chunk_gated_delta_rule"
     shard = require_shard(name, sequence_shard, cu_seqlens)
@@ -58,7 +59,8 @@ def chunk_gated_delta_rule(
         return ops.chunk_gated_delta_rule(*x, initial_state=before, cu_seqlens=boundaries, **options)
 
     def transition(x: Tensors) -> tuple[Tensor, Tensor]:
-        # the columns of the identity as a state: M is what they become, and the outputs are o = P S of a state S
+        # run from the identity as initial state: the final state is M, and the outputs are P, with o = P S for any
+        # state S
         (batch, tokens, _, K), heads = x[1].shape, x[2].shape[2]
         wide = torch.promote_types(torch.promote_types(x[0].dtype, x[3].dtype), torch.float32)
         eye = torch.eye(K, dtype=wide, device=q.device).expand(batch, heads, K, K).contiguous()
@@ -66,7 +68,7 @@ def chunk_gated_delta_rule(
         return out.final_state, out.o
 
     def pull(x: Tensors, rows: Tensor | None, do: Tensor) -> Tensor:
-        # Pᵀ do, which is SSD's gradient without decay
+        # Pᵀ do is the gradient that SSD without decay gives its initial state
         return initial_gradient(cast(Tensor, rows), do, torch.zeros_like(x[3]), impl=options.get("impl"))
 
     shape = v.shape[2], q.shape[3], v.shape[3]
@@ -89,7 +91,7 @@ def chunk_ssd(
     final_states: bool = False,
     **options: Any,
 ) -> ScanOutput:
-    """Apply `ops.chunk_ssd`; further arguments as for `chunk_gated_delta_rule`."""
+    """Apply `ops.chunk_ssd`, also to split sequences; further arguments as for `chunk_gated_delta_rule`."""
     shard = require_shard("chunk_ssd", sequence_shard, cu_seqlens)
     if shard is None:
         more = {"dt": dt, "scale": scale, "initial_state": initial_state, "cu_seqlens": cu_seqlens, **options}
@@ -127,7 +129,7 @@ def short_conv(
     sequence_shard: SequenceShard | None = None,
     **options: Any,
 ) -> ScanOutput:
-    """Apply `ops.short_conv`; split sequences must not have an initial state."""
+    """Apply `ops.short_conv`, also to split sequences; these must not have an initial state."""
     shard = require_shard("short_conv", sequence_shard, cu_seqlens)
     if shard is None:
         return ops.short_conv(x, weight, bias, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)
@@ -147,7 +149,7 @@ def short_convs(
     sequence_shard: SequenceShard | None = None,
     **options: Any,
 ) -> tuple[ScanOutput, ...]:
-    """Apply `ops.short_convs`; split sequences must not have initial states."""
+    """Apply `ops.short_convs`, also to split sequences; these must not have initial states."""
     shard = require_shard("short_convs", sequence_shard, cu_seqlens)
     if shard is None:
         return ops.short_convs(xs, weights, initial_states=initial_states, cu_seqlens=cu_seqlens, **options)
@@ -165,7 +167,7 @@ def _refuse_state(name: str, state: Any) -> None:
 
 
 def _tokens_before(shard: SequenceShard, xs: Sequence[Tensor], count: int) -> list[Tensor | None]:
-    """Return the `count` inputs before each local row or document part, `[N, D, count]`; 0 before the document."""
+    """Return `[N, D, count]`: the `count` inputs before each local row or part of a document, 0 before its document."""
     shard.check_local("short_conv", xs[0])
     if not shard.crosses:
         return [None for _ in xs]
@@ -179,19 +181,19 @@ def _tokens_before(shard: SequenceShard, xs: Sequence[Tensor], count: int) -> li
 
 
 def tail_of(span: Span, count: int) -> list[Range]:
-    """Return the last `count` tokens before a span that belong to its first token's document."""
+    """Return those of the last `count` tokens before a span that belong to the same document as its first token."""
     return [(span.start - min(span.depth, count), span.start)]
 
 
 def shift_tokens(x: Tensor, *, cu_seqlens: Tensor | None = None, sequence_shard: SequenceShard | None = None) -> Tensor:
-    """Return the token before each token of `x [B, T, ...]`, zero before the first one of a row or document."""
+    """Return, for each token of `x [B, T, ...]`, the token before it; zero for the first of a row or document."""
     shard = require_shard("shift_tokens", sequence_shard, cu_seqlens)
     shifted = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1)
     if shard is None:
         if cu_seqlens is None:
             return shifted
         firsts = cu_seqlens[:-1].long().clamp(max=x.shape[1] - 1)
-        # an empty last document begins after the row's last token
+        # an empty last document begins at index T, which no token has
         shifted = torch.where(_marked(x, firsts, cu_seqlens[:-1] < x.shape[1]), torch.zeros_like(x), shifted)
         return ops.without_padding(shifted, cu_seqlens)
     shard.check_local("shift_tokens", x)
@@ -222,10 +224,10 @@ def attention(
     sequence_shard: SequenceShard | None = None,
     **options: Any,
 ) -> AttentionOutput:
-    """Apply `ops.attention`; it must be causal if sequences are split.
+    """Apply `ops.attention`, also to split sequences; for these it must be causal.
 
-    A span receives the earlier keys and values of its first document that its queries see: all of them, or those of the
-    window and the sinks. Keys after the span are not sent, as attention is causal.
+    For its first document, a span receives the earlier keys and values that its queries see: all of them, or those of
+    the window and the sinks. Attention is causal, so that no later keys are sent.
     """
     shard = require_shard("attention", sequence_shard, cu_seqlens)
     options |= {"window": window, "sinks": sinks}
@@ -252,13 +254,14 @@ def attention(
         first, stop = span.offset, span.offset + span.tokens
         head = first + (span.head or (0 if shard.packed else span.tokens))
         if first < head:
-            # a document that began before the span, or an unpacked row
+            # the tokens of a document that began before the span, or of an unpacked row
             keys, values = torch.cat((far_k, k[:, first:head]), 1), torch.cat((far_v, v[:, first:head]), 1)
             parts.append(ops.attention(q[:, first:head], keys, values, **options))
         if head < stop:
             rest = [x[:, head:stop] for x in (q, k, v)]
             if first == head:
-                # connect the unused tensor to the graph: every rank must take part in the backward exchange
+                # make the result depend on the unused tensor, because every rank must take part in the exchange of the
+                # backward pass
                 rest[1:] = torch.cat((far_k, rest[1]), 1), torch.cat((far_v, rest[2]), 1)
             cuts = [b - head for _, b in shard.parts if head < b <= stop]
             boundaries = torch.tensor([0, *cuts], dtype=torch.int32, device=q.device)

@@ -1,9 +1,9 @@
-"""Linear recurrences over a split sequence: states pass from span to span as compositions of linear maps.
+"""Linear recurrences over a split sequence: each rank's tokens act on the state as a linear map; maps are composed.
 
-A span (consecutive tokens on one rank) maps the state S before it to S' = M S + L after it: L is the state that it
-reaches from zero, M the composition of its transitions. Each rank computes (M, L) of its spans, all ranks gather them,
-and each composes the states that enter its spans. The gradient passes back in the same way: dS = Mᵀ dS' + G, with G the
-gradient that comes from the span's own outputs.
+A span (consecutive tokens on one rank) maps the state S before it to S' = M S + L after it, where M is the composition
+of its transitions and L the state that it reaches from zero. Each rank computes (M, L) of its spans, all ranks gather
+these pairs, and each rank composes them into the states that enter its spans. Gradients take the reverse way: dS = Mᵀ
+dS' + G, where G is the gradient that comes from the span's own outputs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ class Recurrence(NamedTuple):
     """A linear recurrence over tensors `[B, T, ...]` of tokens.
 
     Attributes:
-        name: the operation, under which bytes are counted.
+        name: the operation's name, under which traffic is counted.
         run: `(tensors, initial_state, cu_seqlens)` → outputs and final states.
-        state: `(tensors, initial_state)` → the final states alone.
-        transition: `tensors` → M `[B, HV, K, K]`, or `[B, HV, 1, 1]` for decays; and P, which `pull` reads, or None.
-        pull: `(tensors, P, gradient of outputs)` → G.
-        shape: HV, K, V.
+        state: `(tensors, initial_state)` → only the final states.
+        transition: `tensors` → M and P. M is `[B, HV, K, K]`, or `[B, HV, 1, 1]` for decays; `pull` reads P, which may
+            be None.
+        pull: `(tensors, P, gradient of outputs)` → G, the gradient of the initial state.
+        shape: the sizes (HV, K, V) of a state.
         width: width of M: K or 1.
     """
 
@@ -45,7 +46,7 @@ class Recurrence(NamedTuple):
 def split_recurrence(
     shard: SequenceShard, x: Recurrence, tensors: Tensors, initial_state: Tensor | None, final_states: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the outputs of this rank's tokens and, with `final_states`, the final states of all rows or documents."""
+    """Return this rank's outputs and, if `final_states`, the final states of all rows or documents (else None)."""
     first = tensors[0]
     shard.check_local(x.name, first)
     batch = first.shape[0]
@@ -67,9 +68,9 @@ def split_recurrence(
 
 
 def _by_span(shard: SequenceShard, states: Tensor, span: int, index: list[int]) -> Tensor:
-    """Select the states `[B, ...]` of one local span from `states`, which has one per row or, if packed, per part.
+    """Return the states `[B, ...]` of one local span from `states`, which has one entry per row or per document part.
 
-    `index` has the part of each local span.
+    In a packed batch, `index[span]` is the entry of the local span.
     """
     return states[index[span]].unsqueeze(0) if shard.packed else states[span :: len(shard.local)]
 
@@ -80,13 +81,13 @@ Maps = list[tuple[Tensor, Tensor | None] | None]
 
 @torch.no_grad()
 def _enter(shard: SequenceShard, x: Recurrence, tensors: Tensors, rows: Tensor | None) -> tuple[Maps, list[Tensor]]:
-    """Return M and P of the tokens that follow the state entering each local span, and these states."""
+    """Return M and P of the tokens that continue each local span's entering state, and these entering states."""
     batch, (heads, K, V) = tensors[0].shape[0], x.shape
     maps, states = [], []
     for i, span in enumerate(shard.local):
         end = span.offset + span.tokens
         tail = tuple(t[:, end - span.tail : end] for t in tensors)
-        # a document that begins in this span starts from its own initial state
+        # the last document begins in this span, so its state is the document's own initial state
         begun = None if rows is None or span.through else _by_span(shard, rows, i, shard.tails)
         states.append(x.state(tail, begun) if span.tail else None)
         maps.append(x.transition(_head(span, tensors)) if span.depth else None)
@@ -99,7 +100,7 @@ def _enter(shard: SequenceShard, x: Recurrence, tensors: Tensors, rows: Tensor |
 
 
 def _entering(shard: SequenceShard, m: Tensor, local: Tensor, label: Label) -> list[Tensor]:
-    """Return the state that enters each of this rank's spans, from all spans' transitions M and local states L."""
+    """Return the state that enters each local span; `m` and `local` are their M and L."""
     state = zero = torch.zeros_like(local[0])
     entering = {}
     for span, given in zip(shard.spans, gather_states(shard, _pack(m, local), label), strict=True):
@@ -110,7 +111,7 @@ def _entering(shard: SequenceShard, m: Tensor, local: Tensor, label: Label) -> l
 
 
 def _leaving(shard: SequenceShard, m: Tensor, local: Tensor, label: Label) -> list[Tensor]:
-    """Return the gradient of the state that leaves each local span, from Mᵀ and G of the local spans of all ranks."""
+    """Return the gradient of the state that leaves each local span; `m` and `local` are their Mᵀ and G."""
     gradient = zero = torch.zeros_like(local[0])
     leaving = {}
     gathered = gather_states(shard, _pack(m, local), label)
@@ -126,7 +127,7 @@ def _head(span: Span, tensors: Sequence[Tensor]) -> Tensors:
 
 
 def _through(shard: SequenceShard, x: Recurrence, maps: Maps, like: Tensor) -> Tensor:
-    """Return M of the local spans, zero if a document boundary in the span lets no state pass through."""
+    """Return M of each local span; zero where a document boundary inside the span stops the state."""
     zero = like.new_zeros(*like.shape[:2], x.width, x.width)
     return torch.stack(
         [m[0].to(like.dtype) if m and a.through else zero for a, m in zip(shard.local, maps, strict=True)]
@@ -143,12 +144,12 @@ def _unpack(given: Tensor, m: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _apply(m: Tensor, state: Tensor) -> Tensor:
-    """Return M S, or decay times S if M is a decay."""
+    """Return M S for the state S, or the decay times S if `m` is a decay."""
     return m * state if m.shape[-1] == 1 else m @ state
 
 
 def _before(shard: SequenceShard, x: Recurrence, rows: Tensor | None, entering: list[Tensor], batch: int) -> Tensor:
-    """Return the initial state of each local row or document part: the caller's, or the state that enters its span."""
+    """Return the initial state of each local row or document part: `rows`, or the state that enters its span."""
     count = len(shard.parts) if shard.packed else batch * len(shard.local)
     base = entering[0].new_zeros(count, *x.shape) if rows is None else rows.to(entering[0].dtype)
     for i, (span, state) in enumerate(zip(shard.local, entering, strict=True)):
@@ -159,7 +160,10 @@ def _before(shard: SequenceShard, x: Recurrence, rows: Tensor | None, entering: 
 
 
 class _Carry(torch.autograd.Function):
-    """Return outputs and final states unchanged; the backward pass adds the gradient that comes from later spans."""
+    """Pass outputs and final states through unchanged.
+
+    The backward pass adds the gradient that comes from later spans.
+    """
 
     @staticmethod
     def forward(ctx, shard, x, label, maps, o, final, *tensors):
@@ -193,7 +197,7 @@ class _Carry(torch.autograd.Function):
             (gradient,) = _head(span, (do,))
             local = x.pull(_head(span, tensors), p, gradient).to(zero.dtype)
             if ends and not span.through:
-                # the document ends in this span: its final state has its own gradient
+                # the document ends in this span, so its final state has a gradient of its own
                 local = local + _apply(m.to(zero.dtype).mT, _by_span(shard, dfinal, i, shard.heads))
             pulled.append(local)
         transitions = _through(shard, x, maps, zero)
@@ -209,7 +213,7 @@ class _Carry(torch.autograd.Function):
 def _final_states(
     shard: SequenceShard, x: Recurrence, final: Tensor, initial_state: Tensor | None, batch: int
 ) -> Tensor:
-    """Return the final states of all rows or documents on all ranks."""
+    """Return, on every rank, the final states of all rows or documents."""
     count = len(shard.boundaries) - 1 if shard.packed else batch
     found = final.new_zeros(count, *x.shape)
     if shard.packed:
@@ -221,7 +225,7 @@ def _final_states(
     elif shard.local[-1].stop == shard.tokens:
         found = found + final[len(shard.local) - 1 :: len(shard.local)]
     else:
-        # connected to the graph of every rank, as the backward pass communicates
+        # every rank's graph must contain the sum, because its backward pass communicates
         found = found + final[:0].sum()
     found = combined(shard, found)
     empty = [a == b for a, b in zip(shard.boundaries, shard.boundaries[1:], strict=False)]
@@ -247,14 +251,14 @@ class _Compose(torch.autograd.Function):
 
 
 def compose_decays(shard: SequenceShard, name: str, decays: Tensor, local: Tensor) -> Tensor:
-    """Return the state that enters each local span, of a recurrence with decays; differentiable on all ranks.
+    """Return the state that enters each local span of a recurrence with decays; differentiable, called by all ranks.
 
     Args:
-        shard: the split.
-        name: the operation, under which bytes are counted.
-        decays: `[spans, B, H, R, 1]`, the factor of each row of the state over a local span; read if one document fills
-            the span and continues on both sides (`Span.through`).
-        local: `[spans, B, H, R, C]`, the state after a local span, from zero before the last document's part in it;
-            read if the document continues (`Span.tail`).
+        shard: how sequences are split.
+        name: the operation's name, under which traffic is counted.
+        decays: `[spans, B, H, R, 1]`, the factor by which each local span multiplies each row of the state; used for
+            spans that lie wholly inside one document (`Span.through`).
+        local: `[spans, B, H, R, C]`, the state after each local span, computed from zero at the span's start or at the
+            start of its last document; used if this document continues (`Span.tail`).
     """
     return _Compose.apply(shard, name, decays, local)

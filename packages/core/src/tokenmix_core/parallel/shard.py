@@ -1,4 +1,4 @@
-"""The split of one sequence, or of one row of packed documents, over the ranks of a process group."""
+"""How one sequence, or one row of packed documents, is split over the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Range = tuple[int, int]
 
 
 class Span(NamedTuple):
-    """Consecutive tokens of the whole row that lie on one rank.
+    """Consecutive tokens of the whole row that one rank holds.
 
     Attributes:
-        start, stop: first token and end of the span in the whole row.
-        rank: the rank that has these tokens.
+        start, stop: indices of the span's first token and of the token after its last, in the whole row.
+        rank: the rank that holds these tokens.
         offset: index of the span's first token among the rank's tokens.
-        depth: number of tokens before `start` that belong to the first token's document.
-        head: number of that document's tokens in this span if `depth` is not 0, else 0.
-        tail: number of the last token's document's tokens in this span if it continues after `stop`, else 0.
+        depth: number of tokens before `start` that belong to the same document as the first token.
+        head: if `depth` is not 0, the number of the span's tokens that belong to that document; else 0.
+        tail: if the last token's document continues after `stop`, the number of its tokens in this span; else 0.
     """
 
     start: int
@@ -45,29 +45,29 @@ class Span(NamedTuple):
 
     @property
     def through(self) -> bool:
-        """True if one document fills the span and continues on both sides."""
+        """True if the span lies wholly inside one document, which continues on both sides."""
         return self.head == self.tail == self.tokens
 
 
 class SequenceShard:
     """One rank's part of a batch whose rows are split along time.
 
-    A row of T tokens is cut into equal spans. With "contiguous", rank r of N has span r of N. With "zigzag" it has the
-    spans r and 2N − 1 − r of 2N, one after the other, which balances the work of causal attention. All ranks must pass
-    equal arguments.
+    A row of T tokens is cut into equal spans. With "contiguous", rank r of N holds span r of N. With "zigzag" it holds
+    the spans r and 2N − 1 − r of 2N, one after the other, which gives all ranks equal work in causal attention. All
+    ranks must pass the same arguments.
 
     Args:
         tokens: T, the length of a whole row.
-        cu_seqlens: boundaries of the documents in the whole row (then B = 1); None for one document per row. They are
-            read by the CPU once, so a tensor on a CPU avoids a synchronisation.
+        cu_seqlens: boundaries of the documents in the whole row (then B = 1); None for one document per row. The CPU
+            reads them once, so that a tensor on the CPU avoids a synchronisation.
         layout: "contiguous" or "zigzag".
-        group: the process group of the split; None for all ranks.
+        group: the process group over which rows are split; None for all ranks.
 
     Attributes:
-        traffic: bytes that this rank sent to others, by layer (None outside a model) and operation.
+        traffic: bytes that this rank has sent to other ranks, by layer (None outside a model) and operation.
 
     Raises:
-        ValueError: lengths or boundaries that do not fit; the message is the same on all ranks.
+        ValueError: lengths or boundaries that cannot be split; the message is the same on all ranks.
     """
 
     def __init__(
@@ -127,17 +127,17 @@ class SequenceShard:
 
     @property
     def local_tokens(self) -> int:
-        """Number of tokens of a row that this rank has."""
+        """Number of tokens of a row that this rank holds."""
         return self.tokens // self.size
 
     @cached_property
     def crosses(self) -> bool:
-        """True if a document continues from one span to the next; otherwise operations do not communicate."""
+        """True if a document continues from one span to the next; if none does, operations do not communicate."""
         return any(span.depth for span in self.spans)
 
     @cached_property
     def parts(self) -> list[Range]:
-        """The parts of documents that lie in this rank's spans, as ranges of its tokens, in order; no empty ones."""
+        """The non-empty parts of documents in this rank's spans, in order, as ranges of this rank's tokens."""
         found = []
         for span in self.local:
             inner = {x for x in self.boundaries if span.start < x < span.stop}
@@ -147,19 +147,19 @@ class SequenceShard:
 
     @cached_property
     def heads(self) -> list[int]:
-        """The index in `parts` of each local span's first part."""
+        """For each local span, the index in `parts` of its first part."""
         starts = [part[0] for part in self.parts]
         return [starts.index(span.offset) for span in self.local]
 
     @cached_property
     def tails(self) -> list[int]:
-        """The index in `parts` of each local span's last part."""
+        """For each local span, the index in `parts` of its last part."""
         stops = [part[1] for part in self.parts]
         return [stops.index(span.offset + span.tokens) for span in self.local]
 
     @cached_property
     def documents(self) -> list[int]:
-        """The document of each of `parts`."""
+        """For each of `parts`, the index of its document."""
         found = []
         for start, _ in self.parts:
             span = next(x for x in self.local if x.offset <= start < x.offset + x.tokens)
@@ -167,13 +167,13 @@ class SequenceShard:
         return found
 
     def cu_seqlens(self, device: torch.device | str) -> Int[Tensor, "P_plus_1"] | None:
-        """Return the boundaries of `parts` as int32, for packed rows; None for one document per row."""
+        """Return the boundaries of `parts`, int32, for packed rows; None if each row is one document."""
         if not self.packed:
             return None
         return self._kept("cu_seqlens", device, lambda: torch.tensor([0, *(b for _, b in self.parts)]).int())
 
     def positions(self, device: torch.device | str) -> Int[Tensor, "T_local"]:
-        """Return the position of each token of this rank in its document."""
+        """Return the position in its document of each token that this rank holds."""
 
         def build() -> Tensor:
             parts = []
@@ -192,7 +192,7 @@ class SequenceShard:
         return self._tensors[key]
 
     def split(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's tokens of `x`, which has the whole rows along `dim`."""
+        """Return this rank's tokens of `x`, whose dimension `dim` runs over whole rows."""
         if x.shape[dim] != self.tokens:
             raise ValueError(
                 f"SequenceShard.split: expected {self.tokens} tokens in dimension {dim}, got {x.shape[dim]}"
@@ -200,21 +200,27 @@ class SequenceShard:
         return torch.cat([x.narrow(dim, span.start, span.tokens) for span in self.local], dim)
 
     def to_rows(self, x: Tensor) -> Tensor:
-        """Return the spans of unpacked rows as rows of their own; packed rows have boundaries between spans."""
+        """Make each span of an unpacked row a row of its own.
+
+        Packed rows stay, because they have boundaries between spans.
+        """
         return x if self.packed or len(self.local) == 1 else x.unflatten(1, (len(self.local), -1)).flatten(0, 1)
 
     def from_rows(self, x: Tensor) -> Tensor:
-        """Invert `to_rows`."""
+        """Undo `to_rows`."""
         return x if self.packed or len(self.local) == 1 else x.unflatten(0, (-1, len(self.local))).flatten(1, 2)
 
     def targets(self, labels: Int[Tensor, "B T"], ignore_index: int = -100) -> Int[Tensor, "B T_local"]:
-        """Return the label that each token of this rank predicts; `labels` are the whole rows', not shifted."""
+        """Return the label that each of this rank's tokens has to predict.
+
+        `labels` are those of whole rows, not shifted.
+        """
         shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
         ends = torch.tensor([end - 1 for end in self.boundaries[1:] if end], device=labels.device)
         return self.split(shifted.index_fill(1, ends, ignore_index))
 
     def check_local(self, operation: str, x: Tensor) -> None:
-        """Raise a ValueError if `x [B, T, ...]` does not have this rank's tokens."""
+        """Raise a ValueError if `x [B, T, ...]` does not have exactly this rank's number of tokens."""
         if x.shape[1] != self.local_tokens or (self.packed and x.shape[0] != 1):
             rows = "1" if self.packed else "B"
             raise ValueError(
@@ -223,17 +229,17 @@ class SequenceShard:
             )
 
 
-# one value per process, not per thread: gradient checkpointing calls modules again in threads of the backward pass
+# one value per process instead of per thread, because the backward pass calls checkpointed modules in other threads
 _ACTIVE: list[SequenceShard | None] = []
 
 
 @contextlib.contextmanager
 def sequence_shard(shard: SequenceShard | None, layer: int | None = None) -> Iterator[SequenceShard | None]:
-    """Split the sequences of all modules called inside over the ranks of `shard`; None for no split.
+    """Return a context in which all modules split sequences by `shard`; with None, no sequence is split.
 
     Args:
-        shard: the split.
-        layer: index under which `shard.traffic` counts what operations send.
+        shard: how sequences are split.
+        layer: index under which `shard.traffic` counts the bytes that operations send.
     """
     _ACTIVE.append(shard)
     before = None if shard is None else shard.layer
@@ -248,12 +254,15 @@ def sequence_shard(shard: SequenceShard | None, layer: int | None = None) -> Ite
 
 
 def current_shard() -> SequenceShard | None:
-    """Return the shard of the innermost `sequence_shard`, or None."""
+    """Return the shard of the innermost active context `sequence_shard`, or None."""
     return _ACTIVE[-1] if _ACTIVE else None
 
 
 def require_shard(operation: str, given: SequenceShard | None, cu_seqlens: Tensor | None) -> SequenceShard | None:
-    """Return the given or else the current shard; refuse `cu_seqlens` with it: the shard has the boundaries."""
+    """Return `given` or else the current shard.
+
+    With a shard refuse `cu_seqlens`, because the shard has the boundaries.
+    """
     shard = current_shard() if given is None else given
     if shard is not None and cu_seqlens is not None:
         raise ValueError(f"{operation}: the boundaries are those of the SequenceShard; pass no cu_seqlens beside it")

@@ -1,4 +1,4 @@
-"""Serving: an engine with sampling settings per request, and an OpenAI-compatible server."""
+"""Serving: an engine in which each request has its own sampling settings, and an OpenAI-compatible server."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""An engine that uses transformers' continuous batching: each request has sampling settings; it runs in a thread."""
+"""An engine that runs transformers' continuous batching in a thread, with sampling settings for each request."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ class _Discard:
 
 
 class Engine:
-    """Run requests of a causal language model in batches that change with every step; a context manager.
+    """Runs requests of a causal language model in batches that change with every step; use it as a context manager.
 
     Args:
         model: the model.
-        pool: the sizes of the pool and of a step's batch; by default the largest that fit into the free memory.
-        max_tokens: the most tokens of one request; by default as many as the pool holds.
-        prefix_bytes: the most bytes of snapshots, which hold states after the first tokens of prompts; see
+        pool: sizes of the scheduler's token pool and of a step's batch; by default the largest that fit into free
+            memory.
+        max_tokens: maximum number of tokens of one request; by default the capacity of the pool.
+        prefix_bytes: maximum bytes of snapshots, which hold the states after the first tokens of prompts; see
             `keep_prefixes`.
 
     Attributes:
-        max_tokens: the most tokens of one request, prompt and generated ones together; at most as many as the pool
-            holds.
-        counts: how many requests and tokens there were since the start, by name.
+        max_tokens: maximum number of tokens of one request, prompt and generated tokens together; at most the capacity
+            of the pool.
+        counts: number of requests and tokens since the start, by name.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Engine:
         self.max_tokens: int = min(self.manager.max_tokens, max_tokens or self.manager.max_tokens)
         self.manager.keep_prefixes(prefix_bytes)
         self.manager.model.on_prefix = self._count_prefix
-        # outputs of cancelled requests are not read
+        # nothing reads the outputs of cancelled requests
         self.manager.output_router.output_queue = _Discard()
         self.counts = dict.fromkeys(("requests", "failed", "cancelled", "prompt_tokens", "generated_tokens"), 0)
         self._sampling: dict[str, Sampling] = {}
@@ -79,22 +80,22 @@ class Engine:
 
     @property
     def active(self) -> int:
-        """The number of requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._sampling)
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of memory allocated for the states of requests."""
+        """Bytes of memory allocated for the states of requests."""
         return self.manager.model.states.allocated_nbytes
 
     @property
     def prefix_bytes(self) -> int:
-        """The bytes of the snapshots of states after the first tokens of prompts."""
+        """Bytes of the snapshots of states after the first tokens of prompts."""
         return self.manager.model.states.prefixes.nbytes
 
     @property
     def prefix_counts(self) -> dict[str, int]:
-        """Counts for these snapshots since the start, by name: hits, tokens that hits saved, evictions."""
+        """Counts of snapshots since the start, by name: hits, tokens that hits saved, evictions."""
         return self.manager.model.states.prefixes.counts
 
     def add(
@@ -107,13 +108,13 @@ class Engine:
         end_tokens: list[int],
         inputs: dict[str, Any] | None = None,
     ) -> str:
-        """Add a request and return its id. Call it from a coroutine.
+        """Add a request and return its id; must be called from a coroutine.
 
         Args:
             prompt: token ids.
-            max_new_tokens: the most tokens to generate.
+            max_new_tokens: maximum number of tokens to generate.
             sampling: settings by which tokens are sampled.
-            on_output: called in the caller's event loop after every token, with transformers' `GenerationOutput`.
+            on_output: called in the caller's event loop after every token, with a `GenerationOutput` of transformers.
             end_tokens: token ids that end the request.
             inputs: further inputs of the model's mixers, such as `mode`.
 
@@ -143,7 +144,7 @@ class Engine:
 
         def deliver(output: Any) -> None:
             if name not in self._sampling:
-                # the request was cancelled
+                # the request has been cancelled in the meantime
                 return
             if output.is_finished():
                 self.counts["generated_tokens"] += len(output.generated_tokens)
@@ -163,7 +164,7 @@ class Engine:
         return name
 
     def cancel(self, name: str) -> None:
-        """End a request and free its state; has no effect on a request that has ended."""
+        """End a request and free its state; does nothing for a request that has ended."""
         if self._sampling.pop(name, None) is not None:
             self.counts["cancelled"] += 1
             self.manager.cancel_request(name)
@@ -175,7 +176,7 @@ class Engine:
             sampling.cached_tokens = tokens
 
     def _sample(self, processor: Any, scores: Tensor, output_ids: Tensor) -> None:
-        """Sample the next token of each request in a step, in the method that replaces transformers' own sampling."""
+        """Sample the next token of each request in a step; this method replaces transformers' own sampling."""
         names = [x.state.request_id for x in processor.inputs_and_outputs.requests_in_batch if x.has_new_token]
         tokens = draw(scores[0], [self._sampling.get(name) or Sampling(0.0) for name in names])
         output_ids[0, : len(tokens)].copy_(tokens.to(torch.int32))

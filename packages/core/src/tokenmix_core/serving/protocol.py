@@ -1,4 +1,4 @@
-"""The requests of OpenAI's API that the server supports."""
+"""The request bodies of OpenAI's API that the server supports."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tokenmix_core.serving.sampling import MOST_LOGPROBS
 
-# API options that are accepted and ignored, because they do not change an answer
+# options of the API that are accepted and ignored, because they do not change an answer
 _IGNORED = {"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
-# API options that are accepted only with these values, which change nothing; an error names the option otherwise
+# options of the API that are accepted only with these values, which change nothing; other values are an error
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "echo": (None, False),
@@ -33,7 +33,7 @@ class StreamOptions(BaseModel):
 
 
 class Request(BaseModel):
-    """Options that completions and chat completions share."""
+    """Options that completions and chat completions have in common."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -74,7 +74,7 @@ class CompletionRequest(Request):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, as a list."""
+        """The prompts as a list, even if the body has a single one."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-# the most tokens whose log-probabilities a request may ask for
+# maximum number of tokens whose log-probabilities a request may ask for
 MOST_LOGPROBS = 20
 # below this temperature the most likely token is taken, because logits / temperature would overflow float32
 _LEAST_TEMPERATURE = 1e-5
@@ -18,14 +18,14 @@ _LEAST_TEMPERATURE = 1e-5
 
 @dataclasses.dataclass
 class Sampling:
-    """Sampling settings of one request, and values that the engine reports about its tokens.
+    """Sampling settings of one request, and what the engine reports about its tokens.
 
     Attributes:
         temperature: divides the logits; below 1e-5 the most likely token is taken.
         top_k: sample from the k most likely tokens; 0 for all.
-        top_p: sample from the most likely tokens of joint probability p.
+        top_p: sample from the smallest set of most likely tokens whose joint probability reaches p.
         seed: seed of the random numbers, which do not depend on other requests; None for a random seed.
-        logprobs: how many of the most likely tokens have their log-probabilities kept; None keeps none.
+        logprobs: number of most likely tokens whose log-probabilities are stored for each sampled token; None for none.
     """
 
     temperature: float = 1.0
@@ -44,14 +44,14 @@ class Sampling:
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
             raise ValueError(f"logprobs must be in [0, {MOST_LOGPROBS}], got {self.logprobs}")
         self.rng = random.Random(self.seed)
-        # number of prompt tokens that were taken from a snapshot of an earlier prompt
+        # number of prompt tokens that a snapshot of an earlier prompt has saved
         self.cached_tokens = 0
-        # for each sampled token: its log-probability, and those of the most likely tokens
+        # for each sampled token, its log-probability and those of the most likely tokens
         self.chosen: list[tuple[float, list[tuple[int, float]]]] = []
 
 
 def draw(logits: Float[Tensor, "n vocab"], requests: Sequence[Sampling]) -> Int[Tensor, "n"]:
-    """Sample and return the next token of each request; add log-probabilities to the requests that ask for them."""
+    """Sample and return the next token of each request; append log-probabilities for requests that ask for them."""
     tokens = logits.argmax(-1)
     rows = [i for i, x in enumerate(requests) if x.temperature >= _LEAST_TEMPERATURE]
     if rows:
@@ -78,12 +78,12 @@ def _sample(logits: Float[Tensor, "n vocab"], requests: Sequence[Sampling]) -> I
     probs = ordered.softmax(-1)
     rank = torch.arange(vocab, device=logits.device)
     kept = rank < column([min(x.top_k or vocab, vocab) for x in requests])
-    # total probability of all tokens that are more likely than this one
+    # probs.cumsum − probs is the total probability of all tokens that are more likely than this one
     kept &= probs.cumsum(-1) - probs < column([x.top_p for x in requests])
-    # at least one token, because top_p may round to 0 in float32
+    # always keep one token, because a top_p that rounds to 0 in float32 would keep none
     kept[:, 0] = True
     cumulative = (probs * kept).cumsum(-1)
     drawn = column([x.rng.random() for x in requests]) * cumulative[:, -1:]
-    # if rounding puts the random number beyond the sum, take the last kept token
+    # rounding can put the random number above the sum, so clamp the index to the last kept token
     at = torch.searchsorted(cumulative, drawn, right=True).minimum(kept.sum(-1, keepdim=True) - 1)
     return index.gather(1, at).squeeze(1)

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible HTTP server on the engine: completions, chat completions, models, health and metrics."""
+"""An OpenAI-compatible HTTP server for the engine: completions, chat completions, models, health and metrics."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tokenmix_core.serving.protocol import ChatRequest, CompletionRequest, Reque
 from tokenmix_core.serving.sampling import Sampling
 from tokenmix_core.serving.text import Detokenizer
 
-# the most bytes in the body of a request, and the most requests that wait or run
+# maximum bytes of a request's body, and maximum number of requests that wait or run
 _MOST_BYTES, _MOST_REQUESTS = 16 << 20, 4096
-# seconds between two checks whether the client is still connected
+# seconds between two checks of whether the client is still connected
 _CHECK_EVERY = 0.5
 
 
 @dataclasses.dataclass
 class Choice:
-    """One of the answers to a request, while it is generated.
+    """One of the answers to a request, while tokens are being generated.
 
     Attributes:
         index: index of the answer in the response.
@@ -104,7 +104,7 @@ def build_app(engine: Engine, tokenizer: Any, name: str) -> FastAPI:
         try:
             prompt = tokenizer.apply_chat_template(body.messages, add_generation_prompt=True, return_dict=False)
         except Exception as error:
-            # chat templates are programs by the model's author, and raise errors of any type
+            # a chat template is a program by the model's author, which may raise errors of any type
             raise HTTPException(400, f"messages do not fit the chat template: {error}") from error
         limit = body.max_completion_tokens or body.max_tokens
         return await answers.respond(
@@ -139,13 +139,13 @@ def build_app(engine: Engine, tokenizer: Any, name: str) -> FastAPI:
 
 
 class _LimitedBody:
-    """Refuse large request bodies, and bodies without a length, before they are read."""
+    """Refuses request bodies that are large or do not state their length, before they are read."""
 
     def __init__(self, app: Any):
         self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer with an error, or call the application."""
+        """Answer with an error, or call the application with the request."""
         refusal = None
         if scope["type"] == "http" and scope["method"] == "POST":
             length = dict(scope["headers"]).get(b"content-length", b"")
@@ -157,19 +157,19 @@ class _LimitedBody:
 
 
 class _Answers:
-    """Run requests on the engine, and write answers in OpenAI's format."""
+    """Runs requests on the engine, and writes answers in OpenAI's format."""
 
     def __init__(self, engine: Engine, tokenizer: Any, name: str):
         self.engine, self.tokenizer, self.name = engine, tokenizer, name
         self.ends = sorted({x for x in (tokenizer.eos_token_id, *_end_tokens(engine.model)) if x is not None})
 
     def check_name(self, name: str | None) -> None:
-        """Raise the error "not found" if a request's model is not the one served; None is accepted."""
+        """Raise the error "not found" unless `name`, a request's model, is the served model or None."""
         if name not in (None, self.name):
             raise HTTPException(404, f"the model {name!r} is not served, {self.name!r} is")
 
     def check_mode(self, body: Request) -> dict[str, Any]:
-        """Return the inputs for mixers: `mode`, given in the request's body or after a colon in the model's name."""
+        """Return the mixers' inputs: `mode`, from the request's body or after a colon in the model's name."""
         mode, own = body.mode, f"{self.name}:"
         if body.model and body.model.startswith(own) and "mode" in self.engine.model.input_takers:
             if mode is not None:
@@ -244,7 +244,10 @@ class _Answers:
     async def _steps(
         self, http: HTTPRequest, queue: asyncio.Queue, choices: list[Choice]
     ) -> AsyncGenerator[tuple[Choice, str, int], None]:
-        """Yield each choice, its new text and its previous token count; cancel all if the client disconnects."""
+        """Yield each answer with new text, this text, and the number of its earlier tokens.
+
+        Cancel if the client disconnects.
+        """
         left, checked = len(choices), time.monotonic()
         try:
             while left:
@@ -278,7 +281,7 @@ class _Answers:
     async def _events(
         self, head: dict[str, Any], steps: Any, choices: list[Choice], used: int, chat: bool, usage: bool
     ) -> AsyncIterator[str]:
-        """Yield an answer as lines of server-sent events."""
+        """Yield the lines of a stream of server-sent events for the answers."""
         try:
             if chat:
                 head = {**head, "object": "chat.completion.chunk"}
@@ -297,7 +300,7 @@ class _Answers:
         except HTTPException as error:
             yield _event(_body(error.status_code, str(error.detail)))
         finally:
-            # a client may disconnect before the first step
+            # needed here, because a client may disconnect before the first step
             self._cancel(choices)
         yield "data: [DONE]\n\n"
 
@@ -320,7 +323,7 @@ def _whole(choice: Choice, tokenizer: Any, chat: bool) -> dict[str, Any]:
 
 
 def _logprobs(choice: Choice, tokenizer: Any, chat: bool, start: int) -> dict[str, Any] | None:
-    """Return the log-probabilities of the tokens from `start` on, in the format of the endpoint."""
+    """Return the log-probabilities of an answer's tokens from `start` on, in the format of the endpoint."""
     if choice.sampling.logprobs is None:
         return None
     tokens, chosen = choice.tokens[start:], choice.sampling.chosen[start : len(choice.tokens)]
@@ -348,7 +351,7 @@ def _token(text: str, value: float) -> dict[str, Any]:
 def _usage(prompt: int, choices: list[Choice]) -> dict[str, Any]:
     generated = sum(len(x.tokens) for x in choices)
     usage = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
-    # if a prompt has several answers, its prompt tokens are counted once, with the first answer
+    # count the tokens of a prompt once, even if it has several answers
     cached = sum({x.prompt: x.sampling.cached_tokens for x in reversed(choices)}.values())
     return {**usage, "prompt_tokens_details": {"cached_tokens": cached}}
 

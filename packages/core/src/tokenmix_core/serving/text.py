@@ -1,4 +1,4 @@
-"""Turn the tokens of a request into text as they arrive: whole characters only, and up to a stop string."""
+"""Conversion of a request's tokens to text as they arrive: whole characters only, and no text after a stop string."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ class Detokenizer:
 
     Args:
         tokenizer: the model's tokenizer.
-        stop: stop strings; the text ends before the first that occurs.
+        stop: stop strings; the text ends before the first occurrence of any of them.
 
     Attributes:
-        stopped: whether a stop string has occurred.
+        stopped: True once a stop string has occurred.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
         self.tokenizer, self.stop, self.stopped = tokenizer, stop, False
-        # tokens before `read` are decoded already; those from `context` on are decoded again as context of new tokens
+        # tokens before `read` are decoded; those from `context` on are decoded again, because new tokens depend on this
+        # context
         self._context = self._read = 0
         self._held = ""
 
     def add(self, tokens: Sequence[int], *, ended: bool = False) -> str:
-        """Return the new text: that of all tokens so far, without the text that earlier calls returned.
+        """Return the text that `tokens` add: the text of all tokens so far without what earlier calls have returned.
 
-        Text that may be part of a character or of a stop string is held back until more tokens arrive or `ended` is
-        true.
+        A last part that may belong to an incomplete character or to a stop string is kept until more tokens arrive or
+        `ended` is true.
         """
         if self.stopped:
             return ""
         before, after = (self._decode(tokens[self._context : end]) for end in (self._read, len(tokens)))
-        # a replacement character at the end stands for a character whose remaining bytes are missing
+        # a replacement character at the end stands for a character of which bytes are still missing
         if ended or (len(after) > len(before) and not after.endswith("\ufffd")):
             self._held += after[len(before) :]
             self._context, self._read = self._read, len(tokens)
@@ -50,5 +51,5 @@ class Detokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a prefix of the stop string."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""Training: recipes, rows in a fixed order, the Trainer, checkpoints that resume exactly, callbacks."""
+"""Training: recipes, data in a reproducible order, the Trainer, checkpoints that resume exactly, callbacks."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,8 @@
-"""Recipes of the baselines: tiny ones for a laptop, recall ones for one GPU, and language models from 130M to 1.4B.
+"""Recipes of the baselines: tiny models for a laptop, recall on one GPU, language models of 130M to 1.4B parameters.
 
-The papers' packages build their recipes from `language_model`, `model_fields` and `corpus` too. Values that a paper
-does not state are the usual ones: documents joined in a row, β = (0.9, 0.95), weight decay 0.1, clipping at norm 1, and
-a cosine schedule that ends at a tenth of the peak.
+The papers' packages also build their recipes from `language_model`, `model_fields` and `corpus`. If a paper does not
+state a value, the recipe has the usual one: documents joined in a row, β = (0.9, 0.95), weight decay 0.1, clipping at
+norm 1, and a cosine schedule that ends at a tenth of the peak.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
 
 GDN, ATTENTION, MAMBA2 = "gated_delta_net", "attention", "mamba2"
-# vocabulary: 256 bytes and three special tokens, rounded up to a multiple that suits matmuls
+# size of the vocabulary: 256 bytes and three special tokens, rounded up to a multiple of 8 for matmuls
 BYTE_VOCAB = 264
 GPT2, LLAMA2 = "gpt2", "fla-hub/transformer-1.3B-100B"
 GPT2_VOCAB, LLAMA2_VOCAB = 50257, 32000
 
 
 def tiny() -> Recipe:
-    """Return a hybrid for two CPU cores: Gated DeltaNet with one attention layer in four, on Python's standard library.
+    """Return a recipe for two CPU cores: a hybrid (one attention layer to three GDN) on Python's standard library.
 
-    250 steps finish within three minutes. The sample printed at the end begins inside a class: a model of this size has
-    learnt the form of Python, but cannot copy names from the prompt yet.
+    Its 250 steps finish within three minutes. The sample that is printed at the end begins inside a class: a model of
+    this size has learnt the form of Python, but cannot yet copy names from the prompt.
     """
     recipe, step = tiny_setting(), 2**11
     return replace(
@@ -40,7 +40,7 @@ def tiny() -> Recipe:
 
 
 def tiny_setting() -> Recipe:
-    """Return the recipe that `tiny` and its variants are made from; it has 400 steps, like the variants."""
+    """Return the recipe from which `tiny` and its variants are derived; it has 400 steps, like the variants."""
     return Recipe(
         name="tiny",
         description="GDN with one attention layer in four, on the built-in corpus; minutes on a laptop",
@@ -56,7 +56,7 @@ def tiny_setting() -> Recipe:
             },
             "max_position_embeddings": 256,
         },
-        # most files are longer than a row, so boundaries inside rows are rare
+        # in this source most files are longer than a row, so that few rows have boundaries inside
         data=DataRecipe(sources=["stdlib"], tokenizer="bytes", seq_len=256, documents="joined"),
         optimizer=OptimizerRecipe(
             total_tokens=Tokens(2**11 * 400),
@@ -101,7 +101,7 @@ def tiny_mamba2() -> Recipe:
 
 
 class _RecallSize(NamedTuple):
-    """Sizes of a model for associative recall, and its number of steps, batch size and learning rate."""
+    """Sizes of a model for associative recall, with its number of steps, batch size and learning rate."""
 
     vocab: int
     seq_len: int
@@ -123,7 +123,7 @@ _RECALL_SIZES = {
     "100m": _RecallSize(
         1024, 1024, 768, 12, 2048, 6, {"num_heads": 3, "head_dim": 128, "expand_v": 2.0}, 0.005, 3000, 2**13, 5e-4
     ),
-    # 12 layers, wider than language models of 340M, which have 24: recall is learnt later in deeper models
+    # 12 wider layers, instead of the 24 of language models of 340M, because deeper models learn recall later
     "340m": _RecallSize(
         2048, 2048, 1536, 12, 4096, 12, {"num_heads": 6, "head_dim": 128, "expand_v": 2.0}, 0.004, 3000, 2**13, 5e-4
     ),
@@ -136,13 +136,14 @@ _RECALL_MIXERS = {
 
 
 def recall(kind: str, size: str) -> Recipe:
-    """Return a recipe for multi-query associative recall from scratch, with as many pairs as fit into a row.
+    """Return a recipe for multi-query associative recall from random weights, with as many pairs as fit into a row.
 
-    The small models are Zoology's: two layers without MLPs, so that only the mixers can learn, and one GDN head of size
-    64, which cannot hold 128 pairs. The others have the sizes of language models and learn recall only with a small
-    learning rate, because an AdamW step changes a matrix's output by about its width times the learning rate. Their
-    initial weights are small, so that the embeddings dominate the layers' outputs. Recall depends more on the number of
-    steps than on tokens, so batches are small. Examples begin with two pairs and grow in the first part of training.
+    The small models are those of Zoology: two layers without MLPs, so that only the mixers can learn, and one GDN head
+    of size 64, which cannot store 128 pairs. The other models have the sizes of language models. They learn recall only
+    with a small learning rate, because an AdamW step changes a matrix's output by about its width times the learning
+    rate, and with small initial weights, so that the embeddings dominate the layers' outputs. Recall depends more on
+    the number of steps than on tokens, so that batches are small. Examples start with two pairs and grow in the first
+    part of training.
     """
     sizes = _RECALL_SIZES[size]
     small = size == "small"
@@ -188,7 +189,7 @@ def recall(kind: str, size: str) -> Recipe:
 
 
 def corpus(name: str, tokenizer: str, seq_len: int, seed: int = 0) -> DataRecipe:
-    """Return the data of a token file `data/<name>-<tokenizer>` that `data prepare` has made with this tokenizer."""
+    """Return the recipe of the data `data/<name>-<tokenizer>`, a token file that `data prepare` has made."""
     folder = f"data/{name}-{tokenizer.rpartition('/')[2]}"
     return DataRecipe(sources=[folder], tokenizer=tokenizer, seq_len=seq_len, documents="joined", data_seed=seed)
 
@@ -196,7 +197,7 @@ def corpus(name: str, tokenizer: str, seq_len: int, seed: int = 0) -> DataRecipe
 def model_fields(
     width: int, mixers: list[str], options: dict[str, dict[str, Any]], *, mlp: int, vocab: int, tie: bool
 ) -> dict[str, Any]:
-    """Return the fields of a model with these mixers, one per layer, and the options of these mixers."""
+    """Return a model configuration's fields for these mixers, one per layer, and the mixers' options."""
     return {
         "vocab_size": vocab,
         "hidden_size": width,
@@ -211,7 +212,7 @@ def model_fields(
 def language_model(
     name: str, description: str, model: dict[str, Any], data: DataRecipe, optimizer: OptimizerRecipe, *, seed: int = 0
 ) -> Recipe:
-    """Return a recipe that trains a language model in bfloat16 and evaluates its loss by position."""
+    """Return a recipe that trains a language model in bfloat16 and then evaluates its loss by position."""
     return Recipe(
         name=name,
         description=description,
@@ -229,7 +230,7 @@ def language_model(
 
 
 class _Size(NamedTuple):
-    """Width, layers and heads of a language model; GDN's heads; the MLP width by mixer; the peak learning rate."""
+    """Width, layers and heads of a language model, heads of GDN, width of the MLP by mixer, peak learning rate."""
 
     width: int
     layers: int
@@ -239,7 +240,7 @@ class _Size(NamedTuple):
     learning_rate: float
 
 
-# each layer has about 13 · width² weights, whatever its mixer; learning rates are five times GPT-3's
+# every layer has about 13 · width² weights, whatever its mixer is; learning rates are five times those of GPT-3
 SIZES = {
     "130m": _Size(768, 12, 12, 4, {ATTENTION: 2304, MAMBA2: 1664, GDN: 1920}, 3e-3),
     "380m": _Size(1024, 24, 16, 6, {ATTENTION: 3072, MAMBA2: 2304, GDN: 2368}, 1.5e-3),
@@ -250,7 +251,7 @@ BASELINES = {"transformer": ATTENTION, "mamba2": MAMBA2, "gated_delta_net": GDN}
 
 
 def baseline(kind: str, size: str) -> Recipe:
-    """Return a recipe for Transformer++, Mamba-2 or Gated DeltaNet with the number of parameters that `size` names.
+    """Return a recipe for Transformer++, Mamba-2 or Gated DeltaNet (`kind`) with the number of parameters `size`.
 
     The corpus is FineWeb-Edu, 100B tokens in rows of 2,048, prepared in `data/fineweb-edu-gpt2`.
     """

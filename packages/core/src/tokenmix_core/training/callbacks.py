@@ -1,4 +1,4 @@
-"""Training callbacks: progress bar, JSONL log, checkpoint and stop on a signal, adaptive weights of heads."""
+"""Training callbacks: progress bar, JSONL log, stop with a checkpoint on a signal, adaptive weights of heads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tokenmix_core.nn.head_weights import HeadWeights
 
 
 class Progress(TrainerCallback):
-    """A progress bar, with a line above it for each line of the log."""
+    """A progress bar; each line of the log is printed above it."""
 
     def __init__(self) -> None:
         self._progress: tqdm | None = None
@@ -40,17 +40,17 @@ class Progress(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if self._progress is not None and logs and "loss" in logs:
-            # leave out `epoch`, because the Trainer counts the whole run as one
+            # leave out `epoch`: the Trainer counts the whole run as one epoch
             shown = [
                 f"{name} {_rounded(value)}"
                 for name, value in logs.items()
-                # metrics of single heads (two or more slashes) are written to the metrics file only
+                # metrics of single heads (two or more slashes in the name) go to the metrics file only
                 if name != "epoch" and name.count("/") < 2
             ]
             self._progress.write(f"step {state.global_step}: {', '.join(shown)}")
 
     def close(self) -> None:
-        """Close the progress bar, so that the next message has a line of its own."""
+        """Close the progress bar, so that the next message begins on a new line."""
         if self._progress is not None:
             self._progress.refresh()
             self._progress.close()
@@ -61,10 +61,10 @@ def _rounded(value: float) -> str:
 
 
 class MetricsFile(TrainerCallback):
-    """Append every line of the log to a JSONL file, and keep all its values in `trainer_state.json`.
+    """Appends every line of the log to a JSONL file, and keeps the lines' values in `trainer_state.json`.
 
-    When a run resumes at step s, lines of later steps are removed, because training writes them again. Lines missing
-    from the file after a kill or a power loss are restored from the Trainer's state.
+    When a run resumes at step s, the lines of later steps are removed, because training writes them again. Lines that a
+    kill or a power loss has removed from the file are restored from the Trainer's state.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,7 +75,7 @@ class MetricsFile(TrainerCallback):
             return
         known = [{"step": line.pop("step"), **line} for line in map(dict, state.log_history) if "step" in line]
         written = [line for line in _readable_lines(self.path) if line.get("step", 0) <= state.global_step]
-        # keep the file's line if it has more values: older callbacks added some after the Trainer had stored the line
+        # prefer the file's line if it has more values: older callbacks added some after the Trainer had stored the line
         lost = [line for line in known if not any(line.items() <= other.items() for other in written)]
         lines = sorted([*written, *lost], key=lambda line: (line.get("step", 0), "train_runtime" in line))
         if lines or self.path.exists():
@@ -116,7 +116,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _logged(line: bytes) -> dict[str, Any]:
-    """Parse one line of the log; raise ValueError unless its step is an integer."""
+    """Parse one line of the log; raise a ValueError unless its step is an integer."""
     found = dict(json.loads(line))
     if type(step := found.get("step", 0)) is not int:
         raise ValueError(f"its step must be an integer, got {step!r:.80}")
@@ -124,10 +124,10 @@ def _logged(line: bytes) -> dict[str, Any]:
 
 
 class StopOnSignal(TrainerCallback):
-    """Stop training with a checkpoint after the current step at Ctrl-C or SIGTERM; quit at once at a second signal.
+    """Stops training with a checkpoint after the current step at Ctrl-C or SIGTERM; a second signal ends it at once.
 
-    Signals within one second count as one, because `timeout` and job schedulers signal the process and then its group.
-    Ranks exchange their flags after every step, on the CPU, so that no GPU waits.
+    Signals within one second count as one, because `timeout` and job schedulers signal the process and then its process
+    group. Ranks exchange after every step whether they got a signal, on the CPU, so that no GPU waits.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class StopOnSignal(TrainerCallback):
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._receive)
         except ValueError:
-            # Python allows signal handlers in the main thread only
+            # Python allows signal handlers only in the main thread
             self._previous.clear()
         if args.world_size > 1 and dist.get_backend() != "gloo":
             self._group = dist.new_group(backend="gloo")
@@ -158,7 +158,7 @@ class StopOnSignal(TrainerCallback):
             print(f"\n{name} received: finishing this step; a second signal quits at once", file=sys.stderr)
 
     def close(self) -> None:
-        """Restore the signal handlers that this callback replaced."""
+        """Restore the signal handlers that were installed before."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
@@ -178,11 +178,11 @@ Rule = Callable[[Float[Tensor, "H"], Float[Tensor, "H"]], Float[Tensor, "H"]]
 
 
 class AdaptHeadWeights(TrainerCallback):
-    """Update the weights in every `HeadWeights` module of a model from statistics of its heads.
+    """Updates the weights of every `HeadWeights` module in a model from statistics of its heads.
 
-    After each optimizer step the statistics that the modules gathered, over all micro-batches and processes, give a
-    mean c for each head, and c̄ ← α c̄ + (1 − α) c. Every `every` steps the weights become `rule(weights, c̄)`. Weights
-    and c̄ are persistent buffers: they are saved and resumed, and equal on all processes.
+    After each optimizer step, the statistics that the modules gathered over all micro-batches and processes give a mean
+    c for each head, and c̄ ← α c̄ + (1 − α) c. Every `every` steps the weights become `rule(weights, c̄)`. Weights and
+    c̄ are persistent buffers: checkpoints contain them, and they are equal on all processes.
 
     Args:
         rule: a function of the weights `[H]` and the averages `[H]` that returns the new weights `[H]`.
@@ -200,7 +200,7 @@ class AdaptHeadWeights(TrainerCallback):
         modules = [module for module in model.modules() if isinstance(module, HeadWeights)]
         if not modules:
             raise ValueError(f"{type(model).__name__} has no HeadWeights module whose weights could be adapted")
-        # one all-reduce for the statistics of all layers
+        # one all-reduce for the statistics of all layers together
         gathered = torch.cat([torch.cat([m.total, m.count[None]]) for m in modules])
         if args.world_size > 1:
             dist.all_reduce(gathered)

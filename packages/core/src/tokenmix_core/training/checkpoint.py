@@ -1,4 +1,7 @@
-"""Atomic checkpoints: written to a temporary folder, then renamed; a manifest of the files is checked on resuming."""
+"""Atomic checkpoints: written to a temporary folder, which is then renamed.
+
+Resuming checks a manifest of their files.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _STATE = "trainer_state.json"
 
 
 def checkpoint_steps(output_dir: Path) -> dict[int, Path]:
-    """Return the folders of a run's checkpoints by step, in ascending order."""
+    """Return the checkpoint folders of a run by step, in ascending order."""
     found = {}
     for path in output_dir.glob("checkpoint-*"):
         step = path.name.removeprefix("checkpoint-")
@@ -28,7 +31,7 @@ def checkpoint_steps(output_dir: Path) -> dict[int, Path]:
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write the manifest of a checkpoint: size and sha256 of each of its files, and the entries of `content`."""
+    """Write a checkpoint's manifest: size and sha256 of each of its files, and the entries of `content`."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
     with ThreadPoolExecutor(8) as pool:
         sums = list(pool.map(file_sha256, files))
@@ -44,10 +47,11 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
 
     Args:
         folder: the checkpoint.
-        identity: the values that the run's loss curve depends on.
+        identity: the values on which the run's loss curve depends.
 
     Raises:
-        ValueError: a file is missing, truncated or damaged, or a value of `identity` differs; the message names it.
+        ValueError: a file is missing or damaged, or a value differs from `identity`; the message names the file or
+            value.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -58,7 +62,7 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
             f"{folder} cannot be resumed from: it has no readable {MANIFEST} ({type(error).__name__}), so it was not "
             "written by this trainer or is damaged"
         ) from error
-    # older versions stored `fsdp` here and refused to resume with another value of it
+    # older versions stored `fsdp` here, although it may change when a run resumes
     saved.pop("fsdp", None)
     wanted = json.loads(json.dumps(identity))
     if isinstance(saved.get("data"), dict) and isinstance(wanted.get("data"), dict):
@@ -67,7 +71,7 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
     if differing:
         told = "; ".join(f"{key} was {saved.get(key)!r} and is {wanted.get(key)!r}" for key in differing)
         raise ValueError(f"{folder} belongs to another run: {told}")
-    # the Trainer silently starts afresh with an optimizer or random state whose file is missing
+    # check these files here, because the Trainer silently resets an optimizer or random state whose file is missing
     for needed in ("model", "optimizer", "scheduler", "rng_state", "trainer_state"):
         if not any(name.startswith(needed) for name in files):
             raise ValueError(f"{folder} is damaged: its {MANIFEST} lists no {needed}")
@@ -91,16 +95,19 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
 
 
 def _widened(saved: Any, wanted: Any) -> Any:
-    """Return `saved`, a corpus's fingerprint, or `wanted` if `saved` has the old form, which covers tokens only."""
+    """Return `saved`, a corpus's fingerprint.
+
+    But if it has the old form, which covers only the tokens, return `wanted`.
+    """
     old_form = isinstance(saved, str) and isinstance(wanted, str) and wanted.startswith(f"{saved} documents ")
     return wanted if old_form else saved
 
 
 def checkpoint_to_resume(output_dir: Path, identity: Mapping[str, Any]) -> Path | None:
-    """Check the last checkpoint of a run and return its folder; None if the run has no checkpoint.
+    """Check the last checkpoint of a run and return its folder, or None if the run has no checkpoint.
 
-    A folder gets a checkpoint's name only when it is complete, so a damaged last checkpoint was damaged afterwards.
-    Raise an error then, instead of silently resuming from an older checkpoint.
+    A folder gets the name of a checkpoint only when it is complete. A damaged last checkpoint was therefore damaged
+    later, which is an error: resuming silently from an older checkpoint would hide it.
 
     Raises:
         ValueError: the last checkpoint is damaged or belongs to another run.
@@ -118,15 +125,15 @@ def checkpoint_to_resume(output_dir: Path, identity: Mapping[str, Any]) -> Path 
 
 
 def publish(partial: Path, output_dir: Path) -> None:
-    """Move everything in `partial` to `output_dir`. A power loss leaves each folder either whole or absent.
+    """Move everything in `partial` to `output_dir`. After a power loss, each folder is either whole or absent.
 
-    config.json is moved last, so that a folder with this file holds a complete model.
+    config.json is moved last, so that a folder with config.json holds a complete model.
     """
     sync_tree(partial)
     for path in sorted(partial.iterdir(), key=lambda p: p.name == "config.json"):
         target = output_dir / path.name
         if target.is_dir():
-            # a checkpoint of this step exists: keep it until the new one has its name
+            # keep an existing checkpoint of this step until the new one has its name
             replaced = partial / f"{path.name}.replaced"
             os.replace(target, replaced)
             os.replace(path, target)
@@ -139,6 +146,6 @@ def publish(partial: Path, output_dir: Path) -> None:
 
 
 def remove_old_checkpoints(output_dir: Path, keep: int) -> None:
-    """Remove all but the last `keep` checkpoints; `publish` has flushed the remaining ones to disk."""
+    """Remove all but the last `keep` checkpoints, which `publish` has already flushed to disk."""
     for path in list(checkpoint_steps(output_dir).values())[:-keep]:
         remove(path)

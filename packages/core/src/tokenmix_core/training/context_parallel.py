@@ -1,4 +1,4 @@
-"""Training with rows split over ranks: consecutive ranks form a group that takes the same rows."""
+"""Training with rows split over ranks: consecutive ranks form a group whose ranks load the same rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenmix_core.parallel import SequenceShard, sequence_shard
 
 
 def check_context_parallel(size: int, world_size: int, seq_len: int) -> None:
-    """Check that the ranks and a row can be divided by `size`; all ranks raise the same error.
+    """Check that `size` divides the number of ranks, and 2 · `size` the row; all ranks raise the same error.
 
     Raises:
         ValueError: `world_size` is no multiple of `size`, or `seq_len` none of `2 * size`.
@@ -29,10 +29,10 @@ def check_context_parallel(size: int, world_size: int, seq_len: int) -> None:
 
 
 class RowSplit:
-    """Split each micro-batch along time over the `size` ranks of this process's group.
+    """Splits each micro-batch along time over the `size` ranks of this process's group.
 
-    Parameters are replicated or sharded over all ranks, as without a split, because each rank's gradient is its share
-    of the sum over tokens. The layout is "zigzag", which balances the ranks, if a layer attends to the whole row.
+    Parameters are replicated or sharded over all ranks, as without a split, because each rank's gradient is its part of
+    a sum over tokens. If some layer attends to the whole row, the layout is "zigzag", which gives all ranks equal work.
     """
 
     def __init__(self, model: nn.Module, size: int):
@@ -42,17 +42,17 @@ class RowSplit:
         self.layout = "zigzag" if whole else "contiguous"
 
     def give_rows_to_groups(self, loader: DataLoader) -> None:
-        """Change a loader that accelerate has split over all ranks, so that the ranks of a group load the same rows."""
+        """Change a loader that accelerate has divided among all ranks: all ranks of a group then load the same rows."""
         sampler: Any = loader.batch_sampler
         sampler.num_processes //= self.size
         sampler.process_index //= self.size
 
     def of(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], AbstractContextManager[Any]]:
-        """Return the inputs without `cu_seqlens`, and a context that gives layers the split and the boundaries."""
+        """Return the inputs without `cu_seqlens`, and a context in which layers know the split and the boundaries."""
         boundaries = inputs.get("cu_seqlens")
         shard = SequenceShard(inputs["input_ids"].shape[1], boundaries, layout=self.layout, group=self.group)  # type: ignore[arg-type]
         return {name: x for name, x in inputs.items() if name != "cu_seqlens"}, sequence_shard(shard)
 
     def share(self, loss: Tensor) -> Tensor:
-        """Return the group's loss with 1 / size of its gradient, because the gradients of its ranks are summed."""
+        """Return the group's loss with its gradient divided by `size`, because ranks' gradients are summed later."""
         return loss - (1 - 1 / self.size) * loss.detach()

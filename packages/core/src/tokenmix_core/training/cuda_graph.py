@@ -1,12 +1,12 @@
-"""CUDA graphs of the forward and backward passes of training: captured once, replayed by a single launch.
+"""CUDA graphs of the forward and backward passes of training: captured once, then replayed by a single launch.
 
-A training step launches some thousands of kernels one by one. The GPU is idle whenever it finishes a kernel before the
-CPU launches the next one: most of the time with small models and small batches, now and then with large ones. A CUDA
-graph has no such gaps.
+A training step launches thousands of kernels one by one. The GPU is idle whenever it finishes a kernel before the CPU
+has launched the next one: most of the time for small models and batches, sometimes for large ones. In a CUDA graph
+there are no such gaps.
 
-Micro-batches with the same signature share a graph: the first one runs eagerly, the second is captured, later ones are
-replayed. All replays write gradients to the same memory; the first micro-batch of an update overwrites them, the others
-add to them. The graphs own this memory and that of the activations until the graphs are dropped.
+Micro-batches with the same signature share a graph: the first micro-batch runs eagerly, the second is captured, later
+ones are replayed. All replays write gradients to the same memory: the first micro-batch of an optimizer step overwrites
+it, the others add to it. The graphs own this memory and that of the activations until they are dropped.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch import Tensor, nn
 from tokenmix_core.kernels.launch import cuda_graphs
 from tokenmix_core.nn.plain import settings_of, third_party_modules
 
-# capture passes if that saves time ("auto"), or always (an error if that fails), or never
+# whether to capture passes: if that saves time ("auto"), always (then a failure is an error), or never
 TrainingGraph = Literal["auto", "always", "never"]
-# the most graphs, and the most signatures without a graph to remember
+# maximum number of graphs, and of signatures without a graph that are remembered
 MOST, SEEN = 8, 64
 
 
 class Losses(NamedTuple):
-    """The loss of a micro-batch and its auxiliary losses by name; all are detached scalars."""
+    """The loss and the auxiliary losses (by name) of a micro-batch, as detached scalars."""
 
     loss: Tensor
     auxiliary: dict[str, Tensor]
 
 
-# forward and backward pass: takes the model's inputs and the batch's number of scored tokens, adds to gradients
+# forward and backward pass: takes the model's inputs and the batch's number of scored tokens, accumulates gradients
 Passes = Callable[[dict[str, Any], Any], Losses]
 
 
@@ -47,21 +47,21 @@ class _Graph(NamedTuple):
 
 
 class GraphedStep:
-    """Run forward and backward passes of a model; capture and replay them as CUDA graphs if a signature recurs.
+    """Runs a model's forward and backward passes; if a signature recurs, captures and replays them as a CUDA graph.
 
-    A signature consists of the shapes of the tensors, the values of the other inputs, the plain attributes of all
-    modules (such as a window that is drawn for each step) and the set of trainable parameters. Nothing else may differ
-    between two micro-batches, and a replay runs no Python code of the passes.
+    A signature consists of the shapes of the tensors, the values of all other inputs, the plain attributes of all
+    modules (such as a window that is drawn for each step) and the set of trainable parameters. Two micro-batches of one
+    signature must not differ in anything else, because a replay runs no Python code of the passes.
 
     Args:
         model: the model whose gradients are computed.
         device: device of the model and of all inputs.
-        training_graph: "always" raises an error for passes that cannot be captured; "auto" warns and runs them eagerly
-            from then on. With "auto" the second micro-batch of a signature runs eagerly to see whether the passes wait
-            for the device, the third is captured, and no graph is captured that might exceed the memory.
+        training_graph: "always" raises an error if passes cannot be captured; "auto" warns then and runs all passes
+            eagerly from that time on. With "auto" the second micro-batch of a signature also runs eagerly, to find out
+            whether the passes wait for the device; the third is captured, unless the graph might exceed the memory.
 
     Attributes:
-        graphs: the graph of each signature; None for a signature that is not captured yet.
+        graphs: for each signature its graph, or None if it is not captured yet.
 
     Raises:
         ValueError: the passes cannot be captured; the message gives the reason.
@@ -71,7 +71,7 @@ class GraphedStep:
         capture = cuda_graphs.capture_on(device)
         if capture is None:
             raise ValueError(f"there are no graphs on {device.type}")
-        # the device of a tensor has an index, "cuda" has none
+        # compare with a tensor's device, which has an index, unlike the device "cuda"
         self.device, self.capture = torch.empty(0, device=device).device, capture
         self.training_graph = training_graph
         self.model, self.parameters, self.modules = model, list(model.parameters()), list(model.modules())
@@ -79,16 +79,16 @@ class GraphedStep:
         if self._hooked():
             raise ValueError("the model has hooks, which would not be called")
         self.graphs: dict[Hashable, _Graph | None] = {}
-        # the gradients that all replays write to, in the order of `parameters`
+        # the gradients to which all replays write, in the order of `parameters`
         self.gradients: list[Tensor | None] | None = None
         self._plain = [(vars(m), [name for name, x in vars(m).items() if isinstance(x, _PLAIN)]) for m in self.modules]
         self._settings: Hashable = ()
         self._warned, self._failed = False, False
-        # signatures whose passes were seen not to wait for the device
+        # signatures of passes that were found not to wait for the device
         self._without_waits: set[Hashable] = set()
 
     def __call__(self, passes: Passes, inputs: Mapping[str, Any], items: Any) -> Losses:
-        """Run or replay the passes of a micro-batch. The next call overwrites the losses that this one returns.
+        """Run or replay the passes of one micro-batch. The returned losses are overwritten by the next call.
 
         Args:
             passes: the forward and backward passes.
@@ -124,18 +124,18 @@ class GraphedStep:
         return graph.losses
 
     def _trainable_gradients(self) -> list[Tensor | None]:
-        """Return the gradients that replays write to, in parameter order; None for parameters that are frozen now."""
+        """Return the gradients to which replays write, in parameter order; None for parameters that are frozen now."""
         pairs = zip(self.parameters, self.gradients or (), strict=bool(self.gradients))
         return [gradient if parameter.requires_grad else None for parameter, gradient in pairs]
 
     def _are_ours(self, gradients: list[Tensor | None]) -> bool:
-        """Return True if `gradients` are the very tensors that replays write to."""
+        """Return True if `gradients` are the very tensors to which replays write."""
         return self.gradients is not None and all(
             a is b for a, b in zip(gradients, self._trainable_gradients(), strict=True)
         )
 
     def _assign_gradients(self) -> None:
-        """Set each parameter's `.grad` to the tensor that replays write to."""
+        """Set each parameter's `.grad` to the tensor to which replays write."""
         for parameter, gradient in zip(self.parameters, self._trainable_gradients(), strict=True):
             parameter.grad = gradient
 
@@ -143,7 +143,10 @@ class GraphedStep:
         return any(not getattr(hook, "on_device", False) for module in self.modules for hook in _hooks(module))
 
     def _look(self) -> Hashable:
-        """Return the state of the modules that passes depend on; warn and return None if it forbids a capture."""
+        """Return those settings of the modules on which passes depend.
+
+        If they forbid a capture, warn and return None.
+        """
         if self._hooked():
             self._warn("the model has hooks now: its passes run kernel by kernel")
             return None
@@ -159,7 +162,7 @@ class GraphedStep:
         self._warned = True
 
     def _note(self, signature: Hashable) -> None:
-        """Store a signature as seen; beyond `SEEN` signatures without a graph, drop the oldest."""
+        """Remember a signature; if there are more than `SEEN` without a graph, drop the oldest."""
         self.graphs.setdefault(signature, None)
         if len(once := [each for each, graph in self.graphs.items() if graph is None]) > SEEN:
             del self.graphs[once[0]]
@@ -167,7 +170,7 @@ class GraphedStep:
     def _has_capacity(self) -> bool:
         if self._failed or sum(graph is not None for graph in self.graphs.values()) >= MOST:
             return False
-        # a graph takes at most as much memory as eager passes
+        # a graph needs no more memory than the eager passes
         if self.training_graph == "always" or cuda_graphs.at_most_half_used(self.device):
             return True
         self._warn("passes run kernel by kernel: a CUDA graph of them might need more memory than there is")
@@ -176,21 +179,21 @@ class GraphedStep:
     def _captured(
         self, passes: Passes, given: dict[str, Any], first: bool, gradients: list[Tensor | None]
     ) -> _Graph | None:
-        """Capture passes whose signature occurred before; if that fails, return None ("auto") or raise ("always")."""
+        """Capture passes whose signature has occurred before; on failure return None ("auto") or raise ("always")."""
         try:
             return self._capture(passes, given, first)
         except RuntimeError as error:
             if self.training_graph == "always":
                 way = "train with training_graph='never', from the last checkpoint if there is one"
                 raise RuntimeError(f"{error}; {way}") from error
-            # a failed capture has executed nothing on the device: only `.grad` must be restored
+            # a failed capture has run nothing on the device, so that only `.grad` must be restored
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
             self._give_up(str(error))
             return None
 
     def _run_noting_waits(self, signature: Hashable, passes: Passes, inputs: Mapping[str, Any], items: Any) -> Losses:
-        """Run passes eagerly, and find out whether they wait for the device, as passes that do cannot be captured."""
+        """Run passes eagerly, and find out whether they wait for the device: passes that wait cannot be captured."""
         with cuda_graphs.noting_waits(self.device) as waits:
             losses = passes(dict(inputs), items)
         if waits:
@@ -200,7 +203,7 @@ class GraphedStep:
         return losses
 
     def _give_up(self, why: str) -> None:
-        """Warn, drop all graphs and run eagerly from now on: random numbers may then come from another generator."""
+        """Warn, drop all graphs and run eagerly from now on; random values may then come from another generator."""
         warnings.warn(f"training continues kernel by kernel: {why}", stacklevel=5)
         self._failed = True
         self.graphs.clear()
@@ -222,7 +225,7 @@ class GraphedStep:
 
         try:
             replay = self.capture(work)
-        # torch raises several error types if the CPU reads a tensor during capture, or if memory runs out
+        # torch raises errors of several types if the CPU reads a tensor during capture or memory is exhausted
         except Exception as error:
             raise RuntimeError(
                 f"the passes of this model cannot be captured ({type(error).__name__}: {error})"
@@ -234,9 +237,9 @@ class GraphedStep:
         return _Graph(static, replay, found[0])
 
 
-# the key under which the number of scored tokens is stored among the model's inputs
+# key under which the number of scored tokens is stored among the model's inputs
 _ITEMS = "number of scored tokens"
-# types of the module attributes that are part of a signature
+# types of module attributes that are part of a signature
 _PLAIN = int | float | str | tuple | None
 
 

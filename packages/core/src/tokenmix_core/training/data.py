@@ -1,7 +1,7 @@
-"""Training rows from token files and synthetic tasks, in an order that depends on the seed and the epoch.
+"""Training rows from token files and synthetic tasks; their order depends on the seed and the epoch.
 
-Row i of a run depends only on the recipe and on i. A run that is killed before row i and resumed therefore continues as
-if it had not been killed, on any number of processes, without reading earlier rows.
+Row i of a run depends only on the recipe and on i. A run that was killed before row i therefore resumes as if it had
+not been killed, on any number of processes, and without reading earlier rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IGNORE_INDEX = synthetic.IGNORE_INDEX
 _BLOCK = 1000
 
 
-# maps a row's index to further inputs of the model by name, with one value per token
+# a function that maps a row's index to further inputs of the model by name, with one value per token
 RowInputs = Callable[[int], dict[str, Tensor]]
 
 
@@ -47,10 +47,10 @@ class Row(TypedDict):
 
 
 def permuted(index: int, size: int, key: Sequence[int]) -> int:
-    """Return the image of `index` under a permutation of `range(size)` that is random but determined by `key`.
+    """Return the image of `index` under a permutation of `range(size)` that looks random and is determined by `key`.
 
-    No table is stored: a Feistel network of four rounds permutes all integers of an even number of bits, as few as
-    cover `size`, and is applied again to images outside the range.
+    No table is stored. A Feistel network of four rounds permutes all integers of an even number of bits, the fewest
+    that cover `size`; images outside the range are permuted again until they lie inside.
     """
     if not 0 <= index < size:
         raise ValueError(f"permuted: index must be from 0 to {size - 1}, got {index}")
@@ -89,25 +89,25 @@ class ChunkRows(Dataset):
 
 
 class GrowingRows(Dataset):
-    """An endless supply of examples of a synthetic task; examples grow in the first part of training.
+    """Endless examples of a synthetic task, which grow during the first part of training.
 
-    The size P of an example is one of `largest`, `largest` / 2, `largest` / 4, …, 2, with equal probability. If
-    `packed`, its length is one of 4P, 8P, 16P, … tokens, at least 16 and at most T. Models learn recall faster from
-    short examples. So over the first `ramp_rows` rows the sizes are added one by one, at shrinking intervals, and no
-    example is longer than 16 times the largest size added so far. A subclass defines `examples`, which makes examples,
-    and `draws`, which returns the random generator for a row's size and length.
+    The size P of an example is `largest`, `largest` / 2, `largest` / 4, … or 2, with equal probability. If `packed`,
+    its length is 4P, 8P, 16P, … tokens, at least 16 and at most T. Models learn recall faster from short examples.
+    Therefore the sizes become available one by one over the first `ramp_rows` rows, at shrinking intervals, and no
+    example is longer than 16 times the largest available size. A subclass defines `examples`, which makes examples, and
+    `draws`, which returns the random generator for a row's size and length.
 
     Args:
-        seq_len: T, the tokens in a row.
-        largest: the largest size of an example.
-        vocab_size: how many different tokens examples are made of.
-        seed: rows are a function of this seed and their index.
-        packed: fill each row with examples of one size, with boundaries between them; else a row is one example of T
-            tokens.
-        ramp_rows: the number of rows after which all sizes occur; 0 if all occur at once.
+        seq_len: T, number of tokens in a row.
+        largest: largest size of an example.
+        vocab_size: number of different tokens in examples.
+        seed: seed of the rows, each of which depends only on the seed and its index.
+        packed: whether to fill each row with examples of one size, with boundaries between them; if False, a row is one
+            example of T tokens.
+        ramp_rows: number of rows after which all sizes occur; 0 if all occur from the start.
 
     Raises:
-        ValueError: a size is too small for an example.
+        ValueError: a size that is too small for an example.
     """
 
     def __init__(
@@ -117,11 +117,11 @@ class GrowingRows(Dataset):
         self.packed, self.ramp_rows = packed, ramp_rows
         self.sizes = [largest >> i for i in range(largest.bit_length()) if largest >> i >= 2] or [largest]
         self.sizes.sort()
-        # raise errors about sizes before training begins
+        # raise errors about sizes now, before training begins
         self.examples(1, seq_len, largest, 0)
 
     def examples(self, count: int, seq_len: int, size: int, first: int) -> synthetic.RecallExamples:
-        """Return `count` examples of one length and size; `first` is the index of the first of them."""
+        """Return `count` examples of one length and size; `first` is the index of the first example."""
         raise undefined(self, "examples(count, seq_len, size, first)", "which makes the examples")
 
     def draws(self, index: int) -> np.random.Generator:
@@ -141,7 +141,7 @@ class GrowingRows(Dataset):
             length = shortest << int(rng.integers((longest // shortest).bit_length()))
         count, rest = divmod(self.seq_len, length)
         first = index * self.seq_len
-        # the last example also takes the tokens that are left in the row
+        # the last example is longer by the tokens that would be left over in the row
         parts = (
             self.examples(count - 1, length, size, first),
             self.examples(1, length + rest, size, first + count - 1),
@@ -151,7 +151,10 @@ class GrowingRows(Dataset):
 
 
 class MQARRows(GrowingRows):
-    """Multi-query associative recall, see `tokenmix_core.data.synthetic.mqar`. An example's size counts its pairs."""
+    """Multi-query associative recall, see `tokenmix_core.data.synthetic.mqar`.
+
+    An example's size is its number of pairs.
+    """
 
     def examples(self, count: int, seq_len: int, size: int, first: int) -> synthetic.RecallExamples:
         options: dict[str, Any] = {"vocab_size": self.vocab_size, "seed": self.seed, "first": first}
@@ -168,7 +171,7 @@ class CopyRows(GrowingRows):
 
     Args:
         task: "copying" or "selective-copying".
-        sizes, options: as for `GrowingRows`; the vocabulary includes the blank and the marker.
+        sizes, options: as for `GrowingRows`; the vocabulary includes the blank token and the marker token.
     """
 
     def __init__(self, task: str, *sizes: int, **options: Any) -> None:
@@ -184,21 +187,21 @@ class CopyRows(GrowingRows):
 
 
 class NiahRows(Dataset):
-    """An endless supply of haystacks that hide facts and end with questions; the loss counts only the answers.
+    """Endless haystacks that contain facts and end with questions; only the answers are scored by the loss.
 
     Facts and questions are those of S-NIAH (`tokenmix_core.data.synthetic.niah`). Models learn too little from one fact
-    per example, so an example hides 1, 2 or 4 facts with equal probability (fewer if they do not fit) in a haystack of
-    random length, and ends with an end token. Over the first `ramp_rows` rows examples grow at an increasing rate, from
-    one fact and 256 tokens to four facts and T tokens.
+    per example. So an example contains 1, 2 or 4 facts with equal probability (fewer if they do not fit) in a haystack
+    of random length, and ends with an end token. Over the first `ramp_rows` rows, examples grow at an increasing rate
+    from one fact and 256 tokens to four facts and T tokens.
 
     Args:
         task: "s-niah-1", "s-niah-2" or "s-niah-3".
         tokenizer: turns the text into tokens.
-        text: running text in which facts are hidden, for the second and third task.
-        seq_len: T, the tokens in a row.
-        seed: rows are a function of this seed and their index.
-        packed: fill each row with examples, with boundaries between them; else each example has a row of its own.
-        ramp_rows: the number of rows over which examples grow; 0 if they have full size at once.
+        text: running text in which facts are placed, for the second and the third task.
+        seq_len: T, number of tokens in a row.
+        seed: seed of the rows, each of which depends only on the seed and its index.
+        packed: whether to fill each row with examples, with boundaries between them; if False, an example is a row.
+        ramp_rows: number of rows over which examples grow; 0 if they have full size from the start.
 
     Raises:
         ValueError: a row is too short for a fact and its question.
@@ -231,7 +234,7 @@ class NiahRows(Dataset):
         return encode_texts(self.tokenizer, [text])[0]
 
     def _haystack(self, rng: np.random.Generator) -> list[int]:
-        """Return the tokens of the text in which a row's facts are hidden."""
+        """Return the tokens of the text in which a row's facts are placed."""
         if self.text is None:
             return self._noise
         start = int(rng.integers(max(1, len(self.text) - self.seq_len)))
@@ -295,14 +298,13 @@ class NiahRows(Dataset):
 
 
 class MixedRows(Dataset):
-    """A dataset of `length` rows that mixes several datasets in fixed shares.
+    """A dataset of `length` rows that mixes several datasets in fixed proportions.
 
-    Every block of 1,000 rows has the same number of rows from each dataset, in one random order. The rows of each
-    dataset are taken in their own order. `inputs` maps a row's index to further inputs of the model, which are added to
-    the row.
+    Every block of 1,000 rows has the same number of rows of each dataset, in one random order. The rows of each dataset
+    keep their order. `inputs` maps a row's index to further inputs of the model, which are added to the row.
 
     Raises:
-        ValueError: a weight is not positive, or so small that a block would have no row of this dataset.
+        ValueError: a weight that is not positive, or so small that a block would have no row of its dataset.
     """
 
     def __init__(
@@ -329,7 +331,7 @@ class MixedRows(Dataset):
 
     @property
     def token_files(self) -> list[TokenFile]:
-        """The token files that rows are cut from, or whose text hides facts."""
+        """The token files from which rows are cut, or whose text contains the facts of haystacks."""
         files = [getattr(dataset, "file", getattr(dataset, "text", None)) for dataset in self.datasets]
         return [file for file in files if isinstance(file, TokenFile)]
 
@@ -348,7 +350,10 @@ def _inputs(row: Row) -> dict[str, Tensor]:
 
 
 def collate_joined(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """Return a batch `[B, T]` in which a row's documents see each other. A row's first token is never predicted."""
+    """Return a batch `[B, T]` in which the documents of a row see each other.
+
+    A row's first token is never predicted.
+    """
     labels = torch.stack([row["labels"] for row in rows])
     labels[:, 0] = IGNORE_INDEX
     more = {name: torch.stack([_inputs(row)[name] for row in rows]) for name in _inputs(rows[0])}
@@ -358,9 +363,9 @@ def collate_joined(rows: Sequence[Row]) -> dict[str, Tensor]:
 def collate_separate(rows: Sequence[Row]) -> dict[str, Tensor]:
     """Return a packed batch `[1, B·T]` in which no document sees another.
 
-    `cu_seqlens` holds the boundaries of rows and documents. Empty sequences pad it to a power of two plus one elements,
-    so that a compiled model meets few shapes. The first token of a sequence is never predicted, because the token
-    before it belongs to another document.
+    `cu_seqlens` holds the boundaries of rows and documents, padded with empty sequences to a power of two plus one
+    elements, so that a compiled model meets few shapes. The first token of a sequence is never predicted, because the
+    token before it belongs to another document.
     """
     input_ids = torch.cat([row["input_ids"] for row in rows])
     labels = torch.cat([row["labels"] for row in rows])

@@ -1,4 +1,4 @@
-"""The engine: transformers' Trainer over accelerate, with the schedule, log and checkpoints of a recipe."""
+"""The engine: transformers' Trainer on accelerate, with the learning rates, log and checkpoints of a recipe."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tokenmix_core.training.recipe import OptimizerRecipe
 from tokenmix_core.training.sharded_trainer import ShardedTrainer, reading
 from tokenmix_core.training.weight_decay import decay_parameter_names
 
-# dense bfloat16 FLOP/s by a part of the GPU's name; the first part that matches counts
+# dense bfloat16 FLOP/s by a part of the GPU's name; the first entry whose part occurs in the name is used
 PEAK_FLOPS = (
     ("B200", 2250e12),
     ("GH200", 989e12),
@@ -43,22 +43,22 @@ PEAK_FLOPS = (
     ("L40S", 362e12),
     ("RTX 4090", 165e12),
 )
-# FLOPs per micro-batch and layer below which a GPU waits for the CPU to launch kernels: with .84e12 FLOPs CUDA graphs
-# made steps 1.6 times as fast, with 3.4e12 1.01 times (docs/step_time.md)
+# FLOPs per micro-batch and layer below which a GPU waits for the CPU to launch kernels: CUDA graphs made steps of
+# .84e12 FLOPs 1.6 times as fast, steps of 3.4e12 FLOPs 1.01 times (docs/step_time.md)
 _LAUNCH_BOUND_FLOPS = 2e12
 
 
 class RecipeTrainer(ShardedTrainer):
     """The Trainer that runs a recipe.
 
-    It adds: the recipe's learning rates and weight decay; training without a cache; tokens/s, model-FLOPs utilisation
-    and auxiliary losses in the log; atomic checkpoints; an error as soon as the loss or a weight is not finite; and
-    CUDA graphs.
+    It adds to the Trainer: the recipe's learning rates and weight decay; training without a cache; tokens/s,
+    model-FLOPs utilisation and auxiliary losses in the log; atomic checkpoints; an error as soon as the loss or a
+    weight is not finite; and CUDA graphs.
 
     Args:
-        schedule: the part of the recipe with learning rates and batch sizes.
-        seq_len: T, the tokens in a row.
-        identity: values that a checkpoint must have in its manifest to be resumed.
+        schedule: the recipe's learning rates and batch sizes.
+        seq_len: T, number of tokens in a row.
+        identity: values that a checkpoint's manifest must contain for the run to resume from it.
         training_graph: whether to capture forward and backward passes as CUDA graphs, as in `RunRecipe`.
         context_parallel: number of ranks over which each row is split.
         sharded_checkpoint: whether every rank writes its own shards into checkpoints.
@@ -81,10 +81,11 @@ class RecipeTrainer(ShardedTrainer):
         self.schedule, self.identity, self.training_graph = schedule, identity, training_graph
         self._graphed_step: GraphedStep | None = None
         self.output_dir = Path(str(self.args.output_dir))
-        # our models divide the summed loss by num_items_in_batch themselves
+        # our models themselves divide the summed loss by num_items_in_batch
         self.model_accepts_loss_kwargs = True
         self._redirected: Path | None = None
-        # auxiliary losses of the last micro-batch; their sums since the last log line; steps done before that line
+        # auxiliary losses of the last micro-batch; their sums since the last line of the log; number of steps before
+        # that line
         self._terms: dict[str, Tensor] = {}
         self._auxiliary: dict[str, Tensor] = {}
         self._steps_before = 0
@@ -96,13 +97,13 @@ class RecipeTrainer(ShardedTrainer):
         self._flops_per_token = flops(seq_len) if flops is not None else None
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Return the names of the parameters that weight decay applies to, see `decay_parameter_names`."""
+        """Return the names of parameters that weight decay applies to; see `decay_parameter_names`."""
         return decay_parameter_names(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Return the recipe's learning-rate schedule, and create it at the first call."""
+        """Return the recipe's learning-rate schedule, which the first call creates."""
         if self.lr_scheduler is None:
-            # a plain function: LambdaLR saves callable objects in checkpoints, but not functions
+            # a plain function, because LambdaLR would save a callable object in checkpoints
             factor = self.schedule.learning_rate_factor
             chosen: Any = optimizer or self.optimizer
             self.lr_scheduler = LambdaLR(chosen, lambda step: factor(step))
@@ -110,9 +111,9 @@ class RecipeTrainer(ShardedTrainer):
         return self.lr_scheduler
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return a loader of the rows in order; its worker processes ignore Ctrl-C and SIGTERM."""
+        """Return a loader that yields rows in order and whose worker processes ignore Ctrl-C and SIGTERM."""
         loader = super().get_train_dataloader()
-        # accelerate wraps the loader that starts the worker processes
+        # accelerate wraps the loader that starts the worker processes; get the inner one
         inner = getattr(loader, "base_dataloader", loader)
         if self._split is not None:
             self._split.give_rows_to_groups(inner)
@@ -122,7 +123,7 @@ class RecipeTrainer(ShardedTrainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Run the forward and backward pass of a micro-batch, as a CUDA graph if possible and asked for."""
+        """Run the forward and backward pass of a micro-batch, as a CUDA graph if that is possible and requested."""
 
         self._seed_step()
 
@@ -132,7 +133,7 @@ class RecipeTrainer(ShardedTrainer):
 
         step = super().training_step
         if self.training_graph != "never" and self._graphed_step is None:
-            # not before the first step, because callbacks may change the model until then
+            # made only now, because callbacks may change the model until the first step
             self._graphed_step = self._make_graphed_step(model)
         self._stepped = True
         if self._graphed_step is None:
@@ -148,7 +149,7 @@ class RecipeTrainer(ShardedTrainer):
         return losses.loss
 
     def _seed_step(self) -> None:
-        """Seed a step's random generators: dropout differs between ranks, and a resumed run repeats it."""
+        """Seed the random generators of a step: dropout then differs between ranks, and a resumed run repeats it."""
         step = self.state.global_step
         if self._seeded != step:
             self._seeded = step
@@ -160,7 +161,7 @@ class RecipeTrainer(ShardedTrainer):
         self._graphed_step = None
 
     def _make_graphed_step(self, model: nn.Module) -> GraphedStep | None:
-        """Return a `GraphedStep`, or None if graphs are of no use ("auto") or impossible ("always" warns of that)."""
+        """Return a `GraphedStep`, or None if graphs have no advantage ("auto") or are impossible ("always" warns)."""
         auto = self.training_graph == "auto"
         try:
             if self.args.world_size > 1:
@@ -176,7 +177,7 @@ class RecipeTrainer(ShardedTrainer):
             return None
 
     def _is_launch_bound(self, model: nn.Module) -> bool:
-        """True if layers have so little to compute that launching their kernels takes longer."""
+        """True if layers have so few FLOPs that launching their kernels takes longer than computing them."""
         layers = getattr(getattr(model, "config", None), "num_hidden_layers", None)
         tokens = self.schedule.batch_tokens / self.args.gradient_accumulation_steps
         return (
@@ -192,7 +193,7 @@ class RecipeTrainer(ShardedTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return the model's loss. No cache is used, because with a cache packed documents would see each other."""
+        """Return the model's loss, computed without a cache: with one, packed documents would see each other."""
         inputs = {**inputs, "use_cache": False}
         outputs: Any
         inputs, split = (inputs, nullcontext()) if self._split is None else self._split.of(inputs)
@@ -206,13 +207,13 @@ class RecipeTrainer(ShardedTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def get_cp_size(self) -> int:
-        """Return the number of ranks that take the same rows."""
+        """Return the number of ranks that load the same rows."""
         return 1 if self._split is None else self._split.size
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add throughput and auxiliary losses to a line of the training log.
+        """Add throughput and auxiliary losses to a line of the log.
 
-        Leave out the summary line if a finished run is resumed and trains nothing.
+        Drops the summary line if a finished run is resumed and there is nothing to train.
 
         Raises:
             FloatingPointError: the loss or the norm of the gradient is not finite.
@@ -235,7 +236,7 @@ class RecipeTrainer(ShardedTrainer):
         now, step = time.perf_counter(), self.state.global_step
         steps = step - (self._logged[1] if self._logged else 0)
         for name, total in sorted(self._auxiliary.items()):
-            # each process holds its share of a sum over the whole batch
+            # each process has its part of a sum over the whole batch
             logs[name] = self._gathered(total).sum().item() / max(1, step - self._steps_before)
         self._auxiliary.clear()
         if self._logged is not None and steps:
@@ -259,7 +260,7 @@ class RecipeTrainer(ShardedTrainer):
             finally:
                 self._redirected = None
             if aside.is_dir():
-                # on a network file system, only the process that wrote a file can wait until it is on disk
+                # on a network file system, only the process that wrote a file can wait until the file is on disk
                 sync_tree(aside)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
@@ -288,7 +289,7 @@ class RecipeTrainer(ShardedTrainer):
         return writing(what, self.output_dir, RuntimeError, SafetensorError)
 
     def _require_finite_weights(self, model: nn.Module) -> None:
-        # each process checks the shards that it holds
+        # each process checks the parameters or shards that it holds
         parameters = [getattr(p, "_local_tensor", p) for p in model.parameters()]
         finite = torch.stack([p.detach().isfinite().all() for p in parameters if p.numel()]).all()
         if not self._gathered(finite).all():
@@ -298,13 +299,13 @@ class RecipeTrainer(ShardedTrainer):
             )
 
     def _gathered(self, value: Tensor) -> Tensor:
-        """Return the value of a scalar on every process, `[processes]`."""
+        """Return the values that a scalar has on all processes, `[processes]`."""
         gathered = self.accelerator.gather(value[None])
         assert isinstance(gathered, Tensor)
         return gathered
 
     def save_final(self) -> None:
-        """Write model and tokenizer into the output folder; a kill leaves each file whole or absent."""
+        """Write model and tokenizer to the output folder; if killed, leave each file whole or absent."""
         aside = self.output_dir / checkpoint.PARTIAL
         with self._writing("the model"):
             self.save_model(str(aside))
@@ -325,11 +326,11 @@ def _leave_signals_to_trainer(then: Callable[[int], None] | None, worker: int) -
 
 
 def device_name(args: TrainingArguments) -> str:
-    """Return the name of the GPU or, on a CPU, of the processor that a run uses."""
+    """Return the name of the GPU that a run uses or, on a CPU, of the processor."""
     cuda = args.device.type == "cuda"
     return torch.cuda.get_device_name(args.device) if cuda else platform.processor() or platform.machine()
 
 
 def peak_flops(device_name: str, *, bf16: bool) -> float | None:
-    """Return a GPU's dense bfloat16 FLOP/s by its name; None if the GPU is unknown or the run does not use bfloat16."""
+    """Return the dense bfloat16 FLOP/s of a GPU; None if the GPU is unknown or the run does not use bfloat16."""
     return next((peak for part, peak in PEAK_FLOPS if part in device_name), None) if bf16 else None

@@ -1,4 +1,4 @@
-"""Recipes that start from the weights of a checkpoint, not from random ones."""
+"""Recipes that continue from a checkpoint's weights instead of random ones."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _OF_FILES = ("model_type", "architectures", "transformers_version", "dtype", "_n
 
 
 def finetune_recipe(recipe: Recipe, checkpoint: str, prepare: Callable[[Any], Any] | None = None) -> Recipe:
-    """Return the recipe with its model and tokenizer replaced by a checkpoint's, whose weights are trained further.
+    """Return `recipe` with the model and tokenizer of a checkpoint, whose weights are trained further.
 
     Args:
-        recipe: provides data, optimizer and run settings.
+        recipe: the recipe whose data, optimizer and run settings are used.
         checkpoint: folder of a model and its tokenizer.
-        prepare: takes the loaded model, in float32, and returns the model to train, for example with frozen parameters;
-            with None all parameters are trained.
+        prepare: takes the loaded float32 model and returns the model to train, for example with frozen parameters; None
+            trains all parameters.
     """
     config = from_pretrained(AutoConfig, checkpoint, local_files_only=True)
     return replace(
@@ -36,18 +36,18 @@ def finetune_recipe(recipe: Recipe, checkpoint: str, prepare: Callable[[Any], An
 
 
 def _loaded(checkpoint: str, prepare: Callable[[Any], Any] | None, recipe: Recipe) -> Any:
-    # weights are float32; the precision of the recipe applies to the computation only
+    # weights are float32; the recipe's precision applies only to computations
     settings: dict[str, Any] = {"config": recipe.model_config(), "dtype": "float32", "local_files_only": True}
     model = from_pretrained(AutoModelForCausalLM, checkpoint, **settings)
     return model if prepare is None else prepare(model)
 
 
 def train_only(model: Any, modules: Iterable[nn.Module]) -> Any:
-    """Freeze every parameter of the model that does not belong to one of `modules`; return the model."""
+    """Freeze all parameters of `model` except those of `modules`; return the model."""
     model.requires_grad_(False)
     for module in modules:
         module.requires_grad_(True)
     if hasattr(model, "enable_input_require_grads"):
-        # gradient checkpointing has no gradients if the input of a block does not require them
+        # gradient checkpointing computes no gradients in a block whose input does not require them
         model.enable_input_require_grads()
     return model

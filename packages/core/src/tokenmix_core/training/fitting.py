@@ -1,4 +1,4 @@
-"""Adapt a recipe's mixers to another depth or width that a flag sets."""
+"""Adapt a recipe's mixers to a depth or width that a flag sets."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tokenmix_core.nn.registry import find_mixer
 
 
 def fitted(model: Mapping[str, Any], given: Mapping[str, Sequence[Sequence[str]]]) -> tuple[dict[str, Any], list[str]]:
-    """Return the model's fields with mixers adapted to its depth, heads to its width, and a line of text per change.
+    """Return the model's fields with mixers adapted to the depth and heads to the width, and a line of text per change.
 
-    Only fields that no flag sets are changed, and only if they do not fit `num_hidden_layers` or `hidden_size`.
+    Changes only fields that no flag sets, and only if they do not fit `num_hidden_layers` or `hidden_size`.
 
     Args:
         model: the fields after all flags were applied.
-        given: the fields that flags set, by name, each with the keys inside it that were set.
+        given: the fields that flags set, by name, each with the keys below it that were set.
     """
     model, lines = dict(model), []
     labels, options = model.get("mixers"), model.get("mixer_options") or {}
@@ -45,26 +45,26 @@ def fitted(model: Mapping[str, Any], given: Mapping[str, Sequence[Sequence[str]]
 
 
 def _labels(labels: list[str], layers: int) -> list[str]:
-    """Return `layers` labels: repeat the pattern if it is shorter, else take the first part with the most mixers."""
+    """Return `layers` labels: repeat a shorter pattern; of a longer one take the section with the most mixers."""
     if layers >= len(labels):
         return (labels * (layers // len(labels) + 1))[:layers]
     parts = [labels[i : i + layers] for i in range(len(labels) - layers + 1)]
     if layers < len(set(labels)):
-        # with fewer layers than mixers prefer the end of the pattern, where hybrids have the mixer that the recipe is
+        # of several best sections take the last: at the end of their pattern, hybrids have the mixer that the recipe is
         # about
         parts.reverse()
     return max(parts, key=lambda part: len(set(part)))
 
 
 def _defaults(label: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the default head size of a mixer that computes its head count from it; else an empty dict."""
+    """Return the default head size of a mixer that derives its head count from the head size; else an empty dict."""
     parameters = inspect.signature(find_mixer(options.get("type", label))).parameters
     heads, size = (parameters[name].default if name in parameters else 0 for name in ("num_heads", "head_dim"))
     return {"head_dim": size} if heads is None and "num_heads" not in options else {}
 
 
 def _heads(options: Mapping[str, Any], width: int) -> Mapping[str, Any]:
-    """Return the options with a head count (or head size) that divides the width; head sizes stay multiples of 4."""
+    """Return the options with a head count, or head size, that divides the width; head sizes remain multiples of 4."""
     heads, size, groups = (options.get(name) for name in ("num_heads", "head_dim", "num_kv_heads"))
     if isinstance(heads, int) and size is None and width % (4 * heads):
         heads = gcd(heads, max(1, width // 4))

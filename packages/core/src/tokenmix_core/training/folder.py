@@ -1,4 +1,4 @@
-"""The folder of a run: check that a run may be written to it, and lock it."""
+"""The folder of a run: check that the run may write to it, and lock it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ METRICS = "metrics.jsonl"
 
 
 def check_folder(output_dir: Path, *, resume: bool) -> None:
-    """Raise an error if a run must not be written to this folder.
+    """Raise an error if a run must not write to this folder.
 
     Raises:
-        ValueError: the folder holds files that are not those of a run without a checkpoint; or it holds a checkpoint
-            although `resume` is false; or another process writes it.
+        ValueError: the folder holds files other than those of a run without a checkpoint; or it holds a checkpoint
+            although `resume` is False; or another process writes to it.
     """
     check_folder_path(output_dir)
     saved = checkpoint.checkpoint_steps(output_dir)
@@ -34,7 +34,7 @@ def check_folder(output_dir: Path, *, resume: bool) -> None:
 
 
 def _only_begun(output_dir: Path, found: list[Path]) -> bool:
-    """True if a folder holds only a run that ended before its first checkpoint."""
+    """True if `found`, a folder's content, comes only from a run that ended before its first checkpoint."""
     # TensorBoard writes to the folder "runs"
     known = {RUN_MANIFEST, METRICS, checkpoint.PARTIAL, "runs"}
     if any(path.name not in known and not is_temporary(path) for path in found):
@@ -47,10 +47,10 @@ def _only_begun(output_dir: Path, found: list[Path]) -> bool:
 
 
 def run_lock(output_dir: str | Path, *, resume: bool = False) -> AbstractContextManager[Any]:
-    """Return the lock of a run's folder. Hold it while the folder is written; one process can hold it at a time.
+    """Return the lock of a run's folder, which one process at a time can hold; hold it while writing to the folder.
 
     Raises:
-        ValueError: as for `check_folder`; or, on entering, another process holds the lock.
+        ValueError: the reasons given at `check_folder`; or, on entering, that another process holds the lock.
     """
     check_folder(Path(output_dir), resume=resume)
     return FolderLock(Path(output_dir), "training") if os.environ.get("RANK", "0") == "0" else nullcontext()

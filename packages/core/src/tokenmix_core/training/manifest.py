@@ -1,4 +1,4 @@
-"""The manifest of a run (plain data in `run.json`), and the recipe of a run that is resumed."""
+"""The manifest of a run (`run.json`), and the recipe of a run that is resumed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUN_MANIFEST = "run.json"
 
 
 def run_manifest(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
-    """Return the manifest of a run, as plain data."""
+    """Return the manifest of a run as plain data: recipe, corpora, device and versions of software."""
     import torch
     import transformers
 
@@ -76,7 +76,7 @@ def read_manifest(output_dir: str | Path) -> dict[str, Any]:
 
 
 def trained_on(folder: str | Path) -> TrainedOn:
-    """Return the training text of a run, from the manifest in the folder or, for a checkpoint, in its parent."""
+    """Return the text that a run was trained on, from the manifest in `folder` or, for a checkpoint, in its parent."""
     for path in (Path(folder), Path(folder).parent):
         if (path / RUN_MANIFEST).is_file():
             manifest = read_manifest(path)
@@ -98,11 +98,12 @@ def resumed(
 ) -> Recipe:
     """Return the recipe of the run in a folder, so that its fields need not be given again.
 
-    Flags, and fields of a file, may change how the run is executed, but no field that its loss curve depends on. If the
-    folder has no manifest, the recipe gets only those flags and fields; the checkpoint is still compared with it.
+    Flags, and fields of a file, may change how the run is executed, but no field on which its loss curve depends. If
+    the folder has no manifest, the returned recipe is `recipe` with these flags and fields; the checkpoint is still
+    compared with it.
 
     Args:
-        recipe: the recipe that the run was started with, before any of its fields was overridden.
+        recipe: the recipe with which the run was started, before any of its fields was overridden.
         output_dir: the folder of the run.
         flags, config: as for `overridden`.
 
@@ -121,7 +122,7 @@ def resumed(
     except ValueError as error:
         raise ValueError(f"{path} holds what the recipe {name!r} cannot take: {error}") from error
     made = overridden(begun, flags, config)
-    # token files may have moved since; a checkpoint is compared by their contents
+    # token files may have been moved since; checkpoints are compared by the files' contents instead
     was, now = ({k: v for k, v in x.identity().items() if k != "sources"} for x in (begun, made))
     if differing := sorted(k for k in was if was[k] != now[k]):
         told = "; ".join(f"{k} was {was[k]!r} and is {now[k]!r}" for k in differing)

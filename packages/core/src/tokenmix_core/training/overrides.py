@@ -1,4 +1,4 @@
-"""Change the fields of a recipe by a YAML file and by flags."""
+"""Changes of a recipe's fields by a YAML file and by flags."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, R
 def overridden(
     recipe: Recipe, flags: Sequence[str] = (), config: str | Path | Mapping[str, Any] | None = None
 ) -> Recipe:
-    """Return the recipe with fields replaced, first by those of a YAML file, then by flags.
+    """Return the recipe with fields replaced, first by those of a YAML file, then by those that flags set.
 
-    If `total_tokens` is lowered and `warmup_tokens` is not given, the warm-up keeps its share of the run. If the depth
-    or the width changes and mixers or heads are not given, the model gets mixers or heads that fit. A line on stderr
-    reports each such change.
+    If `total_tokens` is lowered and `warmup_tokens` is not given, the warm-up keeps its fraction of the run. If the
+    depth or width changes and mixers or heads are not given, the model gets mixers or heads that fit. Each such change
+    is reported by a line on stderr.
 
     Args:
         recipe: the recipe to change.
         flags: `--field value ...`; `--model.field value` sets a field of the model's config, and
-            `--model.mixer_options.label.option value` one entry of a field that has entries.
+            `--model.mixer_options.label.option value` sets one entry of a field that is a dictionary.
         config: a YAML file with lines `field: value` and, below `model:`, fields of the model's config; or a mapping of
-            the same form, such as `Recipe.values` returns.
+            this form, such as `Recipe.values` returns.
 
     Raises:
-        ValueError: a field is unknown (the message names the closest one), or a value does not fit its field.
+        ValueError: an unknown field (the message names the most similar one), or a value that does not fit its field.
     """
     parser = _parser(recipe)
     model = dict(recipe.model)
@@ -101,7 +101,7 @@ def _fields() -> list[str]:
 
 
 def _model_fields(recipe: Recipe) -> list[str]:
-    # imported here, because transformers takes a second to import, and the command `info` needs no model
+    # imported here, because transformers takes a second to import and the command `info` does not need it
     from tokenmix_core.modeling.config import DERIVED, HybridConfig
 
     config = recipe.model_config()
@@ -118,7 +118,7 @@ def _known_name(shown: str, name: str, known: Sequence[str]) -> str:
 
 
 def _with(old: Any, inside: Sequence[str], value: Any, flag: str) -> Any:
-    """Return `value`, or, if there are keys `inside`, a copy of `old` in which `value` is the entry at these keys."""
+    """Return `value` or, if `inside` has keys, a copy of `old` in which `value` is the entry under these keys."""
     if not inside:
         return value
     if not isinstance(old, Mapping | None):
@@ -145,7 +145,7 @@ def _yaml_value(flag: str, text: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{flag}: {text!r} is not valid YAML: {error}") from error
     if isinstance(value, str):
-        # YAML reads 1e-6 as text
+        # YAML reads 1e-6 as a string
         try:
             return float(value)
         except ValueError:

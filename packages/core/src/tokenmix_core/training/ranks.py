@@ -1,4 +1,4 @@
-"""Ranks that train together: check that all have the same recipe, and end all with one message if one fails."""
+"""Ranks that train together: check that all have the same recipe; if one fails, end all with one message."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-# beats that a rank may miss before it counts as gone, if a collective operation has failed as well
+# number of beats that a rank may miss before it counts as gone, if a collective operation has also failed
 _MISSED_BEATS = 5
 _RUNS = 0
 
 
 class RankFailure(OSError):
-    """Another rank failed; the message names this rank and repeats its error message."""
+    """Another rank failed; the message names that rank and repeats its error message."""
 
 
 @contextmanager
 def together(timeout: float) -> Iterator[None]:
-    """Connect the ranks of a run, and watch them in this `with` block. Do nothing for one process or a nested block.
+    """Connect the ranks of a run and watch them in this `with` block; does nothing for one process or a nested block.
 
-    Every rank writes a beat, a counter, to the store of the process group. If a rank raises an error, ends without one,
-    or writes no beat for `timeout` seconds, every other rank ends with a message that names it: by a `RankFailure` or,
-    if it waits in a collective operation, by printing the message and exiting with status 2.
+    Every rank increments a counter, its beat, in the store of the process group. If a rank raises an error, ends
+    without one, or writes no beat for `timeout` seconds, every other rank ends with a message that names it: by a
+    `RankFailure` or, if the other rank waits in a collective operation, by printing the message and exiting with status
+    2.
 
     Args:
         timeout: seconds without a beat after which a rank counts as stopped.
@@ -49,7 +50,7 @@ def together(timeout: float) -> Iterator[None]:
         return
     from accelerate import PartialState
 
-    # transformers' arguments reuse this process group
+    # transformers' training arguments reuse this process group
     PartialState(cpu=not torch.cuda.is_available())
     _RUNS += 1
     watch = _Watch.current = _Watch(timeout)
@@ -66,7 +67,7 @@ def together(timeout: float) -> Iterator[None]:
 
 
 class _Watch:
-    """Threads that write this rank's beats to the process group's store, and read those of other ranks."""
+    """Threads that write this rank's beats to the store of the process group and read the other ranks' beats."""
 
     current: _Watch | None = None
 
@@ -75,35 +76,35 @@ class _Watch:
         self.period = min(2.0, timeout / 20)
         run = "-".join(os.environ.get(f"TORCHELASTIC_{x}", "") for x in ("RUN_ID", "RESTART_COUNT"))
         self.address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # a connection for the beats alone: that of the process group blocks while a collective is set up
+        # a connection of its own, because that of the process group blocks while a collective is set up
         store = TCPStore(*self.address, is_master=False, timeout=timedelta(seconds=timeout))
         self.store = PrefixStore(f"tokenmix/{run}/{_RUNS}", store)
         self.failure: str | None = None
         self.store_lost = False
         self.suspects = False
         now = time.monotonic()
-        # for each rank the last beat that was read, and the time at which it changed
+        # for each rank, the last beat that was read and the time at which it changed
         self.beats = {rank: (b"", now) for rank in range(self.size)}
         self.read_at = now
         self.over = threading.Event()
         self.threads = [threading.Thread(target=work, daemon=True) for work in (self._exchange, self._judge)]
-        # all ranks write their first beat before any rank reads one
+        # the barrier ensures that all ranks have written a first beat before any rank reads one
         self.store.set(f"beat/{self.rank}", "0")
         dist.barrier()
         for thread in self.threads:
             thread.start()
 
     def report(self, error: BaseException) -> RankFailure | None:
-        """Tell the other ranks of an error; return a RankFailure if another rank has caused it, else None."""
+        """Report an error to the other ranks; return a RankFailure if another rank has caused it, else None."""
         if not _is_of_collective(error):
             told = " ".join(str(error).split()) or type(error).__name__
             host = socket.gethostname()
             self._publish(f"rank {self.rank} on {host}: {told}")
             if self.rank == 0:
-                # the store may end with this process: wait until the others have read the message
+                # the store may be in this process and end with it: wait until the other ranks have read the message
                 self._wait_until_told()
             return None
-        # another rank failed and has not reported it yet, or cannot report it
+        # another rank has failed but has not reported it yet, or cannot
         self.suspects = True
         end = time.monotonic() + 3 * _MISSED_BEATS * self.period
         while self.failure is None and time.monotonic() < end:
@@ -132,13 +133,13 @@ class _Watch:
         _write_torchelastic_error(self.failure)
 
     def _exchange(self) -> None:
-        """Thread: write this rank's beat and read the beats of others, once per period."""
+        """Body of a thread: once per period, write this rank's beat and read the beats of other ranks."""
         beat = 0
         try:
             while not self.over.wait(self.period):
                 beat += 1
                 self.store.set(f"beat/{self.rank}", str(beat))
-                # rank 0 watches all ranks; the others watch rank 0 alone, unless they suspect a failure
+                # rank 0 watches all ranks; the other ranks watch only rank 0, unless they suspect a failure
                 ranks = range(self.size) if self.rank == 0 or self.suspects else [0]
                 now = time.monotonic()
                 for rank, value in zip(ranks, self.store.multi_get([f"beat/{r}" for r in ranks]), strict=True):
@@ -153,10 +154,13 @@ class _Watch:
             self.store_lost = True
 
     def _judge(self) -> None:
-        """Thread: find ranks that stopped, and end this process if it does not end by itself after a failure."""
+        """Body of a thread: find ranks that have stopped.
+
+        End this process if it does not end by itself after a failure.
+        """
         while not self.over.wait(self.period):
             if self.failure is None and (told := self._store_verdict()):
-                # the failure is not written to the store, which does not answer
+                # do not write the failure to the store, because the store does not answer
                 self._publish(told, store=False)
             elif self.failure is None and (told := self._verdict()):
                 self._publish(told)
@@ -174,7 +178,7 @@ class _Watch:
         what = "ended without a message" if self.store_lost else f"has not answered for {self.timeout:g} s"
         who = "rank 0"
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            # the store is in a torchrun process of one node, which ends after a rank of its node has failed
+            # the store is in the torchrun process of another node, which ends after a rank on its node has failed
             who, what = "torchrun", f"{what}; the output of that torchrun names the rank that failed on its node"
         return f"{who} at {':'.join(map(str, self.address))}, which connects the ranks, {what}"
 
@@ -193,7 +197,7 @@ class _Watch:
 
 
 def _is_of_collective(error: BaseException) -> bool:
-    """True if an error says that a collective operation failed, which means that another rank caused it."""
+    """True if the error is that of a failed collective operation, whose cause is then another rank."""
     if isinstance(error, dist.DistError) or (error.__cause__ is not None and _is_of_collective(error.__cause__)):
         return True
     parts = ("gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset by peer")
@@ -201,11 +205,11 @@ def _is_of_collective(error: BaseException) -> bool:
 
 
 def _write_torchelastic_error(told: str) -> None:
-    """Write the message to the file from which torchrun takes the error for its final summary."""
+    """Write the message to the file from which torchrun reads the error for its final summary."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         content = {"message": told, "extraInfo": {"py_callstack": told, "timestamp": str(int(time.time()))}}
-        # the cause may be a full disk
+        # the cause may be a full disk, so ignore that the file cannot be written
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": content}), encoding="utf-8")
 
@@ -217,13 +221,13 @@ def _gathered(value: Any) -> list[Any]:
 
 
 def require_agreement(values: Mapping[str, Any]) -> None:
-    """Check that all ranks have the same values.
+    """Check that all ranks have equal values.
 
     Args:
-        values: plain data by field name.
+        values: plain data by field name, as this rank has it.
 
     Raises:
-        ValueError: raised on all ranks if a value differs; the message names the fields and their values.
+        ValueError: raised on all ranks if a value differs; the message names the fields and all their values.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -242,10 +246,10 @@ def require_agreement(values: Mapping[str, Any]) -> None:
 
 
 def require_shared_folder(folder: Path) -> None:
-    """Check that all ranks see the files that rank 0 writes into a folder.
+    """Check that all ranks see the files that rank 0 writes into `folder`.
 
     Raises:
-        ValueError: on all ranks, if a rank does not see them, as on two nodes without a shared file system.
+        ValueError: raised on all ranks if one does not see them, as on two nodes without a shared file system.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -254,7 +258,7 @@ def require_shared_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name[0]).touch()
     dist.broadcast_object_list(name)
-    # a network file system may show a new file only after a delay
+    # a network file system may show a new file only after some seconds
     end = time.monotonic() + 5
     while not (seen := (folder / name[0]).exists()) and time.monotonic() < end:
         time.sleep(0.2)

@@ -20,11 +20,11 @@ _SUFFIXES = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 class BadTokens(ValueError, ArgumentTypeError):
-    """Not a number of tokens; argparse shows the text of such an error, and of no other ValueError."""
+    """An invalid number of tokens. argparse shows the text of an ArgumentTypeError, but not of other ValueErrors."""
 
 
 class Tokens(int):
-    """A number of tokens; as text also with a suffix, "0.5M" or "15B", or as a power, "2**19"."""
+    """A number of tokens; text may have a suffix, "0.5M" or "15B", or be a power, "2**19"."""
 
     def __new__(cls, value: int | str) -> Tokens:
         if isinstance(value, str):
@@ -63,20 +63,20 @@ class DataRecipe:
     Attributes:
         sources: one or several of "stdlib" (the built-in corpus), "mqar", "copying", "selective-copying", "s-niah-1" to
             "s-niah-3", or the folder of a token file made by `data prepare`.
-        weights: the share of rows from each source; none given means equal shares.
-        tokenizer: "bytes", or a tokenizer of the hub or of a folder.
+        weights: the fraction of rows from each source; if none is given, all sources have equal fractions.
+        tokenizer: "bytes", or the name of a tokenizer on the hub, or its folder.
         seq_len: tokens in a row.
         documents: "separate" keeps the documents of a batch apart (packed, with `cu_seqlens`); "joined" lets the
             documents of a row see each other.
-        mqar_pairs: the most pairs in an example of the source "mqar". Where documents are kept apart, several short
-            examples fill a row.
-        mqar_vocab_size: how many tokens its examples are made of.
-        mqar_ramp: the share of training over which its examples grow from two pairs to `mqar_pairs`, those of copying
-            from two tokens to `copy_tokens`, and those with needles from one fact to four and to a whole row.
-        copy_tokens: the most tokens to copy in an example of the sources "copying" and "selective-copying", which fill
-            a row as those of "mqar" do.
-        copy_vocab_size: how many tokens such an example is made of, the blank and the marker included.
-        data_seed: the seed of the order of rows and of synthetic rows.
+        mqar_pairs: the largest number of pairs in an example of the source "mqar". If documents are separate, several
+            short examples fill a row.
+        mqar_vocab_size: the number of different tokens in examples of "mqar".
+        mqar_ramp: the fraction of training over which examples grow: those of "mqar" from two pairs to `mqar_pairs`,
+            those of copying from two tokens to `copy_tokens`, haystacks from one fact to four and to a whole row.
+        copy_tokens: the largest number of tokens to copy in an example of the sources "copying" and
+            "selective-copying"; examples fill a row as those of "mqar" do.
+        copy_vocab_size: the number of different tokens in examples of copying, the blank and the marker included.
+        data_seed: the seed of the order of rows, and of synthetic rows.
     """
 
     sources: list[str] = field(default_factory=lambda: ["stdlib"])
@@ -105,24 +105,25 @@ class DataRecipe:
 
 @dataclass(frozen=True)
 class OptimizerRecipe:
-    """AdamW, the schedule of its learning rate, and the batch.
+    """The optimizer AdamW, the schedule of its learning rate, and the batch size.
 
-    The learning rate rises linearly from `initial_learning_rate` to `learning_rate` over `warmup_tokens`, then follows
-    half a cosine down to `min_learning_rate` at `total_tokens`. Matrices decay; vectors (norms, biases, gates) do not.
+    The learning rate rises linearly from `initial_learning_rate` to `learning_rate` over `warmup_tokens`, then falls
+    along half a cosine to `min_learning_rate` at `total_tokens`. Weight decay applies to matrices, not to vectors
+    (norms, biases, gates).
 
     Attributes:
-        total_tokens: tokens to train on; a number, or one such as 15B or 2**19.
+        total_tokens: tokens to train on, as a number or in a form such as 15B or 2**19.
         warmup_tokens: tokens over which the learning rate rises.
         batch_tokens: tokens in one optimizer step, over all processes and accumulated micro-batches.
-        micro_batch_tokens: the most tokens that one process puts through the model at once.
+        micro_batch_tokens: the largest number of tokens that one process computes at once.
         learning_rate: the peak of the learning rate.
-        initial_learning_rate: the learning rate that the warm-up begins with.
+        initial_learning_rate: the learning rate from which the warm-up rises.
         min_learning_rate: the learning rate of the last step.
         adam_beta1: decay of the running mean of gradients.
-        adam_beta2: decay of the running mean of their squares.
-        adam_epsilon: added to the root of that mean.
-        weight_decay: of matrices, times the learning rate.
-        max_grad_norm: gradients are scaled down to this norm.
+        adam_beta2: decay of the running mean of squared gradients.
+        adam_epsilon: added to the square root of the mean of squared gradients.
+        weight_decay: decay of matrices, which is multiplied by the learning rate.
+        max_grad_norm: larger gradients are scaled down to this norm.
     """
 
     total_tokens: Tokens = field(default=Tokens(10**9))
@@ -149,11 +150,11 @@ class OptimizerRecipe:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the whole run."""
+        """Number of optimizer steps of the whole run."""
         return math.ceil(self.total_tokens / self.batch_tokens)
 
     def learning_rate_factor(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0, as a factor of `learning_rate`."""
+        """Return the learning rate of step `step`, counted from 0, divided by `learning_rate`."""
         peak = self.learning_rate or 1.0
         warmup = math.ceil(self.warmup_tokens / self.batch_tokens)
         if step < warmup:
@@ -164,10 +165,10 @@ class OptimizerRecipe:
         return low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2
 
     def split(self, seq_len: int, world_size: int) -> tuple[int, int]:
-        """Return `(rows, accumulation)`: rows of a micro-batch on each process, and micro-batches in a step.
+        """Return `(rows, accumulation)`: rows of a micro-batch on each process, and micro-batches per optimizer step.
 
         Raises:
-            ValueError: the batch cannot be divided so.
+            ValueError: the batch cannot be divided into such micro-batches.
         """
         rows, rest = divmod(self.batch_tokens, seq_len)
         if rest or rows % world_size:
@@ -187,32 +188,35 @@ class OptimizerRecipe:
 
 @dataclass(frozen=True)
 class RunRecipe:
-    """Execution of the run.
+    """How the run is executed.
 
     Attributes:
-        precision: "bf16" is bfloat16 autocast with float32 weights; "auto" is that where the GPU has it, else "fp32".
-        seed: the seed of the weights and of dropout.
-        gradient_checkpointing: recompute activations in the backward pass.
-        torch_compile: compile the model; on an H200 steps were faster without, in less memory (docs/step_time.md).
+        precision: "bf16" is bfloat16 autocast with float32 weights; "auto" is "bf16" if the GPU supports it, else
+            "fp32".
+        seed: the seed of the initial weights and of dropout.
+        gradient_checkpointing: compute activations again in the backward pass instead of storing them.
+        torch_compile: compile the model; on an H200, steps without it were faster and took less memory
+            (docs/step_time.md).
         training_graph: on one GPU, capture forward and backward passes as CUDA graphs and replay them, for up to eight
-            signatures of micro-batches (docs/step_time.md); "auto" does so if layers are so small that the GPU would
-            wait for the CPU. Excludes the two options above and `fsdp`.
+            signatures of micro-batches (docs/step_time.md); "auto" does so if the layers are so small that the GPU
+            would wait for the CPU. Excludes `gradient_checkpointing`, `torch_compile` and `fsdp`.
         fsdp: shard parameters, gradients and optimizer states over the processes (FSDP2).
-        fsdp_reshard: with `fsdp`, "always" gathers the parameters of each layer in each pass, in less memory; "never"
-            gathers them once a step; "auto" does so if an estimate of the memory allows it.
-        context_parallel: ranks over which each row is split (docs/context_parallel.md).
-        rank_timeout: seconds without a sign of life after which a rank counts as stopped, and the others end.
-        dataloader_num_workers: processes that read data; 0 reads in the training process.
+        fsdp_reshard: with `fsdp`, "always" gathers each layer's parameters in each pass, which takes less memory;
+            "never" gathers them once per step; "auto" selects "never" if it fits into the memory by an estimate.
+        context_parallel: number of ranks over which each row is split (docs/context_parallel.md).
+        rank_timeout: seconds without a sign of life after which a rank counts as stopped, and all other ranks end.
+        dataloader_num_workers: number of processes that read data; 0 reads it in the training process.
         logging_steps: steps between two lines of the log.
         save_steps: steps between two checkpoints.
-        save_total_limit: how many checkpoints are kept.
-        sharded_checkpoint: every process writes its shards into checkpoints (torch's distributed checkpoint), instead
-            of one process whole weights and optimizer states; the trained model is whole in both cases.
-        report_to: "tensorboard", "wandb", ...; the JSONL log is always written.
+        save_total_limit: number of checkpoints to keep.
+        sharded_checkpoint: every process writes its own shards into checkpoints (torch's distributed checkpoint); if
+            off, one process writes whole weights and optimizer states. The trained model is written whole in both
+            cases.
+        report_to: loggers such as "tensorboard" or "wandb"; the JSONL log is always written.
         evaluations: suites to run on the trained model.
-        evaluation_lengths: the context lengths they measure at; none given leaves that to each suite.
-        evaluation_limit: examples for each of their tasks.
-        sample_prompt: beginning of the sample that is printed at the end; empty for none.
+        evaluation_lengths: the context lengths of these evaluations; if none is given, each suite has its own.
+        evaluation_limit: number of examples in each of their tasks.
+        sample_prompt: beginning of the sample that is generated at the end; empty for no sample.
     """
 
     precision: Literal["auto", "bf16", "fp32"] = "auto"
@@ -246,19 +250,20 @@ class RunRecipe:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A complete training run. A variant is made with `dataclasses.replace` in a new function.
+    """The description of a complete training run. For a variant, write a function that uses `dataclasses.replace`.
 
     Attributes:
-        name: its name on the command line.
-        description: one line on what it trains.
+        name: the recipe's name on the command line.
+        description: one line on what the recipe trains.
         model: fields of the model's config.
-        model_type: the registered type of the model.
-        data, optimizer, run: see there.
-        callbacks: each one makes a `TrainerCallback` for the run from the recipe.
-        row_inputs: makes from the recipe a function of a row's index that gives further inputs of the model by name,
-            tensors `[T, ...]` with one value a token; it must depend on nothing but the recipe's fields and the index.
-        make_model: makes the model to train from the recipe, such as one that was trained before; by default a new one
-            of the config.
+        model_type: the model's type as registered with transformers.
+        data, optimizer, run: see `DataRecipe`, `OptimizerRecipe` and `RunRecipe`.
+        callbacks: functions, each of which makes a `TrainerCallback` for a run from its recipe.
+        row_inputs: a function of the recipe that returns a function of a row's index, which returns further inputs of
+            the model by name: tensors `[T, ...]` with one value per token. They must depend only on the recipe's fields
+            and the index.
+        make_model: a function of the recipe that returns the model to train, such as a pretrained one; by default a
+            model with random weights is made from the config.
     """
 
     name: str
@@ -273,14 +278,14 @@ class Recipe:
     make_model: Callable[[Recipe], PreTrainedModel] | None = None
 
     def model_config(self) -> PreTrainedConfig:
-        """Return the config of the model.
+        """Return the model's config.
 
         Raises:
-            ValueError: an unknown type, or what the config finds wrong.
+            ValueError: an unknown `model_type`, or fields that the config refuses.
         """
         from transformers import CONFIG_MAPPING, AutoConfig
 
-        # registers core's own type
+        # this import registers core's own model type
         import tokenmix_core.modeling  # noqa: F401
 
         if self.model_type not in CONFIG_MAPPING:
@@ -288,14 +293,14 @@ class Recipe:
         return AutoConfig.for_model(self.model_type, **self.model)
 
     def values(self) -> dict[str, Any]:
-        """Return all fields that a YAML file or a flag can set, as plain data; `overridden` takes them back."""
+        """Return all fields that a YAML file or flags can set, as plain data; `overridden` accepts this as `config`."""
         groups = (self.data, self.optimizer, self.run)
         flat = {f.name: getattr(group, f.name) for group in groups for f in dataclasses.fields(group)}
         plain = {k: int(v) if isinstance(v, Tokens) else v for k, v in flat.items()}
         return {**plain, "model": dict(self.model)}
 
     def identity(self) -> dict[str, Any]:
-        """Return the fields that the loss curve depends on; a checkpoint is resumed only if they are equal."""
+        """Return the fields on which the loss curve depends; a checkpoint is resumed only if they are equal."""
         values = self.values()
         about_run = {f.name for f in dataclasses.fields(RunRecipe)} - {"precision", "seed"}
         kept = {k: v for k, v in values.items() if k not in about_run and k != "micro_batch_tokens"}

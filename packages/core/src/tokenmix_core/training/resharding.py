@@ -1,4 +1,4 @@
-"""FSDP2: decide from sizes and memory whether gathered parameters are freed after each layer or after each step."""
+"""FSDP2: decide, by sizes and memory, whether gathered parameters are freed after each layer or after each step."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from torch.distributed.fsdp import FSDPModule
 
 Resharding = Literal["auto", "always", "never"]
 
-# bytes of bfloat16 activations per token, layer and channel. Measured: Gated DeltaNet of 380M takes 35.9 GiB on one
-# H100 with 32,768 tokens (docs/step_time.md), of which weights, gradients and moments take 16 bytes per parameter
+# bytes of bfloat16 activations per token, layer and channel. Measured: a Gated DeltaNet of 380M parameters takes 35.9
+# GiB on one H100 with 32,768 tokens (docs/step_time.md); of these, weights, gradients and moments take 16 bytes per
+# parameter
 _ACTIVATION_BYTES = 42
 # bytes of logits and their gradient per token and vocabulary entry
 _LOGIT_BYTES = 10
-# fraction of the memory that the allocator can use
+# fraction of the device's memory that the allocator can use
 _USABLE = 0.85
 
 
 class MemoryPlan(NamedTuple):
-    """An estimate of the memory that a rank needs, in bytes.
+    """An estimate of the peak memory that a rank needs, in bytes.
 
     Attributes:
         available: memory of the device or, on a CPU, the rank's share of the host's memory.
-        kept: peak if gathered parameters and their gradients stay until the end of a step.
+        kept: peak with FSDP2 if gathered parameters and their gradients are kept until the end of a step.
         replicated: peak with DDP instead of FSDP2.
     """
 
@@ -34,11 +35,11 @@ class MemoryPlan(NamedTuple):
     replicated: float
 
     def reshards(self, asked: Resharding) -> bool:
-        """True if gathered parameters are freed after each layer, and gradients are reduced in each micro-batch."""
+        """True if gathered parameters are freed after each layer and gradients are reduced after each micro-batch."""
         return asked == "always" or (asked == "auto" and self.kept > _USABLE * self.available)
 
     def told(self, asked: Resharding) -> str:
-        """Return one line of text with the choice and its reason."""
+        """Return a line of text that states what `reshards` decides, and why."""
         reshards = self.reshards(asked)
         way = (
             "gathers the parameters of each layer in each pass, and reduces gradients in each micro-batch"
@@ -57,7 +58,7 @@ def memory_plan(model: nn.Module, tokens: int, ranks: int, *, bf16: bool, checkp
 
     Args:
         tokens: tokens in a micro-batch on one rank.
-        ranks: number of ranks that parameters are sharded over.
+        ranks: number of ranks over which parameters are sharded.
         bf16: whether activations are bfloat16; if not, they are float32.
         checkpointing: whether the backward pass computes activations again (gradient checkpointing).
     """
@@ -66,11 +67,11 @@ def memory_plan(model: nn.Module, tokens: int, ranks: int, *, bf16: bool, checkp
     layers, width, vocabulary = (
         int(getattr(config, name, 0) or 0) for name in ("num_hidden_layers", "hidden_size", "vocab_size")
     )
-    # with checkpointing: the inputs of all layers, and the other activations of one layer
+    # with checkpointing: the inputs of all layers, and all other activations of a single layer
     per_channel = 2 * layers + _ACTIVATION_BYTES if checkpointing else _ACTIVATION_BYTES * layers
     activations = tokens * (per_channel * width * (1 if bf16 else 2) + _LOGIT_BYTES * vocabulary)
-    # float32 weight, gradient and two moments take 16 bytes. FSDP2 shards these, and needs whole weights and gradients
-    # in addition; DDP needs buckets of gradients in addition
+    # float32 weight, gradient and two moments take 16 bytes. FSDP2 shards these and also needs whole weights and
+    # gradients; DDP also needs buckets of gradients
     kept = 16 * parameters / ranks + 8 * parameters + activations
     return MemoryPlan(_memory(), kept, 20 * parameters + activations)
 
@@ -83,10 +84,11 @@ def _memory() -> float:
 
 
 def prepare_micro_batch(model: nn.Module, *, reshard: bool, last: bool) -> None:
-    """Prepare the FSDP2 units of a model for the next micro-batch; `last`: it is the last one of a step."""
+    """Prepare the FSDP2 units of a model for the next micro-batch; `last` is True for the last one of a step."""
     root: Any = model if isinstance(model, FSDPModule) else getattr(model, "_orig_mod", model)
     if reshard:
-        # accelerate would defer the reduction, and so keep whole gradients of all layers until the last micro-batch
+        # accelerate would delay the reduction to the last micro-batch, and until then keep whole gradients of all
+        # layers
         root.set_requires_gradient_sync(True)
     else:
         root.set_reshard_after_forward(False)

@@ -1,4 +1,4 @@
-"""The Trainer with our FSDP2 policy, and with checkpoints that can be resumed by any number of processes."""
+"""The Trainer with our FSDP2 policy, and with checkpoints from which any number of processes can resume."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from tokenmix_core.training.resharding import prepare_micro_batch
 class ShardedTrainer(Trainer):
     """transformers' Trainer with our FSDP2 policy.
 
-    A checkpoint holds whole weights and optimizer states, in the files that one process would write; or, with
-    `sharded_checkpoint`, each rank's shards. `reshard`: gathered parameters are freed after each layer, else each step.
+    A checkpoint contains whole weights and optimizer states, in the files that a single process would write; with
+    `sharded_checkpoint` it contains each rank's shards. `reshard`: free gathered parameters after each layer, not each
+    step.
     """
 
     sharded_checkpoint = False
     reshard = True
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator; with `fsdp` it shards (on a CPU, too) with our precision policy."""
+        """Create the accelerator; with `fsdp`, it shards models by our precision policy, also on a CPU."""
         super().create_accelerator_and_postprocess()
         if self.args.fsdp:
             sharding.apply_fsdp_policy(self.accelerator, self.args.fsdp_plugin_args or {})
@@ -42,7 +43,7 @@ class ShardedTrainer(Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model; rank 0 writes a sharded one whole. Skip it in sharded checkpoints, which have the shards."""
+        """Write the model, which rank 0 gathers if it is sharded; sharded checkpoints contain the shards instead."""
         if _internal_call and self.sharded_checkpoint:
             return
         if not self.is_fsdp_enabled:
@@ -63,7 +64,7 @@ class ShardedTrainer(Trainer):
         if self.sharded_checkpoint:
             sharding.save_shards(model, optimizer, Path(output_dir))
         else:
-            # the same file as in an unsharded run, so that one process or DDP can resume
+            # the same file as in an unsharded run, so that a single process or DDP can resume from it
             state = sharding.whole(optimizer.state_dict(), keep=self.args.should_save)
             if self.args.should_save:
                 torch.save(state, Path(output_dir, "optimizer.pt"))
@@ -84,7 +85,7 @@ class ShardedTrainer(Trainer):
         with reading("optimizer and schedule", checkpoint):
             sharded = checkpoint is not None and sharding.has_shards(Path(checkpoint))
             ours = sharded or self.is_fsdp_enabled
-            # accelerate's file name, which checkpoints of earlier versions have
+            # accelerate's name for the file, which checkpoints of earlier versions use
             if checkpoint is None or not ours or Path(checkpoint, "optimizer.bin").exists():
                 super()._load_optimizer_and_scheduler(checkpoint)
                 return
@@ -103,7 +104,7 @@ class ShardedTrainer(Trainer):
 
 @contextmanager
 def reading(what: str, checkpoint: str | None) -> Iterator[None]:
-    """Turn any error raised while reading a checkpoint into a ValueError that names the content that cannot be read.
+    """Return a context for reading a checkpoint: any error becomes a ValueError that names the unreadable `what`.
 
     Raises:
         ValueError: reading failed. All errors are caught, because unpickling a damaged file can raise any type.

@@ -1,4 +1,4 @@
-"""FSDP2: precision policy, use on a CPU, float32 parameters beside bfloat16 ones, checkpoints for any rank count."""
+"""FSDP2: precision policy, use on a CPU, float32 parameters in bfloat16 models, checkpoints for any number of ranks."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 # names of the folders in a sharded checkpoint
 MODEL_SHARDS, OPTIMIZER_SHARDS = "model_shards", "optimizer_shards"
-# shards and gradients are float32; autocast computes GEMMs in bfloat16, as in a run of one process
+# shards and gradients are float32; autocast runs GEMMs in bfloat16, as in a run with a single process
 POLICY = {"param_dtype": None, "reduce_dtype": "float32", "output_dtype": None, "cast_forward_inputs": False}
 
 
 def apply_fsdp_policy(accelerator: Any, plugin_args: Mapping[str, Any]) -> None:
-    """Make an accelerator shard models with our precision policy, on a CPU, too.
+    """Make an accelerator shard models by our precision policy, also on a CPU.
 
-    accelerate's own policy casts all parameters, the reduction of gradients and the outputs to bfloat16, but A_log,
-    dt_bias and norms must stay float32. On a CPU accelerate ignores its FSDP plugin and replicates the model, because
-    the CPU is missing in its list of device types; FSDP2 itself runs there.
+    accelerate's own policy would cast all parameters, the reduction of gradients and the outputs to bfloat16, but
+    A_log, dt_bias and norms must stay float32. On a CPU, accelerate ignores its FSDP plugin and replicates the model,
+    because its list of device types for FSDP lacks the CPU; FSDP2 itself works there.
     """
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     state = accelerator.state
     if accelerator.distributed_type == DistributedType.MULTI_CPU:
-        # attributes of this object are stored in a dictionary that all its instances share
+        # all instances of this class share the dictionary of their attributes, so setting them here configures
+        # accelerate
         state.fsdp_plugin = FullyShardedDataParallelPlugin(**plugin_args)
         state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
@@ -45,14 +46,15 @@ def apply_fsdp_policy(accelerator: Any, plugin_args: Mapping[str, Any]) -> None:
 
 
 def float32_apart(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-    """Return a `shard_placement_fn` for `fully_shard`, to shard bfloat16 models whose decay rates stay float32.
+    """Return a `shard_placement_fn` with which `fully_shard` can shard bfloat16 models whose decay rates are float32.
 
     All parameters of an FSDP2 unit must have one dtype, but A_log, dt_bias and D are float32 beside bfloat16 matrices.
-    `fully_shard` gathers parameters with different process groups separately, so the float32 ones get their own group
-    of the same ranks. Pass one function to all calls: `fully_shard(layer, mesh=mesh, shard_placement_fn=apart)`.
+    `fully_shard` gathers parameters of different process groups separately; so the float32 parameters get a process
+    group of their own, with the same ranks. Pass the same function to all calls: `fully_shard(layer, mesh=mesh,
+    shard_placement_fn=apart)`.
 
     Raises:
-        ValueError: the mesh has several dimensions, or units of this torch version have only one process group.
+        ValueError: the mesh has several dimensions, or this version of torch allows one process group per unit only.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp
 
@@ -70,9 +72,9 @@ def float32_apart(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
 
 
 def whole(value: Any, *, keep: bool) -> Any:
-    """Return a nested state with every sharded tensor gathered to a whole one on the CPU.
+    """Return a nested state in which every sharded tensor is gathered to a whole tensor on the CPU.
 
-    All ranks must call it, because each one sends its shards; ranks with `keep=False` get empty tensors.
+    All ranks must call this, because each rank sends its shards; ranks with `keep=False` get empty tensors.
     """
     if isinstance(value, DTensor):
         full = value.full_tensor().detach()
@@ -83,7 +85,7 @@ def whole(value: Any, *, keep: bool) -> Any:
 
 
 def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Return the state dict of a sharded model, gathered as by `whole`, with a tied weight only once."""
+    """Return the state dict of a sharded model, gathered as by `whole`; a tied weight occurs only once."""
     return whole(_weights(model), keep=keep)
 
 
@@ -93,7 +95,7 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load the state of an unsharded optimizer; shard each state tensor like its parameter."""
+    """Load the state of an unsharded optimizer; each state tensor is sharded like its parameter."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     sharded = {
         index: {
@@ -122,12 +124,12 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return value.to(parameter.device)
     value = value.to(parameter.device)
-    # every rank has read the whole tensor, so no rank must send it
+    # no rank needs to send its tensor, because every rank has read the whole one
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def has_shards(folder: Path) -> bool:
-    """True if a checkpoint is sharded."""
+    """True if the checkpoint in `folder` is sharded."""
     return (folder / MODEL_SHARDS).is_dir()
 
 
@@ -135,7 +137,7 @@ def save_shards(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path
     """Write weights and optimizer states with torch's distributed checkpoint; every rank writes its own shards.
 
     Raises:
-        OSError: on all ranks, if one of them cannot write.
+        OSError: raised on all ranks if one of them cannot write.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     states = {names[parameter]: values for parameter, values in optimizer.state.items()}
@@ -144,19 +146,19 @@ def save_shards(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path
 
 
 def load_weight_shards(model: nn.Module, folder: Path) -> None:
-    """Load weights that `save_shards` wrote, on any number of ranks."""
-    # loading overwrites the model's own tensors
+    """Load weights that `save_shards` has written, possibly on another number of ranks."""
+    # loading overwrites these tensors, which are the model's own
     _together(load, _weights(model), folder / MODEL_SHARDS)
 
 
 def load_optimizer_shards(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Load optimizer states that `save_shards` wrote, on any number of ranks; hyperparameters keep their values."""
+    """Load optimizer states that `save_shards` has written, on any number of ranks; hyperparameters do not change."""
     saved: dict[str, Any] = FileSystemReader(folder / OPTIMIZER_SHARDS).read_metadata().state_dict_metadata
     parameters = dict(model.named_parameters())
     states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
     for path, about in saved.items():
         name, _, key = path.rpartition(".")
-        # moments have the shape of their parameter; the step count is a scalar
+        # moments have their parameter's shape, and the step count is a scalar
         like = about.size == parameters[name].shape
         states[name][key] = torch.zeros_like(parameters[name]) if like else torch.zeros(about.size)
     _together(load, states, folder / OPTIMIZER_SHARDS)
@@ -172,6 +174,6 @@ def _together(work: Callable[..., Any], tensors: dict[str, Any], folder: Path) -
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             work(tensors, checkpoint_id=folder)
     except CheckpointException as error:
-        # this error is no subclass of Exception, and its text has the tracebacks of all ranks
+        # torch's error is no subclass of Exception, and its text contains the tracebacks of all ranks
         rank, (cause, _) = min(error.failures.items())
         raise OSError(f"rank {rank}: {cause}") from cause

@@ -55,9 +55,9 @@ class TrainResult:
     """The result of a run.
 
     Attributes:
-        output_dir: folder of model, tokenizer, log and checkpoints.
-        model_dir: folder to load the model from: `output_dir`, or the last checkpoint if the run was stopped.
-        step: optimizer steps done.
+        output_dir: folder that contains the model, tokenizer, log and checkpoints.
+        model_dir: folder from which to load the model: `output_dir`, or the last checkpoint if the run was stopped.
+        step: number of optimizer steps done.
         loss: the last logged training loss, in nats per token.
         interrupted: whether a signal stopped the run before its end.
         seconds: wall-clock time of the training loop.
@@ -72,10 +72,10 @@ class TrainResult:
 
 
 def check_sources(recipe: Recipe) -> None:
-    """Raise an error if a source of the recipe does not exist, before anything is loaded or downloaded.
+    """Raise an error if a source of the recipe does not exist; called before anything is loaded or downloaded.
 
     Raises:
-        ValueError: a source is no known name and no existing folder; the message holds the command that prepares it.
+        ValueError: a source is no known name and no existing folder; the message has the command that makes it.
     """
     for source in recipe.data.sources:
         if source in (STDLIB, MQAR, *COPYING, *NIAH_TASKS) or Path(source).exists():
@@ -90,12 +90,12 @@ def check_sources(recipe: Recipe) -> None:
 def training_rows(
     recipe: Recipe, tokenizer: Any, begun_with: Mapping[str, str] | None = None
 ) -> tuple[MixedRows, dict[str, str]]:
-    """Return the rows of a recipe, and a fingerprint of each source.
+    """Return the rows of a recipe, and the fingerprint of each source.
 
     Args:
         recipe: the recipe.
-        tokenizer: its tokenizer.
-        begun_with: fingerprints of a resumed run by source; they select the version of the built-in corpus's split.
+        tokenizer: the recipe's tokenizer.
+        begun_with: fingerprints by source of the run that is resumed; they determine how the built-in corpus is split.
 
     Raises:
         ValueError: a source does not exist, is damaged, or was prepared with another tokenizer.
@@ -151,7 +151,7 @@ def training_arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
         )
     cuda = torch.cuda.is_available()
     bf16 = run.precision == "bf16" or (run.precision == "auto" and cuda and torch.cuda.is_bf16_supported())
-    # a single process has nothing to shard; it may resume a sharded run
+    # a single process has nothing to shard; this also lets it resume a sharded run
     sharded = run.fsdp and int(os.environ.get("WORLD_SIZE", "1")) > 1
     args = TrainingArguments(
         output_dir=str(output_dir),
@@ -164,17 +164,17 @@ def training_arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
         max_grad_norm=optimizer.max_grad_norm,
         optim="adamw_torch_fused",
         bf16=bf16,
-        # without `use_cpu`, processes on CPUs would not form a process group
+        # without `use_cpu`, processes on CPUs would form no process group
         use_cpu=not cuda,
         seed=run.seed,
         data_seed=recipe.data.data_seed,
         **_checkpointing(run.gradient_checkpointing),
         torch_compile=run.torch_compile,
-        # every checkpoint has whole parameters, so that it can be loaded as a model
+        # every checkpoint contains whole parameters, so that it can be loaded as a model
         fsdp=True if sharded else None,  # type: ignore[arg-type]
         fsdp_config={"version": 2, "state_dict_type": "FULL_STATE_DICT"} if sharded else None,
         ddp_find_unused_parameters=False,
-        # otherwise rank 0 would overwrite statistics that other ranks have gathered in buffers
+        # False, because rank 0 would otherwise overwrite statistics that other ranks have gathered in buffers
         ddp_broadcast_buffers=False,
         average_tokens_across_devices=True,
         train_sampling_strategy="sequential",
@@ -190,10 +190,10 @@ def training_arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
         run_name=recipe.name,
         disable_tqdm=True,
     )
-    # one process uses one GPU: several GPUs need several processes, because torch's DataParallel is not used
+    # one process uses one GPU: several GPUs need several processes, because torch's DataParallel is not supported
     args._n_gpu = min(1, args.n_gpu)
     if args.device.type == "cpu":
-        # the Trainer would use "cpu:0", to which torch.load cannot map an optimizer's state
+        # the Trainer would choose "cpu:0", to which torch.load cannot map an optimizer's state
         vars(args)["_setup_devices"] = torch.device("cpu")
     check_context_parallel(run.context_parallel, args.world_size, recipe.data.seq_len)
     rows, accumulation = optimizer.split(recipe.data.seq_len, args.world_size // run.context_parallel)
@@ -202,17 +202,17 @@ def training_arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
 
 
 def _checkpointing(wanted: bool) -> dict[str, Any]:
-    # newer versions of transformers have another name for the option
+    # the option has another name in newer versions of transformers
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     name = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
     return {name: True, f"{name}_kwargs": {"use_reentrant": False}} if wanted else {}
 
 
 def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
-    """Return the model that `make_model` makes or, without it, a new one with weights drawn from the recipe's seed.
+    """Return the model that `make_model` makes or, if it is None, a new one with weights drawn from the recipe's seed.
 
     Raises:
-        ValueError: the config is wrong, or its vocabulary is smaller than that of the tokenizer or of the recall task.
+        ValueError: an invalid config, or a vocabulary smaller than that of the tokenizer or of a synthetic task.
     """
     config = recipe.model_config()
     needed = {"the tokenizer": len(tokenizer)}
@@ -230,8 +230,8 @@ def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
 def build_trainer(
     recipe: Recipe, output_dir: Path, *, progress: bool = True, begun_with: Mapping[str, str] | None = None
 ) -> RecipeTrainer:
-    """Return a trainer on which `train` can be called; `begun_with` is as for `training_rows`."""
-    # first, because creating the arguments initialises torch.distributed
+    """Return a trainer whose `train` can be called; `begun_with` is the same as for `training_rows`."""
+    # created first, because this initialises torch.distributed
     args = training_arguments(recipe, output_dir)
     tokenizer = load_tokenizer(recipe.data.tokenizer)
     with args.main_process_first(desc="corpora"):
@@ -263,13 +263,13 @@ def build_trainer(
         trainer.reshard = plan.reshards(recipe.run.fsdp_reshard)
         if args.process_index == 0:
             print(plan.told(recipe.run.fsdp_reshard), file=sys.stderr)
-    # transformers' own callback, which prints dictionaries
+    # this callback of transformers prints dictionaries
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
 def _training_graph(recipe: Recipe) -> TrainingGraph:
-    """Return the recipe's `training_graph`, but "never" for "auto" with options that were not tested in CUDA graphs."""
+    """Return the recipe's `training_graph`; "auto" becomes "never" with options that were not tested in CUDA graphs."""
     run = recipe.run
     others = run.gradient_checkpointing or run.torch_compile or run.fsdp or recipe.make_model is not None
     return "never" if run.training_graph == "auto" and others else run.training_graph
@@ -283,22 +283,22 @@ def train(
     progress: bool = True,
     recorded: Mapping[str, Any] | None = None,
 ) -> TrainResult:
-    """Run a recipe, holding the lock of its output folder.
+    """Run a recipe while holding the lock of its output folder.
 
     The output folder gets the model and its tokenizer, `metrics.jsonl`, `run.json` (recipe, sha256 of the corpora,
     versions) and checkpoints. The run uses all processes that `torchrun` or `accelerate launch` has started.
 
     Args:
         recipe: the recipe to run.
-        output_dir: an empty or new folder, or one of a run that ended before its first checkpoint; with `resume` also
-            one with checkpoints of this very recipe.
-        resume: continue from the last checkpoint, with the loss curve of an uninterrupted run; start at the beginning
-            if there is no checkpoint yet.
-        progress: show a progress bar.
+        output_dir: an empty or new folder, or that of a run that ended before its first checkpoint; with `resume` also
+            a folder with checkpoints of this same recipe.
+        resume: whether to continue from the last checkpoint, with the loss curve of an uninterrupted run; without a
+            checkpoint, training starts at the beginning.
+        progress: whether to show a progress bar.
         recorded: further entries for `run.json`, such as the command line.
 
     Raises:
-        ValueError: the recipe is inconsistent; the folder holds another run, or another process writes it; or the
+        ValueError: the recipe is inconsistent; the folder contains another run, or another process writes to it; or the
             checkpoint is damaged or belongs to another run.
         FloatingPointError: training diverged.
         OSError: a file cannot be written.
@@ -309,7 +309,7 @@ def train(
 
 @contextmanager
 def _readers_named() -> Iterator[None]:
-    """Replace an error of a DataLoader worker process, whose text contains a traceback, by one with a single sentence.
+    """Context that replaces the error of a DataLoader worker process, whose text has a traceback, by a single sentence.
 
     Raises:
         OSError: a worker process was killed.
@@ -338,7 +338,7 @@ def train_locked(
     progress: bool = True,
     recorded: Mapping[str, Any] | None = None,
 ) -> TrainResult:
-    """Run a recipe like `train`, for a caller that holds `run_lock` already and may hold it beyond training."""
+    """Run a recipe as `train` does, for a caller that already holds `run_lock` and may hold it after training."""
     with together(recipe.run.rank_timeout):
         return _train(recipe, Path(output_dir), resume=resume, progress=progress, recorded=recorded)
 
@@ -355,7 +355,7 @@ def _train(
     check_sources(recipe)
     begun_with = trained_on(output_dir).fingerprints if resume else None
     trainer = build_trainer(recipe, output_dir, progress=progress, begun_with=begun_with)
-    # corpora are compared by content: their folders may differ between nodes
+    # corpora are compared by content, because their folders may differ between nodes
     identity = {name: value for name, value in trainer.identity.items() if name != "data"}
     accumulation = trainer.args.gradient_accumulation_steps
     require_agreement({**identity, "corpora": trainer.identity["data"], "accumulation": accumulation})
@@ -364,11 +364,11 @@ def _train(
         source = checkpoint.checkpoint_to_resume(output_dir, trainer.identity)
         if source is None and trainer.args.process_index == 0:
             print(f"{output_dir} holds no checkpoint yet: training starts from the beginning", file=sys.stderr)
-    # a barrier: all processes must check the folder before one writes into it
+    # a barrier, because all processes must have checked the folder before one of them writes into it
     trainer.accelerator.wait_for_everyone()
     if trainer.args.should_save:
         output_dir.mkdir(parents=True, exist_ok=True)
-        # a file that a process left when it was killed while writing
+        # files that a process left when it was killed while writing them
         for path in (output_dir / checkpoint.PARTIAL, *filter(is_temporary, output_dir.iterdir())):
             remove(path)
         write_atomically(

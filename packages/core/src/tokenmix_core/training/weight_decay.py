@@ -1,4 +1,4 @@
-"""Select the parameters that decay: matrices, but no norms, biases, gates and decay rates."""
+"""Select the parameters to which weight decay applies: matrices, but no norms, biases, gates and decay rates."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch import nn
 
 
 def decay_parameter_names(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that decay: matrices. Norms, biases and vectors (A_log, dt_bias, D) do not."""
+    """Return the names of parameters with weight decay: matrices, not norms, biases and vectors (A_log, dt_bias, D)."""
     return [name for name, p in model.named_parameters() if p.dim() >= 2]
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return two groups of trainable parameters for an optimizer, one with and one without weight decay.
 
-    transformers' Trainer selects by name, and would let `A_log` and `D` decay. Pass it (or a trainer of TRL)
-    `optimizers=(torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-4), None)`.
+    transformers' Trainer selects parameters by name, and would apply weight decay to `A_log` and `D`. Pass to it (or to
+    a trainer of TRL) `optimizers=(torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-4), None)`.
     """
     decaying = set(decay_parameter_names(model))
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
