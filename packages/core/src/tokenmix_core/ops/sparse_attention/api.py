@@ -1,4 +1,4 @@
-"""Softmax attention over local keys and the retained ones of all earlier keys: the public function."""
+"""Softmax attention over local keys and those of all earlier keys that are retained: the public function."""
 
 from __future__ import annotations
 

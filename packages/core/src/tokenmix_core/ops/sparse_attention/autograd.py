@@ -37,7 +37,7 @@ class Outputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """Inputs and outputs, gradients of o and of the log-sum-exp (None: zero), and whether `keep` needs a gradient."""
+    """Inputs, outputs, gradients of o and of the log-sum-exp (None for zero), and whether `keep` needs a gradient."""
 
     inputs: Inputs
     outputs: Outputs
@@ -47,7 +47,7 @@ class BackwardInputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of q, k, v and `keep`; the last is empty unless it is needed."""
+    """Gradients of q, k, v and `keep`; the gradient of `keep` is an empty tensor unless it is needed."""
 
     dq: Tensor
     dk: Tensor
@@ -58,7 +58,7 @@ class Gradients(NamedTuple):
 @retried
 @of_fields
 def _forward(x: Inputs) -> Outputs:
-    """List the retained units, then compute attention over their keys and the local ones."""
+    """List the retained units, then compute attention over their keys and the local keys."""
     out = _outputs(x)
     if x.q.numel() == 0 or x.k.numel() == 0:
         return out._replace(o=out.o.zero_(), lse=out.lse.fill_(float("-inf")))

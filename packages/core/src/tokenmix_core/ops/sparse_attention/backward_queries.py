@@ -1,4 +1,4 @@
-"""The dQ kernel: delta = rowsum(dO ∘ O) − dlse, and dq over the columns that the forward pass visits."""
+"""The dQ kernel: delta = rowsum(dO ∘ O) − dlse, and dq over the tiles of keys that the forward pass visits."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _kept_attention_backward_queries(
     p_list, begin, whole, count = find_listed(
         ranks, lists, (i_b, i_hk // (H // HM), i_n, start), first, last, window, (U, HM), UNIT, WINDOW
     )
-    # number of listed tiles that need no mask
+    # number of tiles of listed keys that need no mask
     unmasked = whole // BN
     if until is not None:
         unmasked = 0

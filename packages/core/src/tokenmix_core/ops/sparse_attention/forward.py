@@ -51,7 +51,7 @@ def _kept_attention_forward(
     p_list, begin, whole, count = find_listed(
         ranks, lists, (i_b, i_hk // (H // HM), i_n, start), first, last, window, (U, HM), UNIT, WINDOW
     )
-    # number of listed tiles that need no mask
+    # number of tiles of listed keys that need no mask
     unmasked = whole // BN
     if until is not None:
         unmasked = 0

@@ -1,6 +1,6 @@
 """The first local key of each query, and lists of the retained units and of all other units.
 
-Lists are built on the device, in order, by counting: no host synchronisation and no atomics.
+Lists are built on the device, in order, by counting units, without host synchronisation and atomics.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _count_units(keep, counts, U, HM, blocks, BU: tl.constexpr):
 @cached_launch
 @triton.jit
 def _list_units(keep, counts, ranks, lists, U, HM, blocks, BU: tl.constexpr):
-    """Write each unit of a block to the list of retained units or to the list of the others."""
+    """Write each unit of a block to the list of retained units or to the list of the other units; write all ranks."""
     i_b, i_m, i_u = _row_and_block(blocks, HM)
     o_u = i_u * BU + tl.arange(0, BU)
     b_kept = _load_kept(keep, i_b, i_m, o_u, U, HM)
@@ -67,7 +67,7 @@ def _list_units(keep, counts, ranks, lists, U, HM, blocks, BU: tl.constexpr):
             count += tl.sum(b_count, 0)
     b_rank = before + tl.cumsum(b_kept, 0) - b_kept
     o_row = i_b * HM + i_m
-    # the entry behind the last unit is the number of retained units
+    # the rank behind the last unit is the number of retained units
     tl.store(ranks + o_row * (U + 1) + o_u, b_rank, mask=o_u <= U)
     if (i_u + 1) * BU == U:
         tl.store(ranks + o_row * (U + 1) + U, before + tl.sum(b_kept, 0))

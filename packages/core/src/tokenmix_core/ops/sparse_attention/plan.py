@@ -1,4 +1,4 @@
-"""Selection between Gluon and portable kernels."""
+"""Selection between Gluon and portable kernels for attention over retained keys."""
 
 from __future__ import annotations
 

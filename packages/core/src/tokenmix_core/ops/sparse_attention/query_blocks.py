@@ -11,15 +11,15 @@ from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.sparse_attention import autograd
 from tokenmix_core.ops.sparse_attention.reference import is_kept
 
-# queries that share a list, which has the keys up to the last query that are not evicted at the first query
+# number of queries in a block, which share one list: the keys up to the last query that are not evicted at the first
 BLOCK = 2048
 
 
 def takes_blocks(x: autograd.Inputs) -> bool:
     """True if a list per block of queries saves work: keys are evicted, and there is more than one block of queries.
 
-    False with gradients, which need the lists of the whole call, for packed sequences, which have lists of their own,
-    and under torch.compile, whose graph would fix the number of blocks.
+    False if gradients are wanted, which need the lists of the whole call; for packed sequences, which are not split
+    into blocks; and under torch.compile, whose graph would fix the number of blocks.
     """
     if x.until is None or x.cu_seqlens is not None or x.impl == "reference" or torch.compiler.is_compiling():
         return False
@@ -30,8 +30,8 @@ def takes_blocks(x: autograd.Inputs) -> bool:
 def kept_attention_by_blocks(x: autograd.Inputs) -> tuple[Tensor, Tensor]:
     """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]` of a call that `takes_blocks`, without gradients.
 
-    A block is a call of its own, with the keys up to its last query; keys evicted before its first query are not
-    listed.
+    Each block of queries is a separate call, with the keys up to the block's last query; keys evicted before the
+    block's first query are not listed.
     """
     assert x.until is not None
     TQ, TK = x.q.shape[1], x.k.shape[1]
@@ -52,7 +52,7 @@ def kept_attention_by_blocks(x: autograd.Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _ends_of_units(until: Int[Tensor, "B TK H"], unit: int, units: int, heads: int) -> Int[Tensor, "B U HM"]:
-    """Return the first query that sees no key of a unit as a retained one, in any key head of a head of `keep`."""
+    """Return for each unit the first query for which all its keys are evicted, in all heads that share `keep`."""
     ends = until.unflatten(2, (heads, -1)).amax(3)
     if unit == 1:
         return ends

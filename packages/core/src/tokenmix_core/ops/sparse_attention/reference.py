@@ -19,7 +19,7 @@ from tokenmix_core.ops.padding import drops_padding
 from tokenmix_core.ops.softmax_attention.reference import attended, joined, sequences, softmax, wide
 from tokenmix_core.ops.types import AttentionOutput
 
-# the most scores of one block of queries: 2²⁴ scores take 64 MiB in float32
+# maximum number of scores of one block of queries: 2²⁴ scores take 64 MiB in float32
 _BLOCK_SCORES = 1 << 24
 
 
@@ -38,11 +38,12 @@ def kept_attention_reference(
 ) -> AttentionOutput:
     """Compute attention as `kept_attention` defines it, differentiable by autograd, also in a float `keep`.
 
-    The weights of a retained unit's keys outside the local part have a factor of 1, whose gradient is that of `keep`.
+    Exponentials of a retained unit's keys that are not local are multiplied by 1; the gradient of `keep` is the
+    gradient of this factor.
     """
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     weights = _by_token(keep, k, unit, cu_seqlens)
-    # a bias of 0, whose exponential is the factor of 1
+    # a bias of 0 on the scores, whose exponential is the factor 1; its gradient is that of `keep`
     bias = wide(weights) - wide(weights).detach() if weights.is_floating_point() else None
     found = []
     for block in _blocks(q, k, is_kept(weights), unit, window, until, cu_seqlens):
@@ -94,7 +95,7 @@ def kept_attention_reference_backward(
 
 
 def is_kept(keep: Tensor) -> Tensor:
-    """Return which units are retained: a float is 0 or 1 up to rounding, retained above ½."""
+    """Return which units are retained: `keep` if bool, else whether the float (0 or 1 up to rounding) is above ½."""
     return keep > 0.5 if keep.is_floating_point() else keep
 
 
@@ -107,13 +108,13 @@ def units_of_tokens(tokens: int, unit: int, cu_seqlens: Tensor | None, device: t
 
 
 def _by_token(keep: Tensor, k: Tensor, unit: int, cu_seqlens: Tensor | None) -> Tensor:
-    """Return `keep` of each token and key head, `[B, TK, H]`."""
+    """Return `keep`, which is given per unit and head of `keep`, for each token and key head, `[B, TK, H]`."""
     keep = keep[:, units_of_tokens(k.shape[1], unit, cu_seqlens, k.device)]
     return keep.repeat_interleave(k.shape[2] // keep.shape[2], 2)
 
 
 def _over_keys(x: Tensor) -> Tensor:
-    """Return `[B, keys, H]` as `[B, H, 1, keys]`."""
+    """Return x `[B, keys, H]` as `[B, H, 1, keys]`, which broadcasts over groups of query heads."""
     return x.transpose(1, 2).unsqueeze(2)
 
 
@@ -134,14 +135,14 @@ def _blocks(
     size = max(16, _BLOCK_SCORES // max(1, batch * heads * tk))
     for queries, keys in sequences(tq, tk, cu_seqlens):
         shift = (keys.stop - keys.start) - (queries.stop - queries.start)
-        # latest eviction time of each key over batch rows and heads; 0 if it is never retained
+        # the latest eviction time of each key over batch rows and heads; 0 if the key is not retained in any
         end = torch.where(kept[:, keys], tk if until is None else until[:, keys], 0).amax((0, 2))
         for first in range(queries.start, queries.stop, size):
             last = min(first + size, queries.stop)
             begin, stop = (x - queries.start + shift for x in (first, last))
             # keys from `left` on are local to the first query
             left = max(0, begin // unit * unit if window is None else begin - window + 1)
-            # function transforms allow no sizes that depend on values
+            # under function transforms list all earlier keys, because sizes must not depend on values there
             everything = compat.in_transform()
             listed = torch.arange(left, device=q.device) if everything else (end[:left] > begin).nonzero().squeeze(1)
             o_k = torch.cat((listed, torch.arange(left, max(left, stop), device=q.device)))

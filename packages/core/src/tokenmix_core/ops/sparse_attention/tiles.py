@@ -1,4 +1,4 @@
-"""Tiles of columns: contiguous local keys and gathered listed keys, and the tiles that a query tile visits."""
+"""Tiles of keys, called columns: contiguous local keys and gathered listed keys; which tiles a query tile visits."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,8 @@ from tokenmix_core.ops.sparse_attention.mask import left_of
 def tile_of_queries(tiles, HQ, H):
     """Return a program's batch row, query head, key head (int64) and query tile.
 
-    The last tiles, which see the most keys, start first, in all heads at once: one head's lists may be much longer.
+    The last query tiles, which see the most keys, start first, in all heads at once, because one head's list may be
+    much longer than the others'.
     """
     pid = tl.program_id(0)
     i_h = (pid % HQ).to(tl.int64)
@@ -37,13 +38,13 @@ def local_tiles(first, last, window, keys, BN: tl.constexpr, UNIT: tl.constexpr,
 
 @triton.jit
 def find_listed(ranks, lists, row, first, last, window, sizes, UNIT: tl.constexpr, WINDOW: tl.constexpr):
-    """Find the listed columns before the local parts of queries at positions `first` … `last`.
+    """Find the listed keys that precede the local keys of queries at positions `first` … `last`.
 
     `row` is the batch row, the head of `keep`, the sequence and its first token; `sizes` are U and HM.
 
     Returns:
-        `(p_list, begin, whole, count)`: the sequence's list, the index of its first unit, the number of listed columns
-        before the local part of every query, and the number before that of at least one query.
+        `(p_list, begin, whole, count)`: the sequence's list, the index of its first unit, the number of listed keys
+        that precede the local keys of every query, and the number that precede the local keys of at least one query.
     """
     i_b, i_m, i_n, start = row
     U, HM = sizes
@@ -57,6 +58,6 @@ def find_listed(ranks, lists, row, first, last, window, sizes, UNIT: tl.constexp
 
 @triton.jit
 def columns(p_list, begin, i, listed, count, first, BN: tl.constexpr, UNIT: tl.constexpr):
-    """Return the positions of a tile of columns: the list's i-th tile if `listed`, else the BN keys from `first` on."""
+    """Return the positions of a tile's keys: the list's i-th tile if `listed`, else BN keys that start at `first`."""
     o_k = listed_columns(p_list, begin, i * BN, tl.where(listed, count, 0), BN, UNIT)
     return tl.where(listed, o_k, first + tl.arange(0, BN))

@@ -54,7 +54,7 @@ from tokenmix_core.ops.softmax_attention.steps import Rows, VisibleTo
 
 
 class KeySpan(NamedTuple):
-    """The KV tiles that a query tile visits: see `key_tiles`; `gap` is the number of tiles between sinks and window."""
+    """The KV tiles that a query tile visits (see `key_tiles`); `gap`: number of tiles between sinks and window."""
 
     keys: gl.tensor
     sink_tiles: gl.tensor
@@ -88,7 +88,7 @@ def dq_step(
     i, i_k, b_dq, stage: KeyStage, next_stage: KeyStage, kv, given: Queries, span: KeySpan,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Accumulate dQ over the i-th KV tile, tile `i_k`, in `stage`; prefetch the next one to `next_stage`.
+    """Accumulate dQ over the i-th visited KV tile, which is tile `i_k`, in `stage`; prefetch the next to `next_stage`.
 
     Returns:
         the index of the next tile, and dQ.
@@ -99,7 +99,7 @@ def dq_step(
     hopper.wait_async_copies(0)
     b_s, b_dp = mma_scores(given, k_s, v_s)
     i_next = i + 1 + gl.where(i + 1 < span.sink_tiles, 0, span.gap)
-    # there is no tile after the last one to prefetch: 0 rows are copied
+    # after the last tile nothing remains to be prefetched, so 0 rows are copied
     left = gl.where(i + 1 < span.count, span.keys, 0)
     hopper.async_copy_tile(next_stage.k, k.pointer, i_next * BT, left, k.stride, THREAD_RELATIVE=True)
     hopper.async_copy_tile(next_stage.v, v.pointer, i_next * BT, left, v.stride, THREAD_RELATIVE=True)
@@ -204,7 +204,7 @@ def _backward_keys(
         last = gl.minimum(first + BT, keys) - 1
         m_min, full_min, full_max, m_max = query_tiles(first, last, queries, shift, window, sinks, BT, CAUSAL, WINDOW)
         if order is not None:
-            # from here on indices count the listed tiles, which hold a selected query
+            # convert query tile indices to positions in the list of query tiles that hold a selected query
             offset = list_offset(i_b, i_n, start, gl.cdiv(TQ, BT), BT, PACKED)
             order += offset
             m_min = gl.load(ranks + offset + m_min)
@@ -217,7 +217,7 @@ def _backward_keys(
         v_s = gl.allocate_shared_memory(q.dtype.element_ty, [BT, D], shared)
         stage_0 = allocate_queries(q.dtype.element_ty, BT, D, D)
         stage_1 = allocate_queries(q.dtype.element_ty, BT, D, D)
-        # first head of the GQA group
+        # first query head of the key head's group
         i_h = i_hk * (HQ // H)
         heads = Heads(
             Rows(q + i_b * s_qb + start * s_qt + i_h * s_qh, s_qt),
@@ -259,7 +259,7 @@ def _backward_keys(
 
 
 def backward_queries(q, k, v, o, do, lse, dlse, delta, bias, dq, cu_seqlens, mask, scale, selected, fill=True) -> None:
-    """Write dq and delta, and bias columns for `backward_keys` unless `bias` is None."""
+    """Launch the dQ kernel: write dq, delta and, unless `bias` is None, bias columns for `backward_keys`."""
     B, TQ, HQ, _ = q.shape
     tiles = chunk_slots(1, TQ, TILE, cu_seqlens)
     _backward_queries[(tiles * HQ * B,)](
@@ -272,7 +272,7 @@ def backward_queries(q, k, v, o, do, lse, dlse, delta, bias, dq, cu_seqlens, mas
 
 
 def backward_keys(q, k, v, do, bias, dk, dv, cu_seqlens, mask, scale, selected) -> None:
-    """Write dk and dv."""
+    """Launch the dK/dV kernel: write dk and dv, given the bias columns that `backward_queries` wrote."""
     ranks, order = (None, None) if selected is None else list_tiles(selected, cu_seqlens, TILE)
     B, TK, H, _ = k.shape
     tiles = chunk_slots(1, TK, TILE, cu_seqlens)

@@ -1,4 +1,4 @@
-"""Tiles of the Hopper backward kernels: pipeline stages, resident operands, and the MMAs that both attentions share."""
+"""Tiles of the Hopper backward kernels: stages, resident operands, and MMAs, shared by dense and sparse attention."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tokenmix_core.ops.softmax_attention.steps import Rows
 
 
 class KeyStage(NamedTuple):
-    """smem buffers of a KV tile."""
+    """smem buffers of one pipeline stage of the dQ kernel: a KV tile."""
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
 
 
 class QueryStage(NamedTuple):
-    """smem buffers of a query tile."""
+    """smem buffers of one pipeline stage of the dK/dV kernel: a query tile."""
 
     q: gl.shared_memory_descriptor
     do: gl.shared_memory_descriptor
@@ -31,7 +31,7 @@ class QueryStage(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Operands of all steps of the dK/dV kernel: a KV tile and bias selectors in smem, positions, factor of scores."""
+    """Operands of all steps of the dK/dV kernel: a KV tile and bias selectors in smem, key positions, the scale."""
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
@@ -42,7 +42,7 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Operands of all steps of the dQ kernel: a query tile in smem, lse and delta, positions, factor of scores."""
+    """Operands of all steps of the dQ kernel: a query tile in smem, its lse, delta and positions, the scale."""
 
     q: gl.shared_memory_descriptor
     do: gl.shared_memory_descriptor
@@ -62,7 +62,7 @@ class Heads(NamedTuple):
 
 
 class QuerySpan(NamedTuple):
-    """The query tiles, of each query head, that a KV tile visits: see `query_tiles`.
+    """The query tiles that a KV tile visits in each query head of its group (see `query_tiles`).
 
     Attributes:
         queries: number of queries of the sequence.
@@ -86,7 +86,7 @@ class QuerySpan(NamedTuple):
 
 
 class Masking(NamedTuple):
-    """Compile-time facts of a mask; pass it as an expression, as an assignment would turn its fields into tensors."""
+    """Compile-time properties of a mask; pass a `Masking(…)` expression: a variable's fields would become tensors."""
 
     CAUSAL: gl.constexpr
     WINDOW: gl.constexpr
@@ -95,7 +95,7 @@ class Masking(NamedTuple):
 
 @gluon.jit
 def allocate_keys(dtype: gl.constexpr, BT: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
-    """Allocate the stage of a KV tile."""
+    """Allocate the smem buffers of one stage for a KV tile."""
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     return KeyStage(
         gl.allocate_shared_memory(dtype, [BT, K], shared), gl.allocate_shared_memory(dtype, [BT, V], shared)
@@ -104,24 +104,24 @@ def allocate_keys(dtype: gl.constexpr, BT: gl.constexpr, K: gl.constexpr, V: gl.
 
 @gluon.jit
 def allocate_queries(dtype: gl.constexpr, BT: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
-    """Allocate the stage of a query tile."""
+    """Allocate the smem buffers of one stage for a query tile."""
     q_s, do_s = allocate_keys(dtype, BT, K, V)
     return QueryStage(q_s, do_s, allocate_bias(BT))
 
 
 @gluon.jit
 def minus_columns(b_row, columns: gl.constexpr):
-    """Return `b_row[i] − j` for row i and column j; a thread's columns are constant offsets from its first column."""
+    """Return `b_row[i] − j` for row i and column j; a thread adds constants to the value of its first column."""
     o_c = gl.arange(0, columns, gl.SliceLayout(0, hopper.mma_layout(columns, gl.num_warps())))[None, :]
     return b_row[:, None] - o_c % 8 - o_c // 8 * 8
 
 
 @gluon.jit
 def plus_columns(b_row, columns: gl.constexpr):
-    """Return `b_row[i] + j` for row i and column j; a thread's columns are constant offsets from its first column.
+    """Return `b_row[i] + j` for row i and column j; a thread adds constants to the value of its first column.
 
-    `b_row` is made opaque: Triton's axis analysis takes a multiple of 16 minus the rows 0, 1, … for multiples of 16,
-    and would then compare one column for several.
+    `b_row` is made opaque: Triton's axis analysis wrongly infers that a multiple of 16 minus row indices 0, 1, … is a
+    multiple of 16, and would then make one comparison for several columns.
     """
     o_c = gl.arange(0, columns, gl.SliceLayout(0, hopper.mma_layout(columns, gl.num_warps())))
     return hopper.opaque(b_row)[:, None] + (o_c % 8)[None, :] + (o_c // 8 * 8)[None, :]
@@ -129,7 +129,7 @@ def plus_columns(b_row, columns: gl.constexpr):
 
 @gluon.jit
 def async_copy_queries(stage: QueryStage, heads: Heads, i_h, first, queries):
-    """Start async copies of a query tile, from row `first` on, of the `i_h`-th head of the GQA group; commit them."""
+    """Start and commit async copies of the query tile that begins at row `first`, of the group's `i_h`-th head."""
     i_h = i_h.to(gl.int64)
     q, do, bias = heads.q, heads.do, heads.bias
     s_q, s_do, s_bias = heads.strides
@@ -141,14 +141,14 @@ def async_copy_queries(stage: QueryStage, heads: Heads, i_h, first, queries):
 
 @gluon.jit
 def advance(i_q, i_h, m_min, m_max):
-    """Return the query tile to visit after tile `i_q` of head `i_h`, and its head."""
+    """Return the query tile to visit after tile `i_q` of head `i_h`, and that tile's head."""
     last = i_q + 1 == m_max
     return gl.where(last, m_min, i_q + 1), i_h + gl.where(last, 1, 0)
 
 
 @gluon.jit
 def mma_scores(given: Queries, k_s, v_s):
-    """Start S = Q Kᵀ, then dP = dO Vᵀ."""
+    """Start the WGMMAs of S = Q Kᵀ, then of dP = dO Vᵀ; return both pending accumulators."""
     BT: gl.constexpr = k_s.shape[0]
     zeros = gl.zeros([BT, BT], gl.float32, hopper.mma_layout(BT, gl.num_warps()))
     b_s = warpgroup_mma(hopper.opaque_tile(given.q), k_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -171,7 +171,7 @@ def mma_dq(b_p, b_dp, given: Queries, k_s, b_dq):
 
 @gluon.jit
 def mma_scores_transposed(given: Keys, stage: QueryStage):
-    """Start K Qᵀ − lse / scale, then V dOᵀ − delta."""
+    """Start the WGMMAs of K Qᵀ − lse / scale, then of V dOᵀ − delta; return both pending accumulators."""
     BN: gl.constexpr = given.k.shape[0]
     BM: gl.constexpr = stage.q.shape[0]
     zeros = gl.zeros([BN, BM], gl.float32, hopper.mma_layout(BM, gl.num_warps()))
@@ -199,16 +199,17 @@ def dkdv_step(
     i, cursor, sums, stage: QueryStage, next_stage: QueryStage, heads: Heads, given: Keys, span: QuerySpan,
     masking: Masking,
 ):  # fmt: skip
-    """Accumulate dK and dV over the i-th query tile, which is in `stage`; prefetch the next one to `next_stage`.
+    """Accumulate dK and dV over the i-th query tile, which is in `stage`; prefetch the next tile to `next_stage`.
 
-    `cursor` is the tile's index in the order of visits, its head in the GQA group and, unless columns are listed, its
-    index in the sequence. `sums` are dK, dV and, if columns are listed, the gradient of `keep`.
+    `cursor` is the tile's index in the order of visits, its head in the GQA group and, unless keys are listed, its
+    index in the sequence. `sums` are dK, dV and, if keys are listed, the gradient of `keep`.
 
     Returns:
         the cursor of the next tile, and the sums.
     """
     i_q, i_h = cursor[0], cursor[1]
-    # dense masks compute `more` here, lists later: the position decides ptxas' register allocation
+    # `more` is computed here for dense masks and later for listed keys, because its position affects how ptxas
+    # allocates registers
     if not masking.LISTED:
         more = i + 1 < span.count
     o_k = given.o_k
@@ -222,13 +223,13 @@ def dkdv_step(
     if masking.LISTED:
         more = i + 1 < span.count
     t_next = listed(span.order, i_next, more)
-    # there is no tile after the last one to prefetch: 0 rows are copied
+    # after the last tile nothing remains to be prefetched, so 0 rows are copied
     async_copy_queries(next_stage, heads, i_h, t_next * BT, gl.where(more, span.queries, 0))
     b_st = warpgroup_mma_wait(1, [b_st])
     b_pt = gl.exp2(b_st * (given.scale * LOG2_E))
     mask = span.mask
     if (i_q < span.full_min) | (i_q >= span.full_max):
-        # rows beyond the last query have dO = 0
+        # queries beyond the last one need no mask, because their dO is 0
         if masking.LISTED:
             distance = plus_columns(i_q * BT + mask.shift - o_k, BT)
             b_pt = gl.where(within(distance, gl.maximum(mask.b_end - o_k, 0)[:, None]), b_pt, 0.0)

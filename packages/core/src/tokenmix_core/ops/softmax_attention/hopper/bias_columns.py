@@ -25,7 +25,7 @@ def store_bias(p_bias, b_lse, b_delta, rows, scale):
 
 @gluon.jit
 def bias_selector(first: gl.constexpr, rows: gl.constexpr):
-    """Return an smem tile of ones and zeros: its MMA with bias columns sums the PARTS columns from `first` on."""
+    """Return an smem tile of ones and zeros whose MMA with bias columns adds PARTS of them, starting at `first`."""
     layout: gl.constexpr = row_layout(BIAS_COLUMNS, gl.num_warps())
     ones_s = allocate_bias(rows)
     o_c = gl.arange(0, BIAS_COLUMNS, gl.SliceLayout(0, layout))[None, :] + gl.zeros(

@@ -68,7 +68,7 @@ def _forward(
         b_o = gl.zeros([BT, D], gl.float32, sums)
         b_l = gl.zeros([BT], gl.float32, row)
         b_shift = gl.zeros([BT], gl.float32, row)
-        # one pass, and a second one with a running maximum if the sums leave the safe range
+        # one pass over the keys, and a second pass with a running maximum if row sums leave the safe range
         passes = count * 0 + 1
         running_max = count * 0
         if online_softmax.needs_running_max(dtype):
@@ -98,7 +98,7 @@ def _forward(
                     async_copy.commit_group()
                 b_s = warpgroup_mma_wait(0, [b_s])
                 if NUM_STAGES == 1:
-                    # all warps' MMAs have read the buffer
+                    # after this barrier all warps' MMAs have read the buffer
                     barrier()
                     async_copy_tile(k_s.index(0), p_k, i_next * BT, keys, s_kt, i + 1 < count, THREAD_RELATIVE=relative)
                     async_copy.commit_group()
@@ -124,7 +124,7 @@ def _forward(
             b_l = gl.convert_layout(gl.sum(b_sums, 1), row)
             passes = gl.where(online_softmax.sums_in_range(b_l) | (running_max == 1), 0, 1)
             running_max = passes
-            # all warps' MMAs have read the buffers that a second pass fills
+            # after this wait, and its barrier, all warps' MMAs have read the buffers that a second pass fills
             wait_async_copies(0)
 
         b_norm, b_lse = online_softmax.finalize(b_shift, b_l)

@@ -53,7 +53,7 @@ class Buffers(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """mbarriers: Q is full; a stage of K or V is full, or is empty; all consumers have `decided` on a second pass."""
+    """mbarriers: Q is loaded; stages of K and V are full or empty; all consumers `decided` on a second pass."""
 
     q_full: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
@@ -70,7 +70,7 @@ class Span(NamedTuple):
         queries: number of queries from the tile's first one to the end of the sequence.
         keys: number of keys of the sequence.
         sink_tiles: number of KV tiles that are visited only for their sinks.
-        gap: number of KV tiles between those of the sinks and those of the window.
+        gap: number of skipped KV tiles between the tiles of the sinks and the tiles of the window.
         count: number of KV tiles to visit.
         full_min: first KV tile that needs no mask.
         full_max: first masked KV tile after the unmasked ones.
@@ -91,14 +91,14 @@ class Span(NamedTuple):
 
 @gluon.jit
 def wants_second_pass(requests, decided):
-    """True if a consumer requests a second pass; waits until all consumers have decided."""
+    """Wait until all consumers have decided; return True if one of them requests a second pass."""
     mbarrier.wait(decided.index(0), 0)
     return gl.max(requests.load(gl.BlockedLayout([1], [32], [4], [0])), 0) > 0
 
 
 @gluon.jit
 def produce_keys(n, k: Rows, v: Rows, buffers: Buffers, barriers: Barriers, span: Span):
-    """Copy all K and V tiles, each as soon as its stage is empty; the first one is the n-th tile of the pipeline."""
+    """Copy all K and V tiles, each as soon as its stage is empty; n: number of tiles copied in an earlier pass."""
     BN: gl.constexpr = buffers.k.shape[1]
     for i in range(n, n + span.count):
         stage = i % NUM_STAGES
@@ -146,7 +146,7 @@ def attention_pass(
     n, q_s, buffers: Buffers, barriers: Barriers, span: Span, o_q, scale, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     RUNNING_MAX: gl.constexpr,
 ):  # fmt: skip
-    """Compute attention of 64 queries to all KV tiles, the first of which is the n-th tile of the pipeline.
+    """Compute attention of 64 queries to all KV tiles; n: number of tiles visited in an earlier pass.
 
     Returns:
         the unnormalised output and, for each row, the shift and the sum of weights.
@@ -179,7 +179,7 @@ def attention_pass(
         stage, previous = i % NUM_STAGES, (i - 1) % NUM_STAGES
         fence_async_shared()
         b_s = warpgroup_mma(q_s, k_s.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        # P V of the previous tile overlaps this tile's S and softmax
+        # start P V of the previous tile, which overlaps with S and softmax of this tile
         mbarrier.wait(v_full.index(previous), hopper.parity(i - 1, NUM_STAGES))
         fence_async_shared()
         b_sum = warpgroup_mma(b_left, v_s.index(previous), b_o, is_async=True)
@@ -192,7 +192,7 @@ def attention_pass(
         b_p = gl.exp2(b_s * scale - b_shift[:, None])
         b_sums += online_softmax.quad_row_sums(b_p)
         b_weights = b_p.to(dtype)
-        # this wait keeps ptxas from moving the next one above the softmax
+        # this wait for the next K tile stops ptxas from moving the wait for P V above the softmax
         hopper.wait_full(k_full, i + 1, last + 1, NUM_STAGES)
         b_o, b_left = warpgroup_mma_wait(0, [b_sum, b_left])
         mbarrier.arrive(v_empty.index(previous))
@@ -212,7 +212,7 @@ def consumer(
     o: Rows, p_lse, buffers: Buffers, barriers: Barriers, span: Span, position, scale, CONSUMER: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Compute and store O and lse of the CONSUMER-th 64 queries of the tile, whose first query is at `position`."""
+    """Compute and store O and lse of the CONSUMER-th 64 queries of a tile whose first query is at `position`."""
     dtype: gl.constexpr = buffers.k.dtype
     D: gl.constexpr = buffers.k.shape[2]
     sums: gl.constexpr = hopper.mma_layout(D, 4)
@@ -262,12 +262,12 @@ def _forward(
     first = i_t * BM + keys - queries
     last = gl.minimum(first + BM, keys) - 1
     sink_tiles, n_min, full_min, full_max, n_max = key_tiles(first, last, keys, window, sinks, BN, CAUSAL, WINDOW)
-    # at least one tile: queries that see no key visit a fully masked one
+    # visit at least one tile: queries that see no key visit a tile in which all scores are masked
     count = gl.maximum(sink_tiles + n_max - n_min, 1)
     q_s = gl.allocate_shared_memory(dtype, [consumers, 64, D], shared)
     k_s = gl.allocate_shared_memory(dtype, [stages, BN, D], shared)
     v_s = gl.allocate_shared_memory(dtype, [stages, BN, D], shared)
-    # full: arrivals of the producer's 128 threads; empty: one arrival per consumer
+    # arrival counts: the producer's 128 threads at full barriers, one arrival per consumer at empty barriers
     barriers = Barriers(
         hopper.allocate_mbarriers(1, 128),
         hopper.allocate_mbarriers(stages, 128),

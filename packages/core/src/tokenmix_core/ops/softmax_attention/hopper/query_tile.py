@@ -1,4 +1,4 @@
-"""Query tiles of the Hopper attention kernels: location in a packed batch, prologues and epilogues."""
+"""Query tiles of the Hopper attention kernels: their location in a packed batch, stores of tiles, and delta."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of keys, and the tiles of columns that are gathered from them.
+"""Lists of keys, and the tiles of keys that are gathered from them; a tile's keys are called its columns.
 
 A list holds units of one key or of a whole chunk. In a packed batch a list spans all sequences.
 """
@@ -14,7 +14,7 @@ from tokenmix_core.chunking import num_sequences
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.varlen import sequence_span
 
-# position of an absent column
+# position of a column without a key: larger than any query's, so that no query sees it
 NOWHERE = tl.constexpr(1 << 30)
 
 
@@ -38,13 +38,13 @@ def first_unit(start, i_n, UNIT: tl.constexpr):
 
 @triton.jit
 def listed_columns(p_list, begin, o_c, count, BN: tl.constexpr, UNIT: tl.constexpr):
-    """Return the positions of the listed columns `o_c` … `o_c + BN − 1`; `NOWHERE` from `count` on."""
+    """Return the positions of the list's keys with indices `o_c` … `o_c + BN − 1`; `NOWHERE` for indices ≥ `count`."""
     o_n = tl.arange(0, BN)
     if UNIT == 1:
         m_n = o_c + o_n < count
         return tl.where(m_n, tl.load(p_list + o_c + o_n, mask=m_n, other=0) - begin, NOWHERE)
     else:
-        # a tile lies in one unit
+        # all keys of a tile belong to one unit, since BN divides the unit
         first = tl.load(p_list + o_c // UNIT, mask=o_c < count, other=0) - begin
         return tl.where(o_c < count, first * UNIT + o_c % UNIT, NOWHERE) + o_n
 
@@ -52,7 +52,7 @@ def listed_columns(p_list, begin, o_c, count, BN: tl.constexpr, UNIT: tl.constex
 @cached_launch
 @triton.jit
 def _list_first(ranks, lists, cu_seqlens, T, count, PACKED: tl.constexpr, BT: tl.constexpr):
-    """List a sequence's first `count` tokens; write ranks at its boundaries only: the dK/dV kernel reads no others."""
+    """List a sequence's first `count` tokens; write `ranks` only at its boundaries, which the dK/dV kernel reads."""
     i_n = tl.program_id(0)
     begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
     before = 0

@@ -1,11 +1,11 @@
-"""Tile schedule of the dK/dV kernel: which query tiles read each tile of columns, and how that work is split over CTAs.
+"""Tile schedule of the dK/dV kernel: which query tiles read each tile of keys, and how that work is split over CTAs.
 
 Each key is in one of two lists: retained keys, which all later queries see, or the others, which only nearby queries
-see. Tiles of columns are cut from the lists. Their work may differ a thousandfold, so tiles are split, as in stream-K,
-into **work tiles**: runs of query tiles, enough of them to fill the device, none longer than a CTA's share of all work.
-A tile with one work tile is written by its CTA. The work tiles of a split tile leave partial sums, which a second
-kernel adds in order. So the time follows the work for lists of any length, results are deterministic, and the workspace
-is bounded by the device.
+see. The lists are cut into tiles of keys (columns). Their work may differ a thousandfold, so tiles are split, as in
+stream-K, into **work tiles**: consecutive query tiles, enough work tiles to fill the device, none longer than a CTA's
+share of all work. The CTA of a tile that is not split writes its gradients. The work tiles of a split tile store
+partial sums, which a second kernel adds in order. So the time is proportional to the work for lists of any length,
+results are deterministic, and the workspace is bounded by the device.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from tokenmix_core.ops.softmax_attention.launch_args import listed_sizes, stride
 from tokenmix_core.ops.softmax_attention.listed_keys.lists import away_from, first_unit, listed_columns
 from tokenmix_core.ops.softmax_attention.types import KeyLists
 
-# rows of `facts`, the table of tiles: query tiles (masked [M_MIN, FULL_MIN), unmasked [FULL_MIN, FULL_MAX), masked
-# [FULL_MAX, M_MAX)), the tile's first column and the end of the list, the sequence's first row, length and first unit,
-# whether the tile's keys are retained, its number of work tiles, its first work tile and its first partial sum
+# indices of the rows of `facts`, a table with one column per tile: its query tiles (masked [M_MIN, FULL_MIN), unmasked
+# [FULL_MIN, FULL_MAX), masked [FULL_MAX, M_MAX)), its first index in the list and the list's end, the sequence's first
+# row, length and first unit, whether its keys are retained, its number of work tiles, its first work tile and its first
+# partial sum
 M_MIN = tl.constexpr(0)
 FULL_MIN = tl.constexpr(1)
 FULL_MAX = tl.constexpr(2)
@@ -46,12 +47,12 @@ SPLIT_SIZE = tl.constexpr(0)
 NUM_WORK = tl.constexpr(1)
 NUM_PARTIALS = tl.constexpr(2)
 
-# minimum number of query tiles of a work tile: fewer are not worth a CTA
+# minimum number of query tiles of a work tile, since less work is not worth a CTA
 _LEAST = 8
 
 
 class TileSchedule(NamedTuple):
-    """The schedule on the device; sizes are upper bounds.
+    """The schedule, in device memory; the tensors' sizes are upper bounds, because the host does not read the lists.
 
     Attributes:
         facts: table of tiles `[13, tiles]`, int32.
@@ -69,7 +70,7 @@ class TileSchedule(NamedTuple):
 
 
 class ColumnTile(NamedTuple):
-    """A tile of listed columns.
+    """A tile of keys of a list; the tile's columns are indices in the list.
 
     Attributes:
         i_b: batch row, int64.
@@ -96,7 +97,7 @@ class ColumnTile(NamedTuple):
 
 @triton.jit
 def list_of(ranks, lists, i_b, i_m, U, HM, kept):
-    """Return pointers to a head's list, of the retained units if `kept`, else of the others, and to its ranks."""
+    """Return pointers to a head's list (of retained units if `kept`, else of other units) and to the head's ranks."""
     o_row = i_b * HM + i_m
     p_rank = ranks + o_row * (U + 1)
     return lists + o_row * U + tl.where(kept, 0, tl.load(p_rank + U)), p_rank
@@ -121,18 +122,18 @@ def find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM):
 
 @triton.jit
 def _position(p_rank, o_u, kept):
-    """Return how many units of a list, that of the retained units if `kept`, else of the others, precede unit `o_u`."""
+    """Return how many units of a list (of retained units if `kept`, else of the other units) precede unit `o_u`."""
     b_rank = tl.load(p_rank + o_u)
     return tl.where(kept, b_rank, o_u - b_rank)
 
 
 @triton.jit
 def _locate_columns(p_rank, i_s, T, U, N, cu_seqlens, kept, BN: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr):
-    """Find the tile of columns in slot `i_s` of a list: sequence n's tiles begin at ⌊its first column / BN⌋ + n.
+    """Find the tile of columns in slot `i_s` of a list; the slots of sequence n begin at ⌊its first column / BN⌋ + n.
 
     Returns:
         the sequence's first row and length, the index of its first unit, the tile's first column, and the end of the
-        sequence's columns, which is not after the first column if the slot is unused.
+        sequence's columns. If the slot is unused, this end is not after the first column.
     """
     if PACKED:
         sequences = 0
@@ -162,9 +163,9 @@ def _find_query_tiles(
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
     OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Store the facts of one tile of columns per program, except those about its work tiles.
+    """Store one tile's column of the table `facts` per program, except the rows about work tiles.
 
-    Retained keys take slots from the first on; with `OTHERS`, the other keys take slots from the last on.
+    Tiles of retained keys have the first slots; with `OTHERS`, tiles of the other keys have slots from the last down.
     """
     i_x = tl.program_id(0)
     tiles = tl.num_programs(0)
@@ -213,7 +214,7 @@ def _find_query_tiles(
     tl.store(p_fact + LENGTH * tiles, length)
     tl.store(p_fact + BEGIN * tiles, begin)
     tl.store(p_fact + KEPT * tiles, kept.to(tl.int32))
-    # a flag that the tile has columns; `_split_work` replaces it by the number of work tiles
+    # store whether the tile has any key; `_split_work` replaces this flag by the number of work tiles
     tl.store(p_fact + SPLITS * tiles, used.to(tl.int32))
 
 
@@ -222,7 +223,7 @@ def _find_query_tiles(
 def _split_work(
     facts, work_tiles, partial_tiles, totals, slots, tiles, programs, LEAST: tl.constexpr, BT: tl.constexpr
 ):  # fmt: skip
-    """Split the tiles into work tiles of at most 1 / `programs` of all work; the kernel runs as one program."""
+    """Split the tiles into work tiles, each at most 1 / `programs` of all work; the kernel runs as a single program."""
     work = tl.zeros([], tl.int64)
     for i in range(0, tiles, BT):
         o_x = i + tl.arange(0, BT)
@@ -233,8 +234,8 @@ def _split_work(
     split_size = tl.maximum(LEAST, tl.cdiv(work, programs).to(tl.int32))
     work_tile = 0
     partial = 0
-    # first the retained keys, across heads, since the earliest keys have the most queries; then the other keys, head by
-    # head, since neighbouring tiles read the same queries
+    # order of work tiles: first the retained keys, with heads interleaved, since the earliest keys have the most
+    # queries; then the other keys, head by head, since neighbouring tiles read the same queries
     for kept in tl.static_range(1, -1, -1):
         for i in range(0, tiles, BT):
             o_x = i + tl.arange(0, BT)
@@ -245,7 +246,7 @@ def _split_work(
             b_work = tl.load(facts + M_MAX * tiles + o_x, mask=m_x, other=0)
             b_work -= tl.load(facts + M_MIN * tiles + o_x, mask=m_x, other=0)
             m_used = tl.load(facts + SPLITS * tiles + o_x, mask=m_x, other=0) != 0
-            # a tile without queries has a work tile that writes zeros
+            # a tile that no query sees has one work tile, which writes zeros
             b_splits = tl.where(m_used, tl.maximum(tl.cdiv(b_work, split_size), 1), 0)
             b_partials = tl.where(b_splits > 1, b_splits, 0)
             b_work_tile = work_tile + tl.cumsum(b_splits, 0) - b_splits
@@ -264,14 +265,15 @@ def _split_work(
 
 
 def schedule_tiles(keys: KeyLists, q: Tensor, k: Tensor, BM: int, BN: int, most: int | None) -> TileSchedule:
-    """Schedule tiles of BN columns of both lists, by query tiles of BM queries.
+    """Schedule tiles of BN keys of both lists, with query tiles of BM queries.
 
-    With `most`, schedule the first list alone, which holds at most `most` columns per sequence.
+    With `most`, schedule only the first list, which then holds at most `most` keys per sequence.
     """
     ranks, unit, packed = keys.ranks, keys.unit, keys.cu_seqlens is not None
     shape = listed_sizes(q, k, keys)
     B, U, N = q.shape[0], shape["U"], max(shape["N"], 1)
-    # an upper bound on tiles: whole ones, and a partial one for each list of each sequence; some slots may stay unused
+    # an upper bound on tiles: all whole tiles, and one partial tile for each list of each sequence; some slots may stay
+    # unused
     if most is not None:
         slots = min(N * most, U) // BN + N if packed else cdiv(most, BN)
     else:
@@ -279,7 +281,8 @@ def schedule_tiles(keys: KeyLists, q: Tensor, k: Tensor, BM: int, BN: int, most:
     tiles = slots * B * shape["H"]
     programs = tuning.work_tiles(tiles, ranks.device)
     facts = ranks.new_empty(_FACTS, tiles)
-    # upper bounds: each tile has one work tile, and splitting the work into shares adds at most one per share
+    # upper bounds: each tile has one work tile, and splitting the work into `programs` shares adds at most one per
+    # share
     work_tiles, partial_tiles, totals = (ranks.new_empty(n) for n in (tiles + programs, 2 * programs, 3))
     _find_query_tiles[(tiles,)](
         facts=facts, ranks=ranks, lists=keys.lists, until=keys.until, cu_seqlens=keys.cu_seqlens,

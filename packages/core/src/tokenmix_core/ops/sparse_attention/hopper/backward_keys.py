@@ -50,7 +50,7 @@ from tokenmix_core.ops.sparse_attention.hopper.tiles import KeyList, async_gathe
 
 @gluon.jit
 def store_gathered(p_x, s_x, o_t, rows, stride):
-    """Scatter an smem tile to the rows `o_t` of a matrix, indices in the row layout; drop indices from `rows` on."""
+    """Store row i of an smem tile to row `o_t[i]` of the matrix at `p_x`, unless `o_t[i]` ≥ `rows`."""
     layout: gl.constexpr = hopper.row_layout(s_x.shape[1], gl.num_warps())
     o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
     m_t = o_t < rows
@@ -60,7 +60,7 @@ def store_gathered(p_x, s_x, o_t, rows, stride):
 
 @gluon.jit
 def store_partial(p_x, b_x, rows: gl.constexpr, layout: gl.constexpr):
-    """Store a float32 accumulator as contiguous rows."""
+    """Store a float32 accumulator at `p_x` as contiguous rows."""
     o_n = gl.arange(0, rows, gl.SliceLayout(1, layout))
     o_d = gl.arange(0, b_x.shape[1], gl.SliceLayout(0, layout))
     gl.store(p_x + o_n[:, None] * b_x.shape[1] + o_d[None, :], b_x)
@@ -74,7 +74,7 @@ def _kept_attention_backward_keys(
     s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr, s_dt: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, UNIT: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute one work tile per program: a tile of columns by some or all of its query tiles, for a GQA group."""
+    """Compute one work tile per program: a tile of keys by some or all of its query tiles, for a GQA group."""
     i_w = gl.program_id(0)
     if i_w < gl.load(totals + NUM_WORK):
         scores: gl.constexpr = hopper.mma_layout(BT, gl.num_warps())
@@ -104,7 +104,7 @@ def _kept_attention_backward_keys(
         v_s = gl.allocate_shared_memory(q.dtype.element_ty, [BT, V], shared)
         stage_0 = allocate_queries(q.dtype.element_ty, BT, K, V)
         stage_1 = allocate_queries(q.dtype.element_ty, BT, K, V)
-        # first head of the GQA group
+        # first query head of the key head's group
         i_h = i_hk * (HQ // H)
         heads = Heads(
             Rows(q + i_b * s_qb + start * s_qt + i_h * s_qh, s_qt),
@@ -144,7 +144,7 @@ def _kept_attention_backward_keys(
             )  # fmt: skip
         b_dk, b_dv, b_dm = sums
         hopper.wait_async_copies(0)
-        # load these values again: if they were live through the loop, it would have fewer registers
+        # load these values again: holding them during the loop would leave the loop fewer registers
         i_x = gl.load(work_tiles + hopper.opaque(i_w))
         i_b, i_hk, start, keys, kept, p_list, begin, column, count = find_tile(
             facts, i_x, tiles, ranks, lists, B, U, H, HM
@@ -178,7 +178,7 @@ def backward_keys(
     q, k, v, do, bias, keys: KeyLists, scale, dk, dv, dm, partial_k, partial_v, partial_m, ranks, lists,
     schedule: TileSchedule,
 ) -> None:  # fmt: skip
-    """Write dk, dv and, unless `dm` is None, each key's part of d(keep); for split tiles, write their partial sums."""
+    """Write dk, dv and, unless `dm` is None, each key's term of d(keep); of split tiles, write partial sums instead."""
     small = q.shape[3] == v.shape[3] == 64 and dm is None
     programs = len(schedule.work_tiles)
     _kept_attention_backward_keys[(programs,)](

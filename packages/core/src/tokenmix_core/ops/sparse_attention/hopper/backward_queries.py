@@ -49,14 +49,14 @@ from tokenmix_core.ops.sparse_attention.tiles import find_listed, local_tiles, t
 
 
 class Columns(NamedTuple):
-    """Columns that a query tile reads: listed tiles, then local key tiles.
+    """The keys (columns) that a query tile reads: tiles of listed keys, then tiles of local keys.
 
     Attributes:
         k: rows of K of the sequence.
         v: rows of V of the sequence.
         units: list of retained units.
-        listed_tiles: number of tiles of listed columns.
-        unmasked: number of listed columns that all queries of the tile see.
+        listed_tiles: number of tiles of listed keys.
+        unmasked: number of listed keys that all queries of the tile see.
         keys: number of keys of the sequence.
         n_min: first local tile.
         full_min: first local tile that needs no mask.
@@ -80,7 +80,7 @@ class Columns(NamedTuple):
 
 @gluon.jit
 def async_copy_columns(stage: KeyStage, i, b_list, given: Columns, UNIT: gl.constexpr):
-    """Start async copies of the i-th tile of columns, whose list entries are `b_list`; commit them.
+    """Start and commit async copies of the i-th tile of columns, whose list entries are `b_list`.
 
     Returns:
         the list entries of the next tile, loaded one iteration ahead of their use.
@@ -97,7 +97,7 @@ def async_copy_columns(stage: KeyStage, i, b_list, given: Columns, UNIT: gl.cons
         async_gather_rows(stage.v, v.pointer, columns_read(b_values, units, i * BT, BT, UNIT, rows_v), keys, v.stride)
         b_list = read_list(units, (i + 1) * BT, BT, UNIT, rows_k)
     else:
-        # there is no tile after the last one to prefetch: 0 rows are copied
+        # after the last tile nothing remains to be prefetched, so 0 rows are copied
         left = gl.where(i < total, keys, 0)
         first = (n_min + i - listed_tiles) * BT
         hopper.async_copy_tile(stage.k, k.pointer, first, left, k.stride, THREAD_RELATIVE=True)
@@ -111,7 +111,7 @@ def dq_step(
     i, b_list, b_dq, stage: KeyStage, next_stage: KeyStage, given: Columns, queries: Queries, UNIT: gl.constexpr,
     WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Accumulate dQ over the i-th tile of columns, which is in `stage`; prefetch the next one to `next_stage`.
+    """Accumulate dQ over the i-th tile of columns, which is in `stage`; prefetch the next tile to `next_stage`.
 
     Returns:
         the list entries of the tile after the next, and dQ.
@@ -191,7 +191,7 @@ def _kept_attention_backward_queries(
         if total % 2 == 1:
             b_list, b_dq = dq_step(total - 1, b_list, b_dq, stage_0, stage_1, given, resident, UNIT, WINDOW)
         hopper.wait_async_copies(0)
-        # through smem, so that a thread stores 16 bytes at once
+        # dQ passes through smem, so that a thread stores 16 bytes at once
         q_s.store((b_dq * scale).to(dq.dtype.element_ty))
         hopper.barrier()
         p_dq = dq + ((i_b * TQ + start + i_t * BT) * HQ + i_h) * K

@@ -9,7 +9,7 @@
     epilogue   O / l → smem → global; lse
 
 As in dense attention (`softmax_attention/hopper/forward.py`), tiles are visited last to first, and the row maxima of
-the first one are the shift of all (`kernels/gluon/online_softmax.py`).
+the first visited tile are the shift of all tiles (`kernels/gluon/online_softmax.py`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _kept_attention_forward(
         b_o = gl.zeros([BM, V], gl.float32, sums)
         b_l = gl.zeros([BM], gl.float32, row)
         b_shift = gl.zeros([BM], gl.float32, row)
-        # one pass, and a second one with a running maximum if the sums leave the safe range
+        # one pass over the keys, and a second pass with a running maximum if row sums leave the safe range
         passes = total * 0 + 1
         running_max = total * 0
         if online_softmax.needs_running_max(dtype):
@@ -92,7 +92,7 @@ def _kept_attention_forward(
             for n in range(total):
                 wait_async_copies(0)
                 b_s = warpgroup_mma(q_s, k_s.index(n % 2).permute((1, 0)), zeros, use_acc=False, is_async=True)
-                # there is no tile after the last one to prefetch: 0 rows are copied
+                # after the last tile nothing remains to be prefetched, so 0 rows are copied
                 left = gl.where(i > 0, keys, 0)
                 async_gather_rows(k_s.index((n + 1) % 2), p_k, o_next, left, s_kt)
                 o_rows = o_next
@@ -100,7 +100,7 @@ def _kept_attention_forward(
                     o_rows = columns(units, listed_tiles, gl.maximum(i - 1, 0), n_min, BN, UNIT, rows_v)
                 async_gather_rows(v_s.index((n + 1) % 2), p_v, o_rows, left, s_vt)
                 async_copy.commit_group()
-                # positions of the tile after the next
+                # load the positions of the keys of the tile after the next
                 o_next = columns(units, listed_tiles, gl.maximum(i - 2, 0), n_min, BN, UNIT, rows_k)
                 b_s = warpgroup_mma_wait(0, [b_s])
                 i_k = n_min + i - listed_tiles
@@ -118,12 +118,12 @@ def _kept_attention_forward(
             b_l = gl.convert_layout(gl.sum(b_sums, 1), row)
             passes = gl.where(online_softmax.sums_in_range(b_l) | (running_max == 1), 0, 1)
             running_max = passes
-            # all warps' MMAs have read the buffers that a second pass fills
+            # after this wait, and its barrier, all warps' MMAs have read the buffers that a second pass fills
             wait_async_copies(0)
 
         b_norm, b_lse = online_softmax.finalize(b_shift, b_l)
         gl.store(lse + (i_b * HQ + i_h) * TQ + start + i_t * BM + o_m, b_lse, mask=i_t * BM + o_m < queries)
-        # if K ≠ V, O has the shape of a V buffer instead of Q's, since then BM = BN
+        # O is stored through an smem buffer of its shape: Q's if K = V, else a buffer of V, since then BM = BN
         o_s = v_s.index(0)
         if K == V:
             o_s = q_s

@@ -1,4 +1,4 @@
-"""Tiles of columns for Gluon: listed (retained) keys, gathered to smem, and local keys, which are contiguous."""
+"""Tiles of keys (columns) for Gluon: listed (retained) keys, gathered to smem, and local keys, which are contiguous."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenmix_core.kernels.gluon.hopper import async_load, row_layout
 from tokenmix_core.kernels.triton.masks import within
 from tokenmix_core.ops.sparse_attention.mask import left_of
 
-# position of an absent column, as in `listed_keys/lists.py`
+# position of a column without a key, as in `listed_keys/lists.py`
 NOWHERE = gl.constexpr(1 << 30)
 
 
@@ -21,7 +21,7 @@ class KeyList(NamedTuple):
     Attributes:
         pointer: pointer to the first entry of the list.
         begin: index of the sequence's first unit; unit indices count from the start of the batch row.
-        count: number of listed columns (keys) that a query tile may read.
+        count: number of listed keys that a query tile may read.
     """
 
     pointer: gl.tensor
@@ -31,7 +31,7 @@ class KeyList(NamedTuple):
 
 @gluon.jit
 def read_list(units: KeyList, o_c, BN: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
-    """Load the list entries of columns `o_c` … `o_c + BN − 1`: their keys, or the one unit that holds all of them."""
+    """Load the list entries of columns `o_c` … `o_c + BN − 1`: one each, or one for the unit that holds them all."""
     if UNIT == 1:
         o_n = o_c + gl.arange(0, BN, layout)
         return gl.load(units.pointer + o_n, mask=o_n < units.count, other=0)
@@ -41,7 +41,7 @@ def read_list(units: KeyList, o_c, BN: gl.constexpr, UNIT: gl.constexpr, layout:
 
 @gluon.jit
 def columns_read(b_list, units: KeyList, o_c, BN: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
-    """Return the positions of columns `o_c` … `o_c + BN − 1` from their list entries, or `NOWHERE`."""
+    """Return the positions of columns `o_c` … `o_c + BN − 1`, given their list entries; `NOWHERE` past the end."""
     o_n = gl.arange(0, BN, layout)
     if UNIT == 1:
         o_k = gl.where(o_c + o_n < units.count, b_list - units.begin, NOWHERE)
@@ -58,7 +58,7 @@ def listed_columns(units: KeyList, o_c, BN: gl.constexpr, UNIT: gl.constexpr, la
 
 @gluon.jit
 def columns(units: KeyList, listed_tiles, i, n_min, BN: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
-    """Return the positions of the i-th tile of columns: of the listed tiles, then of local tiles from `n_min` on."""
+    """Return the key positions of the i-th tile: first come the tiles of listed keys, then local tiles from `n_min`."""
     o_c = i * BN
     some = KeyList(units.pointer, units.begin, gl.where(i < listed_tiles, units.count, 0))
     o_k = listed_columns(some, o_c, BN, UNIT, layout)
@@ -71,14 +71,14 @@ def async_gather_rows(s_x, p_x, o_t, rows, stride: gl.constexpr):
     layout: gl.constexpr = row_layout(s_x.shape[1], gl.num_warps())
     o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
     m_t = o_t < rows
-    # masked rows take a valid address
+    # masked rows use the address of row 0, which is valid
     p_x += gl.where(m_t, o_t, 0).to(gl.int64)[:, None] * stride + o_d[None, :]
     async_load(s_x, p_x, mask=m_t[:, None])
 
 
 @gluon.jit
 def seen(o_q, o_k, listed, window, UNIT: gl.constexpr, WINDOW: gl.constexpr):
-    """True if the query at `o_q` sees the column at `o_k`; the columns' tile is listed if `listed`, else local."""
+    """True if the query at `o_q` sees the key at `o_k`; `listed` tells whether the keys' tile is of listed keys."""
     b_left = left_of(o_q, window, UNIT, WINDOW)
     b_first = gl.where(listed, 0, b_left)
     b_end = gl.where(listed, b_left, o_q + 1)
