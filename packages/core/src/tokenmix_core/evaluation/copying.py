@@ -1,4 +1,4 @@
-"""Loss on the second copy of a passage, by its distance from the first copy: recall in running text."""
+"""Loss on the second copy of a passage, by the distance between the copies: a measure of recall in running text."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ DEFAULT_LENGTH = 2048
 
 
 def copy_distances(length: int) -> tuple[int, list[int]]:
-    """Return the passage's length and the distances between its copies, for sequences of `length` tokens.
+    """Return the passage's length and a list of distances between its two copies, for sequences of `length` tokens.
 
     The passage is an eighth of the sequence, at most 32 tokens. At the first distance the copies are adjacent. The
-    distance doubles until as many tokens precede the first copy as a passage has.
+    distance doubles until a passage's length of text precedes the first copy.
 
     Raises:
         ValueError: sequences of fewer than 16 tokens.
@@ -37,14 +37,14 @@ def copy_distances(length: int) -> tuple[int, list[int]]:
 
 
 def with_copy(windows: Int[Tensor, "N W"], length: int, passage: int, distance: int | None) -> Int[Tensor, "N T"]:
-    """Return sequences of text that end in a passage and contain another copy of it `distance` tokens earlier.
+    """Return sequences of text that end in a passage and also contain it `distance` tokens earlier.
 
     Args:
         windows: running text of `2 * (length - passage)` tokens, whose second half begins with the passage.
-        length: tokens in a sequence.
-        passage: tokens in the passage.
-        distance: tokens from a copy to the next; None puts text of another window before the passage, so that the
-            sequence has no other copy.
+        length: number of tokens in a sequence.
+        passage: number of tokens in the passage.
+        distance: number of tokens from the start of one copy to the start of the other; None puts text of another
+            window there, so that the sequence has only the last copy.
     """
     before = length - passage
     copy = windows[:, before : before + passage]
@@ -56,31 +56,31 @@ def with_copy(windows: Int[Tensor, "N W"], length: int, passage: int, distance: 
 def copy_losses(
     model: Any, windows: Int[Tensor, "N W"], length: int, passage: int, distance: int | None, *, batch_size: int = 8
 ) -> tuple[Float[np.ndarray, "N n"] | None, Float[np.ndarray, "N n"]]:
-    """Return the losses in nats of the passage's tokens in the first copy (None without one) and in the last, float64.
+    """Return the losses, in nats, of the passage's tokens in the first copy (None if there is none) and in the last.
 
     Args:
         windows, length, passage, distance: as for `with_copy`.
     """
     batches = with_copy(windows, length, passage, distance).split(batch_size)
     losses = torch.cat([token_losses(model, batch.to(model.device)).double().cpu() for batch in batches]).numpy()
-    # entry t is the loss of token t + 1
+    # losses[:, t] is the loss of token t + 1
     at = losses.shape[1] - passage
     first = None if distance is None else losses[:, at - distance : at - distance + passage]
     return first, losses[:, at:]
 
 
 def copy_needs(options: EvalOptions) -> int:
-    """Return the fewest tokens of text that the suite can run with: two windows of its length."""
+    """Return the least number of text tokens with which the suite can run: two windows of its length."""
     length = one_sequence(DEFAULT_LENGTH)(options)
     return 4 * (length - copy_distances(length)[0])
 
 
 def copy_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure the loss on second copies of held-out passages at the end of a sequence, by distance.
+    """Measure the loss on a held-out passage's second copy, at the end of a sequence, by the distance between copies.
 
-    The same passages are also measured at the same position in sequences without a first copy. "saved" is that loss
-    minus the loss of the second copy: the gain by recall. Its standard error is over passages. The length is the
-    largest of `options.lengths` (2,048 tokens by default).
+    The same passages are also measured at the same position in sequences without a first copy. "saved" is the loss
+    there minus the loss of the second copy, that is the gain by recall; its standard error is taken over passages. The
+    sequence length is the largest of `options.lengths` (2,048 tokens by default).
     """
     length = options.one_length("copy", DEFAULT_LENGTH)
     limit, batch_size = options.limit or 64, options.batch_size or 8

@@ -1,4 +1,4 @@
-"""Speed and memory of inference by context length: prefill, decoding one token at a time, and the cache's bytes."""
+"""Speed and memory of inference by context length: prefill, decoding token by token, and the bytes of the cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DECODE_TOKENS = 32
 
 
 class Stopwatch:
-    """Measure the seconds that work on a device takes: by CUDA events on a GPU, by the CPU's clock elsewhere."""
+    """Measures the seconds that work on a device takes, by CUDA events on a GPU and by the CPU's clock elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -49,25 +49,25 @@ class Stopwatch:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin to measure the peak memory of a GPU."""
+    """Start a new measurement of a GPU's peak memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_bytes(device: torch.device) -> dict[str, int]:
-    """Return the peak memory that torch allocated on a GPU since `reset_peak`, as a table column; {} elsewhere.
+    """Return a table column with the peak memory that torch allocated on a GPU since `reset_peak`; {} on other devices.
 
-    On a CPU the peak of the process would include its libraries and its earlier work.
+    On a CPU, the peak of the process would include its libraries and earlier work.
     """
     return {"peak bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
 
 
 def cache_bytes(cache: Any, *, allocated: bool = True) -> int:
-    """Return the bytes of a cache.
+    """Return the number of bytes of a cache.
 
     Args:
-        cache: the cache. If it has no attribute with its bytes, the storages of its tensors are added up.
-        allocated: count spare capacity, too.
+        cache: the cache. If no attribute of the cache gives its bytes, the storages of its tensors are added up.
+        allocated: whether to count spare capacity.
     """
     if isinstance(nbytes := getattr(cache, "allocated_nbytes" if allocated else "nbytes", None), int):
         return nbytes
@@ -95,7 +95,7 @@ def cache_bytes(cache: Any, *, allocated: bool = True) -> int:
 
 
 def weight_bytes(model: Any) -> int:
-    """Return the bytes of weights that a decoding step reads: all but an untied embedding, read by single rows."""
+    """Return the bytes of weights that a decoding step reads: all, but of an untied embedding only a few rows."""
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     tied = output is not None and output.weight is embedding.weight
     total = sum(p.nbytes for p in model.parameters())
@@ -104,7 +104,7 @@ def weight_bytes(model: Any) -> int:
 
 @functools.cache
 def bytes_a_second(device: torch.device) -> float:
-    """Return memory bandwidth in bytes per second: the best of five sums over a tensor far larger than the caches."""
+    """Return memory bandwidth in bytes per second: the best of five sums over a tensor larger than all caches."""
     x = torch.ones((1 << 30 if device.type == "cuda" else 1 << 26) // 4, device=device)
     x.sum()
     watch = Stopwatch(device)
@@ -112,7 +112,7 @@ def bytes_a_second(device: torch.device) -> float:
 
 
 def random_prompt(model: Any, batch_size: int, length: int, seed: int = 0) -> Int[Tensor, "B T"]:
-    """Return random tokens of the model's vocabulary."""
+    """Return random tokens `[batch_size, length]` of the model's vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, text.text_vocab_size(model), (batch_size, length), generator=generator)
 
@@ -120,9 +120,9 @@ def random_prompt(model: Any, batch_size: int, length: int, seed: int = 0) -> In
 def _prompts(
     model: Any, tokenizer: Any, options: EvalOptions, lengths: list[int]
 ) -> tuple[list[Int[Tensor, "B T"]], str]:
-    """Return a prompt for each length, and the name of the text: random tokens if there is no tokenizer.
+    """Return a prompt for each length, and the name of the text that they are from; random tokens without a tokenizer.
 
-    The prompts are text, as the cost of some layers depends on the data. A text that is too short is repeated.
+    The prompts are text, because the cost of some layers depends on the data. A text that is too short is repeated.
 
     Raises:
         ValueError: the text has tokens beyond the model's vocabulary, or cannot be read.
@@ -140,7 +140,7 @@ def _prompts(
 
 
 def _shares(auxiliary: Any) -> dict[str, float]:
-    """Return the means of a call's auxiliary tensors named `..._share`, on which the cost of their layers depends."""
+    """Return the mean of each auxiliary tensor named `..._share`; the cost of the layers depends on these."""
     means = {
         name.replace("_", " "): statistics.fmean(float(x.float().mean()) for x in values)
         for name, values in (auxiliary or {}).items()
@@ -160,18 +160,18 @@ def measure_inference(
     seed: int = 0,
     prompt: Int[Tensor, "B T"] | None = None,
 ) -> dict[str, Any]:
-    """Time a prefill of `length` tokens (random without a `prompt`), then `decode_tokens` greedy decoding steps.
+    """Time a prefill of `prompt` (`length` random tokens by default), then `decode_tokens` greedy decoding steps.
 
-    A model of ours has a method `decoding`, which takes the cache and returns a context manager for the steps: they run
-    as in `generate`, and the first of each run is not timed.
+    A model of this library has a method `decoding`, which takes the cache and returns a context manager; in this
+    context, steps run as in `generate`, and the first step of each repetition is not timed.
 
     Returns:
-        A table row: median times over `repeats` after one warm-up run; the floor of the time per token, which is the
+        A table row: median times over `repeats` after one warm-up; a lower bound of the time per token, which is the
         time to read the weights and the cache's content once; the bytes allocated for the cache, spare capacity
-        included, after the prefill and after decoding; on a GPU the peak memory over both phases; the shares on which
-        the cost of layers depends for this prompt, such as the share of softmax chunks.
+        included, after the prefill and after decoding; on a GPU, the peak memory; the fractions on which the cost of
+        layers depends for this prompt, such as the fraction of softmax chunks.
     """
-    # `info` lists the suites and should not import models
+    # imported here, because `info` lists the suites and should not import models
     from tokenmix_core.modeling import CACHE
 
     device = model.device
@@ -197,9 +197,9 @@ def measure_inference(
                 logits = model(input_ids=logits[:, -1:].argmax(-1), use_cache=True, **{CACHE: cache}).logits
 
         with decoding(getattr(output, CACHE)):
-            # `decoding` has dropped the parts of the cache that steps do not need
+            # `decoding` has dropped the parts of the cache that decoding steps do not need
             allocated, content = (cache_bytes(getattr(output, CACHE), allocated=which) for which in (True, False))
-            # the first step may move the cache to the buffers of a captured graph
+            # not timed, because the first step may move the cache to the storage of a captured graph
             decode(1)
             step = watch.time(lambda: decode(decode_tokens)) / decode_tokens
         decoded = cache_bytes(getattr(output, CACHE))
@@ -236,9 +236,9 @@ def measure_training(
     seed: int = 0,
     prompt: Int[Tensor, "B T"] | None = None,
 ) -> dict[str, Any]:
-    """Time a forward and backward pass over `batch_size` sequences; return a table row of medians and shares.
+    """Time forward and backward passes over `batch_size` sequences; return a table row of medians and fractions.
 
-    Tokens are random if no `prompt` is given.
+    Tokens are random if no `prompt` is given; the fractions are those that `measure_inference` returns.
     """
     device = model.device
     tokens = (random_prompt(model, batch_size, length, seed) if prompt is None else prompt).to(device)
@@ -276,14 +276,14 @@ def measure_training(
 
 
 def device_name(device: torch.device) -> str:
-    """Return the GPU's name, or the number of CPU threads that torch uses."""
+    """Return the GPU's name or, on a CPU, the number of threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type}, {torch.get_num_threads()} threads"
 
 
 def settings_of(model: Any) -> dict[str, Any]:
-    """Return the settings on which speed depends, except batch size and length."""
+    """Return the settings of a model on which its speed depends, without batch size and length."""
     return {
         "device": device_name(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -293,7 +293,10 @@ def settings_of(model: Any) -> dict[str, Any]:
 
 
 def curve(title: str, y: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> Plot:
-    """Plot columns of the rows over context length, with names from `columns`; omit a column that a row lacks."""
+    """Plot the `columns` of `rows` over context length, under the names that `columns` gives.
+
+    Rows may lack a column.
+    """
     series: Series = {
         name: ([row["context"] for row in rows], [row[column] for row in rows])
         for column, name in columns.items()
@@ -327,7 +330,7 @@ def _measured(
     options: EvalOptions,
     lengths: list[int],
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the rows of all lengths and the settings."""
+    """Return one row per length, and the settings that all rows share."""
     prompts, source = _prompts(model, tokenizer, options, lengths)
     rows = [
         measure(model, prompt.shape[1], batch_size=len(prompt), repeats=options.limit or 3, prompt=prompt)
@@ -336,7 +339,7 @@ def _measured(
     return rows, settings_of(model) | {"prompt": source}
 
 
-# what `bench` measures
+# the suites that the command `bench` can run
 BENCH_SUITES = {
     "training": Suite("forward and backward passes by context", training_suite, reads=("lengths", "text")),
     "efficiency": Suite(

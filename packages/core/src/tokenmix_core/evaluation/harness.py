@@ -1,4 +1,4 @@
-"""Run lm-eval with a model object: one adapter for all suites of published tasks."""
+"""Run tasks of lm-eval with a model object; all suites of published tasks use this adapter."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def run_tasks(
     runs_code: bool = False,
     by_sample: Callable[[str, list[dict[str, Any]], str], list[dict[str, Any]]] | None = None,
 ) -> SuiteResult:
-    """Run lm-eval's tasks, each alone and from the same seed, so that no result depends on the other tasks.
+    """Run lm-eval's tasks, each separately and from the same seed, so that no result depends on the other tasks.
 
-    If a task fails, the others still run, and averages over tasks are left out.
+    If a task fails, the other tasks still run, and averages over tasks are left out.
 
     Args:
-        suite: name of the result.
-        tasks: maps lm-eval's name of a task to the metric of it that enters averages. A group of tasks gets rows of its
-            own: the mean over examples of each metric that all of its tasks have.
+        suite: name of the suite in the result.
+        tasks: maps lm-eval's name of a task to that metric of it which enters averages. A group of tasks also gets rows
+            of its own: for each metric that all of its tasks have, the mean over all examples.
         include: folders with further task files, in addition to `options.include`.
-        builtin: include lm-eval's own tasks.
-        average_over: the tasks whose metric enters the average; all by default, none for an empty sequence.
-        few_shot: number of solved examples before a question, by task; other tasks have lm-eval's number.
-        runs_code: allow tasks to run programs that the model wrote.
+        builtin: whether to include lm-eval's own tasks.
+        average_over: the tasks whose metrics are averaged; by default all, and no average for an empty sequence.
+        few_shot: number of solved examples before a question, by task; for other tasks lm-eval's number.
+        runs_code: whether tasks may run programs that the model wrote.
         by_sample: takes a task's name, its samples and its metric, and returns further rows.
 
     Raises:
@@ -61,13 +61,13 @@ def run_tasks(
     lm_eval = require("lm_eval", "eval")
     HFLM = require("lm_eval.models.huggingface", "eval").HFLM
     TaskManager = require("lm_eval.tasks", "eval").TaskManager
-    # lm_eval logs several lines about each task
+    # lm_eval otherwise logs several lines about each task
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     chosen = options.choose(suite, tuple(tasks))
     max_length = options.max_length
     if suite == "ruler":
         check_ruler(chosen, tokenizer, options.lengths or ())
-        # RULER's lengths include the answer; without this, prompts would be cut at the training length
+        # RULER's lengths include the answer; without this, lm-eval would cut prompts at the model's training length
         max_length = max_length or max(options.lengths or ())
     if absent := [folder for folder in options.include or () if not Path(folder).is_dir()]:
         raise ValueError(f"include must name folders with task files, and {absent[0]!r} is none")
@@ -81,7 +81,7 @@ def run_tasks(
     rows: list[dict[str, Any]] = []
     parts = Parts()
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as folder:
-        # tasks that measure lengths load the tokenizer by name
+        # tasks with context lengths load the tokenizer from a folder
         tokenizer.save_pretrained(folder)
         if not is_trusted():
             _remove_code(Path(folder))
@@ -124,7 +124,7 @@ def run_tasks(
                     found += by_sample(name, output["samples"][name], tasks[name])
                 rows += found
     rows += _group_rows(rows, asked)
-    # an average without the failed tasks would be that of an easier or a harder suite
+    # an average without the failed tasks would be that of an easier or harder suite
     if not parts.failed:
         averaged = chosen if average_over is None else average_over
         rows += _length_averages(rows) if suite == "ruler" else _average(rows, tasks, averaged)
@@ -134,7 +134,7 @@ def run_tasks(
 
 
 def _remove_code(folder: Path) -> None:
-    """Remove references to code from a saved tokenizer: tasks of lm-eval load it with `trust_remote_code=True`."""
+    """Remove references to Python code from a saved tokenizer: lm-eval loads it with `trust_remote_code=True`."""
     path = folder / "tokenizer_config.json"
     fields = json.loads(path.read_text(encoding="utf-8"))
     if fields.pop("auto_map", None) is not None:
@@ -142,11 +142,11 @@ def _remove_code(folder: Path) -> None:
 
 
 def load_tasks(manager: Any, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the task objects of each task or group, with their data, built from the same seed.
+    """Return the task objects of each task or group, with their data, all built from the same seed.
 
     Raises:
         ImportError: a library that a task needs is not installed.
-        ValueError: there are unknown tasks, or data that cannot be downloaded, which the message names in full.
+        ValueError: unknown tasks, or data that cannot be downloaded; the message names all of them.
     """
     if unknown := [name for name in names if name not in manager.all_tasks]:
         near = difflib.get_close_matches(unknown[0], manager.all_tasks, n=3)
@@ -165,7 +165,7 @@ def load_tasks(manager: Any, names: Sequence[str]) -> dict[str, dict[str, Any]]:
                 f"lm-eval's tasks need with: {install_command('lm-eval[ifeval,longbench,ruler]')}"
             ) from error
         except OSError as error:
-            # datasets, huggingface_hub and requests all derive their network errors from it
+            # the network errors of datasets, huggingface_hub and requests are all subclasses of this error
             missing[name] = _what_is_missing(name, error)
     if missing:
         rest = f"; what needs none of it: --tasks {','.join(loaded)}" if loaded else ""
@@ -187,7 +187,7 @@ def _what_is_missing(task: str, error: OSError) -> str:
 
 @contextmanager
 def _offline(wanted: bool) -> Iterator[None]:
-    """Make hub clients fail at once: after one unreachable data set, others would be retried for half a minute each."""
+    """Context in which hub clients fail at once; used after a failed download, as each would try for half a minute."""
     if not wanted:
         yield
         return
@@ -203,10 +203,10 @@ def _offline(wanted: bool) -> Iterator[None]:
 
 
 def check_ruler(tasks: Sequence[str], tokenizer: Any, lengths: Sequence[int]) -> None:
-    """Refuse lengths so short that RULER's generators of prompts never end.
+    """Refuse lengths that are so short that RULER's generators of prompts would never end.
 
     Raises:
-        ValueError: the shortest prompt of a task exceeds a length, or the tokenizer's tokens are too short.
+        ValueError: a length below a task's shortest prompt, or a tokenizer whose tokens are too short.
     """
 
     def count(string: str) -> int:
@@ -249,7 +249,7 @@ def _rows(task: str, output: dict[str, Any]) -> list[dict[str, Any]]:
         metric, _, filtered = key.partition(",")
         if not filtered or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
-        # RULER gives this value for lengths that were not requested
+        # RULER gives the value −1 for lengths that were not requested
         if metric.isdigit() and value == -1:
             continue
         error = output["results"][task].get(f"{metric}_stderr,{filtered}")

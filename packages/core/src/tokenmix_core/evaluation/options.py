@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from tokenmix_core._utils.validation import check_fields
 
-# options that not every suite reads
+# options that only some suites read
 OPTIONAL = ("lengths", "max_length", "include", "text", "prompt", "vocab_size")
 
 
@@ -19,16 +19,16 @@ class EvalOptions:
 
     Attributes:
         limit: number of examples for each task.
-        batch_size: sequences in one forward pass.
-        lengths: context lengths to measure at, in tokens.
-        max_length: longest prompt in tokens, answer included; longer ones are cut.
-        tasks: names of the suite's tasks to run; of the suite "lm-eval", any that lm-eval has.
+        batch_size: number of sequences in one forward pass.
+        lengths: context lengths, in tokens, at which to measure.
+        max_length: maximum length of a prompt in tokens, answer included; longer prompts are cut.
+        tasks: names of those tasks of the suite that are run; for the suite "lm-eval", any task that lm-eval has.
         include: folders with further tasks for lm-eval.
-        text: a text file to measure on or to hide needles in; the held-out part of the built-in corpus by default.
-        prompt: beginning of generated samples; the beginnings of held-out documents by default.
-        vocab_size: vocabulary of synthetic sequences, from token 0 on.
+        text: a text file to measure on or to insert needles in; by default the held-out part of the built-in corpus.
+        prompt: beginning of generated samples; by default the beginnings of held-out documents.
+        vocab_size: number of different tokens in synthetic sequences, counted from token 0.
         seed: seed of random data.
-        progress: show progress bars.
+        progress: whether to show progress bars.
 
     Raises:
         ValueError: an invalid value; the message names its field.
@@ -62,7 +62,7 @@ class EvalOptions:
             raise ValueError("tasks must name at least one task, got none")
 
     def choose(self, suite: str, tasks: tuple[str, ...]) -> tuple[str, ...]:
-        """Return those of the suite's `tasks` that the options name (all by default), in the suite's order.
+        """Return those of the suite's `tasks` that the options name (by default all), in the suite's order.
 
         Raises:
             ValueError: the options name a task that the suite does not have.
@@ -74,9 +74,9 @@ class EvalOptions:
         return tuple(task for task in tasks if task in self.tasks)
 
     def one_length(self, suite: str, default: int) -> int:
-        """Return the length for a suite of one length: the largest of `lengths`, else `max_length` or `default`.
+        """Return the only length that a suite measures: the largest of `lengths`, else `max_length` or `default`.
 
-        If `lengths` has several, print on stderr which one is used.
+        If there are several lengths, print on stderr which one is used.
         """
         lengths = self.lengths or (self.max_length or default,)
         if len(lengths) > 1:
@@ -85,7 +85,7 @@ class EvalOptions:
         return max(lengths)
 
 
-# for each curve by name, the x and y of its points, two lists of equal length
+# for each curve, by name, the x values and the y values of its points: two lists of equal length
 Series = dict[str, tuple[list[float], list[float]]]
 
 
@@ -94,11 +94,12 @@ class Plot(TypedDict):
 
     Attributes:
         title, x, y: names of the plot and its axes, with units.
-        log_x, log_y: whether an axis is logarithmic; not by default.
-        shares: whether y is a share, shown from 0 to 1; not by default.
+        log_x, log_y: whether an axis is logarithmic; by default it is not.
+        shares: whether y is a fraction, shown from 0 to 1; by default it is not.
         series: the curves.
-        points: names of series drawn as points without a line, such as several values at one x.
-        heatmap: rows of values from 0 to 1 instead of curves, all equally long; the first row is at the bottom.
+        points: names of the series that are drawn as points without a line, such as several values at one x.
+        heatmap: rows of values from 0 to 1, drawn instead of curves; all have the same length, the first is at the
+            bottom.
         x_labels, y_labels: names of the heatmap's columns and rows; by default their indices.
     """
 
@@ -116,7 +117,7 @@ class Plot(TypedDict):
 
 
 def layer_heatmap(title: str, x: str, layers: Iterable[int], values: list[list[float]]) -> Plot:
-    """Return a heatmap with one row of values per layer, the first at the bottom."""
+    """Return a heatmap with one row of values for each layer; the first layer is at the bottom."""
     labels = [str(layer) for layer in layers]
     return {"title": title, "x": x, "y": "layer", "series": {}, "heatmap": values, "y_labels": labels}
 
@@ -125,12 +126,12 @@ class SuiteResult(TypedDict):
     """The results of a suite: plain data, fit for JSON.
 
     Attributes:
-        suite: its name.
+        suite: the suite's name.
         settings: the settings on which the results depend.
-        rows: the lines of the table, each a flat dictionary.
+        rows: the rows of the table, each a flat dictionary.
         plots: the plots.
-        samples: for each row, the values of its examples in order: accuracy, or loss in nats.
-        failed: errors of failed parts (lengths, tasks) by name; the rows are those of the other parts.
+        samples: for each row, the values of its examples in order: accuracies, or losses in nats.
+        failed: errors of failed parts (lengths or tasks) by name; `rows` come from the other parts.
         provenance: the model, options, text and software that made the result.
     """
 
@@ -147,10 +148,10 @@ class Suite(NamedTuple):
     """A named evaluation.
 
     Attributes:
-        summary: one line on what it measures, for `info` and `--help`.
+        summary: one line on what the suite measures, for `info` and `--help`.
         run: `(model, tokenizer, options) -> SuiteResult`.
-        needs: takes the options and returns the least number of tokens of held-out text that the suite needs; None if
-            it needs no text.
+        needs: takes the options and returns the least number of held-out text tokens with which the suite can run; None
+            if the suite needs no text.
         reads: the options in `OPTIONAL` that the suite reads; None if unknown.
     """
 
@@ -166,5 +167,5 @@ class Suite(NamedTuple):
 
 
 def one_sequence(default: int) -> Callable[[EvalOptions], int]:
-    """Return the `needs` of a suite that measures at the largest of the lengths: one sequence of that length."""
+    """Return the `needs` of a suite that measures one sequence, of the largest of the options' lengths."""
     return lambda options: max(options.lengths or (options.max_length or default,))

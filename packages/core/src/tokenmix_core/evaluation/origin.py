@@ -1,4 +1,4 @@
-"""Provenance of results: the model, the options, the text and the software that made them."""
+"""Provenance of results: which model, options, text and software produced them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tokenmix_core.evaluation.text import corpus_of
 
 
 def provenance(model: Any, tokenizer: Any, options: EvalOptions, *, reads_text: bool = True) -> dict[str, Any]:
-    """Return the origin of a result as plain data.
+    """Return the provenance of a result as plain data.
 
     Args:
-        model: the model; its `name_or_path` is the checkpoint.
-        tokenizer: its tokenizer.
-        options: the options of the evaluation; None in them stands for the suite's own default.
-        reads_text: whether to include the text that the options name.
+        model: the model, whose `name_or_path` is its checkpoint.
+        tokenizer: the model's tokenizer.
+        options: the options of the evaluation; a value of None stands for the suite's own default.
+        reads_text: whether to include which text the options name.
     """
     return {
         "checkpoint": getattr(model, "name_or_path", None) or None,
@@ -32,7 +32,7 @@ def provenance(model: Any, tokenizer: Any, options: EvalOptions, *, reads_text: 
 
 
 def training_provenance(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the origin of a training run's results, from its `run.json`."""
+    """Return the provenance of a training run's results, taken from its `run.json`."""
     values, identity = manifest["values"], manifest["identity"]
     return {
         "checkpoint": None,

@@ -1,4 +1,4 @@
-"""Parts of a suite (lengths, tasks, files), of which one may fail while the others run."""
+"""Parts of a suite (lengths, tasks or files): if one fails, the others still run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tqdm import tqdm
 
 from tokenmix_core.evaluation.options import SuiteResult
 
-# errors of wrong input; any other error is a bug, and its traceback is printed
+# errors that wrong input causes; any other error is a bug, so that its traceback is printed
 BAD_INPUT = (ValueError, OSError, ImportError)
 
 
 def report_failure(name: str, error: Exception) -> None:
-    """Print to stderr, above the progress bars, that an evaluation or a part of one failed and why."""
+    """Print to stderr, above the progress bars, that the evaluation or part `name` failed, and why."""
     said = [f"{name} failed: {error or type(error).__name__}"]
     if not isinstance(error, BAD_INPUT):
         said += traceback.format_exception(error)
@@ -24,10 +24,10 @@ def report_failure(name: str, error: Exception) -> None:
 
 
 class Parts:
-    """The parts of a suite: each runs inside `with parts.part(name):`, and the suite returns `parts.result(...)`.
+    """The parts of a suite: each one runs inside `with parts.part(name):`, and the suite returns `parts.result(...)`.
 
     Attributes:
-        failed: the errors of failed parts by name.
+        failed: the errors of the parts that failed, by name.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Parts:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Run a part inside the block; store an error instead of raising it, so that the next part can run."""
+        """Return a context for a part: an error inside is stored instead of raised, so that the next part can run."""
         try:
             yield
         except Exception as error:
@@ -45,16 +45,19 @@ class Parts:
             self._succeeded += 1
 
     def take(self, name: str, result: SuiteResult) -> SuiteResult:
-        """Store the failed parts that a part's own `result` reports, and return the result without them."""
+        """Store the failures that a part's own `result` reports, under the part's `name`.
+
+        Return the result without them.
+        """
         failed = result.pop("failed", {})
         self.failed |= {f"{name}, {part}": error for part, error in failed.items()}
         return result
 
     def result(self, result: SuiteResult) -> SuiteResult:
-        """Return `result` with the errors of failed parts, which `evaluate` reports.
+        """Return `result` with the errors of failed parts, which `evaluate` then reports.
 
         Raises:
-            Exception: the first part's error, if no part succeeded.
+            Exception: no part succeeded; the error is that of the first part.
         """
         if self.failed and not self._succeeded:
             raise next(iter(self.failed.values()))

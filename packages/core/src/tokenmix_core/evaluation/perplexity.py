@@ -1,4 +1,4 @@
-"""Loss by position of a model on long sequences, and the loss of a bigram model."""
+"""A model's loss by position on long sequences, and the loss of a bigram model as a baseline."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MAX_BIGRAM_VOCABULARY = 4096
 
 @torch.inference_mode()
 def token_losses(model: Any, input_ids: Int[Tensor, "B T"], *, piece: int | None = None) -> Float[Tensor, "B T-1"]:
-    """−log p(token t + 1 | tokens 0 … t) in nats, float32, for any causal language model of transformers.
+    """Return −log p(token t + 1 | tokens 0 … t) in nats, float32, for any causal language model of transformers.
 
     Args:
         model: the model; it should be in evaluation mode.
         input_ids: the tokens, on the model's device.
-        piece: number of tokens in one forward pass; later passes read the earlier tokens from the model's cache.
-            Default: the whole sequence, or as many tokens as keep the logits of one row below an eighth of the GPU's
+        piece: number of tokens in one forward pass; later passes read the earlier tokens from the model's cache. By
+            default the whole sequence, or as many tokens as keep the logits of one row below an eighth of the GPU's
             memory (1 GiB on a CPU).
 
     Raises:
@@ -40,10 +40,10 @@ def token_losses(model: Any, input_ids: Int[Tensor, "B T"], *, piece: int | None
         raise ValueError(f"token_losses: piece must be positive, got {piece}")
     on_gpu = input_ids.device.type == "cuda"
     budget = torch.cuda.get_device_properties(input_ids.device).total_memory // 8 if on_gpu else 2**30
-    # float32 logits and their log-softmax
+    # bytes of the float32 logits of a token and their log-softmax
     token_bytes = 8 * text.text_vocab_size(model)
     chunk = piece or max(16, budget // token_bytes)
-    # reduce the rows of a pass before its tokens: a whole sequence needs no cache
+    # first reduce the number of rows per pass: as long as a pass has whole sequences, no cache is needed
     rows = max(1, budget // (token_bytes * min(chunk, length)))
     losses = [_row_losses(model, batch, chunk) for batch in input_ids.split(rows)]
     return torch.cat(losses)
@@ -54,7 +54,7 @@ def _row_losses(model: Any, input_ids: Tensor, chunk: int) -> Tensor:
     inputs = input_ids[:, :-1]
     if inputs.shape[1] <= chunk:
         return _cross_entropy(model(input_ids=inputs, use_cache=False).logits, targets)
-    # `info` lists the suites and should not import models
+    # imported here, because `info` lists the suites and should not import models
     from tokenmix_core.modeling import CACHE
 
     cache, losses = None, []
@@ -72,7 +72,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def loss_by_position(
     model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 8, progress: bool = True
 ) -> Float[np.ndarray, "T-1"]:
-    """Return the mean over sequences of `token_losses` in float64; entry t is the loss of token t + 1."""
+    """Return `token_losses`, averaged over the sequences in float64; entry t is the loss of token t + 1."""
     return _sequence_losses(model, sequences, batch_size, progress).mean(0, dtype=np.float64)
 
 
@@ -92,7 +92,7 @@ def _sequence_losses(
 
 
 def smooth(values: Float[np.ndarray, "T"], window: int) -> Float[np.ndarray, "T"]:
-    """Return the centred moving average over at most `window` entries, fewer at the ends."""
+    """Return the centred moving average of `values` over `window` entries, over fewer at both ends."""
     if window < 1:
         raise ValueError(f"smooth: window must be positive, got {window}")
     sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -102,13 +102,13 @@ def smooth(values: Float[np.ndarray, "T"], window: int) -> Float[np.ndarray, "T"
 
 
 def bigram_loss(train: Int[np.ndarray, "n"], held_out: Int[np.ndarray, "*N T"], vocab_size: int) -> float:
-    """Return the mean loss in nats of a bigram model of `train` on the sequences `held_out`, a baseline.
+    """Return a baseline: the mean loss, in nats, on the sequences `held_out` of a bigram model made from `train`.
 
-    p(b | a) = (n(a, b) + p(b)) / (n(a) + 1), with p(b) = (n(b) + 1) / (n + vocab_size): counts of pairs, backed by
-    counts of single tokens, backed by the uniform distribution.
+    p(b | a) = (n(a, b) + p(b)) / (n(a) + 1), where p(b) = (n(b) + 1) / (n + vocab_size): counts of pairs are smoothed
+    by counts of single tokens, and these by the uniform distribution.
 
     Raises:
-        ValueError: a vocabulary of more than 4,096 tokens, most of whose pairs are too rare, or too few tokens.
+        ValueError: a vocabulary of more than 4,096 tokens, whose pairs are mostly too rare, or too few tokens.
     """
     if not 1 <= vocab_size <= MAX_BIGRAM_VOCABULARY:
         raise ValueError(f"bigram_loss: vocab_size must be from 1 to {MAX_BIGRAM_VOCABULARY}, got {vocab_size}")
@@ -138,9 +138,10 @@ def cut_sequences(tokens: Int[np.ndarray, "n"], length: int, limit: int) -> Int[
 
 
 def perplexity_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure the loss by position on text, at the largest of `options.lengths` (2,048 tokens by default).
+    """Measure the loss by position on text, at the largest of `options.lengths` (by default 2,048 tokens).
 
-    If the text has a training part and the vocabulary is small, a bigram model of that part is a second row.
+    If the text has a training part and the vocabulary is small, the loss of a bigram model of that part is a second
+    row.
     """
     options.choose("perplexity-by-position", ("perplexity-by-position",))
     length = options.one_length("perplexity-by-position", 2048)

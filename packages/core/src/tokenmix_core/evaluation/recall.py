@@ -1,4 +1,4 @@
-"""Recall of any causal language model: associative recall and copying of tokens, needles in haystacks."""
+"""Recall of any causal language model: associative recall, copying of tokens, and needles in haystacks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MQAR_PAIRS = (4, 8, 16, 32, 64, 128, 256, 512)
 COPY_LENGTHS = (64, 128, 256)
 COPY_TOKENS = (4, 8, 16, 32, 64, 128, 256, 512)
 COPY_VOCABULARY = 64
-# training uses no sequence with this index or a higher one
+# held-out examples have indices from here on, which training never uses
 MQAR_HELD_OUT = COPY_HELD_OUT = 2**40
 NIAH_LENGTHS = (1024, 2048, 4096)
 _HAYSTACK_WORDS = 200_000
@@ -39,7 +39,7 @@ _HAYSTACK_WORDS = 200_000
 def score_recall(
     model: Any, examples: RecallExamples, *, batch_size: int = 8, progress: bool = False
 ) -> tuple[float, float]:
-    """Return the accuracy (share of scored positions whose most likely token is the label) and the mean loss in nats.
+    """Return the accuracy (fraction of scored positions whose most likely token is the label) and mean loss in nats.
 
     Raises:
         ValueError: tokens that lie outside the model's vocabulary, or no scored position.
@@ -53,7 +53,7 @@ def score_recall(
 def _score_examples(
     model: Any, examples: RecallExamples, batch_size: int, progress: bool = False
 ) -> tuple[list[float], float]:
-    """Return the accuracy of each example, NaN without a scored position, and the mean loss of scored positions."""
+    """Return each example's accuracy (NaN if it has no scored position), and the mean loss of all scored positions."""
     size = text.text_vocab_size(model)
     if (top := int(examples.input_ids.max())) >= size:
         raise ValueError(f"token {top} does not lie in the model's vocabulary of {size}")
@@ -75,15 +75,15 @@ def _score_examples(
 
 
 def mqar_vocabulary(model: Any, options: EvalOptions) -> int:
-    """Return the vocabulary size of the sequences: Zoology's 8,192 by default, or the model's if it is smaller."""
+    """Return the vocabulary size of the sequences: by default 8,192 as in Zoology, or the model's if smaller."""
     return options.vocab_size or min(8192, text.text_vocab_size(model))
 
 
 def mqar_cases(model: Any, options: EvalOptions) -> dict[str, tuple[int, int]]:
-    """Return the suite's cases by name, `(length, pairs)`: those that lengths and vocabulary allow.
+    """Return the cases `(length, pairs)` of the suite by name, as far as lengths and vocabulary allow them.
 
     Raises:
-        ValueError: lengths and vocabulary allow no case.
+        ValueError: lengths and vocabulary allow no case at all.
     """
     size, lengths = mqar_vocabulary(model, options), options.lengths or MQAR_LENGTHS
     most = min(size // 2 - 1, MQAR_PAIRS[-1])
@@ -98,9 +98,9 @@ def mqar_cases(model: Any, options: EvalOptions) -> dict[str, tuple[int, int]]:
 
 
 def mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure multi-query associative recall by number of pairs, for each length (64 to 512 tokens by default).
+    """Measure multi-query associative recall by number of pairs, for each length (by default 64 to 512 tokens).
 
-    "chance" is the accuracy of a guess among the values in the context, 1 / pairs. Training never uses the indices of
+    "chance" is the accuracy of guessing one of the values in the context, 1 / pairs. Training never uses the indices of
     these examples.
     """
     size = mqar_vocabulary(model, options)
@@ -118,13 +118,13 @@ def mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
 
 
 def copying_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure copying and selective copying by number of tokens, for each length (64 to 256 tokens by default).
+    """Measure copying and selective copying by number of tokens, for each length (by default 64 to 256 tokens).
 
-    The input holds the true tokens before each predicted one. "chance" is the accuracy of a guess among the tokens to
-    copy. Training never uses the indices of these examples.
+    The input contains the true tokens before each token to predict. "chance" is the accuracy of guessing one of the
+    tokens to copy. Training never uses the indices of these examples.
 
     Raises:
-        ValueError: every length is too short for the smallest number of tokens to copy.
+        ValueError: every length is too short for even the smallest number of tokens to copy.
     """
     size, lengths = options.vocab_size or COPY_VOCABULARY, options.lengths or COPY_LENGTHS
 
@@ -146,12 +146,12 @@ def copying_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResu
 
 
 def copying_chance(tokens: int, vocab_size: int) -> float:
-    """Return the accuracy of guessing one of the tokens to copy: it is the right one, or another one of equal value."""
+    """Return the accuracy of guessing one of the tokens to copy, which is right also if another token has its value."""
     return 1 / tokens + (1 - 1 / tokens) / max(1, vocab_size - 2)
 
 
 class _Case(NamedTuple):
-    """A case in a table row: its length, its number of pairs or tokens, and the accuracy of a guess among these."""
+    """A case in one table row: its length, its number of pairs or tokens to copy, and the accuracy of a guess."""
 
     task: str
     curve: str
@@ -161,7 +161,7 @@ class _Case(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """Names of a suite, its plot, the column of sizes, the axis of sizes, and the column of scored positions."""
+    """A suite's name, its plot's title and x label, and the names of the columns of size and of scored positions."""
 
     suite: str
     title: str
@@ -185,7 +185,7 @@ def _recall_suite(
     for name in tqdm(chosen, desc=names.suite, unit="task", disable=not options.progress):
         with parts.part(name):
             case = cases[name]
-            # all examples of a case have equally many scored positions
+            # the mean is right because all examples of a case have equally many scored positions
             accuracies, loss = _score_examples(model, examples(limit, case), options.batch_size or 32)
             accuracy = float(np.mean(accuracies))
             samples.append(accuracies)
@@ -204,7 +204,7 @@ def _recall_suite(
 
 
 class NeedleScore(NamedTuple):
-    """The result on one needle: whether greedy decoding names its value, and the value's mean token loss in nats."""
+    """The result for one needle: whether greedy decoding produces its value, and the mean loss in nats of the value."""
 
     found: bool
     loss: float
@@ -213,7 +213,7 @@ class NeedleScore(NamedTuple):
 def score_niah(
     model: Any, tokenizer: Any, examples: Sequence[NiahExample], *, batch_size: int = 8
 ) -> list[NeedleScore]:
-    """Complete each prompt greedily, in left-padded batches, and look for the answer in the completion."""
+    """Complete each prompt greedily, in left-padded batches; check whether the completion contains the answer."""
     scores = []
     for start in range(0, len(examples), batch_size):
         batch = examples[start : start + batch_size]
@@ -228,7 +228,7 @@ def score_niah(
 def niah_examples(
     task: str, tokenizer: Any, length: int, count: int, *, haystack: Sequence[str] = (), seed: int = 0
 ) -> list[NiahExample]:
-    """Return `count` needles at evenly spread depths; prompt and answer together have at most `length` tokens."""
+    """Return `count` needles at evenly spaced depths; prompt and answer together have at most `length` tokens."""
 
     def tokens(string: str) -> int:
         return len(tokenizer(string, verbose=False)["input_ids"])
@@ -241,16 +241,16 @@ def niah_examples(
 
 
 def niah_haystack(tasks: Sequence[str], options: EvalOptions, tokenizer: Any) -> list[str]:
-    """Return the words of the running text in which these tasks hide needles; none if no task uses running text."""
+    """Return the words of the running text in which tasks insert needles; empty if no task uses running text."""
     needs_text = any(NIAH_TASKS[task].haystack == "text" for task in tasks)
     return text.words(options.text, tokenizer, _HAYSTACK_WORDS) if needs_text else []
 
 
 def niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure S-NIAH 1 to 3: the share of needles whose value greedy decoding names, by context length and depth.
+    """Measure S-NIAH 1 to 3: the fraction of needles whose value greedy decoding produces, by context length and depth.
 
-    The lengths are 1,024 to 4,096 tokens by default. Rows hold the depths, from 0 (start) to 1 (end of the haystack).
-    While a model is trained, `answer loss` falls long before the accuracy rises.
+    The lengths are 1,024 to 4,096 tokens by default. Each row has the result at each depth, from 0 (start) to 1 (end of
+    the haystack). While a model is being trained, `answer loss` falls long before the accuracy rises.
     """
     limit, batch_size = options.limit or 50, options.batch_size or 8
     tasks = options.choose("niah", tuple(NIAH_TASKS))
@@ -299,7 +299,7 @@ def niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
 
 @torch.inference_mode()
 def generate_text(model: Any, tokenizer: Any, prompts: list[str], *, max_new_tokens: int, **settings: Any) -> list[str]:
-    """Return the decoded continuations of `prompts`; greedy unless transformers' generation `settings` change it."""
+    """Return the decoded continuations of `prompts`, greedy unless `settings` for transformers' generation differ."""
     rows = [tokenizer(prompt, verbose=False)["input_ids"] for prompt in prompts]
     pad = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
     longest = max(map(len, rows))
@@ -318,7 +318,7 @@ def generate_text(model: Any, tokenizer: Any, prompts: list[str], *, max_new_tok
 
 @torch.inference_mode()
 def answer_loss(model: Any, tokenizer: Any, example: NiahExample) -> float:
-    """Return the mean loss of the true answer's tokens after the prompt, in nats."""
+    """Return the mean loss, in nats, of the true answer's tokens after the prompt."""
     prompt = tokenizer(example.context + example.question, verbose=False)["input_ids"]
     answer = tokenizer(" " + example.answer, add_special_tokens=False)["input_ids"]
     input_ids = torch.tensor([prompt + answer], device=model.device)

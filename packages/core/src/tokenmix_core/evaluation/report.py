@@ -1,4 +1,4 @@
-"""Results on disk: one JSON file and its plots for each suite, and a report of tables made from them."""
+"""Results on disk: for each suite a JSON file and its plots, and a report with the tables of all suites."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from tokenmix_core.evaluation.options import Plot, SuiteResult
 
 REPORT = "report.md"
 _MARKERS = "osD^v<>ph*"
-# substitutes for characters that would break a Markdown table
+# replacements for characters that would break a Markdown table
 _SHOWN = {"\n": "⏎", "\t": "⇥", "\r": ""}
 
 
 def format_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return rows as a Markdown table, aligned also as plain text; a column for each key, in order of appearance."""
+    """Return rows as a Markdown table, aligned also as plain text.
+
+    Columns are the keys in order of first appearance.
+    """
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[_cell(row.get(column)) for column in columns] for row in rows]
     numeric = [all(isinstance(row.get(column), int | float | None) for row in rows) for column in columns]
@@ -42,7 +45,7 @@ def format_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def format_rows(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a table or, if a row holds more text than a cell can show, blocks of verbatim text."""
+    """Return a table or, if a value is too long for a table cell, blocks of verbatim text."""
     if not any(isinstance(value, str) and len(value) > 80 for row in rows for value in row.values()):
         return format_table(rows)
     blocks = (f"{key}:\n\n~~~~text\n{value}\n~~~~" for row in rows for key, value in row.items())
@@ -50,7 +53,7 @@ def format_rows(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def format_settings(settings: dict[str, Any]) -> str:
-    """Return the settings on which the results depend, on one line."""
+    """Return the settings on which the results depend, in one line of text."""
     return "; ".join(f"{name}: {_cell(value)}" for name, value in settings.items())
 
 
@@ -69,7 +72,7 @@ def _cell(value: Any) -> str:
 
 
 def draw(plot: Plot, path: Path) -> None:
-    """Draw curves or a heatmap into a PNG file.
+    """Draw the curves or the heatmap of `plot` into a PNG file.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -79,18 +82,18 @@ def draw(plot: Plot, path: Path) -> None:
 
 
 def figure_of(plot: Plot) -> Any:
-    """Return the matplotlib figure of curves or a heatmap.
+    """Return the curves or the heatmap of `plot` as a figure of matplotlib.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     require("matplotlib", "plots")
-    # the object interface: it chooses no window system and keeps no global state
+    # matplotlib's object interface selects no window system and keeps no global state
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     series = plot["series"]
-    # the legend is below the axes, two entries a line, where it covers no curve
+    # the legend has its own area below the axes, with two entries per line, where it covers no curve
     figure = Figure(figsize=(7, 4.2 + 0.21 * ((len(series) + 1) // 2)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -114,13 +117,13 @@ def figure_of(plot: Plot) -> Any:
 
 
 def _ticks(labels: list[str] | None, count: int) -> tuple[list[int], list[str]]:
-    """Return at most 16 indices of a heatmap's rows or columns, and their labels."""
+    """Return at most 16 indices of a heatmap's rows or columns to label, and their labels."""
     shown = list(range(0, count, -(-count // 16)))
     return shown, [labels[i] if labels else str(i) for i in shown]
 
 
 def _format_axes(axes: Any, plot: Plot) -> None:
-    """Set the scales of the axes; ticks are integers if all x are, and labels have no powers of ten."""
+    """Set the scales of the axes; ticks are integers if all x values are, and no label has a power of ten."""
     from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
     values = [value for x, _ in plot["series"].values() for value in x]
@@ -128,7 +131,7 @@ def _format_axes(axes: Any, plot: Plot) -> None:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:,.0f}")
     elif max(map(abs, values), default=0) >= 10_000:
-        # label ticks 1.2M instead of 1.2 with a factor of 1e6 in a corner
+        # label ticks as 1.2M, not as 1.2 with a factor of 1e6 in a corner
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     elif all(float(value).is_integer() for value in values):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -144,24 +147,24 @@ def _format_axes(axes: Any, plot: Plot) -> None:
 
 
 def write_result(result: SuiteResult, folder: Path) -> list[Path]:
-    """Write `<suite>.json` and the plots of a result, then write the folder's report again.
+    """Write `<suite>.json` and the plots of a result, and then the folder's report with the new result.
 
-    Without matplotlib there are no plots, and a line on stderr says so.
+    Without matplotlib no plots are drawn, and a line on stderr says so.
 
     Returns:
-        The files that were written.
+        The paths of the files that were written.
     """
     folder = Path(folder)
     suite = result["suite"]
     written = [folder / f"{suite}.json"]
     result = {"provenance": software(), **result}
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=True) + "\n"
-    # several processes may evaluate into one folder
+    # several processes may write evaluations into the same folder
     with one_at_a_time(folder):
         write_atomically(written[0], text)
         paths = _plot_paths(suite, len(result["plots"]), folder)
         for path in paths:
-            # a plot of an earlier run would not match these rows
+            # remove the plot of an earlier run, which would not match these rows
             path.unlink(missing_ok=True)
         for path, plot in zip(paths, result["plots"], strict=True):
             try:
@@ -179,11 +182,11 @@ def _plot_paths(suite: str, count: int, folder: Path) -> list[Path]:
 
 
 def training_result(metrics: Sequence[dict[str, Any]], tokens_per_step: int) -> SuiteResult:
-    """Return a run's log as a result: its first, middle and last line, its speed, and the loss curve.
+    """Return a run's log as a result: its first, middle and last line, the training speed, and the loss curve.
 
     Args:
         metrics: the lines of the log; those without `step` and `loss` are ignored.
-        tokens_per_step: number of tokens of an optimizer step.
+        tokens_per_step: number of tokens in an optimizer step.
     """
     lines = [line for line in metrics if "step" in line and "loss" in line]
     speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
@@ -204,7 +207,7 @@ def training_result(metrics: Sequence[dict[str, Any]], tokens_per_step: int) -> 
 
 
 def write_report(folder: Path) -> Path:
-    """Write `report.md`: the tables and plots of every result in the folder."""
+    """Write `report.md` with the tables and plots of every result in the folder; return its path."""
     parts = ["# Evaluation"]
     for path in sorted(folder.glob("*.json")):
         result: Any = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The suites by name, and the function that runs them and writes their results."""
+"""All suites by name, and the function that runs suites and writes their results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tokenmix_core.evaluation.perplexity import perplexity_suite
 from tokenmix_core.evaluation.recall import copying_suite, generate_text, mqar_suite, niah_suite
 from tokenmix_core.evaluation.report import format_rows, format_settings, write_result
 
-# lm-eval's names of tasks, and each task's metric that enters the average, as in the papers
+# for each task, by lm-eval's name, the metric that enters the average, as in the papers
 COMMONSENSE = {
     "wikitext": "word_perplexity",
     "lambada_openai": "acc",
@@ -50,7 +50,7 @@ RULER = (
     "ruler_qa_hotpot",
 )
 RULER_LENGTHS = (4096,)
-# LongBench-E: the data sets of LongBench whose lengths are spread evenly
+# LongBench-E consists of those data sets of LongBench whose examples have evenly spread lengths
 LONGBENCH = tuple(
     f"longbench_{name}_e"
     for name in (
@@ -67,21 +67,21 @@ LONGBENCH = tuple(
         "repobench-p",
     )
 )
-# the suite that runs if --tasks is given without --suite
+# the suite that is run if the command has --tasks but no --suite
 LM_EVAL = "lm-eval"
 _LONGBENCH_RANGES = ((0, 4000), (4000, 8000), (8000, sys.maxsize))
 
 
 def commonsense_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Evaluate zero-shot common sense and language modelling; the average leaves WikiText's perplexity out."""
+    """Evaluate zero-shot common sense and language modelling; WikiText's perplexity does not enter the average."""
     counted = [task for task in COMMONSENSE if task != "wikitext"]
     return run_tasks("commonsense", model, tokenizer, COMMONSENSE, options, average_over=counted)
 
 
 def recall_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Evaluate cloze questions on a passage: lm-eval's SWDE, SQuAD and FDA; TriviaQA, NQ and DROP of `tasks/`.
+    """Evaluate cloze questions on a passage: SWDE, SQuAD and FDA of lm-eval, and TriviaQA, NQ and DROP of `tasks/`.
 
-    `max_length=2048` is the papers' usual setting. lm-eval's three tasks cut the beginning of a longer prompt.
+    `max_length=2048` is the usual setting in papers. In lm-eval's three tasks, a longer prompt loses its beginning.
     """
     return run_tasks("recall", model, tokenizer, RECALL, options)
 
@@ -93,16 +93,16 @@ def ruler_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult
 
 
 def longbench_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Evaluate LongBench-E, as a whole and by the input's number of words: below 4,000, up to 8,000, and above."""
+    """Evaluate LongBench-E as a whole and by the input's length in words: below 4,000, 4,000 to 7,999, and more."""
     tasks = dict.fromkeys(LONGBENCH, "score")
     return run_tasks("longbench", model, tokenizer, tasks, options, by_sample=_longbench_ranges)
 
 
 def lm_eval_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Evaluate the tasks and groups of lm-eval that `options.tasks` names, with lm-eval's settings; no average.
+    """Evaluate the tasks and groups of lm-eval that `options.tasks` names, with lm-eval's settings and no average.
 
     Raises:
-        ValueError: `options.tasks` names no task, or one of RULER (use the suite `ruler`, which checks lengths).
+        ValueError: `options.tasks` is empty, or names a task of RULER (use the suite `ruler`, which checks lengths).
     """
     if not options.tasks:
         raise ValueError("suite lm-eval runs the tasks that --tasks names, got none; `lm-eval ls tasks` lists all")
@@ -154,7 +154,7 @@ def samples_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResu
     return {"suite": "samples", "settings": settings, "rows": rows, "plots": []}
 
 
-# the options that every suite of lm-eval's tasks reads
+# the options that are read by every suite of lm-eval tasks
 LM_EVAL_READS = ("lengths", "max_length", "include")
 _TEXT_READS = ("lengths", "max_length", "text")
 SUITES: dict[str, Suite] = {
@@ -189,16 +189,16 @@ SUITES: dict[str, Suite] = {
 
 
 def check_suites(names: Sequence[str], suites: Mapping[str, Suite]) -> None:
-    """Raise a ValueError for a name that is not among the suites."""
+    """Raise a ValueError if a name is not that of one of `suites`."""
     if unknown := [name for name in names if name not in suites]:
         raise ValueError(f"there is no suite {unknown[0]!r}; choose from {', '.join(suites)}")
 
 
 def check_read(names: Sequence[str], options: EvalOptions, suites: Mapping[str, Suite]) -> None:
-    """Refuse options that are set although none of the suites reads them.
+    """Refuse options that are set although none of the named suites reads them.
 
     Raises:
-        ValueError: an option is set that none of the suites reads.
+        ValueError: an option is set that none of the named suites reads.
     """
     read = [reads for name in names if (reads := suites[name].reads) is not None]
     if len(read) < len(names):
@@ -209,10 +209,10 @@ def check_read(names: Sequence[str], options: EvalOptions, suites: Mapping[str, 
 
 
 def check_options(names: Sequence[str], tokenizer: Any, options: EvalOptions, suites: Mapping[str, Suite]) -> None:
-    """Check, before a model is loaded, that the text is long enough for suites.
+    """Check, before a model is loaded, that there is enough text for the named suites.
 
     Raises:
-        ValueError: a suite needs more held-out text than there is, or the text cannot be read.
+        ValueError: a suite needs more held-out text than the text has, or the text cannot be read.
     """
     needed = {name: needs(options) for name in names if (needs := suites[name].needs) is not None}
     most = max(needed.values(), default=0)
@@ -228,7 +228,7 @@ def check_options(names: Sequence[str], tokenizer: Any, options: EvalOptions, su
 
 
 class EvaluationsFailed(ValueError):
-    """Some suites, or parts of a suite, failed; the others ran, and their results are written."""
+    """Some suites, or parts of a suite, have failed; the results of all others are written."""
 
 
 def evaluate(
@@ -240,22 +240,22 @@ def evaluate(
     out: str | Path | None = None,
     suites: Mapping[str, Suite] = SUITES,
 ) -> dict[str, SuiteResult]:
-    """Run suites on a model; print and write each result at once, so that finished results are kept.
+    """Run suites on a model; print and write each result as soon as it is there, so that a later failure loses nothing.
 
-    A suite that fails is reported, and the others run.
+    If a suite fails, this is reported, and the other suites still run.
 
     Args:
-        model: any causal language model of transformers; it is put in evaluation mode during the call. The entries that
-            its method `evaluation_settings` returns, if it has one, are part of every result's settings and rows.
-        tokenizer: its tokenizer.
-        names: the suites to run, in order.
-        options: options for all suites, or for each by its name (others get the defaults).
-        out: the folder for JSON, plots and `report.md`; nothing is written without it.
-        suites: the suites to choose from.
+        model: any causal language model of transformers; it is in evaluation mode during the call. If it has a method
+            `evaluation_settings`, the returned entries become part of every result's settings and rows.
+        tokenizer: the model's tokenizer.
+        names: names of the suites to run, in this order.
+        options: options of all suites, or a dictionary of options by suite (others have the defaults).
+        out: folder for JSON, plots and `report.md`; if None, nothing is written.
+        suites: all known suites by name.
 
     Raises:
-        EvaluationsFailed: some of several suites, or parts of one, failed; raised after all have run, with the reasons.
-        ValueError: an unknown suite, or options that the only suite cannot satisfy.
+        EvaluationsFailed: some of several suites, or parts of a suite, have failed; raised after all others have run.
+        ValueError: an unknown suite; or the only suite cannot run with these options.
         ImportError: the only suite needs a library that is not installed.
     """
     check_suites(names, suites)
@@ -285,7 +285,7 @@ def evaluate(
                     failed_parts[f"{name}, {part}"] = error
                     report_failure(f"{name}, {part}", error)
                 result["settings"]["failed"] = {part: _reason(error) for part, error in parts.items()}
-            # settings that the model's answers depend on besides its weights; those of the suite take precedence
+            # settings on which the model's answers depend besides its weights; the suite's own settings take precedence
             about = getattr(model, "evaluation_settings", dict)()
             result["settings"] = {**about, **result["settings"]}
             result["rows"] = [{**about, **row} for row in result["rows"]]

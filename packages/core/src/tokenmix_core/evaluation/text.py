@@ -1,4 +1,4 @@
-"""The text that suites are run on, as documents, words or tokens."""
+"""The text on which suites run, as documents, words or tokens."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ BUILT_IN_TEXT = "built-in corpus, held-out part"
 
 
 def text_vocab_size(model: Any) -> int:
-    """Return the number of logits that a causal language model has per token."""
+    """Return the size of a causal language model's output per token, its number of logits."""
     return model.get_output_embeddings().weight.shape[0]
 
 
 def document_separator(tokenizer: Any) -> int | None:
-    """Return the token to put before a text that has no context: bos if the tokenizer begins texts with it, else eos.
+    """Return the token to put before a text that has no context: bos if the tokenizer adds it to texts, else eos.
 
-    Our corpora, like most, hold no bos: eos ends every document.
+    Our corpora, like most, contain no bos; in them, eos ends every document.
     """
     first = tokenizer("a")["input_ids"][:1]
     return tokenizer.bos_token_id if first == [tokenizer.bos_token_id] else tokenizer.eos_token_id
 
 
 def as_token_file(text: str | None, tokenizer: Any) -> Path | None:
-    """Return a text's folder if it is a token file, as the built-in corpus is for the byte tokenizer; else None."""
+    """Return the folder of a text that is a token file (for the byte tokenizer also the built-in corpus) or None."""
     if text is not None and (Path(text) / META).is_file():
         return Path(text)
     if text in (None, STDLIB) and tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(byte_tokenizer()):
@@ -46,9 +46,10 @@ def as_token_file(text: str | None, tokenizer: Any) -> Path | None:
 
 
 def corpus_of(text: str | None, tokenizer: Any) -> dict[str, Any]:
-    """Return what identifies a text in a result: name, sha256 and, for the built-in corpus, the version of Python.
+    """Return how a result identifies its text: name, sha256 and, for the built-in corpus, the version of Python.
 
-    The sha256 is that of a token file's tokens, of the built-in corpus's files, or of a file; None for other texts.
+    The sha256 is taken of a token file's tokens, of the built-in corpus's files, or of a file; it is None for other
+    texts.
     """
     found: dict[str, Any] = {"text": text or BUILT_IN_TEXT, "sha256": None}
     if path := as_token_file(text, tokenizer):
@@ -65,12 +66,12 @@ def _python_of(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def held_out_from(options: EvalOptions, trained: TrainedOn) -> EvalOptions:
-    """Return options whose text was not in a run's training text; say on stderr if that is not certain.
+    """Return options whose text was not part of a run's training text; print on stderr if this is not certain.
 
-    The text of the options is replaced if the run used an older split of the built-in corpus.
+    If the run used an older split of the built-in corpus, that split's held-out text replaces the options' text.
 
     Raises:
-        ValueError: most of the held-out text was training text of the run.
+        ValueError: most of the held-out text was part of the run's training text.
     """
     if options.text is not None and options.text != STDLIB:
         _check_unchanged(Path(options.text), trained)
@@ -99,7 +100,7 @@ def held_out_from(options: EvalOptions, trained: TrainedOn) -> EvalOptions:
 
 
 def _check_unchanged(path: Path, trained: TrainedOn) -> None:
-    """Warn on stderr if a token file has changed since a run was trained on it."""
+    """Warn on stderr if the token file at `path` has changed since the run was trained on it."""
     if not (path / META).is_file() or path.name not in {Path(source).name for source in trained.sources}:
         return
     sha256 = tokens_sha256(path)
@@ -112,15 +113,15 @@ def _check_unchanged(path: Path, trained: TrainedOn) -> None:
 
 
 def documents(text: str | None, tokenizer: Any) -> Iterator[str]:
-    """Return an iterator over the documents of a text.
+    """Yield the documents of a text.
 
     Args:
-        text: a token file (its held-out documents are decoded), a text, JSONL or parquet file, a folder of them, a
-            dataset, or None for the held-out part of the built-in corpus.
-        tokenizer: the tokenizer that a token file must have been made with.
+        text: a token file (its held-out documents are decoded); a text, JSONL or parquet file, or a folder of them; a
+            dataset; or None for the held-out part of the built-in corpus.
+        tokenizer: the tokenizer with which a token file must have been made.
 
     Raises:
-        ValueError: there is no such text, or it cannot be read.
+        ValueError: the text does not exist or cannot be read.
     """
     if text in (None, STDLIB):
         return (d for d in stdlib_source().documents(0) if is_held_out(d, BUILT_IN_HELD_OUT))
@@ -132,16 +133,16 @@ def documents(text: str | None, tokenizer: Any) -> Iterator[str]:
 
 
 def words(text: str | None, tokenizer: Any, count: int) -> list[str]:
-    """Return the first `count` words of a text, fewer if it is shorter."""
+    """Return the first `count` words of a text, or all words if it has fewer."""
     stream = (word for document in documents(text, tokenizer) for word in document.split())
     return list(itertools.islice(stream, count))
 
 
 def text_tokens(text: str | None, tokenizer: Any, count: int) -> Int[np.ndarray, "n"]:
-    """Return the first `count` tokens of a text, fewer if it is shorter; each document ends with the end token.
+    """Return the first `count` tokens of a text, or all if it has fewer; each document ends with the end token.
 
     Raises:
-        ValueError: there is no such text, it was prepared with another tokenizer, or it is empty.
+        ValueError: the text does not exist, was prepared with another tokenizer, or is empty.
     """
     if path := as_token_file(text, tokenizer):
         return np.asarray(TokenFile(path, "held_out", fingerprint=tokenizer_fingerprint(tokenizer)).tokens[:count])
@@ -151,7 +152,7 @@ def text_tokens(text: str | None, tokenizer: Any, count: int) -> Int[np.ndarray,
     for document in documents(text, tokenizer):
         if missing <= 0:
             break
-        # tokenize only 16 characters per wanted token of a huge document: tokens are seldom longer
+        # of a huge document, tokenize only 16 characters per token that is still needed, because few tokens are longer
         ids = encode_texts(tokenizer, [document[: 16 * missing + 16]])[0]
         parts.append(np.asarray([*ids, *end], dtype=np.int64)[:missing])
         missing -= len(parts[-1])
@@ -161,16 +162,19 @@ def text_tokens(text: str | None, tokenizer: Any, count: int) -> Int[np.ndarray,
 
 
 def training_tokens(text: str | None, tokenizer: Any) -> Int[np.ndarray, "n"] | None:
-    """Return the tokens of a text's training part; None if the text is not split into training and held-out parts."""
+    """Return the tokens of a text's training part; None if it has no training part and held-out part."""
     path = as_token_file(text, tokenizer)
     return TokenFile(path, "train", fingerprint=tokenizer_fingerprint(tokenizer)).tokens if path else None
 
 
 def bytes_per_token(sequences: Int[np.ndarray, "N T"], tokenizer: Any) -> float:
-    """Return the UTF-8 bytes of text per token; special tokens count 0, parts of a character their bytes."""
+    """Return the number of UTF-8 bytes of text per token.
+
+    Special tokens have 0, parts of characters their own bytes.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if isinstance(getattr(backend, "decoder", None), _byte_level()):
-        # byte-level BPE: each character of a token stands for one byte, except in added tokens
+        # in byte-level BPE, each character of a token's name is one byte of text; added tokens are names themselves
         added = {i: len(text.encode()) for text, i in tokenizer.get_added_vocab().items()}
         added |= dict.fromkeys(tokenizer.all_special_ids, 0)
         ids, counts = np.unique(sequences, return_counts=True)
@@ -188,6 +192,6 @@ def _byte_level() -> type:
 
 
 def _row_bytes(text: str) -> int:
-    """Return the bytes of a row; each U+FFFD at its ends is one byte of a cut character."""
+    """Return the UTF-8 bytes of a decoded row; U+FFFD at its ends counts as one byte of a character that was cut."""
     whole = text.strip("\ufffd")
     return len(whole.encode("utf-8", "replace")) + len(text) - len(whole)

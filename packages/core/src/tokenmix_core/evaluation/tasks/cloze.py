@@ -3,7 +3,7 @@
 The prompt is a passage, a full stop, and the beginning of a sentence that the answer completes. A model is right if its
 completion, up to the end of the line and at most 48 tokens, contains one of the answers, in upper or lower case.
 
-With `max_length` in the metadata, passages are cut so that prompt and answer fit, as in the benchmark: Natural
+If the task's metadata has `max_length`, passages are cut so that prompt and answer fit, as in the benchmark: Natural
 Questions keep the text around the answer, TriviaQA and DROP the beginning.
 """
 
@@ -18,17 +18,17 @@ _MARKS = re.compile(r"\[(?:PAR|DOC|TLE)\]")
 
 
 def nq(**metadata: Any) -> dict[str, Any]:
-    """Natural Questions in passages of 2,048 tokens."""
+    """Return Natural Questions with passages of 2,048 tokens."""
     return _load("hazyresearch/based_nq_2048", around_answer=True, metadata=metadata)
 
 
 def triviaqa(**metadata: Any) -> dict[str, Any]:
-    """TriviaQA with its web evidence."""
+    """Return TriviaQA with its evidence from the web."""
     return _load("hazyresearch/based_triviaqa", around_answer=False, metadata=metadata)
 
 
 def drop(**metadata: Any) -> dict[str, Any]:
-    """DROP with its Wikipedia passages."""
+    """Return DROP with its passages from Wikipedia."""
     return _load("hazyresearch/based_drop", around_answer=False, metadata=metadata)
 
 
@@ -38,7 +38,7 @@ def _load(name: str, *, around_answer: bool, metadata: dict[str, Any]) -> dict[s
 
     from tokenmix_core._utils.trust import from_pretrained
 
-    # datasets runs no code of a repository since version 4
+    # safe, because datasets from version 4 on runs no code of a repository
     rows = load_dataset(name, split="validation")
     if max_length := metadata.get("max_length"):
         tokenizer = from_pretrained(AutoTokenizer, metadata["tokenizer"])
@@ -47,10 +47,10 @@ def _load(name: str, *, around_answer: bool, metadata: dict[str, Any]) -> dict[s
 
 
 def cut(row: dict[str, Any], tokenizer: Any, max_length: int, *, around_answer: bool) -> dict[str, Any]:
-    """The row with its passage cut so that the prompt has at most `max_length − 50` tokens.
+    """Return `row` with its passage cut, so that the prompt has at most `max_length − 50` tokens.
 
     Raises:
-        ValueError: the question alone is longer.
+        ValueError: the question without any passage is already longer.
     """
     passage = _passage(row)
     question = len(tokenizer(". " + row["question"].strip())["input_ids"])
@@ -67,7 +67,7 @@ def cut(row: dict[str, Any], tokenizer: Any, max_length: int, *, around_answer: 
     if around_answer and (found := re.search(re.escape(_answers(row)[0]), passage, re.IGNORECASE)):
         middle = sum(1 for _, end in spans if end <= found.start())
         first = min(max(0, middle - budget // 2), len(spans) - budget)
-    # cut by characters: decoding the remaining tokens could change the text
+    # cut the text by character positions, because decoding the remaining tokens could change it
     return {**row, "context": passage[spans[first][0] : spans[first + budget - 1][1]]}
 
 
@@ -83,16 +83,16 @@ def _answers(row: dict[str, Any]) -> list[str]:
 
 
 def prompt(row: dict[str, Any]) -> str:
-    """Return the prompt: the passage and the beginning of the sentence to complete."""
+    """Return the prompt: the passage, and the beginning of the sentence that the answer completes."""
     return f"{_passage(row).strip('.')}. {row['question'].strip()}"
 
 
 def first_answer(row: dict[str, Any]) -> str:
-    """Return the first answer, which logs show instead of all answers."""
+    """Return the first of the accepted answers, for logs."""
     return " " + _answers(row)[0]
 
 
 def contains(row: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Return 1 if the completion contains one of the answers, else 0, as lm-eval's metric."""
+    """lm-eval's metric: return 1 if the completion contains one of the accepted answers, else 0."""
     said = results[0].lower()
     return {"contains": float(any(answer.lower() in said for answer in _answers(row)))}
