@@ -47,7 +47,7 @@ def short_conv(
             no Gluon kernels, because the operation is bound by memory bandwidth.
 
     Returns:
-        ScanOutput: o `[B, T, D]` and final_state `[N, D, W − 1]`, the last inputs of each sequence, both in x's dtype.
+        ScanOutput: o `[B, T, D]` and final_state `[N, D, W − 1]`, each sequence's last W − 1 inputs, both in x's dtype.
 
     Raises:
         ValueError: shapes, dtypes, devices, the activation or cu_seqlens do not match.
@@ -112,7 +112,8 @@ def short_conv_step(
     Args:
         x: `[B, D]`, one token.
         weight, bias, activation, impl: as for `short_conv`.
-        state: `[B, D, W − 1]` in x's dtype, contiguous: the last inputs, oldest first; overwritten with x included.
+        state: `[B, D, W − 1]` in x's dtype, contiguous: the last W − 1 inputs, oldest first; overwritten so that x is
+            the newest.
 
     Returns:
         o `[B, D]` in x's dtype.
@@ -171,8 +172,8 @@ def _check_number(op: str, xs: Sequence, weights: Sequence, states: Sequence) ->
 
 
 def _check_alike(op: str, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-    """Raise a ValueError unless all inputs agree in B, T, W, dtypes and device, as one launch needs."""
-    # a list, not a set: under tracing, sizes are symbols, which cannot be hashed
+    """Raise a ValueError unless all inputs agree in B, T, W, dtypes and device, which a single launch requires."""
+    # a list instead of a set, because under tracing sizes are symbols, which cannot be hashed
     kinds = [
         (*x.shape[:-1], x.dtype, x.device, weight.shape[1], weight.dtype) for x, weight in zip(xs, weights, strict=True)
     ]
@@ -224,7 +225,7 @@ def _check_rest(op, impl, dims, x, weight, bias, activation, rows, **state: Tens
     if not 2 <= dims["W"] <= 8:
         raise ValueError(f"{op}: weight must have a width W from 2 to 8, got {list(weight.shape)}")
     name, before = next(iter(state.items()))
-    # under tracing, a symbolic size would be printed as letters
+    # replace W − 1 by its value, which error messages print; under tracing it may be a symbol
     dims["W-1"] = dims["W"] - 1
     spec = f"{rows} D W-1" + ("?" if name == "initial_state" else "")
     bind_shapes(op, dims, x=(x, "B T D" if x.dim() == 3 else "B D"), **{name: (before, spec)})

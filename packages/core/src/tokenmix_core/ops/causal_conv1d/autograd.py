@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """Arguments of the backward of `short_conv`: its own arguments, and the gradients of o and of the last inputs."""
+    """Arguments of the backward of `short_conv`: the forward's arguments, and gradients of o and the final state."""
 
     inputs: Inputs
     do: Tensor
@@ -88,7 +88,7 @@ class StepsInputs(NamedTuple):
 
 
 def token_rows(x: Tensor) -> Tensor:
-    """Return x `[B, T, D]` if its tokens are at one stride and its channels contiguous; else a contiguous copy."""
+    """Return x `[B, T, D]` if one stride separates all tokens and channels are contiguous; else a contiguous copy."""
     B, T, _ = x.shape
     rows = x.stride(2) == 1 and (B == 1 or x.stride(0) == T * x.stride(1))
     # `clone`, because `contiguous` returns a single token unchanged, whatever its stride
@@ -110,13 +110,13 @@ def _dense(step: NamedTuple, name: str) -> list[Tensor]:
 
 
 def _three(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return three tensors: the given ones and, if there are only two, an empty one."""
+    """Return three tensors: the two or three given tensors and, if there are two, an empty tensor."""
     return [*tensors, *(tensors[0].new_empty(0) for _ in range(3 - len(tensors)))]
 
 
 @of_fields
 def _forward(given: Inputs) -> tuple[Tensor, Tensor]:
-    """Return o and the last inputs of each sequence."""
+    """Return o, and the last W − 1 inputs of each sequence."""
     from tokenmix_core.ops.causal_conv1d.forward import short_conv_forward
 
     x, weight, bias, activation, initial_state, cu_seqlens = given
@@ -139,7 +139,7 @@ def _(given: Inputs):
 
 @of_fields
 def _backward(given: BackwardInputs) -> list[Tensor]:
-    """Return the gradients of x, weight, bias and initial state; absent bias and state are left out."""
+    """Return the gradients of x, weight, bias and initial state, without those of an absent bias or state."""
     from tokenmix_core.ops.causal_conv1d.backward import short_conv_backward
 
     (x, weight, bias, activation, initial_state, cu_seqlens), do, final_gradient = given
@@ -165,7 +165,7 @@ def _(given: BackwardInputs):
 
 @of_fields
 def _several(given: SeveralInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return o of three inputs, then the last inputs of each; if there are only two, the third has empty tensors."""
+    """Return o of three inputs, then the final state of each; with two inputs, the third tensors are empty."""
     from tokenmix_core.ops.causal_conv1d.forward import short_convs_forward
 
     xs = _each(given, "x")
@@ -243,7 +243,7 @@ def _(given: StepInputs):
 
 @of_fields
 def _steps(given: StepsInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return o of one token for three inputs; if there are only two, the third has an empty tensor."""
+    """Return o of one token for three inputs; with two inputs, the third tensor is empty."""
     from tokenmix_core.ops.causal_conv1d.forward import short_conv_steps
 
     xs = [t if t.stride(1) == 1 else t.contiguous() for t in _each(given, "x")]

@@ -1,6 +1,6 @@
-"""Kernels of the convolution's gradients: those of inputs and states, and partial sums of those of weight and bias."""
+"""Kernels of the convolution's gradients: of inputs and states, and of weight and bias by way of partial sums."""
 
-# Triton does not support starred tuples
+# ruff would ask for starred tuples, which Triton does not support
 # ruff: noqa: RUF005
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from tokenmix_core.ops.causal_conv1d.tuning import Conv1dTile
 
 
 class Gradients(NamedTuple):
-    """Pointers: do with its token stride and the final state's gradient (read); dx, the initial state's (written)."""
+    """Pointers to gradients of o (with token stride) and final state, read, and of x and initial state, written."""
 
     do: tl.tensor
     stride: tl.tensor
@@ -36,7 +36,7 @@ class Gradients(NamedTuple):
 
 
 class PartialSums(NamedTuple):
-    """Partial sums `[runs, W + 1, columns]` of the gradients of weight and bias; a program writes those of its run."""
+    """Partial sums `[runs, W + 1, columns]` of the gradients of weight and bias: one sum per run of BT tokens."""
 
     sums: tl.tensor
     i_c: tl.tensor
@@ -49,8 +49,8 @@ def convolve_backward(
 ):
     """Compute the gradients for BT tokens of BD channels, BU tokens per iteration.
 
-    Registers hold the last W inputs, and the last W gradients before the activation. Each thread has channels of its
-    own, so sums over tokens need no communication.
+    Registers hold the last W inputs, and the last W gradients with respect to the activation's input. A channel belongs
+    to one thread, so sums over tokens need no communication.
     """
     x, weight, bias, initial_state, stride_x, D = channels
     i_n, begin, length, first, BT = run
@@ -99,7 +99,7 @@ def convolve_backward(
                 b_sigmoid = sigmoid(b_z)
                 b_new *= b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
             b_dz = b_dz[1:] + (b_new,)
-            # later tokens count in the sums of the next run
+            # tokens from `end` on are included in the sums of the next run
             b_own = tl.where(o_t + u < end, b_new, 0.0)
             b_added = ()
             for w in tl.static_range(W):
@@ -115,11 +115,11 @@ def convolve_backward(
             p_s = p_dx + o_s.to(tl.int64) * D
             tl.store(p_s, b_dx.to(dx.dtype.element_ty), mask=within(o_s, first, end, m_d))
             if initial_gradient is not None:
-                # positions before 0, the initial state, precede the first run only
+                # negative positions are in the initial state, and only the first run writes their gradients
                 p_s = initial_gradient + o_state + (o_s + W - 1)
                 m_s = within(o_s, tl.where(first == 0, 1 - W, 0), 0, m_d)
                 tl.store(p_s, b_dx.to(initial_gradient.dtype.element_ty), mask=m_s)
-    # runs without tokens, which a packed batch may have, store zeros, because all runs are summed
+    # runs without tokens, which a packed batch may have, also store their sums, zeros, because all runs are added later
     p_sums = dsums + tl.cast(i_c, tl.int64) * (W + 1) * columns + o_d
     for w in tl.static_range(W + 1):
         tl.store(p_sums + w * columns, b_sums[w], mask=m_d)
@@ -132,7 +132,7 @@ def short_conv_backward_kernel(
     stride_x, stride_do, T, N, BT, D,
     W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients for BT tokens of BD channels of the only input."""
+    """Compute the gradients for BT tokens of BD channels of `short_conv`'s single input."""
     i_c = tl.program_id(0)
     i_n, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
     channels = Channels(x, weight, bias, initial_state, stride_x, D)
@@ -151,7 +151,7 @@ def short_convs_backward_kernel(
     stride0, stride1, stride2, stride_do0, stride_do1, stride_do2, T, N, BT, D0, D1, D2,
     W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients for BT tokens of BD channels of one of three inputs; `dsums` joins their channels."""
+    """Compute the gradients for BT tokens of BD channels of one of three inputs; `dsums` has the channels of all."""
     i_c = tl.program_id(0)
     i_n, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
     i_x, i_d = locate_channels(tl.program_id(1), tl.cdiv(D0, BD), tl.cdiv(D1, BD))
@@ -198,7 +198,7 @@ def short_conv_backward(x, weight, bias, activation, initial_state, cu_seqlens, 
     N = num_sequences(x, cu_seqlens)
     runs = chunk_slots(B, T, config.BT, cu_seqlens)
     dx = torch.empty((B, T, D), dtype=x.dtype, device=x.device)
-    # first sums over the tokens of a run, then over runs, in a fixed order, so that results are reproducible
+    # sum over the tokens of each run, then over runs, in a fixed order, so that results are reproducible
     dsums = torch.empty((runs, W + 1, D), dtype=torch.float32, device=x.device)
     initial_gradient = None if initial_state is None else torch.empty_like(initial_state)
     short_conv_backward_kernel[(runs, cdiv(D, config.BD))](
@@ -214,7 +214,7 @@ def short_conv_backward(x, weight, bias, activation, initial_state, cu_seqlens, 
 
 
 def short_convs_backward(xs, weights, activation, initial_states, cu_seqlens, dos, final_gradients, config):
-    """Return the gradients of inputs, of all weights together `[sum of D, W]`, and of initial states, or None."""
+    """Return the gradients of inputs, of all weights in one tensor `[sum of D, W]`, and of initial states (or None)."""
     (B, T, _), W = xs[0].shape, weights[0].shape[1]
     N, device = num_sequences(xs[0], cu_seqlens), xs[0].device
     sizes = [x.shape[2] for x in xs]

@@ -4,7 +4,7 @@ A program is one warp: it scans BT tokens of BD channels with the last W inputs 
 once.
 """
 
-# Triton does not support starred tuples
+# ruff would ask for starred tuples, which Triton does not support
 # ruff: noqa: RUF005
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def within(o_t, low, high, m_d):
 
 @triton.jit
 def load_input(p_x, p_initial, o_t, length, m_d, stride_x, W: tl.constexpr):
-    """Load position `o_t` of the sequence at `p_x` as float32; negative positions are in the initial state, or zero."""
+    """Load the input at position `o_t` as float32; negative positions are read from the initial state, or are zero."""
     b_x = tl.load(p_x + o_t.to(tl.int64) * stride_x, mask=within(o_t, 0, length, m_d), other=0.0).to(tl.float32)
     if p_initial is not None:
         b_x += tl.load(p_initial + o_t + (W - 1), mask=within(o_t, 1 - W, 0, m_d), other=0.0).to(tl.float32)
@@ -81,7 +81,7 @@ def convolve(
     if bias is not None:
         b_bias += tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_w = ()
-    # a dummy first input, which is shifted out before it is used
+    # the first of the last W inputs is a placeholder, which is shifted out before it is used
     b_x = (b_bias,)
     for w in tl.static_range(W):
         b_w = b_w + (tl.load(weight + o_d * W + w, mask=m_d, other=0.0).to(tl.float32),)
@@ -115,9 +115,9 @@ def short_conv_forward_kernel(
     x, weight, bias, initial_state, o, final_state, cu_seqlens, stride_x, T, N, BT, D,
     W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Convolve BT tokens of BD channels of one input."""
+    """Convolve BT tokens of BD channels of `short_conv`'s single input."""
     i_n, begin, length, first = locate_chunk(tl.program_id(0), T, BT, N, cu_seqlens, PACKED)
-    # an empty sequence also has one run, which copies its initial state
+    # an empty sequence also has one run, which copies the initial state to the final state
     if first >= tl.maximum(length, 1):
         return
     channels = Channels(x, weight, bias, initial_state, stride_x, D)
@@ -144,7 +144,7 @@ def short_convs_forward_kernel(
     cu_seqlens, stride0, stride1, stride2, T, N, BT, D0, D1, D2,
     W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Convolve BT tokens of BD channels of one of three inputs; the third may have no channels."""
+    """Convolve BT tokens of BD channels of one of three inputs, of which the third may have 0 channels."""
     i_n, begin, length, first = locate_chunk(tl.program_id(0), T, BT, N, cu_seqlens, PACKED)
     if first >= tl.maximum(length, 1):
         return
@@ -161,7 +161,7 @@ def short_convs_forward_kernel(
 
 
 def short_conv_forward(x, weight, bias, activation, initial_state, cu_seqlens, config: Conv1dTile):
-    """Return o `[B, T, D]` and each sequence's last inputs `[N, D, W − 1]`; x's tokens must be at one stride."""
+    """Return o `[B, T, D]` and each sequence's last inputs `[N, D, W − 1]`; one stride must separate x's tokens."""
     B, T, D = x.shape
     W = weight.shape[1]
     N = num_sequences(x, cu_seqlens)
@@ -178,8 +178,7 @@ def short_conv_forward(x, weight, bias, activation, initial_state, cu_seqlens, c
 def of_three(**each: Sequence | None) -> dict[str, Any]:
     """Return kernel arguments `name0` to `name2` from sequences of two or three values; None gives None three times.
 
-    If there are only two inputs, the first one's values are used for the third, which has no channels and is never
-    read.
+    If there are two inputs, the kernel's third input gets the values of the first, but has no channels and is not read.
     """
     given = {name: [None] if values is None else values for name, values in each.items()}
     return {f"{name}{i}": x for name, v in given.items() for i, x in enumerate([*v, v[0], v[0]][:3])}
@@ -230,7 +229,7 @@ def short_conv_step_kernel(
     x, weight, bias, state, o, stride_x, D, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Convolve one token of BD channels of a sequence, for the only input."""
+    """Convolve one token of BD channels of a sequence, for `short_conv_step`'s single input; update the state."""
     gdc_launch_and_wait(PDL)
     i_b, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
     step_channels(Channels(x, weight, bias, state, stride_x, D), o, i_b, i_d, W, BD, SILU)
@@ -243,7 +242,7 @@ def short_conv_steps_kernel(
     stride0, stride1, stride2, D0, D1, D2, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Convolve one token of BD channels of a sequence, for one of three inputs; the third may have no channels."""
+    """Convolve one token of BD channels of a sequence for one of three inputs; the third may have 0 channels."""
     gdc_launch_and_wait(PDL)
     i_b, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n0, n1 = tl.cdiv(D0, BD), tl.cdiv(D1, BD)

@@ -39,7 +39,7 @@ def _one_row(x, weight, bias, activation, initial_state) -> ScanOutput:
         initial_state = x.new_zeros(x.shape[0], x.shape[2], width - 1)
     inputs = torch.cat([initial_state.mT, x], 1)
     dtype = torch.promote_types(x.dtype, torch.float32)
-    # the last column of the weight is for the newest input
+    # the last column of the weight multiplies the newest input
     o = sum(inputs[:, w : w + T].to(dtype) * weight[:, w].to(dtype) for w in range(width))
     if bias is not None:
         o = o + bias.to(dtype)

@@ -8,7 +8,7 @@ from tokenmix_core.chunking import cdiv, next_power_of_2
 
 
 class Conv1dTile(NamedTuple):
-    """Tokens (BT) and channels (BD) per program, which is one warp; tokens per iteration (BU)."""
+    """Tokens (BT) and channels (BD) per program, a single warp; tokens per iteration of its loop (BU)."""
 
     BT: int
     BU: int
@@ -16,13 +16,13 @@ class Conv1dTile(NamedTuple):
 
 
 def conv1d_forward_tile(tokens: int, channels: int) -> Conv1dTile:
-    """Return the tile of the forward pass."""
+    """Return the tile of the forward pass for this total of tokens and of channels."""
     BT = next_power_of_2(cdiv(tokens * cdiv(channels, 128), 2048))
     BT = min(max(BT, 4), 32)
     return Conv1dTile(BT, min(BT, 8), 128)
 
 
 def conv1d_backward_tile(tokens: int, channels: int) -> Conv1dTile:
-    """Return the tile of the backward pass: longer runs load fewer tokens twice, shorter ones give more programs."""
+    """Return the tile of the backward pass: longer runs load fewer tokens twice, shorter runs give more programs."""
     BT = next_power_of_2(cdiv(tokens * cdiv(channels, 128), 4096))
     return Conv1dTile(min(max(BT, 16), 128), 4, 128)

@@ -151,7 +151,7 @@ def ssd_step(
 
 @Checked
 def _check(op: str, *inputs) -> tuple[str | None, float]:
-    """Validate the `Inputs` of a call on whole sequences; return what `resolve_impl` returns, and the scale."""
+    """Validate the `Inputs` of a call on whole sequences; return the result of `resolve_impl`, and the scale."""
     x = Inputs(*inputs)
     dims = checks.bind_shapes(
         op, {}, q=(x.q, "B T G K"), k=(x.k, "B T G K"), v=(x.v, "B T HV V"), g=(x.g, "B T HV"), dt=(x.dt, "B T HV?"),
@@ -164,7 +164,7 @@ def _check(op: str, *inputs) -> tuple[str | None, float]:
         raise ValueError(f"{op}: q must hold at least one token, got T = {dims['T']}")
     sequences = checks.check_cu_seqlens(op, x.cu_seqlens, dims["B"], dims["T"])
     dims["N"] = dims["B"] if sequences is None else sequences
-    # q is repeated as first tensor, because the check compares the device of the others with it
+    # q is passed again, because the check compares the devices of other tensors with that of the first
     checks.bind_shapes(
         op, dims, q=(x.q, "B T G K"), initial_state=(x.initial_state, "N HV K V?"), cu_seqlens=(x.cu_seqlens, "_?")
     )
@@ -174,7 +174,7 @@ def _check(op: str, *inputs) -> tuple[str | None, float]:
 
 @Checked
 def _check_step(q, k, v, g, dt, D, state, scale, impl) -> tuple[str | None, float]:
-    """Validate the arguments of a decoding step; return what `resolve_impl` returns, and the scale."""
+    """Validate the arguments of a decoding step; return the result of `resolve_impl`, and the scale."""
     dims = checks.bind_shapes(
         "ssd_step", {}, q=(q, "B G K"), k=(k, "B G K"), v=(v, "B HV V"), g=(g, "B HV"), state=(state, "B HV K V"),
         dt=(dt, "B HV?"), D=(D, "HV?"),

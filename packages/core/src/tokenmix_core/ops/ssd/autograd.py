@@ -23,7 +23,7 @@ from tokenmix_core.ops.types import ScanOutput
 
 
 class BackwardInputs(NamedTuple):
-    """Arguments of the backward pass; `entering`: the states that enter segments, or None to compute them again."""
+    """Arguments of the backward pass; `entering`: the states that enter segments, or None to compute these again."""
 
     do: Tensor
     dfinal_state: Tensor | None
@@ -51,13 +51,13 @@ def _forward_traced(x: Inputs) -> tuple[Tensor, Tensor]:
 @retried
 @of_fields
 def run_backward(given: BackwardInputs) -> Gradients:
-    """Return all gradients in the order of `Gradients`; None for Δ or D if the call has none."""
+    """Return all gradients in the order of `Gradients`; None for Δ or D if the call does not have it."""
     return chunk_backward(given.inputs, do=given.do, dfinal_state=given.dfinal_state, entering=given.entering)
 
 
 @of_fields
 def _backward_traced(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return all gradients in the order of `Gradients`; empty tensors for Δ or D if the call has none."""
+    """Return all gradients in the order of `Gradients`; an empty tensor for Δ or D if the call does not have it."""
     grads = Gradients(*run_backward(*given[:3], *given.inputs))
     assert grads.initial_state is not None, "one of the scans reaches the first token"
     ddt, dD = (given.inputs.g.new_empty(0) if x is None else x for x in (grads.dt, grads.D))
@@ -66,7 +66,7 @@ def _backward_traced(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor, Ten
 
 @of_fields
 def _recurrent(x: Inputs) -> tuple[Tensor, Tensor]:
-    """Return o and the final states, computed token by token; `impl` selects only the kernels of the backward."""
+    """Return o and the final states, computed token by token; `x.impl` selects only the backward pass's kernels."""
     final_state = _empty_states(x)
     o = ssd_recurrent(x.aligned(), final_state)
     zero_padding(x.cu_seqlens, o)

@@ -1,7 +1,7 @@
 """Chunkwise SSD: one function call per step of the algorithm, which README.md derives.
 
 Forward: the states that enter segments, if sequences are split; then states and outputs of all chunks in one kernel.
-Backward: states before each chunk, and gradients of the states after it; then all other gradients of each chunk.
+Backward: the state before each chunk, and the gradient of the state after it; then all other gradients of each chunk.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ def chunk_forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return o, the final states, and the states that enter segments (None if sequences are not split)."""
     x, by = inputs.aligned(), plan(inputs.q, inputs.v, inputs.cu_seqlens, inputs.impl)
     if not by.segment:
-        # states passed from chunk to chunk, and outputs
+        # one kernel passes the state from chunk to chunk and computes the outputs
         o, final_state = ssd_forward(x, entering=x.initial_state, segment=0, config=by.forward)
         assert final_state is not None, "whole sequences end in a state"
         zero_padding(x.cu_seqlens, o)
         return o, final_state, None
-    # states passed from segment to segment; then, inside segments, from chunk to chunk, and outputs
+    # compute the states that enter segments; then, inside segments, pass the state from chunk to chunk and compute
+    # outputs
     entering, final_state = segment_states(x, segment=by.segment, config=by.states)
     o, _ = ssd_forward(x, entering=entering, segment=by.segment, config=by.forward)
     zero_padding(x.cu_seqlens, o)
@@ -34,7 +35,7 @@ def chunk_forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def chunk_backward(inputs: Inputs, *, do: Tensor, dfinal_state: Tensor | None, entering: Tensor | None) -> Gradients:
-    """Return all gradients; `entering` is the third result of `chunk_forward`, or None to compute it again."""
+    """Return all gradients; `entering` are the states that enter segments, or None to compute these again."""
     fused = plan(inputs.q, inputs.v, inputs.cu_seqlens, inputs.impl).gradients.hopper is not None
     composed = not fused and not (inputs.dt is None and inputs.D is None)
     backward = _composed_backward if composed else _backward
@@ -47,7 +48,7 @@ def _backward(inputs: Inputs, *, do: Tensor, dfinal_state: Tensor | None, enteri
     """Return all gradients; only fused (Gluon) kernels accept Δ and D."""
     by = plan(inputs.q, inputs.v, inputs.cu_seqlens, inputs.impl)
     fused = by.gradients.hopper is not None
-    # state gradients passed back from segment to segment
+    # if sequences are split, compute the gradients of the states that leave segments
     x, do, dleaving = inputs.aligned(), token_rows(do), aligned(dfinal_state)
     dinitial_state = None
     if not by.segment:
@@ -56,12 +57,13 @@ def _backward(inputs: Inputs, *, do: Tensor, dfinal_state: Tensor | None, enteri
         if entering is None:
             entering, _ = segment_states(x, segment=by.segment, config=by.states)
         dleaving, dinitial_state = segment_states(x, segment=by.segment, config=by.states, do=do, dfinal_state=dleaving)
-    # states before chunks, and the gradients of states after chunks unless the fused reverse scan computes those itself
+    # compute the states before chunks and, unless the fused reverse scan does so itself, the gradients of states after
+    # chunks
     scans = fused and by.gradients.scans
     states, dstates, dinitial_of_whole = boundary_states(
         x, do=do, entering=entering, dleaving=dleaving, segment=by.segment, config=by.states, with_gradients=not scans
     )
-    # all other gradients, chunk by chunk
+    # compute all other gradients, for each chunk
     if scans:
         grads = backward_scan(x, do=do, states=states, dleaving=dleaving, segment=by.segment)
         dinitial_of_whole = grads.initial_state
@@ -73,7 +75,7 @@ def _backward(inputs: Inputs, *, do: Tensor, dfinal_state: Tensor | None, enteri
 def _composed_backward(
     inputs: Inputs, *, do: Tensor, dfinal_state: Tensor | None, entering: Tensor | None
 ) -> Gradients:
-    """Return all gradients from kernels without Δ and D: v is scaled by Δ beforehand, D's terms are added later."""
+    """Return all gradients by kernels without Δ and D: v is scaled by Δ beforehand, the terms of D are added later."""
     v, dt, D = inputs.v, inputs.dt, inputs.D
     scaled = v if dt is None else (v * dt.unsqueeze(-1)).to(v.dtype)
     grads = _backward(inputs._replace(v=scaled, dt=None, D=None), do=do, dfinal_state=dfinal_state, entering=entering)

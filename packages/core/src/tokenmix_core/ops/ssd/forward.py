@@ -17,9 +17,9 @@ from tokenmix_core.ops.ssd.types import Inputs
 
 @triton.jit
 def read_out(b_q, b_k, b_v, b_s, b_b, o_i):
-    """Return a chunk's outputs, not yet scaled, given the state that enters it."""
-    # computed operands are right operands: as left ones they would be read from registers, which the assemblers of
-    # Triton 3.4 to 3.7 compile wrongly on Hopper
+    """Return a chunk's outputs without the factor `scale`, given `b_s`, the state that enters the chunk."""
+    # computed matrices are right operands of MMAs: left operands would be read from registers, which the assemblers of
+    # Triton 3.4 to 3.7 compile wrongly for Hopper
     b_p = tl.dot(b_k, tl.trans(b_q), input_precision=FLOAT32_DOT) * causal_decay_transposed(b_b, b_b, o_i, o_i)
     b_ot = tl.dot(tl.trans(b_v), b_p.to(b_v.dtype), input_precision=FLOAT32_DOT)
     return tl.dot(b_q, b_s.to(b_q.dtype), input_precision=FLOAT32_DOT) * tl.exp2(b_b)[:, None] + tl.trans(b_ot)
@@ -95,10 +95,10 @@ def ssd_forward_kernel(
 def ssd_forward(
     x: Inputs, *, entering: Tensor | None, segment: int, config: SSDForward
 ) -> tuple[Tensor, Tensor | None]:
-    """Return outputs, and the final states; None for these if sequences are split into segments.
+    """Return outputs and final states; if sequences are split into segments, None instead of the final states.
 
-    If `segment` is positive, a program scans so many tokens, and `entering [slots, HV, K, V]` are the states that enter
-    segments. If it is 0, a program scans a whole sequence, and `entering [N, HV, K, V]` are initial states or None.
+    If `segment` is positive, a program scans `segment` tokens, and `entering [slots, HV, K, V]` are the states that
+    enter segments. If it is 0, a program scans a sequence, and `entering [N, HV, K, V]` are initial states or None.
     """
     _, T, G, K = x.q.shape
     HV, V = x.v.shape[2:]

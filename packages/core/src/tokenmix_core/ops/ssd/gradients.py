@@ -17,12 +17,12 @@ from tokenmix_core.ops.ssd.types import Gradients, Inputs
 
 @triton.jit
 def decay_gradient(b_m, b_query, b_key, b_state, BT: tl.constexpr):
-    """Return dg_t = Σ_{i ≥ t > j} M_ij + Σ_{i ≥ t} query_i + Σ_{j < t} key_j + state: the terms scaled by t's decay."""
+    """Return dg_t = Σ_{i ≥ t > j} M_ij + Σ_{i ≥ t} query_i + Σ_{j < t} key_j + state: all terms that g_t scales."""
     o_i = tl.arange(0, BT)
     b_m = tl.where(o_i[:, None] > o_i[None, :], b_m, 0.0)
     b_suffix = tl.cumsum(tl.sum(b_m, 1) - tl.sum(b_m, 0) + b_query, 0, reverse=True)
-    # a masked sum, because a cumulative sum minus its last term would give rounding errors where the result is exactly
-    # 0
+    # computed as a masked sum: a cumulative sum minus the token's own term would have rounding errors where the exact
+    # result is 0
     b_prefix = tl.sum(tl.where(o_i[None, :] < o_i[:, None], b_key[None, :], 0.0), 1)
     return b_suffix + b_prefix + b_state
 
@@ -36,7 +36,7 @@ def ssd_gradients_kernel(
 ):  # fmt: skip
     """Compute all gradients of a chunk and value head; dq and dk are those of this value head only.
 
-    Gradients are computed transposed, so that computed operands are on the right of each MMA.
+    Gradients are computed transposed, so that computed matrices are right operands of MMAs.
     """
     i_c = tl.program_id(0) // HV
     i_h = tl.program_id(0) % HV
@@ -62,7 +62,7 @@ def ssd_gradients_kernel(
     b_dpt = tl.zeros([BT, BT], tl.float32)
     b_v = tl.load(p_v, mask=m_t[:, None], other=0.0)
     b_do = tl.load(p_do, mask=m_t[:, None], other=0.0)
-    # not unrolled: in float32 an unrolled loop spills five times as many registers and takes 90 s to compile
+    # this loop is not unrolled: in float32 unrolled code spills five times as many registers and compiles in 90 s
     for i_v in range(V // BV):
         if BV < V:
             b_v = tl.load(p_v + i_v * BV, mask=m_t[:, None], other=0.0)
@@ -108,7 +108,7 @@ def ssd_gradients_kernel(
 
 
 def ssd_gradients(x: Inputs, *, do: Tensor, states: Tensor, dstates: Tensor, config: SSDGradients) -> Gradients:
-    """Return all gradients but the initial state's; `states` precede the chunks, `dstates` belong to the states after.
+    """Return all gradients but the initial state's, given states before chunks and gradients `dstates` of states after.
 
     Only Gluon kernels accept Δ and D; if the portable kernel runs, x has neither.
     """

@@ -14,7 +14,7 @@ from tokenmix_core.ops.decode_tiles import StateStep
 from tokenmix_core.ops.ssd import tuning
 from tokenmix_core.ops.ssd.types import Inputs
 
-# pointers at a head's elements in token 0; dt and D may be None
+# pointers to a head's elements of token 0; dt and D may be None
 Pointers = namedtuple("Pointers", "q k v g dt D o")
 
 
@@ -42,7 +42,7 @@ def ssd_recurrent_kernel(
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr, STEP: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Scan one sequence, head and tile of V per program; STEP: one token, without a loop, which costs registers."""
+    """Scan one sequence, head and tile of V per program; STEP: one token without a loop, which would cost registers."""
     gdc_launch_and_wait(PDL)
     i_p = tl.program_id(0)
     i_v = i_p % (V // BV)
@@ -75,7 +75,7 @@ def ssd_recurrent_kernel(
 
 
 def ssd_recurrent(x: Inputs, final_state: Tensor, tile: StateStep | None = None) -> Tensor:
-    """Return outputs; write `final_state [N, HV, K, V]`, which may be the initial state itself.
+    """Return outputs; write the final states to `final_state [N, HV, K, V]`, which may be the initial state's tensor.
 
     With `tile` a Gluon kernel computes a single token and overwrites the state.
     """

@@ -11,7 +11,8 @@ from torch import Tensor
 from tokenmix_core.ops.padding import drops_padding
 from tokenmix_core.ops.types import ScanOutput
 
-# exp of a smaller log decay is 0 in float32; clamping at this bound saves digits in cumulative sums
+# smaller log-decays are raised to this bound: exp of it is 0 in float32 anyway, and larger magnitudes would cost
+# cumulative sums precision
 LOWEST_DECAY = -110.0
 
 
@@ -54,14 +55,14 @@ def chunk_ssd_reference(
 
 
 def _with_steps(form, q, k, v, g, dt, D, scale, initial_state, cu_seqlens) -> ScanOutput:
-    """Call `form`, which has neither Δ nor D, with v scaled by Δ, and add D v to its outputs."""
+    """Call the reference `form`, which has neither Δ nor D, with v scaled by Δ, and add D v to its outputs."""
     x = v if dt is None else (v * dt.unsqueeze(-1)).to(v.dtype)
     o, state = _by_sequence(form, q=q, k=k, v=x, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return ScanOutput(o if D is None else (o + v * D.unsqueeze(-1)).to(v.dtype), state)
 
 
 def _by_sequence(form, q, k, v, g, scale, initial_state, cu_seqlens) -> ScanOutput:
-    """Call `form`, which takes unpacked batches, for each sequence of a packed batch, and join the results."""
+    """Call the reference `form` for each sequence of a packed batch, and join the results; once if unpacked."""
     if cu_seqlens is None:
         return form(q, k, v, g, scale, initial_state)
     boundaries = cu_seqlens.tolist()

@@ -13,7 +13,7 @@ from tokenmix_core.ops.ssd.plan import GLUON, plan
 from tokenmix_core.ops.ssd.reference import LOWEST_DECAY
 from tokenmix_core.ops.ssd.types import Inputs, token_rows
 
-# tokens whose wider copies exist at the same time in the reference
+# number of tokens that the reference converts to a wider dtype at a time
 _BLOCK = 8192
 
 
@@ -46,7 +46,7 @@ def initial_gradient(q: Tensor, do: Tensor, g: Tensor, scale: float = 1.0, impl:
 def _state(
     x: Tensor, y: Tensor, g: Tensor, dt: Tensor | None, scale: float, impl: str | None, *, reverse: bool
 ) -> Tensor:
-    """Scan forward or in reverse, by kernels if they support the head sizes, else by the reference."""
+    """Scan forward or in reverse, by kernels if these support the head sizes, else by the reference."""
     if (
         resolve_impl("chunk_ssd", impl, x, GLUON) != "reference"
         and x.shape[3] in HEAD_SIZES
@@ -59,7 +59,7 @@ def _state(
     if dt is not None:
         weights = weights * dt
     found = weights.new_zeros(())
-    # block by block, as the wider copies of long spans would take gigabytes
+    # convert block by block, because wider copies of long spans would take gigabytes
     for b_x, b_y, b_w in zip(*(t.split(_BLOCK, 1) for t in (x, y, weights)), strict=True):
         values = (b_y * b_w.unsqueeze(-1)).unflatten(2, (x.shape[2], -1))
         found = found + torch.einsum("btgk,btghv->bghkv", b_x.to(wide), values.to(wide))

@@ -18,21 +18,23 @@ from tokenmix_core.ops.ssd.types import Inputs
 
 # K, V, tokens per chunk, rows and columns of a program's tile of the state; constexprs, for branches at compile time
 Sizes = namedtuple("Sizes", "K V BT BK BV")
-# a program's first row, its tokens, its first slot for boundary states; index of its span and head; tile along K and V
+# a program's first row, number of tokens, and first slot for boundary states; indices of its sequence or segment, its
+# head, and its tile along K and V
 Tile = namedtuple("Tile", "bos length i_slot i_s i_h i_k i_v")
-# tensors that a scan reads, the strides of x and y between tokens, and the scale
+# tensors that a scan reads (see `scan_states`), the strides of x and y between tokens, and the scale
 Rows = namedtuple("Rows", "x y g dt stride_x stride_y scale")
-# the initial state that a scan reads; the states and total decay that it writes; None if not wanted
+# the initial state that a scan reads; tensors for the results: states at chunk boundaries, final states, total decays;
+# each may be None
 States = namedtuple("States", "initial boundaries final totals")
 
 
 @triton.jit
 def scan_states(rows, states, tile, i_g, HV, sizes, REVERSE: tl.constexpr):
-    """Scan a tile of the state over a program's tokens.
+    """Scan a tile of the state over a program's tokens, chunk by chunk; b: cumulative decay, total: the chunk's last b.
 
     Forward: S ← e^total S + Σ_j e^(total − b_j) x_j (Δ_j y_j)ᵀ, where x is k and y is v.
-    Reverse: D ← e^total D + scale Σ_i e^(b_i) x_i y_iᵀ, where x is q and y is do; D is the gradient of the state before
-    the chunk.
+    Reverse: D ← e^total D + scale Σ_i e^(b_i) x_i y_iᵀ, where x is q and y is do. The new D is the gradient of the
+        state before the chunk.
     """
     K: tl.constexpr = sizes.K
     V: tl.constexpr = sizes.V
@@ -63,7 +65,8 @@ def scan_states(rows, states, tile, i_g, HV, sizes, REVERSE: tl.constexpr):
         m_t = i_t * BT + o_i < tile.length
         b_g = load_decay(g + o_t * HV + o_i * HV, m_t)
         b_b = tl.cumsum(b_g, 0)
-        # taken from the cumulative sum: summed in another order, b_total − b would not be exactly 0 at the last token
+        # b_total is an element of the cumulative sum: a separate sum would round differently, so that b_total − b would
+        # not be exactly 0 at the last token
         b_total = last_of(b_b, tile.length - i_t * BT, BT)
         p_x = x + o_t * rows.stride_x + o_i[:, None] * rows.stride_x + o_k[None, :]
         b_x = tl.load(p_x, mask=m_t[:, None], other=0.0)
@@ -112,7 +115,7 @@ def segment_states_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     REVERSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of the state that leaves a segment, starting from zero, and the decay over the segment."""
+    """Compute one tile of the state that leaves a segment if zero enters it, and the decay over the segment."""
     tile = locate_tile(T, N, HV, segment, cu_seqlens, Sizes(K, V, BT, BK, BV), True, PACKED)
     if tile.length > 0:
         rows, results = Rows(x, y, g, dt, stride_x, stride_y, scale), States(None, None, states, totals)
@@ -127,7 +130,7 @@ def boundary_states_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of the states before chunks, or of the gradients of states after them, per program."""
+    """Compute one tile of the states before chunks, or of the gradients of states after chunks, per program."""
     tile = locate_tile(T, N, HV, segment, cu_seqlens, Sizes(K, V, BT, BK, BV), SEGMENTED, PACKED)
     if SEGMENTED and tile.length <= 0:
         return
@@ -149,7 +152,7 @@ def scan_segments_kernel(
     segment_states, totals, initial, final, cu_seqlens, T, HV, segment,
     KV: tl.constexpr, BE: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Replace each segment's own state by the state that enters it, and store the final state of each sequence."""
+    """Replace each segment's own state (from zero) by the state that enters the segment; store final states."""
     i_p = tl.program_id(0)
     i_e = i_p % (KV // BE)
     i_h = i_p // (KV // BE) % HV
@@ -220,8 +223,8 @@ def boundary_states(
         with_gradients: False to compute the states only.
 
     Returns:
-        states and gradients `[slots, HV, K, V]` in the inputs' dtype; initial states' gradient, float32, None for
-        segments.
+        states and gradients `[slots, HV, K, V]` in the inputs' dtype; the initial states' gradient in float32, None if
+        there are segments.
     """
     B, T, G, K = x.q.shape
     HV, V = x.v.shape[2:]

@@ -1,4 +1,4 @@
-"""Tile sizes of SSD's kernels, and the length of the segments that sequences are split into."""
+"""Tile sizes of SSD's kernels, and the lengths of the segments that sequences are split into."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tokenmix_core.ops.decode_tiles import MANY_PROGRAMS, StateStep
 
 
 class SSDForward(NamedTuple):
-    """Tokens per chunk (BT) and columns of the state per program (BV); in Gluon 64 and `hopper`, which is 0 for Triton.
+    """The forward kernel's tile: chunks of BT tokens, BV columns of the state per program.
 
-    If `lookback` is not 0, a Gluon program takes so many tokens of a sequence and computes the state before them
-    itself.
+    If `hopper` is not 0, the Gluon kernel runs, with chunks of 64 tokens and `hopper` columns. If `lookback` is not 0,
+    a Gluon program computes the outputs of `lookback` tokens, and itself computes the state before these tokens.
     """
 
     BT: int
@@ -37,7 +37,7 @@ class SSDStates(NamedTuple):
 
 
 class SSDHopper(NamedTuple):
-    """The number of value heads per program, which sums their dq and dk."""
+    """The Gluon gradient kernel's tile: the number of value heads per program, which sums their dq and dk."""
 
     heads: int
     num_warps: int
@@ -46,7 +46,7 @@ class SSDHopper(NamedTuple):
 class SSDGradients(NamedTuple):
     """Tokens per chunk (BT) and columns of V per iteration (BV); `hopper` selects the Gluon kernel, with chunks of 64.
 
-    If `scans`, a Gluon program takes all chunks of a sequence or segment, in reverse.
+    If `scans`, a Gluon program computes all chunks of a sequence or segment, in reverse.
     """
 
     BT: int
@@ -58,7 +58,7 @@ class SSDGradients(NamedTuple):
 
 
 class SSDRecurrent(NamedTuple):
-    """Columns of the state per program (BV)."""
+    """The tile of the token-by-token kernels: columns of the state per program (BV)."""
 
     BV: int
     num_warps: int
@@ -67,7 +67,7 @@ class SSDRecurrent(NamedTuple):
 class SSDPlan(NamedTuple):
     """Tokens per segment (`segment`, 0 for whole sequences), and the tiles of each kernel.
 
-    A step runs in Gluon if its part of the plan has a `hopper`, else as a portable kernel.
+    The forward pass and the gradients run in Gluon if `hopper` of their tile is set, else as portable kernels.
     """
 
     segment: int
@@ -76,7 +76,7 @@ class SSDPlan(NamedTuple):
     gradients: SSDGradients
 
 
-# tiles of the Gluon decoding kernel, by the least number of 64-column programs: long rows pay if there are many waves
+# maps the least number of blocks of 64 columns to the tile of the Gluon decoding kernel: wide tiles pay with many waves
 STATE_STEPS: dict[int, StateStep] = {
     2048: StateStep(64, 32, 4),
     1024: StateStep(32, 128, 2),
@@ -87,7 +87,7 @@ STATE_STEPS: dict[int, StateStep] = {
 def ssd_plan(
     B: int, T: int, N: int, G: int, HV: int, K: int, V: int, dtype: torch.dtype, gluon: bool = True
 ) -> SSDPlan:
-    """Return the plan of a call with N sequences in `[B, T]` tokens; `gluon` does not change the segments."""
+    """Return the plan of a call with N sequences in `[B, T]` tokens; the segments do not depend on `gluon`."""
     if dtype == torch.float32:
         forward = SSDForward(64, min(V, 32), 4, 1)
         states = SSDStates(64, min(K, 64), min(V, 64), 4, 1)
@@ -104,7 +104,7 @@ def ssd_plan(
             _heads_together(B * T, HV // G, HV, K, V) if hopper else None,
         )
 
-    # short sequences take one launch with `lookback`; two programs fit on an SM
+    # short sequences are computed in one launch with `lookback`; two programs fit on an SM
     programs = N * HV * (V // (forward.hopper or forward.BV))
     if B == N and T <= 512 and forward.hopper and K <= 128:
         spans = (tokens for tokens in (64, 128) if tokens < T and programs * cdiv(T, tokens) <= 2 * one_wave())
@@ -131,12 +131,13 @@ def _columns(K: int, V: int) -> int:
 def _segment_tokens(programs: int, T: int, K: int, wide: bool) -> int:
     """Return the length of the segments of sequences of T tokens; 0 if whole sequences make enough programs.
 
-    Segments read k and v a second time and need more launches. With `wide` states there is one wave of programs,
-    because a second one costs more than it gains, and short sequences are split only if half of the SMs would idle.
+    With segments, k and v are read a second time, by additional launches. With `wide` states there is one wave of
+    programs, because a second wave costs more than it gains, and short sequences are split only if half of the SMs
+    would idle.
     """
     if programs >= one_wave() or (wide and T <= 2048 and 2 * programs > one_wave()):
         return 0
-    # states of 256 keys allow one program per SM, smaller ones two
+    # with K = 256 an SM runs one program, with a smaller K two
     at_once = one_wave() * (1 if K == 256 else 2)
     segments = at_once // programs if wide else next_power_of_2(cdiv(at_once, programs))
     segment = max(256, next_power_of_2(cdiv(T, segments)))
@@ -149,22 +150,22 @@ def _fills(programs: int) -> bool:
 
 
 def _heads_together(tokens: int, group: int, HV: int, K: int, V: int) -> SSDHopper:
-    """Return how many heads of a group (16, 8, 4, 2 or 1) share a program and its MMAs, for the least time in waves."""
+    """Return how many heads of a group (16, 8, 4, 2 or 1) share a program, for the shortest estimated time."""
     sizes = [heads for heads in (16, 8, 4, 2) if group % heads == 0 and K * V <= 128 * 64]
     if not sizes:
         return SSDHopper(1, 4)
     chunks = cdiv(tokens, 64) * HV
-    # one program runs on an SM; its work that all heads share takes as long as half a head
+    # an SM runs one program at a time; the work that a program's heads share takes half as long as one head's own work
     return SSDHopper(min(sizes, key=lambda heads: cdiv(chunks // heads, one_wave()) * (2 * heads + 1)), 8)
 
 
 def recurrent_tile(sequence_heads: int, K: int, V: int) -> SSDRecurrent:
-    """Return the tile of the token-by-token kernel for so many heads of all sequences together."""
+    """Return the tile of the token-by-token kernel; `sequence_heads` counts the heads of all sequences together."""
     columns = 8 if sequence_heads < one_wave() else 32
     return SSDRecurrent(min(V, columns), 4 if K * columns >= 2048 else 1)
 
 
 def step_tile(sequence_heads: int, K: int, V: int) -> SSDRecurrent:
-    """Return the tile of the portable decoding kernel: wide, to read longer rows, if that leaves many programs."""
+    """Return the tile of the portable decoding kernel: wide, to read longer rows, if many programs remain."""
     columns = 64 if K == 128 and sequence_heads * V >= 64 * MANY_PROGRAMS else 32
     return SSDRecurrent(min(V, columns), min(4, max(1, K // 32)))

@@ -1,12 +1,14 @@
-"""SSD gradients of a chunk on Hopper: a program takes a chunk and R value heads of a group, and sums their dq and dk.
+"""SSD gradients of a chunk on Hopper: one program per chunk and R value heads of a group; it sums the heads' dq and dk.
 
     q k ─ cp.async ─┐                         loop over R heads                        epilogue
     v dO S D ─ cp.async, 2 stages ─ wait ─► P, dP, M ─► dV ─► dQ, dK += … ─┐
           ▲                                                                ├─► dQ += (Σ dP) K, dK += (Σ dP)ᵀ Q, dg, ddt
           └──────────── prefetch head r + 1 during the MMAs of head r ─────┘
 
-MMAs that the heads share leave the loop: Σ dQ = Σ_h diag(scale e^b_h) dO_h S_hᵀ + (Σ_h dP_h) K, and likewise dK. Sums
-for dg stay partial, per warp or warpgroup, until the loop ends, so that no warp waits for another one's.
+S is the state before the chunk, D the gradient of the state after it; the other letters are those of README.md. MMAs
+that the heads share are computed after the loop: Σ dQ = Σ_h diag(scale e^b_h) dO_h S_hᵀ + (Σ_h dP_h) K, and likewise
+    dK. Sums for dg stay partial, per warp or warpgroup, until the loop ends, so that no warp waits for another warp's
+    sum.
 """
 
 from triton.experimental import gluon
@@ -33,9 +35,9 @@ def group_gradients_kernel(
     stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV,
     K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute all gradients of a chunk and R heads. Names `x_h` stand for vectors of all R heads, in shared memory.
+    """Compute all gradients of a chunk and R heads; strides between tokens are in units of 16 bytes.
 
-    Strides between tokens are in units of 16 bytes.
+    Names that end in `_h` are vectors of all R heads in shared memory.
     """
     BT: gl.constexpr = CHUNK
     W: gl.constexpr = gl.num_warps()
@@ -51,7 +53,7 @@ def group_gradients_kernel(
     if start >= length:
         return
     first, rows = begin + start, length - start
-    # rows are 16-byte aligned, so strides are passed in units of 8 elements
+    # strides are passed in units of 8 elements, so that the compiler knows that rows are 16-byte aligned
     stride_q, stride_k, stride_v, stride_do = stride_q * 8, stride_k * 8, stride_v * 8, stride_do * 8
     i_g = i_r * R // (HV // G)
 
@@ -62,7 +64,7 @@ def group_gradients_kernel(
     s_2 = gl.allocate_shared_memory(dtype, [2, K, V], shared)
     d_2 = gl.allocate_shared_memory(dtype, [2, K, V], shared)
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
-    # dV reuses P's buffer
+    # dV reuses P's buffer if it fits
     s_dv = s_p if V == BT else gl.allocate_shared_memory(dtype, [BT, V], shared)
     b_h, from_h, to_h = smem.allocate_vectors(R, BT), smem.allocate_vectors(R, BT), smem.allocate_vectors(R, BT)
     row_h, query_h, key_h = (
@@ -101,7 +103,7 @@ def group_gradients_kernel(
             async_copy.commit_group()
         end_h.index(r).store(gl.sum(s_s.load(lines).to(gl.float32) * s_d.load(lines).to(gl.float32), 1))
 
-        # P, dP and M = P ⊙ dP; the row and column sums of M are the gradients of decays between two tokens of the chunk
+        # P, dP and M (see README.md); row and column sums of M are terms of the gradients of decays inside the chunk
         b_qk, b_dp = smem.multiply(s_q, s_k.permute((1, 0)), BT), smem.multiply(s_do, s_v.permute((1, 0)), BT)
         b_kd = smem.multiply(s_k, s_d, V)
         b_qk, b_dp = warpgroup_mma_wait(1, deps=[b_qk, b_dp])
@@ -115,7 +117,7 @@ def group_gradients_kernel(
         fence_async_shared()
         hopper.barrier()
 
-        # dV = Pᵀ dO + e^(b_C − b) K D; dK += e^(b_C − b) V Dᵀ
+        # dV = Pᵀ dO + e^(b_C − b) K D; dK += e^(b_C − b) V Dᵀ; D: gradient of the state after the chunk
         b_kd = warpgroup_mma_wait(0, deps=[b_kd])
         b_kd *= smem.column(to_h, r, narrow)
         smem.store_row_sums(key_h, r, b_kd * s_v.load(narrow).to(gl.float32))
@@ -130,7 +132,7 @@ def group_gradients_kernel(
         hopper.barrier()
         s_dv.store(b_dv.to(dtype))
 
-        # dQ += scale e^b dO Sᵀ, and q_i · S do_i for dg
+        # dQ += scale e^b dO Sᵀ; also q_i · S do_i, a term of dg
         b_qs = smem.multiply(s_q, s_s, V)
         b_qs, b_dk, b_v = warpgroup_mma_wait(0, deps=[b_qs, b_dk, b_v])
         b_do = (s_do.load(left).to(gl.float32) * smem.column(from_h, r, left)).to(dtype)
@@ -145,7 +147,8 @@ def group_gradients_kernel(
     hopper.barrier()
     b_dq = warpgroup_mma(s_p, s_k, b_dq, is_async=True)
     b_dk = warpgroup_mma(s_p.permute((1, 0)), s_q, b_dk, is_async=True)
-    # the term through the whole chunk is scaled by every decay; added at the last token
+    # b_end: the gradient through the state that passes the whole chunk. It depends on all decays, so it is added at the
+    # last token; the reverse sum then adds it to the gradients of all other decays
     by_head: gl.constexpr = smem.head_rows(W)
     b_end = (
         gl.sum(smem.as_matrix(end_h, R, K).load(by_head), 1)[:, None]

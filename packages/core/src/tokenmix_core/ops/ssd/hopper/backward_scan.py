@@ -8,8 +8,8 @@ registers.
           └─ prefetch of the chunk before ─────────┤        dq dk dv of this chunk stay in their stage's buffers
              store of the chunk after ◄────────────┘        and are stored during the next chunk's MMAs
 
-Gradients of states never leave the SM. The gradients of Δ (v enters the state as Δ v) and of the skip weight (o has the
-term D v) are summed from the same MMAs.
+P, dP and b are those of README.md; S is the state before the chunk. D stays on the SM. The gradients of Δ (v enters the
+state as Δ v) and of the skip weight (w in o = … + w v) are summed from results of the same MMAs.
 """
 
 from collections import namedtuple
@@ -48,21 +48,21 @@ from tokenmix_core.ops.ssd.types import Gradients, Inputs
 
 @gluon.constexpr_function
 def state_layout(K, V, warps):
-    """Return the layout of an accumulator `[K, V]`: 16 rows per warp; further warps split the columns."""
+    """Return the layout of an accumulator `[K, V]`: 16 rows per warp; warps beyond K / 16 split the columns."""
     return gl.NVMMADistributedLayout([3, 0], [K // 16, warps * 16 // K], [16, V * K // (16 * warps), 16])
 
 
-# pointers at a head's rows, and the strides between tokens
+# pointers to a head's rows, and the strides between tokens
 Rows = namedtuple("Rows", "q k v do stride_q stride_k stride_v stride_do")
-# shared memory of two pipeline stages for each of these
+# shared memory of two pipeline stages for the rows of each tensor
 Stages = namedtuple("Stages", "q k v do")
-# pointers at the gradients of q, k, v and g in the sequence's first row
+# pointers to the gradients of q, k, v and g, at the sequence's first row
 Gradient = namedtuple("Gradient", "q k v g")
 
 
 @gluon.jit
 def prefetch_chunk(stages, stage, p, o_t, rows):
-    """Issue cp.async of the rows of one chunk, from row `o_t` on, to a stage."""
+    """Issue cp.async of the rows of one chunk, which starts at row `o_t`, to the buffers of a stage."""
     W: gl.constexpr = gl.num_warps()
     o_t = o_t.to(gl.int64)
     hopper.async_copy_rows(stages.q.index(stage), p.q + o_t * p.stride_q, p.stride_q, rows, W, True)
@@ -73,7 +73,7 @@ def prefetch_chunk(stages, stage, p, o_t, rows):
 
 @gluon.jit
 def store_chunk(d, stages, stage, crossing_h, later_h, o_out, HV, rows):
-    """Store a chunk's gradients; dq, dk and dv are in the stage's buffers of q, k and v."""
+    """Store a chunk's gradients in global memory; dq, dk and dv are in the stage's buffers of q, k and v."""
     W: gl.constexpr = gl.num_warps()
     K: gl.constexpr = stages.q.shape[2]
     V: gl.constexpr = stages.v.shape[2]
@@ -90,7 +90,7 @@ def backward_scan_kernel(
     stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV, segment,
     K: gl.constexpr, V: gl.constexpr, SEGMENTED: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute all gradients. Names `x_h` are vectors in shared memory; strides are in units of 16 bytes."""
+    """Compute all gradients. Names that end in `_h` are vectors in shared memory; strides are in units of 16 bytes."""
     BT: gl.constexpr = 64
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = q.dtype.element_ty
@@ -104,7 +104,7 @@ def backward_scan_kernel(
     begin, length, i_c = locate_span(i_s, T, N, segment, cu_seqlens, SEGMENTED, PACKED)
     if SEGMENTED and length <= 0:
         return
-    # rows are 16-byte aligned, so strides are passed in units of 8 elements
+    # strides are passed in units of 8 elements, so that the compiler knows that rows are 16-byte aligned
     stride_q, stride_k, stride_v, stride_do = stride_q * 8, stride_k * 8, stride_v * 8, stride_do * 8
     i_g, o_h = i_h // (HV // G), begin * HV + i_h
     p_q, p_k = q + begin * stride_q + i_g * K, k + begin * stride_k + i_g * K
@@ -135,7 +135,7 @@ def backward_scan_kernel(
     async_copy.commit_group()
     b_g = load_vectors(g + o_h + o_t * HV, HV, rows, 1)
     total, b_to = store_decays(b_h.index(0), from_h.index(0), to_h.index(0), b_g, scale)
-    # Δ e^(b_C − b), a token's weight in the state at the chunk's end
+    # enter_h: Δ e^(b_C − b), a token's weight in the state at the chunk's end
     dt_h, enter_h = None, to_h
     if dt is not None:
         dt_h, enter_h = allocate_vectors(2, BT), allocate_vectors(2, BT)
@@ -162,7 +162,7 @@ def backward_scan_kernel(
         hopper.wait_async_copies(0)
         b_qk, b_dp = multiply(s_q, s_k.permute((1, 0)), BT), multiply(s_do, s_v.permute((1, 0)), BT)
         b_dq, b_kd = multiply(s_do, s_s.permute((1, 0)), K), multiply(s_k, s_d, V)
-        # during these MMAs, store the gradients of the chunk that this reverse scan visited before
+        # during these MMAs, store the gradients of the chunk that the scan has just completed, the next in time
         if i > 0:
             o_out = (begin + token + BT) * HV + i_h
             store_chunk(results, stages, next_stage, crossing_h, later_h, o_out, HV, rows - BT)
@@ -242,7 +242,7 @@ def hopper_backward_scan(x: Inputs, *, do: Tensor, states: Tensor, dleaving: Ten
     """Return all gradients: dq and dk of each value head; those of g, Δ and D in float32.
 
     `dleaving` are the gradients of the states that leave each sequence (None for zero) or, if `segment` is positive,
-    each segment of so many tokens; the gradient of the initial states is then None.
+    each segment of `segment` tokens; the gradient of the initial states is then None.
     """
     B, T, G, K = x.q.shape
     HV, V = x.v.shape[2:]
@@ -252,7 +252,7 @@ def hopper_backward_scan(x: Inputs, *, do: Tensor, states: Tensor, dleaving: Ten
     dv = torch.empty_like(x.v, memory_format=torch.contiguous_format)
     dg = torch.empty(x.g.shape, dtype=torch.float32, device=x.g.device)
     ddt = None if x.dt is None else torch.empty_like(dg)
-    # zeros, because slots of a packed batch that have no segment are not written
+    # initialised with zeros, because slots of a packed batch that have no segment are not written
     dskip = None if x.D is None else torch.zeros(spans, HV, dtype=torch.float32, device=x.g.device)
     dinitial_state = None if segment else torch.empty(N, HV, K, V, dtype=torch.float32, device=x.v.device)
     stride_q, stride_k, stride_v, stride_do = (y.stride(1) // 8 for y in (x.q, x.k, x.v, do))

@@ -3,10 +3,11 @@
     q k v ─ cp.async, 2 stages ─ wait ─► P = Q Kᵀ ─┐ one chunk ahead of the loop
     chunk t:  Oᵀ = Sᵀ Qᵀ ─► scale P ─► prefetch t + 1 ─► Oᵀ += Vᵀ Pᵀ ─► Sᵀ ← e^b Sᵀ + Vᵀ K ─► store O ─► Q Kᵀ of t + 1
 
-The prefetch overwrites chunk t − 1; it starts after a barrier, when all warps have read that.
+S is the state, b the cumulative decay. The prefetch overwrites the stage of chunk t − 1; it starts after a barrier,
+when all warps have read that stage.
 """
 
-# Triton does not support starred expressions in tuples
+# ruff would ask for starred expressions in tuples, which Triton does not support
 # ruff: noqa: RUF005
 
 from collections import namedtuple
@@ -30,7 +31,7 @@ from tokenmix_core.ops.ssd.types import Inputs
 
 @gluon.jit
 def locate_span(i_s, T, N, segment, cu_seqlens, SEGMENTED: gl.constexpr, PACKED: gl.constexpr):
-    """Return the first row and length of a sequence or segment, and its first chunk's slot; length ≤ 0: no segment."""
+    """Return first row, length (≤ 0 if slot `i_s` is unused) and first chunk's slot of a sequence or segment."""
     if SEGMENTED:
         i_n, begin, length, start = hopper.locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, gl.num_warps())
         length = gl.minimum(length - start, segment)
@@ -43,7 +44,7 @@ def locate_span(i_s, T, N, segment, cu_seqlens, SEGMENTED: gl.constexpr, PACKED:
 
 @gluon.jit
 def prefetch_parts(x_2, i, p_rows, stride, rows, WARPS: gl.constexpr, OPAQUE: gl.constexpr = False):
-    """Issue cp.async of a chunk's rows to stage i, in parts of KP columns, the width of a tile."""
+    """Issue cp.async of a chunk's rows to stage i, in parts of as many columns as a buffer of `x_2` has."""
     PARTS: gl.constexpr = x_2.shape[0] // 2
     for p in gl.static_range(PARTS):
         hopper.async_copy_rows(x_2.index(i * PARTS + p), p_rows + p * x_2.shape[2], stride, rows, WARPS, OPAQUE)
@@ -51,7 +52,7 @@ def prefetch_parts(x_2, i, p_rows, stride, rows, WARPS: gl.constexpr, OPAQUE: gl
 
 @gluon.jit
 def update_state(b_s, b_v, k_2, i, decay):
-    """Issue the MMAs Sᵀ ← decay Sᵀ + Vᵀ K, one for each part of the state."""
+    """Issue the MMAs Sᵀ ← decay Sᵀ + Vᵀ K, one for each part of K's columns; return the pending accumulators."""
     PARTS: gl.constexpr = k_2.shape[0] // 2
     b_new = ()
     for p in gl.static_range(PARTS):
@@ -61,21 +62,21 @@ def update_state(b_s, b_v, k_2, i, decay):
 
 @gluon.jit
 def store_state(p_s, b_s, stride: gl.constexpr):
-    """Store the parts of the state; they begin `stride` elements apart."""
+    """Store the parts of the state `b_s` at `p_s`, `stride` elements apart."""
     for p in gl.static_range(len(b_s)):
         gl.store(p_s + p * stride, b_s[p])
 
 
 @gluon.jit
 def wait_state(b_s, b_v):
-    """Wait for the MMAs of all parts of the state; V is a dependency, as their operand in registers."""
+    """Wait for the MMAs of all parts of the state; listing V keeps its registers live until the MMAs have read them."""
     done = warpgroup_mma_wait(0, deps=(b_v,) + b_s)
     return done[1:]
 
 
 @gluon.jit
 def multiply_keys(q_2, k_2, i, zero):
-    """Issue the MMA Q Kᵀ of the chunk in stage i."""
+    """Issue the MMA Q Kᵀ of the chunk in stage i; return the pending accumulator."""
     PARTS: gl.constexpr = k_2.shape[0] // 2
     b_p = zero
     for p in gl.static_range(PARTS):
@@ -84,7 +85,7 @@ def multiply_keys(q_2, k_2, i, zero):
     return b_p
 
 
-# pointers at a head's rows, and the strides between tokens; dt may be None
+# pointers to a head's rows, and the strides between tokens; dt may be None
 Rows = namedtuple("Rows", "k v g dt stride_k stride_v")
 # shared memory of two stages: rows of k and v, and the vectors b, scale e^b and e^(b_C − b)
 Stages = namedtuple("Stages", "k v b from_start to_end")
@@ -137,17 +138,18 @@ def hopper_forward_kernel(
     The state is transposed, `[BV, K]`, 16 rows per warp: matrices computed from it are register operands. For K = 256
     the state has two parts, which become operands one after the other, because registers do not hold both as operands.
 
-    Names `x_i` are vectors over rows, `x_j` over columns, `x_2` two pipeline stages; strides are in units of 16 bytes.
+    Names that end in `_i` are vectors over a tile's rows, in `_j` over its columns, in `_2` buffers of two pipeline
+    stages. Strides are in units of 16 bytes.
     """
     BT: gl.constexpr = 64
     W: gl.constexpr = BV // 16
     dtype: gl.constexpr = q.dtype.element_ty
-    # K = 256 is split into parts of 128 columns
+    # if K is 256, q, k and the state are split into two parts of 128 columns of K
     KP: gl.constexpr = min(K, 128)
     PARTS: gl.constexpr = K // KP
     tile: gl.constexpr = hopper.mma_layout(KP, W)
     flat: gl.constexpr = hopper.mma_layout(BT, W)
-    # each warpgroup computes part of the columns of P
+    # each warpgroup computes part of the columns of the scores P
     square: gl.constexpr = hopper.mma_layout_split_n(BT, W)
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
@@ -160,7 +162,7 @@ def hopper_forward_kernel(
     begin, length, _ = locate_span(i_s, T, N, segment, cu_seqlens, SEGMENTED, PACKED)
     if SEGMENTED and length <= 0:
         return
-    # rows are 16-byte aligned, so strides are passed in units of 8 elements
+    # strides are passed in units of 8 elements, so that the compiler knows that rows are 16-byte aligned
     stride_q, stride_k, stride_v = stride_q * 8, stride_k * 8, stride_v * 8
     i_n, past = i_s, 0
     if LOOKBACK:
@@ -176,7 +178,7 @@ def hopper_forward_kernel(
     v_2 = gl.allocate_shared_memory(dtype, [2, BT, BV], shared)
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
     s_o = gl.allocate_shared_memory(dtype, [BT, BV], shared)
-    # cumulative decays b, scale e^b and e^(b_C − b)
+    # vectors of a chunk: cumulative decays b, scale e^b, and e^(b_C − b), where b_C is the last b
     b_2, from_2, to_2 = (allocate_vectors(2, BT), allocate_vectors(2, BT), allocate_vectors(2, BT))
     o_v, o_k = (gl.arange(0, BV, gl.SliceLayout(1, tile)), gl.arange(0, KP, gl.SliceLayout(0, tile)))
     o_state = (i_n.to(gl.int64) * HV + i_h) * K * V + i_v * BV
@@ -198,7 +200,7 @@ def hopper_forward_kernel(
     async_copy.commit_group()
     b_g = load_vectors(g + o_h, HV, length, 1)
     total, b_to = store_decays(b_2.index(0), from_2.index(0), to_2.index(0), b_g, scale)
-    # Δ e^(b_C − b), a token's weight in the state at the chunk's end
+    # enter_2: Δ e^(b_C − b), a token's weight in the state at the chunk's end
     enter_2 = to_2
     if dt is not None:
         dt_2, enter_2 = allocate_vectors(2, BT), allocate_vectors(2, BT)
@@ -235,7 +237,7 @@ def hopper_forward_kernel(
         s_p.store(b_p.to(dtype))
         fence_async_shared()
         hopper.barrier()
-        # all warps have completed the MMAs of the previous chunk, which read this stage
+        # this prefetch is safe: all warps have completed the MMAs of the previous chunk, which read the same stage
         if token < length:
             prefetch_parts(q_2, next_stage, p_q + o_t * stride_q, stride_q, length - token, W, True)
             prefetch_parts(k_2, next_stage, p_k + o_t * stride_k, stride_k, length - token, W, True)
@@ -284,8 +286,8 @@ def hopper_forward(
 ) -> None:
     """Write o and, unless None, the final states of `spans` sequences, or of `spans` segments of `segment` tokens.
 
-    If there are segments and final states, programs look back to the first tokens of their sequences. A program takes
-    `columns` of V.
+    If there are segments and final states, each program scans its sequence from the start (`LOOKBACK`). A program
+    computes `columns` columns of V.
     """
     _, T, G, K = x.q.shape
     HV, V = x.v.shape[2:]

@@ -2,7 +2,8 @@
 
     cp.async q k v dO S (D) ─ wait ─► Q Kᵀ, dO Vᵀ ─► P, dP ─► dQ, dV, dK ─► epilogue through smem: dq dv dk dg ddt
 
-There is no loop, so each tile has one buffer; results reuse the buffers of operands.
+There is no loop, so each tile has one buffer; results reuse the buffers of operands. S is the state before the chunk, D
+the gradient of the state after it; the other letters are those of README.md.
 """
 
 import torch
@@ -30,7 +31,7 @@ CHUNK = gl.constexpr(64)
 
 @gluon.jit
 def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr):
-    """Return ⟨x_i, y_i⟩ for each row i of X, in registers, and of Y, in shared memory."""
+    """Return ⟨x_i, y_i⟩ for every row i, with X in registers (`b_x`) and Y in shared memory (`s_y`)."""
     return gl.convert_layout(
         gl.sum(b_x * s_y.load(hopper.mma_layout_split_n(D, gl.num_warps())).to(gl.float32), 1), row
     )
@@ -38,21 +39,21 @@ def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def scaled_rows(s_x, x_i, layout: gl.constexpr):
-    """Return diag(x) X, rounded to 16 bits; X is in shared memory."""
+    """Return the tile X, which is in shared memory, with row i multiplied by x_i, rounded to 16 bits."""
     b_x = s_x.load(layout).to(gl.float32)
     return (b_x * gl.convert_layout(x_i, gl.SliceLayout(1, layout))[:, None]).to(s_x.dtype)
 
 
 @gluon.jit
 def load_decay(p_g, stride, rows):
-    """Load the decays of a chunk as base-2 logarithms; rows from `rows` on have 0, no decay."""
+    """Load the decays of a chunk as base-2 logarithms; rows from `rows` on get 0, which is no decay."""
     o_t = gl.arange(0, 64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     return gl.maximum(gl.load(p_g + o_t * stride, mask=o_t < rows, other=0.0).to(gl.float32) * LOG2_E, LOWEST)
 
 
 @gluon.jit
 def cumulative_decay(g_j, o_i, o_j):
-    """Return the cumulative decays in the row layout, given decays in the column layout; and the chunk's decay."""
+    """Return cumulative decays in the row layout, and the whole chunk's decay, given decays in the column layout."""
     b_i = gl.sum(gl.where(o_i[:, None] >= o_j[None, :], g_j[None, :], 0.0), 1)
     return b_i, gl.sum(gl.where(o_i == 63, b_i, 0.0), 0)
 
@@ -64,9 +65,9 @@ def hopper_gradients_kernel(
     stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV,
     K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute all gradients of a chunk and value head. Names `x_i` are vectors over rows, `x_j` over columns.
+    """Compute all gradients of a chunk and value head; strides between tokens are in units of 16 bytes.
 
-    Strides between tokens are in units of 16 bytes.
+    Names that end in `_i` are vectors over a tile's rows, names that end in `_j` vectors over its columns.
     """
     BT: gl.constexpr = CHUNK
     W: gl.constexpr = gl.num_warps()
@@ -75,7 +76,8 @@ def hopper_gradients_kernel(
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
     left: gl.constexpr = gl.DotOperandLayout(0, hopper.mma_layout_split_n(K, W), 2)
-    # another layout than the copies have, because the compiler would hold their addresses in registers from here on
+    # the layout in which S and D are loaded for ⟨S, D⟩: with the layout of the copies to shared memory, the compiler
+    # would hold the copies' addresses in registers from here on
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [512 // V, V // 16], [W // 2, 2], [1, 0])
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     i_c, i_h = gl.program_id(0) // HV, gl.program_id(0) % HV
@@ -83,13 +85,13 @@ def hopper_gradients_kernel(
     if start >= length:
         return
     first, rows = begin + start, length - start
-    # rows are 16-byte aligned, so strides are passed in units of 8 elements
+    # strides are passed in units of 8 elements, so that the compiler knows that rows are 16-byte aligned
     stride_q, stride_k, stride_v, stride_do = stride_q * 8, stride_k * 8, stride_v * 8, stride_do * 8
     i_g = i_h // (HV // G)
 
-    # if S and its gradient do not both fit in shared memory, the gradient reuses S's buffer
+    # if S and D do not both fit in shared memory, D reuses S's buffer
     OVERLAY: gl.constexpr = K * V > 128 * 64
-    # dQ is stored through dO's buffer early, because dV and dK need its registers
+    # dQ is stored early, through dO's buffer, because dV and dK need the registers that hold dQ
     STORE_DQ_FIRST: gl.constexpr = K == V
     s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
@@ -97,7 +99,7 @@ def hopper_gradients_kernel(
     s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
     s_s = gl.allocate_shared_memory(dtype, [K, V], shared)
     s_d = s_s if OVERLAY else gl.allocate_shared_memory(dtype, [K, V], shared)
-    # holds P, then dP
+    # the buffer of P and, after that, of dP
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     o_lk, o_lv = gl.arange(0, K, gl.SliceLayout(1, lines)), gl.arange(0, V, gl.SliceLayout(0, lines))
@@ -125,7 +127,7 @@ def hopper_gradients_kernel(
         b_d = s_d.load(lines)
     end = gl.sum(gl.sum(s_s.load(lines).to(gl.float32) * b_d.to(gl.float32), 1), 0)
 
-    # M, P and dP
+    # P, dP and M (see README.md)
     b_dp, b_qk = multiply(s_do, s_v.permute((1, 0)), BT), multiply(s_q, s_k.permute((1, 0)), BT)
     b_gamma = hopper.causal_decay(b_i, b_j, o_i, o_j) * scale
     b_dp, b_qk = warpgroup_mma_wait(0, deps=[b_dp, b_qk])
@@ -139,7 +141,7 @@ def hopper_gradients_kernel(
     if dt is None:
         crossing_i = gl.sum(b_m, 1) - column_i
     else:
-        # these sums, without the factor Δ, are the gradients of Δ
+        # the column sums of M before the factor Δ, plus the diagonal's terms, are terms of the gradient of Δ
         ddt_i = column_i + gl.sum(gl.where(own, b_qk * b_dp, 0.0), 1)
         crossing_i = gl.sum(b_m * dt_j[None, :], 1) - dt_i * column_i
         b_p, b_dp = b_p * dt_j[None, :], b_dp * dt_j[None, :]
@@ -150,7 +152,7 @@ def hopper_gradients_kernel(
     fence_async_shared()
     hopper.barrier()
 
-    # dQ += scale e^b dO Sᵀ + dP K; dV = Pᵀ dO + e^(b_C − b) K D
+    # dQ = scale e^b dO Sᵀ + dP K; dV = Pᵀ dO + e^(b_C − b) K D; b: cumulative decays, b_C: the last b
     b_dq = multiply(s_do, s_s.permute((1, 0)), K)
     b_dq = warpgroup_mma_wait(0, deps=[b_dq])
     b_dq *= gl.convert_layout(from_i, gl.SliceLayout(1, hopper.mma_layout_split_n(K, W)))[:, None]
@@ -184,7 +186,7 @@ def hopper_gradients_kernel(
     b_dv += b_kd
     hopper.barrier()
     s_do.store(b_dv.to(dtype))
-    # dK += dPᵀ Q + e^(b_C − b) V Dᵀ
+    # dK = dPᵀ Q + e^(b_C − b) V Dᵀ
     b_dk = multiply(s_p.permute((1, 0)), s_q, K)
     b_left = scaled_rows(s_v, to_i, left)
     b_dk = warpgroup_mma(b_left, s_d.permute((1, 0)), b_dk, is_async=True)
@@ -217,7 +219,7 @@ def hopper_gradients(x: Inputs, *, do: Tensor, states: Tensor, dstates: Tensor, 
     dv = torch.empty_like(x.v, memory_format=torch.contiguous_format)
     dg = torch.empty(x.g.shape, dtype=torch.float32, device=x.g.device)
     ddt = None if x.dt is None else torch.empty_like(dg)
-    # zeros, because slots of a packed batch that have no chunk are not written
+    # initialised with zeros, because slots of a packed batch that have no chunk are not written
     dskip = None if x.D is None else torch.zeros(slots, HV, dtype=torch.float32, device=x.q.device)
     stride_q, stride_k, stride_v, stride_do = (y.stride(1) // 8 for y in (x.q, x.k, x.v, do))
     arguments = dict(

@@ -1,4 +1,4 @@
-"""Gradients inside a chunk, computed from Q Kᵀ and dO Vᵀ."""
+"""SSD's gradients between two tokens of a chunk, computed from Q Kᵀ and dO Vᵀ; README.md defines P, dP and M."""
 
 from collections import namedtuple
 
@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from tokenmix_core.kernels.gluon.hopper import causal_decay, mma_layout_split_n
 from tokenmix_core.ops.ssd.hopper.smem_vectors import store_row_sums
 
-# partial sums in shared memory: of M = P ⊙ dO Vᵀ by row, by column and on the diagonal; of dO Vᵀ on the diagonal
+# sums in shared memory: M = P ⊙ dO Vᵀ summed over each row, over each column, and its diagonal; the diagonal of dO Vᵀ
 PathSums = namedtuple("PathSums", "row column own skip")
 
 
@@ -16,7 +16,8 @@ PathSums = namedtuple("PathSums", "row column own skip")
 def intra_chunk_gradients(b_qk, b_dp, s_b, s_dt, b_skip, sums, r, scale):
     """Return P, with the skip weight added on its diagonal, and dP; store the `PathSums` of head r.
 
-    Column sums are taken before the factor Δ. The diagonal is summed apart: no decay lies between a token and itself.
+    Column sums are taken before the factor Δ. The diagonal is not part of row and column sums, because no decay lies
+    between a token and itself.
     """
     BT: gl.constexpr = b_qk.shape[0]
     square: gl.constexpr = mma_layout_split_n(BT, gl.num_warps())

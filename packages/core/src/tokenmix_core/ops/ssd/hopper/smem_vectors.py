@@ -1,7 +1,7 @@
-"""Vectors of a chunk (one element per token and head) in shared memory, from where registers of any layout load them.
+"""Vectors of a chunk (one element per token and head) in shared memory, from where they are loaded in any layout.
 
-Row sums stay partial, per warp or warpgroup, until `gather` adds them, so that no warp waits for another one's. The
-module also has `multiply`.
+Row sums stay partial, per warp or warpgroup, until `gather` adds them, so that no warp waits for another warp's sum.
+The module also has `multiply`, which starts an MMA.
 """
 
 from triton.experimental import gluon
@@ -26,13 +26,13 @@ def head_rows(warps):
 
 @gluon.jit
 def allocate_vectors(R: gl.constexpr, C: gl.constexpr):
-    """Allocate a vector of C elements for each of R heads."""
+    """Allocate shared memory for a vector of C elements for each of R heads."""
     return gl.allocate_shared_memory(gl.float32, [R, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def allocate_parts(R: gl.constexpr, P: gl.constexpr):
-    """Allocate, for each of R heads, P partial sums of a vector of 64 elements."""
+    """Allocate shared memory for P partial sums of a vector of 64 elements, for each of R heads."""
     return gl.allocate_shared_memory(gl.float32, [R, P, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
@@ -44,7 +44,7 @@ def as_matrix(x_h, R: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def load_vectors(p_x, stride, rows, R: gl.constexpr):
-    """Load one element per token of a chunk and per head, `[R, 64]`; tokens from `rows` on get 0."""
+    """Load `[R, 64]` from global memory: one element per head and token of a chunk; tokens from `rows` on get 0."""
     layout: gl.constexpr = head_rows(gl.num_warps())
     o_h = gl.arange(0, R, gl.SliceLayout(1, layout))[:, None]
     o_t = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
@@ -53,7 +53,7 @@ def load_vectors(p_x, stride, rows, R: gl.constexpr):
 
 @gluon.jit
 def store_decays(b_h, from_h, to_h, b_g, scale):
-    """Store each head's cumulative decay b, `scale e^b` and `e^(b_C − b)`; return b_C and `e^(b_C − b)`."""
+    """Store each head's cumulative decay b, `scale e^b`, `e^(b_C − b)`; return b_C (the last b) and `e^(b_C − b)`."""
     R: gl.constexpr = b_g.shape[0]
     b_g = gl.maximum(b_g * LOG2_E, LOWEST)
     b_b, b_total = gl.associative_scan(b_g, 1, add), gl.sum(b_g, 1)

@@ -1,4 +1,4 @@
-"""Decoding step of SSD; cp.async of a whole state keeps more bytes in flight than loads to registers could."""
+"""Decoding step of SSD; the state is loaded by cp.async, which keeps more bytes in flight than register loads."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,7 +14,7 @@ def hopper_step_kernel(
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, BK: gl.constexpr,
     PDL: gl.constexpr = False,
 ):  # fmt: skip
-    """Update BV columns of a head's state per program: BK rows at a time, as soon as they arrive."""
+    """Update BV columns of a head's state per program, BK rows at a time, as soon as their copy has arrived."""
     gdc_launch_and_wait(PDL)
     layout: gl.constexpr = state_layout(BK, BV, gl.num_warps())
     i_v, i_nh = gl.program_id(0) % (V // BV) * BV, gl.program_id(0) // (V // BV)
