@@ -1,4 +1,4 @@
-"""Corpora: the byte tokenizer, token files, what they are made from, and the built-in corpus."""
+"""Corpora: sources of text, token files made from them, the byte tokenizer, and the built-in corpus."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Tokenize a stream of texts in one or several processes; the tokens do not depend on their number."""
+"""Tokenize a stream of texts in one or several processes; the number of processes does not change the tokens."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from tokenmix_core._utils.trust import is_trusted, trusting
 from tokenmix_core.data.token_file import token_dtype
 from tokenmix_core.data.tokenizer import BYTES, PROBE, encode_texts, load_tokenizer
 
-# characters of a batch, and batches that are encoded before processes are started
+# number of characters in a batch, and number of batches that are encoded before worker processes are started
 _BATCH_CHARS, _FIRST_BATCHES = 2**18, 16
-# batches per process that wait to be encoded or written
+# number of batches per worker process that may wait to be encoded or written
 _AHEAD = 3
 Encode = Callable[[Sequence[str]], list[np.ndarray]]
 
 
 class HasText(Protocol):
-    """An item of a stream that is encoded.
+    """An item of the stream to encode.
 
     Attributes:
         text: the text to encode; an empty text has no tokens.
-        ends_batch: whether a batch ends with this item: if one process encodes, the stream is not read further before
-            the item is yielded.
+        ends_batch: whether a batch ends with this item. If a single process encodes, it then yields the item before it
+            reads the next one from the stream.
     """
 
     @property
@@ -53,8 +53,9 @@ class Encoding:
     """A tokenizer as plain data, from which a worker process can load it.
 
     Attributes:
-        form: "bytes" for the built-in tokenizer, "backend" for the serialized one of `tokenizers`, or "name".
-        content: the serialized tokenizer, or its name.
+        form: "bytes" for the built-in tokenizer, "backend" for a serialised tokenizer of the library `tokenizers`, or
+            "name".
+        content: the serialised tokenizer, or the tokenizer's name.
         special_tokens: whether text that spells a special token, such as "<|endoftext|>", becomes that token.
         dtype: dtype of the tokens.
         trusted: whether the tokenizer's own Python code may run.
@@ -67,7 +68,7 @@ class Encoding:
     trusted: bool = False
 
     def load(self) -> Encode:
-        """Return the function that encodes texts."""
+        """Return the tokenizer's function that encodes texts."""
         if self.form == "bytes":
             return lambda texts: [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
         if self.form == "backend":
@@ -87,7 +88,7 @@ class Encoding:
         backend.encode_special_tokens = not self.special_tokens
 
         def encoded(texts: Sequence[str]) -> list[np.ndarray]:
-            # encode_batch_fast takes 1.4 times as long
+            # not encode_batch_fast, which takes 1.4 times as long
             with _one_thread():
                 return [
                     np.asarray(x.ids, self.dtype) for x in backend.encode_batch(list(texts), add_special_tokens=False)
@@ -97,15 +98,15 @@ class Encoding:
 
 
 def encoding_of(name: str, tokenizer: Any, *, special_tokens: bool = False) -> Encoding:
-    """Return a tokenizer as plain data, from which worker processes load it.
+    """Return a tokenizer as plain data, from which worker processes can load it.
 
     Args:
-        name: the name that it was loaded by.
+        name: the name by which the tokenizer was loaded.
         tokenizer: the tokenizer.
         special_tokens: whether text that spells a special token becomes that token.
 
     Raises:
-        ValueError: `special_tokens` is False, but the tokenizer turns such text into the token all the same.
+        ValueError: `special_tokens` is False, but the tokenizer always turns such text into the special token.
     """
     special_tokens = special_tokens and not tokenizer.split_special_tokens
     about: dict[str, Any] = {"special_tokens": special_tokens, "dtype": token_dtype(len(tokenizer)).str}
@@ -131,7 +132,7 @@ def encoding_of(name: str, tokenizer: Any, *, special_tokens: bool = False) -> E
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Limit `tokenizers` to one thread, so that `workers` alone sets how many cores are used."""
+    """Context in which `tokenizers` uses one thread, so that only `workers` determines how many cores are used."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -147,15 +148,15 @@ def _one_thread() -> Iterator[None]:
 def encode_stream(
     items: Iterable[Item], encoding: Encoding, workers: int
 ) -> Generator[tuple[Item, np.ndarray], None, None]:
-    """Yield each item with the tokens of its text, in order.
+    """Yield each item with the tokens of its text, in the order of the items.
 
     Args:
-        items: items with a `text`, of some MB at most.
+        items: items with a `text`, of a few MB at most.
         encoding: the tokenizer.
-        workers: number of worker processes; with 1, and for a short stream, this process encodes by itself.
+        workers: number of worker processes; with 1, or for a short stream, this process itself encodes.
 
     Raises:
-        OSError: a process was killed.
+        OSError: a worker process was killed.
     """
     batches = _batched(items)
     first = list(itertools.islice(batches, _FIRST_BATCHES)) if workers > 1 else []
@@ -206,12 +207,12 @@ def _result(batch: list[Item], future: Future) -> Iterator[tuple[Item, np.ndarra
     return _joined(batch, np.split(tokens, ends[:-1]) if len(ends) else [])
 
 
-# in a worker process: the function that encodes
+# set in a worker process: the function that encodes
 _worker: list[Encode] = []
 
 
 def _start(encoding: Encoding) -> None:
-    """Prepare a worker process: it ignores Ctrl-C, which the parent handles, and ends if the parent dies."""
+    """Prepare a worker process: it must ignore Ctrl-C, which its parent handles, and end if its parent dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:

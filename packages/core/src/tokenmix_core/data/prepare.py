@@ -1,4 +1,4 @@
-"""Turn a source of text into a token file, and keep the built-in corpus ready."""
+"""Make a token file from a source of text; make and find the built-in corpus."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _COMMIT_SECONDS = 10.0
 _SHOWN_BAD_ROWS = 5
 _MOST_WORKERS = 1024
 BUILT_IN_HELD_OUT = 0.05
-# prefix of the names that are hashed, chosen so that about 4 % of the text of Python 3.11 to 3.13 is held out, without
-# near-duplicates in the training part
+# prefix of the names whose hashes decide the split; with this one, about 4 % of the text of Python 3.11 to 3.13 is held
+# out, without near-duplicates in the training part
 _FAMILIES = "module"
-# least share of families, so that at least one family is held out
+# smallest fraction of families to hold out, so that at least one is held out
 _LEAST_SHARE = 0.013
 
 OnBadRow = Literal["stop", "skip"]
@@ -50,31 +50,32 @@ def prepare(
     workers: int = 1,
     progress: bool = True,
 ) -> TokenFileMeta:
-    """Tokenize a corpus once, into a token file.
+    """Tokenize the text of a source once and write the tokens to a token file.
 
-    If a call is interrupted, or stops at a bad row, another call with the same arguments continues its work. Until the
-    file is complete there is nothing at `output`, only `<output>.partial`. A complete file made with the same arguments
-    is left as it is.
+    If a call is interrupted or stops at a bad row, another call with the same arguments continues its work. Until the
+    file is complete, only `<output>.partial` exists. If `output` is already a complete file made with the same
+    arguments, nothing is done.
 
     Args:
-        source: the `spec` of `open_source`, with `text_field`, `subset` and `split`, or a source.
+        source: the `spec` of `open_source`, which also gets `text_field`, `subset` and `split`; or a source object.
         output: the folder to make.
-        tokenizer: "bytes", or a tokenizer of the hub or of a folder. A document past a million characters is tokenized
-            in parts, cut between words.
-        held_out: the share of documents to hold out, chosen by a hash of their text, so that equal documents stay
-            together. Any share but 0 holds out at least one if two documents differ, or the end of a large one.
+        tokenizer: "bytes", or the name of a tokenizer on the hub, or its folder. A document of more than a million
+            characters is tokenized in parts, cut between words.
+        held_out: fraction of documents to hold out, selected by a hash of their text, so that equal documents are in
+            the same split. If it is not 0, at least one is held out if two documents differ, or the end of a large
+            document.
         max_tokens: stop after the document with which the file has at least this many tokens.
-        on_bad_row: "stop" at a row that holds no text and keep the rows before it, or "skip" it; the file's
-            `meta.source["skipped_rows"]` counts the skipped rows.
-        special_tokens: whether text that spells a special token, such as "<|endoftext|>", becomes that token; such text
-            can end a document.
-        workers: processes that tokenize; the file does not depend on it. With more than one, a script needs
-            `if __name__ == "__main__":` around its call, as for any use of multiprocessing.
-        progress: show a progress bar.
+        on_bad_row: at a row without text, "stop" and keep the rows before it, or "skip" the row; the file's
+            `meta.source["skipped_rows"]` counts skipped rows.
+        special_tokens: whether text that spells a special token, such as "<|endoftext|>", becomes that token; then such
+            text can end a document.
+        workers: number of processes that tokenize, which does not change the file. With more than one, a script must
+            call this below `if __name__ == "__main__":`, as multiprocessing always requires.
+        progress: whether to show a progress bar.
 
     Raises:
-        ValueError: a bad argument, an unreadable source, a bad row to stop at, or a source without any text.
-        OSError: the file cannot be written, or a process that tokenizes was killed.
+        ValueError: a wrong argument, a source that cannot be read or has no text, or a bad row at which to stop.
+        OSError: the file cannot be written, or a worker process was killed.
     """
     if on_bad_row not in (known := get_args(OnBadRow)):
         raise ValueError(f"on_bad_row must be one of {', '.join(map(repr, known))}, got {on_bad_row!r}")
@@ -114,7 +115,7 @@ def prepare(
             f"{error}; {run.consumed:,} rows before it are kept in {writer.partial}{skip}; remove that to begin again"
         ) from error
     except BaseException:
-        # the last commit stays, for the next call
+        # rows up to the last commit stay, for the next call
         writer.close()
         raise
     described = {**source.description, **about, "skipped_rows": run.skipped}
@@ -129,7 +130,7 @@ def prepare(
 
 
 def _complete(output: Path, source: dict[str, Any], fingerprint: str) -> TokenFileMeta | None:
-    """Return the meta of `output` if it is a complete token file made with these arguments, else None."""
+    """Return the meta of `output` if it is a complete token file that was made with these arguments, else None."""
     if not (output / META).is_file():
         return None
     try:
@@ -142,11 +143,12 @@ def _complete(output: Path, source: dict[str, Any], fingerprint: str) -> TokenFi
 
 
 class _Part(NamedTuple):
-    """A part of a document, or a row without tokens.
+    """A part of a document, or a row that has no text.
 
     Attributes:
-        text: its text; empty for a row without text.
-        row: the row, with its last part; None with earlier parts; the error, if the row or the source cannot be read.
+        text: the text of the part; empty for a row without text.
+        row: for a document's last part, the row; for earlier parts None; the error, if the row or the source cannot be
+            read.
         held_out: whether the document is held out.
     """
 
@@ -156,16 +158,16 @@ class _Part(NamedTuple):
 
     @property
     def ends_batch(self) -> bool:
-        """True if the row is an error, which may end the preparation."""
+        """True if the row is an error, at which the preparation may stop."""
         return isinstance(self.row, ValueError)
 
 
 class _Preparation:
-    """Read the rows of a source, tokenize them and write them to a token file.
+    """Reads the rows of a source, tokenizes them and writes the tokens to a token file.
 
     Attributes:
-        consumed: number of rows that were written or skipped.
-        skipped: number of bad rows among them.
+        consumed: number of rows so far, written or skipped.
+        skipped: number of bad rows so far, which were skipped.
     """
 
     def __init__(
@@ -176,10 +178,10 @@ class _Preparation:
         self.consumed, self.skipped = writer.consumed, writer.skipped
 
     def tokenize(self, encoding: Encoding, workers: int, *, skip_bad_rows: bool, progress: bool) -> None:
-        """Write the rows' tokens until the source ends or the file has `max_tokens` tokens.
+        """Write the tokens of rows until the source ends or the file has `max_tokens` tokens.
 
         Raises:
-            ValueError: a bad row that is not to be skipped, or a source that cannot be read.
+            ValueError: a bad row although `skip_bad_rows` is False, or a source that cannot be read.
         """
         from tqdm import tqdm
 
@@ -221,7 +223,7 @@ class _Preparation:
         return self.max_tokens is not None and self.writer.tokens >= self.max_tokens
 
     def _parts(self) -> Iterator[_Part]:
-        """Yield the rows in parts; if the source fails, yield its error last."""
+        """Yield the parts of all rows; if reading the source fails, yield the error last."""
         try:
             for row in self.source.rows(self.consumed):
                 if isinstance(row, BadRow):
@@ -239,7 +241,10 @@ class _Preparation:
 
 
 def files_read(meta: TokenFileMeta) -> str:
-    """Say how many files and documents of each kind a token file was made from; empty if it was not made from files."""
+    """Return text that says how many files and documents of each kind a token file was made from.
+
+    Empty if from none.
+    """
     documents, unread = meta.source.get("document_kinds", {}), meta.source.get("unread_files", {})
     read = [
         f"{count:,} {kind} file{'s' * (count != 1)} ({documents.get(kind, 0):,} documents)"
@@ -251,7 +256,7 @@ def files_read(meta: TokenFileMeta) -> str:
 
 
 def is_held_out(text: str | LongText, share: float) -> bool:
-    """True if a document is held out, as its source says, or else by a hash of its text or of its module's family."""
+    """True if a document is held out: as its source decides, or by a hash of its text or of its module's family."""
     if isinstance(text, SplitText):
         return text.held_out
     digest = sha256_of(text)
@@ -262,20 +267,20 @@ def is_held_out(text: str | LongText, share: float) -> bool:
 
 
 def cache_folder() -> Path:
-    """Return the folder of built-in corpora: `$TOKENMIX_CACHE`, else `tokenmix` in the user's cache folder."""
+    """Return the folder of built-in corpora: `$TOKENMIX_CACHE`, or `tokenmix` in the user's cache folder."""
     if folder := os.environ.get("TOKENMIX_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenmix"
 
 
 class TrainedOn(NamedTuple):
-    """The text that a run was trained on; all attributes are empty if it is not known.
+    """The text on which a run was trained; all fields are empty if it is unknown.
 
     Attributes:
-        fingerprints: fingerprint of each source; a text's fingerprint begins with the sha256 of its tokens.
-        sources: names and folders of the sources, as the recipe lists them.
+        fingerprints: fingerprint of each source, which begins with the sha256 of the source's tokens.
+        sources: names or folders of the sources, as in the recipe.
         tokenizer: name of the tokenizer.
-        corpora: Python version and split of the built-in corpus, if the run read it; empty in old manifests.
+        corpora: Python version and split of the built-in corpus if the run read it; empty in old manifests.
     """
 
     fingerprints: Mapping[str, str] = MappingProxyType({})
@@ -285,18 +290,19 @@ class TrainedOn(NamedTuple):
 
 
 def built_in_corpus(tokenizer: str = BYTES, *, begun_with: str | None = None) -> Path:
-    """Return the folder of the built-in corpus as a token file; it is made at the first call.
+    """Return the folder of the built-in corpus as a token file; the first call makes the file.
 
-    Concurrent processes wait for the one that makes it. An existing corpus is only read.
+    If several processes call this at the same time, one makes the file and the others wait. An existing file is only
+    read.
 
     Args:
         tokenizer: name of the tokenizer.
-        begun_with: fingerprint of a run's text, which begins with the sha256 of its tokens. If it is the fingerprint of
-            the split by text, which was used before the split by module family, that corpus is returned, with a
-            sentence on stderr.
+        begun_with: fingerprint of the text of a run, which begins with the sha256 of the run's tokens. If these are the
+            tokens of the older split, by each file's text instead of by module family, the corpus with that split is
+            returned, and a sentence on stderr says so.
 
     Raises:
-        ValueError: the corpus is damaged, or it does not exist and its folder cannot be written.
+        ValueError: the file is damaged, or it does not exist and its folder cannot be written.
     """
     path = _built_in_corpus(tokenizer, stdlib_source())
     if begun_with is not None and not begun_with.startswith(tokens_sha256(path)):
@@ -312,13 +318,13 @@ def built_in_corpus(tokenizer: str = BYTES, *, begun_with: str | None = None) ->
 
 
 def tokens_sha256(path: Path) -> str:
-    """Return the sha256 of the tokens from a token file's meta; it identifies corpus, tokenizer and split."""
+    """Return the sha256 of the tokens from a token file's meta, which identifies corpus, tokenizer and split."""
     return TokenFile(path, verify=False).meta.sha256[TOKENS]
 
 
 def _built_in_corpus(tokenizer: str, source: Source) -> Path:
     fingerprint = tokenizer_fingerprint(load_tokenizer(tokenizer))
-    # the split by text has had the name without the third part
+    # files with the older split, by text, have no third part in their names
     split = "-by-family" if source.description.get("split") == BY_FAMILY else ""
     path = cache_folder() / f"{STDLIB}-{source.description['sha256'][:12]}-{fingerprint[:12]}{split}"
     try:

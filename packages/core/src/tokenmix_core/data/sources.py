@@ -1,4 +1,4 @@
-"""Where text comes from: the hub, local datasets, JSONL, parquet, text files, and Python's standard library."""
+"""Sources of text: the hub, local datasets, JSONL, parquet and text files, and Python's standard library."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tokenmix_core._utils.optional import require
 from tokenmix_core.data.text import BadRow, FileText, LongText, not_utf8
 
 STDLIB = "stdlib"
-# the split of a standard-library token file, in its description; older files lack it: split by each text's hash
+# value of `split` in the description of a standard-library token file; older files lack it: split by each text's hash
 BY_FAMILY = "module family"
-# short names for the corpora that the papers train on
+# short names of the corpora on which the papers' models are trained
 HUB_ALIASES: dict[str, tuple[str, str | None]] = {
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-100BT"),
     "slimpajama": ("cerebras/SlimPajama-627B", None),
 }
-# the kind of a file follows from the end of its name; a text file is one document
+# the kind of a file, which the end of its name determines; a text file is one document
 JSONL, PARQUET, TEXT = "JSONL", "parquet", "text"
 _KINDS = {
     JSONL: (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz"),
@@ -34,24 +34,24 @@ _KINDS = {
     TEXT: (".txt", ".md", ".rst", ".py", ".text"),
 }
 _READABLE = ", ".join(itertools.chain(*_KINDS.values()))
-# files that decode as text but hold data
+# these files decode as text, but contain data
 _NO_TEXT = (".json", ".csv", ".tsv")
-# folders that are not the library's own modules, or that some builds of Python lack
+# folders that are not modules of the library itself, or that some builds of Python lack
 _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 # the errors that Arrow raises for damaged files
 _DAMAGED_PARQUET = (OSError, ValueError, NotImplementedError)
 # maximum number of rows of a parquet file that are read at once, and of their bytes
 _PARQUET_ROWS, _PARQUET_BYTES = 1024, 2**24
-# a text file past this size is read in parts
+# a text file of more bytes is read in parts
 _LONG_BYTES = 2**24
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 class ModuleText(str):
-    """A document of the standard library.
+    """A document from the standard library.
 
     Attributes:
-        family: name of the module or package that it belongs to; it decides the split.
+        family: name of the module or package that the document belongs to, which decides its split.
     """
 
     family: str
@@ -67,10 +67,10 @@ class Source:
     """A source of documents.
 
     Attributes:
-        description: identifies the source; every token file made from it holds the description.
+        description: plain data that identifies the source; it is stored in every token file made from the source.
         rows: `rows(n)` iterates over the rows after the first n: texts (`LongText` if long), and a `BadRow` for each
             row without text.
-        total: number of rows, where it is known beforehand.
+        total: number of rows, if it is known in advance.
     """
 
     description: dict[str, Any]
@@ -81,7 +81,7 @@ class Source:
         """Yield the texts after the first `skip` rows.
 
         Raises:
-            BadRow: at the first bad row.
+            BadRow: a row without text is reached.
         """
         for row in self.rows(skip):
             if isinstance(row, BadRow):
@@ -94,14 +94,14 @@ def open_source(spec: str, *, text_field: str = "text", subset: str | None = Non
 
     Args:
         spec: "stdlib" (the built-in corpus); a JSONL, parquet or text file (a text file is one document); a folder of
-            such files, also of several kinds; a folder saved by `datasets`; "fineweb-edu", "slimpajama" or a dataset's
-            name on the hub.
+            such files, which may be of several kinds; a folder saved by the library `datasets`; "fineweb-edu",
+            "slimpajama" or the name of a dataset on the hub.
         text_field: key of the text in a row.
-        subset: the configuration of a hub dataset.
-        split: the split of a dataset.
+        subset: the configuration name of a dataset on the hub.
+        split: name of the dataset's split.
 
     Raises:
-        ValueError: there is no source of this name, or it has nothing that can be read.
+        ValueError: `spec` names no source, or a source that contains nothing readable.
         ImportError: `datasets` is needed and not installed.
     """
     if spec == STDLIB:
@@ -117,13 +117,13 @@ def open_source(spec: str, *, text_field: str = "text", subset: str | None = Non
     subset = subset if subset is not None else default_subset
     datasets = require("datasets", "data")
     if spec == "slimpajama":
-        # its files are compressed with Zstandard, which datasets does not install
+        # this dataset's files are compressed with Zstandard, which datasets does not install
         require("zstandard", "data")
     try:
-        # datasets runs no code of a repository since version 4
+        # safe, because datasets from version 4 on runs no code of a repository
         dataset = datasets.load_dataset(name, subset, split=split, streaming=True)
     except Exception as error:
-        # the hub's client raises many kinds of errors for an unknown name, a missing network, a wrong subset or split
+        # the hub's client raises many types of errors for an unknown name, subset or split, or a missing network
         known = f"none of {', '.join([STDLIB, *HUB_ALIASES])}"
         tried = f"stands for {name}, which" if spec in HUB_ALIASES else f"is no file or folder here, {known}, and"
         raise ValueError(f"source {spec!r} {tried} could not be opened on the hub: {_first_line(error)}") from error
@@ -156,7 +156,7 @@ def _datasets_source(dataset: Any, text_field: str, description: dict[str, Any])
                 yield _text_of(row, text_field, f"row {index}")
                 index += 1
         except (ValueError, TypeError, KeyError) as error:
-            # the errors that Arrow and the hub's formats raise for damaged data
+            # Arrow and the hub's file formats raise these errors for damaged data
             raise ValueError(f"{name} cannot be read from row {index} on: {_first_line(error)}") from error
 
     total = len(dataset) if hasattr(dataset, "__len__") else None
@@ -171,7 +171,7 @@ def _text_of(row: Any, text_field: str, where: str) -> str | BadRow:
     if not isinstance(text, str):
         got = "null" if text is None else type(text).__name__
         return BadRow(f"{where}: field {text_field!r} must be text, got {got}")
-    # a JSON escape may encode one half of a surrogate pair without the other
+    # a JSON escape may encode half of a surrogate pair
     if not text.isascii() and (half := _SURROGATE.search(text)) is not None:
         return BadRow(f"{where}: field {text_field!r} holds half a character at position {half.start()}")
     return text
@@ -186,7 +186,7 @@ def _kind_of(file: Path) -> str | None:
 
 
 def _files_source(path: Path, text_field: str) -> Source:
-    """Open a file, or all files of a folder that have a known kind, in the order of their paths, as one source."""
+    """Return one source of all files of a known kind in `path`, a file or a folder, in the order of their paths."""
     if path.is_file():
         if path.suffix.lower() in _NO_TEXT:
             raise ValueError(f"{path} is no running text, JSONL or parquet; expected one that ends in {_READABLE}")
@@ -235,7 +235,7 @@ def _jsonl_rows(file: Path, text_field: str) -> Iterator[str | BadRow]:
             for number, line in enumerate(lines, start=1):
                 if not line.isspace():
                     row = _json_row(line, text_field, f"{file}, line {number}")
-                    # a long line is released before its text is used
+                    # release the memory of a long line before its text is used
                     line = b""
                     yield row
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -254,7 +254,7 @@ def _json_row(line: bytes, text_field: str, where: str) -> str | BadRow:
 def _parquet_rows(
     parquet: Any, file: Path, text_field: str, skip: int
 ) -> Generator[str | LongText | BadRow, None, int]:
-    """Yield the rows of a parquet file after the first `skip`; return how many rows are to skip in the next file.
+    """Yield the rows of a parquet file after the first `skip`; return how many are left to skip in the next file.
 
     A file that cannot be opened counts as one bad row.
     """

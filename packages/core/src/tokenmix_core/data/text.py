@@ -1,4 +1,4 @@
-"""Documents of a corpus: the file that each comes from, its split, and the reading of long ones in parts."""
+"""Documents of a corpus: the kind of file that each is from, its split, and how long documents are read in parts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-# characters of a part, and how far before its end a boundary is looked for
+# number of characters in a part, and how far before its end a boundary is searched
 PART_CHARS, LOOK_BACK = 2**20, 2**16
 _BLOCK_BYTES = 2**20
 
 
 class BadRow(ValueError):
-    """A row of a source that holds no text; the message names the row and the reason. Sources yield it like a row."""
+    """A row of a source without text; the message names the row and the reason. Sources yield it like a row."""
 
 
 class FileText(str):
@@ -32,10 +32,10 @@ class FileText(str):
 
 
 class SplitText(str):
-    """A document whose split its source decides.
+    """A document whose split has been decided by its source.
 
     Attributes:
-        held_out: whether it is held out.
+        held_out: whether the document is held out.
     """
 
     held_out: bool
@@ -47,7 +47,7 @@ class SplitText(str):
 
 
 class LongText:
-    """A text file that is read in parts, as it may exceed the memory; `str` reads it whole.
+    """A text file that is read in parts, because it may exceed the memory; `str` returns all its text.
 
     Args:
         path: the file.
@@ -70,7 +70,7 @@ class LongText:
     def _decoded(self, digest: hashlib._Hash | None = None) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")()
         first = 0
-        # as bytes: reading text would take \r\n for \n
+        # opened as bytes, because reading text would turn \r\n into \n
         with open(self.path, "rb") as file:
             while True:
                 block = file.read(_BLOCK_BYTES)
@@ -88,11 +88,11 @@ class LongText:
                 first += len(block)
 
     def parts(self) -> Iterator[str]:
-        """The text in parts."""
+        """Yield the text in parts."""
         waiting = ""
         for text in self._decoded():
             waiting += text
-            # one more character shows whether a space ends a word
+            # the one character more shows whether a space ends a word
             while len(waiting) > PART_CHARS:
                 end = part_end(waiting, 0)
                 yield waiting[:end]
@@ -105,15 +105,15 @@ class LongText:
 
 
 def not_utf8(path: Path, position: int) -> BadRow:
-    """Return the error of a file that is not UTF-8 text."""
+    """Return the error for a file that is not UTF-8 text."""
     return BadRow(f"{path} is not UTF-8 text: byte {position} cannot be decoded")
 
 
 def part_end(text: str, start: int) -> int:
-    """Return the index at which the part of a text that begins at `start` ends.
+    """Return the index at which the part of `text` that begins at `start` should end.
 
-    The end is before a single space between two words, if there is one: tokenizers split there too, so the parts have
-    the tokens of the whole text. Otherwise the end is after a line, or else anywhere.
+    It ends before a single space between two words, if there is one: tokenizers also split there, so that the parts
+    have the same tokens as the whole text. Otherwise it ends after a line, or if there is no line end, anywhere.
     """
     end = start + PART_CHARS
     if end >= len(text):
@@ -127,7 +127,7 @@ def part_end(text: str, start: int) -> int:
 
 
 def parts_of(text: str | LongText) -> Iterator[str]:
-    """The parts of a document, each of at most `PART_CHARS` characters; none of an empty one."""
+    """Yield the parts of a document, each of at most `PART_CHARS` characters; nothing for an empty document."""
     if isinstance(text, LongText):
         yield from text.parts()
         return
@@ -139,7 +139,7 @@ def parts_of(text: str | LongText) -> Iterator[str]:
 
 
 def sha256_of(text: str | LongText) -> bytes:
-    """Return the sha256 of a document's UTF-8 text."""
+    """Return the sha256 of a document's text in UTF-8."""
     if isinstance(text, LongText):
         return text.digest
     digest = hashlib.sha256()

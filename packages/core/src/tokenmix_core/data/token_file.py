@@ -1,4 +1,4 @@
-"""A corpus as one memory-mapped file of tokens; `token_writer` writes it.
+"""A corpus as one memory-mapped file of tokens; the module `token_writer` writes it.
 
 A token file is a folder with
 
@@ -27,13 +27,13 @@ from tokenmix_core._utils.validation import check_fields
 FORMAT = "tokenmix-tokens-1"
 TOKENS, DOCUMENTS, META = "tokens.bin", "documents.npy", "meta.json"
 _STAMP = ".verified"
-# dtypes of the tokens for vocabularies up to 65,536 tokens, and for larger ones
+# dtype of the tokens for vocabularies of up to 65,536 tokens, and for larger ones
 _DTYPES = ("<u2", "<u4")
 
 
 @dataclass(frozen=True)
 class TokenFileMeta:
-    """The fields of `meta.json`; the held-out documents are the last ones of the file."""
+    """The fields of `meta.json`; held-out documents are the last ones in the file."""
 
     format: str
     dtype: str
@@ -69,17 +69,17 @@ class TokenFile:
     Args:
         path: the token file's folder.
         split: "train", "held_out", or "all" for both.
-        fingerprint: the fingerprint of the tokenizer that the reader expects; None takes any.
-        verify: compare the sha256 of both files with those in the meta, unless they were compared since the last
-            change.
+        fingerprint: fingerprint of the reader's tokenizer, which must be the file's; None accepts any tokenizer.
+        verify: whether to compare the sha256 of both files with those in the meta; this is skipped if they were
+            compared after their last change.
 
     Attributes:
         tokens: the tokens of the split, `[tokens]`, memory-mapped.
-        documents: where each document of the split begins in `tokens`, and the end of the last, `[N + 1]`.
+        documents: start of each document of the split in `tokens`, then the end of the last document, `[N + 1]`.
         meta: the content of `meta.json`.
 
     Raises:
-        ValueError: the folder is no token file, is damaged or truncated, or was made with another tokenizer.
+        ValueError: the folder is no token file, is damaged or truncated, or was made by another tokenizer.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class TokenFile:
 
     @property
     def fingerprint(self) -> str:
-        """A string that identifies the tokens, the documents' offsets and the number of held-out documents."""
+        """A string that identifies the tokens, the documents' starts and the number of held-out documents."""
         tokens, documents = self.meta.sha256[TOKENS], self.meta.sha256[DOCUMENTS]
         return f"{tokens} documents {documents} held out {self.meta.held_out_documents}"
 
@@ -123,11 +123,11 @@ class TokenFile:
         return len(self.documents) - 1
 
     def document(self, index: int) -> np.ndarray:
-        """The tokens of one document, its end token included."""
+        """Return the tokens of one document, including its end token."""
         return self.read(int(self.documents[index]), int(self.documents[index + 1]))
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return tokens from the file itself, not from `tokens`: a memory map of a file that shrinks ends the process.
+        """Return the tokens `start` to `stop` from the file itself: a memory map of a shrunk file ends the process.
 
         Raises:
             ValueError: the file was truncated after it was opened.
@@ -140,7 +140,7 @@ class TokenFile:
         return found
 
     def boundaries(self, start: int, stop: int) -> np.ndarray:
-        """Return the offsets from `start` of the documents that begin after `start` and before `stop`."""
+        """Return, relative to `start`, where documents begin that begin after `start` and before `stop`."""
         first, last = np.searchsorted(self.documents, (start + 1, stop))
         return self.documents[first:last] - start
 
@@ -201,23 +201,23 @@ def _verify(path: Path, meta: TokenFileMeta) -> None:
     for name, expected in meta.sha256.items():
         if (got := file_sha256(path / name)) != expected:
             raise ValueError(f"{path / name} is damaged: its sha256 is {got[:12]}…, {META} says {expected[:12]}…")
-    # a read-only folder is checked again next time
+    # in a read-only folder the result cannot be stored, so that the next reader checks again
     with contextlib.suppress(OSError):
         write_atomically(path / _STAMP, json.dumps(stamp))
 
 
 def file_sha256(path: str | Path) -> str:
-    """The sha256 of a file's content, in hex."""
+    """Return the sha256 of a file's content as a hexadecimal string."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def map_tokens(path: Path, dtype: np.dtype) -> np.ndarray:
-    """Map the tokens of a file into memory, read-only."""
+    """Return the tokens of a file as a read-only memory map."""
     # an empty file cannot be mapped
     return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the dtype of tokens in a file."""
+    """Return the dtype of tokens in a file for a vocabulary of this size."""
     return np.dtype(_DTYPES[vocab_size > 2**16])

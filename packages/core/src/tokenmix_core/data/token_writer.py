@@ -1,4 +1,4 @@
-"""Write a token file so that a killed writer can continue."""
+"""Write a token file in steps, so that after a kill another writer can continue."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from tokenmix_core.data.token_file import (
 P = ParamSpec("P")
 T = TypeVar("T")
 _SPLITS = ("train", "held_out")
-# the number of tokens above which a single held-out document is split, and the least number held out from its end
+# a single document with more tokens is split; and the least number of tokens that are then held out, from its end
 _LARGE_DOCUMENT, _LEAST_HELD_OUT = 2**18, 2**14
 
 
 def _least(tokens: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Mark the documents between `edges` `[N, 2]` whose hash is the least; mark none if all documents are equal."""
+    """Return a mask of the documents between `edges` `[N, 2]` with the smallest hash; all False if all are equal."""
     hashes = [hashlib.sha256(tokens[start:stop].tobytes()).digest() for start, stop in edges]
     least = min(hashes)
     chosen = np.array([each == least for each in hashes])
@@ -47,20 +47,20 @@ def _least(tokens: np.ndarray, edges: np.ndarray) -> np.ndarray:
 def _hold_out_one(
     tokens: np.ndarray, lengths: np.ndarray, share: float, eos_token_id: int
 ) -> tuple[dict[str, list[np.ndarray]], dict[str, np.ndarray]]:
-    """Hold out one document, or the last tokens of a large one; return the tokens and the lengths of both splits."""
+    """Hold out one document, or the last tokens of a large one; return tokens and lengths of both splits."""
     ends = np.cumsum(lengths)
     edges = np.stack([ends - lengths, ends], 1)
     moved = np.array([True]) if len(lengths) == 1 else _least(tokens, edges)
     large = moved.sum() == 1 and lengths[moved][0] > max(_LARGE_DOCUMENT, share * len(tokens))
     if len(lengths) == 1 and not large:
         moved[:] = False
-    # alternately tokens that stay and tokens that are moved
+    # `cut` alternates between tokens that stay and tokens that are moved
     cut = np.split(tokens, edges[moved].ravel())
     stay, go, left, gone = cut[0::2], cut[1::2], lengths[~moved], lengths[moved]
     if large:
         (document,), index = go, int(np.flatnonzero(moved)[0])
         at = len(document) - max(_LEAST_HELD_OUT, int(share * len(tokens)))
-        # both parts become documents, so that the first also needs an end token
+        # both parts become documents, so that the first part also needs an end token
         stay[1:1] = [document[:at], np.array([eos_token_id], tokens.dtype)]
         go, gone = [document[at:]], np.array([len(document) - at])
         left = np.insert(left, index, at + 1)
@@ -68,7 +68,7 @@ def _hold_out_one(
 
 
 def _told(method: Callable[Concatenate[TokenFileWriter, P], T]) -> Callable[Concatenate[TokenFileWriter, P], T]:
-    """Decorate a method: report its write errors in one sentence, with the folder and its free space."""
+    """Decorate a method so that an error of writing is reported in one sentence, with the folder and its free space."""
 
     @functools.wraps(method)
     def call(self: TokenFileWriter, *args: P.args, **options: P.kwargs) -> T:
@@ -79,19 +79,19 @@ def _told(method: Callable[Concatenate[TokenFileWriter, P], T]) -> Callable[Conc
 
 
 class TokenFileWriter:
-    """Write a token file into `<path>.partial`, which is renamed to `path` when it is complete.
+    """Writes a token file into the folder `<path>.partial`, which is renamed to `path` when it is complete.
 
-    `commit` makes the documents appended so far durable; a writer opened again with the same settings continues after
+    `commit` writes the documents appended so far safely to disk; another writer with the same settings continues after
     the last commit. Then `consumed` is the number of the source's rows before that commit, `skipped` the number of bad
-    rows among them, and `kinds` the documents of each kind of file, which the caller has counted.
+    rows among them, and `kinds` the number of documents of each kind of file, which the caller counts.
 
     Args:
         path: the folder to make.
-        settings: everything that the tokens depend on; a partial file with other settings is refused.
-        vocab_size: decides between uint16 and uint32.
+        settings: all settings on which the tokens depend; a partial file with other settings is refused.
+        vocab_size: size of the vocabulary, which decides between uint16 and uint32.
 
     Raises:
-        ValueError: `path` exists, a partial file with other settings exists, or another process is writing it.
+        ValueError: `path` exists, a partial file with other settings exists, or another process is writing the file.
     """
 
     _PARTS = ("train.tokens", "train.lengths", "held_out.tokens", "held_out.lengths")
@@ -143,20 +143,20 @@ class TokenFileWriter:
         return sizes
 
     def append(self, documents: Sequence[Sequence[int]], held_out: Sequence[bool]) -> None:
-        """Append documents, each with its end token; `held_out` tells for each document whether it is held out."""
+        """Append documents and their end tokens; `held_out` has one value for each document."""
         for document, held in zip(documents, held_out, strict=True):
             self.add(np.asarray(document), held_out=held)
             self.end_document(held_out=held)
 
     @_told
     def add(self, tokens: np.ndarray, *, held_out: bool) -> None:
-        """Append tokens to the current document, which is held out if `held_out`."""
+        """Append tokens to the current document; `held_out` must have the same value until the document ends."""
         self._files[f"{_SPLITS[held_out]}.tokens"].write(tokens.astype(self.dtype, copy=False).tobytes())
         self._length += len(tokens)
 
     @_told
     def end_document(self, *, held_out: bool) -> None:
-        """End the current document."""
+        """End the current document, which `add` has written."""
         self._files[f"{_SPLITS[held_out]}.lengths"].write(self._length.to_bytes(8, "little"))
         self._sizes[f"{_SPLITS[held_out]}.tokens"] += self._length * self.dtype.itemsize
         self._sizes[f"{_SPLITS[held_out]}.lengths"] += 8
@@ -165,12 +165,12 @@ class TokenFileWriter:
 
     @_told
     def commit(self, consumed: int, skipped: int = 0) -> None:
-        """Flush the appended documents to disk, with the number `consumed` of source rows that they were made from."""
+        """Flush the appended documents to disk, with `consumed`, the number of source rows they are made from."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
         self.consumed, self.skipped = consumed, skipped
-        # `_sizes` leaves out a document that has no end yet
+        # `_sizes` does not count a document that has no end yet
         progress = {"settings": self.settings, "consumed": consumed, "skipped": skipped, "sizes": self._sizes}
         progress["kinds"] = dict(self.kinds)
         write_atomically(self.partial / "progress.json", json.dumps(progress))
@@ -185,17 +185,18 @@ class TokenFileWriter:
         source: Mapping[str, Any],
         hold_out: float = 0.0,
     ) -> TokenFileMeta:
-        """Join the two splits, write offsets and meta, and give the folder its name.
+        """Join the two splits, write offsets and meta, and rename the folder to its final name.
 
-        If `hold_out` is not 0 but no document was held out, hold out the document with the least hash and those equal
-        to it, unless all documents are equal. If that is one large document, hold out only its last tokens.
+        If `hold_out` is not 0 but no document was held out, then hold out the document with the smallest hash, and
+        documents equal to it, unless all documents are equal. If that document is the only one and large, hold out only
+        its last tokens.
         """
         self._close_files()
         lengths = {s: np.fromfile(self.partial / f"{s}.lengths", "<i8") for s in _SPLITS}
         parts = {split: [map_tokens(self.partial / f"{split}.tokens", self.dtype)] for split in lengths}
         if hold_out and len(lengths["train"]) and not len(lengths["held_out"]):
             parts, lengths = _hold_out_one(parts["train"][0], lengths["train"], hold_out, eos_token_id)
-        # in a folder of its own, so that a process killed from here on leaves what commit() wrote
+        # written to another folder, so that a process killed from here on leaves the committed files unchanged
         whole = self.partial / "whole"
         remove(whole)
         whole.mkdir()
@@ -221,7 +222,7 @@ class TokenFileWriter:
         write_atomically(whole / META, json.dumps(asdict(meta), indent=2) + "\n")
         sync_tree(whole)
         os.rename(whole, self.path)
-        # remove the partial files only after the whole file is on the disk
+        # remove the partial files only when the whole file is safely on disk
         sync(self.path.parent)
         shutil.rmtree(self.partial)
         self._lock.release()
@@ -232,12 +233,12 @@ class TokenFileWriter:
             file.close()
 
     def close(self) -> None:
-        """Close the open files; the next writer continues after the last commit."""
+        """Close the open files; another writer can continue after the last commit."""
         self._close_files()
         self._lock.release()
 
     def discard(self) -> None:
-        """Remove all that was written."""
+        """Remove all files that were written."""
         self._close_files()
         shutil.rmtree(self.partial, ignore_errors=True)
         self._lock.release()

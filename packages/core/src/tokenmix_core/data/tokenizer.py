@@ -1,4 +1,4 @@
-"""Tokenizers by name, the built-in byte tokenizer, and the fingerprint that ties a token file to its tokenizer."""
+"""Tokenizers by name, the built-in byte tokenizer, and a fingerprint by which a token file knows its tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 BYTES = "bytes"
 BYTE_SPECIALS = {"pad_token": "<|pad|>", "bos_token": "<|begin|>", "eos_token": "<|end|>"}
-# a text that tokenizers split differently: case, digits, white space, accents, scripts, symbols, line ends
+# a text that tokenizers split differently: it has case, digits, white space, accents, scripts, symbols, line ends
 PROBE = (
     "The quick brown Fox, 12345 and 3.14e-5;\n\tdef f(x):\r\n        return x  # naïve café Ωμέγα 漢字 😀 "
     "don't can't we'll http://a.b/c?d=e&f=%20 <tag attr='1'/> {}[]()\\|~`^$ AAAAAAAA        end"
@@ -22,10 +22,10 @@ PROBE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the built-in tokenizer: token b < 256 is byte b of the UTF-8 text; 256 is padding, 257 bos, 258 eos.
+    """Return the built-in tokenizer: token b < 256 is byte b of the UTF-8 text, 256 is padding, 257 bos, 258 eos.
 
-    Decoding the tokens of a text returns the text unchanged. It is an ordinary fast tokenizer of transformers, so it is
-    saved with a model and loaded by `AutoTokenizer`.
+    Decoding the tokens of a text returns the text unchanged. It is a fast tokenizer of transformers, so it can be saved
+    with a model and loaded by `AutoTokenizer`.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -41,14 +41,14 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _printable_bytes() -> list[str]:
-    """Return byte-level BPE's character for each byte: the byte itself if printable, else one from U+0100 on."""
+    """Return the character of byte-level BPE for each byte: the byte's own if printable, else one from U+0100 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer: the built-in one for "bytes", else the one of this name on the hub or in this folder.
+    """Return a tokenizer: the built-in one for "bytes", else the one with this name on the hub or in this folder.
 
     Raises:
         ValueError: there is no tokenizer of this name, or it has no token that ends a document.
@@ -62,7 +62,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     except ImportError:
         raise
     except Exception as error:
-        # the library raises plain exceptions for a damaged file
+        # the library raises errors of class Exception for a damaged file
         reason = str(error).strip().splitlines()
         raise ValueError(
             f"tokenizer {name!r} could not be loaded ({reason[0] if reason else type(error).__name__}); "
@@ -89,9 +89,9 @@ def encode_texts(
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return a sha256 of a tokenizer's vocabulary, its special tokens and its tokens of a probe text.
+    """Return a sha256 of a tokenizer's vocabulary, its special tokens, and its tokens for a probe text.
 
-    Tokenizers with equal fingerprints give equal tokens, whatever library version or folder they come from.
+    Tokenizers with equal fingerprints produce equal tokens, whatever their library version or folder.
     """
     content = {
         "vocabulary": sorted(tokenizer.get_vocab().items()),

@@ -1,4 +1,4 @@
-"""Third-party interfaces: call signatures, transformers' models on our kernels, checkpoint layouts."""
+"""Interfaces to other libraries: their call signatures and checkpoint layouts, transformers' models on our kernels."""
 
 from typing import TYPE_CHECKING
 

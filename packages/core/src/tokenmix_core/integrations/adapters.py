@@ -1,7 +1,7 @@
-"""Our operations under the names and with the arguments of the functions that transformers' hybrid layers call.
+"""Our operations with the names and arguments of the functions that transformers' hybrid layers call.
 
-The originals are in each family's `modeling_*.py`, under the same names. Unknown keyword arguments are ignored, as in
-transformers; those with boundaries of packed documents are used.
+The originals are in each family's `modeling_*.py`, under the same names. As in transformers, unknown keyword arguments
+are ignored, except the boundaries of packed documents, which are used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def causal_conv1d_fn(
     impl: Impl | None = None,
     **call: Any,
 ) -> Float[Tensor, "B D T"]:
-    """Convolve whole sequences; a layer with a state passes W more tokens: the state's inputs, before its own."""
+    """Convolve whole sequences.
+
+    A layer with a state prepends the state's W inputs to its own, so that T includes them.
+    """
     x = hidden_states.transpose(1, 2)
     rows, cu_seqlens = _packed(x, call)
     y = ops.short_conv(
@@ -54,7 +57,7 @@ def causal_conv1d_update(
     impl: Impl | None = None,
     **call: Any,
 ) -> Float[Tensor, "B D 1"]:
-    """Convolve one token and update `conv_state`, the last S ≥ W − 1 inputs."""
+    """Convolve one token of each sequence; update `conv_state`, which holds the last S ≥ W − 1 inputs."""
     x = hidden_states.transpose(1, 2)
     before = conv_state[..., 1 - weight.shape[1] :]
     y = ops.short_conv(
@@ -79,7 +82,7 @@ def chunk_gated_delta_rule(
     impl: Impl | None = None,
     **call: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply the gated delta rule to whole sequences; return outputs and final states."""
+    """Apply the gated delta rule to whole sequences; return the outputs and the final states (or None)."""
     shape = value.shape
     query, cu_seqlens = _packed(query, call, cu_seqlens)
     key, value, g, beta = (x.reshape(*query.shape[:2], *x.shape[2:]) for x in (key, value, g, beta))
@@ -104,7 +107,7 @@ def recurrent_gated_delta_rule(
     impl: Impl | None = None,
     **call: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply the gated delta rule token by token; one token without gradients overwrites the layer's state."""
+    """Apply the gated delta rule token by token; for one token without gradients, overwrite the layer's state."""
     if (
         initial_state is not None
         and query.shape[1] == 1
@@ -143,9 +146,9 @@ def mamba_chunk_scan(
     impl: Impl | None = None,
     **call: Any,
 ) -> Any:
-    """Apply SSD to whole sequences; return outputs, and with `return_final_states` the final states.
+    """Apply SSD to whole sequences; return the outputs and, with `return_final_states`, the final states.
 
-    States are `[B, HV, P, N]`, transposed views of our layout, so that a step can overwrite them.
+    States are `[B, HV, P, N]`: transposed views of the operation's states, so that a decoding step can overwrite them.
     """
     shape = hidden_states.shape
     C, cu_seqlens = _packed(C, call)
@@ -159,7 +162,7 @@ def mamba_chunk_scan(
         ops.chunk_ssd, C.to(x.dtype), B.to(x.dtype), x, dt * at_least_float32(A), dt=dt, D=D,
         initial_state=None if before is None else before.mT, cu_seqlens=cu_seqlens, impl=impl,
     )  # fmt: skip
-    # layers call .view on the outputs
+    # the layers that call this function call .view on the outputs, which must therefore be contiguous
     y = y.reshape(shape).contiguous()
     y = y if z is None else y * F.silu(z)
     return (y, final.mT) if return_final_states else y
@@ -180,7 +183,7 @@ def selective_state_update(
     impl: Impl | None = None,
     **call: Any,
 ) -> Float[Tensor, "B HV P"]:
-    """Apply SSD to one token and update `state`; dt, A, D and dt_bias must be constant within a head."""
+    """Apply SSD to one token and update `state`; within a head, dt, A, D and dt_bias must be constant."""
     for name, per_head, axes in (("dt", dt, 1), ("A", A, 2), ("D", D, 1), ("dt_bias", dt_bias, 1)):
         if per_head is not None and any(per_head.stride(-i) and per_head.shape[-i] > 1 for i in range(1, axes + 1)):
             raise ValueError(f"selective_state_update: {name} must be one value per head, expanded, as in Mamba-2")
@@ -201,7 +204,7 @@ def selective_state_update(
 
 
 def mamba_split_conv1d_scan_combined(*args: Any, **kwargs: Any) -> None:
-    """Return None, which makes a layer call convolution and scan separately."""
+    """Return None, so that a layer calls convolution and scan separately."""
 
 
 def gated_norm(
@@ -211,7 +214,7 @@ def gated_norm(
     *,
     impl: Impl | None = None,
 ) -> Tensor:
-    """The forward of norms that gate after normalising, by SiLU or, in Qwen4-Exp, optionally by a sigmoid."""
+    """Forward of norms that gate after normalising: by SiLU or, in Qwen4-Exp, optionally by a sigmoid."""
     module: Any = self
     eps, impl = module.variance_epsilon, unless_gluon(impl)
     if getattr(module, "activation", "silu") == "sigmoid":
@@ -227,9 +230,9 @@ def norm_of_gated(
     *,
     impl: Impl | None = None,
 ) -> Tensor:
-    """The forward of Mamba-2's norms: gate, then normalise all channels or groups; `[*, D]` in the weight's dtype.
+    """Forward of Mamba-2's norms: gate, then normalise all channels or groups of them. Returns the weight's dtype.
 
-    Falcon-H1's norm may gate after normalising, and returns the input's dtype.
+    In Falcon-H1, whose norm may gate after normalising, the result has the input's dtype.
     """
     module: Any = self
     falcon = type(module).__name__ == "FalconH1RMSNormGated"
@@ -245,7 +248,7 @@ def norm_of_gated(
 def _packed(
     x: Float[Tensor, "B T ..."], call: dict[str, Any], cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Int[Tensor, "N_plus_1"] | None]:
-    """Return x as one row and its boundaries if the call has packed documents, else x and None."""
+    """If the call has packed documents, return x as one row and their boundaries; else return x and None."""
     if cu_seqlens is None:
         cu_seqlens = call.get("cu_seq_lens_q")
     if cu_seqlens is not None:
@@ -256,7 +259,7 @@ def _packed(
 
 
 class _Last:
-    """Cache of the boundaries of the last `seq_idx`, so that only a call's first layer synchronises to compute them."""
+    """Remembers the boundaries of the last `seq_idx`, so that only the first layer of a call waits for the device."""
 
     def __init__(self) -> None:
         self.index, self.version, self.cu_seqlens = None, -1, None
@@ -293,7 +296,7 @@ def _fused(activation: str | None) -> Any:
 
 
 def _activated(x: Tensor, activation: str | None) -> Tensor:
-    """Apply an activation that the convolution does not support."""
+    """Apply an activation that the convolution operation itself does not support."""
     if activation is None or activation in _SILU:
         return x
     from transformers.activations import ACT2FN
@@ -301,7 +304,7 @@ def _activated(x: Tensor, activation: str | None) -> Tensor:
     return ACT2FN[activation](x)
 
 
-# under the names that layers call
+# the functions of this module, by the names under which layers call them
 FUNCTIONS = {
     "causal_conv1d_fn": causal_conv1d_fn,
     "causal_conv1d_update": causal_conv1d_update,

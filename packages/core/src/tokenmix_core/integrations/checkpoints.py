@@ -1,7 +1,7 @@
-"""Conversion of other libraries' model folders to ours and back: the code that all layouts share.
+"""Conversion of other libraries' model folders to ours and back: the code that all layouts use.
 
-A layout converts another library's `config.json` to a configuration of ours and maps the names of weights. This module
-reads the weights, checks that each is present, has the right shape and is finite, and that none is left over.
+A layout converts another library's `config.json` to a configuration of ours, and maps the names of weights. This module
+reads the weights, and checks that each is present, finite and of the right shape, and that the folder has no others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tokenmix_core.nn.rotary import RotaryEmbedding, rope_frequencies
 CONFIG = "config.json"
 DTYPES = ("float32", "bfloat16", "float16")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# maps our names of weights to the other library's; None if it lacks the weight, which is then zero
+# maps our name of each weight to the other library's name; None if that library lacks the weight, which is then zero
 Names = dict[str, str | None]
 
 
@@ -36,13 +36,13 @@ class Layout:
     """Another library's format of configuration and weights.
 
     Attributes:
-        what: the layout's name in messages.
+        what: name of the layout in messages.
         fits: returns whether a configuration has this layout.
-        read: converts their configuration to ours; returns it and the names of weights.
-        write: converts our configuration to theirs; returns it and the names of weights. None if this layout cannot be
-            written.
-        ignored: suffixes of names in their files that are not weights of the model.
-        reordered: takes our name of a weight and the weight; returns it with rows in our order; used for reading.
+        read: converts the other library's configuration to ours; returns it and the names of weights.
+        write: converts our configuration to the other library's; returns it and the names of weights. None if the
+            layout can only be read.
+        ignored: suffixes of the names of tensors in the other library's files that are not weights of the model.
+        reordered: used when reading: takes our name of a weight and the weight; returns it with its rows in our order.
     """
 
     what: str
@@ -54,31 +54,31 @@ class Layout:
 
 
 class Fields:
-    """Another library's configuration, with checks that our models support its values."""
+    """A configuration of another library, with methods that check whether our models support its values."""
 
     def __init__(self, source: Path, values: Mapping[str, Any]) -> None:
         self.source, self.values = source, values
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """Return the value of the first of these names that the configuration has, else the default."""
+        """Return the value of the first of `names` that the configuration has; if it has none, return `default`."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), default)
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """Return a positive integer."""
+        """Return the value of the first of `names`, which must be a positive integer."""
         value = self.get(*names, default=default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.refused(f"{names[0]} must be a positive number, got {value!r}")
         return value
 
     def only(self, name: str, *known: Any, why: str) -> None:
-        """Raise unless the value is one of `known`, which our models support; an absent value stands for the first."""
+        """Raise unless the value of `name` is in `known`, the supported values; an absent one stands for the first."""
         value = self.values.get(name, known[0])
         value = tuple(value) if isinstance(value, list) else value
         if value not in known:
             raise self.refused(f"{name}={value!r} cannot be converted: {why}")
 
     def refused(self, text: str) -> ValueError:
-        """Return an error with the reason why a folder is not converted."""
+        """Return an error whose message says why the folder is not converted."""
         return ValueError(f"{self.source}: {text}")
 
 
@@ -86,7 +86,7 @@ def read_fields(source: Path) -> Fields:
     """Read the configuration of a folder.
 
     Raises:
-        ValueError: it is missing or damaged.
+        ValueError: the configuration is missing or damaged.
     """
     path = source / CONFIG
     if not path.is_file():
@@ -102,15 +102,15 @@ def read_fields(source: Path) -> Fields:
 
 
 def _decode_float(value: dict[str, Any]) -> Any:
-    """Decode transformers' JSON form of infinities."""
+    """Convert transformers' JSON form of an infinite number to a float."""
     return float(value["__float__"]) if set(value) == {"__float__"} else value
 
 
 def read_weights(source: Path) -> dict[str, Tensor]:
-    """Read all tensors of a folder from `model.safetensors` or `pytorch_model.bin`, whole or in numbered parts.
+    """Read all tensors of a folder from `model.safetensors` or `pytorch_model.bin`, a single file or numbered parts.
 
     Raises:
-        ValueError: there are none, or a part is missing, damaged or truncated.
+        ValueError: there is no such file, or one is missing, damaged or truncated.
     """
     for name, load in (("model.safetensors", load_file), ("pytorch_model.bin", _load_pickled)):
         index = source / f"{name}{INDEX}"
@@ -126,7 +126,7 @@ def read_weights(source: Path) -> dict[str, Tensor]:
             try:
                 tensors |= load(path)
             except Exception as error:
-                # the unpickler of a damaged file raises any error
+                # unpickling a damaged file can raise any error
                 raise ValueError(f"{path} cannot be read, it is damaged or cut short ({error})") from error
         if lost := sorted(set(files) - set(tensors) - {""}):
             raise ValueError(f"{source}: {len(lost)} weights of {index.name} are in no part ({some(lost)})")
@@ -138,7 +138,7 @@ def layout_of(fields: Fields, layouts: Sequence[Layout]) -> Layout:
     """Return the layout of a folder.
 
     Raises:
-        ValueError: it has none of these layouts.
+        ValueError: the configuration has none of the given layouts.
     """
     found = next((layout for layout in layouts if layout.fits(fields)), None)
     if found is None:
@@ -164,8 +164,8 @@ def load_third_party(source: Path, layouts: Sequence[Layout], dtype: str = "auto
 
     Args:
         source: the folder.
-        layouts: the layouts to try.
-        dtype: "auto" for the dtype of the folder's embedding, or one of `DTYPES`; decay rates stay float32.
+        layouts: the layouts that the folder may have.
+        dtype: "auto" for the dtype of the folder's embedding, or a name in `DTYPES`; decay rates stay float32.
 
     Raises:
         ValueError: an unknown layout, a field that our models do not support, or weights that are damaged, missing,
@@ -180,7 +180,7 @@ def load_third_party(source: Path, layouts: Sequence[Layout], dtype: str = "auto
     config, names = layout.read(fields)
     weights = {n: x for n, x in read_weights(source).items() if not n.endswith(layout.ignored or ("\0",))}
     with torch.device("meta"):
-        # the class of models that belongs to the configuration
+        # the class of models that is registered for the configuration
         model: Any = trust.from_config(AutoModelForCausalLM, config)
     state = _ours(source, layout, names, weights, dict(model.state_dict()), tied=config.tie_word_embeddings)
     wide: set[str] = model.model._keep_in_fp32_modules_strict or set()  # pyright: ignore[reportAssignmentType]
@@ -193,7 +193,7 @@ def load_third_party(source: Path, layouts: Sequence[Layout], dtype: str = "auto
     model.tie_weights()
     for table in model.modules():
         if isinstance(table, RotaryEmbedding):
-            # buffers that checkpoints do not contain
+            # checkpoints do not contain these buffers
             table.inv_freq = rope_frequencies(*table.args)[0]
     if bad := not_finite(model):
         raise ValueError(f"{source}: weights are not finite: NaN or infinity in {len(bad)} tensors ({some(bad)})")
@@ -203,7 +203,7 @@ def load_third_party(source: Path, layouts: Sequence[Layout], dtype: str = "auto
 def _ours(
     source: Path, layout: Layout, names: Names, weights: dict[str, Tensor], wanted: dict[str, Tensor], *, tied: bool
 ) -> dict[str, Tensor]:
-    """Map the folder's weights to our names and shapes."""
+    """Return the folder's weights under our names and in our shapes."""
     if tied:
         head = weights.pop(names.pop("lm_head.weight") or "", None)
         embedding = weights.get(names["model.embed_tokens.weight"] or "")
@@ -220,7 +220,7 @@ def _ours(
             found[ours] = torch.zeros(shape)
         elif theirs in weights:
             x = weights[theirs]
-            # a convolution's weight may have an extra dimension of size 1
+            # accept a convolution's weight with an extra dimension of size 1
             if [n for n in x.shape if n > 1] != [n for n in shape if n > 1]:
                 problems.setdefault("misshapen", []).append(f"{theirs} {list(x.shape)} for {list(shape)}")
             else:
@@ -236,10 +236,10 @@ def convert_folder(source: Path, out: Path, layouts: Sequence[Layout], *, dtype:
     Args:
         source: the folder to read.
         out: the folder to create.
-        layouts, dtype: as for `load_third_party`.
+        layouts, dtype: the same as for `load_third_party`.
 
     Raises:
-        ValueError: as for `load_third_party`, or `out` is not empty.
+        ValueError: the reasons given at `load_third_party`, or `out` is not empty.
     """
     check_new_folder(out)
     model = load_third_party(source, layouts, dtype)
@@ -249,10 +249,10 @@ def convert_folder(source: Path, out: Path, layouts: Sequence[Layout], *, dtype:
 
 
 def load_ours(source: Path, dtype: str = "auto") -> Any:
-    """Load the model of one of our folders, to export it to another layout.
+    """Load the model of a folder that this library has written, to export it to another layout.
 
     Raises:
-        ValueError: another model type, or a damaged folder.
+        ValueError: a model type of another library, or a damaged folder.
     """
     check_dtype(dtype)
     kind = read_fields(source).get("model_type")
@@ -271,7 +271,7 @@ def export(model: Any, layout: Layout, out: Path) -> None:
     """Write one of our models in another library's layout.
 
     Raises:
-        ValueError: the other library does not have such a model, or `out` is not empty.
+        ValueError: the other library has no equivalent model, or `out` is not empty.
     """
     check_new_folder(out)
     assert layout.write is not None

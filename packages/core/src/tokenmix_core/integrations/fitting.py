@@ -1,4 +1,4 @@
-"""Run heads of any size on kernels that support a few sizes: pad or split the inputs, then join the outputs."""
+"""Run heads of any size on kernels that support a few head sizes: pad or split the heads, then join the outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenmix_core.ops.types import Impl, ScanOutput
 
 
 def fits(q: Tensor, v: Tensor, sizes: tuple[int, ...], impl: Impl | None) -> bool:
-    """Return whether heads of these sizes need no fitting: kernels support them, or the reference runs."""
+    """Return whether heads of these sizes need no fitting: kernels support them, or `impl` is the reference."""
     return {q.shape[-1], v.shape[-1]} <= set(sizes) or resolve_impl("heads", unless_gluon(impl), q) == "reference"
 
 
@@ -23,7 +23,7 @@ def delta_rule(
     run: Callable[..., ScanOutput], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float | None,
     initial_state: Tensor | None, impl: Impl | None, **options: Any,
 ) -> ScanOutput:  # fmt: skip
-    """Call `run`, an implementation of the gated delta rule, on heads (K ≤ 256, any V) fitted to its sizes."""
+    """Call `run`, an implementation of the gated delta rule, with heads (K ≤ 256, any V) fitted to its sizes."""
     options |= {"scale": scale, "impl": impl}
     if fits(q, v, DELTA_SIZES, impl):
         return run(q, k, v, g, beta, initial_state=initial_state, **options)
@@ -40,7 +40,7 @@ def ssd(
     run: Callable[..., ScanOutput], q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, dt: Tensor | None = None,
     D: Tensor | None = None, initial_state: Tensor | None, impl: Impl | None, **options: Any,
 ) -> ScanOutput:  # fmt: skip
-    """Call `run`, an implementation of SSD, on heads fitted to its sizes."""
+    """Call `run`, an implementation of SSD, with heads fitted to its supported sizes."""
     options |= {"impl": impl}
     if fits(q, v, SSD_SIZES, impl):
         return run(q, k, v, g, dt=dt, D=D, initial_state=initial_state, **options)

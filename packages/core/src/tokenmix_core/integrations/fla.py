@@ -1,12 +1,12 @@
-"""Our kernels under flash-linear-attention's names and signatures, so that code written for it changes one import.
+"""Our kernels under flash-linear-attention's names and signatures: code written for FLA only changes an import.
 
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from tokenmix_core.integrations.fla import chunk_gated_delta_rule
 
-Signatures are those of fla-core 0.6, plus `head_first` of older versions and, at the end, our `impl`. Options that only
-tune FLA's kernels are accepted and ignored; options that our kernels do not support raise. The old name
-`transpose_state_layout` of `state_v_first` warns. q and k in float32 beside a 16-bit v, which FLA accepts, are rounded
-to v's dtype.
+Signatures are those of fla-core 0.6, with `head_first` of older versions and, at the end, our `impl`. Options that only
+tune FLA's kernels are accepted and ignored; options that our kernels do not support raise an error.
+`transpose_state_layout`, the old name of `state_v_first`, works with a warning. FLA accepts float32 q and k with a
+16-bit v; here they are rounded to v's dtype.
 """
 
 from __future__ import annotations
@@ -58,25 +58,25 @@ def chunk_gated_delta_rule(
 ) -> Result:
     """Compute FLA's `chunk_gated_delta_rule` by `tokenmix_core.ops.chunk_gated_delta_rule`.
 
-    Heads of K up to 256 and of any V are fitted to the kernels.
+    Heads with K up to 256 and any V are padded or split to sizes that the kernels support.
 
     Args:
-        q, k, v, g, beta, scale, cu_seqlens, impl: as for that operation.
+        q, k, v, g, beta, scale, cu_seqlens, impl: the same as for that operation.
         initial_state: states of any floating-point dtype.
-        output_final_state: return the state after each sequence in float32; otherwise None.
-        use_qk_l2norm_in_kernel: L2-normalise q and k.
-        use_beta_sigmoid_in_kernel, allow_neg_eigval: replace beta by its sigmoid; the second option doubles the
+        output_final_state: whether to return the state after each sequence, in float32, instead of None.
+        use_qk_l2norm_in_kernel: whether to L2-normalise q and k.
+        use_beta_sigmoid_in_kernel, allow_neg_eigval: whether to replace beta by its sigmoid; with both, by twice its
             sigmoid.
-        state_v_first: states are `[N, HV, V, K]`.
-        use_gate_in_kernel: replace g by −exp(A_log) · softplus(g + dt_bias).
-        head_first: q, k, v, g, beta and o have the heads' dimension before the tokens'.
+        state_v_first: whether states are `[N, HV, V, K]`.
+        use_gate_in_kernel: whether to replace g by −exp(A_log) · softplus(g + dt_bias).
+        head_first: whether q, k, v, g, beta and o are `[B, heads, T, ...]`.
         cu_seqlens_cpu, chunk_indices, and the keyword `chunk_size`: ignored.
 
     Returns:
         `(o, final_state)`.
 
     Raises:
-        ValueError: `cp_context`, an unknown option, or arguments that do not fit.
+        ValueError: `cp_context` is given, an option is unknown, or shapes or dtypes do not fit.
     """
     op = "chunk_gated_delta_rule"
     if cp_context is not None:
@@ -118,9 +118,9 @@ def fused_recurrent_gated_delta_rule(
     """Compute FLA's `fused_recurrent_gated_delta_rule` by `ops.recurrent_gated_delta_rule`, with gradients.
 
     Args:
-        g: None for no decay.
-        gk, gv: must be None, as a state decays by one gate per head.
-        beta: None for 1.
+        g: log decays; None for no decay.
+        gk, gv: must be None, because here a state decays by one gate per head.
+        beta: None stands for 1.
 
     Other arguments, results and errors are those of `chunk_gated_delta_rule`.
     """
@@ -159,20 +159,20 @@ def chunk_simple_gla(
 ) -> Result:
     """Compute FLA's `chunk_simple_gla` by `tokenmix_core.ops.chunk_ssd`.
 
-    Heads of K up to 256 and of any V are fitted to the kernels.
+    Heads with K up to 256 and any V are padded or split to sizes that the kernels support.
 
     Args:
-        q, k, v, cu_seqlens, impl: as for that operation; heads of v may be a multiple of those of q and k.
-        g, g_gamma: log decay per token or per head; None for no decay.
+        q, k, v, cu_seqlens, impl: the same as for that operation; v may have a multiple of the heads of q and k.
+        g, g_gamma: log decays per token, or per head; None for no decay.
         scale: factor of the outputs; None for K ** −0.5.
-        initial_state, output_final_state, state_v_first, head_first: as for `chunk_gated_delta_rule`.
+        initial_state, output_final_state, state_v_first, head_first: the same as for `chunk_gated_delta_rule`.
         cu_seqlens_cpu, and the keyword `chunk_size`: ignored.
 
     Returns:
         `(o, final_state)`.
 
     Raises:
-        ValueError: both decays, an unknown option, or arguments that do not fit.
+        ValueError: both g and g_gamma are given, an option is unknown, or shapes or dtypes do not fit.
     """
     return _simple_gla(
         "chunk_simple_gla", ops.chunk_ssd, q, k, v, g, g_gamma, scale, initial_state, output_final_state, False,
@@ -199,8 +199,8 @@ def fused_recurrent_simple_gla(
 ) -> Result:
     """Compute FLA's `fused_recurrent_simple_gla` by `tokenmix_core.ops.recurrent_ssd`.
 
-    `reverse` scans each sequence from its last token to its first. Other arguments, results and errors are those of
-    `chunk_simple_gla`.
+    With `reverse`, each sequence is scanned from its last token to its first. Other arguments, results and errors are
+    those of `chunk_simple_gla`.
     """
     return _simple_gla(
         "fused_recurrent_simple_gla", ops.recurrent_ssd, q, k, v, g, g_gamma, scale, initial_state, output_final_state,
@@ -234,18 +234,18 @@ def _simple_gla(
 
 
 def tokens_first(head_first: bool, *tensors: Tensor | None) -> list[Any]:
-    """Transpose tensors, if `head_first`, so that tokens precede heads."""
+    """Return the tensors, transposed if `head_first` so that the dimension of tokens precedes that of heads."""
     return [x.transpose(1, 2) if head_first and isinstance(x, Tensor) and x.dim() > 2 else x for x in tensors]
 
 
 def refuse_unknown(op: str, more: dict[str, Any]) -> None:
-    """Raise a ValueError for unknown options, which FLA would ignore silently."""
+    """Raise a ValueError if `more` has unknown options, because FLA itself would ignore them silently."""
     if unknown := sorted(set(more) - _IGNORED):
         raise ValueError(f"{op}: there is no option {', '.join(map(repr, unknown))}")
 
 
 def state_layout(op: str, state_v_first: bool, more: dict[str, Any]) -> bool:
-    """Return `state_v_first`, or the value of its old name `transpose_state_layout` with a warning."""
+    """Return `state_v_first`, or with a warning the value of `transpose_state_layout`, its old name."""
     if "transpose_state_layout" not in more:
         return state_v_first
     if state_v_first:
@@ -255,7 +255,7 @@ def state_layout(op: str, state_v_first: bool, more: dict[str, Any]) -> bool:
 
 
 def as_values(v: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Round float32 tensors to the dtype of a 16-bit v: FLA accepts these dtypes together, our kernels do not."""
+    """Round float32 tensors to the dtype of a 16-bit v, because FLA accepts these dtypes and our kernels do not."""
     half = isinstance(v, Tensor) and v.dtype in (torch.float16, torch.bfloat16)
     return [x.to(v.dtype) if half and isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in tensors]
 
@@ -263,18 +263,18 @@ def as_values(v: Tensor, *tensors: Tensor) -> list[Tensor]:
 def reversed_tokens(
     tensors: tuple[Tensor, ...], cu_seqlens: Tensor | None, state: Tensor | None
 ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-    """Return tensors `[B, T, ...]` from the last token to the first, with boundaries and states of packed sequences."""
+    """Return tensors `[B, T, ...]` with the order of tokens reversed, and boundaries and states in the new order."""
     if cu_seqlens is None:
         return [x.flip(1) for x in tensors], None, state
     T = tensors[0].shape[1] if tensors else 1
-    # padding stays after the sequences
+    # padding stays behind the reversed sequences
     source = (cu_seqlens[-1] - 1 - torch.arange(T, device=cu_seqlens.device)) % T
     flipped = [moved(x[0], source, source).unsqueeze(0) for x in tensors]
     return flipped, (cu_seqlens[-1] - cu_seqlens).flip(0), None if state is None else state.flip(0)
 
 
 def as_float32(state: Any, q: Tensor, *, v_first: bool = False) -> Any:
-    """Convert an initial state to the operations' layout and dtype: float64 if q is float64, else float32."""
+    """Convert an initial state to the operations' layout and to float32 (float64 if q is float64)."""
     if not isinstance(state, Tensor) or not isinstance(q, Tensor):
         return state
     return (state.mT if v_first else state).to(torch.promote_types(q.dtype, torch.float32))

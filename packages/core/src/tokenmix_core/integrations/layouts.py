@@ -1,4 +1,4 @@
-"""Layouts that core reads: FLA's Transformer, Gated DeltaNet and Mamba-2, state-spaces' and transformers' Mamba-2.
+"""The layouts that core reads: FLA's Transformer, Gated DeltaNet and Mamba-2; Mamba-2 of state-spaces and transformers.
 
 FLA's Transformer and Gated DeltaNet can also be written. Sources: fla-core 0.6 (`fla/models`), mamba_ssm 2.3
 (`models/config_mamba.py`, `modules/mamba2.py`), transformers 5.23 (`models/mamba2`).
@@ -14,13 +14,13 @@ from tokenmix_core.nn.mlp import swiglu_width
 
 ATTENTION, DELTA, MAMBA2 = "attention", "gated_delta_net", "mamba2"
 _SILU = ("swish", "silu")
-# default of FLA's q/k norms
+# the value of eps in FLA's q/k norms if the configuration has none
 _QK_NORM_EPS = 1e-5
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def fla_config(fields: Fields, mixers: list[str], options: dict[str, dict[str, Any]], **more: Any) -> HybridConfig:
-    """Return our configuration of one of FLA's models with an MLP in each layer."""
+    """Return our configuration for a model of FLA that has an MLP in each layer."""
     fields.only("hidden_act", *_SILU, why="the MLP is a SwiGLU")
     fields.only("attnres_block_size", None, why="residuals are added, not attended to")
     fields.only("elementwise_affine", True, None, why="norms have weights")
@@ -37,17 +37,17 @@ def fla_config(fields: Fields, mixers: list[str], options: dict[str, dict[str, A
 
 
 def common_config(fields: Fields, mixers: list[str], options: dict[str, dict[str, Any]], **values: Any) -> HybridConfig:
-    """Return our configuration with the given values and the fields that have the same names in all libraries."""
+    """Return our configuration with the given values and those fields that have the same names in all libraries."""
     tokens = {name: fields.get(name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     values = {"vocab_size": fields.get("vocab_size", default=32000), **values}
-    # drop special tokens outside the vocabulary, which some configurations have
+    # drop special tokens outside the vocabulary, because some configurations have such tokens
     tokens = {n: i for n, i in tokens.items() if not isinstance(i, int) or 0 <= i < values["vocab_size"]}
     values["initializer_range"] = fields.get("initializer_range", default=0.02)
     return HybridConfig(num_hidden_layers=len(mixers), mixers=mixers, mixer_options=options, **tokens, **values)
 
 
 def fla_names(config: HybridConfig, mixer_names: list[Names]) -> Names:
-    """Return FLA's names of a model's weights, with an MLP in each layer; `mixer_names` has those of each mixer."""
+    """Return FLA's names of all weights of a model with an MLP in each layer; `mixer_names` has those of each mixer."""
     names: Names = {
         "model.embed_tokens.weight": "model.embeddings.weight",
         "model.norm.weight": "model.norm.weight",
@@ -63,7 +63,7 @@ def fla_names(config: HybridConfig, mixer_names: list[Names]) -> Names:
 
 
 def attention_names(*, qkv_bias: bool, qk_norm: bool) -> Names:
-    """Return FLA's names of attention weights, which equal ours."""
+    """Return FLA's names of an attention layer's weights, which are the same as ours."""
     names = [f"{part}_proj.weight" for part in "qkvo"]
     names += [f"{part}_proj.bias" for part in "qkv"] if qkv_bias else []
     names += [f"{part}_norm.weight" for part in "qk"] if qk_norm else []
@@ -85,7 +85,7 @@ def _rope(fields: Fields, theta: Any) -> dict[str, Any]:
 
 
 def _read_transformer(fields: Fields) -> tuple[HybridConfig, Names]:
-    # transformers 5 writes rope_parameters, earlier versions rope_theta
+    # transformers 5 writes rope_parameters; earlier versions write rope_theta
     theta = (fields.get("rope_parameters") or {}).get("rope_theta", fields.get("rope_theta", default=10000.0))
     heads = fields.number("num_heads", default=32)
     bias, norm = fields.get("qkv_bias", default=False), fields.get("qk_norm", default=False)
@@ -104,10 +104,10 @@ def _read_transformer(fields: Fields) -> tuple[HybridConfig, Names]:
 def hybrid_mixers(
     fields: Fields, layers: int, label: str, options: dict[str, Any], names: Names
 ) -> tuple[list[str], dict[str, dict[str, Any]], list[Names], dict[str, Any]]:
-    """Parse FLA's field `attn`, which lists the layers that are attention.
+    """Parse FLA's field `attn`, which lists the layers that have attention.
 
     Returns:
-        Labels, options by label, names by layer, and rotary parameters.
+        Labels of the layers, options by label, names of weights by layer, and rotary parameters.
     """
     mixers, by_label, by_layer = [label] * layers, {label: options}, [names] * layers
     specs = fields.get("attn", default=[])
@@ -167,7 +167,7 @@ def _mamba_names(config: HybridConfig, embedding: str, *, conv_bias: bool) -> Na
 
 
 def _read_mamba2(fields: Fields) -> tuple[HybridConfig, Names]:
-    """Read a Mamba-2 configuration of FLA or transformers, which share `model_type` and field names."""
+    """Read a Mamba-2 configuration of FLA or of transformers; both have the same `model_type` and field names."""
     for name, known, why in (
         ("use_bias", (False, None), "projections have no biases"),
         ("hidden_act", ("silu", "swish", None), "inputs are activated by a SiLU"),
@@ -178,7 +178,7 @@ def _read_mamba2(fields: Fields) -> tuple[HybridConfig, Names]:
         ("time_step_limit", ((0.0, float("inf")), None), "time steps have no limit"),
     ):
         fields.only(name, *known, why=why)
-    # defaults are FLA's; transformers writes all fields
+    # the defaults are FLA's, because transformers writes all fields
     width, head = fields.number("hidden_size", default=2048), fields.number("head_dim", default=64)
     expand = fields.get("expand", default=2)
     heads = fields.get("num_heads")
@@ -325,6 +325,6 @@ LAYOUTS = (
 
 
 def fla_layout(config: HybridConfig) -> Layout:
-    """Return the FLA layout for exporting one of our models."""
+    """Return the layout of FLA to which a model with this configuration can be exported."""
     alone = all(config.mixer_type(i) == ATTENTION for i in range(config.num_hidden_layers))
     return TRANSFORMER if alone else GATED_DELTANET

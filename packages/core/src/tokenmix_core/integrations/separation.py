@@ -1,4 +1,4 @@
-"""Packed sequences in transformers' hybrid models: pass their boundaries to both attention and recurrences."""
+"""Packed sequences in transformers' hybrid models: pass their boundaries both to attention and to recurrences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MASKS_WITHOUT_POSITIONS = ("GraniteMoeHybridModel",)
 
 
 def separating(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a backbone's forward so that all its layers separate packed sequences, however the call marks them."""
+    """Wrap a backbone's forward: all its layers then separate packed sequences, whichever argument marks these."""
     names = list(inspect.signature(forward).parameters)[1:]
 
     @functools.wraps(forward)
@@ -37,7 +37,7 @@ def separating(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def handing_on(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the forward of `Mamba2ForCausalLM` to pass on boundaries, as it gives its backbone only a mask."""
+    """Wrap the forward of `Mamba2ForCausalLM` to pass on boundaries, because it passes only a mask to its backbone."""
     names = list(inspect.signature(forward).parameters)[1:]
 
     @functools.wraps(forward)
@@ -52,10 +52,10 @@ def handing_on(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def starts_of(seq_idx: Int[Tensor, "B T"], batch: int, tokens: int) -> Bool[Tensor, "B T_minus_1"]:
-    """Return for each token but a row's first whether it begins a sequence.
+    """Return for each token, except the first of a row, whether it is the first of a sequence.
 
     Raises:
-        ValueError: `seq_idx` of another shape; `[T]` is one row.
+        ValueError: `seq_idx` has another shape than `[B, T]`, or `[T]` for one row.
     """
     seq_idx = seq_idx.unsqueeze(0) if seq_idx.dim() == 1 and batch == 1 else seq_idx
     if seq_idx.shape != (batch, tokens):
@@ -64,7 +64,7 @@ def starts_of(seq_idx: Int[Tensor, "B T"], batch: int, tokens: int) -> Bool[Tens
 
 
 def cu_seqlens_of(starts: Bool[Tensor, "B T_minus_1"]) -> Int[Tensor, "N_plus_1"] | None:
-    """Return the boundaries in the concatenated rows; None if each row is one sequence. Synchronises."""
+    """Return the boundaries of sequences in the concatenated rows; None if each row is one. Waits for the device."""
     if not bool(starts.any()):
         return None
     begins = F.pad(starts, (1, 0), value=True).flatten()
@@ -72,10 +72,10 @@ def cu_seqlens_of(starts: Bool[Tensor, "B T_minus_1"]) -> Int[Tensor, "N_plus_1"
 
 
 def _separate(body: nn.Module, call: dict[str, Any], *, attends: bool) -> dict[str, Any]:
-    """Return the call with boundaries for recurrences, and positions or a mask for attention.
+    """Return the call's arguments with boundaries for recurrences, and with positions or a mask for attention.
 
     Raises:
-        ValueError: boundaries that do not fit the tokens, or sequences that cannot be separated.
+        ValueError: boundaries that contradict the tokens, or sequences that cannot be separated.
     """
     x = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
     positions, mask = call.get("position_ids"), call.get("attention_mask")
@@ -103,7 +103,7 @@ def _separate(body: nn.Module, call: dict[str, Any], *, attends: bool) -> dict[s
     if batch > 1 and what == "position_ids":
         call["seq_idx"] = (local == 0).cumsum(-1, dtype=torch.int32)
     if attends:
-        # three further rows hold the positions of images
+        # three further rows hold the positions of images, which stay
         spatial = positions[-3:] if positions is not None and positions.dim() == 3 else None
         call["position_ids"] = local if spatial is None else torch.cat((local.unsqueeze(0), spatial))
         if mask is None:
@@ -114,7 +114,7 @@ def _separate(body: nn.Module, call: dict[str, Any], *, attends: bool) -> dict[s
 def _boundaries(
     call: dict[str, Any], positions: Tensor | None, real: Tensor | None, batch: int, tokens: int
 ) -> tuple[str, Int[Tensor, "N_plus_1"] | None]:
-    """Return the name of the argument that marks sequences, and their boundaries."""
+    """Return the name of the argument that marks sequences, and the sequences' boundaries."""
     cu_seqlens, keys, seq_idx = (call.get(name) for name in _BOUNDARIES)
     starts = None if seq_idx is None else starts_of(seq_idx, batch, tokens)
     if (given := keys if cu_seqlens is None else cu_seqlens) is not None:
@@ -138,7 +138,7 @@ def _boundaries(
 def _for_attention(
     body: nn.Module, call: dict[str, Any], x: Tensor, local: Int[Tensor, "B T"], cu_seqlens: Int[Tensor, "N_plus_1"]
 ) -> dict[str, Any]:
-    """Return the arguments that attention needs besides positions; most backbones build their mask from positions."""
+    """Return arguments that attention needs besides positions; most backbones derive their mask from positions."""
     from transformers import masking_utils
 
     config: Any = body.config
@@ -155,7 +155,7 @@ def _for_attention(
         raise ValueError(f"attn_implementation={name!r} takes no mask and cannot separate packed sequences; use 'sdpa'")
     if type(body).__name__ not in _MASKS_WITHOUT_POSITIONS:
         return {}
-    # only shape, dtype and device of the embeddings are read
+    # an empty tensor, because only shape, dtype and device of the embeddings are read
     like = torch.empty(*local.shape, 0, device=x.device, dtype=next(body.parameters()).dtype)
     full = masking_utils.create_causal_mask(config, like, None, **{CACHE: None}, position_ids=local)  # type: ignore[misc]
     return {"attention_mask": {"full_attention": full, "linear_attention": None}}

@@ -1,13 +1,13 @@
-"""transformers' own hybrid models on our kernels.
+"""transformers' own hybrid models, computed by our kernels.
 
     with use_kernels(model):
         model.generate(...)
 
 transformers marks the functions that kernels may replace (`use_kernelized_func`, `hub_kernels.py`): the scans and
-convolutions that a layer's forward calls. The package `kernels` replaces these functions for the whole process. This
-module instead rebuilds a layer's forward with our functions under their names, for one model or for a family, and
-replaces the gated norm. The rest of the layer stays unchanged. On a CPU our operations run their references, so that
-only rounding changes.
+convolutions that a layer's forward calls. The package `kernels` replaces such functions for the whole process. This
+module instead rebuilds a layer's forward so that these names refer to our functions, for one model or for a family, and
+replaces the gated norm. The rest of the layer is unchanged. On a CPU our operations run their references, so that
+results differ only by rounding.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from tokenmix_core.ops.types import Impl
 _DELTA = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 _SSD = ("mamba2_chunk_scan", "mamba2_selective_state_update", "mamba2_split_conv1d_scan_combined")
 _CONVOLUTION = ("causal_conv1d_fn", "causal_conv1d_update")
-# attributes of a module's forward, and of the original forward under accelerate's hooks
+# attributes that can hold a module's forward; accelerate's hooks keep the original forward in the second
 _ATTRIBUTES = ("forward", "_old_forward")
-# marks functions built here
+# attribute that marks functions built by this module
 _MARK = "_runs_tokenmix_kernels"
-# the class whose forward does not pass boundaries of sequences to its backbone
+# this class does not pass boundaries of sequences to its backbone, so its forward is wrapped
 _LANGUAGE_MODEL = "Mamba2ForCausalLM"
 
 
 @dataclass(frozen=True)
 class Family:
-    """Class names and functions of a family of models.
+    """The class names and functions of a family of transformers' models.
 
     Attributes:
         layer: name of the class whose forward calls the functions.
-        norm: name of the family's gated norm class, "" without one; before transformers 5.23 Nemotron-H uses Zamba2's.
+        norm: name of the class of the family's gated norm, "" if it has none; before transformers 5.23, Nemotron-H uses
+            that of Zamba2.
         body: name of the backbone's class, which is wrapped to separate packed sequences.
         scan: functions that the layer calls, except convolutions.
-        since: the first version of transformers whose layer calls the functions.
+        since: first version of transformers in which the layer calls these functions.
     """
 
     layer: str
@@ -56,7 +57,7 @@ class Family:
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """The functions that the layer calls."""
+        """Names of all functions that the layer calls."""
         return (*_CONVOLUTION, *self.scan)
 
 
@@ -84,7 +85,7 @@ FAMILIES: dict[str, Family] = {
 _KDA = "Kimi delta attention (KDA), whose decay is a vector for each head"
 _INDEXED = "indexed attention, which selects keys by a learned index"
 _MAMBA1 = "the selective scan of Mamba-1, whose decay is a matrix for each channel"
-# families whose layers our operations cannot compute, and the missing operation
+# families whose layers need an operation that this library lacks, with the name of that operation
 UNCOVERED: dict[str, str] = {
     **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _KDA),
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), _MAMBA1),
@@ -98,23 +99,24 @@ UNCOVERED: dict[str, str] = {
 
 
 def use_kernels(model_or_family: nn.Module | str, *, impl: Impl | None = None) -> KernelUse:
-    """Run a transformers model, or all models of a family, on our kernels: training, prefill and decoding.
+    """Compute a transformers model, or all models of a family, by our kernels: training, prefill and decoding.
 
-    This replaces gated delta rule, convolution and gated norm of Qwen3-Next, Qwen3.5 (and MoE), OLMo-Hybrid, Qwen4-Exp
+    Replaced are: gated delta rule, convolution and gated norm of Qwen3-Next, Qwen3.5 (and MoE), OLMo-Hybrid, Qwen4-Exp
     and Lara Mini; the convolution of LFM2 (and MoE) and LFM3; SSD, convolution and gated norm of Mamba2, Bamba, Zamba2,
     Nemotron-H, Granite-MoE-hybrid and Falcon-H1 (before transformers 5.23, Nemotron-H's norm belongs to the family
-    Zamba2). Weights, caches and everything else stay transformers'. Packed sequences, marked by `cu_seq_lens_q`,
-    `seq_idx` or restarting `position_ids`, are separated in all layers, attention included, as if each ran alone; they
-    exclude a cache and padding. A compiled model keeps the functions it was traced with: call this before compiling. A
-    copy of a model keeps the kernels that were in use when it was copied; an unpickled model has transformers' again.
+    Zamba2). Weights, caches and all other code remain those of transformers. Packed sequences, marked by
+    `cu_seq_lens_q`, `seq_idx` or restarting `position_ids`, are separated in all layers, attention included, with the
+    result of separate calls; a call with packed sequences must have no cache and no padding. A compiled model keeps the
+    functions with which it was traced: call this before compiling. A copy of a model keeps the kernels in use when it
+    was copied; an unpickled model has transformers' functions.
 
     Args:
         model_or_family: a model, possibly wrapped, or a key of `FAMILIES`, which affects existing and future models.
-        impl: implementation of the operations, as for `tokenmix_core.ops`. "gluon" applies to whole sequences; single
-            tokens and convolutions then take the default.
+        impl: implementation of the operations, as for `tokenmix_core.ops`. "gluon" applies to whole sequences; for
+            single tokens and convolutions the default is used.
 
     Returns:
-        A handle that undoes the replacement by `undo()`, or at the end of a `with`.
+        A handle that undoes the replacement, by `undo()` or at the end of a `with` block.
 
     Raises:
         ValueError: an unknown family, a model without such layers, layers modified by another library, or a version of
@@ -141,10 +143,10 @@ def use_kernels(model_or_family: nn.Module | str, *, impl: Impl | None = None) -
 
 
 def use_fallback(model: nn.Module) -> KernelUse:
-    """Run a model of these families on transformers' torch functions, for comparison, regardless of installed kernels.
+    """Compute a model of these families by transformers' torch functions, for comparison, also if kernels are there.
 
     Raises:
-        ValueError: as for `use_kernels`, or the family runs our kernels.
+        ValueError: the reasons given at `use_kernels`, or the family currently runs our kernels.
     """
 
     def theirs(cls: type) -> Callable[..., Any]:
@@ -153,7 +155,7 @@ def use_fallback(model: nn.Module) -> KernelUse:
             raise ValueError(f"use_fallback: {cls.__name__} runs our kernels; undo that first")
         if family is None or cls.__name__ != family.layer:
             return vars(cls)["forward"]
-        # the selector between packages wraps the torch function
+        # transformers wraps the torch function in one that selects between packages; take the wrapped function
         functions = {name: getattr(home, name).__wrapped__ for name in family.functions}
         return _rebuilt(cls, vars(cls)["forward"], functions)
 
@@ -161,7 +163,7 @@ def use_fallback(model: nn.Module) -> KernelUse:
 
 
 def _use(model: nn.Module, forward: Callable[[type], Callable[..., Any]]) -> KernelUse:
-    """Replace the forward of every layer of a model by `forward(class)`."""
+    """Replace the forward of each of a model's layers by `forward(class)`."""
     layers = [(name, m, cls) for name, m in model.named_modules() if (cls := _known(type(m))) is not None]
     if not any(_runs_kernels(cls) for _, _, cls in layers):
         homes = {type(m).__module__ for m in model.modules()}
@@ -171,7 +173,7 @@ def _use(model: nn.Module, forward: Callable[[type], Callable[..., Any]]) -> Ker
             f"use_kernels: {type(model).__name__} has no layers that can run our kernels; "
             f"supported families are {', '.join(FAMILIES)}"
         )
-    # check all layers before changing the first
+    # build all forwards, which checks the layers, before changing the first layer
     made = {cls: forward(cls) for cls in dict.fromkeys(cls for _, _, cls in layers)}
     attributes = [_attribute(name, m) for name, m, _ in layers]
     return KernelUse(
@@ -187,16 +189,16 @@ def _missing(family: str) -> str:
 
 
 class _Exchange:
-    """Temporary replacement of the forward of a class or module."""
+    """Replaces the forward of a class or module, until it is undone."""
 
     def __init__(self, owner: Any, attribute: str, ours: Any) -> None:
         self.owner, self.ours = owner, ours
-        # None if the owner had no forward of its own
+        # None if the class or module had no forward of its own
         self.before = vars(owner).get(attribute)
         setattr(owner, attribute, ours)
 
     def undo(self) -> bool:
-        """Restore the former forward; return False if it has been replaced by another one since."""
+        """Restore the former forward; return False if other code has since replaced ours."""
         for attribute in _ATTRIBUTES:
             if vars(self.owner).get(attribute) is self.ours:
                 if self.before is not None:
@@ -210,7 +212,7 @@ class _Exchange:
 
 
 class KernelUse:
-    """Handle of replaced kernels: undo by `undo()`, or at the end of a `with`.
+    """Handle of replaced kernels, which undoes the replacement by `undo()` or at the end of a `with` block.
 
     Attributes:
         layers: number of modules, or classes of a family, that run our kernels.
@@ -221,10 +223,10 @@ class KernelUse:
         self.layers = sum(_runs_kernels(_known(type(e.owner)) or e.owner) for e in exchanges)
 
     def undo(self) -> None:
-        """Restore the former functions; a second call has no effect.
+        """Restore the former functions; a second call does nothing.
 
         Raises:
-            ValueError: another library has replaced a forward since; undo that replacement first.
+            ValueError: other code has replaced a forward since then; undo that replacement first.
         """
         left = [exchange for exchange in reversed(self._exchanges) if not exchange.undo()]
         self._exchanges = left
@@ -246,7 +248,7 @@ def _home(family: str) -> str:
 
 
 def _known(cls: type) -> type | None:
-    """Return the supported transformers class among a class and its bases, or None."""
+    """Return the supported transformers class that a class is or derives from, or None."""
     for base in cls.__mro__:
         if _family(base) is not None:
             return base
@@ -267,9 +269,9 @@ def _runs_kernels(cls: type) -> bool:
 
 
 def _attribute(name: str, module: nn.Module) -> str:
-    """Return the attribute of a module that holds the forward to replace."""
+    """Return the name of the module's attribute that holds the forward to replace."""
     own = vars(module).get("forward")
-    # an unpickled module may hold its class's own forward as an attribute
+    # an unpickled module may have the forward of its class as an attribute
     if own is None or getattr(own, _MARK, False) or getattr(own, "__func__", None) is type(module).forward:
         return "forward"
     if _ATTRIBUTES[1] in vars(module):
@@ -278,7 +280,7 @@ def _attribute(name: str, module: nn.Module) -> str:
 
 
 def _ours(cls: type, impl: Impl | None) -> Callable[..., Any]:
-    """Return the forward of a transformers class, rebuilt to call our functions."""
+    """Return the forward of a transformers class, rebuilt so that it calls our functions."""
     family = _family(cls)
     assert family is not None
     if not _runs_kernels(cls):
@@ -312,7 +314,7 @@ def _rebuilt(cls: type, forward: FunctionType, functions: dict[str, Callable]) -
                 f"use_kernels: {cls.__name__} of transformers {transformers.__version__} does not call "
                 f"{', '.join(missing)}, as it does in {_since(cls)} to 5.24"
             )
-        # torch.compile would find the module by __name__, and the original functions in it
+        # without __name__, by which torch.compile would find the module and in it the original functions
         scope = {name: value for name, value in scope.items() if name != "__name__"} | functions
     made = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, closure)
     made.__kwdefaults__, made.__doc__, made.__module__ = forward.__kwdefaults__, forward.__doc__, forward.__module__
@@ -327,7 +329,7 @@ def _since(cls: type) -> str:
 
 
 def _as_method(norm: Callable[..., Any]) -> Callable[..., Any]:
-    """Convert a norm's forward, a `partial` with options, to a function, which a class can bind as a method."""
+    """Wrap a norm's forward, a `partial` with options, in a function, because only functions become methods."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return norm(self, *args, **kwargs)
@@ -338,5 +340,5 @@ def _as_method(norm: Callable[..., Any]) -> Callable[..., Any]:
 
 for _norm in (gated_norm, norm_of_gated):
     setattr(_norm, _MARK, True)
-    # pickle looks up a method by its name, and must find the class's forward
+    # pickle finds a method by its name, and must find the forward of the class
     _norm.__name__ = "forward"

@@ -1,4 +1,4 @@
-"""Trainers of TRL whose loss includes the auxiliary losses of the mixers."""
+"""TRL's trainers, changed so that the loss includes the mixers' auxiliary losses."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tokenmix_core.modeling import collected_losses
 
 
 def count_auxiliary_losses(trainer: type) -> Any:
-    """Derive a trainer class whose loss includes the mixers' auxiliary losses.
+    """Return a subclass of a trainer whose loss includes the mixers' auxiliary losses.
 
-    TRL computes log-probabilities from the backbone's hidden states, and therefore drops these losses. They are added
-    as sums over tokens, divided by `num_items_in_batch` if the trainer counts labels (SFT: the model's own loss), else
-    by the tokens of the model's calls (DPO, GRPO, rewards).
+    TRL computes log-probabilities from the backbone's hidden states, and so drops these losses. The subclass adds their
+    sums over tokens, divided by `num_items_in_batch` if the trainer counts labels (SFT; this is the model's own loss),
+    else by the number of tokens in the model's calls (DPO, GRPO, rewards).
 
     Args:
         trainer: a subclass of transformers' Trainer, such as TRL's `SFTTrainer`, `DPOTrainer` or `GRPOTrainer`.
@@ -28,7 +28,7 @@ def count_auxiliary_losses(trainer: type) -> Any:
         total = sum(loss.total for loss in found)
         if num_items_in_batch is None:
             more = total / sum(loss.tokens for loss in found)
-            # such trainers divide their own loss by the accumulation steps
+            # these trainers divide their own loss by the number of accumulation steps
             if self.compute_loss_func is not None:
                 more = more / self.current_gradient_accumulation_steps
         else:

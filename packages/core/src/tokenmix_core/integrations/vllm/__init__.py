@@ -1,9 +1,9 @@
 """Our models in vLLM: `vllm serve FOLDER` finds this plug-in by its entry point `vllm.general_plugins`.
 
-Each layer keeps its state in a slot of vLLM's cache of recurrent states, or its keys and values in vLLM's pages.
-Nothing here is imported unless vLLM loads the plug-in, and core does not depend on vLLM. Papers add the architectures
-of their checkpoints by entry points of the group `tokenmix.vllm`: the name is the architecture, the value a module
-whose import announces its model types.
+Each layer keeps its state in a slot of vLLM's cache of recurrent states, or its keys and values in vLLM's pages. vLLM
+is imported only when it loads this plug-in, and core does not depend on it. Papers' packages add the architectures of
+their checkpoints by entry points of the group `tokenmix.vllm`, whose name is the architecture and whose value is a
+module that registers its model types when imported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ GROUP = "tokenmix.vllm"
 
 
 def register() -> None:
-    """Register our architectures and the metadata of our states; vLLM calls it in each of its processes."""
+    """Register our architectures and the metadata of our states; vLLM calls this in each of its processes."""
     from vllm import ModelRegistry  # pyright: ignore[reportMissingImports]
     from vllm.v1.attention.backends.registry import (  # pyright: ignore[reportMissingImports]
         MambaAttentionBackendEnum,

@@ -1,4 +1,4 @@
-"""Our mixers as layers of vLLM: states in slots, keys and values in pages."""
+"""Our mixers as layers of vLLM, with states in slots, and keys and values in pages, of vLLM's memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ServedAttention(nn.Module):
         )
 
     def forward(self, hidden_states: Tensor, *, rotary: Rotation | None = None) -> tuple[Tensor, None]:
-        """Return the outputs `[1, T, D]` of a step's tokens."""
+        """Return the outputs `[1, T, D]` for the tokens of a step."""
         mixer = self.mixer
         q, k, v = projected(hidden_states, mixer.q_proj, mixer.k_proj, mixer.v_proj)
         q = q.unflatten(-1, (mixer.num_heads, mixer.head_dim))
@@ -60,10 +60,10 @@ class ServedState(nn.Module, MambaBase):
 
     Args:
         mixer: the mixer.
-        layout: layout of its slots.
+        layout: layout of the mixer's slots.
         elements: number of elements in a slot, equal in all layers.
         prepare: the backbone's `prepare_mixer_inputs`.
-        max_length: most tokens of a request.
+        max_length: maximum number of tokens of a request.
         vllm_config: vLLM's configuration.
         prefix: name of the layer.
     """
@@ -82,7 +82,7 @@ class ServedState(nn.Module, MambaBase):
         self.mixer, self.layout, self.elements, self.prefix = mixer, layout, elements, prefix
         self.inputs, self.rotary_dim, self.has_step_forms = (), mixer.rotary_dim, has_step_forms(type(mixer))
         self.prepare, self.max_length = prepare, max_length
-        # with `packs_states` and states of constant size, one call computes all prompts of a step
+        # if True, one call computes all prompts of a step: states of constant size, and a mixer with `packs_states`
         self.packs = vars(type(mixer)).get("packs_states") and all(
             isinstance(x, TensorState) for x in layout.template.parts.values()
         )
@@ -102,21 +102,21 @@ class ServedState(nn.Module, MambaBase):
 
     @property
     def pool(self) -> Tensor:
-        """The slots `[slots, elements]`."""
+        """The memory of all slots, `[slots, elements]`."""
         return self.kv_cache[0]
 
     @property
     def views(self) -> dict[str, list[Tensor]]:
-        """Views of the slots' tensors, for each part of the state by name."""
+        """For each part of the state, by name, views of its tensors in all slots."""
         if self._views is None or self._views[0] is not self.pool:
             self._views = self.pool, self.layout.views(self.pool)
         return self._views[1]
 
     def forward(self, hidden_states: Tensor, *, rotary: Rotation | None = None) -> tuple[Tensor, None]:
-        """Return the outputs `[1, T, D]` of a step's tokens, and update the states of its requests."""
+        """Return the outputs `[1, T, D]` for the tokens of a step, and update the states of the step's requests."""
         metadata = get_forward_context().attn_metadata
         if metadata is None:
-            # vLLM measures the memory of a step without requests
+            # vLLM measures memory by a step without requests
             return torch.zeros_like(hidden_states), None
         step: StateMetadata = metadata[self.prefix]
         n = step.decodes
@@ -140,7 +140,7 @@ class ServedState(nn.Module, MambaBase):
         return self.mixer(x, state=state, cu_seqlens=cu_seqlens, rotary=rotary, **given)[0]
 
     def _decode(self, x: Tensor, rotary: Rotation | None, step: StateMetadata) -> Tensor:
-        """Return the outputs `[N, 1, D]` of one token of each request."""
+        """Return the outputs `[N, 1, D]` for one token of each decoding request."""
         n, lengths = len(x), step.decode_lengths
         slots = step.slots[:n]
         state = self.layout.gather(self.views, slots, fixed=True)
@@ -158,7 +158,7 @@ class ServedState(nn.Module, MambaBase):
         return y
 
     def _prefill_packed(self, x: Tensor, rotary: Rotation | None, step: StateMetadata) -> Tensor:
-        """Return the outputs of prompts' tokens; one packed call reads and updates the slots of their requests."""
+        """Return the outputs of all prefill tokens, by one packed call that updates the slots of their requests."""
         n = step.decodes
         slots = step.slots[n:]
         fresh = None if all(step.prefill_lengths) else step.before[n:] == 0
@@ -168,7 +168,7 @@ class ServedState(nn.Module, MambaBase):
         return y
 
     def _prefill(self, x: Tensor, rotary: Rotation | None, step: StateMetadata) -> list[Tensor]:
-        """Return the outputs of all other requests' tokens, one request after another."""
+        """Return the outputs of all prefill tokens, computed for one request after another."""
         outputs, start = [], 0
         for i, (past, tokens) in enumerate(zip(step.prefill_lengths, step.prefill_tokens, strict=True)):
             slots = step.slots[step.decodes + i : step.decodes + i + 1]

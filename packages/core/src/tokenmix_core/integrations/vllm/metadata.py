@@ -1,4 +1,4 @@
-"""Metadata of a vLLM step for layers with a state: each request's slot, its new tokens and its earlier tokens."""
+"""Metadata of a vLLM step for layers with a state: for each request its slot and its count of new and old tokens."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from vllm.v1.attention.backends.utils import (  # pyright: ignore[reportMissingI
 
 @dataclass
 class StateMetadata:
-    """The requests of a step; those that decode one token come first.
+    """The requests of a step; those that are decoding (one new token) come first.
 
     Attributes:
-        decodes: number of requests that decode, one token each.
+        decodes: number of decoding requests.
         slots: slot of each request.
         before: number of tokens of each request before the step.
-        decode_lengths: `before` of the requests that decode, on the host.
-        prefill_lengths: `before` of the other requests, on the host.
-        prefill_tokens: number of tokens in the step of each of the other requests, on the host.
-        cu_seqlens: boundaries of the other requests' tokens.
+        decode_lengths: `before` of the decoding requests, on the host.
+        prefill_lengths: `before` of all other requests, on the host.
+        prefill_tokens: number of new tokens of each of the other requests, on the host.
+        cu_seqlens: boundaries of the new tokens of the other requests.
     """
 
     decodes: int
@@ -42,7 +42,7 @@ class StateMetadata:
 
 
 class StateBackend(AttentionBackend):
-    """vLLM's attention backend of our layers with a state: gives its name and the builder of its metadata."""
+    """vLLM's attention backend for our layers with a state: its name, and the class that builds its metadata."""
 
     @staticmethod
     def get_name() -> str:
@@ -58,7 +58,7 @@ class StateBackend(AttentionBackend):
 
 
 class StateMetadataBuilder(AttentionMetadataBuilder):
-    """Builds the metadata of all layers with a state, in tensors whose addresses CUDA graphs can keep."""
+    """Builds the metadata for all layers with a state, in tensors at fixed addresses, which CUDA graphs need."""
 
     reorder_batch_threshold = 1
 
@@ -91,13 +91,13 @@ class StateMetadataBuilder(AttentionMetadataBuilder):
         tokens = starts[1 : n + 1] - starts[:n]
         lengths = (ends - tokens).clamp_(min=0)
         slots, before = self.slots[:n], self.before[:n]
-        # padding of a captured batch has no tokens; slot 0 belongs to no request
+        # padding of a captured batch has no tokens, and slot 0, which belongs to no request
         before.copy_(common.seq_lens[:n] - (common.query_start_loc[1 : n + 1] - common.query_start_loc[:n]))
         before.clamp_(min=0)
         slots.copy_(torch.where(common.seq_lens[:n] > 0, table[:n], 0)).clamp_(min=0)
         new = (lengths[:decodes] == 0) & (ends[:decodes] > 0)
         if bool(new.any()):
-            # a prompt of one token counts as decoding; another request may have left its state in the slot
+            # a prompt of one token counts as decoding, but another request may have left its state in the slot
             self._clear(slots[:decodes][new.to(slots.device)])
         return StateMetadata(
             decodes,

@@ -1,4 +1,4 @@
-"""Our causal language model as a model of vLLM."""
+"""Our causal language model in the form of a vLLM model."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tokenmix_core.nn.registry import find_mixer
 
 
 class ServedCausalLM(nn.Module, HasInnerState, IsHybrid):
-    """A model of ours, built from the configuration of its folder, whose layers keep their states in vLLM's memory.
+    """A model of this library, built from its folder's configuration, whose layers keep their states in vLLM's memory.
 
     Raises:
-        ValueError: tensor or pipeline parallelism, quantisation, or speculative decoding.
+        ValueError: tensor or pipeline parallelism, quantisation or speculative decoding is requested.
     """
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
@@ -34,7 +34,7 @@ class ServedCausalLM(nn.Module, HasInnerState, IsHybrid):
         model = causal_lm_of(config)(config).eval()
         model.tie_weights()
         self.config, self.lm_head, self.backbone = config, model.lm_head, model.model
-        # the tensors to load, by their names in a checkpoint
+        # the tensors into which to load weights, by the weights' names in a checkpoint
         self._targets = {**dict(model.named_parameters()), **_persistent_buffers(model)}
         self._tied = model.lm_head.weight is model.model.embed_tokens.weight
         layouts = _layouts(vllm_config)
@@ -48,7 +48,7 @@ class ServedCausalLM(nn.Module, HasInnerState, IsHybrid):
                 block.mixer = ServedState(block.mixer, layouts[label], elements, prepare, length, vllm_config, name)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Return the embeddings `[T, D]`."""
+        """Return the embeddings `[T, D]` of the tokens."""
         return self.backbone.embed_tokens(input_ids)
 
     def forward(
@@ -59,7 +59,7 @@ class ServedCausalLM(nn.Module, HasInnerState, IsHybrid):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Return the last hidden states `[T, D]` of a step's tokens."""
+        """Return the last hidden states `[T, D]` for the tokens of a step."""
         x = self.embed_input_ids(input_ids) if inputs_embeds is None and input_ids is not None else inputs_embeds
         assert x is not None
         hidden, branch = x.unsqueeze(0), None
@@ -70,14 +70,14 @@ class ServedCausalLM(nn.Module, HasInnerState, IsHybrid):
         return add_and_norm(self.backbone.norm, hidden, branch)[0].squeeze(0)
 
     def compute_logits(self, hidden_states: Tensor, *_: Any) -> Tensor:
-        """Return the logits of last hidden states `[n, D]`."""
+        """Return the logits `[n, vocab]` for last hidden states `[n, D]`."""
         return output_linear(hidden_states, self.lm_head)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the tensors of a checkpoint, whose names are those of the model that wrote it.
+        """Copy the tensors of a checkpoint, named as in the model that wrote it, into this model.
 
         Raises:
-            ValueError: missing or unknown tensors, or other shapes.
+            ValueError: missing or unknown tensors, or tensors of other shapes.
         """
         missing = set(self._targets)
         for name, value in weights:
@@ -109,7 +109,7 @@ _known: dict[str, dict[str, SlotLayout]] = {}
 
 
 def _layouts(vllm_config: Any) -> dict[str, SlotLayout]:
-    """Return the slot layouts of the layers that vLLM's attention does not serve, by label."""
+    """Return, by label, the slot layouts of the layers that are not served by vLLM's attention."""
     config, model = vllm_config.model_config.hf_config, vllm_config.model_config
     key = f"{config.to_json_string()} {model.max_model_len} {model.dtype}"
     if key not in _known:

@@ -1,4 +1,4 @@
-"""States of sequences as rows of bytes, so that an engine can hold them in slots without knowing their tensors."""
+"""The states of sequences as rows of bytes, which an engine can store in slots without knowing their tensors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.state import LayerState, StatePart
 
-# alignment of tensors within a slot and of slots
+# alignment, in bytes, of tensors within a slot and of slots
 _ALIGN = 256
 # vLLM allocates slots as elements of this type
 SLOT_DTYPE = torch.int32
 
 
 class Field(NamedTuple):
-    """A tensor of a state in its slot: where it begins in bytes, its dtype, and its shape without the batch."""
+    """A state's tensor in a slot: the byte at which it begins, its dtype, and its shape without the batch dimension."""
 
     start: int
     dtype: torch.dtype
@@ -30,10 +30,10 @@ class Field(NamedTuple):
 
 
 class SlotLayout:
-    """The layout of a slot: the positions of the tensors of a layer's state in it.
+    """The layout of a slot: where it holds each tensor of a layer's state.
 
     Args:
-        template: a state of one sequence with all its tensors, at its greatest size.
+        template: a state of one sequence with all its tensors, at its largest size.
     """
 
     def __init__(self, template: LayerState):
@@ -46,23 +46,23 @@ class SlotLayout:
                 self.nbytes += -(-x[0].nbytes // _ALIGN) * _ALIGN
 
     def empty(self) -> LayerState:
-        """Return the state of sequences before their first token."""
+        """Return a layer's state for sequences before their first token."""
         return LayerState(**{name: _copied(part) for name, part in self.template.parts.items()})
 
     def views(self, pool: Tensor) -> dict[str, list[Tensor]]:
-        """Return the tensors `[slots, *shape]` of every part as views of a pool `[slots, elements]`."""
+        """Return the tensors `[slots, *shape]` of every part of the state, as views of the pool `[slots, elements]`."""
         return {name: [_view(pool, field) for field in fields] for name, fields in self.fields.items()}
 
     def gather(
         self, views: dict[str, list[Tensor]], slots: Tensor, *, fresh: Tensor | None = None, fixed: bool = False
     ) -> LayerState:
-        """Return the state of the sequences in `slots`, a copy; zeros where `fresh`.
+        """Return a copy of the states in `slots` as one layer's state; zeros for the sequences that are `fresh`.
 
         Args:
-            views: the pool's tensors, as returned by `views`.
-            slots: the sequences' slots, `[N]`.
-            fresh: `[N]` bool, True for a sequence without earlier tokens; None if there is none.
-            fixed: for a decoding step, which only overwrites the tensors.
+            views: the tensors of the pool, as `views` returns them.
+            slots: the slot of each sequence, `[N]`.
+            fresh: `[N]` bool, True for a sequence without earlier tokens; None if all have earlier tokens.
+            fixed: whether the state is for a decoding step, which only overwrites its tensors.
         """
         state = LayerState()
         for name, part in self.template.parts.items():
@@ -78,13 +78,13 @@ class SlotLayout:
         return state
 
     def scatter(self, state: LayerState, views: dict[str, list[Tensor]], slots: Tensor) -> None:
-        """Store the state of sequences in `slots`; tensors with fewer entries than a slot fill its beginning."""
+        """Store the states of sequences in `slots`; a tensor with fewer entries than the slot fills its beginning."""
         for name, part in state.parts.items():
             for view, x in zip(views[name], part.tensors, strict=False):
                 if x.shape[1:] == view.shape[1:]:
                     view.index_copy_(0, slots, x)
                     continue
-                # kernels may load unwritten entries under a mask, and they must not be NaN
+                # zeros behind it, because kernels may load unwritten entries under a mask, which must not be NaN
                 row = x.new_zeros(len(x), *view.shape[1:])
                 inside = tuple(slice(min(n, m)) for n, m in zip(x.shape[1:], view.shape[1:], strict=True))
                 row[(slice(None), *inside)] = x[(slice(None), *inside)]
@@ -95,15 +95,15 @@ class SlotLayout:
 
 
 def slot_elements(layouts: dict[str, SlotLayout]) -> int:
-    """Return the number of `SLOT_DTYPE` elements in a slot, enough for the largest layout."""
+    """Return the number of `SLOT_DTYPE` elements in a slot that is large enough for all layouts."""
     return max((layout.nbytes for layout in layouts.values()), default=0) // SLOT_DTYPE.itemsize
 
 
 def slot_layouts(config: Any, labels: list[str], max_length: int, dtype: torch.dtype) -> dict[str, SlotLayout]:
-    """Return the slot layout of the layers with each label, for sequences of up to `max_length` tokens.
+    """Return, by label, the slot layout of the layers, for sequences of up to `max_length` tokens.
 
-    One token is computed on the CPU by a model with one layer of each label, which shows every tensor of the states.
-    Parts that grow take the memory of `max_length` tokens.
+    A model with one layer of each label computes one token on the CPU, which creates every tensor of the states. Parts
+    of a state that grow get the memory of `max_length` tokens.
     """
     small = _reduced(config, labels)
     if not labels:
@@ -119,12 +119,12 @@ def slot_layouts(config: Any, labels: list[str], max_length: int, dtype: torch.d
 
 
 def causal_lm_of(config: Any) -> Any:
-    """Return the class of the causal language model of a configuration."""
+    """Return the class of the causal language model that belongs to a configuration."""
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def _reduced(config: Any, labels: list[str]) -> Any:
-    """Return a copy of the configuration with one layer of each label and few tokens."""
+    """Return a copy of the configuration with one layer of each label, and a small vocabulary."""
     small = copy.deepcopy(config)
     options = {label: config.mixer_options.get(label, {}) for label in labels}
     small.mixers, small.num_hidden_layers = list(labels), len(labels)
@@ -137,7 +137,7 @@ def _reduced(config: Any, labels: list[str]) -> Any:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Context in which new floating-point tensors have this dtype."""
+    """Context in which new floating-point tensors have the given dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -147,7 +147,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def has_step_forms(mixer: type[Mixer]) -> bool:
-    """Return whether decoding steps of a mixer run different kernels at different lengths."""
+    """Return whether a mixer's decoding steps may run different kernels at different lengths."""
     return mixer.step_form is not Mixer.step_form
 
 
