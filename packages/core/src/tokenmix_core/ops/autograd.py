@@ -21,7 +21,7 @@ _LAUNCHED_ON = "cuda"
 
 
 def cached_op(name: str, run: Callable | None = None, *, mutates_args: Iterable[str]) -> Any:
-    """Return `run` as a torch custom op whose calls on a GPU go through the launch cache; without `run`, a decorator.
+    """Return `run` as a torch custom op whose calls on a GPU go through the launch cache, or a decorator without `run`.
 
     Code that torch.compile generates calls the op with plain tensors, so compiled calls use the launch cache too.
     """
@@ -139,7 +139,7 @@ def direct_when_eager(op: Callable, run: Callable, *, writes: int | None = None)
 
 
 def retried(run: Callable) -> Callable:
-    """Wrap `run`: if one of its Gluon kernels proves unavailable, call `run` again, now with portable kernels."""
+    """Wrap `run`: if one of its Gluon kernels does not compile, call `run` again, which then uses portable kernels."""
 
     @functools.wraps(run, updated=())
     def call(*inputs, **options):
@@ -166,8 +166,8 @@ def differentiable(
     Args:
         op: a torch custom op; its gradient is registered here.
         run: the implementation of `op`. The first argument of both is a tensor.
-        save: `(ctx, inputs, output)`, saves the tensors that `gradients` needs.
-        gradients: `(ctx, *output_gradients)`, returns a gradient or None for each input.
+        save: `save(ctx, inputs, output)` saves the tensors that `gradients` needs.
+        gradients: `gradients(ctx, *output_gradients)` returns a gradient or None for each input.
         outputs: the number of outputs that are returned and differentiated; None for all. The others are saved for the
             backward pass alone.
         keep: replaces `run` in eager mode if gradients may be needed; it may return other tensors for `save`.
@@ -233,7 +233,7 @@ def differentiable(
 
 
 def eager_function(op: str, run: Callable, save: Callable, gradients: Callable) -> Callable:
-    """Return `run` with gradients, for eager mode only: under torch.compile the reference is faster, as it is fused.
+    """Return `run` with gradients, for eager mode only: torch.compile fuses the reference, which is then faster.
 
     `run` returns a tensor or a tuple and goes through the launch cache; the other arguments are as in `differentiable`.
     `op` is the operation's name.

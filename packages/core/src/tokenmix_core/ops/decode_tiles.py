@@ -38,5 +38,5 @@ def gluon_step_tile(
 
 
 def step_limit(K: int, V: int) -> str | None:
-    """Return why the Gluon kernels do not support heads of K by V, as a clause; None if they do."""
+    """Return why the Gluon decoding kernels do not support states `[K, V]`, as a clause; None if they do."""
     return None if K == 128 and V >= 64 else f"takes one token at a time with K = 128 and V ≥ 64, got K={K} and V={V}"

@@ -95,7 +95,7 @@ def explain(
             `tensors`, or typical ones.
         dtype, device: used if there are no `tensors`; the default device is the first GPU, or the CPU without a GPU.
         impl: the argument `impl` of the function.
-        chip: a chip such as "sm_89", instead of a device, to explain our kernels for; this machine need not have it.
+        chip: a chip such as "sm_89", for which to explain our kernels instead of for `device`; it need not be present.
 
     Raises:
         ValueError: an unknown operation, size, device or chip, tensors that do not fit, or an `impl` that does not

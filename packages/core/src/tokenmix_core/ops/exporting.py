@@ -55,7 +55,7 @@ def exportable(run: Callable, shapes: Callable) -> Callable:
     def call(*args, **named):
         if not torch.compiler.is_exporting():
             return run(*args, **named)
-        # simple code, since torch.export's strict mode traces it
+        # torch.export's strict mode traces the next lines, so they use only simple Python
         named = {**dict(zip(parameters, args, strict=False)), **named}
         tensors = {n: x for n, x in named.items() if isinstance(x, Tensor)}
         options = [f"{n!r}: {x!r}" for n, x in named.items() if n not in tensors and x is not None]

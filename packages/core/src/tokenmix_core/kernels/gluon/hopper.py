@@ -157,7 +157,7 @@ def widen(b_x):
 def split_hi_lo(b_x, dtype: gl.constexpr):
     """Return a float32 tile rounded to the 16-bit `dtype`, and the rounding error, also in `dtype`."""
     if dtype == gl.bfloat16:
-        # two elements per instruction
+        # this instruction converts two elements at once
         b_hi = gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [b_x], dtype=gl.bfloat16, is_pure=True, pack=2
         )
@@ -194,7 +194,7 @@ def causal_decay(b_row, b_col, o_row, o_col):
 
 @gluon.jit
 def pointer_or(p_x, p_other):
-    """Return the pointer `p_x` or, if it is None, a placeholder that is never dereferenced."""
+    """Return the pointer `p_x` or, if it is None, `p_other` as a placeholder, which kernels never dereference."""
     if p_x is None:
         return p_other
     else:

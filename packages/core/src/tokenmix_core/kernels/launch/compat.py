@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# consequences of a missing name
+# texts that state the consequence of a missing name
 _CACHING = "calls are not cached"
 OWN_LAUNCH = "Triton launches every kernel itself, and calls are not cached"
 _DISPATCHER = "every call goes through torch's dispatcher"

@@ -18,7 +18,7 @@ _VARIABLE = "TOKENMIX_DECODING_GRAPH"
 
 
 def wanted() -> bool:
-    """Tell whether the environment permits graphs; raise a ValueError for a value other than 0 and 1."""
+    """Tell whether the environment variable permits CUDA graphs in decoding; raise a ValueError unless it is 0 or 1."""
     return flag(_VARIABLE, True, "launch every kernel", "replay captured steps")
 
 

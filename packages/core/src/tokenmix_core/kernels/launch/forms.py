@@ -65,7 +65,7 @@ class Forms:
         return (*kinds, *options.items())
 
     def tile_key(self, device: int, args: tuple, options: dict) -> tuple:
-        """Return the key of a kernel's tiles: `key` without integers, floats and alignments."""
+        """Return the key under which a kernel's reduced tiles are stored: `key` without integers, floats, alignment."""
         kinds = (
             x if constant or x is None else x.dtype if isinstance(x, Tensor) else type(x)
             for x, constant in zip(args, self._constant, strict=True)

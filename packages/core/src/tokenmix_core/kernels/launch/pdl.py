@@ -29,7 +29,7 @@ enabled = _Enabled()
 
 
 def wanted() -> bool:
-    """Tell whether the environment permits PDL; raise a ValueError for a value other than 0 and 1."""
+    """Tell whether the environment variable permits PDL; raise a ValueError unless it is 0 or 1."""
     if _OLD_VARIABLE in os.environ:
         warnings.warn(f"{_OLD_VARIABLE} is now called {_VARIABLE}", FutureWarning, stacklevel=2)
     variable = _OLD_VARIABLE if _OLD_VARIABLE in os.environ else _VARIABLE
@@ -40,9 +40,9 @@ def wanted() -> bool:
 def pdl_launches(device: torch.device) -> Iterator[None]:
     """Launch kernels with the parameter `PDL` by programmatic dependent launch, in this thread, inside the block.
 
-    Before `gdc_wait` a kernel may read only data that no earlier kernel of the block, nor the one before it, writes:
-    weights, and state that only this kernel updates. One block is one decoding step; its first kernel reads nothing
-    before waiting. Nothing changes on GPUs before Hopper, with drivers before CUDA 12.3 and on other devices.
+    Before `gdc_wait` a kernel may read only data that no earlier kernel of the block writes, nor the last kernel before
+    the block: weights, and state that only this kernel updates. A block is one decoding step; its first kernel reads
+    nothing before waiting. Nothing changes on GPUs before Hopper, with drivers before CUDA 12.3 and on other devices.
     """
     before, enabled.on = enabled.on, wanted() and device.type == "cuda" and _can(device.index)
     try:

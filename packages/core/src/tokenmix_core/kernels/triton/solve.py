@@ -58,7 +58,7 @@ def inverse_64(blocks, PRECISION: tl.constexpr):
     b_22, b_33 = inverse_16(l_22, PRECISION), inverse_16(l_33, PRECISION)
     a_00, a_11 = split_hi_lo(b_00, PRECISION), split_hi_lo(b_11, PRECISION)
     a_22, a_33 = split_hi_lo(b_22, PRECISION), split_hi_lo(b_33, PRECISION)
-    # rows of blocks: A_ij = −A_ii Σ_m L_im A_mj
+    # compute the inverse A one row of blocks after the other: A_ij = −A_ii Σ_m L_im A_mj for j < i
     zero = tl.zeros([16, 16], tl.float32)
     l_1 = split_hi_lo(-l_10, PRECISION)
     b_10 = split_dot(a_11, split_hi_lo(split_dot(l_1, a_00, zero, PRECISION), PRECISION), zero, PRECISION)

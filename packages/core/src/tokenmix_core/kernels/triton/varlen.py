@@ -35,8 +35,8 @@ def locate_chunk(i_c, T, C, N, cu_seqlens, PACKED: tl.constexpr):
     """Find the chunk of C tokens in slot `i_c` (see `first_chunk`).
 
     Returns:
-        the sequence, its first row, its length, and the chunk's first token in it, which is past the length if the
-        slot is unused.
+        the sequence's index, its first row, its length, and the position of the chunk's first token in the sequence,
+        which is at least the length if the slot is unused.
     """
     if PACKED:
         BN: tl.constexpr = 256

@@ -126,7 +126,7 @@ def short_conv_forward_kernel(
 
 @triton.jit
 def locate_channels(i_d, n0, n1):
-    """Return the input that block `i_d` of three inputs' joined channels belongs to, and the block's index in it."""
+    """Return the index of the input to which block `i_d` of all channels belongs, and the block's index in it."""
     i_x = (i_d >= n0).to(tl.int32) + (i_d >= n0 + n1).to(tl.int32)
     return i_x, i_d - tl.where(i_x > 0, n0, 0) - tl.where(i_x > 1, n1, 0)
 

@@ -145,7 +145,7 @@ def rms_norm_backward(
     h: Tensor, z: Tensor | None, weight: Tensor, dy: Tensor, dtotal: Tensor | None, eps: float, size: int, before: bool,
     dtype: torch.dtype, branch_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Return dx in `dtype`, dbranch in `branch_dtype` (dx itself if equal), dz and dweight; h is x or x + branch."""
+    """Return dx in `dtype`, dbranch in `branch_dtype` (if equal, dx itself), dz and dweight; h: x, or x + branch."""
     before = before and z is not None
     tokens, width = h.shape
     groups, parts = width // size, len(weight) // size

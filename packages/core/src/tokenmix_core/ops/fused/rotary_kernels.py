@@ -18,7 +18,7 @@ from tokenmix_core.ops.buffers import as_rows
 
 @triton.jit
 def load_halves(p_x, m_r, HALF: tl.constexpr, BH: tl.constexpr):
-    """Load both halves of the heads at `p_x [BM]` as float32 `[BM, BH]`."""
+    """Load the first and the second half of the channels of the heads at `p_x [BM]`, each as float32 `[BM, BH]`."""
     o_d = tl.arange(0, BH)
     mask = m_r[:, None] & (o_d < HALF)[None, :]
     p_x = p_x[:, None] + o_d[None, :]
@@ -28,7 +28,7 @@ def load_halves(p_x, m_r, HALF: tl.constexpr, BH: tl.constexpr):
 
 @triton.jit
 def store_halves(p_x, b_a, b_b, m_r, HALF: tl.constexpr, BH: tl.constexpr):
-    """Store both halves of the heads at `p_x [BM]`."""
+    """Store the first half `b_a` and the second half `b_b` of the channels of the heads at `p_x [BM]`."""
     o_d = tl.arange(0, BH)
     mask = m_r[:, None] & (o_d < HALF)[None, :]
     p_x = p_x[:, None] + o_d[None, :]
@@ -66,7 +66,7 @@ def rotate_kernel(
     x, weight, cos, sin, y, stride_x, rows, rotated, H, eps, HALF: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Rotate a block of heads; token t takes row t mod `rotated` of the angles, so that sequences can share angles."""
+    """Rotate a block of heads; token t uses row t mod `rotated` of cos and sin, so that sequences can share angles."""
     gdc_launch_and_wait(PDL)
     o_r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     m_r = o_r < rows

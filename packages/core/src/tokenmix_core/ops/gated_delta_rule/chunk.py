@@ -50,9 +50,9 @@ def chunk_forward(inputs: Inputs, save: bool = False) -> Forward:
     inverse, gates = prepare(
         k=x.k, g=x.g, beta=x.beta, cu_seqlens=x.cu_seqlens, qk_l2norm=x.qk_l2norm, form=by.prepare, out=term_tensors
     )
-    # state passing between segments
+    # compute the states that enter segments
     entering, transitions = segment_states(x, inverse=inverse, gates=gates, segment=by.segment)
-    # state passing between chunks, and outputs
+    # pass the state from chunk to chunk, and compute the outputs
     terms = Terms(inverse, gates, entering, transitions)
     o, final_state = forward(x, terms, segment=by.segment, form=by.outputs, saved=saved)
 

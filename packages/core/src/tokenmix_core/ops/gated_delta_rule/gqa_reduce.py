@@ -13,7 +13,7 @@ _ROWS = 8
 
 @triton.jit
 def sum_rows(x, y, o_r, rows, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """Sum x `[rows, G, K]` over G into y `[rows, K]`."""
+    """Sum the rows `o_r` of x `[rows, G, K]` over G, and store the sums in y `[rows, K]`."""
     o_k = tl.arange(0, BK)[None, :]
     m_r = (o_r < rows)[:, None] & (o_k < K)
     p_x, p_y = x + (o_r * (G * K))[:, None] + o_k, y + (o_r * K)[:, None] + o_k
@@ -35,7 +35,7 @@ def sum_groups_kernel(
 
 
 def sum_groups(dq: Tensor, dk: Tensor, H: int) -> tuple[Tensor, Tensor]:
-    """Return dq and dk `[B, T, H, K]`, given one gradient `[B, T, HV, K]` of each from every value head."""
+    """Return dq and dk `[B, T, H, K]`, summed over the value heads of the given dq and dk `[B, T, HV, K]`."""
     B, T, HV, K = dq.shape
     if HV == H:
         return dq, dk

@@ -76,7 +76,7 @@ class Saved(NamedTuple):
     """Tensors of the scan over chunks that the backward pass reads.
 
     Attributes:
-        residual: R, what each value adds to its recall from the state (README.md); shape and dtype of v.
+        residual: R, each value minus its recall from the state (README.md), in the shape and dtype of v.
         states: the state entering each chunk, in v's dtype, `[slots, HV, K, V]`.
         remainders: the rounding errors of `states`, in the same shape and dtype; None if backward kernels need none.
     """

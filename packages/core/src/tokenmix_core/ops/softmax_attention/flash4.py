@@ -31,7 +31,7 @@ _PARAMETERS = {
 def is_here() -> bool:
     """True if the package is installed and its functions have the `_PARAMETERS`; warn if the functions lack some.
 
-    flash-attn 2 contains an early version under the same module name, so the package's own version is read.
+    Whether the module exists does not decide, since flash-attn 2 contains an early version of it under the same name.
     """
     try:
         installed = version("flash-attn-4")

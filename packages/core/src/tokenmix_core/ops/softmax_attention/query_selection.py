@@ -28,7 +28,7 @@ def listed(order, i):
 
 @triton.jit
 def list_offset(i_b, i_n, start, tiles, BM: tl.constexpr, PACKED: tl.constexpr):
-    """Return the offset in `order` and `ranks` of a sequence's list, which has one entry more than it has tiles."""
+    """Return the offset of a sequence's list in `order` and `ranks`; lists have one entry more than there are tiles."""
     if PACKED:
         return start // BM + 2 * i_n
     else:

@@ -32,7 +32,7 @@ class Call(NamedTuple):
     packed: bool = False
     # B · HQ if every query head has its own keys; None if heads share keys
     heads: int | None = None
-    # B · HQ, also if heads share keys; 0 if no rule needs the number
+    # B · HQ, even if heads share keys; 0 if no rule needs this number
     query_heads: int = 0
     # whether Gluon kernels run here and support the call's tensors
     gluon: bool = False

@@ -32,7 +32,7 @@ def kept_attention(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: Impl | None = None,
 ) -> AttentionOutput:
-    """Compute softmax attention to a local part and to the retained keys before it, under one softmax.
+    """Compute softmax attention to local keys and to the retained keys before them, under one softmax.
 
     Let i be the query's position counted in keys (the last query is at the last key), and left(i) = i − window + 1, or
     without a window the start of i's own unit. Query i sees
@@ -46,12 +46,12 @@ def kept_attention(
 
     Args:
         q, k, v: bfloat16, float16, float32 or float64, all of one dtype. HQ is a multiple of H.
-        keep: whether each unit is retained, bool, or a float: retained if above ½. H is a multiple of HM, and a head of
-            `keep` serves H / HM adjacent heads of k. U is ⌈TK / unit⌉. In a packed batch units count from each
-            sequence's start. If unit > 1, U is then ⌊TK / unit⌋ + N, the first unit of sequence n has index
+        keep: whether each unit of keys is retained, bool, or a float: retained if above ½. H is a multiple of HM, and a
+            head of `keep` serves H / HM adjacent heads of k. U is ⌈TK / unit⌉. In a packed batch units are counted
+            from each sequence's start. If unit > 1, U is then ⌊TK / unit⌋ + N, the first unit of sequence n has index
             ⌊cu_seqlens[n] / unit⌋ + n, and elements of `keep` between two sequences' units are ignored.
-        unit: tokens in a unit: 1, or a multiple of 64.
-        window: number of keys of the local part, the query's own included; None: the query's own unit up to itself.
+        unit: number of consecutive keys in a unit: 1, or a multiple of 64.
+        window: number of local keys, the query's own included; None: the keys of the query's own unit up to the query.
         until: the position of the first query that no longer sees the key as a retained one; int32 or int64.
         scale: factor of the scores, positive; None: K ** −0.5.
         cu_seqlens: boundaries of the packed sequences, `[N + 1]`, from 0 to at most T, for B = 1 and TQ = TK.

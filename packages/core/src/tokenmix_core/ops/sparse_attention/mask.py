@@ -18,7 +18,7 @@ _BLOCK = 1024
 
 @triton.jit
 def left_of(o_q, window, UNIT: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first key of the local part of queries at positions `o_q`."""
+    """Return the position of the first local key of each of the queries at positions `o_q`."""
     if WINDOW:
         return tl.maximum(o_q - window + 1, 0)
     else:

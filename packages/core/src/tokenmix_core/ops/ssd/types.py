@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
         return self._replace(q=q, k=k, v=v, g=g, initial_state=initial_state, dt=dt, D=D)
 
 
-# fields of `Inputs` that are tensors
+# number of the fields of `Inputs` that are tensors; these are the first
 TENSORS = 8
 
 
@@ -50,9 +50,9 @@ class StepInputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients in the order of `Inputs`; dq and dk are those of groups or, before they are summed, of value heads.
+    """Gradients in the order of `Inputs`; dq and dk are per value head until they are summed over each group's heads.
 
-    `initial_state` is None if the scan over segments computes it; dt and D are None if the call has none.
+    `initial_state` is None if another step computes it, the scan over segments; dt and D are None if the call has none.
     """
 
     q: Tensor
@@ -65,12 +65,12 @@ class Gradients(NamedTuple):
 
 
 def token_rows(x: Tensor) -> Tensor:
-    """Return x `[B, T, H, D]` if its rows of H · D elements are contiguous, at one aligned stride; else a copy."""
+    """Return x `[B, T, H, D]` if its rows of H · D elements are contiguous, aligned and equally spaced; else a copy."""
     B, T, H, D = x.shape
     stride = x.stride()
     rows = stride[3] == 1 and (H == 1 or stride[2] == D) and (B == 1 or stride[0] == T * stride[1])
-    # at strides that are no multiples of 16 Triton reads element by element, and Triton 3.6 compiled states wrong
+    # require multiples of 16: for other strides Triton loads element by element, and Triton 3.6 computed wrong states
     if rows and stride[1] % 16 == 0 and x.data_ptr() % 16 == 0:
         return x
-    # a clone, as `contiguous` would return a single token of any stride itself
+    # `clone`, because `contiguous` returns a single token unchanged, whatever its stride
     return x.clone(memory_format=torch.contiguous_format)

@@ -23,7 +23,7 @@ class Admission:
         # maps a signature's hash to the number of its occurrences; the latest signature is at the end
         self._seen: dict[int, int] = {}
         self._magnitudes: dict[tuple, None] = {}
-        # the number of replays of the last captures, the newest first
+        # for each of the last captures, its number of replays; the newest capture is first
         self._replays: deque[list[int]] = deque(maxlen=4 * _PATIENCE)
 
     def new_magnitude(self, inputs: tuple) -> tuple | None:

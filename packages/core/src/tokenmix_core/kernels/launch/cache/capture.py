@@ -41,7 +41,7 @@ def is_real(x: Tensor) -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Tell whether x is real and no dispatch mode observes operations: a mode would not see kernels."""
+    """Tell whether `is_real(x)` and no other dispatch mode than a capture is active: modes would not see kernels."""
     if not is_real(x):
         return False
     modes = compat.modes()
@@ -49,14 +49,14 @@ def is_plain(x: Tensor) -> bool:
 
 
 def launches_unseen() -> None:
-    """Mark the current call as not replayable: it launches another library's kernels."""
+    """Mark the current call as not replayable, because it launches another library's kernels."""
     if _captures.active is not None:
         _captures.active.give_up()
 
 
 @functools.cache
 def launching() -> ModuleType:
-    """Return the launcher module; the first launch imports Triton."""
+    """Import and return the launcher module, which imports Triton; so Triton is imported at the first launch."""
     from tokenmix_core.kernels.launch import launcher
 
     return launcher
@@ -81,7 +81,7 @@ class Capture(compat.Mode):
         self._first = self._slots = len(inputs)
         # maps a storage to the last tensor allocated in it: its slot, size and stride
         self._made: dict[Any, tuple[int, tuple, tuple]] = {}
-        # allocations since the last step
+        # tensors allocated since the last step or postponed launch
         self._buffers: list[tuple] = []
         # postponed launches, each with the allocations before it
         self._waiting: list[tuple[Any, list[tuple]]] = []
@@ -92,7 +92,7 @@ class Capture(compat.Mode):
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Observe the operations of this thread."""
+        """Observe this thread's torch operations and kernel launches inside the block."""
         with self:
             _captures.active = self
             try:
@@ -153,7 +153,7 @@ class Capture(compat.Mode):
         return slot, None if view == (*whole, 0) else view
 
     def take(self, launch: Any) -> None:
-        """Postpone a launch."""
+        """Postpone a launch: store it with the allocations before it."""
         self._waiting.append((launch, self._buffers))
         self._buffers = []
 

@@ -59,7 +59,8 @@ def score_factors(
 ):  # fmt: skip
     """Return F, b and n: F combines decays, β r and n, so that the scores are P' = F ⊙ Q Kᵀ.
 
-    b are cumulative decays. n is the scale; with L2NORM it is divided by the norms of Q's rows. Both are row vectors.
+    b are cumulative decays. n is the scale; with L2NORM it is divided by the norms of Q's rows. b and n have one
+    element per row of a tile.
     """
     if L2NORM:
         b_q = s_q.load(row_layout(s_q.shape[1], WARPS)).to(gl.float32)

@@ -129,7 +129,7 @@ def load_gates(g, beta, token, i_hv, HV: gl.constexpr, rows, BT: gl.constexpr):
 
 @gluon.jit
 def store_gates(p_gates, b_b, b_w, r_k, b_beta, rows):
-    """Store the four gates of each token side by side."""
+    """Store the gates b, β r, r and β, the four gates of a token side by side."""
     b_gates = gl.join(gl.join(b_b, r_k), gl.join(b_w, b_beta))
     layout: gl.constexpr = gl.BlockedLayout([2, 4], [32, 1], [1, 1], [1, 0])
     b_gates = gl.convert_layout(gl.reshape(b_gates, [64, 4]), layout)

@@ -9,8 +9,8 @@ from tokenmix_core.kernels.gluon.hopper import add, locate_chunk
 
 # log2 of the largest decay that counts as negligible: far below the rounding error of 16-bit operands
 NEGLIGIBLE = gl.constexpr(-32.0)
-# returned instead of the decay of a chunk whose write factor is outside [0, 1], as decays then do not bound the state;
-# larger than the magnitude of any sum of decays
+# stands for the decay of a chunk whose write factor is outside [0, 1], since decays then do not bound the state; larger
+# than the magnitude of any sum of decays
 UNBOUNDED = gl.constexpr(1e30)
 
 

@@ -1,4 +1,4 @@
-"""Gluon attention kernels for Hopper: WGMMA, with cp.async prefetches behind the MMAs."""
+"""Gluon attention kernels for Hopper: WGMMA, with cp.async prefetches during the MMAs."""
 
 # tile of 64 queries by 64 keys for one warpgroup; two CTAs run on an SM
 TILE = 64

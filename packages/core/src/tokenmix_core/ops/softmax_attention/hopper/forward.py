@@ -85,7 +85,7 @@ def _forward(
             b_m = gl.full([BT], float("-inf"), gl.float32, row)
             b_sums = online_softmax.quad_row_sums(zeros)
             for i in range(count):
-                # with one stage V is still in flight
+                # with one stage, this wait leaves the copy of V in flight
                 wait_async_copies(2 - NUM_STAGES)
                 b_s = warpgroup_mma(
                     q_s, k_s.index(i % NUM_STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True

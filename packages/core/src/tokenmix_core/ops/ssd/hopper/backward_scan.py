@@ -217,7 +217,7 @@ def backward_scan_kernel(
             b_delta = as_matrix(dt_h.index(stage), 1, BT).load(by_head)  # type: ignore[union-attr]
             b_column, b_later = b_column * b_delta, b_later * b_delta
         # b_end: gradient through the state that passes the whole chunk. It depends on all decays, so it is added at the
-        # last token; the reverse sum adds it to the others
+        # last token; the reverse sum then adds it to the gradients of all other decays
         b_end = gl.exp2(total) * gl.sum(as_matrix(end_h, 1, K).load(by_head), 1)
         b_crossing = gather(row_h) - b_column + b_query + gl.where(o_1 == BT - 1, b_end[:, None], 0.0)
         as_matrix(crossing_h, 1, BT).store(b_crossing)
