@@ -38,7 +38,7 @@ def mma_layout_split_n(columns, warps):
 
 @gluon.constexpr_function
 def state_layout(rows, columns, warps):
-    """Layout of a float32 state, 16 bytes per thread; each warp holds `rows` / `warps` rows."""
+    """Layout of a float32 state: each warp holds `rows` / `warps` rows, and a thread loads 16 bytes at a time."""
     lanes = columns // 4
     return gl.BlockedLayout([rows * lanes // (32 * warps), 4], [32 // lanes, lanes], [warps, 1], [1, 0])
 

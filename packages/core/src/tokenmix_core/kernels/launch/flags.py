@@ -10,7 +10,10 @@ _VARIABLE = "TOKENMIX_RECORD"
 
 
 def flag(variable: str, default: bool, off: str, on: str) -> bool:
-    """Return the value of an environment variable; raise a ValueError for a value other than 0 (`off`) and 1 (`on`)."""
+    """Return whether an environment variable is 1, `default` if unset; raise a ValueError unless it is 0 or 1.
+
+    `off` and `on` say in the error message what the values 0 and 1 do.
+    """
     value = os.environ.get(variable, str(int(default)))
     if value not in ("0", "1"):
         raise ValueError(f"{variable} must be 0 ({off}) or 1 ({on}), got {value!r}")

@@ -134,7 +134,7 @@ _taker = _Taker()
 
 @contextmanager
 def taken(take: Callable[[Launch], None] | None) -> Iterator[None]:
-    """Pass this thread's launches of `cached_launch` kernels to `take` inside the block; None makes the launches."""
+    """Pass this thread's launches of `cached_launch` kernels to `take` inside the block; with None, launch as usual."""
     before, _taker.take = _taker.take, take
     try:
         yield

@@ -1,4 +1,4 @@
-"""Attention masks."""
+"""Attention masks for kernels: dense with a window and sinks, or for tiles of listed keys."""
 
 import triton
 import triton.language as tl

@@ -36,7 +36,7 @@ def store_vector(p_vector, b_x, stride, rows, BT: tl.constexpr):
 def inverse_norm(b_x, DOT: tl.constexpr):
     """Return (Σ x² + 1e−6)^−½ of each row of a tile `[BT, K]`.
 
-    The sums are the diagonal of X Xᵀ, an MMA, so that X stays in shared memory, where other MMAs read it too.
+    The sums are the diagonal of X Xᵀ, which an MMA computes: X need not be loaded from shared memory into registers.
     """
     return diagonal_inverse_norm(tl.dot(b_x, tl.trans(b_x), input_precision=DOT), b_x.shape[0])
 

@@ -202,7 +202,7 @@ def short_convs_forward(xs, weights, activation, initial_states, cu_seqlens, con
 
 @triton.jit
 def step_channels(channels, o, i_b, i_d, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr):
-    """Convolve one token of BD channels of sequence `i_b`, and shift the state by this token."""
+    """Convolve one token of BD channels of sequence `i_b`; append the token to the state, dropping the oldest input."""
     x, weight, bias, state, stride_x, D = channels
     o_d = i_d * BD + tl.arange(0, BD)
     m_d = o_d < D

@@ -17,7 +17,7 @@ from tokenmix_core.ops.gated_delta_rule.types import Inputs
 
 @triton.jit
 def scan_token(b_s, p_q, p_k, p_v, p_g, p_beta, p_o, scale, L2NORM: tl.constexpr):
-    """Store a token's output, return the state after the token; q and k are normalised by scaling sums, not rows."""
+    """Store a token's output, return the state after the token; sums over K, instead of q and k, are normalised."""
     b_q, b_k, b_v = tl.load(p_q).to(tl.float32), tl.load(p_k).to(tl.float32), tl.load(p_v).to(tl.float32)
     decay, beta_t = tl.exp(tl.load(p_g).to(tl.float32)), tl.load(p_beta).to(tl.float32)
     r_q, r_k = scale, 1.0

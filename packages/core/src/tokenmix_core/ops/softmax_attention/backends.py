@@ -55,7 +55,7 @@ def cudnn_heads() -> int:
 
 @constant_when_traced
 def flash_attention() -> int:
-    """Return the version that "flash_attn" runs: 4 if it is installed and all GPUs support it; else 2; 0 for none."""
+    """Return FlashAttention's version for "flash_attn": 4 if installed and supported by all GPUs, else 2; 0: none."""
     from tokenmix_core.ops.softmax_attention.flash4 import is_here
 
     if (9, 0) <= _oldest() < (12, 0) and is_here():
@@ -149,8 +149,7 @@ def backward_impl(impl: str | None, call: Call, through_lse: bool) -> str | None
         ours_lead = (call.head_k == 64) + (call.mask.window is not None) + call.packed > 1
         if _is_for_flash_attention_4(call) and not ours_lead:
             return "flash_attn"
-        # `impl` is None only if Gluon kernels run: otherwise cuDNN would have been selected for the forward pass
-        # already
+        # here our forward pass ran in Gluon: without Gluon, cuDNN would have been selected for the forward pass too
         if call.head_k != 64 and not through_lse and _is_for_cudnn(call) and takes_cudnn(*call[2:8]):
             return "sdpa"
     return impl

@@ -89,7 +89,7 @@ def _rows(x: Tensor, cu: Tensor | None) -> Tensor:
 
 
 def _options(mask: Mask, scale: float, cu: Tensor | None) -> dict:
-    """Return the keyword arguments of both passes. Lengths of packed sequences are not read on the host."""
+    """Return the keyword arguments that both passes share. Lengths of packed sequences are not read on the host."""
     left, right = window_sides(mask)
     return {
         "softmax_scale": scale, "causal": mask.causal, "window_size_left": left, "window_size_right": right,

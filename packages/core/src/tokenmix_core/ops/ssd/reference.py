@@ -107,11 +107,12 @@ def _chunkwise(q, k, v, g, scale, initial_state, chunk_size: int = 64) -> ScanOu
     pad = -T % chunk_size
 
     def chunks(x: Tensor) -> Tensor:
-        # [B, T, *, D] to [B, *, chunks, chunk_size, D]
+        # reshape [B, T, *, D] to [B, *, chunks, chunk_size, D]
         x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, pad))
         return x.unflatten(1, (-1, chunk_size)).movedim(3, 1)
 
-    # q, k [B, G, NC, C, K]; v [B, G, R, NC, C, V]; b, the cumulative decay, [B, G, R, NC, C]
+    # shapes: q, k [B, G, NC, C, K]; v [B, G, R, NC, C, V]; cumulative decays b [B, G, R, NC, C]; R = HV / G heads per
+    # group, NC chunks of C tokens
     q, k, v_ = chunks(q), chunks(k), chunks(v).unflatten(1, (G, -1))
     b = chunks(g.to(state.dtype).clamp(min=LOWEST_DECAY).unsqueeze(-1)).squeeze(-1).unflatten(1, (G, -1)).cumsum(-1)
     causal = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=q.device).tril()
@@ -126,7 +127,7 @@ def _chunkwise(q, k, v, g, scale, initial_state, chunk_size: int = 64) -> ScanOu
         state = b[:, :, :, c, -1, None, None].exp() * state + updates[:, :, :, c]
     before = torch.stack(states, 3).to(v.dtype)
     o = o + scale * b.exp().unsqueeze(-1) * (q.unsqueeze(2) @ before)
-    # [B, G, R, NC, C, V] to [B, T, HV, V]
+    # reshape [B, G, R, NC, C, V] to [B, T, HV, V]
     o = o.flatten(1, 2).movedim(1, 3).flatten(1, 2)[:, :T].to(v.dtype)
     return ScanOutput(o, state.flatten(1, 2))
 

@@ -2,6 +2,8 @@
 
 cp.async dO dY R Q ─► E, F        S, then dS', in tiles of 64 columns ─ cp.async, 2 stages
 Σ over tiles of S:  dO Sᵀ, dY Sᵀ ─► dQ ─► store;   Σ over tiles of dS':  R dS'ᵀ ─► X ─► dK, dβ, dg
+
+The letters are those of `backward_chunk.py`.
 """
 
 from functools import partial

@@ -5,6 +5,7 @@
      └─► dS', ⟨dS', S⟩            └─► dV
 
 Two warpgroups split the columns of each result, so operands pass through shared memory, between barriers of the CTA.
+The letters are those of `backward_state.py`.
 """
 
 from functools import partial

@@ -4,6 +4,7 @@
     S ─► smem ─► Y = V − γ K S ─► smem ─► R = Ã Y ─► smem ─► S' = 2^b S + Kᵀ(…R) ─► O = γ Q S + P' R ─► o
 
 Two warpgroups split the columns of each result, so operands pass through shared memory, between barriers of the CTA.
+P' are the scores with decay and β, γ = 2^b the decay since the chunk's start; README.md of the op has all letters.
 """
 
 from torch import Tensor

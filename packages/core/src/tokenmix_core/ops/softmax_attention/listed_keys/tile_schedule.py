@@ -3,9 +3,9 @@
 Each key is in one of two lists: retained keys, which all later queries see, or the others, which only nearby queries
 see. The lists are cut into tiles of keys (columns). Their work may differ a thousandfold, so tiles are split, as in
 stream-K, into **work tiles**: consecutive query tiles, enough work tiles to fill the device, none longer than a CTA's
-share of all work. The CTA of a tile that is not split writes its gradients. The work tiles of a split tile store
-partial sums, which a second kernel adds in order. So the time is proportional to the work for lists of any length,
-results are deterministic, and the workspace is bounded by the device.
+share of all work. The gradients of a tile that is not split are written by one CTA. The work tiles of a split tile
+store partial sums, which a second kernel adds in order. So the time is proportional to the work for lists of any
+length, results are deterministic, and the workspace is bounded by the device.
 """
 
 from __future__ import annotations
