@@ -167,8 +167,7 @@ class _Launcher:
         # maps a key to the loaded kernel (None if only Triton can launch it) and to whether it is a general form
         self._loaded: dict[tuple, tuple[Loaded | None, bool]] = {}
         self._forms = forms.Forms(kernel)
-        # maps device, kinds of arguments and options to the arguments by index, and to the options, reduced to fit the
-        # device
+        # maps device, kinds of arguments and options to the arguments by index and the options, reduced for the device
         self._fitted: dict[tuple, tuple[dict[int, Any], dict]] = {}
         # the number of parameters before the parameter PDL, if the kernel has PDL
         names = compat.argument_names(kernel)

@@ -86,8 +86,7 @@ def all_tiles(step: str, K: int, element_size: int) -> tuple[ScanTile, ...]:
 # maps the least number of blocks of 64 columns to the tile of the Gluon decoding kernel: wide tiles pay with many waves
 STATE_STEPS: dict[int, StateStep] = {1024: StateStep(64, 64, 4), 0: StateStep(32, 32, 2)}
 
-# the forward pass saves R and chunk states if they take at most this many bytes; else the backward pass computes both
-# again
+# the forward pass saves R and chunk states if they take at most this many bytes; else the backward recomputes both
 MOST_SAVED_BYTES = 8 << 20
 
 

@@ -23,11 +23,10 @@ IMPLS: tuple[str, ...] = get_args(AttentionImpl)
 # library may run the backward pass
 OURS = "ours"
 
-# with at least this many queries per batch row, other libraries' kernels for plain causal attention are faster than
-# ours
+# with at least this many queries per batch row, other libraries are faster than our kernels in plain causal attention
 _LONG = 128
-# with at most this many blocks of 64 queries other libraries are not faster: with fewer blocks than SMs, latency
-# decides
+# with at most this many blocks of 64 queries other libraries are not faster: with less than one block per SM, latency
+# determines the time
 _FEW_BLOCKS = 128
 # FlashAttention-4 is fastest with at least this many blocks of 64 queries, and a window of at least _WIDE keys, if any
 _MANY_BLOCKS = 8192

@@ -26,8 +26,7 @@ def chunk_forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         assert final_state is not None, "whole sequences end in a state"
         zero_padding(x.cu_seqlens, o)
         return o, final_state, None
-    # compute the states that enter segments; then, inside segments, pass the state from chunk to chunk and compute
-    # outputs
+    # compute the states that enter segments; then scan the chunks of each segment, which also computes outputs
     entering, final_state = segment_states(x, segment=by.segment, config=by.states)
     o, _ = ssd_forward(x, entering=entering, segment=by.segment, config=by.forward)
     zero_padding(x.cu_seqlens, o)
@@ -57,8 +56,7 @@ def _backward(inputs: Inputs, *, do: Tensor, dfinal_state: Tensor | None, enteri
         if entering is None:
             entering, _ = segment_states(x, segment=by.segment, config=by.states)
         dleaving, dinitial_state = segment_states(x, segment=by.segment, config=by.states, do=do, dfinal_state=dleaving)
-    # compute the states before chunks and, unless the fused reverse scan does so itself, the gradients of states after
-    # chunks
+    # compute states before chunks and, unless the fused reverse scan does so itself, gradients of states after chunks
     scans = fused and by.gradients.scans
     states, dstates, dinitial_of_whole = boundary_states(
         x, do=do, entering=entering, dleaving=dleaving, segment=by.segment, config=by.states, with_gradients=not scans

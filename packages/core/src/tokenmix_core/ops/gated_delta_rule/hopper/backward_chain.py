@@ -18,8 +18,7 @@ from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, range_fac
 
 # pipeline stages of q, k, dO and the gates
 NUM_STAGES = gl.constexpr(2)
-# indices of barriers, one per stage: the chunk's tiles are loaded; they are read; P' and inverse norms of q are
-# computed
+# indices of barriers, one per stage: the chunk's tiles are loaded; they are read; P' and q's inverse norms are stored
 FULL, EMPTY, SCORES = gl.constexpr(0), gl.constexpr(2), gl.constexpr(4)
 # indices of barriers of buffers with one stage: the buffer is full; it is empty. SUMMED: ⟨dS', S⟩ is stored
 A_FULL, A_EMPTY = gl.constexpr(6), gl.constexpr(7)

@@ -180,8 +180,7 @@ def backward_chunk_kernel(
     w_j, d_j = w_j * RANGE, nonzero(w_j, load_gate(p_gates + 2, rows, col)) * RANGE
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
 
-    # E = scale (dO Rᵀ) ⊙ Γ; dQ̂ = scale γ dO Sᵀ + E β K̂ (R: residuals, Γ: decay from token j to i, γ: from the chunk's
-    # start)
+    # E = scale (dO Rᵀ) ⊙ Γ; dQ̂ = scale γ dO Sᵀ + E β K̂ (R: residuals, Γ: decay from token j to i, γ: from the start)
     async_copy.wait_group(1)
     b_e = multiply(s_do, s_r.permute((1, 0)), BT)
     b_q = s_q.load(hopper.row_layout(K, 4)).to(gl.float32)

@@ -339,8 +339,7 @@ def forward_kernel(
         hopper.pointer_or(residual, v) + o_vo,
         hopper.pointer_or(states, v) + o_s,
     )
-    # registers per thread, summed over warpgroups: 512 for four warpgroups, 504 for three; the first warpgroup gets the
-    # rest
+    # registers per thread, summed over warpgroups: 512 for four warpgroups, 504 for three; the first scan gets the rest
     if warpgroups == 2:
         gl.warp_specialize(
             [

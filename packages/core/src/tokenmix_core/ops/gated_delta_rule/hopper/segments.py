@@ -138,8 +138,7 @@ def reverse_scan_start(
     if LOCAL:
         started = first
         if first > 0:
-            # subtract a margin of 1 from the limit, because other kernels sum decays in another order and round
-            # differently
+            # subtract a margin of 1 from the limit, because other kernels sum decays, and so round, in another order
             earlier = decay_over(p_gates, p_w, HV, first - segment // 64, first, length, layout)
             here = decay_over(p_gates, p_w, HV, first, end, length, layout)
             if (here > NEGLIGIBLE - 1) | (earlier > NEGLIGIBLE - 1):

@@ -272,7 +272,7 @@ def schedule_tiles(keys: KeyLists, q: Tensor, k: Tensor, BM: int, BN: int, most:
     ranks, unit, packed = keys.ranks, keys.unit, keys.cu_seqlens is not None
     shape = listed_sizes(q, k, keys)
     B, U, N = q.shape[0], shape["U"], max(shape["N"], 1)
-    # an upper bound on tiles: all whole tiles, and one partial tile for each list of each sequence; some slots may stay
+    # an upper bound on tiles: all whole tiles, and one partial tile for each list of each sequence; some slots are
     # unused
     if most is not None:
         slots = min(N * most, U) // BN + N if packed else cdiv(most, BN)
@@ -281,8 +281,7 @@ def schedule_tiles(keys: KeyLists, q: Tensor, k: Tensor, BM: int, BN: int, most:
     tiles = slots * B * shape["H"]
     programs = tuning.work_tiles(tiles, ranks.device)
     facts = ranks.new_empty(_FACTS, tiles)
-    # upper bounds: each tile has one work tile, and splitting the work into `programs` shares adds at most one per
-    # share
+    # upper bounds: each tile has one work tile, and splitting the work into `programs` shares adds at most one for each
     work_tiles, partial_tiles, totals = (ranks.new_empty(n) for n in (tiles + programs, 2 * programs, 3))
     _find_query_tiles[(tiles,)](
         facts=facts, ranks=ranks, lists=keys.lists, until=keys.until, cu_seqlens=keys.cu_seqlens,

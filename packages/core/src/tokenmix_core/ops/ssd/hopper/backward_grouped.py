@@ -7,8 +7,7 @@
 
 S is the state before the chunk, D the gradient of the state after it; the other letters are those of README.md. MMAs
 that the heads share are computed after the loop: Σ dQ = Σ_h diag(scale e^b_h) dO_h S_hᵀ + (Σ_h dP_h) K, and likewise
-    dK. Sums for dg stay partial, per warp or warpgroup, until the loop ends, so that no warp waits for another warp's
-    sum.
+dK. Sums for dg stay partial, per warp or warpgroup, until the loop ends, so that no warp waits for another warp.
 """
 
 from triton.experimental import gluon
