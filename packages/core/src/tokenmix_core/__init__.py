@@ -1,6 +1,6 @@
-"""The needs of every hybrid token mixer: kernels, modules, a causal language model, training and evaluation.
+"""Everything that hybrid token mixers need: kernels, modules, a causal language model, training and evaluation.
 
-Importing this package is quick, touches no device and needs neither Triton nor a GPU.
+Importing this package is fast, uses no device, and works without Triton and without a GPU.
 """
 
 from typing import TYPE_CHECKING

@@ -1,10 +1,10 @@
-"""Index arithmetic: chunks, packed sequences and their offsets.
+"""Index arithmetic for chunks, packed sequences and their boundaries.
 
-A *packed* batch concatenates N sequences along time into one row (`B = 1`) and names their boundaries with
-`cu_seqlens [N + 1]`, int32 or int64, starting at 0 and ending at T or before, as in flash-attn. Empty sequences are
-allowed. Tokens after the last boundary are padding: they have no influence, and their outputs and gradients are zero.
-The shapes of a packed batch can then stay the same while its sequences change, as CUDA graphs require.
-No function waits for the device: a size that would depend on the values of `cu_seqlens` is replaced by an upper bound.
+A *packed* batch concatenates N sequences along time into one row (`B = 1`). Its boundaries are `cu_seqlens [N + 1]`,
+int32 or int64, from 0 to T or less, as in flash-attn. Sequences may be empty. Tokens after the last boundary are
+padding: they influence no other token, and their outputs and gradients are zero. The shapes of a packed batch can
+therefore stay constant while its sequences change, as CUDA graphs require. No function waits for the device: a size
+that depends on the values of `cu_seqlens` is replaced by an upper bound.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 
 def cdiv(a: int, b: int) -> int:
-    """⌈a / b⌉ for positive b."""
+    """Return ⌈a / b⌉ for positive b."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n (n ≥ 1)."""
+    """Return the smallest power of two that is at least n (n ≥ 1)."""
     return 1 << (n - 1).bit_length()
 
 
@@ -30,7 +30,7 @@ def num_sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def chunk_slots(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | None) -> int:
-    """Return the number of slots for a batch's chunks: the number of chunks or, if packed, an upper bound of it."""
+    """Return the number of slots for the chunks of a batch: their number or, if packed, an upper bound of it."""
     if cu_seqlens is None:
         return batch * cdiv(tokens, chunk_size)
     return tokens // chunk_size + cu_seqlens.numel() - 1
@@ -43,18 +43,21 @@ def sequence_ids(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int) -> Int[Tensor
 
 
 def packed_positions(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int) -> Int[Tensor, "T"]:
-    """Return each packed token's position in its own sequence, counted from 0; padding counts as one more sequence."""
+    """Return each packed token's position in its own sequence, counted from 0; padding counts as a further sequence."""
     index = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return index - cu_seqlens[sequence_ids(cu_seqlens, tokens)]
 
 
 def packed_lengths(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int) -> Int[Tensor, "T"]:
-    """Return the length of each packed token's sequence; padding counts as one more sequence."""
+    """Return, for each packed token, the length of its sequence; padding counts as a further sequence."""
     return torch.nn.functional.pad(cu_seqlens, (0, 1), value=tokens).diff()[sequence_ids(cu_seqlens, tokens)]
 
 
 def slot_ids(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int, chunk_size: int) -> Int[Tensor, "T"]:
-    """Return the slot (of `chunk_slots`) of each packed token's chunk; chunks start at the start of each sequence."""
+    """Return, for each packed token, the slot of its chunk; each sequence starts with a new chunk.
+
+    See `chunk_slots`.
+    """
     index = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     sequence = sequence_ids(cu_seqlens, tokens)
     begin = cu_seqlens[sequence]
@@ -62,9 +65,9 @@ def slot_ids(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int, chunk_size: int) 
 
 
 def inverse(places: Int[Tensor, "R"], count: int) -> Int[Tensor, "count"]:
-    """Invert a map from rows to distinct indices below `count`, or −1: return each index's row, −1 for none."""
+    """Invert a map from rows to different indices below `count` (or −1): return each index's row, −1 without one."""
     rows = torch.arange(len(places), device=places.device)
-    # rows with −1 write to one more element at the end, which is cut off
+    # rows that map to −1 are written to an additional last element, which is cut off
     found = rows.new_full((count + 1,), -1).scatter_(0, torch.where(places < 0, count, places).long(), rows)
     return found[:count]
 
@@ -72,9 +75,9 @@ def inverse(places: Int[Tensor, "R"], count: int) -> Int[Tensor, "count"]:
 def chunk_places(
     cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int, chunk_size: int
 ) -> tuple[Int[Tensor, "slots C"], Int[Tensor, "T"]]:
-    """Return the packed tokens of each slot's chunk, −1 for missing ones, and each token's index in that table.
+    """Return a table with the indices of the tokens in each slot's chunk, −1 if missing, and each token's index in it.
 
-    The table is flattened for the index, which is −1 for padding.
+    The index of a token counts the elements of the flattened table; it is −1 for padding.
     """
     at = slot_ids(cu_seqlens, tokens, chunk_size) * chunk_size + packed_positions(cu_seqlens, tokens) % chunk_size
     at = at.masked_fill(sequence_ids(cu_seqlens, tokens) == len(cu_seqlens) - 1, -1)
@@ -83,5 +86,5 @@ def chunk_places(
 
 
 def cu_seqlens_from_lengths(lengths: Int[Tensor, "N"]) -> Int[Tensor, "N_plus_1"]:
-    """Sequence boundaries from sequence lengths."""
+    """Return the boundaries of sequences with the given lengths."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)

@@ -12,14 +12,14 @@ from pathlib import Path
 
 
 def check_new_folder(path: Path) -> None:
-    """Raise a ValueError if something exists at the path; an empty folder is accepted."""
+    """Raise a ValueError if anything but an empty folder exists at `path`."""
     check_folder_path(path)
     if path.exists() and any(path.iterdir()):
         raise ValueError(f"{path} is not empty; choose another folder")
 
 
 def check_folder_path(path: Path) -> None:
-    """Raise a ValueError for a path at which no folder can be: a file, or a symbolic link without a target."""
+    """Raise a ValueError if `path` cannot be a folder: a file, or a symbolic link without a target."""
     if path.is_symlink() and not path.exists():
         raise ValueError(f"{path} is a symbolic link to {path.readlink()}, which does not exist; choose another folder")
     if path.exists() and not path.is_dir():
@@ -27,7 +27,7 @@ def check_folder_path(path: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise a ValueError unless files can be written into a folder, or into its nearest parent that exists."""
+    """Raise a ValueError unless files can be written into `folder` or, if it does not exist, its nearest parent."""
     check_folder_path(folder)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     probe = there / f".probe-{secrets.token_hex(8)}"
@@ -42,12 +42,12 @@ def check_writable(folder: Path) -> None:
 
 @contextmanager
 def writing(what: str, folder: Path, *errors: type[Exception]) -> Iterator[None]:
-    """Turn an error raised while writing into an OSError that names the content and the free space.
+    """Context that turns an error of writing into an OSError, which names the content and the free space.
 
     Args:
-        what: a name of the content, such as "the model".
+        what: name of the content that is written, such as "the model".
         folder: the folder that is written to.
-        errors: further types to catch: torch and safetensors report a full disk as a wrong position in a stream.
+        errors: further types of errors: torch and safetensors report a full disk as a wrong position in a stream.
 
     Raises:
         OSError: writing failed.
@@ -72,9 +72,9 @@ def _file_size_limit() -> int | None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or the list of a folder's entries, is on the disk.
+    """Wait until a file's content, or a folder's list of entries, is on disk.
 
-    Content must be synchronised before a rename or an unlink, which may otherwise reach the disk first.
+    Contents must be on disk before a rename or an unlink, which could otherwise reach the disk first.
     """
     if os.name == "nt" and path.is_dir():
         # Windows cannot open folders
@@ -87,9 +87,9 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Synchronise every file and folder below a folder, contents before the folder that lists them, `folder` last."""
+    """Call `sync` for all files and folders below `folder`, contents before the folder that lists them."""
     for path in sorted(folder.rglob("*"), reverse=True):
-        # the file may be gone: another process of the run may have renamed its temporary file
+        # another process of the run may have renamed this file, a temporary one, in the meantime
         with suppress(FileNotFoundError):
             sync(path)
     sync(folder)
@@ -104,12 +104,12 @@ def remove(path: Path) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """True if a path has the name of a temporary file of `write_atomically`, which a killed process leaves behind."""
+    """True if a path has the name of a temporary file of `write_atomically`; a killed process can leave such a file."""
     return re.fullmatch(r"\..+-[0-9a-f]{16}(\..*)?", path.name) is not None
 
 
 def write_atomically(path: Path, content: str | Callable[[Path], object]) -> None:
-    """Write a file so that readers see either the old or the new content, also after a kill or a power loss.
+    """Write a file so that readers find either its old or its new content, even after a kill or a power loss.
 
     Args:
         path: the file; its folder is created if necessary.
@@ -117,7 +117,7 @@ def write_atomically(path: Path, content: str | Callable[[Path], object]) -> Non
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}-{secrets.token_hex(8)}{path.suffix}")
-    # mode "x" fails if the file exists; it creates the file with the usual permissions
+    # mode "x" fails if the file exists, and creates a file with the usual permissions
     os.close(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666))
     try:
         if isinstance(content, str):

@@ -1,8 +1,9 @@
-"""Register model types and mixers without importing their modules until one of them is looked up.
+"""Registration of model types and mixers whose modules are imported only when one of them is looked up.
 
-`import tokenmix_core` must not import transformers, and `AutoConfig` must know our models whichever is imported first.
-So a package announces the names of its model types, and for each the module that registers it. transformers' table of
-configurations imports this module when the model type is looked up; `nn.registry` does the same for mixers.
+`import tokenmix_core` must not import transformers, yet `AutoConfig` must know our models, whichever of the two is
+imported first. A package therefore announces the names of its model types, and for each name the module that registers
+the model. When transformers' table of configurations looks up an announced name, it imports this module; `nn.registry`
+does the same for mixers.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# transformers' module that holds the table of configurations, and the table's name in it
+# transformers' module with the table of configurations, and the table's name in that module
 _AUTO, _TABLE = "transformers.models.auto.configuration_auto", "CONFIG_MAPPING"
 _HOMES: dict[str, str] = {}
-# maps a mixer's name to the module whose import registers the mixer
+# maps a mixer's name to the module whose import registers this mixer
 MIXERS: dict[str, str] = {}
 
 
@@ -39,7 +40,7 @@ def announce(homes: Mapping[str, str], mixers: Mapping[str, str] | None = None) 
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Import finder that waits for transformers' module, has the other finders load it, and then changes its table."""
+    """Import finder that waits for transformers' module; lets the other finders load it, then changes its table."""
 
     def __init__(self) -> None:
         self.asking = False
@@ -67,7 +68,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _watch(module: ModuleType) -> None:
-    """Make transformers' table look up announced model types too."""
+    """Change transformers' table, so that it also looks up announced model types."""
     table = getattr(module, _TABLE, None)
     if table is None or hasattr(type(table), "announced"):
         return
@@ -88,7 +89,7 @@ def _watch(module: ModuleType) -> None:
 
 
 def _load(key: Any) -> None:
-    # do not import the module if it is being imported now and asks for its own type; retry after a failed import
+    # not if the module is being imported now and asks for its own type; after a failed import, try again
     home = _HOMES.pop(key, None) if isinstance(key, str) else None
     if home is not None:
         try:

@@ -1,4 +1,7 @@
-"""Locks that let one process at a time write a folder: the system releases them after a kill; they name the holder."""
+"""Locks by which one process at a time writes to a folder.
+
+The system releases them after a kill, and they name the holder.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,20 @@ except ImportError:  # Windows
 
 LOCK, HOLDER = ".lock", ".lock.json"
 LOCK_FILES = (LOCK, HOLDER)
-# worker processes of a killed process notice its end within 5 s, and hold the lock until then
+# a killed process's worker processes notice its end within 5 s, and hold its lock until then
 _ORPHANS_SECONDS = 15.0
 
 
 @contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Create a folder, and wait until no other process on this machine is in such a `with` block for this folder."""
+    """Context that creates a folder and waits until no other process on this machine is in this context for it."""
     folder.mkdir(parents=True, exist_ok=True)
     if fcntl is None:
         yield
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        # some network file systems do not support locks
+        # some network file systems do not support locks; then there is no wait
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -44,11 +47,11 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 class FolderLock:
-    """An exclusive lock on a folder, for a `with` block; creates the folder, and removes it if it is empty at the end.
+    """An exclusive lock on a folder, used in a `with` block; creates the folder, and at the end removes it if empty.
 
     Args:
-        folder: the folder to write.
-        doing: this process's activity, such as "training", which error messages of other processes name.
+        folder: the folder that is written.
+        doing: activity of this process, such as "training", for error messages of other processes.
 
     Raises:
         ValueError: on entering, another process holds the lock; the message names process, host and time.
@@ -60,7 +63,7 @@ class FolderLock:
         self._made: list[Path] = []
 
     def acquire(self) -> None:
-        """Take the lock, or raise a ValueError that names its holder."""
+        """Take the lock, or raise a ValueError that names the process that holds it."""
         check_folder_path(self.folder)
         self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -75,19 +78,19 @@ class FolderLock:
         self._lock = lock
         about = {"pid": os.getpid(), "host": socket.gethostname(), "doing": self.doing}
         about |= {"since": datetime.now().astimezone().isoformat(" ", "seconds")}
-        # written directly: another process could take a temporary file for a content of the folder
+        # not written by a temporary file, which another process could regard as content of the folder
         (self.folder / HOLDER).write_text(json.dumps(about) + "\n", encoding="utf-8")
 
     def release(self) -> None:
         """Release the lock."""
         if self._lock is None:
             return
-        # remove the file while the lock is held, so that no other process can hold it
+        # removed while the lock is held, because afterwards another process could hold it
         with suppress(OSError):
             for name in LOCK_FILES:
                 (self.folder / name).unlink(missing_ok=True)
             for path in self._made:
-                # remove folders up to the first that is not empty
+                # remove empty folders upwards; this raises at the first folder that is not empty
                 path.rmdir()
         self._lock.release()
         self._lock = None
@@ -103,12 +106,12 @@ class FolderLock:
 
 
 def contents(folder: Path) -> list[Path]:
-    """Return the entries of a folder without the lock file."""
+    """Return the entries of a folder, except the lock's files."""
     return [path for path in folder.iterdir() if path.name not in LOCK_FILES]
 
 
 def check_unused(folder: Path) -> None:
-    """If another process writes into a folder, raise a ValueError that names this process."""
+    """Raise a ValueError that names the process if another process is writing to `folder`."""
     if not (folder / HOLDER).is_file():
         return
     lock = FileLock(folder / LOCK)
@@ -123,7 +126,7 @@ def _holder(folder: Path) -> dict[str, object]:
     try:
         return dict(json.loads((folder / HOLDER).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
-        # the process holds the lock but has not yet written its name
+        # the lock's holder has not written its name yet
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Optional libraries: import one inside the function that needs it, or say which extra to install."""
+"""Optional libraries: import them inside the functions that need them, or say which extra installs them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pathlib import Path
 from types import ModuleType
 
 CORE = "tokenmix-core"
-# the distribution whose command line runs; users install its extras, which have the names of core's
+# the distribution whose command line is running: users install its extras, which have the same names as core's
 PACKAGE = ContextVar("package", default=CORE)
 
 
 def install_command(requirement: str) -> str:
-    """Return the command that installs a requirement, such as "tokenmix-core[eval]", into the running environment.
+    """Return the command that installs `requirement`, such as "tokenmix-core[eval]", into the running environment.
 
-    An extra of core is replaced by that of the distribution `PACKAGE`. The command is `uv sync` for one of our extras
-    in a clone of the workspace, else `uv pip` if uv installed core, else pip.
+    An extra of core is replaced by the same extra of the distribution `PACKAGE`. The command is `uv sync` for an extra
+    of ours in a clone of the workspace; otherwise `uv pip` if uv has installed core, else pip.
     """
     name, _, extras = requirement.rstrip("]").partition("[")
     if name.startswith("tokenmix-") and _in_workspace():
@@ -33,7 +33,7 @@ def install_command(requirement: str) -> str:
 
 
 def _about_core(file: str) -> str:
-    """Return the text of a file in core's installed metadata; empty if the file does not exist."""
+    """Return the text of a file of core's installed metadata; empty if there is no such file."""
     try:
         return distribution(CORE).read_text(file) or ""
     except PackageNotFoundError:
@@ -41,7 +41,7 @@ def _about_core(file: str) -> str:
 
 
 def _in_workspace() -> bool:
-    """True if core is installed as an editable member of a uv workspace."""
+    """True if core is installed as an editable package of a uv workspace."""
     origin = json.loads(_about_core("direct_url.json") or "{}")
     if not origin.get("dir_info", {}).get("editable"):
         return False
@@ -51,10 +51,10 @@ def _in_workspace() -> bool:
 
 
 def require(module: str, extra: str, package: str = CORE) -> ModuleType:
-    """Import and return an optional library, which belongs to an extra of `package`.
+    """Import and return an optional library that an extra of `package` installs.
 
     Raises:
-        ImportError: the library is not installed; the message holds the command that installs it.
+        ImportError: the library is not installed; the message has the command that installs it.
     """
     try:
         return importlib.import_module(module)
@@ -67,9 +67,10 @@ def require(module: str, extra: str, package: str = CORE) -> ModuleType:
 
 
 def is_installed(module: str) -> bool:
-    """True if an optional library is installed; the library is not imported.
+    """True if an optional library is installed; does not import it.
 
-    A folder with only another distribution's modules does not count: FlashAttention-4 creates `flash_attn` with only
+    A folder that only contains another distribution's modules does not count: FlashAttention-4, for example, creates a
+    folder `flash_attn` with only the module `cute`.
     the module `cute`.
     """
     spec = importlib.util.find_spec(module)

@@ -1,4 +1,4 @@
-"""Named random streams: uses with different names never draw equal values, whatever their seeds and indices."""
+"""Random streams by name: streams with different names draw different values, whatever their seeds and indices."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import json
 
 import numpy as np
 
-# version of the streams that rows are drawn from; a run can only be resumed with the version that it began with
+# version of the streams from which training rows are drawn; a run resumes only with the version that it began with
 VERSION = 3
 
 
 def stream(name: str, *key: int) -> np.random.Generator:
-    """Return a random generator for the use `name` and `key`, such as a seed and the index of a row.
+    """Return the random generator for a use, given its `name` and `key`, such as a seed and the index of a row.
 
-    Name and key are hashed together, so different names, keys and lengths of keys give different streams. NumPy alone
-    pads keys with zeros, so that (1, 2) and (1, 2, 0) give the same stream.
+    Name and key are hashed together, so that another name, key or length of the key gives another stream. NumPy itself
+    would pad keys with zeros, so that (1, 2) and (1, 2, 0) would give the same stream.
     """
     digest = hashlib.blake2b(json.dumps([name, *map(int, key)]).encode(), digest_size=16).digest()
     return np.random.default_rng(int.from_bytes(digest))

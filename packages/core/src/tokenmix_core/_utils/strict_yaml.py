@@ -1,4 +1,4 @@
-"""Load YAML and refuse duplicate keys, of which PyYAML's loaders silently take the last."""
+"""Loading of YAML that refuses duplicate keys; PyYAML's loaders silently take the last of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 class _UniqueKeys(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
-        # check before the base class merges mappings: keys of a merged mapping may be overridden
+        # check before the base class merges mappings, because keys of a merged mapping may be overridden
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if (key.tag, key.value) in seen:
                 told = f"the key {key.value!r} occurs twice"
@@ -20,10 +20,10 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def load_yaml(text: str) -> Any:
-    """Return the plain data of a YAML text.
+    """Return the content of a YAML text as plain data.
 
     Raises:
-        yaml.YAMLError: the text is not valid YAML, or a mapping holds a key twice.
+        yaml.YAMLError: the text is not valid YAML, or a mapping contains a key twice.
     """
     # safe, because this loader is a subclass of SafeLoader
     return yaml.load(text, _UniqueKeys)

@@ -1,7 +1,8 @@
-"""Load with transformers' auto classes, without running Python code that comes with a model.
+"""Loading by transformers' auto classes that does not run Python code which comes with a model.
 
-transformers asks on standard input whether to run such code, so that a pipe can answer yes. These functions never ask:
-the code runs only inside `trusting(True)`, which commands enter if `--trust-remote-code` is given.
+transformers asks on standard input whether to run such code, so that input from a pipe could answer yes. These
+functions never ask: the code runs only inside the context `trusting(True)`, which commands enter with
+`--trust-remote-code`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ _trusted: ContextVar[bool] = ContextVar("trusted", default=False)
 
 
 def is_trusted() -> bool:
-    """True if Python code that comes with a model may run."""
+    """True if Python code that comes with a model may run in the current context."""
     return _trusted.get()
 
 
 @contextmanager
 def trusting(trusted: bool) -> Iterator[None]:
-    """Allow or forbid Python code that comes with a model inside the `with` block."""
+    """Context in which Python code that comes with a model may run (True) or must not run (False)."""
     before = _trusted.set(trusted)
     try:
         yield
@@ -33,7 +34,7 @@ def from_pretrained(auto_class: Any, source: Any, **options: Any) -> Any:
     """Call `auto_class.from_pretrained(source, **options)`.
 
     Raises:
-        ValueError: the folder or repository contains Python code, and is not trusted.
+        ValueError: the folder or repository contains Python code that is not trusted.
     """
     with _refusing(source):
         return auto_class.from_pretrained(source, trust_remote_code=is_trusted(), **options)
@@ -43,7 +44,7 @@ def from_config(auto_class: Any, config: Any, **options: Any) -> Any:
     """Call `auto_class.from_config(config, **options)`.
 
     Raises:
-        ValueError: the configuration names Python code, and this code is not trusted.
+        ValueError: the configuration names Python code that is not trusted.
     """
     with _refusing(config.name_or_path or type(config).__name__):
         return auto_class.from_config(config, trust_remote_code=is_trusted(), **options)
@@ -51,7 +52,7 @@ def from_config(auto_class: Any, config: Any, **options: Any) -> Any:
 
 @contextmanager
 def _refusing(source: Any) -> Iterator[None]:
-    """Replace transformers' error for untrusted code by a ValueError that names our option."""
+    """Context that replaces transformers' error for untrusted code by a ValueError that names our option."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Check values against the annotations of fields or arguments, and read descriptions of these from docstrings."""
+"""Checks of values against annotations of fields or arguments; descriptions of these, read from docstrings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a s
 
 
 def check_fields(owner: object, base: type) -> None:
-    """Check the values of an object's fields that `base` and its subclasses declare.
+    """Check the values of those fields of an object that `base` and its subclasses declare.
 
     Raises:
         ValueError: a value does not match its annotation; the message has both.
@@ -26,7 +26,7 @@ def check_fields(owner: object, base: type) -> None:
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], label: str) -> None:
-    """Check a function's arguments against its annotations; error messages begin names with `label`.
+    """Check a function's arguments against its annotations; in error messages, `label` precedes their names.
 
     Raises:
         ValueError: a value does not match its annotation; the message has both.
@@ -37,13 +37,13 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], 
 
 
 def check_value(name: str, value: Any, kind: Any) -> None:
-    """Raise a ValueError if a value does not match its annotation; floats must be finite."""
+    """Raise a ValueError unless `value` matches the annotation `kind`; floats must be finite."""
     if not _fits(value, kind):
         raise ValueError(f"{name} must be {_shown(kind)}, got {value!r}")
 
 
 def described(cls: type) -> dict[str, str]:
-    """Return descriptions of a class's attributes or arguments by name, from docstrings of the class and its bases."""
+    """Return descriptions of a class's attributes or arguments by name, from its docstring and those of its bases."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         text = inspect.cleandoc(base.__doc__ or "") + "\n"
@@ -90,5 +90,5 @@ def _shown(kind: Any) -> str:
 
 
 def undefined(instance: object, member: str, purpose: str) -> ValueError:
-    """Return the error for a subclass that does not define `member`; it names the definition to add and its purpose."""
+    """Return the error for a subclass without `member`; its message says what to define and for which purpose."""
     return ValueError(f"{type(instance).__qualname__} must define {member}, {purpose}")

@@ -13,7 +13,7 @@ _LIBRARIES = ("torch", "triton", "transformers", "numpy")
 
 
 def software() -> dict[str, Any]:
-    """Return versions of Python, of imported tokenmix packages and of the libraries above, and the git commit."""
+    """Return the versions of Python, of imported tokenmix packages and of the libraries above, and the git commit."""
     ours = sorted(name for name in sys.modules if name.startswith("tokenmix_") and "." not in name)
     versions = {name.replace("_", "-"): version_of(name) for name in (*ours, *_LIBRARIES)}
     known = {name: found for name, found in versions.items() if found is not None}
@@ -21,7 +21,7 @@ def software() -> dict[str, Any]:
 
 
 def version_of(distribution: str) -> str | None:
-    """Return the version of an imported module or an installed distribution; None if it has neither."""
+    """Return the version of a module or installed distribution; None if there is none."""
     if (found := getattr(sys.modules.get(distribution.replace("-", "_")), "__version__", None)) is not None:
         return str(found)
     try:
@@ -31,14 +31,14 @@ def version_of(distribution: str) -> str | None:
 
 
 def commit_of(file: Path) -> str | None:
-    """Return the commit of the checkout that a file belongs to, with ", changed" if it has changes; else None."""
+    """Return the commit of the checkout that contains `file`, with ", changed" if it has changes; None without one."""
     git = ["git", "-C", str(file.parent)]
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*git, *arguments], capture_output=True, text=True, check=False)
 
     try:
-        # an installed file may lie inside the checkout of another project
+        # an installed file may lie inside the checkout of another project, which does not track it
         if run("ls-files", "--error-unmatch", file.name).returncode:
             return None
         commit = run("rev-parse", "--short", "HEAD").stdout.strip()

@@ -1,4 +1,4 @@
-"""The command line of core and of the packages that build on it."""
+"""The command line of core and of the papers' packages."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
-"""The command line of all packages: `train`, `eval`, `generate`, `serve`, and the others that `--help` lists.
+"""The command line of all packages: `train`, `eval`, `generate`, `serve`, and the further commands in `--help`.
 
-A paper's console script calls `main` with its own recipes and suites. torch and transformers are not imported before a
+A paper's console script calls `main` with its own recipes and suites. torch and transformers are imported only when a
 command runs, so that `--help` answers at once.
 """
 
@@ -20,9 +20,10 @@ from tokenmix_core._utils.optional import PACKAGE
 from tokenmix_core._utils.trust import trusting
 from tokenmix_core.cli.packages import packages_of
 
-# a command's name, summary, example and "module:function", `takes_fields=True` for flags that name a recipe's fields
+# takes a command's name, summary, example and "module:function"; with `takes_fields=True` flags may set a recipe's
+# fields
 AddCommand = Callable[..., argparse.ArgumentParser]
-# errors that the user can correct: printed as one sentence, without a traceback
+# errors that the user can correct; they are printed as one sentence, without a traceback
 USER_ERRORS = (ValueError, FloatingPointError, OSError, ImportError)
 
 
@@ -36,29 +37,31 @@ def main(
     arguments: Callable[[str, argparse.ArgumentParser], None] | None = None,
     using: str | None = None,
 ) -> int:
-    """Run the command line.
+    """Run the command line and return its exit code.
 
     Args:
         argv: the arguments; by default those of the process.
-        prog: the name of the command.
-        recipes: functions that return recipes, by name, or "module:attribute"; core's baselines by default. Importing
-            the module must register the package's models.
-        suites: evaluation suites beside core's, by name, or "module:attribute".
-        commands: function that adds a package's own commands. It is called with a function `add(name, summary, example,
-            "module:function")`, which returns the command's parser, to add arguments to. The named function takes the
-            parsed arguments and the `commands.Context`, and is imported when the command runs.
-        arguments: function that adds a package's own arguments to core's commands; called with each command's name and
+        prog: name of the console script.
+        recipes: functions that return recipes, by name, or "module:attribute" of such a mapping; by default core's
+            baselines. Importing the module must register the package's models.
+        suites: evaluation suites in addition to core's, by name, or "module:attribute" of such a mapping.
+        commands: function that adds a package's own commands. It gets a function `add(name, summary, example,
+            "module:function")`, which returns the command's parser for adding arguments. The function named by
+            "module:function" takes the parsed arguments and the `commands.Context`; its module is imported when the
+            command runs.
+        arguments: function that adds a package's own arguments to core's commands; it gets each command's name and
             parser.
         using: "module:function" that applies these arguments: it takes the model and the parsed arguments, and returns
-            a context manager, in which `eval`, `generate`, `serve` and `bench` use the model.
+            a context manager, inside which `eval`, `generate`, `serve` and `bench` use the model.
 
     Returns:
-        The exit code: 0 for success, 2 for a wrong call or wrong input, 130 if Ctrl-C stopped the command.
+        0 for success, 2 for a wrong call or wrong input, 130 if Ctrl-C stopped the command.
     """
-    # unless the user sets these: quieter libraries, and no progress bars for work of less than a second
+    # defaults that the user can override: quieter libraries, and no progress bars for work of less than a second
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DELAY", "1")
-    # set before torch is loaded: OpenMP's threads spin at barriers, which is slow if another process needs the core
+    # must be set before torch is loaded: OpenMP's threads otherwise spin at barriers, which is slow if another process
+    # needs the core
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     parser = _parser(prog, commands, arguments)
     packages = packages_of(recipes, suites)
@@ -74,7 +77,7 @@ def main(
     args.rest = args_rest
     token = PACKAGE.set(packages[-1].replace("_", "-"))
     if "RANK" in os.environ:
-        # else torch prints C++ traces of lost connections between the ranks' error messages
+        # otherwise torch prints C++ traces of lost connections among the ranks' error messages
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         from tokenmix_core.cli.commands import Context
@@ -83,7 +86,7 @@ def main(
         with trusting(args.trust_remote_code):
             return getattr(importlib.import_module(module), function)(args, Context(recipes, suites, using)) or 0
     except BrokenPipeError:
-        # the process that read the output (such as `head`) has closed the pipe
+        # the process that reads the output, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except USER_ERRORS as error:
@@ -108,14 +111,14 @@ def main(
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """True if an error of torch says that there is not enough memory for a tensor."""
-    # torch's CPU allocator raises a plain RuntimeError
+    """True if an error of torch says that there is not enough memory."""
+    # compare the text, because torch's CPU allocator raises a plain RuntimeError
     parts = ("out of memory", "can't allocate memory", "not enough memory", "Storage size calculation overflowed")
     return isinstance(error, MemoryError) or any(part in str(error) for part in parts)
 
 
 def _close_progress() -> None:
-    """Close the progress display that an error left open, so that its message has a line of its own."""
+    """Close the progress display that was open when an error was raised, so that the message has its own line."""
     if "tqdm" in sys.modules:
         from tqdm import tqdm
 
@@ -134,7 +137,7 @@ class _Version(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that prints errors on one line, and every default in its help."""
+    """A parser that prints errors on one line and shows every default in its help."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_Formatter, **settings)
@@ -176,7 +179,7 @@ def _parser(
 
     example = "tiny --total_tokens 1M --out runs/a"
     sub = command(commands, "train", "run a recipe, then its evaluations", example, takes_fields=True)
-    # RECIPE is read from the remaining arguments: as an optional positional it could get the value of a field's flag
+    # RECIPE is read from the remaining arguments, because an optional positional could take the value of a field's flag
     sub.usage = (
         f"{sub.prog} RECIPE [--out DIR] [--no-eval] [--config FILE] [--FIELD VALUE ...]\n       {sub.prog} --resume DIR"
     )
@@ -301,7 +304,7 @@ def _parser(
     if more is not None:
         more(partial(command, commands))
     if "convert" not in commands.choices:
-        # a package's own command of the same name replaces core's
+        # a command of the package with the same name replaces this one of core
         example = "models/mamba2-130m --out models/ours"
         sub = command(commands, "convert", "read another library's model folder, or write FLA's", example)
         sub.add_argument(
@@ -314,7 +317,7 @@ def _parser(
 
 
 def _fields_help() -> str:
-    """Return the help of a recipe's fields, as options with descriptions."""
+    """Return the help text of a recipe's fields, in the form of options with descriptions."""
     from tokenmix_core._utils.validation import described
     from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, RunRecipe
 
@@ -329,7 +332,7 @@ def _fields_help() -> str:
 
 
 def add_eval_options(sub: argparse.ArgumentParser) -> None:
-    """Add `--device`, `--dtype` and the options that all suites share to a command."""
+    """Add to a command `--device`, `--dtype` and the options that all suites have."""
     sub.add_argument("--limit", type=int, metavar="N", help="examples for each task")
     sub.add_argument("--lengths", type=positive_integers, metavar="T,T", help="context lengths in tokens")
     sub.add_argument("--max-length", type=int, metavar="T", help="longest prompt with its answer; longer ones are cut")
@@ -343,13 +346,13 @@ def add_eval_options(sub: argparse.ArgumentParser) -> None:
 
 
 def add_device(sub: argparse.ArgumentParser) -> None:
-    """Add `--device` and `--dtype` to a command."""
+    """Add to a command `--device` and `--dtype`."""
     sub.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
     sub.add_argument("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
 
 
 def positive_integers(text: str) -> tuple[int, ...]:
-    """Parse positive integers separated by commas."""
+    """Return the positive integers in a text, which separates them by commas."""
     try:
         lengths = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -360,7 +363,7 @@ def positive_integers(text: str) -> tuple[int, ...]:
 
 
 def layer_indices(text: str) -> tuple[int, ...]:
-    """Parse indices of layers separated by commas."""
+    """Return the indices of layers in a text, which separates them by commas."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:

@@ -1,6 +1,6 @@
-"""The functions that commands run; `tokenmix_core.cli` imports this module when a command is called.
+"""The functions that run the commands; `tokenmix_core.cli` imports this module only when a command runs.
 
-transformers is imported only in functions that need a model, so that `info` is fast.
+transformers is imported only inside functions that need a model, so that `info` is fast.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 RECIPES = "tokenmix_core.training.baselines:RECIPES"
 DTYPES = ("float32", "bfloat16", "float16")
-# the errors that transformers raises for values of unexpected types
+# errors that transformers raises for values of unexpected types
 _OF_VALUES = (KeyError, IndexError, TypeError, AttributeError)
 
 
 def sentence(error: BaseException) -> str:
-    """Return the message of an error, on one line."""
+    """Return the message of an error as one line."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
@@ -68,7 +68,7 @@ class Context:
         self.recipes = self._load(recipes or RECIPES)
         self.packages = packages_of(recipes, suites)
         self.suites = {**SUITES, **self._load(suites or {})}
-        # makes the context in which a command uses the model as the arguments require
+        # returns a context in which the command uses the model as its arguments require
         self.using: Callable[[Any, argparse.Namespace], AbstractContextManager[Any]]
         self.using = self._load(using) if using is not None else lambda model, args: nullcontext()
 
@@ -92,7 +92,7 @@ class Context:
 
 
 def train(args: argparse.Namespace, context: Context) -> int:
-    """Run a recipe, then its evaluations."""
+    """Run a recipe, and then the evaluations that it lists."""
     from tokenmix_core.training import trainer
     from tokenmix_core.training.callbacks import read_metrics
     from tokenmix_core.training.folder import METRICS, run_lock
@@ -111,7 +111,7 @@ def train(args: argparse.Namespace, context: Context) -> int:
         names.append("samples")
     check_suites(names, context.suites)
     resume = bool(args.resume)
-    # hold the lock until the evaluations are written
+    # the lock is held until the evaluations are written
     with ExitStack() as held:
         with together(recipe.run.rank_timeout):
             held.enter_context(run_lock(out, resume=resume))
@@ -135,7 +135,7 @@ def train(args: argparse.Namespace, context: Context) -> int:
 
 
 def end_of_training(args: argparse.Namespace, result: TrainResult) -> int | None:
-    """End all processes of a run but rank 0: return the exit code if this process has to end, None if it goes on."""
+    """Return the exit code if this process must end now (a rank other than 0, or a stopped run); else None."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if os.environ.get("RANK", "0") != "0":
@@ -149,16 +149,16 @@ def end_of_training(args: argparse.Namespace, result: TrainResult) -> int | None
 
 
 def _asked_for(args: argparse.Namespace, context: Context) -> tuple[str, Path, list[str]]:
-    """Return the name of the recipe that `train` runs, the run's folder, and the flags that set fields.
+    """Return the name of the recipe that `train` should run, the run's folder, and the flags that set fields.
 
     Raises:
-        ValueError: the arguments name neither a recipe nor a run, or two different folders.
+        ValueError: neither a recipe nor a run is named, or two different folders are.
     """
     fields = list(args.rest)
     name = fields.pop(0) if fields and not fields[0].startswith("-") else None
     folder: str | None = args.resume if isinstance(args.resume, str) else None
     if name is None and folder is not None and folder in context.recipes and not Path(folder).is_dir():
-        # `train --resume RECIPE --out DIR`
+        # the call is `train --resume RECIPE --out DIR`
         name, folder = folder, None
     if folder is not None and args.out is not None and Path(folder) != args.out:
         raise ValueError(f"--resume and --out name two folders, {folder} and {args.out}; give the one of the run")
@@ -174,7 +174,7 @@ def _asked_for(args: argparse.Namespace, context: Context) -> tuple[str, Path, l
 
 
 def options_of(recipe: Recipe) -> EvalOptions:
-    """Return the options to evaluate a recipe's model: its lengths, its vocabulary, the held-out part of its text."""
+    """Return options for evaluating a recipe's model: its length, its vocabulary, the held-out part of its text."""
     texts = [source for source in recipe.data.sources if Path(source).is_dir()]
     return EvalOptions(
         limit=recipe.run.evaluation_limit,
@@ -254,7 +254,7 @@ def bench(args: argparse.Namespace, context: Context) -> None:
         from transformers import AutoModelForCausalLM
 
         model = from_config(AutoModelForCausalLM, config_of(args.target, context), dtype=dtype).to(device)
-        # a model with random weights has no folder with a tokenizer, and the recipe's may have to be downloaded
+        # random weights have no folder with a tokenizer, and the recipe's tokenizer may have to be downloaded
         if text_vocab_size(model) >= len(tokenizers.byte_tokenizer()):
             tokenizer = tokenizers.byte_tokenizer()
     with context.using(model, args):
@@ -262,7 +262,7 @@ def bench(args: argparse.Namespace, context: Context) -> None:
 
 
 def prepare(args: argparse.Namespace, context: Context) -> None:
-    """Tokenize a corpus into one memory-mapped file."""
+    """Tokenize a corpus and write its tokens to one memory-mapped file."""
     names = ("tokenizer", "text_field", "subset", "split", "held_out", "max_tokens", "on_bad_row", "special_tokens")
     options = {name: getattr(args, name) for name in names}
     workers = usable_cores() if args.workers is None else args.workers
@@ -275,7 +275,7 @@ def prepare(args: argparse.Namespace, context: Context) -> None:
 
 
 def convert(args: argparse.Namespace, context: Context) -> None:
-    """Convert another library's model folder to ours, or one of ours to FLA's layout."""
+    """Convert another library's model folder to ours, or a folder of ours to FLA's layout."""
     from tokenmix_core.integrations import checkpoints, layouts
     from tokenmix_core.modeling.checkpoint import copy_companions
 
@@ -292,7 +292,7 @@ def convert(args: argparse.Namespace, context: Context) -> None:
 
 
 def device_and_dtype(device: str | None = None, dtype: str | None = None) -> tuple[torch.device, torch.dtype]:
-    """Return the named device and dtype; default: the GPU, else the CPU; bfloat16 on a GPU, float32 on a CPU.
+    """Return the named device and dtype; by default the GPU with bfloat16 or, without a GPU, the CPU with float32.
 
     Raises:
         ValueError: an unknown name, or a device that this machine does not have.
@@ -316,10 +316,10 @@ def is_checkpoint(target: str | Path) -> bool:
 
 
 def config_of(target: str, context: Context) -> Any:
-    """Return the configuration of the model of a checkpoint or of a recipe.
+    """Return the model configuration of a checkpoint or a recipe.
 
     Raises:
-        ValueError: there is no such recipe or model.
+        ValueError: there is no recipe or model of this name.
     """
     if not is_checkpoint(target):
         if Path(target).exists():
@@ -338,12 +338,13 @@ def config_of(target: str, context: Context) -> Any:
 
 
 def load_model(folder: str | Path, device: torch.device | None = None, dtype: torch.dtype | str | None = None) -> Any:
-    """Load the causal language model of a folder, in evaluation mode; without device or dtype, both are the defaults.
+    """Load the causal language model of a folder, in evaluation mode.
 
-    The defaults are those of `device_and_dtype`. The dtype "auto" stands for the dtype of the weights.
+    Without `device` or `dtype`, `device_and_dtype` chooses both. The dtype "auto" is the dtype of the weights in the
+    folder.
 
     Raises:
-        ValueError: there is no such folder, or it does not hold a complete model.
+        ValueError: there is no such folder, or it does not contain a complete model.
     """
     if device is None or dtype is None:
         device, dtype = device_and_dtype()
@@ -368,7 +369,7 @@ def load_model(folder: str | Path, device: torch.device | None = None, dtype: to
 
     try:
         load = partial(from_pretrained, AutoModelForCausalLM)
-        # transformers' own models are checked as strictly as ours
+        # models of transformers are checked as strictly as ours
         model: Any = load_checked(AutoModelForCausalLM, load, folder, strict=True, dtype=dtype, local_files_only=True)
     except (OSError, *_OF_VALUES, RuntimeError, StrictDataclassError) as error:
         raise ValueError(f"{folder} cannot be loaded as a causal language model: {_told(error)}") from error
@@ -388,11 +389,11 @@ def load_tokenizer(folder: str | Path) -> Any:
     except ImportError:
         raise
     except Exception as error:
-        # the library raises plain exceptions for a damaged file
+        # the library raises errors of class Exception for a damaged file
         raise ValueError(f"{folder} holds no tokenizer that can be loaded: {_told(error)}") from error
 
 
 def _told(error: Exception) -> str:
-    """Return a library's error as a clause for a message."""
+    """Return the message of a library's error as part of a sentence."""
     told = sentence(error)
     return f"a file holds a value that transformers cannot use ({told})" if isinstance(error, _OF_VALUES) else told

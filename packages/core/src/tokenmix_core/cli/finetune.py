@@ -1,4 +1,4 @@
-"""The command `finetune` of packages that convert pretrained models: train the model of a folder further."""
+"""The command `finetune` of packages that convert pretrained models; it trains the model in a folder further."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 def add_finetune(
     add: AddCommand, summary: str, example: str, run: str, *, required: str = ""
 ) -> argparse.ArgumentParser:
-    """Add `finetune CHECKPOINT --out DIR`, which takes fields of its recipe; return its parser.
+    """Add the command `finetune CHECKPOINT --out DIR`, whose flags may set fields of its recipe; return its parser.
 
     Args:
-        add, summary, example, run: as for other commands of a package.
-        required: further required arguments, as text for the usage line.
+        add, summary, example, run: the same as for other commands of a package.
+        required: text of the usage line for further required arguments.
     """
     sub = add("finetune", summary, example, run, takes_fields=True)
     needed = " ".join(filter(None, ("CHECKPOINT", required, "--out DIR")))
-    # CHECKPOINT is read from the remaining arguments, like the recipe of `train`
+    # CHECKPOINT is read from the remaining arguments, as `train` reads RECIPE
     sub.usage = f"{sub.prog} {needed} [--config FILE] [--FIELD VALUE ...]\n       {sub.prog} --resume DIR"
     sub.description = f"{sub.description} CHECKPOINT is the folder of a converted model; --FIELD VALUE as in train."
     sub.set_defaults(needed=needed)
@@ -40,15 +40,15 @@ def run_finetune(
     recipe_of: Callable[..., Recipe],
     finish: Callable[[Mapping[str, Any], Path], Path] = lambda settings, folder: folder,
 ) -> int:
-    """Run `finetune`; return the exit code.
+    """Run the command `finetune` and return its exit code.
 
     Args:
         args: the parsed arguments.
-        defaults: the package's own settings, by the names of their arguments; None if a setting has no default. The
-            run's manifest holds them for `--resume`.
-        recipe_of: takes the checkpoint, and the settings as keyword arguments; returns the recipe.
-        finish: takes the settings, checkpoint included, and the folder of the trained model; returns the folder of the
-            final model, which it may make from the trained one.
+        defaults: the package's own settings, by the names of their arguments; None if a setting has no default.
+            `--resume` reads them from the run's manifest.
+        recipe_of: takes the checkpoint, and the settings as keyword arguments; returns the recipe to run.
+        finish: takes the settings with the checkpoint, and the folder of the trained model; returns the folder of the
+            final model, which may be made from the trained one.
     """
     from tokenmix_core.cli.commands import end_of_training, is_checkpoint
     from tokenmix_core.training.folder import run_lock
@@ -61,7 +61,7 @@ def run_finetune(
         raise ValueError(f"{settings['checkpoint']} holds no model: expected a folder with config.json and weights")
     recipe, resume = recipe_of(**settings), bool(args.resume)
     recipe = resumed(recipe, out, fields, args.config) if resume else overridden(recipe, fields, args.config)
-    # hold the lock until `finish` has written its model
+    # the lock is held until `finish` has written its model
     with run_lock(out, resume=resume):
         result = train_locked(recipe, out, resume=resume, recorded={"finetune": settings})
         if (code := end_of_training(args, result)) is not None:
@@ -72,9 +72,9 @@ def run_finetune(
 
 
 def _arguments(args: argparse.Namespace, defaults: Mapping[str, Any]) -> tuple[dict[str, Any], Path, list[str]]:
-    """Return the settings, checkpoint included, the run's folder, and the flags that set fields of the recipe.
+    """Return the settings with the checkpoint, the run's folder, and the flags that set fields of the recipe.
 
-    With `--resume`, missing values come from the run's manifest.
+    With `--resume`, values that the command line does not give come from the run's manifest.
 
     Raises:
         ValueError: the folder, the checkpoint or a required setting is neither given nor in the manifest.

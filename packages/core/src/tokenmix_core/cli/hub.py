@@ -1,4 +1,4 @@
-"""Publish a trained model: write its model card and upload it to the hub."""
+"""Publishing of a trained model: write its model card, and upload the folder to the hub."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tokenmix_core.nn.registry import find_mixer
 from tokenmix_core.training.manifest import RUN_MANIFEST
 
 CARD = "README.md"
-# marks a card as written by this module
+# a model card with this line was written by this module
 MARK = "<!-- written by tokenmix push -->"
-# files to upload; not logs and manifests, which contain local paths: the card tells their content
+# files to upload; logs and manifests contain local paths, so that they stay, and the card has their content
 UPLOADED = (
     CARD, "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *COMPANIONS,
     "evaluation/*.png",
@@ -50,13 +50,13 @@ def push(args: argparse.Namespace, context: Context) -> None:
     if args.dry_run:
         print(f"{path}: the model card; nothing was uploaded")
         return
-    # refuse to publish a model that cannot be loaded
+    # this raises for a model that cannot be loaded, which must not be published
     load_model(folder, torch.device("cpu"), torch.float32)
     print(upload(folder, args.repo, private=args.private))
 
 
 def upload(folder: Path, repo: str, *, private: bool = False) -> str:
-    """Upload a folder's model, tokenizer, card and evaluations to the hub; return their address."""
+    """Upload a folder's model, tokenizer, card and evaluations to the hub; return the address."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -73,8 +73,8 @@ def model_card(folder: Path, repo: str, context: Context, *, license: str | None
 
     Args:
         folder: the model's folder, with `run.json` and `evaluation/` if a run wrote them.
-        repo: the name on the hub by which the model is loaded.
-        context: the package whose command runs.
+        repo: the model's name on the hub.
+        context: recipes and suites of the package whose command runs.
         license: identifier of the model's license, such as "apache-2.0".
 
     Raises:
@@ -97,7 +97,7 @@ def model_card(folder: Path, repo: str, context: Context, *, license: str | None
 
 
 def _mixers(config: Any) -> dict[str, int]:
-    """Count the layers of each type of mixer."""
+    """Return the number of layers with each type of mixer."""
     return dict(Counter(map(config.mixer_type, range(config.num_hidden_layers)))) if hasattr(config, "labels") else {}
 
 
@@ -117,7 +117,7 @@ def _what(config: Any) -> str:
 
 def _loading(config: Any, repo: str) -> str:
     homes = [type(config).__module__, *(find_mixer(name).__module__ for name in _mixers(config))]
-    # importing a package registers the models that it announces; core's models may also need a mixer's own module
+    # importing a package registers the models that it announces; models of core may also need the module of a mixer
     imports = {"import tokenmix_core": None}
     for home in homes:
         package = home.partition(".")[0]
@@ -137,7 +137,7 @@ def _loading(config: Any, repo: str) -> str:
 
 
 def _recipe(folder: Path) -> list[str]:
-    """Return the sections of recipe and data, if the folder has the manifest of its run."""
+    """Return the card's sections on recipe and data; empty if the folder has no manifest of a run."""
     path = folder / RUN_MANIFEST
     if not path.is_file():
         return []
@@ -160,7 +160,7 @@ def _recipe(folder: Path) -> list[str]:
 
 
 def _without_paths(value: Any) -> Any:
-    """Replace paths of folders by the folders' names, so that the card does not show the author's local paths."""
+    """Replace the paths of folders by the folders' names, because a card must not show the author's local paths."""
     if isinstance(value, dict):
         return {name: _without_paths(x) for name, x in value.items()}
     if isinstance(value, list | tuple):

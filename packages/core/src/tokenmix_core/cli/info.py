@@ -1,4 +1,4 @@
-"""The command `info`: show versions, recipes and suites, describe a model, or list the kernels of a chip."""
+"""The command `info`: print versions, recipes and suites, describe a model, or list the kernels for a chip."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ABSENT = "not installed"
 
 
 def info(args: argparse.Namespace, context: Context) -> None:
-    """Show versions, recipes and suites, or describe a model."""
+    """Print versions, recipes and suites, or describe a model or a chip's kernels."""
     if args.chip:
         lines = kernels_of(args.chip)
         untested = "" if args.chip in RAN else "; no test has run on it"
@@ -73,7 +73,7 @@ def info(args: argparse.Namespace, context: Context) -> None:
 
 
 def kernels_of(chip: str | None = None) -> dict[str, str]:
-    """Return each registered operation's implementation on a chip (default: this machine), and why it is chosen."""
+    """For each registered operation, return which implementation runs on a chip (default: this machine's), and why."""
     found = {name: explain(name, chip=chip) for name in OPERATIONS}
     return {name: f"{what.impl}, as {what.why}" for name, what in found.items()}
 
@@ -83,7 +83,7 @@ def describe_fields(recipe: Recipe) -> str:
     values, config = recipe.values(), recipe.model_config()
     texts = described(DataRecipe) | described(OptimizerRecipe) | described(RunRecipe)
     model, of_model = values.pop("model"), described(type(config))
-    # transformers sets auto_map; users do not
+    # transformers itself sets auto_map, users do not
     names = [name for name in of_model if name not in model and name != "auto_map"]
     others = {name: getattr(config, name) for name in names if hasattr(config, name)}
     return "\n".join(
@@ -100,7 +100,7 @@ def describe_fields(recipe: Recipe) -> str:
 def _commented(values: Mapping[str, Any], texts: Mapping[str, str], *, value_prefix: str = "") -> str:
     lines, before = [], ""
     for name, value in values.items():
-        # a description that several fields share stands above the first
+        # if several fields share a description, it is printed above the first of them
         if (text := texts.get(name, "")) != before:
             lines += [f"# {line}" for line in textwrap.wrap(text, 110)]
         before = text
@@ -110,7 +110,7 @@ def _commented(values: Mapping[str, Any], texts: Mapping[str, str], *, value_pre
 
 
 def describe_model(target: str, lengths: tuple[int, ...], context: Context) -> str:
-    """Return parameters, layers and cache bytes of a recipe's or checkpoint's model, without allocating its weights."""
+    """Return a text on parameters, layers and cache bytes of a recipe's or checkpoint's model; loads no weights."""
     from transformers import AutoModelForCausalLM
 
     config = config_of(target, context)

@@ -10,13 +10,13 @@ from pathlib import Path
 from tokenmix_core._utils.optional import require
 from tokenmix_core.cli.commands import Context, device_and_dtype, load_model, load_tokenizer
 
-# seconds for running requests to end after SIGTERM, and seconds until an idle connection is closed: longer than clients
-# keep it, so that no client sends a request while the server closes the connection
+# seconds that running requests get to end after SIGTERM; seconds until an idle connection is closed, longer than
+# clients keep one open, so that no client sends a request while the server closes the connection
 _GRACE, _IDLE = 30, 75
 
 
 def serve(args: argparse.Namespace, context: Context) -> None:
-    """Answer requests of OpenAI's API until the process is stopped."""
+    """Answer requests to OpenAI's API until the process is stopped."""
     uvicorn = require("uvicorn", "serve")
     require("fastapi", "serve")
     from transformers import ContinuousBatchingConfig
@@ -30,13 +30,13 @@ def serve(args: argparse.Namespace, context: Context) -> None:
         raise ValueError(f"--prefix-cache must be at least 0 bytes, got {args.prefix_cache}")
     name = args.name or Path(args.checkpoint).resolve().name
     pool = ContinuousBatchingConfig(max_requests_per_batch=args.max_requests, max_batch_tokens=args.max_batch_tokens)
-    # bind first, so that a port in use is reported before the model is loaded
+    # bind the port first, so that a port in use is reported before the model is loaded
     with socket.create_server((args.host, args.port)) as listening:
         device, dtype = device_and_dtype(args.device, args.dtype)
         model, tokenizer = load_model(args.checkpoint, device, dtype), load_tokenizer(args.checkpoint)
         host, port = listening.getsockname()[:2]
         reach = "only this machine can reach it" if host.startswith("127.") else "other machines can reach it"
-        # uvicorn shuts down at SIGTERM, then raises the signal again in this process, which ignores it
+        # uvicorn shuts down at SIGTERM and then raises it again in this process, which must ignore it
         signal.signal(signal.SIGTERM, lambda *_: None)
         with context.using(model, args):
             engine = Engine(model, pool, args.max_model_len, prefix_bytes=args.prefix_cache)

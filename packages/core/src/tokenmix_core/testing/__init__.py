@@ -1,1 +1,1 @@
-"""For tests and benchmarks: contracts, fixtures, errors against float64, a Gluon emulator, timing beside baselines."""
+"""Test contracts, fixtures, error measures against float64, an emulator of Gluon, and benchmarks against baselines."""

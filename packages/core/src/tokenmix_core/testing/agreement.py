@@ -1,4 +1,4 @@
-"""Compare an operation's kernels with its eager reference: values, and gradients of every tensor argument."""
+"""Comparison of an operation's kernels with its eager reference: values, and gradients of every tensor argument."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ def values_and_gradients(
     *,
     dtype: torch.dtype | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return two dicts: outputs by name and the inputs' gradients as `d<name>`; the upstream gradients that were used.
+    """Return a dict of outputs by name and of the inputs' gradients as `d<name>`, and the upstream gradients used.
 
-    `function` takes the inputs by name and returns a named tuple. `dtype` first converts inputs and upstream gradients.
+    `function` takes the inputs by name and returns a named tuple. If `dtype` is given, inputs and upstream gradients
+    are first converted to it.
     """
     leaves = {name: x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for name, x in inputs.items()}
     outputs = function(**leaves)._asdict()
     upstream = dict(upstream or upstream_like(outputs))
-    # results may not require gradients, and inputs that are not used get zero gradients
+    # leave out outputs that require no gradient; inputs that are not used get zero gradients
     used = {name: x for name, x in outputs.items() if x.requires_grad}
     into = [upstream[name].to(x.dtype) for name, x in used.items()]
     grads = torch.autograd.grad(list(used.values()), list(leaves.values()), into, materialize_grads=True)
@@ -44,7 +45,7 @@ def values_and_gradients(
 
 
 def gradients_through(function: Callable, inputs: Inputs, output: str) -> dict[str, Tensor]:
-    """Return the gradients of the sum of squares of `output`, one of the outputs, by the inputs' names."""
+    """Return the gradients of the sum of squares of the result named `output`, by the names of the inputs."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     loss = getattr(function(**leaves), output).square().sum()
     grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
@@ -52,20 +53,18 @@ def gradients_through(function: Callable, inputs: Inputs, output: str) -> dict[s
 
 
 def granted(eps: float) -> float:
-    """Return the relative error that `assert_agrees` always allows for a dtype with this eps."""
-    # eps / 2 is the error of rounding once. float32 gets 8 eps, because kernels multiply in three tf32 parts and sum
-    # gates in another order than the reference: measured errors were up to 7.5e-7, 2.3 times the reference's
+    """Return the relative error that `assert_agrees` always allows, for a dtype with this eps."""
+    # eps / 2 is the error of one rounding. float32 gets 8 eps: kernels multiply in three tf32 parts, and sum gates in
+    # another order than the reference; measured errors were up to 7.5e-7, 2.3 times the reference's error
     return 8 * eps if eps < 1e-5 else eps / 2
 
 
 def granted_to_sums(*names: str, times: int = 2) -> Callable[[str, float], float]:
-    """Return a `floor` for `assert_agrees`: `granted`, in float32 `times` as much for the gradients `names`.
+    """Return a `floor` for `assert_agrees`: as `granted`, but in float32 `times` as much for the gradients `names`.
 
-    These gradients are sums over tokens.
-
-    The terms of these sums cancel. Measured errors: 1.5e-6 on an H200 for a parameter with one value per head, 2.3
-    times the error of an implementation with one operation per step; 1.8e-6 for decays in the emulator on a CPU with
-    AVX2, where the reference has 0.5e-6.
+    These gradients are sums over tokens whose terms cancel. Measured errors: 1.5e-6 on an H200 for a parameter with one
+    value per head, 2.3 times the error of an implementation with one operation per step; 1.8e-6 for decays in the
+    emulator on a CPU with AVX2, where the reference has 0.5e-6.
     """
     return lambda name, eps: granted(eps) * (times if name in names and eps < 1e-5 else 1)
 
@@ -79,11 +78,11 @@ def assert_agrees(
     factor: float = 2.0,
     floor: Callable[[str, float], float] | None = None,
 ) -> None:
-    """Assert that `function` errs, in every value and gradient, at most `factor` times as much as the eager reference.
+    """Assert that in every value and gradient `function` errs at most `factor` times as much as the eager reference.
 
-    Errors are relative to `reference` in float64. The eager reference is `baseline` (default: `reference`), called with
-    inputs in their own dtypes. `floor` maps a result's name and the largest eps of the inputs' dtypes to the error that
-    is always allowed; by default this is `granted` of the eps, even for float32 results.
+    Errors are taken relative to `reference` in float64. The eager reference is `baseline`, or `reference` if None,
+    called with inputs in their own dtypes. `floor` maps a result's name and the largest eps of the inputs' dtypes to
+    the error that is always allowed; by default `granted` of this eps, even for float32 results.
     """
     got, upstream = values_and_gradients(function, inputs)
     exact, _ = values_and_gradients(reference, inputs, upstream, dtype=torch.float64)
@@ -95,7 +94,7 @@ def assert_agrees(
 
 
 def watched(run: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Tensor], list[str]]:
-    """Return the results of `run()`, and the names of the torch operations that it executed under a dispatch mode."""
+    """Return the results of `run()`, and the names of the torch operations that a dispatch mode saw in it."""
     seen: list[str] = []
 
     class Watching(TorchDispatchMode):
@@ -108,7 +107,7 @@ def watched(run: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Tensor], list
 
 
 class RoundedProducts(TorchDispatchMode):
-    """Round the operands and results of matmuls and triangular solves to `dtype`, as matmuls of that dtype do.
+    """Rounds the operands and results of matmuls and triangular solves to `dtype`, as matmuls of that dtype do.
 
     Under this mode the matmuls of a float32 reference, and of its backward pass, have the rounding errors of `dtype`.
     Sums inside matmuls, and elementwise operations, keep the precision of their inputs.
@@ -130,10 +129,10 @@ class RoundedProducts(TorchDispatchMode):
 
 
 def with_scanned_sums(function: Callable) -> Callable:
-    """Return the function with cumulative sums along the last axis replaced by sums in the order of parallel scans.
+    """Return the function, with cumulative sums along the last axis computed in the order of parallel scans.
 
-    Differences of such sums have larger rounding errors than differences of sequential sums, whose errors cancel more.
-    So factors such as exp(b_last - b_t) have larger errors.
+    Differences of such sums have larger rounding errors than differences of sequential sums, in which more errors
+    cancel. Factors such as exp(b_last - b_t) then have larger errors, as in kernels.
     """
 
     def scanned(**inputs):

@@ -1,8 +1,8 @@
 """Benchmarks of several implementations: interleaved median times, peak memory, CPU overhead, first-call seconds.
 
-Each benchmark module has a function `rows(device)` that yields rows, which `measure` makes. A row has the keys `op,
-shape, impl, fwd_ms, fwdbwd_ms, peak_mb, host_us, first_call_s`. A baseline that raises an error has a row without
-times, with the error under `failed`.
+Each benchmark module has a function `rows(device)` that yields the rows made by `measure`. A row has the keys `op,
+shape, impl, fwd_ms, fwdbwd_ms, peak_mb, host_us, first_call_s`. For a baseline that raises an error, the row has the
+error under `failed` instead of times.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WITHOUT_GPU = "the benchmarks are meant for a GPU; without one they run small sh
 def interleaved_medians(
     runs: Mapping[str, Run], device: str, *, repeats: int = 50, warmup: int = 3
 ) -> dict[str, float]:
-    """Return the median milliseconds of each run. The runs take turns, so that clock drift affects all of them equally.
+    """Return the median milliseconds of each run; the runs take turns, so that clock drift affects all of them equally.
 
     CUDA runs are timed by events around each call, after the L2 cache is flushed; CPU runs by the host's clock.
     """
@@ -46,13 +46,13 @@ def interleaved_medians(
                 run()
                 times[name].append((time.perf_counter() - start) * 1e3)
         return {name: statistics.median(x) for name, x in times.items()}
-    # keep the device asleep three times as long as the host enqueues, 1 to 20 ms; 1 ns has about two cycles
+    # the device sleeps three times as long as the host needs to enqueue, 1 to 20 ms; 1 ns is about two cycles
     host = {name: host_microseconds(run, device, repeats=3) or 0.0 for name, run in runs.items()}
     cycles = {name: int(2000 * min(max(1000.0, 3 * us), 20_000.0)) for name, us in host.items()}
     flush = torch.empty(256 << 20, dtype=torch.int8, device=device)
     events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
     for i in range(repeats):
-        # a heavy run lowers the clocks for the next: rotate the order, so that no run is always first
+        # a heavy run lowers the clocks for the next run, so the order rotates and no run is always first
         order = list(runs.items())[i % len(runs) :] + list(runs.items())[: i % len(runs)]
         for name, run in order:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -70,7 +70,7 @@ def interleaved_medians(
 
 
 def captured(run: Run) -> Run:
-    """Return a run that replays this one, captured without gradients as a CUDA graph, without launch overhead."""
+    """Return a run that replays `run` as a CUDA graph, captured without gradients: it has no launch overhead."""
     with torch.no_grad():
         run()
         torch.cuda.synchronize()
@@ -81,12 +81,12 @@ def captured(run: Run) -> Run:
 
 
 def peak_megabytes(run: Run, device: str) -> float | None:
-    """Return the peak device memory of a run in MiB, without earlier allocations; None on a CPU."""
+    """Return the peak device memory of a run in MiB, without memory allocated before it; None on a CPU."""
     if device == "cpu":
         return None
     run()
     torch.cuda.synchronize()
-    # autograd's thread may free the last graph a little after the gradients were returned
+    # autograd's thread may free the last graph shortly after it has returned the gradients
     time.sleep(0.2)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -96,7 +96,7 @@ def peak_megabytes(run: Run, device: str) -> float | None:
 
 
 def host_microseconds(run: Run, device: str, *, repeats: int = 20) -> float | None:
-    """Return the median CPU time to enqueue a run, in µs; None on a CPU, where enqueueing includes the computation."""
+    """Return the median CPU time, in µs, to enqueue a run; None on a CPU, where this would include the computation."""
     if device == "cpu":
         return None
     run()
@@ -111,7 +111,7 @@ def host_microseconds(run: Run, device: str, *, repeats: int = 20) -> float | No
 
 
 def first_call_seconds(setup: str, call: str) -> float:
-    """Return the seconds of `call` in a new process with an empty compile cache; `setup` runs before, untimed."""
+    """Return the seconds that `call` takes in a new process with an empty compile cache, after the untimed `setup`."""
     code = f"{setup}\nimport time\nstart = time.perf_counter()\n{call}\nprint('seconds', time.perf_counter() - start)"
     with tempfile.TemporaryDirectory() as cache:
         environment = dict(os.environ, TRITON_CACHE_DIR=cache, TORCHINDUCTOR_CACHE_DIR=cache)
@@ -131,14 +131,14 @@ def mixed_lengths(tokens: int) -> Tensor:
 
 
 def forward_backward(forward: Callable[[], Tensor], inputs: Sequence[Tensor], upstream: Tensor) -> Run:
-    """Return a run of forward and backward that returns gradients instead of adding them to `.grad`."""
+    """Return a run of forward and backward; it returns gradients instead of adding them to `.grad`."""
     return lambda: torch.autograd.grad(forward(), inputs, upstream)
 
 
 def installed(path: str) -> Callable | None:
     """Return a function that imports and calls "module:name"; None if the module's top-level package is not installed.
 
-    So an installed package whose import fails is reported as a baseline that fails.
+    If an installed package cannot be imported, the call fails, so that a row reports this baseline as failed.
     """
     module, name = path.split(":")
     if importlib.util.find_spec(module.partition(".")[0]) is None:
@@ -149,10 +149,10 @@ def installed(path: str) -> Callable | None:
 def able(
     forwards: Mapping[str, Callable[[], Tensor]], inputs: Sequence[Tensor], alike: bool
 ) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
-    """Return the first of `forwards` and those others that run at this shape; and, by name, why the rest fails.
+    """Return the first of `forwards` and those others that work at this shape; and, by name, why the rest fail.
 
-    The first is ours, the others are baselines. If `alike`, a baseline's output must differ from ours by less than 5 %,
-    because a kernel that was built for other sizes may be fast and wrong.
+    The first is our implementation, the others are baselines. If `alike`, a baseline's output must differ from ours by
+    less than 5 %, because a kernel built for other sizes may be fast and wrong.
     """
     first, *baselines = forwards
     out, failed = {first: forwards[first]}, {}
@@ -190,11 +190,12 @@ def measure(
     alike: bool = False,
     repeats: int = 50,
 ) -> list[dict]:
-    """Return one row per implementation at one shape: times of forward, and of forward with backward, interleaved.
+    """Return one row per implementation at one shape, with interleaved times of forward and of forward with backward.
 
-    `forwards` maps an implementation's name to a function without arguments that returns the output; the first entry is
-    ours, the others are baselines. A baseline that fails in `able` has a row with the error. Gradients are those of
-    `inputs`. `first_calls` maps an implementation's name to a function that measures its first call in seconds.
+    `forwards` maps an implementation's name to a function without arguments that returns the output; the first one is
+    ours, the others are baselines. A baseline that fails in `able` has a row with the error. Gradients are taken with
+    respect to `inputs`. `first_calls` maps an implementation's name to a function that measures its first call in
+    seconds.
     """
     forwards, failed = able(forwards, inputs, alike)
 
@@ -228,9 +229,9 @@ def measure(
 def measure_forward(
     op: str, shape: str, device: str, forwards: Mapping[str, Callable[[], Tensor]], *, graph: bool = False
 ) -> list[dict]:
-    """Return one row per implementation at one shape, for the forward pass without gradients; `graph`: as a CUDA graph.
+    """Return one row per implementation at one shape for the forward without gradients, with `graph` as a CUDA graph.
 
-    `forwards` are as for `measure`, but may overwrite a state; their outputs must be alike.
+    `forwards` is the same as for `measure`, but functions may overwrite a state; their outputs must be alike.
     """
     with torch.no_grad():
         runs, failed = able(forwards, (), alike=True)
@@ -243,23 +244,23 @@ def measure_forward(
 def measure_forms(
     op: str, shape: str, device: str, forward: Callable[[str], Tensor], inputs: Sequence[Tensor]
 ) -> list[dict]:
-    """Return one row per implementation of ours at one shape; `forward(impl)` computes its output.
+    """Return one row for each of our implementations at one shape; `forward(impl)` computes an implementation's output.
 
-    Names in the rows include the Triton version, so that one file can hold the rows of several versions.
+    Names of implementations in the rows include the Triton version, so that one file can have rows of several versions.
     """
     names = {"gluon": "Gluon", "triton": "portable"} if device != "cpu" else {"reference": "reference"}
     forwards = {name: functools.partial(forward, impl) for impl, name in names.items()}
     rows = measure(op, shape, device, forwards, inputs, alike=True)
     if device == "cpu":
         return rows
-    # not from the metadata of the installed package: another version may have been imported
+    # the version that is imported, which may differ from the metadata of the installed package
     from triton import __version__ as version
 
     return [{**row, "impl": f"{row['impl']}, Triton {version}"} for row in rows]
 
 
 def document_boundaries(device: str, documents: int = 100, tokens: int = 152_497) -> Tensor:
-    """Return `cu_seqlens` of packed documents, about 70 to 7,000 tokens long, as in a corpus."""
+    """Return `cu_seqlens` of packed documents of about 70 to 7,000 tokens, with lengths as in a corpus."""
     generator = torch.Generator().manual_seed(0)
     spread = (torch.rand(documents, generator=generator) * math.log(100)).exp()
     lengths = (spread / spread.sum() * tokens).long().clamp(min=1)
@@ -268,13 +269,13 @@ def document_boundaries(device: str, documents: int = 100, tokens: int = 152_497
 
 
 def measure_step(op: str, shape: str, device: str, forwards: Mapping[str, Callable[[], Tensor]]) -> list[dict]:
-    """Return `measure_forward` of a decoding step, captured as a CUDA graph on a GPU."""
+    """Return rows as `measure_forward` does, for a decoding step; on a GPU, each step is captured as a CUDA graph."""
     graph = device != "cpu"
     return measure_forward(op, f"{shape}, CUDA graph" if graph else shape, device, forwards, graph=graph)
 
 
 def table(rows: Sequence[dict]) -> str:
-    """Return rows as a text table for a terminal, one line per row; "–" stands for a key that a row does not have."""
+    """Return rows as a text table for a terminal, one line per row; "–" stands for a missing key."""
 
     def cell(value: object) -> str:
         return "–" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -11,7 +11,7 @@ Sizes = Mapping[str, Any]
 
 
 class Call(NamedTuple):
-    """Arguments of a call by name.
+    """The arguments of a call, by name.
 
     Attributes:
         tensors: the arguments that have gradients.
@@ -23,12 +23,12 @@ class Call(NamedTuple):
 
 
 class KernelCase(NamedTuple):
-    """Sizes of a call that kernels compute in a special way, for example with other tiles.
+    """Sizes of a call that kernels compute in a special way, for example with other tiles than usual.
 
     Attributes:
-        sizes: keyword arguments for `make`.
-        form: the form of the operation to call; by default the contract's first one.
-        patch: a function that takes `tuning.override` and uses it to select the special way; None if the sizes suffice.
+        sizes: keyword arguments of the contract's `make`.
+        form: the form of the operation that is called; by default the first of the contract's `forms`.
+        patch: a function that takes `tuning.override` and selects the special way by it; None if the sizes suffice.
         dtypes: names of the dtypes to test; by default those of the contract.
     """
 

@@ -1,4 +1,4 @@
-"""Errors against float64, with a measured tolerance."""
+"""Errors relative to float64, with a tolerance derived from a baseline's measured error."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def relative_error(x: Tensor, reference: Tensor) -> float:
 def assert_within(
     name: str, x: Tensor, exact: Tensor, baseline: Tensor, *, factor: float = 2.0, floor: float | None = None
 ) -> None:
-    """Assert that the error of x is at most `factor` times that of `baseline`, the eager reference in x's own dtype.
+    """Assert that the error of x is at most `factor` times the error of `baseline`, the eager reference in x's dtype.
 
-    `exact` is the float64 reference. An error up to `floor` is always allowed, in case that the baseline is exact by
+    `exact` is the float64 reference. An error up to `floor` is always allowed, because the baseline may be exact by
     chance; by default `floor` is the error of rounding the exact result to x's dtype.
     """
     if floor is None:

@@ -1,6 +1,6 @@
-"""Compile kernels for a chip on a machine without a GPU, with the arguments that calls of operations give them.
+"""Compilation of kernels for a chip on a machine without a GPU, with the arguments of real calls of operations.
 
-Triton decides when it is imported whether it compiles or interprets, so compilation needs a process of its own.
+Triton decides at its import whether it compiles or interprets, so compilation needs a process of its own.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tokenmix_core.kernels.launch import compat
 from tokenmix_core.kernels.launch.pdl import PDL
 from tokenmix_core.ops.explanation import CHIPS
 
-# environment variable: 1 compiles all launches of a kernel with different arguments, not only the first one
+# environment variable: 1 compiles all launches of a kernel with different arguments, not only the first launch
 _EVERY = "TOKENMIX_EVERY_KERNEL"
 # environment variable with the chip to compile for
 _CHIP = "TOKENMIX_CHIP"
-# program that runs a script as if on an AMD GPU, which kernels' modules check when they are imported
+# program that runs a script as if on an AMD GPU: kernels' modules check `torch.version.hip` when they are imported
 _ON_AMD = (
     "import runpy, sys, torch; torch.version.hip = 'compiled without a GPU'; del sys.argv[0]; "
     "runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -39,7 +39,7 @@ _ON_AMD = (
 
 
 def without_gpu(test: Callable) -> Callable:
-    """Mark a test that compiles many kernels for minutes, which needs no GPU: it is skipped on machines with a GPU."""
+    """Mark a test that compiles kernels for minutes; machines with a GPU skip it, because it needs none."""
     there = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there by all tests")
     return pytest.mark.slow(pytest.mark.timeout(3600)(there(test)))
 
@@ -47,10 +47,10 @@ def without_gpu(test: Callable) -> Callable:
 def compiled_by(
     script: str, *arguments: str, every: bool = False, chip: str = "sm_90", log: Path | None = None
 ) -> list[dict]:
-    """Run a script that calls `compile_calls` in a process of its own; return the printed lines, or raise its error.
+    """Run, in a process of its own, a script that calls `compile_calls`; return the printed lines, or raise its error.
 
-    With `every`, all launches of a kernel with different arguments are compiled, not only the first one. `log` is a
-    file to which the lines are appended; lines of earlier runs in it are returned too.
+    With `every`, all launches of a kernel with different arguments are compiled, not only the first. The lines are
+    appended to the file `log`, whose lines of earlier runs are also returned.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {_CHIP: chip} | ({_EVERY: "1"} if every else {})
@@ -65,7 +65,7 @@ def compiled_by(
 
 
 def assert_all_fit(kernels: Iterable[dict]) -> None:
-    """Assert that all kernels of `compiled_by` have compiled, with shared memory that fits into an SM."""
+    """Assert that all kernels returned by `compiled_by` have compiled and that their shared memory fits into an SM."""
     assert [x for x in kernels if x["error"] or x["shared"] > CHIPS["sm_90"]] == []
 
 
@@ -76,19 +76,19 @@ def compile_calls(
     chips: Mapping[str, str] | None = None,
     seconds: float = float("inf"),
 ) -> None:
-    """Make calls with tensors on the CPU, compile the Gluon kernels that they launch, and print a line for each kernel.
+    """Make calls with tensors on the CPU, compile the Gluon kernels that they launch, and print a line per kernel.
 
     A line is JSON with the call, the kernel, the bytes of shared memory (`shared`), the bytes of registers that a
-    thread spills (`spilled`) and the `error`, or None. A call without kernels has a line in which the kernel is None.
-    Portable kernels are shrunk until they fit on the chip.
+    thread spills (`spilled`) and the `error`, or None. For a call without kernels, the line has None as the kernel.
+    Portable kernels are made smaller until they fit on the chip.
 
     Args:
         calls: functions that make the calls, by name.
-        packages: names of the packages that hold the operations.
-        portable: compile the Triton kernels, not the Gluon kernels; then kernels with PDL are compiled only in that
-            form.
-        chips: other chips than that of `compiled_by`, by call; all chips are NVIDIA's, or none is.
-        seconds: no call begins later than so many seconds after the start.
+        packages: names of the packages that contain the operations.
+        portable: compile the Triton kernels instead of the Gluon kernels; those that support PDL are compiled only with
+            PDL.
+        chips: for calls by name, another chip than that of `compiled_by`; either all chips are NVIDIA's, or none is.
+        seconds: no call begins later than this many seconds after the start.
     """
     from tokenmix_core.kernels.launch import fit
     from tokenmix_core.kernels.launch.launcher import Launch, taken
@@ -120,41 +120,40 @@ def compile_calls(
                     log, limit = io.StringIO(), CHIPS[chip] if portable else None
                     with contextlib.redirect_stdout(log):
                         made, *_ = fit.compiled(kernel.fn, grid, taken_args, taken_options, kernel.loop_tiles, limit)
-                    # a kernel that Triton takes from its memory, because it compiled an equal one before, has no new
-                    # log
+                    # if Triton has compiled an equal kernel before, it reuses that one, and there is no new log
                     if made.hash not in spills:
                         spills[made.hash] = _spilled(made, log.getvalue())
                     shared, spilled = max(shared, made.metadata.shared), max(spilled, spills[made.hash])
             except Exception as failure:
                 error = f"{type(failure).__name__}: {failure}"
             lines.append({"call": call, "kernel": name, "shared": shared, "spilled": spilled, "error": error})
-        # print all lines of a call at once, so that a run that is stopped leaves no incomplete call
+        # print all lines of a call together, so that a killed run leaves no incomplete call
         print(*map(json.dumps, lines or [{"call": call, "kernel": None}]), sep="\n", flush=True)
 
 
 def _spilled(made: Any, log: str) -> int:
-    """Return how many bytes of registers a thread of a compiled kernel spills, from the assembly or from ptxas' log."""
+    """Return the bytes of registers that a thread of a kernel spills, read from the assembly or from ptxas' log."""
     if "amdgcn" in made.asm:
         return 4 * int(re.findall(r"\.vgpr_spill_count:\s*(\d+)", made.asm["amdgcn"])[0])
-    # take the last entry: earlier ones are from attempts that did not fit
+    # the last entry, because earlier ones are from attempts that did not fit
     return int(re.findall(r"(\d+) bytes spill stores", log)[-1])
 
 
 def _forms(kernel: Any, args: tuple, options: dict, chip: str) -> Iterator[tuple[tuple, dict]]:
-    """Yield a launch's arguments and options, and the same with PDL if kernel and chip support it."""
+    """Yield a launch's arguments and options; yield them also with PDL if the kernel and the chip support it."""
     yield args, options
     if compat.argument_names(kernel)[-1] == PDL and chip in ("sm_90", "sm_100", "sm_120"):
         yield (*args[:-1], True), {**options, "launch_pdl": True}
 
 
 class _Driver:
-    """Replaces Triton's driver, as far as the compiler uses it, for a chip that is not there."""
+    """Replaces those parts of Triton's driver that the compiler uses, for a chip that this machine does not have."""
 
     def __init__(self, chip: str) -> None:
         self.chip = chip
 
     def get_current_device(self) -> int:
-        # one index per chip, because Triton caches the target and the kernels of each device
+        # one device index per chip, because Triton caches target and kernels by device
         return list(CHIPS).index(self.chip)
 
     def get_current_stream(self, device: int) -> int:
@@ -168,7 +167,7 @@ class _Driver:
 
 
 def _pretend(packages: tuple[str, ...], chip: str) -> _Driver:
-    """Make this process treat its CPU as the GPU of the returned driver, in all modules below the packages."""
+    """Make all modules in these packages treat the CPU of this process as a GPU; return the driver of that GPU."""
     import triton
     from triton.runtime.driver import driver
 
@@ -177,7 +176,7 @@ def _pretend(packages: tuple[str, ...], chip: str) -> _Driver:
 
     active = _Driver(chip)
     driver.set_active(active)  # type: ignore[arg-type]
-    # only ptxas' log has the spills, and kernels from the disk cache have no log
+    # spills are reported only in ptxas' log, and a kernel from the disk cache has no log
     knobs: Any = triton.knobs  # type: ignore[attr-defined]
     knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
 
@@ -186,7 +185,7 @@ def _pretend(packages: tuple[str, ...], chip: str) -> _Driver:
         return None if hopper else f"needs a CUDA device of compute capability 9 (Hopper), got {active.chip}"
 
     answers = {
-        # otherwise tensors on a CPU would be refused
+        # without this, tensors on a CPU would be refused
         dispatch.interpreting: lambda: True,
         dispatch.resolve_impl: lambda op, impl, x, gluon=None: impl,
         dispatch.device_limit: limit,
@@ -194,7 +193,7 @@ def _pretend(packages: tuple[str, ...], chip: str) -> _Driver:
     }
     for package in packages:
         for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
-            # these modules import vLLM
+            # skip these modules, because they import vLLM
             if ".integrations.vllm." not in module.name:
                 importlib.import_module(module.name)
     for module in list(sys.modules.values()):

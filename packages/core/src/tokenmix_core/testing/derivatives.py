@@ -1,4 +1,4 @@
-"""Tests of `torch.func` transforms and second derivatives of an operation."""
+"""Tests of an operation's second derivatives and of `torch.func` transforms."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tokenmix_core.testing.closeness import relative_error
 
 
 class DerivativeTests:
-    """Part of `OpContract`, which documents the other attributes.
+    """Part of `OpContract`, which documents all other attributes.
 
     Attributes:
-        straight_through: arguments with a straight-through gradient, which is not the derivative of the results.
+        straight_through: arguments that have a straight-through gradient, which differs from the results' derivative.
     """
 
     straight_through: ClassVar[tuple[str, ...]] = ()
@@ -76,7 +76,7 @@ class DerivativeTests:
             torch.func.grad(lambda x: sum(y.square().sum() for y in inner(x).values()))(leaves)
 
     def _summed(self, form: str, options: Mapping[str, Any], impl: str) -> Callable[[dict[str, Tensor]], Tensor]:
-        """Return a function that maps tensors by name to a scalar that depends on all finite results of a form."""
+        """Return a function from tensors by name to a scalar that depends on all finite results of the form `form`."""
         here: Any = self
 
         def run(tensors: dict[str, Tensor]) -> Tensor:
@@ -87,6 +87,6 @@ class DerivativeTests:
 
 
 def _split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Split tensors by name into those that can have gradients and the others."""
+    """Split tensors, by name, into those that can have gradients and all others."""
     floats = {name: x for name, x in tensors.items() if x.is_floating_point()}
     return floats, {name: x for name, x in tensors.items() if name not in floats}

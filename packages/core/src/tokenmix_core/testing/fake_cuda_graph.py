@@ -1,8 +1,8 @@
-"""Emulate CUDA graphs on any device: capture work operation by operation, and replay it on the same tensors.
+"""An emulator of CUDA graphs for any device: captures work operation by operation and replays it on the same tensors.
 
-Like a CUDA graph, a capture fixes all Python values, reads and writes the tensors that it found, and must not wait for
-the device (unless `eager` permits that to eager operations). Unlike a graph it has no streams, and allocates each
-temporary tensor separately, so it cannot show errors that come from reuse of a graph's memory.
+Like a CUDA graph, a capture fixes all Python values, reads and writes the tensors that existed at capture, and must not
+wait for the device (`eager` permits this to eager operations). Unlike a graph, it has no streams and allocates each
+temporary tensor separately, so that it cannot show errors from the reuse of a graph's memory.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from torch.utils._pytree import tree_flatten
 from tokenmix_core.kernels.launch import cuda_graphs
 
 _aten = torch.ops.aten
-# operations by which the host reads from a device, or whose output sizes depend on values on the device
+# operations by which the host reads from a device, or whose output sizes depend on values on a device
 _READS = {
     _aten._local_scalar_dense.default, _aten.nonzero.default, _aten.masked_select.default, _aten.is_nonzero.default,
     _aten.equal.default, _aten._unique2.default, _aten.repeat_interleave.Tensor, _aten.bincount.default,
     _aten.multinomial.default,
 }  # fmt: skip
-# operations that copy Python values to a device, from host memory that may have changed when a graph is replayed
+# operations that copy Python values to a device from host memory, which may have changed before a replay
 _UPLOADS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default}
 _INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
 
 
 class HostRead(AssertionError):
-    """Captured work has read from the device, or copied a Python value to it."""
+    """Captured work has read from the device, or has copied a Python value to it."""
 
 
 class _NoReads(TorchFunctionMode):
-    """Raises for functions that read from the device but do not go through torch's dispatcher."""
+    """Raises an error for functions that read from the device without torch's dispatcher."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (Tensor.tolist, Tensor.numpy):
@@ -48,13 +48,13 @@ class _NoReads(TorchFunctionMode):
 
 
 class Watched(TorchDispatchMode):
-    """Runs operations, and raises for those that a CUDA graph cannot capture.
+    """Runs operations, and raises an error for those that a CUDA graph cannot capture.
 
     Args:
         seen: called after each operation with the operation, its arguments and its outputs.
         before: called before each operation with the operation and its arguments.
-        eager: whether operations may copy values between tensors and Python, as eager ones do; replays use the same
-            values.
+        eager: whether operations may copy values between tensors and Python, as eager operations do; replays use the
+            values of the capture.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class Watched(TorchDispatchMode):
 
 
 def capture_work(work: Callable[[], object], *, eager: bool = False) -> Callable[[], object]:
-    """Capture `work` and return a function that replays it; tensors that `work` wrote are restored after the capture.
+    """Capture `work` and return a function that replays it; after the capture, tensors that `work` wrote are restored.
 
-    A replay allocates new temporary tensors, and writes the new values into the tensors that `work` returned, as a
-    graph does. `eager` is as for `Watched`.
+    A replay allocates new temporary tensors, but writes into the same returned tensors as the capture, as a graph does.
+    `eager` is the same as for `Watched`.
     """
     tape: list[tuple[Any, Callable, Callable, list]] = []
-    # keep the tensors that operations made, so that no new tensor has the `id` of one of them
+    # keep a reference to the tensors that operations made, because the `id` of a freed tensor can be reused
     made: dict[int, Tensor] = {}
     new: dict[int, Any] = {}
     own: set[int] = set()
@@ -129,7 +129,7 @@ def capture_work(work: Callable[[], object], *, eager: bool = False) -> Callable
     with Watched(seen, before, eager=eager):
         results = work()
     torch.set_rng_state(generator)
-    # a parameter's gradient may be another tensor object, with the memory of a tensor that an operation made
+    # a parameter's gradient may be another tensor object with the memory of a tensor that an operation made
     slots = {(t.data_ptr(), t.shape): key for key, t in made.items()}
     returned = [t.detach() for t in tree_flatten(results)[0] if isinstance(t, Tensor)]
     returned = [(t, slots[t.data_ptr(), t.shape]) for t in returned if (t.data_ptr(), t.shape) in slots]
@@ -150,12 +150,12 @@ def capture_work(work: Callable[[], object], *, eager: bool = False) -> Callable
 
 
 def _several(out: Any) -> list | tuple:
-    """Return the outputs of an operation as a sequence; empty if it returns a Python value such as a dtype."""
+    """Return the outputs of an operation as a sequence; an operation that returns a Python value has none."""
     return out if isinstance(out, list | tuple) else [out] if isinstance(out, Tensor) else []
 
 
 def _found(x: Any, made: dict[int, Tensor], new: dict[int, Any]) -> Callable[[], Any]:
-    """Return a function that finds an argument during a replay; for a tensor made in the capture, its new version."""
+    """Return a function that gives an argument in a replay: for a tensor made in the capture, the replay's version."""
     if isinstance(x, Tensor):
         key = id(x)
         return (lambda: new[key]) if key in made else (lambda: x)
@@ -176,9 +176,9 @@ def _with_schema(func, args, kwargs):
 
 @contextmanager
 def graphs_everywhere(*, eager: bool = False) -> Iterator[list]:
-    """In this block, capture and replay decoding steps and training passes on every device, as on CUDA.
+    """Context in which, on every device, decoding steps and training passes are captured and replayed as on CUDA.
 
-    Yields a list to which each captured function is added.
+    Yields a list to which each captured function is appended.
     """
     works: list[Callable[[], object]] = []
 
@@ -193,7 +193,7 @@ def graphs_everywhere(*, eager: bool = False) -> Iterator[list]:
 
 
 def assert_graphs_train_alike(recipe: Any, folder: Path, *, steps: int = 8, tolerance: float = 1e-3) -> None:
-    """Assert on a GPU that a recipe's first steps are captured as CUDA graphs and have the losses of eager steps."""
+    """Assert on a GPU that a recipe's first steps are captured as CUDA graphs, with the losses of eager steps."""
     from tokenmix_core.training.callbacks import read_metrics
     from tokenmix_core.training.folder import METRICS
     from tokenmix_core.training.recipe import Tokens

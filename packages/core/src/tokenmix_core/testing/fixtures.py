@@ -1,4 +1,4 @@
-"""Fixtures for every package's conftest: kernels run on a GPU if there is one, else in Triton's interpreter."""
+"""Fixtures for the conftest of every package: kernels run on a GPU if there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenmix_core.kernels.launch.cache.replay import invalidate
 from tokenmix_core.testing.interpreter import hurry, steady
 
 if not torch.cuda.is_available():
-    # must be set before a test module imports triton
+    # set here, because it must be set before a test module imports triton
     os.environ["TRITON_INTERPRET"] = "1"
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -29,9 +29,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """End the process if an earlier test has broken its GPU context: all later tests would fail for this reason.
+    """End the process if an earlier test has broken its GPU context, because all later tests would then fail.
 
-    pytest-xdist starts a new worker instead.
+    pytest-xdist starts a new worker process instead.
     """
     if not torch.cuda.is_available():
         return
@@ -51,7 +51,7 @@ def device() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels_are_interpreted_quickly() -> None:
-    """Make the interpreter faster, and its matmuls equal on all processors."""
+    """Make the interpreter faster, and its matmuls give equal results on all processors."""
     if not torch.cuda.is_available():
         hurry()
         steady()
@@ -65,17 +65,17 @@ def launch_cache_is_empty() -> None:
 
 @pytest.fixture
 def override() -> Iterator[Callable[..., None]]:
-    """Return `tuning.override`, whose changes end with the test."""
+    """Return `tuning.override`; its changes are undone at the end of the test."""
     with ExitStack() as stack:
         yield lambda *table, **values: stack.enter_context(tuning.override(*table, **values))
 
 
 @pytest.fixture(autouse=True)
 def unwritten_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Make `torch.empty` return NaN if kernels are interpreted, to show elements that kernels do not write."""
+    """Fill the memory of `torch.empty` with NaN if kernels are interpreted, to show elements that no kernel writes."""
     poisoned = "ops" in request.path.parts and not torch.cuda.is_available()
     if poisoned:
-        # the mode that fills memory; its main purpose, determinism, is not needed here
+        # this mode fills uninitialised memory, which is needed here; its determinism is not
         torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     if poisoned:

@@ -1,8 +1,8 @@
-"""Run Gluon kernels on a CPU: torch executes their Python code, one program after another.
+"""An emulator that runs Gluon kernels on a CPU: torch executes their Python code, one program after another.
 
-Triton's interpreter does not support Gluon. This emulator implements the part of Gluon that our kernels use. Layouts
-have no effect, async copies and MMAs complete at once, and warp partitions are threads that wait at barriers. It shows
-whether a kernel computes the right result, not whether its waits suffice. Its scope is frozen.
+Triton's interpreter does not support Gluon. This emulator supports those features of Gluon that our kernels use.
+Layouts have no effect, async copies and MMAs complete immediately, and warp partitions are threads that wait at
+barriers. It shows whether a kernel computes the right result, not whether its waits suffice. Its scope is frozen.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.library import CustomOpDef  # type: ignore[attr-defined]
 
 _GLUON = "triton.experimental.gluon"
-# Triton's module with programmatic dependent launch
+# Triton's module for programmatic dependent launch
 _CUDA = "triton.language.extra.cuda"
-# stands for the dtype of unsigned integers, which torch cannot compare
+# represents the dtype uint32, whose values torch cannot compare
 _UINT32 = "uint32"
 
 
@@ -56,7 +56,7 @@ class Pointer:
 
     def store(self, x: Tensor, mask=None) -> None:
         offset, mask, x = torch.broadcast_tensors(self.offset, torch.tensor(True) if mask is None else mask, x)
-        # if the mask is False everywhere, x may have another dtype
+        # x may have another dtype only if the mask is False everywhere
         if mask.any():
             assert x.dtype == self.base.dtype
             self.base[offset[mask]] = x[mask]
@@ -92,7 +92,7 @@ class Shared:
 
 
 class Barrier:
-    """An mbarrier: a phase ends after `count` arrivals."""
+    """An mbarrier, whose phase ends after `count` arrivals."""
 
     changed = threading.Condition()
     broken = False
@@ -109,7 +109,7 @@ class Barrier:
             Barrier.changed.notify_all()
 
     def wait(self, parity) -> None:
-        """Wait until the phase with this parity has ended; before the first phase, parity 1 counts as ended."""
+        """Wait until the phase with this parity has ended; a barrier starts as if a phase with parity 1 had ended."""
         with Barrier.changed:
             over = Barrier.changed.wait_for(lambda: Barrier.broken or self.parity != int(parity), timeout=60)
             assert over, "a barrier was waited for in vain"
@@ -127,7 +127,7 @@ class Barriers:
 
 
 def _allocate(dtype: torch.dtype, shape: Sequence[int], layout) -> Shared | Barriers:
-    """Allocate shared memory; for int64 allocate barriers, for which alone kernels use this dtype."""
+    """Allocate a tile of shared memory; for int64 allocate barriers, the only use of this dtype in our kernels."""
     if dtype == torch.int64:
         return Barriers(shape[0])
     return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype))
@@ -137,7 +137,7 @@ def _warp_specialize(partitions: Sequence[tuple[Callable, tuple]], warps, regist
     @torch.no_grad()
     def run(function: Callable, arguments: tuple) -> None:
         try:
-            # copy the arguments for each partition, because torch tensors are mutable and Gluon values are not
+            # a copy of the arguments for each partition, because torch tensors are mutable, unlike values in Gluon
             function(*(x.clone() if isinstance(x, Tensor) else x for x in arguments))
         except BaseException:
             with Barrier.changed:
@@ -164,7 +164,7 @@ class Jit:
     def __getitem__(self, grid: Sequence[int]):
         def launch(*args, **options: int) -> None:
             signature = inspect.signature(self.function)
-            # keywords that are not parameters are launch options
+            # keywords that are no parameters of the kernel are launch options
             named = {name: x for name, x in options.items() if name in signature.parameters}
             given = signature.bind(*args, **named)
             given.apply_defaults()
@@ -178,8 +178,8 @@ class Jit:
 
 
 def _argument(x, annotation):
-    """Convert a kernel argument: tensors to pointers, scalars to tensors, constexprs and None unchanged."""
-    # annotations are strings in modules with `from __future__ import annotations`
+    """Convert a kernel's argument: tensors to pointers, scalars to tensors; constexprs and None stay."""
+    # annotations may be strings, because of `from __future__ import annotations`
     if x is None or "constexpr" in str(getattr(annotation, "__name__", annotation)):
         return x
     return Pointer(x.view(-1), torch.tensor(0)) if isinstance(x, Tensor) else torch.tensor(x)
@@ -194,12 +194,12 @@ def _binary(function: Callable) -> Callable:
 
 
 def constexpr(x=None):
-    """Return the compile-time value unchanged."""
+    """Return x, the compile-time value, unchanged."""
     return x
 
 
 def _where(condition: Tensor, x, y):
-    """Select elementwise between two tensors, or, for a scalar condition, between two pointers."""
+    """Select elementwise between two tensors; with a scalar condition, select one of two pointers."""
     if isinstance(x, Pointer):
         return x if condition else y
     return torch.where(*map(torch.as_tensor, (condition, x, y)))
@@ -215,7 +215,7 @@ def _register_mma(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
 
 
 def _rounded_once(a: Tensor, b: Tensor) -> Tensor:
-    """Return the matmul in float64, rounded to float32, so that all processors give equal results."""
+    """Return a b, computed in float64 and rounded to float32, which gives equal results on all processors."""
     return (a.double() @ b.double()).float()
 
 
@@ -232,7 +232,7 @@ def _sums(values: Sequence[Tensor], axis: int, combine: Callable) -> tuple[Tenso
 
 
 def _assembly(asm: str, constraints: str, args: Sequence[Tensor], **options) -> Tensor | None:
-    """Emulate inline assembly: a logarithm or a reciprocal; other code only hides its argument from LICM."""
+    """Emulate inline assembly: logarithm and reciprocal; other code, which only hides x from LICM, returns x."""
     if asm.startswith("lg2"):
         return args[0].log2()
     if asm.startswith("rcp"):
@@ -302,7 +302,7 @@ def _emulated_modules() -> dict[str, ModuleType]:
         async_load=lambda shared, p, mask=None: shared.store(p.load(mask)),
         commit_group=lambda: None,
         wait_group=lambda outstanding: None,
-        # all 128 threads of four warps arrive
+        # all 128 threads of the four warps arrive
         mbarrier_arrive=lambda barrier, increment_count: barrier.arrive(128),
     )
     vars(ampere).update(async_copy=async_copy, mma_v2=_register_mma)
@@ -328,7 +328,7 @@ def _emulated_modules() -> dict[str, ModuleType]:
 
 
 def _rebound(function: Any, language: ModuleType) -> FunctionType:
-    """Return a Triton device function as Python code for the emulator, with the device functions that it calls."""
+    """Return the Python code of a Triton device function, in which the device functions it calls are emulated."""
     python = function.fn
     scope = python.__globals__
     known = {name: scope[name] for name in python.__code__.co_names if name in scope}
@@ -336,7 +336,7 @@ def _rebound(function: Any, language: ModuleType) -> FunctionType:
 
 
 def _usable(names: Mapping[str, Any], language: ModuleType) -> dict[str, Any]:
-    """Return replacements for Triton objects in a namespace: values for constexprs, emulated device functions."""
+    """Return replacements for Triton objects in a namespace: values of constexprs, and emulated device functions."""
     out: dict[str, Any] = {}
     for name, x in names.items():
         if isinstance(x, triton.language.constexpr):
@@ -351,14 +351,14 @@ def _usable(names: Mapping[str, Any], language: ModuleType) -> dict[str, Any]:
 
 
 def _steps(*bounds) -> Iterator[Tensor]:
-    """Replacement for `range` in kernels: yield the loop variable as a tensor."""
+    """Replaces `range` in kernels: yields the loop variable as a tensor."""
     return (torch.tensor(i) for i in range(*map(int, bounds)))
 
 
 def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[ModuleType]:
-    """Import modules of kernels and launchers a second time, so that they use the emulator, and return them.
+    """Import modules of kernels and launchers a second time, so that they use the emulator; return these modules.
 
-    Modules that they import are imported again too if they are in `package` or begin with a prefix in `shared`;
+    Modules that they import are also imported again if they are in `package` or begin with a prefix in `shared`;
     `sys.modules` is restored afterwards. Triton device functions that the returned modules import also run on the
     emulator. Modules with torch operators are not imported again: a second registration would replace the first one.
     """
@@ -369,7 +369,7 @@ def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[Modu
         if name.startswith(prefixes) and not any(isinstance(x, CustomOpDef) for x in vars(module).values())
     }
     attributes = dict(vars(importlib.import_module(package)))
-    # `from parent import module` reads the parent's attribute before `sys.modules`
+    # remove the modules also from their parents, where `from parent import module` looks before `sys.modules`
     parents = [(vars(sys.modules[parent]), leaf) for parent, _, leaf in (x.rpartition(".") for x in before)]
     of_parents = [(parent, leaf, parent.pop(leaf)) for parent, leaf in parents if leaf in parent]
     for name in before:
@@ -377,7 +377,7 @@ def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[Modu
     kept = {name for name in sys.modules if name.startswith(prefixes)}
     emulated = _emulated_modules()
     sys.modules.update(emulated)
-    # `from triton.experimental import gluon` reads this attribute before `sys.modules`
+    # `from triton.experimental import gluon` also looks at this attribute before `sys.modules`
     experimental = vars(importlib.import_module("triton.experimental"))
     real = experimental.pop("gluon", None)
     try:
@@ -390,7 +390,7 @@ def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[Modu
         sys.modules.update(before)
         if real is not None:
             experimental["gluon"] = real
-        # the second import has set attributes of the package: restore them
+        # restore the attributes that the second import has set on the package
         parent = vars(sys.modules[package])
         for name in parent.keys() - attributes:
             del parent[name]

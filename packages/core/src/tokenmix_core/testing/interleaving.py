@@ -1,4 +1,4 @@
-"""Tests of models that combine several kinds of mixers, for test classes to inherit."""
+"""Tests of models that combine several kinds of mixers; test classes inherit them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, find_mixer, 
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.models import left_padded, logits_in_parts
 
-# options for small layers of the contract's width, by the mixer's registered name
+# for each mixer, by its registered name, options of a small layer with the contract's width
 Options = Mapping[str, dict[str, Any]]
 CORE: Options = {
     "attention": {"num_heads": 4, "num_kv_heads": 2},
@@ -23,12 +23,12 @@ CORE: Options = {
 
 
 class InterleavingContract:
-    """Tests that any two mixers, and all together, make a model. A subclass of the name `TestX` sets `mixers`.
+    """Tests that any two mixers, and all together, can form a model. A subclass named `TestX` sets `mixers`.
 
     Attributes:
-        mixers: options of a small layer of width 32, by registered name, for all mixers that the package registers.
-        others: options of the mixers to combine them with; by default core's mixers.
-        configs: configuration and model classes of the package, by name; these models get all mixers.
+        mixers: options of a small layer of width 32, by registered name, for every mixer of the package.
+        others: options of the mixers with which these are combined; by default core's mixers.
+        configs: configuration and model classes of the package, by name; a model of each is tested with all mixers.
         tokens: length of the test sequences; exceeds all windows and chunks in the options.
     """
 
@@ -46,7 +46,7 @@ class InterleavingContract:
 
     @classmethod
     def groups(cls) -> list[tuple[str, ...]]:
-        """Return the mixers of each model of core's classes: all pairs with at least one of the package's mixers."""
+        """Return the groups of mixers that core's model classes combine: all pairs with a mixer of the package."""
         pairs = combinations(sorted({*cls.others, *cls.mixers}), 2)
         return [pair for pair in pairs if not cls.mixers.keys().isdisjoint(pair)]
 
@@ -54,7 +54,7 @@ class InterleavingContract:
     def model(self, case) -> HybridForCausalLM:
         known = {**self.others, **self.mixers}
         config_class, causal_lm = self.configs.get(case, (HybridConfig, HybridForCausalLM))
-        # a package's own model has one layer of each mixer; a pair alternates twice, so that each one follows the other
+        # a package's own model has one layer per mixer; a pair alternates twice, so that each mixer follows the other
         labels = list(known) if case in self.configs else case.split() * 2
         torch.manual_seed(0)
         config = config_class(

@@ -1,4 +1,4 @@
-"""Make Triton's interpreter fast enough for tests, and give it equal results on all processors."""
+"""Changes to Triton's interpreter: fast enough for tests, and equal results on all processors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import numpy as np
 
 
 def hurry(interpreter: ModuleType | None = None) -> None:
-    """Make the interpreter replace Triton's language functions once per launch, not at each device function's call.
+    """Make the interpreter replace Triton's language functions once per launch, not at each call of a device function.
 
-    Otherwise each such call goes through all names of the language and finds them replaced already, which takes a third
-    to a half of a kernel's time. Do nothing if Triton is not installed or its interpreter has another structure.
+    Without this, each call goes through all names of the language and finds that they are already replaced, which takes
+    a third to a half of a kernel's time. Does nothing if Triton is not installed or its interpreter has another
+    structure.
 
     Args:
-        interpreter: Triton's interpreter module; tests pass another one.
+        interpreter: Triton's interpreter module; tests pass a substitute.
     """
     if interpreter is None and (interpreter := _interpreter()) is None:
         return
@@ -34,7 +35,7 @@ def hurry(interpreter: ModuleType | None = None) -> None:
         if seen and seen <= replaced:
             return _Nothing()
         scope = replace(fn)
-        # remember the replaced modules, but only if `restore` tells when the language is itself again
+        # remember which modules are replaced, but only if `restore` reports when the originals are back
         if hasattr(scope, "restore"):
             replaced.update(seen)
             scope.restore = _then(scope.restore, replaced.clear)
@@ -44,12 +45,12 @@ def hurry(interpreter: ModuleType | None = None) -> None:
 
 
 def steady(interpreter: ModuleType | None = None) -> None:
-    """Make the interpreter compute matmuls in float64 and round them, so that a row's result is the same at any index.
+    """Make the interpreter compute matmuls in float64 and round them: a row's result then does not depend on its index.
 
-    On some processors numpy sums the last rows of a float32 matmul in another order than the other rows.
+    On some processors, numpy sums the last rows of a float32 matmul in another order than the other rows.
 
     Args:
-        interpreter: Triton's interpreter module; tests pass another one.
+        interpreter: Triton's interpreter module; tests pass a substitute.
     """
     if interpreter is None and (interpreter := _interpreter()) is None:
         return
@@ -78,13 +79,13 @@ def _interpreter() -> ModuleType | None:
 
 @functools.cache
 def _languages(fn: Callable) -> frozenset[str]:
-    """Return the names of the Triton modules among a function's globals."""
+    """Return the names of the Triton modules to which a function's globals refer."""
     modules = (x.__name__ for x in fn.__globals__.values() if inspect.ismodule(x))
     return frozenset(name for name in modules if name.startswith("triton."))
 
 
 class _Nothing:
-    """Stands for a patch that has replaced nothing: `restore` does nothing."""
+    """Represents a patch that has replaced nothing, so that `restore` does nothing."""
 
     def restore(self) -> None: ...
 

@@ -1,4 +1,7 @@
-"""Forbid launches, list their grids, or count replays of the launch cache; also on a CPU, with interpreted kernels."""
+"""Contexts that forbid launches, list their grids, or count replays of the launch cache.
+
+Also for interpreted kernels.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from tokenmix_core.kernels.launch.pdl import PDL
 
 @contextmanager
 def no_launches() -> Iterator[None]:
-    """Raise an AssertionError if the block launches a kernel."""
+    """Context that raises an AssertionError if a kernel is launched in it."""
     from tokenmix_core.kernels.launch import launcher
 
     def refuse(launch: tuple) -> NoReturn:
@@ -32,7 +35,7 @@ def no_launches() -> Iterator[None]:
 
 @contextmanager
 def grids() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
-    """Suppress the launches of the block; yield a list that collects their kernels' names and grids."""
+    """Context in which launches do nothing; yields a list that collects the names and grids of the launched kernels."""
     from tokenmix_core.kernels.launch import launcher
 
     found: list[tuple[str, tuple[int, ...]]] = []
@@ -43,7 +46,7 @@ def grids() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
 
 @contextmanager
 def replays() -> Iterator[list[int]]:
-    """Count the calls that the block replays; yield a list whose only element is the count."""
+    """Context that counts the calls replayed by the launch cache; yields a list whose only element is the count."""
     made, compiled = [0], codegen.compiled
 
     def counted(*captured: Any) -> Callable:
@@ -65,7 +68,7 @@ def replays() -> Iterator[list[int]]:
 
 
 def _take_for_a_gpu(patch: pytest.MonkeyPatch) -> None:
-    """Make the launch cache treat a CPU like a GPU."""
+    """Make the launch cache treat a CPU as a GPU."""
     from tokenmix_core.kernels.launch import launcher
 
     patch.setattr(replay, "on_gpu", lambda x: True)
@@ -78,7 +81,7 @@ def _take_for_a_gpu(patch: pytest.MonkeyPatch) -> None:
 
 
 def _let_launches_be_taken(patch: pytest.MonkeyPatch, launches: list | None = None) -> None:
-    """Pass launches of interpreted kernels to the launch cache, like those of `cached_launch`."""
+    """Pass launches of interpreted kernels to the launch cache, as `cached_launch` does for compiled ones."""
     from triton.runtime.interpreter import InterpretedFunction
 
     from tokenmix_core.kernels.launch import launcher
@@ -89,8 +92,8 @@ def _let_launches_be_taken(patch: pytest.MonkeyPatch, launches: list | None = No
             if take is None:
                 kernel.run(*args, grid=grid, warmup=False, **options)
             else:
-                # pass all arguments by position, with PDL off; options that remain are for the compiler, and are
-                # dropped
+                # pass all arguments by position, with PDL off; the remaining options are for the compiler and have no
+                # effect here
                 options = {PDL: False, **options}
                 args = (*args, *(options[name] for name in kernel.arg_names[len(args) :]))
                 take((_Interpreted(kernel, launches), grid, args, {}))
@@ -101,7 +104,7 @@ def _let_launches_be_taken(patch: pytest.MonkeyPatch, launches: list | None = No
 
 
 class _Packed:
-    """A launch that stores the dtypes and addresses of its tensors, not the tensors."""
+    """A launch that stores the dtypes and addresses of its tensors instead of the tensors."""
 
     def __init__(self, kernel: Any, grid: tuple, args: tuple, pointers: dict[int, tuple[int, int]]) -> None:
         self.kernel, self.grid, self.pointers = kernel, grid, pointers
@@ -110,7 +113,7 @@ class _Packed:
 
 
 class _Interpreted:
-    """An interpreted kernel with the interface of `cached_launch`'s launchers."""
+    """An interpreted kernel with the interface that the launchers of `cached_launch` have."""
 
     def __init__(self, kernel: Any, launches: list[_Packed] | None) -> None:
         self.fn, self._launches = kernel, launches
@@ -119,7 +122,7 @@ class _Interpreted:
         return self.fn[grid]
 
     def packing(self, grid: tuple, args: tuple, options: dict) -> Callable[[dict], bytes]:
-        """Return `pack(pointers)`, which packs the index of this launch instead of the launch's arguments."""
+        """Return `pack(pointers)`, which packs an index of this launch where a compiled kernel would pack arguments."""
 
         def pack(pointers: dict) -> bytes:
             assert self._launches is not None
@@ -130,7 +133,7 @@ class _Interpreted:
 
 
 def _launch(launches: list[_Packed], packed: bytes, addresses: tuple) -> None:
-    """Replace the C launcher: run the interpreted kernels whose indices are packed as arguments."""
+    """Replaces the C launcher: runs the interpreted kernels whose indices are packed."""
     for (number,) in struct.iter_unpack("q", packed):
         found = launches[number]
         args, known = list(found.args), {}
@@ -140,7 +143,7 @@ def _launch(launches: list[_Packed], packed: bytes, addresses: tuple) -> None:
                 args[i] = torch.empty(0, dtype=args[i])
                 continue
             address = addresses[name] + offset
-            # one storage per address, because the interpreter distinguishes memory by storage
+            # one storage per address, because the interpreter tells memory apart by storage
             if address not in known:
                 known[address] = torch.frombuffer((ctypes.c_char * 8).from_address(address), dtype=torch.uint8)
             args[i] = known[address].view(args[i])

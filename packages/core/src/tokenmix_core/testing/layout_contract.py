@@ -14,11 +14,11 @@ from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.launch_spies import replays
 from tokenmix_core.testing.layouts import LAYOUTS, Layout, Named, copies, laid_out
 
-# layouts that repeat a call until the launch cache replays it; fewer on a CPU, to save time
+# layouts in which a call is repeated until the launch cache replays it; on a CPU fewer, to save time
 OF_LAUNCH_CACHE = (*LAYOUTS,) if torch.cuda.is_available() else ("slices",)
-# layouts for calls other than `neighbours` on a CPU
+# layouts in which calls other than `neighbours` are tested on a CPU
 OF_FURTHER_CALLS = ("every second element", "expanded")
-# layouts for decoding steps, which write to their state
+# layouts in which decoding steps, which write to their state, are tested
 OF_STEPS = ("transposed", "every second element", "slices", "offset")
 
 
@@ -26,10 +26,10 @@ class LayoutTests:
     """Part of `OpContract`: results do not depend on the memory layout of arguments and gradients.
 
     Attributes:
-        laid: sizes of further calls by name, for example with other arguments; on a CPU they are tested in two layouts.
-        on_gpu: sizes of calls by name that are tested only on a GPU, because other kernels compute them there.
+        laid: sizes of further calls, by name, for example with other arguments; a CPU tests them in only two layouts.
+        on_gpu: sizes of calls, by name, that only a GPU tests, because other kernels compute them there.
         impls: further implementations to test on a GPU.
-        mutated: arguments that the operation overwrites; they must be contiguous, else the call raises.
+        mutated: arguments that the operation overwrites; a call raises an error unless they are contiguous.
     """
 
     laid: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -38,7 +38,7 @@ class LayoutTests:
     mutated: ClassVar[tuple[str, ...]] = ()
 
     def laid_calls(self) -> list[tuple[str, str | None]]:
-        """Return the pairs to test: the name of a call and an implementation."""
+        """Return pairs to test: the name of a call, and an implementation."""
         here: Any = self
         gpu = torch.cuda.is_available()
         impls = [*here.eager, *(("triton",) if here.kernels else ()), *(self.impls if gpu and here.kernels else ())]
@@ -46,7 +46,7 @@ class LayoutTests:
         return [(name, impl) for name in names for impl in dict.fromkeys(impls)]
 
     def layout_dtype(self) -> torch.dtype:
-        """Return the dtype of the calls: 16 bits if the kernels support it, so that `offset` shifts by 2 bytes."""
+        """Return the dtype of the calls: 16 bits if kernels support it, so that `offset` shifts by 2 bytes."""
         here: Any = self
         if not here.kernels:
             return torch.float32
@@ -61,14 +61,14 @@ class LayoutTests:
         try:
             compared = Compared(here, form, impl, call)
         except ValueError as error:
-            # skip the test if an implementation does not support these sizes
+            # ignore the error if an implementation refuses these sizes
             if impl in (None, "reference", "triton") or f"impl={impl!r}" not in str(error):
                 raise
             pytest.skip(str(error))
         every = name == "neighbours" or torch.cuda.is_available()
         plain = Layout(copies, copies)
         with replays():
-            # first make the contiguous call, so that the launch cache has it, then repeat it in each layout
+            # the contiguous call comes first, so that the launch cache contains it when it is repeated in each layout
             for _ in range(2 if every else 0):
                 compared.run(plain)
             for title in LAYOUTS if every else OF_FURTHER_CALLS:
@@ -96,7 +96,7 @@ class LayoutTests:
 
 
 class Compared:
-    """A call that is repeated in several layouts, and compared with the call on contiguous copies of the tensors."""
+    """A call that is made in several layouts and compared with the call on contiguous copies of the same tensors."""
 
     def __init__(self, contract: Any, form: str, impl: str | None, call: Any) -> None:
         self.contract, self.form, self.impl = contract, form, impl
@@ -106,12 +106,12 @@ class Compared:
         self.plain = self.run(Layout(copies, copies, alone=True))
 
     def assert_independent(self, title: str, layout: Layout) -> None:
-        """Assert that a layout changes results and gradients by rounding errors at most."""
+        """Assert that in this layout results and gradients differ by rounding errors at most."""
         wanted = self.run(layout, plain=True) if layout.repeats else self.plain
         try:
             got = self.run(layout)
         except ValueError as error:
-            # an explicitly chosen implementation may refuse the layout of arguments, but not that of gradients
+            # an explicitly chosen implementation may refuse a layout of arguments, but not of gradients
             if f"impl={self.impl!r} takes tensors that begin" not in str(error):
                 raise
             layout = layout._replace(arguments=copies)
@@ -121,13 +121,16 @@ class Compared:
         for name, x in got.items():
             where = f"{title}: {name}"
             if x.is_floating_point():
-                # a kernel that misreads a tensor has an error of about 1, one that misreads one row in a thousand .03
+                # the error is about 1 if a kernel misreads a tensor, and .03 if it misreads one row in a thousand
                 assert relative_error(x, wanted[name]) <= 8 * granted(self.eps), where
             else:
                 assert torch.equal(x, wanted[name]), where
 
     def run(self, layout: Layout, plain: bool = False) -> dict[str, Tensor]:
-        """Return results and gradients by name; with `plain`, of contiguous copies of the laid-out tensors."""
+        """Return results and gradients by name.
+
+        If `plain`, those for contiguous copies of the tensors in this layout.
+        """
         change = copies if plain else dict
         written = {name: x.clone() for name, x in self.tensors.items() if name in self.contract.mutated}
         tensors = change(layout.arguments({n: x for n, x in self.tensors.items() if n not in written})) | written
@@ -141,7 +144,10 @@ class Compared:
         return results | self.gradients(leaves, results, upstream, layout.alone or torch.cuda.is_available())
 
     def gradients(self, leaves: Named, results: Named, upstream: Named, alone: bool) -> dict[str, Tensor]:
-        """Return gradients through all results; if there are several, also through the first alone or each alone."""
+        """Return gradients through all results together.
+
+        If there are several, also through the first or each one alone.
+        """
         names = [name for name, x in leaves.items() if x.requires_grad]
         single = [*upstream] if len(upstream) > 1 and alone else []
         found = {}
@@ -157,7 +163,7 @@ class Compared:
 
 
 def differently_laid(function: Callable, tensors: Named) -> None:
-    """Assert that `function(**tensors)` returns the same dictionary of tensors in each layout."""
+    """Assert that `function(**tensors)` returns equal dictionaries of tensors in all layouts."""
     wanted = function(**copies(tensors))
     for title in OF_STEPS:
         got = function(**LAYOUTS[title].arguments(tensors))

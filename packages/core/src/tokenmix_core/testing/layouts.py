@@ -1,4 +1,4 @@
-"""Layouts: tensors with equal elements and different strides, offsets or storages."""
+"""Memory layouts: tensors with equal elements, but different strides, offsets or storages."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Layout(NamedTuple):
     """A memory layout for the arguments of a call and for the gradients of its outputs.
 
     Attributes:
-        arguments: maps the arguments with gradients, by name, to tensors in this layout.
-        gradients: maps the gradients of the outputs, by name, to tensors in this layout.
-        others: maps the arguments without gradients, by name, to tensors in this layout with equal elements.
+        arguments: function that maps arguments with gradients, by name, to tensors in this layout.
+        gradients: function that maps the gradients of outputs, by name, to tensors in this layout.
+        others: function that maps arguments without gradients, by name, to tensors in this layout with equal elements.
         repeats: whether the layout changes elements, for example repeats some of them.
-        alone: whether gradients through the first output alone are also tested on a CPU.
+        alone: whether a CPU also tests gradients through the first output only.
     """
 
     arguments: Callable[[Named], dict[str, Tensor]]
@@ -30,7 +30,7 @@ class Layout(NamedTuple):
 
 
 def each(change: Callable[[Tensor], Tensor]) -> Callable[[Named], dict[str, Tensor]]:
-    """Return a function that applies `change` to every tensor of a dict."""
+    """Return a function that applies `change` to every tensor in a dict."""
     return lambda tensors: {name: change(x) for name, x in tensors.items()}
 
 
@@ -55,13 +55,13 @@ def laid_out(options: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
 
 
 def unwritten(x: Tensor, size: Iterable[int]) -> Tensor:
-    """Return a tensor filled with NaN, or the greatest integer, so that results show if its elements are read."""
+    """Return a tensor of NaN, or of the greatest integer, so that results show whether its elements are read."""
     greatest: Any = torch.nan if x.is_floating_point() else True if x.dtype == torch.bool else torch.iinfo(x.dtype).max
     return x.new_full(tuple(size), greatest)
 
 
 def transposed(x: Tensor) -> Tensor:
-    """Return x with its second and third axis, or its only two, exchanged in memory."""
+    """Return x with its second and third axis exchanged in memory; a matrix with its two axes."""
     if x.dim() < 2:
         return offset(x)
     axes = (0, 1) if x.dim() == 2 else (1, 2)
@@ -69,13 +69,13 @@ def transposed(x: Tensor) -> Tensor:
 
 
 def columns_first(x: Tensor) -> Tensor:
-    """Return x with its axes in reverse order in memory."""
+    """Return x with the order of all its axes reversed in memory."""
     axes = tuple(reversed(range(x.dim())))
     return x.permute(axes).contiguous().permute(axes)
 
 
 def strided(x: Tensor) -> Tensor:
-    """Return x as every second element of longer rows in memory."""
+    """Return x stored as every second element of longer rows."""
     if not x.dim():
         return x
     wide = unwritten(x, (*x.shape[:-1], 2 * x.shape[-1]))[..., ::2]
@@ -83,7 +83,7 @@ def strided(x: Tensor) -> Tensor:
 
 
 def sliced(x: Tensor) -> Tensor:
-    """Return x as a slice of a larger tensor, with longer and more rows."""
+    """Return x stored as a slice of a larger tensor, which has more and longer rows."""
     if not x.dim():
         return x
     wide = unwritten(x, (n + 1 for n in x.shape))
@@ -91,12 +91,12 @@ def sliced(x: Tensor) -> Tensor:
 
 
 def offset(x: Tensor) -> Tensor:
-    """Return x, contiguous, with a first element that follows an aligned address by one element."""
+    """Return x, contiguous, but starting one element after an aligned address."""
     return unwritten(x, (x.numel() + 1,))[1:].view(x.shape).copy_(x)
 
 
 def expanded(*axes: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that repeats a tensor's first element along the axes, by strides of 0."""
+    """Return a function that repeats a tensor's first element along the given axes, by strides of 0."""
 
     def expand(x: Tensor) -> Tensor:
         first = x
@@ -109,18 +109,18 @@ def expanded(*axes: int) -> Callable[[Tensor], Tensor]:
 
 
 def repeated_rows_and_heads(tensors: Named) -> dict[str, Tensor]:
-    """Repeat the first element of every other tensor along its first axis, and of the rest along the third axis."""
+    """Repeat the first element of every second tensor along its first axis, and of all others along the third axis."""
     changes = (expanded(0), expanded(2))
     return {name: changes[i % 2 and x.dim() > 2](x) for i, (name, x) in enumerate(tensors.items())}
 
 
 def of_a_sum(x: Tensor) -> Tensor:
-    """Return x's first element repeated along all axes by strides of 0, like the gradient of a sum."""
+    """Return x's first element, repeated along all axes by strides of 0, which is the layout of a sum's gradient."""
     return x.flatten()[:1].clone().view((1,) * x.dim()).expand(x.shape)
 
 
 def in_one_storage(tensors: Named) -> dict[str, Tensor]:
-    """Return tensors of one dtype as slices of one storage; each starts at a multiple of 16 bytes."""
+    """Return tensors of one dtype as slices of one storage; each slice starts at a multiple of 16 bytes."""
     found: dict[str, Tensor] = {}
     for dtype in {x.dtype for x in tensors.values()}:
         parts = {name: x for name, x in tensors.items() if x.dtype == dtype}

@@ -1,4 +1,4 @@
-"""Tests that tokens appended in training (`modeling.lengths`) change neither the loss nor gradients."""
+"""Tests that the tokens which training appends (`modeling.lengths`) change neither the loss nor gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LengthsContract:
         ids = ids[:1] if packed else ids
 
         def gradients() -> tuple[Tensor, dict[str, Tensor]]:
-            # the same dropout in all calls
+            # seeded, so that dropout is the same in all calls
             torch.manual_seed(0)
             model.train().zero_grad()
             loss = model(ids, labels=ids, **given).loss

@@ -1,4 +1,4 @@
-"""Tests for every token mixer, for test classes to inherit."""
+"""Tests for every token mixer; test classes inherit them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tokenmix_core.testing.fake_cuda_graph import capture_work
 
 
 def run_mixer(mixer: Mixer, x: Tensor, *, cu_seqlens: Tensor | None = None, **inputs) -> Tensor:
-    """Return the mixer's outputs for whole sequences, computed without a cache."""
+    """Return a mixer's outputs for whole sequences, computed without a cache."""
     positions = torch.arange(x.shape[1]) if cu_seqlens is None else packed_positions(cu_seqlens, x.shape[1])
     return mixer(x, cu_seqlens=cu_seqlens, rotary=_rotary(mixer, positions), **inputs)[0]
 
 
 def run_in_parts(mixer: Mixer, x: Tensor, parts: list[int], **inputs) -> tuple[Tensor, HybridCache]:
-    """Return the mixer's outputs for sequences that are passed in parts, and the cache with the final state."""
+    """Return a mixer's outputs for sequences passed in parts of the given lengths, and the cache after them."""
     cache, outputs, start = HybridCache([mixer.make_state()]), [], 0
     for part in x.split(parts, 1):
         cache.begin(x.shape[0], part.shape[1], x.device)
@@ -37,7 +37,7 @@ def run_in_parts(mixer: Mixer, x: Tensor, parts: list[int], **inputs) -> tuple[T
 
 
 def run_captured(mixer: Mixer, x: Tensor, prompt: int, **inputs) -> tuple[Tensor, HybridCache]:
-    """Run a prompt, then capture and replay one-token steps on a cache with fixed storage; return as `run_in_parts`."""
+    """Run the prompt, then capture and replay decoding steps on a fixed cache; return the same as `run_in_parts`."""
     cache, table, B = HybridCache([mixer.make_state()]), _table(mixer), len(x)
     cache.begin(B, prompt, x.device)
     outputs = [mixer(x[:, :prompt], state=cache.layers[0], rotary=_rotary(mixer, torch.arange(prompt)), **inputs)[0]]
@@ -73,7 +73,7 @@ def addresses(cache: HybridCache) -> list[int]:
 
 
 def random_parts(total: int, rng: random.Random) -> list[int]:
-    """Return a random split of `total` tokens into parts of 1 to 13 tokens."""
+    """Return a random list of parts of 1 to 13 tokens, `total` tokens in all."""
     parts = []
     while total:
         parts.append(min(total, rng.choice([1, 1, 1, 2, 3, 5, 8, 13])))
@@ -85,7 +85,7 @@ class MixerContract:
     """Tests of a token mixer. A subclass `TestX(MixerContract)` sets `cases`.
 
     Attributes:
-        cases: functions that return a mixer of width `width`, by name.
+        cases: functions, by name, each of which returns a mixer of width `width`.
         width: D.
         tokens: length of the test sequences; exceeds all windows in the cases.
         inputs: further inputs that every call passes to the mixer.
@@ -113,7 +113,7 @@ class MixerContract:
         return torch.randn(3, self.tokens, self.width, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     def trained(self, x: Tensor) -> dict:
-        """Return the further inputs of a call in training."""
+        """Return the further inputs with which a call in training should be made."""
         return self.inputs
 
     @torch.no_grad()
@@ -194,8 +194,8 @@ class MixerContract:
             assert p.grad.any(), name
 
     def test_every_parameter_has_a_gradient_where_a_token_is_all_there_is(self, mixer, x):
-        # a parameter without effect must have a zero gradient, not None: data-parallel training waits for every
-        # gradient
+        # data-parallel training waits for all gradients, so a parameter without effect must have a zero gradient, not
+        # None
         token = x[:, :1]
         run_mixer(mixer.train(), token, **self.trained(token)).square().sum().backward()
         assert [name for name, p in mixer.named_parameters() if p.grad is None] == []

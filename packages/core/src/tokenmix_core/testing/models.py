@@ -1,4 +1,4 @@
-"""Tests for every model family, for test classes to inherit."""
+"""Tests for every model family; test classes inherit them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tokenmix_core.training.cuda_graph import GraphedStep, Losses
 
 
 def logits_in_parts(model, ids: Tensor, parts: list[int], mask: Tensor | None = None, **inputs) -> Tensor:
-    """Return the logits of sequences that are passed to the model in parts, with a cache in between."""
+    """Return the logits for sequences that are passed to the model in parts of the given lengths, with a cache."""
     cache, outputs, start = model.make_cache(), [], 0
     for part in ids.split(parts, 1):
         start += part.shape[1]
@@ -37,7 +37,7 @@ def logits_in_parts(model, ids: Tensor, parts: list[int], mask: Tensor | None = 
 
 
 def left_padded(lengths: list[int], tokens: int) -> Tensor:
-    """Return an attention mask `[B, tokens]` in which row i has `lengths[i]` tokens after its padding."""
+    """Return an attention mask `[B, tokens]` with `lengths[i]` tokens in row i, behind its padding."""
     return (torch.arange(tokens) >= tokens - torch.tensor(lengths).unsqueeze(1)).long()
 
 
@@ -54,12 +54,12 @@ class ModelContract(
     """Tests of a model family. A subclass `TestX(ModelContract)` sets `configs`.
 
     Attributes:
-        configs: fields of tiny configurations by name, with a few layers at most and a vocabulary of at least 50.
+        configs: fields of tiny configurations, by name: few layers, and a vocabulary of at least 50.
         config_class, model_class, causal_lm_class: the classes of the family.
         inputs: further inputs that every call passes to the model.
         tokens: length of the test sequences; exceeds all windows in the configurations.
-        traced: fields of tiny configurations by name, which torch.compile traces as on a GPU. They include all kinds of
-            mixers, with head sizes that kernels support.
+        traced: fields of tiny configurations, by name, that torch.compile traces as on a GPU. Together they have all
+            kinds of mixers, with head sizes that kernels support.
     """
 
     configs: ClassVar[dict[str, dict[str, Any]]] = {}
@@ -84,7 +84,7 @@ class ModelContract(
     def model(self, config) -> HybridForCausalLM:
         torch.manual_seed(0)
         model = self.causal_lm_class(config).eval()
-        # larger than the usual initial weights, so that an error in a layer changes the logits noticeably
+        # larger than usual initial weights, so that an error in one layer changes the logits clearly
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if name.endswith("proj.weight"):
@@ -101,7 +101,7 @@ class ModelContract(
         for parts in ([1] * self.tokens, random_parts(self.tokens, rng), random_parts(self.tokens, rng)):
             assert relative_error(logits_in_parts(model, ids, parts, **self.inputs), whole) < 1e-4, parts
 
-    # with lengths of at most 4, the first parts of a split have only padding
+    # with lengths of at most 4, the first parts into which sequences are split contain only padding
     @pytest.mark.parametrize("padded_everywhere", [0, 4])
     @torch.no_grad()
     def test_padding_changes_nothing_in_any_split(self, model, ids, padded_everywhere):
@@ -292,7 +292,7 @@ class ModelContract(
             assert relative_error(gradients[1][name], exact) < 1e-5, name
 
     def test_gradients_of_each_example_are_those_of_single_calls(self, model, ids):
-        """Test that `torch.func` computes a gradient of the loss for each example."""
+        """Test that `torch.func` computes gradients of the loss for each example separately."""
         model.eval()
 
         def loss(parameters: dict, row: Tensor) -> Tensor:
@@ -320,12 +320,12 @@ class ModelContract(
                 terms = {k: v.detach().sum() for k, v in (out.auxiliary or {}).items() if k.endswith("_loss")}
                 return Losses(out.loss.detach(), terms)
 
-            # a CPU captures eager operations, a GPU captures kernels
+            # on a CPU capture eager operations, on a GPU capture kernels
             with graphs_everywhere(eager=True):
                 make = GraphedStep(learner, ids.device) if captured else lambda passes, *given: passes(*given)
             generator, seen = torch.Generator().manual_seed(0), []
             torch.manual_seed(0)
-            # an update has three micro-batches; from the second update on, all passes are captured or replayed
+            # an optimizer step has three micro-batches; from the second step on, all passes are captured or replayed
             for i in range(12):
                 row = ids[:, torch.randperm(ids.shape[1], generator=generator)]
                 found = make(passes, {"input_ids": row, "labels": row, **self.inputs}, torch.tensor(100 + i))
@@ -359,7 +359,7 @@ class ModelContract(
     def test_one_graph_serves_all_lengths_and_counts_of_documents(self, traced_case, form):
         torch.compiler.reset()
         model = by_kernels(self.causal_lm_class(self.config_class(**self.traced[traced_case])))
-        # models do not train on padded batches, because the auxiliary losses of mixers cannot exclude padding
+        # models do not train on padded batches, because auxiliary losses of mixers cannot leave padding out
         training = form != "padded"
         graphs = CountedGraphs()
         compiled = torch.compile(model.train(training), fullgraph=True, backend=graphs)

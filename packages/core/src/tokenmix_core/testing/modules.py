@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from tokenmix_core.testing.closeness import relative_error
 
-# number of tokens between the prompt's end and the sequence's end; number of decoding steps
+# number of tokens from the prompt's end to the sequence's end, and number of decoding steps
 BEFORE_END, STEPS = 12, 3
 
 
 def own_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that own parameters, by name; of layers with equal mixers only those of the first layer."""
+    """Return the modules that own parameters, by name; of several layers with equal mixers, only those of the first."""
     found, kinds = {}, set()
     for name, module in model.named_modules():
         if not any(x is not None for x in module._parameters.values()):
@@ -33,7 +33,7 @@ def own_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class Forms:
-    """The forms of a model's call, such as decoding: `forms(name)` runs one and returns its results as one vector.
+    """The forms of a model's call, such as decoding: `forms(name)` makes one call and returns its results as a vector.
 
     Args:
         model: a causal language model.
@@ -50,7 +50,7 @@ class Forms:
             self.cache = self._cached()[0]
 
     def __call__(self, name: str) -> Tensor:
-        # the same dropout in all calls
+        # seeded, so that dropout is the same in all calls
         torch.manual_seed(0)
         self.model.train(name == "training")
         if name == "training":
@@ -59,7 +59,7 @@ class Forms:
             if name == "prefill":
                 return self._cached()[1].flatten()
             if name == "decoding":
-                # a copy of a cache that was filled before a module was changed
+                # a copy of a cache that was filled before the module was changed
                 return torch.cat(list(self._steps(copy.deepcopy(self.cache)))).flatten()
             out = self.model(input_ids=self.ids, labels=self.ids, use_cache=False, **self.inputs)
             return torch.cat((out.loss.view(1), out.logits.flatten()))
@@ -77,7 +77,7 @@ class Forms:
 
 
 def moved(x: Any, generator: torch.Generator, scale: float = 2.0) -> Any:
-    """Return a module's output, or a parameter, plus noise whose RMS is `scale` times that of the tensor."""
+    """Return x, a module's output or a parameter, plus noise with an RMS of `scale` times the RMS of x."""
     if isinstance(x, Tensor):
         size = x.detach().double().square().mean().sqrt().item() or 1.0
         noise = torch.randn(x.shape, generator=generator, dtype=torch.float64)
@@ -98,10 +98,10 @@ class ModulesContract:
             for name in forms.names:
                 with _changed(module, lambda p: moved(p, torch.Generator().manual_seed(0))):
                     if torch.equal(forms(name), exact[name]):
-                        # the module is not used in this form of the call
+                        # this form of the call does not use the module
                         continue
                 seen.add(path)
-                # a small change may not move a score across a threshold: try changes up to 16 times as large
+                # a small change may move no score across a threshold, so try changes up to 16 times as large
                 assert any(
                     not torch.equal(_hooked(module, lambda: forms(name), seed), exact[name])  # noqa: B023
                     for seed in range(1, 17)
@@ -147,7 +147,7 @@ class ModulesContract:
             handle.remove()
         for i, n in enumerate(lengths):
             assert relative_error(together[i, -n:], alone[i]) < 1e-4, n
-            # in a padded row the hook changed the last position, which is padding and has no loss
+            # in a padded row the hook has changed the last position, which is padding and has no loss
             assert n == tokens or relative_error(right[i, :n], plain[i, :n]) < 1e-4, n
 
     @torch.no_grad()
@@ -169,7 +169,7 @@ class ModulesContract:
 
     def test_adapters_on_every_linear_layer_take_effect_and_merge(self, model, ids):
         peft = pytest.importorskip("peft")
-        # untie the weights, because merging the head's adapter into a tied weight would change the embedding too
+        # untied weights, because merging the head's adapter into a tied weight would also change the embedding
         model.config.tie_word_embeddings = False
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
         names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
@@ -185,7 +185,7 @@ class ModulesContract:
         base = Forms(model, ids, self.inputs)
         exact = {name: base(name).detach() for name in base.names}
         base("training").sum().backward()
-        # some modules have no gradient in the base model, for example gates of a layer whose window covers all tokens
+        # modules without a gradient in the base model, for example gates of a layer whose window covers all tokens
         idle = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
         adapted = peft.get_peft_model(copy.deepcopy(model), config)
         learned = [(name, p) for name, p in adapted.named_parameters() if p.requires_grad]
@@ -205,7 +205,7 @@ class ModulesContract:
 
 
 def _hooked(module: nn.Module, call: Callable[[], Tensor], seed: int) -> Tensor:
-    """Return the result of a call during which a hook adds noise, in proportion to `seed`, to the module's output."""
+    """Return the result of `call` while a hook adds noise, in proportion to `seed`, to the module's output."""
     calls: list[int] = []
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
@@ -223,7 +223,7 @@ def _hooked(module: nn.Module, call: Callable[[], Tensor], seed: int) -> Tensor:
 
 @contextmanager
 def _changed(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Apply `change` to the module's own parameters inside the block."""
+    """Context in which `change` is applied to the module's own parameters."""
     before = dict(module._parameters)
     module._parameters.update(
         {name: p if p is None else nn.Parameter(change(p.detach())) for name, p in before.items()}

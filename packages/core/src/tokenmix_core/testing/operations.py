@@ -1,4 +1,4 @@
-"""Tests for every operation, for test classes to inherit."""
+"""Tests for every operation; test classes inherit them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tokenmix_core.testing.padding_contract import PaddingTests
 from tokenmix_core.testing.refusals import RefusalTests
 from tokenmix_core.testing.tracing import CountedGraphs
 
-# the 16-bit dtype that kernels are tested in; the interpreter does not support bfloat16
+# the 16-bit dtype in which kernels are tested; the interpreter does not support bfloat16
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 DTYPES = {"float32": torch.float32, "half": HALF}
-# all checks that torch's `opcheck` has
+# all checks of torch's `opcheck`
 ALL_CHECKS = (
     "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static",
     "test_aot_dispatch_dynamic",
 )  # fmt: skip
-# maps each attribute that describes a property to the tests of this property
+# maps each attribute of a contract, which describes a property of the operation, to the tests of this property
 PROPERTIES = {
     "cases": (
         "test_the_reference_is_the_definition",
@@ -66,42 +66,42 @@ Malformed = Mapping[str, tuple[Any, str]]
 class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests):
     """Tests of an operation. A subclass `TestX(OpContract)` describes the operation's properties by attributes.
 
-    The attribute `absent` names the properties that the operation does not have.
+    The attribute `absent` names the properties that the operation lacks.
 
     Attributes:
         covers: the public functions that the tests cover.
         absent: maps the attribute of each missing property to the reason why the operation lacks the property.
-        forms: functions that compute the operation in different ways, by name. They take all arguments by name and
-            `impl`; `results` turns the returned value into tensors by name.
+        forms: functions, by name, each of which computes the operation in another way. They take all arguments by name,
+            and `impl`; `results` turns their return values into tensors by name.
         differentiable: whether results have gradients.
-        eager: implementations that run on any device and are compared with the definition in float64.
-        tokens: arguments with tokens along their second axis.
+        eager: implementations that run on any device; they are compared with the definition in float64.
+        tokens: arguments whose second axis is that of tokens.
         grows: further arguments whose second axis depends on the number of tokens.
-        past: arguments among `tokens` that each part of a split call gets from the first token on, not from its own.
-        state: names of the argument that takes the initial state and of the result that holds the final state.
-        final: results with one entry per sequence; by default the final state.
+        past: those of `tokens` that every part of a split call gets from the first token on, not from its own first.
+        state: names of the argument for the initial state, and of the result that is the final state.
+        final: names of the results that have one entry per sequence; by default the final state.
         shared: arguments without a batch axis.
         dtypes: names of the dtypes in which the kernels are tested.
-        cases: sizes of calls, by name, that are compared with the definition.
-        lengths: values of T at which chunks or tiles begin and end.
-        kernels: calls, by name, that are tested with the kernels.
+        cases: sizes of the calls, by name, that are compared with the definition.
+        lengths: values of T at which a chunk or tile ends or begins.
+        kernels: `KernelCase`s or sizes of calls, by name, that are tested with the kernels.
         factor: largest error of the kernels, as a multiple of the eager reference's error.
         floor: maps a result's name and the eps of the inputs' dtype to the error that is always allowed; by default
             that of `assert_agrees`.
-        long: two lengths, for which the kernels' grids are compared.
+        long: two lengths at which the grids of the kernels are compared.
         parts: sizes of calls, by name, that are repeated with the tokens split into several parts.
-        step: the function that computes one token and overwrites its argument `state`, and the sizes of a call
-            that is repeated token by token.
-        malformed_steps: like `malformed`, for calls of the step.
+        step: the function that computes one token and overwrites its argument `state`, and the sizes of a call that it
+            repeats token by token.
+        malformed_steps: like `malformed`, but for calls of the step function.
         packed: sizes of packed calls, by name; each includes an empty document and a document of one token.
         neighbours: sizes of a call with three batch rows.
-        traced: sizes, without T, of a call that torch.compile traces.
+        traced: sizes, except T, of a call that torch.compile traces.
         traced_lengths: the values of T for the traced call.
         replayed: sizes of a call that the launch cache replays.
         operators: a method that takes the device and yields torch's custom ops, each with its arguments and, if not all
-            checks apply, the names of the checks to run.
-        malformed: by case, invalid arguments (or a function that changes the arguments) and words of the error message.
-            The arguments replace those of a valid call with the sizes `valid`.
+            checks apply, the names of those that do.
+        malformed: by case, invalid arguments (or a function that changes valid arguments) and words of the error
+            message. The arguments replace those of a valid call with the sizes `valid`.
     """
 
     pytestmark = pytest.mark.operation
@@ -148,31 +148,31 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests):
     # ---- the description ----
 
     def make(self, dtype: torch.dtype = torch.float64, device: str = "cpu", seed: int = 0, **sizes: Any) -> Call:
-        """Return random arguments of a call; the subclass defines `sizes`, which include T."""
+        """Return random arguments of a call; the subclass defines which `sizes` there are, T among them."""
         raise NotImplementedError
 
     def definition(self, **arguments: Any) -> Any:
-        """Return the operation's results, computed token by token from its equations."""
+        """Return the operation's results, computed from its equations token by token."""
         raise NotImplementedError
 
     @staticmethod
     def results(output: Any) -> dict[str, Tensor]:
-        """Return an operation's output tensors by name, without outputs that are None; assert that all are finite."""
+        """Return an operation's output tensors by name, except those that are None."""
         if isinstance(output, Tensor):
             return {"y": output}
         return {name: x for name, x in output._asdict().items() if x is not None}
 
     def named(self, form: str, name: str) -> str | None:
-        """Return the name that a form's error messages use for an argument; None if the form does not take it."""
+        """Return the name of an argument in a form's error messages; None if the form does not have the argument."""
         return name
 
     def part(self, arguments: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """Return the arguments of a call for the tokens from `start` to `stop`."""
+        """Return the arguments of a call for only the tokens from `start` to `stop`."""
         begins = {name: 0 if name in self.past else start for name in self.tokens}
         return {name: x[:, begins[name] : stop] if name in begins else x for name, x in arguments.items()}
 
     def document(self, arguments: dict[str, Any], n: int, start: int, stop: int) -> dict[str, Any]:
-        """Return the arguments of a call for the packed document n alone."""
+        """Return the arguments of a call for only document n, whose tokens are packed from `start` to `stop`."""
         alone = {name: x[:, start:stop] if name in self.tokens else x for name, x in arguments.items()}
         del alone["cu_seqlens"]
         if self.state is not None and self.state[0] in alone:
@@ -180,7 +180,7 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests):
         return alone
 
     def growing(self, arguments: dict[str, Any]) -> Iterator[tuple[Tensor, int]]:
-        """Yield the tensors whose size depends on the number of tokens, each with the index of the axis that does."""
+        """Yield the tensors whose size depends on the number of tokens, each with the index of the axis of tokens."""
         for name in {*self.tokens, *self.grows} & arguments.keys():
             yield arguments[name], 1
 
@@ -199,7 +199,7 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests):
                 assert torch.equal(x, eager[name]), name
 
     def kernel_dtype(self) -> torch.dtype:
-        """Return the first dtype in which the kernels are tested."""
+        """Return the first of `dtypes`, the dtypes in which kernels are tested."""
         return DTYPES[self.dtypes[0]]
 
     # ---- the tests ----
@@ -231,17 +231,17 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests):
                 metafunc.parametrize(name, values, ids=ids)
 
     def _function(self, form: str, options: Mapping[str, Any], impl: str | None) -> Callable:
-        """Return a function that calls a form with the given tensors and options, and returns `Results`."""
+        """Return a function that calls a form with tensors and the given options, and returns `Results`."""
         return lambda **tensors: Results(self.results(self.forms[form](**tensors, **options, impl=impl)))
 
     def _found(self, function: Callable, tensors: Mapping[str, Tensor], upstream: Any = None) -> tuple[dict, Any]:
-        """Return values, with gradients if `differentiable`, and the upstream gradients (else None)."""
+        """Return the values, with gradients if `differentiable`, and the upstream gradients (else None)."""
         if self.differentiable:
             return values_and_gradients(function, tensors, upstream)
         return function(**tensors)._asdict(), None
 
     def _assert_equal(self, got: Callable, wanted: Callable, tensors: Mapping[str, Tensor]) -> None:
-        """Assert that two functions have equal values and gradients, up to a relative error of 1e-10."""
+        """Assert that two functions return values and gradients that differ by a relative error of at most 1e-10."""
         exact, upstream = self._found(wanted, tensors)
         found, _ = self._found(got, tensors, upstream)
         assert found.keys() == exact.keys()
@@ -269,7 +269,7 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests):
         self.assert_kernels_agree(kernels, reference, call)
 
     def test_only_the_first_axis_of_a_grid_grows_with_tokens(self, grid_case, device, override):
-        """Test that only the first axis grows, because the other axes have at most 65,535 programs."""
+        """Test that only the first axis grows, because on the other axes CUDA allows at most 65,535 programs."""
         case = self.kernels[grid_case]
         if case.patch is not None:
             case.patch(override)
@@ -312,7 +312,7 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests):
                 if start < stop:
                     outputs.append(self.forms[form](**alone, impl=eager_impl))
                 for name, found in ends.items():
-                    # the final state of an empty document is its initial state, or zeros
+                    # the final state of an empty document is its initial state, which by default is zero
                     found.append(self.results(outputs[-1])[name] if start < stop else alone.get(self.state[0]))
             joined = self._joined(outputs)
             for name, found in ends.items():
@@ -323,11 +323,11 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests):
         self._assert_equal(self._function(form, options, eager_impl), apart, tensors)
 
     def _ends(self) -> tuple[str, ...]:
-        """Return the names of the results that have one entry per sequence, not one per token."""
+        """Return the names of results that have one entry per sequence instead of one per token."""
         return self.final or (() if self.state is None else (self.state[1],))
 
     def _joined(self, outputs: Sequence[Any]) -> Results:
-        """Join the results of consecutive parts: concatenate tokens, and take final states from the last part."""
+        """Join the results of consecutive parts: concatenate along tokens, and take final states from the last part."""
         parts = [self.results(x) for x in outputs]
         ends = self._ends()
         return Results({n: x if n in ends else torch.cat([p[n] for p in parts], 1) for n, x in parts[-1].items()})
@@ -347,7 +347,7 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests):
                 assert torch.equal(got[name][1], x[1]), name
 
     def test_operators_pass_torchs_own_checks(self, device, monkeypatch):
-        # torch fills uninitialised memory in only some of the calls that opcheck compares
+        # otherwise torch fills uninitialised memory, and only in some of the calls that opcheck compares
         monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
         for op, arguments, *tests in self.operators(device):
             torch.library.opcheck(op, arguments, test_utils=tests or ALL_CHECKS)
@@ -380,7 +380,7 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests):
                 with caching(False):
                     wanted, _ = self._found(function, tensors, upstream)
                 assert all(torch.equal(got[name], x) for name, x in wanted.items())
-        # count replays in the second and the third call, and in their backward passes
+        # the second and the third call are replayed, and so are their backward passes
         assert made[0] >= (4 if self.differentiable else 2)
 
     def test_steps_equal_the_whole_and_write_to_the_state_they_are_given(self, impl, device):
@@ -395,6 +395,6 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests):
         assert relative_error(state, getattr(whole, left)) < 2e-6
 
     def _token(self, arguments: dict[str, Any], t: int) -> dict[str, Any]:
-        """Return the arguments of the decoding step for token t, except the state."""
+        """Return the arguments, except the state, of the decoding step for token t."""
         rest = {name: x for name, x in arguments.items() if name != self.state[0]}
         return {name: x[:, t] if name in self.tokens else x for name, x in rest.items()}

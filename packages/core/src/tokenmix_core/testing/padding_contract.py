@@ -12,10 +12,10 @@ from tokenmix_core.testing.closeness import relative_error
 
 
 class PaddingTests:
-    """Part of `OpContract`: tokens after the last boundary influence no others, and get zero results and gradients."""
+    """Part of `OpContract`: tokens after the last boundary have no influence; their results and gradients are zero."""
 
     def test_padding_after_the_last_boundary_has_no_influence(self, padded_call, device, override):
-        """Turn the last documents into padding filled with NaN: its results must be zero, the others unchanged."""
+        """Turn the last documents into padding that is NaN: its results must be zero, all other results unchanged."""
         here: Any = self
         impl, name, dtype = padded_call
         case = KernelCase(here.packed[name]) if dtype is None else here.kernels[name]

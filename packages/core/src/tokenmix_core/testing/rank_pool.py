@@ -1,4 +1,4 @@
-"""A pool of processes that act as ranks, for tests of sequences that are split over ranks."""
+"""A pool of processes that serve as ranks in tests of sequences that are split over ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 
 class RankPool:
-    """A pool of `size` processes; `pool(3, check, *args)` runs `check` on three ranks and returns the result of rank 0.
+    """A pool of `size` processes: `pool(3, check, *args)` runs `check` on three ranks and returns the result of rank 0.
 
-    The processes are forked from a server that has imported torch, and can be called any number of times. The function
-    must be importable; its first argument is the process group of the ranks. An error on any rank is raised in the
-    caller and ends the processes; the next call starts new ones.
+    The processes are forked from a server that has imported torch, and can be used for any number of calls. The
+    function must be importable; its first argument is the process group of the ranks. An error on any rank is raised in
+    the caller and ends the processes; the next call starts new ones.
     """
 
     def __init__(self, most: int = 4, timeout: float = 60.0, backend: str = "gloo"):
@@ -51,7 +51,7 @@ class RankPool:
             self.workers.append((worker, ours))
 
     def close(self) -> None:
-        """End the processes."""
+        """End the pool's processes."""
         for worker, _ in self.workers:
             worker.kill()
             worker.join()

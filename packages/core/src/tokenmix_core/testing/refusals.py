@@ -1,4 +1,4 @@
-"""Tests that an operation refuses malformed calls before any launch, with a message that names the argument."""
+"""Tests that an operation refuses malformed calls before any kernel launch, with a message that names the argument."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class RefusalTests:
         self._assert_refused(here.forms[form], tensors | options, change, words, device)
 
     def _assert_refused(self, function: Callable, arguments: dict[str, Any], change: Any, words: str, device) -> None:
-        # make sure that the unchanged call is valid
+        # the unchanged call must be valid
         function(**arguments)
         changed: Any = change(arguments) if callable(change) else {**arguments, **change}
         if changed.get("impl") == "triton":
-            # kernels need tensors on the device
+            # kernels require tensors on the device
             changed = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in changed.items()}
         with no_launches(), pytest.raises(ValueError, match=words) as error:
             function(**changed)
@@ -60,10 +60,9 @@ class RefusalTests:
     def _assert_meta_refused(self, function: Callable, arguments: dict[str, Any], named: Callable) -> None:
         names = {name: named(name) for name, x in arguments.items() if isinstance(x, Tensor) and named(name)}
         if arguments["impl"] == "reference":
-            # the unchanged call is valid and enters the cache of checks, whose signatures must therefore include the
-            # device
+            # this valid call enters the cache of checks; the cache's signatures must therefore include the device
             function(**{key: x.clone() if isinstance(x, Tensor) else x for key, x in arguments.items()})
-        # a call with a single tensor runs on this tensor's device
+        # a call with only one tensor runs on the device of that tensor, so no error is expected
         for name, shown in names.items() if len(names) > 1 else ():
             changed = {key: x.clone() if isinstance(x, Tensor) else x for key, x in arguments.items()}
             with no_launches(), pytest.raises(ValueError, match=rf"\b{re.escape(shown)} is on meta\b"):

@@ -1,4 +1,4 @@
-"""Results of benchmarks: JSON files in the repository, one per device."""
+"""Results of benchmarks: JSON files in the repository, one for each device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def environment() -> dict[str, Any]:
 
 
 def save(rows: Iterable[dict], folder: Path) -> Path:
-    """Write rows to `folder/<device>.json`; replace older rows with the same operation, shape and implementation."""
+    """Write rows to `folder/<device>.json`; they replace older rows of the same operation, shape and implementation."""
     where = environment()
     name = "cpu" if not torch.cuda.is_available() else re.sub(r"[^a-z0-9]+", "-", where["device"].lower()).strip("-")
     path = folder / f"{name}.json"
@@ -52,10 +52,10 @@ def save(rows: Iterable[dict], folder: Path) -> Path:
 
 
 def kept(rows: Iterable[dict], folder: Path) -> Iterator[dict]:
-    """Yield the rows; print each one and, on a GPU, save it at once, so that an interrupted run keeps its rows."""
+    """Yield `rows`; print each one and, on a GPU, save it at once, so that an interrupted run keeps its rows."""
     header: list[str] = []
     for row in rows:
-        # print a header if the columns differ from those of the previous row
+        # print the header whenever the columns differ from those of the previous row
         print(table([row]).splitlines()[1] if list(row) == header else "\n" + table([row]), flush=True)
         header = list(row)
         # times measured on a CPU are printed but not saved
@@ -65,13 +65,14 @@ def kept(rows: Iterable[dict], folder: Path) -> Iterator[dict]:
 
 
 def run_benchmark(path: Path, benchmark: Any, capsys: Any, *, function: str = "rows") -> None:
-    """Run one function of a `bench_*.py` with pytest-benchmark, print its rows and, on a GPU, save them.
+    """Run a function of a `bench_*.py` by pytest-benchmark; print its rows and, on a GPU, save them.
 
-    Each row is saved as soon as it is measured. Rows of the function `rows` are saved in `results/`, or in the module's
-    `FOLDER` below it; rows of another function in `results/<function>/`.
+    Each row is saved as soon as it is measured: rows of the function `rows` in `results/`, or in the module's `FOLDER`
+    below it; rows of another function in `results/<function>/`.
     """
     with capsys.disabled():
-        # libraries store sys.stderr for their logs when imported, but pytest closes its replacement after the test
+        # import the libraries here, because they keep sys.stderr for their logs, and pytest's own is closed after the
+        # test
         script = runpy.run_path(str(path))
     measure = script[function]
     folder = path.parent / "results" / (script.get("FOLDER", "") if function == "rows" else function)

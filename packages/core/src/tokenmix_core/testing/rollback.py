@@ -14,7 +14,7 @@ from tokenmix_core.testing.closeness import relative_error
 
 
 class RollbackContract:
-    """Tests that a cropped cache equals a cache that has never seen the removed tokens."""
+    """Tests that a cropped cache behaves like a cache that never contained the removed tokens."""
 
     inputs: ClassVar[dict]
     tokens: ClassVar[int]
@@ -31,7 +31,8 @@ class RollbackContract:
                     assert relative_error(logits, whole[:, end : end + new]) < 1e-4, (kept, end, new)
                     end += new
                 longest = max(longest, end)
-                # crop twice in a row, also tokens that are pending: kept by a crop, but not yet in the restored states
+                # crop twice in a row, so that pending tokens (kept by the first crop, but not in the restored states)
+                # are removed too
                 for wanted in rng.choice(((0,), (1,), (2,), (1, 1))):
                     less = min(wanted, end - max(longest - kept, 0))
                     cache.crop(-less)
@@ -68,7 +69,7 @@ class RollbackContract:
 
 
 class _Drafts:
-    """Candidate generator that drafts each token correctly with a given probability."""
+    """A candidate generator whose drafted tokens are each correct with a given probability."""
 
     requires_model_outputs = False
 
@@ -77,7 +78,7 @@ class _Drafts:
         self.rng = random.Random(0)
 
     def get_candidates(self, input_ids: Tensor, **kwargs) -> tuple[Tensor, None]:
-        """Return the token ids, followed by up to three drafted tokens."""
+        """Return the token ids followed by up to three drafted tokens."""
         self.calls += 1
         start = input_ids.shape[1]
         draft = self.answer[:, start : min(start + 3, self.answer.shape[1] - 1)].clone()
@@ -87,4 +88,4 @@ class _Drafts:
         return torch.cat((input_ids, draft), 1), None
 
     def update_candidate_strategy(self, *args) -> None:
-        """Do nothing: drafts do not depend on which tokens were accepted."""
+        """Do nothing, because drafts do not depend on which tokens were accepted."""

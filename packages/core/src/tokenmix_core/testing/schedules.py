@@ -16,16 +16,16 @@ from tokenmix_core.modeling.request_states import Chunk, RequestStates
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
 
-# environment variable: number of schedules per configuration
+# environment variable with the number of schedules per configuration
 COUNT = "TOKENMIX_SCHEDULES"
 _FEW, _STEPS, _BLOCK, _KEPT = 8, 8, 4, 4
 
 
 class ScheduleContract:
-    """Test random schedules in float64: chunks of prompts, decoding, crops, forks, snapshots, ends and preemptions.
+    """Tests random schedules in float64: chunks of prompts, decoding, crops, forks, snapshots, ends and preemptions.
 
     Attributes:
-        schedule_inputs: inputs of mixers, which requests give in turn.
+        schedule_inputs: extra inputs for mixers; the requests take turns in using them.
     """
 
     schedule_inputs: ClassVar[Sequence[dict[str, Any]]] = ({},)
@@ -41,13 +41,13 @@ def check_schedules(model: Any, ids: Tensor, inputs: Sequence[dict[str, Any]], c
     Args:
         model: a causal language model.
         ids: at least two rows of tokens.
-        inputs: inputs of mixers, which requests give in turn.
+        inputs: extra inputs for mixers; the requests take turns in using them.
         count: number of schedules.
 
     Raises:
-        AssertionError: logits differ from those of a plain forward pass, or memory is held without a request.
+        AssertionError: logits differ from those of a plain forward pass, or memory remains allocated without requests.
     """
-    # rows of tokens that begin with the same blocks, so that requests share snapshots
+    # some rows begin with the same blocks of tokens, so that their requests share snapshots
     shared = [torch.cat((ids[0, :n], ids[1, n:])) for n in (_BLOCK, 2 * _BLOCK + 1)]
     rows = [*ids, *shared]
     given = [model.request_inputs(inputs[i % len(inputs)], ids.shape[1]) for i in range(len(rows))]
@@ -70,7 +70,7 @@ class _Schedule:
     ):
         self.model, self.rows, self.inputs, self.exact, self.rng, self.name = model, rows, inputs, exact, rng, name
         self.states, self.tokens = RequestStates(model), len(rows[0])
-        # maps each request to the index of its row, the tokens in its prompt, and the tokens computed so far
+        # maps each request to the index of its row, the number of tokens in its prompt, and the number computed so far
         self.running: dict[str, list[int]] = {}
         self.begun = 0
 
@@ -129,11 +129,11 @@ class _Schedule:
     def _preempt(self, name: str) -> None:
         row, prompt, done = self.running[name]
         self.states.drop(name)
-        # after a preemption, generated tokens are part of the new prompt
+        # after a preemption, tokens generated before belong to the new prompt
         self._begin(row, max(prompt, done), name)
 
     def _crop(self, name: str) -> None:
-        """Compute several tokens at once as if they were drafted, remove some of the last ones, and repeat."""
+        """Compute several tokens at once, as if they were drafted, then remove some of the last ones; repeat this."""
         row, _, done = self.running[name]
         if not done or done + 2 > self.tokens:
             return
@@ -155,7 +155,7 @@ class _Schedule:
         self.running[name][2] = done
 
     def _poison(self) -> None:
-        """Fill with NaN the rows of caches that no request owns."""
+        """Fill with NaN those rows of caches that belong to no request."""
         owned: dict[int, tuple[Any, set[int]]] = {}
         for cache, row in self.states._rows.values():
             owned.setdefault(id(cache), (cache, set()))[1].add(row)

@@ -1,4 +1,4 @@
-"""Tests of sequences that are split over ranks: values and gradients must be those of a single process."""
+"""Tests of sequences that are split over ranks: values and gradients must equal those of a single process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenmix_core import parallel
 from tokenmix_core.parallel import SequenceShard
 
-# largest error in float64, relative to the largest element
+# largest allowed error in float64, relative to the largest element
 TOLERANCE = 1e-12
 
 
@@ -26,9 +26,9 @@ class Layout(NamedTuple):
 
 
 def layouts(size: int) -> list[Layout]:
-    """Return batches for `size` ranks, both of rows and of packed documents, in both layouts, with odd span lengths.
+    """Return batches for `size` ranks, of rows and of packed documents, in both layouts, some with odd span lengths.
 
-    Documents end inside spans and at span boundaries, and fill several spans; some are empty or have one token.
+    Documents end inside spans and at their boundaries, and fill several spans; some are empty or have one token.
     """
     found = []
     for layout, parts in (("contiguous", size), ("zigzag", 2 * size)):
@@ -41,13 +41,13 @@ def layouts(size: int) -> list[Layout]:
 
 
 class Case(NamedTuple):
-    """An operation to test.
+    """An operation to test, with its inputs.
 
     Attributes:
-        inputs: takes (batch, tokens, sequences); returns inputs `[B, T, ...]` to split, and inputs that all ranks get
-            whole.
-        run: takes (inputs, others, options); returns outputs `[B, T, ...]` that are split, and outputs equal on all
-            ranks.
+        inputs: takes (batch, tokens, sequences); returns the inputs `[B, T, ...]`, which are split, and the inputs that
+            all ranks get whole.
+        run: takes (inputs, others, options); returns the outputs `[B, T, ...]`, which are split, and the outputs that
+            are equal on all ranks.
     """
 
     inputs: Callable[[int, int, int], tuple[dict[str, Tensor], dict[str, Tensor]]]
@@ -132,7 +132,7 @@ CASES: dict[str, Case] = {
 
 
 def check_operations(group: dist.ProcessGroup, names: list[str]) -> dict[str, float]:
-    """Return the largest relative error of values and gradients by operation and batch, on the ranks of `group`."""
+    """Return, by operation and batch, the largest relative error of values and gradients on the ranks of `group`."""
     errors = {}
     for name in names:
         for layout in layouts(dist.get_world_size(group)):
@@ -161,7 +161,7 @@ def operation_error(group: dist.ProcessGroup, case: Case, layout: Layout) -> flo
             found.append(t.detach() if whole else joined(shard, t))
         for t in equal.values():
             weight = torch.randn(t.shape, generator=generator, dtype=t.dtype)
-            # each rank's loss has another share of the weight; the shares sum to 1
+            # each rank's loss has another fraction of the weight; the fractions sum to 1
             share = 1.0 if whole else 2.0 * (shard.rank + 1) / (shard.size * (shard.size + 1))
             loss = loss + share * (t * weight).sum()
             found.append(t.detach())
@@ -177,7 +177,7 @@ def operation_error(group: dist.ProcessGroup, case: Case, layout: Layout) -> flo
 
 
 def joined(shard: SequenceShard, x: Tensor) -> Tensor:
-    """Gather whole rows from all ranks; `x` holds this rank's tokens."""
+    """Return whole rows, gathered from all ranks; `x` contains this rank's tokens."""
     whole = x.new_zeros(x.shape[0], shard.tokens, *x.shape[2:])
     for span in shard.local:
         whole[:, span.start : span.stop] = x.detach()[:, span.offset : span.offset + span.tokens]
@@ -186,7 +186,7 @@ def joined(shard: SequenceShard, x: Tensor) -> Tensor:
 
 
 def relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest error in any tensor, relative to the largest element of the expected tensor."""
+    """Return the largest error in any of the tensors, relative to the largest element of the expected tensor."""
     pairs = zip(found, expected, strict=True)
     return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-30)).item() if b.numel() else 0.0 for a, b in pairs)
 
@@ -200,7 +200,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def core_models() -> dict[str, dict[str, Any]]:
-    """Return the fields of tiny configurations with each of core's mixers alone, and with several."""
+    """Return the fields of tiny configurations: one with each of core's mixers alone, and some with several mixers."""
     patterns = {name: [name] * 2 for name in ("gated_delta_net", "mamba2", "attention")}
     patterns["hybrid"] = ["gated_delta_net", "window", "mamba2", "attention"]
     fields = {"vocab_size": 53, "hidden_size": 16, "intermediate_size": 16, "initializer_range": 0.2, "pad_token_id": 0}
@@ -214,7 +214,7 @@ def core_models() -> dict[str, dict[str, Any]]:
 def check_models(
     group: dist.ProcessGroup, model_class: type, configs: dict[str, Any], recompute: bool = False
 ) -> dict[str, float | str]:
-    """Return the largest error of logits, loss and gradients by model and batch; for a refusal its error message."""
+    """Return, by model and batch, the largest error of logits, loss and gradients, or a refusal's error message."""
     found: dict[str, float | str] = {}
     for name, config in configs.items():
         try:
@@ -243,7 +243,7 @@ def model_error(group: dist.ProcessGroup, model_class: type, config: Any, layout
         with parallel.sequence_shard(None if whole else shard):
             given = {"cu_seqlens": boundaries} if whole else {}
             out = model(ids, labels=labels, use_cache=False, output_logits=True, **given)
-        # outside the context: gradient checkpointing must compute the layers again as they were split
+        # called outside the context, because gradient checkpointing must even then recompute the layers on split rows
         out.loss.backward()
         found = [out.loss.detach(), out.logits.detach() if whole else joined(shard, out.logits)]
         for p in model.parameters():
@@ -257,7 +257,7 @@ def model_error(group: dist.ProcessGroup, model_class: type, config: Any, layout
 
 
 def traffic_of(group: dist.ProcessGroup, model_class: type, config: Any) -> tuple[dict, dict]:
-    """Return the bytes that rank 0 of two sends in a step: for one long document, and for documents within ranks."""
+    """Return the bytes that rank 0 of two sends in a step: for one long document, and for documents inside ranks."""
     found = []
     for boundaries in ([0, 34], [0, 5, 17, 34]):
         torch.manual_seed(0)
@@ -270,7 +270,7 @@ def traffic_of(group: dist.ProcessGroup, model_class: type, config: Any) -> tupl
 
 
 def refusals(group: dist.ProcessGroup, model_class: type, config: Any) -> list[list[str]]:
-    """Make calls with lengths, boundaries, shapes and inputs that must be refused; return each rank's messages."""
+    """Make calls with lengths, boundaries, shapes and inputs that must be refused; return the messages on each rank."""
     model = model_class(config)
     shard = SequenceShard(8, group=group)
     x = torch.zeros(1, 8, 2, 4)
@@ -298,9 +298,9 @@ def refusals(group: dist.ProcessGroup, model_class: type, config: Any) -> list[l
 
 
 def gpu_errors(group: dist.ProcessGroup, name: str, layout: str, packed: bool) -> dict[str, tuple[float, float]]:
-    """Return each output's and gradient's errors on the ranks' GPUs and on one GPU, both against float64 on one GPU.
+    """Return, for each output and gradient, the errors of a split call and of one GPU, both relative to float64.
 
-    Inputs are bfloat16 with the head sizes that kernels support; gates are float32.
+    Inputs are bfloat16, with head sizes that kernels support; gates are float32.
     """
     torch.manual_seed(0)
     tokens, case = 2 * dist.get_world_size(group) * 333, CASES[name]
@@ -346,7 +346,7 @@ def gpu_errors(group: dist.ProcessGroup, name: str, layout: str, packed: bool) -
 
 
 def _kernel_inputs(name: str, batch: int, tokens: int, sequences: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return inputs for a case, with head sizes that kernels support."""
+    """Return inputs for a case with head sizes that kernels support."""
     if name == "short convolution":
         return {"x": _random(batch, tokens, 64)}, {"weight": _random(64, 4), "bias": _random(64)}
     q, k, v = (

@@ -1,4 +1,4 @@
-"""Graphs of torch.compile, traced as for a GPU but executed only for their shapes, so that no kernel is interpreted."""
+"""Graphs of torch.compile that are traced as on a GPU, but executed only for their shapes: no kernel is interpreted."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class CountedGraphs:
-    """A torch.compile backend that counts graphs; its forward and backward graphs return zeros of the right shapes.
+    """A torch.compile backend that counts graphs; its forward and backward graphs can return zeros of the right shapes.
 
     Args:
-        values: whether graphs compute their values; if not, they return zeros.
+        values: whether graphs compute their values; if False, they return zeros.
 
     Attributes:
-        made: how many graphs torch.compile has made.
+        made: number of graphs that torch.compile has made.
     """
 
     def __init__(self, *, values: bool = False) -> None:
@@ -45,7 +45,7 @@ def _shapes_of(graph: GraphModule, _: Sequence[Tensor]) -> Callable:
 
 
 def by_kernels(model: Model) -> Model:
-    """Set `impl` of every module to "triton", as it would be on a GPU, and return the model."""
+    """Set `impl` of every module to "triton", the choice on a GPU, and return the model."""
     module: Any
     for module in model.modules():
         if hasattr(module, "impl"):
