@@ -1,4 +1,4 @@
-"""Reverse scan over chunks on Hopper for heads of other sizes: one program per segment, value head and 64 columns of V.
+"""Reverse scan over chunks on Hopper if K or V is 256 or K ≠ V: one program per segment, value head, 64 columns of V.
 
     q k of chunk t − 1 ─ cp.async, 2 stages;  Ã, dO, halves of S ─ cp.async, 1 stage, prefetched once read
     dS ─► smem ─► dR ─► smem ─► dY = Ãᵀ dR ─► smem ─► dS ← 2^b dS + Qᵀ(γ dO) − Kᵀ(γ dY)

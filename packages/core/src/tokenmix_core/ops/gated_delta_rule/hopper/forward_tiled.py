@@ -1,4 +1,4 @@
-"""Forward on Hopper for heads of other sizes: one program per segment, value head and 64 columns of V.
+"""Forward on Hopper unless K = V = 128, and to save remainders: one program per segment, value head, 64 columns of V.
 
     k v Ã q of chunk t + 1 ─ cp.async, 2 stages ─┐ during the MMAs of chunk t
     S ─► smem ─► Y = V − γ K S ─► smem ─► R = Ã Y ─► smem ─► S' = 2^b S + Kᵀ(…R) ─► O = γ Q S + P' R ─► o
