@@ -144,7 +144,7 @@ def chunk_by_chunk(
     if not rounds:
         return layer.as_softmax_heads(torch.zeros_like(tokens.v))
     wide, outputs = torch.promote_types(tokens.q.dtype, torch.float32), []
-    state = tokens.q.new_zeros(len(rounds[0]), *fit.state_shape(layer.num_heads), dtype=wide)
+    state = tokens.q.new_zeros(len(rounds[0]), *fit.state_shape(tokens.q.shape[2]), dtype=wide)
     for members in rounds:
         state, chunk = state[: len(members)], tokens._replace(**{name: x[members] for name, x in slots.items()})
         o, after = layer.delta_rule(chunk, None, state)
@@ -166,7 +166,7 @@ def read_state(layer: NatsL, tokens: Tokens, state: Tensor, decay: Tensor) -> Fl
     q = l2_normalise(fit.keys(tokens.q).to(state.dtype)).repeat_interleave(fit.parts, 2)
     total = decay.unsqueeze(1) + fit.gates(tokens.g).cumsum(1)
     o = layer.head_dim**-0.5 * total.exp().unsqueeze(-1) * torch.einsum("bthk,bhkv->bthv", q, state)
-    return layer.as_softmax_heads(fit.outputs(o, layer.num_heads)).to(tokens.v.dtype)
+    return layer.as_softmax_heads(fit.outputs(o, tokens.q.shape[2])).to(tokens.v.dtype)
 
 
 def past_chunk_attention(

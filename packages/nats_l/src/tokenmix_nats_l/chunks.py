@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -131,6 +131,19 @@ def real_chunks(
         return torch.ones(B, cdiv(T, size), dtype=torch.bool, device=device)
     slots, firsts, sequence = _packed_slots(T, size, cu_seqlens)
     return ((slots - firsts[sequence]) * size < cu_seqlens.diff()[sequence]).unsqueeze(0)
+
+
+def type_statistics(
+    layer: Any, types: ChunkTypes, x: Float[Tensor, "B T D"], cu_seqlens: Tensor | None
+) -> dict[str, Tensor]:
+    """Return a layer's shares of softmax chunks, the number of chunks, and the budget's loss (summed over tokens)."""
+    real = real_chunks(x.shape[0], x.shape[1], layer.chunk, cu_seqlens, x.device).to(types.softmax.dtype)
+    weight = real.unsqueeze(-1) / real.sum().clamp(min=1)
+    found = {"softmax_share": (types.softmax.detach() * weight).sum((0, 1)), "chunks": real.sum()}
+    if layer.budget is not None and types.probability is not None:
+        share = (types.probability * weight).sum((0, 1)).mean()
+        found["budget_loss"] = layer.budget_weight * x.shape[0] * x.shape[1] * (share - layer.budget).square()
+    return found
 
 
 def _packed_slots(T: int, size: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenmix_core.ops import exportable
-from tokenmix_nats_l.chunks import Tokens, chunk_indices, chunk_means, forced_types, learned_types
+from tokenmix_nats_l.chunks import Tokens, chunk_indices, chunk_means, forced_types, learned_types, type_statistics
 
 _OPTIONS = ("num_heads", "head_dim", "num_softmax_heads", "chunk", "own_chunk", "decay", "impl")
 
@@ -46,7 +46,7 @@ def _mix(
         found = forced_types(types, indices, options["num_heads"], means.dtype)
     with torch.no_grad():
         linear, softmax = layer.mix(Tokens(q, k, v, softmax_q, softmax_k, softmax_v, g, beta, q), found, None)
-    about = layer._auxiliary(found, x, None)
+    about = type_statistics(layer, found, x, None)
     return linear, softmax, about["softmax_share"], about["chunks"]
 
 

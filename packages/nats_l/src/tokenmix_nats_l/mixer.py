@@ -48,6 +48,7 @@ from tokenmix_nats_l.exporting import exports, mix_exported
 from tokenmix_nats_l.ops import merge_operations
 from tokenmix_nats_l.ops.merge.reference import merge_by_norms
 from tokenmix_nats_l.share import ShareThreshold, check_share
+from tokenmix_nats_l.split import mix_sequences
 
 Norms = Literal["each", "sum"]
 Weights = Literal["queries", "inputs", "none"]
@@ -92,6 +93,7 @@ class NatsL(Mixer):
         ValueError: head counts that do not divide, sizes that are not integers, or an unknown option value.
     """
 
+    splits_sequences = True
     float32 = ("A_log", "dt_bias")
     per_chunk = ("score_proj",)
 
@@ -234,8 +236,7 @@ class NatsL(Mixer):
         elif cu_seqlens is None and torch.compiler.is_exporting():
             linear, softmax, auxiliary = mix_exported(self, x, tokens)
         else:
-            types = self.types_of(x, cu_seqlens)
-            (linear, softmax), auxiliary = self.mix(tokens, types, cu_seqlens), self._auxiliary(types, x, cu_seqlens)
+            linear, softmax, auxiliary = mix_sequences(self, x, tokens, cu_seqlens)
         return output_linear(self._merge(linear, softmax, x, tokens.flat_q, gate), self.o_proj), auxiliary
 
     def project(
@@ -275,10 +276,13 @@ class NatsL(Mixer):
         assert rotary is not None
         return apply_rotary(heads, rotary, norm)
 
-    def types_of(self, x: Tensor, cu_seqlens: Tensor | None) -> ChunkTypes:
-        """Return the types of the chunks of whole sequences; in training, add them to the threshold's observations."""
+    def types_of(self, x: Tensor, cu_seqlens: Tensor | None, means: Tensor | None = None) -> ChunkTypes:
+        """Return the types of the chunks of whole sequences; in training, add them to the threshold's observations.
+
+        `means` holds the chunks' mean inputs; None to compute them from x.
+        """
         layout = (x.shape[0], x.shape[1], self.chunk, cu_seqlens, x.device)
-        means = chunk_means(x, self.chunk, cu_seqlens)
+        means = chunk_means(x, self.chunk, cu_seqlens) if means is None else means
         types = self.types_from(means, lambda: chunk_indices(*layout))
         # under checkpointing only the recomputation has gradients, so each batch is observed once
         if self.threshold is not None and types.margin is not None and self.training and torch.is_grad_enabled():
@@ -348,7 +352,7 @@ class NatsL(Mixer):
             write_chunk=write_chunk or self.chunk,
             impl=self.impl,
         )
-        return self.as_softmax_heads(fit.outputs(o, self.num_heads)), final_state
+        return self.as_softmax_heads(fit.outputs(o, tokens.v.shape[2])), final_state
 
     def as_softmax_heads(self, o: Tensor) -> Tensor:
         """Split outputs of the delta rule's heads `[..., H, V]` into softmax heads `[..., HA, VA]`."""
@@ -377,16 +381,6 @@ class NatsL(Mixer):
             eps=self.linear_norm.eps,
             impl=unless_gluon(self.impl),
         )
-
-    def _auxiliary(self, types: ChunkTypes, x: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor] | None:
-        """Return shares of softmax chunks, the number of chunks, and the budget's loss (summed over tokens)."""
-        real = real_chunks(x.shape[0], x.shape[1], self.chunk, cu_seqlens, x.device).to(types.softmax.dtype)
-        weight = real.unsqueeze(-1) / real.sum().clamp(min=1)
-        found = {"softmax_share": (types.softmax.detach() * weight).sum((0, 1)), "chunks": real.sum()}
-        if self.budget is not None and types.probability is not None:
-            share = (types.probability * weight).sum((0, 1)).mean()
-            found["budget_loss"] = self.budget_weight * x.shape[0] * x.shape[1] * (share - self.budget).square()
-        return found
 
     def mixing_flops(self, seq_len: int) -> float:
         # count only attention within a chunk, because the data decide which chunks are retained

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tokenmix_core.parallel.exchange import combined, receive, total
+from tokenmix_core.parallel.exchange import combined, gather_rows, receive, total
+from tokenmix_core.parallel.heads import HeadExchange
 from tokenmix_core.parallel.operations import (
     attention,
     chunk_gated_delta_rule,
@@ -16,6 +17,7 @@ from tokenmix_core.parallel.recurrence import compose_decays
 from tokenmix_core.parallel.shard import SequenceShard, Span, current_shard, require_shard, sequence_shard
 
 __all__ = [
+    "HeadExchange",
     "SequenceShard",
     "Span",
     "attention",
@@ -24,6 +26,7 @@ __all__ = [
     "combined",
     "compose_decays",
     "current_shard",
+    "gather_rows",
     "receive",
     "require_shard",
     "sequence_shard",

@@ -93,7 +93,7 @@ class _Receive(torch.autograd.Function):
         ctx.shard, ctx.plan, ctx.label, ctx.shape = shard, plan, label, x.shape
         tokens = x.transpose(0, 1)
         out = _slices(tokens, plan.sends)
-        arrived = _all_to_all(shard, out, plan.sent, plan.received, label)
+        arrived = all_to_all(shard, out, plan.sent, plan.received, label)
         return _slices(arrived, plan.order).transpose(0, 1)
 
     @staticmethod
@@ -105,7 +105,7 @@ class _Receive(torch.autograd.Function):
             back[a:b] = grad[start : start + b - a]
             start += b - a
         layer, name = ctx.label
-        arrived = _all_to_all(ctx.shard, back, plan.received, plan.sent, (layer, f"{name}, backward"))
+        arrived = all_to_all(ctx.shard, back, plan.received, plan.sent, (layer, f"{name}, backward"))
         # summed in float32, because 16-bit sums would be rounded once per rank
         total = arrived.new_zeros(
             ctx.shape[1], *arrived.shape[1:], dtype=torch.promote_types(grad.dtype, torch.float32)
@@ -122,7 +122,7 @@ def _slices(x: Tensor, ranges: list[Range]) -> Tensor:
     return torch.cat([x[a:b] for a, b in ranges]) if ranges else x[:0].contiguous()
 
 
-def _all_to_all(
+def all_to_all(
     shard: SequenceShard, x: Tensor, sent: list[int], received: list[int], label: tuple[int | None, str]
 ) -> Tensor:
     """Send the rows of `x` in order, `sent[r]` of them to rank r.
@@ -149,6 +149,17 @@ def gather_states(shard: SequenceShard, x: Tensor, label: tuple[int | None, str]
     spans = len(shard.local)
     index = {span.start: span.rank * spans + (1 if span.offset else 0) for span in shard.spans}
     return [found[index[span.start]] for span in shard.spans]
+
+
+@torch.no_grad()
+def gather_rows(shard: SequenceShard, x: Tensor, name: str = "rows") -> Tensor:
+    """Gather whole rows on all ranks; `x` holds this rank's tokens. Not differentiable."""
+    whole = x.new_zeros(x.shape[0], shard.tokens, *x.shape[2:])
+    for span in shard.local:
+        whole[:, span.start : span.stop] = x[:, span.offset : span.offset + span.tokens]
+    dist.all_reduce(whole, group=shard.group)
+    shard.traffic[shard.layer, name] += 2 * (shard.size - 1) * x.numel() * x.element_size()
+    return whole
 
 
 class _Sum(torch.autograd.Function):

@@ -172,6 +172,12 @@ class SequenceShard:
             return None
         return self._kept("cu_seqlens", device, lambda: torch.tensor([0, *(b for _, b in self.parts)]).int())
 
+    def row_cu_seqlens(self, device: torch.device | str) -> Int[Tensor, "N_plus_1"] | None:
+        """Return the boundaries of the documents in the whole row as int32; None for one document per row."""
+        if not self.packed:
+            return None
+        return self._kept("row_cu_seqlens", device, lambda: torch.tensor(self.boundaries).int())
+
     def positions(self, device: torch.device | str) -> Int[Tensor, "T_local"]:
         """Return the position in its document of each token that this rank holds."""
 

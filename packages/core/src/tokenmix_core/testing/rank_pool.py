@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -22,7 +23,7 @@ class RankPool:
     the caller and ends the processes; the next call starts new ones.
     """
 
-    def __init__(self, most: int = 4, timeout: float = 60.0, backend: str = "gloo"):
+    def __init__(self, most: int = 4, timeout: float = 120.0, backend: str = "gloo"):
         self.most, self.timeout, self.backend = most, timeout, backend
         self.workers: list[tuple[Any, Connection]] = []
 
@@ -40,7 +41,9 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tokenmix_core.testing.split_contract"])
+        # the caller's models too: ranks that import them at different speeds would exceed the group's timeout
+        models = [name for name in sys.modules if name.startswith("tokenmix_") and name.endswith(".model")]
+        context.set_forkserver_preload(["tokenmix_core.testing.split_contract", *models])
         store = tempfile.mktemp()
         for rank in range(self.most):
             ours, theirs = context.Pipe()
