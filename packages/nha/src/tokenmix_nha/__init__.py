@@ -1,8 +1,8 @@
 """Native Hybrid Attention (Du et al.): memory slots and a sliding window under one softmax.
 
-Importing this package is quick, touches no device and needs neither Triton nor a GPU. The import registers with
-transformers' auto classes the models of `tokenmix_nha.model`, and transformers' models converted to this attention, of
-`tokenmix_nha.hybridized`.
+Importing this package is fast, uses no device, and works without Triton and without a GPU. The import announces to
+transformers' auto classes the models of `tokenmix_nha.model`, and those of `tokenmix_nha.hybridized`, which are models
+of transformers converted to this attention.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tokenmix_nha.conversion import convert
     from tokenmix_nha.mixer import NhaMixer
 
-    # the configuration comes from the model's module, which registers both with transformers
+    # importing the model's module registers the configuration and the model with transformers
     from tokenmix_nha.model import NhaConfig, NhaForCausalLM, NhaModel
     from tokenmix_nha.model_windows import set_windows, using_windows
     from tokenmix_nha.windows import nha_layers

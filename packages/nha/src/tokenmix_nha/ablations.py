@@ -1,8 +1,8 @@
-"""Two ablations of Table 6 (slots and window as a weighted sum; no token shift), and the slots' share of attention.
+"""Two ablations of Table 6 (slots and window as a weighted sum; no token shift), and the probability of the slots.
 
 For the weighted sum, the fused operation computes the slots' output with `window=0`. Without the token shift, slots and
-window may hold the same token, which the fused operation does not support. Then plain PyTorch runs, on every device: a
-recurrence for the keys' slots, a softmax, and a recurrence for the values' slots.
+window may hold the same token, which the fused operation does not support. Plain PyTorch then computes it on every
+device: a recurrence for the slots of keys, a softmax, and a recurrence for the slots of values.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tokenmix_nha.ops.slot_window.state import last_tokens, prepend
 
 
 class Entering(NamedTuple):
-    """The token that enters the slots at each step, `[B, T, H, ...]`, and the ring buffer for the next call.
+    """The token that enters the slots at each step, `[B, T, H, ...]`, and the ring buffer that the next call gets.
 
     Attributes:
         k, v, f: key, value and log-gate of the entering token; a log-gate of 0 lets nothing enter.
-        ring: k, v, f of the tokens that have not entered the slots yet, and their count, as in `SlotWindowState`.
+        ring: k, v and f of the tokens that have not yet entered the slots, and their number, as in `SlotWindowState`.
     """
 
     k: Tensor
@@ -42,9 +42,9 @@ def delayed(
     state: SlotWindowState,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None,
 ) -> Entering:
-    """Return the token that enters the slots at each step t under the token shift: token t − W.
+    """Return which token enters the slots at each step t under the token shift: token t − W.
 
-    W is the size of the ring of `state`, which supplies the first W tokens.
+    W is the size of the ring buffer of `state`, which contains the first W of these tokens.
     """
     window, tokens = state.window, k.shape[1]
     joined: tuple[Any, ...] = prepend(state, k, v, f, None, cu_seqlens)
@@ -70,9 +70,9 @@ def attend_to_slots(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None,
     impl: Impl | None,
 ) -> tuple[Float[Tensor, "B T HQ V"], SlotWindowState]:
-    """Run the operation with `window=0`: return the outputs of a softmax over the slots alone, and the final state."""
+    """Return the outputs of a softmax over only the slots, and the final state, by the operation with `window=0`."""
     k, v, f, ring = entering
-    # with window=0 the operation expects a ring of no tokens
+    # the operation with window=0 expects an empty ring buffer
     none = {name: getattr(state, name)[:, :0] for name in ("k", "v", "f")}
     out: Any = slot_window_attention(
         q, k, v, f, window=0, initial_state=state._replace(**none), cu_seqlens=cu_seqlens, impl=impl
@@ -90,15 +90,15 @@ def attend_jointly(
     *,
     carried: bool,
 ) -> tuple[Float[Tensor, "B T HQ V"], SlotWindowState | None]:
-    """Return the outputs of one softmax over the window and over slots that may also hold the window's tokens.
+    """Return the outputs of one softmax over window and slots, if slots may contain tokens that the window also has.
 
     Args:
-        q: the queries for the slots.
+        q: the queries that attend to the slots.
         entering: the tokens that enter the slots.
         state: the initial state.
         cu_seqlens: boundaries of packed sequences.
-        window: output and log-sum-exp of attention to the window alone.
-        carried: start from `state` and return the final state; else the slots start empty.
+        window: output and log-sum-exp of attention to the window only.
+        carried: whether to start from `state` and return the final state; if False, the slots start empty.
 
     Returns:
         The outputs, and the state after the last token if `carried`, else None.
@@ -129,10 +129,10 @@ def share_of_slots(
     lse: Float[Tensor, "B T HQ"],
     cu_seqlens: Int[Tensor, "N_plus_1"] | None,
 ) -> Float[Tensor, "B T HQ"]:
-    """Return the slots' share of one softmax over slots and window, given the window's log-sum-exp.
+    """Return the total probability of the slots in one softmax over slots and window, given the window's log-sum-exp.
 
-    The fused operation does not return this share, so a recurrence computes the slots' logits again, without an initial
-    state.
+    The fused operation does not return this probability. Here a recurrence computes the slots' logits again, starting
+    from empty slots.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     b_q, b_k, b_f = (x.to(wide) for x in (q, entering.k, entering.f))

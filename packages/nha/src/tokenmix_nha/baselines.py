@@ -1,8 +1,8 @@
 """The paper's baselines in its setting: 15B or 100B tokens of SlimPajama in rows of 2,048 tokens.
 
-Details that the paper does not state are chosen so that all models of a size have equally many parameters (the tests
-count them): a vocabulary of 32,000 with tied embeddings; Gated DeltaNet with K = 128, V = 256 and a number of heads
-that matches the parameters of softmax attention; narrower MLPs beside Mamba-2.
+Details that the paper does not state are chosen so that all models of one size have equally many parameters (a test
+counts them): a vocabulary of 32,000 with tied embeddings; Gated DeltaNet with K = 128, V = 256 and as many heads as
+give it the parameters of softmax attention; narrower MLPs for Mamba-2.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tokenmix_core.training import (
 )
 
 GLA = "gla"
-# width, layers, index of the full-attention layer in every block of eight
+# width, number of layers, and index of the full-attention layer in every block of eight layers
 SIZES = {"340m": (1024, 24, 6), "1.3b": (2048, 24, 0)}
-# "-hybrid" models have one full-attention layer in every eight
+# "-hybrid" models have one full-attention layer in every eight layers
 BASELINES = ("transformer", "gla", "gdn", "mamba2", "mamba2-hybrid", "gla-hybrid", "gdn-hybrid")
 _MIXERS = {"transformer": ATTENTION, "gla": GLA, "gdn": GDN, "mamba2": MAMBA2}
 _DELTA_HEADS = {"340m": 4, "1.3b": 8}

@@ -1,15 +1,15 @@
-"""The configuration: `HybridConfig` with NHA layers, and the window sizes from which training draws."""
+"""The configuration: `HybridConfig` with NHA layers, and the window sizes that training draws at random."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# registers the layer
+# this import registers the layer
 import tokenmix_nha.mixer  # noqa: F401
 from tokenmix_core.modeling import HybridConfig
 from tokenmix_nha.windows import WINDOW, Window, check_windows, nha_layers
 
-# fields of older configurations, written before `mixer_options` existed
+# fields in which configurations stored the options of layers before `mixer_options` existed
 _LAYER_FIELDS = (
     "window",
     "slots",
@@ -28,17 +28,17 @@ _LAYER_FIELDS = (
 
 
 class NhaConfig(HybridConfig):
-    """`HybridConfig` whose `mixers` are "nha" by default.
+    """A `HybridConfig` whose `mixers` are "nha" by default.
 
-    Options of the layers are in `mixer_options`: see `NhaMixer`, and `nha_layers` for layers of different windows.
-    Layers may have other mixers.
+    `mixer_options` has the options of the layers, which `NhaMixer` documents; `nha_layers` returns the fields for
+    layers with different windows. Layers may also have other mixers.
 
     Args:
-        random_windows: window sizes from which training draws one for every NHA layer and step (Figure 4); None trains
+        random_windows: window sizes of which training draws one for each NHA layer and step (Figure 4); None trains
             with the layers' own windows.
 
     Raises:
-        ValueError: as `HybridConfig`, or `random_windows` is empty or holds an invalid window.
+        ValueError: the reasons of `HybridConfig`, or `random_windows` is empty or contains an invalid window.
     """
 
     model_type = "tokenmix_nha"
@@ -57,12 +57,12 @@ class NhaConfig(HybridConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
-        """Read a configuration; an older one, which stores the layers' options as fields, is converted."""
+        """Read a configuration; convert an older one, which stores the layers' options as fields."""
         return super().from_dict(_with_options(config_dict), **kwargs)
 
 
 def _with_options(fields: dict[str, Any]) -> dict[str, Any]:
-    """Move the layer options of an older configuration to `mixer_options`."""
+    """Move the options of layers from an older configuration's fields to `mixer_options`."""
     old = {name: fields[name] for name in _LAYER_FIELDS if name in fields}
     if not old:
         return fields

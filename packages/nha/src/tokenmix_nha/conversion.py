@@ -1,4 +1,4 @@
-"""Convert a pretrained transformer to Native Hybrid Attention, with its weights (section 4.6, appendix C.2)."""
+"""Conversion of a pretrained transformer to Native Hybrid Attention with its weights (section 4.6, appendix C.2)."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from tokenmix_nha.windows import FULL, Window, check_windows, hybrid_windows
 def convert(
     model: PreTrainedModel, windows: Window | Sequence[Window], *, slots: int = 64, gate_normalizer: float = 8.0
 ) -> Any:
-    """Return the model with its attention replaced by NHA.
+    """Return the model with its attention layers replaced by NHA.
 
-    Q, K, V and O weights with their biases and norms are inherited, gates begin as average-pooled K projections, and
-    every other weight is the original's own tensor. With full windows and no slots the result equals the original.
+    The Q, K, V and O weights with their biases and norms are kept, gates start as average-pooled K projections, and all
+    other weights are the original's own tensors. With full windows and no slots, the result computes the same as the
+    original.
 
     Args:
         model: a Llama, Qwen2, Qwen3 or Qwen3-MoE language model of transformers.
         windows: one window for all layers, or a list.
-        slots: M of every key head; 0 for none.
-        gate_normalizer: divisor of the log-gates.
+        slots: M, number of slots of every key head; 0 for none.
+        gate_normalizer: τ, by which the log-gates are divided.
 
     Raises:
-        ValueError: the model is of another type or has sliding windows of its own, or a window is invalid.
+        ValueError: another model type, a model with sliding windows of its own, or an invalid window.
     """
     kind = model.config.model_type
     if kind not in FAMILIES:
@@ -53,7 +54,7 @@ def convert(
     state = dict(model.state_dict())
     for name, weight in pooled_gates(model, slots).items():
         state[name] = weight
-    # assign=True shares the original's tensors instead of copying them
+    # assign=True uses the original's tensors without a copy
     converted.load_state_dict(state, strict=True, assign=True)
     converted.tie_weights()
     _restore_buffers(converted, model)
@@ -63,7 +64,7 @@ def convert(
 
 @torch.no_grad()
 def pooled_gates(model: PreTrainedModel, slots: int) -> dict[str, Float[Tensor, "rows D"]]:
-    """Return the gates' weights and biases by name: key projections, each head's channels average-pooled to M slots."""
+    """Return the gates' weights and biases by name: key projections, with each head's channels averaged to M slots."""
     gates: dict[str, Tensor] = {}
     if not slots:
         return gates
@@ -81,7 +82,7 @@ def pooled_gates(model: PreTrainedModel, slots: int) -> dict[str, Float[Tensor, 
 
 
 def _restore_buffers(converted: Any, model: PreTrainedModel) -> None:
-    """Give the converted model the original's non-persistent buffers, such as rotary frequencies."""
+    """Copy the original's non-persistent buffers, such as rotary frequencies, to the converted model."""
     for name, buffer in model.named_buffers():
         owner, _, last = name.rpartition(".")
         setattr(converted.get_submodule(owner), last, buffer)
@@ -90,7 +91,7 @@ def _restore_buffers(converted: Any, model: PreTrainedModel) -> None:
 
 
 def command(args: argparse.Namespace, context: Any) -> None:
-    """Run `tokenmix-nha convert`: convert a transformer's checkpoint, or a GLA or GSA checkpoint of FLA."""
+    """Run the command `tokenmix-nha convert`, for a transformer's checkpoint or a GLA or GSA checkpoint of FLA."""
     from tokenmix_core.cli import config_of, load_model
     from tokenmix_core.integrations import check_dtype, convert_folder, layout_of, read_fields
     from tokenmix_nha.layouts import LAYOUTS

@@ -1,4 +1,4 @@
-"""Measure the share of attention that goes to the slots, by layer, head and position (Figure 8)."""
+"""Measure the total attention probability of the slots, by layer, head and position (Figure 8)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from tokenmix_nha import pretrained
 from tokenmix_nha.mixer import NhaMixer
 from tokenmix_nha.model_windows import nha_layer_indices, nha_mixers, windows_of
 
-# columns of the heatmap of shares by position
+# number of columns in the heatmap over positions
 _BINS = 64
 
 
 @contextmanager
 def observed_shares(mixers: list[NhaMixer]) -> Iterator[list[list[Tensor]]]:
-    """Collect the slots' shares ω_L `[B, T, HQ]` in a `with`: a list per mixer, an entry per call without a cache."""
+    """Context that collects the slots' share ω_L `[B, T, HQ]`: a list per mixer, an entry per call without a cache."""
     for mixer in mixers:
         mixer.shares = []
     try:
@@ -47,10 +47,10 @@ def observed_shares(mixers: list[NhaMixer]) -> Iterator[list[list[Tensor]]]:
 
 @torch.inference_mode()
 def slot_shares(model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 8) -> Float[Tensor, "L HQ T"]:
-    """Return the slots' share ω_L (equation 5) by layer, head and position, averaged over sequences, in float64.
+    """Return ω_L (equation 5), the slots' share of attention, by layer, head and position: a mean over sequences.
 
-    With one softmax over slots and window, ω_L is the probability of the slots; in a weighted sum it is their weight;
-    in layers with a full window it is the probability of the zero slots.
+    With one softmax over slots and window, ω_L is the total probability of the slots; in a weighted sum, it is the
+    weight of the slots' output; in layers with a full window, it is the probability of the slots, which remain zero.
     """
     mixers = nha_mixers(model)
     total: Any = 0
@@ -62,7 +62,7 @@ def slot_shares(model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 
 
 
 def share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure the share of the slots by layer, by layer and head, and by layer and position, on held-out text."""
+    """Measure the slots' share of attention on held-out text, by layer, layer and head, and layer and position."""
     options.choose("slot-share", ("slot-share",))
     length, count = options.one_length("slot-share", 1024), options.limit or 16
     sequences = cut_sequences(text_tokens(options.text, tokenizer, 4 * count * length), length, count)
@@ -70,7 +70,10 @@ def share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult
 
 
 def recall_share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure the share of the slots on associative recall; sequences hold as many pairs as fit, and then queries."""
+    """Measure the slots' share of attention on associative recall.
+
+    Sequences have as many pairs as fit, then queries.
+    """
     options.choose("slot-share-mqar", ("slot-share-mqar",))
     length, count = options.one_length("slot-share-mqar", max(MQAR_LENGTHS)), options.limit or 16
     size = options.vocab_size or min(8192, text_vocab_size(model))

@@ -1,4 +1,4 @@
-"""Finetune a converted model in the paper's two stages (appendix C.2)."""
+"""Finetuning of a converted model in the paper's two stages (appendix C.2)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-# registers the families
+# these imports register the model families
 import tokenmix_nha.hybridized
 import tokenmix_nha.model  # noqa: F401
 from tokenmix_core import from_pretrained, require
@@ -24,14 +24,14 @@ MERGED = "merged"
 
 
 def finetune(checkpoint: str, stage: int, *, rank: int = 16) -> Recipe:
-    """Return the recipe of a stage: 5B tokens of SlimPajama in rows of 2,048 tokens of the checkpoint's tokenizer.
+    """Return the recipe of one stage: 5B tokens of SlimPajama in rows of 2,048 tokens, by the checkpoint's tokenizer.
 
-    Stage 1 trains the attention and freezes everything else; stage 2 trains LoRA on everything.
+    Stage 1 trains the attention and freezes all other weights; stage 2 trains LoRA on all weights.
 
     Args:
-        checkpoint: folder of a converted model; for stage 2, of the model that stage 1 wrote.
+        checkpoint: folder of a converted model; for stage 2, of the model that stage 1 has trained.
         stage: 1 or 2.
-        rank: rank of LoRA.
+        rank: rank of the LoRA matrices.
 
     Raises:
         ValueError: `stage` is not 1 or 2, `rank` is below 1, or the model's attention is not NHA.
@@ -44,7 +44,7 @@ def finetune(checkpoint: str, stage: int, *, rank: int = 16) -> Recipe:
         name=f"finetune-stage{stage}",
         description="attention alone, FFN frozen" if stage == 1 else f"LoRA of rank {rank} on everything",
         model={},
-        # the seed differs, so that stage 2 reads the rows in another order than stage 1
+        # another seed per stage, so that stage 2 reads the rows in another order than stage 1
         data=DataRecipe(sources=["data/slimpajama"], seq_len=2048, documents="joined", data_seed=41 + stage),
         optimizer=OptimizerRecipe(
             total_tokens=Tokens("5B"),
@@ -67,7 +67,7 @@ def finetune(checkpoint: str, stage: int, *, rank: int = 16) -> Recipe:
 
 
 def freeze_all_but_attention(model: Any) -> Any:
-    """Freeze every parameter outside the attention modules."""
+    """Freeze all parameters of a model except those of its attention modules."""
     return train_only(model, nha_mixers(model))
 
 
@@ -78,9 +78,10 @@ def _with_lora(model: Any, rank: int) -> Any:
 
 
 def with_lora(model: Any, rank: int) -> Any:
-    """Add LoRA to every matrix: linear layers, embedding and output layer, routers and experts.
+    """Add LoRA to every matrix of a model: linear layers, embedding, output layer, routers and experts.
 
-    A tied embedding gets no LoRA: its two uses would train separate adapters, which merging adds to one weight.
+    A tied embedding gets no LoRA, because each of its two uses would train an adapter of its own, but merging would add
+    both to the one weight.
 
     Raises:
         ImportError: peft is not installed.
@@ -103,7 +104,7 @@ def with_lora(model: Any, rank: int) -> Any:
 
 
 def merge_lora(checkpoint: str, adapter: str | Path, out: str | Path) -> Any:
-    """Merge the adapter in a folder into the checkpoint's weights, and save the model with its tokenizer."""
+    """Merge the adapter in a folder into the checkpoint's weights; save the model and its tokenizer to `out`."""
     peft = require("peft", "peft", "tokenmix-nha")
     model = peft.PeftModel.from_pretrained(
         from_pretrained(AutoModelForCausalLM, checkpoint, local_files_only=True), adapter

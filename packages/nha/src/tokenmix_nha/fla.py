@@ -4,7 +4,7 @@
     from tokenmix_nha.fla import chunk_gsa
 
 As in `tokenmix_core.integrations.fla`, arguments that only tune FLA's kernels are accepted and ignored; arguments that
-ask for a result this package does not compute raise a ValueError.
+request a result which this package does not compute raise a ValueError.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tokenmix_nha.ops.gla.api import scanned_at_once
 from tokenmix_nha.ops.gla.scan import GatedScan
 
 States = tuple[Tensor | None, Tensor | None]
-# log-gate that clears the state: exp(−10⁴) = 0 in float32
+# a log-gate so low that it clears the state: exp(−10⁴) = 0 in float32
 _CLOSED = -1e4
 
 
@@ -57,18 +57,18 @@ def chunk_gla(
     """Compute FLA's `chunk_gla` by `tokenmix_nha.ops.chunk_gla`, which is plain PyTorch.
 
     Args:
-        q, k, v, g, scale, cu_seqlens: as for `tokenmix_nha.ops.chunk_gla`.
-        initial_state: state of any float dtype.
-        output_final_state: return the state after each sequence; if False, `final_state` is None.
-        state_v_first: states are `[N, H, V, K]`.
-        head_first: q, k, v, g and o have their heads before T.
-        cu_seqlens_cpu, and `chunk_size` as a keyword: accepted and ignored.
+        q, k, v, g, scale, cu_seqlens: the same as for `tokenmix_nha.ops.chunk_gla`.
+        initial_state: initial state of any floating-point dtype.
+        output_final_state: whether to return the state after each sequence; if False, `final_state` is None.
+        state_v_first: whether states are `[N, H, V, K]`.
+        head_first: whether q, k, v, g and o are `[B, heads, T, ...]`. cu_seqlens_cpu, and the keyword `chunk_size`:
+            accepted and ignored.
 
     Returns:
         `(o, final_state)`.
 
     Raises:
-        ValueError: an unknown option, or arguments that do not fit together.
+        ValueError: an unknown option, or shapes or dtypes that do not fit together.
     """
     return _gla(
         "chunk_gla", q, k, v, g, scale, initial_state, output_final_state, False, state_v_first, cu_seqlens, head_first,
@@ -95,12 +95,12 @@ def fused_recurrent_gla(
     head_first: bool = False,
     **more: Any,
 ) -> Result:
-    """Compute FLA's `fused_recurrent_gla` chunkwise, like `chunk_gla`.
+    """Compute FLA's `fused_recurrent_gla` chunk by chunk, as `chunk_gla` does.
 
     Args:
-        gk: log of the gates of the key channels; None for no decay.
+        gk: log-gates of the key channels; None for no decay.
         gv: must be None, because this implementation has gates for key channels only.
-        reverse: scan each sequence from its last token to its first.
+        reverse: whether to scan each sequence from its last token to its first.
 
     Other arguments, results and errors are those of `chunk_gla`.
     """
@@ -155,20 +155,20 @@ def chunk_gsa(
     1 − e^g, which synchronises with the device; if they differ, plain PyTorch runs and warns once.
 
     Args:
-        q, k, v, scale, cu_seqlens, impl: as for `tokenmix_nha.ops.slot_window_attention`.
-        s: weights of the entering tokens, None for 1 − e^g; without g, the logs of ABC's weights. If s equals 1 − e^g,
-            it is treated as a function of g and gets no gradient of its own.
-        g: log of the gates, ≤ 0.
-        initial_state: `(hk [N, H, K, M], hv [N, H, M, V])`, of any float dtype.
-        output_final_state: return hk and hv after each sequence; if False, both are None.
-        head_first: q, k, v, s, g and o have their heads before T.
-        checkpoint_level, cu_seqlens_cpu, and `chunk_size` as a keyword: accepted and ignored.
+        q, k, v, scale, cu_seqlens, impl: the same as for `tokenmix_nha.ops.slot_window_attention`.
+        s: weights of the entering tokens, None for 1 − e^g; if g is None, the logs of ABC's weights. If s equals 1 −
+            e^g, it is treated as a function of g and gets no gradient of its own.
+        g: log-gates, ≤ 0.
+        initial_state: `(hk [N, H, K, M], hv [N, H, M, V])`, of any floating-point dtype.
+        output_final_state: whether to return hk and hv after each sequence; if False, both are None.
+        head_first: whether q, k, v, s, g and o are `[B, heads, T, ...]`. checkpoint_level, cu_seqlens_cpu, and the
+            keyword `chunk_size`: accepted and ignored.
 
     Returns:
         `(o, final_state)`.
 
     Raises:
-        ValueError: ABC has an initial state, or arguments do not fit together.
+        ValueError: an initial state for ABC, or shapes or dtypes that do not fit together.
     """
     refuse_unknown("chunk_gsa", more)
     return _gsa(
@@ -191,10 +191,10 @@ def fused_recurrent_gsa(
     head_first: bool = False,
     impl: Impl | None = None,
 ) -> tuple[Tensor, States]:
-    """Compute FLA's `fused_recurrent_gsa` chunkwise, like `chunk_gsa`.
+    """Compute FLA's `fused_recurrent_gsa` chunk by chunk, as `chunk_gsa` does.
 
-    `reverse` scans each sequence from its last token to its first. Other arguments, results and errors are those of
-    `chunk_gsa`.
+    With `reverse`, each sequence is scanned from its last token to its first. Other arguments, results and errors are
+    those of `chunk_gsa`.
     """
     op = "fused_recurrent_gsa"
     if not reverse:
@@ -250,7 +250,7 @@ def _two_scans(
     op: str, q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor, scale: float | None,
     before: SlotWindowState | None, cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, States]:  # fmt: skip
-    """Compute gated slot attention with any weights s: one recurrence yields the slots' logits, another the outputs."""
+    """Compute gated slot attention with any weights s by two recurrences: one for the logits, one for the outputs."""
     _warn_of_speed(op)
     wide = torch.promote_types(q.dtype, torch.float32)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
@@ -280,20 +280,20 @@ def _abc_gates(s: Float[Tensor, "B T H M"], cu_seqlens: Int[Tensor, "N_plus_1"] 
         rows = [_abc_gates(s[:, a:b], None) for a, b in pairwise(cu_seqlens.tolist())]
         return torch.cat(rows, 1)
     z = s.logcumsumexp(1)
-    # the state before the first token is empty
+    # a log-gate that clears the state, because it is empty before the first token
     return torch.cat((z[:, :1] * 0 + _CLOSED, z[:, :-1] - z[:, 1:]), 1)
 
 
 @torch.no_grad()
 def _follows(s: Tensor, g: Tensor) -> bool:
-    """Return whether s is 1 − e^g, up to rounding."""
-    # the caller may have rounded either one before computing the other from it
+    """Return whether s equals 1 − e^g, up to rounding."""
+    # the caller may have rounded s or g before computing the other from it
     rounding = 4 * max(torch.finfo(x.dtype).eps for x in (s, g))
     return bool(((at_least_float32(s) - (1 - at_least_float32(g).exp())).abs() <= rounding).all())
 
 
 def _slots(op: str, q: Tensor, v: Tensor, g: Tensor, state: Any, sequences: int) -> SlotWindowState:
-    """Return FLA's two states as a `SlotWindowState` with an empty window."""
+    """Return FLA's two states as a `SlotWindowState` whose window is empty."""
     if not isinstance(state, tuple | list) or len(state) != 2:
         raise ValueError(f"{op}: initial_state must be the pair (hk [N, H, K, M], hv [N, H, M, V])")
     sizes = q.shape[-1], v.shape[-1], v.shape[2], g.shape[-1]

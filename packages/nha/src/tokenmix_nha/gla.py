@@ -1,4 +1,4 @@
-"""Gated linear attention as a mixer (Yang et al. 2023), the baseline GLA."""
+"""Gated linear attention (Yang et al. 2023) as a mixer: the baseline GLA of the paper."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GatedLinearAttention(Mixer):
     Args:
         hidden_size: D.
         num_heads: heads H.
-        expand_k, expand_v: K and V of all heads together, as fractions of D.
+        expand_k, expand_v: K and V of all heads together, divided by D.
         gate_normalizer: τ.
         norm_eps: epsilon of the output norm.
 
@@ -87,7 +87,7 @@ class GatedLinearAttention(Mixer):
         return output_linear(o.flatten(-2), self.o_proj), None
 
     def mixing_flops(self, seq_len: int) -> float:
-        # k vᵀ and Sᵀ q: 2 K V FLOPs each
+        # k vᵀ and Sᵀ q take 2 K V FLOPs each
         return 4.0 * self.num_heads * self.key_dim * self.value_dim
 
 

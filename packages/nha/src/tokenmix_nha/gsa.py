@@ -1,4 +1,4 @@
-"""Gated slot attention (Zhang et al. 2024), the layer of FLA's GSA models."""
+"""Gated slot attention (Zhang et al. 2024) as a mixer: the layer of FLA's GSA models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GatedSlotAttention(Mixer):
     """o_t = softmax(q_t S^K_tᵀ) S^V_t over M slots, S_t = Diag(α_t) S_{t−1} + (1 − α_t) ⊗ k_t; y = W_o norm(silu(o)).
 
     q, k and v are projections of x, passed through SiLU; α = sigmoid(W_f x)^(1/τ). There is no window: a token enters
-    the slots before its query reads them.
+    the slots before its own query reads them.
 
     Args:
         hidden_size: D.
@@ -26,7 +26,7 @@ class GatedSlotAttention(Mixer):
         num_kv_heads: heads H of keys, values and slots, a divisor of HQ; None for HQ.
         slots: M.
         gate_normalizer: τ.
-        norm_eps: unused; the output norm uses `out_norm_eps`.
+        norm_eps: not used; the output norm uses `out_norm_eps`.
         out_norm_eps: epsilon of the output norm.
         impl: implementation of the operation, as for `tokenmix_nha.ops.slot_window_attention`.
 
@@ -95,7 +95,7 @@ class GatedSlotAttention(Mixer):
         return output_linear(self.o_norm(F.silu(o).flatten(-2)), self.o_proj), None
 
     def mixing_flops(self, seq_len: int) -> float:
-        # keys and values of a slot: 2 K FLOPs each to read, 2 K each to update
+        # reading the key and the value of a slot takes 2 K FLOPs each, and so does updating each
         return 4.0 * self.slots * self.head_dim * (self.num_heads + self.num_kv_heads)
 
 

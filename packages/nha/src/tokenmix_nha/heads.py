@@ -1,4 +1,4 @@
-"""Inputs of the layer's attention functions: a call's projected tokens, and its state and sequence boundaries."""
+"""Inputs of the layer's attention functions: the projected tokens of a call, its state and its sequence boundaries."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Heads(NamedTuple):
     """The projected tokens of a call, by head.
 
     Attributes:
-        q, k: `[B, T, HQ, K]`, `[B, T, H, K]`, used by the window.
+        q, k: `[B, T, HQ, K]` and `[B, T, H, K]`, for attention to the window.
         v: `[B, T, H, V]`.
-        q_slots, k_slots: q and k used by the slots, with the same shapes.
-        f: `[B, T, H, M]`, natural logs of the gates, or their logits in a decoding step with one softmax; None if no
+        q_slots, k_slots: q and k for the slots, with the same shapes.
+        f: `[B, T, H, M]`, natural logs of the gates, but in a decoding step with one softmax their logits; None if no
             token can enter a slot.
-        weight: `[B, T, HQ]` or broadcastable to it, the weight of the slots' output in a weighted sum with the
-            window's; None if one softmax covers both, or if only one of the two is used.
+        weight: the factor of the slots' output in a weighted sum with the window's output, broadcastable to `[B, T,
+            HQ]`; None if one softmax covers both, or if the layer has only slots or only a window.
     """
 
     q: Tensor

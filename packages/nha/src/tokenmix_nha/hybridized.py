@@ -1,8 +1,8 @@
-"""Llama, Qwen2, Qwen3 and Qwen3-MoE of transformers with their attention replaced by Native Hybrid Attention.
+"""transformers' Llama, Qwen2, Qwen3 and Qwen3-MoE models, with Native Hybrid Attention instead of their own.
 
-The models subclass transformers' classes. Their attention modules become `NhaMixer`s with the same weights and
-additional gates; their norms and SwiGLUs become core's, which launch fewer kernels. The backbone removes padding before
-the layers and uses `HybridCache`. Everything else is inherited.
+The models are subclasses of transformers' classes. Their attention modules become `NhaMixer`s with the same weights and
+additional gates; core's norms and SwiGLUs, which launch fewer kernels, replace their own. The backbone removes padding
+before the layers and uses `HybridCache`. All other code is inherited.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from tokenmix_nha.model_windows import nha_mixers
 
 
 class HybridizedModel(ChoosesAttention, CheckedLoading):
-    """Mixin before transformers' backbone that replaces attention, removes padding and uses `HybridCache`."""
+    """Mixin before transformers' backbone: replaces its attention, removes padding, and uses `HybridCache`."""
 
     layers: nn.ModuleList
     config: Any
@@ -69,7 +69,7 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         self.post_init()  # type: ignore[attr-defined]
 
     def make_cache(self, max_length: int = 0, *, offload: bool = False, record: int | None = None) -> HybridCache:
-        """Return an empty cache; arguments as for `HybridCache`."""
+        """Return an empty cache; the arguments are those of `HybridCache`."""
         states = [mixer.make_state() for mixer in nha_mixers(self)]  # type: ignore[arg-type]
         return HybridCache(states, max_length=max_length, offload=offload, record=record)
 
@@ -86,10 +86,10 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the backbone with transformers' arguments, and `cu_seqlens` as for `HybridModel.forward`.
+        """Run the backbone with transformers' arguments; `cu_seqlens` is the same as for `HybridModel.forward`.
 
         Raises:
-            ValueError: inputs do not fit together, or `output_attentions` is set: the kernels form no weights.
+            ValueError: inputs do not fit together, or `output_attentions` is set although kernels store no weights.
         """
         if kwargs.get("output_attentions") or self.config.output_attentions:
             raise ValueError("output_attentions=True is not available: the kernels do not form attention weights")
@@ -109,13 +109,13 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         span, cache = call.span, call.cache
         packed = span.pack(hidden)
         rows = span if keeps_rows(self, span) else None  # type: ignore[arg-type]
-        # core's layers take float32 angles for half of a head's channels; transformers' repeat them for both halves, in
-        # the model's dtype
+        # our layers take float32 cosines and sines for half of a head's channels; transformers repeats them for both
+        # halves, in the model's dtype
         cos, sin = self.rotary_emb(packed, call.position_ids)  # type: ignore[operator]
         rotary = Rotation(*(x[..., : x.shape[-1] // 2].float() for x in (cos, sin)))
         out = super().forward(  # type: ignore[misc]
             inputs_embeds=packed if rows is None else hidden,
-            # transformers passes a 4D mask through unchanged; the NHA layers ignore it
+            # a placeholder that the NHA layers ignore; transformers passes a 4D mask through unchanged
             attention_mask=packed.new_empty(1, 1, 1, 1),
             position_ids=call.position_ids,
             use_cache=cache is not None,
@@ -129,7 +129,7 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
             cache.end()
 
         def unpack(x: Tensor) -> Tensor:
-            # set padding to zero also if the layers ran on padded rows (for hooks)
+            # also sets padding to zero if the layers ran on padded rows, as hooks require
             return span.unpack(x if rows is None else span.pack(x))
 
         out.last_hidden_state = unpack(out.last_hidden_state)
@@ -139,7 +139,7 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         if getattr(out, "router_logits", None) is not None and span.mask is not None:
             every = 0 if rows is None else span.batch * span.tokens
             out.router_logits = tuple(
-                # experts with hooks ran on padded rows, so that their router's logits need no unpacking
+                # experts with hooks have run on padded rows, so that their router's logits need no unpacking
                 x if len(x) == every else span.unpack(x.unflatten(0, span.layout)).flatten(0, 1)
                 for x in out.router_logits
             )
@@ -147,7 +147,7 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
 
 
 class HybridizedForCausalLM(GeneratesInSteps, ChoosesAttention, CheckedLoading):
-    """Mixin before transformers' language model: a hybridized backbone, and generation with `HybridCache`."""
+    """Mixin before transformers' language model: it has a backbone with NHA, and generates with `HybridCache`."""
 
     model_class: ClassVar[type]
     model: Any
@@ -159,7 +159,7 @@ class HybridizedForCausalLM(GeneratesInSteps, ChoosesAttention, CheckedLoading):
     def __init__(self, config: Any):
         requested = config._attn_implementation
         super().__init__(config)  # type: ignore[call-arg]
-        # the constructor of transformers' backbone has overwritten this field with its default
+        # restore the request, because the constructor of transformers' backbone has overwritten it with a default
         config._attn_implementation = requested
         self.model = self.model_class(config)
         self.loss_function = functools.partial(_loss, self.loss_function)
@@ -168,7 +168,10 @@ class HybridizedForCausalLM(GeneratesInSteps, ChoosesAttention, CheckedLoading):
     make_cache = HybridForCausalLM.make_cache
 
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
-        """Return the cache's bytes for `batch_size` sequences of `seq_len` tokens, whatever the tokens are."""
+        """Return the bytes of a cache for `batch_size` sequences of `seq_len` tokens.
+
+        They do not depend on the tokens.
+        """
         dtype = self.dtype if dtype is None else dtype  # type: ignore[attr-defined]
         return sum(mixer.state_bytes(seq_len, batch_size, dtype) for mixer in nha_mixers(self))  # type: ignore[arg-type]
 
@@ -189,7 +192,7 @@ def _loss(
     shift_labels: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Return transformers' loss; zero instead of NaN if there is no token to predict."""
+    """Return transformers' loss, but zero instead of NaN if there is no token to predict."""
     if num_items_in_batch is None:
         num_items_in_batch = ((labels[..., 1:] if shift_labels is None else shift_labels) != IGNORE).sum()
     options |= {"num_items_in_batch": at_least_one(num_items_in_batch), "shift_labels": shift_labels}
@@ -199,7 +202,10 @@ def _loss(
 def _family(
     kind: str, config_base: type, model_base: type, causal_lm_base: type
 ) -> tuple[type[PreTrainedConfig], type, type]:
-    """Make and register a family's configuration, backbone and language model, such as `NhaLlamaConfig`."""
+    """Make and register configuration, backbone and language model of a family.
+
+    `NhaLlamaConfig` is one of these classes.
+    """
 
     def made(base: type, mixin: type, **attributes: Any) -> type:
         attributes |= {"__module__": __name__, "__doc__": f"{base.__name__} with Native Hybrid Attention."}
@@ -216,7 +222,7 @@ def _family(
     return config, model, causal_lm
 
 
-# configuration, backbone and language model by the model type of the original transformer
+# configuration, backbone and language model of each family, by the model type of the original transformer
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], type, type]] = {
     "llama": _family("llama", LlamaConfig, LlamaModel, LlamaForCausalLM),
     "qwen2": _family("qwen2", Qwen2Config, Qwen2Model, Qwen2ForCausalLM),

@@ -1,4 +1,4 @@
-"""Configuration fields and decoder layers of hybridized models."""
+"""Configuration fields and decoder layers of transformers' models with Native Hybrid Attention."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tokenmix_nha.windows import check_windows
 
 @dataclass(kw_only=True)
 class HybridizedConfig:
-    """Fields that a hybridized configuration adds to transformers'.
+    """The fields that the configuration of such a model has in addition to transformers' own.
 
     Attributes:
-        window: window of each layer: 0, a number of tokens, or "full".
-        slots: M of every key head; 0 for none.
-        gate_normalizer: divisor of the log-gates.
+        window: window of each layer: a number of tokens (0 for none), or "full".
+        slots: M, number of slots of every key head; 0 for none.
+        gate_normalizer: τ, by which the log-gates are divided.
         nha_impl: implementation of the operations, None, "gluon", "triton" or "reference".
     """
 
@@ -51,7 +51,7 @@ class HybridizedConfig:
 
 
 class HybridizedAttention(NhaMixer):
-    """`NhaMixer` with the signature that transformers' decoder layers call."""
+    """An `NhaMixer` with the signature by which transformers' decoder layers call attention."""
 
     def __init__(self, config: Any, layer_idx: int, attention: Any):
         biases = {name: getattr(attention, name).bias is not None for name in ("q_proj", "o_proj")}
@@ -82,7 +82,7 @@ class HybridizedAttention(NhaMixer):
         **given: Any,
     ) -> tuple[Tensor, None]:
         if not hidden_states.shape[1]:
-            # a chunk of a padded prompt may hold only padding
+            # a chunk of a padded prompt may contain only padding
             return hidden_states, None
         state: LayerState | None = None
         if cache is not None:
@@ -94,10 +94,10 @@ class HybridizedAttention(NhaMixer):
 
 
 class AddsBeforeNorm:
-    """Mixin before transformers' decoder layer that fuses the residual additions.
+    """Mixin before transformers' decoder layer: fuses the residual additions with other operations.
 
-    The norm after attention adds attention's output to the residual stream; the MLP takes the stream as an argument and
-    adds its own output.
+    The kernel of the norm after attention adds attention's output to the residual stream. The MLP gets the stream as an
+    argument and adds its own output to it.
     """
 
     input_layernorm: RMSNorm
@@ -117,12 +117,12 @@ class AddsBeforeNorm:
         given |= {"attention_mask": attention_mask, "position_ids": position_ids, "cache": cache}
         mixed, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **given)
         y, hidden_states = add_and_norm(self.post_attention_layernorm, hidden_states, mixed)
-        # hooks on the MLP must see its own output, before the addition
+        # if the MLP has hooks, they must see its own output without the addition
         return self.mlp(y, hidden_states) if is_plain(SwiGLU, self.mlp) else hidden_states + self.mlp(y)
 
 
 def _derived(prefix: str, layer: type, *before: type) -> type:
-    # FSDP wraps layers by the name of their class, and pickle finds a class by its qualified name
+    # pickle finds a class by its qualified name, and FSDP wraps layers by the names of their classes
     names = {"__module__": __name__, "__qualname__": f"{prefix}{layer.__name__}"}
     return type(layer.__name__, (PacksRows, *before, layer), names)
 
@@ -134,7 +134,7 @@ globals().update({x.__qualname__: x for x in (*_ADDING.values(), *_PACKING.value
 
 
 def take_core_layers(model: Any) -> None:
-    """Replace the layers' norms and SwiGLUs by core's, which have parameters of the same names."""
+    """Replace the norms and SwiGLUs of the layers by core's modules, whose parameters have the same names."""
     config = model.config
     for layer in model.layers:
         for name in ("input_layernorm", "post_attention_layernorm"):

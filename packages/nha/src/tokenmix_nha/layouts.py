@@ -1,4 +1,4 @@
-"""Checkpoint layouts of FLA's models of gated linear attention and gated slot attention."""
+"""Layouts of FLA's checkpoints of gated linear attention and gated slot attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _read_gla(fields: Fields) -> tuple[HybridConfig, Names]:
         "num_heads": heads, "expand_k": float(fields.get("expand_k", default=0.5)),
         "expand_v": float(fields.get("expand_v", default=1.0)),
     }  # fmt: skip
-    # FLA's norm has another name if it is fused with the gate
+    # the norm has another name in FLA if it is fused with the gate
     norm = "g_norm_swish_gate" if fields.get("fuse_norm", default=True) else "g_norm"
     names: Names = {f"{part}_proj.weight": f"{part}_proj.weight" for part in "qkvgo"}
     names |= {"a_down_proj.weight": "gk_proj.0.weight", "a_up_proj.weight": "gk_proj.1.weight"}

@@ -1,4 +1,4 @@
-"""The layer: projections, gates, positions, and attention to slots and window in every variant the paper compares."""
+"""The layer: projections, gates, positions, attention to slots and window, in all variants that the paper compares."""
 
 from __future__ import annotations
 
@@ -37,42 +37,44 @@ from tokenmix_nha.windows import FULL, WINDOW, Window
 class NhaMixer(Mixer):
     """o_t = softmax(q_t [K_long; K_short]ᵀ / √K) [V_long; V_short]; y = W_o o (equations 1 to 4).
 
-    q, k and v are projections of x; the gates of the M slots are α = sigmoid(W_f x)^(1/τ). The window may change from
-    call to call: a window of 0 is gated slot attention; "full" is softmax attention after M additional zero keys.
+    q, k and v are projections of x; the gates of the M slots are α = sigmoid(W_f x)^(1/τ). The window may change
+    between calls: with a window of 0 the layer is gated slot attention; with "full" it is softmax attention after M
+    additional zero keys.
 
     Args:
         hidden_size: D.
         num_heads: query heads HQ.
         num_kv_heads: heads H of keys, values and slots, a divisor of HQ; None for HQ.
         head_dim: K = V; None for D / HQ.
-        slots: M; 0 is plain attention to the window, without gates.
-        window: tokens that attention sees exactly, an integer ≥ 0, or "full".
-        positions: "window" rotates queries and keys for the window only, "both" also for the slots, "none" for
-            neither; "learned" adds a vector per position to the window's queries and keys.
-        fusion: "softmax" is one softmax over slots and window. "fixed" and "learned" sum their separate outputs, with
-            a fixed weight or with a weight per head projected from the token. Affects only layers with slots and a
-            finite window above 0.
-        token_shift: if False, a token enters the slots at once, while the window still holds it; affects the same
-            layers as `fusion`.
-        long_weight: the slots' weight if `fusion` is "fixed".
+        slots: number of slots M; with 0 the layer is plain attention to the window, without gates.
+        window: number of last tokens that a query sees exactly, an integer ≥ 0, or "full".
+        positions: "window" rotates queries and keys for the window only, "both" also those for the slots, "none"
+            neither; "learned" adds a learned vector per position to the window's queries and keys.
+        fusion: "softmax" is one softmax over slots and window. "fixed" and "learned" add their separate outputs, with a
+            fixed weight, or with a weight per head that is projected from the token. It has an effect only in layers
+            with slots and a finite window above 0.
+        token_shift: if False, a token enters the slots immediately, while the window still contains it; it has an
+            effect in the same layers as `fusion`.
+        long_weight: the weight of the slots' output if `fusion` is "fixed".
         gate_normalizer: τ.
-        qk_norm: RMS-normalise every head of q and k before rotating (Qwen3).
-        qkv_bias: add biases to the q, k, v and gate projections (Qwen2).
-        o_bias: add a bias to the output projection.
+        qk_norm: whether every head of q and k is RMS-normalised before the rotation (as in Qwen3).
+        qkv_bias: whether the q, k, v and gate projections have biases (as in Qwen2).
+        o_bias: whether the output projection has a bias.
         max_positions: size of the table of "learned" positions, which are taken modulo this size; in a model the
             default is its `max_position_embeddings`.
         norm_eps: epsilon of the q/k norms.
         impl: implementation of the operations.
 
     Raises:
-        ValueError: an option has an unknown value, or sizes do not fit.
+        ValueError: an unknown value of an option, or sizes that do not fit together.
 
     Attributes:
         window: the window in use.
-        shares: None, or a list to which every call without a cache adds ω_L `[B, T, HQ]`.
+        shares: None, or a list to which every call without a cache appends ω_L `[B, T, HQ]`, the slots' share of
+            attention.
     """
 
-    # one kernel computes slots and window, so "eager" must replace the whole operation
+    # "eager" must replace the whole operation, because one kernel computes both slots and window
     attention_impls: ClassVar[dict[str, str]] = {"eager": "reference"}
 
     def __init__(
@@ -135,17 +137,17 @@ class NhaMixer(Mixer):
 
     @property
     def takes_more_tokens(self) -> bool:  # type: ignore[override]
-        """True if training may append padding to rows: unless `shares` is set, as ω_L is of a call's own tokens."""
+        """True unless `shares` is set, because ω_L must not include tokens that training appends to rows."""
         return self.shares is None
 
     @property
     def splits_sequences(self) -> bool:  # type: ignore[override]
-        """True if sequences may be split over ranks: only for the paper's layer, not for its ablations."""
+        """True for the layer of the paper, whose sequences can be split over ranks; False for the layer's ablations."""
         return (self.joined or self.window == FULL) and self.positions != "learned" and self.shares is None
 
     @property
     def seen(self) -> int | None:
-        """Number of tokens in the window; None if the window is full."""
+        """Number of tokens in the window; None for a full window."""
         return self.window if isinstance(self.window, int) else None
 
     @property
@@ -155,7 +157,7 @@ class NhaMixer(Mixer):
 
     @property
     def own_slot_keys(self) -> bool:
-        """True if the slots use other queries and keys than the window."""
+        """True if the slots have other queries and keys than the window."""
         return bool(self.seen) and self.positions in ("window", "learned")
 
     def make_state(self) -> LayerState:
@@ -165,7 +167,7 @@ class NhaMixer(Mixer):
         return LayerState(slots=self._slots_part()) if self.joined else LayerState(kv=window, slots=self._slots_part())
 
     def _slots_part(self) -> SlotWindowPart:
-        """Return the part of the layer's state that holds the slots and a ring of tokens that have not entered them."""
+        """Return the part of the layer's state with the slots and a ring buffer of tokens that are not yet in them."""
         ring_size = (self.seen or 0) if self.token_shift else 0
         sizes = self.num_kv_heads, self.slots, self.head_dim, self.head_dim
         return SlotWindowPart(*sizes, ring_size, own_slot_keys=self.joined and self.own_slot_keys)
@@ -205,7 +207,7 @@ class NhaMixer(Mixer):
         elif self.q_positions is not None and self.k_positions is not None:
             positioned = self._with_positions(q, k, call)
         if f is not None and not (call.step and self.joined):
-            # in decoding steps, the operation itself computes log-gates from the gates' logits
+            # in decoding steps f stays logits, because the operation itself computes log-gates from them
             f = log_forget_gates(f, normalizer=self.gate_normalizer)
         return Heads(*positioned, v, *(positioned if self.positions == "both" else (q, k)), f, self._weight(x))
 
@@ -227,13 +229,13 @@ class NhaMixer(Mixer):
             positions = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
         positions = positions % self.q_positions.num_embeddings
         embed_q, embed_k = self.q_positions(positions), self.k_positions(positions)
-        # under autocast the tables are float32 and q and k 16-bit
+        # under autocast the tables are float32, but q and k have 16 bits
         embed_q = embed_q.unflatten(-1, q.shape[2:]).to(q.dtype)
         embed_k = embed_k.unflatten(-1, k.shape[2:]).to(k.dtype)
         return q + embed_q, k + embed_k
 
     def _attend(self, heads: Heads, call: Call) -> Float[Tensor, "B T HQ V"]:
-        """Attend to slots and window under one softmax, with the fused operation."""
+        """Return the outputs of one softmax over slots and window, computed by the fused operation."""
         q, k, v, q_slots, k_slots, f, _ = heads
         assert f is not None
         if not self.window:
@@ -266,17 +268,20 @@ class NhaMixer(Mixer):
         return o
 
     def _attend_plainly(self, heads: Heads, call: Call) -> Float[Tensor, "B T HQ V"]:
-        """Compute softmax attention to the window; a full window has M additional zero keys if the layer has slots."""
+        """Return the outputs of softmax attention to the window.
+
+        If it is full and the layer has slots, with M zero keys.
+        """
         q, k, v = heads.q, heads.k, heads.v
         if call.state is None and self.slots and current_shard() is None and not torch.compiler.is_exporting():
-            # the fused operation handles the zero keys; log-gates of 0 let no token enter the slots
+            # the fused operation adds the zero keys: log-gates of 0 let no token enter the slots, which stay zero
             closed = v.new_zeros(1, 1, 1, 1).expand(*v.shape[:3], self.slots)
             options = {"cu_seqlens": call.cu_seqlens, "output_final_state": False, "impl": self.impl}
             return slot_window_attention(q, k, v, closed, window=q.shape[1], **options).o
         return with_zeros(self._attend_to_window(heads, call), self.slots)
 
     def _attend_separately(self, heads: Heads, call: Call) -> Float[Tensor, "B T HQ V"]:
-        """Compute an ablation: a weighted sum of the outputs of slots and window, or attention without token shift."""
+        """Return the outputs of an ablation: a weighted sum of slots and window, or attention without token shift."""
         window = self._attend_to_window(heads, call)
         before, entering = self._entering(heads, call)
         if heads.weight is None:
@@ -292,14 +297,14 @@ class NhaMixer(Mixer):
         return o
 
     def _attend_to_window(self, heads: Heads, call: Call) -> AttentionOutput:
-        """Return output and log-sum-exp of attention to the window, without slots."""
+        """Return output and log-sum-exp of attention to the window only."""
         q, k, v = heads.q, heads.k, heads.v
         if call.state is not None:
             return cached_attention_lse(q, k, v, call.state.kv, call.state.span, step=call.step, impl=self.impl)
         return attention(q, k, v, window=self.seen, cu_seqlens=call.cu_seqlens, impl=self.impl)
 
     def _entering(self, heads: Heads, call: Call) -> tuple[SlotWindowState, Entering]:
-        """Return the slots before the call and the tokens that enter them, for the ablations."""
+        """Return, for the ablations, the slots before the call and the tokens that enter them in it."""
         sequences = len(heads.v) if call.cu_seqlens is None else len(call.cu_seqlens) - 1
         part = self._slots_part() if call.state is None else call.state.slots
         before = part.get(sequences, heads.v)
@@ -307,7 +312,7 @@ class NhaMixer(Mixer):
         return before, delayed(heads.k_slots, heads.v, heads.f, before, call.cu_seqlens)
 
     def _share_of_slots(self, heads: Heads, call: Call) -> Float[Tensor, "B T HQ"]:
-        """Return ω_L of a call without a cache: the slots' share of the softmax, or their weight in a weighted sum."""
+        """Return ω_L for a call without a cache: the slots' share of the softmax, or their weight in a weighted sum."""
         shape = heads.q.shape[:3]
         if not self.slots or self.window == 0:
             return heads.q.new_full(shape, 1.0 if self.slots else 0.0)
@@ -319,9 +324,9 @@ class NhaMixer(Mixer):
         return share_of_slots(heads.q_slots, self._entering(heads, call)[1], lse, call.cu_seqlens)
 
     def _keep_in_graph(self, o: Tensor) -> Tensor:
-        """Add zero to o so that parameters that this window does not use get zero gradients, as DDP requires.
+        """Add zero to o, so that parameters which this window does not use get zero gradients, as DDP requires.
 
-        The set of unused parameters may change from step to step and differ between layers.
+        Which parameters are unused may change from step to step and differ between layers.
         """
         if not (self.training and torch.is_grad_enabled()):
             return o
@@ -331,12 +336,12 @@ class NhaMixer(Mixer):
             unused.append(self.weight_proj)
         if self.window == 0:
             unused += [self.q_positions, self.k_positions]
-        # the sum of an empty slice is 0, and autograd sees that it depends on the parameter
+        # the sum of an empty slice is 0, but autograd regards it as depending on the parameter
         zeros = [p.flatten()[:0].sum() for module in unused if module is not None for p in module.parameters()]
         return o + torch.stack(zeros).sum().to(o.dtype) if zeros else o
 
     def mixing_flops(self, seq_len: int) -> float:
-        # 4 K FLOPs per visible key and query head; a slot is read like a key and updated with 2 (K + V) FLOPs
+        # 4 K FLOPs per visible key and query head; a slot is read like a key, and updating it takes 2 (K + V) FLOPs
         keys = 0.0 if self.window == 0 else mean_visible(seq_len, self.seen)
         slots = 0 if self.seen is None else self.slots
         read = 4.0 * self.num_heads * self.head_dim * (keys + slots)

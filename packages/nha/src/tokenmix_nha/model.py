@@ -1,4 +1,4 @@
-"""The Native Hybrid Attention language model."""
+"""The backbone and the causal language model with Native Hybrid Attention."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from tokenmix_nha.config import NhaConfig as NhaConfig
 
 
 class NhaModel(HybridModel):
-    """The backbone; functions of `tokenmix_nha.model_windows` override the configuration's windows."""
+    """The backbone; functions of `tokenmix_nha.model_windows` can change the windows that its configuration sets."""
 
     config: NhaConfig
     config_class = NhaConfig
 
 
 class NhaForCausalLM(HybridForCausalLM):
-    """The causal language model; `set_windows` and `using_windows` change its windows at any time."""
+    """The causal language model; `set_windows` and `using_windows` can change its windows between calls."""
 
     config: NhaConfig
     config_class = NhaConfig

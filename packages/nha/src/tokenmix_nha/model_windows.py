@@ -1,4 +1,4 @@
-"""Read and set the windows of a model's layers, permanently or inside a `with`; for NHA and converted models."""
+"""Read and set the windows of a model's layers, permanently or in a context; also for converted models."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def nha_layer_indices(model: nn.Module) -> list[int]:
 
 
 def windows_of(model: nn.Module) -> list[Window]:
-    """Return the windows in use, one for each NHA layer."""
+    """Return the window that each NHA layer has at present."""
     return [mixer.window for mixer in nha_mixers(model)]
 
 
 def set_windows(model: nn.Module, windows: Window | Sequence[Window]) -> None:
-    """Set the windows of the layers for all later calls; the configuration and the weights stay as they are.
+    """Set the windows of the layers for all later calls; configuration and weights do not change.
 
-    A cache filled with other windows must not be used afterwards.
+    A cache that was filled with other windows must not be used afterwards.
 
     Raises:
-        ValueError: a window is invalid, or their number does not fit the layers.
+        ValueError: an invalid window, or more or fewer windows than NHA layers.
     """
     mixers = nha_mixers(model)
     for mixer, window in zip(mixers, check_windows(windows, len(mixers), mixers[0].slots), strict=True):
@@ -50,7 +50,7 @@ def set_windows(model: nn.Module, windows: Window | Sequence[Window]) -> None:
 
 @contextmanager
 def using_windows(model: nn.Module, windows: Window | Sequence[Window]) -> Iterator[None]:
-    """Set the windows of the layers inside a `with`, and restore the previous ones after it."""
+    """Context in which the layers have the given windows; restores the previous windows at exit."""
     before = windows_of(model)
     set_windows(model, windows)
     try:

@@ -1,4 +1,4 @@
-"""Options of a layer and the values they allow."""
+"""Checks of a layer's options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tasks of Tables 3, 4 and 9, on which the paper measures converted language models; run by lm-eval."""
+"""The tasks of Tables 3, 4 and 9, by which the paper evaluates converted language models; lm-eval runs them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ us_foreign_policy virology world_religions
 """
 # MMLU's subjects as lm-eval names them
 MMLU = tuple(f"mmlu_{subject}" for subject in _SUBJECTS.split())
-# the paper does not state the number of shots; its scores of Llama-3-8B and other models equal the scores with five
+# the paper does not state the number of shots; with five, its scores of Llama-3-8B and other models are reproduced
 MMLU_SHOTS = 5
 # the columns of Tables 3 and 9, each with the metric that enters the average
 UNDERSTANDING = {
@@ -35,7 +35,8 @@ UNDERSTANDING = {
     "winogrande": "acc",
     "mmlu": "acc",
 }
-# the tasks of Table 4's right half; its percentages are of GPQA's 448 main questions and IFEval's 834 instructions
+# the tasks in the right half of Table 4; its percentages refer to GPQA's 448 main questions and IFEval's 834
+# instructions
 KNOWLEDGE = {
     "gpqa_main_zeroshot": "acc",
     "ifeval": "inst_level_strict_acc",
@@ -47,7 +48,7 @@ ALLOW_CODE = "HF_ALLOW_CODE_EVAL"
 
 
 def understanding_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Run common sense tasks and MMLU, with the averages of Table 3 and, without LAMBADA, of Table 9."""
+    """Run common-sense tasks and MMLU, with the average of Table 3 and the average of Table 9, which omits LAMBADA."""
     without_lambada = {task: metric for task, metric in UNDERSTANDING.items() if task != "lambada_openai"}
     averages = {"Table 3": UNDERSTANDING, "Table 9": without_lambada}
     return _suite("understanding", UNDERSTANDING, averages, model, tokenizer, options)
@@ -57,7 +58,7 @@ def knowledge_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteRe
     """Run GPQA, IFEval, HumanEval, MathQA and MMLU, with the average of Table 4.
 
     Raises:
-        ValueError: HumanEval, which runs programs that the model writes, is selected without HF_ALLOW_CODE_EVAL=1.
+        ValueError: HumanEval, which runs programs written by the model, is selected but HF_ALLOW_CODE_EVAL is not 1.
     """
     return _suite("knowledge", KNOWLEDGE, {"Table 4": KNOWLEDGE}, model, tokenizer, options)
 
@@ -101,14 +102,14 @@ def _suite(
 
 
 def _with_mmlu(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Replace the rows of MMLU's subjects by one row, the mean over all questions."""
+    """Replace the rows of MMLU's subjects by a single row with the mean over all questions."""
     subjects = [row for row in rows if row["task"] in MMLU and row["metric"] == "acc"]
     rest = [row for row in rows if row["task"] not in MMLU]
     if not subjects:
         return rest
     count = sum(row["examples"] for row in subjects)
     value = sum(row["value"] * row["examples"] for row in subjects) / count
-    # standard error of the fraction of independent questions answered correctly
+    # the standard error of the fraction of correct answers to independent questions
     error = (value * (1 - value) / (count - 1)) ** 0.5 if count > 1 else None
     return [*rest, {"task": "mmlu", "metric": "acc", "value": value, "stderr": error, "examples": count}]
 

@@ -1,8 +1,8 @@
 """Recipes: the paper's models, ablations and baselines, recall models for one GPU, and a tiny model for a laptop.
 
-The paper does not state some choices. Here heads have 128 channels, log-gates are divided by 8, and MLPs are narrower
-by as many weights as the gates have, so that NHA and its baselines have equally many parameters (the tests count them).
-An ablation changes one option.
+Some choices are not stated in the paper. Here heads have 128 channels, log-gates are divided by 8, and MLPs have fewer
+weights, by the number of the gates' weights, so that NHA and its baselines have equally many parameters (a test counts
+them). An ablation changes a single option.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
 MODEL_TYPE = "tokenmix_nha"
-# inner width of the MLP in models with gates
+# inner width of the MLP, by size, in models with gates
 _MLPS = {"340m": 2624, "1.3b": 5312}
-# window sizes from which training draws
+# window sizes that training draws at random
 RANDOM_WINDOWS: list[Window] = [0, 32, FULL]
 
 
 def draw(recipe: Recipe) -> TrainerCallback:
-    """Return the callback that draws windows in training, from the `random_windows` of the recipe's configuration."""
+    """Return the callback that draws windows in training, from `random_windows` of the recipe's configuration."""
     from tokenmix_nha.training import DrawWindows
 
     config: Any = recipe.model_config()
@@ -45,14 +45,14 @@ def draw(recipe: Recipe) -> TrainerCallback:
 
 
 def one_in_eight(layers: int, window: Window, full_layer: int) -> list[Window]:
-    """Return one window per layer: "full" at index `full_layer` of every eight layers, `window` elsewhere."""
+    """Return one window per layer: "full" at index `full_layer` of every eight layers, else `window`."""
     return hybrid_windows(layers, window, range(full_layer, layers, 8))
 
 
 def paper(size: str, windows: Window | list[Window] | None = None, **changes: Any) -> Recipe:
-    """Return the recipe of NHA at one of the paper's sizes: 64 slots, windows of 32, one full layer in every eight.
+    """Return the recipe of NHA in a size of the paper: 64 slots, windows of 32, one full-attention layer in eight.
 
-    All other settings are the baselines'. `windows` and `changes` override windows and options of all layers.
+    All other settings are those of the baselines. `windows` and `changes` replace windows and options of all layers.
     """
     base = baseline("transformer", size)
     width, layers, full_layer = SIZES[size]
@@ -74,7 +74,7 @@ def paper(size: str, windows: Window | list[Window] | None = None, **changes: An
 
 
 def drawn(recipe: Recipe, windows: list[Window] = RANDOM_WINDOWS) -> Recipe:
-    """Return the recipe with a window drawn for every layer and step (Figure 4), for use with `search`."""
+    """Return the recipe with a random window for every layer and step (Figure 4), as preparation for `search`."""
     return replace(
         recipe,
         name=f"{recipe.name}-random",
@@ -87,7 +87,7 @@ def drawn(recipe: Recipe, windows: list[Window] = RANDOM_WINDOWS) -> Recipe:
 def gsa(size: str, *, hybrid: bool = False) -> Recipe:
     """Return the recipe of gated slot attention, a baseline of Table 1: NHA with windows of 0.
 
-    A `hybrid` has one full layer in every eight.
+    With `hybrid`, one layer in every eight has full attention.
     """
     _, layers, full_layer = SIZES[size]
     text = f"gated slot attention{' with full layers' if hybrid else ''}, {size.upper()} parameters"
@@ -95,7 +95,7 @@ def gsa(size: str, *, hybrid: bool = False) -> Recipe:
     return replace(paper(size, windows), name=f"gsa-{'hybrid-' if hybrid else ''}{size}", description=text)
 
 
-# the rows of Tables 6 to 8, as changes of the model of Table 1
+# the rows of Tables 6 to 8, as changes of the layers' options in the model of Table 1
 ABLATIONS: dict[str, dict[str, Any]] = {
     "no-slots": {"slots": 0},
     "no-shift": {"token_shift": False},
@@ -107,26 +107,26 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "learned-positions": {"positions": "learned"},
     "no-window": {"window": 0},
 }
-# as in the paper, an ablation changes nothing else, so some models have more or fewer parameters than NHA, by these
+# as in the paper, an ablation changes nothing else, so that some models have other parameter counts than NHA, by these
 # fractions
 UNMATCHED: dict[str, dict[str, float]] = {
     "no-slots": {"340m": -0.037, "100m": -0.041, "small": -0.059},
     "slots32-window32": {"340m": -0.019, "100m": -0.021, "small": -0.029},
     "learned-positions": {"340m": 0.296, "100m": 0.055, "small": 0.470},
-    # Zoology's models have no MLP whose width could compensate
+    # Zoology's models have no MLP whose width could compensate for the difference
     "gdn": {"small": 0.073},
     "transformer": {"small": -0.059},
 }
 
 
 def _difference(name: str, size: str) -> str:
-    """Return the part of a recipe's description that states by how much the parameter count differs from NHA's."""
+    """Return the sentence of a recipe's description that says by how much its parameter count differs from NHA's."""
     share = UNMATCHED.get(name, {}).get(size)
     return "" if share is None else f", {abs(share):.1%} {'more' if share > 0 else 'fewer'} parameters than NHA"
 
 
 def ablation(name: str, size: str = "340m") -> Recipe:
-    """Return the recipe of a row of Tables 6 to 8; layers with a full window keep it."""
+    """Return the recipe of a row of Tables 6 to 8; layers with a full window keep that window."""
     changes = dict(ABLATIONS[name])
     _, layers, full_layer = SIZES[size]
     windows = one_in_eight(layers, changes.pop("window", 32), full_layer)
@@ -134,7 +134,7 @@ def ablation(name: str, size: str = "340m") -> Recipe:
     return replace(paper(size, windows, **changes), name=f"nha-{size}-{name}", description=text)
 
 
-# the recall models by name: options of NHA that differ from the default, or another mixer
+# the kinds of recall models by name: changed options of NHA, or another mixer
 _ABLATED = {"nha": {}} | {f"nha-{name}": changes for name, changes in ABLATIONS.items()}
 _NHA_KINDS: dict[str, dict[str, Any]] = {**_ABLATED, "gsa": {"window": 0}}
 _CORE_KINDS = {"transformer": ATTENTION, "gdn": GDN}
@@ -142,17 +142,17 @@ RECALL = {
     "100m": (*_ABLATED, "nha-pure", "gsa-hybrid", "gsa", "gdn-hybrid", "gdn", "transformer"),
     "small": (*_ABLATED, "gdn", "transformer"),
 }
-# width, layers, heads of 128, inner width of the MLP without and with gates, vocabulary, tokens in a row, pairs
+# width, layers, heads of size 128, inner width of the MLP without and with gates, vocabulary, tokens in a row, pairs
 _RECALL_SIZES = {"small": (128, 2, 1, 0, 0, 1024, 256, 64), "100m": (768, 12, 6, 2048, 1920, 1024, 256, 64)}
 
 
 def recall(kind: str, size: str) -> Recipe:
-    """Return the recipe of multi-query associative recall from scratch: minutes on one GPU.
+    """Return the recipe of multi-query associative recall from random weights, which takes minutes on one GPU.
 
     The "100m" models have the shape of language models. The seventh of their twelve layers has a full window, except in
-    "-pure" models and in baselines without "-hybrid". The "small" models are Zoology's: two layers without MLP, which
-    can only mix along time, and no full window. NHA's slots have as many elements as GDN's state; NHA has its window
-    in addition.
+    "-pure" models and in baselines without "-hybrid". The "small" models are those of Zoology: two layers without MLP,
+    which can only mix along time, and no full window. NHA's slots have as many elements as GDN's state; its window
+    comes in addition.
     """
     width, layers, heads, mlp, mlp_beside_gates, vocab, length, pairs = _RECALL_SIZES[size]
     small = size == "small"
@@ -213,7 +213,7 @@ def recall(kind: str, size: str) -> Recipe:
 
 
 def tiny() -> Recipe:
-    """Return a recipe of four layers, the third with full attention, on Python's standard library, for laptops."""
+    """Return a recipe for laptops: four layers, the third with full attention, trained on Python's standard library."""
     base = tiny_setting()
     return replace(
         base,
@@ -243,6 +243,6 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     **{f"gsa-hybrid-{size}": partial(gsa, size, hybrid=True) for size in SIZES},
     **{f"nha-340m-{name}": partial(ablation, name) for name in ABLATIONS},
     **{f"recall-{kind}-{size}": partial(recall, kind, size) for size, kinds in RECALL.items() for kind in kinds},
-    # without windows of 0, which make recall hard to learn
+    # without windows of 0, with which recall is hard to learn
     "recall-nha-100m-random": lambda: drawn(recall("nha", "100m"), [32, FULL]),
 }

@@ -31,20 +31,20 @@ from tokenmix_nha.model_windows import nha_mixers, using_windows, windows_of
 from tokenmix_nha.windows import FULL, Window, check_window, hybrid_windows, layers_with_windows
 
 CHOSEN, TRIED = "chosen", "tried.jsonl"
-# the block lengths of Table 5
+# the lengths of blocks in Table 5; one layer in each block has full attention
 BLOCKS = (8, 6, 4, 3, 2)
-# for each of lm-eval's tasks, the metric used as score
+# for each task of lm-eval, the metric that is used as score
 _METRICS = {**COMMONSENSE, **RECALL, **dict.fromkeys(LONGBENCH, "score")}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One choice of windows with its score.
+    """A choice of windows with its score.
 
     Attributes:
-        pattern: name of the pattern, a row of the table.
-        position: index of the full layer in its block, or of the full layer that was added to the model.
-        windows: one window per layer.
+        pattern: name of the pattern, which is a row of the table.
+        position: index of the full layer in each block, or of the full layer that was added to the model.
+        windows: the window of each layer.
         score: the model's score with these windows; higher is better.
     """
 
@@ -55,7 +55,7 @@ class Candidate:
 
     @property
     def full(self) -> list[int]:
-        """Indices of the full layers."""
+        """Indices of the layers with full attention."""
         return [i for i, window in enumerate(self.windows) if window == FULL]
 
 
@@ -69,21 +69,21 @@ def search_windows(
     max_full: int | None = None,
     progress: bool = True,
 ) -> tuple[list[Candidate], Candidate]:
-    """Score every pattern of Table 5 at every position, add full layers greedily, and select the best candidate.
+    """Score every pattern of Table 5 at every position, then add full layers greedily; select the best candidate.
 
     Args:
-        model: an NHA model; its windows are restored afterwards.
-        score: returns a model's score, higher is better; called once for each choice of windows.
-        window: window of the layers that are not full.
+        model: an NHA model, whose windows are restored at the end.
+        score: returns the score of a model, higher is better; called once for each choice of windows.
+        window: window of the layers without full attention.
         blocks: block lengths to try, with one full layer per block, at each position of the block.
-        insert: number of full layers to add to the best pattern with the fewest full layers; each step tries all
-            layers and adds the best.
-        max_full: the most full layers that the selected candidate may have; None for the number after all insertions.
-        progress: show a progress bar.
+        insert: number of full layers to add, starting from the best pattern with the fewest full layers; each step
+            tries all layers and adds the best one.
+        max_full: maximum number of full layers of the selected candidate; None allows the number after all insertions.
+        progress: whether to show a progress bar.
 
     Returns:
-        All candidates in the order they were tried, and the selected one, with the best score and, among equal scores,
-        the fewest full layers.
+        All candidates in the order in which they were tried, and the selected one: that with the best score and, among
+        equal scores, the fewest full layers.
 
     Raises:
         ValueError: a block is longer than the model, or `max_full` allows no candidate.
@@ -112,7 +112,7 @@ def search_windows(
         for position in range(block):
             attempt(f"1:{block}", position, hybrid_windows(layers, window, range(position, layers, block)))
     sparsest = [c for c in found if c.pattern == f"1:{max(blocks)}"]
-    # if the block length does not divide the number of layers, the number of full layers depends on the position
+    # the number of full layers depends on the position if the block length does not divide the number of layers
     best = max(sparsest, key=lambda c: (c.score, -len(c.full)))
     for added in range(1, insert + 1):
         rest = [i for i in range(layers) if i not in best.full]
@@ -131,7 +131,7 @@ def search_windows(
 
 
 def best_of_each(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the best candidate of each pattern, in the order of the patterns: the rows of Table 5."""
+    """Return the best candidate of each pattern, in the order of the patterns, which are the rows of Table 5."""
     best: dict[str, Candidate] = {}
     for candidate in candidates:
         current = best.setdefault(candidate.pattern, candidate)
@@ -141,20 +141,20 @@ def best_of_each(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def score_of(task: str, result: SuiteResult) -> float:
-    """Return one score for a suite's rows, higher is better: mean accuracy, mean of the tasks' metrics, or −loss.
+    """Return one score for the rows of a suite, higher is better: mean accuracy, mean of the tasks' metrics, or −loss.
 
-    WikiText's perplexity is not averaged.
+    WikiText's perplexity does not enter the mean.
 
     Raises:
-        ValueError: the rows hold neither an accuracy nor a loss.
+        ValueError: the rows have neither an accuracy nor a loss.
     """
     rows = result["rows"]
     measures = {(name, metric) for name, metric in _METRICS.items() if name != "wikitext"}
-    # RULER's metrics are accuracies at one length each, all of which count
+    # each of RULER's metrics is the accuracy at one length; all of them enter the mean
     values = [row["accuracy"] for row in rows if "accuracy" in row] or [
         row["value"] for row in rows if row.get("task") in RULER or (row.get("task"), row.get("metric")) in measures
     ]
-    # the model's loss on all positions, not on parts of the text and not the bigram baseline's
+    # the loss of the model over all positions, not over some positions and not that of the bigram baseline
     values = values or [-row["loss"] for row in rows if (row.get("predictor"), row.get("position")) == ("model", "all")]
     if not values:
         raise ValueError(f"--task {task}: this suite gives no accuracy and no loss to choose by")
@@ -164,18 +164,17 @@ def score_of(task: str, result: SuiteResult) -> float:
 def remembered(
     score: Callable[[Any], float], log: Path, about: dict[str, Any], *, resume: bool
 ) -> Callable[[Any], float]:
-    """Wrap `score` so that the score of each choice of windows is also saved, in a file of JSON lines.
+    """Return `score` with a memory: the score of each choice of windows is also saved as a line of JSON in `log`.
 
     Args:
-        log: the file; overwritten unless `resume`.
-        about: settings that scores depend on beside the windows; a resumed search uses saved scores with equal
-            settings only.
-        resume: use the saved scores instead of calling `score` again.
+        log: the file, which is overwritten unless `resume`.
+        about: settings on which scores depend besides the windows; only saved scores with equal settings are used.
+        resume: whether to use saved scores instead of calling `score` again.
     """
-    # convert to JSON and back, to compare with settings read from the file
+    # convert to JSON and back, because the settings are compared with those read from the file
     about = json.loads(json.dumps(about))
     lines = read_metrics(log) if resume and log.exists() else []
-    # rewrite the file without the unfinished line of a killed process
+    # write the file without the incomplete last line that a killed process may have left
     write_atomically(log, "".join(json.dumps(line) + "\n" for line in lines))
     known = {tuple(line["windows"]): line["score"] for line in lines if line["about"] == about}
 
@@ -192,7 +191,7 @@ def remembered(
 
 
 def result_of(task: str, candidates: Sequence[Candidate], chosen: Candidate, settings: dict[str, Any]) -> SuiteResult:
-    """Return the table and the plot of a search."""
+    """Return the table and the plot of a search as a result."""
     rows = [
         {
             "pattern": c.pattern,
@@ -215,10 +214,10 @@ def result_of(task: str, candidates: Sequence[Candidate], chosen: Candidate, set
 
 
 def plot_of(y: str, tried: Sequence[tuple[str, int, float]], chosen: tuple[int, float]) -> Plot:
-    """Plot each candidate's score against its number of full layers.
+    """Return a plot of each candidate's score over its number of full layers.
 
     Args:
-        y: the label of the score's axis.
+        y: label of the axis of scores.
         tried: pattern, number of full layers and score of every candidate.
         chosen: number of full layers and score of the selected candidate.
     """
@@ -240,7 +239,7 @@ def plot_of(y: str, tried: Sequence[tuple[str, int, float]], chosen: tuple[int, 
 
 
 def command(args: argparse.Namespace, context: Any) -> None:
-    """Run `tokenmix-nha search`: write the table, the plot, and a configuration with the selected windows."""
+    """Run the command `tokenmix-nha search`: write table, plot, and a configuration with the selected windows."""
     from tokenmix_core.cli import device_and_dtype, load_model, load_tokenizer
 
     name, _, tasks = args.task.partition(":")
@@ -277,7 +276,7 @@ def command(args: argparse.Namespace, context: Any) -> None:
     files = write_result(result, out)
     config = model.config.to_dict() | layers_with_windows(model.config, chosen.windows)
     text = json.dumps(type(model.config).from_dict(config).to_dict(), indent=2, default=str) + "\n"
-    # a folder with config.json can be read by AutoConfig and from_pretrained(..., config=...)
+    # AutoConfig and from_pretrained(..., config=...) can read a folder with config.json
     write_atomically(out / CHOSEN / "config.json", text)
     files.append(out / CHOSEN / "config.json")
     print(f"chosen: full layers {chosen.full or 'none'}, {args.task} {chosen.score:.4g}")

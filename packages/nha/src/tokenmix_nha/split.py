@@ -1,7 +1,8 @@
 """Slot-window attention and gated linear attention on sequences that are split over ranks.
 
-A rank holds spans, parts of a sequence. The rows of both states decay, so the state after a span is S' = e^b S + L: b
-sums the span's log-gates, and L sums its tokens, each decayed until the span's end. Autograd differentiates this sum.
+A rank holds spans, which are parts of a sequence. The rows of both operations' states decay, so that the state after a
+span is S' = e^b S + L: b is the sum of the span's log-gates, and L the sum of its tokens, each decayed until the span's
+end. Autograd differentiates this sum.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tokenmix_core.parallel import SequenceShard, compose_decays, receive, requi
 from tokenmix_nha import ops
 from tokenmix_nha.ops import SlotWindowState
 
-# most tokens for which copies in a wider dtype exist at the same time
+# maximum number of tokens of which copies in a wider dtype exist at the same time
 _BLOCK = 8192
 
 
@@ -36,9 +37,9 @@ def slot_window_attention(
     sequence_shard: SequenceShard | None = None,
     **options: Any,
 ) -> ScanOutput:
-    """Apply `ops.slot_window_attention`; if sequences are split, there is neither an initial nor a final state.
+    """Apply `ops.slot_window_attention`, also to split sequences, which must have no initial and get no final state.
 
-    A span receives the last `window` tokens before it, which have not entered the slots, and the slots at its start.
+    A span receives the `window` tokens before it, which have not yet entered the slots, and the slots at its start.
     """
     name = "slot_window_attention"
     shard = require_shard(name, sequence_shard, cu_seqlens)
@@ -65,7 +66,7 @@ def slot_window_attention(
 def _state_before(
     shard: SequenceShard, k: Tensor, v: Tensor, f: Tensor, k_slots: Tensor | None, window: int
 ) -> SlotWindowState:
-    """Return the state before each span that this rank holds (in a packed batch, before each sequence's part of it)."""
+    """Return the state before each span of this rank or, in a packed batch, before each sequence's part of a span."""
     given = [k, v, f] if k_slots is None else [k, v, f, k_slots]
     sizes = [x[0, 0].numel() for x in given]
     dtype = torch.promote_types(k.dtype, f.dtype)
@@ -78,7 +79,7 @@ def _state_before(
         tokens = joined[:, end - span.tail : end]
         if span.through:
             tokens = torch.cat((before, tokens), 1)
-        # keep the tokens that leave the window within the span
+        # only the tokens that leave the window inside the span
         tokens = tokens[:, : max(0, tokens.shape[1] - window)]
         parts = [x.unflatten(-1, y.shape[2:]) for x, y in zip(tokens.split(sizes, -1), given, strict=True)]
         gates = parts[2]
@@ -102,7 +103,7 @@ def _state_before(
 
 
 def _after(log_gates: Tensor, weights: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e^{Σ g} `[B, H, R, 1]` and Σ_t e^{Σ g after t} w_t v_tᵀ `[B, H, R, C]`, in float32 or wider."""
+    """Return e^{Σ g} `[B, H, R, 1]` and Σ_t e^{Σ g after t} w_t v_tᵀ `[B, H, R, C]`, in float32 or a wider dtype."""
     wide = torch.promote_types(torch.promote_types(log_gates.dtype, values.dtype), torch.float32)
     g = log_gates.to(wide)
     total = g.sum(1)
@@ -111,13 +112,13 @@ def _after(log_gates: Tensor, weights: Tensor, values: Tensor) -> tuple[Tensor, 
     for first in range(0, g.shape[1], _BLOCK):
         rows = slice(first, first + _BLOCK)
         found = found + torch.einsum("bthr,bthc->bhrc", weights[:, rows].to(wide), values[:, rows].to(wide))
-    # connect the result to the graph even without tokens, because all ranks must join the backward's communication
+    # depends on the inputs even if there are no tokens, because all ranks must join the communication of the backward
     found = found + weights[:, :0].sum() + values[:, :0].sum().to(wide)
     return total.exp().unsqueeze(-1), found
 
 
 def _by_row(shard: SequenceShard, spans: list[Tensor]) -> Tensor:
-    """Stack the local spans' tensors `[B, ...]` along the batch; a packed part that begins its document gets zeros."""
+    """Stack the tensors `[B, ...]` of local spans along the batch; a packed part that begins a document gets zeros."""
     rows = torch.stack(spans, 1).flatten(0, 1)
     if not shard.packed:
         return rows
@@ -136,7 +137,7 @@ def chunk_gla(
     sequence_shard: SequenceShard | None = None,
     **options: Any,
 ) -> ScanOutput:
-    """Apply `ops.chunk_gla`; split sequences begin with a state of zero, and the final states are of this rank."""
+    """Apply `ops.chunk_gla`, also to split sequences: these start from zero; final states are this rank's."""
     shard = require_shard("chunk_gla", sequence_shard, cu_seqlens)
     if shard is None:
         return ops.chunk_gla(q, k, v, g, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)

@@ -1,4 +1,4 @@
-"""The part of a layer's state that holds slots and window of a batch of sequences."""
+"""The part of a layer's state that holds the slots and the windows of a batch of sequences."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tokenmix_nha.ops import SlotWindowState
 
 
 class SlotWindowPart(StatePart):
-    """State part with a `SlotWindowState` whose ring has its full size from the first token on, so bytes do not grow.
+    """State part with a `SlotWindowState`. Its ring buffer always has its full size, so the bytes are constant.
 
     Args:
         heads: H.
         slots: M.
         key_size, value_size: K and V.
-        window: tokens that the ring can hold.
-        own_slot_keys: True if the slots use other keys than the window; the ring then holds both.
+        window: number of tokens that the ring buffer can hold.
+        own_slot_keys: whether the slots have other keys than the window; the ring buffer then holds both.
     """
 
     window: int
@@ -31,7 +31,7 @@ class SlotWindowPart(StatePart):
         self.value: SlotWindowState | None = None
 
     def get(self, batch: int, like: Tensor) -> SlotWindowState:
-        """Return the state; an empty one before the first token."""
+        """Return the state; before the first token, an empty one."""
         if self.value is None:
             self.value = self.empty(batch, like)
         return self.value
@@ -50,7 +50,7 @@ class SlotWindowPart(StatePart):
         )
 
     def set(self, state: SlotWindowState) -> None:
-        """Store a call's final state, detached, so that no gradient flows from one call into an earlier one."""
+        """Store a call's final state, detached, so that no gradient flows back into an earlier call."""
         state = SlotWindowState._make(None if x is None else x.detach() for x in state).reserve(self.window)
         if self.fixed:
             copy_all([x for x in state if x is not None], self.tensors)
@@ -59,11 +59,11 @@ class SlotWindowPart(StatePart):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Slots, ring and length; empty before the first token."""
+        """Slots, ring buffer and length; empty before the first token."""
         return () if self.value is None else tuple(x for x in self.value if x is not None)
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply `fn` to each tensor and store the results."""
+        """Replace each tensor by `fn` of it."""
         if self.value is not None:
             self.value = SlotWindowState._make(None if x is None else fn(x) for x in self.value)
 
@@ -72,7 +72,7 @@ class SlotWindowPart(StatePart):
         self.value = None
 
     def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
-        """Return the bytes of the state of `batch_size` sequences, which do not depend on their length."""
+        """Return the bytes of the state for `batch_size` sequences of any length."""
         heads, slots, key_size, value_size = self.sizes
         wide = torch.promote_types(dtype, torch.float32).itemsize
         keys = 2 if self.own_slot_keys else 1
@@ -82,10 +82,10 @@ class SlotWindowPart(StatePart):
         return Bounds(size, size)
 
     def held(self, seq_len: int) -> int:
-        """Return how many bytes the state occupies; they do not depend on `seq_len`."""
+        """Return the bytes that the state uses, which do not depend on `seq_len`."""
         return 0 if self.value is None else self.value.bytes()
 
     @property
     def allocated(self) -> int:
-        """Bytes of memory allocated for the state."""
+        """Bytes of memory that are allocated for the state."""
         return self.held(0)

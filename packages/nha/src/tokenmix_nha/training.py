@@ -1,4 +1,4 @@
-"""Train with random windows, drawn for every layer and step, so that one model serves all hybrids (Figure 4)."""
+"""Training with a random window for every layer and step, so that one model can serve as every hybrid (Figure 4)."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from tokenmix_nha.windows import Window, check_window
 
 
 def draw_windows(choices: Sequence[Window], layers: int, *, seed: int, step: int) -> list[Window]:
-    """Draw one window per layer, independently and uniformly from `choices`; the draw depends on seed and step only."""
+    """Draw one window per layer, uniformly from `choices` and independently; the draw depends only on seed and step."""
     rng = stream("nha windows", seed, step)
     return [choices[i] for i in rng.integers(len(choices), size=layers)]
 
 
 class DrawWindows(TrainerCallback):
-    """Draw a window for every layer at the beginning of each optimizer step (Figure 4).
+    """Draws a random window for every layer at the beginning of each optimizer step (Figure 4).
 
-    All micro-batches and processes of a step have the same windows. A resumed run draws the same windows as one that
-    was not interrupted. After training the model has its own windows again.
+    All micro-batches and processes of a step use the same windows. A resumed run draws the windows of an uninterrupted
+    run. At the end of training, the model gets its own windows back.
 
     Args:
-        choices: the windows to draw from.
+        choices: the windows from which to draw.
         seed: seed of the draws.
 
     Raises:
-        ValueError: `choices` is empty or holds an invalid window.
+        ValueError: `choices` is empty or contains an invalid window.
     """
 
     def __init__(self, choices: Sequence[Window], seed: int):

@@ -1,4 +1,4 @@
-"""Windows of layers as options: checks, patterns of full layers, and the fields of a configuration."""
+"""Windows as options of layers: checks, patterns with full-attention layers, and the fields of a configuration."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 FULL = "full"
-# default of layers without the option
+# window of layers for which the option is not given
 WINDOW = 32
-# a number of tokens (0: queries see only slots), or "full"
+# a number of tokens (with 0, queries see only slots), or "full"
 Window = int | str
 
 
 def check_window(window: Any, slots: int = 1) -> Window:
-    """Return the window unchanged if it is valid.
+    """Return the window unchanged, if it is valid.
 
     Raises:
-        ValueError: `window` is neither an integer ≥ 0 nor "full", or is 0 without slots, so that queries see no key.
+        ValueError: `window` is neither an integer ≥ 0 nor "full", or it is 0 without slots: queries would see no key.
     """
     if window == FULL:
         return window
@@ -28,7 +28,7 @@ def check_window(window: Any, slots: int = 1) -> Window:
 
 
 def check_windows(windows: Window | Sequence[Window], layers: int, slots: int = 1) -> list[Window]:
-    """Return one window per layer, from one window for all or a pattern whose length divides the number of layers.
+    """Return one window per layer, from a single window or from a pattern whose length divides the number of layers.
 
     Raises:
         ValueError: a window is invalid, or the pattern's length does not divide `layers`.
@@ -43,10 +43,10 @@ def check_windows(windows: Window | Sequence[Window], layers: int, slots: int = 
 
 
 def hybrid_windows(layers: int, window: Window, full_layers: Sequence[int]) -> list[Window]:
-    """Return one window per layer: "full" in `full_layers`, `window` in all others.
+    """Return one window per layer: "full" for the indices `full_layers`, `window` for all other layers.
 
     Raises:
-        ValueError: an index of `full_layers` is not a layer's.
+        ValueError: `full_layers` contains an index that no layer has.
     """
     for i in full_layers:
         if not 0 <= i < layers:
@@ -55,11 +55,11 @@ def hybrid_windows(layers: int, window: Window, full_layers: Sequence[int]) -> l
 
 
 def nha_layers(windows: Window | Sequence[Window], **options: Any) -> dict[str, Any]:
-    """Return the fields `mixers` and `mixer_options` of a configuration whose layers are NHA with these windows.
+    """Return the fields `mixers` and `mixer_options` of a configuration whose layers are NHA with the given windows.
 
     Args:
-        windows: one window for all layers, or a pattern.
-        options: options of every layer, as for `NhaMixer`.
+        windows: one window for all layers, or a pattern that is repeated.
+        options: options of every layer, which `NhaMixer` documents.
 
     Raises:
         ValueError: a window is invalid.
@@ -74,9 +74,9 @@ def nha_layers(windows: Window | Sequence[Window], **options: Any) -> dict[str, 
 
 
 def layers_with_windows(config: Any, windows: Sequence[Window]) -> dict[str, Any]:
-    """Return the configuration fields that set one window per NHA layer and change nothing else."""
+    """Return the configuration fields that give each NHA layer its window and change nothing else."""
     if hasattr(config, "window"):
-        # a converted model has only NHA layers and keeps their windows in one field
+        # a converted model has only NHA layers, and stores their windows in one field
         return {"window": list(windows)}
     labels, made, rest = [], dict(config.mixer_options), iter(windows)
     for i, label in enumerate(config.labels):
@@ -86,7 +86,7 @@ def layers_with_windows(config: Any, windows: Sequence[Window]) -> dict[str, Any
             if window != before:
                 options = {**options, "type": "nha", "window": window}
                 label = f"{label.removesuffix(f'-{before}')}-{window}"
-                # layers with another label may differ in more than the window, so they need another name
+                # layers with another label may have other options too, so they need a new label
                 while made.setdefault(label, options) != options:
                     label += "'"
         labels.append(label)

@@ -1,6 +1,6 @@
 """Public operations: `slot_window_attention` and its decoding step, the forget gates, and gated linear attention."""
 
-# registers the operations with `explain`
+# this import registers the operations with `explain`
 import tokenmix_nha.ops.registry  # noqa: F401
 from tokenmix_nha.ops.forget_gates.api import log_forget_gates
 from tokenmix_nha.ops.gla.api import chunk_gla

@@ -1,1 +1,1 @@
-"""Compute the gates of slots and of gated linear attention from their logits."""
+"""The gates of slots, and of gated linear attention, computed from their logits."""

@@ -1,4 +1,4 @@
-"""The kernels as a differentiable function in eager mode, which saves only f for the backward."""
+"""The kernels as a differentiable function for eager mode; it saves only f for the backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elementwise kernels of the gates and their gradient."""
+"""Elementwise kernels that compute the log-gates and the gradient of f."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenmix_core.ops import BD, BM, tile_of
 def log_sigmoid(b_f):
     """Return log σ(f) = min(f, 0) − log(1 + exp(−|f|)), which never overflows."""
     b_x = tl.exp2(-tl.abs(b_f) * LOG2_E)
-    # log(1 + x) by its series if x is small, since 1 + x would round x
+    # for small x use the series of log(1 + x), because 1 + x would round x
     b_series = b_x * (1.0 - b_x * (0.5 - b_x * (0.33333333 - b_x * 0.25)))
     return tl.minimum(b_f, 0.0) - tl.where(b_x < 0.01, b_series, tl.log(1.0 + b_x))
 
@@ -26,7 +26,7 @@ def log_sigmoid(b_f):
 def forget_gates_kernel(
     f, y, stride_f, rows, D, inverse, BM: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr = False
 ):
-    """Store log σ(f) / τ of a tile."""
+    """Store log σ(f) / τ of a tile; `inverse` is 1 / τ."""
     gdc_launch_and_wait(PDL)
     o_r, o_d, mask = tile_of(rows, D, BM, BD)
     b_f = tl.load(f + o_r * stride_f + o_d, mask=mask, other=0.0).to(tl.float32)
@@ -36,7 +36,7 @@ def forget_gates_kernel(
 @cached_launch
 @triton.jit(do_not_specialize=["rows"])
 def forget_gates_backward_kernel(f, dy, df, stride_f, stride_dy, rows, D, inverse, BM: tl.constexpr, BD: tl.constexpr):
-    """Store df = dy σ(−f) / τ of a tile."""
+    """Store df = dy σ(−f) / τ of a tile; `inverse` is 1 / τ."""
     o_r, o_d, mask = tile_of(rows, D, BM, BD)
     b_f = tl.load(f + o_r * stride_f + o_d, mask=mask, other=0.0).to(tl.float32)
     b_dy = tl.load(dy + o_r * stride_dy + o_d, mask=mask, other=0.0).to(tl.float32)

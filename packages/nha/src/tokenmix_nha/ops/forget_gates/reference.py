@@ -9,5 +9,5 @@ from tokenmix_core.nn import at_least_float32
 
 
 def log_forget_gates_reference(f: Tensor, normalizer: float) -> Tensor:
-    """Return log α, in float32 or wider."""
+    """Return log α = log σ(f) / τ, in float32 or a wider dtype."""
     return F.logsigmoid(at_least_float32(f)) / normalizer

@@ -37,16 +37,16 @@ def chunk_gla(
 
     .. math:: S_t = \mathrm{Diag}(e^{g_t}) S_{t-1} + k_t v_t^\top, \qquad o_t = \text{scale} \cdot S_t^\top q_t
 
-    Plain PyTorch on every device, without kernels: a baseline, not a fast path. Differentiable in every tensor argument
-    and through both results. Packed sequences with initial states run one after the other, and the call synchronises
-    with the device.
+    Plain PyTorch on every device, without kernels, because this is a baseline and not a fast path. Differentiable in
+    every tensor argument and through both results. Packed sequences with initial states run one after another, and the
+    call then waits for the device.
 
     Args:
         q: `[B, T, HQ, K]`; HQ is a multiple of H, and query head h reads head h // (HQ / H).
         k, v: `[B, T, H, K]`, `[B, T, H, V]`, in q's dtype.
         g: `[B, T, H, K]`, natural log of the gates, ≤ 0, any float dtype.
-        scale: factor of the outputs; None is K ** −0.5.
-        initial_state: `[N, H, K, V]`, float32 (float64 beside float64 inputs); None is zero.
+        scale: factor of the outputs; None stands for K ** −0.5.
+        initial_state: `[N, H, K, V]`, float32 (float64 for float64 inputs); None stands for zero.
         cu_seqlens: `[N + 1]` int32 or int64, the boundaries of N sequences packed into one row (B = 1).
 
     Returns:
@@ -84,7 +84,7 @@ def _chunk_gla(q, k, v, g, factor: float, initial_state: Tensor | None, cu_seqle
 def scanned_at_once(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None, *, carried: bool
 ) -> list[tuple[slice, slice, Int[Tensor, "N_plus_1"] | None]]:
-    """Return (tokens, rows of the state, boundaries) for each scan: one, or one per packed sequence if `carried`."""
+    """Return (tokens, rows of the state, boundaries) of each scan: one scan, or if `carried` one per sequence."""
     if cu_seqlens is None or not carried:
         return [(slice(None), slice(None), cu_seqlens)]
     return [(slice(a, b), slice(n, n + 1), None) for n, (a, b) in enumerate(pairwise(cu_seqlens.tolist()))]

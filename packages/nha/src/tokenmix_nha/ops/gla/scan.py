@@ -1,4 +1,7 @@
-"""A recurrence of a matrix with one gate per row, chunkwise in plain PyTorch; queries multiply its rows or columns."""
+"""A matrix recurrence with one gate per row, computed chunkwise in plain PyTorch.
+
+Queries multiply its rows or columns.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,25 @@ from torch import Tensor
 
 from tokenmix_core.chunking import packed_positions
 
-# tokens C of a chunk; the weights between its tokens are a tensor [C, C, M]
+# number C of tokens in a chunk; the decays between its tokens are a tensor [C, C, M]
 CHUNK = 16
-# log-gate that clears the state: exp(−10⁴) = 0 in float32
+# a log-gate so low that it clears the state: exp(−10⁴) = 0 in float32
 CLOSED = -1e4
 
 
 class GatedScan:
-    r"""The recurrence S_t = Diag(e^{g_t}) S_{t−1} + w_t ⊗ x_t with S `[M, D]`; `rows` and `columns` multiply it by q.
+    r"""The recurrence S_t = Diag(e^{g_t}) S_{t−1} + w_t ⊗ x_t of a matrix S `[M, D]`, which queries can then multiply.
 
-    `rows` is gated linear attention, o_t = S_tᵀ q_t. The slots of keys and of values are two such recurrences; the
-    logits are the keys' `columns`, z_t = S_t q_t. Differentiable by autograd; time and memory grow as T · C · M.
+    `rows` returns S_tᵀ q_t, the output of gated linear attention. Slots of keys and of values are two such recurrences;
+    from the slots of keys, `columns` returns the logits S_t q_t. Differentiable by autograd; time and memory grow as T
+    · C · M.
 
     Args:
-        w: `[N, T, H, M]`, the entering token's weight in each row.
+        w: `[N, T, H, M]`, the weight with which each token enters each row.
         x: `[N, T, H, D]`, the entering vectors.
         g: `[N, T, H, M]`, natural log of the gates, ≤ 0.
-        state: `[N, H, M, D]`, S before the first token; None is zero.
-        cu_seqlens: boundaries of sequences packed into one row, each starting from S = 0; excludes `state`.
+        state: `[N, H, M, D]`, S before the first token; None stands for zero.
+        cu_seqlens: boundaries of sequences packed into one row, each of which starts from S = 0; then no `state`.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class GatedScan:
 
     @property
     def final(self) -> Float[Tensor, "N H M D"]:
-        """S after the last token of every sequence."""
+        """S after the last token of each sequence."""
         if self.cu_seqlens is None:
             return self._last
         empty = self.cu_seqlens.diff() == 0
@@ -92,9 +96,9 @@ def _chunks(x: Float[Tensor, "N T *rest"], size: int) -> Float[Tensor, "N chunks
 
 
 def _between(g: Float[Tensor, "N chunks C H M"]) -> Float[Tensor, "N chunks C C H M"]:
-    """Return the decay from token j to token t, `[t, j]`; 0 for j > t."""
+    """Return for each chunk the decay from token j to token t, at `[t, j]`; 0 for j > t."""
     order = torch.arange(g.shape[2], device=g.device)
-    # sum the gates between j and t; a difference of cumulative sums would cancel
+    # sum the log-gates between j and t, because a difference of cumulative sums would lose precision
     between = torch.where((order[:, None] > order)[..., None, None], g[:, :, :, None], 0).cumsum(2)
     return between.masked_fill((order[:, None] < order)[..., None, None], -torch.inf).exp()
 
@@ -104,7 +108,7 @@ def _states(
 ) -> tuple[Float[Tensor, "N T H M D"], Float[Tensor, "N H M D"]]:
     """Return S before each of T steps S ← Diag(e^{g_t}) S + added_t, and S after the last step.
 
-    More than `CHUNK` steps are split into chunks recursively.
+    If there are more than `CHUNK` steps, the function splits them into chunks and calls itself.
     """
     steps = g.shape[1]
     if steps <= CHUNK:

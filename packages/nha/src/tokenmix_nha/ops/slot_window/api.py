@@ -1,4 +1,4 @@
-"""Public functions of slot-window attention: checks, the initial state's window, selection of the implementation."""
+"""The public functions of slot-window attention: they check arguments, prepend the carried window, select kernels."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def slot_window_attention(
 ) -> ScanOutput:
     r"""Attend to M memory slots and the last `window` tokens under one softmax (Native Hybrid Attention, eq. 1–4).
 
-    A token enters the slots when it leaves the window, with its own gate :math:`\alpha_j = e^{f_j} \in [0, 1]^M`; the
-    query at t sees the slots of the tokens :math:`j \le t - w` and the tokens :math:`t - w < j \le t` themselves:
+    A token enters the slots when it leaves the window, with its own gate :math:`\alpha_j = e^{f_j} \in [0, 1]^M`. The
+    query at position t, with window w, sees the slots, which contain the tokens :math:`j \le t - w`, and the tokens
+    :math:`t - w < j \le t` themselves:
 
     .. math:: S^K \leftarrow \mathrm{Diag}(\alpha_j) S^K + (1 - \alpha_j) \otimes k_j, \qquad
         S^V \leftarrow \mathrm{Diag}(\alpha_j) S^V + (1 - \alpha_j) \otimes v_j
@@ -58,31 +59,33 @@ def slot_window_attention(
     .. math:: o_t = \mathrm{softmax}(\text{scale} \cdot q_t [S^K; k_{t-w+1} \ldots k_t]^\top)
         [S^V; v_{t-w+1} \ldots v_t]
 
-    Slots start at zero; before any token enters them they have logit 0 and value 0. `window=0` is gated slot attention,
-    whose slots include token t; a window of T or more is full attention with M zero keys. Query head h reads head
-    h // (HQ / H) of k, v and f. Differentiable in every tensor argument, including the state, and through both results.
+    Slots start at zero: before any token enters them, their logit is 0 and their value 0. `window=0` is gated slot
+    attention, whose slots include token t; a window of T or more is full attention with M additional zero keys. Query
+    head h reads head h // (HQ / H) of k, v and f. Differentiable in every tensor argument, including the state, and
+    through both results.
 
     Args:
         q: `[B, T, HQ, K]`; HQ is a multiple of H.
         k, v: `[B, T, H, K]`, `[B, T, H, V]`. q, k, v, q_slots and k_slots share one dtype: bfloat16, float16 or float32
             (the reference also float64).
         f: `[B, T, H, M]`, natural log of the gates, ≤ 0, any float dtype. Triton treats gates below 2⁻²⁸ as 2⁻²⁸.
-        window: tokens that a query sees exactly, itself included; any integer ≥ 0, which may differ from call to call.
-        q_slots, k_slots: q and k for the slots if the window's are rotated; None uses q and k.
-        scale: factor of the logits; None is K ** −0.5.
-        initial_state: the `final_state` of the call on the preceding tokens. Tokens that have entered the slots stay
-            there even if `window` is larger than in that call.
+        window: number w of last tokens that a query sees exactly, itself included; an integer ≥ 0 that may change
+            between calls.
+        q_slots, k_slots: q and k for the slots, if those for the window are rotated; None stands for q and k.
+        scale: factor of the logits; None stands for K ** −0.5.
+        initial_state: the `final_state` of the call on the preceding tokens. Tokens that have entered the slots stay in
+            them even if `window` is larger than in that call.
         cu_seqlens: `[N + 1]` int32 or int64, the boundaries of N sequences packed into one row (B = 1).
-        output_final_state: if False, the final state is None, which saves gathering its ring.
+        output_final_state: if False, the final state is None, which saves gathering its ring buffer.
         impl: "gluon" (Hopper kernels: bfloat16, K and V of 64 or 128, M of 16, 32 or 64), "triton" (K and V of 64 or
             128, M of 16, 32, 64 or 128), "reference" (any size and device), or None for the fastest one available:
-            Gluon on Hopper, Triton on other CUDA tensors, else the reference. With "gluon", a kernel stays in Triton if
-            that is faster; `tokenmix_core.ops.explain` names the kernels. A window of T or more runs core's fastest
-            attention.
+            Gluon on Hopper, Triton on other CUDA tensors, else the reference. With "gluon", single kernels still are
+            Triton's if these are faster; `tokenmix_core.ops.explain` names all kernels. For a window of T or more,
+            core's fastest attention runs.
 
     Returns:
-        ScanOutput: o `[B, T, HQ, V]` in q's dtype, and a `SlotWindowState` whose ring holds min(`window`, number of
-        tokens) tokens.
+        ScanOutput: o `[B, T, HQ, V]` in q's dtype, and a `SlotWindowState` whose ring buffer contains `window` tokens,
+            or all tokens if there are fewer.
 
     Raises:
         ValueError: shapes, dtypes, devices, head counts, window or cu_seqlens do not fit; the message names the
@@ -104,7 +107,7 @@ def slot_window_attention(
     )  # fmt: skip
     exported = backend == "reference" and torch.compiler.is_exporting()
     if initial_state is None and not exported and window >= dims["T"]:
-        # no token leaves the window, so the slots stay zero
+        # no token leaves the window, so that the slots stay zero
         from tokenmix_nha.ops.slot_window.prefix import zero_prefix_attention
 
         o = zero_prefix_attention(q, k, v, cu_seqlens, slots=dims["M"], scale=factor, impl=backend)
@@ -135,24 +138,25 @@ def slot_window_attention_step(
     normalizer: float | None = None,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B HQ V"]:
-    """Run one decoding step of `slot_window_attention`, with the size of the state's ring as window; update `state`.
+    """Run one decoding step of `slot_window_attention`; the window is the size of the state's ring. Updates `state`.
 
-    The oldest token leaves the ring and enters the slots, the new token replaces it in the ring, and the query sees
-    slots and ring. Memory and time do not depend on the number of earlier tokens. Not differentiable.
+    The oldest token in the ring buffer enters the slots, the new token takes its entry, and the query sees slots and
+    ring buffer. Memory and time do not depend on the number of earlier tokens. Not differentiable.
 
     Args:
         q, k, v, f, q_slots, k_slots: one token of each sequence, as for `slot_window_attention` without T.
-        state: `SlotWindowState.zeros`, or a final state after `reserve(window)`; contiguous tensors, overwritten.
-        scale: as for `slot_window_attention`.
-        normalizer: τ if f holds logits and the log-gates are log σ(f) / τ (`log_forget_gates`); None if f holds
-            log-gates.
-        impl: as for `slot_window_attention`, except "gluon": there is no Gluon kernel for one token.
+        state: `SlotWindowState.zeros`, or a final state after `reserve(window)`; its contiguous tensors are
+            overwritten.
+        scale: the same as for `slot_window_attention`.
+        normalizer: τ if f contains logits, from which log-gates are computed as log σ(f) / τ (`log_forget_gates`); None
+            if f contains log-gates.
+        impl: the same as for `slot_window_attention`, but not "gluon": there is no Gluon kernel for one token.
 
     Returns:
         o `[B, HQ, V]` in q's dtype.
 
     Raises:
-        ValueError: as for `slot_window_attention`.
+        ValueError: the same reasons as for `slot_window_attention`.
     """
     op = "slot_window_attention_step"
     token = dict(q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
@@ -186,7 +190,7 @@ def slot_window_attention_step(
 
 @Checked
 def _check(op, q, k, v, f, q_slots, k_slots, cu_seqlens, window, scale, impl, *state) -> tuple[dict, str | None, float]:
-    """Validate a whole-sequence call; return the sizes, the resolved implementation and the scale."""
+    """Validate a call on whole sequences; return its sizes, the implementation to use, and the scale."""
     backend = resolve_impl(op, impl, q, GLUON)
     if isinstance(window, bool) or not isinstance(window, int) or window < 0:
         raise ValueError(f"{op}: window must be an integer of at least 0, got {window!r}")
@@ -201,7 +205,7 @@ def _check(op, q, k, v, f, q_slots, k_slots, cu_seqlens, window, scale, impl, *s
         raise ValueError(f"{op}: q_slots and k_slots go together, got {given} without {absent}")
     sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
     dims["N"] = dims["B"] if sequences is None else sequences
-    # pass q again, so that the device of cu_seqlens is compared with the device of q
+    # q is passed again, so that its device is compared with that of cu_seqlens
     bind_shapes(op, dims, q=(q, "B T HQ K"), cu_seqlens=(cu_seqlens, "_?"))
     _check_rest(op, backend, dims, q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
     if backend == "gluon":
@@ -220,7 +224,7 @@ _CHUNK_REFERENCE = exportable(reference.chunk_reference, _shapes)
 
 
 def _reference(x: Inputs):
-    """Return o and the final slots, computed chunkwise in eager PyTorch; packed sequences run one after the other."""
+    """Return o and the final slots, computed chunkwise in eager PyTorch; packed sequences run one after another."""
     q, k, v, f, slots_k, slots_v, start = x.q, x.k, x.v, x.f, x.slots_k, x.slots_v, x.start
     q_slots, k_slots = (q, k) if x.q_slots is None or x.k_slots is None else (x.q_slots, x.k_slots)
     sequences = q.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
@@ -269,7 +273,7 @@ def _zero_slots(dims: dict[str, int], q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_rest(op: str, impl: str | None, dims: dict[str, int], **tensors: Tensor | None) -> None:
-    """Raise a ValueError for unsupported dtypes, head counts, or sizes that the kernels do not support."""
+    """Raise a ValueError for dtypes, head counts or sizes that the operation or its kernels do not support."""
     floats = (*FLOATS, torch.float64) if impl == "reference" else FLOATS
     check_dtype(op, floats, **tensors)
     check_same_dtype(op, **{name: x for name, x in tensors.items() if name != "f"})
@@ -286,7 +290,10 @@ def _check_rest(op: str, impl: str | None, dims: dict[str, int], **tensors: Tens
 def _check_state(
     op: str, dims: dict[str, int], q: Tensor, f: Tensor | None, k_slots: Tensor | None, state: SlotWindowState
 ) -> None:
-    """Raise a ValueError unless `state` fits queries and gates; f is None if the caller has logits, not log-gates."""
+    """Raise a ValueError unless `state` fits queries and gates.
+
+    F is None if the caller has logits instead of log-gates.
+    """
     if not isinstance(state, SlotWindowState):
         raise ValueError(f"{op}: the state must be a SlotWindowState, got {type(state).__name__}")
     shapes = {
@@ -294,7 +301,7 @@ def _check_state(
         "k_slots": "N W H K?", "length": "N H",
     }  # fmt: skip
     got = state._asdict()
-    # pass q first, so that the device of the state is compared with the device of q
+    # q is passed first, so that its device is compared with that of the state
     spec = " ".join(["B", "T", "HQ", "K"] if q.dim() == 4 else ["B", "HQ", "K"])
     bind_shapes(op, dict(dims), q=(q, spec), **{f"state.{name}": (got[name], shapes[name]) for name in shapes})
     if (k_slots is None) != (state.k_slots is None):

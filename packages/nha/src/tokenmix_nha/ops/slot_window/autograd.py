@@ -1,4 +1,4 @@
-"""Forward and backward of the operation as sequences of kernel launches, and as torch custom ops."""
+"""Forward and backward of the operation: sequences of kernel launches, also registered as torch custom ops."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tokenmix_nha.ops.slot_window.types import (
 
 
 class Outputs(NamedTuple):
-    """Results of the forward pass, and the fields of `Saved` in one buffer of bytes."""
+    """The results of the forward pass, and the fields of `Saved` in one buffer of bytes."""
 
     o: Tensor
     final_k: Tensor
@@ -56,9 +56,9 @@ class BackwardInputs(NamedTuple):
     """Inputs of the backward pass: arguments and saved tensors of a forward call, and the gradients of its results.
 
     Attributes:
-        inputs: the call's arguments without initial slots, which the backward pass does not need.
-        do, dfinal_k, dfinal_v: gradients of the results; None is zero.
-        initial: True if the call had initial slots.
+        inputs: the call's arguments, without the initial slots, which the backward pass does not need.
+        do, dfinal_k, dfinal_v: gradients of the results; None stands for zero.
+        initial: True if the call had initial slots, whose gradients are then computed.
     """
 
     inputs: Inputs
@@ -86,7 +86,7 @@ def _forward(x: Inputs) -> Outputs:
 
             hopper_slot_states(launch, x, y, results, saved)
             hopper_window_outputs(launch, x, y, results, saved)
-            # the kernel of strong chunks computes its gates' factors itself
+            # the kernel for strong chunks then computes its gates' factors itself
             gates = Gates(None, None, None)
         else:
             gates = chunk_gates(launch, x, y, saved)
@@ -107,10 +107,10 @@ def _backward(given: BackwardInputs) -> Gradients:
     grads = empty_gradients(x, given.initial)
     b = Backward(x, y, saved, given.o, do, dfinal_k, dfinal_v, grads)
     gluon = plan(y.M, y.window, x.impl, x.q, x.k, x.v, do, x.q_slots, x.k_slots).backward == "gluon"
-    # strong chunks always run in the Triton kernels
+    # strong chunks always run in Triton kernels
     strengths = (True,) if gluon else (False, True)
     with compiled_together() as launch:
-        # the Gluon kernels of weak chunks compute the gates' factors themselves
+        # the Gluon kernels for weak chunks compute their gates' factors themselves
         gates = chunk_gates(launch, x, y, saved, only_strong=gluon)
         softmax = empty_softmax(x, y)
         if gluon:
@@ -135,7 +135,8 @@ def _backward(given: BackwardInputs) -> Gradients:
             key_gradients(launch, b, gates, softmax, slots, strong=strong)
             gate_gradients(launch, b, gates, softmax, slots, strong=strong)
     queries, keys = (grads.dq, grads.dq_slots), (grads.dk, grads.dv, grads.df, grads.dk_slots)
-    # with a carried window, its keys precede each sequence's, so the keys' rows do not follow cu_seqlens
+    # with a carried window, each sequence of keys begins with that window's tokens, so that cu_seqlens does not fit the
+    # keys
     zero_padding(x.cu_seqlens, *queries, *(() if x.before else keys))
     if x.before:
         zero_padding(x.cu_seqlens, *keys, before=x.before)
@@ -161,7 +162,7 @@ def _empty_outputs(x: Inputs, y: Layout) -> Outputs:
 
 @of_fields
 def _present(given: BackwardInputs) -> list[Tensor]:
-    """Run `_backward` and drop the gradients that are None: a custom op returns tensors only."""
+    """Run `_backward` and drop the gradients that are None, because a custom op must return tensors."""
     return [grad for grad in _backward(given) if grad is not None]
 
 
@@ -179,7 +180,7 @@ def _save(ctx, inputs, output) -> None:
     x, out = Inputs(*inputs), Outputs(*output)
     ctx.options = dict(before=x.before, window=x.window, scale=x.scale, impl=x.impl)
     ctx.initial = x.slots_k is not None
-    # otherwise torch would materialise zero gradients for all outputs, including the buffer of saved activations
+    # otherwise torch would allocate zero gradients for all outputs, including the buffer of saved activations
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x.q, x.k, x.v, x.f, x.q_slots, x.k_slots, x.start, x.cu_seqlens, out.o, out.saved)
 
@@ -196,5 +197,5 @@ def _gradients(ctx, do, dfinal_k, dfinal_v, *_):
     return dq, dk, dv, df, *own, *initial, *[None] * (len(Inputs._fields) - len(Gradients._fields))
 
 
-# returns o and the final slots; its keys are those of the carried window followed by those of the new tokens
+# returns o and the final slots; its keys are those of the carried window, followed by those of the new tokens
 slot_window_attention_kernels = differentiable(slot_window_attention_op, _forward, _save, _gradients, outputs=3)

@@ -54,7 +54,7 @@ def _column_dots(p_x, p_y, BM: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _gates(chunk, t, at, c):
-    """Store df of a chunk of one head, BM slots per iteration."""
+    """Store df for a chunk of one head, BM slots per iteration."""
     i_m = tl.program_id(2) * c.BM
     first, keys, oldest, length, count, entry, begin_k, begin_q = chunk
     HQ = at.H * c.GROUP
@@ -68,7 +68,7 @@ def _gates(chunk, t, at, c):
     p_dsk, p_dsv = t.ds_k + entry * c.K * c.M, t.ds_v + entry * c.V * c.M
     p_col = t.column + entry * c.BT * c.M
 
-    # e_j of README.md is a sum: b_e from the chunk's queries, b_last from the slots at the chunk's end
+    # e_j of README.md has two parts: b_e from the chunk's queries, and b_last from the slots at the chunk's end
     b_ks = tiles.load_rows(t.k_slots + begin_k * c.K, o_j, m_j, at.H * c.K, c.K)
     b_v = tiles.load_rows(t.v + begin_k * c.V, o_j, m_j, at.H * c.V, c.V)
     b_e = tl.zeros([c.BT, c.BM], dtype=tl.float32)
@@ -103,7 +103,7 @@ def _gates(chunk, t, at, c):
     b_dot = _column_dots(p_dsk + i_m, t.states_k + entry * c.K * c.M + i_m, c.BM, c.M, c.K)
     b_dot += _column_dots(p_dsv + i_m, t.states_v + entry * c.V * c.M + i_m, c.BM, c.M, c.V)
     b_df += (b_dot * b_end + tl.sum(b_last, 0))[None, :]
-    # clamped gates have no gradient
+    # the gradient of a clamped gate is 0
     b_df = tl.where(m_e[:, None] & (tiles.log2_gates(b_f, c.DOT) == b_f * LOG2_E), b_df, 0.0)
     _store_gates(p_df, b_df, o_j, m_s, at.H * c.SLOTS, c.SLOTS - i_m, c.BM)
 
@@ -116,7 +116,7 @@ def slot_window_backward_gates_kernel(
     V: tl.constexpr, BT: tl.constexpr, STRONG: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Store df_j = ⟨dS_j, α_j (S_{j−1} − (k̂_j, v_j))⟩ `[BT, BM]` of the tokens of a chunk, for HEADS heads."""
+    """Store df_j = ⟨dS_j, α_j (S_{j−1} − (k̂_j, v_j))⟩ `[BT, BM]` for the tokens of a chunk and HEADS heads."""
     each_head_of_keys(
         _gates,
         _Tensors(q_slots, k_slots, v, f, row, column, end, states_k, states_v, ds_k, ds_v, do, p, dz, x, df),
@@ -128,7 +128,7 @@ def slot_window_backward_gates_kernel(
 def gate_gradients(
     launch, b: Backward, gates: Gates, softmax: Softmax, slots: SlotGradients, *, strong: bool
 ) -> None:  # fmt: skip
-    """Fill df of the weak chunks, or of the strong ones if `strong`."""
+    """Fill df for the strong chunks (a slot decays by more than 80 bits) if `strong`, else for the weak ones."""
     x, y, saved = b.x, b.y, b.saved
     tile = tuning.tile(y.M, y.window, x.q.dtype)
     each = tuning.strong_heads(y.key_chunks * y.rows, y.H) if strong else 1

@@ -21,16 +21,16 @@ _Tensors = namedtuple("_Tensors", "q k v f q_slots weight column ds_k lse delta 
 
 @triton.jit
 def _keys(chunk, t, at, c):
-    """Store dk, and dk_slots if OWN_SLOT_KEYS, of a chunk of one head."""
+    """Store dk, and dk_slots if OWN_SLOT_KEYS, for a chunk of one head."""
     first, keys, oldest, length, count, entry, begin_k, begin_q = chunk
     HQ = at.H * c.GROUP
     o_r, o_n = tl.arange(0, c.BT), tl.arange(0, c.BN)
     o_j, m_j, m_s, m_e, o_q, m_q = tiles.token_rows(first, keys, oldest, length, at.before, at.window, c.BT)
-    # 0 if no token of the chunk enters the slots
+    # no slots are read if no token of the chunk enters them
     slots = tl.where(first < keys - at.window, c.M, 0)
     scale_2 = t.scale * LOG2_E
     m_w = (o_r[:, None] > o_r[None, :]) & (o_r[:, None] <= o_r[None, :] + at.window) & m_j[:, None]
-    # range of the queries whose windows hold the chunk's tokens and which precede the chunk's own query rows
+    # range of the queries that see tokens of the chunk in their window and lie before the chunk's own query rows
     shift_0 = tl.maximum(at.before - first, 0) // c.BN * c.BN
     shift_1 = tl.minimum(at.window, keys - first)
     p_f, p_weight, p_col = t.f + begin_k * c.SLOTS, t.weight + entry * c.BT * c.M, t.column + entry * c.BT * c.M
@@ -61,7 +61,7 @@ def _keys(chunk, t, at, c):
     if c.OWN_SLOT_KEYS:
         tiles.store_rows(t.dk_slots + begin_k * c.K, b_dk, o_j, m_s, at.H * c.K, c.K)
         b_dk = tl.zeros([c.BT, c.K], dtype=tl.float32)
-        # the window has separate queries, so its loop also covers the chunk's own query rows
+        # the window has separate queries, so that its loop must also cover the chunk's own query rows
         shift_1 = tl.minimum(at.window + c.BT, keys - first)
     for i_g in range(c.GROUP):
         p_q, p_do, p_row = t.q + (begin_q + i_g) * c.K, t.do + (begin_q + i_g) * c.V, begin_q + i_g
@@ -91,7 +91,7 @@ def slot_window_backward_keys_kernel(
     BT: tl.constexpr, BN: tl.constexpr, STRONG: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     OWN_SLOT_KEYS: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Store dk, and dk_slots if OWN_SLOT_KEYS, `[BT, K]` of a key chunk, for HEADS heads."""
+    """Store dk, and dk_slots if OWN_SLOT_KEYS, `[BT, K]` for a key chunk and HEADS heads."""
     each_head_of_keys(
         _keys,
         _Tensors(q, k, v, f, q_slots, weight, column, ds_k, lse, delta, do, dz, dk, dk_slots, scale),
@@ -103,7 +103,7 @@ def slot_window_backward_keys_kernel(
 def key_gradients(
     launch, b: Backward, gates: Gates, softmax: Softmax, slots: SlotGradients, *, strong: bool
 ) -> None:  # fmt: skip
-    """Fill dk and dk_slots of the weak chunks, or of the strong ones if `strong`."""
+    """Fill dk and dk_slots for the strong chunks (a slot decays by more than 80 bits) if `strong`, else the weak."""
     x, y, saved = b.x, b.y, b.saved
     tile = tuning.tile(y.M, y.window, x.q.dtype)
     each = tuning.strong_heads(y.key_chunks * y.rows, y.H) if strong else 1

@@ -1,4 +1,4 @@
-"""Kernel of the query gradients of a chunk; it also fills `Softmax` for the gradients of keys, values and gates."""
+"""Kernel of a chunk's query gradients; it also fills `Softmax`, which the gradients of keys, values and gates need."""
 
 from collections import namedtuple
 
@@ -57,7 +57,7 @@ def _slot_logits(b, s, i_m, i_t, count, o_j, m_e, stride, slots, c):
 
 @triton.jit
 def _window(b_q, b_do, b_lse, t, shift, chunk, at, scale_2, c):
-    """Return the BN window keys at `shift` `[BN, K]`, their probabilities `[BT, BN]`, and do · v `[BT, BN]`."""
+    """Return keys `[BN, K]` of the window tile at `shift`, their probabilities `[BT, BN]`, and do · v `[BT, BN]`."""
     o_n, r_t = tl.arange(0, c.BN), tl.arange(0, c.BT)[:, None]
     o_jn = chunk.i_t * c.BT + shift + o_n
     m_jn = (o_jn >= chunk.oldest) & (o_jn < chunk.keys)
@@ -83,7 +83,7 @@ def _queries(chunk, t, at, c):
 
     b_do = tiles.load_rows(t.do + begin_q * c.V, o_q, m_q, HQ * c.V, c.V)
     p_row = begin_q + o_q.to(tl.int64) * HQ
-    # lse = ∞ makes the probabilities 0 in rows that hold no query
+    # lse = ∞ makes the probabilities 0 in rows without a query
     b_lse = tl.load(t.lse + p_row, mask=m_q, other=float("inf"))
 
     b_q, b_qs, b_ks = tiles.load_pairs(t, chunk, o_q, m_q, o_j, m_j, at.H, c)
@@ -99,7 +99,7 @@ def _queries(chunk, t, at, c):
     b_w = tl.zeros([c.BT, c.BT], dtype=tl.float32)
     shift_0 = 0
     if not c.OWN_SLOT_KEYS:
-        # if slots and window use the same keys, the chunk's q kᵀ, computed above, also serves the window
+        # slots and window use the same keys, so that the chunk's q kᵀ, computed above, also serves the window
         shift_0 = c.BT
         m_w = (r_j > r_t) & (r_j <= r_t + at.window) & m_j[None, :]
         b_w += tl.exp2(tl.where(m_w, b_a * scale_2 - b_lse[:, None], float("-inf")))
@@ -112,7 +112,7 @@ def _queries(chunk, t, at, c):
     )  # fmt: skip
     pairs = _Pairs(b_qs, b_do, b_a, b_dp)
     if c.SHORT:
-        # compute δ from p and dp: if the slots are nearly equal, dz sums to 0 only if δ is rounded like p and dp
+        # δ is computed from p and dp: if all slots are nearly equal, dz sums to 0 only if δ is rounded like p and dp
         b_delta = tl.sum(b_w * b_dp, 1)
         for shift in range(shift_0, shift_1, c.BN):
             _, b_s, b_ds = _window(b_q, b_do, b_lse, t, shift, chunk, at, scale_2, c)
@@ -144,7 +144,7 @@ def _queries(chunk, t, at, c):
             b_p = tl.exp2(tl.where(i_m + o_m < c.SLOTS, b_z * b_row * scale_2, float("-inf")) - b_lse[:, None])
         b_y = tiles.as_factor(b_p * b_row, c.FACTOR, c.DOT)
         tiles.store_by_slot(t.p + begin_q * c.M + i_m, b_y, o_q, m_q, HQ, c.M, c.BM)
-        # x uses the rounded factors of the key gradients, so that the rounding errors of both cancel in df
+        # x uses the same rounded factors as the key gradients, so that the rounding errors of both cancel in df
         b_x = b_y.to(tl.float32) * b_d
         b_y = tiles.as_factor(b_p * (b_d * b_row - b_delta[:, None]) * (t.scale * b_row), c.FACTOR, c.DOT)
         tiles.store_by_slot(t.dz + begin_q * c.M + i_m, b_y, o_q, m_q, HQ, c.M, c.BM)
@@ -161,7 +161,7 @@ def _queries(chunk, t, at, c):
                 b_w += tl.where(tiles.opposite_pairs(r_t, r_j, half), b_h, 0.0)
         b_dq = tl.dot(b_ys, tl.trans(tiles.load_columns(slots.k + i_m, c.M, c.K, c.BM)), b_dq, input_precision=c.DOT)
     if not c.OWN_SLOT_KEYS:
-        # recompute the window's probabilities, to save registers
+        # compute the window's probabilities again, which saves registers
         b_ks = tiles.load_rows(t.k + begin_k * c.K, o_j, m_j, at.H * c.K, c.K)
         b_a = tl.dot(b_q, tl.trans(b_ks), input_precision=c.DOT) * scale_2 - b_lse[:, None]
         b_a = tl.exp2(tl.where(m_w, b_a, float("-inf")))
@@ -203,7 +203,7 @@ def slot_window_backward_queries_kernel(
 
 
 def query_gradients(launch, b: Backward, gates: Gates, softmax: Softmax, *, strong: bool) -> None:
-    """Fill dq, dq_slots and `softmax` of the weak chunks, or of strong ones (a slot decays by more than 80 bits)."""
+    """Fill dq, dq_slots and `softmax` for strong chunks (a slot decays by more than 80 bits) if `strong`, else weak."""
     x, y, saved = b.x, b.y, b.saved
     tile = tuning.tile(y.M, y.window, x.q.dtype)
     chunks, heads = y.query_chunks * y.rows, y.H * y.GROUP

@@ -21,16 +21,16 @@ _Tensors = namedtuple("_Tensors", "q k f weight column ds_v lse do p dv scale")
 
 @triton.jit
 def _values(chunk, t, at, c):
-    """Store dv of a chunk of one head."""
+    """Store dv for a chunk of one head."""
     first, keys, oldest, length, count, entry, begin_k, begin_q = chunk
     HQ = at.H * c.GROUP
     o_r, o_n = tl.arange(0, c.BT), tl.arange(0, c.BN)
     o_j, m_j, m_s, m_e, o_q, m_q = tiles.token_rows(first, keys, oldest, length, at.before, at.window, c.BT)
-    # 0 if no token of the chunk enters the slots
+    # no slots are read if no token of the chunk enters them
     slots = tl.where(first < keys - at.window, c.M, 0)
     scale_2 = t.scale * LOG2_E
     m_w = (o_r[:, None] > o_r[None, :]) & (o_r[:, None] <= o_r[None, :] + at.window) & m_j[:, None]
-    # range of the queries whose windows hold the chunk's tokens and which precede the chunk's own query rows
+    # range of the queries that see tokens of the chunk in their window and lie before the chunk's own query rows
     shift_0 = tl.maximum(at.before - first, 0) // c.BN * c.BN
     shift_1 = tl.minimum(at.window, keys - first)
     p_f, p_weight, p_col = t.f + begin_k * c.SLOTS, t.weight + entry * c.BT * c.M, t.column + entry * c.BT * c.M
@@ -72,7 +72,7 @@ def slot_window_backward_values_kernel(
     BN: tl.constexpr, STRONG: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, FACTOR: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """Store dv `[BT, V]` of a key chunk, for HEADS heads."""
+    """Store dv `[BT, V]` for a key chunk and HEADS heads."""
     each_head_of_keys(
         _values,
         _Tensors(q, k, f, weight, column, ds_v, lse, do, p, dv, scale),
@@ -84,7 +84,7 @@ def slot_window_backward_values_kernel(
 def value_gradients(
     launch, b: Backward, gates: Gates, softmax: Softmax, slots: SlotGradients, *, strong: bool
 ) -> None:  # fmt: skip
-    """Fill dv of the weak chunks, or of the strong ones if `strong`."""
+    """Fill dv for the strong chunks (a slot decays by more than 80 bits) if `strong`, else for the weak ones."""
     x, y, saved = b.x, b.y, b.saved
     tile = tuning.tile(y.M, y.window, x.q.dtype)
     each = tuning.strong_heads(y.key_chunks * y.rows, y.H) if strong else 1

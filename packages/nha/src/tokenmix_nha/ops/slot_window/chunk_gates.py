@@ -18,7 +18,7 @@ _Factors = namedtuple("_Factors", "weight row column end")
 
 @triton.jit
 def _gates(t, i_t, tile, p_f, entering, stride, at, c):
-    """Store the gates' factors of a chunk of one head."""
+    """Store the gates' factors for a chunk of one head."""
     o_r, o_m = tl.arange(0, c.BT), tl.arange(0, c.BM)
     o_t = i_t * c.BT + o_r
     b_f = tiles.load_gates(p_f, o_t, o_t < entering, stride, c.SLOTS, c.BM)
@@ -49,7 +49,7 @@ def slot_gates_kernel(
     """Store for a chunk and HEADS heads: each token's weight in the slots at the chunk's end `[BT, M]`, row and column
     factors, the chunk's log2 decay `[M]`, and how often it must be halved for factors within 2^±80.
 
-    With ONLY_STRONG, `splits` is also an input, and only chunks that it marks as strong are computed.
+    With ONLY_STRONG, `splits` is also an input, and only the chunks that it marks as strong are computed.
     """
     at = tiles.Chunks(splits, None, cu_seqlens, T, N, H, before, window, chunks, entries)
     i_n, i_t, begin, length = tiles.locate_chunk(tl.program_id(0), at, before, BT)
@@ -65,7 +65,7 @@ def slot_gates_kernel(
         b_count = tl.load(splits + tile + o_h, mask=o_h < H, other=0)
         if tl.max(b_count, 0) == 0:
             return
-    # disable LICM: hoisting the indices that heads share would spill registers
+    # heads share indices, and hoisting these out of the loop (LICM) would spill registers
     for i in tl.range(HEADS, disable_licm=True):
         if (tl.sum(tl.where(o_h == i_h + i, b_count, 0), 0) > 0) & (i_h + i < H):
             p_f = f + (begin * H + i_h + i) * SLOTS
@@ -78,7 +78,7 @@ def slot_gates_kernel(
 def chunk_gates(launch, x: Inputs, y: Layout, saved: Saved, *, only_strong: bool = False) -> Gates:
     """Return the gates' factors of all chunks and fill `saved.end` and `saved.splits`.
 
-    With `only_strong`, compute the factors only of chunks that `saved.splits` marks as strong.
+    With `only_strong`, only the factors of chunks that `saved.splits` marks as strong are computed.
     """
     shape = y.entries * y.rows, y.H, y.BT, y.M
     gates = Gates(*empty(x.q, ((shape, x.q.dtype), (shape, torch.float32), (shape, y.factor))))

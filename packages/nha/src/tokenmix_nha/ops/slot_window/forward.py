@@ -23,7 +23,7 @@ _Tensors = namedtuple("_Tensors", "q k v f q_slots k_slots row column states_k s
 
 @triton.jit
 def _outputs(chunk, t, at, c):
-    """Store o and the base-2 log-sum-exp of a query chunk of one query head."""
+    """Store o and the base-2 log-sum-exp for a query chunk of one query head."""
     i_t, keys, oldest, length, _, entry, begin_q, begin_k = chunk
     HQ = at.H * c.GROUP
     o_r = tl.arange(0, c.BT)
@@ -40,7 +40,7 @@ def _outputs(chunk, t, at, c):
     m_e = (o_j >= 0) & (o_j < keys - at.window)
     r_t, r_j = o_r[:, None], o_r[None, :]
     if c.STRONG:
-        # the Hopper scan only marks strong chunks; compute the number of halvings and store it for the backward pass
+        # the Hopper scan only marks strong chunks; count the halvings here, and store the count for the backward pass
         b_f = tiles.load_gates(t.f + begin_k * c.SLOTS, o_j, m_e, at.H * c.SLOTS, c.SLOTS, c.BM)
         b_log = tiles.log2_gates(b_f, c.DOT)
         count = tiles.halvings(b_log, 1, c.BT, c.DOT)
@@ -61,12 +61,12 @@ def _outputs(chunk, t, at, c):
             b_h = tiles.as_factor(tl.where(tiles.opposite_pairs(r_t, r_j, half), b_a, 0.0), c.FACTOR, c.DOT)
             b_z += b_boundary * tl.dot(b_h, tiles.as_factor(b_col * b_boundary, c.FACTOR, c.DOT), input_precision=c.DOT)
     b_z = tl.dot(tiles.as_factor(tl.where(m_b, b_a, 0.0), c.FACTOR, c.DOT), b_col, b_z, input_precision=c.DOT) * b_row
-    # mask the columns from SLOTS on, which are padding
+    # the columns from SLOTS on are padding
     b_z = tl.where((tl.arange(0, c.BM) < c.SLOTS)[None, :], b_z * scale, float("-inf"))
     b_max = tl.max(b_z, 1)
 
-    # query t sees tokens j ≤ t of the chunk through the slots and tokens j > t in the window. If slots and window use
-    # the same keys, one tile of q kᵀ serves both. With separate keys, the window's loop starts at the chunk.
+    # query t sees tokens j ≤ t of the chunk through the slots, and tokens j > t in the window. If both use the same
+    # keys, one tile of q kᵀ serves both. With separate keys, the window's loop starts at the chunk.
     shift_0 = 0
     b_w = tl.full([c.BT, c.BT], float("-inf"), dtype=tl.float32)
     if not c.OWN_SLOT_KEYS:
@@ -98,7 +98,7 @@ def _outputs(chunk, t, at, c):
         b_w.to(b_q.dtype), tiles.load_rows(t.v + begin_k * c.V, o_j, m_j, at.H * c.V, c.V), b_o, input_precision=c.DOT
     )
 
-    # loop over the remaining window tiles, from the first valid key on
+    # loop over the remaining window tiles, starting at the first valid key
     o_n = tl.arange(0, c.BN)
     skip = tl.maximum(oldest - first - shift_0, 0) // c.BN * c.BN
     for shift in range(shift_0 + skip, tl.minimum(c.BT + at.window, keys - first), c.BN):
@@ -128,7 +128,7 @@ def slot_window_forward_kernel(
     V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STRONG: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     OWN_SLOT_KEYS: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Store o `[BT, V]` and the base-2 log-sum-exp of a query chunk, for HEADS query heads."""
+    """Store o `[BT, V]` and the base-2 log-sum-exp for a query chunk and HEADS query heads."""
     each_head_of_queries(
         _outputs,
         _Tensors(q, k, v, f, q_slots, k_slots, row, column, states_k, states_v, o, lse, scale),
@@ -140,9 +140,9 @@ def slot_window_forward_kernel(
 def window_outputs(
     launch, x: Inputs, y: Layout, gates: Gates, results: Results, saved: Saved, *, strong: bool
 ) -> None:  # fmt: skip
-    """Fill o and the log-sum-exp of the weak chunks, or of the strong ones (a slot decays by more than 80 bits).
+    """Fill o and the log-sum-exp for the strong chunks (a slot decays by more than 80 bits) if `strong`, else the weak.
 
-    The programs of strong chunks compute the gate factors; the programs of weak chunks read `gates`.
+    Programs for strong chunks compute the gates' factors themselves; programs for weak chunks read `gates`.
     """
     tile = tuning.tile(y.M, y.window, x.q.dtype)
     chunks, heads = y.query_chunks * y.rows, y.H * y.GROUP

@@ -1,6 +1,7 @@
-"""A program's loop over heads: one in kernels for weak chunks, several in kernels for strong chunks (`forward.py`).
+"""The loop of a program over its heads: one head in kernels for weak chunks, several in kernels for strong chunks.
 
-Strong chunks are rare, so checking several heads in one program costs less than starting one program for each head.
+A chunk is strong if one of its slots decays by more than 80 bits. This is rare, so checking several heads in one
+program costs less than starting a program for each head.
 """
 
 import triton
@@ -11,7 +12,7 @@ from tokenmix_nha.ops.slot_window.tile import KeyChunk, QueryChunk, first_entry,
 
 @triton.jit
 def _locate_keys(i_c, i_h, at, c):
-    """Return the `KeyChunk` of the i_c-th key chunk and head i_h."""
+    """Return the `KeyChunk` with index i_c for head i_h."""
     i_n, i_t, begin, length = locate_chunk(i_c, at, at.before, c.BT)
     begin_k = begin + i_n.to(tl.int64) * at.before
     first, keys = i_t * c.BT, length + at.before
@@ -29,7 +30,7 @@ def _locate_keys(i_c, i_h, at, c):
 
 @triton.jit
 def _any_strong(i_c, i_h, at, c):
-    """True if the i_c-th key chunk is strong for any of HEADS heads from i_h on."""
+    """True if the key chunk with index i_c is strong for any of the HEADS heads from i_h on."""
     i_n, i_t, begin, length = locate_chunk(i_c, at, at.before, c.BT)
     begin_k = begin + i_n.to(tl.int64) * at.before
     entry = (first_entry(i_n, begin_k, at.entries, at.cu_seqlens, c.BT) + i_t) * at.H
@@ -40,12 +41,12 @@ def _any_strong(i_c, i_h, at, c):
 
 @triton.jit
 def each_head_of_keys(body: tl.constexpr, x, at, c):
-    """Call `body(KeyChunk, x, at, c)` for each of HEADS heads whose key chunk is strong if STRONG, else weak."""
+    """Call `body(KeyChunk, x, at, c)` for each of HEADS heads whose key chunk is strong (STRONG) or weak."""
     i_h = tl.program_id(1) * c.HEADS
     if c.STRONG:  # noqa: SIM102
         if not _any_strong(tl.program_id(0), i_h, at, c):
             return
-    # disable LICM: hoisting the indices that heads share would spill registers
+    # heads share indices, and hoisting these out of the loop (LICM) would spill registers
     for i in tl.range(c.HEADS, disable_licm=True):
         if i_h + i < at.H:
             chunk = _locate_keys(tl.program_id(0), i_h + i, at, c)
@@ -73,7 +74,7 @@ def each_head_of_queries(body: tl.constexpr, x, at, c):
     oldest = 0
     if at.start is not None:
         oldest = tl.load(at.start + i_n)
-    # disable LICM: hoisting the indices that heads share would spill registers
+    # heads share indices, and hoisting these out of the loop (LICM) would spill registers
     for i in tl.range(c.HEADS, disable_licm=True):
         count = tl.sum(tl.where(o_h == i_h + i, b_count, 0), 0)
         if ((count > 0) == c.STRONG) & (i_h + i < HQ):

@@ -1,4 +1,4 @@
-"""Select Gluon or Triton kernels for forward and backward; `tuning` has their tile sizes."""
+"""Selection of Gluon or Triton kernels for forward and backward; `tuning` has their tile sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ Form = Literal["triton", "gluon"]
 
 
 class SlotWindowPlan(NamedTuple):
-    """The kernels for weak chunks in each pass; strong chunks always run in Triton."""
+    """The kernels of each pass for weak chunks, whose slots decay by at most 80 bits.
+
+    Strong chunks always run in Triton.
+    """
 
     forward: Form
     backward: Form
@@ -30,7 +33,7 @@ class SlotWindowPlan(NamedTuple):
 def plan(
     slots: int, window: int, impl: str | None, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None
 ) -> SlotWindowPlan:
-    """Return the plan of a call with tiles of `slots` slots; `others` are further tensors that the kernels read.
+    """Return the plan of a call; a tile has `slots` slots, and `others` are further tensors that the kernels read.
 
     Raises:
         ValueError: `impl` is "gluon" and the Gluon kernels cannot run.
@@ -44,7 +47,7 @@ def plan(
 
 
 def limit(slots: int, K: int, V: int) -> str | None:
-    """Return why the Gluon kernels do not support these sizes; None if they do."""
+    """Return the reason why the Gluon kernels do not support these sizes; None if they do."""
     if slots in (32, 64) and {K, V} <= {64, 128}:
         return None
     return f"takes at most 64 slots, and K and V of 64 or 128, got M={slots}, K={K} and V={V}"

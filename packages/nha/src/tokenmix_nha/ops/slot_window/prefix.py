@@ -1,9 +1,9 @@
-"""Full attention with M zero slots before the keys, at the cost of causal attention.
+"""Full attention with M zero slots before the keys, in about the time of causal attention.
 
-A zero key has logit 0 and a zero value, so M zero keys only increase the softmax's denominator. From o and lse of plain
-causal attention, one pass computes `lse' = log(exp(lse) + M)` and `o' = exp(lse − lse') o`. An attention backward
-recomputes the probabilities from lse and takes the row sums of `o · do`; if it is given o' and lse' instead, it returns
-the gradients of the softmax with zero keys. The zero keys themselves have no gradient.
+A zero key has logit 0 and value 0, so that M zero keys only increase the denominator of the softmax. From o and lse of
+plain causal attention, one pass computes `lse' = log(exp(lse) + M)` and `o' = exp(lse − lse') o`. The backward of
+attention computes probabilities from lse and takes the row sums of `o · do`. Given o' and lse' instead, it returns the
+gradients of the softmax with zero keys. The zero keys themselves have no gradient.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _CAUSAL = Mask(causal=True, window=None, sinks=0)
 
 
 def share_of_zeros(lse: Tensor, slots: int) -> Tensor:
-    """Return the total probability of `slots` ≥ 1 logits 0 added to a softmax with log-sum-exp `lse`."""
+    """Return the total probability of `slots` ≥ 1 logits of 0 that are added to a softmax with log-sum-exp `lse`."""
     return (math.log(slots) - lse).sigmoid()
 
 
 def with_zeros(out: AttentionOutput, slots: int) -> Tensor:
-    """Return the outputs `out` after adding `slots` ≥ 0 logits 0 with value 0 to the softmax."""
+    """Return the outputs after `slots` ≥ 0 logits of 0, with value 0, are added to the softmax of `out`."""
     if not slots:
         return out.o
     return (out.o * (out.lse - math.log(slots)).sigmoid().unsqueeze(-1)).to(out.o.dtype)
@@ -46,7 +46,7 @@ def with_zeros(out: AttentionOutput, slots: int) -> Tensor:
 def zero_prefix_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, slots: int, scale: float, impl: str | None
 ) -> Tensor:
-    """Compute causal attention `[B, T, HQ, V]` whose softmax has `slots` additional logits 0 with value 0."""
+    """Return the outputs `[B, T, HQ, V]` of causal attention, with `slots` more logits of 0 in the softmax."""
     if impl == "reference":
         return with_zeros(attention(q, k, v, scale=scale, cu_seqlens=cu_seqlens, impl="reference"), slots)
     if q.is_cuda:
@@ -54,7 +54,7 @@ def zero_prefix_attention(
         heads = q.shape[0] * q.shape[2] if q.shape[2] == k.shape[2] else None
         sizes = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
         chosen = choose_impl(Call(q.device.type, q.dtype, *sizes, _CAUSAL, packed, heads))
-        # if core's own kernels are the fastest, the caller's `impl` selects among them
+        # core's own kernels are the fastest here, so the caller's `impl` selects among them
         requested, impl = impl, (None if impl == "gluon" else impl) if chosen == "triton" else chosen
         if requested is None and by_cudnn(impl, q, k, v, _CAUSAL, packed):
             impl = kernels_before_plan(q, k, v, _CAUSAL) or impl
@@ -62,7 +62,7 @@ def zero_prefix_attention(
 
 
 class Inputs(NamedTuple):
-    """Arguments of attention after zero slots."""
+    """The arguments of causal attention whose softmax has additional zero slots."""
 
     q: Tensor
     k: Tensor

@@ -1,4 +1,4 @@
-"""Add logits 0 with value 0 to a softmax that has been computed, in one pass over its outputs."""
+"""Add logits of 0 with value 0 to a softmax that is already computed, in one pass over its outputs."""
 
 import math
 
@@ -12,7 +12,7 @@ from tokenmix_core.kernels import LOG2_E, cached_launch
 
 
 def add_zeros(o: Tensor, lse: Tensor, slots: int) -> Tensor:
-    """Rescale and overwrite o `[B, T, H, V]` for `slots` more logits 0 with value 0; return the new log-sum-exp."""
+    """Rescale and overwrite o `[B, T, H, V]` for `slots` more logits of 0 with value 0; return the new log-sum-exp."""
     batch, tokens, heads, V = o.shape
     total = torch.empty_like(lse)
     BT = 64
@@ -26,8 +26,8 @@ def add_zeros(o: Tensor, lse: Tensor, slots: int) -> Tensor:
 @cached_launch
 @triton.jit
 def _zeros_kernel(o, lse, total, log_slots, T, H, V: tl.constexpr, BT: tl.constexpr):
-    """Update BT rows of a head: `total = log(exp(lse) + slots)`, both `[B, H, T]`, and o by rescaling."""
-    # start with the last rows, because they may still be in L2
+    """Update BT rows of one head: store `total = log(exp(lse) + slots)`, both `[B, H, T]`, and rescale o."""
+    # process the last rows first, because they may still be in L2
     i = tl.num_programs(0) - 1 - tl.program_id(0)
     chunks = tl.cdiv(T, BT)
     i_h, i_t, i_b = i % H, i // H % chunks, i // (H * chunks)

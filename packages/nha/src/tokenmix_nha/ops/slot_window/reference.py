@@ -1,4 +1,4 @@
-"""The operation in plain PyTorch, on any device and in any float dtype.
+"""The operation in plain PyTorch, on any device and in any floating-point dtype.
 
 In `chunk_reference` the *keys* are the `before` tokens of the initial state's window followed by the new tokens. Only
 the TQ new tokens have queries: `TK = TQ + before`.
@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-# tokens C of a chunk; each chunk's weights are a tensor [C, C, M], so time and memory grow with C
+# number C of tokens in a chunk; a chunk's weights are a tensor [C, C, M], so that time and memory grow with C
 CHUNK = 16
 
 
@@ -30,13 +30,14 @@ def chunk_reference(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute equations 1 to 4 of the paper, vectorised over chunks of entering tokens; autograd differentiates it.
+    """Compute equations 1 to 4 of the paper, vectorised over chunks of entering tokens; differentiable by autograd.
 
-    `start` is the index of the first valid key of each sequence; the keys before it are padding. Return o, the key
+    `start` is the index of each sequence's first valid key; keys before it are padding. Returns o, the slots of keys
+    and the slots of values.
     slots and the value slots.
 
-    Compute in float32 or wider and round only the output. Chunk c pairs the tokens `c·C + r` that enter the slots with
-    the queries at `c·C + r + window`; queries before the first entering token form chunks with negative c.
+    Computes in float32 or wider, and rounds only the output. Chunk c consists of the tokens `c·C + r` that enter the
+    slots and the queries at `c·C + r + window`; queries before the first entering token form chunks with negative c.
     """
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     q, k, v, f, q_slots, k_slots = (x.to(wide) for x in (q, k, v, f, q_slots, k_slots))
@@ -44,28 +45,28 @@ def chunk_reference(
     keys, heads, slots = f.shape[1:]
     group = heads_q // heads
     window = min(window, keys)
-    # query chunks before the first token leaves the window
+    # number of query chunks before the first token leaves the window
     lead = max(math.ceil((window - (keys - queries)) / CHUNK), 0)
     entering = keys - window
     chunks = max(lead + math.ceil(entering / CHUNK), 1)
     first = -lead * CHUNK
 
     def rows(x: Tensor, begin: int, count: int) -> Tensor:
-        """Return rows `begin … begin + count` of dimension 1, zero outside, as `[N, chunks, C, ...]`."""
+        """Return rows `begin … begin + count` of dimension 1 as `[N, chunks, C, ...]`, with zeros outside x."""
         inside = x[:, max(begin, 0) : max(begin + count, 0)]
         before = min(max(-begin, 0), count)
         padding = [0, 0] * (x.dim() - 2) + [before, count - before - inside.shape[1]]
         return torch.nn.functional.pad(inside, padding).unflatten(1, (-1, CHUNK))
 
     f = f.masked_fill((torch.arange(keys, device=f.device) < start[:, None])[..., None, None], 0)
-    # tokens that have not left the window at the end neither decay nor enter
+    # tokens that are still in the window at the end do not enter the slots, so that their gates have no effect yet
     g = rows(f[:, :entering], first, chunks * CHUNK)
     ks, vs = (rows(x[:, :entering], first, chunks * CHUNK) for x in (k_slots, v))
     begin_q = first + window - (keys - queries)
     qs, qw = (rows(x, begin_q, chunks * CHUNK).unflatten(3, (heads, group)) for x in (q_slots, q))
 
-    # the sum of the log-gates after token j up to token t, [N, chunks, t, j, H, M]; a difference of cumulative sums
-    # would cancel
+    # the sum of the log-gates of tokens j + 1 … t, [N, chunks, t, j, H, M]; a difference of cumulative sums would lose
+    # precision
     order = torch.arange(CHUNK, device=f.device)
     later = (order[:, None] > order)[..., None, None]
     between = torch.where(later, g[:, :, :, None], 0).cumsum(2)
@@ -74,7 +75,7 @@ def chunk_reference(
     decay = g.cumsum(2).exp()
 
     def before_chunks(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the slots before every chunk `[N, chunks, H, M, D]`, and after the last."""
+        """Return the slots before every chunk, `[N, chunks, H, M, D]`, and the slots after the last chunk."""
         added = torch.einsum("ncjhm,ncjhd->nchmd", weight[:, :, -1], x)
         states = []
         for c in range(chunks):
@@ -87,7 +88,8 @@ def chunk_reference(
     long = torch.einsum("ncthgd,nchmd->ncthgm", qs, before_k) * decay[:, :, :, :, None]
     long = long + torch.einsum("ncthgj,nctjhm->ncthgm", torch.einsum("ncthgd,ncjhd->ncthgj", qs, ks), weight)
 
-    # the window keys t − window + 1 … t of a chunk's queries are among C + window rows from its first entering token
+    # the window keys t − window + 1 … t of a chunk's queries lie in the C + window rows from its first entering token
+    # on
     begin = first + CHUNK * torch.arange(chunks, device=f.device)[:, None]
     if CHUNK + window < keys:
         index = begin + torch.arange(CHUNK + window, device=f.device)
@@ -109,7 +111,7 @@ def chunk_reference(
 
 
 def step_reference(q, k, v, f, q_slots, k_slots, state, *, scale: float) -> Tensor:
-    """Run one decoding step: the oldest token leaves the ring and enters the slots. Overwrites `state`."""
+    """Run one decoding step, in which the oldest token in the ring buffer enters the slots; overwrites `state`."""
     own_keys = k_slots is not None
     q_slots = q_slots if own_keys else q
     index = torch.arange(len(q), device=q.device)

@@ -1,4 +1,4 @@
-"""The state that slot-window attention carries between calls: slots and window, whose sizes are constant."""
+"""The state of slot-window attention between calls, slots and window; its size is constant."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch import Tensor
 
 
 class SlotWindowState(NamedTuple):
-    """The state of N sequences: M slots per head, and the last tokens, which have not entered the slots yet.
+    """The state of N sequences: M slots per head, and the last tokens, which have not yet entered the slots.
 
-    The window is a ring buffer of W tokens: token p of a sequence, counted from 0, is at index `p mod W`, and the ring
-    holds the last `min(length, W)` tokens. Unused entries never affect a result.
+    The window is a ring buffer of W tokens: token p of a sequence, counted from 0, has index `p mod W`, and the buffer
+    contains the last `min(length, W)` tokens. Unused entries do not affect any result.
 
     Attributes:
-        slots_k: `[N, H, M, K]`, float32 (float64 beside float64 inputs).
+        slots_k: `[N, H, M, K]`, float32 (float64 for float64 inputs).
         slots_v: `[N, H, M, V]`, the dtype of `slots_k`.
         k: `[N, W, H, K]`, the window's keys.
         v: `[N, W, H, V]`, the window's values.
-        f: `[N, W, H, M]`, log-gates of the window's tokens, used when the tokens enter the slots.
+        f: `[N, W, H, M]`, log-gates of the window's tokens, which are used when these enter the slots.
         k_slots: `[N, W, H, K]`, keys that will enter the slots; None if slots and window use the same keys.
-        length: `[N, H]` int32, tokens seen so far; equal for all heads of a sequence. Each head has a counter so that
-            the programs of a decoding step are independent.
+        length: `[N, H]` int32, number of tokens so far, equal for all heads of a sequence. Each head has a counter of
+            its own, so that the programs of a decoding step are independent.
     """
 
     slots_k: Tensor
@@ -48,7 +48,10 @@ class SlotWindowState(NamedTuple):
         gate_dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> SlotWindowState:
-        """Return the state before any token, with a ring of `window` tokens; `own_slot_keys` adds `k_slots`."""
+        """Return the state before any token, with a ring buffer of `window` tokens.
+
+        With `own_slot_keys`, it has `k_slots`.
+        """
         wide = torch.promote_types(dtype, torch.float32)
 
         def ring(size: int, dtype: torch.dtype) -> Tensor:
@@ -66,7 +69,7 @@ class SlotWindowState(NamedTuple):
 
     @property
     def window(self) -> int:
-        """W, the size of the ring in tokens."""
+        """W, the size of the ring buffer in tokens."""
         return self.k.shape[1]
 
     def bytes(self) -> int:
@@ -74,10 +77,10 @@ class SlotWindowState(NamedTuple):
         return sum(x.numel() * x.element_size() for x in self if x is not None)
 
     def reserve(self, window: int) -> SlotWindowState:
-        """Copy the state into new tensors with a ring of `window` ≥ W tokens, which decoding steps may update.
+        """Return a copy in new tensors with a ring buffer of `window` ≥ W tokens, which decoding steps may overwrite.
 
         Raises:
-            ValueError: `window` is smaller than W, which could drop tokens.
+            ValueError: `window` is smaller than W, so that tokens might be lost.
         """
         if window < self.window:
             raise ValueError(f"reserve: window must be at least the ring's {self.window} tokens, got {window}")
@@ -86,7 +89,7 @@ class SlotWindowState(NamedTuple):
         return SlotWindowState(self.slots_k.clone(), self.slots_v.clone(), k, v, f, k_slots, length)
 
     def unrolled(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return k, v, f and k_slots with the oldest token first and unused entries last."""
+        """Return k, v, f and k_slots with the oldest token first and the unused entries last."""
         offsets = torch.arange(self.window, device=self.length.device)
         length = self.length[:, :1]
         oldest = length - length.clamp(max=self.window)
@@ -96,10 +99,10 @@ class SlotWindowState(NamedTuple):
 
 
 def prepend(state: SlotWindowState, k: Tensor, v: Tensor, f: Tensor, k_slots: Tensor | None, cu_seqlens: Tensor | None):
-    """Prepend the state's W window tokens to each sequence; return `(k, v, f, k_slots, start)`.
+    """Put the state's W window tokens before each sequence; return `(k, v, f, k_slots, start)`.
 
-    `start` `[N]` int32 is the index of each sequence's first valid token; tokens before it have log-gate 0 and must be
-    masked out of the window.
+    `start` `[N]`, int32, is the index of each sequence's first valid token. Tokens before it have log-gate 0, and must
+    be masked out of the window.
     """
     window = state.window
     offsets = torch.arange(window, device=state.length.device)
@@ -133,8 +136,8 @@ def last_tokens(
 ):  # fmt: skip
     """Return `(k, v, f, k_slots, length)` of the final state: rings of each sequence's last tokens, oldest first.
 
-    Each sequence of the arguments begins with `before` tokens of the carried window, valid from index `start` on.
-    `cu_seqlens` counts only the new tokens. A ring is no larger than the number of tokens.
+    In the arguments, each sequence begins with `before` tokens of the carried window, which are valid from index
+    `start` on. `cu_seqlens` counts only the new tokens. A ring buffer is not larger than the number of tokens.
     """
     if cu_seqlens is None:
         sequences, capacity = k.shape[0], min(window, k.shape[1])
@@ -149,7 +152,8 @@ def last_tokens(
         capacity = min(window, k.shape[1] - (sequences - 1) * before)
     exist = tokens if start is None else tokens - start
     length = exist.clamp(max=capacity).to(torch.int32)
-    # unused entries repeat a later token of the batch, so that every index is valid and none holds padding
+    # the index of an unused entry is that of a later token of the batch, so that all indices are valid and none is
+    # padding
     index = begins[:, None] + ((tokens - length)[:, None] + torch.arange(capacity, device=k.device))
     if cu_seqlens is None:
         index = index.clamp(max=k.shape[0] * k.shape[1] - 1)

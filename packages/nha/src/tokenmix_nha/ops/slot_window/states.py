@@ -1,7 +1,7 @@
-"""Scans over chunks: a forward scan stores the slots before each chunk, a reverse scan their gradients after each.
+"""Scans over chunks: the forward scan stores the slots before each chunk, the reverse scan their gradients after it.
 
-One program scans some channels of one head, over one sequence or one segment of the sequence. If there are few heads,
-sequences are split into segments that run in parallel:
+One program scans some channels of one head, over a sequence or one of its segments. If there are few heads, sequences
+are split into segments that run in parallel:
 
     LOCAL pass     segment 0 │ segment 1 │ …   each scan starts from zero; stores its final slots and total log2 decay
     carry          slots entering segment s+1 = local slots of s + decay of s · slots entering s
@@ -31,20 +31,20 @@ from tokenmix_nha.ops.slot_window.types import (
     empty,
 )
 
-# channels that one program of the carry kernel scans
+# number of channels that one program of the carry kernel scans
 _CARRY_ROWS = 16
 
 
 @triton.jit
 def _load_columns(p, o_t, m_t, stride, first, BD: tl.constexpr):
-    """Load columns `first … first + BD` of rows `o_t`."""
+    """Load columns `first … first + BD` of the rows `o_t` of a matrix."""
     o_d = first + tl.arange(0, BD)
     return tl.load(p + o_t.to(tl.int64)[:, None] * stride + o_d[None, :], mask=m_t[:, None], other=0.0)
 
 
 @triton.jit
 def _load_slots(p, i_nh, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SLOTS):
-    """Load a tile `[BD, M]` of slots `[N, H, SLOTS, D]`; zero in columns ≥ SLOTS."""
+    """Load a tile `[BD, M]` of slots `[N, H, SLOTS, D]`; columns from SLOTS on are zero."""
     o_d, o_m = first + tl.arange(0, BD), tl.arange(0, M)
     p = p + i_nh.to(tl.int64) * SLOTS * D + o_m[None, :] * D + o_d[:, None]
     return tl.load(p, mask=(o_m < SLOTS)[None, :], other=0.0)
@@ -52,14 +52,14 @@ def _load_slots(p, i_nh, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constex
 
 @triton.jit
 def _store_slots(p, b_s, i_nh, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SLOTS):
-    """Store a tile `[BD, M]` of slots `[N, H, SLOTS, D]`, without the columns ≥ SLOTS."""
+    """Store a tile `[BD, M]` of slots `[N, H, SLOTS, D]`; columns from SLOTS on are left out."""
     o_d, o_m = first + tl.arange(0, BD), tl.arange(0, M)
     tl.store(p + i_nh.to(tl.int64) * SLOTS * D + o_m[None, :] * D + o_d[:, None], b_s, mask=(o_m < SLOTS)[None, :])
 
 
 @triton.jit
 def _tile_offsets(index, first, BD: tl.constexpr, M: tl.constexpr):
-    """Return offsets of rows `first … first + BD` of the tile `[D, M]` that begins at element `index`."""
+    """Return the offsets of rows `first … first + BD` of the tile `[D, M]` that begins at element `index`."""
     return index + (first + tl.arange(0, BD))[:, None] * M + tl.arange(0, M)[None, :]
 
 
@@ -70,9 +70,9 @@ def slot_states_kernel(
     final_v, T, NH, H, before, window, entries, segments, M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BT: tl.constexpr, ND: tl.constexpr, LOCAL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Scan a segment: store the slots before every chunk and after the last one, tiles `[entries, H, D, M]`.
+    """Scan a segment: store the slots before every chunk and after the last one, as tiles `[entries, H, D, M]`.
 
-    With LOCAL, start from zero and store only the final slots and the total log2 decay.
+    With LOCAL, start from zero, and store only the final slots and the total log2 decay.
     """
     i_s, i_nh = tl.program_id(0) // NH, tl.program_id(0) % NH
     i_d = tl.program_id(1)
@@ -149,7 +149,7 @@ def slot_carry_kernel(
     b_s = tl.zeros([BD, M], dtype=tl.float32)
     if outer is not None:
         b_s += _load_slots(outer, i_nh, i_d, BD, D, M, SLOTS)
-    # prefetching is safe, because each iteration reads and replaces a different tile
+    # prefetching is safe, because each iteration reads and overwrites another tile
     for i in tl.range(segments, num_stages=4):
         if BACKWARD:
             i = segments - 1 - i
@@ -202,7 +202,7 @@ def slot_gradients_kernel(
             if dfinal_v is not None:
                 b_sv += _load_slots(dfinal_v, i_nh, i_d * BV, BV, V, BM, SLOTS)
 
-    # query chunks before the first token that enters the slots read the initial slots without decay
+    # query chunks before the first entering token read the initial slots without any decay
     stop = first
     if (i_s == 0) & (not LOCAL):
         stop = -lead
@@ -248,7 +248,7 @@ def slot_gradients_kernel(
 
 
 class Local(NamedTuple):
-    """Results of the LOCAL pass of each segment: slots `[segments · N · H, K or V, M]`, log2 decays `[.., M]`."""
+    """Results of the LOCAL pass for each segment: slots `[segments · N · H, K or V, M]`, log2 decays `[.., M]`."""
 
     local_k: Tensor | None
     local_v: Tensor | None
@@ -256,7 +256,7 @@ class Local(NamedTuple):
 
 
 def slot_states(launch, x: Inputs, y: Layout, gates: Gates, results: Results, saved: Saved) -> None:
-    """Fill the slots before every chunk, in `saved`, and after each sequence's last token, in `results`."""
+    """Store the slots before every chunk in `saved`, and those after each sequence's last token in `results`."""
     config = tuning.scan_config(y.N * y.H, y.entries, y.M, x.q.dtype)
     launch_scan(
         launch, slot_states_kernel, config, x, y, outer=(x.slots_k, x.slots_v), backward=False,
@@ -268,7 +268,7 @@ def slot_states(launch, x: Inputs, y: Layout, gates: Gates, results: Results, sa
 
 
 def slot_gradients(launch, b: Backward, softmax: Softmax) -> SlotGradients:
-    """Return the gradients of the slots after every chunk; fill the gradients of the initial slots in `b.grads`."""
+    """Return the gradients of the slots after every chunk; write those of the initial slots to `b.grads`."""
     x, y, saved = b.x, b.y, b.saved
     slots = SlotGradients(torch.empty_like(saved.states_k), torch.empty_like(saved.states_v))
     config = tuning.scan_config(y.N * y.H, y.entries, y.M, x.q.dtype)
@@ -286,9 +286,9 @@ def launch_scan(
     launch, kernel, config: tuning.ScanConfig, x: Inputs, y: Layout, *, outer: tuple[Tensor | None, Tensor | None],
     backward: bool, **arguments,
 ) -> None:  # fmt: skip
-    """Launch a scan; if sequences are split into segments, first launch the LOCAL pass and the carry.
+    """Launch a scan; if sequences are split into segments, first launch the LOCAL pass and the carry kernel.
 
-    `outer` holds the initial slots, or the gradients of the final slots if `backward`. The kernel gets `arguments`.
+    `outer` has the initial slots or, if `backward`, the gradients of the final slots. The kernel also gets `arguments`.
     """
     local = _empty_local(config, x, y)
     for is_local in (True, False) if config.segments > 1 else (False,):
@@ -310,7 +310,7 @@ def _empty_local(config: tuning.ScanConfig, x: Inputs, y: Layout) -> Local:
 
 
 def _carry(launch, config: tuning.ScanConfig, y: Layout, outer: tuple, local: Local, backward: bool) -> None:
-    """Replace each segment's local final slots by the slots that enter it; if `backward`, do the same for gradients."""
+    """Replace each segment's final slots by the slots that enter it; if `backward`, do so with their gradients."""
     for slots, local_slots, D in ((outer[0], local.local_k, y.K), (outer[1], local.local_v, y.V)):
         launch(
             slot_carry_kernel, (y.N * y.H, D // _CARRY_ROWS),

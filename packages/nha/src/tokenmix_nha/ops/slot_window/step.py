@@ -1,4 +1,4 @@
-"""Decoding step: one kernel updates slots and ring and attends to both."""
+"""The decoding step: one kernel updates slots and ring buffer and attends to both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenmix_nha.ops.forget_gates.kernels import log_sigmoid
 from tokenmix_nha.ops.slot_window.state import SlotWindowState
 from tokenmix_nha.ops.slot_window.tile import LN_2, enter_weight
 
-# largest ring, in tokens, to which this kernel attends; core's split-KV decoding attention handles longer rings
+# largest ring buffer, in tokens, to which this kernel attends; core's split-KV decoding attention handles longer ones
 _RING_INSIDE = 512
 
 
@@ -27,17 +27,17 @@ def slot_window_step_kernel(
     LOGITS: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_RING: tl.constexpr, READ_RING: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Update slots and ring of one key head of one sequence; store o and the log-sum-exp of its query heads.
+    """Update slots and ring buffer of one key head of one sequence; store o and the log-sum-exp of its query heads.
 
-    Each head has its own `length` counter, because a shared counter would need synchronisation between programs.
+    Each head has a `length` counter of its own, because a shared one would need synchronisation between programs.
     """
     if PDL:
         gdc_launch_dependents()
     i_nh = tl.program_id(0).to(tl.int64)
     i_n, i_h = i_nh // H, i_nh % H
     o_m, o_k, o_v, o_n = tl.arange(0, M), tl.arange(0, K), tl.arange(0, V), tl.arange(0, BN)
-    # load the slots, which are most of the bytes, before `gdc_wait`: no other kernel of a decoding step writes slots,
-    # and steps do not overlap (see `launch.pdl`)
+    # load the slots, most of the bytes, already before `gdc_wait`: no other kernel of a decoding step writes slots, and
+    # steps do not overlap (see `launch.pdl`)
     p_sk = slots_k + i_nh * M * K + o_m[:, None] * K + o_k[None, :]
     p_sv = slots_v + i_nh * M * V + o_m[:, None] * V + o_v[None, :]
     b_sk, b_sv = tl.load(p_sk), tl.load(p_sv)
@@ -55,7 +55,7 @@ def slot_window_step_kernel(
     seen = tl.load(length + i_nh)
     b_in_k, b_in_v, b_in_f = b_ks, b_v, b_f
     if HAS_RING:
-        # the oldest token leaves the ring and enters the slots; the new token replaces it
+        # the oldest token enters the slots, and the new token takes its entry in the ring buffer
         i_ring = seen % window
         ring = (i_n * window + i_ring) * H + i_h
         slots = tl.where(seen >= window, M, 0)
@@ -65,7 +65,7 @@ def slot_window_step_kernel(
             b_in_k = tl.load(ring_k_slots + ring * K + o_k)
         else:
             b_in_k = tl.load(ring_k + ring * K + o_k)
-        # all threads must have loaded the oldest token before any thread overwrites it
+        # before a thread overwrites the oldest token, all threads must have loaded it
         tl.debug_barrier()
         tl.store(ring_k + ring * K + o_k, b_k)
         tl.store(ring_v + ring * V + o_v, b_v)
@@ -114,7 +114,7 @@ def slot_window_step_kernel(
                 b_max = b_top
         tl.store(o + i_q * V + o_v, (b_o / b_l).to(o.dtype.element_ty))
         tl.store(lse + i_q, (b_max + tl.log2(b_l)) * LN_2)
-    # no thread loads `length` after this store: with a ring, the barrier above orders the loads; without a ring, only
+    # no thread loads `length` after this store: with a ring buffer, the barrier above guarantees it; without one, only
     # the storing thread loads `length`
     tl.store(length + i_nh, seen + 1)
 
@@ -128,11 +128,11 @@ def _step_op(
     slots_v: Tensor, ring_k: Tensor, ring_v: Tensor, ring_f: Tensor, ring_k_slots: Tensor | None, length: Tensor,
     scale: float, normalizer: float | None, read_ring: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return o `[B, HQ, V]` and the log-sum-exp `[B, HQ]` over the slots and, if `read_ring`, the window."""
+    """Return o `[B, HQ, V]` and the log-sum-exp `[B, HQ]` over the slots and, if `read_ring`, the ring buffer."""
     o, lse = _step_outputs(q, k, v)
     batch, window, heads, _ = ring_k.shape
     M = slots_k.shape[2]
-    # Triton launches on the current device, which may differ from the tensors' device
+    # Triton launches on the current device, which may not be the device of the tensors
     with torch.cuda.device_of(q):
         slot_window_step_kernel[(batch * heads,)](
             q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots, slots_k=slots_k, slots_v=slots_v, ring_k=ring_k,
@@ -150,7 +150,7 @@ def _step_outputs(q, k, v, *_):
 
 
 def step_triton(q, k, v, f, q_slots, k_slots, state: SlotWindowState, scale: float, normalizer: float | None) -> Tensor:
-    """Update `state` and return o `[B, HQ, V]`."""
+    """Update `state` by one token and return o `[B, HQ, V]`."""
     token = dict(q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
     o, lse = _step_op(
         **{name: None if x is None else x.contiguous() for name, x in token.items()},
@@ -159,7 +159,8 @@ def step_triton(q, k, v, f, q_slots, k_slots, state: SlotWindowState, scale: flo
         read_ring=0 < state.window <= _RING_INSIDE,
     )  # fmt: skip
     if state.window > _RING_INSIDE:
-        # the newest token sees every key of the ring, so the order of keys does not matter: read the ring as a KV cache
+        # the newest token sees every key of the ring buffer, in any order, so that decoding attention can read it as a
+        # KV cache
         keys = state.length[:, 0].clamp(max=state.window)
         ring = attention_decode(q.unsqueeze(1), state.k, state.v, keys, scale=scale)
         o = merge_attention([AttentionOutput(o.unsqueeze(1), lse.unsqueeze(1)), ring]).o.squeeze(1)

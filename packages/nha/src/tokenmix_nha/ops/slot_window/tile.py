@@ -1,4 +1,4 @@
-"""Device functions: chunk indices, tile loads and stores, and gates split into two factors that cannot overflow.
+"""Device functions: chunk indices, tile loads and stores, and gates as two factors that cannot overflow.
 
 Inside a chunk the weight of token j in a slot at token t is `exp2(G_t − G_j) · enter_j` with G the cumulative log2
 gates. An MMA needs this weight as (row factor) · (column factor), both relative to the token before a block that holds
@@ -14,23 +14,24 @@ import triton.language as tl
 
 from tokenmix_core.kernels import LOG2_E
 
-# do not specialise on these arguments: they depend on the sequence length, so a new length would recompile
+# do not specialise kernels on these arguments: they depend on the sequence length, so that each new length would
+# compile
 SIZES = ["N", "NH", "chunks", "entries", "extra", "lead", "segments"]
 LN_2 = tl.constexpr(0.6931471805599453)
 # log2 of the bound on the factors of a block, which lie within 2^±80
 LARGEST_FACTOR = tl.constexpr(80.0)
 
-# sizes of a call as in `Layout`, and pointers: `splits` to the halvings of each chunk, `start` to the first valid keys
+# sizes of a call as in `Layout`, and pointers: `splits` has the halvings of each chunk, `start` the first valid keys
 Chunks = namedtuple("Chunks", "splits start cu_seqlens T N H before window chunks entries extra lead", defaults=(0, 0))
-# compile-time sizes and options of a kernel; never assign these to a variable, which would turn them into tensors
+# compile-time sizes and options of a kernel; assigning one to a variable would turn it into a tensor, so never do
 Constants = namedtuple(
     "Constants", "M SLOTS BM K V BT GROUP HEADS STRONG FACTOR DOT BN OWN_SLOT_KEYS SHORT", defaults=(None, False, False)
 )
 # a chunk of keys. first: its first key; keys: number of the sequence's keys; oldest: first valid key; length: number of
-# the sequence's queries; count: halvings of the chunk, −1 if it does not exist; entry: index of its state; begin_k,
-# begin_q: offsets of the sequence's first key and query
+# the sequence's queries; count: number of halvings of the chunk, −1 if it does not exist; entry: index of its state;
+# begin_k, begin_q: offsets of the sequence's first key and query
 KeyChunk = namedtuple("KeyChunk", "first keys oldest length count entry begin_k begin_q")
-# a chunk of queries: its slots include tokens of the i_t-th key chunk; other fields as in `KeyChunk`
+# a chunk of queries, whose slots include tokens of key chunk i_t; its other fields are those of `KeyChunk`
 QueryChunk = namedtuple("QueryChunk", "i_t keys oldest length count entry begin_q begin_k")
 
 
@@ -89,7 +90,7 @@ def sequence_span(i_n, T, cu_seqlens):
 
 @triton.jit
 def first_entry(i_n, begin_k, entries, cu_seqlens, BT: tl.constexpr):
-    """Return the index of sequence `i_n`'s first chunk state; it has one state before each chunk and a final one."""
+    """Return the index of the first chunk state of sequence `i_n`, which has one before each chunk and a final one."""
     if cu_seqlens is not None:
         entry = begin_k // BT + 2 * i_n
     else:
@@ -112,7 +113,7 @@ def store_rows(p, b_x, o_t, m_t, stride, D: tl.constexpr):
 
 @triton.jit
 def load_pairs(t, chunk, o_q, m_q, o_j, m_j, H, c):
-    """Return tiles of a chunk: queries of the window, queries of the slots, and keys that enter the slots."""
+    """Return tiles of a chunk: its queries for the window and for the slots, and the keys that enter the slots."""
     HQ = H * c.GROUP
     b_q = load_rows(t.q + chunk.begin_q * c.K, o_q, m_q, HQ * c.K, c.K)
     if c.OWN_SLOT_KEYS:
@@ -179,7 +180,7 @@ def store_by_slot(p, b_x, o_t, m_t, heads, M: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def load_factors(p, exists, other, M: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr):
-    """Load a chunk's factors `[BT, BM]`; they are `other` in columns ≥ M, and everywhere if not `exists`."""
+    """Load a chunk's factors `[BT, BM]`; columns from M on are `other`, and so is everything if not `exists`."""
     o_t, o_m = tl.arange(0, BT)[:, None], tl.arange(0, BM)[None, :]
     mask = o_t < tl.where(exists, BT, 0)
     if BM > M:
@@ -189,14 +190,14 @@ def load_factors(p, exists, other, M: tl.constexpr, BT: tl.constexpr, BM: tl.con
 
 @triton.jit
 def enter_weight(b_f):
-    """Return 1 − exp(f) for f ≤ 0; for f near 0 a power series avoids cancellation."""
+    """Return 1 − exp(f) for f ≤ 0; near 0 by a power series, because the difference would lose precision."""
     b_small = -b_f * (1.0 + b_f * (0.5 + b_f * (1 / 6 + b_f * (1 / 24 + b_f * (1 / 120)))))
     return tl.where(b_f > -0.1, b_small, 1.0 - tl.exp2(b_f * LOG2_E))
 
 
 @triton.jit
 def as_factor(b_x, FACTOR: tl.constexpr, DOT: tl.constexpr):
-    """Round x to the MMA's operand dtype; round TF32 to nearest, because the MMA would truncate."""
+    """Round x to the MMA's operand dtype; round to TF32 here, to nearest, because the MMA would truncate."""
     if DOT == "tf32" and tl.float32 == FACTOR:
         return ((b_x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     else:
@@ -205,7 +206,7 @@ def as_factor(b_x, FACTOR: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def log2_gates(b_f, DOT: tl.constexpr):
-    """Return log2 of the gates, at least −28 (float32) or −14: a smaller gate is below the MMA's rounding error."""
+    """Return log2 of the gates, clamped to −28 (float32) or −14: smaller gates are below the MMA's rounding error."""
     if DOT == "ieee":
         return tl.maximum(b_f * LOG2_E, -28.0)
     else:
@@ -214,7 +215,7 @@ def log2_gates(b_f, DOT: tl.constexpr):
 
 @triton.jit
 def sums_of_rows(b_m, b_x, DOT: tl.constexpr):
-    """Return the matmul of `b_m`, with elements −1, 0 and 1, and x, split into two bf16 parts that keep 16 bits."""
+    """Return the matmul of `b_m`, with elements −1, 0 and 1, by x, which is split into two bf16 parts for 16 bits."""
     if DOT == "ieee":
         return tl.dot(b_m, b_x, input_precision=DOT)
     else:
@@ -236,13 +237,13 @@ def gates_between(b_log, o_from, o_to, BT: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def block_pairs(o_t, o_j, size):
-    """Return the mask of pairs j ≤ t that lie in one block of `size` tokens."""
+    """Return the mask of the pairs j ≤ t that lie in the same block of `size` tokens."""
     return (o_j <= o_t) & ((o_j & -size) == (o_t & -size))
 
 
 @triton.jit
 def opposite_pairs(o_t, o_j, half):
-    """Return the mask of pairs with j in the left half and t in the right half of one block of 2 · `half` tokens."""
+    """Return the mask of the pairs with j in the left and t in the right half of a block of 2 · `half` tokens."""
     return ((o_j & -(2 * half)) == (o_t & -(2 * half))) & ((o_t & half) > (o_j & half))
 
 
@@ -264,7 +265,8 @@ def block_to_start(b_log, size, BT: tl.constexpr, DOT: tl.constexpr):
 def halvings(b_log, least, BT: tl.constexpr, DOT: tl.constexpr):
     """Return the number of halvings, at least `least`, after which no slot decays by more than 80 bits inside a block.
 
-    The clamp on the gates bounds blocks of four tokens (two in float32), so smaller blocks are never needed.
+    The clamp on the gates already bounds the decay in blocks of four tokens (two in float32), so smaller ones are not
+    needed.
     """
     o_r = tl.arange(0, BT)
     lowest = tl.min(tl.sum(b_log, 0), 0)
@@ -288,7 +290,10 @@ def add_end_gradients(
 
 @triton.jit
 def pair_weights(b_y, p_col, p_f, count, o_j, m_e, stride, slots, c):
-    """Return `Σ_m col_m(j) y_m(t)` `[token j, query t]` over BM slots; 0 for tokens j > t, seen in the window."""
+    """Return `Σ_m col_m(j) y_m(t)` `[token j, query t]` over BM slots.
+
+    0 for tokens j > t, which the window contains.
+    """
     b_col = load_columns(p_col, c.M, c.BT, c.BM)
     o_r = tl.arange(0, c.BT)
     r_j, r_t = o_r[:, None], o_r[None, :]

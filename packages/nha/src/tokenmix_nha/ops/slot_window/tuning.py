@@ -1,4 +1,4 @@
-"""Kernel configurations by shape: a small fixed table of measured values."""
+"""Kernel configurations by shape, in a small fixed table of measured values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenmix_core.kernels import one_wave
 
 
 class Tile(NamedTuple):
-    """Tile sizes: BT tokens of a chunk, BM slots per backward iteration, BN window keys or queries per iteration."""
+    """Tile sizes: BT tokens per chunk, BM slots per backward iteration, BN window keys or queries per iteration."""
 
     BT: int
     BM: int
@@ -20,7 +20,7 @@ class Tile(NamedTuple):
 
 
 class ScanConfig(NamedTuple):
-    """Parallelism of a scan: each head size is split over ND programs, each sequence into at most `segments`."""
+    """How a scan is parallelised: each head's channels over ND programs, a sequence over at most `segments`."""
 
     ND: int
     segments: int
@@ -28,44 +28,47 @@ class ScanConfig(NamedTuple):
     num_stages: int
 
 
-# least slots of a tile in memory in 16-bit kernels, if slots and window use the same keys and GROUP is 1
+# minimum slots of a tile in memory for 16-bit kernels, if slots and window use the same keys and GROUP is 1
 _MIN_TILE = 32
-# least slots of a tile in memory with separate keys for the slots, or with several query heads per key head
+# minimum slots of a tile in memory if the slots have separate keys, or a key head has several query heads
 _MIN_TILE_GENERAL = 64
-# slots of a register tile in 16-bit Triton kernels
+# number of slots in a register tile of 16-bit Triton kernels
 _SLOT_TILE = 64
 _MAX_SEGMENTS = 32
-# widest window for which the Hopper forward kernel, with 32 window keys per iteration, is faster than Triton's
+# widest window for which the Hopper forward kernel, with 32 window keys per iteration, is faster than the Triton kernel
 HOPPER_WINDOW = 256
 # widest window for which δ is summed from probabilities instead of from the rounded o
 SHORT_WINDOW = 64
 
 
 def slot_tile(slots: int, dtype: torch.dtype, own_keys: bool, group: int) -> int:
-    """Return how many slots a tile in memory has, masked ones included: README.md, "Tiles of 16 and 32 slots"."""
+    """Return the number of slots of a tile in memory, with masked ones; see README.md, "Tiles of 16 and 32 slots"."""
     return slots if dtype == torch.float32 else max(slots, _MIN_TILE_GENERAL if own_keys or group > 1 else _MIN_TILE)
 
 
 def whole_tile(slots: int, dtype: torch.dtype) -> int:
-    """Return how many slots a register tile has in Triton kernels that hold all slots at once."""
+    """Return the number of slots in a register tile of Triton kernels that hold all slots at once."""
     return slots if dtype == torch.float32 else max(slots, _SLOT_TILE)
 
 
 def chunk_size(dtype: torch.dtype) -> int:
-    """Return how many tokens a chunk has; all kernels of a call use the same chunks, since they share the states."""
+    """Return the number of tokens in a chunk.
+
+    All kernels of a call use the same, because they share the chunks' states.
+    """
     return 16 if dtype == torch.float32 else 64
 
 
 def tile(slots: int, window: int, dtype: torch.dtype) -> Tile:
-    """Return the tile sizes of kernels with one program per chunk."""
-    # one stage: a second smem stage for the window's tiles would leave one CTA per SM instead of two
+    """Return the tile sizes of the kernels that have one program per chunk."""
+    # one pipeline stage, because a second one for the window's tiles would leave one CTA per SM instead of two
     BT = chunk_size(dtype)
     BM = min(slots, _SLOT_TILE) if dtype == torch.float32 else _SLOT_TILE
     return Tile(BT, BM, min(BT, 32 if window <= 32 else 64), 4, 1)
 
 
 def scan_config(heads: int, chunks: int, slots: int, dtype: torch.dtype) -> ScanConfig:
-    """Return the configuration of the Triton scans, for `heads` heads of all sequences and at most `chunks` chunks."""
+    """Return the configuration of the Triton scans for `heads` heads in all sequences and at most `chunks` chunks."""
     parts = 4 if dtype == torch.float32 or slots > 64 else 2
     return ScanConfig(parts, _num_segments(heads * parts, chunks), 4, 1 if dtype == torch.float32 else 3)
 
@@ -77,7 +80,7 @@ def hopper_scan_config(heads: int, chunks: int) -> ScanConfig:
 
 
 def strong_heads(chunks: int, heads: int) -> int:
-    """Return how many heads one program checks for strong chunks: 8 if that leaves enough programs, else 1."""
+    """Return how many heads one program checks for strong chunks: 8 if enough programs remain, else 1."""
     return 8 if chunks * heads >= 32 * one_wave() else 1
 
 

@@ -1,4 +1,4 @@
-"""Types passed between the steps of forward and backward; fields are named as in the kernels and README.md."""
+"""Types that the steps of forward and backward pass on; their fields are named as in the kernels and README.md."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class Inputs(NamedTuple):
 
     Attributes:
         q, q_slots: `[B, T, HQ, K]`.
-        k, k_slots, v, f: `[B, before + T, H, K, V or M]`; each sequence starts with the carried window's tokens.
-        slots_k, slots_v: the initial slots, `[N, H, M, K or V]`, float32; None is zero.
+        k, k_slots, v, f: `[B, before + T, H, K, V or M]`; each sequence begins with `before` tokens of the carried
+            window.
+        slots_k, slots_v: the initial slots, `[N, H, M, K or V]`, float32; None stands for zero.
         start: index of each sequence's first valid key, `[N]`.
         cu_seqlens: boundaries of the sequences' queries.
     """
@@ -42,7 +43,7 @@ class Inputs(NamedTuple):
     impl: str | None
 
     def aligned(self) -> Inputs:
-        """Return the inputs with contiguous tensors, aligned as the kernels require."""
+        """Return the inputs with their tensors contiguous and aligned, as the kernels require."""
         return Inputs(*map(aligned, self[:8]), *self[8:])
 
 
@@ -50,15 +51,15 @@ class Layout(NamedTuple):
     """Sizes of a call and of its chunks.
 
     Attributes:
-        T, N, H, GROUP: queries of a row, sequences, key heads, and query heads per key head.
+        T, N, H, GROUP: queries per row, number of sequences, of key heads, and of query heads per key head.
         M, SLOTS, BM: slots of a tile in memory; slots of the layer; slots of a register tile in those Triton kernels
             that hold all slots at once.
-        BT: tokens of a chunk.
+        BT: number of tokens in a chunk.
         factor: dtype of the gates' factors.
-        lead: query chunks before the first token enters the slots.
-        extra: tokens between the start of the first query chunk and the first query.
-        rows: rows of chunks: B, or 1 for a packed batch.
-        query_chunks, key_chunks, entries: query chunks, key chunks and chunk states per row.
+        lead: number of query chunks before the first token enters the slots.
+        extra: number of tokens from the start of the first query chunk to the first query.
+        rows: number of rows that are divided into chunks: B, or 1 for a packed batch.
+        query_chunks, key_chunks, entries: number of query chunks, key chunks and chunk states per row.
     """
 
     T: int
@@ -84,7 +85,7 @@ class Layout(NamedTuple):
 
     @property
     def of_queries(self) -> dict[str, int]:
-        """Size arguments of kernels with one program per query chunk."""
+        """Size arguments of the kernels with one program per query chunk."""
         return {
             **{"T": self.T, "N": self.N, "H": self.H, "before": self.before, "window": self.window},
             **{"chunks": self.query_chunks, "entries": self.entries, "extra": self.extra, "lead": self.lead},
@@ -92,7 +93,7 @@ class Layout(NamedTuple):
 
     @property
     def of_keys(self) -> dict[str, int]:
-        """Size arguments of kernels with one program per key chunk."""
+        """Size arguments of the kernels with one program per key chunk."""
         return {
             **{"T": self.T, "N": self.N, "H": self.H, "before": self.before, "window": self.window},
             **{"chunks": self.key_chunks, "entries": self.entries},
@@ -126,8 +127,8 @@ class Saved(NamedTuple):
     Attributes:
         lse: base-2 log-sum-exp `[B, T, HQ]`.
         end: log2 decay over each chunk, `[entries, H, M]`.
-        splits: halvings of each chunk, so that no slot decays by more than 80 bits in a block, `[entries, H]`; 0 for
-            weak chunks, which need none.
+        splits: number of halvings of each chunk after which no slot decays by more than 80 bits in a block, `[entries,
+            H]`; 0 for weak chunks, which need none.
         states_k, states_v: slots before each chunk, `[entries, H, K or V, M]`.
     """
 
@@ -153,10 +154,10 @@ class Gates(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Results that the query-gradient kernel stores for the kernels of key, value and log-gate gradients.
+    """Results of the kernel of query gradients, which the kernels of key, value and log-gate gradients read.
 
     Attributes:
-        p, dz, x: per slot the probability, the scaled gradient of the logit and ⟨dS, S⟩, `[B, T, HQ, M]`.
+        p, dz, x: for each slot the probability, the scaled gradient of the logit, and ⟨dS, S⟩, `[B, T, HQ, M]`.
         delta: do · o, `[B, T, HQ]`.
     """
 
@@ -174,7 +175,7 @@ class SlotGradients(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of the tensors of `Inputs`, in their order; None for inputs that are None."""
+    """Gradients of the tensors in `Inputs`, in the same order; None for an input that is None."""
 
     dq: Tensor
     dk: Tensor
@@ -187,13 +188,13 @@ class Gradients(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Arguments that all steps of the backward pass take.
+    """Arguments of all steps of the backward pass.
 
     Attributes:
-        x, y, saved: the call's inputs and sizes, and the activations that its forward pass saved.
+        x, y, saved: inputs and sizes of the call, and the activations that its forward pass has saved.
         o, do: the output and its gradient.
-        dfinal_k, dfinal_v: gradients of the final slots; None is zero.
-        grads: buffers for all gradients.
+        dfinal_k, dfinal_v: gradients of the final slots; None stands for zero.
+        grads: buffers for the gradients of all inputs.
     """
 
     x: Inputs
@@ -214,7 +215,7 @@ def layout(x: Inputs) -> Layout:
     BT = tuning.chunk_size(x.q.dtype)
     lead = max(cdiv(x.window - x.before, BT), 0)
     extra = lead * BT - (x.window - x.before)
-    # torch.compile would trace len() as a constant, so read the shape
+    # read the shape, because torch.compile would trace len() as a constant
     N = x.cu_seqlens.shape[0] - 1 if x.cu_seqlens is not None else batch
     if packed:
         query_chunks = (T + N * extra) // BT + N
@@ -235,7 +236,7 @@ def layout(x: Inputs) -> Layout:
 
 
 def empty(x: Tensor, layouts: Sequence[tuple]) -> tuple[Tensor, ...]:
-    """Allocate one tensor on x's device for each (shape, dtype) of `layouts`."""
+    """Allocate on x's device one tensor for each (shape, dtype) in `layouts`."""
     return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in layouts)
 
 
@@ -246,7 +247,7 @@ def empty_results(x: Inputs, y: Layout) -> Results:
 
 
 def saved_layouts(x: Inputs, y: Layout) -> _Layouts:
-    """Return shapes and dtypes of the fields of `Saved`."""
+    """Return the shapes and dtypes of the fields of `Saved`."""
     tiles = y.entries * y.rows, y.H
     small = (x.q.shape[:3], torch.float32), ((*tiles, y.M), torch.float32), (tiles, torch.int32)
     return *small, ((*tiles, y.K, y.M), x.q.dtype), ((*tiles, y.V, y.M), x.q.dtype)
@@ -261,7 +262,7 @@ def empty_softmax(x: Inputs, y: Layout) -> Softmax:
 
 
 def empty_gradients(x: Inputs, initial: bool) -> Gradients:
-    """Allocate the gradients of all inputs; gradients of the initial slots only if `initial`."""
+    """Allocate the gradients of all inputs; those of the initial slots only if `initial`."""
     own = (None if t is None else torch.empty_like(t) for t in (x.q_slots, x.k_slots))
     slots = (None, None)
     if initial:

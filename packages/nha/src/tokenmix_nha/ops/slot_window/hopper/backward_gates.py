@@ -42,7 +42,7 @@ def hopper_backward_gates_kernel(
     )  # fmt: skip
     if count != 0:
         return
-    # query r of the chunk sees tokens ≤ r of the chunk through the slots, and tokens > r in the window
+    # query r of the chunk sees tokens ≤ r of the chunk through the slots, and later tokens of the chunk in the window
     o_q, entering = first + window - before, keys - window
     o_i, o_m = gl.arange(0, BT, gl.SliceLayout(1, slots)), gl.arange(0, M, gl.SliceLayout(0, slots))
     m_m = (o_m < SLOTS)[None, :]
@@ -97,7 +97,7 @@ def hopper_backward_gates_kernel(
         b_last = gates.mma_add_opaque(s_v, s_dsv, gates.mma_opaque(s_k, s_dsk, M))
         b_e, b_last, b_a, b_dp = warpgroup_mma_wait(0, deps=[b_e, b_last, b_a, b_dp])
     barrier()
-    # the slots before the chunk reuse the buffers of q and do
+    # the slots before the chunk overwrite the buffers of q and do
     s_sk, s_sv = reinterpret(s_q, dtype, [K, M], swizzled), reinterpret(s_do, dtype, [V, M], swizzled)
     async_copy_rows(s_sk, states_k + entry * K * M, M, K, 4)
     async_copy_rows(s_sv, states_v + entry * V * M, M, V, 4)
@@ -107,11 +107,11 @@ def hopper_backward_gates_kernel(
     end_m = gl.exp2(gl.load(end + entry * M + o_l))
     b_last *= gl.convert_layout(end_m, gl.SliceLayout(0, slots))[None, :]
     b_col = gates.enter_weight(b_f) * b_inverse
-    # infinity marks clamped gates, whose gradient is 0; `store_gates` replaces infinity by 0
+    # infinity marks a clamped gate, whose gradient is 0; `store_gates` replaces it by 0
     b_own = gl.where(b_f * LOG2_E >= -14.0, (b_inverse - b_col) * (b_e + b_last), float("inf"))
     b_last *= b_col
     p_x = x + ((begin_q + (o_q + o_i).to(gl.int64) * HQ) * M)[:, None] + o_m[None, :]
-    # if the window is shorter than in the preceding call, the first tokens have no query
+    # if the window is shorter than in the preceding call, the first tokens have no query that reads them
     m_x = ((o_q + o_i >= 0) & (o_q + o_i < length))[:, None]
     b_x = gl.load(p_x, mask=m_x, other=0.0)
     for i_g in range(1, GROUP):
@@ -126,7 +126,7 @@ def hopper_backward_gates_kernel(
 
 
 def hopper_gate_gradients(launch, b: Backward, softmax: Softmax, slots: SlotGradients) -> None:
-    """Fill df of the weak chunks, in which no slot decays by more than 80 bits."""
+    """Fill df for the weak chunks, in which no slot decays by more than 80 bits."""
     x, y, saved = b.x, b.y, b.saved
     launch(
         hopper_backward_gates_kernel, (y.key_chunks * y.rows * y.H,),

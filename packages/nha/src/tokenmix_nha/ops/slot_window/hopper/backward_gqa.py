@@ -1,6 +1,6 @@
-"""Gradients of a weak chunk's tokens from all query heads of a GQA group, one head per iteration, on Hopper.
+"""Gradients of a weak chunk's tokens from all query heads of a GQA group on Hopper, one query head per iteration.
 
-Tiles are transposed, `[token, query]`. Each query head's tiles overwrite the previous head's in smem.
+Tiles are transposed, `[token, query]`. In smem, the tiles of each query head overwrite those of the previous head.
 """
 
 from collections import namedtuple
@@ -13,13 +13,13 @@ from tokenmix_core.kernels.gluon import barrier, mma_layout, wait_async_copies
 from tokenmix_nha.ops.slot_window.hopper.gates import as_left, async_copy_tokens, mma_add_opaque, mma_opaque, rounded
 from tokenmix_nha.ops.slot_window.hopper.pairs import WindowPointers, add_window, softmax
 
-# a query head's smem tiles, or pointers to its rows of a sequence
+# tiles of one query head in smem, or pointers to its rows of a sequence
 QueryTiles = namedtuple("QueryTiles", "q do p dz")
 
 
 @gluon.jit
 def _mask_causal(b_x, dtype: gl.constexpr):
-    """Round X, with 0 at pairs whose token is not yet in the slots that the query reads."""
+    """Round x to `dtype`; set pairs to 0 whose token is not yet in the slots that the query reads."""
     square: gl.constexpr = mma_layout(64, 4)
     o_i = gl.arange(0, 64, gl.SliceLayout(1, square))
     return rounded(gl.where(o_i[:, None] <= gl.arange(0, 64, gl.SliceLayout(0, square))[None, :], b_x, 0.0), dtype)
@@ -53,7 +53,7 @@ def entries_of_heads(s_k, s_v, s, t, o_q, length, HQ, GROUP: gl.constexpr):
 
 @gluon.jit
 def add_slots_of_heads(b_dk, b_dv, b_col, s, t, o_q, length, HQ, GROUP: gl.constexpr):
-    """Add to b_dk and b_dv the gradients through the slots from all heads; the first head's tiles are in smem."""
+    """Add to b_dk and b_dv the gradients through the slots, of all heads; the tiles of the first head are in smem."""
     K: gl.constexpr = s.q.shape[1]
     V: gl.constexpr = s.do.shape[1]
     M: gl.constexpr = s.p.shape[1]
@@ -86,7 +86,7 @@ def add_window_of_heads(b_dk, b_dv, s_q, s_do, s, p, w, o_q, GROUP: gl.constexpr
     square: gl.constexpr = mma_layout(64, 4)
     col: gl.constexpr = gl.SliceLayout(0, square)
     o_j = gl.arange(0, 64, col)
-    # in this layout each thread holds one element, until the vectors are broadcast
+    # each thread holds one element, which saves registers, until the vectors are broadcast
     o_l = o_q + gl.arange(0, 64, gl.BlockedLayout([1], [32], [4], [0]))
     m_l = (o_l >= 0) & (o_l < w.length)
     for i in range(GROUP):

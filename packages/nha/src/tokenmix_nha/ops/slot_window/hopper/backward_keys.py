@@ -64,16 +64,16 @@ def hopper_backward_keys_kernel(
     )  # fmt: skip
     if count != 0:
         return
-    # query r of the chunk sees tokens ≤ r of the chunk through the slots, and tokens > r in the window
+    # query r of the chunk sees tokens ≤ r of the chunk through the slots, and later tokens of the chunk in the window
     o_q, entering = first + window - before, keys - window
-    # if no token of the chunk enters the slots, there is no chunk state to load
+    # if no token of the chunk enters the slots, the chunk has no state to load
     size_k, size_v = gl.where(first < entering, K, 0), gl.where(first < entering, V, 0)
 
     s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_v = gl.allocate_shared_memory(dtype, [BT, V], shared)
     s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
-    # this buffer holds p and dz first, the window's queries later
+    # this buffer first contains p and dz, later the window's queries
     s_y = gl.allocate_shared_memory(dtype, [2, BT, 64 if GROUP > 1 else M], shared)
     s_p, s_dz = reinterpret(s_y.index(0), dtype, [BT, M], swizzled), reinterpret(s_y.index(1), dtype, [BT, M], swizzled)
     s_dsk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
@@ -103,14 +103,14 @@ def hopper_backward_keys_kernel(
     b_weight = rounded(b_col * gl.convert_layout(end_m, gl.SliceLayout(0, slots))[None, :], dtype)
     b_col = as_left(rounded(b_col, dtype), BT)
 
-    # masks [token, query]: m_p if the query sees the token through the slots, m_w if in the window
+    # masks [token, query]: m_p if the query sees the token through the slots, m_w if it sees it in the window
     wait_async_copies(1)
     if GROUP == 1:
         b_p, b_dz = mma_opaque(b_col, s_p.permute((1, 0)), BT), mma_opaque(b_col, s_dz.permute((1, 0)), BT)
     m_p = o_i[:, None] <= o_j[None, :]
     m_w = (o_i[:, None] > o_j[None, :]) & (o_i[:, None] <= o_j[None, :] + window)
     m_w = m_w & (first + o_i >= oldest)[:, None]
-    # the window's queries start at the chunk's first token and reuse buffers that the WGMMAs have read
+    # the window's queries begin at the chunk's first token, and overwrite buffers that the WGMMAs have read
     o_w = first - before
     shift_0, shift_1 = gl.maximum(-o_w, 0) // BN * BN, gl.minimum(window, keys - first)
     queries = QueryWindow(o_w, shift_0, shift_1, window, length, first, oldest, HQ, scale)
@@ -197,7 +197,7 @@ def hopper_backward_keys_kernel(
 
 
 def hopper_key_gradients(launch, b: Backward, softmax: Softmax, slots: SlotGradients) -> None:
-    """Fill dk, dk_slots and dv of the weak chunks, in which no slot decays by more than 80 bits."""
+    """Fill dk, dk_slots and dv for the weak chunks, in which no slot decays by more than 80 bits."""
     x, y, saved = b.x, b.y, b.saved
     launch(
         hopper_backward_keys_kernel, (y.key_chunks * y.rows * y.H,),

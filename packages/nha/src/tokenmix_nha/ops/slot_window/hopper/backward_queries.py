@@ -1,4 +1,4 @@
-"""Hopper kernel of the query gradients of a weak chunk; it also fills `Softmax` for the other gradients.
+"""Hopper kernel of a weak chunk's query gradients; it also fills `Softmax`, which the other gradients need.
 
 A chunk is weak if no slot decays by more than 80 bits in it. A CTA is one warpgroup. Each buffer is one pipeline stage;
 later loads reuse buffers after a barrier:
@@ -30,7 +30,7 @@ from tokenmix_nha.ops.slot_window.hopper import gates
 from tokenmix_nha.ops.slot_window.tile import Chunks
 from tokenmix_nha.ops.slot_window.types import Backward, Softmax
 
-# smem tiles: queries and do of a chunk, keys and values of the window
+# tiles in smem: queries and do of a chunk, keys and values of the window
 _Tiles = namedtuple("_Tiles", "q do k v")
 # pointers to a sequence's keys and values, and the range of window keys: `first + shift_0` … `first + shift_1`
 _KeyWindow = namedtuple("_KeyWindow", "k v shift_0 shift_1 window first oldest keys H")
@@ -38,7 +38,7 @@ _KeyWindow = namedtuple("_KeyWindow", "k v shift_0 shift_1 window first oldest k
 
 @gluon.jit
 def _window(s, lse_i, shift, w, scale_2):
-    """Return the probabilities of the BN window keys at `shift`, `[64, BN]`, and do · v, `[64, BN]`."""
+    """Return the probabilities of the BN window keys at `shift`, and do · v for their values, both `[64, BN]`."""
     BN: gl.constexpr = s.k.shape[0]
     layout: gl.constexpr = mma_layout(BN, 4)
     o_i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
@@ -52,9 +52,9 @@ def _window(s, lse_i, shift, w, scale_2):
 
 @gluon.jit
 def _add_window_delta(delta_i, s, lse_i, w, scale_2):
-    """Add to δ the sum of probability · (do · v) over the window keys; then copy the first key tile again for dq.
+    """Add to δ the sum of probability · (do · v) over the window; then start copying the first key tile again, for dq.
 
-    If the slots are nearly equal, dz sums to 0 only if δ is rounded like p and dp, so δ cannot be do · o.
+    δ must not be do · o: if all slots are nearly equal, dz sums to 0 only if δ is rounded like p and dp.
     """
     BN: gl.constexpr = s.k.shape[0]
     K: gl.constexpr = s.k.shape[1]
@@ -74,7 +74,7 @@ def _add_window_delta(delta_i, s, lse_i, w, scale_2):
 
 @gluon.jit
 def _delta_from_outputs(s_do, o, begin_q, o_q, length, HQ):
-    """Return δ = do · o, computed from the o that is stored in 16 bits."""
+    """Return δ = do · o, computed from the stored o, which has 16 bits."""
     lines: gl.constexpr = row_layout(s_do.shape[1], 4)
     o_t = gl.arange(0, s_do.shape[0], gl.SliceLayout(1, lines))
     o_d = gl.arange(0, s_do.shape[1], gl.SliceLayout(0, lines))
@@ -86,7 +86,7 @@ def _delta_from_outputs(s_do, o, begin_q, o_q, length, HQ):
 
 @gluon.jit
 def _add_window(b_dq, s, lse_i, delta_i, w, scale, scale_2):
-    """Add to dq the sum over window keys; the caller has started the async copies of the first key tile."""
+    """Add to dq the sum over the window's keys; the caller has started to copy the first key tile."""
     BN: gl.constexpr = s.k.shape[0]
     K: gl.constexpr = s.k.shape[1]
     V: gl.constexpr = s.v.shape[1]
@@ -134,7 +134,7 @@ def hopper_backward_queries_kernel(
     i_t -= lead
     begin_k = begin + i_n.to(gl.int64) * before
     first, keys = i_t * BT, length + before
-    # query r of the chunk sees tokens ≤ r of the chunk through the slots, and tokens > r in the window
+    # query r of the chunk sees tokens ≤ r of the chunk through the slots, and later tokens of the chunk in the window
     o_q = first + window - before
     if o_q >= length:
         return
@@ -152,11 +152,11 @@ def hopper_backward_queries_kernel(
     s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
     s_v = gl.allocate_shared_memory(dtype, [BT, V], shared)
     s_sk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
-    # this buffer holds the value slots first, p and dz later
+    # this buffer first contains the value slots, later p and dz
     s_y = gl.allocate_shared_memory(dtype, [2, BT, M], swizzled)
     s_sv = reinterpret(s_y, dtype, [V, M], swizzled)
     s_col = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
-    # this buffer holds the low bf16 parts of the gates first, window keys later
+    # this buffer first contains the low bf16 parts of the gates, later keys of the window
     s_1 = gl.allocate_shared_memory(dtype, [max(BT * M, BN * K) // 64, 64], shared)
     s_low = reinterpret(s_1, dtype, [BT, M], swizzled)
     p_k, p_v = k + begin_k * K, v + begin_k * V
@@ -179,18 +179,18 @@ def hopper_backward_queries_kernel(
     b_f = gates.load_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M)
     m_q = (o_q + o_i >= 0) & (o_q + o_i < length)
     o_row = begin_q + (o_q + o_i).to(gl.int64) * HQ
-    # lse = ∞ makes the probabilities 0 in rows that hold no query
+    # lse = ∞ makes the probabilities 0 in rows without a query
     lse_i = gl.load(lse + o_row, mask=m_q, other=float("inf"))
     b_g = gates.sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_col, s_low, False)
     s_col.store((gates.enter_weight(b_f) * gl.exp2(-b_g)).to(dtype))
-    # the window's tiles reuse the buffers of s_low and v
+    # the window's tiles overwrite the buffers of s_low and v
     s_kn, s_vn = reinterpret(s_1, dtype, [BN, K], shared), reinterpret(s_v, dtype, [BN, V], shared)
     shift_0 = BT + gl.maximum(oldest - first - BT, 0) // BN * BN
     shift_1 = gl.minimum(BT + window, keys - first)
     tiles = _Tiles(s_q, s_do, s_kn, s_vn)
     window_keys = _KeyWindow(p_k, p_v, shift_0, shift_1, window, first, oldest, keys, H)
 
-    # masks [query, token]: m_p if the query sees the token through the slots, m_w if in the window
+    # masks [query, token]: m_p if the query sees the token through the slots, m_w if it sees it in the window
     wait_async_copies(1)
     b_a, b_dp = gates.mma_opaque(s_q, s_k.permute((1, 0)), BT), gates.mma_opaque(s_do, s_v.permute((1, 0)), BT)
     b_a, b_dp = warpgroup_mma_wait(0, deps=[b_a, b_dp])
@@ -214,7 +214,7 @@ def hopper_backward_queries_kernel(
     b_d = gates.mma_add_opaque(b_right, s_col, b_d)
     b_z, b_d, b_left, b_right = warpgroup_mma_wait(0, deps=[b_z, b_d, b_left, b_right])
     if OWN_SLOT_KEYS:
-        # the window's queries and keys reuse the buffers of the slots' queries and values
+        # queries and keys of the window overwrite the buffers of the slots' queries and values
         barrier()
         s_kw = reinterpret(s_y, dtype, [BT, K], shared)
         gates.async_copy_tokens(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
@@ -230,7 +230,7 @@ def hopper_backward_queries_kernel(
         delta_i = gl.convert_layout(_delta_from_outputs(s_do, o, begin_q, o_q, length, HQ), row)
 
     b_row = gl.exp2(b_g)
-    # mask the columns from SLOTS on, which are padding
+    # the columns from SLOTS on are padding
     b_p = gl.where((o_m < SLOTS)[None, :], b_z * b_row * scale_2, float("-inf"))
     b_p = gl.exp2(b_p - gl.convert_layout(lse_i, each)[:, None])
     if SHORT:
@@ -238,7 +238,7 @@ def hopper_backward_queries_kernel(
     gl.store(delta + o_row, delta_i, mask=m_q)
     b_y = gates.rounded(b_p * b_row, dtype)
     b_dz = gates.rounded(b_p * (b_d * b_row - gl.convert_layout(delta_i, each)[:, None]) * (b_row * scale), dtype)
-    # x uses the rounded factors of the key gradients, so that the rounding errors of both cancel in df
+    # x uses the same rounded factors as the key gradients, so that the rounding errors of both cancel in df
     b_x = b_y.to(gl.float32) * b_d + b_dz.to(gl.float32) * b_z
     p_x = x + ((begin_q + (o_q + o_r).to(gl.int64) * HQ) * M)[:, None] + o_m[None, :]
     gl.store(p_x, b_x, mask=((o_q + o_r >= 0) & (o_q + o_r < length))[:, None])
@@ -292,7 +292,7 @@ def hopper_backward_queries_kernel(
 
 
 def hopper_query_gradients(launch, b: Backward, softmax: Softmax) -> None:
-    """Fill dq, dq_slots and `softmax` of the weak chunks, in which no slot decays by more than 80 bits."""
+    """Fill dq, dq_slots and `softmax` for the weak chunks, in which no slot decays by more than 80 bits."""
     x, y, saved = b.x, b.y, b.saved
     launch(
         hopper_backward_queries_kernel, (y.query_chunks * y.rows * y.H * y.GROUP,),

@@ -1,7 +1,7 @@
 """Hopper kernel of the key, value and log-gate gradients of a weak chunk with at most 32 slots.
 
-Tiles of 64 slots would not fit in shared memory. Tiles are transposed, `[token, query]`. One warpgroup runs the
-computation of `backward_gates.py`, then the computation of `backward_keys.py`:
+With 64 slots the tiles would not fit in shared memory. Tiles are transposed, `[token, query]`. One warpgroup runs the
+computation of `backward_gates.py`, then that of `backward_keys.py`:
 
     cp.async  k, q, v, do ── p, dz, dS^K, dS^V ── S^K, S^V     queries and do of the window, into the buffers of S
     WGMMA     A = k qᵀ, B = v doᵀ   e, e' → df                 Ĉ pᵀ, Ĉ dzᵀ, A and B again → dv, dk, then the window
@@ -41,7 +41,7 @@ def hopper_backward_tokens_kernel(
     scale, T, N, H, before, window, chunks, entries,
     M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
-    """Store dk `[BT, K]`, dv `[BT, V]` and df `[BT, M]` of a chunk's tokens."""
+    """Store dk `[BT, K]`, dv `[BT, V]` and df `[BT, M]` for the tokens of a chunk."""
     BT: gl.constexpr = 64
     BN: gl.constexpr = 32
     dtype: gl.constexpr = q.dtype.element_ty
@@ -57,9 +57,9 @@ def hopper_backward_tokens_kernel(
     )  # fmt: skip
     if count != 0:
         return
-    # query r of the chunk sees tokens ≤ r of the chunk through the slots, and tokens > r in the window
+    # query r of the chunk sees tokens ≤ r of the chunk through the slots, and later tokens of the chunk in the window
     o_q, entering = first + window - before, keys - window
-    # if no token of the chunk enters the slots, there is no chunk state to load
+    # if no token of the chunk enters the slots, the chunk has no state to load
     size_k, size_v = gl.where(first < entering, K, 0), gl.where(first < entering, V, 0)
 
     s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
@@ -70,8 +70,8 @@ def hopper_backward_tokens_kernel(
     s_dz = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
     s_dsk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
     s_dsv = gl.allocate_shared_memory(dtype, [V, M], swizzled)
-    # uses of these two buffers, in order: operands of the gate sums, slots before the chunk, operands of the sums for
-    # df, queries and do of the window
+    # contents of these two buffers, one after another: operands of the gate sums, slots before the chunk, operands of
+    # the sums for df, queries and do of the window
     s_sk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
     s_sv = gl.allocate_shared_memory(dtype, [V, M], swizzled)
     s_high, s_low = reinterpret(s_sk, dtype, [BT, M], swizzled), reinterpret(s_sv, dtype, [BT, M], swizzled)
@@ -101,7 +101,7 @@ def hopper_backward_tokens_kernel(
     b_end = gl.convert_layout(end_m, gl.SliceLayout(0, slots))[None, :]
     b_weight = gates.rounded(b_col * b_end, dtype)
 
-    # df, as in backward_gates.py
+    # compute df, as in backward_gates.py
     wait_async_copies(1)
     b_a, b_dp = gates.mma_opaque(s_k, s_q.permute((1, 0)), BT), gates.mma_opaque(s_v, s_do.permute((1, 0)), BT)
     b_last = gates.mma_add_opaque(s_v, s_dsv, gates.mma_opaque(s_k, s_dsk, M))
@@ -113,7 +113,7 @@ def hopper_backward_tokens_kernel(
     b_e = gates.mma_add_opaque(b_right, s_p, gates.mma_opaque(b_left, s_dz, M))
     b_e, b_left, b_right = warpgroup_mma_wait(0, deps=[b_e, b_left, b_right])
     b_last *= b_end
-    # infinity marks clamped gates, whose gradient is 0; `store_gates` replaces infinity by 0
+    # infinity marks a clamped gate, whose gradient is 0; `store_gates` replaces it by 0
     b_own = gl.where(b_f * LOG2_E >= -14.0, (b_inverse - b_col) * (b_e + b_last), float("inf"))
     b_last *= b_col
     b_round = gates.rounded(b_col, dtype)
@@ -126,10 +126,10 @@ def hopper_backward_tokens_kernel(
     b_df += gl.convert_layout(rest_m, gl.SliceLayout(0, slots))[None, :]
     gates.store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS)
 
-    # masks [token, query]: m_p if the query sees the token through the slots, m_w if in the window
+    # masks [token, query]: m_p if the query sees the token through the slots, m_w if it sees it in the window
     b_left = gates.as_left(b_round, BT)
     b_p, b_dz = gates.mma_opaque(b_left, s_p.permute((1, 0)), BT), gates.mma_opaque(b_left, s_dz.permute((1, 0)), BT)
-    # recompute A and B, to save registers
+    # compute A and B again, which saves registers
     b_a, b_dp = gates.mma_opaque(s_k, s_q.permute((1, 0)), BT), gates.mma_opaque(s_v, s_do.permute((1, 0)), BT)
     b_p, b_dz, b_a, b_dp, b_left = warpgroup_mma_wait(0, deps=[b_p, b_dz, b_a, b_dp, b_left])
     o_i, o_j = opaque(o_i), opaque(o_j)
@@ -139,7 +139,7 @@ def hopper_backward_tokens_kernel(
     b_a, b_dp = softmax(b_a, b_dp, gl.convert_layout(lse_t, col), gl.convert_layout(delta_t, col), m_w, scale)
     b_p, b_dz = gates.rounded(gl.where(m_p, b_p, b_a), dtype), gates.rounded(gl.where(m_p, b_dz, b_dp), dtype)
     barrier()
-    # the window's queries start at the chunk's first token
+    # the window's queries begin at the chunk's first token
     s_qn, s_don = reinterpret(s_sk, dtype, [BN, K], shared), reinterpret(s_sv, dtype, [BN, V], shared)
     o_w = first - before
     shift_0, shift_1 = gl.maximum(-o_w, 0) // BN * BN, gl.minimum(window, keys - first)
@@ -169,7 +169,7 @@ def hopper_backward_tokens_kernel(
 
 
 def hopper_token_gradients(launch, b: Backward, softmax: Softmax, slots: SlotGradients) -> None:
-    """Fill dk, dv and df of the weak chunks; requires that slots and window share keys and that GROUP is 1."""
+    """Fill dk, dv and df for the weak chunks; slots and window must use the same keys, and GROUP must be 1."""
     x, y, saved = b.x, b.y, b.saved
     launch(
         hopper_backward_tokens_kernel, (y.key_chunks * y.rows * y.H,),

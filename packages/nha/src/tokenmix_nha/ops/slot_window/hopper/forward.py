@@ -1,7 +1,7 @@
-"""Hopper forward kernel of a weak query chunk; same arithmetic as the Triton kernel in `../forward.py`.
+"""Hopper forward kernel of a weak query chunk; it computes the same as the Triton kernel in `../forward.py`.
 
-A chunk is weak if no slot decays by more than 80 bits in it. The kernel computes gate factors from log-gates. Values
-reuse the smem buffers of keys, so that two CTAs fit on an SM:
+A chunk is weak if no slot decays by more than 80 bits in it. The kernel computes the gates' factors itself. Values
+overwrite the smem buffers of keys, so that two CTAs fit on an SM:
 
     cp.async  q, k ─┬─ S^K, k of the window       S^V, v, v of the window      more window tiles (32 keys)
     WGMMA           A = q̂ k̂ᵀ, z = q̂ S^K + A Ĉ     p S^V + (p Ĉᵀ + π) v         online softmax per tile
@@ -20,7 +20,7 @@ from tokenmix_nha.ops.slot_window.types import Inputs, Layout, Results, Saved
 
 @gluon.jit
 def _logits(b_s, shift, first, oldest, keys, window, scale):
-    """Return the scaled logits of the chunk's queries and BN keys from `first + shift` on; −∞ outside the window."""
+    """Return the scaled logits of the chunk's queries with BN keys from `first + shift` on; −∞ outside the window."""
     BN: gl.constexpr = b_s.shape[1]
     layout: gl.constexpr = mma_layout(BN, 4)
     o_i = gl.arange(0, b_s.shape[0], gl.SliceLayout(1, layout))[:, None]
@@ -63,7 +63,7 @@ def hopper_window_forward_kernel(
     begin_k, begin_q = begin_k * H + i_h, begin * HQ + gl.program_id(1)
     p_k, p_v = k + begin_k * K, v + begin_k * V
 
-    # values reuse the smem buffers of keys after the WGMMAs have read the keys
+    # values overwrite the smem buffers of keys when the WGMMAs have read the keys
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
     D: gl.constexpr = max(K, V)
@@ -91,7 +91,7 @@ def hopper_window_forward_kernel(
         gates.async_copy_tokens(s_ks, k_slots + begin_k * K, first, oldest, keys, H * K)
     async_copy.commit_group()
     gates.async_copy_tokens(s_sk, states_k + entry * K * M, first * 0, 0, K, M)
-    # copy the first window keys after the chunk
+    # copy the first tile of window keys behind the chunk
     last = gl.minimum(first + BT + window, keys)
     gates.async_copy_tokens(s_kn, p_k, first + BT, oldest, last, H * K)
     async_copy.commit_group()
@@ -119,7 +119,7 @@ def hopper_window_forward_kernel(
     gates.async_copy_tokens(s_v, p_v, first, oldest, keys, H * V)
     gates.async_copy_tokens(s_vn, p_v, first + BT, oldest, last, H * V)
     async_copy.commit_group()
-    # query t sees tokens j ≤ t of the chunk through the slots and tokens j > t in the window
+    # query t sees tokens j ≤ t of the chunk through the slots, and tokens j > t of the chunk in the window
     o_i, o_j = gl.arange(0, BT, row)[:, None], gl.arange(0, BT, gl.SliceLayout(0, square))[None, :]
     m_b = o_j <= o_i
     b_left = gates.as_left(gl.where(m_b, b_a, 0.0).to(dtype), M)
@@ -146,7 +146,7 @@ def hopper_window_forward_kernel(
     b_o = warpgroup_mma(b_w, s_v, b_o, is_async=True)
     b_o, b_y, b_sn, b_w = warpgroup_mma_wait(0, deps=[b_o, b_y, b_sn, b_w])
 
-    # the remaining window tiles, if the window is longer than one tile
+    # compute the remaining window tiles, if the window is longer than one tile
     for shift in range(BT + BN, last - first, BN):
         barrier()
         gates.async_copy_tokens(s_kn, p_k, first + shift, oldest, last, H * K)
@@ -177,7 +177,7 @@ def hopper_window_forward_kernel(
 
 
 def hopper_window_outputs(launch, x: Inputs, y: Layout, results: Results, saved: Saved) -> None:
-    """Fill o and the log-sum-exp of the weak chunks, in which no slot decays by more than 80 bits."""
+    """Fill o and the log-sum-exp for the weak chunks, in which no slot decays by more than 80 bits."""
     launch(
         hopper_window_forward_kernel, (y.query_chunks * y.rows, y.H * y.GROUP),
         q=x.q, k=x.k, v=x.v, f=x.f, q_slots=x.q_slots, k_slots=x.k_slots, splits=saved.splits, states_k=saved.states_k,

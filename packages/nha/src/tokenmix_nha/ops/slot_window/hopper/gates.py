@@ -10,17 +10,17 @@ from tokenmix_nha.ops.slot_window.tile import KeyChunk
 
 @gluon.jit
 def mma(a, b, N: gl.constexpr):
-    """Start the WGMMA A B, `[64, N]`, and return its accumulator."""
+    """Start the WGMMA A B and return its accumulator, `[64, N]`."""
     zero = gl.zeros([64, N], gl.float32, mma_layout(N, 4))
     return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def mma_add_opaque(a, b, b_sum):
-    """Start the WGMMA A B + b_sum; hide the smem addresses of A and B from the compiler.
+    """Start the WGMMA A B + b_sum, with the smem addresses of A and B hidden from the compiler.
 
-    The descriptors are then rematerialised for this WGMMA; otherwise ptxas would hold the descriptors of all WGMMAs of
-    a loop in registers.
+    Their descriptors are then computed again for each WGMMA; otherwise ptxas would hold the descriptors of all WGMMAs
+    of a loop in registers.
     """
     if isinstance(a, gl.shared_memory_descriptor):
         a = opaque_tile(a)
@@ -29,7 +29,7 @@ def mma_add_opaque(a, b, b_sum):
 
 @gluon.jit
 def mma_opaque(a, b, N: gl.constexpr):
-    """Start the WGMMA A B, `[64, N]`; hide the smem addresses from the compiler as in `mma_add_opaque`."""
+    """Start the WGMMA A B, `[64, N]`, with smem addresses hidden from the compiler as in `mma_add_opaque`."""
     if isinstance(a, gl.shared_memory_descriptor):
         a = opaque_tile(a)
     return mma(a, opaque_tile(b), N)
@@ -37,7 +37,7 @@ def mma_opaque(a, b, N: gl.constexpr):
 
 @gluon.jit
 def as_left(b_x, N: gl.constexpr):
-    """Convert an accumulator to the layout of a register operand of a WGMMA with N columns."""
+    """Convert an accumulator to the register layout of the left operand of a WGMMA with N columns."""
     return gl.convert_layout(b_x, gl.DotOperandLayout(0, mma_layout(N, 4), 2))
 
 
@@ -45,7 +45,8 @@ def as_left(b_x, N: gl.constexpr):
 def rounded(b_x, dtype: gl.constexpr):
     """Round x to 16 bits, two elements per register.
 
-    The opaque `mov` forces the conversion here; the compiler would delay it and hold float32 registers.
+    An opaque `mov` forces the rounding here; the compiler would delay it, and hold float32 values in registers until
+    then.
     """
     b_x = b_x.to(dtype)
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], dtype=b_x.dtype, is_pure=False, pack=2)
@@ -53,9 +54,9 @@ def rounded(b_x, dtype: gl.constexpr):
 
 @gluon.jit
 def async_copy_tokens(s_x, p_x, first, low, high, stride, OPAQUE: gl.constexpr = False):
-    """Start an async copy of matrix rows to smem, starting at row `first`; rows outside [low, high) become 0.
+    """Start an async copy of rows of a matrix to smem, from row `first` on; rows outside [low, high) become 0.
 
-    OPAQUE rematerialises the offsets here, so that they occupy no registers before this copy.
+    With OPAQUE, offsets are computed here again, so that they occupy no registers before this copy.
     """
     layout: gl.constexpr = row_layout(s_x.shape[1], 4)
     o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
@@ -69,7 +70,7 @@ def async_copy_tokens(s_x, p_x, first, low, high, stride, OPAQUE: gl.constexpr =
 
 @gluon.jit
 def store(s_x, p_x, first, low, high, stride):
-    """Copy an smem tile to a matrix, starting at row `first`; rows outside [low, high) are not written."""
+    """Copy an smem tile to rows of a matrix, from row `first` on; rows outside [low, high) are not written."""
     layout: gl.constexpr = row_layout(s_x.shape[1], 4)
     o_t = gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
     o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
@@ -87,7 +88,7 @@ def column_dots(s_x, s_y):
 
 @gluon.jit
 def locate_chunk(i_c, at, extra):
-    """Return (sequence, chunk of the sequence, first query, number of queries), as `tile.locate_chunk` with BT = 64."""
+    """Return (sequence, chunk of the sequence, first query, number of queries): `tile.locate_chunk` for BT = 64."""
     if at.cu_seqlens is not None:
         sequences = 0
         for i in range(0, at.N, 128):
@@ -108,7 +109,7 @@ def locate_chunk(i_c, at, extra):
 
 @gluon.jit
 def first_entry(i_n, begin_k, entries, cu_seqlens):
-    """Return the index of a sequence's first chunk state, as `tile.first_entry` with BT = 64."""
+    """Return the index of a sequence's first chunk state, like `tile.first_entry` for BT = 64."""
     if cu_seqlens is not None:
         entry = begin_k // 64 + 2 * i_n
     else:
@@ -118,7 +119,7 @@ def first_entry(i_n, begin_k, entries, cu_seqlens):
 
 @gluon.jit
 def locate_keys(i_c, i_h, at, GROUP: gl.constexpr = 1):
-    """Return the `KeyChunk` of chunk `i_c` and key head `i_h`; its `begin_q` points at the group's first query head."""
+    """Return the `KeyChunk` with index `i_c` for key head `i_h`; `begin_q` is that of the group's first query head."""
     i_n, i_t, begin, length = locate_chunk(i_c, at, at.before)
     begin_k = begin + i_n.to(gl.int64) * at.before
     first, keys = i_t * 64, length + at.before
@@ -143,7 +144,7 @@ def load_gates(f, begin_k, o_t, m_t, H, SLOTS, M: gl.constexpr):
 
 @gluon.jit
 def store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS):
-    """Store the gradients of a chunk's log-gates; store 0 for infinite values and for tokens that enter no slot."""
+    """Store the gradients of a chunk's log-gates; infinite values, and tokens that do not enter the slots, give 0."""
     M: gl.constexpr = b_df.shape[1]
     o_t = first + opaque(gl.arange(0, 64, gl.SliceLayout(1, mma_layout(M, 4))))
     o_m = gl.arange(0, M, gl.SliceLayout(0, mma_layout(M, 4)))
@@ -155,17 +156,17 @@ def store_gates(df, b_df, begin_k, first, oldest, entering, keys, H, SLOTS):
 
 @gluon.jit
 def enter_weight(b_f):
-    """Return 1 − exp(f) for f ≤ 0; for f near 0 a power series avoids cancellation."""
+    """Return 1 − exp(f) for f ≤ 0; near 0 by a power series, because the difference would lose precision."""
     b_small = -b_f * (1.0 + b_f * (0.5 + b_f * (1 / 6 + b_f * (1 / 24 + b_f * (1 / 120)))))
     return gl.where(b_f > -0.1, b_small, 1.0 - gl.exp2(b_f * LOG2_E))
 
 
 @gluon.jit
 def sums_of_rows(b_x, s_high, s_low, LATER: gl.constexpr):
-    """Return the inclusive cumulative sums of x `[64, M]` over its rows, from the last row on if LATER.
+    """Return the inclusive cumulative sums of x `[64, M]` over its rows, starting at the last row if LATER.
 
-    WGMMAs multiply a triangular matrix of ones by the two bf16 parts of x, stored in `s_high` and `s_low`. No warp may
-    still be reading these two buffers.
+    WGMMAs multiply a triangular matrix of ones by the two bf16 parts of x, which are stored in `s_high` and `s_low`. No
+    warp may still be reading these two buffers.
     """
     M: gl.constexpr = b_x.shape[1]
     left: gl.constexpr = gl.DotOperandLayout(0, mma_layout(M, 4), 2)

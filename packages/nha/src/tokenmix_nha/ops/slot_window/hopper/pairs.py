@@ -1,4 +1,4 @@
-"""Gradients of keys and values through the window, on Hopper. Tiles are transposed, `[token, query]`."""
+"""Gradients of keys and values through the window on Hopper. Tiles are transposed, `[token, query]`."""
 
 from collections import namedtuple
 
@@ -9,11 +9,11 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgro
 from tokenmix_core.kernels.gluon import LOG2_E, barrier, mma_layout, wait_async_copies
 from tokenmix_nha.ops.slot_window.hopper.gates import as_left, async_copy_tokens, mma_add_opaque, mma_opaque
 
-# smem tiles of a chunk's keys and values, and of the window's queries and do
+# tiles in smem: keys and values of a chunk, queries and do of the window
 WindowTiles = namedtuple("WindowTiles", "k v q do")
 # pointers to a query head's rows of a sequence
 WindowPointers = namedtuple("WindowPointers", "q do lse delta")
-# queries whose windows hold a chunk's tokens: `shift_0` … `shift_1` after query o_w
+# the queries that see a chunk's tokens in their window: those from `shift_0` to `shift_1` after query o_w
 QueryWindow = namedtuple("QueryWindow", "o_w shift_0 shift_1 window length first oldest HQ scale")
 
 
@@ -32,16 +32,16 @@ def load_vectors(end, lse, delta, entry, begin_q, o_q, length, slots, HQ, M: gl.
 
 @gluon.jit
 def softmax(b_s, b_ds, b_lse, b_delta, m_s, scale):
-    """Compute probabilities and gradients of k · q from k · q and v · do, for window pairs `[token, query]`."""
+    """Compute probabilities, and gradients of k · q, from k · q and v · do for pairs `[token, query]` of the window."""
     b_s = gl.exp2(gl.where(m_s, b_s * (scale * LOG2_E) - b_lse[None, :], float("-inf")))
     return b_s, b_s * (b_ds - b_delta[None, :]) * scale
 
 
 @gluon.jit
 def add_window(b_dk, b_dv, s, p, w):
-    """Add the gradients from the window's queries, BN per iteration; the caller has started copies of the first BN.
+    """Add the gradients from the window's queries, BN per iteration; the caller has started to copy the first BN.
 
-    `s` are `WindowTiles`, `p` `WindowPointers` and `w` a `QueryWindow`.
+    `s` is a `WindowTiles`, `p` a `WindowPointers` and `w` a `QueryWindow`.
     """
     BN: gl.constexpr = s.q.shape[0]
     K: gl.constexpr = s.k.shape[1]

@@ -1,4 +1,4 @@
-"""Hopper kernel that scans the slots along chunks and computes each chunk's gate factors.
+"""Hopper kernel that scans the slots over the chunks and computes each chunk's gate factors.
 
 One CTA of two warpgroups scans one head over one sequence, or over one segment of the sequence. The CTA holds all
 channels of the head, so gates are computed only once. Iteration i, with NUM_STAGES pipeline stages of keys and values
@@ -29,19 +29,19 @@ from tokenmix_nha.ops.slot_window.types import Inputs, Layout, Results, Saved
 
 _LARGEST_FACTOR = gl.constexpr(80.0)
 _WARPS = gl.constexpr(8)
-# smem buffers (with pipeline stages) of keys, values and gates, or pointers to them for one head of a sequence
+# buffers in smem (with pipeline stages) for keys, values and gates, or pointers to these of one head of a sequence
 _Tokens = namedtuple("_Tokens", "k v f")
 
 
 @gluon.constexpr_function
 def _warpgroup_layout(rows, columns):
-    """Return two warpgroups' WGMMA accumulator layout: each has 64 of 128 rows, or half of the columns of 64 rows."""
+    """Return the WGMMA accumulator layout of two warpgroups: each has 64 of 128 rows, or half of 64 rows."""
     return gl.NVMMADistributedLayout([3, 0], [rows // 16, 128 // rows], [16, columns * rows // 128, 16])
 
 
 @gluon.jit
 def _sums(s_mask, s_high, s_low, layout: gl.constexpr):
-    """Start the WGMMAs that multiply the 0/1 matrix `s_mask` by log-gates, which are split into two bf16 parts."""
+    """Start the WGMMAs that multiply `s_mask`, a matrix of 0 and 1, by log-gates, which have two bf16 parts."""
     R: gl.constexpr = s_mask.shape[0]
     M: gl.constexpr = s_high.shape[1]
     zero = gl.zeros([R, M], gl.float32, layout)
@@ -51,7 +51,7 @@ def _sums(s_mask, s_high, s_low, layout: gl.constexpr):
 
 @gluon.jit
 def _store_hi_lo(b_f, s_high, s_low):
-    """Store the clamped log2 gates as two bf16 parts of 8 bits each."""
+    """Store log2 gates, after clamping, as two bf16 parts of 8 bits each."""
     b_log = gl.maximum(b_f * LOG2_E, -14.0)
     b_high = b_log.to(s_high.dtype)
     s_high.store(b_high)
@@ -60,7 +60,7 @@ def _store_hi_lo(b_f, s_high, s_low):
 
 @gluon.jit
 def _async_copy_rows(s_x, p_x, first, rows, stride):
-    """Start an async copy of matrix rows to smem, starting at row `first`; rows ≥ `rows` become 0."""
+    """Start an async copy of rows of a matrix to smem, from row `first` on; rows from `rows` on become 0."""
     layout: gl.constexpr = row_layout(s_x.shape[1], _WARPS)
     o_t = first + gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
     o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
@@ -69,7 +69,7 @@ def _async_copy_rows(s_x, p_x, first, rows, stride):
 
 @gluon.jit
 def _async_copy_gates(s_f, p_f, i, first, rows, stride, SLOTS):
-    """Start an async copy of chunk i's gates to one of two pipeline stages; rows ≥ `rows` become 0."""
+    """Start an async copy of chunk i's gates to one of two pipeline stages; rows from `rows` on become 0."""
     BT: gl.constexpr = s_f.shape[1]
     M: gl.constexpr = s_f.shape[2]
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // M, M // 4], [_WARPS, 1], [1, 0])
@@ -81,7 +81,7 @@ def _async_copy_gates(s_f, p_f, i, first, rows, stride, SLOTS):
 
 @gluon.jit
 def _async_copy_chunk(s, t, i, first, last, entering, stride_k, stride_v, stride_f, SLOTS):
-    """Start async copies of chunk i's keys and values and of the gates of chunk i + 1; `s` and `t` are `_Tokens`."""
+    """Start async copies of chunk i's keys and values, and of the gates of chunk i + 1; `s` and `t` are `_Tokens`."""
     BT: gl.constexpr = s.f.shape[1]
     stage = (i - first) % s.k.shape[0]
     rows = gl.where(i < last, entering, 0)
@@ -150,7 +150,7 @@ def hopper_slot_states_kernel(
     stages, tokens = _Tokens(s_k, s_v, s_f), _Tokens(p_k, p_v, p_f)
     _async_copy_chunk(stages, tokens, first, first, last, entering, H * K, H * V, H * SLOTS, SLOTS)
 
-    # offsets into chunk states [D, M], and into initial and final slots [M, D]
+    # offsets in chunk states [D, M], and in initial and final slots [M, D]
     o_km, o_vm = gl.arange(0, M, gl.SliceLayout(0, keys))[None, :], gl.arange(0, M, gl.SliceLayout(0, values))[None, :]
     o_k, o_v = gl.arange(0, K, gl.SliceLayout(1, keys))[:, None], gl.arange(0, V, gl.SliceLayout(1, values))[:, None]
     tile_k, tile_v = o_k * M + o_km, o_v * M + o_vm
@@ -179,7 +179,7 @@ def hopper_slot_states_kernel(
     barrier()
     for i in gl.static_range(1, NUM_STAGES - 1):
         _async_copy_chunk(stages, tokens, first + i, first, last, entering, H * K, H * V, H * SLOTS, SLOTS)
-    # b_rest: sum of log-gates over later tokens; b_end: sum over the chunk, repeated in each row of the slots' layout
+    # b_rest: sum of the log-gates of later tokens; b_end: sum over the whole chunk, for each row of the slots' layout
     b_rest, b_end = _sums(s_upper, s_high, s_low, layout), _sums(s_ones_k, s_high, s_low, keys)
     b_end_v = b_end
     if V != K:
@@ -189,7 +189,8 @@ def hopper_slot_states_kernel(
     for i in range(first, last):
         stage = (i - first) % NUM_STAGES
         tile = (entry + i) * H + i_h
-        # the copies of this chunk's keys and values are complete; the barrier below frees the previous chunk's stage
+        # now the copies of this chunk's keys and values are complete; the barrier below frees the previous chunk's
+        # stage
         wait_async_copies(NUM_STAGES - 2)
         b_f = s_f.index((i + 1 - first) % 2).load(layout).to(gl.float32)
         _store_hi_lo(b_f, s_high, s_low)
@@ -235,7 +236,7 @@ def hopper_slot_states_kernel(
 
 
 def hopper_slot_states(launch, x: Inputs, y: Layout, results: Results, saved: Saved) -> None:
-    """Fill the slots before every chunk, `saved.end` and `saved.splits`, and the final slots in `results`."""
+    """Fill the slots before every chunk, `saved.end`, `saved.splits`, and the final slots in `results`."""
     config = tuning.hopper_scan_config(y.N * y.H, y.entries)
     launch_scan(
         launch, hopper_slot_states_kernel, config, x, y, outer=(x.slots_k, x.slots_v), backward=False,
