@@ -45,6 +45,17 @@ def test_one_exported_program_takes_any_length(types):
     check_exports(NatsLForCausalLM(config))
 
 
+def test_a_compiled_training_step_has_the_gradients_of_eager_code():
+    torch.manual_seed(0)
+    model = NatsLForCausalLM(NatsLConfig(**TestNatsLModel.traced["pure"], initializer_range=0.2))
+    ids, found = torch.randint(0, 61, (2, 75)), []
+    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        run(ids, labels=ids, use_cache=False).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    torch.testing.assert_close(found[1], found[0])
+
+
 @pytest.mark.slow
 def test_fsdp2_of_a_model_in_bfloat16_keeps_float32_rates(tmp_path):
     check_sharded_in_bfloat16(NatsLConfig(**TestNatsLModel.configs["hybrid"]), tmp_path)

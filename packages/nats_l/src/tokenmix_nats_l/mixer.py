@@ -31,7 +31,7 @@ from tokenmix_core.nn import (
     projected,
     warn_slower,
 )
-from tokenmix_core.ops import Impl, chunk_gated_delta_rule, delta_gates, kept_attention, unless_gluon
+from tokenmix_core.ops import Impl, chunk_gated_delta_rule, delta_gates, is_exporting, kept_attention, unless_gluon
 from tokenmix_nats_l.ablations import chunk_by_chunk, past_chunk_attention, past_chunk_delta_rule
 from tokenmix_nats_l.chunks import (
     ChunkTypes,
@@ -233,7 +233,7 @@ class NatsL(Mixer):
         if state is not None:
             turn = (rotary if self.rotary_dim else None,) if one else ()
             linear, softmax = (step if one else extend)(self, x, tokens, state, *turn)
-        elif cu_seqlens is None and torch.compiler.is_exporting():
+        elif cu_seqlens is None and is_exporting():
             linear, softmax, auxiliary = mix_exported(self, x, tokens)
         else:
             linear, softmax, auxiliary = mix_sequences(self, x, tokens, cu_seqlens)

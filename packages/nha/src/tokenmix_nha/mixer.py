@@ -22,7 +22,7 @@ from tokenmix_core.nn import (
     projected,
     stepping,
 )
-from tokenmix_core.ops import AttentionOutput, Impl, unless_gluon
+from tokenmix_core.ops import AttentionOutput, Impl, is_exporting, unless_gluon
 from tokenmix_core.parallel import attention, current_shard
 from tokenmix_nha.ablations import Entering, attend_jointly, attend_to_slots, delayed, share_of_slots
 from tokenmix_nha.heads import Call, Heads
@@ -273,7 +273,7 @@ class NhaMixer(Mixer):
         If it is full and the layer has slots, with M zero keys.
         """
         q, k, v = heads.q, heads.k, heads.v
-        if call.state is None and self.slots and current_shard() is None and not torch.compiler.is_exporting():
+        if call.state is None and self.slots and current_shard() is None and not is_exporting():
             # the fused operation adds the zero keys: log-gates of 0 let no token enter the slots, which stay zero
             closed = v.new_zeros(1, 1, 1, 1).expand(*v.shape[:3], self.slots)
             options = {"cu_seqlens": call.cu_seqlens, "output_final_state": False, "impl": self.impl}

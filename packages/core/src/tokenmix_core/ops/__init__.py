@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     from tokenmix_core.ops.explanation import Tensors as Tensors
     from tokenmix_core.ops.explanation import register_operation as register_operation
     from tokenmix_core.ops.exporting import exportable as exportable
+    from tokenmix_core.ops.exporting import is_exporting as is_exporting
     from tokenmix_core.ops.fused.swiglu_kernels import BD as BD
     from tokenmix_core.ops.fused.swiglu_kernels import BM as BM
     from tokenmix_core.ops.fused.swiglu_kernels import tile_of as tile_of

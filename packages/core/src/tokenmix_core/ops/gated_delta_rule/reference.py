@@ -179,13 +179,11 @@ def chunk_reference(
 
 def _shares(writes: Tensor, boundaries: Sequence[int], active: Tensor, chunk: int, write_chunk: int) -> Tensor:
     """Return `[active, HV]`: for each sequence in `active`, the write factor of its chunk with index `chunk`."""
-    rows = writes.flatten(0, 1)
-    if len(writes) == 1:
-        # a single row's factors are numbered like those of a packed batch
-        slots = [boundaries[n] // write_chunk + n + chunk for n in active.tolist()]
-    else:
-        slots = [n * writes.shape[1] + chunk for n in active.tolist()]
-    return rows[slots]
+    if len(writes) > 1:
+        return writes[active, chunk]
+    # a single row's factors are numbered like those of a packed batch
+    starts = torch.tensor(list(boundaries), device=active.device)[active]
+    return writes[0, starts // write_chunk + active + chunk]
 
 
 def _chunks(boundaries: list[int], C: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:

@@ -17,6 +17,7 @@ from tokenmix_core.ops import (
     check_same_dtype,
     check_scale,
     exportable,
+    is_exporting,
     resolve_impl,
 )
 from tokenmix_nha.ops.forget_gates.api import check_normalizer
@@ -105,7 +106,7 @@ def slot_window_attention(
         q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots, slots_k=slots_k, slots_v=slots_v, start=start,
         cu_seqlens=cu_seqlens, before=before, window=window, scale=factor, impl=backend,
     )  # fmt: skip
-    exported = backend == "reference" and torch.compiler.is_exporting()
+    exported = backend == "reference" and is_exporting()
     if initial_state is None and not exported and window >= dims["T"]:
         # no token leaves the window, so that the slots stay zero
         from tokenmix_nha.ops.slot_window.prefix import zero_prefix_attention
