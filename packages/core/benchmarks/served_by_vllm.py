@@ -30,10 +30,10 @@ def engine(folder: Path | str, **options: Any) -> Iterator[Any]:
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_NO_USAGE_STATS="1",
-        VLLM_LOGGING_LEVEL="ERROR",
         HF_HUB_OFFLINE="1",
         VLLM_USE_FLASHINFER_SAMPLER="0",
     )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM  # pyright: ignore[reportMissingImports]
     from vllm.distributed import cleanup_dist_env_and_memory  # pyright: ignore[reportMissingImports]
@@ -62,6 +62,18 @@ def generated_tokens(model: Any, prompts: list[list[int]], new: int = NEW) -> li
     options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
     device = model.device
     return [model.generate(torch.tensor([x], device=device), **options)[0, len(x) :].tolist() for x in prompts]
+
+
+@torch.no_grad()
+def worst_gap(model: Any, prompts: list[list[int]], tokens: list[list[int]]) -> float:
+    """Return how far a token's logit is below the largest at most, relative to the largest absolute logit."""
+    worst = 0.0
+    for prompt, new in zip(prompts, tokens, strict=True):
+        ids = torch.tensor([prompt + new], device=model.device)
+        logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double()
+        chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+        worst = max(worst, float((logits.amax(1) - chosen).max() / logits.abs().max()))
+    return worst
 
 
 def check_served(model: Any, folder: Path, *, prefix_caching: bool = False, **options: Any) -> None:

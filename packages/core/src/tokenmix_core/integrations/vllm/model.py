@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config.compilation import CUDAGraphMode  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.layers.mamba.mamba_utils import (  # pyright: ignore[reportMissingImports]
     get_temporal_copy_spec,
 )
@@ -30,6 +31,10 @@ class ServedCausalLM(nn.Module, HasInnerState, IsHybrid):
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         super().__init__()
         _check(vllm_config)
+        compilation = vllm_config.compilation_config
+        if compilation.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE:
+            # vLLM does not compile this model, so that it has no pieces to capture
+            compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
         config = vllm_config.model_config.hf_config
         model = causal_lm_of(config)(config).eval()
         model.tie_weights()
