@@ -112,6 +112,7 @@ def folder_of(kind: str, layers: int, width: int) -> Path:
     """Save a hybrid of three GDN layers to one of attention, with random weights or a configuration only."""
     folder, heads = Path(tempfile.mkdtemp()), width // 128
     sizes = {"vocab_size": 50304, "hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers}
+    sizes["max_position_embeddings"] = 8192
     if kind == "own":
         from transformers import OlmoHybridConfig
 
@@ -122,7 +123,6 @@ def folder_of(kind: str, layers: int, width: int) -> Path:
             layer_types=[*["linear_attention"] * 3, "full_attention"] * (layers // 4),
             **{f"linear_num_{x}_heads": heads for x in ("key", "value")},
             **{f"linear_{x}_head_dim": 128 for x in ("key", "value")},
-            max_position_embeddings=8192,
             architectures=["OlmoHybridForCausalLM"],
             dtype="bfloat16",
             pad_token_id=0,
