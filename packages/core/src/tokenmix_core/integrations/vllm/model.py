@@ -33,7 +33,7 @@ class ServedCausalLM(nn.Module, HasInnerState, IsHybrid):
         _check(vllm_config)
         compilation = vllm_config.compilation_config
         if compilation.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE:
-            # vLLM does not compile this model, so that it has no pieces to capture
+            # vLLM compiles no part of this model, and would capture nothing between attention layers
             compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
         config = vllm_config.model_config.hf_config
         model = causal_lm_of(config)(config).eval()
