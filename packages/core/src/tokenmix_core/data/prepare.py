@@ -241,10 +241,7 @@ class _Preparation:
 
 
 def files_read(meta: TokenFileMeta) -> str:
-    """Return text that says how many files and documents of each kind a token file was made from.
-
-    Empty if from none.
-    """
+    """Return a text on how many files and documents of each kind a token file was made from; empty without files."""
     documents, unread = meta.source.get("document_kinds", {}), meta.source.get("unread_files", {})
     read = [
         f"{count:,} {kind} file{'s' * (count != 1)} ({documents.get(kind, 0):,} documents)"

@@ -261,7 +261,7 @@ def cu_seqlens_where(begins: Bool[Tensor, "T_minus_1"], tokens: int) -> Int[Tens
 def read_padding_flag(cache: Any) -> None:
     """Read from the device whether a sequence ends in padding.
 
-    Called before a compiled step, inside which this is impossible.
+    This must happen before a compiled step, inside which it is impossible.
     """
     if isinstance(cache, HybridCache):
         cache.ends_in_padding()

@@ -1,7 +1,4 @@
-"""Contexts that forbid launches, list their grids, or count replays of the launch cache.
-
-Also for interpreted kernels.
-"""
+"""Contexts that forbid launches, list grids, or count replays of the launch cache; interpreted kernels count too."""
 
 from __future__ import annotations
 

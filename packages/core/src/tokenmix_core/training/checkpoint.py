@@ -95,10 +95,7 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
 
 
 def _widened(saved: Any, wanted: Any) -> Any:
-    """Return `saved`, a corpus's fingerprint.
-
-    But if it has the old form, which covers only the tokens, return `wanted`.
-    """
+    """Return `saved`, a corpus's fingerprint, or `wanted` if `saved` has the old form, which covers only the tokens."""
     old_form = isinstance(saved, str) and isinstance(wanted, str) and wanted.startswith(f"{saved} documents ")
     return wanted if old_form else saved
 

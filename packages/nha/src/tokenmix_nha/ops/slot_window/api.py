@@ -291,10 +291,7 @@ def _check_rest(op: str, impl: str | None, dims: dict[str, int], **tensors: Tens
 def _check_state(
     op: str, dims: dict[str, int], q: Tensor, f: Tensor | None, k_slots: Tensor | None, state: SlotWindowState
 ) -> None:
-    """Raise a ValueError unless `state` fits queries and gates.
-
-    F is None if the caller has logits instead of log-gates.
-    """
+    """Raise a ValueError unless `state` fits queries and gates; f is None if the caller has logits, not log-gates."""
     if not isinstance(state, SlotWindowState):
         raise ValueError(f"{op}: the state must be a SlotWindowState, got {type(state).__name__}")
     shapes = {

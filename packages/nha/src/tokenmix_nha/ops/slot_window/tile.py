@@ -292,7 +292,7 @@ def add_end_gradients(
 def pair_weights(b_y, p_col, p_f, count, o_j, m_e, stride, slots, c):
     """Return `Σ_m col_m(j) y_m(t)` `[token j, query t]` over BM slots.
 
-    0 for tokens j > t, which the window contains.
+    The result is 0 for tokens j > t, which the window contains.
     """
     b_col = load_columns(p_col, c.M, c.BT, c.BM)
     o_r = tl.arange(0, c.BT)
