@@ -1,7 +1,7 @@
 """Learned token eviction (softmax attention to a window and to retained keys) and native sparse attention.
 
-Importing this package is quick, initialises no device and needs neither Triton nor a GPU. It registers the model family
-with transformers' auto classes.
+Importing this package is fast, uses no device, and works without Triton and without a GPU. The import announces the
+model family to transformers' auto classes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tokenmix_core import announce, lazily
 if TYPE_CHECKING:
     from tokenmix_lte.mixer import Lte
 
-    # with its model, which registers both
+    # importing the model's module registers the configuration and the model with transformers
     from tokenmix_lte.model import LteConfig, LteForCausalLM, LteModel
     from tokenmix_lte.nsa import Nsa
 

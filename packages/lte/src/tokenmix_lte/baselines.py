@@ -21,7 +21,7 @@ from tokenmix_core.training import (
 )
 
 WINDOW = "window"
-# by size: width, and options of softmax attention
+# by size: width, and the options of softmax attention layers
 SIZES = {
     "0.4b": (1024, {"num_heads": 16}),
     "1.4b": (2048, {"num_heads": 32, "num_kv_heads": 8}),
@@ -37,7 +37,7 @@ DEVIATION = 0.006
 
 
 def baseline(kind: str, size: str) -> Recipe:
-    """Return the recipe of a baseline of Tables 1 to 3, trained as in the paper."""
+    """Return the recipe of a baseline in Tables 1 to 3, trained as in the paper."""
     width, attention = SIZES[size]
     options = {
         GDN: {"num_heads": 8, "head_dim": width // 8, "expand_v": 1.0},

@@ -13,9 +13,9 @@ register_mixer("tova", Tova)
 
 
 class LteConfig(HybridConfig):
-    """`HybridConfig` whose layers are "lte" by default.
+    """A `HybridConfig` whose layers are "lte" by default.
 
-    Options of LTE layers are in `mixer_options["lte"]`: see `Lte`. Layers may have other mixers.
+    `mixer_options["lte"]` has the options of LTE layers, which `Lte` documents. Layers may also have other mixers.
     """
 
     model_type = "tokenmix_lte"

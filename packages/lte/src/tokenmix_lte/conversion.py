@@ -1,4 +1,4 @@
-"""Conversion of pretrained transformers: the original weights, and new scorers that first retain every key."""
+"""Conversion of pretrained transformers: their weights are kept, and new scorers first retain every key."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def convert(
     scorer: Scorers = "cnn",
     dropout: float = 0.1,
 ) -> LteForCausalLM:
-    """Replace a model's attention by LTE, for further training.
+    """Replace a model's attention by LTE for further training; return the new model.
 
-    All weights are the original's own tensors. A new scorer returns logits of ½ for every input, so all keys are
-    retained. A converted full attention layer therefore at first returns the original's outputs, in training for any
-    length and in evaluation up to window + cap tokens. A converted windowed layer sees further back than before.
+    All weights are the original's own tensors. A new scorer returns the logit ½ for every input, so that all keys are
+    retained. At first, a converted full attention layer therefore returns the original's outputs: in training at any
+    length, in evaluation up to window + cap tokens. A converted windowed layer sees further back than before.
 
     Args:
         model: a Llama, Mistral, Qwen2 or Qwen3 language model of transformers.
-        layers: indices of the layers that get LTE; None for all. The others keep their attention.
-        window: LTE's window; a layer with a narrower window of its own keeps that one.
-        cap, sinks, scorer, dropout: as for `Lte`.
+        layers: indices of the layers that get LTE; None for all. All other layers keep their attention.
+        window: LTE's window; a layer whose own window is narrower keeps that window.
+        cap, sinks, scorer, dropout: the same as for `Lte`.
 
     Raises:
-        ValueError: an unsupported model, layers that do not exist, or options that are invalid for `Lte`.
+        ValueError: an unsupported model, indices of layers that do not exist, or invalid options of `Lte`.
     """
     attention = attention_options(model.config)
     chosen = range(len(attention)) if layers is None else layers
@@ -70,20 +70,20 @@ def convert(
 
 @torch.no_grad()
 def _new_scorer(options: dict[str, Any], prefix: str, model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return a new scorer's weights and the weights of its sparsity loss by name."""
+    """Return by name a new scorer's weights, and the weights of its sparsity loss."""
     heads, scorer = options["num_kv_heads"], options["scorer"]
     made = make_scorer(scorer, heads, 2 * options["head_dim"], options["dropout"], None)
     if made is None:
         assert scorer in FIXED
         return {}
-    # with weights of 0, every logit equals the last bias until the first training step
+    # with weights of 0, every logit is the last bias until the first training step
     made.weight.zero_()  # type: ignore[operator]
     parts = {"scorer": made.to(model.dtype), "sparsity": HeadWeights(heads, initial=FIRST_WEIGHT)}
     return {f"{prefix}{part}.{name}": x for part, module in parts.items() for name, x in module.state_dict().items()}
 
 
 def command(args: argparse.Namespace, context: Any) -> None:
-    """Run `tokenmix-lte convert`: convert a checkpoint in a folder."""
+    """Run the command `tokenmix-lte convert`, which converts a checkpoint in a folder."""
     from tokenmix_core.cli import DTYPES, config_of, is_checkpoint, load_model
 
     source = Path(args.model)

@@ -1,8 +1,8 @@
-"""Decoding with LTE: continue from a layer's state by one token of each sequence, or by many, in constant memory.
+"""Decoding with LTE in constant memory: continue from a layer's state by one token of each sequence, or by many.
 
-A head has W + cap slots: a ring buffer for the window, where the token at position p has slot p mod W, and after it
+A head has W + cap slots: a ring buffer for the window, in which the token at position p has slot p mod W, and behind it
 the slots of retained tokens. A token's logit is final when all later tokens that the scorer reads are known, which is
-before the token leaves the ring. A token that leaves the ring moves to a free retained slot, replaces the retained
+before the token leaves the ring buffer. A token that leaves it moves to a free retained slot, or replaces the retained
 token with the lowest rank, or is evicted.
 """
 
@@ -21,7 +21,7 @@ from tokenmix_lte.retention import Retention, Tokens
 
 
 def step(rule: Retention, tokens: Tokens, state: LayerState) -> Float[Tensor, "N 1 HQ K"]:
-    """Return the outputs for one token of each sequence, and update the state, without synchronisation."""
+    """Return the outputs for one token of each sequence, and update the state, without waiting for the device."""
     q, k, raw, v = tokens
     _prepare(k, state, len(k))
     kv: RaggedKVState = state.kv
@@ -47,7 +47,7 @@ def step(rule: Retention, tokens: Tokens, state: LayerState) -> Float[Tensor, "N
 
 
 def extend(rule: Retention, tokens: Tokens, state: LayerState) -> Float[Tensor, "B T HQ K"]:
-    """Return outputs for the tokens of a call, in its layout, and add the tokens to the state."""
+    """Return the outputs for the tokens of a call, in the layout of the call, and add these tokens to the state."""
     span = state.span
     if span.uniform:
         o, held = _advance(rule, tokens, _held(state) if span.past else None, span.past)
@@ -56,7 +56,7 @@ def extend(rule: Retention, tokens: Tokens, state: LayerState) -> Float[Tensor, 
     else:
         o, held = extend_packed(rule, tokens, span, _held(state) if span.past else None)
     state.kv.hold(held.keys, held.values, held.lengths)
-    # `set` stores detached, contiguous tensors, because later steps overwrite them
+    # `set` stores detached contiguous tensors, because later decoding steps overwrite them
     state.scores.set(held.scores)
     state.ages.set(held.ages)
     state.raw.set(held.raw)
@@ -64,11 +64,11 @@ def extend(rule: Retention, tokens: Tokens, state: LayerState) -> Float[Tensor, 
 
 
 def _advance(rule: Retention, tokens: Tokens, held: Held | None, past: int) -> tuple[Tensor, Held]:
-    """Return outputs for T tokens of sequences that each hold `past` tokens, and the tensors they hold afterwards.
+    """Return outputs for T tokens of sequences that hold `past` tokens each, and the tensors that they hold afterwards.
 
-    Retained keys, the ring and the new tokens are concatenated, oldest first, and handled as one sequence. There are
-    retained keys only if the ring is full, so that they lie outside every new token's window. Nothing is copied for an
-    empty state.
+    Retained keys, those in the ring buffer and the new ones are concatenated, oldest first, and treated as one
+    sequence. Keys are retained only if the ring buffer is full, so that they lie outside every new token's window. For
+    an empty state, nothing is copied.
     """
     q, keys, raws, values = tokens
     W, total, device = rule.window, past + keys.shape[1], keys.device
@@ -80,7 +80,7 @@ def _advance(rule: Retention, tokens: Tokens, held: Held | None, past: int) -> t
         )
         last = torch.arange(past - reach, past, device=device) % max(1, rule.reach)
         raws = torch.cat((held.raw[:, last], raws), 1)
-        # the first logits miss the tokens before them, so use their scores from the state
+        # the first logits were computed without the tokens before them, so take these tokens' scores from the state
         known = 0 if reach == past else rule.context[0]
     scores = rule.logits(raws, values[:, ring - reach :]).detach()
     if held is not None and past:
@@ -109,7 +109,7 @@ def _advance(rule: Retention, tokens: Tokens, held: Held | None, past: int) -> t
             values.transpose(1, 2).gather(2, at),
             (lengths + min(total, W)).to(torch.int32),
             torch.cat((_ring(scores, W, total).transpose(1, 2), retained_scores), 2),
-            # if no keys were retained before, a token's index is its position
+            # if no keys were retained before the call, a token's index is its position
             retained.to(torch.int32) if ages is None else ages.transpose(1, 2).gather(2, retained),
             _ring(raws, rule.reach, total),
         )
@@ -127,7 +127,7 @@ def _retained(rule: Retention, held: Held) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def _first_retained(stays: Bool[Tensor, "N H left"], cap: int) -> tuple[Int[Tensor, "N H cap"], Int[Tensor, "N H"]]:
-    """Return `first_taken`: indices of the first `cap` tokens that stay, and their number; zeros if `left` is 0."""
+    """Return the indices of the first `cap` tokens that stay, and their number; zeros if `left` is 0."""
     if stays.shape[2]:
         return first_taken(stays, cap)
     zeros = torch.zeros(*stays.shape[:2], cap + 1, dtype=torch.int64, device=stays.device)
@@ -135,14 +135,14 @@ def _first_retained(stays: Bool[Tensor, "N H left"], cap: int) -> tuple[Int[Tens
 
 
 def _newest(length: int, size: int, total: int, device: torch.device) -> Int[Tensor, "size"]:
-    """Return for each slot of `_ring` the index of its token among `length` tokens; arbitrary for empty slots."""
+    """Return for each slot of `_ring` the index of its token among `length` tokens; undefined for empty slots."""
     if total < size:
         return torch.arange(length - total, length - total + size, device=device).clamp(max=length - 1)
     return torch.arange(length - size, length, device=device).roll(total % size)
 
 
 def _ring(x: Float[Tensor, "N L *rest"], size: int, total: int) -> Float[Tensor, "N size *rest"]:
-    """Return a ring buffer of the newest of `total` tokens of each sequence, each token at its position mod `size`."""
+    """Return a ring buffer of each sequence's newest `size` of `total` tokens, each at its position mod `size`."""
     held = min(total, size)
     newest = x[:, x.shape[1] - held :]
     if held < size:
@@ -151,7 +151,7 @@ def _ring(x: Float[Tensor, "N L *rest"], size: int, total: int) -> Float[Tensor,
 
 
 def _score(rule: Retention, state: LayerState) -> None:
-    """Score the newest tokens and write the logits that are final; some may have been written before."""
+    """Score the newest tokens and write those logits that are final; some of them may have been written before."""
     assert rule.scorer is not None
     before, reach, W = state.span.before, rule.reach, rule.window
     (N, H, _, K), (behind, ahead) = state.kv.keys.shape, rule.context
@@ -171,7 +171,7 @@ def _score(rule: Retention, state: LayerState) -> None:
 
 
 def _prepare(k: Tensor, state: LayerState, batch: int) -> None:
-    """Allocate the state's tensors before the first call."""
+    """Allocate the tensors of the state before the first call."""
     if state.kv.tensors:
         return
     k = k.detach()

@@ -1,4 +1,4 @@
-"""Evaluation suites of the paper: the share of keys that heads retain, and the cost of scorers and attention layers."""
+"""The paper's evaluation suites: fraction of keys that heads retain, cost of scorers and attention layers."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def lte_layers(model: Any) -> dict[int, Lte]:
 def retained_shares(
     model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 8, progress: bool = True
 ) -> Float[np.ndarray, "2 layers heads"]:
-    """Return the shares of tokens beyond the window that heads retain at a sequence's end, with and without the cap.
+    """Return the fractions of tokens before the window that heads retain at a sequence's end, with and without the cap.
 
-    Without the cap, a head retains the sinks and the tokens with a positive logit.
+    Without the cap, a head retains the sinks and all tokens with a positive logit.
     """
     lte_layers(model)
     total: Any = 0
@@ -57,7 +57,7 @@ def retained_shares(
 
 
 def retention_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure and plot, for each length, the retained share of the tokens beyond the window (Figure 5)."""
+    """Measure and plot, for each length, the retained fraction of the tokens before the window (Figure 5)."""
     options.choose("retention", ("retention",))
     layers = lte_layers(model)
     heads = {layer.num_kv_heads for layer in layers.values()}
@@ -87,7 +87,7 @@ def retention_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteRe
 
 
 def scorer_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Compute the scorers' share of the model's parameters, and of its forward FLOPs per token by context length."""
+    """Compute the scorers' fractions of the model's parameters, and of its forward FLOPs per token by length."""
     options.choose("scorer", ("scorer",))
     layers = lte_layers(model)
     scorers = [layer.scorer for layer in layers.values() if layer.scorer is not None]

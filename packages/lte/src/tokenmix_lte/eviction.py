@@ -1,8 +1,8 @@
-"""Compute when keys are evicted: at any time a head retains the best `cap` of the keys that have left the window.
+"""When keys are evicted: at any time, a head retains the best `cap` of the keys that have left the window.
 
-One key is better than another if its score is higher, or if the scores are equal and it is older. A key is evicted when
-the cap-th better key leaves the window. An evicted key never returns, so one number per key, the first query that no
-longer sees it, describes all evictions. With these times a forward pass over the whole sequence retains the same keys
+A key is better than another if its score is higher or, for equal scores, if it is older. A key is evicted when the
+cap-th better key leaves the window. It never returns, so that one number per key describes all evictions: the first
+query that no longer sees the key. With these eviction times, a forward pass over a whole sequence retains the same keys
 as a decoder that evicts one key at a time.
 """
 
@@ -16,10 +16,10 @@ from torch import Tensor
 from tokenmix_core.chunking import sequence_ids
 from tokenmix_core.ops import Impl, resolve_impl, without_padding
 
-# most pairs of keys, over all rows and heads, that the kernel compares: it then takes about 2 ms on an H200, as long as
-# the launches of the wavelet matrix
+# maximum number of pairs of keys, over all rows and heads, that the kernel compares, which takes about 2 ms on an H200,
+# as long as the launches of the wavelet matrix
 _MAX_PAIRS = 1 << 33
-# most keys that are ranked at once, as ranking needs about ten tensors of 8 bytes per key
+# maximum number of keys ranked at once, because ranking needs about ten tensors with 8 bytes per key
 _MAX_RANKED_KEYS = 1 << 22
 
 
@@ -31,22 +31,22 @@ def eviction_times(
     *,
     impl: Impl | None = None,
 ) -> Int[Tensor, "B T H"]:
-    """Return, in int32, the first query that does not see each key after it left the window; T + window if it stays.
+    """Return for each key, in int32, the first query after the window that does not see it; T + window if it stays.
 
-    A key's eviction time is the window plus the position of the cap-th better key, the cap-th smallest position among
-    the keys that rank before it. A wavelet matrix finds this order statistic of a prefix for all keys at once in
-    ⌈log₂ T⌉ steps, without a loop over tokens and without pairs of tokens. On a GPU these steps are about 270 launches
-    for 16,384 tokens, so one kernel that compares pairs replaces them up to 2³³ pairs (32,768 tokens of 8 heads).
+    A key's eviction time is the window plus the position of its cap-th better key, that is the cap-th smallest position
+    among the keys that are better. A wavelet matrix finds this order statistic of a prefix for all keys at once in
+    ⌈log₂ T⌉ steps, without a loop over tokens and without comparing pairs. On a GPU these steps are about 270 launches
+    for 16,384 tokens; up to 2³³ pairs (32,768 tokens of 8 heads), a single kernel that compares pairs is used instead.
 
     Args:
-        scores: −∞ for keys that are not retained, whose result has no meaning; +∞ for keys that must stay.
-        cap: keys beyond the window that a head retains, at least 1.
-        window: tokens of the window; the key at position p leaves it when query p + window comes.
+        scores: −∞ for keys that are not retained, whose results have no meaning; +∞ for keys that must stay.
+        cap: number of keys before the window that a head retains, at least 1.
+        window: number of tokens in the window; the key at position p leaves it when query p + window comes.
         cu_seqlens: boundaries of packed sequences; positions count from each sequence's start.
-        impl: "triton", "reference" (any device), or None: the kernel for CUDA tensors. Packed rows, more than 2³³ pairs
-            and float64 always use the reference.
+        impl: "triton", "reference" (any device), or None: the kernel for CUDA tensors. Packed rows, more than 2³³
+            pairs, and float64 scores always use the reference.
     """
-    # the reference's number of steps depends on T, so torch.compile sees one operator instead of the steps
+    # under torch.compile the whole function is one operator, because the number of steps depends on T
     find = _custom_op if torch.compiler.is_compiling() else _eviction_times
     return find(scores, cap, window, cu_seqlens, resolve_impl("eviction_times", impl, scores))
 
@@ -79,9 +79,9 @@ def _(scores, cap, window, cu_seqlens, impl):
 def _times(
     scores: Float[Tensor, "R T"], cap: int, window: int, starts: Int[Tensor, "T"], ids: Int[Tensor, "T"] | None
 ) -> Int[Tensor, "R T"]:
-    """Return the eviction times of rows by the wavelet matrix; `starts` and `ids` are of each token's sequence."""
+    """Return rows' eviction times by a wavelet matrix; `starts` and `ids`: start and index of each token's sequence."""
     T = scores.shape[1]
-    # sort each sequence's keys by descending score, equal scores oldest first
+    # sort the keys of each sequence by descending score, and keys of equal score by age, oldest first
     order = scores.argsort(dim=1, descending=True, stable=True)
     if ids is not None:
         order = order.gather(1, ids[order].argsort(dim=1, stable=True))
@@ -95,18 +95,18 @@ def _times(
 def _smallest(
     values: Int[Tensor, "R T"], first: Int[Tensor, "R T"], stop: Int[Tensor, "R T"], k: int
 ) -> Int[Tensor, "R T"]:
-    """Return the k-th smallest (from 0) of values[first:stop] of a row, for each pair of offsets.
+    """Return the k-th smallest (from 0) of values[first:stop] in a row, for each pair of offsets `first` and `stop`.
 
-    The wavelet matrix goes from the highest bit to the lowest. For each bit, a stable partition moves values without
-    the bit before values with it, and both offsets move to the half that holds the k-th smallest value. If fewer than
-    k + 1 values lie between the offsets, the result has no meaning.
+    The wavelet matrix takes bits from the highest to the lowest. For each bit, a stable partition moves values without
+    the bit before values with it, and both offsets move to the half with the k-th smallest value. If there are fewer
+    than k + 1 values between the offsets, the result has no meaning.
     """
     T = values.shape[1]
     indices = torch.arange(T, device=values.device)
     rest, found = torch.full_like(values, k), torch.zeros_like(values)
     for bit in reversed(range(max(1, (T - 1).bit_length()))):
         zero = (values >> bit) & 1 == 0
-        # number of values without the bit before each index
+        # for each index, the number of values before it without the bit
         before = F.pad(zero.cumsum(1), (1, 0))
         zeros = before[:, -1:]
         low, high = before.gather(1, first), before.gather(1, stop)

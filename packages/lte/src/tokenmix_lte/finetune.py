@@ -1,11 +1,11 @@
-"""Finetune a converted model, or its scorers alone, with the losses of the paper."""
+"""Finetuning of a converted model, or of only its scorers, with the losses of the paper."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-# registers the family
+# this import registers the model family
 import tokenmix_lte.model  # noqa: F401
 from tokenmix_core.cli import run_finetune
 from tokenmix_core.training import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens, finetune_recipe, train_only
@@ -15,24 +15,24 @@ from tokenmix_lte.training import steer_sparsity
 
 
 def finetune(checkpoint: str, *, scorer: bool = False) -> Recipe:
-    """Return a recipe that finetunes on 2B tokens of FineWeb-Edu in rows of 4,096 tokens of the checkpoint's tokenizer.
+    """Return a recipe that finetunes on 2B tokens of FineWeb-Edu, in rows of 4,096 of the checkpoint's tokens.
 
-    Keys, values and scorers learn together, as in the paper's pretraining. λ of each head adapts until the head retains
-    about as many keys of a row as its layer's cap.
+    Keys, values and scorers are trained together, as in the paper's pretraining. The factor λ of each head's sparsity
+    loss adapts until the head retains about as many keys of a row as its layer's cap.
 
     Args:
         checkpoint: folder of a converted model, or of any other model with LTE layers.
-        scorer: train the scorers alone and freeze everything else.
+        scorer: whether to train only the scorers and freeze all other weights.
 
     Raises:
-        ValueError: the model has no LTE layers with a scorer to train, or layers with different caps.
+        ValueError: the model has no LTE layers whose scorer can be trained, or layers with different caps.
     """
     recipe = Recipe(
         name="finetune-scorer" if scorer else "finetune",
         description="the scorers alone" if scorer else "all weights and the scorers together",
         model={},
         data=DataRecipe(sources=["data/fineweb-edu"], seq_len=4096, documents="joined", data_seed=42),
-        # λ can grow from 1e-9 to 1 in 1,660 steps; the recipe has 3,815
+        # λ can grow from 1e-9 to 1 within 1,660 steps; this recipe has 3,815
         optimizer=OptimizerRecipe(
             total_tokens=Tokens("2B"),
             warmup_tokens=Tokens("50M"),
@@ -54,7 +54,7 @@ def finetune(checkpoint: str, *, scorer: bool = False) -> Recipe:
 
 
 def train_scorers(model: Any) -> Any:
-    """Freeze every parameter outside the scorers."""
+    """Freeze all parameters except those of the scorers."""
     scorers = (layer.scorer for layer in lte_layers(model).values())
     return train_only(model, [scorer for scorer in scorers if scorer is not None])
 

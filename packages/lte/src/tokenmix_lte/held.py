@@ -1,4 +1,4 @@
-"""The tensors that an LTE layer's state holds, and their update by a call for sequences of different lengths."""
+"""The tensors in the state of an LTE layer, and their update by a call for sequences of different lengths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenmix_lte.retention import Retention, Tokens
 
 
 class Held(NamedTuple):
-    """Tensors of a state with S = W + cap slots per head, for the window's ring and then for retained tokens."""
+    """The tensors of a state with S = W + cap slots per head: first the window's ring buffer, then retained tokens."""
 
     # [N, H, S, K], [N, H, S, K], [N, H]
     keys: Tensor
@@ -26,16 +26,16 @@ class Held(NamedTuple):
     # [N, H, S], [N, H, cap]
     scores: Tensor
     ages: Tensor
-    # [N, reach, H, K], a ring buffer of unrotated keys: the token at position p has index p mod reach
+    # [N, reach, H, K], a ring buffer of keys before rotation: the token at position p has index p mod reach
     raw: Tensor
 
 
 def extend_packed(rule: Retention, tokens: Tokens, span: Span, held: Held | None) -> tuple[Tensor, Held]:
-    """Return outputs, in the call's layout, for sequences of any lengths, and the tensors held afterwards.
+    """Return outputs, in the call's layout, for sequences of any lengths, and the tensors that they hold afterwards.
 
-    One call of the scorer and one of attention process all sequences, for instance a batch with padding. If `held` is
-    None (the sequences begin), the host does not wait for the device. Otherwise it reads the span's lengths, once for
-    all layers; past tokens then have queries of zeros, whose outputs are discarded.
+    One call of the scorer and one of attention compute all sequences, for example a batch with padding. If `held` is
+    None (the sequences begin), the host does not wait for the device. Otherwise it reads the lengths of the span, once
+    for all layers; past tokens then have queries of zeros, whose outputs are discarded.
     """
     x = _begun(rule, tokens, span) if held is None else _joined(rule, tokens, span, held)
     W, totals, cu_seqlens, rows = rule.window, span.after, x.join.cu_seqlens, x.join.rows
@@ -64,7 +64,7 @@ def extend_packed(rule: Retention, tokens: Tokens, span: Span, held: Held | None
 
 
 class _Packed(NamedTuple):
-    """Inputs of attention for S packed tokens, `[S, H, ...]`, and the packed unrotated keys that the scorer reads."""
+    """Attention's inputs for S packed tokens, `[S, H, ...]`, and these tokens' keys before rotation, for the scorer."""
 
     join: Joined
     q: Tensor
@@ -78,7 +78,7 @@ class _Packed(NamedTuple):
 
 
 def _begun(rule: Retention, tokens: Tokens, span: Span) -> _Packed:
-    """Return the packed inputs of a call whose tokens begin their sequences; nothing is copied."""
+    """Return the packed inputs of a call whose tokens are the first of their sequences; nothing is copied."""
     q, k, raw, v = (x.flatten(0, 1) for x in tokens)
     join = Joined(span.cu_seqlens, span.rows, span.positions, span.cu_seqlens[:-1], span.positions)
     scores = rule.logits(tokens.raw, tokens.v, cu_seqlens=join.cu_seqlens).detach()
@@ -88,13 +88,13 @@ def _begun(rule: Retention, tokens: Tokens, span: Span) -> _Packed:
 
 
 def _joined(rule: Retention, tokens: Tokens, span: Span, held: Held) -> _Packed:
-    """Return packed inputs: each sequence's retained tokens (if any), oldest first, its ring, and its new tokens."""
+    """Return packed inputs: each sequence's retained tokens, oldest first, those in its ring, and its new ones."""
     q, k, raw, v = (x.flatten(0, 1) for x in tokens)
     W, reach, before, (_, lengths) = rule.window, rule.reach, span.before, span.on_host
     front, ring = torch.where(before > W, rule.cap, 0), before.clamp(max=W)
     join = join_past(span, front + ring, sum(min(n, W) + (rule.cap if n > W else 0) for n in lengths))
     rows, heads = join.rows.unsqueeze(1), torch.arange(k.shape[1], device=k.device)
-    # empty slots for retained tokens are sorted last and get rank −∞
+    # empty slots for retained tokens are sorted to the end and have rank −∞
     number = held.lengths - W
     filled = torch.arange(rule.cap, device=k.device) < number.unsqueeze(-1)
     order = held.ages.masked_fill(~filled, torch.iinfo(held.ages.dtype).max).argsort(-1)
@@ -110,7 +110,7 @@ def _joined(rule: Retention, tokens: Tokens, span: Span, held: Held) -> _Packed:
         raw = scored.filled(held.raw[scored.rows, scored.positions % reach], raw)
         of_scored = values[join.origin[scored.rows] + scored.positions]
         logits = rule.logits(raw[None], of_scored[None], cu_seqlens=scored.cu_seqlens)[0].detach()
-        # the first logits miss the tokens before them, so use their scores from the state
+        # the first logits were computed without the tokens before them, so take these tokens' scores from the state
         first = before - newest + torch.where(newest == before, 0, rule.context[0])
         is_new = (join.positions >= first[join.rows]).unsqueeze(1) & ~is_front
         at = (scored.origin[join.rows] + join.positions).clamp(0, max(0, len(logits) - 1))
@@ -128,7 +128,7 @@ def _joined(rule: Retention, tokens: Tokens, span: Span, held: Held) -> _Packed:
 def _ring(
     origin: Int[Tensor, "N"], totals: Int[Tensor, "N"], size: int, tokens: int
 ) -> tuple[Int[Tensor, "N size"], Bool[Tensor, "N size"]]:
-    """Return for each slot of the rings of the newest tokens the packed index of its token, and whether it has one."""
+    """Return, for each slot of rings of the newest tokens, the packed index of its token and whether it has one."""
     last = totals.unsqueeze(1) - 1
     position = last - (last - torch.arange(size, device=totals.device)) % max(1, size)
     return (origin.unsqueeze(1) + position).clamp(0, tokens - 1), position >= 0
@@ -137,12 +137,12 @@ def _ring(
 def _retained(
     stays: Bool[Tensor, "1 T H"], cu_seqlens: Int[Tensor, "N_plus_1"], cap: int
 ) -> tuple[Int[Tensor, "N H cap"], Int[Tensor, "N H"]]:
-    """Return the packed indices of the tokens that stay, oldest first (arbitrary for empty slots), and their number."""
+    """Return the packed indices of the tokens that stay, oldest first (undefined for empty slots), and their number."""
     counts = stays[0].mT.contiguous().cumsum(-1)
     before = F.pad(counts, (1, 0))[:, cu_seqlens.long()]
     lengths = before.diff()
     slots = torch.arange(1, cap + 1, device=counts.device)
     ranks = before[:, :-1, None] + slots.minimum(lengths.unsqueeze(-1))
     index = torch.searchsorted(counts, ranks.flatten(1)).clamp(max=counts.shape[1] - 1)
-    # decoding kernels need contiguous state tensors
+    # contiguous, because decoding kernels require this of a state's tensors
     return index.view(*ranks.shape).transpose(0, 1).contiguous(), lengths.mT.contiguous()

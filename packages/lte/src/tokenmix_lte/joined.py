@@ -1,4 +1,4 @@
-"""Pack each sequence's last past tokens before its new tokens, so that one call continues sequences of any lengths."""
+"""Pack each sequence's last past tokens before its new tokens: one call then continues sequences of any lengths."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tokenmix_core.nn import Span
 
 
 class Joined(NamedTuple):
-    """S packed tokens: for each sequence, the last tokens of its past and then its tokens of the call.
+    """S packed tokens: for each sequence, its last past tokens followed by its tokens of the call.
 
     Attributes:
         cu_seqlens: boundaries of the packed sequences, `[N + 1]` int32.
-        rows, positions: each token's sequence and its position there, `[S]`.
-        origin: packed index that each sequence's position 0 has, or would have if it were packed too, `[N]`.
+        rows, positions: each token's sequence, and its position in this sequence, `[S]`.
+        origin: packed index of each sequence's position 0, even if that token is not packed, `[N]`.
         new: packed index of each token of the call, `[T]`.
     """
 
@@ -30,16 +30,16 @@ class Joined(NamedTuple):
 
     @property
     def offsets(self) -> Int[Tensor, "S"]:
-        """Index of each token in its packed sequence."""
+        """Index of each token within its packed sequence."""
         return torch.arange(len(self.rows), device=self.rows.device) - self.cu_seqlens[self.rows]
 
     def filled(self, past: Float[Tensor, "S *rest"], call: Float[Tensor, "T *rest"]) -> Float[Tensor, "S *rest"]:
-        """Return the values `call` at the call's tokens, and `past` at all other tokens."""
+        """Return `call` at the tokens of the call, and `past` at all other tokens."""
         return past.to(call.dtype).index_copy(0, self.new, call)
 
 
 def join_past(span: Span, past: Int[Tensor, "N"], total: int) -> Joined:
-    """Put the last `past` tokens of each sequence, `total` in all, before its tokens of the call."""
+    """Put the last `past` tokens of each sequence, `total` in all sequences, before its tokens of the call."""
     before, rows = span.before, span.rows
     sizes = past + span.after - before
     cu_seqlens = cu_seqlens_from_lengths(sizes)

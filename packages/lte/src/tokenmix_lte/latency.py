@@ -1,4 +1,4 @@
-"""Time a hybrid model's layers with a KV cache, and their scorers, in prefill and decoding (Figures 4b and 4c)."""
+"""Latency of hybrid models' layers with a KV cache, and of their scorers, in prefill and decoding (Figures 4b, 4c)."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from tokenmix_core.evaluation import (
 )
 from tokenmix_lte.mixer import Lte
 
-# defaults: lengths of prompts to prefill, in tokens
+# defaults of the suite: lengths of the prompts to prefill, in tokens
 LENGTHS = (1024, 2048, 4096)
-# length of the prompt before decoding, and decoded tokens
+# length of the prompt before decoding, and number of decoded tokens
 PROMPT, STEPS = 4096, 128
-# sequences, and timed runs after one warm-up run
+# number of sequences, and number of timed runs after one warm-up run
 BATCH, RUNS = 32, 5
 
 
 class Clock:
-    """Timer of all calls of the given modules, in milliseconds, by CUDA events on a GPU, else by the CPU's clock."""
+    """A timer of all calls of the given modules, in milliseconds: by CUDA events on a GPU, else by the CPU's clock."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         self.cuda, self._marks = device.type == "cuda", []
@@ -53,7 +53,7 @@ class Clock:
             self._marks.append(time.perf_counter())
 
     def milliseconds(self) -> float:
-        """Wait for the device and return the milliseconds since the previous call of this method."""
+        """Wait for the device; return the milliseconds measured since the previous call of this method."""
         marks, self._marks = self._marks, []
         pairs = list(zip(marks[::2], marks[1::2], strict=True))
         if self.cuda:
@@ -62,14 +62,14 @@ class Clock:
         return 1e3 * sum(end - begin for begin, end in pairs)
 
     def remove(self) -> None:
-        """Stop timing: remove the hooks."""
+        """Stop timing by removing the hooks."""
         for hook in self._hooks:
             hook.remove()
 
 
 @contextmanager
 def clocks(model: Any) -> Iterator[tuple[Clock, Clock]]:
-    """Time a model's layers with a KV cache, and the scorers in them, inside the context.
+    """Context that times a model's layers with a KV cache, and the scorers in them; yields both timers.
 
     Raises:
         ValueError: the model has no layer with a KV cache.
@@ -89,7 +89,7 @@ def clocks(model: Any) -> Iterator[tuple[Clock, Clock]]:
 
 @torch.inference_mode()
 def prefill_latency(model: Any, ids: Int[Tensor, "B T"], *, runs: int = RUNS) -> dict[str, Any]:
-    """Return a table row with the time to prefill the prompt, a mean over runs without the fastest and the slowest."""
+    """Return a table row with the time to prefill `ids`: the mean of all runs except the fastest and the slowest."""
     layers, scoring = [], []
     with clocks(model) as (of_layers, of_scoring):
         for run in range(runs + 1):
@@ -106,10 +106,11 @@ def prefill_latency(model: Any, ids: Int[Tensor, "B T"], *, runs: int = RUNS) ->
 
 @torch.inference_mode()
 def decode_latency(model: Any, ids: Int[Tensor, "B T"], *, steps: int = STEPS) -> dict[str, Any]:
-    """Return a table row with the mean time of decoding a token, over the last `steps` tokens of `ids`.
+    """Return a table row with the mean time to decode one of the last `steps` tokens of `ids`.
 
-    Up to `steps` / 2 tokens before them are decoded to warm up, so that the first timed token follows "context" tokens.
-    Tokens are read from `ids`, not sampled. Steps run eagerly, not as CUDA graphs, so that each layer can be timed.
+    Up to `steps` / 2 tokens before them are decoded as warm-up, so that the first timed token follows "context" tokens.
+    Tokens are taken from `ids`, not sampled. Steps run eagerly instead of as CUDA graphs, so that each layer can be
+    timed.
     """
     context = ids.shape[1] - steps
     warm_up = min(steps // 2, context - 1)
@@ -126,7 +127,7 @@ def decode_latency(model: Any, ids: Int[Tensor, "B T"], *, steps: int = STEPS) -
 
 
 def latency_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Time all layers with a KV cache on a text: prefill of several lengths, and decoding after the longest prompt."""
+    """Time all layers with a KV cache on a text: prefill for several lengths, and decoding after the longest prompt."""
     tasks = options.choose("latency", ("prefill", "decoding"))
     lengths, batch = sorted(options.lengths or LENGTHS), options.batch_size or BATCH
     prompt, steps = (lengths[-1] if options.lengths else PROMPT), STEPS

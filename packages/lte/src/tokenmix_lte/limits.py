@@ -1,4 +1,4 @@
-"""Evaluate a trained model with another cap or window, or without a cap."""
+"""Evaluation of a trained model with another cap or window than in training, or without a cap."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tokenmix_lte.evals import lte_layers
 
 @contextmanager
 def using_retention(model: Any, args: argparse.Namespace) -> Iterator[None]:
-    """Set `args.cap` and `args.window`, unless None, as the LTE layers' limits inside a `with`.
+    """Context in which the LTE layers have the limits `args.cap` and `args.window`, as far as these are not None.
 
-    With the cap "none" a head retains every key with a positive logit, up to the model's `max_position_embeddings`, and
-    a state allocates slots for that many keys.
+    With the cap "none", a head retains every key with a positive logit, up to the model's `max_position_embeddings`,
+    and states allocate slots for so many keys.
 
     Raises:
-        ValueError: a cap below the number of sinks, or a window narrower than the tokens that a scorer reads.
+        ValueError: a cap below the number of sinks, or a window narrower than the number of tokens that a scorer reads.
     """
     if args.cap is None and args.window is None:
         yield
@@ -29,7 +29,7 @@ def using_retention(model: Any, args: argparse.Namespace) -> Iterator[None]:
         for layer in layers:
             layer.set_limits(cap=_cap(args.cap, model), window=args.window)
         changed = {name: x for name, x in (("cap", args.cap), ("window", args.window)) if x is not None}
-        # results list these limits among their settings
+        # the results of evaluations then list these limits among their settings
         model.evaluation_settings = lambda: changed
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Learned token eviction: softmax attention to a window and to earlier keys that each head has learned to retain."""
+"""Learned token eviction: softmax attention to a window, and to earlier keys that each head has learned to retain."""
 
 from __future__ import annotations
 
@@ -34,52 +34,54 @@ from tokenmix_lte.retention import Retention, Tokens
 from tokenmix_lte.scorers import Scorers, make_scorer
 
 Estimator = Literal["values", "inside"]
-# initial λ of the sparsity loss
+# initial value of λ, the factor of each head's sparsity loss
 FIRST_WEIGHT = 1e-9
-# decoded tokens between two runs of the scorer
+# number of decoded tokens between two runs of the scorer
 _SCORE_EVERY = 64
 
 
 class Positions(NamedTuple):
-    """Position of each token in its sequence, and the number of tokens after it there, both `[T]`."""
+    """For each token, its position in its sequence and the number of tokens after it in the sequence, both `[T]`."""
 
     position: Tensor
     after: Tensor
 
 
 class Lte(Mixer):
-    """o = W_o softmax(scale · q kᵀ) v over the window, the sinks, and earlier keys with a retention logit above 0.
+    """o = W_o softmax(scale · q kᵀ) v over the window, the sinks, and earlier keys whose retention logit is above 0.
 
-    A scorer reads the keys (before rotation) and values around each token and returns a logit for each key head. In
-    training every key with a positive logit is retained. The logits learn by the straight-through gradient ⟨v, ∂L/∂v⟩
-    (eq. 6) and by a sparsity loss λ · ReLU(sigmoid(logit) − ½); a callback adapts λ of each head to the retained share
-    (`tokenmix_lte.training`). In evaluation a head retains at most `cap` keys beyond the window: when a better key
-    leaves the window, the worst is evicted for good, with a cache or without.
+    A scorer reads keys (before rotation) and values around each token, and returns a logit for each key head. In
+    training, every key with a positive logit is retained. Logits are trained by the straight-through gradient ⟨v,
+    ∂L/∂v⟩ (eq. 6), and by a sparsity loss λ · ReLU(sigmoid(logit) − ½), in which a callback adapts λ of each head to
+    the retained fraction (`tokenmix_lte.training`). In evaluation, with or without a cache, a head retains at most
+    `cap` keys before the window: when a better key leaves the window, the worst retained key is evicted for good.
 
     Args:
         hidden_size: D.
         num_heads: query heads HQ.
         num_kv_heads: key heads H, a divisor of HQ; None for HQ.
         head_dim: K, a multiple of 4; None for D / HQ.
-        window: a token sees itself and the window − 1 tokens before it.
-        cap: keys beyond the window, sinks included, that a head retains in evaluation.
-        sinks: number of first tokens that stay visible.
-        scorer: "cnn"; "causal", which reads only the token and its past; "mlp", which reads only the token; "none",
-            which retains only the sinks; "uniform", which retains every n-th token and doubles n, token by token, when
-            `cap` keys are retained (Unif.+SWA). With the last two the layer has only the weights of core's attention.
+        window: number W of tokens that a token sees: itself and the W − 1 tokens before it.
+        cap: number of keys before the window, sinks included, that a head retains in evaluation.
+        sinks: number of first tokens of a sequence that stay visible.
+        scorer: "cnn"; "causal", which reads only the token and earlier ones; "mlp", which reads only the token; "none",
+            which retains only the sinks; "uniform", which retains every n-th token and, once `cap` keys are retained,
+            doubles n token by token (Unif.+SWA). With the last two, the layer has only the weights of core's attention.
         estimator: gradient of the logits: "values" as in the paper, or "inside", through a factor of the exponentials
             of retained keys.
         dropout: dropout of the scorer's layers in training.
-        train_capped: apply `cap` in training too, so that training calls and generation see the same keys. For losses
-            that compare the two or subtract a reference (DPO, GRPO) with a trained scorer; pretraining is uncapped.
-        qk_norm: RMS-normalise every head of q and k, before the scorer reads k and before both are rotated (Qwen3).
-        qkv_bias: biases of the q, k and v projections (Qwen2).
-        norm_eps: of the q/k norms.
+        train_capped: whether `cap` also applies in training, so that training and generation see the same keys. Meant
+            for losses that compare both or subtract a reference (DPO, GRPO), with a trained scorer; pretraining has no
+            cap.
+        qk_norm: whether every head of q and k is RMS-normalised, before the scorer reads k and before both are rotated
+            (as in Qwen3).
+        qkv_bias: whether the q, k and v projections have biases (as in Qwen2).
+        norm_eps: epsilon of the q/k norms.
         impl: implementation of attention and of the scorer, None, "triton" or "reference".
 
     Raises:
-        ValueError: sizes that do not divide, a window narrower than the tokens that the scorer reads, or an unknown
-            scorer or estimator.
+        ValueError: sizes that do not divide, a window narrower than the number of tokens that the scorer reads, or an
+            unknown scorer or estimator.
     """
 
     attention_impls: ClassVar[dict[str, str]] = {"eager": "reference"}
@@ -128,19 +130,20 @@ class Lte(Mixer):
         self.q_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
         self.scorer = make_scorer(scorer, num_kv_heads, 2 * head_dim, dropout, unless_gluon(impl))
-        # without a scorer only the sinks are retained
+        # a layer without a scorer retains only the sinks
         self.cap = max(1, sinks) if scorer == "none" else cap
         self.uniform = scorer == "uniform"
         self.set_limits(window=window)
         self.sparsity = None if self.scorer is None else HeadWeights(num_kv_heads, initial=FIRST_WEIGHT)
-        # number of LTE layers of the model, over which its sparsity loss is a mean
+        # number of LTE layers in the model, by which its sparsity loss is divided
         self.num_lte_layers = 1
 
     def set_limits(self, *, cap: int | None = None, window: int | None = None) -> None:
-        """Set the cap or the window for later calls with new states; None leaves it unchanged.
+        """Set the cap or the window for later calls, which need new states; None leaves a limit unchanged.
 
         Raises:
-            ValueError: a cap below 1 or the number of sinks, or a window narrower than the scorer's input.
+            ValueError: a cap below 1 or the number of sinks, or a window narrower than the tokens that the scorer
+                reads.
         """
         if cap is not None and (cap < 1 or cap < self.sinks):
             raise ValueError(f"Lte: cap must be at least 1 and the {self.sinks} sinks, got {cap}")
@@ -148,14 +151,14 @@ class Lte(Mixer):
         reads = 1 if self.scorer is None else self.scorer.behind + self.scorer.ahead + 1
         if window < reads:
             raise ValueError(f"Lte: window must be at least {reads}, the tokens that the scorer reads, got {window}")
-        # a layer that retains only its sinks keeps their number as its cap
+        # the cap of a layer that retains only its sinks is always their number
         if cap is not None and (self.scorer is not None or self.uniform):
             self.cap = cap
         self.window, self.score_every = window, min(_SCORE_EVERY, window - reads + 1)
 
     @classmethod
     def from_config(cls, config: Any, layer_idx: int, **options: Any) -> Lte:
-        """Build the mixer of a layer, with the model's number of LTE layers."""
+        """Build the mixer of layer `layer_idx`, and tell it the model's number of LTE layers."""
         layer = cls(config.hidden_size, norm_eps=config.norm_eps, **options)
         kind = config.mixer_type(layer_idx)
         layer.num_lte_layers = sum(config.mixer_type(i) == kind for i in range(config.num_hidden_layers))
@@ -164,8 +167,9 @@ class Lte(Mixer):
     def make_state(self) -> LayerState:
         """Return an empty state.
 
-        Its parts are: `kv`, each head's keys and values, first the window's ring and then retained ones; `scores`, the
-        logits of these; `ages`, the positions of retained keys; `raw`, the newest unrotated keys, for the scorer.
+        The state's parts are: `kv`, each head's keys and values, first those in the window's ring buffer and then
+        retained ones; `scores`, the logits of these keys; `ages`, the positions of retained keys; `raw`, the newest
+        keys before rotation, which the scorer reads.
         """
         slots = (self.num_kv_heads, self.window + self.cap)
         return LayerState(
@@ -176,12 +180,12 @@ class Lte(Mixer):
         )
 
     def step_form(self, span: Span) -> bool:
-        """Return True if this decoding step runs the scorer on the newest tokens."""
+        """Return True if the scorer runs in this decoding step, on the newest tokens."""
         return self.retention.scores_at(span)
 
     @property
     def retention(self) -> Retention:
-        """The rule by which the layer's heads retain keys."""
+        """The scorer, sizes and options by which the layer's heads retain keys."""
         sizes = self.window, self.cap, self.sinks, self.score_every
         return Retention(self.scorer, *sizes, uniform=self.uniform, impl=self.impl)
 
@@ -206,7 +210,7 @@ class Lte(Mixer):
         return output_linear(o.flatten(-2), self.o_proj), auxiliary
 
     def _whole(self, tokens: Tokens, cu_seqlens: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return outputs `[B, T, HQ, K]` of whole sequences, and the layer's auxiliary losses and statistics."""
+        """Return the outputs `[B, T, HQ, K]` for whole sequences, and the layer's auxiliary losses and statistics."""
         q, k, raw, v = tokens
         positions = _positions(v, cu_seqlens)
         rule = self.retention
@@ -221,16 +225,16 @@ class Lte(Mixer):
         if self.scorer is not None and self.estimator == "inside":
             factor = keep + (share - share.detach())
         elif self.scorer is not None and torch.is_grad_enabled():
-            # the factor is exactly 1, and the gradient of `share` is ⟨v, dv⟩
+            # the factor is exactly 1, and through it the gradient of `share` is ⟨v, dv⟩
             v = v * (share - share.detach() + 1).to(v.dtype).unsqueeze(-1)
         o = kept_attention(q, k, v, factor, window=self.window, until=until, cu_seqlens=cu_seqlens, impl=self.impl).o
         found = self._observe(logits, share, positions) if self.training else {}
         return o, found if until is None else found | self._shares(keep, until, positions)
 
     def _observe(self, logits: Tensor, share: Tensor, positions: Positions) -> dict[str, Tensor]:
-        """Return the sparsity loss, a sum over tokens, and each head's retained share, which the callback also reads.
+        """Return the sparsity loss, a sum over tokens, and each head's retained fraction, which a callback also reads.
 
-        The last tokens are excluded, because their logits are not final.
+        The last tokens are left out, because their logits are not final.
         """
         ahead = self.retention.context[1]
         counted = (positions.after >= ahead).unsqueeze(-1)
@@ -246,10 +250,10 @@ class Lte(Mixer):
     def _shares(
         self, keep: Bool[Tensor, "B T H"], until: Tensor, positions: Positions
     ) -> dict[str, Float[Tensor, "H"]]:
-        """Return each head's shares of the tokens that are beyond the window at the end of their sequences.
+        """Return, for each head, fractions of those tokens that lie before the window at the end of their sequences.
 
-        `scored_share` counts the sinks and the tokens that the scorer retains; `held_share` counts those of them that
-        the cap has not evicted.
+        `scored_share` counts the sinks and the tokens that the scorer retains; `held_share` counts only those of them
+        that the cap has not evicted.
         """
         beyond = (positions.after >= self.window).unsqueeze(-1)
         last = (positions.position + positions.after).unsqueeze(-1)
@@ -258,7 +262,7 @@ class Lte(Mixer):
         return {"held_share": held.sum((0, 1)) / of, "scored_share": scored.sum((0, 1)) / of}
 
     def mixing_flops(self, seq_len: int) -> float:
-        # count attention as if heads retained every key up to the cap, and the scorer
+        # count the scorer, and attention as if heads always retained `cap` keys
         visible = mean_visible(seq_len, self.window + self.cap)
         scoring = 0.0 if self.scorer is None else self.scorer.flops
         return 4.0 * self.num_heads * self.head_dim * visible + scoring
@@ -270,6 +274,6 @@ def _positions(x: Tensor, cu_seqlens: Tensor | None) -> Positions:
         position = torch.arange(T, device=x.device)
         return Positions(position, T - 1 - position)
     position = packed_positions(cu_seqlens, T)
-    # padding behind the sequences counts as a sequence of length 0
+    # padding behind the sequences is treated as one more sequence, of length 0
     lengths = F.pad(cu_seqlens.diff(), (0, 1))[sequence_ids(cu_seqlens, T)]
     return Positions(position, lengths - 1 - position)

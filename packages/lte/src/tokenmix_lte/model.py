@@ -1,4 +1,4 @@
-"""The language model with learned token eviction."""
+"""The backbone and the causal language model with learned token eviction."""
 
 from __future__ import annotations
 

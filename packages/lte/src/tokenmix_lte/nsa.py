@@ -1,4 +1,4 @@
-"""Native sparse attention: the gated sum of attention to means of blocks, to selected blocks, and to a window."""
+"""Native sparse attention: the gated sum of attention to blocks' means, to selected blocks, and to a window."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tokenmix_lte.ops.selected_blocks.reference import most_attended
 
 
 class Branches(NamedTuple):
-    """Outputs `[B, T, HQ, K]` of the three branches, in the order of their gates."""
+    """The outputs `[B, T, HQ, K]` of the three branches, in the order of their gates: compressed, selected, window."""
 
     compressed: Tensor
     selected: Tensor
@@ -60,7 +60,7 @@ def _attend(
     shift: int = 0,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the three branches, as one operator for torch.export: traced, the division into blocks would fix T."""
+    """Compute the three branches as one operator for torch.export: a traced division into blocks would fix T."""
     if pooled_k is None or pooled_v is None:
         pooled_k, pooled_v = (pool_blocks(x, block, cu_seqlens) for x in (k, v))
     packed: dict[str, Any] = {"cu_seqlens": cu_seqlens, "impl": impl}
@@ -71,22 +71,22 @@ def _attend(
 
 
 class Nsa(Mixer):
-    """o = W_o Σ_branch g_branch ⊙ o_branch with gates g = sigmoid(W_g x), three for each query head.
+    """o = W_o Σ_branch g_branch ⊙ o_branch, with gates g = sigmoid(W_g x): one for each query head and branch.
 
-    All branches have the same rotated q and k and the same v. *Compressed*: attention to the means of keys and values
-    of complete blocks. *Selected*: attention to `blocks` blocks: the first, the query's own, the one before it, and the
-    blocks with the most attention in the compressed branch, summed over the query heads of a key head. *Window*:
-    attention to the newest tokens. No gradient passes through the selection of blocks.
+    All three branches have the same rotated q and k and the same v. *Compressed*: attention to the means of keys and
+    values of complete blocks. *Selected*: attention to `blocks` blocks: the first, the query's own, the one before its
+    own, and the blocks with the most attention in the compressed branch, summed over the query heads of a key head.
+    *Window*: attention to the newest tokens. The selection of blocks passes no gradient.
 
     Args:
         hidden_size: D.
         num_heads: query heads HQ.
-        num_kv_heads: key heads H, a divisor of HQ; each selects its own blocks.
+        num_kv_heads: key heads H, a divisor of HQ; each key head selects its own blocks.
         head_dim: K, even.
-        block: tokens of a block.
-        blocks: blocks that a query attends to, at least 3.
-        window: in the third branch a token sees itself and the window − 1 tokens before it.
-        norm_eps: accepted and ignored, because the layer has no norms.
+        block: number of tokens in a block.
+        blocks: number of blocks to which a query attends in the second branch, at least 3.
+        window: number of tokens that a token sees in the third branch: itself and the tokens before it.
+        norm_eps: accepted but not used, because the layer has no norms.
         impl: implementation of the operations, None, "triton" or "reference".
 
     Raises:
@@ -126,7 +126,7 @@ class Nsa(Mixer):
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
     def make_state(self) -> LayerState:
-        """Return an empty state for all keys and values, means of complete blocks, and sums of the incomplete block."""
+        """Return an empty state for keys and values, means of complete blocks, and sums of the incomplete block."""
         size = self.num_kv_heads, self.head_dim
         return LayerState(
             kv=KVState(*size, self.head_dim),
@@ -156,12 +156,12 @@ class Nsa(Mixer):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, *pooled: Tensor, shift: int = 0, cu_seqlens: Tensor | None = None
     ) -> Branches:
-        """Return the branches' outputs for queries from position `shift` on; pool all keys unless `pooled` is given."""
+        """Return the branches' outputs for queries from position `shift` on; pool all keys unless given `pooled`."""
         options = {"block": self.block, "count": self.blocks, "window": self.window, "impl": self.impl}
         return Branches(*_attend(q, k, v, *pooled, shift=shift, cu_seqlens=cu_seqlens, **options))
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState) -> Branches:
-        """Return the branches' outputs for one token of each sequence; write the state without synchronisation."""
+        """Return the branches' outputs for one token of each sequence; update the state without synchronisation."""
         kv, pooled, span, block = state.kv, state.pooled, state.span, self.block
         N, H, K = len(k), self.num_kv_heads, self.head_dim
         kv.write(k, v, span)
@@ -169,7 +169,7 @@ class Nsa(Mixer):
         new = torch.stack((k, v), 2).squeeze(1).detach()
         sums = state.open.get(N, new)
         sums.copy_(torch.where((before % block == 0).view(-1, 1, 1, 1), 0.0, sums) + new)
-        # this also writes the mean of an incomplete block, but no query reads it
+        # this also writes the mean of an incomplete block, which no query reads
         bound = span.past // block + 1
         pooled.grow(k, N, bound)
         mean_k, mean_v = (sums / block).unbind(1)
@@ -185,7 +185,7 @@ class Nsa(Mixer):
         own = (before // block).unsqueeze(1)
         index = torch.arange(bound, device=q.device).unsqueeze(0)
         blocks = most_attended(scores, lse.squeeze(1).to(scores), index, own, self.blocks).long()
-        # gather the selected blocks; the query's own comes last and ends with the new token
+        # gather the selected blocks: the query's own block is the last of them, and ends with the new token
         listed = (blocks >= 0).sum(-1)
         filled = (listed - 1) * block + (before % block).unsqueeze(1) + 1
         tokens = blocks.clamp(min=0).unsqueeze(-1) * block + torch.arange(block, device=q.device)
@@ -195,7 +195,7 @@ class Nsa(Mixer):
         return Branches(compressed, selected.view_as(q), window)
 
     def _extend(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState) -> Branches:
-        """Return the branches' outputs for a call's tokens, in its layout, and add the tokens to the state."""
+        """Return the branches' outputs for the tokens of a call, in its layout, and add these tokens to the state."""
         kv, pooled, span = state.kv, state.pooled, state.span
         rows = span.sequences
         pooled.grow(k, rows, cdiv(span.past + span.tokens, self.block))
@@ -210,7 +210,7 @@ class Nsa(Mixer):
         all_k, all_v = k, v
         if past:
             all_k, all_v = (torch.cat((x[:, :past], new), 1) for x, new in ((kv.keys, k), (kv.values, v)))
-        # concatenate the means of blocks that were complete before and of the blocks of new tokens
+        # concatenate the means of the blocks that were complete before with those of the new tokens' blocks
         means = [pool_blocks(x[:, known * self.block :], self.block) for x in (all_k, all_v)]
         held = (pooled.keys, pooled.values)
         means = [torch.cat((x[:, :known], new), 1) for x, new in zip(held, means, strict=True)]
@@ -224,10 +224,10 @@ class Nsa(Mixer):
         return branches
 
     def _continue_packed(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState) -> Branches:
-        """Return the branches' outputs for sequences that continue from different lengths, and store their tokens.
+        """Return the branches' outputs for sequences that continue from different lengths; store their tokens.
 
-        Keys are gathered so that all sequences end in the last block. All queries then have the same shift, and blocks
-        before a sequence's first are never listed. Rows without a token of the call get queries of 0, whose outputs are
+        Keys are gathered so that all sequences end in the last block. All queries then have the same shift, and no list
+        has blocks before a sequence's first. Rows that have no token in the call get queries of 0, whose outputs are
         discarded.
         """
         kv, pooled, span, block = state.kv, state.pooled, state.span, self.block
@@ -247,7 +247,7 @@ class Nsa(Mixer):
         of_token = rows * queries + at - (length - queries)
         b_q = b_q.new_zeros(N * queries, *b_q.shape[1:]).index_copy(0, of_token, b_q).unflatten(0, (N, queries))
 
-        # the means of each sequence, aligned so that its first block comes first
+        # the means of each sequence's blocks, shifted so that its first block is at index 0
         of_block = (torch.arange(bound, device=device) + shift.unsqueeze(1)).clamp(max=bound - 1)
         means = [pool_blocks(x, block)[sequence, of_block] for x in (keys, values)]
         for held, new in zip((pooled.keys, pooled.values), means, strict=True):
@@ -286,12 +286,12 @@ class Nsa(Mixer):
         return Branches(*(x.view_as(q) for x in found))
 
     def _begin_packed(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState) -> Branches:
-        """Return the branches' outputs for packed prompts and store their tokens, without synchronisation."""
+        """Return the branches' outputs for packed prompts and store their tokens, without waiting for the device."""
         kv, pooled, span, block = state.kv, state.pooled, state.span, self.block
         cu_seqlens, device = span.cu_seqlens, q.device
         means = [pool_blocks(x, block, cu_seqlens) for x in (k, v)]
         branches = self._attend(q, k, v, *means, cu_seqlens=cu_seqlens)
-        # the means of a sequence's blocks are adjacent
+        # the means of the blocks of one sequence are adjacent
         first = cu_seqlens[:-1] // block + torch.arange(span.sequences, device=device)
         bound = cdiv(span.tokens, block)
         slots = (first.unsqueeze(1) + torch.arange(bound, device=device)).clamp(max=means[0].shape[1] - 1)
@@ -307,7 +307,7 @@ class Nsa(Mixer):
         return branches
 
     def mixing_flops(self, seq_len: int) -> float:
-        # on average a query sees half of all means; selection computes their scores again, without values
+        # on average, a query sees half of all means; selection computes their scores a second time, without values
         means = mean_visible(seq_len) / self.block
         seen = mean_visible(seq_len, self.window) + mean_visible(seq_len, self.blocks * self.block) + 1.5 * means
         return 4.0 * self.num_heads * self.head_dim * seen

@@ -1,4 +1,4 @@
-"""The part of Native Sparse Attention's state that holds the means of blocks; keys and values are another part."""
+"""The part of Native Sparse Attention's state for the means of blocks; keys and values are another part."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tokenmix_core.nn import Bounds, KVState
 
 
 class PooledKVState(KVState):
-    """Means of the keys and values of complete blocks, `[N, capacity, H, K]`: block c of a sequence has index c.
+    """The means of keys and of values in complete blocks, `[N, capacity, H, K]`: block c of a sequence has index c.
 
     Args:
         heads: H.
         key_size, value_size: K and V.
-        block: tokens of a block.
+        block: number of tokens in a block.
     """
 
     def __init__(self, heads: int, key_size: int, value_size: int, *, block: int):
@@ -24,11 +24,11 @@ class PooledKVState(KVState):
         self.block = block
 
     def reserve(self, max_length: int) -> None:
-        """Request capacity for the blocks of `max_length` tokens, which the first write will allocate."""
+        """Announce `max_length`: the first write then allocates capacity for the blocks of so many tokens."""
         super().reserve(cdiv(max_length, self.block))
 
     def grow(self, like: Float[Tensor, "_ _ H K"], rows: int, blocks: int) -> None:
-        """Ensure capacity for `blocks` blocks of each of `rows` sequences, in the dtype of `like`."""
+        """Ensure capacity for `blocks` blocks of each of `rows` sequences, with the dtype and device of `like`."""
         if blocks > self.num_slots or self._stored is None:
             capacity = max(blocks + blocks // 2, self._expected, 1)
             grown = []
@@ -40,7 +40,7 @@ class PooledKVState(KVState):
             self._stored = grown[0], grown[1]
 
     def write_one(self, k: Float[Tensor, "N H K"], v: Float[Tensor, "N H V"], block: Int[Tensor, "N"]) -> None:
-        """Write one block of each sequence at its index `block`, without a synchronisation with the device."""
+        """Write the means of one block of each sequence at the index `block`, without waiting for the device."""
         index = block.view(-1, 1, 1, 1)
         for held, new in ((self.keys, k), (self.values, v)):
             held.scatter_(1, index.expand(-1, 1, *held.shape[2:]), new.unsqueeze(1).to(held.dtype))
@@ -53,5 +53,5 @@ class PooledKVState(KVState):
         return super().bounds(seq_len // self.block, batch_size, dtype)
 
     def held(self, seq_len: int) -> int:
-        """Return the bytes of the means of complete blocks that the state holds."""
+        """Return the bytes of the means of complete blocks in the state."""
         return super().held(seq_len // self.block)

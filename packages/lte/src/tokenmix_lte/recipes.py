@@ -1,7 +1,7 @@
 """Recipes: the paper's models, ablations and baselines, recall for one GPU, and a tiny model for a laptop.
 
-Hybrids have Gated DeltaNet at even layers and LTE at odd ones. All models of a size share width, depth and head count,
-as in the paper, so their parameter counts differ by their mixers.
+Hybrids have Gated DeltaNet at even layers and LTE at odd layers. As in the paper, all models of one size share width,
+depth and head count, so that their parameter counts differ by the mixers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MODEL_TYPE, LTE, NSA = "tokenmix_lte", "lte", "nsa"
 EVALUATIONS = ["perplexity-by-position", "retention"]
-# for each ablation, the options that differ from laLTE's; "no-far" has no scorer, so no λ to adapt
+# for each ablation, the options that differ from those of laLTE; "no-far" has no scorer and so no λ to adapt
 ABLATIONS: dict[str, dict[str, Any]] = {
     "mlp": {"scorer": "mlp"},
     "causal": {"scorer": "causal"},
@@ -29,14 +29,14 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 
 
 def steer(recipe: Recipe) -> TrainerCallback:
-    """Return the callback that steers the retained share; import transformers' Trainer only when called."""
+    """Return the callback that adapts λ; transformers' Trainer is imported only when this is called."""
     from tokenmix_lte.training import steer_sparsity
 
     return steer_sparsity(recipe)
 
 
 def paper(size: str, *, pure: bool = False, **changes: Any) -> Recipe:
-    """Return the recipe of laLTE, or of pure LTE, at one of the paper's sizes; `changes` are options of LTE layers."""
+    """Return the recipe of laLTE, or of pure LTE, in a size of the paper; `changes` are options of the LTE layers."""
     base = baseline("gdn-attention", size)
     name = f"lte-{size}" if pure else f"lalte-{size}"
     options = {LTE: SIZES[size][1] | changes}
@@ -64,14 +64,14 @@ def ablation(name: str, size: str) -> Recipe:
 
 
 def nsa(size: str, *, pure: bool = False) -> Recipe:
-    """Return the recipe of laNSA, or of pure NSA, at one of the paper's sizes; both have 32 query and 2 key heads."""
+    """Return the recipe of laNSA, or of pure NSA, in a size of the paper; both have 32 query heads and 2 key heads."""
     name = f"nsa-{size}" if pure else f"lansa-{size}"
     description = f"{'NSA alone' if pure else 'laNSA'} with {size.upper()} parameters, as trained in the paper"
     return _with_nsa(paper(size, pure=pure), name, description, {"num_heads": 32, "num_kv_heads": 2, "head_dim": 64})
 
 
 def _with_nsa(recipe: Recipe, name: str, description: str, options: dict[str, Any]) -> Recipe:
-    """Return the recipe with NSA layers, which have `options`, instead of LTE layers."""
+    """Return the recipe with NSA layers, which have these `options`, instead of the LTE layers."""
     mixers = [NSA if mixer == LTE else mixer for mixer in recipe.model["mixers"]]
     others = {mixer: x for mixer, x in recipe.model["mixer_options"].items() if mixer != LTE}
     evaluations = [suite for suite in recipe.run.evaluations if suite != "retention"]
@@ -85,12 +85,13 @@ def _with_nsa(recipe: Recipe, name: str, description: str, options: dict[str, An
     )
 
 
-# window, cap and sinks of the recall models: they hold fewer tokens than the key-value pairs, the first half of a row
+# window, cap and sinks of the recall models, which hold fewer tokens than the key-value pairs in the first half of a
+# row
 _RECALL = {
     "small": {"num_heads": 2, "window": 64, "cap": 128, "sinks": 4},
     "100m": {"num_heads": 6, "window": 128, "cap": 256, "sinks": 4},
 }
-# the selected blocks hold as many tokens as LTE's cap; more query heads compensate for fewer key heads
+# the selected blocks have as many tokens as LTE's cap; more query heads compensate for fewer key heads
 _RECALL_NSA = {
     "small": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "block": 16, "blocks": 8, "window": 64},
     "100m": {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block": 32, "blocks": 8, "window": 128},
@@ -99,9 +100,9 @@ RECALL = ("lalte", *(f"lalte-{name}" for name in ABLATIONS), "gdn-swa", "gdn-att
 
 
 def recall_recipe(kind: str, size: str) -> Recipe:
-    """Return a recipe of multi-query associative recall from scratch, in the settings of core's `recall` recipes.
+    """Return a recipe of multi-query associative recall from random weights, with the settings of core's `recall`.
 
-    Hybrids have LTE, windowed attention or full attention at odd layers. The window of "gdn-swa" is LTE's window plus
+    Hybrids have LTE, windowed attention or full attention at odd layers. In "gdn-swa", the window is LTE's window plus
     half of LTE's cap, as in the paper.
     """
     if kind in ("gdn", "transformer"):
@@ -129,7 +130,7 @@ def recall_recipe(kind: str, size: str) -> Recipe:
 
 
 def recall_nsa(size: str, *, pure: bool = False) -> Recipe:
-    """Return the recall recipe of laNSA, or of pure NSA, whose queries see as many tokens as LTE's window and cap."""
+    """Return the recall recipe of laNSA or pure NSA; a query sees as many tokens as in LTE's window and cap."""
     kind = NSA if pure else "lansa"
     description = f"multi-query associative recall, {kind}, {size}; minutes on one GPU"
     recipe = _with_nsa(recall_recipe("lalte", size), f"recall-{kind}-{size}", description, _RECALL_NSA[size])
@@ -140,7 +141,7 @@ def recall_nsa(size: str, *, pure: bool = False) -> Recipe:
 
 
 def tiny() -> Recipe:
-    """Return the recipe of Gated DeltaNet with LTE at odd layers, for two CPU cores, on Python's standard library."""
+    """Return a recipe for two CPU cores: Gated DeltaNet, with LTE at odd layers, on Python's standard library."""
     base = tiny_setting()
     options = {
         GDN: base.model["mixer_options"][GDN],

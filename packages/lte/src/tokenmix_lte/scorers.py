@@ -1,4 +1,4 @@
-"""Scorers of keys: convolutions over a key's neighbours, or, as an ablation, an MLP of the key and its value alone."""
+"""Scorers of keys: convolutions over neighbouring tokens or, as an ablation, an MLP of each key and its value."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _LAYERS = 3
 
 
 class Scorer(nn.Module):
-    """Compute retention logits `[B, T, H]` from unrotated keys and values, with separate weights for each key head.
+    """Computes retention logits `[B, T, H]` from values and unrotated keys, with separate weights for each key head.
 
     Attributes:
-        behind, ahead: number of tokens before and after a key's token on which the key's logit depends.
-        flops: operations per token, a multiply and an add for each weight.
+        behind, ahead: number of tokens before and after a token on which its logit depends.
+        flops: operations per token, a multiplication and an addition for each weight.
     """
 
     behind = ahead = 0
@@ -44,14 +44,14 @@ class Scorer(nn.Module):
         begin: Int[Tensor, "B"] | None = None,
         cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     ) -> Float[Tensor, "B T H"]:
-        """Return the logits; arguments are as for `retention_logits`."""
+        """Return the logits; the arguments are those of `retention_logits`."""
         raise undefined(self, "forward(k, v, *, begin, cu_seqlens)", "which returns a logit for every token and head")
 
 
 class _Parameters(nn.ParameterList):
-    """Parameter list that returns its parameters when called, so that hooks for offloading or tracing run."""
+    """A parameter list that returns its parameters when called, so that hooks, for offloading for example, run."""
 
-    # torch's own list raises an error when called
+    # nn.ParameterList itself raises an error when called
     __call__ = nn.Module.__call__
 
     def forward(self) -> list[Tensor]:
@@ -59,13 +59,13 @@ class _Parameters(nn.ParameterList):
 
 
 class ConvScorer(Scorer):
-    """Three convolutions of dilation 2 with SiLU, each with half the channels of the one before, then a linear map.
+    """Three convolutions with dilation 2 and SiLU, each with half the channels of its input, then a linear map.
 
     Args:
         heads: key heads H.
-        channels: channels of a head's key and value together, a multiple of 8.
-        dropout: dropout of each convolution's inputs in training.
-        causal: read the 12 tokens before instead of 6 tokens on either side.
+        channels: number of channels of a head's key and value together, a multiple of 8.
+        dropout: dropout of the inputs of each convolution in training.
+        causal: whether to read the 12 tokens before a token instead of 6 on either side.
         impl: implementation of `retention_logits`.
     """
 
@@ -74,7 +74,7 @@ class ConvScorer(Scorer):
         self.impl: Impl | None = impl
         self.offsets = (-4, -2, 0) if causal else (-2, 0, 2)
         self.behind, self.ahead = -_LAYERS * self.offsets[0], _LAYERS * self.offsets[-1]
-        # a module, so that libraries find it to disable it
+        # a module, so that libraries that disable dropout find it
         self.dropout = nn.Dropout(dropout)
         sizes = channels_of_layers(channels, _LAYERS)
         self.kernels = _Parameters(
@@ -86,7 +86,7 @@ class ConvScorer(Scorer):
         self.init_weights_()
 
     def init_weights_(self) -> None:
-        """Initialise the weights so that nearly every key is retained."""
+        """Initialise the weights such that nearly every key is retained."""
         for kernel, bias in zip(self.kernels, self.biases, strict=True):
             fan_in = kernel.shape[2] * kernel.shape[3]
             nn.init.normal_(kernel, 0.0, (2 / fan_in) ** 0.5)
@@ -109,11 +109,11 @@ class ConvScorer(Scorer):
 
 
 class MlpScorer(Scorer):
-    """An MLP of each token's key and value alone: half as many hidden channels, SiLU, and a linear map (LTE-MLP).
+    """An MLP of each token's key and value (LTE-MLP): half as many hidden channels, SiLU, and a linear map.
 
     Args:
         heads: key heads H.
-        channels: channels of a head's key and value together.
+        channels: number of channels of a head's key and value together.
         dropout: dropout of the hidden layer in training.
     """
 
@@ -127,7 +127,7 @@ class MlpScorer(Scorer):
         self.init_weights_()
 
     def init_weights_(self) -> None:
-        """Initialise the weights so that nearly every key is retained."""
+        """Initialise the weights such that nearly every key is retained."""
         fan_in = self.kernel.shape[2]
         nn.init.normal_(self.kernel, 0.0, (2 / fan_in) ** 0.5)
         nn.init.uniform_(self.shift, -(fan_in**-0.5), fan_in**-0.5)
@@ -142,7 +142,7 @@ class MlpScorer(Scorer):
 
 
 def make_scorer(kind: Scorers, heads: int, channels: int, dropout: float, impl: Impl | None) -> Scorer | None:
-    """Build the scorer named `kind`; return None for "none" and "uniform", which have no parameters."""
+    """Return a scorer of this kind; None for "none" and "uniform", which have no parameters."""
     if kind in FIXED:
         return None
     if kind == "mlp":

@@ -1,4 +1,4 @@
-"""Tables 1 to 3 of the paper: a suite per table that measures one model's row, and a command that joins the rows."""
+"""Tables 1 to 3 of the paper: for each table a suite that measures a model's row, and a command that joins the rows."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tokenmix_core.evaluation import (
     write_result,
 )
 
-# longest prompt in tokens; longer ones are truncated, as in the paper
+# maximum length of a prompt in tokens; as in the paper, longer prompts are truncated
 EVAPORATE_LENGTH = 4096
 NIAH = ("niah_single_1", "niah_single_2", "niah_single_3")
 NIAH_LENGTHS = (1024, 2048, 4096)
-# the paper's columns; all scores are percentages except "ppl"
+# the columns of the paper; all scores are percentages, except "ppl"
 SHORT = {
     "Wiki. ppl": ("wikitext", "word_perplexity"),
     "LMB ppl": ("lambada_openai", "perplexity"),
@@ -49,7 +49,7 @@ _RECALL_NAMES = {
     "DROP": "recall_drop",
 }
 EVAPORATE = {column: (task, RECALL[task]) for column, task in _RECALL_NAMES.items()}
-# the paper's names of models by the kinds of their layers, in the paper's order
+# the paper's names of models by the kinds of their layers, in the order of the paper
 MODELS = {
     ("gated_delta_net",): "GDN",
     ("gated_delta_net", "window"): "GDN+SWA",
@@ -66,7 +66,7 @@ MODELS = {
 
 
 def commonsense_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Run the paper's nine zero-shot tasks and WikiText, and average the nine accuracies."""
+    """Run the nine zero-shot tasks of the paper and WikiText; average the nine accuracies."""
     tasks = {task: COMMONSENSE[task] for task in dict.fromkeys(task for task, _ in SHORT.values())}
     return run_tasks(
         "commonsense", model, tokenizer, tasks, options, average_over=[task for task in tasks if task != "wikitext"]
@@ -86,13 +86,13 @@ def evaporate_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteRe
 
 
 def needle_columns(options: EvalOptions) -> dict[str, tuple[str, str]]:
-    """Return the columns of Table 2 for the context lengths in `options`."""
+    """Return the columns of Table 2 for the context lengths of `options`."""
     lengths = options.lengths or NIAH_LENGTHS
     return {f"S{i}-{n / 1024:g}K": (task, str(n)) for i, task in enumerate(NIAH, 1) for n in lengths}
 
 
 def model_name(config: Any) -> str:
-    """Return the paper's name of a model, or the kinds of its layers if the paper does not have the model."""
+    """Return the paper's name for a model, or the kinds of its layers if it is not in the paper."""
     kinds = set()
     for i in range(config.num_hidden_layers):
         kind, options = config.mixer_type(i), config.options_of(i)
@@ -137,9 +137,9 @@ TABLES: dict[str, Suite] = {
 
 
 def joined(name: str, folders: list[str]) -> SuiteResult | None:
-    """Return one table of the rows that `eval` wrote to the models' folders, in the paper's order; None without rows.
+    """Return a table of the rows that `eval` has written to models' folders, in the paper's order; None without rows.
 
-    Settings that differ between models become columns.
+    Settings that differ between the models become columns.
     """
     order = list(MODELS.values())
     found: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -154,13 +154,13 @@ def joined(name: str, folders: list[str]) -> SuiteResult | None:
     first = found[0][1]
     common = {key for key in first if all(settings.get(key) == first[key] for _, settings in found)}
     rows = [row | {key: x for key, x in settings.items() if key not in common} for row, settings in found]
-    # sort by size first: parameter counts of one size differ by less than a fifth
+    # sort by size first, because parameter counts within one size differ by less than a fifth
     rows.sort(key=lambda row: (row["parameters"] > 7e8, order.index(row["Model"]) if row["Model"] in order else 99))
     return {"suite": name, "settings": {key: first[key] for key in first if key in common}, "rows": rows, "plots": []}
 
 
 def command(args: argparse.Namespace, context: Any) -> None:
-    """Run `tokenmix-lte tables`: print and write the tables of models that `eval` has measured."""
+    """Run the command `tokenmix-lte tables`: print and write the tables of the models that `eval` has measured."""
     tables = [table for name in TABLES if (table := joined(name, args.checkpoints)) is not None]
     if not tables:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""TOVA (token omission via attention): trained attention that evicts the token with the least attention."""
+"""TOVA (token omission via attention): trained attention that evicts the token which gets the least attention."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BLOCK = 64
 
 
 class Held(NamedTuple):
-    """Keys and values `[N, held, H, K]`, and the number of filled slots `[N]`."""
+    """Keys and values `[N, held, H, K]` of the held tokens, and the number of filled slots `[N]`."""
 
     keys: Tensor
     values: Tensor
@@ -37,23 +37,23 @@ class Held(NamedTuple):
 
 
 class Tova(Attention):
-    """Core's attention layer, with the same weights, but holding at most `held` tokens in evaluation.
+    """Core's attention layer with the same weights, which in evaluation holds at most `held` tokens.
 
-    If a new token is one too many, all heads evict the token that gets the least attention from the new query, a mean
-    over query heads; of tokens with equal attention (up to rounding) the one in the first slot. In training the layer
-    is full attention, because the method needs no training. Evaluation runs in PyTorch's own operations, with or
-    without a cache, and token by token after the first eviction.
+    If a new token exceeds that number, all heads evict the token that gets the least attention from the new query,
+    averaged over query heads; of tokens with equal attention (up to rounding), the one in the first slot. In training
+    the layer is full attention, because the method needs no training. Evaluation runs in PyTorch's own operations, with
+    or without a cache, and token by token after the first eviction.
 
     Args:
         hidden_size: D.
-        held: tokens that the layer holds.
-        num_heads, num_kv_heads, head_dim, rope, qk_norm, qkv_bias, norm_eps: as in `Attention`.
+        held: maximum number of tokens that the layer holds.
+        num_heads, num_kv_heads, head_dim, rope, qk_norm, qkv_bias, norm_eps: the same as for `Attention`.
 
     Raises:
-        ValueError: as for `Attention`, or `held` is below 1.
+        ValueError: the reasons given at `Attention`, or `held` is below 1.
     """
 
-    # the layer has no alternative attention kernels, because evaluation runs in PyTorch's own operations
+    # no alternative attention kernels, because evaluation runs in PyTorch's own operations
     attention_impls: ClassVar[dict[str, str]] = {}
 
     def __init__(
@@ -102,7 +102,7 @@ class Tova(Attention):
             span = state.span
             N, filled = span.batch, span.before.clamp(max=self.held)
             keys, values = state.keys.get(span.sequences, k), state.values.get(span.sequences, v)
-            # rows after the first N belong to no sequence
+            # rows from N on belong to no sequence
             held = Held(keys[:N], values[:N], filled[:N])
             o, held = self._attend(tuple(span.unpack(x) for x in (q, k, v)), held, span.mask, span.past)
             state.keys.set(torch.cat((held.keys, keys[N:])))
@@ -118,7 +118,7 @@ class Tova(Attention):
         return output_linear(o.flatten(-2), self.o_proj), None
 
     def mixing_flops(self, seq_len: int) -> float:
-        # a query sees as many tokens as with a window of held + 1
+        # a query sees as many tokens as it would with a window of held + 1
         return 4.0 * self.num_heads * self.head_dim * mean_visible(seq_len, self.held + 1)
 
     def _heads(self, x: Tensor, rotary: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,9 +132,9 @@ class Tova(Attention):
     def _attend(
         self, heads: tuple[Tensor, ...], held: Held, mask: Bool[Tensor, "N T"] | None, past: int = 0
     ) -> tuple[Float[Tensor, "N T HQ K"], Held]:
-        """Return the outputs for q, k and v, with zeros at padding, and the tokens held afterwards.
+        """Return the outputs for q, k and v, zero at padding, and the tokens that are held afterwards.
 
-        Before the call no sequence had more than `past` tokens.
+        `past` is an upper bound of each sequence's length before the call.
         """
         T, outputs = heads[0].shape[1], []
         if T > 1 and past + T > self.held:
@@ -149,16 +149,16 @@ class Tova(Attention):
     def _attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, held: Held, mask: Tensor | None, past: int
     ) -> tuple[Float[Tensor, "N Q HQ K"], Held]:
-        """Run `_attend` for a block of tokens; compute its scores with held tokens and within the block at once."""
+        """Compute `_attend` for a block of tokens, with all scores (with held tokens and each other) at once."""
         N, Q = k.shape[:2]
         keys, values = torch.cat((held.keys, k), 1), torch.cat((held.values, v), 1)
         grouped = at_least_float32(q).unflatten(2, (self.num_kv_heads, -1)) * self.head_dim**-0.5
         scores = torch.einsum("nqhgk,nphk->nhgqp", grouped, at_least_float32(keys))
         real = k.new_ones(N, Q, dtype=torch.bool) if mask is None else mask
-        # a step always takes the branch that evicts: its CUDA graph may be captured before the first eviction
+        # a decoding step always evicts here, because its CUDA graph may be captured before the first eviction
         update = self._fill if Q > 1 and past + Q <= self.held else self._evict
         visible, at = update(scores, held.filled, real)
-        # padding sees itself, so that its softmax is not NaN
+        # padding sees itself, because its softmax would be NaN otherwise
         visible = visible | torch.eye(Q, self.held + Q, dtype=torch.bool, device=k.device).roll(self.held, 1)
         weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
         o = torch.einsum("nhgqp,nphk->nqhgk", weights, at_least_float32(values)).flatten(2, 3).to(v.dtype)
@@ -172,12 +172,12 @@ class Tova(Attention):
     def _fill(
         self, scores: Float[Tensor, "N H G Q P"], filled: Int[Tensor, "N"], real: Bool[Tensor, "N Q"]
     ) -> tuple[Bool[Tensor, "N Q P"], Int[Tensor, "N held"]]:
-        """Return which held and new tokens each query sees, and each slot's token afterwards, if none is evicted."""
+        """Return which held and new tokens each query sees, and the token in each slot then, without evictions."""
         Q = real.shape[1]
         before = self._slots(real) < filled.unsqueeze(1)
         causal = torch.ones(Q, Q, dtype=torch.bool, device=real.device).tril()
         visible = torch.cat((before.unsqueeze(1).expand(-1, Q, -1), causal & real.unsqueeze(1)), 2)
-        # padding goes to an extra slot that is cut off
+        # padding is assigned to an additional slot, which is cut off
         to = torch.where(real, filled.unsqueeze(1) + real.cumsum(1) - 1, self.held)
         new = self.held + torch.arange(Q, device=real.device)
         at = F.pad(self._slots(real).expand(len(real), -1), (0, 1))
@@ -186,7 +186,7 @@ class Tova(Attention):
     def _evict(
         self, scores: Float[Tensor, "N H G Q P"], filled: Int[Tensor, "N"], real: Bool[Tensor, "N Q"]
     ) -> tuple[Bool[Tensor, "N Q P"], Int[Tensor, "N held"]]:
-        """Return the results of `_fill`, computed token by token, as each token may evict one."""
+        """Return the same as `_fill`, computed token by token, because each token may evict one."""
         scores, slots = scores.detach(), self._slots(real)
         visible, at = torch.zeros_like(scores[:, 0, 0], dtype=torch.bool), slots.expand(len(real), -1)
         for t, (seen, is_real) in enumerate(zip(visible.unbind(1), real.unbind(1), strict=True)):
@@ -195,7 +195,8 @@ class Tova(Attention):
             seen.scatter_(1, listed, exists)
             own_scores = scores[..., t, :].gather(-1, listed[:, None, None].expand(*scores.shape[:3], -1))
             weights = own_scores.masked_fill(~exists[:, None, None], -torch.inf).softmax(-1)
-            # write to the first empty slot, or else to that of the token with the least attention, perhaps the new one
+            # the token takes the first empty slot or else that of the token with the least attention, which may be
+            # itself
             to = torch.where(filled < self.held, filled, weights.mean((1, 2)).argmin(1)).unsqueeze(1)
             after = listed.scatter(1, to, self.held + t)[:, :-1]
             at = torch.where(is_real.unsqueeze(1), after, at)

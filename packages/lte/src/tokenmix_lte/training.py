@@ -1,4 +1,4 @@
-"""Feedback for the sparsity loss (Algorithm 1): each head's λ adapts to the share of keys that the head retains."""
+"""Feedback for the sparsity loss (Algorithm 1): each head's λ adapts to the fraction of keys that the head retains."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from tokenmix_core.training import AdaptHeadWeights, Recipe
 from tokenmix_lte.mixer import FIRST_WEIGHT, Lte
 from tokenmix_lte.scorers import FIXED
 
-# steps between two updates of λ; the moving average spans half as many
+# number of steps between two updates of λ; the moving average covers half as many
 EVERY = 32
 DECAY = 1 - 2 / (1 + EVERY / 2)
 RISE, FALL = 1.5, 0.5
-# λ falls if the retained share is below this fraction of the target
+# λ falls if the retained fraction is below this part of the target
 SLACK = 0.95
 
 
 class SteerSparsity(AdaptHeadWeights):
-    """Adapt λ so that a head retains about `target` keys of a training row: λ rises above the target and falls below.
+    """Adapts λ so that a head retains about `target` keys of a training row: λ rises above it and falls below.
 
-    Layers observe the retained share of a row's keys, which does not depend on the batch size or on gradient
-    accumulation. For each layer the log has the number of retained keys per row, a mean over heads, as `kept/LAYER`,
-    and the largest λ as `lambda/LAYER`. Only `metrics.jsonl` has `kept/LAYER/HEAD` and `lambda/LAYER/HEAD` of each
-    head. Retained keys are a moving average that begins at 0. The log corrects its bias towards 0, so that the first
-    lines are right; the rule for λ uses the uncorrected average, as the paper does.
+    Layers observe the retained fraction of a row's keys, which does not depend on batch size and gradient accumulation.
+    For each layer, the log has the number of retained keys per row, averaged over heads, as `kept/LAYER`, and the
+    largest λ as `lambda/LAYER`. Only `metrics.jsonl` also has `kept/LAYER/HEAD` and `lambda/LAYER/HEAD` for each head.
+    Retained keys are a moving average that starts at 0. The log corrects the bias of this start, so that its first
+    lines are right; the rule for λ uses the average without this correction, as in the paper.
 
     Args:
-        target: keys of a row, window included, that a head should retain.
-        length: tokens of a row.
+        target: number of keys of a row, window included, that a head should retain.
+        length: number of tokens in a row.
 
     Raises:
         ValueError: a target or a length below 1.
@@ -47,9 +47,9 @@ class SteerSparsity(AdaptHeadWeights):
         super().__init__(self.next_weights, every=EVERY, decay=DECAY)
 
     def next_weights(self, weight: Float[Tensor, "H"], average: Float[Tensor, "H"]) -> Float[Tensor, "H"]:
-        """Return λ after one update by the average retained share.
+        """Return the new λ of each head, given its average retained fraction.
 
-        λ is at most 1. Below its initial value it becomes 0; from 0 it rises to the initial value.
+        λ is at most 1. If it falls below its initial value it becomes 0; from 0 it rises to the initial value.
         """
         above, below = average > self.share, average < SLACK * self.share
         changed = torch.where(above, weight * RISE, torch.where(below, weight * FALL, weight)).clamp(max=1.0)
@@ -57,7 +57,7 @@ class SteerSparsity(AdaptHeadWeights):
         return changed.masked_fill((changed == 0) & above, FIRST_WEIGHT)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
-        # a model that was trained before has averages from that training
+        # a model that was trained before has averages that do not start at 0
         averages = [m.average for m in model.modules() if isinstance(m, HeadWeights)]
         self._from_zero = state.global_step > 0 or not any(bool(x.any()) for x in averages)
 
@@ -78,7 +78,7 @@ class SteerSparsity(AdaptHeadWeights):
 
 
 def steer_sparsity(recipe: Recipe) -> TrainerCallback:
-    """Return the callback that adapts λ in a recipe's run, with the layers' `cap` as the target.
+    """Return the callback that adapts λ during a run of `recipe`, with the layers' `cap` as the target.
 
     Raises:
         ValueError: the model has no layers that score keys, or layers with different caps.

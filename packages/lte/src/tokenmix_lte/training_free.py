@@ -1,4 +1,4 @@
-"""Eviction for trained attention without further training: TOVA, or a window and every n-th token before it."""
+"""Eviction for pretrained attention without further training: TOVA, or a window and every n-th token before it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def in_constant_memory(model: Any, method: Method, *, held: int = 1024) -> LteFo
     Args:
         model: a model of core or of this package, with layers of full attention.
         method: "tova" evicts the token that gets the least attention from the newest query; "uniform" holds a window of
-            ¾ of `held` tokens, and for the other ¼ every n-th token before the window.
-        held: the most tokens that a layer holds.
+            ¾ of the `held` tokens and, in the other ¼, every n-th token before the window.
+        held: maximum number of tokens that a layer holds.
 
     Raises:
         ValueError: an unknown method, too few tokens, a model without full attention, or attention that the method does
@@ -49,7 +49,7 @@ def in_constant_memory(model: Any, method: Method, *, held: int = 1024) -> LteFo
 
 
 def _options(attention: dict[str, Any], method: Method, held: int) -> dict[str, Any]:
-    """Return the options of the layer that replaces an attention layer."""
+    """Return the options of the layer that replaces one with the attention options `attention`."""
     kept = {name: x for name, x in attention.items() if name not in ("type", "window", "sinks", "impl")}
     if method == "tova":
         return {**kept, "type": "tova", "held": held}
@@ -60,7 +60,7 @@ def _options(attention: dict[str, Any], method: Method, held: int) -> dict[str, 
 
 
 def command(args: argparse.Namespace, context: Any) -> None:
-    """Run `tokenmix-lte evict`: write a checkpoint whose attention evicts tokens, with its tokenizer."""
+    """Run the command `tokenmix-lte evict`: write a checkpoint whose attention evicts tokens, with its tokenizer."""
     from tokenmix_core.cli import load_model, load_tokenizer
 
     check_new_folder(args.out)

@@ -1,6 +1,6 @@
 """Operations of learned token eviction and native sparse attention."""
 
-# registers the operations with `explain`
+# this import registers the operations with `explain`
 import tokenmix_lte.ops.registry  # noqa: F401
 from tokenmix_lte.ops.branches.api import gated_sum
 from tokenmix_lte.ops.eviction.api import evict_step

@@ -2,9 +2,9 @@
 
 Query i sees the m = ⌊(i + 1) / block⌋ complete blocks of its sequence. The `block` queries with the same m form a
 group, which is treated as one query at block m − 1 with `block` times as many heads. The branch is then causal
-attention among blocks, which core's kernels compute. Each of the `block` queries has its own copy of the pooled keys,
-so that queries need no permutation and a key head's gradient is a sum over few query heads; all copies together are as
-large as k.
+attention among blocks, which core's kernels compute. Each of the `block` queries of a group has its own copy of the
+pooled keys, so that queries need no permutation and the gradient of a key head is a sum over few query heads. All
+copies together are as large as k.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tokenmix_lte.ops.selected_blocks.reference import first_slots, sequence_pos
 def pool_blocks(
     x: Float[Tensor, "B T H K"], block: int, cu_seqlens: Int[Tensor, "N_plus_1"] | None = None
 ) -> Float[Tensor, "B U H K"]:
-    """Return the mean of each block of tokens, computed in float32; an incomplete last block averages its own tokens.
+    """Return the mean of each block of tokens, computed in float32; an incomplete last block is the mean of its tokens.
 
     Blocks of packed sequences are numbered as in `select_blocks`; blocks that belong to no sequence are 0.
     Differentiable.
@@ -50,19 +50,19 @@ def compressed_attention(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: Impl | None = None,
 ) -> AttentionOutput:
-    """Attend from each query to the means of its sequence's complete blocks; o = 0 and lse = −∞ if there are none.
+    """Attend from each query to the means of complete blocks in its sequence; without any, o = 0 and lse = −∞.
 
     Args:
-        q: queries; the first has position `shift`.
-        pooled_k, pooled_v: results of `pool_blocks`, for at least all complete blocks.
-        block: tokens of a block.
+        q: queries; the position of the first is `shift`.
+        pooled_k, pooled_v: results of `pool_blocks` that include all complete blocks.
+        block: number of tokens in a block.
         shift: number of tokens before the first query; 0 with `cu_seqlens`.
         cu_seqlens: boundaries of packed sequences, for B = 1.
         impl: implementation of attention.
     """
     if cu_seqlens is not None:
         return _packed(q, pooled_k, pooled_v, block, cu_seqlens, impl)
-    # split the queries: those that see no block; the rest of a group that began before them; whole groups; and the
+    # divide the queries into those that see no block, the rest of a group that began earlier, whole groups, and the
     # beginning of a last group
     T = q.shape[1]
     num_blind = min(T, max(0, block - 1 - shift))
@@ -84,7 +84,7 @@ def compressed_attention(
 
 
 def _packed(q, pooled_k, pooled_v, block: int, cu_seqlens: Tensor, impl: Impl | None) -> AttentionOutput:
-    """Compute `compressed_attention` for packed sequences by concatenating their groups, at most ⌊T / block⌋."""
+    """Compute `compressed_attention` for packed sequences; their groups, at most ⌊T / block⌋, are concatenated."""
     T, rows = q.shape[1], q.shape[1] // block
     if not rows:
         o = pooled_v.new_zeros(*q.shape[:3], pooled_v.shape[3])
@@ -92,7 +92,7 @@ def _packed(q, pooled_k, pooled_v, block: int, cu_seqlens: Tensor, impl: Impl | 
     at, slots = sequence_positions(T, cu_seqlens, q.device), first_slots(cu_seqlens, block)
     complete = cu_seqlens.diff() // block
     begins = F.pad(complete.cumsum(0), (1, 0))
-    # a row is one block: its sequence, and its index in the pooled keys
+    # a row stands for one block: its sequence, and the block's index in the pooled keys
     row = torch.arange(rows, device=q.device)
     used = row < begins[-1]
     sequence = torch.searchsorted(begins[1:].contiguous(), row, right=True).clamp(max=len(complete) - 1)
@@ -101,7 +101,7 @@ def _packed(q, pooled_k, pooled_v, block: int, cu_seqlens: Tensor, impl: Impl | 
     group = torch.where(at.sequence < len(complete), (at.position + 1) // block, 0)
     target = torch.where(group > 0, (begins[at.sequence] + group - 1) * block + (at.position + 1) % block, -1)
     tokens = inverse(target, rows * block).view(rows, block)
-    # boundaries of sequences with at least one row; remaining boundaries make each unused row a sequence of its own
+    # boundaries of the sequences with at least one row; each unused row gets a boundary of its own, as a sequence
     first = ~used | (row == begins[sequence])
     firsts = torch.where(first, row, rows).sort().values[: len(cu_seqlens)]
     boundaries = F.pad(firsts, (0, 1), value=rows).to(torch.int32)
@@ -116,7 +116,7 @@ def _packed(q, pooled_k, pooled_v, block: int, cu_seqlens: Tensor, impl: Impl | 
 def _among_blocks(
     grouped: Float[Tensor, "B rows block HQ K"], pooled_k: Tensor, pooled_v: Tensor, slots: Tensor | None, impl
 ) -> tuple[Float[Tensor, "B rows block HQ V"], Float[Tensor, "B rows block HQ"]]:
-    """Compute causal attention of groups of queries to blocks; the last group has the position of the last block."""
+    """Compute causal attention of groups of queries to blocks; the last group is at the position of the last block."""
     block = grouped.shape[2]
     k, v = (x.unsqueeze(2).expand(-1, -1, block, -1, -1).flatten(2, 3) for x in (pooled_k, pooled_v))
     o, lse = attention(grouped.flatten(2, 3), k, v, cu_seqlens=slots, impl=impl)

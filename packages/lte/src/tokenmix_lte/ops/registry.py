@@ -14,7 +14,7 @@ from tokenmix_lte.ops.selected_blocks.api import block_attention, select_blocks
 
 
 def _channels(tensors: Tensors) -> tuple[int, list[int]]:
-    """Return the number of channels of keys, and of the outputs of each layer of the default scorer."""
+    """Return the number of key channels, and the number of output channels of each layer of the default scorer."""
     K = tensors["k"].shape[3]
     return K, channels_of_layers(2 * K)[1:]
 

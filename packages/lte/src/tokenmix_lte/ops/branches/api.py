@@ -1,4 +1,4 @@
-"""The public function of the gated sum: checks, and the choice of an implementation."""
+"""The public function of the gated sum: it checks arguments and selects the implementation."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ def gated_sum(
     *,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B T HQ V"]:
-    """Return a · compressed + b · selected + c · window, with gates (a, b, c) for each token and head.
+    """Return a · compressed + b · selected + c · window, where (a, b, c) are the gates of a token and head.
 
-    Differentiable in all four inputs, which are saved for the backward pass. Kernels compute in float32 and round once.
+    Differentiable in all four inputs, which are saved for the backward pass. Kernels compute in float32 and round the
+    result once.
 
     Args:
-        compressed, selected, window: outputs of NSA's branches, bfloat16, float16, float32 or float64, of one dtype.
-        gates: in the branches' dtype and order.
+        compressed, selected, window: outputs of NSA's branches, all bfloat16, float16, float32 or float64.
+        gates: gates of the branches in this order, in the same dtype.
         impl: "triton", "reference" (any device), or None: Triton for CUDA tensors. torch.compile traces the reference,
             which it fuses with adjacent operations.
 

@@ -1,4 +1,4 @@
-"""The gated sum as an autograd function for eager mode; it saves the branches' outputs and the gates."""
+"""The gated sum as an autograd function for eager mode; for the backward it saves branches' outputs and gates."""
 
 from __future__ import annotations
 

@@ -13,15 +13,15 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.kernels import cached_launch, gdc_launch_and_wait
 
-# elements of a tile
+# number of elements in a tile
 _TILE_ELEMENTS = 2048
-# a tile's rows (int64) and channels, and the masks of its valid rows and elements
+# a tile's row indices (int64), its channels, and the masks of its valid rows and elements
 Rows = namedtuple("Rows", "o_r o_v m_r m_x")
 
 
 @triton.jit
 def tile_rows(R, V, BR: tl.constexpr, BV: tl.constexpr):
-    """Return the `Rows` of this program's tile."""
+    """Return the `Rows` of this program's tile of a matrix `[R, V]`."""
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     o_v = tl.arange(0, BV)
     return Rows(o_r, o_v, o_r < R, (o_r < R)[:, None] & (o_v < V)[None, :])
@@ -29,13 +29,13 @@ def tile_rows(R, V, BR: tl.constexpr, BV: tl.constexpr):
 
 @triton.jit
 def load_rows(x, stride, rows):
-    """Load a tile in float32; masked elements are 0."""
+    """Load a tile of x in float32; masked elements are 0."""
     return tl.load(x + rows.o_r[:, None] * stride + rows.o_v[None, :], mask=rows.m_x, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_gate(gates, stride, i: tl.constexpr, rows):
-    """Load the i-th branch's gates `[BR, 1]` in float32."""
+    """Load the gates of branch i, `[BR, 1]`, in float32."""
     return tl.load(gates + rows.o_r * stride + i, mask=rows.m_r, other=0.0).to(tl.float32)[:, None]
 
 
@@ -45,7 +45,7 @@ def gated_sum_kernel(
     compressed, selected, window, gates, o, s_c, s_s, s_w, s_g, R, V, BR: tl.constexpr, BV: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Compute BR rows of o."""
+    """Compute BR rows of the gated sum o."""
     gdc_launch_and_wait(PDL)
     rows = tile_rows(R, V, BR, BV)
     b_o = load_gate(gates, s_g, 0, rows) * load_rows(compressed, s_c, rows)
@@ -56,7 +56,7 @@ def gated_sum_kernel(
 
 @triton.jit
 def branch_gradients(x, dx, gates, dgates, b_do, s_x, s_g, V, i: tl.constexpr, rows):
-    """Write the gradients of the i-th branch and of its gates."""
+    """Store the gradients of branch i and of its gates."""
     b_da = tl.sum(b_do * load_rows(x, s_x, rows), 1)
     b_dx = load_gate(gates, s_g, i, rows) * b_do
     tl.store(dx + rows.o_r[:, None] * V + rows.o_v[None, :], b_dx.to(dx.dtype.element_ty), mask=rows.m_x)
@@ -69,7 +69,7 @@ def gated_sum_backward_kernel(
     compressed, selected, window, gates, do, dcompressed, dselected, dwindow, dgates, s_c, s_s, s_w, s_g, s_d, R, V,
     BR: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Compute all gradients of BR rows."""
+    """Compute the gradients of BR rows of all branches, and of their gates."""
     rows = tile_rows(R, V, BR, BV)
     b_do = load_rows(do, s_d, rows)
     branch_gradients(compressed, dcompressed, gates, dgates, b_do, s_c, s_g, V, 0, rows)
@@ -78,7 +78,7 @@ def gated_sum_backward_kernel(
 
 
 def gated_sum_forward(compressed: Tensor, selected: Tensor, window: Tensor, gates: Tensor) -> Tensor:
-    """Return o for branches `[R, V]` and gates `[R, 3]`, whose rows may have any uniform stride."""
+    """Return the gated sum of branches `[R, V]` by gates `[R, 3]`; rows of each tensor may have any uniform stride."""
     o = compressed.new_empty(compressed.shape)
     _launch(gated_sum_kernel, compressed, selected, window, gates, o=o)
     return o
@@ -87,7 +87,7 @@ def gated_sum_forward(compressed: Tensor, selected: Tensor, window: Tensor, gate
 def gated_sum_backward(
     compressed: Tensor, selected: Tensor, window: Tensor, gates: Tensor, do: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of branches and gates."""
+    """Return the gradients of the three branches and of the gates."""
     dcompressed, dselected, dwindow, dgates = (x.new_empty(x.shape) for x in (compressed, selected, window, gates))
     _launch(
         gated_sum_backward_kernel, compressed, selected, window, gates, do=do, dcompressed=dcompressed,

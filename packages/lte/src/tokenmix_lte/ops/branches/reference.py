@@ -13,6 +13,6 @@ def gated_sum_reference(
     window: Float[Tensor, "B T HQ V"],
     gates: Float[Tensor, "B T HQ 3"],
 ) -> Float[Tensor, "B T HQ V"]:
-    """Compute `gated_sum`, differentiable by autograd."""
+    """Compute `gated_sum` with torch operations, differentiable by autograd."""
     a, b, c = gates.unsqueeze(-1).unbind(-2)
     return torch.addcmul(torch.addcmul(a * compressed, b, selected), c, window)

@@ -1,1 +1,1 @@
-"""One eviction step of decoding, and eviction times of whole sequences."""
+"""One decoding step of eviction, and the eviction times of whole sequences."""

@@ -1,4 +1,4 @@
-"""The public function of one eviction step: validation, and the choice of an implementation."""
+"""The public function of one eviction step: it checks arguments and selects the implementation."""
 
 from __future__ import annotations
 
@@ -34,27 +34,28 @@ def evict_step(
     uniform: bool = False,
     impl: Impl | None = None,
 ) -> None:
-    """Add one token to the memory of each row and head; retain or evict the token that leaves the window.
+    """Add one token to the memory of each row and head; the token that leaves the window is retained or evicted.
 
-    The memory is the arguments `keys` to `raws`, with S = `window` + cap slots per head; it is mutated, without
-    synchronisation. Not differentiable.
+    The memory consists of the arguments `keys` to `raws`, with S = `window` + cap slots per head. It is overwritten,
+    without waiting for the device. Not differentiable.
 
     Args:
-        k, v: the new token's rotated key, and its value.
-        raw: the new token's key before rotation.
-        keys, values: the window's ring buffer, with the token at position p at p mod `window`, then retained tokens.
+        k, v: key (rotated) and value of the new token.
+        raw: key of the new token before rotation.
+        keys, values: the ring buffer of the window, in which the token at position p has slot p mod `window`, then the
+            retained tokens.
         lengths: number of filled slots, int32.
-        scores: each slot's score, float32 (the reference also float64); in the ring, the scores known so far.
-        ages: positions of retained tokens, int32.
-        raws: ring buffer of P keys before rotation, with the token at position p at p mod P; P may be 0.
-        before: number of each row's tokens before the new one, int32 or int64.
-        window: W.
+        scores: score of each slot, float32 (the reference also float64); in the ring buffer, those known so far.
+        ages: positions of the retained tokens, int32.
+        raws: ring buffer of P keys before rotation, in which the token at position p has slot p mod P; P may be 0.
+        before: number of tokens in each row before the new one, int32 or int64.
+        window: W, number of tokens in the window.
         sinks: number of first tokens, which are retained whatever their scores are.
-        uniform: rank tokens by position (Unif.+SWA) instead of by `scores`.
+        uniform: whether to rank tokens by position (Unif.+SWA) instead of by `scores`.
         impl: "triton", "reference" (any device), or None: Triton for CUDA tensors, the reference for others.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not match, or memory that is not contiguous.
+        ValueError: shapes, dtypes or devices that do not match, or tensors of the memory that are not contiguous.
     """
     x = _Inputs(
         k=k, v=v, raw=raw, keys=keys, values=values, lengths=lengths, scores=scores, ages=ages, raws=raws,
@@ -67,7 +68,7 @@ def evict_step(
 
 
 class _Inputs(NamedTuple):
-    """Inputs of `evict_step`."""
+    """The inputs of `evict_step`."""
 
     k: Tensor
     v: Tensor
@@ -86,7 +87,7 @@ class _Inputs(NamedTuple):
 
 @Checked
 def _check(k, v, raw, keys, values, lengths, scores, ages, raws, before, window, sinks, uniform, impl) -> str | None:
-    """Validate a call; return the implementation, as `resolve_impl` does."""
+    """Validate a call and return the implementation, as `resolve_impl` does."""
     op = "evict_step"
     dims = bind_shapes(
         op, {}, k=(k, "N H K"), v=(v, "N H K"), raw=(raw, "N H K"), keys=(keys, "N H S K"), values=(values, "N H S K"),
@@ -112,7 +113,7 @@ def _check(k, v, raw, keys, values, lengths, scores, ages, raws, before, window,
 
 
 def _step(x: _Inputs) -> None:
-    """Run the eviction kernel: directly in eager mode, as a custom op if torch traces."""
+    """Run the eviction kernel: directly in eager mode, as a custom op if torch is tracing."""
     refuse_writes("evict_step")
     if is_plain(x.k):
         _run(*x)

@@ -8,7 +8,7 @@ import triton.language as tl
 from tokenmix_core.chunking import next_power_of_2
 from tokenmix_core.kernels import cached_launch, gdc_launch_and_wait
 
-# most retained slots that one warp holds in registers
+# maximum number of retained slots that one warp holds in registers
 _SLOTS_PER_WARP = 512
 
 
@@ -18,7 +18,7 @@ def evict_step_kernel(
     k, v, raw, keys, values, lengths, scores, ages, raws, before, window, sinks, cap, reach, H, K,
     BC: tl.constexpr, BK: tl.constexpr, UNIFORM: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Read the token that leaves the ring, retain it if its score is high enough, and write the new token.
+    """Read the token that leaves the ring buffer, retain it if its score is high enough, and write the new token.
 
     slots of a head:  [ ring: W slots, position p at p mod W | retained: cap slots, `n_retained` filled ]
                         new token → slot p mod W               leaving token → `target`, if `enters`
@@ -36,7 +36,7 @@ def evict_step_kernel(
     b_key = tl.load(keys + p_ring, mask=m_k)
     b_value = tl.load(values + p_ring, mask=m_k)
     if UNIFORM:
-        # the exponent of the largest power of two that divides the position
+        # the exponent of the largest power of two that divides the token's position
         exponent = (age & (0 - age)).to(tl.float32).to(tl.int32, bitcast=True) >> 23
         score = tl.where(age == 0, float("inf"), (exponent - 126).to(tl.float32))
     else:
@@ -63,12 +63,12 @@ def evict_step_kernel(
 
 
 def run(k, v, raw, keys, values, lengths, scores, ages, raws, before, window, sinks, uniform) -> None:
-    """Launch the kernel of `evict_step`; all tensors are contiguous."""
+    """Launch the kernel of `evict_step`; all tensors must be contiguous."""
     N, H, K = k.shape
     cap = scores.shape[2] - window
     BC = next_power_of_2(cap)
-    # the kernel needs no barrier: the same threads load and store a token's elements, and the reduction of retained
-    # scores comes after all loads of them
+    # the kernel needs no barrier: a token's elements are loaded and stored by the same threads, and the reduction over
+    # retained scores comes after all loads of them
     evict_step_kernel[(N * H,)](
         k=k, v=v, raw=raw, keys=keys, values=values, lengths=lengths, scores=scores, ages=ages, raws=raws,
         before=before, window=window, sinks=sinks, cap=cap, reach=raws.shape[1], H=H, K=K,

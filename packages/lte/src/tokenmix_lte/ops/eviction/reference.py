@@ -8,17 +8,17 @@ from torch import Tensor
 
 
 def evict_step_reference(k, v, raw, keys, values, lengths, scores, ages, raws, before, window, sinks, uniform) -> None:
-    """Compute `evict_step`; mutate the memory without synchronisation."""
+    """Compute `evict_step`: overwrite the memory, without waiting for the device."""
     (N, H, S), W = scores.shape, window
     cap, K = S - W, k.shape[-1]
-    # the token that leaves the ring
+    # the token that leaves the ring buffer
     slot = (before % W).view(N, 1).expand(N, H)
     index = slot[..., None, None].expand(N, H, 1, K)
     key, value = (x.gather(2, index).squeeze(2) for x in (keys, values))
     age = (before - W).view(N, 1).expand(N, H)
     score = uniform_ranks(age.clamp(min=0)).to(scores.dtype) if uniform else _gather(scores, slot)
     score = score.masked_fill((age >= 0) & (age < sinks), torch.inf)
-    # the retained slot that this token takes if it is retained
+    # the slot that this token takes among the retained ones, if it is retained
     n_retained = lengths - before.clamp(max=W).unsqueeze(1)
     filled = torch.arange(cap, device=k.device) < n_retained.unsqueeze(-1)
     lowest = scores[:, :, W:].masked_fill(~filled, torch.inf).amin(-1)
@@ -41,8 +41,8 @@ def evict_step_reference(k, v, raw, keys, values, lengths, scores, ages, raws, b
 def uniform_ranks(position: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return 1 + the exponent of the largest power of two that divides a position; +∞ for position 0.
 
-    With these ranks, and the older of two tokens of equal rank retained, a head holds every 2ⁿ-th token. When no slot
-    is free, every 2ⁿ⁺¹-th token replaces the tokens between, one by one, the newest first.
+    If tokens are retained by these ranks, and the older of two tokens with equal ranks, a head holds every 2ⁿ-th token.
+    Once no slot is free, every 2ⁿ⁺¹-th token replaces one of the tokens in between, the newest first.
     """
     lowest = (position & -position).double()
     return torch.where(position == 0, torch.inf, 1 + lowest.log2()).float()
@@ -58,7 +58,7 @@ def _put(
     new: Shaped[Tensor, "N H *K"],
     where: Bool[Tensor, "N H"],
 ) -> None:
-    """Write `new` to slot `at` of each head of x for which `where` is True."""
+    """Write `new` to slot `at` of each head of x where `where` is True."""
     one = (slice(None), slice(None), None, *[None] * (x.dim() - 3))
     index = at[one].expand(*at.shape, 1, *x.shape[3:])
     x.scatter_(2, index, torch.where(where[one], new.unsqueeze(2).to(x.dtype), x.gather(2, index)))

@@ -1,4 +1,4 @@
-"""Eviction times of whole sequences in one launch: find the position of each key's cap-th better key."""
+"""Eviction times of whole sequences in one launch: the kernel finds the position of each key's cap-th better key."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import cached_launch
 
-# number of keys of a program, and of keys in a tile with which they are compared
+# number of keys per program, and number of keys in a tile with which they are compared
 _BT, _BN = 64, 64
 
 
 @cached_launch
 @triton.jit
 def eviction_times_kernel(scores, times, cap, window, T, H, BT: tl.constexpr, BN: tl.constexpr):
-    """Count each key's better keys tile by tile until there are `cap`, then find the cap-th one in the last tile.
+    """Count each key's better keys tile by tile until there are `cap`; find the cap-th of them in the last tile.
 
     scores of a head:  | tile 0 | tile 1 | … | tile `tile` | …       `count` better keys before tile `tile`,
                                               ↑ cap-th better key     fewer than `cap`
@@ -28,7 +28,7 @@ def eviction_times_kernel(scores, times, cap, window, T, H, BT: tl.constexpr, BN
     m_t = o_t < T
     tiles = tl.cdiv(T, BN)
     b_s = tl.load(scores + p_row + o_t * H, mask=m_t, other=0.0)
-    # `count`: better keys in the tiles before `tile`; `active`: keys with fewer than `cap` better ones so far
+    # `count`: number of better keys in the tiles before `tile`; `active`: keys with fewer than `cap` better keys so far
     active = (m_t & (b_s > float("-inf"))).to(tl.int32)
     count, tile = tl.zeros([BT], tl.int32), tl.zeros([BT], tl.int32)
     i, any_active = 0, tl.max(active, 0)
@@ -52,12 +52,12 @@ def eviction_times_kernel(scores, times, cap, window, T, H, BT: tl.constexpr, BN
 
 @triton.jit
 def _better(b_j, o_j, b_s, o_s):
-    """Return 1 if a key with score b_j at position o_j is better than one with score b_s at position o_s, else 0."""
+    """Return 1 if a key with score b_j at position o_j is better than a key with score b_s at position o_s, else 0."""
     return ((b_j > b_s) | ((b_j == b_s) & (o_j < o_s))).to(tl.int32)
 
 
 def eviction_times_triton(scores: Tensor, cap: int, window: int) -> Tensor:
-    """Compute `eviction_times` for float32 scores `[B, T, H]` of unpacked rows, T ≥ 1."""
+    """Compute `eviction_times` for float32 scores `[B, T, H]` of rows that are not packed, T ≥ 1."""
     B, T, H = scores.shape
     scores = scores.contiguous()
     times = torch.empty_like(scores, dtype=torch.int32)

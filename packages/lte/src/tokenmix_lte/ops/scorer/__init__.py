@@ -1,1 +1,1 @@
-"""The scorer: retention logits of keys, computed from the tokens around each key."""
+"""The scorer: a retention logit for each key, computed from the tokens around it."""

@@ -1,4 +1,4 @@
-"""The scorer's public function: checks, and the choice of an implementation."""
+"""The public function of the scorer: it checks arguments and selects the implementation."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ def retention_logits(
     dropout: float = 0.0,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B T H"]:
-    """Return a retention logit for each key: convolutions over time on [k; v], each followed by SiLU, and a linear map.
+    """Return a retention logit for each key: convolutions of [k; v] over time, each with SiLU, then a linear map.
 
-    Each head has separate weights. A convolution reads its input at t + o for every offset o; tokens that do not exist
-    or belong to another sequence are zeros in the input of every layer, not only of the first. Differentiable in k, v
-    and all weights. Computed in float32 (float64 for float64 inputs) even under autocast, because a logit's sign
+    Each head has its own weights. A convolution reads its input at t + o for every offset o; tokens that do not exist
+    or belong to another sequence are zero in the input of every layer, not only of the first. Differentiable in k, v
+    and all weights. Computed in float32 (float64 for float64 inputs), even under autocast, because the sign of a logit
     decides whether its key is retained.
 
     Args:
-        k, v: bfloat16, float16, float32 or float64, of one dtype: keys before any rotation, and values.
-        convs: weights and biases of each convolution; the first one's inputs are K + V channels.
+        k, v: keys before any rotation, and values; both bfloat16, float16, float32 or float64.
+        convs: weights and biases of each convolution; the input of the first has K + V channels.
         weight, bias: weights and bias of the linear map.
-        offsets: for each tap, the offset of the token that it reads.
-        begin: first existing token of each row; None for 0. Logits before it have no meaning.
+        offsets: for each tap of the convolutions, the offset of the token that it reads.
+        begin: index of the first existing token in each row; None for 0. Logits before it have no meaning.
         cu_seqlens: boundaries of packed sequences, for B = 1 and without `begin`.
-        dropout: probability that an element of a convolution's input is dropped; others are scaled by 1 / (1 −
-            dropout). The mask is a hash of a random seed and the element's index, the same in all implementations.
-        impl: "triton" (three convolutions of three offsets, K = V, up to 64 channels), "gluon", kernels for Hopper (as
-            for "triton", but bfloat16 or float16, layers of 16, 32 or 64 channels, and at most 32 in the second layer
-            if keys and the first layer have 64), "reference" (any device), or None: for CUDA tensors the Gluon kernels
-            or else the Triton kernels, if they support the scorer; otherwise the reference. With k in bfloat16 or
-            float16 the kernels' matmuls take operands of that dtype and sum in float32; all else is float32.
+        dropout: probability that an element of a convolution's input is set to 0; other elements are divided by 1 −
+            dropout. The mask is a hash of a random seed and the element's index, equal in all implementations.
+        impl: "triton" (three convolutions with three offsets, K = V, up to 64 channels), "gluon" (kernels for Hopper:
+            the same, but bfloat16 or float16, layers of 16, 32 or 64 channels, and at most 32 in the second layer if
+            keys and the first layer have 64), "reference" (any device), or None: for CUDA tensors the Gluon kernels or
+            else the Triton kernels if they support the scorer, otherwise the reference. For k in bfloat16 or float16,
+            the kernels' matmuls have operands of that dtype and float32 sums; all other computations are in float32.
 
     Returns:
         Logits `[B, T, H]`, float32 (float64 for float64 inputs).
@@ -69,11 +69,11 @@ def retention_logits(
         ValueError: a wrong shape, dtype, device or option.
     """
     check_tensors("retention_logits", k=k, v=v)
-    # check first, because autocast's error for a device without autocast would hide the mismatch
+    # before autocast is entered, whose error for a device that it does not support would hide the mismatch
     check_same_device("retention_logits", k=k, v=v)
     with torch.autocast(k.device.type, enabled=False):
         chosen = _check(k, v, convs, weight, bias, tuple(offsets), begin, cu_seqlens, dropout, impl)
-        # draw on the device, so that the CPU need not wait for the seed
+        # drawn on the device, so that the CPU need not wait for the seed
         seed = torch.randint(1 << 31, (1,), device=k.device) if dropout else None
         options = dict(
             offsets=offsets, begin=begin, cu_seqlens=cu_seqlens, seed=seed, threshold=round(dropout * LEVELS)
@@ -86,7 +86,7 @@ def retention_logits(
 
 
 def _check(k, v, convs, weight, bias, offsets, begin, cu_seqlens, dropout, impl) -> str | None:
-    """Validate a call; return the implementation, as `resolve_impl` does."""
+    """Validate a call and return the implementation, as `resolve_impl` does."""
     flat = [x for conv in convs for x in conv]
     return _check_flat(k, v, weight, bias, offsets, begin, cu_seqlens, dropout, impl, *flat)
 

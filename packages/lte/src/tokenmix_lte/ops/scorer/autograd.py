@@ -1,4 +1,4 @@
-"""The scorer's kernels as a differentiable function: direct in eager mode, custom ops if torch traces."""
+"""The scorer's kernels as a differentiable function: called directly in eager mode, as custom ops under tracing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from tokenmix_core.ops import cached_op, differentiable, direct_when_eager, of_fields, retried, zero_padding
 from tokenmix_lte.ops.scorer.types import BackwardInputs, Inputs
 
-# number of differentiable fields of `Inputs` (k, v, three convolutions, the linear map), and of all tensor fields
+# number of differentiable fields of `Inputs` (k, v, three convolutions, linear map), and number of all tensor fields
 _DIFFERENTIABLE, _TENSORS = 10, 13
 
 
@@ -31,7 +31,7 @@ def _forward(x: Inputs) -> Tensor:
 @retried
 @of_fields
 def _backward(given: BackwardInputs) -> list[Tensor]:
-    """Compute the gradients of the differentiable inputs, from the last layer to the first."""
+    """Compute the gradients of the differentiable inputs, layer by layer from the last to the first."""
     if given.inputs.takes_gluon():
         from tokenmix_lte.ops.scorer.hopper.backward import hopper_layer_backward as layer_backward
         from tokenmix_lte.ops.scorer.hopper.forward import hopper_scorer_recompute as scorer_recompute
@@ -44,7 +44,7 @@ def _backward(given: BackwardInputs) -> list[Tensor]:
     (dz2,), dw3, dbias3 = layer_backward(x, sizes, layer=2, inputs=(z2,), dz=dz3, w=x.w3)
     (dz1,), dw2, dbias2 = layer_backward(x, sizes, layer=1, inputs=(z1,), dz=dz2, w=x.w2)
     (dk, dv), dw1, dbias1 = layer_backward(x, sizes, layer=0, inputs=(x.k, x.v), dz=dz1, w=x.w1)
-    # clone, because both are views of one tensor and outputs of an operator must not alias
+    # copies, because both are views of one tensor, and outputs of an operator must not share memory
     linear_grads = (t.clone(memory_format=torch.contiguous_format) for t in (dweight, dbias))
     grads = dk, dv, dw1, dbias1, dw2, dbias2, dw3, dbias3, *linear_grads
     grads = [grad.to(t.dtype) for grad, t in zip(grads, given.inputs[:_DIFFERENTIABLE], strict=True)]
@@ -92,7 +92,7 @@ scorer = differentiable(scorer_forward_op, _forward, _save, _gradients)
 def retention_logits_kernels(
     k, v, convs, weight, bias, *, offsets: Sequence[int], begin, cu_seqlens, seed, threshold, impl
 ):
-    """Compute `retention_logits` by the Triton kernels or the Gluon kernels."""
+    """Compute `retention_logits` by the Triton or the Gluon kernels, as `impl` says."""
     (w1, bias1), (w2, bias2), (w3, bias3) = convs
     first, middle, last = offsets
     x = Inputs(

@@ -1,4 +1,4 @@
-"""Gradients of one layer: of its inputs, and of its weights, of which each program stores a partial sum."""
+"""Gradients of one layer's inputs and weights; of the weights', each program stores a partial sum."""
 
 # Triton does not support starred expressions in tuples
 # ruff: noqa: RUF005
@@ -27,11 +27,11 @@ def scorer_layer_backward_kernel(
     BT: tl.constexpr, BC: tl.constexpr, BO: tl.constexpr, LAYER: tl.constexpr, TAPS: tl.constexpr,
     FIRST: tl.constexpr, STEP: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of C input channels of a layer for `tiles` tiles of BT tokens, from dz, the gradient of z.
+    """Compute the gradient of C input channels of a layer, for `tiles` tiles of BT tokens, from dz, the gradient of z.
 
-    z is the layer's output before SiLU. In layer 0, programs of part 0 read keys as x, and programs of part 1 read
-    values as `other`. Other layers have no `other`: they read z of the preceding layer as x and return its gradient.
-    Programs of part 0 also sum the bias gradients.
+    z is the output of the layer before SiLU. In layer 0, the programs of part 0 have keys as x, and those of part 1
+    have values as `other`. All other layers have no `other`: x is z of the preceding layer, whose gradient is stored.
+    The programs of part 0 also sum the gradients of the biases.
     """
     i_program, i_h, i_part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # first input channel of this program
@@ -62,7 +62,7 @@ def scorer_layer_backward_kernel(
         b_dx = tl.zeros([BT, BC], tl.float32)
         b_sums = ()
         for i in tl.static_range(TAPS):
-            # the token whose output reads token o_t through this tap
+            # the output token that reads token o_t through this tap
             o_s = o_t - (FIRST + i * STEP)
             m_s = m_t & (o_s >= start) & (o_s < end)
             b_dz = load_channels(dz, (i_row + o_s) * H + i_h, m_s, CO, BO)
@@ -88,10 +88,10 @@ def scorer_layer_backward_kernel(
 def scorer_layer_backward(
     x: Inputs, sizes: Sizes, *, layer: int, inputs: tuple[Tensor, ...], dz: Tensor, w: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """Return gradients of a layer's inputs, of its weights `[H, out, in, taps]` and of its biases `[H, out]`.
+    """Return the gradients of a layer's inputs, of its weights `[H, out, in, taps]`, and of its biases `[H, out]`.
 
-    `inputs` are k and v, or z of the preceding layer; `dz` is the gradient of this layer's z, the input of its SiLU.
-    Gradients of weights and biases are float32.
+    `inputs` are k and v, or z of the preceding layer; `dz` is the gradient of this layer's z, to which SiLU is applied.
+    The gradients of weights and biases are float32.
     """
     B, T, H, C = inputs[0].shape
     CO, tile = dz.shape[-1], sizes.layer

@@ -1,4 +1,4 @@
-"""One kernel for the logits: a program computes all layers for a tile of tokens and the neighbours they depend on."""
+"""One kernel for the logits: a program computes all layers for a tile of tokens, with the neighbours that they need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenmix_lte.ops.scorer.types import Inputs
 
 @triton.jit
 def load_tap(w, i_tap, i_h, H, CI, CO, i_in, C, BI: tl.constexpr, BO: tl.constexpr):
-    """Load the weights `[BI, BO]` of a tap for the C input channels from `i_in` on; w is `[taps, H, CI, CO]`."""
+    """Load a tap's weights `[BI, BO]` for the C input channels from `i_in` on; w is `[taps, H, CI, CO]`."""
     o_i, o_o = tl.arange(0, BI), tl.arange(0, BO)
     p_w = w + ((i_tap * H + i_h) * CI + i_in + o_i[:, None]) * CO + o_o[None, :]
     return tl.load(p_w, mask=(o_i < C)[:, None] & (o_o < CO)[None, :], other=0.0)
@@ -24,7 +24,7 @@ def load_tap(w, i_tap, i_h, H, CI, CO, i_in, C, BI: tl.constexpr, BO: tl.constex
 
 @triton.jit
 def load_bias(bias, i_h, C, BT: tl.constexpr, BC: tl.constexpr):
-    """Load a head's C biases for each of BT tokens, in float32."""
+    """Load the C biases of a head, in float32, as BT equal rows."""
     o_c = tl.arange(0, BC)
     b_bias = tl.load(bias + i_h * C + o_c, mask=o_c < C, other=0.0).to(tl.float32)
     return tl.zeros([BT, BC], tl.float32) + b_bias[None, :]
@@ -32,7 +32,7 @@ def load_bias(bias, i_h, C, BT: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def shift_rows(b_x, OFFSET: tl.constexpr):
-    """Replace row t by row t + OFFSET; indices beyond the tile are clamped to its first and last row."""
+    """Return x with row t + OFFSET in row t; beyond the tile, its first or last row is repeated."""
     if OFFSET != 0:
         o_t = tl.minimum(tl.maximum(tl.arange(0, b_x.shape[0]) + OFFSET, 0), b_x.shape[0] - 1)
         b_x = tl.gather(b_x, tl.broadcast_to(o_t[:, None], b_x.shape), 0)
@@ -41,7 +41,7 @@ def shift_rows(b_x, OFFSET: tl.constexpr):
 
 @triton.jit
 def convolve(b_x, w, bias, i_h, H, CI, CO, BI: tl.constexpr, BO: tl.constexpr, taps):
-    """Return the outputs of a convolution for a tile of tokens, before SiLU, in float32."""
+    """Return the outputs of a convolution for a tile of tokens in float32, before SiLU."""
     b_z = load_bias(bias, i_h, CO, b_x.shape[0], BO)
     for i in tl.static_range(taps.count):
         b_w = load_tap(w, i, i_h, H, CI, CO, 0, CI, BI, BO)
@@ -64,11 +64,11 @@ def scorer_kernel(
         layer 2                 BT − SPAN valid rows   t + FIRST + SPAN, so each layer has SPAN fewer valid rows
         layer 3, linear map     OWN valid rows
 
-    With GRADIENTS it stores z¹, z² (inputs of SiLU), the gradient dz3 of z³, and partial sums of the gradients of the
-    linear map's C3 weights and its bias.
+    With GRADIENTS it stores z¹ and z², the inputs of SiLU, the gradient dz3 of z³, and partial sums of the gradients of
+    the linear map's C3 weights and its bias.
     """
     SPAN: tl.constexpr = (TAPS - 1) * STEP
-    # each of the two layers after the first reads SPAN more rows than it computes, so that BT − 2 SPAN rows remain
+    # each of the two layers after the first needs SPAN rows more than it computes, so that BT − 2 SPAN rows remain
     OWN: tl.constexpr = BT - 2 * SPAN
     i_h = tl.program_id(1)
     i_row, start, end, first = locate_tokens(tl.program_id(0), slots, T, OWN, N, begin, cu_seqlens, PACKED)
@@ -89,7 +89,7 @@ def scorer_kernel(
         b_z1 = tl.dot(b_k, load_tap(w1, i, i_h, H, 2 * K, C1, 0, K, BK, B1), b_z1, input_precision=FLOAT32_DOT)
         b_v = apply_dropout(load_channels(v, o_s, m_s, K, BK), seed, threshold, o_s, K, 0, DROPOUT)
         b_z1 = tl.dot(b_v, load_tap(w1, i, i_h, H, 2 * K, C1, K, K, BK, B1), b_z1, input_precision=FLOAT32_DOT)
-    # a token that does not exist is 0 in every layer
+    # a token that does not exist is 0 in the input of every layer
     b_x = tl.where(m_t[:, None], b_z1 * tl.sigmoid(b_z1), 0.0).to(k.dtype.element_ty)
     b_x = apply_dropout(b_x, seed, threshold, o_row, 0, 1, DROPOUT)
     b_z2 = convolve(b_x, w2, bias2, i_h, H, C1, C2, B1, B2, Taps(TAPS, FIRST, STEP))
@@ -122,11 +122,11 @@ def scorer_forward(x: Inputs, sizes: Sizes) -> Tensor:
 
 
 def scorer_recompute(x: Inputs, dlogits: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Recompute the forward pass for the backward pass.
+    """Compute what the forward pass computed again, for the backward pass.
 
     Returns:
-        z¹, z² and the gradient of z³ `[B, T, H, C]`, where zⁱ is layer i's input of SiLU; gradients of the linear map's
-        weights `[H, C3]` and bias `[H]`, float32.
+        z¹, z² and the gradient of z³ `[B, T, H, C]`, where layer i applies SiLU to zⁱ; the gradients of the linear
+        map's weights `[H, C3]` and bias `[H]`, float32.
     """
     B, T, H, _ = x.k.shape
     *_, C3 = sizes.channels
@@ -140,7 +140,7 @@ def scorer_recompute(x: Inputs, dlogits: Tensor, sizes: Sizes) -> tuple[Tensor, 
 def _launch(
     x: Inputs, sizes: Sizes, *, logits=None, dlogits=None, z1=None, z2=None, dz3=None, dlast=None
 ) -> None:  # fmt: skip
-    """Write the logits or, given their gradient, the results of `scorer_recompute`."""
+    """Launch the kernel: write the logits or, if `dlogits` are given, the results of `scorer_recompute`."""
     B, T, H, _ = x.k.shape
     slots, tile = chunk_slots(B, T, sizes.own, x.cu_seqlens), sizes.layers
     (K, C1, C2, C3), (BK, B1, B2, B3), (TAPS, FIRST, STEP) = sizes.channels, sizes.blocks, sizes.taps

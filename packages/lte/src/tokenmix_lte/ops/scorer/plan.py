@@ -1,4 +1,4 @@
-"""The choice between the scorer's Gluon kernels and its Triton kernels."""
+"""Selection of the scorer's Gluon or Triton kernels."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tokenmix_core.ops import GluonForm
 from tokenmix_lte.ops.scorer.sizes import BLOCK_STREAMS, INPUT_STAGES
 
 GLUON = GluonForm("retention_logits", "tokenmix_lte.ops.scorer.hopper", slower="about 2 to 2.4 times slower")
-# bytes of shared memory that a CTA on Hopper has for tiles, without scratch and barriers
+# bytes of shared memory that a CTA on Hopper has for tiles; scratch memory and barriers take the rest
 _SHARED_MEMORY = 230_000
 
 
 def hopper_limit(K: int, outs: Sequence[int]) -> str | None:
-    """Return why the Gluon kernels do not support a scorer that the Triton kernels support; None if they do."""
+    """Return why the Gluon kernels do not support a scorer that the Triton kernels support, or None if they do."""
     C1, C2, C3 = outs
     if any(C not in (16, 32, 64) for C in (K, *outs)):
         return f"takes 16, 32 or 64 channels of keys and of each layer, got {[K, *outs]}"
@@ -26,13 +26,13 @@ def hopper_limit(K: int, outs: Sequence[int]) -> str | None:
 
 
 def takes_gluon(impl: str | None, device: torch.device, dtype: torch.dtype, K: int, outs: Sequence[int]) -> bool:
-    """Return True if the Gluon kernels run a call, which they do whenever they support it.
+    """Return True if the Gluon kernels should compute a call; they do so whenever they support it.
 
-    They also score the few tokens of a decoding step, although the Triton kernels are as fast there, so that a token's
-    logit is bit-identical in a prompt and in decoding.
+    They also score the few tokens of a decoding step, in which the Triton kernels are as fast, because a token's logit
+    must be bit-identical in a prompt and in decoding.
 
     Raises:
-        ValueError: `impl` names Gluon kernels, which do not support the call.
-        NotCompiled: `impl` names Gluon kernels, which failed to compile.
+        ValueError: `impl` is "gluon", but the Gluon kernels do not support the call.
+        NotCompiled: `impl` is "gluon", but the Gluon kernels have failed to compile.
     """
     return GLUON.runs(impl, device, dtype, hopper_limit(K, outs))

@@ -1,4 +1,4 @@
-"""The scorer in eager PyTorch, which specifies the operation and its gradient, on any device, up to float64."""
+"""The scorer in eager PyTorch, for any device and up to float64; it specifies the operation and its gradient."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def retention_logits_reference(
     seed: Int[Tensor, "1"] | None = None,
     threshold: int = 0,
 ) -> Float[Tensor, "B T H"]:
-    """Compute `retention_logits` with autograd, in float32 (float64 for float64 inputs).
+    """Compute `retention_logits`, differentiable by autograd, in float32 (float64 for float64 inputs).
 
-    With a seed, `dropout_mask` selects the elements of each convolution's input that are dropped.
+    With a seed, `dropout_mask` determines which elements of each convolution's input are dropped.
     """
-    # heads become the first dimension, because each has separate weights
+    # heads become the first dimension, because each head has its own weights
     x = torch.cat((at_least_float32(k), at_least_float32(v)), -1).permute(2, 0, 1, 3)
     exists = [_exists(x, offset, begin, cu_seqlens) for offset in offsets]
     for layer, (kernel, shift) in enumerate(convs):
@@ -55,7 +55,7 @@ def retention_logits_reference(
 def dropout_mask(
     seed: Int[Tensor, "1"], threshold: int, layer: int, x: Float[Tensor, "H B T C"]
 ) -> Bool[Tensor, "H B T C"]:
-    """Return the mask of elements of a layer's input that are not dropped.
+    """Return a mask of the elements of a layer's input that are not dropped.
 
     The mask is a hash of seed, layer, token, head and channel, so that every implementation and every recomputation
     drops the same elements. An element is dropped with probability `threshold` / 2²⁴.
@@ -70,14 +70,14 @@ def dropout_mask(
 
 
 def _hash(x: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
-    """Return a hash of 32 bits."""
+    """Return a 32-bit hash of x."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
     return x ^ (x >> 16)
 
 
 def shifted(x: Float[Tensor, "H B T C"], offset: int) -> Float[Tensor, "H B T C"]:
-    """Return x[t + offset] at each t along T; zeros beyond both ends."""
+    """Return x[t + offset] at each t of the dimension T; zero where t + offset does not exist."""
     T = x.shape[2]
     if not offset:
         return x
@@ -87,7 +87,7 @@ def shifted(x: Float[Tensor, "H B T C"], offset: int) -> Float[Tensor, "H B T C"
 
 
 def _exists(x: Tensor, offset: int, begin: Tensor | None, cu_seqlens: Tensor | None) -> Bool[Tensor, "B_or_1 T"] | None:
-    """Return the mask of tokens t whose sequence has a token t + offset; None if each whole row is a sequence."""
+    """Return a mask of the tokens t whose sequence has a token t + offset; None if every row is one whole sequence."""
     T = x.shape[2]
     at = torch.arange(T, device=x.device) + offset
     if cu_seqlens is not None:

@@ -1,4 +1,4 @@
-"""Which scorers the kernels support, and the kernels' tile sizes."""
+"""The scorers that the kernels support, and the kernels' tile sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenmix_core.chunking import next_power_of_2
 
 
 class Tile(NamedTuple):
-    """BT tokens per program, and compile options."""
+    """A tile of BT tokens per program, and compile options."""
 
     BT: int
     num_warps: int
@@ -21,7 +21,7 @@ class Tile(NamedTuple):
 
 
 class Taps(NamedTuple):
-    """Taps of the convolutions: their number, the offset of the first, and the distance from one to the next."""
+    """The taps of the convolutions: their number, the offset of the first, and the distance between two of them."""
 
     count: int
     first: int
@@ -29,11 +29,11 @@ class Taps(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes of a call and its tiles.
+    """The sizes of a call and its tiles.
 
     Attributes:
-        channels: K, and each layer's output channels.
-        blocks: channels padded to tile sizes.
+        channels: K, then the number of output channels of each layer.
+        blocks: the same, padded to sizes of tiles.
         taps: the convolutions' taps.
         layers: the forward kernel's tile.
         layer: the tile of the kernel of one layer's gradients.
@@ -47,28 +47,28 @@ class Sizes(NamedTuple):
 
     @property
     def own(self) -> int:
-        """Number of tokens of a forward tile whose logits the program stores; the others are their neighbours."""
+        """Number of tokens in a forward tile whose logits the program stores; its other tokens are their neighbours."""
         return self.layers.BT - 2 * (self.taps.count - 1) * self.taps.step
 
 
-# tiles of forward and of a layer's backward by bytes of an element, chosen by registers and shared memory on sm_90
+# tiles of the forward and of a layer's backward, by bytes per element; limited by registers and shared memory on sm_90
 _TILES = {2: (Tile(128, 8, 2), Tile(64, 8, 2)), 4: (Tile(32, 8, 2), Tile(16, 8, 1))}
-# streams (see hopper/streams.py) that a program on Hopper computes: 64, the rows of one WGMMA of a warpgroup
+# number of streams (see hopper/streams.py) that a program on Hopper computes: 64, the rows of a warpgroup's WGMMA
 BLOCK_STREAMS = 64
-# pipeline stages of keys and values on Hopper: WGMMAs read three, one gets dropout, async copies fill two
+# pipeline stages of keys and values on Hopper: WGMMAs read three, dropout is applied to one, async copies fill two
 INPUT_STAGES = 6
-# with more channels, 16-bit logits were wrong on an H200 with Triton 3.6.0 and its assembler, for two tile sizes; with
-# Triton 3.9.0 they are right
+# above this, logits of 16-bit inputs were wrong on an H200 with Triton 3.6.0 and its assembler, for two tile sizes;
+# with Triton 3.9.0 they are right
 MAX_CHANNELS = 64
 
 
 def channels_of_layers(channels: int, layers: int = 3) -> list[int]:
-    """Return the channels of a model's scorer: of its input, then of each layer, half as many as the layer's input."""
+    """Return the channels of a model's scorer: of the input, then of each layer, half as many as its input."""
     return [channels >> i for i in range(layers + 1)]
 
 
 def limit(K: int, V: int, outs: Sequence[int], offsets: Sequence[int], dtype: torch.dtype) -> str | None:
-    """Return why the kernels do not support a scorer, as a clause for an error message; None if they do."""
+    """Return why the kernels do not support a scorer, as a clause of an error message; None if they do."""
     if dtype == torch.float64:
         return "takes bfloat16, float16 or float32, got float64"
     if K != V:
@@ -84,7 +84,10 @@ def limit(K: int, V: int, outs: Sequence[int], offsets: Sequence[int], dtype: to
 
 
 def sizes(k: Tensor, outs: Sequence[int], offsets: Sequence[int]) -> Sizes:
-    """Return a call's sizes; they do not depend on T, so a token's logit is bit-identical in calls of any length."""
+    """Return the sizes of a call.
+
+    They do not depend on T, so that a token's logit is bit-identical in calls of any length.
+    """
     channels = k.shape[-1], *outs
     blocks = tuple(max(16, next_power_of_2(C)) for C in channels)
     taps = Taps(len(offsets), offsets[0], offsets[1] - offsets[0])

@@ -1,4 +1,4 @@
-"""Device functions of the scorer's kernels: location of a program's tokens, loads, stores and dropout."""
+"""Device functions of the scorer's kernels: which tokens a program computes, loads, stores and dropout."""
 
 import triton
 import triton.language as tl
@@ -19,14 +19,14 @@ def locate_tokens(i_c, slots, T, BT, N, begin, cu_seqlens, PACKED: tl.constexpr)
 
 @triton.jit
 def load_channels(x, o_row, m_row, C, BC: tl.constexpr):
-    """Load C channels of rows `[BT]` as a tile `[BT, BC]`; masked elements are 0."""
+    """Load C channels of the rows `o_row` as a tile `[BT, BC]`; masked elements are 0."""
     o_c = tl.arange(0, BC)
     return tl.load(x + o_row[:, None] * C + o_c[None, :], mask=m_row[:, None] & (o_c < C)[None, :], other=0.0)
 
 
 @triton.jit
 def store_channels(x, b_x, o_row, m_row, C, BC: tl.constexpr):
-    """Store a tile `[BT, BC]` as C channels of rows `[BT]`."""
+    """Store a tile `[BT, BC]` to C channels of the rows `o_row`."""
     o_c = tl.arange(0, BC)
     p_x = x + o_row[:, None] * C + o_c[None, :]
     tl.store(p_x, b_x.to(x.dtype.element_ty), mask=m_row[:, None] & (o_c < C)[None, :])
@@ -34,7 +34,7 @@ def store_channels(x, b_x, o_row, m_row, C, BC: tl.constexpr):
 
 @triton.jit
 def hash32(x):
-    """Return a hash of 32 bits."""
+    """Return a 32-bit hash of x."""
     x ^= x >> 16
     x *= 0x7FEB352D
     x ^= x >> 15
@@ -44,7 +44,7 @@ def hash32(x):
 
 @triton.jit
 def apply_dropout(b_x, seed, threshold, o_row, i_channel, LAYER: tl.constexpr, DROPOUT: tl.constexpr):
-    """Apply `reference.dropout_mask` to a tile `[BT, BC]` of channels from `i_channel` on; scale retained elements."""
+    """Apply `reference.dropout_mask` to a tile `[BT, BC]` of channels from `i_channel` on; scale what remains."""
     if DROPOUT:
         b_seed = tl.load(seed).to(tl.uint32)
         o_c = (i_channel + tl.arange(0, b_x.shape[1])).to(tl.uint32)

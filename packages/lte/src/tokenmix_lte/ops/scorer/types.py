@@ -13,16 +13,16 @@ from tokenmix_lte.ops.scorer.sizes import Sizes, sizes
 
 
 class Inputs(NamedTuple):
-    """Inputs of the forward pass.
+    """The inputs of the forward pass.
 
     Attributes:
         k, v: `[B, T, H, K]`.
-        w1, bias1, w2, bias2, w3, bias3: convolutions `[H, out, in, taps]` and `[H, out]`.
+        w1, bias1, w2, bias2, w3, bias3: weights `[H, out, in, taps]` and biases `[H, out]` of the convolutions.
         weight, bias: the linear map after the convolutions, `[H, C3]` and `[H]`.
-        begin, cu_seqlens: each row's first existing token, or the boundaries of packed sequences.
-        seed, threshold: dropout's seed and threshold; see `reference.dropout_mask`.
-        first, middle, last: offsets of the taps.
-        impl: as for `retention_logits`, but never "reference".
+        begin, cu_seqlens: first existing token of each row, or boundaries of packed sequences.
+        seed, threshold: seed and threshold of dropout; see `reference.dropout_mask`.
+        first, middle, last: offsets of the three taps.
+        impl: the same as for `retention_logits`, but never "reference".
     """
 
     k: Tensor
@@ -49,15 +49,15 @@ class Inputs(NamedTuple):
         return sizes(self.k, self.outs(), (self.first, self.middle, self.last))
 
     def outs(self) -> list[int]:
-        """Return each layer's number of output channels."""
+        """Return the number of output channels of each layer."""
         return [w.shape[1] for w in (self.w1, self.w2, self.w3)]
 
     def takes_gluon(self) -> bool:
-        """Return True if Gluon kernels run the call; raise the errors of `plan.takes_gluon`."""
+        """Return True if the Gluon kernels compute the call; raises the errors of `plan.takes_gluon`."""
         return takes_gluon(self.impl, self.k.device, self.k.dtype, self.k.shape[-1], self.outs())
 
     def readable(self) -> Inputs:
-        """Return the inputs as kernels read them: convolutions `[taps, H, in, out]` in the keys' dtype, all aligned."""
+        """Return the inputs aligned as kernels read them; convolutions are `[taps, H, in, out]` in the keys' dtype."""
 
         def taps_first(w: Tensor) -> Tensor:
             return w.permute(3, 0, 2, 1).to(self.k.dtype, memory_format=torch.contiguous_format)
@@ -68,7 +68,7 @@ class Inputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """Inputs of the backward pass: the inputs of the forward pass, and the gradient of the logits."""
+    """The inputs of the backward pass: those of the forward pass, and the gradient of the logits."""
 
     inputs: Inputs
     dlogits: Tensor

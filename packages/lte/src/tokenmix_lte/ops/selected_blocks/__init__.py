@@ -1,1 +1,1 @@
-"""Attention of each query to the blocks of keys in the query's list, and the selection of these blocks."""
+"""Attention of each query to the blocks of keys that it lists, and the selection of these blocks."""

@@ -38,29 +38,29 @@ def block_attention(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: Impl | None = None,
 ) -> AttentionOutput:
-    """Compute causal softmax attention of each query to listed blocks of keys; each query has a list per key head.
+    """Compute causal softmax attention of each query to a list of blocks of keys; a query has one list per key head.
 
     Let i be the query's position counted in keys (the last query is at the last key), and S(i) the keys j ≤ i whose
-    block ⌊j / block_size⌋ is in blocks[i]. Head h of k, v and `blocks` serves the HQ / H query heads from h · HQ / H
-    on:
+    block ⌊j / block_size⌋ is listed in blocks[i]. Head h of k, v and `blocks` serves the HQ / H query heads from h · HQ
+    / H on:
 
         lse_i = log Σ_{j ∈ S(i)} exp(scale · q_i · k_j)        o_i = Σ_{j ∈ S(i)} exp(scale · q_i · k_j − lse_i) v_j
 
-    A block listed n times has n times the weight; negative entries and blocks after the query are ignored. A query that
-    sees no key gets o = 0 and lse = −∞. Time is proportional to the number of listed blocks. Differentiable in q, k and
-    v through both outputs.
+    A block that is listed n times has n times the weight; negative entries and blocks after the query are ignored. A
+    query that sees no key has o = 0 and lse = −∞. Time is proportional to the number of listed blocks. Differentiable
+    in q, k and v through both outputs.
 
     Args:
         q, k, v: bfloat16, float16, float32 or float64, all of one dtype. HQ is a multiple of H.
-        blocks: block indices, int32 or int64, counted from the start of each query's sequence.
-        block_size: number of keys of a block.
-        scale: factor of the scores, positive; None is K ** −0.5.
+        blocks: indices of blocks, int32 or int64, counted from the start of each query's sequence.
+        block_size: number of keys in a block.
+        scale: positive factor of the scores; None stands for K ** −0.5.
         cu_seqlens: boundaries of the packed sequences, `[N + 1]`, from 0 to at most T, for B = 1 and TQ = TK.
-        impl: "triton" (blocks of 16, 32, 64 or 128 keys, heads up to 128), "reference", which costs T² however few
-            blocks are listed, or None: "triton" on CUDA if it supports the call, "reference" otherwise.
+        impl: "triton" (blocks of 16, 32, 64 or 128 keys, heads up to 128), "reference", whose cost is proportional to
+            T² for any number of listed blocks, or None: "triton" on CUDA if it supports the call, else "reference".
 
     Returns:
-        o `[B, TQ, HQ, V]` in the dtype of q; lse `[B, TQ, HQ]`, natural logarithm, float32 (float64 for float64).
+        o `[B, TQ, HQ, V]` in q's dtype; lse `[B, TQ, HQ]`, natural logarithm, float32 (float64 for float64 inputs).
 
     Raises:
         ValueError: a wrong shape, dtype, device or option, or an `impl` that does not support the call.
@@ -88,21 +88,21 @@ def select_blocks(
 ) -> Int[Tensor, "B TQ H count"]:
     """Select `count` blocks per query: the first, its own, the one before it, and those with the most attention.
 
-    The attention to a block c before the query's own is Σ exp(scale · q · c̄ − lse) over the query heads of a key head,
-    with c̄ the pooled key of the block and lse the log-sum-exp of the query's attention to pooled keys. Of blocks with
-    equal attention the lower ones are selected. No gradient passes.
+    The attention to a block c before the query's own block is Σ exp(scale · q · c̄ − lse) over the query heads of a key
+    head, where c̄ is the block's pooled key and lse the log-sum-exp of the query's attention to pooled keys. Of two
+    blocks with equal attention, the lower one is selected. No gradient passes.
 
     Args:
         q: bfloat16, float16, float32 or float64. HQ is a multiple of H.
         pooled: pooled keys of blocks, in the dtype of q; U is at least the number of blocks up to the last query. In a
             packed batch U is ⌊T / block_size⌋ + N, and sequence n's first block is ⌊cu_seqlens[n] / block_size⌋ + n.
         lse: float32, or float64 for float64 inputs.
-        count: number of blocks of a query, at least 3.
+        count: number of blocks per query, at least 3.
         shift: position of the first query; 0 with `cu_seqlens`.
-        block_size, scale, cu_seqlens, impl: as in `block_attention`.
+        block_size, scale, cu_seqlens, impl: the same as for `block_attention`.
 
     Returns:
-        Blocks `[B, TQ, H, count]`, int32, in ascending order, padded with −1 if a query has fewer.
+        Indices of blocks `[B, TQ, H, count]`, int32, in ascending order, padded with −1 if there are fewer.
 
     Raises:
         ValueError: a wrong shape, dtype, device or option, or an `impl` that does not support the call.
@@ -160,7 +160,7 @@ def _check_selection(q, pooled, lse, count, block_size, shift, scale, cu_seqlens
 
 
 def _options(op, dims, q, block_size, scale, cu_seqlens, impl, why: str | None) -> tuple[float, str]:
-    """Check the options of both functions; `why` says why the kernels do not support the call, or is None."""
+    """Check the options that both functions have; `why` says why the kernels do not support the call, or is None."""
     check_multiple(op, "HQ", dims["HQ"], "H", dims["H"])
     check_cu_seqlens(op, cu_seqlens, dims["B"], dims["TQ"])
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:

@@ -1,4 +1,4 @@
-"""Torch custom ops of attention to listed blocks, forward and backward, and of the selection of blocks."""
+"""Torch custom ops for attention to listed blocks, forward and backward, and for the selection of blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenmix_core.ops import cached_op, differentiable, direct_when_eager, of_f
 
 
 class Inputs(NamedTuple):
-    """Inputs of attention to listed blocks."""
+    """The inputs of attention to listed blocks."""
 
     q: Tensor
     k: Tensor
@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """Inputs and outputs of the forward pass, with lse `[B, HQ, TQ]`, and gradients of the outputs; None is zero."""
+    """The forward's inputs and outputs, with lse `[B, HQ, TQ]`, and the outputs' gradients (None stands for zero)."""
 
     inputs: Inputs
     o: Tensor
@@ -37,7 +37,7 @@ class BackwardInputs(NamedTuple):
 
 
 class SelectInputs(NamedTuple):
-    """Inputs of the selection of blocks."""
+    """The inputs of the selection of blocks."""
 
     q: Tensor
     pooled: Tensor
@@ -50,9 +50,9 @@ class SelectInputs(NamedTuple):
 
 
 def padded(x: Tensor) -> Tensor:
-    """Pad heads with zeros to 64 or 128 channels.
+    """Pad the channels of each head with zeros to 64 or 128.
 
-    With 40 and 24 channels, which kernels load without vectorisation, dq was wrong on an H200 (Triton 3.6.0).
+    With 40 and 24 channels, which kernels load without vectorisation, dq was wrong on an H200 with Triton 3.6.0.
     """
     width = 64 if x.shape[3] <= 64 else 128
     return x if x.shape[3] == width else F.pad(x, (0, width - x.shape[3]))
@@ -68,7 +68,7 @@ def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
 def _keep(*inputs) -> tuple[Tensor, ...]:
     """Compute o, the log-sum-exp, and the tensors of all lists, which eager mode saves for the backward pass.
 
-    Under torch.compile the shapes of these tensors would break the graph, so its backward pass makes the lists again.
+    Under torch.compile, the shapes of the lists would break the graph, so that the backward pass makes the lists again.
     """
     x = Inputs(*inputs)
     o, lse = _outputs(x.q, x.v)
@@ -100,7 +100,7 @@ def _backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _backward_saved(*fields) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dq, dk and dv from the fields of `BackwardInputs` followed by the list tensors that `_keep` returned."""
+    """Compute dq, dk and dv from the fields of `BackwardInputs` and the list tensors that `_keep` has returned."""
     inputs, end = len(Inputs._fields), len(Inputs._fields) + len(BackwardInputs._fields) - 1
     return _backward_of_lists(BackwardInputs(Inputs(*fields[:inputs]), *fields[inputs:end]), fields[end:])
 
@@ -157,7 +157,7 @@ block_attention = differentiable(block_attention_op, _forward, _save, _gradients
 
 @of_fields
 def _select(x: SelectInputs) -> Tensor:
-    """Select blocks `[B, TQ, H, count]`, int32."""
+    """Return the selected blocks `[B, TQ, H, count]`, int32."""
     blocks = _blocks(x.q, x.pooled, x.count)
     if blocks.numel() == 0:
         return blocks

@@ -1,7 +1,7 @@
-"""The backward kernels: gradients of a block of keys, and partial gradients of the queries that list it.
+"""The backward kernels: gradients of a block of keys, and partial gradients of the queries that list this block.
 
-Scores are recomputed once for all three gradients. Each split of a block's list stores partial sums of dk and dv, and
-each pair of query and block a partial dq; second kernels add both in a fixed order.
+Scores are computed again, once for all three gradients. Each split of a block's list stores partial sums of dk and dv,
+and each pair of a query and a block a partial dq; two further kernels add these up in a fixed order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Tensors = namedtuple("_Tensors", "p_q p_do p_lse p_delta part_q s_qt s_qh s_dt 
 def _compute_delta(
     o, do, dlse, delta, s_db, s_dt, s_dh, T, HQ, tiles, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr
 ):  # fmt: skip
-    """Compute delta = rowsum(o ∘ do) − dlse of a tile of queries of a head."""
+    """Compute delta = rowsum(o ∘ do) − dlse for a tile of queries of one head."""
     i_bh = (tl.program_id(0) // tiles).to(tl.int64)
     i_b = i_bh // HQ
     i_h = i_bh % HQ
@@ -46,14 +46,14 @@ def _compute_delta(
 
 @triton.jit
 def row_gradients(b_dk, b_dv, t, block, split, i, S, scale, c, MASKED: tl.constexpr):
-    """Add a tile of rows to dk and dv of the block, and store each row's partial dq from this block."""
+    """Add a tile of rows to dk and dv of the block, and store the partial dq of each row from this block."""
     b_pair, b_t, b_g, m_r = forward.load_rows(split, i, S, c.G, c.BM, MASKED)
     b_q = forward.load_heads(t.p_q, b_t, b_g, t.s_qt, t.s_qh, c.K, c.BK)
     b_do = forward.load_heads(t.p_do, b_t, b_g, t.s_dt, t.s_dh, c.V, c.BV)
     o_l = b_g.to(tl.int64) * t.s_lh + b_t
     b_lse = tl.load(t.p_lse + o_l) * LOG2_E
     b_delta = tl.load(t.p_delta + o_l)
-    # keys are the rows of score tiles, so that no MMA operand is the transpose of an MMA result
+    # rows of a score tile are keys, so that no MMA has a transposed result of another MMA as operand
     b_pt = tl.exp2(tl.dot(block.k, tl.trans(b_q), input_precision=c.PRECISION) * scale - b_lse[None, :])
     if MASKED:
         o_k = tl.arange(0, block.k.shape[0])
@@ -124,7 +124,7 @@ def _combine_key_grads(
     K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
     PACKED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Sum the partial dk and dv of a block's splits; with `ADD`, add the sums of earlier runs of queries."""
+    """Sum the partial dk and dv of a block's splits; with `ADD`, add the sums of earlier slices of queries."""
     i_r = tl.program_id(0)
     i_b = (i_r // U // H).to(tl.int64)
     i_h = i_r // U % H
@@ -137,7 +137,7 @@ def _combine_key_grads(
         b_dk += load_tile(part_k, i * BLOCK, 0, BK, BK, BLOCK, BK, False)
         b_dv += load_tile(part_v, i * BLOCK, 0, BV, BV, BLOCK, BV, False)
     b_dk *= scale
-    # an unused block between packed sequences has no keys
+    # an unused block between two packed sequences has no keys
     keys = tl.where(key < keys, keys, 0)
     p_dk = dk + ((i_b * TK + start) * H + i_h) * K
     p_dv = dv + ((i_b * TK + start) * H + i_h) * V
@@ -154,7 +154,7 @@ def _combine_query_grads(
     part_q, slots, dq, s_b, s_t, T, H, S, tiles, scale, G: tl.constexpr, K: tl.constexpr, BM: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the partial dq of each row of a tile over its blocks."""
+    """Sum, for each row of a tile, the partial dq of its blocks."""
     i_bh = (tl.program_id(0) // tiles).to(tl.int64)
     o_r = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
     m_r = o_r < T * G
@@ -175,7 +175,7 @@ def _combine_query_grads(
 def block_attention_backward(
     q, k, v, blocks, o, lse, do, dlse, cu_seqlens, *, block_size, scale, saved_lists: Sequence[Lists] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv; make the lists if the forward pass saved none."""
+    """Return dq, dk and dv; if the forward pass has saved no lists, make them."""
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
     (B, TQ, HQ, K), (TK, H, V), S = q.shape, v.shape[1:], blocks.shape[3]
     G, delta, dq = HQ // H, torch.empty_like(lse), q.new_empty(q.shape)
@@ -185,7 +185,7 @@ def block_attention_backward(
         tiles=tiles, V=V, BM=64, BV=width(V),
     )  # fmt: skip
     runs = list(query_runs(q, V, S))
-    # accumulate several runs of queries in float32 and round once
+    # with several slices of queries, accumulate in float32 and round once at the end
     dk, dv = (x.new_empty(x.shape, dtype=x.dtype if len(runs) == 1 else torch.float32) for x in (k, v))
     for i, run in enumerate(runs):
         b_q, b_do, b_dq, b_lse, b_delta = q[:, run], do[:, run], dq[:, run], lse[:, :, run], delta[:, :, run]

@@ -1,8 +1,8 @@
 """The forward kernels: partial attention of the queries that list a block of keys, and the combination per query.
 
-A program holds a block's keys and values and loops over a split of the block's list. A row of a tile is one query and
-one head of the group, so that any number of heads fills a tile. The partial outputs of a query's blocks are combined by
-log-sum-exp, as in split-KV decoding.
+A program holds the keys and values of a block, and loops over a split (a part) of the block's list. A row of a tile is
+one query and one head of its group, so that any number of heads fills a tile. The partial outputs of a query for its
+blocks are combined by their log-sum-exps, as in split-KV decoding.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tokenmix_core.ops import dense_rows, load_tile, precision, strides
 from tokenmix_lte.ops.selected_blocks.lists import Lists, block_of, locate_split, make_lists
 from tokenmix_lte.ops.selected_blocks.plan import pairs_per_split, query_runs, tile
 
-# compile-time sizes
+# compile-time sizes, and the precision of MMAs
 Constants = namedtuple("Constants", "G K V BM BK BV PRECISION")
-# keys and values of a block, and the index of its first key among the run's queries
+# keys and values of a block, and the index of the query at its first key among the queries of this launch
 Block = namedtuple("Block", "k v row")
-# the pairs `low` … `high − 1` of a block's list
+# the pairs `low` … `high − 1` in the list of a block
 Split = namedtuple("Split", "listed low high")
-# pointers to q and the partial results of one batch row and key head, and strides of q
+# pointers to q and the partial results for one batch row and key head, and strides of q
 _Tensors = namedtuple("_Tensors", "p_q part_o part_lse s_qt s_qh")
 
 
@@ -47,7 +47,7 @@ def load_rows(split, i, S, G: tl.constexpr, BM: tl.constexpr, CHECK: tl.constexp
 
 @triton.jit
 def load_heads(p_x, o_t, o_g, s_t, s_h, D: tl.constexpr, BD: tl.constexpr):
-    """Load a tile `[BM, BD]` whose rows are each one query and head; columns beyond D are 0."""
+    """Load a tile `[BM, BD]` each of whose rows is one query and head; columns from D on are 0."""
     o_d = tl.arange(0, BD)
     p_x += (o_t.to(tl.int64) * s_t + o_g * s_h)[:, None] + o_d[None, :]
     if D == BD:
@@ -58,7 +58,7 @@ def load_heads(p_x, o_t, o_g, s_t, s_h, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def attend_rows(t, block, split, i, S, scale, c, MASKED: tl.constexpr):
-    """Compute a tile of rows' attention to one block alone; store the output and the log-sum-exp in base 2."""
+    """Compute a tile of rows' attention to this block only; store the output and the scores' base-2 log-sum-exp."""
     b_pair, b_t, b_g, m_r = load_rows(split, i, S, c.G, c.BM, MASKED)
     b_q = load_heads(t.p_q, b_t, b_g, t.s_qt, t.s_qh, c.K, c.BK)
     b_s = tl.dot(b_q, tl.trans(block.k), input_precision=c.PRECISION) * scale
@@ -92,7 +92,7 @@ def _partial_forward(
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, P: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the partial outputs of one split: the pairs `low` … `high − 1` of the list of one block of keys.
+    """Compute the partial outputs of one split: of the pairs `low` … `high − 1` in the list of one block of keys.
 
     listed:  | list of block 0 | list of block 1         | …      split 0 of block 1 = its first P pairs
                                | split 0 | split 1 | …            rows of a split = pairs × G heads, BM at a time
@@ -131,7 +131,7 @@ def _combine_outputs(
     part_o, part_lse, slots, o, lse, s_ob, s_ot, s_lb, s_lh, T, H, S, tiles,
     G: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Combine the partial outputs of each row of a tile; a query without any gets o = 0 and lse = −∞."""
+    """Combine, for each row of a tile, the partial outputs of its blocks; without any, o = 0 and lse = −∞."""
     i_bh = (tl.program_id(0) // tiles).to(tl.int64)
     i_b = i_bh // H
     i_h = i_bh % H
@@ -165,7 +165,7 @@ def _combine_outputs(
 
 
 def block_attention_forward(q, k, v, blocks, o, lse, cu_seqlens, *, block_size, scale) -> list[Lists]:
-    """Write o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`; return the lists of each run of queries."""
+    """Write o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`; return the lists for each slice of queries."""
     q, k, v = (dense_rows(x) for x in (q, k, v))
     G, V, S = q.shape[2] // k.shape[2], v.shape[3], blocks.shape[3]
     all_lists = []
@@ -185,7 +185,7 @@ def block_attention_forward(q, k, v, blocks, o, lse, cu_seqlens, *, block_size, 
 
 
 def combine_outputs(part_o, part_lse, lists: Lists, o: Tensor, lse: Tensor, *, S: int, G: int) -> None:
-    """Combine partial outputs; write o `[B, T, HQ, V]` and the log-sum-exp `[B, HQ, T]`, which may be views."""
+    """Combine the partial outputs, and write o `[B, T, HQ, V]` and the log-sum-exp `[B, HQ, T]`, which may be views."""
     (B, T, HQ, V), BM = o.shape, 32
     tiles = triton.cdiv(T * G, BM)
     _combine_outputs[(B * HQ // G * tiles,)](
@@ -196,7 +196,7 @@ def combine_outputs(part_o, part_lse, lists: Lists, o: Tensor, lse: Tensor, *, S
 
 
 def lists_of(q, k, blocks, run: slice, cu_seqlens, block_size: int) -> Lists:
-    """List, for the queries of the slice `run`, which of them selected each block."""
+    """Return, for the queries in the slice `run`, the lists of which of them selected each block."""
     H = k.shape[2]
     return make_lists(
         blocks[:, run], cu_seqlens, first=run.start, TQ=q.shape[1], TK=k.shape[1],
@@ -206,12 +206,12 @@ def lists_of(q, k, blocks, run: slice, cu_seqlens, block_size: int) -> Lists:
 
 
 def block_slots(tokens: int, block_size: int, cu_seqlens: Tensor | None) -> int:
-    """Return the number of key blocks of a batch row, including unused ones between packed sequences."""
+    """Return the number of key blocks in a batch row, including unused ones between packed sequences."""
     return triton.cdiv(tokens, block_size) if cu_seqlens is None else tokens // block_size + len(cu_seqlens) - 1
 
 
 def sizes(q, k, blocks, run: slice, cu_seqlens, block_size: int) -> dict[str, int]:
-    """Return the sizes of a call, for a run of its queries, that all kernels take."""
+    """Return the sizes that all kernels take, for the queries in the slice `run` of a call."""
     (B, TQ), (TK, H), N = q.shape[:2], k.shape[1:3], 0 if cu_seqlens is None else len(cu_seqlens) - 1
     U = block_slots(TK, block_size, cu_seqlens)
     return {
@@ -221,7 +221,7 @@ def sizes(q, k, blocks, run: slice, cu_seqlens, block_size: int) -> dict[str, in
 
 
 def constants(step: str, q, v, block_size: int, cu_seqlens) -> dict:
-    """Return the compile-time constants of a call's kernels."""
+    """Return the compile-time constants of the kernels of a call."""
     K, V, G = q.shape[3], v.shape[3], q.shape[2] // v.shape[2]
     BM, warps, stages = tile(step, max(K, V), q.dtype)
     return {

@@ -1,9 +1,9 @@
 """Invert the queries' lists of blocks: for each block of keys, list the queries that list it, without atomics.
 
-A **pair** is an entry of `blocks`: a query and one of its blocks. A run is a number of consecutive pairs, each of which
-is ranked among the run's pairs of the same block. The prefix sum of the counts of all runs, block after block, gives
-each pair's index in one array of all lists. The CPU reads no result: buffer sizes are upper bounds. The list of a block
-is divided into **splits** of P pairs, one program each.
+A **pair** is an entry of `blocks`: a query and one of its blocks. A run is a number of consecutive pairs; each of them
+is ranked among the pairs of its run with the same block. The prefix sum of the counts of all runs, block after block,
+gives the index of each pair in one array with all lists. The CPU reads no result: sizes of buffers are upper bounds.
+The list of a block is divided into **splits** of P pairs, one for each program.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import cached_launch, locate_chunk
 from tokenmix_lte.ops.selected_blocks.plan import pairs_per_run
 
-# number of pairs of a program's tile
+# number of pairs in the tile of a program
 _ELEMENTS = 1024
 
 
@@ -27,11 +27,11 @@ class Lists(NamedTuple):
     """Pairs of queries and blocks, listed by block, as kernels read them.
 
     Attributes:
-        slots: `[B, H, T · S]`, index of each pair's block among all blocks, −1 if the query sees none of its keys.
-        listed: the pairs of each row and head, sorted by block; a pair is t · S + s.
+        slots: `[B, H, T · S]`, index of each pair's block among all blocks; −1 if the query sees none of its keys.
+        listed: the pairs of each row and head, sorted by block; pair s of query t is the number t · S + s.
         ends: `[B · H · U]`, end of each block's list in `listed`, by row, head and block.
-        masked: `[B · H · U]`, number of pairs at the start of a block's list whose queries may not see all of its keys.
-        owners: for each program, the index of the (row, head, block) from whose list it processes a split.
+        masked: `[B · H · U]`, number of pairs at the start of each block's list whose queries may not see all its keys.
+        owners: for each program, the index of the (row, head, block) of whose list it processes a split.
     """
 
     slots: Tensor
@@ -43,7 +43,7 @@ class Lists(NamedTuple):
 
 @triton.jit
 def sequence_of(o_t, N, cu_seqlens):
-    """Return the packed sequence that each of the rows `o_t` belongs to."""
+    """Return the index of the packed sequence to which each of the rows `o_t` belongs."""
     b_n = tl.zeros_like(o_t)
     for i in range(0, N, 64):
         o_n = i + tl.arange(0, 64)
@@ -70,7 +70,7 @@ def locate_split(owners, ends, listed, i_x, H, U, P: tl.constexpr):
 
 @triton.jit
 def boundaries(ends, i_r):
-    """Return the offsets at which the list of block `i_r`, counted among all blocks, begins and ends."""
+    """Return the offsets at which the list of block `i_r`, counted over all rows and heads, begins and ends."""
     return tl.load(ends + i_r - 1, mask=i_r > 0, other=0), tl.load(ends + i_r)
 
 
@@ -97,7 +97,7 @@ def _find_slots(
     blocks, slots, cu_seqlens, s_b, s_t, s_h, s_s, T, TQ, TK, first, H, S, U, N,
     BLOCK: tl.constexpr, PACKED: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the index of each pair's block among all blocks; −1 if the block is after the query, or empty."""
+    """Compute the index of each pair's block among all blocks; −1 if the block lies after the query or is empty."""
     tiles = tl.cdiv(T * S, BE)
     i_b = (tl.program_id(0) // tiles // H).to(tl.int64)
     i_h = tl.program_id(0) // tiles % H
@@ -131,7 +131,7 @@ def _rank_pairs(slots, ranks, counts, pairs, U, runs, RUN: tl.constexpr, BJ: tl.
     rest = pairs - i_run * RUN
     o_e = tl.arange(0, RUN)
     b_slot = tl.load(p_slot + o_e, mask=o_e < rest, other=-1)
-    # the lower 16 bits count the pairs before a pair, the upper bits all pairs; columns are summed once, at the end
+    # the lower 16 bits count the pairs before a pair, the upper bits all pairs; columns are summed only at the end
     b_count = tl.zeros([RUN, BJ], tl.int32)
     for i in range(0, RUN, BJ):
         o_j = i + tl.arange(0, BJ)
@@ -149,7 +149,7 @@ def _rank_pairs(slots, ranks, counts, pairs, U, runs, RUN: tl.constexpr, BJ: tl.
 @cached_launch
 @triton.jit
 def _list_pairs(slots, ranks, sums, listed, pairs, U, runs, RUN: tl.constexpr, BE: tl.constexpr):
-    """Write each pair into the list of its block."""
+    """Write each pair to its index in the list of its block."""
     tiles = tl.cdiv(pairs, BE)
     i_bh = (tl.program_id(0) // tiles).to(tl.int64)
     o_e = tl.program_id(0) % tiles * BE + tl.arange(0, BE)
@@ -168,15 +168,15 @@ def _assign_splits(
 ):  # fmt: skip
     """Write where a block's list ends, how many of its pairs need a mask, and which programs process its splits.
 
-    The programs of block i_r start at ⌊begin / P⌋ + i_r, with `begin` the offset of its list. Blocks then never share a
-    program, and no table of the number of splits is needed.
+    The programs for block i_r start at ⌊begin / P⌋ + i_r, where `begin` is the offset of its list. No two blocks then
+    share a program, and no table with the number of splits is needed.
     """
     i_r = tl.program_id(0)
     p_sum = sums + i_r.to(tl.int64) * runs
     begin = tl.load(p_sum - 1, mask=i_r > 0, other=0)
     end = tl.load(p_sum + runs - 1)
     tl.store(ends + i_r, end)
-    # pairs of queries inside the block come first and need a mask; round their number up to whole runs
+    # pairs whose query lies in the block come first and need a mask; their number is rounded up to whole runs
     _, _, _, row = block_of(i_r % U, TK, TQ, first, N, cu_seqlens, BLOCK, PACKED)
     stop = tl.minimum(tl.maximum(row + BLOCK, 0), T) * S
     inside = tl.load(p_sum + tl.maximum(stop - 1, 0) // RUN) - begin
@@ -189,7 +189,7 @@ def _assign_splits(
 def make_lists(
     blocks: Tensor, cu_seqlens: Tensor | None, *, first: int, TQ: int, TK: int, U: int, block_size: int, split: int
 ) -> Lists:
-    """Make the lists for `blocks [B, T, H, S]`, the T queries of TQ from `first` on; a row has U blocks of keys."""
+    """Return the lists for `blocks [B, T, H, S]`: T of TQ queries, from `first` on. A row has U blocks of keys."""
     B, T, H, S = blocks.shape
     pairs, RUN = T * S, pairs_per_run(U)
     runs = cdiv(pairs, RUN)
@@ -198,7 +198,7 @@ def make_lists(
     owners = blocks.new_empty(B * H * pairs // split + B * H * U, dtype=torch.int32)
     N, packed = 0 if cu_seqlens is None else len(cu_seqlens) - 1, cu_seqlens is not None
     ends, masked = (blocks.new_empty(B * H * U, dtype=torch.int32) for _ in range(2))
-    # packed rows need registers to compare each pair with all sequence boundaries
+    # in packed rows, comparing each pair with all boundaries of sequences takes many registers
     elements = _ELEMENTS if N == 0 else _ELEMENTS // 4
     _find_slots[(B * H * cdiv(pairs, elements),)](
         blocks=blocks, slots=slots, cu_seqlens=cu_seqlens,

@@ -1,4 +1,4 @@
-"""Sizes of the kernels' work: runs of queries that fit in the workspace, pairs per program, and tiles."""
+"""How the kernels' work is divided: slices of queries that fit in the workspace, pairs per program, and tiles."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, next_power_of_2
 
-# number of rows (a query and a head each) of a split: enough to amortise the load of a block of keys
+# number of rows (one query and head each) in a split, so many that loading a block of keys costs little
 _SPLIT_ROWS = 4096
-# most bytes of workspace for partial outputs, partial gradients of queries, or blocks' probabilities
+# maximum bytes of workspace for partial outputs, partial gradients of queries, or probabilities of blocks
 _MAX_WORKSPACE = 1 << 31
 MAX_HEAD_SIZE = 128
 
 
 class Tile(NamedTuple):
-    """BM rows per MMA with a block of keys, and compile options."""
+    """A tile of BM rows per MMA with a block of keys, and compile options."""
 
     BM: int
     num_warps: int
     num_stages: int
 
 
-# tiles by step of the operation, then by (bytes of an element, head size)
+# tiles by step of the operation, then by (bytes per element, head size)
 _TILES: dict[str, dict[tuple[int, int], Tile]] = {
     "forward": {(2, 64): Tile(64, 4, 3), (2, 128): Tile(64, 4, 2), (4, 64): Tile(32, 8, 1), (4, 128): Tile(32, 8, 1)},
     "backward": {(2, 64): Tile(64, 4, 2), (2, 128): Tile(64, 8, 2), (4, 64): Tile(16, 8, 1), (4, 128): Tile(16, 8, 1)},
@@ -33,7 +33,7 @@ _TILES: dict[str, dict[tuple[int, int], Tile]] = {
 
 
 def tile(step: str, size: int, dtype: torch.dtype) -> Tile:
-    """Return the tile of a step for heads of up to `size` channels."""
+    """Return the tile of a step of the operation for heads of up to `size` channels."""
     return _TILES[step][dtype.itemsize, 64 if size <= 64 else 128]
 
 
@@ -49,30 +49,30 @@ def limit(K: int, V: int, block_size: int | None, q: Tensor) -> str | None:
 
 
 def pairs_per_run(U: int) -> int:
-    """Return how many consecutive (query, block) pairs of `blocks`, a run, one program ranks; a row has U blocks.
+    """Return the number of consecutive (query, block) pairs in a run, which one program ranks; a row has U blocks.
 
-    A pair costs one comparison with each pair of its run, and one count read from each of the U / `pairs_per_run` runs,
-    at most 8 for U ≤ 4,096.
+    For each pair, a program compares it with each pair of its run, and reads one count from each of the row's U /
+    `pairs_per_run` runs, at most 8 for U ≤ 4,096.
     """
     return min(512, max(128, next_power_of_2(U) // 8))
 
 
 def pairs_per_split(group: int) -> int:
-    """Return the number of pairs of a split, one program's share of a list, for `group` query heads per key head."""
+    """Return the number of pairs in a split, the part of a list for one program; a key head has `group` query heads."""
     return max(1, _SPLIT_ROWS // group)
 
 
 def query_runs(q: Tensor, V: int, listed: int) -> Iterator[slice]:
-    """Yield slices of queries whose partial results fit in the workspace; most calls need only one slice.
+    """Yield slices of queries whose partial results fit in the workspace; most calls need a single slice.
 
-    Each query lists `listed` blocks.
+    `listed` is the number of blocks that each query lists.
     """
     B, T, HQ, K = q.shape
     return runs(T, B * HQ * listed * max(K, V) * q.element_size())
 
 
 def runs(T: int, size: int) -> Iterator[slice]:
-    """Yield slices that divide T queries evenly so that each fits in the workspace with `size` bytes per query."""
+    """Yield slices that divide T queries evenly, such that `size` bytes per query of a slice fit in the workspace."""
     longest = max(1, _MAX_WORKSPACE // size)
     step = cdiv(T, cdiv(T, longest))
     for first in range(0, T, step):

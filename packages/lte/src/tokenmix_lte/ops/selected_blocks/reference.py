@@ -1,6 +1,6 @@
-"""Attention to listed blocks, and their selection, in eager PyTorch: the specification, on any device, up to float64.
+"""Attention to listed blocks, and their selection, in eager PyTorch, on any device, up to float64: the specification.
 
-A run of queries attends to all keys with a mask, so memory is linear in the length and work is quadratic.
+Some queries at a time attend to all keys under a mask, so that memory is linear in the length and work is quadratic.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv, packed_positions, sequence_ids
 from tokenmix_core.ops import AttentionOutput, attended, drops_padding, joined, wide
 
-# most scores computed at once, for one run of queries: 64 MiB in float32
+# maximum number of scores computed at once, for a slice of queries: 64 MiB in float32
 _RUN_SCORES = 1 << 24
 
 
 class SequencePositions(NamedTuple):
-    """Each token's sequence and its position in that sequence, both `[T]`."""
+    """For each token, its sequence and its position in that sequence, both `[T]`."""
 
     sequence: Tensor
     position: Tensor
 
 
 def sequence_positions(T: int, cu_seqlens: Tensor | None, device: torch.device, *, shift: int = 0) -> SequencePositions:
-    """Return the sequences and positions of T tokens; without `cu_seqlens` the first token has position `shift`."""
+    """Return sequence and position of each of T tokens; without `cu_seqlens` the first token's position is `shift`."""
     if cu_seqlens is None:
         position = torch.arange(shift, shift + T, device=device)
         return SequencePositions(torch.zeros_like(position), position)
@@ -34,7 +34,7 @@ def sequence_positions(T: int, cu_seqlens: Tensor | None, device: torch.device, 
 
 
 def first_slots(cu_seqlens: Int[Tensor, "N_plus_1"], block_size: int) -> Int[Tensor, "N_plus_1"]:
-    """Return each packed sequence's first block, ⌊begin / block_size⌋ + n, so that sequences never share a block."""
+    """Return the index of each packed sequence's first block, ⌊begin / block_size⌋ + n; sequences share no block."""
     return cu_seqlens // block_size + torch.arange(len(cu_seqlens), device=cu_seqlens.device)
 
 
@@ -55,7 +55,7 @@ def block_attention_reference(
     queries = sequence_positions(TQ, cu_seqlens, q.device, shift=TK - TQ)
     keys = sequence_positions(TK, cu_seqlens, q.device)
     size, found = max(16, _RUN_SCORES // max(1, B * HQ * TK)), []
-    # one extra block collects the entries that name no block
+    # one additional block collects the entries that are no valid block
     C = cdiv(TK, block_size)
     listed = torch.where((blocks >= 0) & (blocks < C), blocks, C).long()
     for i in range(0, TQ, size):
@@ -82,7 +82,7 @@ def select_blocks_reference(
     scale: float | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
 ) -> Int[Tensor, "B TQ H count"]:
-    """Compute `select_blocks`."""
+    """Compute `select_blocks` with torch operations."""
     (B, TQ, HQ, K), (U, H) = q.shape, pooled.shape[1:3]
     scale = float(K**-0.5) if scale is None else scale
     at = sequence_positions(TQ, cu_seqlens, q.device, shift=shift)
@@ -107,19 +107,19 @@ def most_attended(
     own: Int[Tensor, "... 1"],
     count: int,
 ) -> Int[Tensor, "*T H count"]:
-    """Select blocks by attention; `own` is each query's own block, `block` each score's block, in the same sequence.
+    """Select blocks by attention; `own` is each query's own block, `block` the block of each score, in one sequence.
 
-    `block` and `own` broadcast against the first dimensions; indices below 0 and above `own` are never selected.
+    `block` and `own` broadcast over the first dimensions; blocks below 0 or above `own` are never selected.
     """
     p = (scores - lse.unflatten(-1, scores.shape[-3:-1]).unsqueeze(-1)).exp()
     block, own = block.unsqueeze(-2), own.unsqueeze(-2)
     before: Bool[Tensor, "*T 1 U"] = (block >= 0) & (block < own)
-    # the scores of blocks that a query does not see may overflow
+    # the probabilities of blocks that a query does not see may overflow
     p = torch.where(before.unsqueeze(-2), p, 0.0).sum(-2)
     forced = (block == 0) | (block == own) | (block == own - 1)
     rank = torch.where(forced, torch.inf, torch.where(before, p, -1.0))
     rank = torch.where((block >= 0) & (block <= own), rank, -1.0)
-    # in a stable sort, the lower of two blocks with equal attention comes first
+    # the sort is stable, so that of two blocks with equal attention the lower one comes first
     order = rank.sort(dim=-1, descending=True, stable=True)
     last = torch.iinfo(torch.int32).max
     chosen = block.to(torch.int32).expand_as(order.indices).gather(-1, order.indices)

@@ -1,10 +1,11 @@
-"""Kernels that select blocks: sum probabilities over the heads of a group, then select the blocks with most of them.
+"""Kernels that select blocks: sum the probabilities over the heads of a group, then select the most probable blocks.
 
-The first block, the query's own block and the one before are always selected; they are at the ends of a list. The other
-selected blocks, at most `count` − 3, are **candidates**: blocks 1 … own − 2.
+Each query always selects the first block, its own block and the one before its own; these are at the ends of a list.
+The other selected blocks, at most `count` − 3, come from the **candidates**: blocks 1 … own − 2.
 
-The kernels share an int32 buffer in which _QUERIES queries are interleaved. A query has the float32 bits of W blocks'
-probabilities (bits order like the values), then the S best blocks so far, then the bits of their probabilities.
+The kernels share an int32 buffer in which _QUERIES queries are interleaved. A query has the probabilities of W blocks
+as float32 bits, whose order is that of the values, then the S best blocks so far, then the bits of these blocks'
+probabilities.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from tokenmix_lte.ops.selected_blocks.plan import runs
 
 # number of blocks in a tile of scores
 _BLOCKS = 64
-# rows (a head and a query) of a tile of scores, and warps, by bytes of an element
+# rows (one head and query each) of a tile of scores, and number of warps, by bytes per element
 _TILES = {2: (128, 4), 4: (32, 8)}
-# number of queries whose probabilities of the same block are adjacent in memory
+# number of queries whose probabilities for the same block are adjacent in memory
 _QUERIES = tl.constexpr(8)
-# number of probabilities that a warp holds at a time, and how many of them are of one query
+# number of probabilities that a warp holds at a time, and number of those that belong to one query
 _WARP_ELEMENTS, _QUERY_ELEMENTS = 1024, 128
-# limit of registers per thread, for higher occupancy
+# limit of registers per thread, which raises the occupancy
 _MAX_REGISTERS = 128
-# first step of the search, below the greatest probability, in float32 bits: an eighth of a power of two
+# first step, in float32 bits, of the search below the greatest probability: an eighth of a power of two
 _FIRST_STEP = tl.constexpr(1 << 20)
 
 
 @triton.jit
 def _own_blocks(o_t, N, cu_seqlens, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """Return each query's own block in its sequence, and the index of its sequence's first block among all."""
+    """Return each query's own block in its sequence, and the index of the sequence's first block among all blocks."""
     if PACKED:
         b_n = sequence_of(o_t, N, cu_seqlens)
         b_begin = tl.load(cu_seqlens + b_n).to(tl.int32)
@@ -51,7 +52,7 @@ def _own_blocks(o_t, N, cu_seqlens, BLOCK: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def _query_pointers(x, i_bh, t, T, W, BQ: tl.constexpr):
-    """Return pointers to the first of the W elements in x of each of BQ queries from t on; their stride is _QUERIES."""
+    """Return for each of BQ queries from t on a pointer to the first of its W elements in x, of stride _QUERIES."""
     if BQ > _QUERIES:
         o_q = t + tl.arange(0, BQ)
         o_tile, o_q = o_q // _QUERIES, o_q % _QUERIES
@@ -68,14 +69,14 @@ def _score_blocks(
     G: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BQ: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
     S: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the probabilities of at most `part` blocks, none after the last candidate, for BQ queries of a key head.
+    """Compute the probabilities of up to `part` blocks, none behind the last candidate, for BQ queries of one key head.
 
-    Columns of a tile are GROUP heads × BQ queries, so that each thread holds all heads of the elements that it sums.
+    Columns of a tile are GROUP heads × BQ queries, so that a thread holds all heads of the elements that it sums.
     """
     i_x = tl.program_id(0) // parts
     i_bh = (i_x // tiles).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
-    # the last queries, with the most candidates, start first to shorten the tail
+    # the last queries, which have the most candidates, start first: this shortens the end of the kernel
     t = (tiles - 1 - i_x % tiles) * BQ
     o_q = t + tl.arange(0, BQ)
     b_own, b_slot = _own_blocks(first + tl.minimum(o_q, T - 1), N, cu_seqlens, BLOCK, PACKED)
@@ -90,7 +91,7 @@ def _score_blocks(
         p_q = q + i_b * s_qb + i_h * G * s_qh + o_t.to(tl.int64) * s_qt + o_g * s_qh
         b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_r[:, None] & (o_d < K)[None, :], other=0.0)
         p_lse = lse + i_b * s_lb + o_t.to(tl.int64) * s_lt + (i_h * G + o_g) * s_lh
-        # invalid rows get a weight of 0
+        # a weight of 0 for invalid rows
         b_lse = tl.load(p_lse, mask=m_r, other=float("inf")) * LOG2_E
         p_a = _query_pointers(attention, i_bh, t, T, W + 2 * S, BQ)
         for i in range(begin, end, BC):
@@ -108,24 +109,24 @@ def _score_blocks(
 
 @triton.jit
 def _greatest(b_x, b_count, b_need):
-    """Find for each query a bound that at least `b_need` elements reach; return it and how many elements reach it.
+    """Find for each query a bound that at least `b_need` elements reach; return it and the number of these elements.
 
-    If possible, exactly `b_need` elements reach it. If equal elements prevent this, it is the greatest bound that
-    at least `b_need` elements reach.
+    If possible, exactly `b_need` elements reach the bound. If equal elements make this impossible, it is the greatest
+    bound that at least `b_need` elements reach.
 
     Args:
-        b_x: elements `[BQ, BW]`, at least 0, or −1 for none.
-        b_count: number of elements that are not −1 `[BQ]`.
-        b_need: at most `b_count` `[BQ]`.
+        b_x: elements `[BQ, BW]`, at least 0, or −1 where there is none.
+        b_count: number of elements that are not −1, `[BQ]`.
+        b_need: at most `b_count`, `[BQ]`.
     """
-    # binary search: at least `b_need` elements reach `b_low`, fewer reach `b_high`
+    # binary search with the invariant that at least `b_need` elements reach `b_low`, and fewer reach `b_high`
     b_high = tl.max(b_x, 1) + 1
     b_low = tl.where(b_need > 0, 0, b_high)
     b_reach = tl.where(b_need > 0, b_count, 0)
     step = tl.full([], _FIRST_STEP, tl.int32)
     while tl.max(((b_reach > b_need) & (b_high - b_low > 1)).to(tl.int32), 0) > 0:
         b_mid = tl.maximum(b_low + (b_high - b_low) // 2, b_high - step)
-        # counting signs needs fewer instructions than counting comparisons
+        # counting sign bits takes fewer instructions than counting comparisons
         b_n = b_x.shape[1] + tl.sum((b_x - b_mid[:, None]) >> 31, 1)
         m_n = b_n >= b_need
         b_low = tl.where(m_n, b_mid, b_low)
@@ -142,10 +143,10 @@ def _select_blocks(
     BQ: tl.constexpr, BW: tl.constexpr, S: tl.constexpr, CARRIED: tl.constexpr, BS: tl.constexpr,
     BLOCK: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Write the lists of BQ queries of a key head: the candidates with most attention, and the blocks always selected.
+    """Write the lists of BQ queries of a key head: the candidates with the most attention, and the three fixed blocks.
 
-    BW candidates are searched at a time; if there are more, the S best so far are searched together with the next
-    candidates. A program is one warp; 32 / BQ of its lanes hold one query.
+    BW candidates are searched at a time; if there are more, the S best so far are searched together with the next ones.
+    A program is one warp, of whose lanes 32 / BQ hold one query.
     """
     L: tl.constexpr = 32 // BQ
     NEW: tl.constexpr = BW - S if CARRIED else BW
@@ -155,14 +156,14 @@ def _select_blocks(
     m_q = o_q < T
     o_q = tl.minimum(o_q, T - 1)
     b_own, _ = _own_blocks(first + o_q, N, cu_seqlens, BLOCK, PACKED)
-    # invalid rows have no candidates
+    # no candidates for invalid rows
     b_all = tl.where(m_q, tl.maximum(b_own - 2, 0), 0)
     b_most = tl.minimum(b_all, count - 3)
     p_a = _query_pointers(attention, i_bh, t, T, W + 2 * S, BQ)[:, None]
     p_b = p_a + W * _QUERIES
     o_w = tl.arange(0, BW)[None, :]
     for i in range(0, tl.max(b_all, 0), NEW):
-        # number of candidates before this iteration and up to its end, and how many of them are selected
+        # number of candidates before this iteration and after it, and how many of them are to be selected
         b_before = tl.minimum(i, b_all)
         b_after = tl.minimum(i + NEW, b_all)
         b_found = tl.minimum(b_before, b_most)
@@ -173,7 +174,7 @@ def _select_blocks(
         if CARRIED:
             tl.debug_barrier()
             m_best = o_w < b_found[:, None]
-            # the second condition is implied, but lets the compiler drop loads
+            # the second condition is implied by the first, but lets the compiler drop loads
             b_c = tl.load(p_b + o_w * _QUERIES, mask=m_best & (o_w < S), other=0)
             o_c = tl.where(o_w < S, b_c, o_c)
             m_c = tl.where(o_w < S, m_best, m_c)
@@ -182,12 +183,12 @@ def _select_blocks(
         b_bound, b_reach = _greatest(b_x, b_found + b_after - b_before, b_need)
         b_bound = b_bound[:, None]
         if tl.max(b_reach - b_need, 0) > 0:
-            # select the lower ones among blocks equal to the bound
+            # of several blocks whose probability equals the bound, select the lower ones
             b_above = tl.sum((b_x > b_bound).to(tl.int32), 1)
             b_first = tl.where(b_x == b_bound, W - o_c, -1)
             b_last, _ = _greatest(b_first, b_reach - b_above, b_need - b_above)
             b_x = tl.where((b_first >= 0) & (b_first < b_last[:, None]), -1, b_x)
-        # compact: a lane's selected blocks are stored after those of the previous lane
+        # compact: the selected blocks of a lane are stored behind those of the previous lane
         m_best = b_x >= b_bound
         b_one = tl.reshape(m_best.to(tl.int32), [BQ, BW // L, L])
         b_lane = tl.sum(b_one, 1)
@@ -197,7 +198,7 @@ def _select_blocks(
         if CARRIED:
             tl.store(p_best + S * _QUERIES, b_x, mask=m_best)
     tl.debug_barrier()
-    # sort the selected candidates between the blocks that are always selected
+    # sort the selected candidates between the fixed blocks
     o_s = tl.arange(0, BS)[None, :]
     b_end = tl.minimum(b_own + 1, count)
     m_s = (o_s > 0) & (o_s <= b_most[:, None])
@@ -209,7 +210,7 @@ def _select_blocks(
 
 
 def select_blocks_kernel(q, pooled, lse, blocks, cu_seqlens, *, block_size, shift, scale) -> None:
-    """Write the blocks `[B, TQ, H, count]`."""
+    """Write the selected blocks `[B, TQ, H, count]`."""
     q, pooled = dense_rows(q), dense_rows(pooled)
     (B, TQ, HQ, K), (U, H), count = q.shape, pooled.shape[1:3], blocks.shape[3]
     group, S = next_power_of_2(HQ // H), next_power_of_2(max(1, count - 3))
@@ -218,21 +219,21 @@ def select_blocks_kernel(q, pooled, lse, blocks, cu_seqlens, *, block_size, shif
     side = _QUERIES.value
 
     def columns(queries: int) -> int:
-        """Return how many candidates the last of `queries` queries has, rounded up to whole tiles."""
+        """Return the number of candidates of the last of `queries` queries, rounded up to whole tiles."""
         return cdiv(max(1, cdiv(shift + queries, block_size) - 2), _BLOCKS) * _BLOCKS
 
     for run in runs(TQ, B * H * (columns(TQ) + 2 * S) * 4):
         T, W = run.stop - run.start, columns(run.stop)
         b_q, b_lse, b_blocks = q[:, run], lse[:, run], blocks[:, run]
-        # misaligned by 4 bytes on purpose: with 16-byte loads a thread would hold four queries with fewer entries of
-        # each, so that more threads would take part in a query's reduction
+        # misaligned by 4 bytes on purpose, to prevent 16-byte loads: with them a thread would hold four adjacent
+        # queries and fewer entries of each, so that more threads would take part in the reduction for a query
         attention = blocks.new_empty(1 + B * H * cdiv(T, side) * side * (W + 2 * S))[1:]
         shared = dict(
             attention=attention, cu_seqlens=cu_seqlens, T=T, H=H, N=0 if cu_seqlens is None else len(cu_seqlens) - 1,
             W=W, first=shift + run.start, S=S, BLOCK=block_size, PACKED=cu_seqlens is not None,
         )  # fmt: skip
         tiles = cdiv(T, BQ)
-        # if there are few query tiles, split their blocks over more programs
+        # if there are few tiles of queries, several programs share the blocks of a tile
         part = _BLOCKS * (8 if B * H * tiles >= 512 else 1)
         parts = cdiv(W, part)
         _score_blocks[(B * H * tiles * parts,)](

@@ -43,20 +43,20 @@ from tokenmix_lte.ops.scorer.hopper.streams import (
 from tokenmix_lte.ops.scorer.sizes import Sizes
 from tokenmix_lte.ops.scorer.types import Inputs
 
-# columns of all tiles: assemblers before CUDA 12.9 produce wrong code for narrower tiles that are read both as they are
+# columns of all tiles: assemblers before CUDA 12.9 produce wrong code for narrower tiles that are read both directly
 # and transposed
 _WIDTH = gl.constexpr(64)
-# pipeline stages in shared memory: of dz three are read and two are being copied; of keys or values one is read, one
-# gets dropout, and two are being copied
+# pipeline stages in shared memory. Of dz, three are read and two are being copied; of keys or values, one is read, to
+# one dropout is applied, and two are being copied
 DZ_STAGES = gl.constexpr(5)
 X_STAGES = gl.constexpr(4)
-# occupancy
+# number of programs that an SM runs at a time
 _PROGRAMS_PER_SM = 2
 
 
 @gluon.jit
 def load_layer(z, streams, o_t, H, C: gl.constexpr, layout: gl.constexpr):
-    """Load a layer's z at each stream's token that is o_t tokens after its first own token, `[STREAMS, _WIDTH]`."""
+    """Load z of a layer, `[STREAMS, _WIDTH]`, at the token o_t after each stream's first own token."""
     o_c = gl.arange(0, _WIDTH, gl.SliceLayout(0, layout))
     p_z = z + (streams.row + o_t * H)[:, None] * C + o_c[None, :]
     return gl.load(p_z, mask=exists(streams, o_t)[:, None] & (o_c < C)[None, :], other=0.0)
@@ -64,7 +64,7 @@ def load_layer(z, streams, o_t, H, C: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def dz_block(s_dz, s, tap, CO: gl.constexpr):
-    """Return the block of dz of those outputs that read block s of the inputs through a tap."""
+    """Return the block of dz whose outputs read block s of the inputs through this tap."""
     return s_dz.index((s + 2 - tap) % DZ_STAGES).slice(0, CO, 1)
 
 
@@ -75,7 +75,7 @@ def hopper_layer_backward_kernel(
     C: gl.constexpr, CO: gl.constexpr, LAYER: gl.constexpr, FIRST: gl.constexpr, STEP: gl.constexpr,
     DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """Compute the results of `backward.scorer_layer_backward_kernel`, by streams; a slot has `tokens` tokens."""
+    """Compute the same as `backward.scorer_layer_backward_kernel`, by streams; a slot has `tokens` tokens."""
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = x.dtype.element_ty
     tile: gl.constexpr = mma_layout_split_n(_WIDTH, W)
@@ -117,7 +117,7 @@ def hopper_layer_backward_kernel(
         wait_async_copies(DZ_STAGES - 2)
         drop_tokens(s_x.index(0), seed, threshold, streams, 0, H, i_in, W)
     for s in range(tokens // STEP):
-        # after this barrier all warps have finished the MMAs of the previous step and see each other's stores
+        # behind this barrier, all warps have finished the MMAs of the previous step and see each other's stores
         wait_async_copies(1)
         o_t = s * STEP
         new = s + DZ_STAGES - 1
@@ -154,7 +154,7 @@ def hopper_layer_backward_kernel(
             b_sums = b_sums + (warpgroup_mma(s_x_block.permute((1, 0)), s_dz_block, b_dw[tap], is_async=True),)
         if LAYER == 0 and DROPOUT:
             drop_tokens(s_x.index((s + 1) % X_STAGES), seed, threshold, streams, o_t + STEP, H, i_in, W)
-        # the bias gradient is the sum of dz, read once per token: through the tap at offset 0
+        # dz of each token is read once, through the tap at offset 0, and summed for the gradient of the bias
         b_dbias += dz_block(s_dz, s, -FIRST // STEP, CO).load(sums).to(gl.float32)
         b_dx = warpgroup_mma_wait(3, deps=[b_dx])
         b_dx *= b_slope if LAYER > 0 else scale
@@ -180,7 +180,7 @@ def hopper_layer_backward_kernel(
 def hopper_layer_backward(
     x: Inputs, sizes: Sizes, *, layer: int, inputs: tuple[Tensor, ...], dz: Tensor, w: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """Compute `backward.scorer_layer_backward`."""
+    """Compute the same as `backward.scorer_layer_backward`."""
     _, T, H, C = inputs[0].shape
     CO, (_, FIRST, STEP) = dz.shape[-1], sizes.taps
     grads = tuple(torch.empty_like(t) for t in inputs)

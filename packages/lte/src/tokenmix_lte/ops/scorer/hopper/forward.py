@@ -47,14 +47,14 @@ def hopper_scorer_kernel(
     T, N, slots, tokens, H, threshold, K: gl.constexpr, C1: gl.constexpr, C2: gl.constexpr, C3: gl.constexpr,
     FIRST: gl.constexpr, STEP: gl.constexpr, DROPOUT: gl.constexpr, GRADIENTS: gl.constexpr,
 ):  # fmt: skip
-    """Compute the results of `forward.scorer_kernel`, by streams; a slot has `tokens` tokens."""
+    """Compute the same as `forward.scorer_kernel`, by streams; a slot has `tokens` tokens."""
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = k.dtype.element_ty
     tile1: gl.constexpr = mma_layout_split_n(C1, W)
     tile2: gl.constexpr = mma_layout_split_n(C2, W)
     tile3: gl.constexpr = mma_layout_split_n(C3, W)
     i_b, i_h = gl.program_id(0), gl.program_id(1)
-    # buffers alternately hold the keys and the values of a block
+    # these buffers alternate between the keys and the values of a block
     s_x0 = gl.allocate_shared_memory(dtype, [2 * NUM_STAGES, STREAMS, K], smem_layout(K))
     s_x1 = gl.allocate_shared_memory(dtype, [4, STREAMS, C1], smem_layout(C1))
     s_x2 = gl.allocate_shared_memory(dtype, [4, STREAMS, C2], smem_layout(C2))
@@ -99,7 +99,7 @@ def hopper_scorer_kernel(
     zero2 = gl.zeros([STREAMS, C2], gl.float32, tile2)
     zero3 = gl.zeros([STREAMS, C3], gl.float32, tile3)
     for s in range(tokens // STEP + 6):
-        # after this barrier all warps have finished the MMAs of the previous step and see each other's stores
+        # behind this barrier, all warps have finished the MMAs of the previous step and see each other's stores
         wait_async_copies(NUM_STAGES - 5)
         new, o_t = (s + NUM_STAGES - 1) % NUM_STAGES * 2, (s + NUM_STAGES - 1) * STEP + 3 * FIRST
         copy_tokens(s_x0.index(new), k, streams, o_t, H, K, W)
@@ -125,7 +125,7 @@ def hopper_scorer_kernel(
             b_dbias += b_d
             b_dz = b_d[:, None] * b_w[None, :] * b_sigmoid * (1.0 + b_z3 * (1.0 - b_sigmoid))
             gl.store(dz3 + o_row[:, None] * C3 + o_3[None, :], b_dz.to(dtype), mask=m_own[:, None])
-            # prefetch dlogits of the next step
+            # load dlogits of the next step early
             m_own = exists(streams3, o_t + STEP) & (o_t + STEP >= 0)
             b_d = gl.load(dlogits + (o_row + STEP * H), mask=m_own, other=0.0).to(gl.float32)
         else:
@@ -154,14 +154,14 @@ def hopper_scorer_kernel(
 
 
 def hopper_scorer_forward(x: Inputs, sizes: Sizes) -> Tensor:
-    """Compute `forward.scorer_forward`."""
+    """Compute the same as `forward.scorer_forward`."""
     logits = x.k.new_empty(x.k.shape[:3], dtype=torch.float32)
     _launch(x, sizes, stream_blocks(x, sizes, 1), logits=logits)
     return logits
 
 
 def hopper_scorer_recompute(x: Inputs, dlogits: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute `forward.scorer_recompute`."""
+    """Compute the same as `forward.scorer_recompute`."""
     B, T, H, _ = x.k.shape
     *_, C3 = sizes.channels
     streams = stream_blocks(x, sizes, 1)
@@ -175,7 +175,7 @@ def hopper_scorer_recompute(x: Inputs, dlogits: Tensor, sizes: Sizes) -> tuple[T
 def _launch(
     x: Inputs, sizes: Sizes, streams: tuple, *, logits=None, dlogits=None, z1=None, z2=None, dz3=None, dlast=None
 ) -> None:
-    """Write the logits or, given their gradient, the results of `scorer_recompute`."""
+    """Launch the kernel: write the logits or, if `dlogits` are given, the results of `scorer_recompute`."""
     _, T, H, _ = x.k.shape
     (tokens, slots, blocks), (K, C1, C2, C3), (_, FIRST, STEP) = streams, sizes.channels, sizes.taps
     hopper_scorer_kernel[(blocks, H)](

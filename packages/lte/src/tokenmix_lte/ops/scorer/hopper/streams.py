@@ -1,7 +1,7 @@
-"""Streams: every STEP-th token of a slot is a stream; a block has one token of each stream, the next block the next.
+"""Streams: a slot's tokens are divided into STEP streams of every STEP-th token; a block has one token of each stream.
 
-A tap of a convolution then reads a whole block, without shifting rows. Only tokens at the ends of streams are computed
-twice.
+The next block has the next token of each stream, so that a tap of a convolution reads a whole block, without shifting
+rows. Only tokens at the ends of streams are computed twice.
 
     tokens of a row, STEP = 2:     0   1   2   3   4   5  | 6   7   8  …        a slot of 6 tokens = 2 streams of 3
     stream:                        0   1   0   1   0   1  | 2   3   2  …
@@ -24,21 +24,22 @@ from tokenmix_lte.ops.scorer.sizes import BLOCK_STREAMS, Sizes
 from tokenmix_lte.ops.scorer.types import Inputs
 
 STREAMS = gl.constexpr(BLOCK_STREAMS)
-# for each stream: the row of its first own token in `[tokens, H]`, and start and end of its sequence relative to it
+# for each stream: the row in `[tokens, H]` of its first own token, and start and end of its sequence relative to this
+# token
 Streams = namedtuple("Streams", "row start end")
-# tokens of a row, sequences, each row's first existing token, and boundaries of packed sequences
+# number of tokens in a row, number of sequences, first existing token of each row, boundaries of packed sequences
 Sequences = namedtuple("Sequences", "T N begin cu_seqlens")
 
 
 @gluon.constexpr_function
 def smem_layout(columns):
-    """Return the shared-memory layout of WGMMA operands with rows of `columns` 16-bit elements."""
+    """Return the shared-memory layout for WGMMA operands whose rows have `columns` 16-bit elements."""
     return gl.NVMMASharedLayout(min(128, 2 * columns), 16)
 
 
 @gluon.jit
 def convert_streams(streams, layout: gl.constexpr):
-    """Convert the result of `locate_streams` to another layout."""
+    """Convert `streams`, which `locate_streams` has returned, to another register layout."""
     return Streams(
         gl.convert_layout(streams.row, layout),
         gl.convert_layout(streams.start, layout),
@@ -50,9 +51,9 @@ def convert_streams(streams, layout: gl.constexpr):
 def locate_streams(
     i_block, i_h, slots, tokens, sequences, H, STEP: gl.constexpr, WARPS: gl.constexpr, layout: gl.constexpr
 ):
-    """Return the `Streams` of a program. `sequences` are `Sequences`.
+    """Return the `Streams` of program `i_block`; `sequences` is a `Sequences`.
 
-    A slot of `tokens` tokens, as `chunking.chunk_slots` counts them, has STEP streams, each of every STEP-th token.
+    A slot of `tokens` tokens, as `chunking.chunk_slots` counts them, has STEP streams, each with every STEP-th token.
     """
     BN: gl.constexpr = 64
     square: gl.constexpr = row_layout(BN, WARPS)
@@ -84,13 +85,13 @@ def locate_streams(
 
 @gluon.jit
 def exists(streams, o_t):
-    """Return the mask of streams that have a token o_t tokens after their first own token."""
+    """Return the mask of the streams in which a token o_t after the first own token exists."""
     return (o_t >= streams.start) & (o_t < streams.end)
 
 
 @gluon.jit
 def copy_tokens(s_x, x, streams, o_t, H, C: gl.constexpr, WARPS: gl.constexpr):
-    """Issue async copies of C channels of each stream's token o_t after its first own one; missing tokens become 0."""
+    """Start async copies of C channels of each stream's token o_t after its first own one; missing tokens become 0."""
     WIDTH: gl.constexpr = s_x.shape[1]
     o_c = gl.arange(0, WIDTH, gl.SliceLayout(0, row_layout(WIDTH, WARPS)))
     p_x = x + (streams.row + o_t * H)[:, None] * C + o_c[None, :]
@@ -99,7 +100,7 @@ def copy_tokens(s_x, x, streams, o_t, H, C: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def copy_weights(s_w, w, i_h, H, WARPS: gl.constexpr):
-    """Issue async copies of one head's weights of three taps, from `[3, H, n · rows, C]` to `[3 n, rows, C]`."""
+    """Start async copies of one head's weights for three taps, from `[3, H, n · rows, C]` to `[3 n, rows, C]`."""
     ROWS: gl.constexpr = s_w.shape[1]
     C: gl.constexpr = s_w.shape[2]
     PARTS: gl.constexpr = s_w.shape[0] // 3
@@ -112,7 +113,7 @@ def copy_weights(s_w, w, i_h, H, WARPS: gl.constexpr):
 
 @gluon.jit
 def issue_convolution(s_x, s_w, i, acc):
-    """Issue a convolution's WGMMAs: the sum over three taps of block i + tap times the tap's weights."""
+    """Start the WGMMAs of a convolution: the sum over three taps of block i + tap times the tap's weights."""
     PARTS: gl.constexpr = s_w.shape[0] // 3
     NUM_STAGES: gl.constexpr = s_x.shape[0] // PARTS
     for tap in gl.static_range(3):
@@ -124,7 +125,7 @@ def issue_convolution(s_x, s_w, i, acc):
 
 @gluon.jit
 def dropout_scale(threshold, DROPOUT: gl.constexpr):
-    """Return dropout's factor 1 / (1 − p); apply it to float32 sums, as scaling 16-bit inputs would round twice."""
+    """Return dropout's factor 1 / (1 − p), for the float32 sums: scaling 16-bit inputs would round them twice."""
     scale = 1.0
     if DROPOUT:
         scale = 16777216.0 / (16777216 - threshold)
@@ -133,7 +134,7 @@ def dropout_scale(threshold, DROPOUT: gl.constexpr):
 
 @gluon.jit
 def sigmoid(b_z):
-    """Compute 1 / (1 + e^−z)."""
+    """Return 1 / (1 + e^−z)."""
     return gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + gl.exp2(b_z * -LOG2_E)], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -141,30 +142,30 @@ def sigmoid(b_z):
 
 @gluon.jit
 def hash32(x):
-    """Compute `tokens.hash32` on int32: masks after right shifts remove the copies of the sign bit."""
+    """Return `tokens.hash32` of an int32: masks after right shifts remove the copies of the sign bit."""
     x ^= (x >> 16) & 0xFFFF
     x *= 0x7FEB352D
     x ^= (x >> 15) & 0x1FFFF
-    # 0x846CA68B
+    # the signed value of 0x846CA68B
     x *= -0x7B935975
     return x ^ ((x >> 16) & 0xFFFF)
 
 
 @gluon.jit
 def dropout_mask(seed, threshold, o_row, o_c, LAYER: gl.constexpr):
-    """Compute `reference.dropout_mask` for rows and channels of a layer's input."""
+    """Return the same as `reference.dropout_mask`, for rows and channels of a layer's input."""
     base = hash32(gl.load(seed).to(gl.int32) + LAYER * 0x2545F491)
     row_hash = hash32(o_row.to(gl.int32) ^ base)
     channel_hash = hash32(o_c.to(gl.int32) + base) | 1
     b_hash = row_hash[:, None] * channel_hash[None, :]
-    # subtracting 2³¹ makes the signed comparison agree with the unsigned one
+    # after subtracting 2³¹, signed and unsigned comparison agree
     b_hash = (b_hash ^ ((b_hash >> 15) & 0x1FFFF)) * 0x2C1B3C6D + -0x80000000
     return b_hash >= (threshold << 8) + -0x80000000
 
 
 @gluon.jit
 def drop_tokens(s_x, seed, threshold, streams, o_t, H, i_channel, WARPS: gl.constexpr):
-    """Set dropped elements of a block of keys or values in shared memory to 0; the float32 sums are scaled later."""
+    """Set the dropped elements of a block of keys or values in shared memory to 0; float32 sums are scaled later."""
     C: gl.constexpr = s_x.shape[1]
     layout: gl.constexpr = row_layout(C, WARPS)
     o_c = i_channel + gl.arange(0, C, gl.SliceLayout(0, layout))
@@ -177,7 +178,7 @@ def drop_tokens(s_x, seed, threshold, streams, o_t, H, i_channel, WARPS: gl.cons
 def store_layer(
     s_x, b_z, seed, threshold, streams, o_t, H, LAYER: gl.constexpr, DROPOUT: gl.constexpr, layout: gl.constexpr
 ):
-    """Store SiLU(z) of a layer as the next layer's input; missing tokens and dropped elements are 0."""
+    """Store SiLU(z) of a layer as input of the next layer; missing tokens and dropped elements are 0."""
     b_x = b_z * sigmoid(b_z)
     b_exists = exists(streams, o_t)[:, None]
     if DROPOUT:
@@ -187,9 +188,9 @@ def store_layer(
 
 
 def stream_blocks(x: Inputs, sizes: Sizes, programs: float) -> tuple[int, int, int]:
-    """Divide a call into streams for `programs` programs per SM; return tokens per slot, slots, programs per head.
+    """Divide a call into streams for `programs` programs per SM; return tokens per slot, slots, and programs per head.
 
-    Streams have at least 8 tokens, because each also computes tokens of its neighbours.
+    A stream has at least 8 tokens, because for each stream, tokens of its neighbours are computed a second time.
     """
     B, T, H, _ = x.k.shape
     step = sizes.taps.step
