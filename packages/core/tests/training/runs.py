@@ -37,6 +37,16 @@ HYBRID = {
 }
 
 
+class Hostile:
+    """An object whose unpickling creates a file."""
+
+    def __init__(self, ran: Path) -> None:
+        self.ran = ran
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.ran,)
+
+
 class Penalised(Attention):
     """Attention with a penalty on large values, weighted by head: a substitute for learned sparsity."""
 

@@ -1,6 +1,7 @@
 """FSDP2 on a CPU: the curve of one process, and checkpoints for any number of processes, sharded or not."""
 
 import json
+import pickle
 import socket
 import subprocess
 import sys
@@ -8,11 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import HYBRID, check_sharded, curve, recipe, run, stop_each_step
+from runs import HYBRID, Hostile, check_sharded, curve, recipe, run, stop_each_step
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import AutoModelForCausalLM
 
 from tokenmix_core.cli import main
 from tokenmix_core.cli.commands import load_model
+from tokenmix_core.training import sharding
 from tokenmix_core.training.resharding import MemoryPlan, memory_plan
 from tokenmix_core.training.trainer import train
 
@@ -65,6 +68,44 @@ def test_each_step_of_a_run_by_other_processes_sharded_or_not(single, corpus, tm
     AutoModelForCausalLM.from_pretrained(out)
     with pytest.raises(ValueError, match="checkpoint-6 is a sharded checkpoint"):
         load_model(out / "checkpoint-6")
+
+
+@pytest.fixture
+def shards(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    sharding.save_shards(model, optimizer, tmp_path)
+    return model, optimizer, tmp_path
+
+
+HOSTILE = {
+    "code": (
+        lambda was, ran: pickle.dumps(Hostile(ran)),
+        "names (pathlib|builtins)",
+    ),
+    "objects": (lambda was, ran: pickle.dumps({"weight": BytesStorageMetadata()}), "names .*BytesStorageMetadata"),
+    "attributes": (lambda was, ran: was.replace(b"\x8c\x04Size", b"\x8c\x04load"), "names torch.load"),
+    "cut": (lambda was, ran: was[:99], "is damaged"),
+    "another object": (lambda was, ran: pickle.dumps([1]), "holds a list"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_metadata_that_could_run_code_are_refused(name, shards):
+    model, optimizer, folder = shards
+    change, told = HOSTILE[name]
+    for part in ("model_shards", "optimizer_shards"):
+        path = folder / part / ".metadata"
+        path.write_bytes(change(path.read_bytes(), folder / "ran"))
+        # torch falls back to the file of a rank
+        path.with_name("__0.metadata").write_bytes(pickle.dumps(Hostile(folder / "ran")))
+    with pytest.raises(ValueError, match=told):
+        sharding.load_weight_shards(model, folder)
+    with pytest.raises(ValueError, match=told):
+        sharding.load_optimizer_shards(model, optimizer, folder)
+    assert not (folder / "ran").exists()
 
 
 def test_tied_weights_are_sharded_once(corpus, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from runs import (
     HYBRID,
+    Hostile,
     Processes,
     adaptation,
     curve,
@@ -237,6 +238,10 @@ def _sealed(folder, name, change):
     write_manifest(folder, {key: content[key] for key in ("step", "identity")})
 
 
+def _hostile(path):
+    torch.save(Hostile(path.with_name("ran")), path)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "told"),
     [
@@ -246,6 +251,9 @@ def _sealed(folder, name, change):
         ("optimizer.pt", lambda p: p.write_bytes(b""), "its optimizer and schedule cannot be read"),
         ("optimizer.pt", lambda p: torch.save({"state": 1}, p), "its optimizer and schedule cannot be read"),
         ("scheduler.pt", lambda p: torch.save(None, p), "its optimizer and schedule cannot be read"),
+        ("rng_state.pth", _hostile, "its random state cannot be read"),
+        ("optimizer.pt", _hostile, "its optimizer and schedule cannot be read"),
+        ("scheduler.pt", _hostile, "its optimizer and schedule cannot be read"),
         ("model.safetensors", lambda p: os.truncate(p, 300), "its weights cannot be read"),
         ("trainer_state.json", lambda p: p.write_text("null"), "trainer_state.json cannot be read"),
         ("trainer_state.json", lambda p: p.write_text('{"global_step": 3}'), "is of step 3, expected 6"),
@@ -260,6 +268,7 @@ def test_what_a_checkpoint_holds_is_refused_where_it_cannot_be_read(name, change
     made = recipe(corpus, model=penalised_model(), callbacks=(adaptation,))
     with pytest.raises(ValueError, match=told):
         train(made, tmp_path / "run", resume=True, progress=False)
+    assert not (tmp_path / "run" / "checkpoint-6" / "ran").exists()
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tokenmix_core.training.shard_metadata import VerifiedReader
 
 # names of the folders in a sharded checkpoint
 MODEL_SHARDS, OPTIMIZER_SHARDS = "model_shards", "optimizer_shards"
@@ -142,18 +143,27 @@ def save_shards(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     states = {names[parameter]: values for parameter, values in optimizer.state.items()}
     for part, tensors in ((MODEL_SHARDS, _weights(model)), (OPTIMIZER_SHARDS, states)):
-        _together(save, tensors, folder / part)
+        _together(save, tensors, checkpoint_id=folder / part)
 
 
 def load_weight_shards(model: nn.Module, folder: Path) -> None:
-    """Load weights that `save_shards` has written, possibly on another number of ranks."""
+    """Load weights that `save_shards` has written, possibly on another number of ranks.
+
+    Raises:
+        ValueError: the folder's metadata names anything but the classes that describe tensors.
+    """
     # loading overwrites these tensors, which are the model's own
-    _together(load, _weights(model), folder / MODEL_SHARDS)
+    _together(load, _weights(model), storage_reader=VerifiedReader(folder / MODEL_SHARDS))
 
 
 def load_optimizer_shards(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Load optimizer states that `save_shards` has written, on any number of ranks; hyperparameters do not change."""
-    saved: dict[str, Any] = FileSystemReader(folder / OPTIMIZER_SHARDS).read_metadata().state_dict_metadata
+    """Load optimizer states that `save_shards` has written, on any number of ranks; hyperparameters do not change.
+
+    Raises:
+        ValueError: the folder's metadata names anything but the classes that describe tensors.
+    """
+    reader = VerifiedReader(folder / OPTIMIZER_SHARDS)
+    saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
     parameters = dict(model.named_parameters())
     states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
     for path, about in saved.items():
@@ -161,18 +171,18 @@ def load_optimizer_shards(model: nn.Module, optimizer: torch.optim.Optimizer, fo
         # moments have their parameter's shape, and the step count is a scalar
         like = about.size == parameters[name].shape
         states[name][key] = torch.zeros_like(parameters[name]) if like else torch.zeros(about.size)
-    _together(load, states, folder / OPTIMIZER_SHARDS)
+    _together(load, states, storage_reader=reader)
     names = {parameter: name for name, parameter in parameters.items()}
     ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     by_index = {index: states[name] for index, name in enumerate(ordered)}
     optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _together(work: Callable[..., Any], tensors: dict[str, Any], folder: Path) -> None:
+def _together(work: Callable[..., Any], tensors: dict[str, Any], **where: Any) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            work(tensors, checkpoint_id=folder)
+            work(tensors, **where)
     except CheckpointException as error:
         # torch's error is no subclass of Exception, and its text contains the tracebacks of all ranks
         rank, (cause, _) = min(error.failures.items())
