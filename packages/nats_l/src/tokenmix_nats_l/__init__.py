@@ -1,7 +1,7 @@
-"""Neural Attention Search Linear: softmax attention or the gated delta rule, chosen for every chunk of tokens.
+"""Neural Attention Search Linear: for each chunk of tokens, either softmax attention or the gated delta rule.
 
-Importing this package is quick, touches no device and needs neither Triton nor a GPU. The import registers the model
-family with transformers' auto classes.
+Importing this package is fast, uses no device, and works without Triton and without a GPU. The import announces the
+model family to transformers' auto classes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tokenmix_core import announce, lazily
 if TYPE_CHECKING:
     from tokenmix_nats_l.mixer import NatsL
 
-    # with its model, which registers both
+    # importing the model's module registers the configuration and the model with transformers
     from tokenmix_nats_l.model import NatsLConfig, NatsLForCausalLM, NatsLModel
 
 __version__ = "0.1.0"

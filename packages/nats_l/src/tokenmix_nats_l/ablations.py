@@ -1,4 +1,4 @@
-"""Table 4's variants that the operations do not support directly: they run on duplicated tokens or chunk by chunk."""
+"""Those variants of Table 4 that the operations do not support: they run on duplicated tokens, or chunk by chunk."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tokenmix_nats_l.chunks import Tokens
 if TYPE_CHECKING:
     from tokenmix_nats_l.mixer import NatsL
 
-# extra key channels in duplicated chunks; 16 keeps loads vectorised
+# additional key channels in duplicated chunks; with 16, loads remain vectorised
 _CHANNELS = 16
 
 
 def past_chunk_delta_rule(
     layer: NatsL, tokens: Tokens, writes: Float[Tensor, "B slots H"], cu_seqlens: Int[Tensor, "N_plus_1"] | None
 ) -> Float[Tensor, "B T HA VA"]:
-    """Return what each token reads from the state before its own chunk, decayed up to the token.
+    """Return what each token reads from the state before its chunk, decayed from the chunk's start to the token.
 
-    Only softmax attention sees the own chunk. Each chunk is duplicated within a chunk of twice the length: the first
-    copy only reads the state, without writes or decay, and the second copy writes. Each token's output is then
-    multiplied by the decay from the chunk's start to the token.
+    Here only softmax attention sees the token's own chunk. Each chunk becomes a chunk of twice the length with two
+    copies: the first only reads the state, without writes or decay, and the second only writes. The outputs are then
+    multiplied by the decay from the chunk's start to each token.
     """
     doubling, C = _doubled(tokens.q.shape[1], layer.chunk, cu_seqlens), layer.chunk
     reading = tokens._replace(g=torch.zeros_like(tokens.g), beta=torch.zeros_like(tokens.beta))
@@ -44,23 +44,23 @@ def past_chunk_delta_rule(
 
 
 def _doubled(T: int, C: int, cu_seqlens: Tensor | None) -> _InRows | _Packed:
-    """Return the index maps that duplicate chunks of C among T tokens."""
+    """Return the index maps that duplicate the chunks of C tokens among T tokens."""
     return _InRows(T, C) if cu_seqlens is None else _Packed(T, C, cu_seqlens)
 
 
 class _Chunks:
-    """Base class of index maps that duplicate chunks, in rows or in packed sequences."""
+    """Base class of the index maps that duplicate chunks, in rows or in packed sequences."""
 
     in_chunks: Callable[[Tensor], Tensor]
     in_order: Callable[[Tensor], Tensor]
 
     def summed(self, g: Float[Tensor, "B T H"]) -> Float[Tensor, "B T H"]:
-        """Return the cumulative sums of g within each chunk."""
+        """Return the cumulative sums of g inside each chunk."""
         return self.in_order(self.in_chunks(g).cumsum(1))
 
 
 class _InRows(_Chunks):
-    """Duplicated chunks in rows of T tokens; a last partial chunk is padded."""
+    """Index maps for rows of T tokens, whose last chunk is padded if it is incomplete."""
 
     doubled_cu_seqlens = None
 
@@ -68,12 +68,12 @@ class _InRows(_Chunks):
         self.T, self.C, self.chunks = T, C, cdiv(T, C)
 
     def join(self, readers: Float[Tensor, "B T ..."], writers: Float[Tensor, "B T ..."]) -> Tensor:
-        """Interleave chunks: each chunk of `readers` comes before the same chunk of `writers`."""
+        """Interleave chunks: each chunk of `readers` is followed by the same chunk of `writers`."""
         both = [self.in_chunks(x).unflatten(0, (-1, self.chunks)) for x in (readers, writers)]
         return torch.cat(both, 2).flatten(1, 2)
 
     def readers(self, o: Tensor) -> Float[Tensor, "B T ..."]:
-        """Extract the outputs of the reading copies from the outputs o of joined chunks."""
+        """Return the outputs of the reading copies among the outputs o of joined chunks."""
         return o.unflatten(1, (self.chunks, -1))[:, :, : self.C].flatten(1, 2)[:, : self.T]
 
     def in_chunks(self, x: Float[Tensor, "B T ..."]) -> Float[Tensor, "slots C ..."]:
@@ -82,16 +82,16 @@ class _InRows(_Chunks):
         return filled.unflatten(1, (self.chunks, self.C)).flatten(0, 1)
 
     def in_order(self, x: Float[Tensor, "slots C ..."]) -> Float[Tensor, "B T ..."]:
-        """Return the tokens of all chunks in their original order, the inverse of `in_chunks`."""
+        """Undo `in_chunks`: return the tokens of all slots' chunks in their original order."""
         return x.unflatten(0, (-1, self.chunks)).flatten(1, 2)[:, : self.T]
 
     def rounds(self, slots: int, device: torch.device) -> list[Int[Tensor, "sequences"]]:
-        """Return the slots of all rows' first chunks, then of all rows' second chunks, and so on."""
+        """Return the slots of the first chunks of all rows, then those of all second chunks, and so on."""
         return list(torch.arange(slots, device=device).view(-1, self.chunks).unbind(1))
 
 
 class _Packed(_Chunks):
-    """Duplicated chunks of packed sequences; partial chunks are duplicated without padding."""
+    """Index maps for packed sequences, whose incomplete chunks are duplicated without padding."""
 
     def __init__(self, T: int, C: int, cu_seqlens: Int[Tensor, "N_plus_1"]):
         self.T, self.C, self.cu_seqlens, self.doubled_cu_seqlens = T, C, cu_seqlens, 2 * cu_seqlens
@@ -99,10 +99,10 @@ class _Packed(_Chunks):
         offset = position % C
         size = (packed_lengths(cu_seqlens, T) - position + offset).clamp(max=C)
         reads = 2 * (cu_seqlens[sequence] + position) - offset
-        # target index of each reader and writer, and its inverse
+        # index of each reader and then of each writer among the joined tokens, and the inverse map
         self.targets = torch.cat((reads, reads + size))
         self.order = inverse(self.targets, 2 * T)
-        # index map to separate chunks, with gaps after partial ones
+        # index map to separate chunks, with gaps behind incomplete chunks
         self.chunks, self.slots = chunk_places(cu_seqlens, T, C)
 
     def join(self, readers: Float[Tensor, "1 T ..."], writers: Float[Tensor, "1 T ..."]) -> Tensor:
@@ -119,7 +119,7 @@ class _Packed(_Chunks):
         return moved(x.flatten(0, 1), self.slots, self.chunks.flatten(), holes=True).unsqueeze(0)
 
     def rounds(self, slots: int, device: torch.device) -> list[Int[Tensor, "sequences"]]:
-        """Return slots as `_InRows.rounds`, longest sequences first: each round's sequences begin the round before."""
+        """Return slots as `_InRows.rounds` does, longest sequences first: later rounds have the first of them."""
         boundaries = self.cu_seqlens.tolist()
         first = [
             (start // self.C + n, cdiv(end - start, self.C)) for n, (start, end) in enumerate(pairwise(boundaries))
@@ -132,9 +132,9 @@ class _Packed(_Chunks):
 def chunk_by_chunk(
     layer: NatsL, tokens: Tokens, writes: Float[Tensor, "B slots H"], cu_seqlens: Int[Tensor, "N_plus_1"] | None
 ) -> Float[Tensor, "B T HA VA"]:
-    """Apply the delta rule if the state does not decay over softmax chunks: one chunk of all sequences at a time.
+    """Apply the delta rule chunk by chunk, to all sequences at a time, so that softmax chunks do not decay the state.
 
-    Packed sequences need a synchronisation, as the host must know their chunk counts.
+    For packed sequences this waits for the device, because the host must know how many chunks they have.
     """
     _warn_once()
     chunks, fit = _doubled(tokens.q.shape[1], layer.chunk, cu_seqlens), layer.fit
@@ -152,7 +152,7 @@ def chunk_by_chunk(
             o = read_state(layer, chunk, state, torch.zeros_like(state[..., 0, 0]))
         outputs.append(o)
         state = state + fit.gates(writes[members])[..., None, None] * (after - state)
-    # connect the unused last state to the outputs, so that all parameters get gradients (zeros), which DDP expects
+    # the outputs must depend on the unused last state, so that all parameters get gradients (zeros), as DDP requires
     outputs[-1] = outputs[-1] + 0 * state.sum()
     in_rounds = torch.cat(outputs)
     return chunks.in_order(
@@ -161,7 +161,7 @@ def chunk_by_chunk(
 
 
 def read_state(layer: NatsL, tokens: Tokens, state: Tensor, decay: Tensor) -> Float[Tensor, "B T HA VA"]:
-    """Return what the queries read from the state before their chunk, decayed by `decay` and then up to each token."""
+    """Return what queries read from the state before their chunk, decayed by `decay` and then up to each token."""
     fit = layer.fit
     q = l2_normalise(fit.keys(tokens.q).to(state.dtype)).repeat_interleave(fit.parts, 2)
     total = decay.unsqueeze(1) + fit.gates(tokens.g).cumsum(1)
@@ -172,7 +172,7 @@ def read_state(layer: NatsL, tokens: Tokens, state: Tensor, decay: Tensor) -> Fl
 def past_chunk_attention(
     layer: NatsL, tokens: Tokens, keep: Float[Tensor, "B slots H"], cu_seqlens: Int[Tensor, "N_plus_1"] | None
 ) -> Float[Tensor, "B T HA VA"]:
-    """Attend only to softmax chunks before the token's own chunk; return 0 if there are none."""
+    """Attend only to softmax chunks before the token's own chunk; the output is 0 if there are none."""
     doubling = _doubled(tokens.q.shape[1], layer.chunk, cu_seqlens)
     return _past_chunk_softmax(layer, tokens.softmax_q, tokens.softmax_k, tokens.softmax_v, keep, doubling, doubling)
 
@@ -184,9 +184,9 @@ def past_chunk_attention_of_last(
     v: Float[Tensor, "B TK HA V"],
     keep: Float[Tensor, "B slots H"],
 ) -> Float[Tensor, "B TQ HA V"]:
-    """Compute `past_chunk_attention` for the last TQ of TK tokens, whose queries are given."""
+    """Compute `past_chunk_attention` for the last TQ of TK tokens, whose queries are q."""
     (TQ, TK), C = (q.shape[1], k.shape[1]), layer.chunk
-    # pad to the start of the first query's chunk
+    # pad the queries to the start of the first query's chunk
     head = (TK - TQ) % C
     q = F.pad(q, (0, 0, 0, 0, head, 0))
     return _past_chunk_softmax(layer, q, k, v, keep, _InRows(head + TQ, C), _InRows(TK, C))[:, head:]
@@ -195,14 +195,14 @@ def past_chunk_attention_of_last(
 def _past_chunk_softmax(
     layer: NatsL, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, queries: _InRows | _Packed, keys: _InRows | _Packed
 ) -> Float[Tensor, "B TQ HA V"]:
-    """Attend from each query to retained chunks before the query's own chunk.
+    """Attend from each query to the retained chunks before the query's own chunk.
 
-    Each chunk is duplicated within a chunk of twice the length. The first copy has its queries and masking keys, the
-    only keys of the own chunk that the queries see. The second copy has its keys, which later chunks see. Extra
-    channels, 1 in every query, give masking keys a score far below that of any normalised key. A query that sees no
-    other keys returns 0, because the values of masking keys are 0.
+    Each chunk becomes a chunk of twice the length with two copies. The first has the chunk's queries, and masking keys,
+    which are the only keys of the own chunk that these queries see. The second has the chunk's keys, which later chunks
+    see. Additional channels, 1 in every query, give masking keys a score far below that of any normalised key. The
+    values of masking keys are 0, so that the output of a query without other keys is 0.
     """
-    # the lowest score for which the log-sum-exp of masking keys alone is exact to 1e-3
+    # the lowest score with which the log-sum-exp of only masking keys is exact to 1e-3
     masking = -4096 * layer.softmax_dim**0.5 / _CHANNELS
     blank = F.pad(torch.zeros_like(k), (0, _CHANNELS), value=masking)
     q, k = F.pad(q, (0, _CHANNELS), value=1.0), F.pad(k, (0, _CHANNELS))

@@ -1,8 +1,8 @@
 """The paper's baselines in its setting: 15B or 50B tokens of FineWeb-Edu in rows of 4,096 tokens.
 
-The paper does not state some sizes. They are chosen to give its parameter counts, as a test checks: a vocabulary of
-32,000 with an untied output layer; in Gated DeltaNet q and k are 3/4 as wide as the model and v twice as wide as k, so
-that its 6 heads have K = 128 and V = 256 at width 1024, K = 192 and V = 384 at width 1536.
+The paper does not state some sizes. They are chosen such that models have the paper's parameter counts (a test checks
+these): a vocabulary of 32,000 with an untied output layer; in Gated DeltaNet, q and k are 3/4 as wide as the model, and
+v is twice as wide as k, so that its 6 heads have K = 128 and V = 256 at width 1024, K = 192 and V = 384 at width 1536.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tokenmix_core.training import (
     model_fields,
 )
 
-# width, attention heads
+# width, and number of attention heads
 SIZES = {"380m": (1024, 16), "800m": (1536, 24)}
 BASELINES = {
     "gdn": [GDN] * 21,
@@ -41,7 +41,7 @@ def delta_rule(size: str) -> dict[str, Any]:
 
 
 def setting(size: str) -> tuple[DataRecipe, OptimizerRecipe]:
-    """Return data and optimizer of all models of a size (appendix A)."""
+    """Return the data and the optimizer of all models of a size (appendix A of the paper)."""
     small = size == "380m"
     optimizer = OptimizerRecipe(
         total_tokens=Tokens("15B" if small else "50B"),
@@ -49,14 +49,14 @@ def setting(size: str) -> tuple[DataRecipe, OptimizerRecipe]:
         learning_rate=3e-4,
         initial_learning_rate=3e-5,
         min_learning_rate=3e-5,
-        # the value in the authors' code
+        # this value is from the authors' code
         adam_epsilon=1e-15,
     )
     return corpus("fineweb-edu", LLAMA2, 4096), optimizer
 
 
 def baseline(kind: str, size: str) -> Recipe:
-    """Return a baseline of Table 1 or 5, as trained in the paper."""
+    """Return the recipe of a baseline in Table 1 or 5, trained as in the paper."""
     width, heads = SIZES[size]
     options = {
         GDN: delta_rule(size),

@@ -1,4 +1,4 @@
-"""Chunk types (softmax or linear) from the scores of chunks' mean inputs, with a straight-through gradient."""
+"""The types of chunks (softmax or linear): scores of chunks' mean inputs, with a straight-through gradient."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tokenmix_core.chunking import cdiv, chunk_places, chunk_slots
 from tokenmix_core.nn import at_least_float32, moved
 from tokenmix_nats_l.share import ShareThreshold
 
-# patterns of forced types (s: softmax, l: linear) by name
+# patterns of forced types by name; s: softmax, l: linear
 PATTERNS = {"softmax": "s", "linear": "l", "alternate": "ls"}
 
 
 class Tokens(NamedTuple):
-    """Inputs of the delta rule, and of softmax attention over the same channels."""
+    """Inputs of the delta rule, and of softmax attention over the same channels, for the tokens of a call."""
 
     # [B, T, H, K], [B, T, H, K], [B, T, H, V]
     q: Tensor
@@ -35,13 +35,13 @@ class Tokens(NamedTuple):
 
 
 class ChunkTypes(NamedTuple):
-    """Type of each chunk and group of heads, `[B, slots, H]`; exactly one of `softmax` and `linear` is 1.
+    """The type of each chunk for each head of the delta rule, `[B, slots, H]`; either `softmax` or `linear` is 1.
 
     Attributes:
         softmax: 1 if later tokens see the chunk's keys, else 0.
         linear: 1 if the chunk's writes enter the state, else 0.
-        probability: probability of softmax from the scores; None for forced types.
-        margin: softmax score − linear score − threshold, without gradient; None for forced types.
+        probability: probability of softmax by the scores; None for forced types.
+        margin: softmax score − linear score − threshold, detached; None for forced types.
     """
 
     softmax: Tensor
@@ -53,12 +53,13 @@ class ChunkTypes(NamedTuple):
 def chunk_means(
     x: Float[Tensor, "B T D"], size: int, cu_seqlens: Int[Tensor, "N_plus_1"] | None = None
 ) -> Float[Tensor, "B slots D"]:
-    """Return the mean over each chunk's tokens, also for a partial chunk, in float32 or wider.
+    """Return the mean over the tokens of each chunk, complete or not, in float32 or a wider dtype.
 
-    Chunks are counted from each sequence's start; in packed batches, a chunk's slot is as in `chunking.slot_ids`.
+    Chunks are counted from the start of each sequence; in packed batches, a chunk's slot is that of
+    `chunking.slot_ids`.
     """
     T = x.shape[1]
-    # sum(dtype=...) converts while reading, without a float32 copy
+    # sum(dtype=...) converts elements while reading them, without a float32 copy
     wide = torch.promote_types(x.dtype, torch.float32)
     if cu_seqlens is None:
         whole = T // size * size
@@ -67,34 +68,34 @@ def chunk_means(
             return sums / size
         return torch.cat((sums / size, x[:, whole:].sum(1, dtype=wide, keepdim=True) / (T - whole)), 1)
     source, back = chunk_places(cu_seqlens, T, size)
-    # gather and sum instead of index_add, whose order varies: recomputing a forward pass must give the same types
+    # gather and sum, because index_add sums in varying order: computing a forward pass again must give the same types
     chunks = moved(x[0], source, back, holes=True)
     return (chunks.sum(1, dtype=wide) / (source >= 0).sum(1).clamp(min=1).unsqueeze(-1)).unsqueeze(0)
 
 
 def learned_types(scores: Float[Tensor, "B slots two_H"], threshold: ShareThreshold | None = None) -> ChunkTypes:
-    """Choose each chunk's operation by the higher score, linear if equal; gradients pass to the softmax of the scores.
+    """Give each chunk the type with the higher score, linear if equal; gradients pass to the softmax of the scores.
 
     A threshold is subtracted from the softmax scores. The operation that is not chosen gets no gradient, because its
-    contribution is multiplied by a type of 0.
+    output is multiplied by a type of 0.
     """
     both = at_least_float32(scores).unflatten(-1, (2, -1))
     if threshold is not None:
         both = both - torch.stack((torch.zeros_like(threshold.threshold), threshold.threshold))
     of_linear, of_softmax = both.softmax(-2).unbind(-2)
     margin = (both[..., 1, :] - both[..., 0, :]).detach()
-    # compare, because torch.argmax with one_hot would synchronise
+    # a comparison, because torch.argmax with one_hot would wait for the device
     softmax = (of_softmax > of_linear).to(both.dtype)
     linear = 1 - softmax
     if not torch.is_grad_enabled():
         return ChunkTypes(softmax, linear, of_softmax, margin)
-    # s − stop_gradient(s) adds exactly 0, and the gradient of s
+    # s − stop_gradient(s) adds exactly 0 to the value, and the gradient of s
     softmax, linear = softmax + (of_softmax - of_softmax.detach()), linear + (of_linear - of_linear.detach())
     return ChunkTypes(softmax, _only_where_active(linear), of_softmax, margin)
 
 
 def check_types(types: str) -> None:
-    """Raise a ValueError unless types are "learned", a name in `PATTERNS`, or a pattern of l and s."""
+    """Raise a ValueError unless `types` is "learned", a name in `PATTERNS`, or a pattern of l and s."""
     if types not in ("learned", *PATTERNS) and (not types or set(types) - {"l", "s"}):
         raise ValueError(
             f"NatsL: types must be one of {', '.join(map(repr, ('learned', *PATTERNS)))}, or a pattern of l and "
@@ -103,7 +104,7 @@ def check_types(types: str) -> None:
 
 
 def forced_types(types: str, indices: Int[Tensor, "B slots"], H: int, dtype: torch.dtype) -> ChunkTypes:
-    """Return types that a repeated pattern gives to chunks by their index in the sequence, equal for all heads."""
+    """Return the types that a repeated pattern gives to chunks by their index in the sequence, for all heads alike."""
     pattern = PATTERNS.get(types, types)
     place, softmax = indices % len(pattern), torch.zeros_like(indices, dtype=torch.bool)
     for i, kind in enumerate(pattern):
@@ -116,7 +117,7 @@ def forced_types(types: str, indices: Int[Tensor, "B slots"], H: int, dtype: tor
 def chunk_indices(
     B: int, T: int, size: int, cu_seqlens: Int[Tensor, "N_plus_1"] | None, device: torch.device
 ) -> Int[Tensor, "B slots"]:
-    """Return the index of each slot's chunk in its sequence."""
+    """Return, for each slot, the index of its chunk in the chunk's sequence."""
     if cu_seqlens is None:
         return torch.arange(cdiv(T, size), device=device).expand(B, -1)
     slots, firsts, sequence = _packed_slots(T, size, cu_seqlens)
@@ -126,7 +127,7 @@ def chunk_indices(
 def real_chunks(
     B: int, T: int, size: int, cu_seqlens: Int[Tensor, "N_plus_1"] | None, device: torch.device
 ) -> Bool[Tensor, "B slots"]:
-    """Return which slots contain a chunk; slots between packed sequences may be empty."""
+    """Return a mask of the slots that contain a chunk; slots between packed sequences may be empty."""
     if cu_seqlens is None:
         return torch.ones(B, cdiv(T, size), dtype=torch.bool, device=device)
     slots, firsts, sequence = _packed_slots(T, size, cu_seqlens)

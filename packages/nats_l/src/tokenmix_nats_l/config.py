@@ -1,4 +1,4 @@
-"""Configuration of models with NAtS-L layers."""
+"""The configuration of models with NAtS-L layers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ register_mixer("nats_l", NatsL)
 
 
 class NatsLConfig(HybridConfig):
-    """`HybridConfig` whose layers are "nats_l" by default.
+    """A `HybridConfig` whose layers are "nats_l" by default.
 
-    Options of the layers are `mixer_options["nats_l"]`, see `NatsL`. Other mixers may interleave.
+    `mixer_options["nats_l"]` has the options of the layers, which `NatsL` documents. Layers may also have other mixers.
     """
 
     model_type = "tokenmix_nats_l"

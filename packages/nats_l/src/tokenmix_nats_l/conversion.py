@@ -27,7 +27,7 @@ from tokenmix_nats_l.mixer import NatsL
 from tokenmix_nats_l.model import NatsLForCausalLM
 
 DELTA, ATTENTION = "gated_delta_net", "attention"
-# options of Gated DeltaNet that NAtS-L layers lack, with the only values that can be converted
+# options of Gated DeltaNet that NAtS-L layers do not have, with the only values that can be converted
 _DELTA_ONLY = {"allow_neg_eigval": False, "output_gate": True}
 _ATTENTION_ONLY = {"window": None, "sinks": 0, "qkv_bias": False}
 
@@ -37,21 +37,21 @@ def convert(
 ) -> NatsLForCausalLM:
     """Replace Gated DeltaNet or attention layers by NAtS-L layers, for further training.
 
-    A Gated DeltaNet layer passes on all its weights. The weights of scores and of the softmax heads' norm begin at 0,
-    so that all chunks are linear and, with `group=1`, the model at first computes the same as before. With a larger
-    group, the norm of a head's outputs becomes one norm for each of its `group` slices.
+    A Gated DeltaNet layer keeps all its weights. The weights of scores and of the softmax heads' norm start at 0, so
+    that all chunks are linear and, with `group=1`, the model at first computes the same as before. With a larger group,
+    the norm of a head's outputs becomes one norm for each of its `group` slices.
 
-    An attention layer passes on its projections and norms. Keys and values are repeated for each query head, and the
-    convolutions begin as the identity. SiLU, delta rule and output gate are new, so the model must be trained.
+    An attention layer keeps its projections and norms. Keys and values are repeated for each query head, and
+    convolutions start as the identity. SiLU, delta rule and output gate are new, so that the model must be trained.
 
     Args:
         model: a model of this library with such layers, or a Llama, Mistral, Qwen2 or Qwen3 model of transformers.
         layers: indices of the layers to convert; None for all Gated DeltaNet and attention layers.
-        group: softmax heads that share the types of one delta-rule head.
-        chunk: chunk size, a multiple of 64.
+        group: number of softmax heads that share the types of one delta-rule head.
+        chunk: number of tokens in a chunk, a multiple of 64.
 
     Raises:
-        ValueError: layers that do not exist or are of another kind, or with options that NAtS-L does not have.
+        ValueError: layers that do not exist, are of another kind, or have options that NAtS-L does not have.
     """
     kinds, options, labels, fields, state = _parts(model)
     known = [i for i, kind in enumerate(kinds) if kind in (DELTA, ATTENTION)]
@@ -84,7 +84,7 @@ def convert(
 def _parts(
     model: PreTrainedModel,
 ) -> tuple[list[str], list[dict[str, Any]], list[str], dict[str, Any], dict[str, Tensor]]:
-    """Return each layer's kind, options and label, the other fields of the new configuration, and the weights."""
+    """Return each layer's kind, options and label, all other fields of the new configuration, and the weights."""
     if not isinstance(model, HybridForCausalLM):
         options = attention_options(model.config)
         labels = [ATTENTION if x["window"] is None else f"{ATTENTION}-{x['window']}" for x in options]
@@ -100,7 +100,7 @@ def _with_defaults(kind: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _options(i: int, kind: str, old: dict[str, Any], width: int, group: int, chunk: int) -> dict[str, Any]:
-    """Return the options of the NAtS-L layer that replaces layer i."""
+    """Return the options of the NAtS-L layer that will replace layer i."""
     heads, of_values = old["num_heads"], old.get("num_v_heads")
     refused = {n: old[n] for n, v in (_DELTA_ONLY if kind == DELTA else _ATTENTION_ONLY).items() if old[n] != v}
     if of_values not in (None, heads):
@@ -121,7 +121,7 @@ def _options(i: int, kind: str, old: dict[str, Any], width: int, group: int, chu
 
 @torch.no_grad()
 def _new_layer(config: NatsLConfig, i: int) -> NatsL:
-    """Return a layer with the initial weights of a new model."""
+    """Return layer i of the new configuration with the initial weights of a new model."""
     mixer: Any = NatsL.from_config(config, i, **config.options_of(i))
     for module in mixer.modules():
         if isinstance(module, nn.Linear):
@@ -138,7 +138,7 @@ def _from_delta(mixer: NatsL, old: dict[str, Tensor]) -> None:
     assert mixer.softmax_norm is not None
     for weight in (mixer.score_proj.weight, mixer.weight_proj.weight, mixer.softmax_norm.weight):
         weight.zero_()
-    # both operations get a weight of ½ at first, which doubled norm weights undo
+    # both operations start with a weight of ½, for which doubled norm weights compensate
     mixer.linear_norm.weight.copy_(2 * norm.float().unflatten(0, (mixer.group, -1)).mean(0))
 
 
@@ -153,7 +153,7 @@ def _from_attention(mixer: NatsL, old: dict[str, Tensor]) -> None:
 
 
 def command(args: argparse.Namespace, context: Any) -> None:
-    """Run `tokenmix-nats-l convert`: convert a checkpoint's layers, or read a checkpoint of the authors' code."""
+    """Run the command `tokenmix-nats-l convert`: convert layers of a checkpoint, or read one of the authors' code."""
     from tokenmix_core.cli import config_of, load_model
     from tokenmix_core.integrations import LAYOUTS as CORE_LAYOUTS
     from tokenmix_core.integrations import check_dtype, convert_folder, load_third_party, read_fields

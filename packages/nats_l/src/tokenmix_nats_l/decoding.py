@@ -1,9 +1,9 @@
-"""Inference with a cache, where each sequence ends in an open chunk, whose type is determined at its last token.
+"""Inference with a cache. Each sequence ends in an open chunk, whose type is determined at its last token.
 
-For complete chunks, the state holds the delta rule's state, and the keys and values of softmax chunks per head. For the
-open chunk it holds keys and values, the sum of inputs, the state at the chunk's start, the decay since, and the running
-state. At the chunk's last token its type is known: keys and values of a linear chunk are dropped; those of a softmax
-chunk are retained, and the running state becomes the decayed state of the chunk's start.
+For complete chunks, the state has the delta rule's state and, per head, the keys and values of softmax chunks. For the
+open chunk it has keys and values, the sum of inputs, the state at the chunk's start, the decay since then, and the
+running state. At the chunk's last token the type is determined: keys and values of a linear chunk are dropped; those of
+a softmax chunk are retained, and the running state becomes the state of the chunk's start after the decay.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from tokenmix_nats_l.chunks import ChunkTypes, Tokens, chunk_means
 if TYPE_CHECKING:
     from tokenmix_nats_l.mixer import NatsL
 
-# most chunks of a call for which the capacity of lists grows by an upper bound, without reading their lengths; also the
-# number of chunks of each row that `_begin_packed` retains at once
+# maximum number of chunks in a call for which the capacity of lists grows by an upper bound, without reading their
+# lengths; also the number of chunks of each row that `_begin_packed` retains at once
 _BLOCK = 32
 
 
 def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, rotary: Rotation | None) -> tuple[Tensor, Tensor]:
-    """Process one token of each sequence and overwrite the state; return both operations' outputs `[N, 1, HA, VA]`.
+    """Compute one token of each sequence and overwrite the state; return both operations' outputs `[N, 1, HA, VA]`.
 
-    The softmax heads' q and k come directly from the convolutions: one launch normalises and rotates them and stores k
-    and v.
+    The q and k of the softmax heads come directly from the convolutions: one launch normalises and rotates them, and
+    stores k and v.
     """
     span, fit = state.span, layer.fit
     _prepare(state, x, len(x))
@@ -73,7 +73,7 @@ def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, rotary: Rot
     softmax = merge_attention(seen, impl=unless_gluon(layer.impl)).o if seen else torch.zeros_like(tokens.softmax_v)
 
     if layer.step_form(span):
-        # None if rows have equal lengths, as the chunks of all rows then end in this step
+        # None if all rows have equal lengths, because then the chunks of all rows end in this step
         ending = None if span.lengths is None else filled == layer.chunk
         means = (state.inputs.value / layer.chunk).unsqueeze(1)
         types = layer.types_from(means, lambda: (span.before // layer.chunk).unsqueeze(1))
@@ -82,9 +82,9 @@ def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, rotary: Rot
 
 
 def extend(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState) -> tuple[Tensor, Tensor]:
-    """Process several tokens of each sequence and update the state; return both outputs `[B, T, HA, VA]`.
+    """Compute several tokens of each sequence and update the state; return both outputs `[B, T, HA, VA]`.
 
-    Tokens have the layout of `state.span`: dense, or packed without padding.
+    The tokens have the layout of `state.span`: dense, or packed without padding.
     """
     span = state.span
     if span.uniform:
@@ -109,17 +109,17 @@ def _extend_uniform(
     index: int | Tensor,
     among: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Extend rows whose open chunks hold `fill` tokens; `index` is the open chunk's index, equal or `[N, 1]` by row.
+    """Extend rows whose open chunks have `fill` tokens; `index` is the open chunk's index, equal for all or `[N, 1]`.
 
-    `among` is as in `types_from`.
+    `among` is the same as for `types_from`.
     """
     C, T = layer.chunk, x.shape[1]
     types = _types(layer, _means(layer, state, x, fill), index, among)
-    # start copying the page counts to the host before the long kernels; the host reads the counts after launching them
+    # start to copy the page counts to the host before the long kernels, and read them on the host after launching these
     known = _pages(layer, state, types, (fill + T) // C)
     softmax = _attend(layer, tokens, types, state, fill)
 
-    # head: new tokens of the open chunk; whole: tokens of complete chunks; the remaining tokens open the next chunk
+    # head: new tokens of the open chunk; whole: tokens of complete chunks; all further tokens begin the next open chunk
     head = min(C - fill, T) if fill else 0
     whole = (T - head) // C * C
     outputs = []
@@ -129,7 +129,7 @@ def _extend_uniform(
             _close(layer, state, types.softmax[:, 0] > 0.5, known=known)
     first = 1 if head else 0
     if layer.own_chunk == "softmax" or not layer.decay:
-        # one call of the delta rule cannot apply these options to several chunks: process chunk after chunk
+        # with these options, one call of the delta rule cannot compute several chunks, so compute chunk after chunk
         for i in range(whole // C):
             outputs.append(_append(layer, x, tokens, state, slice(head + i * C, head + (i + 1) * C), 0))
             _close(layer, state, types.softmax[:, first + i] > 0.5, known=known)
@@ -143,7 +143,7 @@ def _extend_uniform(
     if head + whole < T:
         outputs.append(_append(layer, x, tokens, state, slice(head + whole, T), 0))
     _prepare(state, x, len(x))
-    # `set` detaches: gradients pass between chunks of this call, but not between calls
+    # `set` detaches: gradients pass between the chunks of a call, but not from call to call
     for name in _TENSORS:
         getattr(state, name).set(getattr(state, name).value)
     return _joined(outputs), softmax
@@ -152,10 +152,10 @@ def _extend_uniform(
 def _begin_packed(
     layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, boundaries: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Process packed sequences that begin with an empty state, such as a prompt with padding.
+    """Compute packed sequences that begin with an empty state, such as padded prompts.
 
-    One call of attention processes all tokens. One call of the delta rule processes the complete chunks of all
-    sequences, and a second one the open chunks, starting from the final states of the first.
+    One call of attention computes all tokens. One call of the delta rule computes the complete chunks of all sequences,
+    and a second one the open chunks, starting from the final states of the first.
     """
     C, device, N = layer.chunk, x.device, len(boundaries) - 1
     span = state.span
@@ -167,14 +167,14 @@ def _begin_packed(
     lengths = cu_seqlens.diff()
     wholes, sequence = lengths // C * C, sequence_ids(cu_seqlens, x.shape[1])
     position = torch.arange(x.shape[1], device=device) - cu_seqlens[sequence]
-    # sort: tokens of complete chunks first, then tokens of open chunks, without changing the order within either
+    # sort stably: first the tokens of complete chunks, then those of open chunks
     order = (position >= wholes[sequence]).to(torch.uint8).argsort(stable=True)
     total = sum((end - start) // C * C for start, end in pairwise(boundaries))
     first, last = (type(tokens)(*(y[:, at] for y in tokens)) for at in (order[:total], order[total:]))
     outputs, start = [], state.start.value
     if total:
         ends = cu_seqlens_from_lengths(wholes)
-        # each complete chunk's slot: `at` in the batch of all tokens, `slots` in a batch of complete chunks alone
+        # each complete chunk's slot: `at` among the chunks of all tokens, `slots` among complete chunks only
         at, slots = slot_ids(cu_seqlens, x.shape[1], C)[order[:total:C]], slot_ids(ends, total, C)[::C]
         writes = types.linear.new_ones(1, chunk_slots(1, total, C, ends), layer.num_heads)
         writes = writes.index_copy(1, slots.long(), types.linear[:, at])
@@ -193,7 +193,7 @@ def _begin_packed(
     for name in _TENSORS:
         getattr(state, name).set(getattr(state, name).value)
 
-    # retain keys and values, _BLOCK chunks of every sequence at a time
+    # retain keys and values, for _BLOCK chunks of every sequence at a time
     slots = (cu_seqlens[:-1] // C + torch.arange(N, device=device)).unsqueeze(1)
     for begin in range(0, max((end - start) // C * C for start, end in pairwise(boundaries)), _BLOCK * C):
         i = begin + torch.arange(_BLOCK * C, device=device)
@@ -208,7 +208,7 @@ def _begin_packed(
 def _extend_in_groups(
     layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, boundaries: list[int], before: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Extend packed sequences, grouped by the number of tokens in their open chunks and of new tokens."""
+    """Extend packed sequences in groups of equal length of the open chunk and equal count of new tokens."""
     groups: dict[tuple[int, int], list[int]] = {}
     for n, (start, end) in enumerate(pairwise(boundaries)):
         groups.setdefault((before[n] % layer.chunk, end - start), []).append(n)
@@ -237,7 +237,7 @@ def _extend_in_groups(
 
 
 def _append(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, here: slice, fill: int) -> Tensor:
-    """Append tokens to the open chunk, which has `fill` tokens; return the delta rule's outputs."""
+    """Append tokens to the open chunk, which has `fill` tokens; return the delta rule's outputs for them."""
     _prepare(state, x, len(x))
     new = type(tokens)(*(y[:, here] for y in tokens))
     o, after = layer.delta_rule(new, None, state.recurrent.value)
@@ -253,14 +253,14 @@ def _append(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, here: sl
 
 
 def _attend(layer: NatsL, tokens: Tokens, types: ChunkTypes, state: LayerState, fill: int) -> Tensor:
-    """Attend with new tokens to retained chunks, the open chunk, and each other."""
+    """Return attention from the new tokens to retained chunks, to the open chunk, and to each other."""
     C, kept = layer.chunk, state.kept
     keys, values, marks = [tokens.softmax_k], [tokens.softmax_v], [types.softmax]
     if fill:
         keys.insert(0, state.open_keys.value[:, :fill])
         values.insert(0, state.open_values.value[:, :fill])
     if kept.tensors:
-        # lists consist of complete chunks, one per page, so that one mark says whether a page is in use
+        # a page has one complete chunk, so that one mark per page says whether it is in use
         held = [x.transpose(1, 2) for x in kept.lists()]
         keys.insert(0, held[0])
         values.insert(0, held[1])
@@ -274,7 +274,7 @@ def _attend(layer: NatsL, tokens: Tokens, types: ChunkTypes, state: LayerState, 
 
 
 def _means(layer: NatsL, state: LayerState, x: Tensor, fill: int) -> Tensor:
-    """Return the mean inputs of the open chunk, of which `fill` tokens are already summed, and of later chunks."""
+    """Return the mean inputs of the open chunk, whose first `fill` tokens are already summed, and of later chunks."""
     head = min(layer.chunk - fill, x.shape[1]) if fill else 0
     means = []
     if head:
@@ -286,7 +286,7 @@ def _means(layer: NatsL, state: LayerState, x: Tensor, fill: int) -> Tensor:
 
 
 def _types(layer: NatsL, means: Tensor, first: int | Tensor, among: tuple[Tensor, int] | None) -> ChunkTypes:
-    """Return the types of chunks with these mean inputs; `first` is the index of each row's first chunk."""
+    """Return the types of chunks with the given mean inputs; `first` is the index of each row's first chunk."""
 
     def indices() -> Tensor:
         return (torch.arange(means.shape[1], device=means.device) + first).expand(len(means), -1)
@@ -295,7 +295,7 @@ def _types(layer: NatsL, means: Tensor, first: int | Tensor, among: tuple[Tensor
 
 
 def _pages(layer: NatsL, state: LayerState, types: ChunkTypes, ending: int) -> tuple[Asked, Asked] | None:
-    """Start copying to the host the number of pages in use after `ending` chunks; None if few, as a bound suffices."""
+    """Start to copy to the host the number of pages in use after `ending` chunks; None if a bound suffices."""
     if ending <= _BLOCK:
         return None
     pages = types.softmax[:, :ending].sum(1, dtype=torch.int32)
@@ -312,15 +312,15 @@ def _retain(
     softmax: Tensor,
     known: tuple[Asked, Asked] | None = None,
 ) -> None:
-    """Retain the keys and values of complete chunks where `softmax [N, chunks, H]` is True."""
+    """Retain the keys and values of the complete chunks for which `softmax [N, chunks, H]` is True."""
     pages = None if known is None else Pages(*(x.read() for x in known))
-    # repeat each delta-rule head's types for its softmax heads
+    # repeat the types of each delta-rule head for its softmax heads
     take = softmax.mT.unsqueeze(2).expand(-1, -1, layer.group, -1).flatten(1, 2).mT
     state.kept.append(k, v, take, known=pages)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """Concatenate outputs along time."""
+    """Concatenate the outputs of parts along time."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
@@ -331,7 +331,7 @@ def _close(
     rows: Tensor | None = None,
     known: tuple[Asked, Asked] | None = None,
 ) -> None:
-    """Close the open chunk of all rows, or of rows in the mask `rows [N]`; `softmax [N, H]` is True for softmax."""
+    """Close the open chunk of all rows, or of those in the mask `rows [N]`; `softmax [N, H]` is True for softmax."""
     start, recurrent, decay = state.start.value, state.recurrent.value, state.decay.value
     take = softmax if rows is None else softmax & rows.unsqueeze(-1)
     bare = decay.exp()[..., None, None] * start if layer.decay else start
@@ -339,7 +339,7 @@ def _close(
     _retain(layer, state, state.open_keys.value, state.open_values.value, take.unsqueeze(1), known)
     if rows is None:
         rows = torch.ones(len(start), dtype=torch.bool, device=start.device)
-    # steps overwrite the running state, so `start` must be a copy
+    # a copy, because decoding steps overwrite the running state
     state.start.put(torch.where(rows[:, None, None, None], recurrent, start))
     state.recurrent.put(recurrent)
     state.decay.put(decay.masked_fill(rows.unsqueeze(-1), 0.0))
@@ -350,19 +350,19 @@ _TENSORS = ("recurrent", "start", "decay", "inputs", "open_keys", "open_values")
 
 
 def _prepare(state: LayerState, like: Tensor, batch: int) -> None:
-    """Allocate the state's tensors with zeros before the first call."""
+    """Allocate the tensors of the state, filled with zeros, before the first call."""
     for name in _TENSORS:
         getattr(state, name).get(batch, like)
 
 
 def create_lists(state: LayerState) -> None:
-    """Create empty lists of retained tokens if there are none yet."""
+    """Create empty lists of retained tokens, unless the state already has lists."""
     if not state.kept.tensors:
         state.kept.allocate(len(state.open_keys.value), state.open_keys.value)
 
 
 def _rows(layer: NatsL, state: LayerState, members: list[int], rows: Tensor) -> LayerState:
-    """Return a new state that holds copies of the tensors of the rows `members`."""
+    """Return a new state with copies of the rows `members` of all tensors."""
     apart = layer.make_state()
     for name in _TENSORS:
         getattr(apart, name).value = getattr(state, name).value[rows]

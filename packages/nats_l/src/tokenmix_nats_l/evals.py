@@ -1,4 +1,4 @@
-"""The paper's measurements of NAtS-L layers: share of softmax chunks by layer and head, and cache size by length."""
+"""The paper's measurements of NAtS-L layers: fraction of softmax chunks by layer and head, and cache size by length."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def nats_l_layers(model: Any) -> dict[int, NatsL]:
 
 @contextmanager
 def using_types(model: Any, args: argparse.Namespace) -> Iterator[None]:
-    """Force `args.types`, unless None, as chunk types of all NAtS-L layers inside a `with`; results state the types.
+    """Context in which all NAtS-L layers have the chunk types `args.types`, unless None; results name these types.
 
     Raises:
-        ValueError: invalid types, or learned ones of layers that have no scores.
+        ValueError: invalid types, or "learned" for layers that have no scores.
     """
     if args.types is None:
         yield
@@ -70,7 +70,7 @@ def using_types(model: Any, args: argparse.Namespace) -> Iterator[None]:
 def softmax_shares(
     model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 8, progress: bool = True
 ) -> Float[np.ndarray, "layers heads"]:
-    """Return the share of softmax chunks per NAtS-L layer and head of the delta rule."""
+    """Return the fraction of softmax chunks for each NAtS-L layer and each head of its delta rule."""
     total, layers = None, nats_l_layers(model)
     for batch in tqdm(sequences.split(batch_size), desc="chunk types", unit="batch", disable=not progress):
         shares = model.model(batch.to(model.device), use_cache=False).auxiliary["softmax_share"].double().cpu()
@@ -81,7 +81,7 @@ def softmax_shares(
 
 
 def chunk_types_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure the share of softmax chunks by layer and head (Figures 5 and 8), on a text or each file of a folder."""
+    """Measure the fraction of softmax chunks by layer and head (Figures 5, 8), on a text or the files of a folder."""
     options.choose("chunk-types", ("chunk-types",))
     found = nats_l_layers(model)
     if len(heads := {layer.num_heads for layer in found.values()}) > 1:
@@ -104,17 +104,17 @@ def chunk_types_suite(model: Any, tokenizer: Any, options: EvalOptions) -> Suite
 
 
 def _texts(source: str | None) -> dict[str, str | None]:
-    """Return the texts to measure, by name: the files of a folder that is no token file, or the text `source`."""
+    """Return the texts to measure by name: the files of a folder that is no token file, or only `source`."""
     folder = None if source is None else Path(source)
     if folder is None or not folder.is_dir() or (folder / META).is_file():
         return {source or BUILT_IN_TEXT: source}
-    # an empty folder is returned as a text, so that the reader raises its error
+    # an empty folder is returned like a text, for which the reader then raises its error
     return {path.name: str(path) for path in sorted(folder.iterdir()) if path.is_file()} or {str(folder): source}
 
 
 @torch.inference_mode()
 def held_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure the cache's bytes, allocated and in use, and the retained tokens of each head, after each text length."""
+    """Measure, after each text length, the cache's bytes, allocated and in use, and each head's retained tokens."""
     options.choose("held", ("held",))
     layers = nats_l_layers(model)
     lengths = sorted(options.lengths or (1024, 2048, 4096))

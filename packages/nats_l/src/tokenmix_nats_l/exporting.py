@@ -1,4 +1,4 @@
-"""Chunk types and both operations as one operator for torch.export, so that no size in the graph is a chunk count."""
+"""Chunk types and both operations as one operator for torch.export: the graph then has no size that counts chunks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tokenmix_nats_l.chunks import Tokens, chunk_indices, chunk_means, forced_ty
 _OPTIONS = ("num_heads", "head_dim", "num_softmax_heads", "chunk", "own_chunk", "decay", "impl")
 
 
-# the class of NAtS-L layers; its module imports this one, so it registers itself by `exports`
+# the class of NAtS-L layers; its module imports this one, and so registers the class by `exports`
 _classes: list[type] = []
 
 
 def exports(cls: type) -> type:
-    """Register the decorated class, of which the operator makes layers."""
+    """Class decorator that registers the class of which the operator makes layers."""
     _classes.append(cls)
     return cls
 
 
 @functools.cache
 def _layer(hidden_size: int, options: tuple[tuple[str, Any], ...]) -> Any:
-    """Return a layer without weights, which has the methods that mix tokens."""
+    """Return a layer without weights, for its methods that mix tokens."""
     with torch.device("meta"):
         return _classes[0](hidden_size, **dict(options))
 
@@ -60,14 +60,14 @@ _mixed = exportable(_mix, _shapes)
 
 
 def mix_exported(layer: Any, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return both operations' outputs and the shares of softmax chunks, of whole sequences of any length.
+    """Return both operations' outputs, and the fractions of softmax chunks, for whole sequences of any length.
 
     Raises:
-        ValueError: an adapter on the scores.
+        ValueError: `score_proj`, which computes the scores, has an adapter.
     """
     scores: dict[str, Any] = {}
     if layer.types == "learned":
-        # check only the class, because torch.export itself registers hooks
+        # check only the class, because torch.export registers hooks of its own
         if type(layer.score_proj) is not nn.Linear:
             raise ValueError("NatsL: torch.export needs a score_proj without adapters: merge them into it first")
         scores["weight"] = layer.score_proj.weight

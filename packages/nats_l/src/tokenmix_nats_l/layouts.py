@@ -9,7 +9,7 @@ from tokenmix_core.modeling import HybridConfig, own_fields
 from tokenmix_nats_l.config import NatsLConfig
 
 MODEL_TYPE = "neural_attention_search_linear_attn_gdn"
-# the option `own_chunk` for each value of the authors' `ops_for_incomplete_chunks`
+# for each value of the authors' option `ops_for_incomplete_chunks`, our option `own_chunk`
 _OWN_CHUNK = {"all": "both", "attn": "softmax", "gated_delta_net": "linear"}
 
 
@@ -64,9 +64,9 @@ def _read(fields: Fields) -> tuple[HybridConfig, Names]:
 
 
 def _reordered(name: str, x: Tensor) -> Tensor:
-    """Return a weight with its rows in this package's order: all heads' linear rows, then all heads' softmax rows."""
+    """Return a weight with its rows in this package's order: the linear rows of all heads, then the softmax rows."""
     if name.endswith((".score_proj.weight", ".weight_proj.weight")):
-        # the authors' rows are head by head; scores begin with softmax, output weights with linear
+        # the authors order rows by head; within a head, scores begin with softmax, output weights with linear
         by_operation = x.unflatten(0, (-1, 2)).transpose(0, 1)
         return (by_operation.flip(0) if "score_proj" in name else by_operation).flatten(0, 1).contiguous()
     return x

@@ -59,33 +59,34 @@ OwnChunk = Literal["both", "softmax", "linear"]
 class NatsL(Mixer):
     """y = W_o ((w_l · RMS(o_l) + w_s · RMS(o_s)) · silu(W_g x)): two operations on the same q, k and v.
 
-    A chunk of `chunk` tokens has a type for each head of the delta rule and the softmax heads on the same channels: the
-    type with the higher score, from the chunk's mean input (eq. 8). Keys and values of a *softmax* chunk
-    stay visible to later tokens; its writes are removed from the state, which only decays (eq. 19). Writes of a
-    *linear* chunk stay in the state; its keys and values are evicted. Within its own chunk, a token sees earlier tokens
-    by both operations. o_l is the gated delta rule's output, o_s softmax attention's; w = softmax(W q) (eq. 20).
+    A chunk of `chunk` tokens has a type for each head of the delta rule, which also holds for the softmax heads on the
+    same channels: the type with the higher score of the chunk's mean input (eq. 8). Keys and values of a *softmax*
+    chunk stay visible to later tokens; its writes are removed from the state, which only decays (eq. 19). Writes of a
+    *linear* chunk stay in the state; its keys and values are evicted. A token sees earlier tokens of its own chunk by
+    both operations. o_l is the output of the gated delta rule, o_s that of softmax attention; w = softmax(W q) (eq.
+    20).
 
     Args:
         hidden_size: D.
         num_heads: heads H of the delta rule.
         head_dim: K.
-        expand_v: V = expand_v · K.
-        num_softmax_heads: HA, a multiple of H; keys have H · K / HA channels, values H · V / HA.
-        chunk: chunk size in tokens, a multiple of 64.
-        rope: rotate the softmax heads' q and k by position (pure NAtS-L); off in the hybrid.
+        num_softmax_heads: HA, a multiple of H; a head's keys have H · K / HA channels, its values H · V / HA.
+        chunk: number of tokens in a chunk, a multiple of 64.
+        rope: whether to rotate the softmax heads' q and k by position (as in pure NAtS-L, not in the hybrid).
         conv_size: width of the convolutions.
-        types: "learned", or for analysis all "softmax", all "linear", alternating from linear ("alternate"), or a
-            pattern of l and s that repeats, such as "lls". Assigning to the attribute `types` forces the types of a
-            layer that has learned them.
+        types: "learned", or for analysis all "softmax", all "linear", "alternate" (starting with linear), or a pattern
+            of l and s that repeats, such as "lls". Assigning to the attribute `types` forces types on a layer that has
+            learned them.
         own_chunk: operations by which a token sees earlier tokens of its own chunk: "both", "softmax" or "linear"
             (Table 4, *SAttn Out* and *GDN Out*).
         decay: whether the state decays over softmax chunks; if False (*w/o LAttn Decay*), they leave it unchanged.
-        norm: normalise "each" operation's outputs, or their "sum" (*w/o Attn Norm*).
-        weights: input of the operations' weights: "queries", the layer's "inputs" (*Weights From X*), or "none".
-        softmax_share: share of softmax chunks of each head, reached by a threshold with feedback (`ShareThreshold`).
-        budget: target of the mean *probability* of softmax in an auxiliary loss; the share may differ widely from it.
-            None for no such loss. The paper has neither `softmax_share` nor `budget`.
-        budget_weight: weight of that loss.
+        norm: whether to normalise the outputs of "each" operation or only their "sum" (*w/o Attn Norm*).
+        weights: the input of the operations' weights: "queries", the layer's "inputs" (*Weights From X*), or "none".
+        softmax_share: fraction of softmax chunks that each head should have; a threshold adapts to it
+            (`ShareThreshold`).
+        budget: target of the mean *probability* of softmax in an auxiliary loss; the fraction may differ widely from
+            it. None for no such loss. The paper has neither `softmax_share` nor `budget`.
+        budget_weight: factor of the auxiliary loss.
         norm_eps: epsilon of all norms.
         impl: implementation of the operations, None, "triton" or "reference".
 
@@ -162,7 +163,7 @@ class NatsL(Mixer):
         self.dt_bias = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.q_norm = RMSNorm(self.softmax_dim, norm_eps)
         self.k_norm = RMSNorm(self.softmax_dim, norm_eps)
-        # outputs: all heads' linear scores, then all heads' softmax scores
+        # outputs: first the linear scores of all heads, then their softmax scores
         self.score_proj = nn.Linear(hidden_size, 2 * num_heads, bias=False) if types == "learned" else None
         self.types = types
         self.threshold = None if softmax_share is None else ShareThreshold(hidden_size, num_heads, softmax_share)
@@ -180,7 +181,7 @@ class NatsL(Mixer):
 
     @property
     def types(self) -> str:
-        """The option `types`; assigning a pattern forces the types, assigning "learned" restores learned ones."""
+        """The option `types`; assigning a pattern forces types, and assigning "learned" restores the learned types."""
         return self._types
 
     @types.setter
@@ -193,9 +194,9 @@ class NatsL(Mixer):
     def make_state(self) -> LayerState:
         """Return an empty state.
 
-        The state holds the convolutions' last inputs and the running state; the open chunk's keys, values and sum of
-        inputs, the state at the chunk's start and the decay since then; and each head's keys and values of softmax
-        chunks.
+        The state has the last inputs of the convolutions, and the running state; of the open chunk, keys, values and
+        the sum of inputs, the state at its start and the decay since then; and for each head, the keys and values of
+        softmax chunks.
         """
         heads, state = self.num_softmax_heads, self.fit.state_shape(self.num_heads)
         sizes = self.softmax_dim, self.softmax_value_dim
@@ -216,7 +217,7 @@ class NatsL(Mixer):
         create_lists(state)
 
     def step_form(self, span: Span) -> bool:
-        """Return whether this decoding step ends a chunk of any sequence, whose type is then chosen."""
+        """Return whether this decoding step ends a chunk of any sequence; a chunk gets its type at its last token."""
         return span.ends(self.chunk)
 
     def forward(
@@ -242,9 +243,9 @@ class NatsL(Mixer):
     def project(
         self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None, rotary: Rotation | None, *, step: bool
     ) -> tuple[Tokens, Tensor]:
-        """Return the inputs of both operations (q, k and v after convolution and SiLU, gates), and the output gate.
+        """Return the inputs of both operations (gates, and q, k and v after convolution and SiLU), and the output gate.
 
-        In a step, q and k of the softmax heads are not yet normalised and rotated.
+        In a decoding step (`step`), q and k of the softmax heads are not yet normalised and rotated.
         """
         q, k, v, a, b, gate = projected(x, self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj)
         q, k, v = convolved(
@@ -270,21 +271,21 @@ class NatsL(Mixer):
         ), gate
 
     def _rotated(self, heads: Tensor, norm: RMSNorm, rotary: Rotation | None) -> Tensor:
-        """Normalise softmax heads, and rotate them if the layer has rotary positions."""
+        """Normalise the vectors of softmax heads, and rotate them if the layer has rotary positions."""
         if self.rotary_dim is None:
             return norm(heads)
         assert rotary is not None
         return apply_rotary(heads, rotary, norm)
 
     def types_of(self, x: Tensor, cu_seqlens: Tensor | None, means: Tensor | None = None) -> ChunkTypes:
-        """Return the types of the chunks of whole sequences; in training, add them to the threshold's observations.
+        """Return the types of the chunks of whole sequences; in training, the threshold observes their scores.
 
-        `means` holds the chunks' mean inputs; None to compute them from x.
+        `means` are the chunks' mean inputs; with None, they are computed from x.
         """
         layout = (x.shape[0], x.shape[1], self.chunk, cu_seqlens, x.device)
         means = chunk_means(x, self.chunk, cu_seqlens) if means is None else means
         types = self.types_from(means, lambda: chunk_indices(*layout))
-        # under checkpointing only the recomputation has gradients, so each batch is observed once
+        # with gradient checkpointing, only the recomputation has gradients, so that each batch is observed once
         if self.threshold is not None and types.margin is not None and self.training and torch.is_grad_enabled():
             self.threshold.observe(types.margin, means, real_chunks(*layout))
         return types
@@ -295,20 +296,21 @@ class NatsL(Mixer):
         indices: Callable[[], Int[Tensor, "B slots"]],
         among: tuple[Int[Tensor, "B"], int] | None = None,
     ) -> ChunkTypes:
-        """Return the types of chunks from their mean inputs, or forced types from their indices in the sequences.
+        """Return the types of chunks by their mean inputs, or forced types by their indices in their sequences.
 
-        `among` is (indices of these rows in the whole batch, its number of rows), for adapters that expect all rows.
+        `among`, for adapters that expect all rows, is (indices of these rows in the whole batch, its number of rows).
         """
         if self.types != "learned":
             return forced_types(self.types, indices(), self.num_heads, means.dtype)
         assert self.score_proj is not None
         if self.threshold is not None:
             means = means - self.threshold.center
-        # float32 also under autocast: otherwise chunks with nearly equal scores could change their type in decoding
+        # float32 even under autocast, because otherwise chunks with nearly equal scores could get another type in
+        # decoding
         with torch.autocast(means.device.type, enabled=False):
             if is_plain_linear(self.score_proj):
                 return learned_types(F.linear(means, self.score_proj.weight.to(means.dtype)), self.threshold)
-            # quantised layers and adapters compute in the dtype of their floating-point weights
+            # quantised layers and adapters compute in the dtype of their own floating-point weights
             floats = (p.dtype for p in self.score_proj.parameters() if p.is_floating_point())
             x = means.to(next(floats, means.dtype))
             if among is not None:
@@ -317,7 +319,7 @@ class NatsL(Mixer):
             return learned_types(scores if among is None else scores[among[0]], self.threshold)
 
     def mix(self, tokens: Tokens, types: ChunkTypes, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return both operations' outputs for whole sequences, `[B, T, HA, VA]`."""
+        """Return the outputs `[B, T, HA, VA]` of both operations for whole sequences."""
         if not self.decay:
             linear = chunk_by_chunk(self, tokens, types.linear, cu_seqlens)
         elif self.own_chunk == "softmax":
@@ -336,7 +338,7 @@ class NatsL(Mixer):
         cu_seqlens: Tensor | None = None,
         write_chunk: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Apply the gated delta rule with a write mask; return outputs as softmax heads `[B, T, HA, VA]` and states."""
+        """Apply the gated delta rule with a write mask; return outputs of softmax heads `[B, T, HA, VA]` and states."""
         fit = self.fit
         o, final_state = chunk_gated_delta_rule(
             fit.keys(tokens.q),
@@ -355,16 +357,16 @@ class NatsL(Mixer):
         return self.as_softmax_heads(fit.outputs(o, tokens.v.shape[2])), final_state
 
     def as_softmax_heads(self, o: Tensor) -> Tensor:
-        """Split outputs of the delta rule's heads `[..., H, V]` into softmax heads `[..., HA, VA]`."""
+        """Split the outputs of the delta rule's heads `[..., H, V]` into softmax heads `[..., HA, VA]`."""
         return o.unflatten(-1, (self.group, -1)).flatten(-3, -2)
 
     def attend(self, tokens: Tokens, keep: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Return the outputs of attention to the token's own chunk and earlier softmax chunks, `[B, T, HA, VA]`."""
+        """Return the outputs `[B, T, HA, VA]` of attention to each token's own chunk and to earlier softmax chunks."""
         heads = tokens.softmax_q, tokens.softmax_k, tokens.softmax_v
         return kept_attention(*heads, keep, unit=self.chunk, cu_seqlens=cu_seqlens, impl=self.impl).o
 
     def _merge(self, linear: Tensor, softmax: Tensor, x: Tensor, flat_q: Tensor, gate: Tensor) -> Tensor:
-        """Return the gated weighted sum of both outputs, `[B, T, H · V]`."""
+        """Return the gated, weighted sum of both operations' outputs, `[B, T, H · V]`."""
         logits = None
         if self.weight_proj is not None:
             logits = output_linear(flat_q if self.weights == "queries" else x, self.weight_proj).unflatten(-1, (2, -1))
@@ -383,12 +385,12 @@ class NatsL(Mixer):
         )
 
     def mixing_flops(self, seq_len: int) -> float:
-        # count only attention within a chunk, because the data decide which chunks are retained
+        # count only attention inside a chunk, because it depends on the data which chunks are retained
         convs = 2 * sum(conv.weight.numel() for conv in (self.q_conv, self.k_conv, self.v_conv))
         own = 2.0 * self.num_softmax_heads * (self.softmax_dim + self.softmax_value_dim) * (self.chunk + 1) / 2
         return 6.0 * self.num_heads * self.head_dim * self.value_dim + own + convs
 
     def held_tokens(self, state: LayerState) -> Int[Tensor, "N HA"] | None:
-        """Return the number of retained tokens of each row and head; None if there are no lists yet."""
+        """Return the number of retained tokens of each row and head; None if the state has no lists yet."""
         kept: Any = state.kept
         return kept.lengths if kept.tensors else None

@@ -1,4 +1,4 @@
-"""The NAtS-L language model."""
+"""The backbone and the causal language model with NAtS-L layers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Recipes: the paper's models, ablations and baselines, recall for one GPU, and a tiny model for a laptop.
 
-Hybrids have NAtS-L at layers 3, 7, 11, 15, 19 and 20 of 21 and Gated DeltaNet in all others, without rotary positions;
-the pure model has NAtS-L in all layers, with rotary positions. Tests count their parameters.
+Hybrids have NAtS-L in layers 3, 7, 11, 15, 19 and 20 of 21 and Gated DeltaNet in all others, without rotary positions.
+The pure model has NAtS-L in all layers, with rotary positions. Tests count their parameters.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ EVALUATIONS = ["perplexity-by-position", "chunk-types"]
 
 
 def steer(recipe: Recipe) -> TrainerCallback:
-    """Return the callback that adapts and logs softmax shares; import transformers' Trainer only when called."""
+    """Return the callback that adapts and logs softmax fractions; imports transformers' Trainer only when called."""
     from tokenmix_nats_l.training import steer_shares
 
     return steer_shares(recipe)
 
 
 def paper(size: str, *, hybrid: bool = True, **changes: Any) -> Recipe:
-    """Return NAtS-L Hybrid, or pure NAtS-L, at one of the paper's sizes; `changes` are options of its layers."""
+    """Return the recipe of NAtS-L Hybrid or pure NAtS-L in a size of the paper; `changes` are options of its layers."""
     base, heads = baseline("gdn", size), delta_rule(size)
     options: dict[str, dict[str, Any]] = {
         NATS_L: {**heads, "num_softmax_heads": SOFTMAX_HEADS[size], "rope": not hybrid} | changes
@@ -52,7 +52,7 @@ def paper(size: str, *, hybrid: bool = True, **changes: Any) -> Recipe:
     )
 
 
-# for each row of Table 4, the options that differ from the hybrid's; ABLATIONS adds rows with larger chunks
+# for each row of Table 4, the options that differ from those of the hybrid; ABLATIONS adds rows with larger chunks
 TABLE_4: dict[str, dict[str, Any]] = {
     "softmax-own-chunk": {"own_chunk": "softmax"},
     "linear-own-chunk": {"own_chunk": "linear"},
@@ -69,7 +69,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 
 
 def ablation(name: str, size: str = "380m") -> Recipe:
-    """Return the recipe of a row of Table 4: the hybrid's settings with the row's options."""
+    """Return the recipe of a row of Table 4: the hybrid's recipe with the row's options."""
     recipe = paper(size, **ABLATIONS[name])
     return replace(recipe, name=f"{recipe.name}-{name}", description=f"ablation of NAtS-L Hybrid: {name}")
 
@@ -83,16 +83,16 @@ RECALL = (
     "transformer",
 )
 _RECALL_SIZES = {
-    # one softmax head, with the same channels as the delta rule's head; values are as wide as keys
+    # one softmax head with the channels of the delta rule's head, whose values are as wide as its keys
     "small": {"num_heads": 1, "head_dim": 64, "expand_v": 1.0, "num_softmax_heads": 1},
     "100m": {"num_heads": 3, "head_dim": 128, "expand_v": 2.0, "num_softmax_heads": 6},
 }
 
 
 def recall_recipe(kind: str, size: str) -> Recipe:
-    """Return a recipe that trains on multi-query associative recall from scratch, with core's `recall` settings.
+    """Return a recipe that trains multi-query associative recall from random weights, with core's `recall` settings.
 
-    Hybrids have NAtS-L or attention in one of four layers; small hybrids in one of two.
+    Hybrids have NAtS-L or attention in one layer of four; small hybrids in one of two.
     """
     if not kind.startswith("nats-l"):
         core = {"gdn-hybrid": "hybrid"}.get(kind, kind)
@@ -113,7 +113,7 @@ def recall_recipe(kind: str, size: str) -> Recipe:
 
 
 def tiny() -> Recipe:
-    """Return a recipe of Gated DeltaNet with one NAtS-L layer in four, on Python's standard library, for two cores."""
+    """Return a recipe for two CPU cores: Gated DeltaNet, one layer in four NAtS-L, on Python's standard library."""
     base = tiny_setting()
     mixers = [NATS_L if mixer == ATTENTION else mixer for mixer in base.model["mixers"]]
     options = {

@@ -1,4 +1,4 @@
-"""Feedback that moves the share of softmax chunks to a target: a threshold on each head's scores."""
+"""Feedback that moves the fraction of softmax chunks to a target, by a threshold on each head's scores."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from torch import Tensor, nn
 
 from tokenmix_core.nn import KeepsFloat32, is_loaded
 
-# step k's weight in moving averages is max(w, LEAST_WEIGHT), its gain max(GAIN w, LEAST_GAIN); w = 1 / (1 + k / SPAN)
+# in step k, moving averages have the weight max(w, LEAST_WEIGHT) and the gain max(GAIN w, LEAST_GAIN), where w = 1 / (1
+# + k / SPAN)
 SPAN = 16
 LEAST_WEIGHT, LEAST_GAIN, GAIN = 0.1, 0.2, 0.4
-# largest |z|, in standard deviations; a head whose chunks are all of one type still returns within some ten steps
+# largest |z| in standard deviations: a head whose chunks all have one type then returns within about ten steps
 MOST_OFFSET = 4.0
 
 
 def check_share(share: float | None, budget: float | None, budget_weight: float, types: str) -> None:
-    """Check the options that constrain a layer's chunk types.
+    """Check the options that control the fraction of softmax chunks in a layer.
 
     Raises:
-        ValueError: a value out of range, both `share` and `budget`, or one of them although types are not learned.
+        ValueError: a value out of range; `share` and `budget` together; or one of them although `types` is not
+            "learned".
     """
     if share is not None and not (0 < share < 1 and types == "learned"):
         raise ValueError(
@@ -36,26 +38,26 @@ def check_share(share: float | None, budget: float | None, budget_weight: float,
 
 
 class ShareThreshold(KeepsFloat32):
-    """Threshold θ of each head: a chunk is softmax if its softmax score exceeds its linear score by more than θ.
+    """A threshold θ for each head: a chunk is softmax if its softmax score exceeds its linear score by more than θ.
 
-    Scores are computed from a chunk's mean input minus `center`, the moving average of all chunks' mean inputs. Without
-    `center`, one optimizer step could shift all of a head's scores by many times their spread, so that all chunks would
-    change type at once. θ = z σ: σ² is a moving average of the variance of the score differences; the offset z rises
-    while more than `target` of the chunks are softmax, and falls otherwise. All are buffers: saved with the model,
-    equal on all processes, and not trained by the optimizer.
+    Scores are computed from a chunk's mean input minus `center`, the moving average of the mean inputs of all chunks.
+    Without `center`, one optimizer step could shift all scores of a head by many times their spread, and all chunks
+    would change their type at once. θ = z σ, where σ² is a moving average of the variance of the score differences, and
+    the offset z rises while more than `target` of the chunks are softmax and falls otherwise. All are buffers: saved
+    with the model, equal on all processes, and not changed by the optimizer.
 
     Args:
         hidden_size: D.
         num_heads: H.
-        target: share of softmax chunks, above 0 and below 1.
+        target: fraction of softmax chunks, above 0 and below 1.
 
     Attributes:
         threshold, variance, offset: θ, σ² and z, float32, `[H]`.
-        center: the average input, `[D]`.
-        steps: optimizer steps that were observed.
+        center: moving average of the chunks' mean inputs, `[D]`.
+        steps: number of optimizer steps that were observed.
         inputs: sum of the chunks' mean inputs since the last optimizer step, `[D]`.
-        sums: since then, the number of chunks and of softmax chunks, and the sums of score differences minus θ and of
-            their squares, `[4, H]`.
+        sums: since the last optimizer step, the number of chunks, the number of softmax chunks, and the sums of the
+            score differences minus θ and of their squares, `[4, H]`.
     """
 
     float32 = ("threshold", "variance", "offset", "center", "steps", "inputs", "sums")
@@ -77,7 +79,7 @@ class ShareThreshold(KeepsFloat32):
 
     @torch.no_grad()
     def init_weights_(self) -> None:
-        """Reset buffers not loaded from a checkpoint; z begins at the normal distribution's quantile for 1 − target."""
+        """Reset the buffers that no checkpoint has set; z starts at the normal quantile of 1 − target."""
         for name, buffer in self.named_buffers():
             if not is_loaded(buffer):
                 buffer.zero_()
@@ -88,14 +90,14 @@ class ShareThreshold(KeepsFloat32):
     def observe(
         self, margin: Float[Tensor, "B slots H"], means: Float[Tensor, "B slots D"], real: Bool[Tensor, "B slots"]
     ) -> None:
-        """Add to the sums the score differences minus θ, and the mean inputs, of the slots that contain a chunk."""
+        """Add the score differences minus θ, and the mean inputs, of the slots that contain a chunk to the sums."""
         each = torch.stack((torch.ones_like(margin), (margin > 0).to(margin.dtype), margin, margin.square()))
         self.sums += (each * real.unsqueeze(-1)).sum((1, 2))
         self.inputs += (means * real.unsqueeze(-1)).sum((0, 1))
 
     @torch.no_grad()
     def update(self, sums: Float[Tensor, "4 H"], inputs: Float[Tensor, "D"]) -> None:
-        """Adapt θ to the sums over all processes, without synchronisation; nothing changes if there were no chunks."""
+        """Adapt θ by the sums over all processes, without waiting for the device; without chunks, nothing changes."""
         seen, count = sums[0, 0] > 0, sums[0, 0].clamp(min=1)
         share, first, second = sums[1:] / count
         weight = 1 / (1 + self.steps / SPAN)
@@ -111,15 +113,15 @@ class ShareThreshold(KeepsFloat32):
 
 
 def adapt_thresholds(model: nn.Module, *, processes: int = 1) -> None:
-    """Adapt the thresholds of all layers with a `softmax_share`; call it after every optimizer step.
+    """Adapt the thresholds of all layers with a `softmax_share`; must be called after every optimizer step.
 
     Args:
-        processes: processes that train the model; their observations are summed.
+        processes: number of processes that train the model, over which observations are summed.
     """
     modules = [module for module in model.modules() if isinstance(module, ShareThreshold)]
     if not modules:
         return
-    # one all-reduce for all layers
+    # one all-reduce for all layers together
     gathered = torch.cat([torch.cat((m.sums.flatten(), m.inputs)) for m in modules])
     if processes > 1:
         dist.all_reduce(gathered)

@@ -1,4 +1,4 @@
-"""NAtS-L on rows that are split over ranks: each rank has whole rows of some heads, so chunks may cross ranks."""
+"""NAtS-L on rows that are split over ranks: each rank computes some heads of whole rows, as chunks may cross ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def mix_sequences(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return both operations' outputs of a NAtS-L layer for whole sequences, and its statistics and loss.
 
-    If rows are split over ranks, x and the outputs are this rank's tokens, and the loss is this rank's part. Types are
-    equal on all ranks: each computes the chunks' means of some channels of x, and all exchange them.
+    If rows are split over ranks, x and the outputs have this rank's tokens, and the loss is this rank's part. Types are
+    equal on all ranks: each rank computes the chunks' means for some channels of x, and all ranks exchange these.
     """
     shard = current_shard()
     if shard is None:
@@ -33,6 +33,6 @@ def mix_sequences(
     linear, softmax = map(heads.to_tokens, layer.mix(whole, own, cu_seqlens))
     found = type_statistics(layer, types, rows, cu_seqlens)
     if "budget_loss" in found:
-        # losses are added up over ranks
+        # divided, because losses are summed over ranks
         found["budget_loss"] = found["budget_loss"] / shard.size
     return linear, softmax, found

@@ -1,4 +1,4 @@
-"""Training callback that steers the share of softmax chunks to a target, and logs it."""
+"""Training callback that moves the fraction of softmax chunks to a target, and logs the fraction."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from tokenmix_nats_l.share import adapt_thresholds
 
 
 class SteerShares(TrainerCallback):
-    """Adapt the thresholds of layers with a `softmax_share`, and log the share of each layer and head.
+    """Adapts the thresholds of layers with a `softmax_share`, and logs the fraction of each layer and head.
 
-    `softmax_share/LAYER` is a mean over heads; `softmax_share/LAYER/HEAD`, only in `metrics.jsonl`, is the share of one
-    head. Both are means over the forward passes of all processes since the last log line, or since the run was resumed.
-    Shares are summed on the device; only log lines synchronise. They appear in the JSONL log and the progress bar, but
-    not in loggers of `report_to`, which run before this callback.
+    `softmax_share/LAYER` is a mean over heads; `softmax_share/LAYER/HEAD`, only in `metrics.jsonl`, is the fraction of
+    one head. Both are means over the forward passes of all processes since the last line of the log, or since the run
+    was resumed. Sums are kept on the device, so that only lines of the log wait for it. The values appear in the JSONL
+    log and above the progress bar, but not in loggers of `report_to`, which run before this callback.
     """
 
     def __init__(self) -> None:
         self._layers: list[int] = []
-        # number of heads per layer; sums of softmax chunks per head, layer by layer, and then of all chunks per layer
+        # number of heads per layer; sums of softmax chunks per head, layer by layer, followed by those of all chunks
+        # per layer
         self._heads: list[int] = []
         self._sums: Tensor | None = None
         self._hook: Any = None
@@ -40,14 +41,14 @@ class SteerShares(TrainerCallback):
 
     @torch.no_grad()
     def _gather(self, model: nn.Module, args: Any, output: Any) -> None:
-        # a batch that is all padding has no shares
+        # a batch with only padding has no such values
         if model.training and self._sums is not None and "softmax_share" in (output.auxiliary or {}):
             # one tensor, or a tuple if layers have different head counts
             chunks = torch.stack([count.float() for count in output.auxiliary["chunks"]])
             shares = [x.float() * count for x, count in zip(output.auxiliary["softmax_share"], chunks, strict=True)]
             self._sums += torch.cat((*shares, chunks))
 
-    # `_gather` never synchronises, so it may run inside a CUDA graph
+    # `_gather` never waits for the device, so that it may run inside a CUDA graph
     _gather.on_device = True  # type: ignore[attr-defined]
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
@@ -71,5 +72,5 @@ class SteerShares(TrainerCallback):
 
 
 def steer_shares(recipe: Recipe) -> SteerShares:
-    """Return the callback that adapts and logs the shares in a recipe's run."""
+    """Return the callback that adapts and logs softmax fractions during a run of `recipe`."""
     return SteerShares()

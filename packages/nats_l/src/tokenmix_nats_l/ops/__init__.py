@@ -1,6 +1,6 @@
-"""Operations of NAtS-L."""
+"""The operations of NAtS-L layers."""
 
-# registers the operations for `explain`
+# this import registers the operations with `explain`
 import tokenmix_nats_l.ops.registry  # noqa: F401
 from tokenmix_nats_l.ops.merge.api import merge_operations
 

@@ -1,1 +1,1 @@
-"""Merge the outputs of two operations: norm, weighted sum and gate."""
+"""The merge of two operations' outputs: norm, weighted sum and gate."""

@@ -1,4 +1,4 @@
-"""The merge's public function: shapes, validation and selection of the implementation."""
+"""The public function of the merge: it checks arguments and selects the implementation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenmix_core.ops import Impl, bind_shapes, check_dtype, check_same_dtype, 
 from tokenmix_nats_l.ops.merge.reference import merge_reference
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-# most channels of a head that the kernels support
+# maximum number of channels of a head that the kernels support
 WIDEST = 1024
 
 
@@ -28,29 +28,29 @@ def merge_operations(
     eps: float = 1e-6,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B T E"]:
-    r"""Normalise, weight, add and gate the outputs of two operations.
+    r"""Normalise the outputs of two operations, add them with weights, and gate the sum.
 
     .. math:: y = \big(w_1 \text{RMS}(l) ⊙ γ_1 + w_2 \text{RMS}(s) ⊙ γ_2\big) ⊙ \text{silu}(z), \quad
         (w_1, w_2) = \text{softmax}(\text{logits})
 
-    for each token and head, where z is the gate; without γ₂ the weighted sum is normalised instead of each.
-    Differentiable in every tensor. Computed in float32 (float64) and rounded once.
+    for each token and head, where z is the gate. Without γ₂, the weighted sum is normalised instead of each output.
+    Differentiable in every tensor. Computed in float32 (float64 for float64 inputs); only y is rounded.
 
     Args:
-        linear, softmax: outputs of both operations, bfloat16, float16 or float32 (the reference also float64).
-        gate: before its SiLU, E = H · V channels, in their dtype.
-        linear_norm: γ₁, or the weight of the single norm of the sum.
-        softmax_norm: γ₂; None for a single norm of the sum (Table 4, *w/o Attn Norm*).
-        logits: logits of the weights of the linear and the softmax operation per head; None for weights of 1.
-        eps: of the norms.
+        linear, softmax: outputs of the two operations, bfloat16, float16 or float32 (the reference also float64).
+        gate: z, to which SiLU is still to be applied, E = H · V channels, in the same dtype.
+        linear_norm: γ₁, or the weight of the only norm, that of the sum.
+        softmax_norm: γ₂; None for only one norm, of the sum (Table 4, *w/o Attn Norm*).
+        logits: for each head, logits of the weights of the linear and the softmax operation; None for weights of 1.
+        eps: epsilon of the norms.
         impl: "triton", "reference" (any device), or None: Triton for CUDA tensors with supported heads, else the
-            reference. There is no Gluon kernel, as the operation is memory-bound.
+            reference. There is no Gluon kernel, because memory bandwidth limits this operation.
 
     Returns:
         y `[B, T, E]` in the dtype of `linear`.
 
     Raises:
-        ValueError: shapes, dtypes, devices or eps do not fit; the message names the given and the expected ones.
+        ValueError: shapes, dtypes, devices or eps do not fit; the message has the given and the expected values.
     """
     chosen = _check(linear, softmax, gate, linear_norm, softmax_norm, logits, eps, impl)
     if chosen == "reference":
@@ -66,7 +66,7 @@ def merge_operations(
 
 @Checked
 def _check(linear, softmax, gate, linear_norm, softmax_norm, logits, eps, impl) -> str | None:
-    """Validate a call; return the implementation, as `resolve_impl` does."""
+    """Validate a call and return the implementation, as `resolve_impl` does."""
     op = "merge_operations"
     dims = bind_shapes(
         op, {}, linear=(linear, "B T H V"), softmax=(softmax, "B T H V"), gate=(gate, "B T E"),

@@ -1,4 +1,4 @@
-"""The merge's kernels as a differentiable function: direct in eager mode, custom ops under torch.compile."""
+"""The merge's kernels as a differentiable function: called directly in eager mode, as custom ops when compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenmix_core.ops import cached_op, differentiable, direct_when_eager, of_f
 
 
 class Inputs(NamedTuple):
-    """Arguments of the merge, tensors first."""
+    """The arguments of the merge, tensors first."""
 
     linear: Tensor
     softmax: Tensor
@@ -22,7 +22,7 @@ class Inputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """Arguments of the backward: the arguments of the merge, and the gradient of its result."""
+    """The arguments of the backward: those of the merge, and the gradient of its result."""
 
     inputs: Inputs
     dy: Tensor
@@ -42,7 +42,7 @@ def _forward(x: Inputs) -> Tensor:
 
 @of_fields
 def _all_gradients(given: BackwardInputs) -> tuple:
-    """Return the gradients of all tensors of `Inputs`; None for a tensor that is None."""
+    """Return the gradients of all tensors in `Inputs`; None for a tensor that is None."""
     from tokenmix_nats_l.ops.merge.backward import merge_backward
 
     return merge_backward(**_contiguous(given.inputs), dy=given.dy.contiguous())
@@ -50,7 +50,7 @@ def _all_gradients(given: BackwardInputs) -> tuple:
 
 @of_fields
 def _backward(given: BackwardInputs) -> list[Tensor]:
-    """Return the gradients of those tensors of `Inputs` that are not None."""
+    """Return the gradients of those tensors in `Inputs` that are not None."""
     return [grad for grad in _all_gradients(*given.inputs, given.dy) if grad is not None]
 
 

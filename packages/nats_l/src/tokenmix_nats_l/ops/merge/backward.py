@@ -1,4 +1,4 @@
-"""Backward of the merge, which recomputes the forward; each program writes partial sums of norm weights' gradients."""
+"""Backward of the merge, which recomputes the forward; programs store partial sums of the norm weights' gradients."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import cached_launch, sm_count
 from tokenmix_nats_l.ops.merge.forward import inverse_rms, shares, tile
 
-# elements of a tensor per tile: 2,048 take 254 registers, which halves the occupancy
+# number of elements of a tensor in a tile: 2,048 would take 254 registers, which halves the occupancy
 _ELEMENTS = 1024
-# programs per SM
+# number of programs per SM
 _PROGRAMS = 8
 
 
 @triton.jit
 def through_norm(b_dx, b_x, b_r, V):
-    """Return the gradient of a normalisation's input from that of its result x; r is the inverse RMS."""
+    """Return the gradient of a norm's input from the gradient of its result x; r is the inverse RMS of the input."""
     return b_r * (b_dx - b_x * (tl.sum(b_dx * b_x, 1) / V)[:, None])
 
 
@@ -29,7 +29,7 @@ def merge_backward_kernel(
     linear, softmax, gate, linear_norm, softmax_norm, logits, dy, dlinear, dsoftmax, dgate, dlogits, dnorms,
     R, tiles, H, V, eps, BR: tl.constexpr, BV: tl.constexpr, EACH: tl.constexpr, WEIGHED: tl.constexpr,
 ):  # fmt: skip
-    """Compute all gradients of `tiles` tiles of BR rows."""
+    """Compute the gradients of all tensors for `tiles` tiles of BR rows."""
     o_v = tl.arange(0, BV)
     m_v = o_v < V
     b_gamma = tl.load(linear_norm + o_v, mask=m_v, other=0.0).to(tl.float32)[None, :]

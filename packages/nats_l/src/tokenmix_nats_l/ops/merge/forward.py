@@ -1,4 +1,4 @@
-"""Forward kernel of the merge: a row is one head of a token; each program processes BR rows."""
+"""Forward kernel of the merge: a row is one head of a token; each program computes BR rows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.kernels import cached_launch, gdc_launch_and_wait
 
-# elements of a tensor per tile
+# number of elements of a tensor in a tile
 _ELEMENTS = 2048
 
 
 @triton.jit
 def shares(logits, o_r, m_r, H, WEIGHED: tl.constexpr):
-    """Return the weights `[BR, 1]` of linear and of softmax outputs for the rows `o_r`; a token has H rows."""
+    """Return for the rows `o_r` the weights of the linear and of the softmax output, `[BR, 1]`; a token has H rows."""
     if WEIGHED:
         p_a = logits + (o_r // H) * (2 * H) + o_r % H
         b_a = tl.load(p_a, mask=m_r, other=0.0).to(tl.float32)
@@ -30,7 +30,7 @@ def shares(logits, o_r, m_r, H, WEIGHED: tl.constexpr):
 
 @triton.jit
 def inverse_rms(b_x, V, eps):
-    """Return 1 / √(mean(x²) + eps) of each row, `[BR, 1]`; channels beyond V are 0."""
+    """Return 1 / √(mean(x²) + eps) of each row, `[BR, 1]`; the channels of x from V on must be 0."""
     return tl.rsqrt(tl.sum(b_x * b_x, 1) / V + eps)[:, None]
 
 
@@ -40,7 +40,7 @@ def merge_forward_kernel(
     linear, softmax, gate, linear_norm, softmax_norm, logits, y, R, H, V, eps,
     BR: tl.constexpr, BV: tl.constexpr, EACH: tl.constexpr, WEIGHED: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Compute y of BR rows."""
+    """Compute BR rows of y."""
     gdc_launch_and_wait(PDL)
     o_r, o_v = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BV)
     m_r, m_v = o_r < R, o_v < V
@@ -60,7 +60,7 @@ def merge_forward_kernel(
 
 
 def tile(V: int, elements: int) -> tuple[int, int]:
-    """Return (BR, BV), the rows and channels of a tile of `elements` elements; BV ≥ V is a power of two."""
+    """Return (BR, BV), the rows and channels of a tile with `elements` elements; BV ≥ V is a power of two."""
     BV = next_power_of_2(V)
     return max(1, elements // BV), BV
 

@@ -1,4 +1,4 @@
-"""Eager reference of the merge: the specification of the operation and its gradient, on any device, up to float64."""
+"""Eager reference of the merge, for any device and up to float64; it specifies the operation and its gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def merge_reference(
     logits: Float[Tensor, "B T two H"] | None,
     eps: float,
 ) -> Float[Tensor, "B T E"]:
-    """Compute y of `merge_operations` with autograd, in float32 (float64 for float64); only y is rounded."""
+    """Compute y of `merge_operations`, differentiable by autograd, in float32 (or float64); only y is rounded."""
     wide = torch.promote_types(linear.dtype, torch.float32)
 
     def normed(weight: Tensor) -> Norm:
@@ -39,7 +39,7 @@ def merge_by_norms(
     softmax_norm: Norm | None,
     logits: Float[Tensor, "B T two H"] | None,
 ) -> Float[Tensor, "B T E"]:
-    """Compute y of `merge_operations` with the given norms, functions or modules that return the dtype of `linear`."""
+    """Compute y of `merge_operations` with the given norms: functions or modules that return the dtype of `linear`."""
     wide = torch.promote_types(linear.dtype, torch.float32)
     if softmax_norm is not None:
         linear, softmax = linear_norm(linear), softmax_norm(softmax)
