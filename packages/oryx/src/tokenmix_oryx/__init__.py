@@ -1,6 +1,7 @@
-"""Oryx: one set of weights for softmax attention and a linear recurrence, selected per token.
+"""Oryx: one set of weights for softmax attention and for a linear recurrence; each token uses one of the two.
 
-Importing this package registers it with transformers' auto classes, is fast, and needs neither Triton nor a GPU.
+Importing this package is fast, works without Triton and without a GPU, and announces the models to transformers' auto
+classes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from tokenmix_core import announce, lazily
 if TYPE_CHECKING:
     from tokenmix_oryx.mixer import OryxMixer
 
-    # with its model, which registers both
+    # importing the model's module registers the configuration and the model with transformers
     from tokenmix_oryx.model import OryxConfig, OryxForCausalLM, OryxModel
     from tokenmix_oryx.modes import draw_modes
 

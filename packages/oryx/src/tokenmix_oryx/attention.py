@@ -1,4 +1,4 @@
-"""Softmax attention with the norm, gate and convolutions of Oryx, without a linear mixer (Table 5, left)."""
+"""Softmax attention with the norm, gate and convolutions of Oryx, but without a linear mixer (left half of Table 5)."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from tokenmix_core.parallel import attention
 
 
 class NormedAttention(Mixer):
-    """y = W_o norm(attention(R(q), R(k), v) · silu(W_g x)), with k and v convolved along time.
+    """y = W_o norm(attention(R(q), R(k), v) · silu(W_g x)), where k and v are convolved along time and R rotates.
 
     Args:
         hidden_size: D.
         num_heads: H.
         head_dim: K; None for D / H.
-        conv_size: width of the short convolution on keys and values; 0 for none.
-        output_gate: multiply by silu(W_g x) before the norm; if False, outputs are only normalised.
-        norm_eps: of the norm.
+        conv_size: width of the short convolution of keys and values; 0 for no convolution.
+        output_gate: whether to multiply by silu(W_g x) before the norm; if False, outputs are only normalised.
+        norm_eps: epsilon of the norm.
         impl: implementation of the operations.
 
     Raises:
-        ValueError: no heads, or heads that do not divide D without head_dim.
+        ValueError: no heads, or a number of heads that does not divide D although head_dim is None.
     """
 
     takes_more_tokens = True
@@ -95,7 +95,7 @@ class NormedAttention(Mixer):
         return output_linear(self.norm(o.flatten(-2), gate), self.o_proj), None
 
     def mixing_flops(self, seq_len: int) -> float:
-        # FLOPs per token: 2 · 2 · K per visible key and head; convolutions of width W add 2 W per channel
+        # FLOPs per token: 2 · 2 · K for each visible key and head; a convolution of width W adds 2 W for each channel
         convs = sum(2 * conv.weight.numel() for conv in (self.k_conv, self.v_conv) if conv is not None)
         return 4.0 * self.num_heads * self.head_dim * mean_visible(seq_len) + convs
 

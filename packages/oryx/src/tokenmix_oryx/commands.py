@@ -1,4 +1,4 @@
-"""Mode options of the command line, applied to a model."""
+"""The mode options of the command line, and their application to a model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tokenmix_oryx.modes import LINEAR
 
 
 def chosen_modes(model: Any, args: argparse.Namespace) -> AbstractContextManager[None]:
-    """Return a context that applies the mode options of `eval`, `generate`, `serve` or `bench` to the model.
+    """Return a context in which the model has the modes of the options of `eval`, `generate`, `serve` or `bench`.
 
     Raises:
-        ValueError: modes for a model without modes or for a suite that sets them itself, invalid modes, or modes that
+        ValueError: modes for a model that has none, or for a suite that sets them itself; invalid modes, or modes that
             contradict --no-keep-kv.
     """
     prefill, generation, keep_kv = args.prefill_mode, args.generation_mode, not args.no_keep_kv

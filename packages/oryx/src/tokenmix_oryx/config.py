@@ -1,15 +1,15 @@
-"""The configuration: the backbone with Oryx layers, and how calls and training assign modes."""
+"""The configuration: the backbone with Oryx layers, and which modes calls and training sequences have."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# registers the mixer
+# this import registers the mixer
 import tokenmix_oryx.mixer  # noqa: F401
 from tokenmix_core.modeling import HybridConfig
 from tokenmix_oryx.modes import Assignment, check_mode
 
-# options that old configurations store as fields; they now belong in `mixer_options`
+# options that older configurations store as fields; `mixer_options` has them now
 _OF_LAYERS = (
     "linear_mixer",
     "head_dim",
@@ -28,19 +28,19 @@ _OF_LAYERS = (
 
 
 class OryxConfig(HybridConfig):
-    """`HybridConfig` whose layers are "oryx" by default.
+    """A `HybridConfig` whose layers are "oryx" by default.
 
-    Options of the layers are `mixer_options["oryx"]`, see `OryxMixer`. Other mixers may interleave; modes apply only to
-    Oryx layers.
+    `mixer_options["oryx"]` has the options of the layers, which `OryxMixer` documents. Layers may also have other
+    mixers; modes apply only to Oryx layers.
 
     Args:
-        mode: default mode of calls.
-        mode_assignment: in training, one mode per "chunk" or per "sequence".
-        mode_chunk_size: tokens of a chunk.
-        attention_probability: probability of attention for each chunk or sequence.
+        mode: mode of calls that give none, "attention" or "linear".
+        mode_assignment: whether training draws one mode per "chunk" or per "sequence".
+        mode_chunk_size: number of tokens in such a chunk.
+        attention_probability: probability with which a chunk or sequence is in attention mode.
 
     Raises:
-        ValueError: as for `HybridConfig`, or an invalid mode, size or probability.
+        ValueError: the reasons of `HybridConfig`, or an invalid mode, size or probability.
     """
 
     model_type = "tokenmix_oryx"
@@ -63,7 +63,7 @@ class OryxConfig(HybridConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
-        """Call `HybridConfig.from_dict`; old configurations store the layers' options as fields and are converted."""
+        """Call `HybridConfig.from_dict`; convert an older configuration, which stores the layers' options as fields."""
         old = {name: config_dict[name] for name in _OF_LAYERS if name in config_dict}
         if old:
             rest = {name: value for name, value in config_dict.items() if name not in old}

@@ -1,4 +1,4 @@
-"""The paper's measurements: benchmarks in one mode, and recall of a context read in one mode from another mode."""
+"""The paper's measurements: benchmarks in each mode, and recall of a context that was read in another mode."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from tokenmix_oryx.generation import PromptMode
 from tokenmix_oryx.modes import ATTENTION, MODES
 from tokenmix_oryx.switch_evals import BY_ROW, switch_suite
 
-# fraction of a prompt taken as context if the context's end is unknown
+# fraction of a prompt that counts as context if the end of the context is unknown
 CONTEXT_SHARE = 0.975
-# columns of Tables 1 and 9 that enter the average
+# columns of Tables 1 and 9 whose metrics are averaged
 LANGUAGE = {
     "lambada_openai": "acc",
     "hellaswag": "acc_norm",
@@ -53,17 +53,17 @@ LANGUAGE = {
     "openbookqa": "acc",
 }
 RULER_NIAH = ("niah_single_1", "niah_single_2", "niah_single_3")
-# beginning of the question after RULER's haystack
+# beginning of the question that follows RULER's haystack
 _QUESTION = "What is the special magic"
 
 
 def language_modeling_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Run the seven tasks of Tables 1 and 9 zero-shot, and average them."""
+    """Run the seven tasks of Tables 1 and 9 zero-shot and average them."""
     return run_tasks("language-modeling", model, tokenizer, LANGUAGE, options)
 
 
 def ruler_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Run RULER's single needles (NIAH-1 to 3 of Tables 2 and 3), by default at 2,048 tokens, and average them."""
+    """Run RULER's single needles (NIAH-1 to 3 of Tables 2 and 3), by default at 2,048 tokens; average them."""
     options = replace(options, lengths=options.lengths or (2048,))
     result = run_tasks("ruler", model, tokenizer, dict.fromkeys(RULER_NIAH, ""), options)
     return {**result, "suite": "ruler-niah"}
@@ -72,7 +72,7 @@ def ruler_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
 def isolated(
     name: str, suite: Callable[[Any, Any, EvalOptions], SuiteResult], reads: tuple[str, ...] | None = None
 ) -> Suite:
-    """Return a suite that runs core's `suite` once in each mode and adds a column for the mode (Tables 1 and 2)."""
+    """Return a suite that runs core's `suite` in each mode and adds a column for the mode (as in Tables 1 and 2)."""
 
     def run(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
         schedules = {mode: (mode,) for mode in MODES}
@@ -82,14 +82,14 @@ def isolated(
 
 
 def crossed() -> Iterator[tuple[str, str, str]]:
-    """Yield (name, mode of the context, mode of question and answer) for each pair of modes."""
+    """Yield (name, mode of the context, mode of question and answer) for every pair of modes."""
     for prompt in MODES:
         for context in MODES:
             yield f"{context} → {prompt}", context, prompt
 
 
 def cross_recall_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Run cloze questions with 97.5 % of the prompt in one mode, and the rest and the answer in another (Table 3)."""
+    """Run cloze questions with 97.5 % of the prompt in one mode, and its rest and the answer in another (Table 3)."""
     schedules = {name: ([(0.0, context), (CONTEXT_SHARE, prompt)], prompt) for name, context, prompt in crossed()}
     return _by_mode("cross-mode-recall", model, schedules, lambda: recall_suite(model, tokenizer, options))
 
@@ -101,7 +101,7 @@ def cross_ruler_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> 
 
 
 def _before_question(tokenizer: Any, context: str, prompt: str) -> PromptMode:
-    """Return a function of the prompt that gives mode `context` before RULER's question, `prompt` from it on."""
+    """Return a function of a prompt: tokens before RULER's question have the mode `context`, all others `prompt`."""
 
     def modes(input_ids: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
         boundaries = [_question_start(tokenizer, row) for row in input_ids.tolist()]
@@ -111,7 +111,7 @@ def _before_question(tokenizer: Any, context: str, prompt: str) -> PromptMode:
 
 
 def _question_start(tokenizer: Any, tokens: list[int]) -> int:
-    """Return the index of the last token from which on the decoded text still contains RULER's whole question."""
+    """Return the last index such that the text decoded from this token on contains RULER's whole question."""
     if _QUESTION not in tokenizer.decode(tokens):
         raise ValueError(f"a prompt of RULER's needles must hold {_QUESTION!r}, got {tokenizer.decode(tokens[-64:])!r}")
     low, high = 0, len(tokens)
@@ -122,7 +122,7 @@ def _question_start(tokenizer: Any, tokens: list[int]) -> int:
 
 
 def cross_mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Run associative recall with the pairs in one mode and the queries in another."""
+    """Run associative recall with the key-value pairs in one mode and the queries in another."""
     cases = mqar_cases(model, options)
     chosen = options.choose("cross-mode-mqar", tuple(cases))
     rows, samples, settings, parts = [], [], {}, Parts()
@@ -165,7 +165,7 @@ def cross_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
 
 
 def _found(model: Any, tokenizer: Any, batch: Sequence[NiahExample], context: str, prompt: str) -> list[bool]:
-    """Return for each example whether greedy decoding gives its needle."""
+    """Return, for each example, whether greedy decoding produces the needle's value."""
     prompts = [example.context + example.question for example in batch]
     new_tokens = max(_count(tokenizer, " " + example.answer) for example in batch) + 8
     lengths = [_count(tokenizer, p) for p in prompts]
@@ -182,7 +182,7 @@ def _found(model: Any, tokenizer: Any, batch: Sequence[NiahExample], context: st
 
 
 def _split_rows(boundaries: Sequence[int], tokens: int, context: str, prompt: str) -> Bool[Tensor, "B T"]:
-    """Return each token's mode, `context` before its row's boundary and `prompt` from it on; True for attention."""
+    """Return each token's mode, True for attention: `context` before the boundary of its row, and then `prompt`."""
     before = torch.arange(tokens) < torch.tensor(boundaries).unsqueeze(1)
     return torch.where(before, context == ATTENTION, prompt == ATTENTION)
 
@@ -194,7 +194,7 @@ def _count(tokenizer: Any, string: str) -> int:
 def _by_mode(
     suite: str, model: Any, schedules: Mapping[str, tuple[Any, ...]], run: Callable[[], SuiteResult]
 ) -> SuiteResult:
-    """Run a suite once per schedule and join all rows and curves; `schedules` maps names to `model.modes` arguments."""
+    """Run a suite for each schedule, and join all rows and curves; `schedules` has arguments of `model.modes`."""
     results: dict[str, SuiteResult] = {}
     parts = Parts()
     for name, schedule in schedules.items():
@@ -237,7 +237,7 @@ def _accuracy_plot(title: str, x: str, rows: list[dict[str, Any]]) -> Plot:
     }
 
 
-# suites that set the model's modes themselves, so that the command line refuses mode options for them
+# these suites set the model's modes themselves, so that the command line refuses mode options for them
 BY_MODE: dict[str, Suite] = {
     "switch-perplexity": Suite(
         "loss by position around switches of the mode; offline",

@@ -1,4 +1,4 @@
-"""FLOPs of the sequence mixers, matmuls only (appendix E), for the forward pass of one head."""
+"""FLOPs of the sequence mixers in the forward pass of one head, counting only matmuls (appendix E)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class MixerFlops(NamedTuple):
-    """FLOPs of the parts of an Oryx mixer's forward pass over a sequence.
+    """FLOPs of the forward pass of an Oryx mixer over a sequence, by part.
 
     Attributes:
-        state: updates of the linear state by all tokens.
-        linear_output: outputs of tokens in linear mode.
-        attention_output: attention of tokens in attention mode to all earlier ones.
+        state: updates of the linear state, by all tokens.
+        linear_output: outputs of the tokens in linear mode.
+        attention_output: attention of the tokens in attention mode to all earlier tokens.
     """
 
     state: float
@@ -35,14 +35,14 @@ def linear_output_flops(seq_len: int, key_size: int, value_size: int, chunk_size
 
 
 def attention_output_flops(seq_len: int, key_size: int, value_size: int) -> float:
-    """Return the FLOPs of attention, T (T + 1) (K + V): scores and weighted values of T (T + 1) / 2 pairs of tokens."""
+    """Return the FLOPs of attention, T (T + 1) (K + V): scores and weighted values of T (T + 1) / 2 pairs."""
     return float(seq_len * (seq_len + 1) * (key_size + value_size))
 
 
 def mixer_flops(
     seq_len: int, attention_share: float, *, key_size: int = 128, value_size: int = 128, chunk_size: int = 128
 ) -> MixerFlops:
-    """Return the FLOPs of one head over T tokens. An evenly spaced fraction 1 − δ of them is in attention mode:
+    """Return the FLOPs of one head over T tokens, of which an evenly spaced fraction 1 − δ is in attention mode:
 
         2 T K V (1 + 1/C) + δ (2 T C (K + V) + 2 T K V) + (1 − δ) T (T + 1) (K + V)
 
@@ -69,7 +69,7 @@ def mixer_flops(
 
 
 def crossover(attention_share: float, chunk_size: int = 128) -> float:
-    """Return the length above which mixed modes need fewer FLOPs than attention: (1/δ + 3) C for C = K = V."""
+    """Return the length above which mixed modes need fewer FLOPs than attention, (1/δ + 3) C, if C = K = V."""
     if not 0 <= attention_share < 1:
         raise ValueError(f"crossover: attention_share must be from 0 to below 1, got {attention_share}")
     return (1 / (1 - attention_share) + 3) * chunk_size

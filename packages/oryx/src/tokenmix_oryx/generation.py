@@ -1,4 +1,4 @@
-"""Modes of a generation's tokens, those of the prompt and the generated ones, with or without a cache."""
+"""The modes of the tokens of a generation, in the prompt and after it, with or without a cache."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from tokenmix_core.modeling import CACHE, Span
 from tokenmix_oryx.modes import ATTENTION, LINEAR, MODES, ModeInput, check_mode, resolve
 from tokenmix_oryx.state import OryxCache
 
-# takes the step (from 0) and all tokens so far [B, T]; returns one mode, or a bool tensor [B], True for attention
+# takes the step, counted from 0, and all tokens so far [B, T]; returns one mode, or a bool tensor [B], True for
+# attention
 Decision = Callable[[int, Tensor], str | Tensor]
 GenerationMode = str | Sequence[tuple[int | float, str]] | Decision
-# takes a prompt's tokens [B, T]; returns a bool tensor [B, T], True for attention
+# takes the tokens of a prompt [B, T]; returns a bool tensor [B, T], True for attention
 PromptMode = Callable[[Tensor], Tensor]
 
 
 def check_generation(generation: Any, keep_kv: bool) -> None:
-    """Raise a ValueError for an invalid mode of generated tokens, or one that contradicts `keep_kv=False`."""
+    """Raise a ValueError for an invalid mode of generated tokens, or a mode that contradicts `keep_kv=False`."""
     if isinstance(generation, Tensor) or not (callable(generation) or isinstance(generation, str | list | tuple)):
         raise ValueError(
             "generation_mode must be 'linear', 'attention', a list of (start, mode) or a function of the step and "
@@ -36,16 +37,17 @@ def check_generation(generation: Any, keep_kv: bool) -> None:
 
 
 class ModePlan:
-    """The mode of each token of a generation.
+    """The mode of each token in a generation.
 
-    Step s reads the s-th generated token to predict the next one; the last token of the prompt predicts the first
-    generated token, in the prompt's mode.
+    Step s reads the s-th generated token and predicts the next one; the last token of the prompt predicts the first
+    generated token, and has the prompt's mode.
 
     Args:
-        prefill: mode of the prompt, in any form; a tensor has one column for each token of the prompt.
-        generation: mode of generated tokens: one mode, a schedule by position, or a function called at each step.
-        prompt_tokens: length of the prompt, padding included.
-        keep_kv: False promises linear mode from the end of the prompt on (from its start if the prompt is in linear
+        prefill: mode of the prompt, in any form; a tensor must have one column for each token of the prompt.
+        generation: mode of generated tokens: one mode, a schedule by position, or a function that is called at each
+            step.
+        prompt_tokens: number of tokens in the prompt, padding included.
+        keep_kv: False promises linear mode from the end of the prompt on (from its start, if the prompt is in linear
             mode).
 
     Raises:
@@ -60,7 +62,7 @@ class ModePlan:
         self._decided: list[str | Tensor] = []
 
     def for_call(self, inputs: dict[str, Any], input_ids: Int[Tensor, "B T"]) -> ModeInput:
-        """Return the mode of a forward call's tokens, given the call's inputs and all tokens so far."""
+        """Return the mode of a forward call's tokens, given the inputs of the call and all tokens so far."""
         new = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         batch, tokens = new.shape[:2]
         cache: OryxCache | None = inputs.get(CACHE)
@@ -78,7 +80,7 @@ class ModePlan:
             if isinstance(self.prefill, Tensor):
                 return _rows(self.prefill, batch, self.prompt_tokens)[:, past : past + tokens]
             return self.prefill
-        # without a cache, the call contains the prompt and all generated tokens
+        # a call without a cache contains the prompt and all generated tokens
         if not callable(self.generation) and self.generation == self.prefill:
             return self.prefill
         return self._whole(batch, tokens, inputs.get("attention_mask"), input_ids, new.device)
@@ -119,7 +121,7 @@ def _checked(mode: Any, batch: int) -> str | Tensor:
 
 
 def _rows(mode: Bool[Tensor, "N T"], batch: int, tokens: int) -> Bool[Tensor, "B T"]:
-    """Repeat each row for the beams of its sequence, which are adjacent, up to `batch` rows in all."""
+    """Repeat each row for the beams of its sequence, which are adjacent, such that there are `batch` rows."""
     if mode.shape[1] != tokens or batch % len(mode):
         raise ValueError(f"prefill_mode must have shape [B, T] = {[batch, tokens]}, got {list(mode.shape)}")
     return mode.repeat_interleave(batch // len(mode), 0)

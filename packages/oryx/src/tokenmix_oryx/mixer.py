@@ -1,4 +1,4 @@
-"""The Oryx layer: attention and a linear recurrence share keys, values, gate and output, with separate queries."""
+"""The Oryx layer: attention and a linear recurrence share keys, values, gate and output, but have separate queries."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ from tokenmix_oryx.projection import TokenOrder, can_group, project_by_mode, pro
 from tokenmix_oryx.state import DroppableKV
 
 ALL_ATTEND = Modes(ATTENTION)
-# least number of tokens for which a grouped GEMM saves more time than sorting tokens by mode costs
+# minimum number of tokens for which a grouped GEMM saves more time than sorting the tokens by mode costs
 GROUPED_TOKENS = 512
 
 
 class OryxMixer(Mixer):
-    """o_t = attention(q^A, k, v)_t or linear(q^L, k, v)_t by the token's mode; y = W_o norm(o, silu(W_g x)).
+    """o_t = attention(q^A, k, v)_t or linear(q^L, k, v)_t, by the token's mode; y = W_o norm(o, silu(W_g x)).
 
     k and v are projections of x, convolved along time; q^A and q^L are separate projections. The linear mixer is
     Mamba-2 with B = k, C = q^L and x = v,
@@ -66,35 +66,34 @@ class OryxMixer(Mixer):
 
         S_t = exp(−Δ_t A) (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ,   o_t = S_tᵀ q_t / √K,   β = sigmoid(W_β x)
 
-    The norm acts after the gate for Mamba-2 and before the gate for the delta rule. In either mode, a token enters the
-    KV cache, the convolution's inputs and S. The default mode of a call is attention.
+    The norm acts after the gate for Mamba-2, and before the gate for the delta rule. A token of either mode enters the
+    KV cache, the inputs of the convolutions, and S. Calls without a mode are in attention mode.
 
     Args:
         hidden_size: D.
         linear_mixer: "mamba2" (ORYX-TM) or "gated_delta_net" (ORYX-TG).
         head_dim: K = V, of both mixers; even.
         num_heads: heads H of queries, keys and values; None for D / K.
-        conv_size: width of the short convolution on keys and values, from 2 to 8; 0 for none.
-        output_gate: multiply by silu(W_g x); if False, outputs are only normalised.
-        shared_query: one query projection for both mixers.
+        conv_size: width of the short convolution of keys and values, from 2 to 8; 0 for no convolution.
+        output_gate: whether to multiply by silu(W_g x); if False, outputs are only normalised.
+        shared_query: whether both mixers have the same query projection.
         grouped_norm: normalise each head separately instead of the whole width; None for the family's default.
-        rope: rotate the queries and keys of "both" mixers or of "attention" only; None for the family's default.
-        attention_l2_norm: L2-normalise "none" of attention's inputs, its "key", or "query_key".
+        rope: mixers whose queries and keys are rotated, "both" or "attention"; None for the family's default.
+        attention_l2_norm: which inputs of attention are L2-normalised: "none", "key" or "query_key".
         kv_activation: activation of keys and values after the convolution, "silu" or "none"; None for the family's
             default.
         attention_query_activation, linear_query_activation: activations of q^A and q^L; None for the family's default.
-        attention_probability: share of tokens in attention mode for counting FLOPs; by default that of an Oryx model's
-            configuration.
-        norm_eps: of the norm.
+        attention_probability: fraction of tokens in attention mode, to count FLOPs; None for the configuration's value.
+        norm_eps: epsilon of the norm.
         impl: implementation of the operations, None, "gluon", "triton" or "reference".
 
     Raises:
-        ValueError: an unknown option value, or sizes that do not fit.
+        ValueError: an unknown value of an option, or sizes that do not fit together.
     """
 
     inputs = ("mode",)
 
-    # one `impl` selects the kernels of both mixers, so attention's kernels cannot be replaced by themselves
+    # `impl` selects the kernels of both mixers, so that kernels of attention cannot be replaced separately
     attention_impls: ClassVar[dict[str, str]] = {"eager": "reference"}
 
     def __init__(
@@ -216,7 +215,7 @@ class OryxMixer(Mixer):
             assert rotary is not None, "the model computes rotation angles in every call"
             mixed = self._mix(hidden_states, mode.attention, mode.order, rotary, cu_seqlens)
             return output_linear(mixed, self.o_proj), None
-        # without a cache, the final state is unused, so attention mode needs no recurrence
+        # without a cache the final state is not used, so that attention mode needs no recurrence
         recurs = mode.uniform != ATTENTION or state is not None
         rates = (self.dt_proj, self.beta_proj) if recurs else (None, None)
         of_q = self._query_layer(mode.uniform) if mode.attention is None else None
@@ -233,13 +232,13 @@ class OryxMixer(Mixer):
             if o is None:
                 o = linear
             elif mode.attention is not None:
-                # attention's outputs are 0, without gradients, for tokens in linear mode
+                # for tokens in linear mode, attention's outputs are 0 and get no gradient
                 o = o + linear.masked_fill(mode.attention[..., None, None], 0.0)
         assert o is not None, "every mode has at least one mixer"
         return output_linear(self.norm(o.flatten(-2), gate), self.o_proj), None
 
     def _fuses(self, x: Tensor) -> bool:
-        """Return whether `mix` can compute this layer: kernels run, and it has all parts, each plain (`is_plain`)."""
+        """True if `mix` can compute this layer: kernels run, and the layer has all modules, each plain (`is_plain`)."""
         parts = (self.k_conv, self.v_conv, self.g_proj)
         kernels = resolve_impl("OryxMixer", self.impl, x, GLUON) != "reference"
         if not kernels or None in parts or self.attention_l2_norm != "none":
@@ -257,7 +256,7 @@ class OryxMixer(Mixer):
         rotary: Rotation,
         cu_seqlens: Tensor | None,
     ) -> Float[Tensor, "B T E"]:
-        """Return the output projection's input for a call without a cache whose tokens have different modes."""
+        """Return the input of the output projection, for a call without a cache whose tokens have different modes."""
         k_conv, v_conv, linear_q, attention_q = self.k_conv, self.v_conv, self.linear_q_proj, self.attention_q_proj
         assert k_conv is not None, "checked by _fuses"
         assert v_conv is not None, "checked by _fuses"
@@ -285,9 +284,10 @@ class OryxMixer(Mixer):
         )  # fmt: skip
 
     def _project_shared(self, x: Tensor) -> Float[Tensor, "B T C"]:
-        """Return the projections shared by both modes, concatenated; one GEMM if the layers are plain.
+        """Return the projections that both modes use, concatenated; a single GEMM if the layers are plain.
 
         A token's outputs are padded to a multiple of 64 elements (128 bytes in 16 bits); otherwise torch.compile would
+        pad them by a copy.
         pad them by a copy.
         """
         layers = (self.k_proj, self.v_proj, self.g_proj, self.dt_proj, self.beta_proj)
@@ -299,19 +299,19 @@ class OryxMixer(Mixer):
         return F.pad(y, (0, -y.shape[-1] % 64))
 
     def _rates(self, rates: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return g, Δ and β (None for Mamba-2), float32 `[B, T, H]`, from their projections."""
+        """Return g, Δ and β (None for Mamba-2), float32 `[B, T, H]`, from the projections `rates` and `beta`."""
         dt = F.softplus(at_least_float32(rates) + self.dt_bias)
         return -self.A_log.exp() * dt, dt, None if beta is None else at_least_float32(beta).sigmoid()
 
     def _query_layer(self, name: str | None) -> nn.Linear:
-        """Return the query projection used in mode `name`; None counts as attention."""
+        """Return the query projection of mode `name`; None stands for attention."""
         own = self.linear_q_proj if name == LINEAR else None
         return self.attention_q_proj if own is None else own
 
     def _query(self, x: Tensor, q: Tensor | None, mode: Modes) -> Float[Tensor, "B T H K"]:
-        """Return each token's query, projected for the token's mode only, as the other mixer's output is unused.
+        """Return each token's query from the projection for its mode; the other projection is not computed.
 
-        `q` holds the projected queries if all tokens have the same mode; else it is None.
+        `q` has the projected queries if all tokens have the same mode, else it is None.
         """
 
         def activated(q: Tensor, name: str) -> Tensor:
@@ -338,7 +338,7 @@ class OryxMixer(Mixer):
     def _shared(
         self, k: Tensor, v: Tensor, state: LayerState | None, cu_seqlens: Tensor | None, step: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return keys (not rotated) and values `[B, T, H, K]` from their projections."""
+        """Return keys, not rotated, and values, both `[B, T, H, K]`, from the projections k and v."""
         if self.k_conv is not None and self.v_conv is not None:
             past = (None, None) if state is None else (state.k_conv, state.v_conv)
             k, v = convolved((self.k_conv, self.v_conv), (k, v), past, cu_seqlens=cu_seqlens, step=step)
@@ -350,7 +350,7 @@ class OryxMixer(Mixer):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mode: Modes, state: LayerState | None, cu_seqlens: Any, step: bool
     ) -> Float[Tensor, "B T H K"] | None:
-        """Return attention's outputs, 0 for tokens in linear mode; None if no token is in attention mode."""
+        """Return attention's outputs, which are 0 for tokens in linear mode; None if no token is in attention mode."""
         if self.attention_l2_norm != "none":
             k = unit_length(k)
         if self.attention_l2_norm == "query_key":
@@ -369,7 +369,7 @@ class OryxMixer(Mixer):
         cu_seqlens: Tensor | None,
         step: bool,
     ) -> Float[Tensor, "B T H K"]:
-        """Return the linear mixer's outputs of all tokens and advance the state."""
+        """Return the linear mixer's outputs for all tokens, and advance the state."""
         g, dt, beta = self._rates(*rates)
         chunked: Callable[..., ScanOutput] = chunk_ssd if beta is None else chunk_gated_delta_rule
         stepped: Callable[..., Tensor] = ssd_step if beta is None else gated_delta_rule_step
@@ -381,15 +381,15 @@ class OryxMixer(Mixer):
             tokens = (t.squeeze(1) for t in inputs)
             return stepped(*tokens, recurrent, impl=unless_gluon(self.impl), **options).unsqueeze(1)
         before = None if state is None else state.recurrent.value
-        # compute the outputs of all tokens: a branch that skips chunks in attention mode would cost more than it saves
+        # outputs of all tokens, because a branch that skips chunks in attention mode would cost more than it saves
         o, after = chunked(*inputs, initial_state=before, cu_seqlens=cu_seqlens, impl=self.impl, **options)
         if state is not None:
             state.recurrent.set(after)
         return o
 
     def mixing_flops(self, seq_len: int) -> float:
-        # every token updates the state (the delta rule also reads Sᵀk), and computes Sᵀq or attention by its mode: 2 K²
-        # FLOPs per matmul with the state, 4 K per visible key; a convolution of width W: 2 W per channel
+        # every token updates the state (for the delta rule, it also reads Sᵀk), and computes Sᵀq or attention, by its
+        # mode: 2 K² FLOPs per matmul with the state, 4 K per visible key; a convolution of width W adds 2 W per channel
         matmuls = (1 if self.is_mamba2 else 2) + (1 - self.attention_probability)
         head = 2.0 * self.head_dim**2 * matmuls
         head += self.attention_probability * 4.0 * self.head_dim * mean_visible(seq_len)

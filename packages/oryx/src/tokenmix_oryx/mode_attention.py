@@ -1,4 +1,4 @@
-"""Attention for the tokens in attention mode, with or without a cache."""
+"""Attention for those tokens that are in attention mode, with or without a cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def attend(
     cu_seqlens: Tensor | None,
     impl: Impl | None,
 ) -> Float[Tensor, "B T H K"] | None:
-    """Return attention's outputs, 0 for tokens in linear mode; None if no token is in attention mode."""
+    """Return attention's outputs, which are 0 for tokens in linear mode; None if no token is in attention mode."""
     if not mode.may_attend:
         return None
     if mode.attention is None:
@@ -41,9 +41,9 @@ def attend_cached(
     step: bool,
     impl: Impl | None,
 ) -> Float[Tensor, "B T H K"] | None:
-    """Attend to the cached keys and the call's own, with the result of `attend`; store the own keys in any mode.
+    """Attend to the cached keys and the call's own, with results as in `attend`; store keys and values of all tokens.
 
-    `step` selects the decoding kernel, for one token of each sequence.
+    `step` selects the decoding kernel, which requires one token of each sequence.
     """
     if not mode.may_attend:
         kv.write(k, v, span)
@@ -60,7 +60,7 @@ def attend_cached(
     kv.write(k, v, span)
     if step:
         slots = min(span.past + 1, kv.num_slots)
-        # length 0, so that a sequence in linear mode reads no keys
+        # length 0 for a sequence in linear mode, so that it reads no keys
         lengths = kv.filled(span) * mode.attention.squeeze(1)
         return attention_decode(q, kv.keys[:, :slots], kv.values[:, :slots], lengths, impl=unless_gluon(impl)).o
     if span.past:
@@ -70,5 +70,5 @@ def attend_cached(
 
 
 def unit_length(x: Float[Tensor, "B T H K"]) -> Tensor:
-    """Return vectors of unit length, computed in float32."""
+    """Return the vectors of x scaled to length 1, computed in float32."""
     return F.normalize(at_least_float32(x), dim=-1, eps=1e-6).to(x.dtype)

@@ -1,4 +1,4 @@
-"""The Oryx language model: calls take the modes of their tokens, `generate` those of prompt and generated tokens."""
+"""The Oryx language model: calls take modes of their tokens, `generate` those of prompt and generated tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenmix_oryx.state import OryxCache
 
 
 class Defaults(NamedTuple):
-    """Modes used if the caller of the model or of `generate` gives none; see `OryxForCausalLM.modes`."""
+    """The modes used if a caller of the model or of `generate` gives none; see `OryxForCausalLM.modes`."""
 
     prefill: ModeInput | PromptMode
     generation: GenerationMode | None = None
@@ -24,19 +24,19 @@ class Defaults(NamedTuple):
 
     @property
     def generated(self) -> GenerationMode:
-        """The mode of generated tokens: by default the mode at the end of the prompt."""
+        """The mode of generated tokens; if none is set, the mode at the end of the prompt."""
         return _last(self.prefill) if self.generation is None else self.generation
 
 
 class OryxModel(HybridModel):
-    """The backbone; `mode` selects the mixer of each token.
+    """The backbone, in which the argument `mode` selects the mixer of each token.
 
-    `mode` is "linear" or "attention" for all tokens; a list of (start, mode), where starts are positions in each
-    sequence without padding, including cached tokens, or shares of its length; or a bool tensor `[B, T]`, True for
+    `mode` is "linear" or "attention" for all tokens; or a list of (start, mode), where starts are positions in each
+    sequence without padding, cached tokens included, or fractions of its length; or a bool tensor `[B, T]`, True for
     attention, with one value for each token of the call. By default it is `default_mode`.
 
     Attributes:
-        default_mode: the mode of calls without the argument `mode`; initially the configuration's `mode`.
+        default_mode: mode of calls without the argument `mode`; initially that of the configuration.
     """
 
     config: OryxConfig
@@ -62,7 +62,7 @@ class OryxModel(HybridModel):
         return cache
 
     def mode_of_calls(self, cache: HybridCache | None) -> Any:
-        """Return the mode of calls with this cache and without the argument `mode`."""
+        """Return the mode of those calls with this cache that have no argument `mode`."""
         decoding = getattr(cache, "decoding_mode", None)
         return self.default_mode if decoding is None else decoding
 
@@ -76,7 +76,7 @@ class OryxModel(HybridModel):
         self, inputs: dict[str, Any], span: Span, cu_seqlens: Tensor | None, cache: HybridCache | None
     ) -> dict[str, Any]:
         if inputs.get("mode") is None:
-            # `resolve` refuses a default that is a function of the prompt
+            # `resolve` raises an error if the default is a function of the prompt
             inputs = {**inputs, "mode": self.mode_of_calls(cache)}
         prepared = super().prepare_mixer_inputs(inputs, span, cu_seqlens, cache)
         if "mode" in prepared and isinstance(cache, OryxCache) and cache.linear_only:
@@ -94,7 +94,7 @@ def _require_linear(modes: Modes) -> Modes:
 
 
 class OryxForCausalLM(HybridForCausalLM):
-    """The language model; `forward` takes `mode` like `OryxModel`, `generate` takes modes of prompt and generation."""
+    """The causal language model; `forward` takes `mode` as `OryxModel` does, `generate` takes two modes."""
 
     config: OryxConfig
     model: OryxModel
@@ -105,12 +105,12 @@ class OryxForCausalLM(HybridForCausalLM):
     def modes(
         self, prefill: ModeInput | PromptMode, generation: GenerationMode | None = None, *, keep_kv: bool = True
     ) -> Iterator[None]:
-        """Context that sets the default modes of calls and generations, for code without a `mode` argument.
+        """Return a context with default modes for calls and generations, for code that passes no `mode`.
 
         Args:
-            prefill: mode of calls and of prompts; a function applies to prompts only.
+            prefill: mode of calls and of prompts; a function applies only to prompts.
             generation: mode of generated tokens; by default the mode at the end of `prefill`.
-            keep_kv: as for `generate`.
+            keep_kv: the same as for `generate`.
 
         Raises:
             ValueError: invalid modes, or modes that contradict `keep_kv=False`.
@@ -132,14 +132,15 @@ class OryxForCausalLM(HybridForCausalLM):
 
     @contextmanager
     def decoding(self, cache: OryxCache, *, graph: bool | None = None) -> Iterator[None]:
-        """Context of core's `decoding` in which calls without a mode use the default mode of generated tokens.
+        """The context of core's `decoding`; in it, calls without a mode have the default mode of generated tokens.
 
         Args:
-            cache: cache of the prompt; its keys and values are freed if `modes` has set `keep_kv=False`.
-            graph: as for core's `decoding`.
+            cache: cache that contains the prompt; its keys and values are freed if `modes` has set `keep_kv=False`.
+            graph: the same as for core's `decoding`.
 
         Raises:
-            ValueError: the mode is a function, which only `generate` supports; or as for core's `decoding`.
+            ValueError: the mode is a function, which only `generate` accepts; or the reasons given at core's
+                `decoding`.
         """
         defaults = self.model.defaults
         generation = defaults.generated
@@ -155,7 +156,7 @@ class OryxForCausalLM(HybridForCausalLM):
             cache.decoding_mode = before
 
     def evaluation_settings(self) -> dict[str, str]:
-        """Return the modes of evaluations, and whether generations keep keys and values."""
+        """Return the modes in which the model is evaluated, and whether generations keep keys and values."""
         prefill, generation, keep_kv = self.model.defaults
         modes = describe(prefill) if generation in (None, prefill) else f"{describe(prefill)} → {describe(generation)}"
         return {"modes": modes} | ({} if keep_kv else {"keys and values": "not kept"})
@@ -170,21 +171,22 @@ class OryxForCausalLM(HybridForCausalLM):
         keep_kv: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Generate with transformers' `generate`, and:
+        """Generate with transformers' `generate`, whose arguments it takes, and:
 
         Args:
             mode: mode of prompt and generated tokens.
-            prefill_mode: mode of the prompt, in any form of `OryxModel`; a tensor has a column for each token, padding
-                included; a function returns such a tensor for the prompt's tokens `[B, T]`. By default the model's
-                default mode.
-            generation_mode: mode of generated tokens: a mode, a schedule by position, or a function of the step (from
-                0) and all tokens `[B, T]` that returns a mode or a bool tensor `[B]`. By default the mode at the end of
-                the prompt.
-            keep_kv: False promises linear mode from the end of the prompt on (from its start if the prompt is in linear
-                mode), so that no keys and values are kept. By default True, unless set by `modes`.
+            prefill_mode: mode of the prompt, in any form that `OryxModel` takes; a tensor has a column for each token,
+                padding included; a function gets the prompt's tokens `[B, T]` and returns such a tensor. By default the
+                model's default mode.
+            generation_mode: mode of generated tokens: a mode, a schedule by position, or a function that gets the step,
+                counted from 0, and all tokens `[B, T]`, and returns a mode or a bool tensor `[B]`. By default the mode
+                at the end of the prompt.
+            keep_kv: False promises linear mode from the end of the prompt on (from its start, if the prompt is in
+                linear mode), so that no keys and values are stored. True by default, unless `modes` has set it.
 
         Raises:
-            ValueError: invalid modes, `mode` together with one of the others, or a contradiction to `keep_kv=False`.
+            ValueError: invalid modes; `mode` together with another of the modes; or modes that contradict
+                `keep_kv=False`.
         """
         if mode is not None and (prefill_mode is not None or generation_mode is not None):
             raise ValueError("give either mode, or prefill_mode and generation_mode")
@@ -206,7 +208,7 @@ class OryxForCausalLM(HybridForCausalLM):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        # transformers inspects this signature for inputs_embeds to decide whether it may generate from them
+        # transformers looks for inputs_embeds in this signature, to decide whether it may generate from embeddings
         plan = kwargs.pop("mode", None)
         prepare: Any = super().prepare_inputs_for_generation
         inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
@@ -221,7 +223,7 @@ class OryxForCausalLM(HybridForCausalLM):
         return super().step_inputs({**given, "mode": mode}, cache, tokens)
 
     def request_inputs(self, given: dict[str, Any], prompt: int) -> dict[str, Any]:
-        """Return a served request's mode: the request's own, or else the defaults that `modes` has set."""
+        """Return the mode of a served request: the request's own, or the defaults that `modes` has set."""
         defaults, mode, generated = self.model.defaults, given.get("mode"), None
         if mode is None:
             mode, generated = defaults.prefill, defaults.generated
@@ -232,7 +234,7 @@ class OryxForCausalLM(HybridForCausalLM):
         return super().request_inputs({**given, "mode": request_mode(mode, generated, prompt)}, prompt)
 
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: Any = None, *, linear_only: bool = False) -> int:
-        """Return the most bytes of a cache of `batch_size` sequences, with `linear_only` after `promise_linear`."""
+        """Return the maximum bytes of a cache of `batch_size` sequences; with `linear_only`, after `promise_linear`."""
         if not linear_only:
             return super().state_bytes(seq_len, batch_size, dtype)
         cache = self.make_cache()
@@ -244,13 +246,13 @@ class OryxForCausalLM(HybridForCausalLM):
 
 
 def _last(mode: ModeInput | PromptMode) -> GenerationMode:
-    """Return the mode of the tokens that follow those to which `mode` applies."""
+    """Return the mode of tokens that follow those to which `mode` applies."""
     if isinstance(mode, str):
         return mode
     if isinstance(mode, Tensor) or callable(mode):
         kind = "tensor" if isinstance(mode, Tensor) else "function"
         raise ValueError(f"a prefill_mode that is a {kind} has no mode for later tokens: give generation_mode too")
-    # a schedule by shares ends with its last mode; one by position also applies to later tokens
+    # after a schedule by fractions, its last mode goes on; a schedule by positions also applies to later tokens
     return mode[-1][1] if any(isinstance(start, float) for start, _ in mode) else mode
 
 
@@ -258,7 +260,7 @@ def _prompt_tokens(inputs: Tensor | None, kwargs: dict[str, Any]) -> int:
     for name in ("attention_mask", "inputs_embeds", "input_ids"):
         if kwargs.get(name) is not None:
             return kwargs[name].shape[1]
-    # without any input, generation begins with one token
+    # without any input, a generation starts with a single token
     return 1 if inputs is None else inputs.shape[1]
 
 

@@ -1,4 +1,4 @@
-"""Modes, which select the mixer of each token: the forms in which callers give them, and their resolution."""
+"""Modes, which select the mixer of each token: the forms in which callers give them, and their conversion."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tokenmix_oryx.projection import TokenOrder, token_order
 LINEAR, ATTENTION = "linear", "attention"
 MODES = (LINEAR, ATTENTION)
 Assignment = Literal["chunk", "sequence"]
-# one mode for all tokens; (start, mode) pairs; or a tensor [B, T], True for attention
+# one mode for all tokens, or (start, mode) pairs, or a tensor [B, T] that is True for attention
 ModeInput = str | Sequence[tuple[int | float, str]] | Tensor
-# mode of a served request
+# mode of the tokens of a served request
 RequestMode = str | Sequence[tuple[int | float, str]]
 
 
 class Modes(NamedTuple):
-    """Modes of a call in the form that layers take.
+    """The modes of a call in the form that layers take.
 
     Attributes:
-        uniform: the mode of all tokens if the host knows that it is the same for all; else None.
-        attention: `[B, T]`, True for attention, in the layout of the layers' inputs; None if `uniform` is set.
-        order: tokens sorted by mode, for a grouped GEMM; None if a grouped GEMM would not save time.
+        uniform: the mode of all tokens, if the host knows that they have the same; else None.
+        attention: `[B, T]`, True for attention, in the layout of the layers' inputs; None if `uniform` is not None.
+        order: the tokens sorted by mode, for a grouped GEMM; None if a grouped GEMM would save no time.
     """
 
     uniform: str | None
@@ -41,11 +41,11 @@ class Modes(NamedTuple):
 
     @property
     def may_attend(self) -> bool:
-        """True unless the host knows that all tokens are in linear mode."""
+        """False if the host knows that all tokens are in linear mode, else True."""
         return self.uniform != LINEAR
 
     def ordered(self) -> Modes:
-        """Return the modes with `order`, which is computed once here for all layers."""
+        """Return the modes with `order`, which is computed here once for all layers."""
         return self if self.attention is None else self._replace(order=token_order(self.attention))
 
 
@@ -88,7 +88,7 @@ def _check_schedule(schedule: Sequence[Any]) -> None:
 
 
 def describe(mode: Any) -> str:
-    """Return a mode as text, a schedule in the command line's format."""
+    """Return a mode as text; a schedule in the format that the command line reads."""
     if isinstance(mode, str):
         return mode
     if isinstance(mode, list | tuple):
@@ -100,13 +100,13 @@ def resolve(mode: ModeInput, span: Span, cu_seqlens: Int[Tensor, "N_plus_1"] | N
     """Return the modes of a call's tokens.
 
     Args:
-        mode: one mode; a schedule, whose starts are positions in each sequence without padding, or shares of its
-            length if the call begins the sequence; or `[B, T]`, one value for each token of the call.
+        mode: one mode; or a schedule, whose starts are positions in each sequence without padding, or fractions of the
+            sequence's length if the call has its first tokens; or `[B, T]`, one value for each token of the call.
         span: token layout of the call.
         cu_seqlens: boundaries of packed sequences.
 
     Raises:
-        ValueError: an invalid mode, a tensor of another shape, or shares in a call that continues sequences.
+        ValueError: an invalid mode, a tensor of another shape, or fractions in a call that continues sequences.
     """
     check_mode(mode)
     if isinstance(mode, str):
@@ -131,10 +131,10 @@ def resolve(mode: ModeInput, span: Span, cu_seqlens: Int[Tensor, "N_plus_1"] | N
 
 
 def step_mode(mode: ModeInput, lengths: Callable[[], list[int]]) -> str | Tensor:
-    """Return the next token's mode: one for all sequences, or `[B, 1]`; `lengths` returns the tokens' positions.
+    """Return the mode of the next token: one for all sequences, or `[B, 1]`; `lengths` returns the tokens' positions.
 
     Raises:
-        ValueError: an invalid mode, or a schedule by shares, which need the sequence's final length.
+        ValueError: an invalid mode, or a schedule by fractions, which requires the final length of a sequence.
     """
     check_mode(mode)
     if isinstance(mode, str | Tensor):
@@ -152,22 +152,22 @@ def step_mode(mode: ModeInput, lengths: Callable[[], list[int]]) -> str | Tensor
 
 
 def request_mode(mode: Any, generated: Any, prompt: int) -> RequestMode:
-    """Return the mode of a served request's tokens: one for all, or (position, mode) pairs.
+    """Return the mode of the tokens of a served request: one mode for all, or (position, mode) pairs.
 
     Args:
-        mode: of the prompt's tokens.
-        generated: of generated tokens; None if `mode` applies to them too.
-        prompt: tokens of the prompt.
+        mode: mode of the prompt's tokens.
+        generated: mode of generated tokens; None if `mode` also applies to them.
+        prompt: number of tokens in the prompt.
 
     Raises:
-        ValueError: an invalid mode, or one that gives a value for each token.
+        ValueError: an invalid mode, or one with a value for each token.
     """
     if not isinstance(mode, str | list | tuple):
         raise ValueError(f"a request's mode must be 'linear', 'attention' or a list of (start, mode), got {mode!r}")
     check_mode(mode)
     pairs = [(0, mode)] if isinstance(mode, str) else [(start, name) for start, name in mode]
     if any(isinstance(start, float) for start, _ in pairs):
-        # each mode starts at the first token at or past its share of the prompt
+        # each mode starts at the first token at or behind its fraction of the prompt
         pairs = list({math.ceil(start * prompt): name for start, name in pairs}.items())
     if generated is not None:
         later = [(0, generated)] if isinstance(generated, str) else generated
@@ -177,14 +177,15 @@ def request_mode(mode: Any, generated: Any, prompt: int) -> RequestMode:
 
 
 def name_at(pairs: Sequence[tuple[int | float, str]], position: int) -> str:
-    """Return the mode that (start, mode) pairs give to a position."""
+    """Return the mode at `position` by (start, mode) pairs."""
     return next(name for start, name in reversed(pairs) if start <= position)
 
 
 def batch_mode(modes: Sequence[RequestMode], ranges: Sequence[tuple[int, int]]) -> str | Bool[Tensor, "B T"]:
-    """Return the mode of a call whose row i holds the tokens at positions `ranges[i]` of a request with `modes[i]`.
+    """Return the mode of a call whose row i has the tokens at positions `ranges[i]` of a request with `modes[i]`.
 
-    The result is one mode if all tokens have it, else a tensor. Shorter rows are padded with False on the left.
+    The result is one mode if all tokens have the same, else a tensor in which shorter rows are padded with False on the
+    left.
     """
     if isinstance(modes[0], str) and all(mode == modes[0] for mode in modes):
         return modes[0]
@@ -213,7 +214,7 @@ def _by_share(starts: Sequence[float], modes: Sequence[str], span: Span, cu_seql
     else:
         lengths = packed_lengths(cu_seqlens, positions.shape[1]).unsqueeze(0)
     share = torch.tensor(starts[1:], device=span.device, dtype=torch.float64)
-    # each mode starts at the first token at or past its share of the length
+    # each mode starts at the first token at or behind its fraction of the sequence's length
     index = (positions.unsqueeze(-1) >= (share * lengths.unsqueeze(-1)).ceil()).sum(-1)
     return Modes(None, _is_attention(modes, span.device)[index])
 
@@ -238,10 +239,10 @@ def draw_modes(
     attention_probability: float = 0.25,
     assignment: Assignment = "chunk",
 ) -> Bool[Tensor, "T"]:
-    """Draw the modes of training sequence `index`, which depend only on the seed and the index.
+    """Draw the modes of training sequence `index`, `[T]`, True for attention; they depend only on seed and index.
 
-    "chunk": each chunk of `chunk_size` tokens is independently in attention mode with probability
-    `attention_probability`; "sequence": all tokens have the same mode. True is attention.
+    With the assignment "chunk", each chunk of `chunk_size` tokens is independently in attention mode with probability
+    `attention_probability`; with "sequence", all tokens have the same mode, drawn with this probability.
 
     Raises:
         ValueError: an unknown assignment, sizes below 1, or a probability outside 0 … 1.

@@ -1,4 +1,4 @@
-"""Values of a layer's options, and each family's defaults."""
+"""The values of a layer's options, and the defaults of each family."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Activation = Literal["silu", "none"]
 Rotated = Literal["both", "attention"]
 Normalised = Literal["none", "key", "query_key"]
 
-# defaults of each family, from appendix C.2
+# the defaults of each family, from appendix C.2
 FAMILIES: dict[str, dict[str, Any]] = {
     MAMBA2: {
         "grouped_norm": False,

@@ -1,4 +1,4 @@
-"""Project each token's query with the weights of the token's mode: a grouped GEMM over tokens sorted by mode."""
+"""Projection of each token's query by the weights of the token's mode: a grouped GEMM over tokens sorted by mode."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tokenmix_core.nn import is_plain_linear, moved
 
 
 class TokenOrder(NamedTuple):
-    """N tokens sorted by mode, linear ones first.
+    """N tokens sorted by mode, those in linear mode first.
 
     Attributes:
-        tokens: `[N]`, the token at each sorted row.
+        tokens: `[N]`, the token in each sorted row.
         rows: `[N]`, the sorted row of each token.
-        ends: `[2]` int32, where the rows of linear mode and those of attention mode end.
+        ends: `[2]` int32, the ends of the rows in linear mode and of those in attention mode.
     """
 
     tokens: Int[Tensor, "N"]
@@ -27,7 +27,7 @@ class TokenOrder(NamedTuple):
 
 
 def token_order(attention: Bool[Tensor, "B T"]) -> TokenOrder:
-    """Sort tokens by mode, without a synchronisation; `attention` is True for tokens in attention mode."""
+    """Sort the tokens by mode, without waiting for the device; `attention` is True for tokens in attention mode."""
     attends = attention.flatten()
     before = attends.cumsum(0)
     tokens = torch.arange(len(attends), device=attends.device)
@@ -38,7 +38,7 @@ def token_order(attention: Bool[Tensor, "B T"]) -> TokenOrder:
 
 
 def can_group(x: Tensor, *layers: nn.Module | None) -> bool:
-    """Return whether a grouped GEMM can take group sizes from the device, and may read the weights of the layers."""
+    """True if a grouped GEMM can read group sizes on the device, and may read the layers' weights."""
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     if (
         not x.is_cuda
@@ -46,14 +46,14 @@ def can_group(x: Tensor, *layers: nn.Module | None) -> bool:
         or not all(layer is not None and is_plain_linear(layer) for layer in layers)
     ):
         return False
-    # on other devices, torch copies the sizes to the host
+    # on all other devices, torch copies the group sizes to the host
     return torch.cuda.get_device_capability(x.device)[0] in (9, 10)
 
 
 def project_in_order(
     x: Float[Tensor, "B T D"], linear: Float[Tensor, "E D"], attention: Float[Tensor, "E D"], order: TokenOrder
 ) -> Float[Tensor, "N E"]:
-    """Return W x with W chosen by each token's mode; rows are sorted by mode as in `order`."""
+    """Return W x for each token x, where W is `linear` or `attention` by its mode; rows are sorted as in `order`."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     weights = torch.stack([linear, attention]).to(x.dtype).transpose(1, 2)
@@ -64,6 +64,6 @@ def project_in_order(
 def project_by_mode(
     x: Float[Tensor, "B T D"], linear: Float[Tensor, "E D"], attention: Float[Tensor, "E D"], order: TokenOrder
 ) -> Float[Tensor, "B T E"]:
-    """Return W x with W chosen by each token's mode, in the order of the input's tokens."""
+    """Return W x for each token x, where W is `linear` or `attention` by the token's mode, in the tokens' order."""
     y = project_in_order(x, linear, attention, order)
     return moved(y, order.rows, order.tokens).unflatten(0, x.shape[:2])

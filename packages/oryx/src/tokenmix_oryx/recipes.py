@@ -1,7 +1,8 @@
 """Recipes: the paper's models, ablations and baselines, a demonstration for one GPU, and a tiny model for a laptop.
 
-As in the paper, sizes count the weights used by one mode: 13 D² per layer, 5 D² of them in the mixer. The other mode's
-query projection adds D². Baselines are core's of the same sizes, which the paper trains at half the learning rate.
+As in the paper, a size counts the weights that one mode uses: 13 D² per layer, 5 D² of them in the mixer. The query
+projection of the other mode adds D². The baselines are those of core with the same sizes; the paper trains them at half
+the learning rate.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from tokenmix_oryx.options import GDN, MAMBA2
 
 FAMILIES = {"tm": MAMBA2, "tg": GDN}
 WIDTHS = {size: (sizes.width, sizes.layers) for size, sizes in SIZES.items()}
-# millions of parameters that one mode uses; a model trains on 20 tokens per parameter
+# millions of parameters that one mode uses; a model is trained on 20 tokens per parameter
 _MILLIONS = {"130m": 130, "380m": 380, "810m": 810, "1.4b": 1400}
 
 
 def mode_rows(recipe: Recipe) -> RowInputs:
-    """Return the modes of each training row, drawn from the data's seed and the row's index."""
+    """Return a function with the modes of each training row, which depend on the data's seed and the row's index."""
     config = recipe.model_config()
     return partial(
         _modes_of_row,
@@ -62,12 +63,12 @@ def _modes_of_row(seq_len: int, seed: int, chunk_size: int, probability: float, 
 
 
 def model_fields(family: str, width: int, layers: int, **options: Any) -> dict[str, Any]:
-    """Return a model's configuration fields; the MLP has 8 D² weights per layer, or 9 D² without output gate."""
+    """Return the configuration fields of a model; its MLP has 8 D² weights per layer, or 9 D² without output gate."""
     ratio = 8 if options.get("output_gate", True) else 9
     return {
         "hidden_size": width,
         "num_hidden_layers": layers,
-        # an MLP of width F has 3 D F weights; round F to the nearest multiple of 64
+        # an MLP of width F has 3 D F weights; F is rounded to a multiple of 64
         "intermediate_size": round(ratio * width / 3 / 64) * 64,
         "mixers": ["oryx"],
         "mixer_options": {"oryx": {"linear_mixer": FAMILIES[family], **options}},
@@ -75,7 +76,7 @@ def model_fields(family: str, width: int, layers: int, **options: Any) -> dict[s
 
 
 def paper(family: str, size: str) -> Recipe:
-    """Return ORYX-TM or ORYX-TG at one of the paper's sizes, trained like the baselines at twice the learning rate."""
+    """Return the recipe of ORYX-TM or ORYX-TG in a size of the paper: the baselines' with twice the learning rate."""
     base = baseline("transformer", size)
     shared = {name: base.model[name] for name in ("vocab_size", "tie_word_embeddings", "max_position_embeddings")}
     peak = 2 * base.optimizer.learning_rate
@@ -91,7 +92,7 @@ def paper(family: str, size: str) -> Recipe:
     )
 
 
-# parts that each row of Table 5, left, adds to the baseline's attention
+# the additions to the baseline's attention in each row of the left half of Table 5
 COMPONENTS: dict[str, dict[str, Any]] = {
     "norm": {},
     "norm-conv-gate": {"conv_size": 4, "output_gate": True},
@@ -99,7 +100,7 @@ COMPONENTS: dict[str, dict[str, Any]] = {
 
 
 def components(name: str) -> Recipe:
-    """Return the 1.4B Transformer with Oryx' additions to attention (Table 5, left), with equal parameter count."""
+    """Return the recipe of the 1.4B Transformer with Oryx' additions to attention (Table 5, left); equal size."""
     base, parts = baseline("transformer", "1.4b"), COMPONENTS[name]
     options = {"type": "normed_attention", **base.model["mixer_options"][ATTENTION], **parts}
     width, gate = base.model["hidden_size"], bool(parts.get("output_gate"))
@@ -113,26 +114,28 @@ def components(name: str) -> Recipe:
 
 
 _PLAIN = {"conv_size": 0, "output_gate": False}
-# options by which each row of Tables 4 to 8 differs from the family's final model; a table's base model, to which the
-# row adds one change, was identified by its perplexities
+# options by which each row of Tables 4 to 8 differs from the family's final model. The base model of a table, to which
+# each row adds one change, was identified by its perplexities
 ABLATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "tm": {
         "sequence": {},
         "chunk": {"mode_assignment": "chunk"},
-        # Table 4, left: its base (15.93, 15.82) is the right half's model without convolution and gate (15.91, 15.78)
+        # left half of Table 4: its base (15.93, 15.82) is the model of the right half without convolution and gate
+        # (15.91, 15.78)
         "shared-query": {**_PLAIN, "shared_query": True},
         "grouped-norm": {**_PLAIN, "grouped_norm": True},
         "shared-query-grouped-norm": {**_PLAIN, "shared_query": True, "grouped_norm": True},
         "no-conv": {"conv_size": 0},
         "no-gate": {"output_gate": False},
         "no-conv-no-gate": _PLAIN,
-        # Table 6 has no gate: 15.54 and 15.85 with RoPE in both modes, while a gate gives 15.09 (no convolution: 16.67)
+        # the models of Table 6 have no gate: with RoPE in both modes, perplexities are 15.54 and 15.85 there, but 15.09
+        # with a gate (and 16.67 without convolution)
         "rope-attention": {"output_gate": False, "rope": "attention"},
         "no-conv-rope-attention": {**_PLAIN, "rope": "attention"},
     },
     "tg": {
         "sequence": {},
-        # Table 7: its base (15.08, 15.06) is Table 8's model with RoPE in both modes
+        # Table 7: its base (15.08, 15.06) is the model of Table 8 with RoPE in both modes
         "l2-key": {"rope": "both", "attention_l2_norm": "key"},
         "l2-query-key": {"rope": "both", "attention_l2_norm": "query_key"},
         "rope-both": {"rope": "both"},
@@ -146,10 +149,10 @@ ABLATIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def ablation(family: str, name: str, size: str = "380m") -> Recipe:
-    """Return a row of Tables 4 to 8 or a curve of Figures 4 and 5: 20 tokens per parameter, one mode per sequence.
+    """Return the recipe of a row of Tables 4 to 8 or a curve of Figures 4 and 5, with 20 tokens per parameter.
 
-    "chunk" in the name means one mode per chunk. Models without a gate have a wider MLP, so that all models of a size
-    have equally many parameters per mode.
+    Each sequence has one mode, but with "chunk" in the name each chunk has one. Models without a gate have a wider MLP,
+    so that all models of a size have equally many parameters per mode.
     """
     changes = {"mode_assignment": "sequence", **ABLATIONS[family][name]}
     base, tokens = paper(family, size), 20 * _MILLIONS[size] * 10**6
@@ -165,10 +168,10 @@ def ablation(family: str, name: str, size: str = "380m") -> Recipe:
 
 
 def demo(family: str, assignment: str) -> Recipe:
-    """Return a recipe of about 100M parameters on the built-in corpus and associative recall: minutes on one GPU.
+    """Return a recipe of about 100M parameters on the built-in corpus and associative recall, for minutes on one GPU.
 
-    Recall needs many steps rather than many tokens, hence small batches with recall in four of five rows. Rows hold
-    more pairs than the linear state of either family can store.
+    Recall needs many steps rather than many tokens, so that batches are small and four of five rows are recall. Rows
+    have more pairs than the linear state of either family can store.
     """
     suffix = "" if assignment == "chunk" else "-sequence"
     tokens, vocab = 1024, 1024
@@ -213,7 +216,7 @@ def demo(family: str, assignment: str) -> Recipe:
 
 
 def tiny(family: str = "tm") -> Recipe:
-    """Return a recipe of four layers of two heads on Python's standard library, in core's tiny setting, for laptops."""
+    """Return a recipe for laptops: four layers of two heads on Python's standard library, with core's tiny setting."""
     base = tiny_setting()
     fields = {**model_fields(family, 128, 4, head_dim=64), "mode_chunk_size": 32}
     return replace(
@@ -229,7 +232,7 @@ def tiny(family: str = "tm") -> Recipe:
 
 
 def recall() -> Recipe:
-    """Return a recipe of associative recall with more pairs than a small linear state can store, for a CPU."""
+    """Return a recipe for a CPU: associative recall with more pairs than a small linear state can store."""
     base = tiny()
     return replace(
         base,
@@ -275,7 +278,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     **{f"{kind}-{size}": partial(baseline, kind, size) for size in WIDTHS for kind in BASELINES},
     **{f"transformer-1.4b-{name}": partial(components, name) for name in COMPONENTS},
     **{f"{family}-380m-{name}": partial(ablation, family, name) for family in FAMILIES for name in ABLATIONS[family]},
-    # Figures 4 and 5
+    # the curves of Figures 4 and 5
     **{
         f"tm-{size}-{name}": partial(ablation, "tm", name, size)
         for size in WIDTHS

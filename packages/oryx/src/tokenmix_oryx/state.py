@@ -1,4 +1,4 @@
-"""The cache of an Oryx model, which can drop keys and values if all further tokens will be in linear mode."""
+"""The cache of an Oryx model, which can free keys and values if all later tokens will be in linear mode."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tokenmix_core.nn import Bounds
 
 
 class DroppableKV(KVState):
-    """A KV cache of all tokens, which holds nothing after `drop`."""
+    """A KV cache of all tokens, which is empty after `drop` and stays so."""
 
     dropped = False
 
     def drop(self) -> None:
-        """Free all keys and values, and store none from now on."""
+        """Free all keys and values, and store no further ones."""
         self.clear()
         self.dropped = True
 
@@ -31,20 +31,20 @@ class DroppableKV(KVState):
 
 
 class OryxCache(HybridCache):
-    """The cache of an Oryx model: keys and values, linear state and the convolutions' last inputs of each layer.
+    """The cache of an Oryx model: for each layer keys and values, the linear state, and the convolutions' last inputs.
 
-    After `promise_linear` only the parts of constant size of Oryx layers remain; other mixers are not affected.
+    After `promise_linear`, Oryx layers have only the parts of constant size; layers with other mixers are not affected.
     """
 
-    # whether the model must refuse attention
+    # True if the model must refuse attention mode
     linear_only = False
-    # within the model's `decoding`: the mode of calls that give no mode; None for the model's default
+    # inside the model's `decoding`: the mode of calls that give none; None for the model's default mode
     decoding_mode: Any = None
 
     def promise_linear(self) -> None:
-        """Free keys and values of Oryx layers for good, as all further tokens will be in linear mode.
+        """Free the keys and values of Oryx layers for good, because all later tokens will be in linear mode.
 
-        The model raises a ValueError if attention is requested later.
+        The model raises a ValueError if a later call requests attention mode.
         """
         self.linear_only = True
         for part in self._parts():

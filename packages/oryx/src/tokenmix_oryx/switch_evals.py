@@ -1,4 +1,4 @@
-"""Measure the loss at each position around switches between the modes (Figures 3 to 10)."""
+"""The loss at each position around switches between the modes (Figures 3 to 10)."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from tokenmix_core.evaluation import (
 from tokenmix_oryx.modes import ATTENTION, LINEAR, MODES
 
 Schedule = list[tuple[int, str]]
-# ranges of the distance from a switch, in tokens, over which the excess loss is averaged
+# ranges of distances from a switch, in tokens, over each of which the excess loss is averaged
 AFTER = ((0, 16), (16, 64), (64, 128))
-# entry in the settings of suites whose result rows each name their modes
+# this entry is in the settings of suites whose result rows name their own modes
 BY_ROW = {"modes": "each row's"}
 
 
 def switch_schedules(length: int, chunk_size: int) -> dict[str, dict[str, Schedule]]:
-    """Return a schedule for each plot and curve: one switch, several, or switches within chunks, from either mode.
+    """Return a schedule for each plot and curve: one switch, several, or switches inside chunks, starting in each mode.
 
     Raises:
-        ValueError: a length too short for a switch.
+        ValueError: a length that is too short for a switch.
     """
     quarter = max(chunk_size, length // 4 // chunk_size * chunk_size)
     off = quarter + chunk_size // 3 + 1
     if length <= off + 1:
         raise ValueError(f"switches of chunks of {chunk_size} tokens need more than {off + 1} tokens, got {length}")
-    # the last token predicts nothing
+    # the last token predicts no token
     end = length - 1
     plots: dict[str, dict[str, Schedule]] = {"one switch": {}, "several switches": {}, "unaligned switches": {}}
     for first, second in ((ATTENTION, LINEAR), (LINEAR, ATTENTION)):
@@ -54,10 +54,10 @@ def switch_schedules(length: int, chunk_size: int) -> dict[str, dict[str, Schedu
 
 
 def switch_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure perplexity by position with mode switches, and in each mode alone (Figures 3 to 10).
+    """Measure perplexity by position with switches of the mode, and in each mode without switches (Figures 3 to 10).
 
-    The excess loss after a switch is the loss minus the loss of a run in the new mode alone, on the same tokens. It is
-    averaged over ranges of the distance from the switch, with the standard error over sequences.
+    The excess loss after a switch is the loss minus that of a run wholly in the new mode, on the same tokens. It is
+    averaged over ranges of distances from the switch; its standard error is taken over sequences.
     """
     plots = options.choose("switch-perplexity", ("one switch", "several switches", "unaligned switches"))
     length = options.one_length("switch-perplexity", 2048)
@@ -100,7 +100,7 @@ def _loss_row(name: str, losses: Float[np.ndarray, "N T"]) -> dict[str, Any]:
 
 
 def _excess(losses: np.ndarray, alone: dict[str, np.ndarray], schedule: Schedule) -> dict[str, float | None]:
-    """Return the mean excess loss over all switches and its standard error, for each range of distances in AFTER."""
+    """Return, for each range of distances in AFTER, the mean excess loss over all switches and its standard error."""
     found: dict[str, float | None] = {}
     for low, high in AFTER:
         each = _excess_of_sequences(losses, alone, schedule, low, high)
@@ -113,7 +113,7 @@ def _excess(losses: np.ndarray, alone: dict[str, np.ndarray], schedule: Schedule
 def _excess_of_sequences(
     losses: np.ndarray, alone: dict[str, np.ndarray], schedule: Schedule, low: int, high: int
 ) -> np.ndarray:
-    """Return the excess loss of each sequence at the tokens `low` to `high` after each switch, joined along tokens."""
+    """Return each sequence's excess loss at the tokens `low` to `high` after every switch, joined along tokens."""
     ends = [start for start, _ in schedule[1:]] + [losses.shape[1]]
     parts = [
         (losses - alone[mode])[:, start + low : min(start + high, end)]
@@ -132,7 +132,7 @@ def _switch_plot(title: str, curves: dict[str, np.ndarray], length: int) -> Plot
 
 
 def _excess_plot(curves: dict[str, np.ndarray], alone: dict[str, np.ndarray], schedules: dict[str, Schedule]) -> Plot:
-    """Plot the excess loss by distance from the switch: mean over sequences and switches, smoothed over 8 tokens."""
+    """Plot the excess loss over distance from the switch: mean over sequences and switches, smoothed over 8 tokens."""
     series: Series = {}
     for first, second in ((ATTENTION, LINEAR), (LINEAR, ATTENTION)):
         parts = [

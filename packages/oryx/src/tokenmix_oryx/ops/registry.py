@@ -1,4 +1,4 @@
-"""Registration of this package's operations for core's `explain`."""
+"""Registration of this package's operations with core's `explain`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layer without its projections as one operation, for tokens of both modes: validation and choice of kernels."""
+"""The layer without its projections as one operation, for tokens of both modes: checks, and selection of kernels."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from tokenmix_oryx.ops.mixing.reference import mix_reference
 
 
 class MixOptions(NamedTuple):
-    """Options of a layer.
+    """The options of a layer that `mix` needs.
 
     Attributes:
-        heads: H.
-        silu_shared: SiLU after the convolutions.
-        silu_attention_query, silu_linear_query: SiLU on the queries of each mode.
+        heads: number of heads H.
+        silu_shared: whether SiLU follows the convolutions of keys and values.
+        silu_attention_query, silu_linear_query: whether SiLU is applied to the queries of each mode.
         rotate_linear: whether the linear mixer uses rotated queries and keys, as attention always does.
-        gate_before: whether the gate acts before or after the norm.
-        groups: the norm acts on E / groups channels.
-        eps: of the norm.
+        gate_before: whether the gate acts before the norm instead of after it.
+        groups: number of groups of E / groups channels that the norm normalises separately.
+        eps: epsilon of the norm.
     """
 
     heads: int
@@ -67,37 +67,37 @@ def mix(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B T E"]:
-    r"""Compute all steps between a layer's projections, for tokens that use attention or the linear mixer by mode.
+    r"""Compute all steps between a layer's projections, for tokens that each use attention or the linear mixer.
 
-    With a ∗ w a causal convolution along time, σ SiLU or the identity (by the options), R the rotation and
-    `shared` = [k, v, z, δ, b] by columns, E each of the first three and H each of the others:
+    Let a ∗ w be a causal convolution along time, σ SiLU or the identity (by the options), R the rotation, and `shared`
+    = [k, v, z, δ, b] by columns, where the first three have E columns each and the others H:
 
     .. math:: K = \sigma(k ∗ w_k), \quad V = \sigma(v ∗ w_v), \quad q_t = \sigma(\text{rows}_{\text{row_ids}_t}), \quad
         \Delta = \text{softplus}(\delta + \text{bias}), \quad g = -e^{A_\log} \Delta
 
     .. math:: o_t = \text{attention}(R q, R K, V)_t \;\text{if `attends`, else}\; \text{linear}(q, K, V)_t
 
-    and y is o, normalised and gated by silu(z). With D, linear is SSD, o = SSD(q, K, Δ V, g) + D V; without D it is the
-    gated delta rule with g, β = sigmoid(b), and L2-normalised q and k. Differentiable in all float tensors except the
-    rotation.
+    and y is o, normalised and gated by silu(z). If D is given, linear is SSD, o = SSD(q, K, Δ V, g) + D V. If D is
+    None, linear is the gated delta rule with g, β = sigmoid(b), and L2-normalised q and k. Differentiable in all
+    floating-point tensors except the rotation.
 
     Args:
-        rows: each token's query by the projection of its mode, N = B · T.
-        shared: projections used by both modes, in the dtype of `rows`; further columns are padding.
-        A_log, dt_bias: parameters of decay and step.
+        rows: each token's query from the projection for its mode, N = B · T.
+        shared: the projections that both modes use, in the dtype of `rows`; further columns are padding.
+        A_log, dt_bias: parameters of the decay and of the step Δ.
         D: skip weight of SSD; None for the delta rule.
-        k_weight, v_weight: weights of the convolutions of width W.
+        k_weight, v_weight: weights of the two convolutions, of width W.
         norm_weight: weight of the norm.
-        attends: True for tokens in attention mode.
+        attends: True for the tokens in attention mode.
         rotation: cosines and sines of each token's rotation angles, used for every head.
-        row_ids: the row of each token's query; None if rows are in the order of tokens.
+        row_ids: the row in `rows` of each token's query; None if rows have the order of the tokens.
         cu_seqlens: boundaries of packed sequences, for B = 1.
         impl: "gluon" (Hopper, bfloat16 or float16: attention's gradients and the linear mixer, for head sizes that both
             support), "triton" (portable kernels), "reference" (any device), or None: Gluon for each part that supports
             it, then Triton on CUDA tensors, else the reference.
 
     Raises:
-        ValueError: shapes, dtypes, devices or options do not fit; the message names the given and the expected ones.
+        ValueError: shapes, dtypes, devices or options do not fit; the message has the given and the expected values.
     """
     op = "mix"
     if not isinstance(rotation, Rotation):
@@ -141,7 +141,7 @@ def mix(
         ATTENTION.require(op, rows.device, rows.dtype, f"takes head sizes of 64 and 128, got {E // H}")
     from tokenmix_oryx.ops.mixing import autograd
 
-    # angles that all sequences share are stored for one sequence
+    # angles that are equal for all sequences are stored only once
     cos, sin = (x.flatten(0, 1).contiguous() for x in rotation)
     flags = {name: x for name, x in options._asdict().items() if name != "heads"}
     return autograd.mix(*autograd.Inputs(**given, cos=cos, sin=sin, **flags, impl=chosen))[0]

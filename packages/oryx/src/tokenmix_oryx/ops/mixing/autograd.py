@@ -1,4 +1,4 @@
-"""The fused `mix` and its gradients: direct in eager mode, custom ops under torch.compile."""
+"""The fused `mix` and its gradients: called directly in eager mode, as custom ops under torch.compile."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tokenmix_core.ops import delta_rule_autograd as delta_rule
 from tokenmix_core.ops import ssd_autograd as ssd
 from tokenmix_oryx.ops.selected_queries.autograd import CAUSAL
 
-# how many of the inputs are differentiable (they come first), and how many are tensors (they precede all others)
+# number of differentiable inputs, which come first, and number of tensors, which precede all other inputs
 _DIFFERENTIABLE, _TENSORS = 8, 13
 
 
 class Inputs(NamedTuple):
-    """Arguments of `mix`; angles are `[BR · T, K / 2]`, with BR = 1 if all sequences share them, else BR = B."""
+    """The arguments of `mix`; angles are `[BR · T, K / 2]`, where BR = 1 if all sequences have the same, else B."""
 
     rows: Tensor
     shared: Tensor
@@ -49,12 +49,13 @@ class Inputs(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Tensors saved for the backward; one that does not exist for the layer's options is empty.
+    """The tensors saved for the backward; those that do not exist for the layer's options are empty.
 
     Attributes:
-        q, k_rotated, k_plain, values: inputs of the mixers, `[N, E]`; k_plain if the linear mixer is not rotated.
-        o, lse: outputs and log-sum-exp of attention, for tokens in attention mode.
-        o_linear, g, dt, beta: the linear mixer's outputs and rates; saved_0 and saved_1 are its saved tensors.
+        q, k_rotated, k_plain, values: inputs of the mixers, `[N, E]`; k_plain is used if the linear mixer is not
+            rotated.
+        o, lse: outputs and log-sum-exp of attention for the tokens in attention mode.
+        o_linear, g, dt, beta: outputs and rates of the linear mixer; saved_0 and saved_1 are the tensors it has saved.
     """
 
     q: Tensor
@@ -79,7 +80,7 @@ class Outputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """Arguments of the backward: the forward's, its saved tensors, and the gradient of y."""
+    """The arguments of the backward: those of the forward, its saved tensors, and the gradient of y."""
 
     inputs: Inputs
     kept: Kept
@@ -87,13 +88,13 @@ class BackwardInputs(NamedTuple):
 
 
 def _padded_heads(*heads: Tensor) -> tuple[Tensor, ...]:
-    """Pad head channels with zeros to the sizes for which SSD's gradients are exact."""
+    """Pad the channels of heads with zeros to sizes for which SSD's gradients are exact."""
     K = heads[0].shape[-1]
     return tuple(F.pad(x, (0, 64 - K)) for x in heads) if ssd.needs_widening(heads[0], K) else heads
 
 
 def _linear_forward(q, k, v, *, g, dt, D, beta, cu_seqlens, impl) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the linear mixer's outputs for all tokens, and its tensors saved for the backward."""
+    """Return the linear mixer's outputs for all tokens, and the tensors that its backward needs."""
     K = q.shape[-1]
     if beta is None:
         q, k, v = _padded_heads(q, k, v)
@@ -128,20 +129,20 @@ def _linear_backward(q, k, v, *, g, dt, D, beta, cu_seqlens, saved, do, impl) ->
 
 
 def _parts(shared: Tensor, E: int) -> tuple[Tensor, ...]:
-    """Split the shared projection into k, v, gate and rates."""
+    """Split the shared projections into k, v, gate and rates."""
     shared = token_rows(shared)
     return shared.split((E, E, E, shared.shape[-1] - 3 * E), -1)
 
 
 def _last(x: Inputs) -> Tensor | None:
-    """Return the last boundary of a packed batch, where padding begins; None without boundaries."""
+    """Return the last boundary of a packed batch, at which padding begins; None if there are no boundaries."""
     return None if x.cu_seqlens is None else x.cu_seqlens[-1:]
 
 
 @retried
 @of_fields
 def _forward(x: Inputs) -> Outputs:
-    """Compute rates, queries, keys and values; both mixers; and the gated, normalised output of each token's mode."""
+    """Compute rates, queries, keys and values, then both mixers, then the gated, normalised output by each mode."""
     from tokenmix_core.ops import attention_forward
     from tokenmix_oryx.ops.mixing.output import output_forward
     from tokenmix_oryx.ops.mixing.queries import queries_forward
@@ -174,7 +175,7 @@ def _forward(x: Inputs) -> Outputs:
         o_attention=o.view(-1, E), o_linear=o_linear.view(-1, E), gate=gate.view(-1, E), weight=x.norm_weight,
         attends=x.attends, last=_last(x), groups=x.groups, eps=x.eps, before=x.gate_before,
     )  # fmt: skip
-    # custom ops must return distinct tensors
+    # the outputs of custom ops must be distinct tensors
     k_plain, beta, saved_0, saved_1 = (
         x.rows.new_empty(0) if t is None else t for t in (k_plain, beta, *(saved or (None, None)))
     )
@@ -215,7 +216,7 @@ def _(x: Inputs) -> Outputs:
 @retried
 @of_fields
 def _backward(given: BackwardInputs) -> list[Tensor]:
-    """Run the forward's steps in reverse; return the gradients of those of the first eight inputs that are not None."""
+    """Return gradients of those of the first eight inputs that are not None; runs the forward's steps in reverse."""
     from tokenmix_core.ops import attention_backward
     from tokenmix_oryx.ops.mixing.output import output_backward
     from tokenmix_oryx.ops.mixing.queries import queries_backward
@@ -281,7 +282,7 @@ def _save(ctx, inputs, output) -> None:
 def _gradients(ctx, dy, *_):
     if dy is None:
         return (None,) * len(Inputs._fields)
-    # read saved_tensors once: gradient checkpointing recomputes them at each access
+    # read saved_tensors only once, because gradient checkpointing computes them again at each access
     saved = ctx.saved_tensors
     grads = iter(mix_backward(*saved[:_TENSORS], *ctx.options, *saved[_TENSORS:], dy))
     found = (None if t is None else next(grads) for t in saved[:_DIFFERENTIABLE])

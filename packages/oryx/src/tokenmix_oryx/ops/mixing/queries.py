@@ -1,4 +1,4 @@
-"""One kernel that gathers the queries of both modes in token order, activates and rotates them; and its backward."""
+"""One kernel that gathers both modes' queries in token order, activates and rotates them, and its backward kernel."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import cached_launch
 
-# tokens and heads per program
+# number of tokens and of heads per program
 BT, HEADS = 16, 2
 
 
 @triton.jit
 def silu_gradient(b_x):
-    """Return the derivative of SiLU."""
+    """Return the derivative of SiLU at x."""
     b_sigmoid = tl.sigmoid(b_x)
     return b_sigmoid * (1.0 + b_x * (1.0 - b_sigmoid))
 
 
 @triton.jit
 def by_mode(m_a, b_attention, b_linear, ATTENTION: tl.constexpr, LINEAR: tl.constexpr):
-    """Select `b_attention` in each mode whose flag (ATTENTION, LINEAR) is set, else `b_linear`; m_a: attention mode."""
+    """Return `b_attention` in each mode whose flag (ATTENTION, LINEAR) is set, else `b_linear`; m_a: attention mode."""
     if ATTENTION and LINEAR:
         return b_attention
     elif ATTENTION:
@@ -36,7 +36,7 @@ def by_mode(m_a, b_attention, b_linear, ATTENTION: tl.constexpr, LINEAR: tl.cons
 
 @triton.jit
 def locate_tokens(row_ids, attends, cos, sin, N, groups, angles, HALF: tl.constexpr, BT: tl.constexpr):
-    """Return a program's tokens, their queries' rows, the mask of attention mode, and cosines and sines of angles."""
+    """Return a program's tokens, the rows of their queries, the mask of attention mode, and cosines and sines."""
     o_t = tl.program_id(0) // groups * BT + tl.arange(0, BT)
     m_t = o_t < N
     o_row = o_t.to(tl.int64)
@@ -50,7 +50,7 @@ def locate_tokens(row_ids, attends, cos, sin, N, groups, angles, HALF: tl.conste
 
 @triton.jit
 def locate_head(i, o_t, N, H, groups, K: tl.constexpr, HEADS: tl.constexpr):
-    """Return the offsets of the first K / 2 channels of a program's i-th head, and their mask."""
+    """Return the offsets of the first K / 2 channels of a program's i-th head, and a mask of tokens and heads."""
     i_h = tl.program_id(0) % groups * HEADS + i
     o_d = i_h * K + tl.arange(0, K // 2)[None, :]
     return o_d, (o_t < N)[:, None] & (o_d < H * K)
@@ -58,7 +58,7 @@ def locate_head(i, o_t, N, H, groups, K: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def rows_before_padding(last, N):
-    """Return the number of rows before the padding: the last boundary if `last` points to one, else N."""
+    """Return the number of rows before padding: the last boundary if `last` is a pointer to it, N if it is None."""
     if last is None:
         return N
     else:
@@ -102,7 +102,7 @@ def _queries_backward(
     o_t, o_row, m_a, b_cos, b_sin = locate_tokens(row_ids, attends, cos, sin, N, groups, angles, HALF, BT)
     for i in tl.static_range(HEADS):
         o_d, m_x = locate_head(i, o_t, N, H, groups, K, HEADS)
-        # each row gets the gradient of its own mode only; rows of padding get 0
+        # each row gets only the gradient of its own mode; rows of padding get 0
         m_d = m_x
         if last is not None:
             m_d &= (o_t < rows_before_padding(last, N))[:, None]
@@ -126,7 +126,7 @@ def _queries_backward(
 def queries_forward(
     *, rows: Tensor, row_ids: Tensor | None, attends: Tensor, cos: Tensor, sin: Tensor, H: int, **modes: bool
 ) -> Tensor:
-    """Return q `[N, H, K]` from `rows [N, H K]`; token t has row `row_ids[t]`, or t if None.
+    """Return q `[N, H, K]` from `rows [N, H K]`; token t has the row `row_ids[t]`, or row t if `row_ids` is None.
 
     `modes` says whether to apply SiLU in attention mode (`silu_attention`) and in linear mode (`silu_linear`), and
     whether to rotate in linear mode (`rotate_linear`).
@@ -143,9 +143,9 @@ def queries_forward(
 def queries_backward(
     *, rows, row_ids, attends, cos, sin, dq_attention, dq_linear, last, H: int, **modes: bool
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of `rows`; each gradient of q is used only in the rows of its mode.
+    """Return the gradient of `rows`; each of the two gradients of q is used only in the rows of its mode.
 
-    `last` points to the last boundary of a packed batch; it is None for other batches.
+    `last` points to the last boundary of a packed batch; for other batches it is None.
     """
     N, E = rows.shape
     drows = torch.empty_like(rows)

@@ -1,4 +1,4 @@
-"""Decay, step Δ and β of each token and head from their projections, and the backward."""
+"""Decay g, step Δ and β of each token and head, computed from their projections, and the backward."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.kernels import cached_launch
 from tokenmix_oryx.ops.mixing.queries import rows_before_padding
 
-# tokens per program
+# number of tokens per program
 BT = 64
 
 
 @triton.jit
 def softplus(b_x):
-    """Return log(1 + e^x), precise for small e^x."""
-    # log(1 + e), corrected for the rounding of 1 + e
+    """Return log(1 + e^x), also precise if e^x is small."""
+    # log(1 + e), with a correction for the rounding of 1 + e
     b_e = tl.exp(-tl.abs(b_x))
     b_u = 1.0 + b_e
     b_log = tl.where(b_u == 1.0, b_e, tl.log(b_u) * (b_e / tl.where(b_u == 1.0, 1.0, b_u - 1.0)))
@@ -71,7 +71,7 @@ def _rates_backward(
         b_beta = tl.sigmoid(tl.load(p_x + H, mask=m_g, other=0.0).to(tl.float32))
         b_dbeta = tl.load(dbeta + o_g, mask=m_g, other=0.0).to(tl.float32) * b_beta * (1.0 - b_beta)
         tl.store(p_dx + H, b_dbeta.to(dx.dtype.element_ty), mask=m_x)
-    # padding columns of the shared projection
+    # set the gradient of the shared projection's padding columns to 0
     o_r = tl.arange(0, BR)
     p_rest = dx + o_t[:, None] * stride_dx + o_r[None, :]
     tl.store(p_rest, tl.zeros([BT, BR], dx.dtype.element_ty), mask=m_t & ((o_r >= used) & (o_r < R))[None, :])
@@ -81,7 +81,7 @@ def _rates_backward(
 
 
 def rates_forward(x: Tensor, A_log: Tensor, bias: Tensor, with_beta: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return g = −exp(A_log) Δ, Δ = softplus(x + bias) and β, the sigmoid of the next H columns; all float32."""
+    """Return float32 g = −exp(A_log) Δ, Δ = softplus(x + bias) and β, the sigmoid of x's next H columns, or None."""
     (B, T, _), H = x.shape, len(A_log)
     g, dt = (x.new_empty(B, T, H, dtype=torch.float32) for _ in range(2))
     beta = torch.empty_like(g) if with_beta else None
@@ -93,7 +93,7 @@ def rates_forward(x: Tensor, A_log: Tensor, bias: Tensor, with_beta: bool) -> tu
 
 
 def rates_backward(x: Tensor, A_log: Tensor, bias: Tensor, dg, ddt, dbeta, dx: Tensor, last) -> tuple[Tensor, Tensor]:
-    """Return the gradients of A_log and bias; write the gradient of x to `dx`, with 0 in padding columns."""
+    """Return the gradients of A_log and bias; write the gradient of x to `dx`, which is 0 in padding columns."""
     (B, T, R), H = x.shape, len(A_log)
     programs = cdiv(B * T, BT)
     dsums = x.new_empty(programs, 2, H, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Reference of `mix` in eager PyTorch."""
+"""The reference of `mix` in eager PyTorch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def mix_reference(
     rows, shared, A_log, dt_bias, D, k_weight, v_weight, norm_weight, row_ids, attends, rotation, cu_seqlens, options,
     *, impl: Impl = "reference",
 ) -> Tensor:  # fmt: skip
-    """Compute `mix` with autograd; `impl` selects the implementation of the recurrence."""
+    """Compute `mix`, differentiable by autograd; `impl` selects the implementation of the recurrence."""
     shared = without_padding(shared, cu_seqlens)
     (B, T, _), E, H = shared.shape, rows.shape[1], options.heads
     heads = (H, E // H)

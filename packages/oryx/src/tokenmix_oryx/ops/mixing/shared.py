@@ -1,4 +1,4 @@
-"""One kernel for convolution, SiLU and rotation of the keys or values, which both mixers share; and its backward."""
+"""One kernel for convolution, SiLU and rotation of keys or values, which both mixers use, and its backward kernel."""
 
 # Triton does not support starred tuples
 # ruff: noqa: RUF005
@@ -15,7 +15,7 @@ from tokenmix_core.kernels import cached_launch, locate_chunk
 from tokenmix_core.ops import conv1d_backward_tile, load_input, short_conv_sums_kernel, within
 from tokenmix_oryx.ops.mixing.queries import silu_gradient
 
-# tokens per program and per loop iteration, forward
+# number of tokens per program, and per iteration of its loop, in the forward
 BT, BU = 32, 4
 
 
@@ -25,7 +25,7 @@ def _shared_forward(
     x, weight, cos, sin, y, rotated, cu_seqlens, stride_x, angles, T, N, H,
     K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Loop over BT tokens of a head, BU per iteration; registers hold the last W inputs of the head's channels."""
+    """Loop over BT tokens of a head, BU per iteration; registers hold the last W inputs of each channel."""
     HALF: tl.constexpr = K // 2
     i_h = tl.program_id(0) % H
     _, begin, length, first = locate_chunk(tl.program_id(0) // H, T, BT, N, cu_seqlens, PACKED)
@@ -74,7 +74,7 @@ def _shared_forward(
 
 @triton.jit
 def load_sum(p_attention, p_linear, o_x, m_x, BOTH: tl.constexpr):
-    """Load attention's gradient as float32; with BOTH, add the linear mixer's gradient."""
+    """Load attention's gradient in float32; with BOTH, add the gradient of the linear mixer."""
     b_sum = tl.load(p_attention + o_x, mask=m_x, other=0.0).to(tl.float32)
     if BOTH:
         b_sum += tl.load(p_linear + o_x, mask=m_x, other=0.0).to(tl.float32)
@@ -88,9 +88,10 @@ def _shared_backward(
     K: tl.constexpr, W: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, ROTATE_LINEAR: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Loop over BT tokens of a head, BU per iteration, as in the backward of core's convolution.
+    """Loop over BT tokens of a head, BU per iteration, like the backward of core's convolution.
 
-    The gradient of the convolution's outputs is the sum of both mixers' gradients, rotated back if there are angles.
+    The gradient of the convolution's outputs is the sum of both mixers' gradients; if there are angles, they are first
+    rotated back.
     """
     HALF: tl.constexpr = K // 2
     i_h = tl.program_id(0) % H
@@ -98,7 +99,7 @@ def _shared_backward(
     _, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
     o_k = tl.arange(0, K)
     o_d = i_h * K + o_k
-    # the channel with which each channel is rotated
+    # for each channel, the channel with which it is rotated as a pair
     o_partner = o_d + tl.where(o_k < HALF, HALF, -HALF)
     b_sign = tl.where(o_k < HALF, 1.0, -1.0)
     m_d = o_d >= 0
@@ -148,7 +149,7 @@ def _shared_backward(
                     b_z += b_w[w] * b_x[w]
                 b_new *= silu_gradient(b_z)
             b_dz = b_dz[1:] + (b_new,)
-            # the next program handles the later tokens
+            # the next program computes the tokens from `end` on
             b_own = tl.where(o_t < end, b_new, 0.0)
             b_added = ()
             for w in tl.static_range(W):
@@ -160,7 +161,8 @@ def _shared_backward(
             o_s = o_t - (W - 1)
             p_s = dx + (begin + o_s) * stride_dx + o_d
             tl.store(p_s, b_dx.to(dx.dtype.element_ty), mask=within(o_s, first, end, m_d))
-    # programs without tokens, which a packed batch has, write zeros, because the sum reads the slots of all programs
+    # programs without tokens, which occur in packed batches, write zeros, because the sum reads the slots of all
+    # programs
     p_sums = dsums + tl.cast(i_c, tl.int64) * (W + 1) * E + o_d
     for w in tl.static_range(W):
         tl.store(p_sums + w * E, b_sums[w])
@@ -170,7 +172,7 @@ def shared_forward(
     x: Tensor, weight: Tensor, *, H: int, cu_seqlens, silu: bool, y: Tensor | None, rotated: Tensor | None = None,
     angles: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
 ) -> None:  # fmt: skip
-    """Write conv(x), after SiLU if `silu`, to `y`, and its rotation by `angles` to `rotated`; skip either if None."""
+    """Write conv(x), with SiLU if `silu`, to `y`, and this rotated by `angles` to `rotated`; either may be None."""
     B, T, E = x.shape
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     cos, sin = angles
@@ -185,11 +187,11 @@ def shared_backward(
     x: Tensor, weight: Tensor, *, H: int, cu_seqlens, silu: bool, dattention: Tensor, dlinear: Tensor, dx: Tensor,
     angles: tuple[Tensor, Tensor] | tuple[None, None] = (None, None), rotate_linear: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of `weight`; write the gradient of x to `dx`.
+    """Return the gradient of `weight`, and write the gradient of x to `dx`.
 
     Args:
-        dattention, dlinear: gradients of attention's and the linear mixer's inputs, `[B, T, H, K]`.
-        angles: rotation angles of attention's inputs, and with `rotate_linear` also of the linear mixer's.
+        dattention, dlinear: gradients of the inputs of attention and of the linear mixer, `[B, T, H, K]`.
+        angles: angles by which attention's inputs are rotated and, with `rotate_linear`, also the linear mixer's.
     """
     B, T, E = x.shape
     W = weight.shape[1]
@@ -205,7 +207,7 @@ def shared_backward(
         PACKED=cu_seqlens is not None, num_warps=1 if cos is None else 2,
     )  # fmt: skip
     dweight = torch.empty_like(weight)
-    # the buffer includes a bias gradient, which is not needed
+    # the buffer also has the gradient of a bias, which does not exist here
     short_conv_sums_kernel[(cdiv(E, 32), W)](
         dsums=dsums, dweight=dweight, dbias=None, runs=runs, D=E, W=W, BR=128, BD=32, num_warps=4
     )

@@ -1,4 +1,4 @@
-"""Public function of attention for selected queries: shapes, validation and selection of the implementation."""
+"""The public function of attention for selected queries: it checks arguments and selects the implementation."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def selected_attention(
     .. math:: o_i = \sum_{j \le i} e^{s_{ij} - \mathrm{lse}_i} v_j, \quad s_{ij} = \text{scale} \cdot q_i \cdot k_j
               \quad\text{for selected } i, \qquad o_i = 0 \text{ for others}
 
-    The last query has the position of the last key; head h of k and v serves the HQ / H query heads from h · HQ / H on.
+    The last query has the position of the last key. Head h of k and v serves the HQ / H query heads from h · HQ / H on.
     Differentiable in q, k and v; queries that are not selected get no gradient.
 
     Args:
         q, k, v: bfloat16, float16 or float32, all of one dtype (the reference also float64). HQ is a multiple of H,
             TQ at most TK.
-        selected: True for queries whose outputs are needed. Tiles without a selected query are skipped.
-        scale: factor of the scores, positive; None for K ** −0.5.
+        selected: True for the queries whose outputs are needed. Tiles without a selected query are skipped.
+        scale: positive factor of the scores; None stands for K ** −0.5.
         cu_seqlens: boundaries of the packed sequences, `[N + 1]`, from 0 to at most T, for B = 1 and TQ = TK.
-        impl: "gluon" (Hopper, bfloat16 or float16, K = V of 64 or 128; gradients only, as the Triton forward is as
-            fast), "triton" (portable kernels; K and V up to 256), "reference" (core's eager attention for each run of
-            selected queries), or None: Gluon if supported, then Triton on CUDA tensors, else core's fastest CPU
-            attention for each run.
+        impl: "gluon" (Hopper, bfloat16 or float16, K = V of 64 or 128; used for gradients only, because the Triton
+            forward is as fast), "triton" (portable kernels; K and V up to 256), "reference" (core's eager attention for
+            each run of adjacent selected queries), or None: Gluon if supported, then Triton on CUDA tensors, else
+            core's fastest CPU attention for each run.
 
     Returns:
         o `[B, TQ, HQ, V]` in the dtype of q.

@@ -13,7 +13,7 @@ CAUSAL = Mask(causal=True, window=None, sinks=0)
 
 
 class Inputs(NamedTuple):
-    """Arguments of attention for selected queries."""
+    """The arguments of attention for selected queries."""
 
     q: Tensor
     k: Tensor
@@ -24,12 +24,12 @@ class Inputs(NamedTuple):
     impl: str | None
 
     def readable(self) -> dict[str, Any]:
-        """Return the arguments as kernels read them, by name."""
+        """Return the arguments by name, as the kernels read them."""
         return self._replace(selected=self.selected.contiguous())._asdict()
 
 
 class BackwardInputs(NamedTuple):
-    """Arguments of the backward: the forward's inputs, its o and log-sum-exp `[B, HQ, TQ]`, and the gradient of o."""
+    """The arguments of the backward: the forward's, its o and log-sum-exp `[B, HQ, TQ]`, and the gradient of o."""
 
     inputs: Inputs
     o: Tensor
@@ -40,7 +40,7 @@ class BackwardInputs(NamedTuple):
 @retried
 @of_fields
 def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
-    """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`, +∞ for queries that are not selected."""
+    """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`, which is +∞ for queries that are not selected."""
     from tokenmix_core.ops import attention_forward
 
     o, lse = attention_forward(**x.readable(), mask=CAUSAL)

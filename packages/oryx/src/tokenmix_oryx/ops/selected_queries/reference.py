@@ -23,10 +23,10 @@ def selected_attention_by_runs(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: str | None = "reference",
 ) -> Float[Tensor, "B TQ HQ V"]:
-    """Compute `selected_attention` with autograd; the host reads `selected`, which synchronises.
+    """Compute `selected_attention`, differentiable by autograd; the host reads `selected` and so waits for the device.
 
     Args:
-        impl: implementation of core's attention for each run.
+        impl: implementation of core's attention, which is called for each run.
     """
     shift = k.shape[1] - q.shape[1]
     rows = []
@@ -42,12 +42,12 @@ def selected_attention_by_runs(
             else:
                 parts.append(q.new_zeros(1, stop - start, q.shape[2], v.shape[3]))
         rows.append(torch.cat(parts, 1))
-    # without selected queries, 0 · input connects the output to the inputs, so that these get zero gradients
+    # without selected queries, 0 · input makes the output depend on the inputs, which so get zero gradients
     return torch.cat(rows) + 0.0 * (q.sum() + k.sum() + v.sum()) if not selected.any() else torch.cat(rows)
 
 
 def _runs(selected: list[bool], cu_seqlens: Tensor | None) -> Iterator[tuple[int, int, int, bool]]:
-    """Yield each run of queries all selected or all not: start, end, its sequence's first token, whether selected."""
+    """Yield the runs of queries that are all selected or all not: start, end, first token of the sequence, selected."""
     boundaries = [0, len(selected)] if cu_seqlens is None else cu_seqlens.tolist()
     for first, last in itertools.pairwise(boundaries):
         start = first
