@@ -1,1 +1,1 @@
-"""The arena trains and measures every token mixer of this repository under the same rules; see `README.md`."""
+"""The arena, which trains and measures every token mixer of this repository by the same rules; see `README.md`."""

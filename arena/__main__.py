@@ -18,21 +18,22 @@ from arena.workers import GRACE, Terminated
 
 ROOT = Path(__file__).parent
 RESULTS = ROOT / "results"
-# exit code of a run that reached the time limit: EX_TEMPFAIL
+# exit code if runs remain at the time limit: EX_TEMPFAIL
 UNFINISHED = 75
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code.
 
-    The code is 0 on success, 75 if runs remain at the time limit, 1 if a run failed, 2 for an invalid request, and 130
-    or 143 after SIGINT or SIGTERM.
+    The code is 0 on success, 75 if runs remain at the time limit, 1 if a run has failed, 2 for an invalid request, and
+    130 or 143 after SIGINT or SIGTERM.
     """
     start = time.time()
-    # set before torch is imported: OpenMP's threads then sleep at barriers instead of spinning
+    # set before torch is imported: OpenMP's threads then sleep at barriers, whereas by default they spin
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     args = _parser().parse_args(arguments)
-    # stop jobs early: they get GRACE seconds to write a checkpoint before they are killed at the time limit
+    # jobs are stopped GRACE seconds before the time limit, at which they are killed, so that they can write a
+    # checkpoint
     deadline = math.inf if args.minutes is None else start + 60 * args.minutes - GRACE
     try:
         with _sigterm_raises():
@@ -58,7 +59,7 @@ def _sigterm_raises() -> Iterator[None]:
 
 
 def _corpus(args: argparse.Namespace) -> int:
-    """Build the corpus, pack it into parts, or unpack it from parts."""
+    """Build the corpus, pack it into parts, or unpack parts."""
     from arena import corpus, parts
 
     if args.unpack is not None:
@@ -81,7 +82,7 @@ def _run(args: argparse.Namespace, deadline: float) -> int:
 
     if unknown := [name for name in args.size if name not in SIZES]:
         raise ValueError(f"there is no size {unknown[0]!r}; choose from {', '.join(SIZES)}")
-    # an environment variable, because the processes that execute runs need it, too
+    # in an environment variable, because the processes that execute runs also need the folder
     os.environ[FOLDER] = str((args.corpus or Path(os.environ.get(FOLDER) or DEFAULT_FOLDER)).absolute())
     if args.device is not None:
         _choose_device(args.device)
@@ -89,12 +90,12 @@ def _run(args: argparse.Namespace, deadline: float) -> int:
     for name in args.size:
         comparison = Comparison(SIZES[name], args.results, args.divisions, args.contestants, args.tasks)
         codes.append(_compare(args, comparison, deadline))
-    # if some runs failed and others remain, report the failure
+    # a failed run decides the exit code, even if other runs remain
     return next((code for code in (1, UNFINISHED) if code in codes), 0)
 
 
 def _choose_device(device: str) -> None:
-    """Hide the GPUs from all processes for "cpu"; raise a ValueError for "cuda" if there is no GPU."""
+    """For "cpu", hide the GPUs from all processes; for "cuda", raise a ValueError if there is no GPU."""
     import torch
 
     if device == "cpu":
@@ -104,7 +105,7 @@ def _choose_device(device: str) -> None:
 
 
 def _compare(args: argparse.Namespace, comparison: Any, deadline: float) -> int:
-    """Run one command (plan, report, run, costs or all) for one size."""
+    """Run one command (plan, report, run, costs or all) for one size; return its exit code."""
     from arena import report, runner
     from arena.schedule import Schedule
     from tokenmix_core._utils.versions import commit_of
@@ -134,7 +135,7 @@ def _compare(args: argparse.Namespace, comparison: Any, deadline: float) -> int:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    # remove duplicates
+    # without duplicates, in order
     return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
 
 

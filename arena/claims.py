@@ -1,4 +1,4 @@
-"""The claims of the papers, read from `RULES.md`, and the verdicts on them."""
+"""The papers' claims, read from `RULES.md`, and the verdicts on them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _BETTER, _NO_WORSE = "better", "no worse"
 
 
 class Claim(NamedTuple):
-    """A claim: one row of the table of questions in RULES.md.
+    """A claim of a paper: one row in the table of questions in RULES.md.
 
     Attributes:
-        name: the paper's short name and the claim's number.
+        name: short name of the paper, and number of the claim.
         text: the claim in words.
-        task, division, metric: the value in which two variants are compared.
-        subject, baseline: the two compared variants.
-        bound: the difference (subject − baseline) beyond which the claim holds; negative if lower values are better.
-        shown: how the paper shows the claim.
+        task, division, metric: the value by which two variants are compared.
+        subject, baseline: the two variants that are compared.
+        bound: difference (subject − baseline) beyond which the claim holds; negative if lower values are better.
+        shown: how the paper supports the claim.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Claim(NamedTuple):
 
     @property
     def paper(self) -> str:
-        """The paper's short name."""
+        """The short name of the paper."""
         return self.name.rpartition("-")[0]
 
     @property
@@ -48,13 +48,13 @@ class Claim(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The verdict on a claim.
+    """The verdict on one claim.
 
     Attributes:
-        outcome: one of the constants of this module.
+        outcome: one of the constants in this module.
         difference: estimated difference (subject − baseline); None if it was not measured.
-        level: the level at which Holm's procedure tested the claim; 0 after the first claim that stays undecided.
-        learned: how many of the baseline's runs learned, and how many there are.
+        level: level at which Holm's procedure tested the claim; 0 after the first claim that stays undecided.
+        learned: number of the baseline's runs that have learned, and number of its runs.
     """
 
     outcome: str
@@ -81,11 +81,11 @@ CLAIMS = _read()
 
 
 def judge(claims: Sequence[Claim], scores_of: Callable[[Claim], Scores | None]) -> list[Verdict]:
-    """Return the verdicts on the claims of one paper.
+    """Return the verdicts on all claims of one paper.
 
     Args:
-        claims: the claims of the paper.
-        scores_of: returns the scores for a claim's task and division; None if the size does not support claims.
+        claims: all claims of the paper.
+        scores_of: returns the scores for the task and division of a claim; None if the size supports no claims.
     """
     found: list[Verdict] = []
     for claim in claims:

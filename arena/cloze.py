@@ -1,4 +1,4 @@
-"""Recall in cloze form: complete names that held-out code defined far before and that occur in no training text."""
+"""Recall in cloze form: complete names that held-out code defines much earlier and that occur in no training text."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from tokenmix_core.data.tokenizer import tokenizer_fingerprint
 from tokenmix_core.evaluation import EvalOptions, SuiteResult
 from tokenmix_oryx.evals import crossed
 
-# questions are grouped by the tokens between a name's definition and its use, at least so many
+# minimum distances, in tokens, between a name's definition and its use; questions are grouped by them
 DISTANCES = (64, 256, 1024, 4096)
-# tokens before the name that the model reads without the definition, to see how often it guesses the name
+# number of tokens before the name that the model also reads without the definition, to measure how often it guesses the
+# name
 _NEAR = 32
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
@@ -31,10 +32,11 @@ class Question(NamedTuple):
     """A name in held-out code that the model must complete.
 
     Attributes:
-        group: index in `DISTANCES` of the group that the question belongs to.
+        group: index in `DISTANCES` of the question's group.
         tokens: the text up to the end of the name.
-        name: index of the name's first token.
-        answer: index of the first token to predict; the name's tokens before it distinguish it from all earlier names.
+        name: index of the first token of the name.
+        answer: index of the first token to predict; the tokens of the name before it distinguish it from all earlier
+            names.
     """
 
     group: int
@@ -44,7 +46,7 @@ class Question(NamedTuple):
 
 
 def questions(text: Path, tokenizer: Any, length: int, limit: int) -> list[Question]:
-    """Return at most `limit` questions for each entry of `DISTANCES`; a question has at most `length` tokens.
+    """Return at most `limit` questions for each distance in `DISTANCES`; a question has at most `length` tokens.
 
     Raises:
         ValueError: the corpus has no file of names.
@@ -90,7 +92,7 @@ def _shared(beginning: str, words: set[str]) -> bool:
 
 @torch.inference_mode()
 def complete(model: Any, tokens: list[int], answer: int) -> tuple[bool, float]:
-    """Return whether greedy decoding predicts the tokens from index `answer` on, and the mean loss of these in nats."""
+    """Return whether greedy decoding predicts the tokens from index `answer` on, and their mean loss in nats."""
     ids = torch.tensor([tokens], device=model.device)
     targets = ids[0, answer:]
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(targets) + 1).logits[0, :-1].float()
@@ -129,11 +131,11 @@ def _suite(name: str, model: Any, tokenizer: Any, options: EvalOptions, modes: M
 
 
 def names_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure the fraction of names that greedy decoding completes, by distance from the definition."""
+    """Measure, by distance from the definition, the fraction of names that greedy decoding completes."""
     return _suite("names", model, tokenizer, options, {"": None})
 
 
 def cross_mode_names_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure the same as `names_suite`, with the code read in one mode of Oryx and the name predicted in another."""
+    """Measure the same as `names_suite`, but Oryx reads the code in one mode and predicts the name in another."""
     modes = {name: (context, prompt) for name, context, prompt in crossed()}
     return _suite("cross-mode-names", model, tokenizer, options, modes)

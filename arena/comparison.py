@@ -1,4 +1,4 @@
-"""The runs of a comparison: which runs there are, which are done, and which can start."""
+"""The runs of a comparison: which ones there are, which have results, and which can start."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tokenmix_lte.training_free import Method
 
 
 class Experiment(NamedTuple):
-    """A contestant on a task in a division: tuning runs select its learning rate, then there is one run per seed."""
+    """A contestant on a task in a division: tuning runs select its learning rate; then each seed has a reported run."""
 
     division: str
     task: str
@@ -45,7 +45,7 @@ class Run(NamedTuple):
 
     @property
     def key(self) -> store.Key:
-        """Key of the result."""
+        """The key of the run's result."""
         return store.Key(*self)
 
 
@@ -58,18 +58,19 @@ class CostRun(NamedTuple):
 
     @property
     def key(self) -> store.Key:
-        """Key of the result."""
+        """The key of the measurement's result."""
         return store.Key(self.division, self.contestant, store.COSTS, self.length, None)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The runs of a size, or of a part of it, and their results.
+    """All runs of a size, or of a part of it, and their results.
 
     Attributes:
         size: the settings of all runs.
-        results: the folder that holds the results of all sizes.
-        divisions, contestants, tasks: names that select a part of the size; if empty, those that the size names.
+        results: folder with the results of all sizes.
+        divisions, contestants, tasks: names that select a part of the size; those that are empty select what the size
+            names.
     """
 
     size: Size
@@ -96,15 +97,15 @@ class Comparison:
 
     @property
     def folder(self) -> Path:
-        """Folder of the size's results."""
+        """The folder of the size's results."""
         return self.results / self.size.name
 
     def contestants_in(self, division: str) -> list[str]:
-        """Return the selected contestants of a division."""
+        """Return the names of the selected contestants in a division."""
         return [c.name for c in eligible(division) if c.name in self.contestants]
 
     def experiments(self) -> list[Experiment]:
-        """Return all experiments without duplicates, in the order of the tables' rows."""
+        """Return all experiments, each once, in the order of the rows of tables."""
         found = [
             Experiment(training_division(contestant, division, self.size), task, contestant)
             for division in self.divisions
@@ -116,20 +117,21 @@ class Comparison:
     def tuning_runs(self, division: str, task: str, contestant: str) -> list[Run]:
         """Return the runs that select the learning rate: one for each rate of the grid and each tuning seed.
 
-        An ablation uses the tuning runs of the contestant that it ablates.
+        An ablation has the tuning runs of the contestant that it ablates.
         """
         return self._grid(division, task, contestant)[0]
 
     def selected_rate(self, division: str, task: str, contestant: str) -> float | None:
-        """Return the rate with the smallest mean final training loss; None while it is at an end of the grid.
+        """Return the rate whose runs have the least mean final training loss; None while it is at an end of the grid.
 
-        The loss of a diverged run is infinite. If the size supports no claims, the best rate of the given grid is
+        The loss of a diverged run counts as infinite. If the size supports no claims, the best rate of the original
+        grid is taken.
         taken.
         """
         return self._grid(division, task, contestant)[1]
 
     def _grid(self, division: str, task: str, contestant: str) -> tuple[list[Run], float | None]:
-        """Return the tuning runs, with the grid extended while its best rate is at an end, and the selected rate."""
+        """Return the tuning runs and the selected rate; the grid is extended while its best rate is at an end."""
         size = self.size
         contestant = CONTESTANTS[contestant].ablates or contestant
         division = training_division(contestant, division, size)
@@ -155,7 +157,7 @@ class Comparison:
             runs[rate] = [run._replace(rate=rate) for run in runs[best]]
 
     def scored_runs(self, division: str, task: str, contestant: str) -> list[Run]:
-        """Return the runs whose results are reported, one per seed; an empty list until the rate is selected."""
+        """Return the runs whose results are reported, one per seed; empty until the learning rate is selected."""
         rate = self.selected_rate(division, task, contestant)
         division = training_division(contestant, division, self.size)
         return (
@@ -165,7 +167,7 @@ class Comparison:
         )
 
     def cost_runs(self, *divisions: str) -> list[CostRun]:
-        """Return the cost measurements of some divisions (default: all), in increasing order of the context length."""
+        """Return the cost measurements of the given divisions (by default all), sorted by context length."""
         found = [
             CostRun(training_division(name, division, self.size), name, length)
             for division in divisions or self.divisions
@@ -177,25 +179,25 @@ class Comparison:
     def ready_runs(self) -> list[Run]:
         """Return the runs that can start now.
 
-        All seeds of one contestant precede the rates of the next, so that an interrupted comparison has complete table
-        rows.
+        All seeds of one contestant come before the rates of the next, so that even an interrupted comparison has
+        complete rows of tables.
         """
         found = []
         for experiment in self.experiments():
             runs = (*self.tuning_runs(*experiment), *self.scored_runs(*experiment))
             found += [run for run in runs if self.result(run) is None]
-        # without duplicates, because an ablation has the tuning runs of the contestant that it ablates
+        # without duplicates, because an ablation has the same tuning runs as the contestant that it ablates
         return list(dict.fromkeys(found))
 
     def ready_cost_runs(self) -> list[CostRun]:
-        """Return the cost measurements that are not done."""
+        """Return the cost measurements that have no result."""
         return [run for run in self.cost_runs() if self.result(run) is None]
 
     def result(self, run: Run | CostRun) -> store.Result | None:
-        """Return the result of a run; None if the run is not done.
+        """Return the result of a run, or None if it has none yet.
 
         Raises:
-            ValueError: the result is damaged, or was produced with other settings.
+            ValueError: the result is damaged, or was produced by other settings.
         """
         if (stored := store.load(self.folder).get(run.key)) is None or self._exploratory(stored.result):
             return None
@@ -208,17 +210,17 @@ class Comparison:
         return self.size.supports_claims and result.get("rules") != rules.digest()
 
     def exploratory(self) -> int:
-        """Return the number of results made under another version of RULES.md, or without it; no report uses them."""
+        """Return the number of results made under another version of RULES.md, or none; reports do not use them."""
         return sum(self._exploratory(stored.result) for stored in store.load(self.folder).values())
 
 
 def tuning_seeds(size: Size) -> tuple[int, ...]:
-    """Return the seeds of the runs that select the learning rate."""
+    """Return the seeds of those runs that select the learning rate."""
     return rules.TUNING_SEEDS if size.supports_claims else (size.tuning_seed,)
 
 
 def final_seeds(task: str, size: Size) -> tuple[int, ...]:
-    """Return the seeds of the runs whose results are reported for a task."""
+    """Return the seeds of those runs of a task whose results are reported."""
     if not size.supports_claims:
         return size.seeds
     return rules.TEXT_SEEDS if task == TEXT else rules.RECALL_SEEDS
@@ -226,7 +228,7 @@ def final_seeds(task: str, size: Size) -> tuple[int, ...]:
 
 @cache
 def fingerprint(run: Run | CostRun, size: Size) -> str:
-    """Return a hash of all settings that a result depends on: recipe and suite options, or model and context length."""
+    """Return a hash of the settings on which a result depends: recipe and suite options, or model and length."""
     if isinstance(run, CostRun):
         settings: Any = [solve(run.contestant, run.division, size).fields, run.length]
     else:
@@ -238,14 +240,14 @@ def fingerprint(run: Run | CostRun, size: Size) -> str:
 
 
 def recipe_of(run: Run, size: Size) -> Recipe:
-    """Return the recipe of a run; tuning runs on text are shorter than others."""
+    """Return the recipe of a run; tuning runs of the task text are shorter than reported ones."""
     if run.task == TEXT and size.supports_claims and run.seed in tuning_seeds(size):
         size = replace(size, steps=max(1, round(rules.TEXT_TUNING * size.steps)))
     return recipe(run.contestant, run.division, run.task, size, run.rate, run.seed)
 
 
 def eviction_budgets(run: Run, size: Size) -> dict[Method, int]:
-    """Return the eviction methods to evaluate the trained model with, once more each, and their KV budget in tokens."""
+    """Return the eviction methods with which the trained model is evaluated again, with their KV budgets in tokens."""
     budget = CONTESTANTS[run.contestant].kv_budget
     if budget is None or run.task not in (MQAR, TEXT) or run.seed in tuning_seeds(size):
         return {}

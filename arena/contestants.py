@@ -1,4 +1,4 @@
-"""The contestants: each mixer's layers as its authors propose them, and variants for comparisons of equal state."""
+"""The contestants: the layers of each mixer as its authors propose them, and variants for equal sizes of state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-# imported to register the model families and their mixers
+# these imports register the model families and their mixers
 import tokenmix_lte.model  # noqa: F401
 import tokenmix_nats_l.model  # noqa: F401
 import tokenmix_nha.model  # noqa: F401
@@ -30,18 +30,18 @@ GDN, ATTENTION, WINDOW, MAMBA2, LTE, NSA, NATS_L = (
     "nsa",
     "nats_l",
 )
-# divisions. PARAMETERS: models have equal parameter counts; STATE: equal state sizes as well
+# divisions: in PARAMETERS, models have equal parameter counts; in STATE, they also have equal state sizes
 PARAMETERS, STATE = "parameters", "state"
 DIVISIONS = (PARAMETERS, STATE)
-# methods that bound the KV cache of full attention, applied after training
+# methods, applied after training, that bound the KV cache of full attention
 EVICTION_METHODS: tuple[Method, ...] = ("tova", "uniform")
-# target percentages of chunks that NAtS-L Hybrid assigns to softmax attention
+# percentages of chunks that NAtS-L Hybrid should compute by softmax attention
 SOFTMAX_SHARES = (10, 50)
-# the smallest window of laLTE: its scorer reads so many tokens
+# smallest window of laLTE, because its scorer reads so many tokens
 MIN_LTE_WINDOW = 13
-# the mode in which a contestant need not keep the parts of its state that `droppable` lists
+# in this mode, a contestant need not keep the parts of its state that `droppable` lists
 BOUNDED = "linear"
-# in hybrids, index of the full-attention layer in each group of four layers
+# index of the full-attention layer in each group of four layers of a hybrid
 FULL_ATTENTION_LAYER = 3
 
 Fields = Mapping[str, Any]
@@ -49,24 +49,24 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Contestant:
-    """One mixer, or a repeating pattern of mixers, that takes part in the comparison.
+    """A mixer, or a repeating pattern of mixers, that takes part in the comparison.
 
     Attributes:
         name: name on the command line and in files.
         title: name in tables.
-        layers: takes a size and returns the configuration fields that define the mixers.
-        candidates: takes a size and yields such fields with a state of constant size, in increasing order of its bytes;
-            the candidate nearest to the reference enters the division of equal state. None if the state grows with the
-            text: the contestant does not take part in that division.
+        layers: function of a size that returns the configuration fields by which the mixers are defined.
+        candidates: function of a size that yields such fields whose state has constant size, sorted by its bytes; the
+            one nearest to the reference takes part in the division of equal state. None if the state grows with the
+            text, so that the contestant is not in that division.
         model_type: model family.
-        callbacks, row_inputs: fields of the `Recipe`.
-        modes: the modes in which the model is evaluated, one table row each; empty for a model without modes.
+        callbacks, row_inputs: the fields of the same name in `Recipe`.
+        modes: modes in which the model is evaluated, each a row of tables; empty for a model without modes.
         droppable: parts of a layer's state that need not be kept in the mode `BOUNDED`.
-        on_request: True if the contestant takes part only if a size or the command line names it.
-        ablates: name of the contestant of which this one is an ablation; its learning rates are used.
-        capped: True if zero-shot retrieval is measured at several caps of the LTE layers.
-        kv_budget: takes a size and returns how many tokens full attention retains under each of `EVICTION_METHODS`;
-            each method adds a row to the tables of associative recall.
+        on_request: whether the contestant takes part only if a size or the command line names it.
+        ablates: name of the contestant of which this is an ablation and whose learning rates it uses.
+        capped: whether zero-shot retrieval is measured at several caps of the LTE layers.
+        kv_budget: function of a size that returns how many tokens full attention retains under each of
+            `EVICTION_METHODS`; each method adds a row to the tables of associative recall.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Contestant:
     kv_budget: Callable[[Size], int] | None = None
 
     def eligible(self, division: str) -> bool:
-        """True if the contestant can take part in a division: equal state needs a bounded state."""
+        """True if the contestant can take part in a division; that of equal state requires a bounded state."""
         return division == PARAMETERS or self.candidates is not None
 
 
@@ -97,7 +97,7 @@ def _attention(size: Size, **options: Any) -> dict[str, Any]:
 
 
 def _gdn(size: Size) -> dict[str, Any]:
-    # the authors' proportions: keys use three quarters of the width, values are twice as wide
+    # the proportions of the authors: keys have three quarters of the width, and values are twice as wide as keys
     return {"num_heads": max(1, round(0.75 * _heads(size))), "head_dim": size.head_dim, "expand_v": 2.0}
 
 
@@ -110,7 +110,7 @@ def _square_gdn(size: Size) -> dict[str, Any]:
 
 
 def _pattern(*mixers: str, **options: Fields) -> Fields:
-    """Return the fields of a repeating pattern of mixers; `options` maps mixers' labels to their options."""
+    """Return the fields of a repeating pattern of mixers; `options` has options by the mixers' labels."""
     return {"mixers": list(mixers), "mixer_options": options}
 
 
@@ -146,7 +146,7 @@ def _oryx(family: str, **changes: Any) -> Callable[[Size], Fields]:
 
 
 def _alternating_gdn(mixer: str, size: Size, options: Fields) -> Fields:
-    """Return layers that alternate between Gated DeltaNet and another mixer, as in LTE's paper."""
+    """Return the fields of layers that alternate between Gated DeltaNet and another mixer, as in LTE's paper."""
     return _pattern(GDN, mixer, **{"gated_delta_net": _gdn(size), mixer: options})
 
 
@@ -155,7 +155,7 @@ def _lalte(size: Size, **changes: Any) -> Fields:
 
 
 def _token_budget(size: Size) -> int:
-    """Return the window, or KV budget, of the baselines of laLTE: laLTE's window plus half its cap, as in the paper."""
+    """Return the window, or KV budget, of laLTE's baselines: laLTE's window plus half its cap, as in the paper."""
     return 2 * _window(size)
 
 
@@ -171,7 +171,7 @@ def _nats_l_hybrid(size: Size, **changes: Any) -> Fields:
 
 
 def _nsa(size: Size) -> dict[str, Any]:
-    # the authors' fractions of a training row: a quarter for selected blocks, an eighth for the window
+    # the authors' fractions of a training row: one quarter for selected blocks, one eighth for the window
     heads, block = size.width // size.attention_head_dim, max(16, min(64, size.seq_len // 16 // size.sparsity))
     options = {"num_kv_heads": max(1, heads // 4), "head_dim": size.attention_head_dim, "block": block}
     return _attention(size, **options, blocks=max(3, 2 * _window(size) // block), window=_window(size))
@@ -313,14 +313,14 @@ CONTESTANTS = {
         ),
     )
 }
-# the contestants of sizes that name none
+# the contestants of a size that names none
 DEFAULT_CONTESTANTS = tuple(name for name, contestant in CONTESTANTS.items() if not contestant.on_request)
 
 
 def training_division(name: str, division: str, size: Size) -> str:
-    """Return the division under which a contestant's runs for `division` are stored.
+    """Return the division under which the runs of a contestant for `division` are stored.
 
-    A contestant that has the same model in both divisions is trained once.
+    A contestant whose model is the same in both divisions is trained only once.
     """
     contestant = CONTESTANTS[name]
     if contestant.candidates is not None and list(contestant.candidates(size)) == [contestant.layers(size)]:

@@ -1,8 +1,8 @@
-"""A corpus of source code and documentation, built from Debian packages: `python -m arena corpus`.
+"""A corpus of source code and documentation made from Debian packages: `python -m arena corpus`.
 
-The stages extract texts, remove repeated text, hold out whole subsystems, train a vocabulary, and write tokens. Each
-stage renames its files only when they are complete, so a call after an interruption continues with the unfinished
-stage.
+The stages are: extract texts, remove repeated text, hold out whole subsystems, train a vocabulary, and write tokens. A
+stage gives its files their names only when they are complete, so that a call after an interruption continues with the
+unfinished stage.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tokenmix_core.data.text import SplitText
 from tokenmix_core.data.token_file import DOCUMENTS, META, TOKENS, file_sha256
 from tokenmix_core.data.tokenizer import BYTE_SPECIALS
 
-# the name of the corpus in recipes and options, which omit its folder; the environment variable with the folder
+# name of the corpus in recipes and options, where its folder is left out; environment variable with the folder
 CORPUS, FOLDER = "corpus", "TOKENMIX_ARENA_CORPUS"
 DEFAULT_FOLDER = Path("runs/corpus")
 MANIFEST, TOKENS_FOLDER, TOKENIZER = "manifest.json", "tokens", "tokenizer"
@@ -45,11 +45,11 @@ HELD_OUT = (
     r"rust-doc/.*/html/book/",
     r"libpython3[^/]*/.*/(asyncio|email|unittest)/",
 )
-# windows of whole lines of at least so many bytes are removed if they occurred before
+# a window of whole lines with at least so many bytes is removed if it has occurred before
 REPEATED = 160
-# the least bytes of held-out text, and the largest fraction of its spans that may occur in training
+# minimum bytes of held-out text, and largest fraction of its spans that may occur in training text
 LEAST_HELD_OUT_BYTES, MOST_LEAKED = 5_000_000, 0.005
-# a document of which a larger fraction is removed is left out
+# a document is left out if a larger fraction of it is removed
 _MOST_REMOVED = 0.5
 _LEAST_BYTES = 256
 _TOKENIZER_BYTES = 80_000_000
@@ -59,12 +59,12 @@ _PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{
 
 
 class Recipe(NamedTuple):
-    """The choices, other than the packages, that determine the corpus.
+    """All choices that determine the corpus, besides the packages.
 
     Attributes:
         held_out: patterns for the names of held-out documents.
         vocabulary: size of the vocabulary, special tokens included.
-        least_held_out: the fewest bytes that must be held out.
+        least_held_out: minimum number of bytes that must be held out.
     """
 
     held_out: tuple[str, ...] = HELD_OUT
@@ -78,17 +78,17 @@ DEFAULT = Recipe()
 def build(
     folder: Path, sources: Path | None = None, recipe: Recipe = DEFAULT, *, progress: bool = True
 ) -> dict[str, Any]:
-    """Build the corpus, or continue an interrupted build, and return its manifest.
+    """Build the corpus, or continue an interrupted build; return the manifest of the corpus.
 
     Args:
-        folder: folder of the corpus; gets `tokens` (a token file), `tokenizer`, `names.json` and `manifest.json`.
-        sources: a folder of .deb files; by default they are downloaded with apt into `packages` below `folder`.
-        recipe: the other choices.
-        progress: show progress bars.
+        folder: folder of the corpus, for `tokens` (a token file), `tokenizer`, `names.json` and `manifest.json`.
+        sources: folder of .deb files; by default they are downloaded with apt into `packages` below `folder`.
+        recipe: all choices besides the packages.
+        progress: whether to show progress bars.
 
     Raises:
-        ValueError: the folder holds a build from other packages or choices, too little text is held out, or held-out
-            text occurs in training.
+        ValueError: the folder has a build from other packages or choices, too little text is held out, or held-out text
+            occurs in the training text.
         OSError: a package cannot be downloaded or read.
     """
     if (folder / MANIFEST).is_file():
@@ -119,7 +119,7 @@ def build(
         "sha256": {name: file_sha256(folder / name) for name in files},
     }
     write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-    # remove intermediate files, which can be made from the packages again
+    # remove the intermediate files, which can be made from the packages again
     shutil.rmtree(folder / _EXTRACTED, ignore_errors=True)
     for name in (*_TEXT, _CANDIDATES):
         (folder / name).unlink(missing_ok=True)
@@ -130,7 +130,7 @@ def folder() -> Path:
     """Return the folder of the corpus that runs use.
 
     Raises:
-        ValueError: there is no complete corpus in it.
+        ValueError: the folder contains no complete corpus.
     """
     found = Path(os.environ.get(FOLDER) or DEFAULT_FOLDER)
     if not (found / MANIFEST).is_file():
@@ -139,22 +139,22 @@ def folder() -> Path:
 
 
 def tokens() -> Path:
-    """Return the token file of the corpus."""
+    """Return the corpus's token file."""
     return folder() / TOKENS_FOLDER
 
 
 def tokenizer() -> Path:
-    """Return the folder of the corpus's vocabulary."""
+    """Return the folder of the corpus's tokenizer."""
     return folder() / TOKENIZER
 
 
 def identity() -> dict[str, Any]:
-    """Return values that identify the corpus in a result: hashes of its tokens and of its manifest."""
+    """Return values by which a result identifies the corpus: hashes of its tokens and of its manifest."""
     return {"text": CORPUS, "sha256": tokens_sha256(tokens()), "manifest": file_sha256(folder() / MANIFEST)}
 
 
 def described(manifest: dict[str, Any]) -> str:
-    """Return the counts of a corpus as one line of text."""
+    """Return the counts in a corpus's manifest as one line of text."""
     training = manifest["tokens"] - manifest["held_out_tokens"]
     counts = "; ".join(f"{name} {count:,}" for name, count in manifest["counts"].items())
     return (
@@ -165,7 +165,7 @@ def described(manifest: dict[str, Any]) -> str:
 
 
 def _begin(folder: Path, found: Sequence[packages.Package], recipe: Recipe) -> dict[str, Any]:
-    """Return packages and recipe as plain data; raise an error if the folder's build began with other ones."""
+    """Return packages and recipe as plain data; raise an error if a build in `folder` began with other ones."""
     listed = {f"{p.name} {p.version}": file_sha256(p.path) for p in found}
     about = json.loads(json.dumps({"packages": listed, "recipe": recipe._asdict()}))
     begun = folder / "begun.json"
@@ -190,7 +190,7 @@ def _lines(path: Path) -> Iterator[packages.Document]:
 
 
 class _Stages:
-    """The stages up to the vocabulary; a stage whose files exist returns at once."""
+    """The stages up to the vocabulary; a stage whose files already exist returns at once."""
 
     def __init__(self, folder: Path, progress: bool) -> None:
         self.folder, self.progress = folder, progress
@@ -202,7 +202,7 @@ class _Stages:
         return self.folder / _EXTRACTED / f"{package.name}.jsonl"
 
     def extract(self, package: packages.Package) -> None:
-        """Write the texts of a package as JSON lines."""
+        """Write the texts of a package to a file of JSON lines."""
         path = self._extracted(package)
         path.parent.mkdir(exist_ok=True)
         if not path.is_file():
@@ -211,14 +211,14 @@ class _Stages:
                     file.write(json.dumps(document, ensure_ascii=False) + "\n")
 
     def _once(self, name: str, stage: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Run a stage and store its report; if the stage is done, return the stored report."""
+        """Run a stage and store its report; if the stage has been done, only return the stored report."""
         path = self.folder / f"{name}.json"
         if not path.is_file():
             write_atomically(path, json.dumps(stage(), indent=1) + "\n")
         return json.loads(path.read_text())
 
     def clean(self, found: Sequence[packages.Package], recipe: Recipe) -> dict[str, Any]:
-        """Write the training and the held-out text, without repeated text and without text that both have."""
+        """Write the training text and the held-out text, without repeated text and without text that both contain."""
         counts = self._once("split", lambda: self._split(found, recipe))
         leaks = self._once("leaks", self._leaks)
         if (size := leaks.pop("held-out bytes")) < recipe.least_held_out:
@@ -236,7 +236,7 @@ class _Stages:
         return {"counts": counts, **leaks}
 
     def _split(self, found: Sequence[packages.Package], recipe: Recipe) -> dict[str, int]:
-        """Write the training documents and the candidates for held-out documents, without repetitions."""
+        """Write the training documents and the candidates for held-out documents, both without repetitions."""
         counts: Counter[str] = Counter()
         wanted = re.compile("|".join(recipe.held_out))
 
@@ -261,7 +261,7 @@ class _Stages:
     def _without_repetitions(
         self, documents: Callable[[], Iterator[tuple[packages.Document, bool]]], counts: Counter[str]
     ) -> Iterator[tuple[packages.Document, bool]]:
-        """Yield the documents without copies, and without windows of lines that occurred earlier."""
+        """Yield the documents, except copies of earlier ones, and without windows of lines that occurred earlier."""
         seen: set[bytes] = set()
         copies: list[bool] = []
         hashes: list[np.ndarray] = []
@@ -276,7 +276,7 @@ class _Stages:
         every = np.concatenate([*hashes, np.zeros(0, np.uint64)])
         del hashes, seen
         repeated = np.ones(len(every), bool)
-        # of equal hashes the first is no repetition
+        # the first of several equal hashes is no repetition
         repeated[np.unique(every, return_index=True)[1]] = False
         del every
         masks = iter(np.split(repeated, ends[:-1]))
@@ -294,7 +294,7 @@ class _Stages:
                 yield packages.Document(document.name, kept.decode()), held
 
     def _leaks(self) -> dict[str, float]:
-        """Write the held-out documents without the lines that share a span of bytes with the training text."""
+        """Write the held-out documents without those lines that share a span of bytes with the training text."""
         candidates = list(_lines(self.folder / _CANDIDATES))
         spans = [Hashes(document.text.encode()).all_spans() for document in candidates]
         known = SpanSet(spans)
@@ -311,7 +311,7 @@ class _Stages:
                     kept = Hashes(content).all_spans()
                     index, members = known.index(kept)
                     after += int(occurs[index[members]].sum())
-                    # spans that did not exist before lines were removed
+                    # these spans exist only since lines were removed
                     unknown.append(kept[~members])
                     total, size = total + len(kept), size + len(content)
                     file.write(json.dumps((document.name, content.decode()), ensure_ascii=False) + "\n")
@@ -322,14 +322,14 @@ class _Stages:
         return {**shares, "held-out bytes": size}
 
     def _occurring(self, members: SpanSet, about: str) -> np.ndarray:
-        """Return a mask: which members of a set of spans occur in the training text."""
+        """Return a mask of the members of a set of spans that occur in the training text."""
         occurs = np.zeros(len(members), bool)
         for document in self._progress(self._training(), about):
             occurs[members.find(Hashes(document.text.encode()).all_spans())] = True
         return occurs
 
     def train_tokenizer(self, vocabulary: int) -> None:
-        """Train a byte-level BPE vocabulary on a sample of the training documents."""
+        """Train the vocabulary of byte-level BPE on a sample of the training documents."""
         folder = self.folder / TOKENIZER
         if folder.is_dir():
             return
@@ -355,7 +355,7 @@ class _Stages:
         partial.rename(folder)
 
     def source(self, about: dict[str, Any]) -> Source:
-        """Return the texts as source for `prepare`: training documents shuffled, then held-out documents in order."""
+        """Return the source of texts for `prepare`: training documents in random order, then held-out ones in order."""
         starts = []
         for name, held_out in zip(_TEXT, (False, True), strict=True):
             offset, found = 0, []
@@ -377,6 +377,6 @@ class _Stages:
 
 
 def _cut(text: Hashes, removed: np.ndarray) -> bytes:
-    """Return a text without the removed lines; an empty text if too little is left."""
+    """Return a text without the removed lines; an empty text if too little remains."""
     kept = without(text.data.tobytes(), text.line_ends(), removed)
     return kept if len(kept) >= max(_LEAST_BYTES, (1 - _MOST_REMOVED) * len(text.data)) else b""

@@ -36,14 +36,14 @@ from tokenmix_core.training.folder import METRICS
 from tokenmix_core.training.manifest import trained_on
 from tokenmix_lte.training_free import in_constant_memory
 
-# final fraction of a run; its mean loss selects the learning rate
+# final fraction of a run, over which the mean loss selects the learning rate
 _FINAL_FRACTION = 0.1
-# how many points of each logged metric are stored, approximately
+# approximate number of points that are stored of each logged metric
 _POINTS = 20
 
 
 class StopAt(TrainerCallback):
-    """Stop training, with a checkpoint, at a deadline in seconds since the epoch."""
+    """Stops training, with a checkpoint, at a deadline given in seconds since the epoch."""
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
@@ -54,15 +54,15 @@ class StopAt(TrainerCallback):
 
 
 def execute(run: Run, comparison: Comparison, work: Path, *, deadline: float, commit: str, jobs: int = 1) -> bool:
-    """Train and evaluate a run, or resume it; return True if its result is stored, False if it remains unfinished.
+    """Train and evaluate a run, or resume it; return True if its result is now stored, False if it is unfinished.
 
     Args:
-        run: the run.
-        comparison: the comparison that the run belongs to.
+        run: the run to execute.
+        comparison: the comparison to which the run belongs.
         work: folder for the files of unfinished runs.
-        deadline: seconds since the epoch at which training stops with a checkpoint; no evaluation starts afterwards.
-        commit: commit of the code; stored with the result.
-        jobs: number of concurrent runs; stored because it affects the speed.
+        deadline: seconds since the epoch at which training stops with a checkpoint; later, no evaluation starts.
+        commit: commit of the code, stored with the result.
+        jobs: number of concurrent runs, stored because it affects the speed.
 
     Raises:
         Terminated: a signal has stopped training.
@@ -71,18 +71,18 @@ def execute(run: Run, comparison: Comparison, work: Path, *, deadline: float, co
     disable_progress_bar()
     settings = located(recipe_of(run, size))
     settings = replace(settings, callbacks=(*settings.callbacks, lambda _: StopAt(deadline)))
-    # the folder's name contains the fingerprint, so that runs with other settings have other checkpoints
+    # the fingerprint is in the folder's name, so that runs with other settings do not find these checkpoints
     folder = work / size.name / run.key.path / fingerprint(run, size)
     diverged = False
     if not (folder / "config.json").is_file():
         resume = folder.is_dir() and bool(checkpoint.checkpoint_steps(folder))
         if not resume:
-            # a process was killed before its first checkpoint
+            # the folder of a process that was killed before its first checkpoint
             shutil.rmtree(folder, ignore_errors=True)
         try:
             if trainer.train(settings, folder, resume=resume, progress=False).interrupted:
                 if time.time() < deadline:
-                    # training has its own signal handlers, so report the signal here
+                    # training has handled the signal itself, so raise the error for it here
                     raise Terminated
                 return False
         except FloatingPointError:
@@ -115,13 +115,13 @@ def execute(run: Run, comparison: Comparison, work: Path, *, deadline: float, co
 
 
 def _evaluate(run: Run, size: Size, folder: Path) -> dict[str, Any]:
-    # evaluate on the split of the built-in corpus that the run was trained on, which may be an older one
+    # evaluate on the same split of the built-in corpus as in training, which may be an older one
     trained, asked = trained_on(folder), suites(CONTESTANTS[run.contestant], run.task, size)
     options = {name: held_out_from(located_text(option), trained) for name, option in asked.items()}
     model, tokenizer = load_model(folder), load_tokenizer(folder)
 
     def rows_of(model: Any, names: list[str]) -> dict[str, list[dict[str, Any]]]:
-        # hide the tables that `evaluate` prints: the report has its own
+        # hide the tables that `evaluate` prints, because the report has tables of its own
         with redirect_stdout(io.StringIO()):
             results = evaluate(model, tokenizer, names, options, suites=ARENA_SUITES)
         return {name: _with_samples(result) for name, result in results.items()}
@@ -137,7 +137,7 @@ def _evaluate(run: Run, size: Size, folder: Path) -> dict[str, Any]:
 
 
 def _with_samples(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a suite's result, each with its examples' values under the key `EACH`."""
+    """Return the rows of a suite's result; each row has the values of its examples under the key `EACH`."""
     rows, samples = result["rows"], result.get("samples")
     if samples is None:
         return rows
@@ -145,12 +145,12 @@ def _with_samples(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _training_log(folder: Path, diverged: bool) -> dict[str, Any]:
-    """Return the loss curve, its final mean (None if diverged), metrics that layers logged, and the training speed.
+    """Return the loss curve, its final mean (None if diverged), the layers' metrics, and the training speed.
 
-    Layers' metrics have names `NAME/LAYER`; about `_POINTS` steps of each are stored.
+    The names of layers' metrics are `NAME/LAYER`; about `_POINTS` steps of each metric are stored.
     """
     lines = [line for line in read_metrics(folder / METRICS) if "loss" in line]
-    # evenly spaced from the end, so that the last line is included
+    # evenly spaced, counted from the end so that the last line is included
     thinned = lines[:: -max(1, len(lines) // _POINTS)][::-1]
     names = sorted({name for line in lines for name in line if "/" in name})
     curve = [(line["step"], line["loss"]) for line in lines]
@@ -167,7 +167,7 @@ def _training_log(folder: Path, diverged: bool) -> dict[str, Any]:
             ]
             for name in names
         },
-        # without the first half, which includes compilation and short examples
+        # without the first half of the run, which has compilation and short examples
         "tokens per second": median(speeds[len(speeds) // 2 :]) if speeds else None,
     }
 
@@ -175,14 +175,14 @@ def _training_log(folder: Path, diverged: bool) -> dict[str, Any]:
 def measure_costs(run: CostRun, comparison: Comparison, *, commit: str) -> bool:
     """Measure speed and memory of training, prefill and decoding at one context length, in each mode; return True.
 
-    No other process may use the GPU.
+    During the call, no other process may use the GPU.
     """
     size, contestant = comparison.size, CONTESTANTS[run.contestant]
     model = _random_model(run, size)
     repeats = 3 if size.supports_claims else 1
     rows = []
     for mode in contestant.modes or ("",):
-        # in the mode `BOUNDED` Oryx runs without a KV cache
+        # in the mode `BOUNDED`, Oryx runs without a KV cache
         selected: Any = model.modes(mode, keep_kv=mode != BOUNDED) if mode else nullcontext()
         with selected:
             model.eval()
@@ -204,7 +204,7 @@ def measure_costs(run: CostRun, comparison: Comparison, *, commit: str) -> bool:
 
 
 def _random_model(run: CostRun, size: Size) -> Any:
-    # speed does not depend on the task, the rate or the seed
+    # any task, rate and seed will do, because speed does not depend on them
     task = next(iter(size.tasks or TASKS))
     settings = recipe(run.contestant, run.division, task, size, size.rates[0], size.tuning_seed)
     device, dtype = device_and_dtype()

@@ -12,17 +12,17 @@ import numpy as np
 
 from arena import rules
 
-# test examples' values by group (such as a number of pairs, a length or a task); groups have equal weights
+# values of test examples by group (a number of pairs, a length or a task, for example); groups have equal weights
 Groups = Mapping[Any, Sequence[float]]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean or a difference of means over seeds and test examples.
+    """The estimate of a mean, or of a difference of means, over seeds and test examples.
 
     Attributes:
         mean: the estimate.
-        error: standard deviation of its replicates in the bootstrap.
+        error: standard deviation of the estimate's replicates in the bootstrap.
         freedom: degrees of freedom for Student's t; 0 if there are too few seeds for an interval.
     """
 
@@ -31,7 +31,7 @@ class Estimate:
     freedom: int
 
     def interval(self, level: float = 0.05) -> tuple[float, float]:
-        """Return the confidence interval that does not contain the true value with probability `level`."""
+        """Return the confidence interval that misses the true value with probability `level`."""
         if not self.freedom:
             return -math.inf, math.inf
         half = student_quantile(level, self.freedom) * self.error
@@ -46,17 +46,17 @@ class Estimate:
 
 
 def estimate(seeds: Sequence[Groups]) -> Estimate:
-    """Return the mean of one model's values; `seeds` has the values by group for each seed."""
+    """Return the mean of one model's values; `seeds` has, for each seed, the values by group."""
     values, variance, freedom = _replicates(seeds, 0)
     mean = float(np.mean([_mean(groups) for groups in seeds]))
     return Estimate(mean, _deviation(values), 0 if variance is None else freedom)
 
 
 def difference(subject: Sequence[Groups], baseline: Sequence[Groups]) -> Estimate:
-    """Return the difference of the means of two models, whose seeds are independent and whose test examples are shared.
+    """Return the difference of two models' means; their seeds are independent, but their test examples are the same.
 
     Raises:
-        ValueError: the two models do not have the same groups of examples.
+        ValueError: the two models have different groups of examples.
     """
     shapes = [{key: len(values) for key, values in groups.items()} for groups in (*subject, *baseline)]
     if any(shape != shapes[0] for shape in shapes):
@@ -76,16 +76,16 @@ def _mean(groups: Groups) -> float:
 
 
 def _deviation(values: np.ndarray) -> float:
-    # equal values may differ by rounding errors
+    # rounding errors may make equal values differ
     deviation = float(values.std())
     return deviation if deviation > 1e-9 else 0.0
 
 
 def _replicates(seeds: Sequence[Groups], side: int) -> tuple[np.ndarray, float | None, int]:
-    """Return replicates of a model's mean, its variance over seeds (None for one seed), and the degrees of freedom."""
+    """Return replicates of a model's mean, its variance over seeds (None for one seed), and its degrees of freedom."""
     n = len(seeds)
     means = [_mean(groups) for groups in seeds]
-    # the two models draw their seeds independently, but the same examples
+    # the two models (`side`) draw seeds independently, but draw the same examples
     chosen = _draws(n, -1 - side)
     total = np.zeros(rules.REPLICATES)
     for index, key in enumerate(seeds[0]):
@@ -97,7 +97,7 @@ def _replicates(seeds: Sequence[Groups], side: int) -> tuple[np.ndarray, float |
 
 @lru_cache(maxsize=64)
 def _draws(n: int, stream: int) -> np.ndarray:
-    """Return each item's weight in each replicate: how often it is among n − 1 draws with replacement, over n − 1."""
+    """Return the weight of each item in each replicate: how often n − 1 draws with replacement select it / (n − 1)."""
     if n == 1:
         return np.ones((rules.REPLICATES, 1))
     generator = np.random.default_rng([rules.GENERATOR_SEED, stream + 2])
@@ -105,7 +105,7 @@ def _draws(n: int, stream: int) -> np.ndarray:
 
 
 def student_p(t: float, freedom: int) -> float:
-    """Return the probability of |Student's t| above `t`, by the closed form for integer degrees of freedom."""
+    """Return the probability that |Student's t| exceeds `t`, by the closed form for integer degrees of freedom."""
     angle = math.atan(t / math.sqrt(freedom))
     term = math.cos(angle) if freedom % 2 else 1.0
     total = term if freedom > 1 else 0.0
@@ -128,7 +128,7 @@ def student_quantile(level: float, freedom: int) -> float:
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:
-    """Return Wilson's 95 % interval for a fraction."""
+    """Return Wilson's 95 % interval for the fraction successes / trials."""
     z = 1.959964
     centre = (successes + z * z / 2) / (trials + z * z)
     half = z / (trials + z * z) * math.sqrt(successes * (trials - successes) / trials + z * z / 4)
@@ -136,7 +136,7 @@ def wilson(successes: int, trials: int) -> tuple[float, float]:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return the level at which Holm's procedure tests each hypothesis; 0 after the first that is not rejected."""
+    """Return, for each hypothesis, the level at which Holm's procedure tests it; 0 after the first not rejected."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     levels, rejecting = [0.0] * len(p_values), True
     for rank, i in enumerate(order):

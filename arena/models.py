@@ -1,4 +1,4 @@
-"""Build models with equal parameter counts, or equal state sizes, from the contestants' layers."""
+"""Models with equal parameter counts, or equal state sizes, built from the contestants' layers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from arena.sizes import Size
 from tokenmix_core.nn.mlp import swiglu_width
 from tokenmix_core.training.recipe import Recipe
 
-# largest relative difference between a model and the reference
+# largest relative difference between a model and the reference model
 TOLERANCE = {PARAMETERS: rules.PARAMETER_TOLERANCE, STATE: rules.STATE_TOLERANCE}
 REFERENCE = {PARAMETERS: "attention", STATE: "oryx-tm"}
 
 
 @dataclass(frozen=True)
 class Model:
-    """A contestant's model in a division.
+    """The model of a contestant in a division.
 
     Attributes:
-        fields: the configuration without vocabulary size and context length.
-        parameters: parameter count without the embedding, which is equal in all models; includes both modes of Oryx.
-        state_bytes: minimum and maximum state of one sequence at the longest context of the text task, in bfloat16.
-            They differ if the data decide which tokens are retained, or if a part of the state may be dropped.
+        fields: the configuration, without vocabulary size and context length.
+        parameters: parameter count without the embedding, which is equal in all models; for Oryx, it includes both
+            modes.
+        state_bytes: minimum and maximum bytes of the state of one sequence at the longest context of the text task, in
+            bfloat16. They differ if the data decide which tokens are retained, or if a part of the state may be
+            dropped.
     """
 
     fields: Fields = field(hash=False)
@@ -39,13 +41,13 @@ class Model:
 
 @cache
 def solve(name: str, division: str, size: Size) -> Model:
-    """Return the contestant's model with the reference's parameter count and, in the division `STATE`, its state size.
+    """Return the contestant's model with the reference's parameter count and, in the division `STATE`, state size.
 
-    The mixers are not changed; the width of the MLPs is chosen to match the count. The count is linear in this width,
-    so two models on the meta device determine it.
+    The mixers are not changed; the width of the MLPs is chosen such that the count matches. The count is linear in this
+    width, so that two models on the meta device determine it.
 
     Raises:
-        ValueError: the contestant does not take part in the division, or no width or candidate is within the tolerance.
+        ValueError: the contestant is not in the division, or no width or candidate comes within the tolerance.
     """
     contestant = CONTESTANTS[name]
     if not contestant.eligible(division):
@@ -67,7 +69,7 @@ def solve(name: str, division: str, size: Size) -> Model:
 
 @cache
 def target_parameters(size: Size) -> int:
-    """Return the parameter count of the reference."""
+    """Return the parameter count of the reference model."""
     reference = CONTESTANTS[REFERENCE[PARAMETERS]]
     mlp = {"intermediate_size": swiglu_width(size.width, multiple=64)}
     return _count_parameters(reference, size, {**reference.layers(size), **mlp})
@@ -75,17 +77,17 @@ def target_parameters(size: Size) -> int:
 
 @cache
 def target_state(size: Size) -> int:
-    """Return the state size of the reference in bytes."""
+    """Return the state size of the reference model in bytes."""
     reference = CONTESTANTS[REFERENCE[STATE]]
     assert reference.candidates is not None
     return state_bytes(reference, size, next(reference.candidates(size)))[0]
 
 
 def state_bytes(contestant: Contestant, size: Size, fields: Fields, length: int | None = None) -> tuple[int, int]:
-    """Return the minimum and maximum state of one sequence in bytes, in bfloat16.
+    """Return the minimum and maximum bytes of the state of one sequence, in bfloat16.
 
-    The maximum includes the parts that the contestant may drop, the minimum does not. `length` defaults to the longest
-    sequence of the text task, where every bounded state is full.
+    The maximum includes the parts that the contestant may drop, the minimum does not. By default, `length` is that of
+    the longest sequence in the text task, at which every bounded state is full.
     """
     length = length or size.eval_length_factor * size.seq_len
     model = _meta_model(contestant, size, {**fields, "intermediate_size": size.mlp_multiple})
@@ -99,7 +101,7 @@ def state_bytes(contestant: Contestant, size: Size, fields: Fields, length: int 
 
 
 def with_model(recipe: Recipe, contestant: Contestant, division: str, size: Size) -> Recipe:
-    """Return the recipe with the contestant's model, row inputs and callbacks."""
+    """Return the recipe with the model, row inputs and callbacks of a contestant."""
     model = _shared_fields(size) | dict(recipe.model) | dict(solve(contestant.name, division, size).fields)
     return replace(
         recipe,
@@ -132,7 +134,7 @@ def _nearest_candidate(contestant: Contestant, size: Size) -> dict[str, Any]:
     def bytes_of(i: int) -> int:
         return state_bytes(contestant, size, candidates[i])[0]
 
-    # bisection, because states grow from candidate to candidate
+    # bisection, because states grow from one candidate to the next
     above = bisect_left(range(len(candidates)), target, key=bytes_of)
     neighbours = [i for i in (above - 1, above) if 0 <= i < len(candidates)]
     best = min(neighbours, key=lambda i: abs(bytes_of(i) - target))

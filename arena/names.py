@@ -1,4 +1,4 @@
-"""Names that held-out code defines once and uses later, for the questions of `cloze.py`."""
+"""Names that held-out code defines once and uses later; `cloze.py` asks for them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import NamedTuple
 from arena.packages import Document
 
 NAMES = "names.json"
-# a definition in C, Python or Rust that starts a line
+# a definition in C, Python or Rust at the start of a line
 _DEFINITION = re.compile(
     r"^(?:#[ \t]*define[ \t]+|(?:static|struct|union|enum|inline|const|unsigned|void|int|bool|u\d+|s\d+|long|typedef|"
     r"def|class|fn|pub|extern|ssize_t|size_t)\b[^;()=\n]*?[ *])([A-Za-z_]\w{11,})\b",
     re.MULTILINE,
 )
 _WORD = re.compile(r"\b[A-Za-z_]\w{11,}\b")
-# the most names of one document, spread over it, so that no document dominates
+# maximum number of names from one document, spread over it, so that no document dominates
 _MOST_OF_A_DOCUMENT = 8
 
 
 class Name(NamedTuple):
-    """A name of a held-out document.
+    """A name in a held-out document.
 
     Attributes:
         document: index of the document in the held-out split.
-        defined, used: character positions at which its first and second occurrence begin.
+        defined, used: character positions at which the first and the second occurrence of the name begin.
         name: the name.
     """
 
@@ -37,7 +37,7 @@ class Name(NamedTuple):
 
 
 def find_names(held_out: Sequence[str], training: Iterable[Document]) -> list[Name]:
-    """Return held-out names that occur first in their definition, are used later, and do not occur in training text."""
+    """Return held-out names that first occur in their definition, are used later, and occur in no training text."""
     found = [name for index, text in enumerate(held_out) for name in _names_of(index, text)]
     left = {name.name for name in found}
     for document in training:

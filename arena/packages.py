@@ -1,4 +1,4 @@
-"""Read text from Debian packages: download them with apt, read files without unpacking, convert HTML to text."""
+"""Text from Debian packages: download them with apt, read files without unpacking, convert HTML to text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple
 
 from tqdm import tqdm
 
-# patterns of package names; if several packages match one, the newest is taken
+# patterns of package names; of several packages that match one pattern, the newest is taken
 PACKAGES = (
     r"linux-source-[\d.]+",
     r"python3\.\d+-doc",
@@ -34,25 +34,26 @@ SOURCES = (
 )
 _HTML = (".html", ".htm")
 _ARCHIVES = (".tar", ".tar.gz", ".tar.xz", ".tar.bz2")
-# left out: generated tables of registers; HTML whose sources are in the package, or whose text is elsewhere as well
+# left out: generated tables of registers, HTML whose sources are in the package, and text that is elsewhere as well
 _LEFT_OUT = re.compile(
     r"/drm/amd/include/|/python3[^/]*/html/(?!_sources/)|"
     r"/rust[^/]*/html/(core|alloc|src|implementors|unstable-book|test|proc_macro)/|changelog|ChangeLog|NEWS|copyright"
 )
 _LEAST_BYTES, _MOST_BYTES, _MOST_HTML_BYTES = 256, 2**20, 2**22
-# files of more than _TABLE_BYTES in which more than these fractions are #defines of registers, or digits, are left out
+# also left out: files of more than _TABLE_BYTES in which more than these fractions are #defines (of registers) or
+# digits
 _TABLE_BYTES, _MOST_DEFINES, _MOST_DIGITS = 2**13, 0.4, 0.2
 
 
 class Document(NamedTuple):
-    """A text, and its name, which consists of the package and the path in it."""
+    """A text with its name, which consists of the package and the path inside it."""
 
     name: str
     text: str
 
 
 class Package(NamedTuple):
-    """A package file, and its name and version."""
+    """A package file with its name and version."""
 
     path: Path
     name: str
@@ -60,11 +61,11 @@ class Package(NamedTuple):
 
 
 def download(folder: Path, patterns: Sequence[str] = PACKAGES) -> None:
-    """Download packages with apt into a folder; packages that the folder holds are not downloaded again.
+    """Download packages with apt into `folder`; packages that are already there are not downloaded again.
 
     Raises:
         OSError: apt is not installed, or a download failed.
-        ValueError: apt knows no package that matches a pattern.
+        ValueError: apt has no package that matches one of the patterns.
     """
     folder.mkdir(parents=True, exist_ok=True)
     known = _output("apt-cache", "pkgnames").split()
@@ -78,11 +79,11 @@ def download(folder: Path, patterns: Sequence[str] = PACKAGES) -> None:
 
 
 def packages_of(folder: Path) -> list[Package]:
-    """Return the packages in a folder, sorted by name.
+    """Return the packages in `folder`, sorted by name.
 
     Raises:
-        ValueError: the folder holds no package.
-        OSError: a file is no package, or dpkg-deb is not installed.
+        ValueError: the folder contains no package.
+        OSError: a file is not a package, or dpkg-deb is not installed.
     """
     found = [
         Package(path, *_output("dpkg-deb", "--show", "--showformat=${Package} ${Version}", str(path)).split())
@@ -103,7 +104,7 @@ def _output(*command: str, cwd: Path | None = None) -> str:
 
 
 def documents(package: Package) -> Iterator[Document]:
-    """Yield the texts of a package in the order of its files, without unpacking it to the disk.
+    """Yield the texts of a package, in the order of its files, without unpacking it to disk.
 
     Raises:
         OSError: the package is damaged.
@@ -133,7 +134,7 @@ def _archive(stream: IO[bytes], within: str) -> Iterator[Document]:
 
 
 def _text(name: str, size: int, file: IO[bytes]) -> str | None:
-    """Return the text of a file; None if the file has no text to train on."""
+    """Return the text of a file, or None if it has no text to train on."""
     plain, html = name.removesuffix(".gz"), False
     if plain.endswith(_HTML):
         html = True
@@ -161,7 +162,7 @@ def _is_table(text: str) -> bool:
 
 
 class _Reader(HTMLParser):
-    """Collects a page's text: one line per block element; lines inside `pre` are kept."""
+    """Collects the text of a page: one line for each block element; lines inside `pre` are kept."""
 
     _HIDDEN = frozenset(("script", "style", "head", "nav", "noscript", "svg", "button", "form"))
     _BLOCKS = frozenset(

@@ -1,4 +1,4 @@
-"""Split the files of a folder into compressed parts, small enough to transfer one by one and checked by hash."""
+"""Files split into compressed parts, which are small enough to transfer one by one and are checked by their hashes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _PRESET = 2
 
 
 def pack(folder: Path, names: list[str], parts: Path, most: int = MOST_BYTES) -> list[str]:
-    """Write files of a folder as parts of at most `most` bytes, and an index of the parts; return the parts' names.
+    """Write files of `folder` as parts of at most `most` bytes, with an index of the parts; return the parts' names.
 
-    Parts of the same files that the index lists are kept, so that a call after an interruption continues.
+    If the index already lists parts of the same files, these are kept, so that a call after an interruption continues.
     """
     parts.mkdir(parents=True, exist_ok=True)
     index: dict[str, Any] = {"files": {name: file_sha256(folder / name) for name in names}, "parts": {}}
@@ -44,7 +44,7 @@ def _index(parts: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, name: str, offset: int, target: Path, most: int) -> dict[str, Any]:
-    """Compress as many bytes of a file, from an offset on, as fit into one part."""
+    """Compress into one part as many bytes of a file, from `offset` on, as fit; return the part's index entry."""
     with path.open("rb") as file:
         count = 2 * most
         while True:
@@ -60,12 +60,12 @@ def _write(path: Path, name: str, offset: int, target: Path, most: int) -> dict[
 
 
 def unpack(parts: Path, folder: Path) -> list[str]:
-    """Write the available parts into a folder, and return the names of the missing parts.
+    """Write those parts that are available to files in `folder`; return the names of the missing parts.
 
-    A file gets its final name when it is complete. Parts may arrive one by one, and may be removed after the call.
+    A file gets its final name only when it is complete. Parts may arrive one by one, and may be removed after the call.
 
     Raises:
-        ValueError: there is no index, or a part or a file is damaged.
+        ValueError: there is no index, or a part or file is damaged.
     """
     index = _index(parts)
     if not index:

@@ -1,4 +1,4 @@
-"""Plots of quality against cost, with one point per variant."""
+"""Scatter plots of quality over cost, with one point per variant."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Points = Mapping[Variant, tuple[float, float]]
 
 
 class Plot(NamedTuple):
-    """A scatter plot.
+    """A scatter plot of quality over cost.
 
     Attributes:
-        name: part of the file name.
-        title, x, y: title and labels of the axes.
-        higher: True if a higher quality value (y) is better.
-        points: cost and quality by variant.
+        name: part of the file's name.
+        title, x, y: title of the plot, and labels of the axes.
+        higher: whether a higher quality (y) is better.
+        points: cost and quality of each variant.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Plot(NamedTuple):
 
 
 def make_plots(comparison: Comparison, division: str) -> list[Plot]:
-    """Return the plots of a division; a plot has no points if its values were not measured."""
+    """Return the plots of a division; a plot whose values were not measured has no points."""
     size, costs = comparison.size, measured_costs(comparison, division)
     recall, text = Scores(comparison, division, MQAR), Scores(comparison, division, TEXT)
     longest = max(size.cost_lengths)
@@ -49,13 +49,13 @@ def make_plots(comparison: Comparison, division: str) -> list[Plot]:
     def state(variant: Variant) -> float | None:
         name, mode = variant
         if mode in EVICTION_METHODS:
-            # with eviction, the model's own state size does not apply
+            # None, because with eviction the model's own state size does not apply
             return None
         least, most = state_bytes(CONTESTANTS[name], size, solve(name, division, size).fields, size.seq_len)
         return least if mode == BOUNDED else most
 
     def decoding(variant: Variant) -> float | None:
-        # after a switch of modes, tokens are decoded in the last mode
+        # after a switch of modes, tokens are decoded in the mode named last
         row = costs.get((variant[0], variant[1].rpartition(" → ")[2]), {}).get(longest)
         return None if row is None else row["decode ms/token"]
 
@@ -94,7 +94,7 @@ def scatter(plot: Plot, path: Path) -> None:
 
 
 def scatter_figure(plot: Plot) -> Any:
-    """Return the figure of a plot: labelled points and their Pareto front."""
+    """Return a plot as a figure of matplotlib, with labelled points and their Pareto front."""
     require("matplotlib", "plots")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -115,7 +115,7 @@ def scatter_figure(plot: Plot) -> Any:
     axes.xaxis.set_major_formatter(lambda x, _: shorten(x) if x >= 1000 else f"{x:g}")
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set(title=plot.title, xlabel=plot.x, ylabel=plot.y)
-    # space for the labels around the points
+    # leave space for labels around the points
     least, most = min(x for x, _ in points.values()), max(x for x, _ in points.values())
     span = most / least if most > least else 10.0
     axes.set_xlim(least * span**-0.15, most * span**0.35)
@@ -125,7 +125,7 @@ def scatter_figure(plot: Plot) -> Any:
 
 
 def _add_labels(figure: Any, axes: Any, points: Points, front: list[tuple[float, float]]) -> None:
-    """Write each label near its point, inside the axes, where it covers no point, no other label and not the front."""
+    """Write each label near its point, inside the axes, such that it covers no point, other label or front."""
     from matplotlib.path import Path as Line
     from matplotlib.transforms import Bbox
 
@@ -134,7 +134,7 @@ def _add_labels(figure: Any, axes: Any, points: Points, front: list[tuple[float,
     marks = [Bbox.from_extents(x - 6, y - 6, x + 6, y + 6) for x, y in pixels.values()]
     line = Line(axes.transData.transform(front))
     placed: list[Any] = []
-    # start at the top, so that labels move into the free space below
+    # from top to bottom, so that labels can move into the free space below
     for variant in sorted(points, key=lambda variant: -points[variant][1]):
         text = axes.annotate(
             label(variant), points[variant], xytext=(0, 0), textcoords="offset points", fontsize=8, va="bottom"
@@ -142,7 +142,7 @@ def _add_labels(figure: Any, axes: Any, points: Points, front: list[tuple[float,
         text.set_in_layout(False)
         box = text.get_window_extent()
         for dx, dy in _OFFSETS:
-            # the side of the label's text that is nearest to the point
+            # the position of that side of the label which is nearest to its point
             left = dx - (box.width if dx < 0 else 0) - (box.width / 2 if dx == 0 else 0)
             x, y = pixels[variant] + (left, dy - box.height / 2)
             spot = Bbox.from_extents(x, y, x + box.width, y + box.height)
@@ -152,7 +152,7 @@ def _add_labels(figure: Any, axes: Any, points: Points, front: list[tuple[float,
         else:
             raise ValueError(f"no space is left for the label {label(variant)!r}; enlarge the figure")
         placed.append(spot)
-        # offsets are given in points, boxes in pixels
+        # convert from pixels of boxes to points, in which offsets are given
         shift = (spot.x0 - pixels[variant][0], spot.y0 - pixels[variant][1])
         text.set_position(tuple(pixel * 72 / figure.dpi for pixel in shift))
         if math.hypot(dx, dy) > 14:
@@ -162,14 +162,14 @@ def _add_labels(figure: Any, axes: Any, points: Points, front: list[tuple[float,
 
 
 def _leader(start: Any, end: Any) -> Any:
-    """Return a thin line from a point to its label, given in pixels."""
+    """Return a thin line from a point to its label; both ends are given in pixels."""
     from matplotlib.lines import Line2D
     from matplotlib.transforms import IdentityTransform
 
     return Line2D(*zip(start, end, strict=True), color="0.7", linewidth=0.6, transform=IdentityTransform(), zorder=0)
 
 
-# offsets of a label from its point, in pixels, in increasing order of distance
+# possible offsets of a label from its point, in pixels, nearest first
 _OFFSETS = sorted(
     ((dx, dy) for dx in (0, 9, -9, 18, -18, 36, -36, 60, -60) for dy in range(-140, 141, 4) if math.hypot(dx, dy) > 8),
     key=lambda offset: (math.hypot(*offset), -offset[0]),

@@ -1,4 +1,4 @@
-"""The report of a size: one page per paper, and an overview with tables and plots, from the stored results."""
+"""The report of a size, made from stored results: one page per paper, and an overview with tables and plots."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _METRICS = {
     BEYOND: "accuracy on needles at 2x and 4x the training length",
     EXCESS: "excess loss after a switch",
 }
-# FLOP/s of an H100 in bfloat16 at 40 % utilisation, to estimate the cost of the papers' runs
+# bfloat16 FLOP/s of an H100 at 40 % utilisation, by which the cost of the papers' own runs is estimated
 _SPEED = 4e14
 
 
 class Paper(NamedTuple):
-    """A paper: its title, the parameters and tokens of its own runs, and objections to our test of its claims."""
+    """A paper: its title, parameters and tokens of its own runs, and objections to our test of its claims."""
 
     title: str
     parameters: float
@@ -85,18 +85,18 @@ PAPERS = {
 
 
 def page_name(paper: str) -> str:
-    """Return the file name of a paper's page."""
+    """Return the file name of the page on a paper."""
     return f"{paper.lower().replace('-', '_')}.md"
 
 
 def plan(comparison: Comparison) -> str:
-    """Return tables of the models, and the number of finished runs, as Markdown."""
+    """Return, as Markdown, tables of the models and the number of finished runs."""
     tables = [models_table(comparison, division) for division in comparison.divisions]
     return "\n\n".join([*tables, progress(comparison)])
 
 
 def progress(comparison: Comparison) -> str:
-    """Return the number of finished runs and cost measurements as a sentence."""
+    """Return a sentence with the number of finished runs and of finished cost measurements."""
     experiments, costs = comparison.experiments(), comparison.cost_runs()
     tuning = {run for experiment in experiments for run in comparison.tuning_runs(*experiment)}
     total = len(tuning) + sum(len(final_seeds(experiment.task, comparison.size)) for experiment in experiments)
@@ -106,7 +106,7 @@ def progress(comparison: Comparison) -> str:
 
 
 def models_table(comparison: Comparison, division: str) -> str:
-    """Return the table of a division's models, with parameters, MLP width and state."""
+    """Return a table of the models in a division, with parameters, MLP width and state."""
     rows: list[Row] = []
     for name in comparison.contestants_in(division):
         model = solve(name, division, comparison.size)
@@ -128,7 +128,7 @@ def models_table(comparison: Comparison, division: str) -> str:
 
 
 def write(comparison: Comparison) -> Path:
-    """Write the overview, the papers' pages and the plots beside the results; return the overview's path."""
+    """Write overview, papers' pages and plots next to the results; return the path of the overview."""
     comparison.folder.mkdir(parents=True, exist_ok=True)
     table = _Judged(comparison)
     for paper in PAPERS:
@@ -139,7 +139,7 @@ def write(comparison: Comparison) -> Path:
 
 
 class _Judged:
-    """The verdicts on all claims of a size, and the scores that they are based on."""
+    """The verdicts on all claims of a size, and the scores on which they are based."""
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison, self._scores = comparison, {}
@@ -150,11 +150,11 @@ class _Judged:
             self.verdicts |= {claim.name: verdict for claim, verdict in zip(claims, judged, strict=True)}
 
     def scores(self, claim: Claim) -> Scores | None:
-        """Return the scores for a claim's task; None if the size does not support claims."""
+        """Return the scores for the task of a claim; None if the size supports no claims."""
         return self.of(claim.division, claim.task) if self.comparison.size.supports_claims else None
 
     def of(self, division: str, task: str) -> Scores:
-        """Return the scores of a task in a division."""
+        """Return the scores for a task in a division."""
         if (division, task) not in self._scores:
             self._scores[division, task] = Scores(self.comparison, division, task)
         return self._scores[division, task]
@@ -220,7 +220,7 @@ def _number(value: float) -> str:
 
 
 def interval(value: Estimate, share: bool = False) -> str:
-    """Format an estimate with its 95 % interval; with `share` the interval is cut at 0 and 1."""
+    """Return an estimate with its 95 % interval as text; with `share`, the interval is cut at 0 and 1."""
     low, high = value.interval()
     if share:
         low, high = max(0.0, low), min(1.0, high)
@@ -228,7 +228,7 @@ def interval(value: Estimate, share: bool = False) -> str:
 
 
 def fraction(learned: int, runs: int) -> str:
-    """Format which fraction of the runs learned, with Wilson's 95 % interval."""
+    """Return as text the fraction of runs that have learned, with Wilson's 95 % interval."""
     low, high = wilson(learned, runs)
     return f"{learned} of {runs} ({low:.2f} to {high:.2f})"
 
@@ -309,7 +309,7 @@ def _settings(comparison: Comparison) -> str:
 
 
 def scores_table(scores: Scores) -> str:
-    """Return a task's table, one row per variant; excess losses after switches of modes are in a second table."""
+    """Return the table of a task, one row per variant; excess losses after switches of modes form a second table."""
     metrics = list(dict.fromkeys(metric for by_metric in scores.variants.values() for metric in by_metric))
     tables = []
     for excess in (False, True):
@@ -331,7 +331,7 @@ def scores_table(scores: Scores) -> str:
 
 
 def _cell(scores: Scores, variant: tuple[str, str], metric: str, value: Estimate | None) -> str:
-    """Format an estimate; add the number of seeds if some are missing or diverged."""
+    """Return an estimate as text, with the number of seeds if some are missing or have diverged."""
     if value is None:
         return "–"
     text = interval(value, not metric.startswith(("loss", EXCESS)))
@@ -340,7 +340,7 @@ def _cell(scores: Scores, variant: tuple[str, str], metric: str, value: Estimate
 
 
 def logged_table(comparison: Comparison, division: str, task: str) -> str | None:
-    """Return the table of metrics that layers logged during training; None if there are none."""
+    """Return a table of the metrics that layers have logged in training; None if there are none."""
     rows: list[Row] = []
     for name in comparison.contestants_in(division):
         for metric, series in logged_means(comparison, division, task, name).items():
@@ -364,7 +364,7 @@ COST_COLUMNS = {
 
 
 def costs_table(comparison: Comparison, division: str) -> str:
-    """Return the table of speed and memory for one sequence, one row per variant and context length."""
+    """Return a table of speed and memory for one sequence, with a row per variant and context length."""
     rows: list[Row] = []
     for variant, by_length in measured_costs(comparison, division).items():
         for length, row in by_length.items():

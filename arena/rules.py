@@ -1,4 +1,4 @@
-"""The constants of `RULES.md`; a test compares them with its text."""
+"""The constants that `RULES.md` states; a test compares them with its text."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from hashlib import blake2b
 from pathlib import Path
 
 PAGE = Path(__file__).with_name("RULES.md")
-# the commit of RULES.md; commit a change of the page first, then update this line
+# commit of RULES.md: first commit a change of that page, then update this line
 COMMIT = "0277310f"
-# the smallest differences that matter: in accuracy, and in nats per token of loss
+# smallest differences that count: in accuracy, and in the loss in nats per token
 ACCURACY_EFFECT, LOSS_EFFECT = 0.02, 0.01
-# probability that any verdict on a paper's page is wrong, bounded by Holm's procedure
+# probability that any verdict on the page of a paper is wrong; Holm's procedure guarantees it as a bound
 LEVEL = 0.05
-# number of replicates in the bootstrap, and the seed of the generator that draws them
+# number of replicates in the bootstrap, and seed of the generator that draws them
 REPLICATES, GENERATOR_SEED = 10_000, 0
-# seeds of the runs that select the learning rate; seeds of the reported runs, for recall and for text
+# seeds of the runs that select the learning rate; seeds of reported runs, for recall and for text
 TUNING_SEEDS = (100, 101)
 RECALL_SEEDS, TEXT_SEEDS = (1, 2, 3, 4, 5), (1, 2, 3)
-# length of a tuning run on text, as a fraction of a reported run's tokens
+# length of a tuning run on text as a fraction of the tokens of a reported run
 TEXT_TUNING = 0.1
-# ratio of neighbouring rates where a grid is extended, and the rates beyond which it is not extended
+# ratio between neighbouring rates where a grid is extended, and limits up to which it is extended
 RATE_FACTOR, LOWEST_RATE, HIGHEST_RATE = 2.0, 1e-5, 1e-1
-# a run has learned if its accuracy in the easiest case is at least this fraction of the way from guessing to 1;
+# a run has learned if its accuracy in the easiest case covers at least this fraction of the way from guessing to 1;
 # NAMES_LEARNED is for names in cloze form
 LEARNED, NAMES_LEARNED = 0.5, 0.1
 # a run on text has learned if its final training loss is at most this fraction of ln(vocabulary)
 TEXT_LEARNED = 0.5
-# a claim counts only if at least this fraction of the baseline's runs has learned
+# a claim counts only if at least this fraction of the baseline's runs have learned
 LEARNED_RUNS = 0.8
-# largest relative differences between the models of a comparison, in parameters and in state
+# largest relative differences between models in a comparison, in parameters and in state size
 PARAMETER_TOLERANCE, STATE_TOLERANCE = 0.01, 0.05
 
 
 @cache
 def digest() -> str:
-    """Return the hash of RULES.md, which is stored in each result."""
+    """Return a hash of RULES.md, which is stored in each result."""
     return blake2b(PAGE.read_bytes(), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""Execute the runs of a comparison: training runs in parallel, cost measurements one at a time per GPU."""
+"""Execute the runs of a comparison: training runs in parallel, cost measurements one by one on each GPU."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def run(
     whole: bool = False,
     log: Log = _print,
 ) -> Summary:
-    """Execute the remaining training runs of a comparison, in the order of its schedule; see `run_jobs`.
+    """Execute the remaining training runs of a comparison, in the order of its schedule, by `run_jobs`.
 
     Args:
-        comparison: the comparison.
+        comparison: the comparison whose runs are executed.
         work: folder for the files of unfinished runs.
-        commit: commit of the code; stored with results.
+        commit: commit of the code, stored with results.
         deadline: seconds since the epoch at which runs stop with a checkpoint.
-        jobs: number of concurrent runs, each in its own process; a single one uses this process unless `gpus` or a
-            deadline is given.
-        gpus: GPUs to distribute runs over, named as in CUDA_VISIBLE_DEVICES; by default all visible ones.
-        whole: start only runs that are expected to end before the deadline, for machines that do not keep checkpoints.
+        jobs: number of concurrent runs, each in a process of its own; a single run uses this process, unless `gpus` or
+            a deadline is given.
+        gpus: GPUs on which runs are distributed, named as in CUDA_VISIBLE_DEVICES; by default all visible ones.
+        whole: whether to start only runs that should end before the deadline, for machines that lose checkpoints.
         log: called with one line of text per run.
 
     Raises:
-        ValueError: `jobs` is less than one, or a result was produced with other settings.
+        ValueError: `jobs` is below 1, or a result was produced by other settings.
     """
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
@@ -64,7 +64,7 @@ def run(
 def measure(
     comparison: Comparison, *, commit: str, deadline: float, gpus: Sequence[str] = (), log: Log = _print
 ) -> Summary:
-    """Execute the remaining cost measurements, one at a time per GPU; the arguments are those of `run`."""
+    """Execute the remaining cost measurements, one by one on each GPU; the arguments are the same as for `run`."""
 
     def call(run: Any) -> Callable[[], bool]:
         return partial(measure_costs, run, comparison, commit=commit)

@@ -1,4 +1,4 @@
-"""The order and the expected times of runs, so that a call with a time limit starts runs that it can finish."""
+"""The order and the expected times of runs: a call with a time limit then starts runs that it can finish."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from arena.comparison import Comparison, Run, final_seeds, recipe_of, tuning_see
 
 
 class Schedule:
-    """The expected minutes of a comparison's runs, computed from the speeds in stored results.
+    """The expected minutes of a comparison's runs, computed from speeds in stored results.
 
-    A contestant without results is expected to have the median speed of the others or, without any, the size's `speed`.
+    A contestant without results is expected to have the median speed of the others; without any results, the size's
+    `speed`.
     """
 
     def __init__(self, comparison: Comparison) -> None:
@@ -26,7 +27,7 @@ class Schedule:
                 self._evaluations.setdefault(key.task, []).append(seconds)
 
     def speed(self, run: Run) -> float:
-        """Return the expected training speed in tokens/s."""
+        """Return the expected training speed of a run in tokens/s."""
         measured = self._speeds.get((run.contestant, run.task))
         others = [median(found) for (_, task), found in self._speeds.items() if task == run.task]
         return median(measured) if measured else median(others) if others else self.comparison.size.speed
@@ -39,7 +40,7 @@ class Schedule:
         return seconds / 60
 
     def ordered(self, runs: Sequence[Run]) -> list[Run]:
-        """Return the runs sorted by task and contestant, in the order in which the size names these."""
+        """Return the runs sorted by task and contestant, in the order in which the size names tasks and contestants."""
         tasks, names = self.comparison.tasks, self.comparison.size.contestants
 
         def rank(run: Run) -> tuple[int, int]:
@@ -48,7 +49,7 @@ class Schedule:
         return sorted(runs, key=rank)
 
     def remaining(self) -> list[Run]:
-        """Return the runs without a result; those whose rate is not selected yet get the first rate of the grid."""
+        """Return the runs without a result; if no rate is selected yet, with the first rate of the grid."""
         found: dict[Run, None] = {}
         for experiment in self.comparison.experiments():
             tuning = self.comparison.tuning_runs(*experiment)
@@ -59,7 +60,7 @@ class Schedule:
         return self.ordered(list(found))
 
     def plan(self, gpus: int = 1) -> str:
-        """Return a table of the expected hours of the remaining runs, one row per contestant."""
+        """Return a table of the hours that the remaining runs should take, one row per contestant."""
         by_name: dict[str, list[float]] = {}
         for run in self.remaining():
             by_name.setdefault(run.contestant, []).append(self.minutes(run))

@@ -1,4 +1,4 @@
-"""Metrics of the results by table row, column and seed: the values of test examples, and whether a run learned."""
+"""Metrics of results by table row, column and seed: the values of test examples, and whether a run has learned."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from arena.intervals import Estimate, difference, estimate
 from arena.sizes import Size
 from arena.tasks import COPY, MQAR, TASKS, TEXT
 
-# a table row: the names of a contestant and of a mode; the mode is "" for a model without modes
+# a row of tables: the name of a contestant and of a mode, which is "" for a model without modes
 Variant = tuple[str, str]
 MEAN, NEEDLES, BEYOND, NAMES, EXCESS = "mean", "needles", "needles beyond", "names", "excess"
-# the key of a row that holds the values of its examples
+# under this key, a row has the values of its examples
 EACH = "each"
-# names of the suites for zero-shot retrieval
+# names of the suites that measure zero-shot retrieval
 RETRIEVAL = ("niah", "names")
-# maps a metric to groups of examples, and a group to values
+# maps each metric to groups of examples, and each group to values
 Samples = dict[str, dict[Any, list[float]]]
 _EVICTION_LABELS = {"tova": "by TOVA", "uniform": "by Unif.+SWA"}
-# number of steps that the table of logged metrics shows
+# number of steps in the table of logged metrics
 _LOGGED_STEPS = 5
 
 
@@ -35,13 +35,13 @@ def label(variant: Variant) -> str:
 
 
 def belongs(division: str, variant: Variant) -> bool:
-    """True if the variant belongs to the division: equal state excludes unbounded modes of a droppable state."""
+    """True if a variant belongs to a division: equal state excludes modes in which a droppable state is unbounded."""
     contestant, mode = variant
     return division == PARAMETERS or not CONTESTANTS[contestant].droppable or mode == BOUNDED
 
 
 def samples_by_mode(result: Mapping[str, Any], size: Size) -> dict[str, Samples]:
-    """Return the values of a result's test examples, by mode, then metric, then group."""
+    """Return the values of the test examples in a result, by mode, then metric, then group."""
     found: dict[str, Samples] = {}
     for suite, row in _rows(result):
         if values := row.get(EACH):
@@ -56,14 +56,14 @@ def _rows(result: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, Any]]]:
 
 
 def _mode(row: Mapping[str, Any]) -> str:
-    """Return the mode of a row; if it names a switch from a mode to itself, "a → a", return "a"."""
+    """Return the mode of a row; for a switch from a mode to itself, "a → a", return "a"."""
     modes = row.get("modes", "")
     first, arrow, second = modes.partition(" → ")
     return first if arrow and first == second else modes
 
 
 def _metrics(task: str, suite: str, row: Mapping[str, Any], size: Size) -> Iterable[tuple[str, Any]]:
-    """Yield each metric that a row contributes to, with the row's group in this metric."""
+    """Yield each metric to which a row contributes, and the row's group in this metric."""
     if task == MQAR:
         yield from ((f"{row['pairs']} pairs", ""), (MEAN, row["pairs"]))
     elif task == COPY:
@@ -79,7 +79,7 @@ def _metrics(task: str, suite: str, row: Mapping[str, Any], size: Size) -> Itera
         yield NAMES, row.get("distance", "")
     elif suite.endswith("perplexity-by-position"):
         if row["predictor"] == "model" and row["position"] != "all":
-            # positions in the second half of a text; the last token is not counted, as it has no target
+            # positions in the second half of a text; the last token does not count, because it has no target
             length = int(row["position"].rpartition("-")[2]) + 1
             times = length // size.seq_len
             if times and times & (times - 1) == 0:
@@ -89,7 +89,7 @@ def _metrics(task: str, suite: str, row: Mapping[str, Any], size: Size) -> Itera
 
 
 def has_learned(result: Mapping[str, Any], mode: str, metric: str, size: Size) -> bool:
-    """True if a run has learned the task of a metric, as RULES.md defines it in item 9."""
+    """True if a run has learned the task of a metric, by the definition in item 9 of RULES.md."""
     loss, task = result["last loss"], result["task"]
     if loss is None or (task == TEXT and loss > rules.TEXT_LEARNED * math.log(TASKS[task].vocabulary(size))):
         return False
@@ -112,7 +112,7 @@ def has_learned(result: Mapping[str, Any], mode: str, metric: str, size: Size) -
 
 
 def steps_to_learn(result: Mapping[str, Any]) -> int | None:
-    """Return the first logged step after which the loss stays below half of ln(most pairs); None if it does not."""
+    """Return the first logged step after which the loss stays below half of ln(largest number of pairs), or None."""
     pairs = [row["pairs"] for _, row in _rows(result) if "pairs" in row]
     found = None
     for step, loss in reversed(result.get("loss", []) if pairs else []):
@@ -123,12 +123,12 @@ def steps_to_learn(result: Mapping[str, Any]) -> int | None:
 
 
 class Scores:
-    """The results of a task in a division.
+    """The results on a task in a division.
 
     Attributes:
-        variants: groups of test examples by variant, metric and seed, without values that are not finite.
+        variants: groups of test examples by variant, metric and seed; values that are not finite are left out.
         results: results of the reported runs by contestant and seed.
-        rates: the selected learning rates by contestant.
+        rates: the selected learning rate of each contestant.
     """
 
     def __init__(self, comparison: Comparison, division: str, task: str) -> None:
@@ -150,12 +150,12 @@ class Scores:
                                 by_metric.setdefault(metric, {})[run.seed] = groups
 
     def estimate(self, variant: Variant, metric: str) -> Estimate | None:
-        """Return the mean over seeds and examples; None if there are no values."""
+        """Return the mean over seeds and examples; None if the variant has no values."""
         by_seed = self.variants.get(variant, {}).get(metric)
         return estimate(list(by_seed.values())) if by_seed else None
 
     def difference(self, subject: Variant, baseline: Variant, metric: str) -> Estimate | None:
-        """Return the difference between two variants; None if a seed of either is missing."""
+        """Return the difference of the means of two variants; None if a seed of either is missing."""
         sides = [self.variants.get(which, {}).get(metric, {}) for which in (subject, baseline)]
         if any(set(side) != set(self.seeds) for side in sides):
             return None
@@ -163,24 +163,24 @@ class Scores:
         return difference(ours, theirs)
 
     def learned(self, variant: Variant, metric: str) -> tuple[int, int]:
-        """Return how many reported runs learned the metric's task, and how many reported runs there are."""
+        """Return how many reported runs have learned the task of the metric, and how many reported runs there are."""
         results = self.results.get(variant[0], {}).values()
         return sum(has_learned(result, variant[1], metric, self.size) for result in results), len(results)
 
     def steps(self, name: str) -> list[int]:
-        """Return the steps to learn of those of a contestant's reported runs that learned."""
+        """Return the steps that a contestant's reported runs needed to learn, for those that have learned."""
         return [step for result in self.results.get(name, {}).values() if (step := steps_to_learn(result)) is not None]
 
     def training_seconds(self, name: str) -> float | None:
-        """Return the seconds that a reported run trains, at the median training speed of the contestant's runs."""
+        """Return the seconds for which a reported run trains, at the median training speed of the contestant's runs."""
         speeds = [x for r in self.results.get(name, {}).values() if (x := r.get("tokens per second"))]
         return self.size.steps * self.size.batch_tokens / median(speeds) if speeds else None
 
 
 def logged_means(comparison: Comparison, division: str, task: str, contestant: str) -> dict[str, dict[int, float]]:
-    """Return the metrics that a contestant's layers logged, by name and step, as means over layers and seeds.
+    """Return the metrics that a contestant's layers have logged, by name and step: means over layers and seeds.
 
-    The steps are about a fifth of the training apart; the last one is included.
+    The steps are about a fifth of the training apart; the last step is included.
     """
     by_seed: dict[str, dict[int, list[float]]] = {}
     for run in comparison.scored_runs(division, task, contestant):
@@ -206,11 +206,11 @@ def measured_costs(comparison: Comparison, division: str) -> dict[Variant, dict[
 
 
 def pareto_front(points: Mapping[Variant, tuple[float, float]], *, higher: bool = True) -> list[Variant]:
-    """Return the variants to which no other variant is superior in both cost and quality, in increasing order of cost.
+    """Return the variants to which no other is superior in both cost and quality, sorted by cost.
 
     Args:
-        points: cost and quality of each variant; a lower cost is better.
-        higher: True if a higher quality value is better.
+        points: cost and quality of each variant; lower cost is better.
+        higher: whether a higher quality is better.
     """
     best, front = -math.inf, []
     sign = 1 if higher else -1

@@ -1,51 +1,51 @@
-"""Sizes of a comparison: dimensions of the models, length of the runs, learning rates and seeds."""
+"""Sizes of comparisons: dimensions of models, lengths of runs, learning rates and seeds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-# a size with fewer learning rates or seeds supports no claims
+# a size with fewer learning rates or seeds than these supports no claims
 MIN_RATES, MIN_SEEDS = 3, 3
 
 
 @dataclass(frozen=True)
 class Size:
-    """The settings of one comparison, equal for all contestants.
+    """The settings of one comparison, which are equal for all contestants.
 
     Attributes:
-        name: name on the command line and of the results' folder.
+        name: name on the command line and of the folder of results.
         width: hidden size of the models.
         layers: number of layers, a multiple of four.
         head_dim: key channels K per head of the recurrences, a divisor of `width`.
         attention_head_dim: channels per head of attention and of Mamba-2, a divisor of `width`.
-        nha_slots: memory slots of NHA.
+        nha_slots: number of memory slots in NHA.
         nha_window: attention window of NHA, in tokens.
-        mlp_multiple: the inner widths of MLPs are multiples of this.
-        seq_len: tokens T of a training row, in all tasks except needles.
-        needle_len: tokens of a training row in the task needles, whose shortest prompt takes about 600 bytes.
-        recall_vocab_size: vocabulary of associative recall.
+        mlp_multiple: inner widths of MLPs are multiples of this.
+        seq_len: number of tokens T in a training row, in all tasks except needles.
+        needle_len: number of tokens in a training row of the task needles, whose shortest prompt takes about 600 bytes.
+        recall_vocab_size: size of the vocabulary in associative recall.
         initializer_range: standard deviation of the initial weights.
-        steps: optimizer steps of a run.
-        ramp: fraction of the steps over which examples grow: recall from two pairs, copying from two tokens, needles
-            from one fact.
-        dataloader_workers: processes per run that prepare rows; use 0 if there are as many concurrent runs as CPU
-            cores.
-        batch_tokens: tokens per step, a multiple of both row lengths.
+        steps: number of optimizer steps of a run.
+        ramp: fraction of the steps over which examples grow: in recall from two pairs, in copying from two tokens, in
+            needles from one fact.
+        dataloader_workers: number of processes per run that prepare rows; use 0 if there are as many concurrent runs as
+            CPU cores.
+        batch_tokens: number of tokens per step, a multiple of both row lengths.
         rates: the grid of learning rates.
-        tuning_seed: seed of the runs that select the learning rate; no reported run uses it.
+        tuning_seed: seed of the runs that select the learning rate; no reported run has it.
         seeds: seeds of the reported runs.
         examples: number of sequences in an evaluation.
-        eval_length_factor: length of the longest evaluated text, in multiples of `seq_len`.
+        eval_length_factor: length of the longest text in evaluations, in multiples of `seq_len`.
         cost_lengths: context lengths at which speed and memory are measured.
         sparsity: divisor of the windows, caps and budgets of mixers that attend to a part of the text, so that some
-            keys are beyond their reach.
-        corpus: True if the task `text` trains on the corpus of `corpus.py`, which adds zero-shot retrieval; False if it
-            trains on the built-in corpus.
+            keys are out of their reach.
+        corpus: whether the task `text` trains on the corpus of `corpus.py`, which adds zero-shot retrieval, instead of
+            on the built-in corpus.
         retrieval_lengths: context lengths of zero-shot retrieval.
-        speed: expected training speed on an H100 in tokens/s, for plans made before any run is measured.
-        contestants: names of the contestants, in the order of the runs; if empty, `DEFAULT_CONTESTANTS`.
-        divisions: names of the divisions; if empty, both.
-        tasks: names of the tasks; if empty, all.
+        speed: expected training speed in tokens/s on an H100, for plans before any run is measured.
+        contestants: names of the contestants in the order of the runs; if empty, `DEFAULT_CONTESTANTS`.
+        divisions: names of the divisions; if empty, both divisions.
+        tasks: names of the tasks; if empty, all tasks.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Size:
         return len(self.rates) >= MIN_RATES and len(self.seeds) >= MIN_SEEDS
 
 
-# the smallest size, which only checks that everything runs
+# the smallest size, which only shows that everything runs
 SMOKE = Size(
     name="smoke",
     width=64,
@@ -110,9 +110,10 @@ SMOKE = Size(
     cost_lengths=(64, 256),
 )
 # 0.85M parameters without the embedding: the smallest size that supports claims. Many runs share one or two GPUs, so
-# each run prepares its rows in its own process. 128 pairs are twice the keys that a head's state can tell apart. The
-# ramp is slow because attention had not learnt two pairs after 400 steps. Costs end at 16,384 tokens, where attention
-# keeps some hundred times the bytes of Gated DeltaNet; longer contexts show no more for models this narrow
+# each run prepares rows in its own process. 128 pairs are twice as many keys as the state of a head can distinguish.
+# The ramp is slow, because attention had not learnt two pairs after 400 steps. Costs are measured up to 16,384 tokens,
+# at which attention keeps some hundred times the bytes of Gated DeltaNet; longer contexts show nothing further for
+# models so small
 COMPACT = replace(
     SMOKE,
     name="compact",
@@ -133,7 +134,7 @@ COMPACT = replace(
     eval_length_factor=16,
     cost_lengths=(1024, 4096, 16384),
 )
-# 3M parameters without the embedding; a run takes one or two minutes
+# 3M parameters without the embedding; a run takes one to two minutes
 SMALL = replace(
     COMPACT,
     name="small",
@@ -148,9 +149,9 @@ SMALL = replace(
     rates=(5e-4, 1e-3, 2e-3, 4e-3),
     cost_lengths=(1024, 4096, 16384, 65536),
 )
-# 85M parameters without the embedding: the contestants of LTE's and NAtS-L's papers, on tasks that models of this size
-# learn in some million tokens. Recall depends on the number of steps more than on tokens, so batches are small. Rates
-# and initial weights are smaller than those of narrow models (docs/log/training.md, "Recall at 340M")
+# 85M parameters without the embedding: the contestants in the papers on LTE and NAtS-L, on tasks that models of this
+# size learn within some million tokens. Recall depends more on the number of steps than on tokens, so batches are
+# small. Rates and initial weights are smaller than for smaller models (docs/log/training.md, "Recall at 340M")
 MEDIUM = replace(
     SMALL,
     name="medium",
@@ -184,7 +185,7 @@ MEDIUM = replace(
     divisions=("parameters",),
     tasks=("mqar", "text"),
 )
-# no model of the size medium had learnt needles after 1,500 steps, so this size has twice as many steps
+# twice as many steps as in the size medium, of which no model had learnt needles after 1,500 steps
 NEEDLES = replace(
     MEDIUM,
     name="needles",
@@ -196,7 +197,7 @@ _RECALL = (
     *("attention", "gdn", "gdn-h", "nha-h", "lalte", "gdn-swa", "nats-l", "nats-l-h", "mamba2", "nha", "gsa", "gsa-h"),
     *("oryx-tm", "oryx-tg", "lansa", "nsa", "window", "gdn-attention", "lalte-mlp"),
 )
-# recall with windows and caps of which none holds a quarter of the largest example's pairs; twice the steps of compact
+# recall in which no window or cap holds a quarter of the pairs of the largest example; twice the steps of compact
 RECALL_1M = replace(
     COMPACT,
     name="recall-1m",
@@ -220,7 +221,7 @@ RECALL_3M = replace(
     dataloader_workers=0,
     tasks=("mqar", "copying"),
 )
-# 26M parameters without the embedding, 34M with it, on 301M tokens; the contestants of the papers' main claims first
+# 26M parameters without the embedding, 34M with it, on 301M tokens; contestants of the papers' main claims come first
 TEXT_30M = replace(
     MEDIUM,
     name="text-30m",

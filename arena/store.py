@@ -1,7 +1,7 @@
-"""Store results in one JSON Lines file per size, one run per line, sorted by run.
+"""Results in one file of JSON lines per size, with one line per run, sorted by run.
 
-Writers hold a lock and replace the file atomically: after a kill the file has the old or the new content, and any
-number of processes may add results at the same time.
+Writers hold a lock and replace the file atomically: after a kill, the file has either the old or the new content, and
+any number of processes may add results at the same time.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from filelock import FileLock
 from tokenmix_core._utils.atomic_io import write_atomically
 
 RUNS = "runs.jsonl"
-# the name, instead of that of a task, for measurements of speed and memory
+# this name replaces that of a task for measurements of speed and memory
 COSTS = "costs"
 Result = dict[str, Any]
 
 
 class Key(NamedTuple):
-    """Identifies a run within its size; results are sorted by it.
+    """Identifies a run within its size; results are sorted by their keys.
 
     Attributes:
         division, contestant, task: names.
-        value: the learning rate, or the context length of a cost measurement.
+        value: the learning rate or, for a cost measurement, the context length.
         seed: the seed; None for a cost measurement.
     """
 
@@ -39,7 +39,7 @@ class Key(NamedTuple):
 
     @classmethod
     def of(cls, result: Result) -> Key:
-        """Return the key of a result."""
+        """Return the key of a stored result."""
         names = result["division"], result["contestant"]
         if "length" in result:
             return cls(*names, COSTS, result["length"], None)
@@ -47,13 +47,13 @@ class Key(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """The run's working folder, relative to the folder of its size."""
+        """The path of the run's working folder, relative to the folder of its size."""
         value = f"{self.value:d}" if self.seed is None else f"{self.value:g}-{self.seed}"
         return Path(self.division, self.contestant, self.task, value)
 
 
 class Stored(NamedTuple):
-    """A result, and the file and line that it was read from, for error messages."""
+    """A result, with the file and line from which it was read, for error messages."""
 
     result: Result
     source: str
@@ -63,7 +63,7 @@ def load(folder: Path) -> Mapping[Key, Stored]:
     """Return all results of a size by key; the file is parsed again only if it has changed.
 
     Raises:
-        ValueError: a line is damaged; the message has path and line number.
+        ValueError: a line is damaged; the message has the path and the line's number.
     """
     path = folder / RUNS
     try:
@@ -96,7 +96,7 @@ def _parse(text: str, source: str) -> Result:
 
 
 def add(folder: Path, *results: Result) -> None:
-    """Add results to the file of a size; a result with the same key is replaced."""
+    """Add results to the file of a size; they replace results with the same keys."""
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f".{RUNS}.lock"):
         merged = {key: stored.result for key, stored in load(folder).items()}

@@ -1,4 +1,4 @@
-"""The tasks: training data and evaluation suites, the same for all contestants."""
+"""The tasks: training data and evaluation suites, which are the same for all contestants."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ MQAR, COPY, NEEDLE, TEXT = "mqar", "copying", "niah", "text"
 
 @dataclass(frozen=True)
 class Task:
-    """A task, and the suites that evaluate models trained on it.
+    """A task, with the suites that evaluate models trained on it.
 
     Attributes:
         name: name on the command line and in files.
         title: name in tables and plots.
-        vocabulary: takes a size and returns the model's vocabulary size.
-        data: takes a size and returns the training data; the seed is that of the run.
-        suites: takes a size and returns the options of core's suites, by suite name.
+        vocabulary: function of a size that returns the model's vocabulary size.
+        data: function of a size that returns the training data; their seed is that of the run.
+        suites: function of a size that returns options of core's suites, by name of the suite.
     """
 
     name: str
@@ -53,7 +53,7 @@ def _text(size: Size) -> str | None:
 
 
 def _retrieval(size: Size) -> dict[str, EvalOptions]:
-    """Return the suites for zero-shot retrieval, with their options."""
+    """Return the options of the suites for zero-shot retrieval, by name of the suite."""
     return {
         "niah": _options(size, lengths=size.retrieval_lengths, text=CORPUS),
         "names": _options(size, lengths=size.retrieval_lengths[-1:], text=CORPUS),
@@ -74,7 +74,7 @@ TASKS = {
             lambda s: DataRecipe(
                 sources=["mqar"],
                 seq_len=s.seq_len,
-                # at most as many pairs as fit into a row and into the vocabulary
+                # as many pairs as fit into a row and into the vocabulary
                 mqar_pairs=min(s.seq_len // 4, s.recall_vocab_size // 4),
                 mqar_vocab_size=s.recall_vocab_size,
                 mqar_ramp=s.ramp,
@@ -105,7 +105,7 @@ TASKS = {
             TEXT,
             "Text",
             lambda s: VOCABULARY if s.corpus else BYTE_VOCAB,
-            # documents are joined because the evaluation, beyond T tokens, joins them as well
+            # documents are joined, because the evaluation beyond T tokens also joins them
             lambda s: DataRecipe(
                 sources=[CORPUS if s.corpus else "stdlib"],
                 tokenizer=CORPUS if s.corpus else "bytes",
@@ -119,7 +119,7 @@ TASKS = {
         ),
     )
 }
-# for models with modes, suites that replace one of core's: each mode alone, and switches between modes
+# for models with modes, these suites replace one of core's: each mode without switches, and switches between modes
 MODE_SUITES: dict[str, tuple[str, ...]] = {
     "mqar": ("cross-mode-mqar",),
     "copying": ("isolated-copying",),
@@ -128,13 +128,13 @@ MODE_SUITES: dict[str, tuple[str, ...]] = {
     "copy": ("isolated-copy",),
     "names": ("cross-mode-names",),
 }
-# LTE is also evaluated at these multiples of the cap that it was trained with
+# LTE is also evaluated at these multiples of the cap of its training
 CAP_FACTORS = (0.25, 0.5, 2.0, 4.0)
 _CAPPED = ("niah", "names")
 
 
 def _by_cap(suite: Suite) -> Suite:
-    """Return a suite that measures at the cap of LTE's training, then at other caps, each reported as a mode."""
+    """Return a suite that measures at the cap of LTE's training and at other caps; each cap is reported as a mode."""
 
     def run(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
         result = suite.run(model, tokenizer, options)
@@ -172,8 +172,8 @@ ARENA_SUITES |= {f"capped-{name}": _by_cap(ARENA_SUITES[name]) for name in _CAPP
 def recipe(name: str, division: str, task: str, size: Size, rate: float, seed: int) -> Recipe:
     """Return the recipe of a run.
 
-    Recipes of one task, size, rate and seed differ only in the model and in the callbacks that the model's package
-    adds. The seed determines weights and rows, so that all contestants read the same rows in the same order.
+    Recipes with the same task, size, rate and seed differ only in the model, and in the callbacks that the model's
+    package adds. The seed determines weights and rows, so that all contestants read the same rows in the same order.
     """
     definition = TASKS[task]
     data = replace(definition.data(size), data_seed=seed)
@@ -198,7 +198,7 @@ def recipe(name: str, division: str, task: str, size: Size, rate: float, seed: i
             seed=seed,
             dataloader_num_workers=size.dataloader_workers,
             logging_steps=max(1, size.steps // 100),
-            # a checkpoint at the end only; at the time limit a run writes one as well
+            # one checkpoint at the end; a run also writes one when it reaches the time limit
             save_steps=size.steps,
             save_total_limit=1,
         ),
@@ -207,26 +207,26 @@ def recipe(name: str, division: str, task: str, size: Size, rate: float, seed: i
 
 
 def located(recipe: Recipe) -> Recipe:
-    """Replace the name of the corpus in a recipe by the corpus's folders on this machine."""
+    """Return a recipe in which the name of the corpus is replaced by the corpus's folders on this machine."""
     sources = [str(corpus.tokens()) if source == CORPUS else source for source in recipe.data.sources]
     tokenizer = str(corpus.tokenizer()) if recipe.data.tokenizer == CORPUS else recipe.data.tokenizer
     return replace(recipe, data=replace(recipe.data, sources=sources, tokenizer=tokenizer))
 
 
 def located_text(options: EvalOptions) -> EvalOptions:
-    """Replace the name of the corpus in options by the corpus's folder on this machine."""
+    """Return options in which the name of the corpus is replaced by the corpus's folder on this machine."""
     return replace(options, text=str(corpus.tokens())) if options.text == CORPUS else options
 
 
 def suites(contestant: Contestant, task: str, size: Size) -> dict[str, EvalOptions]:
-    """Return the suites that evaluate a contestant on a task, with their options."""
+    """Return the options of the suites that evaluate a contestant on a task, by name of the suite."""
     chosen = {}
     for name, options in TASKS[task].suites(size).items():
         replaced = MODE_SUITES[name] if contestant.modes else (name,)
         if contestant.capped and name in _CAPPED and size.corpus:
             replaced = (f"capped-{name}",)
         for suite in replaced:
-            # modes are switched at boundaries of chunks of a training row's length
+            # the mode is switched at boundaries of chunks with the length of a training row
             lengths = (size.seq_len,) if suite == "switch-perplexity" else options.lengths
             chosen[suite] = replace(options, lengths=lengths)
     return chosen

@@ -1,6 +1,6 @@
-"""Execute jobs in parallel worker processes, each on its GPU, until all are done or a deadline passes.
+"""Jobs in parallel worker processes, each on its GPU, until all jobs are done or a deadline passes.
 
-This module imports no large library. A worker process therefore starts fast, and sets CUDA_VISIBLE_DEVICES before an
+This module imports no large library, so that a worker process starts fast and sets CUDA_VISIBLE_DEVICES before any
 import can initialise CUDA.
 """
 
@@ -19,25 +19,25 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-# after the deadline, jobs have so many seconds to finish before they are killed
+# seconds that jobs have after the deadline to finish before they are killed
 GRACE = 20.0
-# a job is a NamedTuple: its fields identify it, and are logged
+# a job is a NamedTuple, whose fields identify the job and are logged
 Job = tuple[Any, ...]
 
 
 class Terminated(BaseException):
-    """Raised at SIGTERM: all jobs stop; those that train write a checkpoint."""
+    """SIGTERM was received: all jobs stop, and those that train write a checkpoint."""
 
 
 class Outcome(NamedTuple):
-    """The value that a call returned, or the error that it raised."""
+    """The value that a call has returned, or the error that it has raised."""
 
     value: Any = None
     error: str | None = None
 
 
 class Summary(NamedTuple):
-    """`done` is True if no job is left; `failed` holds the jobs that raised an error, which the next call repeats."""
+    """`done` is True if no job is left; `failed` has the jobs that raised an error, which the next call runs again."""
 
     done: bool
     failed: tuple[Job, ...]
@@ -50,18 +50,18 @@ def run_jobs(
     deadline: float,
     log: Callable[[str], None],
 ) -> Summary:
-    """Run jobs until none is left; log an error and continue with the other jobs.
+    """Run jobs until none is left; log an error and continue with all other jobs.
 
     Args:
         ready: returns the jobs that are not done and can start, in order of priority.
-        call: takes a job and returns a function that runs it; the function returns True if the job is done.
+        call: takes a job and returns a function that runs the job, and which returns True if the job is then done.
         workers: the workers, each of which runs one job at a time.
-        deadline: seconds since the epoch; no job starts after it, and jobs that still run `GRACE` seconds after it are
+        deadline: seconds since the epoch; later no job starts, and jobs still running after further `GRACE` seconds are
             killed.
         log: called with one line of text per job.
 
     Raises:
-        Terminated: SIGTERM was received. The worker processes have received it as well, and have ended.
+        Terminated: SIGTERM was received; the worker processes have also received it and have ended.
     """
     running: dict[InlineWorker | ProcessWorker, Job] = {}
     failed: dict[Job, None] = {}
@@ -91,7 +91,7 @@ def run_jobs(
             worker.terminate()
         raise
     finally:
-        # ask all workers to exit before waiting for the first
+        # ask all workers to exit before waiting for the first of them
         for worker in workers:
             worker.close()
         for worker in workers:
@@ -107,13 +107,13 @@ def _describe(outcome: Outcome | None) -> str:
 
 
 class InlineWorker:
-    """Run calls in this process."""
+    """A worker that runs calls in this process."""
 
     def __init__(self) -> None:
         self.connection, self._sender = multiprocessing.Pipe(duplex=False)
 
     def start(self, call: Callable[[], Any]) -> None:
-        """Run a call and keep its outcome."""
+        """Run a call and keep its outcome for `outcome`."""
         self._sender.send(_outcome(call))
 
     def outcome(self) -> Outcome:
@@ -121,16 +121,16 @@ class InlineWorker:
         return self.connection.recv()
 
     def kill(self) -> None:
-        """Do nothing, because the call has ended already."""
+        """Do nothing, because the call has already ended."""
 
     close = join = terminate = kill
 
 
 class ProcessWorker:
-    """Run calls in one process, which is replaced if it dies or is killed.
+    """A worker that runs calls in a process of its own, which is replaced if it dies or is killed.
 
     Args:
-        environment: environment variables to set in the process before its imports.
+        environment: environment variables that are set in the process before its imports.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -139,7 +139,7 @@ class ProcessWorker:
         self.connection: Connection
 
     def start(self, call: Callable[[], Any]) -> None:
-        """Start a call, which must be picklable, in the process."""
+        """Start a call, which must be picklable, in the worker's process."""
         if self._process is not None and not self._process.is_alive():
             self.join()
         if self._process is None:
@@ -152,7 +152,7 @@ class ProcessWorker:
         self.connection.send(call)
 
     def outcome(self) -> Outcome:
-        """Wait for the outcome of the call and return it."""
+        """Wait for the outcome of the call, and return it."""
         try:
             return self.connection.recv()
         except (EOFError, OSError):
@@ -160,23 +160,23 @@ class ProcessWorker:
             return Outcome(error=f"its process ended with the exit code {self._process.exitcode}")
 
     def kill(self) -> None:
-        """Kill the process, for example after a CUDA error, when further calls in it cannot succeed."""
+        """Kill the process, for example after a CUDA error, after which further calls in it cannot succeed."""
         if self._process is not None:
             self._process.kill()
             self.join()
 
     def terminate(self) -> None:
-        """Send SIGTERM: training stops with a checkpoint; other calls end at once."""
+        """Send SIGTERM to the process: training stops with a checkpoint, other calls end at once."""
         if self._process is not None:
             self._process.terminate()
 
     def close(self) -> None:
-        """Let the process exit after its current call."""
+        """Let the process exit when its current call has ended."""
         if self._process is not None:
             self.connection.close()
 
     def join(self) -> None:
-        """Wait up to `GRACE` seconds for the process to exit, then kill it."""
+        """Wait up to `GRACE` seconds for the process to exit, and then kill it."""
         if self._process is not None:
             self.connection.close()
             self._process.join(GRACE)
@@ -186,18 +186,18 @@ class ProcessWorker:
 
 
 def make_workers(count: int, gpus: Sequence[str], deadline: float) -> list[InlineWorker | ProcessWorker]:
-    """Return workers distributed over GPUs; one worker without a given GPU or deadline runs calls in this process.
+    """Return workers that are distributed over GPUs; one worker without given GPU and deadline runs in this process.
 
     Args:
         count: number of workers.
-        gpus: GPUs named as in CUDA_VISIBLE_DEVICES; by default those visible to this process.
-        deadline: as for `run_jobs`; with a deadline even a single worker is a process of its own, so that it can be
-            killed.
+        gpus: GPUs, named as in CUDA_VISIBLE_DEVICES; by default those visible to this process.
+        deadline: the same as for `run_jobs`; with a deadline, even a single worker has a process of its own, which can
+            be killed.
     """
     if count == 1 and not gpus and deadline == math.inf:
         return [InlineWorker()]
     names = gpus or _visible_gpus()
-    # limit each of several concurrent workers to one CPU core
+    # several concurrent workers have one CPU core each
     shared = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if count > 1 else {}
     assigned = [{"CUDA_VISIBLE_DEVICES": names[i % len(names)]} if names else {} for i in range(count)]
     return [ProcessWorker(shared | gpu) for gpu in assigned]
@@ -236,7 +236,7 @@ def _serve(calls: Connection) -> None:
             outcome = _outcome(call)
         except (Terminated, KeyboardInterrupt):
             return
-        # free GPU memory for the next job and for other processes
+        # free GPU memory for the next job, and for other processes
         gc.collect()
         if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
