@@ -126,7 +126,6 @@ class Comparison:
 
         The loss of a diverged run counts as infinite. If the size supports no claims, the best rate of the original
         grid is taken.
-        taken.
         """
         return self._grid(division, task, contestant)[1]
 
