@@ -61,8 +61,8 @@ def chunk_gla(
         initial_state: initial state of any floating-point dtype.
         output_final_state: whether to return the state after each sequence; if False, `final_state` is None.
         state_v_first: whether states are `[N, H, V, K]`.
-        head_first: whether q, k, v, g and o are `[B, heads, T, ...]`. cu_seqlens_cpu, and the keyword `chunk_size`:
-            accepted and ignored.
+        head_first: whether q, k, v, g and o are `[B, heads, T, ...]`.
+        cu_seqlens_cpu, and the keyword `chunk_size`: accepted and ignored.
 
     Returns:
         `(o, final_state)`.
@@ -161,8 +161,8 @@ def chunk_gsa(
         g: log-gates, ≤ 0.
         initial_state: `(hk [N, H, K, M], hv [N, H, M, V])`, of any floating-point dtype.
         output_final_state: whether to return hk and hv after each sequence; if False, both are None.
-        head_first: whether q, k, v, s, g and o are `[B, heads, T, ...]`. checkpoint_level, cu_seqlens_cpu, and the
-            keyword `chunk_size`: accepted and ignored.
+        head_first: whether q, k, v, s, g and o are `[B, heads, T, ...]`.
+        checkpoint_level, cu_seqlens_cpu, and the keyword `chunk_size`: accepted and ignored.
 
     Returns:
         `(o, final_state)`.

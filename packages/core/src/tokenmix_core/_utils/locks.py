@@ -85,7 +85,7 @@ class FolderLock:
         """Release the lock."""
         if self._lock is None:
             return
-        # removed while the lock is held, because afterwards another process could hold it
+        # removed while the lock is held, because later another process could hold the lock
         with suppress(OSError):
             for name in LOCK_FILES:
                 (self.folder / name).unlink(missing_ok=True)

@@ -84,7 +84,7 @@ class SlotLayout:
                 if x.shape[1:] == view.shape[1:]:
                     view.index_copy_(0, slots, x)
                     continue
-                # zeros behind it, because kernels may load unwritten entries under a mask, which must not be NaN
+                # zeros behind the stored entries: kernels may load these under a mask, and they must not be NaN
                 row = x.new_zeros(len(x), *view.shape[1:])
                 inside = tuple(slice(min(n, m)) for n, m in zip(x.shape[1:], view.shape[1:], strict=True))
                 row[(slice(None), *inside)] = x[(slice(None), *inside)]

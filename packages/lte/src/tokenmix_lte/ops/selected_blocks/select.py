@@ -52,7 +52,7 @@ def _own_blocks(o_t, N, cu_seqlens, BLOCK: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def _query_pointers(x, i_bh, t, T, W, BQ: tl.constexpr):
-    """Return for each of BQ queries from t on a pointer to the first of its W elements in x, of stride _QUERIES."""
+    """Return pointers to each of BQ queries' first element in x; the elements of a query have the stride _QUERIES."""
     if BQ > _QUERIES:
         o_q = t + tl.arange(0, BQ)
         o_tile, o_q = o_q // _QUERIES, o_q % _QUERIES

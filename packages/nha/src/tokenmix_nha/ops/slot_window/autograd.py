@@ -107,7 +107,7 @@ def _backward(given: BackwardInputs) -> Gradients:
     grads = empty_gradients(x, given.initial)
     b = Backward(x, y, saved, given.o, do, dfinal_k, dfinal_v, grads)
     gluon = plan(y.M, y.window, x.impl, x.q, x.k, x.v, do, x.q_slots, x.k_slots).backward == "gluon"
-    # strong chunks always run in Triton kernels
+    # strong chunks, in which a slot decays by more than 80 bits, always run in Triton kernels
     strengths = (True,) if gluon else (False, True)
     with compiled_together() as launch:
         # the Gluon kernels for weak chunks compute their gates' factors themselves
