@@ -275,6 +275,15 @@ def test_gradients_do_not_cross_calls():
 
 
 @torch.no_grad()
+def test_a_padded_prompt_allocates_pages_for_its_own_chunks():
+    model = build()
+    cache, ids, mask = model.make_cache(), drawn_ids(random.Random(0), 3, 140), left_padded([140, 70, 3], 140)
+    model(ids, attention_mask=mask, past_key_values=cache)
+    # two chunks of four heads, and a page for what no head retains
+    assert cache.layers[0].kept.keys.shape[1] == 2 * 4 + 1
+
+
+@torch.no_grad()
 def test_a_padded_prompt_reads_lengths_once_for_all_layers(monkeypatch):
     model, reads = build(), []
     read = Span.__dict__["on_host"].fn

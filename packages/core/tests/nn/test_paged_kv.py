@@ -140,6 +140,15 @@ def test_fixed_tensors_keep_their_addresses():
         large.fix(80 * PAGE, PAGE, storage)
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_fixing_frees_pages_that_no_head_took(more):
+    kv, call = paged(), tokens(30, 0, share=0.1)
+    kv.append(*call)
+    kv.fix(31 * PAGE, more * PAGE)
+    assert kv.keys.shape[1] == kv.values.shape[1] == int(kv.lengths.sum(1).max()) // PAGE + more * H + 1 < 30
+    assert_equal_lists(lists(kv), taken([call]))
+
+
 def test_held_bytes_lie_within_the_bounds():
     kv, seen = paged(), 0
     for seed, runs in enumerate((1, 4, 7)):

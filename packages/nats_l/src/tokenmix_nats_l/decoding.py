@@ -195,8 +195,9 @@ def _begin_packed(
 
     # retain keys and values, for _BLOCK chunks of every sequence at a time
     slots = (cu_seqlens[:-1] // C + torch.arange(N, device=device)).unsqueeze(1)
-    for begin in range(0, max((end - start) // C * C for start, end in pairwise(boundaries)), _BLOCK * C):
-        i = begin + torch.arange(_BLOCK * C, device=device)
+    longest = max((end - start) // C for start, end in pairwise(boundaries))
+    for begin in range(0, longest, _BLOCK):
+        i = torch.arange(begin * C, min(begin + _BLOCK, longest) * C, device=device)
         there = i < wholes.unsqueeze(1)
         at = torch.where(there, cu_seqlens[:-1, None] + i, 0)
         first, there = i[::C], there[:, ::C]

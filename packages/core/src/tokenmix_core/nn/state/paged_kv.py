@@ -287,10 +287,10 @@ class PagedKVState(StatePart):
         # every head may take all `more` tokens
         spare = self.heads * most
         needed = Pages(used.row + spare, max(used.head + most, longest))
-        if not _fits(needed, have):
-            # a tenth more, but not more than if every head retained all tokens
-            spare = max(spare, min(used.row // 10, self.heads * longest - used.row))
-            self._reallocate(Pages(max(have.row, used.row + spare), max(have.head, needed.head)))
+        # a tenth more, but not more than if every head retained all tokens
+        row = max(needed.row, min(used.row + used.row // 10, self.heads * longest)) if most else used.row
+        if not (_fits(needed, have) and have.row <= row):
+            self._reallocate(Pages(row, max(have.head, needed.head)))
 
     def _move(self, storage: Sequence[Tensor], more: int) -> None:
         if self._stored is None:
