@@ -4,12 +4,10 @@ import json
 
 import pytest
 import torch
-from fastapi.testclient import TestClient
 
 from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.modeling.cache_name import CACHE
-from tokenmix_core.serving import Engine, build_app
 from tokenmix_oryx.cli import main
 from tokenmix_oryx.config import OryxConfig
 from tokenmix_oryx.model import OryxForCausalLM
@@ -176,9 +174,12 @@ def test_suite_that_sets_modes_refuses_mode_options(checkpoint, tmp_path, capsys
 
 @pytest.mark.skipif(CACHE != "cache", reason="the engine before transformers 5.24 has another interface")
 def test_requests_to_a_server_choose_their_mode(checkpoint):
+    client_of = pytest.importorskip("fastapi.testclient").TestClient
+    from tokenmix_core.serving import Engine, build_app
+
     model, tokenizer = OryxForCausalLM.from_pretrained(checkpoint).eval(), byte_tokenizer()
     prompt = tokenizer("def main(")["input_ids"]
-    with TestClient(build_app(Engine(model), tokenizer, "tiny")) as client:
+    with client_of(build_app(Engine(model), tokenizer, "tiny")) as client:
 
         def ask(**body):
             asked = {"prompt": prompt, "max_tokens": 6, "temperature": 0, **body}

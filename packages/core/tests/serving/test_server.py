@@ -10,8 +10,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
-import openai
 import pytest
 import torch
 
@@ -20,6 +18,8 @@ from tokenmix_core.data.tokenizer import byte_tokenizer
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.modeling.cache_name import CACHE
 
+httpx, openai = (pytest.importorskip(name) for name in ("httpx", "openai"))
+pytest.importorskip("fastapi", reason="fastapi is not installed: uv sync --extra serve")
 pytestmark = pytest.mark.skipif(CACHE != "cache", reason="the engine before transformers 5.24 has another interface")
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
