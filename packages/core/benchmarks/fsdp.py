@@ -23,10 +23,13 @@ from pathlib import Path
 from statistics import harmonic_mean
 from typing import Any
 
+FSDP = ["--fsdp", "true", "--fsdp_reshard"]
 WAYS = {
     "DDP": [],
-    "FSDP2, kept": ["--fsdp", "true", "--fsdp_reshard", "never"],
-    "FSDP2, resharded": ["--fsdp", "true", "--fsdp_reshard", "always"],
+    "FSDP2, kept": [*FSDP, "never"],
+    "FSDP2, resharded": [*FSDP, "always"],
+    "FSDP2, kept, units of one layer": [*FSDP, "never", "--fsdp_unit_layers", "1"],
+    "FSDP2, resharded, units of one layer": [*FSDP, "always", "--fsdp_unit_layers", "1"],
 }
 
 
@@ -76,6 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="gated_delta_net-380m")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS)[:3])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--batch-tokens", type=int, default=262144)
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
@@ -95,7 +99,7 @@ def main() -> None:
     flags = [args.recipe, "--no-eval", *(word for name, x in sizes.items() for word in (f"--{name}", str(x)))]
     alone = None
     for ranks in args.ranks:
-        for way in WAYS if ranks > 1 else ["DDP"]:
+        for way in args.ways if ranks > 1 else ["DDP"]:
             row = train(ranks, [*flags, *WAYS[way]], args.steps, args.limit)
             rate = row["tokens_per_second"]
             alone = rate if ranks == 1 else alone

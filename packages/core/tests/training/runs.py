@@ -22,6 +22,7 @@ from tokenmix_core.nn.attention import Attention
 from tokenmix_core.nn.head_weights import HeadWeights
 from tokenmix_core.training.callbacks import AdaptHeadWeights, read_metrics
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
+from tokenmix_core.training.resharding import layer_modules
 from tokenmix_core.training.trainer import train
 
 HYBRID = {
@@ -299,7 +300,7 @@ def stop_each_step(recipe: Recipe) -> Any:
 
 
 def check_sharded(recipe: Recipe) -> Any:
-    """A callback that fails unless the parameters are sharded if, and only if, the recipe says so.
+    """A callback that fails unless the parameters are sharded, in units of so many layers, if the recipe says so.
 
     Between the micro-batches of a step, they are sharded if they are gathered again.
     """
@@ -309,6 +310,10 @@ def check_sharded(recipe: Recipe) -> Any:
     class Check(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, *, model: torch.nn.Module, **_: Any) -> None:
             assert {isinstance(p, DTensor) for p in model.parameters()} == {recipe.run.fsdp}
+            if recipe.run.fsdp:
+                layers: list[Any] = layer_modules(model)
+                units = len({id(layer._get_fsdp_state()) for layer in layers})
+                assert units == len(layers) // max(1, recipe.run.fsdp_unit_layers)
 
         def on_substep_end(self, args: Any, state: Any, control: Any, *, model: torch.nn.Module, **_: Any) -> None:
             resharded = recipe.run.fsdp and recipe.run.fsdp_reshard == "always"

@@ -52,6 +52,8 @@ def test_each_step_of_a_run_by_other_processes_sharded_or_not(single, corpus, tm
     for step, (processes, fsdp, reshard, shards) in enumerate(PHASES, 1):
         checks = (check_sharded,) if processes > 1 else ()
         changes = {"fsdp": fsdp, "fsdp_reshard": reshard, "sharded_checkpoint": shards}
+        # both layers of the model in one unit, or one layer by default
+        changes["fsdp_unit_layers"] = 2 * (step in (2, 6))
         run(processes, made(corpus, callbacks=(*checks, stop_each_step), **changes), out, resume=step > 1)
         assert curve(out)[step] == pytest.approx(single[step], rel=2e-5), f"step {step}"
         written = sorted(path.name for path in (out / f"checkpoint-{step}").rglob("*.distcp"))
@@ -62,6 +64,7 @@ def test_each_step_of_a_run_by_other_processes_sharded_or_not(single, corpus, tm
         if fsdp and processes > 1:
             assert (policy["param_dtype"], policy["reduce_dtype"]) == (None, "float32")
             assert policy["reshard"] is (reshard == "always")
+            assert policy["unit_layers"] == 1 + (step in (2, 6))
         else:
             assert policy is None
     assert max(curve(out)) == len(PHASES)
@@ -146,6 +149,16 @@ def test_gathered_parameters_stay_if_the_memory_allows_it(gigabytes, asked, resh
     assert ("each layer" in told) is reshards
     assert ("leave out --fsdp" in told) is suggested
     assert "\n" not in told
+
+
+@pytest.mark.parametrize(
+    ("layers", "megabytes", "asked", "expected"),
+    [(24, 56, 0, 3), (24, 200, 0, 1), (24, 56, 1, 1), (24, 1, 0, 6), (2, 1, 0, 1), (2, 1, 2, 2)],
+)
+def test_units_have_enough_layers_for_large_collectives(layers, megabytes, asked, expected):
+    plan = MemoryPlan(80e9, 8e9, 12e9, layers, megabytes * 1e6)
+    assert plan.unit_layers(asked) == expected
+    assert f"layers per unit: {expected} (" in plan.told("auto", asked)
 
 
 def test_the_estimate_counts_parameters_tokens_and_shards():

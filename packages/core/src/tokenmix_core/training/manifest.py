@@ -45,7 +45,7 @@ def run_manifest(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
         ],
         "parameters": sum(p.numel() for p in model.parameters()),
         "processes": args.world_size,
-        "fsdp": {**POLICY, "reshard": trainer.reshard} if args.fsdp else None,
+        "fsdp": {**POLICY, "reshard": trainer.reshard, "unit_layers": trainer.unit_layers} if args.fsdp else None,
         "device": device_name(args),
         "versions": {
             "python": platform.python_version(),

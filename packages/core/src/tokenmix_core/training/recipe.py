@@ -203,6 +203,7 @@ class RunRecipe:
         fsdp: shard parameters, gradients and optimizer states over the processes (FSDP2).
         fsdp_reshard: with `fsdp`, "always" gathers each layer's parameters in each pass, which takes less memory;
             "never" gathers them once per step; "auto" selects "never" if it fits into the memory by an estimate.
+        fsdp_unit_layers: with `fsdp`, number of layers whose parameters are gathered together; 0 selects it by size.
         context_parallel: number of ranks over which each row is split (docs/context_parallel.md).
         rank_timeout: seconds without a sign of life after which a rank counts as stopped, and all other ranks end.
         dataloader_num_workers: number of processes that read data; 0 reads it in the training process.
@@ -226,6 +227,7 @@ class RunRecipe:
     training_graph: Literal["auto", "always", "never"] = "auto"
     fsdp: bool = False
     fsdp_reshard: Literal["auto", "always", "never"] = "auto"
+    fsdp_unit_layers: int = 0
     context_parallel: int = 1
     rank_timeout: float = 60.0
     dataloader_num_workers: int = 0
@@ -243,6 +245,7 @@ class RunRecipe:
         _check(self, seed=(0, 2**32 - 1), dataloader_num_workers=(0, 1024), evaluation_limit=(1, math.inf))
         _check(self, logging_steps=(1, math.inf), save_steps=(1, math.inf), save_total_limit=(1, math.inf))
         _check(self, rank_timeout=(1, math.inf), context_parallel=(1, math.inf))
+        _check(self, fsdp_unit_layers=(0, math.inf))
         others = ("gradient_checkpointing", "torch_compile", "fsdp")
         if self.training_graph == "always" and (chosen := [name for name in others if getattr(self, name)]):
             raise ValueError(f"training_graph='always' does not go with {chosen[0]}; turn one of them off")

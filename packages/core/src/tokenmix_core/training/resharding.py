@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule
 
 Resharding = Literal["auto", "always", "never"]
@@ -19,6 +24,10 @@ _ACTIVATION_BYTES = 42
 _LOGIT_BYTES = 10
 # fraction of the device's memory that the allocator can use
 _USABLE = 0.85
+# bytes of float32 parameters that one collective should carry, and number of collectives per pass that should at least
+# remain, so that they overlap with computation. At most two units are gathered at once, each with its gradients: less
+# than 1 GB more than with one layer per unit
+_UNIT_BYTES, _LEAST_UNITS = 2**27, 4
 
 
 class MemoryPlan(NamedTuple):
@@ -28,18 +37,26 @@ class MemoryPlan(NamedTuple):
         available: memory of the device or, on a CPU, the rank's share of the host's memory.
         kept: peak with FSDP2 if gathered parameters and their gradients are kept until the end of a step.
         replicated: peak with DDP instead of FSDP2.
+        layers: number of layers that may share FSDP2 units.
+        layer: size of a layer's float32 parameters.
     """
 
     available: float
     kept: float
     replicated: float
+    layers: int = 1
+    layer: float = _UNIT_BYTES
+
+    def unit_layers(self, asked: int) -> int:
+        """Return the number of layers in an FSDP2 unit: `asked` or, if that is 0, enough for large collectives."""
+        return asked or max(1, min(math.ceil(_UNIT_BYTES / self.layer), self.layers // _LEAST_UNITS))
 
     def reshards(self, asked: Resharding) -> bool:
         """True if gathered parameters are freed after each layer and gradients are reduced after each micro-batch."""
         return asked == "always" or (asked == "auto" and self.kept > _USABLE * self.available)
 
-    def told(self, asked: Resharding) -> str:
-        """Return a line of text that states what `reshards` decides, and why."""
+    def told(self, asked: Resharding, unit_layers: int = 0) -> str:
+        """Return a line of text that states what `reshards` and `unit_layers` decide, and why."""
         reshards = self.reshards(asked)
         way = (
             "gathers the parameters of each layer in each pass, and reduces gradients in each micro-batch"
@@ -48,6 +65,7 @@ class MemoryPlan(NamedTuple):
         )
         sizes = f"estimate {self.kept / 1e9:.3g} GB, available {_USABLE * self.available / 1e9:.3g} GB"
         line = f"FSDP2 {way} ({sizes}; --fsdp_reshard {asked})"
+        line += f"; layers per unit: {self.unit_layers(unit_layers)} (a layer has {self.layer / 1e6:.3g} MB)"
         if self.replicated <= _USABLE * self.available:
             line += f"; DDP needs {self.replicated / 1e9:.3g} GB, so it fits and sends less: leave out --fsdp"
         return line
@@ -73,7 +91,18 @@ def memory_plan(model: nn.Module, tokens: int, ranks: int, *, bf16: bool, checkp
     # float32 weight, gradient and two moments take 16 bytes. FSDP2 shards these and also needs whole weights and
     # gradients; DDP also needs buckets of gradients
     kept = 16 * parameters / ranks + 8 * parameters + activations
-    return MemoryPlan(_memory(), kept, 20 * parameters + activations)
+    units = layer_modules(model)
+    layer = 4 * sum(p.numel() for unit in units for p in unit.parameters()) / max(1, len(units))
+    # FSDP2 requires one dtype in a unit, and units of several recomputed layers were not tested
+    kinds = {(p.dtype, p.requires_grad) for p in model.parameters()}
+    shared = len(units) if len(kinds) == 1 and not checkpointing else 1
+    return MemoryPlan(_memory(), kept, 20 * parameters + activations, shared, layer or _UNIT_BYTES)
+
+
+def layer_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model, which accelerate makes FSDP2 units, in the order of the forward pass."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def _memory() -> float:
@@ -93,3 +122,27 @@ def prepare_micro_batch(model: nn.Module, *, reshard: bool, last: bool) -> None:
     else:
         root.set_reshard_after_forward(False)
         root.set_reshard_after_backward(last)
+
+
+@contextmanager
+def grouped_layers(model: nn.Module, count: int) -> Iterator[None]:
+    """Make accelerate shard `count` successive layers of a model as one FSDP2 unit, in this `with` block.
+
+    accelerate calls `fully_shard` for each layer that belongs to no unit yet, and maps the optimizer's parameters to
+    their shards afterwards, so the units must be made within its call.
+    """
+    layers = layer_modules(model)
+    units = [layers[i : i + count] for i in range(0, len(layers), count)]
+    unit_of = {layer: unit for unit in units for layer in unit if len(unit) > 1}
+    shard = fsdp.fully_shard
+
+    def shard_unit(module: Any, **options: Any) -> Any:
+        return shard(unit_of.get(module, module) if isinstance(module, nn.Module) else module, **options)
+
+    # torch reads attributes of `fully_shard`
+    replaced: Any = functools.update_wrapper(shard_unit, shard)
+    fsdp.fully_shard = replaced
+    try:
+        yield
+    finally:
+        fsdp.fully_shard = shard

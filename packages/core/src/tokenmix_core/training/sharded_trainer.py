@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from tokenmix_core.training import sharding
-from tokenmix_core.training.resharding import prepare_micro_batch
+from tokenmix_core.training.recipe import RunRecipe
+from tokenmix_core.training.resharding import grouped_layers, memory_plan, prepare_micro_batch
 
 
 class ShardedTrainer(Trainer):
@@ -26,6 +28,7 @@ class ShardedTrainer(Trainer):
 
     sharded_checkpoint = False
     reshard = True
+    unit_layers = 1
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator; with `fsdp`, it shards models by our precision policy, also on a CPU."""
@@ -33,6 +36,26 @@ class ShardedTrainer(Trainer):
         if self.args.fsdp:
             sharding.apply_fsdp_policy(self.accelerator, self.args.fsdp_plugin_args or {})
             self.is_fsdp_enabled = True
+            prepare = self.accelerator.prepare
+
+            def prepare_grouped(*args: Any, **options: Any) -> Any:
+                model: Any = self.model
+                with grouped_layers(model, self.unit_layers):
+                    return prepare(*args, **options)
+
+            self.accelerator.prepare = prepare_grouped
+
+    def plan_units(self, run: RunRecipe, tokens: int) -> None:
+        """Decide how FSDP2 gathers parameters, with `tokens` in a micro-batch of a rank, and print the choice."""
+        args = self.args
+        model: Any = self.model
+        plan = memory_plan(model, tokens, args.world_size, bf16=args.bf16, checkpointing=run.gradient_checkpointing)
+        if run.torch_compile:
+            # units of several layers were not tested in compiled models
+            plan = plan._replace(layers=1)
+        self.reshard, self.unit_layers = plan.reshards(run.fsdp_reshard), plan.unit_layers(run.fsdp_unit_layers)
+        if args.process_index == 0:
+            print(plan.told(run.fsdp_reshard, run.fsdp_unit_layers), file=sys.stderr)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None

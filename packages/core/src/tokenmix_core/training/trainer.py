@@ -45,7 +45,6 @@ from tokenmix_core.training.folder import METRICS, check_folder, run_lock
 from tokenmix_core.training.manifest import RUN_MANIFEST, run_manifest, trained_on
 from tokenmix_core.training.ranks import require_agreement, require_shared_folder, together
 from tokenmix_core.training.recipe import Recipe
-from tokenmix_core.training.resharding import memory_plan
 
 MQAR = "mqar"
 
@@ -258,11 +257,7 @@ def build_trainer(
     )
     if trainer.is_fsdp_enabled:
         tokens = args.per_device_train_batch_size * recipe.data.seq_len // recipe.run.context_parallel
-        checkpointing = recipe.run.gradient_checkpointing
-        plan = memory_plan(model, tokens, args.world_size, bf16=args.bf16, checkpointing=checkpointing)
-        trainer.reshard = plan.reshards(recipe.run.fsdp_reshard)
-        if args.process_index == 0:
-            print(plan.told(recipe.run.fsdp_reshard), file=sys.stderr)
+        trainer.plan_units(recipe.run, tokens)
     # this callback of transformers prints dictionaries
     trainer.remove_callback(PrinterCallback)
     return trainer
