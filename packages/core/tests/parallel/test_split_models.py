@@ -6,6 +6,7 @@ import pytest
 
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.testing.split_contract import TOLERANCE, check_models, core_models, refusals, traffic_of
+from tokenmix_core.testing.split_inference import split_losses, split_prompts
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -38,3 +39,15 @@ def test_what_cannot_be_split_is_refused_by_one_sentence_on_all_ranks(pool):
     for sentences in zip(*pool(2, refusals, HybridForCausalLM, config), strict=True):
         assert len(set(sentences)) == 1
         assert sentences[0].count(". ") == 0
+
+
+def test_losses_by_position_of_rows_of_an_odd_length_are_those_of_one_process(pool):
+    config = HybridConfig(**core_models()["hybrid"])
+    # logits enter the loss in float32
+    assert pool(3, split_losses, HybridForCausalLM, config) <= 1e-6
+
+
+def test_a_split_prompt_ends_in_the_states_of_one_process_on_every_rank(pool):
+    config = HybridConfig(**core_models()["hybrid"])
+    errors = pool(3, split_prompts, HybridForCausalLM, config)
+    assert max(errors.values()) <= TOLERANCE, errors

@@ -22,6 +22,7 @@ import torch
 from tokenmix_core._utils.atomic_io import check_writable
 from tokenmix_core._utils.trust import from_config, from_pretrained
 from tokenmix_core.cli.packages import packages_of
+from tokenmix_core.cli.ranks import evaluating_ranks
 from tokenmix_core.data import prepare as corpora
 from tokenmix_core.data import tokenizer as tokenizers
 from tokenmix_core.data.encode import usable_cores
@@ -200,10 +201,10 @@ def eval(args: argparse.Namespace, context: Context) -> None:
     check_read(suites, options, context.suites)
     if any(context.suites[name].reads_text for name in suites):
         options = held_out_from(options, trained_on(args.checkpoint))
-    device, dtype = device_and_dtype(args.device, args.dtype)
-    model, tokenizer = load_model(args.checkpoint, device, dtype), load_tokenizer(args.checkpoint)
-    with context.using(model, args):
-        evaluate(model, tokenizer, suites, options, out=out, suites=context.suites)
+    with evaluating_ranks(suites, options, out) as (options, out):
+        model = load_model(args.checkpoint, *device_and_dtype(args.device, args.dtype))
+        with context.using(model, args):
+            evaluate(model, load_tokenizer(args.checkpoint), suites, options, out=out, suites=context.suites)
 
 
 def generate(args: argparse.Namespace, context: Context) -> None:

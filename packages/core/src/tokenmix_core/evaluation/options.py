@@ -29,6 +29,8 @@ class EvalOptions:
         vocab_size: number of different tokens in synthetic sequences, counted from token 0.
         seed: seed of random data.
         progress: whether to show progress bars.
+        split_rows: whether to split each row over all processes, which must make the same call (only in
+            "perplexity-by-position").
 
     Raises:
         ValueError: an invalid value; the message names its field.
@@ -45,6 +47,7 @@ class EvalOptions:
     vocab_size: int | None = None
     seed: int = 0
     progress: bool = True
+    split_rows: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, EvalOptions)

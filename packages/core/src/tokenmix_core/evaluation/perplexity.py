@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from tokenmix_core.evaluation import text
 from tokenmix_core.evaluation.options import EvalOptions, Plot, Series, SuiteResult
+from tokenmix_core.evaluation.split_rows import split_token_losses
 
 MAX_BIGRAM_VOCABULARY = 4096
 
@@ -70,23 +71,26 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def loss_by_position(
-    model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 8, progress: bool = True
+    model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 8, progress: bool = True, split_rows: bool = False
 ) -> Float[np.ndarray, "T-1"]:
-    """Return `token_losses`, averaged over the sequences in float64; entry t is the loss of token t + 1."""
-    return _sequence_losses(model, sequences, batch_size, progress).mean(0, dtype=np.float64)
+    """Return `token_losses`, averaged over the sequences in float64; entry t is the loss of token t + 1.
+
+    With `split_rows`, all processes make the same call, and each computes a part of every row.
+    """
+    return _sequence_losses(model, sequences, batch_size, progress, split_rows).mean(0, dtype=np.float64)
 
 
 def _sequence_losses(
-    model: Any, sequences: Int[Tensor, "N T"], batch_size: int, progress: bool
+    model: Any, sequences: Int[Tensor, "N T"], batch_size: int, progress: bool, split_rows: bool
 ) -> Float[np.ndarray, "N T-1"]:
     """Return `token_losses` of all sequences, computed in batches."""
-    losses = []
+    losses, losses_of = [], split_token_losses if split_rows else token_losses
     progress_bar = tqdm(
         total=sequences.numel(), unit="tok", unit_scale=True, desc="loss by position", disable=not progress
     )
     with progress_bar:
         for batch in sequences.split(batch_size):
-            losses.append(token_losses(model, batch.to(model.device)).cpu().numpy())
+            losses.append(losses_of(model, batch.to(model.device)).cpu().numpy())
             progress_bar.update(batch.numel())
     return np.concatenate(losses)
 
@@ -147,7 +151,8 @@ def perplexity_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
     length = options.one_length("perplexity-by-position", 2048)
     limit = options.limit or 64
     sequences = cut_sequences(text.text_tokens(options.text, tokenizer, 4 * limit * length), length, limit)
-    by_sequence = _sequence_losses(model, sequences, options.batch_size or 8, options.progress)
+    batch_size, split = options.batch_size or 8, options.split_rows
+    by_sequence = _sequence_losses(model, sequences, batch_size, options.progress, split)
     losses = by_sequence.mean(0, dtype=np.float64)
     rate = text.bytes_per_token(sequences.numpy(), tokenizer)
 

@@ -52,5 +52,6 @@ if TYPE_CHECKING:
     from tokenmix_core.modeling.pretrained import own_state as own_state
     from tokenmix_core.modeling.rows import PacksRows as PacksRows
     from tokenmix_core.modeling.rows import keeps_rows as keeps_rows
+    from tokenmix_core.modeling.split_rows import split_prefill as split_prefill
 
 __getattr__ = lazily(__name__)

@@ -239,14 +239,15 @@ class HybridModel(HybridPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         shard = current_shard()
         if shard is not None:
-            given = (attention_mask, position_ids, cu_seqlens, cache, *mixer_inputs.values())
-            check_split(shard, self.mixers, input_ids if inputs_embeds is None else inputs_embeds, given, use_cache)
+            whole, given = input_ids if inputs_embeds is None else inputs_embeds, (position_ids, cu_seqlens)
+            check_split(shard, self.mixers, whole, (attention_mask, *given), cache, use_cache)
             use_cache, input_ids = False, None if input_ids is None else shard.split(input_ids)
             inputs_embeds = None if inputs_embeds is None else shard.split(inputs_embeds)
         hidden = self._embed(input_ids, inputs_embeds)
         call = begin_call(
             self,
-            hidden,
+            # the layout of the whole rows
+            hidden if shard is None else hidden.new_empty(len(hidden), shard.tokens, 0),
             mixer_inputs,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -254,11 +255,13 @@ class HybridModel(HybridPreTrainedModel):
             cache=cache,
             use_cache=use_cache,
         )
-        if shard is not None:
-            call = call._replace(position_ids=shard.positions(hidden.device).unsqueeze(0))
         self._check_inputs(mixer_inputs)
         span, cache = call.span, call.cache
-        mixer_inputs = self.prepare_mixer_inputs(mixer_inputs, span, call.document_cu_seqlens, cache)
+        boundaries = call.document_cu_seqlens
+        if shard is not None:
+            boundaries = shard.row_cu_seqlens(hidden.device)
+            call = call._replace(position_ids=shard.positions(hidden.device).unsqueeze(0))
+        mixer_inputs = self.prepare_mixer_inputs(mixer_inputs, span, boundaries, cache)
         packed, branch, seen = span.pack(hidden), None, [hidden]
         rows = span if keeps_rows(self, span) else None
         real, hidden = packed.shape[1], packed if rows is None else hidden

@@ -1,19 +1,28 @@
-"""Checks of calls whose rows are split over ranks."""
+"""Calls whose rows are split over ranks: their checks, and prompts that end in a cache on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from tokenmix_core.modeling.cache import HybridCache
 from tokenmix_core.modeling.lengths import is_given
 from tokenmix_core.nn.mixer import Mixer
-from tokenmix_core.parallel import SequenceShard
+from tokenmix_core.parallel import SequenceShard, sequence_shard
 
 
 def check_split(
-    shard: SequenceShard, mixers: Iterable[Mixer], rows: Tensor | None, others: Iterable[Any], use_cache: bool | None
+    shard: SequenceShard,
+    mixers: Iterable[Mixer],
+    rows: Tensor | None,
+    others: Iterable[Any],
+    cache: HybridCache | None,
+    use_cache: bool | None,
 ) -> None:
     """Refuse calls for which rows cannot be split over ranks, with the same message on all ranks.
 
@@ -21,21 +30,31 @@ def check_split(
         shard: how rows are split over ranks.
         mixers: the mixers of all layers.
         rows: the whole rows' ids or embeddings.
-        others: attention mask, positions, boundaries, cache and further inputs; all must be None.
+        others: attention mask, positions and boundaries; all must be None.
+        cache: an empty cache if the shard keeps states, else None.
         use_cache: must not be True.
 
     Raises:
         ValueError: a mixer, an input or a shape that does not support the split.
     """
-    if alone := dict.fromkeys(type(mixer).__name__ for mixer in mixers if not splits_sequences(mixer)):
+    if alone := dict.fromkeys(type(mixer).__name__ for mixer in mixers if not _is_set(mixer, "splits_sequences")):
         raise ValueError(
             f"{', '.join(alone)} with these options cannot split a sequence over ranks; "
             "layers of GatedDeltaNet, Mamba2 and Attention can"
         )
+    if shard.keeps_states:
+        if alone := dict.fromkeys(type(mixer).__name__ for mixer in mixers if not _is_set(mixer, "splits_prompts")):
+            raise ValueError(
+                f"{', '.join(alone)} cannot split a prompt over ranks; compute it on each rank without a SequenceShard"
+            )
+        if shard.packed or cache is None or cache.length:
+            raise ValueError("a split prompt needs rows of one document each and an empty cache; see split_prefill")
+    elif cache is not None:
+        use_cache = True
     if use_cache or is_given(*others):
         raise ValueError(
-            "rows that are split over ranks take ids or embeddings and labels alone: no cache, attention_mask, "
-            "position_ids or inputs of mixers, and no cu_seqlens, which the SequenceShard has"
+            "rows that are split over ranks take ids or embeddings, labels and inputs of mixers alone: no cache, "
+            "attention_mask or position_ids, and no cu_seqlens, which the SequenceShard has"
         )
     if rows is not None and (rows.shape[1] != shard.tokens or (shard.packed and rows.shape[0] != 1)):
         wanted = [1 if shard.packed else "B", shard.tokens]
@@ -44,6 +63,38 @@ def check_split(
         )
 
 
-def splits_sequences(mixer: Mixer) -> bool:
-    """Return `mixer.splits_sequences`; False if the mixer's own class does not set it."""
-    return "splits_sequences" in vars(type(mixer)) and mixer.splits_sequences
+def _is_set(mixer: Mixer, name: str) -> bool:
+    """Return an attribute of the mixer's own class; False if only a base class sets it."""
+    return name in vars(type(mixer)) and getattr(mixer, name)
+
+
+@torch.no_grad()
+def split_prefill(
+    model: Any,
+    input_ids: Int[Tensor, "B T"],
+    *,
+    cache: HybridCache | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Float[Tensor, "B vocab"], HybridCache]:
+    """Compute a prompt split over ranks; return the logits after it and the cache, equal on all ranks.
+
+    Every rank can then decode by itself: all do the same, or one goes on alone. The last tokens, up to twice the number
+    of ranks, are computed on each rank, so that a prompt may have any length.
+
+    Args:
+        model: a hybrid model in evaluation mode, the same on all ranks.
+        input_ids: the prompt without padding, equal on all ranks.
+        cache: an empty cache to fill; None for a new one.
+        group: the ranks; None for all.
+
+    Raises:
+        ValueError: a layer whose states cannot be split, or a cache with tokens; the same sentence on all ranks.
+    """
+    filled: HybridCache = model.make_cache() if cache is None else cache
+    parts, tokens = 2 * dist.get_world_size(group), input_ids.shape[1]
+    first = (tokens - 1) // parts * parts
+    if first:
+        with sequence_shard(SequenceShard(first, layout="zigzag", group=group, keeps_states=True)):
+            model.model(input_ids[:, :first], cache=filled)
+    out = model(input_ids[:, first:], cache=filled, logits_to_keep=1)
+    return out.logits[:, -1], filled

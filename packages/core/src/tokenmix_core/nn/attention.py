@@ -18,7 +18,7 @@ from tokenmix_core.nn.state import KVState, LayerState, Span
 from tokenmix_core.ops import attention_decode, rotate_step
 from tokenmix_core.ops.softmax_attention.backends import AttentionImpl
 from tokenmix_core.ops.types import AttentionOutput
-from tokenmix_core.parallel import attention
+from tokenmix_core.parallel import attention, current_shard, gather_rows
 
 
 class Attention(Mixer):
@@ -43,7 +43,7 @@ class Attention(Mixer):
     """
 
     takes_more_tokens = True
-    splits_sequences = True
+    splits_sequences = splits_prompts = True
     attention_impls: ClassVar[dict[str, str]] = {
         "eager": "reference",
         "sdpa": "sdpa",
@@ -203,6 +203,8 @@ def cached_attention_lse(
         out = attention(q, keys, values, **options)
     else:
         out = _ragged_attention(q, k, v, kv, span, scale)
+    if (shard := current_shard()) is not None:
+        k, v = gather_rows(shard, k, "keys of the cache"), gather_rows(shard, v, "values of the cache")
     kv.write(k, v, span)
     return out
 

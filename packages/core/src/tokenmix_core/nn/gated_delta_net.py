@@ -48,7 +48,7 @@ class GatedDeltaNet(Mixer):
     """
 
     takes_more_tokens = True
-    splits_sequences = True
+    splits_sequences = splits_prompts = True
     packs_states = True
 
     float32 = ("A_log", "dt_bias")

@@ -45,7 +45,7 @@ class Mamba2(Mixer):
     """
 
     takes_more_tokens = True
-    splits_sequences = True
+    splits_sequences = splits_prompts = True
     packs_states = True
 
     float32 = ("A_log", "dt_bias", "D")

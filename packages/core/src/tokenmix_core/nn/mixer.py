@@ -37,6 +37,8 @@ class Mixer(KeepsFloat32):
             Subclasses do not inherit the value.
         splits_sequences: whether the mixer's operations are those of `tokenmix_core.parallel`, so that rows can be
             split over ranks. Subclasses do not inherit the value.
+        splits_prompts: whether the states of rows that are split over ranks are right on every rank
+            (`modeling.split_prefill`). Subclasses do not inherit the value.
         packs_states: whether one call can continue several packed sequences, given only `cu_seqlens`: sequence i starts
             from row i of every state, and all states are of class `TensorState`. Subclasses do not inherit the value.
     """
@@ -47,6 +49,7 @@ class Mixer(KeepsFloat32):
     per_chunk: ClassVar[tuple[str, ...]] = ()
     takes_more_tokens: ClassVar[bool] = False
     splits_sequences: ClassVar[bool] = False
+    splits_prompts: ClassVar[bool] = False
     packs_states: ClassVar[bool] = False
 
     @classmethod

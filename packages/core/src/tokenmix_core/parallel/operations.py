@@ -16,7 +16,7 @@ from torch import Tensor
 from tokenmix_core import ops
 from tokenmix_core.ops.ssd.span_states import final_state, initial_gradient, span_decay
 from tokenmix_core.ops.types import AttentionOutput, ScanOutput
-from tokenmix_core.parallel.exchange import receive
+from tokenmix_core.parallel.exchange import combined, receive
 from tokenmix_core.parallel.recurrence import Recurrence, Tensors, split_recurrence
 from tokenmix_core.parallel.shard import Range, SequenceShard, Span, require_shard
 
@@ -32,7 +32,7 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     writes: Tensor | None = None,
     sequence_shard: SequenceShard | None = None,
-    final_states: bool = False,
+    final_states: bool | None = None,
     **options: Any,
 ) -> ScanOutput:
     """Apply `ops.chunk_gated_delta_rule`, also to split sequences.
@@ -43,7 +43,7 @@ def chunk_gated_delta_rule(
             must be None.
         sequence_shard: how sequences are split; None for the shard of the current context, if any.
         final_states: for split sequences, whether to return final states (of all rows or documents, on every rank)
-            instead of None.
+            instead of None; by default the shard's `keeps_states`.
     """
     name = "chunk_gated_delta_rule"
     shard = require_shard(name, sequence_shard, cu_seqlens)
@@ -88,7 +88,7 @@ def chunk_ssd(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     sequence_shard: SequenceShard | None = None,
-    final_states: bool = False,
+    final_states: bool | None = None,
     **options: Any,
 ) -> ScanOutput:
     """Apply `ops.chunk_ssd`, also to split sequences; further arguments as for `chunk_gated_delta_rule`."""
@@ -137,7 +137,7 @@ def short_conv(
     (before,) = _tokens_before(shard, [x], weight.shape[1] - 1)
     boundaries = shard.cu_seqlens(x.device)
     out = ops.short_conv(shard.to_rows(x), weight, bias, initial_state=before, cu_seqlens=boundaries, **options)
-    return out._replace(o=shard.from_rows(out.o))
+    return _convolved(shard, out)
 
 
 def short_convs(
@@ -158,7 +158,17 @@ def short_convs(
     states = None if before[0] is None else cast("list[Tensor]", before)
     rows, boundaries = [shard.to_rows(x) for x in xs], shard.cu_seqlens(xs[0].device)
     found = ops.short_convs(rows, weights, initial_states=states, cu_seqlens=boundaries, **options)
-    return tuple(out._replace(o=shard.from_rows(out.o)) for out in found)
+    return tuple(_convolved(shard, out) for out in found)
+
+
+def _convolved(shard: SequenceShard, out: ScanOutput) -> ScanOutput:
+    """Return this rank's outputs; the final states are those of whole rows if the shard keeps them."""
+    final = out.final_state
+    if shard.keeps_states:
+        ends = shard.local[-1].stop == shard.tokens
+        last = final[len(shard.local) - 1 :: len(shard.local)]
+        final = combined(shard, last if ends else torch.zeros_like(last))
+    return ScanOutput(shard.from_rows(out.o), final)
 
 
 def _refuse_state(name: str, state: Any) -> None:

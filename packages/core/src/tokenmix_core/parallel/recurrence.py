@@ -44,12 +44,12 @@ class Recurrence(NamedTuple):
 
 
 def split_recurrence(
-    shard: SequenceShard, x: Recurrence, tensors: Tensors, initial_state: Tensor | None, final_states: bool
+    shard: SequenceShard, x: Recurrence, tensors: Tensors, initial_state: Tensor | None, final_states: bool | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return this rank's outputs and, if `final_states`, the final states of all rows or documents (else None)."""
     first = tensors[0]
     shard.check_local(x.name, first)
-    batch = first.shape[0]
+    batch, final_states = first.shape[0], shard.keeps_states if final_states is None else final_states
     if initial_state is not None and shard.packed:
         rows = initial_state[torch.tensor(shard.documents, device=first.device)]
     else:

@@ -62,6 +62,7 @@ class SequenceShard:
             reads them once, so that a tensor on the CPU avoids a synchronisation.
         layout: "contiguous" or "zigzag".
         group: the process group over which rows are split; None for all ranks.
+        keeps_states: whether operations return the final states of whole rows on all ranks, for a cache.
 
     Attributes:
         traffic: bytes that this rank has sent to other ranks, by layer (None outside a model) and operation.
@@ -77,6 +78,7 @@ class SequenceShard:
         *,
         layout: Layout = "contiguous",
         group: dist.ProcessGroup | None = None,
+        keeps_states: bool = False,
     ):
         if layout not in get_args(Layout):
             raise ValueError(f"SequenceShard: layout must be 'contiguous' or 'zigzag', got {layout!r}")
@@ -85,7 +87,7 @@ class SequenceShard:
                 "SequenceShard: no process group exists; start the processes with torchrun and call "
                 "torch.distributed.init_process_group()"
             )
-        self.group, self.layout, self.tokens = group, layout, tokens
+        self.group, self.layout, self.tokens, self.keeps_states = group, layout, tokens, keeps_states
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         parts = self.size if layout == "contiguous" else 2 * self.size
         if tokens < parts or tokens % parts:
