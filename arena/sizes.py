@@ -197,7 +197,7 @@ _RECALL = (
     *("attention", "gdn", "gdn-h", "nha-h", "lalte", "gdn-swa", "nats-l", "nats-l-h", "mamba2", "nha", "gsa", "gsa-h"),
     *("oryx-tm", "oryx-tg", "lansa", "nsa", "window", "gdn-attention", "lalte-mlp"),
 )
-# recall in which no window or cap holds a quarter of the pairs of the largest example; twice the steps of compact
+# recall in which no window or cap holds a quarter of the pairs of the largest example; twice the steps of COMPACT
 RECALL_1M = replace(
     COMPACT,
     name="recall-1m",

@@ -62,7 +62,7 @@ class Hashes:
         return ends if len(ends) and ends[-1] == len(self.data) else np.append(ends, len(self.data))
 
     def windows(self, least: int) -> tuple[UInt64[np.ndarray, "n"], Int[np.ndarray, "n"], Int[np.ndarray, "n"]]:
-        """Return hash, first and last line of windows: from each line on, the fewest lines with `least` bytes."""
+        """Return hash, first and last line of windows: each is the fewest lines of `least` bytes or more."""
         ends = self.line_ends()
         starts = np.concatenate([[0], ends[:-1]])
         last = np.searchsorted(ends, starts + least)

@@ -172,7 +172,7 @@ class Tova(Attention):
     def _fill(
         self, scores: Float[Tensor, "N H G Q P"], filled: Int[Tensor, "N"], real: Bool[Tensor, "N Q"]
     ) -> tuple[Bool[Tensor, "N Q P"], Int[Tensor, "N held"]]:
-        """Return which held and new tokens each query sees, and the token in each slot then, without evictions."""
+        """Return which held and new tokens each query sees, and each slot's token afterwards; nothing is evicted."""
         Q = real.shape[1]
         before = self._slots(real) < filled.unsqueeze(1)
         causal = torch.ones(Q, Q, dtype=torch.bool, device=real.device).tril()

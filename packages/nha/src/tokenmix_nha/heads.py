@@ -16,8 +16,8 @@ class Heads(NamedTuple):
         q, k: `[B, T, HQ, K]` and `[B, T, H, K]`, for attention to the window.
         v: `[B, T, H, V]`.
         q_slots, k_slots: q and k for the slots, with the same shapes.
-        f: `[B, T, H, M]`, natural logs of the gates, but in a decoding step with one softmax their logits; None if no
-            token can enter a slot.
+        f: `[B, T, H, M]`, natural logs of the gates, or the gates' logits in a decoding step in which one softmax
+            covers slots and window; None if no token can enter a slot.
         weight: the factor of the slots' output in a weighted sum with the window's output, broadcastable to `[B, T,
             HQ]`; None if one softmax covers both, or if the layer has only slots or only a window.
     """

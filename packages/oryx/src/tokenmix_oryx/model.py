@@ -94,7 +94,7 @@ def _require_linear(modes: Modes) -> Modes:
 
 
 class OryxForCausalLM(HybridForCausalLM):
-    """The causal language model; `forward` takes `mode` as `OryxModel` does, `generate` takes two modes."""
+    """The causal language model; `forward` takes `mode` as `OryxModel` does, `generate` also one for new tokens."""
 
     config: OryxConfig
     model: OryxModel

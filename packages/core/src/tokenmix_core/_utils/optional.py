@@ -71,7 +71,6 @@ def is_installed(module: str) -> bool:
 
     A folder that only contains another distribution's modules does not count: FlashAttention-4, for example, creates a
     folder `flash_attn` with only the module `cute`.
-    the module `cute`.
     """
     spec = importlib.util.find_spec(module)
     return spec is not None and spec.origin is not None

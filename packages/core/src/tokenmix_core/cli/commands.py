@@ -153,7 +153,7 @@ def _asked_for(args: argparse.Namespace, context: Context) -> tuple[str, Path, l
     """Return the name of the recipe that `train` should run, the run's folder, and the flags that set fields.
 
     Raises:
-        ValueError: neither a recipe nor a run is named, or two different folders are.
+        ValueError: neither a recipe nor a run is named, or two different folders are named.
     """
     fields = list(args.rest)
     name = fields.pop(0) if fields and not fields[0].startswith("-") else None

@@ -293,10 +293,7 @@ def settings_of(model: Any) -> dict[str, Any]:
 
 
 def curve(title: str, y: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> Plot:
-    """Plot the `columns` of `rows` over context length, under the names that `columns` gives.
-
-    Rows may lack a column.
-    """
+    """Return a plot over context length; `columns` maps columns of `rows` to curves' names, unless a row lacks one."""
     series: Series = {
         name: ([row["context"] for row in rows], [row[column] for row in rows])
         for column, name in columns.items()

@@ -170,7 +170,7 @@ def training_tokens(text: str | None, tokenizer: Any) -> Int[np.ndarray, "n"] | 
 def bytes_per_token(sequences: Int[np.ndarray, "N T"], tokenizer: Any) -> float:
     """Return the number of UTF-8 bytes of text per token.
 
-    Special tokens have 0, parts of characters their own bytes.
+    Special tokens count 0 bytes; a token that is a part of a character counts its own bytes.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if isinstance(getattr(backend, "decoder", None), _byte_level()):

@@ -286,7 +286,7 @@ class HybridCache(Cache):
         self._change_batch(lambda x: x.repeat_interleave(repeats, 0), max(self.batch_size, 0) * repeats)
 
     def gather_rows(self, sources: Sequence[tuple[HybridCache, Sequence[int]]], lengths: Sequence[int]) -> None:
-        """Replace all sequences by copies of rows of other caches of the model; `lengths` are those without padding."""
+        """Replace all sequences by copies of rows of the model's other caches; `lengths` are theirs without padding."""
         self.reset()
         for cache, _ in sources:
             cache._check_whole()

@@ -27,7 +27,7 @@ def check_sizes(owner: Any, source: object = "") -> None:
 
     Args:
         owner: the configuration, as a mapping or an object.
-        source: its folder, for the message.
+        source: the configuration's folder, for the message.
     """
     for name, most in _MOST.items():
         value = owner.get(name) if isinstance(owner, Mapping) else getattr(owner, name, None)

@@ -34,7 +34,7 @@ SYNC_EVERY = 16
 
 
 def stepping_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a causal language model's `forward`: decoding steps run by `cache.steps` if the cache has it."""
+    """Decorate a causal language model's `forward`: `cache.steps`, if present, runs the decoding steps."""
 
     name = name_of(forward)
 

@@ -226,7 +226,7 @@ def decoded(
 
 
 def _ragged_attention(q: Tensor, k: Tensor, v: Tensor, kv: KVState, span: Span, scale: float | None) -> AttentionOutput:
-    """Attend with an explicit mask: several tokens for sequences of unequal lengths (a padded prompt in chunks)."""
+    """Attend with an explicit mask, for several new tokens of sequences of unequal lengths (padded prompts)."""
     q, k, v = (span.unpack(x) for x in (q, k, v))
     positions = span.unpack(span.positions.view(span.layout))
     real = torch.ones_like(positions, dtype=torch.bool) if span.mask is None else span.mask

@@ -1,4 +1,4 @@
-"""Base class of token mixers: modules that the backbone builds, runs, gives a cache and counts FLOPs of."""
+"""Base class of token mixers: it defines how the backbone builds and runs a mixer, the mixer's state and its FLOPs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Mixer(KeepsFloat32):
 
     @classmethod
     def prepare_input(cls, name: str, value: Any, span: Span, cu_seqlens: Tensor | None) -> Any:
-        """Convert an extra input, once per call, to what the layers take; the default only packs tensors of all tokens.
+        """Convert an extra input, once per call, to what the layers take; by default, per-token tensors are packed.
 
         Args:
             name: one of `inputs`.

@@ -23,7 +23,7 @@ from tokenmix_core.ops.transforms import refuse_graph
 # in training, layers with fewer than _THIN outputs share one GEMM, padded to a multiple of _MULTIPLE outputs: a GEMM
 # with e.g. six outputs has unaligned rows and takes several times as long as reading x
 _THIN, _MULTIPLE = 64, 16
-# only for tensors of these classes, because other subclasses may define their own matmul
+# GEMMs are shared only by tensors of these classes, because other subclasses may define their own matmul
 _ORDINARY = Tensor, nn.Parameter
 
 

@@ -1,4 +1,4 @@
-"""Contexts that forbid launches, list grids, or count replays of the launch cache; interpreted kernels count too."""
+"""Contexts that forbid launches, list grids, or count replays of the launch cache, also for interpreted kernels."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class GrowingRows(Dataset):
         self.examples(1, seq_len, largest, 0)
 
     def examples(self, count: int, seq_len: int, size: int, first: int) -> synthetic.RecallExamples:
-        """Return `count` examples of one length and size; `first` is the index of the first example."""
+        """Return `count` examples of `seq_len` tokens and of one size; `first` is the index of the first example."""
         raise undefined(self, "examples(count, seq_len, size, first)", "which makes the examples")
 
     def draws(self, index: int) -> np.random.Generator:

@@ -211,10 +211,7 @@ class TensorState(StatePart):
 
 
 class LayerState:
-    """The parts of a layer's state by name:
-
-    `state.span` is the call's layout.
-    """
+    """The parts of a layer's state, each an attribute under its name; `span` is the layout of the current call."""
 
     span: Span
 

@@ -1,4 +1,4 @@
-"""Gradients of one layer's inputs and weights; of the weights', each program stores a partial sum."""
+"""Gradients of one layer's inputs and of its weights; programs store partial sums of the weights' gradients."""
 
 # Triton does not support starred expressions in tuples
 # ruff: noqa: RUF005

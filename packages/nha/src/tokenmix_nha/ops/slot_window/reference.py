@@ -34,7 +34,6 @@ def chunk_reference(
 
     `start` is the index of each sequence's first valid key; keys before it are padding. Returns o, the slots of keys
     and the slots of values.
-    slots and the value slots.
 
     Computes in float32 or wider, and rounds only the output. Chunk c consists of the tokens `c·C + r` that enter the
     slots and the queries at `c·C + r + window`; queries before the first entering token form chunks with negative c.

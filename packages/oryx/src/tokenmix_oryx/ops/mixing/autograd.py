@@ -142,7 +142,7 @@ def _last(x: Inputs) -> Tensor | None:
 @retried
 @of_fields
 def _forward(x: Inputs) -> Outputs:
-    """Compute rates, queries, keys and values, then both mixers, then the gated, normalised output by each mode."""
+    """Compute rates, queries, keys and values, then both mixers, then the gated, normalised output of each token."""
     from tokenmix_core.ops import attention_forward
     from tokenmix_oryx.ops.mixing.output import output_forward
     from tokenmix_oryx.ops.mixing.queries import queries_forward
