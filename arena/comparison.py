@@ -209,7 +209,7 @@ class Comparison:
         return self.size.supports_claims and result.get("rules") != rules.digest()
 
     def exploratory(self) -> int:
-        """Return the number of results made under another version of RULES.md, or none; reports do not use them."""
+        """Return the number of results of another or an unknown version of RULES.md; reports do not use them."""
         return sum(self._exploratory(stored.result) for stored in store.load(self.folder).values())
 
 

@@ -311,7 +311,7 @@ class _Stages:
                     kept = Hashes(content).all_spans()
                     index, members = known.index(kept)
                     after += int(occurs[index[members]].sum())
-                    # these spans exist only since lines were removed
+                    # the removal of lines has created these spans
                     unknown.append(kept[~members])
                     total, size = total + len(kept), size + len(content)
                     file.write(json.dumps((document.name, content.decode()), ensure_ascii=False) + "\n")

@@ -21,7 +21,7 @@ class _Powers:
         self.of_base, self.of_inverse = (np.ones(1, np.uint64),) * 2
 
     def reserve(self, count: int) -> None:
-        """Compute further powers until there are at least `count`."""
+        """Compute further powers of the base and of its inverse until there are at least `count` of each."""
         if count > len(self.of_base):
             count = max(count, 2**20)
             self.of_base, self.of_inverse = (

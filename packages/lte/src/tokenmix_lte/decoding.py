@@ -80,7 +80,7 @@ def _advance(rule: Retention, tokens: Tokens, held: Held | None, past: int) -> t
         )
         last = torch.arange(past - reach, past, device=device) % max(1, rule.reach)
         raws = torch.cat((held.raw[:, last], raws), 1)
-        # the first logits were computed without the tokens before them, so take these tokens' scores from the state
+        # the first tokens' logits are computed without the tokens before them: take their scores from the state
         known = 0 if reach == past else rule.context[0]
     scores = rule.logits(raws, values[:, ring - reach :]).detach()
     if held is not None and past:

@@ -110,7 +110,7 @@ def _joined(rule: Retention, tokens: Tokens, span: Span, held: Held) -> _Packed:
         raw = scored.filled(held.raw[scored.rows, scored.positions % reach], raw)
         of_scored = values[join.origin[scored.rows] + scored.positions]
         logits = rule.logits(raw[None], of_scored[None], cu_seqlens=scored.cu_seqlens)[0].detach()
-        # the first logits were computed without the tokens before them, so take these tokens' scores from the state
+        # the first tokens' logits are computed without the tokens before them: take their scores from the state
         first = before - newest + torch.where(newest == before, 0, rule.context[0])
         is_new = (join.positions >= first[join.rows]).unsqueeze(1) & ~is_front
         at = (scored.origin[join.rows] + join.positions).clamp(0, max(0, len(logits) - 1))

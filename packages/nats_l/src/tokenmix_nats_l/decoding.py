@@ -261,7 +261,7 @@ def _attend(layer: NatsL, tokens: Tokens, types: ChunkTypes, state: LayerState, 
         keys.insert(0, state.open_keys.value[:, :fill])
         values.insert(0, state.open_values.value[:, :fill])
     if kept.tensors:
-        # a page has one complete chunk, so that one mark per page says whether it is in use
+        # a page has one complete chunk, so that one mark per page says whether the page is in use
         held = [x.transpose(1, 2) for x in kept.lists()]
         keys.insert(0, held[0])
         values.insert(0, held[1])

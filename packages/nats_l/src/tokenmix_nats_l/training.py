@@ -41,7 +41,7 @@ class SteerShares(TrainerCallback):
 
     @torch.no_grad()
     def _gather(self, model: nn.Module, args: Any, output: Any) -> None:
-        # a batch with only padding has no such values
+        # a batch with only padding has no fractions of softmax chunks
         if model.training and self._sums is not None and "softmax_share" in (output.auxiliary or {}):
             # one tensor, or a tuple if layers have different head counts
             chunks = torch.stack([count.float() for count in output.auxiliary["chunks"]])

@@ -18,7 +18,8 @@ def add_finetune(
     """Add the command `finetune CHECKPOINT --out DIR`, whose flags may set fields of its recipe; return its parser.
 
     Args:
-        add, summary, example, run: the same as for other commands of a package.
+        add: the function `add` that `main` passes to its argument `commands`.
+        summary, example, run: arguments of `add`: the command's summary, an example, and "module:function".
         required: text of the usage line for further required arguments.
     """
     sub = add("finetune", summary, example, run, takes_fields=True)

@@ -92,7 +92,7 @@ class LongText:
         waiting = ""
         for text in self._decoded():
             waiting += text
-            # the one character more shows whether a space ends a word
+            # the character after a part shows whether a space ends its last word, so more than a part is needed
             while len(waiting) > PART_CHARS:
                 end = part_end(waiting, 0)
                 yield waiting[:end]

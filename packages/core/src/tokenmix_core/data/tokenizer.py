@@ -1,4 +1,4 @@
-"""Tokenizers by name, the built-in byte tokenizer, and a fingerprint by which a token file knows its tokenizer."""
+"""Tokenizers by name, the built-in byte tokenizer, and a fingerprint by which a token file identifies its tokenizer."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ class HybridCache(Cache):
             self.history.clear()
 
     def activate_past_recording(self, tokens: int = 32) -> None:
-        """Keep a history from now on: `crop` can then remove `tokens` tokens, or a last call of up to twice as many.
+        """Keep a history from now on: `crop` can then remove `tokens` tokens, or a last call of up to 2 · `tokens`.
 
         The history holds up to five copies of the states. Decoding steps then are not captured as graphs.
         """

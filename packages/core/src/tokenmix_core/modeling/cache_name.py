@@ -40,7 +40,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def takes_either_name(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function to accept its cache under either name."""
+    """Decorate a function so that it accepts its cache under either of the two `NAMES`."""
     name = name_of(forward)
 
     @functools.wraps(forward)

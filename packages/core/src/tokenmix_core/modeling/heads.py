@@ -30,7 +30,7 @@ HEADS: dict[str, tuple[type, Any, str]] = {
 def register_heads(config: type[HybridConfig], model: type[HybridModel]) -> None:
     """Define models of a family with classification heads, in the module of its backbone.
 
-    Register their auto classes.
+    Register these models with transformers' auto classes.
     """
     family = model.__name__.removesuffix("Model")
     for head, (generic, auto, new_weights) in HEADS.items():

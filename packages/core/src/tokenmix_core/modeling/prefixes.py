@@ -79,7 +79,7 @@ class Prefixes:
     def store(self, request: str, tokens: int, cache: HybridCache) -> None:
         """Store a request's state after its first `tokens` tokens.
 
-        If memory is short, evict those unused for longest.
+        If memory is short, evict the states that have been unused for longest.
         """
         size = cache.allocated_nbytes
         if size > self.budget:

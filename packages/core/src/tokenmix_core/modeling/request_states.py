@@ -114,7 +114,7 @@ class RequestStates:
         self._end_steps()
 
     def fork(self, request: str, copies: Sequence[str]) -> None:
-        """Give the requests `copies` a copy of a request's state; if that has no tokens, they begin without tokens."""
+        """Give the requests `copies` a copy of a request's state; do nothing if the request has no state yet."""
         for name in copies if request in self._rows else ():
             self._rows[name] = self._gathered([request]), 0
             self._tokens[name] = self._tokens[request]

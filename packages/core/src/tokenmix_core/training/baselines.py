@@ -197,7 +197,7 @@ def corpus(name: str, tokenizer: str, seq_len: int, seed: int = 0) -> DataRecipe
 def model_fields(
     width: int, mixers: list[str], options: dict[str, dict[str, Any]], *, mlp: int, vocab: int, tie: bool
 ) -> dict[str, Any]:
-    """Return a model configuration's fields for these mixers, one per layer, and the mixers' options."""
+    """Return a model configuration's fields; `mixers` has each layer's mixer, `options` each mixer's options."""
     return {
         "vocab_size": vocab,
         "hidden_size": width,

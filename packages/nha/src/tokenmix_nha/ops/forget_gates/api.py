@@ -42,6 +42,6 @@ def log_forget_gates(
 
 
 def check_normalizer(op: str, normalizer: float) -> None:
-    """Raise a ValueError unless τ is positive and finite."""
+    """Raise a ValueError unless `normalizer` (τ) is positive and finite."""
     if not (normalizer > 0 and math.isfinite(normalizer)):
         raise ValueError(f"{op}: normalizer must be positive, got {normalizer!r}")

@@ -1,6 +1,6 @@
 """A matrix recurrence with one gate per row, computed chunkwise in plain PyTorch.
 
-Queries multiply its rows or columns.
+Queries multiply the rows or the columns of the matrix.
 """
 
 from __future__ import annotations

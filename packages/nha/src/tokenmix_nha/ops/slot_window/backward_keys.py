@@ -103,7 +103,7 @@ def slot_window_backward_keys_kernel(
 def key_gradients(
     launch, b: Backward, gates: Gates, softmax: Softmax, slots: SlotGradients, *, strong: bool
 ) -> None:  # fmt: skip
-    """Fill dk and dk_slots for the strong chunks (a slot decays by more than 80 bits) if `strong`, else the weak."""
+    """Fill dk and dk_slots for strong chunks (a slot decays by more than 80 bits) if `strong`, else for weak ones."""
     x, y, saved = b.x, b.y, b.saved
     tile = tuning.tile(y.M, y.window, x.q.dtype)
     each = tuning.strong_heads(y.key_chunks * y.rows, y.H) if strong else 1

@@ -140,7 +140,7 @@ def slot_window_forward_kernel(
 def window_outputs(
     launch, x: Inputs, y: Layout, gates: Gates, results: Results, saved: Saved, *, strong: bool
 ) -> None:  # fmt: skip
-    """Fill o and the log-sum-exp for the strong chunks (a slot decays by more than 80 bits) if `strong`, else the weak.
+    """Fill o and the log-sum-exp of strong chunks (a slot decays by over 80 bits) if `strong`, else of weak ones.
 
     Programs for strong chunks compute the gates' factors themselves; programs for weak chunks read `gates`.
     """

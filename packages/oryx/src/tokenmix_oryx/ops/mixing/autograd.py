@@ -18,7 +18,7 @@ _DIFFERENTIABLE, _TENSORS = 8, 13
 
 
 class Inputs(NamedTuple):
-    """The arguments of `mix`; angles are `[BR · T, K / 2]`, where BR = 1 if all sequences have the same, else B."""
+    """The arguments of `mix`; angles are `[BR · T, K / 2]`: BR = 1 if all sequences have equal angles, else B."""
 
     rows: Tensor
     shared: Tensor
