@@ -288,7 +288,6 @@ class OryxMixer(Mixer):
 
         A token's outputs are padded to a multiple of 64 elements (128 bytes in 16 bits); otherwise torch.compile would
         pad them by a copy.
-        pad them by a copy.
         """
         layers = (self.k_proj, self.v_proj, self.g_proj, self.dt_proj, self.beta_proj)
         layers = [layer for layer in layers if layer is not None]

@@ -100,7 +100,7 @@ COMPONENTS: dict[str, dict[str, Any]] = {
 
 
 def components(name: str) -> Recipe:
-    """Return the recipe of the 1.4B Transformer with Oryx' additions to attention (Table 5, left); equal size."""
+    """Return the recipe of a 1.4B Transformer with the changes to attention that `name` lists (Table 5, left)."""
     base, parts = baseline("transformer", "1.4b"), COMPONENTS[name]
     options = {"type": "normed_attention", **base.model["mixer_options"][ATTENTION], **parts}
     width, gate = base.model["hidden_size"], bool(parts.get("output_gate"))

@@ -27,7 +27,7 @@ def check_folder_path(path: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise a ValueError unless files can be written into `folder` or, if it does not exist, its nearest parent."""
+    """Raise a ValueError unless files can be written into `folder`, or its nearest existing parent if it is missing."""
     check_folder_path(folder)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     probe = there / f".probe-{secrets.token_hex(8)}"

@@ -71,7 +71,7 @@ class Fields:
         return value
 
     def only(self, name: str, *known: Any, why: str) -> None:
-        """Raise unless the value of `name` is in `known`, the supported values; an absent one stands for the first."""
+        """Raise a ValueError unless the value of `name` is in `known`; without a value, `known[0]` is assumed."""
         value = self.values.get(name, known[0])
         value = tuple(value) if isinstance(value, list) else value
         if value not in known:

@@ -167,11 +167,11 @@ class History:
 
         Pending tokens are those that `crop` has kept but that the restored states do not contain.
 
-            Args:
-                forward: a backbone's `forward`, without the arguments that `Tokens` holds.
-                cache: the call's cache.
-                new: the call's tokens.
-                given: the call's other arguments.
+        Args:
+            forward: a backbone's `forward`.
+            cache: the call's cache.
+            new: the call's tokens, with their masks, positions and extra inputs.
+            given: all other arguments of `forward`.
         """
         pending = self.inputs[len(self.inputs) - self.pending :]
         outputs = []
@@ -185,9 +185,9 @@ class History:
         return _last_tokens(outputs, len(new))
 
     def _calls(self, parts: Sequence[Tokens]) -> Iterator[Tokens]:
-        """Join tokens into as few calls as possible.
+        """Yield the tokens of `parts`, joined into as few calls as possible.
 
-        Split a long call before its last `self.tokens`, removable, tokens.
+        A long last call is split before its last `self.tokens` tokens, because `crop` may remove these.
         """
         now, *later = parts
         for x in later:
@@ -201,9 +201,9 @@ class History:
         yield now
 
     def _add(self, cache: Restorable, tokens: Tokens) -> None:
-        """Move pending inputs that a call has computed, with the call's own, to the computed inputs.
+        """Count the inputs `tokens`, which a call has computed, as computed instead of pending.
 
-        Drop outdated ones.
+        Drop snapshots and inputs that are too old for `crop`.
         """
         computed = len(tokens)
         while self.pending and computed >= len(self.inputs[-self.pending]):

@@ -46,7 +46,7 @@ class VerifiedReader(FileSystemReader):
         self.verified = read_shard_metadata(folder / _METADATA)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata that was verified; torch's own method unpickles the file or that of a rank."""
+        """Return the metadata that was verified; torch's own method would unpickle the files again."""
         return self.verified
 
 

@@ -122,7 +122,7 @@ def scorer_forward(x: Inputs, sizes: Sizes) -> Tensor:
 
 
 def scorer_recompute(x: Inputs, dlogits: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute what the forward pass computed again, for the backward pass.
+    """Recompute activations of the forward pass for the backward pass, and gradients of the linear map.
 
     Returns:
         z¹, z² and the gradient of z³ `[B, T, H, C]`, where layer i applies SiLU to zⁱ; the gradients of the linear

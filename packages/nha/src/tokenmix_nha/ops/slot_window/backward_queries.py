@@ -203,7 +203,7 @@ def slot_window_backward_queries_kernel(
 
 
 def query_gradients(launch, b: Backward, gates: Gates, softmax: Softmax, *, strong: bool) -> None:
-    """Fill dq, dq_slots and `softmax` for strong chunks (a slot decays by more than 80 bits) if `strong`, else weak."""
+    """Fill dq, dq_slots, `softmax` of strong chunks (a slot decays by over 80 bits) if `strong`, else of weak ones."""
     x, y, saved = b.x, b.y, b.saved
     tile = tuning.tile(y.M, y.window, x.q.dtype)
     chunks, heads = y.query_chunks * y.rows, y.H * y.GROUP

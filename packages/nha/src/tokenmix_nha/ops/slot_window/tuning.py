@@ -54,7 +54,7 @@ def whole_tile(slots: int, dtype: torch.dtype) -> int:
 def chunk_size(dtype: torch.dtype) -> int:
     """Return the number of tokens in a chunk.
 
-    All kernels of a call use the same, because they share the chunks' states.
+    All kernels of a call use chunks of one size, because they share the chunks' states.
     """
     return 16 if dtype == torch.float32 else 64
 
