@@ -52,7 +52,7 @@ def folder(model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folder):
     """The URL of a running server; its process ends in order after the tests."""
-    options = ["--port", "0", "--max-model-len", "400", "--prefix-cache", "1000000"]
+    options = ["--port", "0", "--max-model-len", "400", "--prefix-cache", "1000000", "--max-waiting", "20"]
     command = [sys.executable, "-m", "tokenmix_core.cli", "serve", str(folder), *options]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -192,6 +192,7 @@ def test_prompts_that_share_their_first_tokens_share_their_states(model, server,
         ("completions", {"prompt": ""}, 400, "at least one token"),
         ("completions", {"prompt": []}, 400, "at least one"),
         ("completions", {}, 400, "prompt"),
+        ("completions", {"prompt": ["a"] * 7, "n": 3}, 400, "asks for 21 answers, at most 20 may wait or run"),
         ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
         ("completions", {"prompt": "a", "top_p": 0}, 400, "top_p"),
         ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
@@ -216,6 +217,17 @@ def test_wrong_requests_get_one_sentence(server, path, body, status, said):
     assert said in error["message"]
     assert "\n" not in error["message"]
     assert error["type"] == "invalid_request_error"
+
+
+def test_more_answers_than_may_wait_are_refused(server, client):
+    held = client.completions.create(model="tiny", prompt=["a"] * 11, max_tokens=390, temperature=0, stream=True)
+    next(iter(held))
+    made = httpx.post(f"{server}/v1/completions", json={"prompt": ["a"] * 10})
+    assert made.status_code == 429
+    assert made.json()["error"]["message"] == "11 answers wait or run, at most 20 may: try again later"
+    assert client.completions.create(model="tiny", prompt=["a"] * 9, max_tokens=1).choices[8].finish_reason
+    held.response.close()
+    _wait_until(lambda: metrics(server)["tokenmix_requests_active"] == 0)
 
 
 @pytest.mark.parametrize("option", [{"temperature": 1e-45}, {"top_p": 1e-300}, {"top_k": 1 << 63}])
@@ -263,6 +275,7 @@ def test_a_busy_port_and_wrong_options_are_told(folder, server, capsys):
     for options, said in (
         (["--port", port], "in use"),
         (["--max-model-len", "0"], "at least 1"),
+        (["--max-waiting", "0"], "at least 1"),
         (["--prefix-cache", "-1"], "at least 0 bytes"),
     ):
         assert main(["serve", str(folder), *options]) == 2

@@ -229,6 +229,13 @@ def _parser(
         help="most tokens of a request with its answer (default: what memory holds)",
     )
     sub.add_argument("--max-requests", type=int, metavar="N", help="requests that run at the same time, others wait")
+    sub.add_argument(
+        "--max-waiting",
+        type=int,
+        default=1 << 14,
+        metavar="N",
+        help="answers that wait or run, further requests get 429 (default: 16384)",
+    )
     sub.add_argument("--max-batch-tokens", type=int, metavar="T", help="tokens of all requests in a forward pass")
     sub.add_argument(
         "--prefix-cache", type=int, default=0, metavar="BYTES", help="memory for states that prompts share (default: 0)"

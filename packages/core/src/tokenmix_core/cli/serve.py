@@ -23,7 +23,7 @@ def serve(args: argparse.Namespace, context: Context) -> None:
 
     from tokenmix_core.serving import Engine, build_app
 
-    for name in ("max_model_len", "max_requests", "max_batch_tokens"):
+    for name in ("max_model_len", "max_requests", "max_waiting", "max_batch_tokens"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if args.prefix_cache < 0:
@@ -40,7 +40,7 @@ def serve(args: argparse.Namespace, context: Context) -> None:
         signal.signal(signal.SIGTERM, lambda *_: None)
         with context.using(model, args):
             engine = Engine(model, pool, args.max_model_len, prefix_bytes=args.prefix_cache)
-            app = build_app(engine, tokenizer, name)
+            app = build_app(engine, tokenizer, name, args.max_waiting)
             print(f"serving {name} at http://{host}:{port}/v1 ({reach}); Ctrl-C stops it", flush=True)
             settings = uvicorn.Config(
                 app, log_level="warning", timeout_keep_alive=_IDLE, timeout_graceful_shutdown=_GRACE

@@ -23,8 +23,8 @@ from tokenmix_core.serving.protocol import ChatRequest, CompletionRequest, Reque
 from tokenmix_core.serving.sampling import Sampling
 from tokenmix_core.serving.text import Detokenizer
 
-# maximum bytes of a request's body, and maximum number of requests that wait or run
-_MOST_BYTES, _MOST_REQUESTS = 16 << 20, 4096
+# maximum bytes of a request's body
+_MOST_BYTES = 16 << 20
 # seconds between two checks of whether the client is still connected
 _CHECK_EVERY = 0.5
 
@@ -53,13 +53,14 @@ class Choice:
     reason: str | None = None
 
 
-def build_app(engine: Engine, tokenizer: Any, name: str) -> FastAPI:
+def build_app(engine: Engine, tokenizer: Any, name: str, max_waiting: int = 1 << 14) -> FastAPI:
     """Return the FastAPI application, which starts and stops the engine.
 
     Args:
         engine: the engine that runs the requests.
         tokenizer: the model's tokenizer.
         name: the name of the model in requests.
+        max_waiting: maximum number of answers that wait or run; further requests are refused.
     """
 
     @asynccontextmanager
@@ -69,7 +70,7 @@ def build_app(engine: Engine, tokenizer: Any, name: str) -> FastAPI:
 
     app, started = FastAPI(title=name, lifespan=lifespan), time.time()
     app.add_middleware(_LimitedBody)
-    answers = _Answers(engine, tokenizer, name)
+    answers = _Answers(engine, tokenizer, name, max_waiting)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: HTTPRequest, error: RequestValidationError) -> JSONResponse:
@@ -159,8 +160,8 @@ class _LimitedBody:
 class _Answers:
     """Runs requests on the engine, and writes answers in OpenAI's format."""
 
-    def __init__(self, engine: Engine, tokenizer: Any, name: str):
-        self.engine, self.tokenizer, self.name = engine, tokenizer, name
+    def __init__(self, engine: Engine, tokenizer: Any, name: str, max_waiting: int):
+        self.engine, self.tokenizer, self.name, self.max_waiting = engine, tokenizer, name, max_waiting
         self.ends = sorted({x for x in (tokenizer.eos_token_id, *_end_tokens(engine.model)) if x is not None})
 
     def check_name(self, name: str | None) -> None:
@@ -197,8 +198,11 @@ class _Answers:
     ) -> Response:
         """Run a request, and return the answer as JSON or as a stream of events."""
         inputs = self.check_mode(body)
-        if self.engine.active + len(prompts) * body.n > _MOST_REQUESTS:
-            raise HTTPException(429, f"{self.engine.active} requests are waiting or running: try again later")
+        count, active, most = len(prompts) * body.n, self.engine.active, self.max_waiting
+        if count > most:
+            raise HTTPException(400, f"the request asks for {count:,} answers, at most {most:,} may wait or run")
+        if active + count > most:
+            raise HTTPException(429, f"{active:,} answers wait or run, at most {most:,} may: try again later")
         if not self.engine.running:
             raise HTTPException(503, "the engine has stopped")
         queue: asyncio.Queue[tuple[Choice, Any]] = asyncio.Queue()
