@@ -30,7 +30,7 @@ GDN, ATTENTION, WINDOW, MAMBA2, LTE, NSA, NATS_L = (
     "nsa",
     "nats_l",
 )
-# divisions: in PARAMETERS, models have equal parameter counts; in STATE, they also have equal state sizes
+# divisions, the comparison's parts: in PARAMETERS, models have equal parameter counts; in STATE, also equal state sizes
 PARAMETERS, STATE = "parameters", "state"
 DIVISIONS = (PARAMETERS, STATE)
 # methods, applied after training, that bound the KV cache of full attention
@@ -55,16 +55,16 @@ class Contestant:
         name: name on the command line and in files.
         title: name in tables.
         layers: function of a size that returns the configuration fields by which the mixers are defined.
-        candidates: function of a size that yields such fields whose state has constant size, sorted by its bytes; the
-            one nearest to the reference takes part in the division of equal state. None if the state grows with the
-            text, so that the contestant is not in that division.
+        candidates: function of a size that yields the configuration fields of layers whose state has constant size,
+            sorted by the state's bytes; in the division `STATE`, the contestant has those nearest in bytes to the state
+            of `models.REFERENCE`. None if the state grows with the text: the contestant is not in that division.
         model_type: model family.
         callbacks, row_inputs: the fields of the same name in `Recipe`.
         modes: modes in which the model is evaluated, each a row of tables; empty for a model without modes.
-        droppable: parts of a layer's state that need not be kept in the mode `BOUNDED`.
+        droppable: names of parts of a layer's `LayerState` that need not be kept in the mode `BOUNDED`.
         on_request: whether the contestant takes part only if a size or the command line names it.
         ablates: name of the contestant of which this is an ablation and whose learning rates it uses.
-        capped: whether zero-shot retrieval is measured at several caps of the LTE layers.
+        capped: whether zero-shot retrieval is measured at several caps on the keys that LTE layers retain.
         kv_budget: function of a size that returns how many tokens full attention retains under each of
             `EVICTION_METHODS`; each method adds a row to the tables of associative recall.
     """
@@ -84,7 +84,7 @@ class Contestant:
     kv_budget: Callable[[Size], int] | None = None
 
     def eligible(self, division: str) -> bool:
-        """True if the contestant can take part in a division; that of equal state requires a bounded state."""
+        """True if the contestant can take part in a division; `STATE` requires a state of constant size."""
         return division == PARAMETERS or self.candidates is not None
 
 

@@ -36,8 +36,8 @@ def run(
         work: folder for the files of unfinished runs.
         commit: commit of the code, stored with results.
         deadline: seconds since the epoch at which runs stop with a checkpoint.
-        jobs: number of concurrent runs, each in a process of its own; a single run uses this process, unless `gpus` or
-            a deadline is given.
+        jobs: number of concurrent runs, each in a process of its own; if `jobs` is 1 and `deadline` infinite, without
+            `gpus`, all runs use this process.
         gpus: GPUs on which runs are distributed, named as in CUDA_VISIBLE_DEVICES; by default all visible ones.
         whole: whether to start only runs that should end before the deadline, for machines that lose checkpoints.
         log: called with one line of text per run.

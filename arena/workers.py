@@ -186,13 +186,13 @@ class ProcessWorker:
 
 
 def make_workers(count: int, gpus: Sequence[str], deadline: float) -> list[InlineWorker | ProcessWorker]:
-    """Return workers that are distributed over GPUs; one worker without given GPU and deadline runs in this process.
+    """Return workers, distributed over GPUs; a single worker without given GPUs and deadline is this process.
 
     Args:
         count: number of workers.
         gpus: GPUs, named as in CUDA_VISIBLE_DEVICES; by default those visible to this process.
-        deadline: the same as for `run_jobs`; with a deadline, even a single worker has a process of its own, which can
-            be killed.
+        deadline: the same as for `run_jobs`; infinity is no deadline. With a deadline, even a single worker has a
+            process of its own, which can be killed.
     """
     if count == 1 and not gpus and deadline == math.inf:
         return [InlineWorker()]

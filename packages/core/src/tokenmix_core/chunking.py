@@ -30,7 +30,8 @@ def num_sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def chunk_slots(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | None) -> int:
-    """Return the number of slots for the chunks of a batch: their number or, if packed, an upper bound of it."""
+    """Return the number of slots (entries of tensors with one entry per chunk): the number of chunks of a batch or, if
+    packed, an upper bound of it."""
     if cu_seqlens is None:
         return batch * cdiv(tokens, chunk_size)
     return tokens // chunk_size + cu_seqlens.numel() - 1
@@ -54,9 +55,9 @@ def packed_lengths(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int) -> Int[Tens
 
 
 def slot_ids(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int, chunk_size: int) -> Int[Tensor, "T"]:
-    """Return, for each packed token, the slot of its chunk; each sequence starts with a new chunk.
+    """Return, for each packed token, its chunk's index in tensors with one entry per chunk (see `chunk_slots`).
 
-    See `chunk_slots`.
+    Each sequence starts with a new chunk; an index may belong to no chunk.
     """
     index = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     sequence = sequence_ids(cu_seqlens, tokens)

@@ -53,7 +53,7 @@ class Tova(Attention):
         ValueError: the reasons given at `Attention`, or `held` is below 1.
     """
 
-    # no alternative attention kernels, because evaluation runs in PyTorch's own operations
+    # transformers' `attn_implementation` selects no kernel, because evaluation computes attention in torch operations
     attention_impls: ClassVar[dict[str, str]] = {}
 
     def __init__(

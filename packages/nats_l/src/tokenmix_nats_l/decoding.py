@@ -261,7 +261,8 @@ def _attend(layer: NatsL, tokens: Tokens, types: ChunkTypes, state: LayerState, 
         keys.insert(0, state.open_keys.value[:, :fill])
         values.insert(0, state.open_values.value[:, :fill])
     if kept.tensors:
-        # a page has one complete chunk, so that one mark per page says whether the page is in use
+        # a page holds exactly one complete chunk, so the mask of retained chunks gets one entry per page: whether it is
+        # in use
         held = [x.transpose(1, 2) for x in kept.lists()]
         keys.insert(0, held[0])
         values.insert(0, held[1])

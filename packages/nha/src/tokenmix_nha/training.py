@@ -1,4 +1,4 @@
-"""Training with a random window for every layer and step, so that one model can serve as every hybrid (Figure 4)."""
+"""Training with a random window for every layer and step, so that one model runs with any windows (paper, Figure 4)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def draw_windows(choices: Sequence[Window], layers: int, *, seed: int, step: int
 
 
 class DrawWindows(TrainerCallback):
-    """Draws a random window for every layer at the beginning of each optimizer step (Figure 4).
+    """Draws a random window for every layer at the beginning of each optimizer step (NHA paper, Figure 4).
 
     All micro-batches and processes of a step use the same windows. A resumed run draws the windows of an uninterrupted
     run. At the end of training, the model gets its own windows back.

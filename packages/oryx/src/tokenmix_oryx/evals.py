@@ -72,7 +72,10 @@ def ruler_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
 def isolated(
     name: str, suite: Callable[[Any, Any, EvalOptions], SuiteResult], reads: tuple[str, ...] | None = None
 ) -> Suite:
-    """Return a suite that runs core's `suite` in each mode and adds a column for the mode (as in Tables 1 and 2)."""
+    """Return a suite that runs core's `suite` with all tokens in one mode, for each mode (Oryx paper, Tables 1 and 2).
+
+    A column of its table names the mode. `reads` names the options that core's suite reads, as in `Suite`.
+    """
 
     def run(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
         schedules = {mode: (mode,) for mode in MODES}

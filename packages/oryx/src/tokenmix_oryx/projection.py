@@ -53,7 +53,10 @@ def can_group(x: Tensor, *layers: nn.Module | None) -> bool:
 def project_in_order(
     x: Float[Tensor, "B T D"], linear: Float[Tensor, "E D"], attention: Float[Tensor, "E D"], order: TokenOrder
 ) -> Float[Tensor, "N E"]:
-    """Return W x for each token x, where W is `linear` or `attention` by its mode; rows are sorted as in `order`."""
+    """Return W x for each token x, in the sorted rows of `order`.
+
+    W is `linear` or `attention`, by the mode of the token.
+    """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     weights = torch.stack([linear, attention]).to(x.dtype).transpose(1, 2)

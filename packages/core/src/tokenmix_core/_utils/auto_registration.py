@@ -40,7 +40,7 @@ def announce(homes: Mapping[str, str], mixers: Mapping[str, str] | None = None) 
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Import finder that waits for transformers' module; lets the other finders load it, then changes its table."""
+    """Import finder for transformers' module `_AUTO`: lets the other finders load it, then calls `_watch`."""
 
     def __init__(self) -> None:
         self.asking = False
@@ -68,7 +68,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _watch(module: ModuleType) -> None:
-    """Change transformers' table, so that it also looks up announced model types."""
+    """Change the table of configurations in transformers' module, so that it also looks up announced model types."""
     table = getattr(module, _TABLE, None)
     if table is None or hasattr(type(table), "announced"):
         return

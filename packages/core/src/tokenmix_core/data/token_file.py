@@ -5,7 +5,7 @@ A token file is a folder with
 - `tokens.bin`: the tokens of all documents, one after the other, little-endian uint16 (uint32 for vocabularies past
   65,536), every document ended by the tokenizer's end token; the held-out documents come last;
 - `documents.npy`: int64 `[N + 1]`, where each document begins, and the end of the last;
-- `meta.json`: counts, the tokenizer's fingerprint, where the text came from, and the sha256 of both files.
+- `meta.json`: counts, the tokenizer's fingerprint, where the text came from, and the sha256 of the two other files.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class TokenFile:
     """A token file, opened for reading.
 
     Args:
-        path: the token file's folder.
+        path: the folder of `tokens.bin`, `documents.npy` and `meta.json`.
         split: "train", "held_out", or "all" for both.
         fingerprint: fingerprint of the reader's tokenizer, which must be the file's; None accepts any tokenizer.
-        verify: whether to compare the sha256 of both files with those in the meta; this is skipped if they were
-            compared after their last change.
+        verify: whether to compare the sha256 of `tokens.bin` and `documents.npy` with those in `meta.json`; this is
+            skipped if they were compared after their last change.
 
     Attributes:
         tokens: the tokens of the split, `[tokens]`, memory-mapped.

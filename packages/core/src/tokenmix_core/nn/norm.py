@@ -41,7 +41,10 @@ class RMSNorm(nn.Module):
 def add_and_norm(
     norm: RMSNorm, x: Float[Tensor, "*rows size"], branch: Float[Tensor, "*rows size"] | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (norm(x + branch), x + branch), or (norm(x), x) if `branch` is None; a plain norm uses one kernel."""
+    """Return (norm(x + branch), x + branch), or (norm(x), x) if `branch` is None.
+
+    One kernel does both if `norm` is exactly an `RMSNorm`: no subclass, no hooks (see `is_plain`).
+    """
     if is_plain(RMSNorm, norm):
         y, total = rms_norm(x, norm.weight, branch, eps=norm.eps, dtype=matmul_dtype(x))
         return y, total

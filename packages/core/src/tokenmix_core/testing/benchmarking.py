@@ -229,9 +229,10 @@ def measure(
 def measure_forward(
     op: str, shape: str, device: str, forwards: Mapping[str, Callable[[], Tensor]], *, graph: bool = False
 ) -> list[dict]:
-    """Return one row per implementation at one shape for the forward without gradients, with `graph` as a CUDA graph.
+    """Return one row per implementation at one shape for the forward without gradients.
 
-    `forwards` is the same as for `measure`, but functions may overwrite a state; their outputs must be alike.
+    If `graph`, the forward is replayed as a CUDA graph. `forwards` is the same as for `measure`, but the functions may
+    overwrite their state; a baseline whose output differs from ours by 5 % or more counts as failed.
     """
     with torch.no_grad():
         runs, failed = able(forwards, (), alike=True)

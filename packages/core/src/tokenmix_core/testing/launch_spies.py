@@ -119,7 +119,7 @@ class _Interpreted:
         return self.fn[grid]
 
     def packing(self, grid: tuple, args: tuple, options: dict) -> Callable[[dict], bytes]:
-        """Return `pack(pointers)`, which packs an index of this launch where a compiled kernel would pack arguments."""
+        """Return `pack(pointers)`, which stores the launch and returns its index in place of packed arguments."""
 
         def pack(pointers: dict) -> bytes:
             assert self._launches is not None

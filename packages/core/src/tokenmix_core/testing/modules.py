@@ -77,7 +77,7 @@ class Forms:
 
 
 def moved(x: Any, generator: torch.Generator, scale: float = 2.0) -> Any:
-    """Return x, a module's output or a parameter, plus noise with an RMS of `scale` times the RMS of x."""
+    """Return x plus noise whose RMS is `scale` times that of x, a parameter or a module's output (also nested)."""
     if isinstance(x, Tensor):
         size = x.detach().double().square().mean().sqrt().item() or 1.0
         noise = torch.randn(x.shape, generator=generator, dtype=torch.float64)

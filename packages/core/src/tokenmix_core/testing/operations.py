@@ -71,8 +71,8 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests):
     Attributes:
         covers: the public functions that the tests cover.
         absent: maps the attribute of each missing property to the reason why the operation lacks the property.
-        forms: functions, by name, each of which computes the operation in another way. They take all arguments by name,
-            and `impl`; `results` turns their return values into tensors by name.
+        forms: the operation's public functions (such as the chunked and the recurrent one) by name, the tests' `form`.
+            They take all arguments by name, and `impl`; `results` turns their return values into tensors by name.
         differentiable: whether results have gradients.
         eager: implementations that run on any device; they are compared with the definition in float64.
         tokens: arguments whose second axis is that of tokens.
@@ -163,7 +163,7 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests):
         return {name: x for name, x in output._asdict().items() if x is not None}
 
     def named(self, form: str, name: str) -> str | None:
-        """Return the name of an argument in a form's error messages; None if the form does not have the argument."""
+        """Return the name of an argument in error messages of the function `form`; None if it lacks the argument."""
         return name
 
     def part(self, arguments: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests):
     # ---- the tests ----
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Parametrize the tests with forms, implementations, and the cases in the class attributes."""
+        """Parametrize the tests with the names of `forms`, implementations, and the cases in the class attributes."""
         packed = [n for n, x in self.kernels.items() if {"boundaries", "cu", "cu_seqlens"} & x.sizes.keys()]
         by_name = {
             "form": [*self.forms],
@@ -231,7 +231,7 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests):
                 metafunc.parametrize(name, values, ids=ids)
 
     def _function(self, form: str, options: Mapping[str, Any], impl: str | None) -> Callable:
-        """Return a function that calls a form with tensors and the given options, and returns `Results`."""
+        """Return a function that calls `forms[form]` with tensors and the given options, and returns `Results`."""
         return lambda **tensors: Results(self.results(self.forms[form](**tensors, **options, impl=impl)))
 
     def _found(self, function: Callable, tensors: Mapping[str, Tensor], upstream: Any = None) -> tuple[dict, Any]:

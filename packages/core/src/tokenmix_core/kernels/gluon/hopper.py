@@ -221,7 +221,7 @@ def sequence_span(i_n, T, cu_seqlens, PACKED: gl.constexpr):
 
 @gluon.jit
 def first_chunk(i_n, begin, T, C, PACKED: gl.constexpr):
-    """Return the slot of a sequence's first chunk of C tokens, as `kernels.triton.varlen.first_chunk` does."""
+    """Return the index of a sequence's first chunk in the batch, as `kernels.triton.varlen.first_chunk` does."""
     if PACKED:
         slot = begin // C + i_n
     else:
@@ -231,7 +231,7 @@ def first_chunk(i_n, begin, T, C, PACKED: gl.constexpr):
 
 @gluon.jit
 def locate_chunk(i_c, T, C, N, cu_seqlens, PACKED: gl.constexpr, WARPS: gl.constexpr):
-    """Find the chunk of C tokens in slot `i_c`; `kernels.triton.varlen.locate_chunk` describes the four results."""
+    """Find the chunk of C tokens with index `i_c` in the batch; results as in `kernels.triton.varlen.locate_chunk`."""
     if PACKED:
         BN: gl.constexpr = 256
         sequences = 0

@@ -210,7 +210,10 @@ class PagedKVState(StatePart):
         return min(more, self.page * min((row - self._bound.row) // self.heads, head - self._bound.head))
 
     def _begin(self, k: Tensor, v: Tensor, take: Tensor, known: Pages | None) -> None:
-        """Store the runs of the first call: a used page is a copy of its run, a spare page a copy of the last run."""
+        """Fill pages with the runs of `page` tokens of the first call, one run selected by `take` per page.
+
+        Spare pages get copies of the last run, which are never read.
+        """
         runs, H = take.shape[1:]
         self._bound = known or Pages(runs * H, runs)
         P, columns = self._sizes(Pages(self._bound.row + (H if known else 0), self._bound.head))

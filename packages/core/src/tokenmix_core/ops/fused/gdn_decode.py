@@ -146,7 +146,7 @@ def delta_layer_step_reference(
     inputs: Sequence[Tensor], A_log: Tensor, dt_bias: Tensor, norm_weight: Tensor, state: Tensor, scale: float,
     max_beta: float, eps: float,
 ) -> Tensor:  # fmt: skip
-    """Return y `[B, HV, V]` for any device and dtype; update `inputs` and `state`."""
+    """Compute `delta_layer_step` in torch operations: return y `[B, HV, V]`, and overwrite `inputs` and `state`."""
     q, k, v = (
         short_conv_step_reference(x.flatten(1), weight, None, last, activation="silu").view_as(x)
         for x, weight, last in zip((q, k, v), weights, inputs, strict=True)

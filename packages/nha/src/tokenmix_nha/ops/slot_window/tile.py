@@ -66,9 +66,10 @@ def locate_chunk(i_c, at, extra, BT: tl.constexpr):
 
 @triton.jit
 def token_rows(first, keys, oldest, length, before, window, BT: tl.constexpr):
-    """Return the key indices of a key chunk, the masks of visible, existing and slot-entering keys, the indices of the
-    chunk's queries and the mask of existing queries. Query r sees keys ≤ r of the chunk through the slots, later keys
-    in its window."""
+    """Return indices and masks for the keys of a chunk and the queries that lie `window` tokens after these keys: the
+    keys' indices; masks of visible keys, of existing keys and of keys that enter the slots; the queries' indices and
+    the mask of existing queries. For query r, keys ≤ r have left the window and are in the slots; later ones have not.
+    """
     o_r = tl.arange(0, BT)
     o_j = first + o_r
     m_j = (o_j >= oldest) & (o_j < keys)

@@ -23,7 +23,10 @@ def silu_gradient(b_x):
 
 @triton.jit
 def by_mode(m_a, b_attention, b_linear, ATTENTION: tl.constexpr, LINEAR: tl.constexpr):
-    """Return `b_attention` in each mode whose flag (ATTENTION, LINEAR) is set, else `b_linear`; m_a: attention mode."""
+    """Return `b_attention` for tokens whose mode has its flag set, `b_linear` for all other tokens.
+
+    `m_a` is True for tokens in attention mode, whose flag is ATTENTION; LINEAR is the flag of tokens in linear mode.
+    """
     if ATTENTION and LINEAR:
         return b_attention
     elif ATTENTION:

@@ -1,7 +1,7 @@
 """Reverse scan over chunks on Hopper: dV, dS' and ⟨dS', S⟩ of each chunk, one program per segment and value head.
 
 q k Ã dO S of chunk t − 1 ─ cp.async, 2 stages ─┐ during the MMAs of chunk t
-dS ─► dR = P'ᵀ dO + … K dS ─► dY = Ãᵀ dR ─► dS ← 2^b dS + Qᵀ(γ dO) − Kᵀ(γ dY)     dS in registers
+dS' ─► dR = P'ᵀ dO + w K dS' ─► dY = Ãᵀ dR ─► dS ← 2^b dS + Qᵀ(γ dO) − Kᵀ(γ dY)     dS in registers
  └─► dS', ⟨dS', S⟩              └─► dV
 
 P' are the scores with decay and β, γ = 2^b the decay since the chunk's start; README.md of the op has all letters.

@@ -259,7 +259,10 @@ def _backward_keys(
 
 
 def backward_queries(q, k, v, o, do, lse, dlse, delta, bias, dq, cu_seqlens, mask, scale, selected, fill=True) -> None:
-    """Launch the dQ kernel: write dq, delta and, unless `bias` is None, bias columns for `backward_keys`."""
+    """Launch the dQ kernel, which writes dq, delta and, if given, `bias`: columns of lse and delta for `backward_keys`.
+
+    `fill` decides whether the kernel writes dq of query tiles without selected queries.
+    """
     B, TQ, HQ, _ = q.shape
     tiles = chunk_slots(1, TQ, TILE, cu_seqlens)
     _backward_queries[(tiles * HQ * B,)](

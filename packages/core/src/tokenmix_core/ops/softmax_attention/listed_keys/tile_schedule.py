@@ -42,7 +42,8 @@ FIRST_WORK = tl.constexpr(11)
 FIRST_PARTIAL = tl.constexpr(12)
 _FACTS = 13
 
-# indices into `totals`: query tiles per work tile, number of work tiles, number of partial sums
+# indices into `totals`: maximum number of query tiles in a work tile (one CTA's share of a tile of keys), number of
+# work tiles, number of stored partial sums of dK and dV, which a second kernel adds
 SPLIT_SIZE = tl.constexpr(0)
 NUM_WORK = tl.constexpr(1)
 NUM_PARTIALS = tl.constexpr(2)

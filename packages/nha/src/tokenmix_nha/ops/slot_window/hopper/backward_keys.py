@@ -64,9 +64,10 @@ def hopper_backward_keys_kernel(
     )  # fmt: skip
     if count != 0:
         return
-    # query r of the chunk sees tokens ≤ r of the chunk through the slots, and later tokens of the chunk in the window
+    # the CTA's 64 queries lie `window` tokens after its keys: for query r, keys ≤ r have left the window and are seen
+    # through the slots, and keys > r are still in the window
     o_q, entering = first + window - before, keys - window
-    # if no token of the chunk enters the slots, the chunk has no state to load
+    # the sequence's last `window` keys never leave the window; a chunk with only such keys needs no state of the slots
     size_k, size_v = gl.where(first < entering, K, 0), gl.where(first < entering, V, 0)
 
     s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
