@@ -28,6 +28,7 @@ from tokenmix_core.nn import (
     stepping,
 )
 from tokenmix_core.ops import Impl, kept_attention, unless_gluon
+from tokenmix_core.parallel import HeadExchange, current_shard
 from tokenmix_lte.decoding import extend, step
 from tokenmix_lte.eviction import eviction_times
 from tokenmix_lte.retention import Retention, Tokens
@@ -85,6 +86,7 @@ class Lte(Mixer):
     """
 
     attention_impls: ClassVar[dict[str, str]] = {"eager": "reference"}
+    splits_sequences = True
 
     def __init__(
         self,
@@ -210,11 +212,26 @@ class Lte(Mixer):
         return output_linear(o.flatten(-2), self.o_proj), auxiliary
 
     def _whole(self, tokens: Tokens, cu_seqlens: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the outputs `[B, T, HQ, K]` for whole sequences, and the layer's auxiliary losses and statistics."""
+        """Return the outputs `[B, T, HQ, K]` for whole sequences, and the layer's auxiliary losses and statistics.
+
+        If rows are split over ranks, each rank computes whole rows of some heads, because keys are retained per head.
+        """
+        shard = current_shard()
+        if shard is None:
+            return self._whole_heads(tokens, cu_seqlens, None)
+        heads = HeadExchange(shard, self.num_kv_heads, "lte")
+        whole, cu_seqlens = Tokens(*heads.to_heads(*tokens)), shard.row_cu_seqlens(tokens.v.device)
+        o, found = self._whole_heads(whole, cu_seqlens, heads)
+        return heads.to_tokens(o), found
+
+    def _whole_heads(
+        self, tokens: Tokens, cu_seqlens: Tensor | None, heads: HeadExchange | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return outputs of all heads, or of this rank's `heads`, for whole sequences; statistics are of all heads."""
         q, k, raw, v = tokens
         positions = _positions(v, cu_seqlens)
         rule = self.retention
-        logits = rule.logits(raw, v, cu_seqlens=cu_seqlens)
+        logits = rule.logits(raw, v, cu_seqlens=cu_seqlens, heads=heads)
         ranks = rule.ranks(logits, positions.position)
         keep = ranks > -torch.inf
         until = None
@@ -228,22 +245,29 @@ class Lte(Mixer):
             # the factor is exactly 1, and through it the gradient of `share` is ⟨v, dv⟩
             v = v * (share - share.detach() + 1).to(v.dtype).unsqueeze(-1)
         o = kept_attention(q, k, v, factor, window=self.window, until=until, cu_seqlens=cu_seqlens, impl=self.impl).o
-        found = self._observe(logits, share, positions) if self.training else {}
-        return o, found if until is None else found | self._shares(keep, until, positions)
+        found = self._observe(logits, share, positions, heads) if self.training else {}
+        if until is not None:
+            shares = self._shares(keep, until, positions)
+            found |= shares if heads is None else {name: heads.gather(x) for name, x in shares.items()}
+        return o, found
 
-    def _observe(self, logits: Tensor, share: Tensor, positions: Positions) -> dict[str, Tensor]:
+    def _observe(
+        self, logits: Tensor, share: Tensor, positions: Positions, heads: HeadExchange | None
+    ) -> dict[str, Tensor]:
         """Return the sparsity loss, a sum over tokens, and each head's retained fraction, which a callback also reads.
 
-        The last tokens are left out, because their logits are not final.
+        The loss is that of this rank's heads. The last tokens are left out, because their logits are not final.
         """
         ahead = self.retention.context[1]
         counted = (positions.after >= ahead).unsqueeze(-1)
         kept = ((logits.detach() > 0) & counted).sum(1, dtype=share.dtype) / counted.sum().clamp(min=1)
+        kept = kept if heads is None else heads.gather(kept)
         found = {"kept_share": kept.mean(0)}
         if self.sparsity is not None:
             self.sparsity.observe(kept)
             excess = F.relu(share - 0.5) * counted
-            cost = (excess.sum((0, 1)) * self.sparsity.weight.to(share.dtype)).sum()
+            weight = self.sparsity.weight if heads is None else heads.own(self.sparsity.weight)
+            cost = (excess.sum((0, 1)) * weight.to(share.dtype)).sum()
             found["sparsity_loss"] = cost / (self.num_kv_heads * self.num_lte_layers)
         return found
 

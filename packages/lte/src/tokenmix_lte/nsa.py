@@ -26,6 +26,7 @@ from tokenmix_core.nn import (
     stepping,
 )
 from tokenmix_core.ops import Impl, attention, attention_decode, exportable
+from tokenmix_core.parallel import HeadExchange, current_shard
 from tokenmix_lte.joined import join_past
 from tokenmix_lte.nsa_state import PooledKVState
 from tokenmix_lte.ops import block_attention, gated_sum, select_blocks
@@ -94,6 +95,7 @@ class Nsa(Mixer):
     """
 
     attention_impls: ClassVar[dict[str, str]] = {"eager": "reference"}
+    splits_sequences = True
 
     def __init__(
         self,
@@ -148,10 +150,19 @@ class Nsa(Mixer):
         q, k = apply_rotary_to_both(q, k, rotary)
         gates = gates.unflatten(-1, (self.num_heads, -1)).sigmoid()
         if state is None:
-            branches = self._attend(q, k, v, cu_seqlens=cu_seqlens)
+            branches = self._whole(q, k, v, cu_seqlens)
         else:
             branches = (self._step if stepping(hidden_states, state) else self._extend)(q, k, v, state)
         return output_linear(gated_sum(*branches, gates, impl=self.impl).flatten(-2), self.o_proj), None
+
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Branches:
+        """Return the branches' outputs for whole sequences; ranks that split rows compute some heads each."""
+        shard = current_shard()
+        heads = None if shard is None else HeadExchange(shard, self.num_kv_heads, "nsa")
+        if shard is not None and heads is not None:
+            (q, k, v), cu_seqlens = heads.to_heads(q, k, v), shard.row_cu_seqlens(q.device)
+        branches = self._attend(q, k, v, cu_seqlens=cu_seqlens)
+        return branches if heads is None else Branches(*heads.to_tokens(torch.cat(branches, -1)).chunk(3, -1))
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, *pooled: Tensor, shift: int = 0, cu_seqlens: Tensor | None = None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tokenmix_core.nn import Span
 from tokenmix_core.ops import Impl
+from tokenmix_core.parallel import HeadExchange
 from tokenmix_lte.ops.eviction.reference import uniform_ranks
 from tokenmix_lte.scorers import Scorer
 
@@ -60,13 +61,18 @@ class Retention(NamedTuple):
         return self.scorer is not None and span.count > 0 and span.count % self.score_every == 0
 
     def logits(
-        self, raw: Tensor, v: Tensor, *, begin: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self, raw: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None, heads: HeadExchange | None = None
     ) -> Float[Tensor, "B T H"]:
-        """Return the retention logits (−1 without a scorer); a sequence's last `ahead` logits are not final."""
+        """Return the retention logits (−1 without a scorer); a sequence's last `ahead` logits are not final.
+
+        `heads` divides the heads among ranks if raw and v hold only this rank's heads.
+        """
         if self.scorer is None:
             dtype = torch.promote_types(raw.dtype, torch.float32)
             return torch.full(raw.shape[:3], -1.0, dtype=dtype, device=raw.device)
-        return self.scorer(raw, v, begin=begin, cu_seqlens=cu_seqlens)
+        if heads is None:
+            return self.scorer(raw, v, cu_seqlens=cu_seqlens)
+        return self.scorer(raw, v, cu_seqlens=cu_seqlens, own=lambda x: heads.own(x, 0))
 
     def ranks(self, logits: Float[Tensor, "B T H"], position: Int[Tensor, "T"]) -> Float[Tensor, "B T H"]:
         """Return the ranks by which keys are retained: `uniform_ranks`, or positive logits (else −∞); +∞ for sinks."""

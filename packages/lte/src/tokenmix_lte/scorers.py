@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -43,9 +44,14 @@ class Scorer(nn.Module):
         *,
         begin: Int[Tensor, "B"] | None = None,
         cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+        own: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> Float[Tensor, "B T H"]:
-        """Return the logits; the arguments are those of `retention_logits`."""
-        raise undefined(self, "forward(k, v, *, begin, cu_seqlens)", "which returns a logit for every token and head")
+        """Return the logits; the arguments are those of `retention_logits`.
+
+        `own` selects, along a parameter's first dimension, the heads that k and v hold.
+        """
+        signature = "forward(k, v, *, begin, cu_seqlens, own)"
+        raise undefined(self, signature, "which returns a logit for every token and head")
 
 
 class _Parameters(nn.ParameterList):
@@ -93,13 +99,13 @@ class ConvScorer(Scorer):
             nn.init.uniform_(bias, -(fan_in**-0.5), fan_in**-0.5)
         _init_last_(self.weight, self.bias)
 
-    def forward(self, k, v, *, begin=None, cu_seqlens=None):
+    def forward(self, k, v, *, begin=None, cu_seqlens=None, own=lambda x: x):
         return retention_logits(
             k,
             v,
-            list(zip(self.kernels(), self.biases(), strict=True)),
-            self.weight,
-            self.bias,
+            list(zip(map(own, self.kernels()), map(own, self.biases()), strict=True)),
+            own(self.weight),
+            own(self.bias),
             offsets=self.offsets,
             begin=begin,
             cu_seqlens=cu_seqlens,
@@ -133,12 +139,12 @@ class MlpScorer(Scorer):
         nn.init.uniform_(self.shift, -(fan_in**-0.5), fan_in**-0.5)
         _init_last_(self.weight, self.bias)
 
-    def forward(self, k, v, *, begin=None, cu_seqlens=None):
+    def forward(self, k, v, *, begin=None, cu_seqlens=None, own=lambda x: x):
         x = at_least_float32(torch.cat((k, v), -1))
+        kernel, shift, weight, bias = (own(p).to(x.dtype) for p in (self.kernel, self.shift, self.weight, self.bias))
         with torch.autocast(x.device.type, enabled=False):
-            hidden = torch.einsum("bthc,hdc->bthd", x, self.kernel.to(x.dtype)) + self.shift.to(x.dtype)
-            hidden = self.dropout(F.silu(hidden))
-            return torch.einsum("bthd,hd->bth", hidden, self.weight.to(x.dtype)) + self.bias.to(x.dtype)
+            hidden = torch.einsum("bthc,hdc->bthd", x, kernel) + shift
+            return torch.einsum("bthd,hd->bth", self.dropout(F.silu(hidden)), weight) + bias
 
 
 def make_scorer(kind: Scorers, heads: int, channels: int, dropout: float, impl: Impl | None) -> Scorer | None:
