@@ -41,7 +41,7 @@ SOFTMAX_SHARES = (10, 50)
 MIN_LTE_WINDOW = 13
 # in this mode, a contestant need not keep the parts of its state that `droppable` lists
 BOUNDED = "linear"
-# index of the full-attention layer in each group of four layers of a hybrid
+# index of the full-attention layer in each group of four layers of a hybrid (a model with some such layers)
 FULL_ATTENTION_LAYER = 3
 
 Fields = Mapping[str, Any]

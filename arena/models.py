@@ -16,7 +16,7 @@ from arena.sizes import Size
 from tokenmix_core.nn.mlp import swiglu_width
 from tokenmix_core.training.recipe import Recipe
 
-# largest relative difference between a model and the reference model
+# largest relative difference of parameter count or state size between a model and the contestant REFERENCE
 TOLERANCE = {PARAMETERS: rules.PARAMETER_TOLERANCE, STATE: rules.STATE_TOLERANCE}
 REFERENCE = {PARAMETERS: "attention", STATE: "oryx-tm"}
 
@@ -41,7 +41,7 @@ class Model:
 
 @cache
 def solve(name: str, division: str, size: Size) -> Model:
-    """Return the contestant's model with the reference's parameter count and, in the division `STATE`, state size.
+    """Return a contestant's model whose parameter count and, in the division `STATE`, state size are `REFERENCE`'s.
 
     The mixers are not changed; the width of the MLPs is chosen such that the count matches. The count is linear in this
     width, so that two models on the meta device determine it.
@@ -69,7 +69,7 @@ def solve(name: str, division: str, size: Size) -> Model:
 
 @cache
 def target_parameters(size: Size) -> int:
-    """Return the parameter count of the reference model."""
+    """Return the parameter count that all models should have, that of `REFERENCE[PARAMETERS]`."""
     reference = CONTESTANTS[REFERENCE[PARAMETERS]]
     mlp = {"intermediate_size": swiglu_width(size.width, multiple=64)}
     return _count_parameters(reference, size, {**reference.layers(size), **mlp})
@@ -77,7 +77,7 @@ def target_parameters(size: Size) -> int:
 
 @cache
 def target_state(size: Size) -> int:
-    """Return the state size of the reference model in bytes."""
+    """Return the bytes of state that models in the division `STATE` should have, those of `REFERENCE[STATE]`."""
     reference = CONTESTANTS[REFERENCE[STATE]]
     assert reference.candidates is not None
     return state_bytes(reference, size, next(reference.candidates(size)))[0]

@@ -35,7 +35,7 @@ def label(variant: Variant) -> str:
 
 
 def belongs(division: str, variant: Variant) -> bool:
-    """True if a variant belongs to a division: equal state excludes modes in which a droppable state is unbounded."""
+    """True if a variant belongs to a division: `STATE` excludes modes that need a growing, `droppable` state."""
     contestant, mode = variant
     return division == PARAMETERS or not CONTESTANTS[contestant].droppable or mode == BOUNDED
 

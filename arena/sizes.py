@@ -37,14 +37,14 @@ class Size:
         examples: number of sequences in an evaluation.
         eval_length_factor: length of the longest text in evaluations, in multiples of `seq_len`.
         cost_lengths: context lengths at which speed and memory are measured.
-        sparsity: divisor of the windows, caps and budgets of mixers that attend to a part of the text, so that some
-            keys are out of their reach.
+        sparsity: divisor of the windows and of the limits on retained keys (LTE's cap, the budget of eviction) of
+            mixers that attend to a part of the text, so that some keys are out of their reach.
         corpus: whether the task `text` trains on the corpus of `corpus.py`, which adds zero-shot retrieval, instead of
             on the built-in corpus.
         retrieval_lengths: context lengths of zero-shot retrieval.
         speed: expected training speed in tokens/s on an H100, for plans before any run is measured.
         contestants: names of the contestants in the order of the runs; if empty, `DEFAULT_CONTESTANTS`.
-        divisions: names of the divisions; if empty, both divisions.
+        divisions: names in `contestants.DIVISIONS`; if empty, both.
         tasks: names of the tasks; if empty, all tasks.
     """
 
@@ -197,7 +197,8 @@ _RECALL = (
     *("attention", "gdn", "gdn-h", "nha-h", "lalte", "gdn-swa", "nats-l", "nats-l-h", "mamba2", "nha", "gsa", "gsa-h"),
     *("oryx-tm", "oryx-tg", "lansa", "nsa", "window", "gdn-attention", "lalte-mlp"),
 )
-# recall in which no window or cap holds a quarter of the pairs of the largest example; twice the steps of COMPACT
+# recall in which neither a window nor LTE's retained keys hold a quarter of the pairs of the largest example; twice the
+# steps of COMPACT
 RECALL_1M = replace(
     COMPACT,
     name="recall-1m",

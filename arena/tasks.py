@@ -128,7 +128,7 @@ MODE_SUITES: dict[str, tuple[str, ...]] = {
     "copy": ("isolated-copy",),
     "names": ("cross-mode-names",),
 }
-# LTE is also evaluated at these multiples of the cap of its training
+# LTE is also evaluated at these multiples of the cap (retained keys per head) of its training
 CAP_FACTORS = (0.25, 0.5, 2.0, 4.0)
 _CAPPED = ("niah", "names")
 

@@ -77,16 +77,16 @@ class _InRows(_Chunks):
         return o.unflatten(1, (self.chunks, -1))[:, :, : self.C].flatten(1, 2)[:, : self.T]
 
     def in_chunks(self, x: Float[Tensor, "B T ..."]) -> Float[Tensor, "slots C ..."]:
-        """Return the tokens of each slot's chunk, padded with zeros."""
+        """Return the tokens of each chunk, padded with zeros; `slots` is the number of chunks, or a bound if packed."""
         filled = F.pad(x, [0, 0] * (x.dim() - 2) + [0, self.chunks * self.C - self.T])
         return filled.unflatten(1, (self.chunks, self.C)).flatten(0, 1)
 
     def in_order(self, x: Float[Tensor, "slots C ..."]) -> Float[Tensor, "B T ..."]:
-        """Undo `in_chunks`: return the tokens of all slots' chunks in their original order."""
+        """Undo `in_chunks`: return the tokens of all chunks in their original order."""
         return x.unflatten(0, (-1, self.chunks)).flatten(1, 2)[:, : self.T]
 
     def rounds(self, slots: int, device: torch.device) -> list[Int[Tensor, "sequences"]]:
-        """Return the slots of the first chunks of all rows, then those of all second chunks, and so on."""
+        """Return the indices of the first chunks of all rows, then those of all second chunks, and so on."""
         return list(torch.arange(slots, device=device).view(-1, self.chunks).unbind(1))
 
 
@@ -119,7 +119,7 @@ class _Packed(_Chunks):
         return moved(x.flatten(0, 1), self.slots, self.chunks.flatten(), holes=True).unsqueeze(0)
 
     def rounds(self, slots: int, device: torch.device) -> list[Int[Tensor, "sequences"]]:
-        """Return slots as `_InRows.rounds` does, longest sequences first: each round has the next one's sequences."""
+        """Return indices as `_InRows.rounds` does, longest sequences first: each round has the next one's sequences."""
         boundaries = self.cu_seqlens.tolist()
         first = [
             (start // self.C + n, cdiv(end - start, self.C)) for n, (start, end) in enumerate(pairwise(boundaries))

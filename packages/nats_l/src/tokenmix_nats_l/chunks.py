@@ -37,6 +37,8 @@ class Tokens(NamedTuple):
 class ChunkTypes(NamedTuple):
     """The type of each chunk for each head of the delta rule, `[B, slots, H]`; either `softmax` or `linear` is 1.
 
+    Here and below, a slot is an entry of a tensor with one entry per chunk (`chunking.chunk_slots`).
+
     Attributes:
         softmax: 1 if later tokens see the chunk's keys, else 0.
         linear: 1 if the chunk's writes enter the state, else 0.
@@ -55,8 +57,8 @@ def chunk_means(
 ) -> Float[Tensor, "B slots D"]:
     """Return the mean over the tokens of each chunk, complete or not, in float32 or a wider dtype.
 
-    Chunks are counted from the start of each sequence; in packed batches, a chunk's slot is that of
-    `chunking.slot_ids`.
+    Chunks are counted from the start of each sequence; in packed batches, a chunk's index in the result is that
+    of `chunking.slot_ids`.
     """
     T = x.shape[1]
     # sum(dtype=...) converts elements while reading them, without a float32 copy
@@ -117,7 +119,7 @@ def forced_types(types: str, indices: Int[Tensor, "B slots"], H: int, dtype: tor
 def chunk_indices(
     B: int, T: int, size: int, cu_seqlens: Int[Tensor, "N_plus_1"] | None, device: torch.device
 ) -> Int[Tensor, "B slots"]:
-    """Return, for each slot, the index of its chunk in the chunk's sequence."""
+    """Return, for each chunk of a batch, its index in its sequence."""
     if cu_seqlens is None:
         return torch.arange(cdiv(T, size), device=device).expand(B, -1)
     slots, firsts, sequence = _packed_slots(T, size, cu_seqlens)
@@ -127,7 +129,7 @@ def chunk_indices(
 def real_chunks(
     B: int, T: int, size: int, cu_seqlens: Int[Tensor, "N_plus_1"] | None, device: torch.device
 ) -> Bool[Tensor, "B slots"]:
-    """Return a mask of the slots that contain a chunk; slots between packed sequences may be empty."""
+    """Return a mask of the entries that belong to a chunk; entries between packed sequences may belong to none."""
     if cu_seqlens is None:
         return torch.ones(B, cdiv(T, size), dtype=torch.bool, device=device)
     slots, firsts, sequence = _packed_slots(T, size, cu_seqlens)

@@ -43,7 +43,8 @@ class ModePlan:
     generated token, and has the prompt's mode.
 
     Args:
-        prefill: mode of the prompt, in any form; a tensor must have one column for each token of the prompt.
+        prefill: mode of the prompt, in any form that `OryxModel` takes; a tensor must have one column for each
+            token of the prompt.
         generation: mode of generated tokens: one mode, a schedule by position, or a function that is called at each
             step.
         prompt_tokens: number of tokens in the prompt, padding included.

@@ -284,7 +284,7 @@ class OryxMixer(Mixer):
         )  # fmt: skip
 
     def _project_shared(self, x: Tensor) -> Float[Tensor, "B T C"]:
-        """Return the projections that both modes use, concatenated; a single GEMM if the layers are plain.
+        """Return the projections that both modes use, concatenated; a single GEMM if all layers are plain (`is_plain`).
 
         A token's outputs are padded to a multiple of 64 elements (128 bytes in 16 bits); otherwise torch.compile would
         pad them by a copy.

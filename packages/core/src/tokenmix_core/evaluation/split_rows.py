@@ -17,7 +17,7 @@ def split_token_losses(
     """Return `token_losses` on all ranks; each computes its tokens of every row, one row after another.
 
     Args:
-        model: a hybrid model in evaluation mode, the same on all ranks.
+        model: a `HybridForCausalLM` in evaluation mode, the same on all ranks.
         input_ids: the tokens, the same on all ranks, on the model's device.
         group: the ranks; None for all.
         block: tokens whose logits exist at the same time.

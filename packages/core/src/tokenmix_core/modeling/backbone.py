@@ -321,7 +321,7 @@ class HybridModel(HybridPreTrainedModel):
         return mlps + sum(mixer.flops_per_token(seq_len) for mixer in self.mixers)
 
     def _deferring(self) -> list[bool]:
-        """Return for each block whether the next block's norm adds its last branch: only if both blocks are plain."""
+        """Return for each block whether the next block's norm adds its last branch: only if both `is_plain`."""
         unseen = [is_plain(HybridBlock, layer) for layer in self._blocks]
         return [*(a and b for a, b in itertools.pairwise(unseen)), False]
 

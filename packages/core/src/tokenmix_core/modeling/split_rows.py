@@ -82,7 +82,7 @@ def split_prefill(
     of ranks, are computed on each rank, so that a prompt may have any length.
 
     Args:
-        model: a hybrid model in evaluation mode, the same on all ranks.
+        model: a `HybridForCausalLM` in evaluation mode, the same on all ranks.
         input_ids: the prompt without padding, equal on all ranks.
         cache: an empty cache to fill; None for a new one.
         group: the ranks; None for all.

@@ -27,7 +27,7 @@ class KernelCase(NamedTuple):
 
     Attributes:
         sizes: keyword arguments of the contract's `make`.
-        form: the form of the operation that is called; by default the first of the contract's `forms`.
+        form: name of the function in the contract's `forms` that is called; by default the first one.
         patch: a function that takes `tuning.override` and selects the special way by it; None if the sizes suffice.
         dtypes: names of the dtypes to test; by default those of the contract.
     """

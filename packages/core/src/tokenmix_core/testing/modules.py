@@ -1,4 +1,4 @@
-"""Tests that hooks and adapters on a model's modules take effect in every form of a call, or that the call raises."""
+"""Tests that hooks and adapters on a model's modules take effect in training, prefill and decoding, or raise."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def own_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class Forms:
-    """The forms of a model's call, such as decoding: `forms(name)` makes one call and returns its results as a vector.
+    """The uses of a model in `names`: `forms(name)` makes one call and returns its results as a vector.
 
     Args:
         model: a causal language model.
@@ -98,7 +98,7 @@ class ModulesContract:
             for name in forms.names:
                 with _changed(module, lambda p: moved(p, torch.Generator().manual_seed(0))):
                     if torch.equal(forms(name), exact[name]):
-                        # this form of the call does not use the module
+                        # this use of the model does not need the module
                         continue
                 seen.add(path)
                 # a small change may move no score across a threshold, so try changes up to 16 times as large

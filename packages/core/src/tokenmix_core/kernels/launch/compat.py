@@ -328,7 +328,7 @@ def drop(kernel: Any, failed: Any) -> None:
 
 
 def kernels_of(kernel: Any) -> Iterable[Any]:
-    """Yield all compiled forms of a kernel in this process."""
+    """Yield the compiled kernels that this process has made from a `JITFunction`."""
     for compiled, *_ in kernel.device_caches.values():
         yield from compiled.values()
 

@@ -24,7 +24,7 @@ Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
 
 # a kernel with PDL=True must be launched with Triton's option `launch_pdl`
 _WITH_PDL, _WITHOUT_PDL = {PDL: True, "launch_pdl": True}, {PDL: False}
-# maximum number of a kernel's compiled forms; the oldest is dropped
+# maximum number of compiled versions of a kernel; the oldest is dropped
 _MAX_FORMS = 1024
 
 
@@ -165,6 +165,7 @@ class _Launcher:
         # values that are kernel arguments, in order, and to the names of the launch's options
         self._orders: dict[tuple, tuple[Callable | None, tuple[str, ...]]] = {}
         # maps a key to the loaded kernel (None if only Triton can launch it) and to whether it is a general form
+        # (`forms.py`), which serves calls with other integers
         self._loaded: dict[tuple, tuple[Loaded | None, bool]] = {}
         self._forms = forms.Forms(kernel)
         # maps device, kinds of arguments and options to the arguments by index and the options, reduced for the device
@@ -210,7 +211,7 @@ class _Launcher:
         return named, tuple(name for name in options if name not in wanted)
 
     def form(self, args: tuple, options: dict) -> tuple[tuple, Any]:
-        """Return key and kernel for a call: those of the general form if integers have varied, else the specialised."""
+        """Return key and kernel for a call: the general form (`forms.py`) if integers have varied, else specialised."""
         key = self._forms.key(current_device(), args, options)
         if key in self._loaded and not (forms.asked() and self._loaded[key][1]):
             return key, self.fn
@@ -235,7 +236,7 @@ class _Launcher:
     def packing(self, grid: tuple[int, ...], args: tuple, options: dict) -> Callable[[dict], bytes] | None:
         """Return `pack(pointers)`, which packs a call for `driver.launch`; None if Triton must launch the kernel.
 
-        The kernel must be loaded. `pack.general` tells whether the kernel is a general form.
+        The kernel must be loaded. `pack.general` tells whether the kernel is a general form (`forms.py`).
         """
         kernel, general = self._loaded[self._forms.key(current_device(), args, options)]
         if kernel is None:

@@ -58,8 +58,8 @@ def chunk_gated_delta_rule(
         writes: a factor m, any real number, for each `write_chunk` tokens and value head. After these tokens S ← e^{Σ
             g} S₀ + m (S − e^{Σ g} S₀), with S₀ the state before them; the outputs of these tokens are those of m = 1. A
             last, partial chunk follows the same rule. Chunks are counted from each sequence's start: there are ⌈T /
-            write_chunk⌉ slots, or `chunking.chunk_slots` of a packed batch, numbered as in `chunking.slot_ids`. None
-            sets all factors to 1.
+            write_chunk⌉ entries or, for a packed batch, `chunking.chunk_slots`, in the order of `chunking.slot_ids`.
+            None sets all factors to 1.
         write_chunk: how many tokens share a factor of `writes`, a multiple of 64.
         impl: "gluon" (Hopper, bfloat16 or float16), "triton" (portable kernels; also float32), both for K and V in {64,
             128, 256}, "reference" (any size and device), or None: Gluon if it runs here, else Triton for CUDA tensors,

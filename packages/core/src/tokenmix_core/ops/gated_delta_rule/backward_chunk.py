@@ -176,7 +176,7 @@ def backward_chunk(reverse: Reverse, of_states: StateGradients, may_overwrite: b
     x, terms, saved, do, _, _ = reverse
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
-    # initialised with zeros, because kernels do not write the slots of a packed batch that have no chunk
+    # initialised with zeros, because kernels do not write those entries of a packed batch that have no chunk
     dwrites = None if x.writes is None else torch.zeros_like(x.writes)
     dq, dg, dbeta = x.q.new_empty(B, T, HV, K), torch.empty_like(x.g), torch.empty_like(x.beta)
     # dK takes R's memory, for a lower peak: a Gluon program reads its rows of R before it writes the same rows of dK

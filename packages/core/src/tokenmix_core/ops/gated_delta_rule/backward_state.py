@@ -141,7 +141,7 @@ def backward_state(reverse: Reverse, form: Form) -> StateGradients:
     parts = V // launch.BV
     ends, of_writes = terms.gates.new_empty(len(dstates), HV, parts), None
     if x.writes is not None and x.chunks_per_write > 1:
-        # initialised with zeros, because kernels do not write the slots of a packed batch that have no chunk
+        # initialised with zeros, because kernels do not write those entries of a packed batch that have no chunk
         of_writes = WriteGradients(*(terms.gates.new_zeros(*x.writes.shape, parts) for _ in range(2)))
     dwrites, bare_ends = of_writes or (None, None)
     backward_state_kernel[(N * HV * parts,)](

@@ -15,13 +15,16 @@ _BLOCK = 64
 
 @triton.jit
 def segment_lengths(o_s, N, segment, cu_seqlens, BLOCK: tl.constexpr):
-    """Return the number of tokens of the segment in each slot `o_s`; `kernels.triton.varlen` explains slots."""
+    """Return the number of tokens of the segments with indices `o_s`; 0 for an unused index.
+
+    Indices are those that `kernels.triton.varlen.first_chunk` gives to chunks of `segment` tokens.
+    """
     b_length = tl.zeros([BLOCK], tl.int32)
     for i in range(0, N, BLOCK):
         o_n = i + tl.arange(0, BLOCK)
         bos = tl.load(cu_seqlens + o_n, mask=o_n < N, other=0).to(tl.int64)
         eos = tl.load(cu_seqlens + o_n + 1, mask=o_n < N, other=0).to(tl.int64)
-        # first token of a slot's segment, counted in its sequence
+        # first token of each segment, counted in each sequence
         first = (o_s[:, None] - (bos // segment + o_n)[None, :]) * segment
         left = tl.minimum((eos - bos)[None, :] - first, segment)
         b_length += tl.sum(tl.where((first >= 0) & (left > 0), left, 0).to(tl.int32), 1)
@@ -31,7 +34,7 @@ def segment_lengths(o_s, N, segment, cu_seqlens, BLOCK: tl.constexpr):
 @cached_launch
 @triton.jit(do_not_specialize=("N", "segment", "slots"))
 def longest_first_kernel(cu_seqlens, order, N, segment, slots, BLOCK: tl.constexpr):
-    """Write the slots to `order`, from the longest segment to the shortest; a rank counts the segments before one."""
+    """Write the segments' indices to `order`, the longest segment first; a segment's rank is its place in `order`."""
     o_s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b_length, b_rank = segment_lengths(o_s, N, segment, cu_seqlens, BLOCK), tl.zeros([BLOCK], tl.int32)
     for i in range(0, slots, BLOCK):
@@ -43,7 +46,7 @@ def longest_first_kernel(cu_seqlens, order, N, segment, slots, BLOCK: tl.constex
 
 
 def longest_first(tokens: int, segment: int, cu_seqlens: Tensor | None) -> Tensor | None:
-    """Return the slots of a packed batch's segments, or of its sequences if `segment` is 0, longest first, int32.
+    """Return the indices of a packed batch's segments, or of its sequences if `segment` is 0, longest first, int32.
 
     None stands for any order: segments of an unpacked batch are equally long.
     """

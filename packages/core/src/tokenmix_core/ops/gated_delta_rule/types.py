@@ -59,6 +59,8 @@ class StepInputs(NamedTuple):
 class Terms(NamedTuple):
     """Intermediate tensors that both the forward and the backward pass use.
 
+    The dimension `slots` has one entry per segment (`chunking.chunk_slots`).
+
     Attributes:
         inverse: Ã = (I + L̃)⁻¹ of each chunk, `[B, T, HV, C]`, in k's dtype.
         gates: b, β r, r and β, float32 `[HV, B · T, 4]`; b: decays cumulated in a chunk, r: inverse norms of the keys.
@@ -73,7 +75,7 @@ class Terms(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Tensors of the scan over chunks that the backward pass reads.
+    """Tensors of the scan over chunks that the backward pass reads; `slots`: one entry per chunk.
 
     Attributes:
         residual: R, each value minus its recall from the state (README.md), in the shape and dtype of v.
@@ -114,7 +116,7 @@ class Gradients(NamedTuple):
 
 
 class WriteGradients(NamedTuple):
-    """Gradients if several chunks share a factor of `writes`, as partial sums: float32 `[slots, HV, parts]`."""
+    """Gradients if chunks share a factor of `writes`, float32 `[slots, HV, parts]`: per factor, partial sums over V."""
 
     # gradient of the shared factor
     factor: Tensor
@@ -123,7 +125,7 @@ class WriteGradients(NamedTuple):
 
 
 class StateGradients(NamedTuple):
-    """Results of the reverse scan over chunks.
+    """Results of the reverse scan over chunks; `slots`: one entry per chunk.
 
     Attributes:
         dv: the gradient of v, in its dtype.

@@ -23,7 +23,8 @@ IMPLS: tuple[str, ...] = get_args(AttentionImpl)
 # library may run the backward pass
 OURS = "ours"
 
-# with at least this many queries per batch row, other libraries are faster than our kernels in plain causal attention
+# with at least this many queries per batch row, other libraries are faster than our kernels in causal attention without
+# a window
 _LONG = 128
 # with at most this many blocks of 64 queries other libraries are not faster: with less than one block per SM, latency
 # determines the time
@@ -118,7 +119,7 @@ def choose_impl(call: Call) -> str:
 
 
 def _is_for_cudnn(call: Call) -> bool:
-    """True for plain attention that is so large that cuDNN is faster than other libraries and our portable kernels."""
+    """True for large unpacked calls without a window: cuDNN is faster than other libraries and portable kernels."""
     plain = call.mask.window is None and not call.packed and call.tq >= _LONG
     plain = plain and (call.tq == call.tk or not call.mask.causal)
     small = call.heads is not None and call.heads * cdiv(call.tq, 64) <= _FEW_BLOCKS and call.head_k <= 128
@@ -139,8 +140,8 @@ def backward_impl(impl: str | None, call: Call, through_lse: bool) -> str | None
 
     Both passes use one implementation, unless the log-sum-exp has a gradient that this implementation does not take.
     If `impl` is None, the fastest one runs: FlashAttention-4 for large calls, but not for heads of 64 with a window or
-    packed sequences, nor for heads of 128 with both; else cuDNN for plain attention that is not small, but not for
-    heads of 64; else our kernels.
+    packed sequences, nor for heads of 128 with both; else cuDNN for calls as in `_is_for_cudnn`, but not for heads
+    of 64; else our kernels.
     """
     if through_lse and (impl == "sdpa" or (impl == "flash_attn" and flash_attention() != 4)):
         return None if call.device == "cuda" else "reference"

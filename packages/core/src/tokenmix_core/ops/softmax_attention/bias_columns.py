@@ -35,7 +35,7 @@ def bias_of(o_c, b_lse, b_delta, scale):
 
 @triton.jit
 def store_bias(bias, o_row, b_lse, b_delta, m_row, scale):
-    """Store the bias columns of the rows `o_row` that `m_row` marks."""
+    """Store the bias columns of the rows `o_row` in the mask `m_row`."""
     o_c = tl.arange(0, BIAS_COLUMNS)[None, :]
     b_bias = bias_of(o_c, b_lse[:, None], b_delta[:, None], scale)
     tl.store(bias + o_row[:, None] * BIAS_COLUMNS + o_c, b_bias, mask=m_row[:, None])

@@ -181,7 +181,7 @@ def _blocks(q: Tensor, k: Tensor, causal: bool, window: int | None, sinks: int) 
 def attended(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, bias: Tensor | float = 0.0
 ) -> AttentionOutput:
-    """Compute attention of some queries to the keys that `mask` marks, with `bias` added to scores; see `softmax`."""
+    """Compute attention of some queries to the keys in the bool `mask`, with `bias` added to scores; see `softmax`."""
     p, lse = softmax(q, k, mask, scale, bias)
     o = torch.einsum("bhgij,bjhv->bihgv", p.to(v.dtype), v).flatten(2, 3)
     return AttentionOutput(o, lse.flatten(1, 2).transpose(1, 2).contiguous())

@@ -58,7 +58,7 @@ def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
 
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute o and the log-sum-exp of plain attention by cuDNN."""
+    """Compute o and the log-sum-exp of attention, causal or not, by cuDNN."""
     q, k, v = (x.transpose(1, 2) for x in (_tokens_before_heads(q), k, v))
     o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
     return o.transpose(1, 2), lse.view(o.shape[:3])

@@ -35,7 +35,7 @@ class Config(NamedTuple):
 
 
 class QueryTile(NamedTuple):
-    """The work tile of a program: BM queries of one head of one sequence.
+    """The query tile of a program: BM queries of one head of one sequence.
 
     Attributes:
         i_b: batch row, int64.
@@ -136,7 +136,7 @@ class ColumnsVisibleTo(NamedTuple):
 
 @triton.jit
 def locate_query_tile(indices, TQ, TK, N, cu_seqlens, BM: tl.constexpr, PACKED: tl.constexpr):
-    """Return the `QueryTile` of `indices`: batch row, query head, key head and tile slot of a program."""
+    """Return the `QueryTile` of `indices`: batch row, query head, key head, and tile in the batch row."""
     i_b, i_h, i_hk, i_t = indices
     i_n = 0
     start = i_b * 0

@@ -152,7 +152,7 @@ def _key_lists(x: Inputs, out: Outputs) -> KeyLists:
 
 
 def _outputs(x: Inputs) -> Outputs:
-    """Allocate o, lse, the ranks of units `[B, HM, U + 1]` and their lists `[B, HM, U]` (empty for the reference)."""
+    """Allocate `Outputs`; ranks `[B, HM, U + 1]` and lists `[B, HM, U]` are empty for the reference."""
     (B, TQ, HQ, _), (_, U, HM) = x.q.shape, x.keep.shape
     o = x.q.new_empty(B, TQ, HQ, x.v.shape[3])
     lse = x.q.new_empty(B, HQ, TQ, dtype=torch.float64 if x.q.dtype == torch.float64 else torch.float32)

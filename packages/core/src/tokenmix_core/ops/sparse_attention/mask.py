@@ -52,7 +52,7 @@ def _count_units(keep, counts, U, HM, blocks, BU: tl.constexpr):
 @cached_launch
 @triton.jit
 def _list_units(keep, counts, ranks, lists, U, HM, blocks, BU: tl.constexpr):
-    """Write each unit of a block to the list of retained units or to the list of the other units; write all ranks."""
+    """Write each unit of a block to the list of retained or of other units, and its rank (see `list_units`)."""
     i_b, i_m, i_u = _row_and_block(blocks, HM)
     o_u = i_u * BU + tl.arange(0, BU)
     b_kept = _load_kept(keep, i_b, i_m, o_u, U, HM)

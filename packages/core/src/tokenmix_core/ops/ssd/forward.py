@@ -98,7 +98,8 @@ def ssd_forward(
     """Return outputs and final states; if sequences are split into segments, None instead of the final states.
 
     If `segment` is positive, a program scans `segment` tokens, and `entering [slots, HV, K, V]` are the states that
-    enter segments. If it is 0, a program scans a sequence, and `entering [N, HV, K, V]` are initial states or None.
+    enter segments, one entry each. If it is 0, a program scans a sequence, and `entering [N, HV, K, V]` are initial
+    states or None.
     """
     _, T, G, K = x.q.shape
     HV, V = x.v.shape[2:]

@@ -18,8 +18,8 @@ from tokenmix_core.ops.ssd.types import Inputs
 
 # K, V, tokens per chunk, rows and columns of a program's tile of the state; constexprs, for branches at compile time
 Sizes = namedtuple("Sizes", "K V BT BK BV")
-# a program's first row, number of tokens, and first slot for boundary states; indices of its sequence or segment, its
-# head, and its tile along K and V
+# a program's first row, number of tokens, and index of its first chunk in the batch; indices of its sequence or
+# segment, its head, and its tile along K and V
 Tile = namedtuple("Tile", "bos length i_slot i_s i_h i_k i_v")
 # tensors that a scan reads (see `scan_states`), the strides of x and y between tokens, and the scale
 Rows = namedtuple("Rows", "x y g dt stride_x stride_y scale")
@@ -179,7 +179,8 @@ def segment_states(
 ) -> tuple[Tensor, Tensor]:
     """Return the states that enter segments `[slots, HV, K, V]`, and the final states `[N, HV, K, V]`, in float32.
 
-    With `do`, return instead the gradients of the states that leave segments, and of the initial states.
+    `slots`: one entry per segment of `segment` tokens (`chunking.chunk_slots`). With `do`, return instead the gradients
+    of the states that leave segments, and of the initial states.
     """
     reverse = do is not None
     rows, columns = (x.k, x.v) if do is None else (x.q, do)
@@ -223,8 +224,8 @@ def boundary_states(
         with_gradients: False to compute the states only.
 
     Returns:
-        states and gradients `[slots, HV, K, V]` in the inputs' dtype; the initial states' gradient in float32, None if
-        there are segments.
+        states and gradients `[slots, HV, K, V]`, one entry per chunk, in the inputs' dtype; the initial states'
+        gradient in float32, None if there are segments.
     """
     B, T, G, K = x.q.shape
     HV, V = x.v.shape[2:]

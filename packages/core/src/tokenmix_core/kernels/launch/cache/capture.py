@@ -73,8 +73,8 @@ class Capture(compat.Mode):
         self._tensors = inputs
         self._inputs = {id(x): slot for slot, x in enumerate(inputs)}
         self._addresses = {x.data_ptr(): slot for slot, x in enumerate(inputs) if x.numel()}
-        # maps a storage to the slot of the only input that lies in it, so that the storage's other tensors count as
-        # views of this input; None if several inputs share the storage
+        # maps a storage to the slot (index among the replay's tensors) of the only input that lies in it, so that the
+        # storage's other tensors count as views of this input; None if several inputs share the storage
         self._alone: dict[Any, int | None] = {}
         for slot, x in enumerate(inputs):
             self._alone[storage(x)] = None if storage(x) in self._alone else slot

@@ -21,6 +21,8 @@ _MAX_SHARED_BYTES = 4 << 20
 class Step(NamedTuple):
     """A step of a captured call: a kernel launch, or an operation of torch.
 
+    A slot is the index of a tensor among the inputs and the allocated tensors of a call.
+
     Attributes:
         buffers: the tensors allocated before the step: slot, size, stride, dtype.
         call: an operation's `call(*args)`, or a launch's `pack(pointers)`, see `driver.packed`.

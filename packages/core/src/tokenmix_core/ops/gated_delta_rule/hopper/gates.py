@@ -26,7 +26,7 @@ def load_gates(p_gates, token, length, layout: gl.constexpr):
 
 @gluon.jit
 def write_factor(writes, slot, i_hv, HV):
-    """Load the write factor of the chunk in a slot; return 1 if `writes` is None."""
+    """Load the write factor of the chunk with index `slot` in the batch; return 1 if `writes` is None."""
     if writes is None:
         return 1.0
     else:

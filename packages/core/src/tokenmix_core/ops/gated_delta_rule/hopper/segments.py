@@ -17,7 +17,8 @@ UNBOUNDED = gl.constexpr(1e30)
 # i_s, i_hv: indices of the segment and the value head; i_n, begin, length: index, first row and length of the sequence;
 # first: position of the segment's first token in the sequence
 Segment = namedtuple("Segment", "i_s i_hv i_n begin length first")
-# write factors (None if all are 1), the slot of the sequence's first chunk, a value head, and the number of value heads
+# write factors (None if all are 1), the sequence's first chunk in the batch, a value head, and the number of value
+# heads
 Factors = namedtuple("Factors", "writes slot i_hv HV")
 # index of a segment's first chunk, index one past the segment's last chunk, number of chunks of the sequence
 Chunks = namedtuple("Chunks", "first end count")

@@ -11,7 +11,7 @@ from tokenmix_core.ops.softmax_attention.steps import QueryTile
 
 @gluon.jit
 def locate_query_tile(indices, TQ, TK, N, cu_seqlens, BM: gl.constexpr, PACKED: gl.constexpr):
-    """Return the `QueryTile` of `indices`: batch row, query head, key head and tile slot of a program."""
+    """Return the `QueryTile` of `indices`: batch row, query head, key head, and tile in the batch row."""
     i_b, i_h, i_hk, i_t = indices
     i_n = 0
     start = i_b * 0

@@ -46,7 +46,7 @@ def store_rows(p_x, b_x, o_t, m_t, stride, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def store_gradients(outputs, sums, tile: ColumnTile, o_k, m_k, TK, H, scale, config: Config):
-    """Write dk, dv and, unless None, dm (the gradient of `keep`) of the keys at positions `o_k` that `m_k` marks."""
+    """Write dk, dv and, unless None, dm (the gradient of `keep`) of the keys at positions `o_k` in the mask `m_k`."""
     dk, dv, dm = outputs
     b_dk, b_dv, b_dm = sums
     i_b, i_h, start, _, kept, _, _, _, _ = tile
@@ -143,7 +143,7 @@ def _sum_partials(
     dk, dv, dm, partial_k, partial_v, partial_m, ranks, lists, facts, partial_tiles, totals, B, TK, U, H, HM, tiles,
     scale, K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums of a split tile, in order, and write the tile's gradients.
+    """Add the partial sums of dK and dV of a split tile, in order, and write the tile's gradients.
 
     There is one program per partial sum; the program of a tile's first partial sum adds all, the others exit.
     """
@@ -172,7 +172,7 @@ def listed_keys_backward(
     q, k, v, do, lse, delta, dk, dv, keys: KeyLists, scale, *, dm=None, most: int | None = None,
     tile: tuning.AttentionTile | None = None, launch: Callable[..., None] | None = None,
 ) -> None:  # fmt: skip
-    """Write dk and dv of the keys in both lists or, with `most`, of the first list's (at most `most` per sequence).
+    """Write dk and dv of listed and other keys or, with `most`, only of the (at most `most` per sequence) listed keys.
 
     Args:
         dm: None, or where to write each retained key's sum of dS over the queries that see it as a listed key,

@@ -98,7 +98,7 @@ class ColumnTile(NamedTuple):
 
 @triton.jit
 def list_of(ranks, lists, i_b, i_m, U, HM, kept):
-    """Return pointers to a head's list (of retained units if `kept`, else of other units) and to the head's ranks."""
+    """Return pointers to a head's list (of retained units if `kept`, else of others) and to its ranks (`KeyLists`)."""
     o_row = i_b * HM + i_m
     p_rank = ranks + o_row * (U + 1)
     return lists + o_row * U + tl.where(kept, 0, tl.load(p_rank + U)), p_rank
@@ -106,7 +106,7 @@ def list_of(ranks, lists, i_b, i_m, U, HM, kept):
 
 @triton.jit
 def find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM):
-    """Return the `ColumnTile` of index `i_x`."""
+    """Return the `ColumnTile` that column `i_x` of the table `facts` describes."""
     slots = tiles // (B * H)
     i_b = (i_x // slots // H).to(tl.int64)
     i_h = (i_x // slots % H).to(tl.int64)
@@ -130,11 +130,11 @@ def _position(p_rank, o_u, kept):
 
 @triton.jit
 def _locate_columns(p_rank, i_s, T, U, N, cu_seqlens, kept, BN: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr):
-    """Find the tile of columns in slot `i_s` of a list; the slots of sequence n begin at ⌊its first column / BN⌋ + n.
+    """Find the tile of columns with index `i_s` in a list; sequence n's tiles begin at ⌊its first column / BN⌋ + n.
 
     Returns:
         the sequence's first row and length, the index of its first unit, the tile's first column, and the end of the
-        sequence's columns. If the slot is unused, this end is not after the first column.
+        sequence's columns. If no tile has the index, this end is not after the first column.
     """
     if PACKED:
         sequences = 0
@@ -166,7 +166,8 @@ def _find_query_tiles(
 ):  # fmt: skip
     """Store one tile's column of the table `facts` per program, except the rows about work tiles.
 
-    Tiles of retained keys have the first slots; with `OTHERS`, tiles of the other keys have slots from the last down.
+    A head has `slots` columns: tiles of retained keys begin at the first one; with `OTHERS`, tiles of the other keys
+    take columns from the last one backwards.
     """
     i_x = tl.program_id(0)
     tiles = tl.num_programs(0)
@@ -266,15 +267,14 @@ def _split_work(
 
 
 def schedule_tiles(keys: KeyLists, q: Tensor, k: Tensor, BM: int, BN: int, most: int | None) -> TileSchedule:
-    """Schedule tiles of BN keys of both lists, with query tiles of BM queries.
+    """Schedule tiles of BN listed keys, and of BN other keys, with query tiles of BM queries.
 
-    With `most`, schedule only the first list, which then holds at most `most` keys per sequence.
+    With `most`, schedule only listed keys, of which there are at most `most` per sequence.
     """
     ranks, unit, packed = keys.ranks, keys.unit, keys.cu_seqlens is not None
     shape = listed_sizes(q, k, keys)
     B, U, N = q.shape[0], shape["U"], max(shape["N"], 1)
-    # an upper bound on tiles: all whole tiles, and one partial tile for each list of each sequence; some slots are
-    # unused
+    # an upper bound on a head's tiles: all whole tiles, and one partial tile for each list of each sequence
     if most is not None:
         slots = min(N * most, U) // BN + N if packed else cdiv(most, BN)
     else:

@@ -252,7 +252,7 @@ def hopper_backward_scan(x: Inputs, *, do: Tensor, states: Tensor, dleaving: Ten
     dv = torch.empty_like(x.v, memory_format=torch.contiguous_format)
     dg = torch.empty(x.g.shape, dtype=torch.float32, device=x.g.device)
     ddt = None if x.dt is None else torch.empty_like(dg)
-    # initialised with zeros, because slots of a packed batch that have no segment are not written
+    # initialised with zeros, because entries of a packed batch that have no segment are not written
     dskip = None if x.D is None else torch.zeros(spans, HV, dtype=torch.float32, device=x.g.device)
     dinitial_state = None if segment else torch.empty(N, HV, K, V, dtype=torch.float32, device=x.v.device)
     stride_q, stride_k, stride_v, stride_do = (y.stride(1) // 8 for y in (x.q, x.k, x.v, do))

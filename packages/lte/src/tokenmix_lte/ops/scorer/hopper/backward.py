@@ -75,7 +75,7 @@ def hopper_layer_backward_kernel(
     C: gl.constexpr, CO: gl.constexpr, LAYER: gl.constexpr, FIRST: gl.constexpr, STEP: gl.constexpr,
     DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """Compute the same as `backward.scorer_layer_backward_kernel`, by streams; a slot has `tokens` tokens."""
+    """Compute what `backward.scorer_layer_backward_kernel` does, by streams; slots have `tokens` tokens."""
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = x.dtype.element_ty
     tile: gl.constexpr = mma_layout_split_n(_WIDTH, W)

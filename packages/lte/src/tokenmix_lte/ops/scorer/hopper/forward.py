@@ -47,7 +47,7 @@ def hopper_scorer_kernel(
     T, N, slots, tokens, H, threshold, K: gl.constexpr, C1: gl.constexpr, C2: gl.constexpr, C3: gl.constexpr,
     FIRST: gl.constexpr, STEP: gl.constexpr, DROPOUT: gl.constexpr, GRADIENTS: gl.constexpr,
 ):  # fmt: skip
-    """Compute the same as `forward.scorer_kernel`, by streams; a slot has `tokens` tokens."""
+    """Compute the same as `forward.scorer_kernel`, by streams; slots have `tokens` tokens (`streams.py`)."""
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = k.dtype.element_ty
     tile1: gl.constexpr = mma_layout_split_n(C1, W)

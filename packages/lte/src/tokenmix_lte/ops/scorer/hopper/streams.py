@@ -1,7 +1,7 @@
 """Streams: a slot's tokens are divided into STEP streams of every STEP-th token; a block has one token of each stream.
 
-The next block has the next token of each stream, so that a tap of a convolution reads a whole block, without shifting
-rows. Only tokens at the ends of streams are computed twice.
+A slot is a run of consecutive tokens of a sequence. The next block has the next token of each stream, so that a tap of
+a convolution reads a whole block, without shifting rows. Only tokens at the ends of streams are computed twice.
 
     tokens of a row, STEP = 2:     0   1   2   3   4   5  | 6   7   8  …        a slot of 6 tokens = 2 streams of 3
     stream:                        0   1   0   1   0   1  | 2   3   2  …
