@@ -96,6 +96,7 @@ class Nsa(Mixer):
 
     attention_impls: ClassVar[dict[str, str]] = {"eager": "reference"}
     splits_sequences = True
+    takes_more_tokens = True
 
     def __init__(
         self,

@@ -145,7 +145,9 @@ def type_statistics(
     found = {"softmax_share": (types.softmax.detach() * weight).sum((0, 1)), "chunks": real.sum()}
     if layer.budget is not None and types.probability is not None:
         share = (types.probability * weight).sum((0, 1)).mean()
-        found["budget_loss"] = layer.budget_weight * x.shape[0] * x.shape[1] * (share - layer.budget).square()
+        # without padding behind packed sequences
+        tokens = x.shape[0] * x.shape[1] if cu_seqlens is None else cu_seqlens[-1]
+        found["budget_loss"] = layer.budget_weight * tokens * (share - layer.budget).square()
     return found
 
 

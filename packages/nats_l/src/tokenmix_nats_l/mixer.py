@@ -97,6 +97,8 @@ class NatsL(Mixer):
     splits_sequences = True
     float32 = ("A_log", "dt_bias")
     per_chunk = ("score_proj",)
+    # a chunk's type is that of its mean input, and the auxiliary losses are of all chunks
+    takes_more_tokens = bounds_more_tokens = True
 
     def __init__(
         self,

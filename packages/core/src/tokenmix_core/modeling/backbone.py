@@ -202,6 +202,7 @@ class HybridModel(HybridPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         losses_counted: bool = False,
+        appended: bool = False,
         **mixer_inputs: Any,
     ) -> HybridOutput:
         """Run the backbone.
@@ -225,6 +226,8 @@ class HybridModel(HybridPreTrainedModel):
             output_hidden_states: whether to return all layers' outputs; by default the configuration's value.
             output_attentions: must not be True, because the kernels do not store attention weights.
             losses_counted: whether the caller adds the auxiliary losses to its own loss; if not, training warns once.
+            appended: whether `cu_seqlens` is the end of one row, before appended tokens (`modeling.lengths`); only mixers
+                with `bounds_more_tokens` get it then.
             mixer_inputs: extra inputs of the mixers by name. None counts as not given; an unknown name is ignored if
                 its value is None or False, because libraries pass options in this way.
 
@@ -273,7 +276,8 @@ class HybridModel(HybridPreTrainedModel):
             deferring = [False] * len(self._blocks) if alone else self._deferring()
             for i, layer in enumerate(self._blocks):
                 args = {name: mixer_inputs[name] for name in layer.mixer.inputs if name in mixer_inputs}
-                args |= {"cu_seqlens": cu_seqlens, "rotary": rotary.get(layer.mixer.rotary_dim or 0)}
+                bounds = None if appended and not layer.mixer.bounds_more_tokens else cu_seqlens
+                args |= {"cu_seqlens": bounds, "rotary": rotary.get(layer.mixer.rotary_dim or 0)}
                 if rows is not None:
                     args["rows"] = rows
                 if deferring[i]:

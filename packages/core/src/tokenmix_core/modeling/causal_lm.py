@@ -117,7 +117,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
             raise ValueError("labels and a cache exclude each other: a loss is taken over whole sequences")
         if labels is not None and use_cache is None:
             use_cache = False
-        shard = current_shard()
+        shard, rows = current_shard(), cu_seqlens is None
         if labels is not None and input_ids is not None and self.training and torch.is_grad_enabled() and shard is None:
             seen = use_cache, output_hidden_states, self.config.output_hidden_states, output_logits, inputs_embeds
             if not is_given(attention_mask, position_ids, *seen, *mixer_inputs.values()):
@@ -133,6 +133,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
             output_hidden_states,
             output_attentions,
             losses_counted=labels is not None,
+            appended=rows and cu_seqlens is not None,
             return_dict=True,
             **mixer_inputs,
         )

@@ -38,7 +38,8 @@ def round_up(
     """Append tokens without labels to each row of a training call; return ids, labels and boundaries.
 
     Each row gets copies of its own first tokens. In packed rows the appended tokens are padding, and empty documents
-    are appended until their number is a power of two. Unless `can_round` holds, the arguments are returned unchanged.
+    are appended until their number is a power of two. A single row gets boundaries if a mixer needs them
+    (`Mixer.bounds_more_tokens`). Unless `can_round` holds, the arguments are returned unchanged.
     """
     if torch.compiler.is_compiling():
         # under torch.compile one graph serves all lengths
@@ -55,6 +56,11 @@ def round_up(
         documents = (1 << max(0, wanted - 1).bit_length()) - given
     if (not more and not documents) or more > tokens or not can_round(model, input_ids):
         return input_ids, labels, cu_seqlens
+    if cu_seqlens is None and any(isinstance(x, Mixer) and x.bounds_more_tokens for x in model.modules()):
+        if len(input_ids) > 1:
+            return input_ids, labels, cu_seqlens
+        # [0, T], written by the device, as a copy from the host would wait for it
+        cu_seqlens = torch.arange(0, tokens + 1, tokens, dtype=torch.int32, device=input_ids.device)
     if more:
         input_ids = torch.cat((input_ids, input_ids[:, :more]), 1)
         labels = nn.functional.pad(labels, (0, more), value=IGNORE)

@@ -33,8 +33,10 @@ class Mixer(KeepsFloat32):
             if the mixer has no attention.
         per_chunk: names of submodules whose input has one entry per chunk of `self.chunk` tokens, not one per token.
         takes_more_tokens: whether training may append padding tokens to each row (`modeling.lengths`). This requires
-            that no output depends on later tokens or on their number, and that the mixer returns no auxiliary tensors.
-            Subclasses do not inherit the value.
+            that no output depends on later tokens or on their number, and that the mixer returns no auxiliary tensors,
+            or `bounds_more_tokens`. Subclasses do not inherit the value.
+        bounds_more_tokens: whether the mixer satisfies this only if `cu_seqlens` ends before the appended tokens; then
+            only single rows and packed rows get more tokens.
         splits_sequences: whether the mixer's operations are those of `tokenmix_core.parallel`, so that rows can be
             split over ranks. Subclasses do not inherit the value.
         splits_prompts: whether the states of rows that are split over ranks are right on every rank
@@ -48,6 +50,7 @@ class Mixer(KeepsFloat32):
     attention_impls: ClassVar[dict[str, str]] = {}
     per_chunk: ClassVar[tuple[str, ...]] = ()
     takes_more_tokens: ClassVar[bool] = False
+    bounds_more_tokens: ClassVar[bool] = False
     splits_sequences: ClassVar[bool] = False
     splits_prompts: ClassVar[bool] = False
     packs_states: ClassVar[bool] = False
