@@ -176,17 +176,35 @@ class Measurement:
         self.optimizer.zero_grad(set_to_none=True)
         return tokens
 
-    def generate(self, *, varying: bool) -> int:
-        """Generate; return the number of new tokens."""
+    def generate(self, *, varying: bool, batch: int | None = None, new: int | None = None) -> int:
+        """Generate; return the number of new tokens. Without `varying`, a given batch size has one prompt length."""
         sizes = self.sizes
         least, most = sizes.prompts
-        batch = self.batch() if varying else sum(sizes.batches) // len(sizes.batches)
+        batch = batch or (self.batch() if varying else sum(sizes.batches) // len(sizes.batches))
+        new = new or sizes.new
         prompt = self.drawn.randint(least, most) if varying else (least + most) // 2
         ids = self.ids[0, :prompt].expand(batch, -1).contiguous()
-        out = self.model.generate(
-            ids, max_new_tokens=sizes.new, min_new_tokens=sizes.new, do_sample=False, pad_token_id=0
-        )
+        out = self.model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
         return out[:, prompt:].numel()
+
+    def parts(self, calls: int = 5) -> dict[str, Any]:
+        """Return the milliseconds of `generate` by batch size at one prompt length, and of its prompts alone.
+
+        If the time of a step were linear in the batch size, all batch sizes would give the throughput of their mean.
+        """
+        turns = {}
+        for batch in sorted(self.sizes.batches):
+            step = partial(self.generate, batch=batch)
+            self.time(step, 2, varying=False)
+            turns[batch] = min(self.time(step, 1, varying=False)[1] for _ in range(calls)) * 1e3
+        prompt = partial(self.generate, new=1)
+        alone = {x: self.time(prompt, 4 * len(turns), varying=x)[1] * 1e3 / (4 * len(turns)) for x in (False, True)}
+        return {
+            "ms_by_batch": {batch: round(x, 2) for batch, x in turns.items()},
+            "equal_prompts_thousand_tokens_s": round(self.sizes.new * sum(turns) / sum(turns.values()), 3),
+            "fixed_prompt_ms": round(alone[False], 2),
+            "varying_prompt_ms": round(alone[True], 2),
+        }
 
     def wait(self) -> None:
         """Let the device finish."""
@@ -260,6 +278,7 @@ class Measurement:
                 self.time(step, sizes.steps - done, varying=True)
                 done = sizes.steps
             late = self.memory()
+            parts = self.parts() if form == "generate" else {}
         fixed, varied = (statistics.median(taken[x]) for x in (False, True))
         return {
             "form": form,
@@ -274,6 +293,7 @@ class Measurement:
             "early": early,
             "steps": done,
             "end": late,
+            **parts,
         }
 
 
