@@ -39,10 +39,9 @@ class LengthsContract:
         known = all(map(lengths.takes_more_tokens, model.modules())) and not (bounded and form == "rows")
         rounded, _, documents = lengths.round_up(model, ids, ids, boundaries)
         assert rounded.shape[1] == (lengths.rounded_length(self.tokens) if known else self.tokens)
-        if packed:
-            assert documents is not None and len(documents) == (5 if known else 4)
-        else:
-            assert (documents is not None) == (known and bounded)
+        given_documents = 4 if packed else 0
+        of_a_row = 2 if known and bounded else 0
+        assert (0 if documents is None else len(documents)) == (given_documents + known if packed else of_a_row)
         again, found = gradients()
         assert relative_error(again, loss) < 1e-5
         assert found.keys() == exact.keys()

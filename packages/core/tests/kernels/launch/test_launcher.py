@@ -323,6 +323,33 @@ def test_lengths_share_one_form_of_a_kernel(numbered):
     assert compiled[2:] == [(False, 5, 64, 1)]
 
 
+def test_integers_that_a_kernel_leaves_unspecialised_select_no_form(numbered, monkeypatch):
+    _, _, compiled, launched = numbered
+    declared = ("n", "tiles")
+    params = [SimpleNamespace(is_constexpr=x == "flag", do_not_specialize=x in declared) for x in Numbered.arg_names]
+    monkeypatch.setattr(Numbered, "params", params)
+    kernel = launcher._Launcher(Numbered(compiled))
+    for n in (1, 31, 32, 64, 801):
+        kernel[(1,)](torch.zeros(4), True, torch.zeros(4), n, 64, n + 1, factor=0.5)
+    assert compiled == [(True, 1, 64, 2)]
+    # a form for other strides leaves the declared integers unspecialised, too
+    kernel[(1,)](torch.zeros(4), True, torch.zeros(4), 7, 65, 8, factor=0.5)
+    assert compiled[1:] == [(True, 7, 65, 8, "stride")]
+    assert len(launched) == 6
+
+
+def test_a_general_form_keeps_what_a_kernel_declares(monkeypatch):
+    class Kernel:
+        arg_names = ("x", "n", "tiles")
+        params = tuple(SimpleNamespace(is_constexpr=False, do_not_specialize=name == "n") for name in arg_names)
+
+        def __init__(self, fn, do_not_specialize=()):
+            self.fn, self.free = fn, sorted(do_not_specialize)
+
+    monkeypatch.setattr(compat, "choose_compiler_options", lambda kernel: None)
+    assert compat.unspecialised(Kernel(None), ["tiles"]).free == ["n", "tiles"]
+
+
 def test_other_integers_of_the_same_kind_share_the_first_form(numbered):
     launch, _, compiled, launched = numbered
     for n in (32, 64, 48):

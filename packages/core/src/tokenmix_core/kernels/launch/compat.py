@@ -353,10 +353,17 @@ def constexprs(kernel: Any) -> list[bool]:
     return [True] * len(argument_names(kernel)) if params is None else [bool(x.is_constexpr) for x in params]
 
 
+def declared_unspecialised(kernel: Any) -> list[bool]:
+    """Tell which of a kernel's parameters it declares in `do_not_specialize`; none of them if Triton does not tell."""
+    params = getattr(kernel, "params", None) or [None] * len(argument_names(kernel))
+    return [bool(getattr(x, "do_not_specialize", False)) for x in params]
+
+
 def unspecialised(kernel: Any, names: list[str]) -> Any:
-    """Return a copy of the kernel that is not specialised for values of the integers `names`; None if impossible."""
+    """Return a copy of the kernel that is not specialised for `names` and declared integers; None if impossible."""
     if getattr(kernel, "params", None) is None:
         return None
-    made = type(kernel)(kernel.fn, do_not_specialize=names)
+    given = zip(argument_names(kernel), declared_unspecialised(kernel), strict=True)
+    made = type(kernel)(kernel.fn, do_not_specialize=[*names, *(name for name, declared in given if declared)])
     choose_compiler_options(made)
     return made

@@ -1,10 +1,10 @@
 """Select the compiled form of a kernel: specialised for a call's integers, or general for all lengths.
 
-Triton compiles a kernel again if an integer argument becomes 1 or a multiple of 16. If lengths vary, each of a kernel's
-counts (tokens, tiles, documents) is occasionally such a multiple, and every combination would be compiled, which takes
-seconds. So the first call is compiled for its integers. Later calls with other integers use a general form, in which
-the arguments that have varied are not specialised. A call that is replayed often gets a form of its own
-(`specialised`).
+Triton compiles a kernel again if an integer argument becomes 1 or a multiple of 16, unless the kernel declares it in
+`do_not_specialize`. If lengths vary, each of a kernel's other counts (tiles, documents) is occasionally such a
+multiple, and every combination would be compiled, which takes seconds. So the first call is compiled for its integers.
+Later calls with other integers use a general form, in which the arguments that have varied are not specialised either.
+A call that is replayed often gets a form of its own (`specialised`).
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class Forms:
         self._names = compat.argument_names(kernel)
         # for each parameter, whether it is a constexpr
         self._constant = compat.constexprs(kernel)
+        # for each parameter, whether the kernel declares it unspecialised, so that its values select no other form
+        self._declared = compat.declared_unspecialised(kernel)
         # maps a signature without integers to the first call's integers by index, and to the indices that have varied
         self._first: dict[tuple, tuple[dict[int, int], set[int]]] = {}
         # maps indices of integers to the kernel that does not specialise these integers; None if it does not compile
@@ -60,8 +62,8 @@ class Forms:
     def key(self, device: int, args: tuple, options: dict) -> tuple:
         """Return the key of a compiled kernel: device, kinds of arguments, values of constexprs, options."""
         kinds: list[Any] = [device]
-        for x, constant in zip(args, self._constant, strict=True):
-            kinds.append(x if constant and not isinstance(x, Tensor) else kind(x))
+        for x, constant, declared in zip(args, self._constant, self._declared, strict=True):
+            kinds.append(x if constant and not isinstance(x, Tensor) else _width(x) if declared else kind(x))
         return (*kinds, *options.items())
 
     def tile_key(self, device: int, args: tuple, options: dict) -> tuple:
@@ -74,9 +76,8 @@ class Forms:
 
     def general(self, key: tuple, args: tuple) -> tuple[tuple, Any] | None:
         """Return key and kernel of the general form; None if no integer has varied or no general form exists."""
-        integers = {
-            i: x for i, (x, c) in enumerate(zip(args, self._constant, strict=True)) if x.__class__ is int and not c
-        }
+        fixed = [a or b for a, b in zip(self._constant, self._declared, strict=True)]
+        integers = {i: x for i, (x, c) in enumerate(zip(args, fixed, strict=True)) if x.__class__ is int and not c}
         alike = tuple(None if i - 1 in integers else x for i, x in enumerate(key))
         found = self._first.get(alike)
         if found is None:
