@@ -226,8 +226,8 @@ class HybridModel(HybridPreTrainedModel):
             output_hidden_states: whether to return all layers' outputs; by default the configuration's value.
             output_attentions: must not be True, because the kernels do not store attention weights.
             losses_counted: whether the caller adds the auxiliary losses to its own loss; if not, training warns once.
-            appended: whether `cu_seqlens` is the end of one row, before appended tokens (`modeling.lengths`); only mixers
-                with `bounds_more_tokens` get it then.
+            appended: whether `cu_seqlens` is the end of one row, before appended tokens (`modeling.lengths`); then only
+                mixers with `bounds_more_tokens` get it.
             mixer_inputs: extra inputs of the mixers by name. None counts as not given; an unknown name is ignored if
                 its value is None or False, because libraries pass options in this way.
 
