@@ -200,7 +200,7 @@ class Measurement:
         prompt = partial(self.generate, new=1)
         alone = {x: self.time(prompt, 4 * len(turns), varying=x)[1] * 1e3 / (4 * len(turns)) for x in (False, True)}
         return {
-            "ms_by_batch": {batch: round(x, 2) for batch, x in turns.items()},
+            "ms_by_batch": {str(batch): round(x, 2) for batch, x in turns.items()},
             "equal_prompts_thousand_tokens_s": round(self.sizes.new * sum(turns) / sum(turns.values()), 3),
             "fixed_prompt_ms": round(alone[False], 2),
             "varying_prompt_ms": round(alone[True], 2),
