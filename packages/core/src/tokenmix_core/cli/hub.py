@@ -56,7 +56,10 @@ def push(args: argparse.Namespace, context: Context) -> None:
 
 
 def upload(folder: Path, repo: str, *, private: bool = False) -> str:
-    """Upload a folder's model, tokenizer, card and evaluations to the hub; return the address."""
+    """Upload a folder's model, tokenizer, card and evaluations to a repository of the hub; return the address.
+
+    `private` decides whether a new repository is private.
+    """
     from huggingface_hub import HfApi
 
     api = HfApi()

@@ -178,7 +178,7 @@ class _Preparation:
         self.consumed, self.skipped = writer.consumed, writer.skipped
 
     def tokenize(self, encoding: Encoding, workers: int, *, skip_bad_rows: bool, progress: bool) -> None:
-        """Write the tokens of rows until the source ends or the file has `max_tokens` tokens.
+        """Write the tokens of rows until the source ends or the file has `max_tokens`; report `progress` if True.
 
         Raises:
             ValueError: a bad row although `skip_bad_rows` is False, or a source that cannot be read.

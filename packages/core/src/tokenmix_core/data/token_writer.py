@@ -156,7 +156,7 @@ class TokenFileWriter:
 
     @_told
     def end_document(self, *, held_out: bool) -> None:
-        """End the current document, which `add` has written."""
+        """End the current document, which `add` has written, as one of the held-out or of the training documents."""
         self._files[f"{_SPLITS[held_out]}.lengths"].write(self._length.to_bytes(8, "little"))
         self._sizes[f"{_SPLITS[held_out]}.tokens"] += self._length * self.dtype.itemsize
         self._sizes[f"{_SPLITS[held_out]}.lengths"] += 8

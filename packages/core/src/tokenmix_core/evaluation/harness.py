@@ -187,7 +187,7 @@ def _what_is_missing(task: str, error: OSError) -> str:
 
 @contextmanager
 def _offline(wanted: bool) -> Iterator[None]:
-    """Context in which hub clients fail at once; used after a failed download, as each would try for half a minute."""
+    """Context in which, if `wanted`, hub clients fail at once; without it, each one tries for half a minute."""
     if not wanted:
         yield
         return

@@ -83,7 +83,7 @@ def loss_by_position(
 def _sequence_losses(
     model: Any, sequences: Int[Tensor, "N T"], batch_size: int, progress: bool, split_rows: bool
 ) -> Float[np.ndarray, "N T-1"]:
-    """Return `token_losses` of all sequences, computed in batches."""
+    """Return `token_losses` of all sequences, in batches; with `split_rows`, ranks divide each row."""
     losses, losses_of = [], split_token_losses if split_rows else token_losses
     progress_bar = tqdm(
         total=sequences.numel(), unit="tok", unit_scale=True, desc="loss by position", disable=not progress

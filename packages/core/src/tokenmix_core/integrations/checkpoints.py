@@ -203,7 +203,7 @@ def load_third_party(source: Path, layouts: Sequence[Layout], dtype: str = "auto
 def _ours(
     source: Path, layout: Layout, names: Names, weights: dict[str, Tensor], wanted: dict[str, Tensor], *, tied: bool
 ) -> dict[str, Tensor]:
-    """Return the folder's weights under our names and in our shapes."""
+    """Return the folder's weights under our names and in our shapes; if `tied`, without the output layer's."""
     if tied:
         head = weights.pop(names.pop("lm_head.weight") or "", None)
         embedding = weights.get(names["model.embed_tokens.weight"] or "")

@@ -274,7 +274,7 @@ def reversed_tokens(
 
 
 def as_float32(state: Any, q: Tensor, *, v_first: bool = False) -> Any:
-    """Convert an initial state to the operations' layout and to float32 (float64 if q is float64)."""
+    """Convert an initial state, transposed if `v_first`, to our layout and to float32 (float64 if q is float64)."""
     if not isinstance(state, Tensor) or not isinstance(q, Tensor):
         return state
     return (state.mT if v_first else state).to(torch.promote_types(q.dtype, torch.float32))

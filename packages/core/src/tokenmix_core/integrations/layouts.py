@@ -63,7 +63,7 @@ def fla_names(config: HybridConfig, mixer_names: list[Names]) -> Names:
 
 
 def attention_names(*, qkv_bias: bool, qk_norm: bool) -> Names:
-    """Return FLA's names of an attention layer's weights, which are the same as ours."""
+    """Return FLA's names of the weights that an attention layer with these options has; they are the same as ours."""
     names = [f"{part}_proj.weight" for part in "qkvo"]
     names += [f"{part}_proj.bias" for part in "qkv"] if qkv_bias else []
     names += [f"{part}_norm.weight" for part in "qk"] if qk_norm else []
@@ -71,7 +71,7 @@ def attention_names(*, qkv_bias: bool, qk_norm: bool) -> Names:
 
 
 def delta_names(*, output_gate: bool) -> Names:
-    """Return FLA's names of the weights of a Gated DeltaNet layer."""
+    """Return FLA's names of the weights of a Gated DeltaNet layer, with or without an output gate."""
     names: Names = {f"{part}_proj.weight": f"{part}_proj.weight" for part in "qkvabo"}
     names |= {f"{part}_conv.weight": f"{part}_conv1d.weight" for part in "qkv"}
     names |= {name: name for name in ("A_log", "dt_bias", "o_norm.weight")}

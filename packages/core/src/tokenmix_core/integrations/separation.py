@@ -74,6 +74,8 @@ def cu_seqlens_of(starts: Bool[Tensor, "B T_minus_1"]) -> Int[Tensor, "N_plus_1"
 def _separate(body: nn.Module, call: dict[str, Any], *, attends: bool) -> dict[str, Any]:
     """Return the call's arguments with boundaries for recurrences, and with positions or a mask for attention.
 
+    `attends`: whether the model has attention layers; without these, positions are dropped.
+
     Raises:
         ValueError: boundaries that contradict the tokens, or sequences that cannot be separated.
     """

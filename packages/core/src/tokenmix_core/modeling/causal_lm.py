@@ -177,7 +177,10 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         return 3.0 * (self.model.flops_per_token(seq_len) + 2.0 * self.lm_head.weight.numel())
 
     def _fuses_loss(self, output_logits: bool) -> bool:
-        """True if the loss is computed by blocks of tokens from the output layer's weight, without all logits."""
+        """True if the loss is computed by blocks of tokens from the output layer's weight, without all logits.
+
+        A sharded output layer's weight can be read only if the call returns no logits (`output_logits`).
+        """
         own_loss = self.loss_function is not ForCausalLMLoss
         sharded = is_sharded_linear(self.lm_head) and not output_logits
         fuses = (sharded or is_plain_linear(self.lm_head)) and not own_loss

@@ -293,7 +293,7 @@ class Steps:
         return fixed, tuple((name, x if isinstance(x, str | int | float | None) else repr(x)) for name, x in plain)
 
     def _step(self, captured: CapturedSteps, positioned: bool, inputs: dict[str, Any]) -> None:
-        """Run one step of the model on fixed storage."""
+        """Run one step of the model on the captured tensors; `positioned`: pass it positions."""
         self._within = True
         try:
             out = self.model(

@@ -314,7 +314,10 @@ def _outlives(cache: Any, config: Any) -> bool:
 
 
 def _loops_here(config: Any, stopping: StoppingCriteriaList, given: dict[str, Any], synced: bool) -> bool:
-    """True if our loop supports the request; otherwise transformers' loop runs, also with captured steps."""
+    """True if our loop supports the request; otherwise transformers' loop runs, also with captured steps.
+
+    `synced`: whether the processes must stop together, as transformers' option `synced_gpus` says.
+    """
     wants_more = config.return_dict_in_generate and (
         config.output_scores or config.output_logits or config.output_hidden_states or config.output_attentions
     )

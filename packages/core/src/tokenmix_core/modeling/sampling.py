@@ -170,7 +170,10 @@ class Sampler:
 def draw(
     processors: LogitsProcessorList, logits: Float[Tensor, "N vocab"], seen: Int[Tensor, "N T"], *, sample: bool
 ) -> Int[Tensor, "N 1"]:
-    """Return the next tokens, given the logits and the tokens so far (`seen`)."""
+    """Return the next tokens, sampled or (if not `sample`) the most likely, after `processors` changed the logits.
+
+    `seen` are the tokens so far.
+    """
     scores: Tensor = processors(seen, logits.to(torch.float32, copy=True))  # type: ignore[arg-type]
     if not sample:
         return scores.argmax(-1, keepdim=True)

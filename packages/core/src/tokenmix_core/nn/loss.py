@@ -201,7 +201,7 @@ def _eager_gradient_(logits: Tensor, words: int, labels: Tensor, ignore_index: i
 
 
 def _fused_gradient_(logits: Tensor, words: int, labels: Tensor, ignore_index: int, wanted: bool) -> Tensor:
-    """Compute `_eager_gradient_` in one kernel."""
+    """Compute the same as `_eager_gradient_`, in one kernel."""
     from tokenmix_core.nn.loss_kernel import softmax_gradient_
 
     losses = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
@@ -221,7 +221,10 @@ def _(hidden, weight, labels, ignore_index, block_size, fused, needs_d_hidden, n
 def _gradients(
     hidden: Tensor, weight: Tensor, dtype: torch.dtype, needs_d_hidden: bool, needs_d_weight: bool, zero: bool
 ):
-    """Allocate the gradients of hidden and weight in float32 (or float64, as `dtype`); unneeded ones are empty."""
+    """Allocate the gradients of hidden and weight in float32 (or float64, as `dtype`); unneeded ones are empty.
+
+    With `zero`, that of weight is filled with zeros.
+    """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     d_hidden = torch.empty_like(hidden) if needs_d_hidden else hidden.new_empty(0)
     shape = weight.shape if needs_d_weight else (0,)

@@ -13,7 +13,9 @@ from tokenmix_core.kernels.triton.decay import LOG2_E
 def softmax_gradient_kernel(
     logits, labels, losses, stride, V, W, ignore_index, BV: tl.constexpr, GRADIENT: tl.constexpr
 ):  # fmt: skip
-    """Compute one token per program. W is a multiple of 64: masks by V instead would prevent vectorised loads."""
+    """Store the loss of one token per program; with GRADIENT, overwrite its logits by their gradient.
+
+    W, the number of logits with padding, is a multiple of 64: masks by V instead would prevent vectorised loads."""
     i_t = tl.program_id(0).to(tl.int64)
     p_l = logits + i_t * stride
     label = tl.load(labels + i_t)

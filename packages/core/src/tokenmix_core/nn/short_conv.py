@@ -102,7 +102,8 @@ def convolved(
 ) -> tuple[Tensor, ...]:
     """Return for each pair of `convs` and `xs` the convolution's output; one launch if they differ only in channels.
 
-    Either every convolution has a state or none has; states are updated as by `ShortConv`.
+    Either every convolution has a state or none has; states are updated as by `ShortConv`. `step`: each row has one
+    token, which continues its state.
     """
     if not is_plain(ShortConv, *convs):
         return _one_by_one(convs, xs, states, cu_seqlens, step)

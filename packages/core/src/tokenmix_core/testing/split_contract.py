@@ -207,7 +207,10 @@ def core_models() -> dict[str, dict[str, Any]]:
 def check_models(
     group: dist.ProcessGroup, model_class: type, configs: dict[str, Any], recompute: bool = False
 ) -> dict[str, float | str]:
-    """Return, by model and batch, the largest error of logits, loss and gradients, or a refusal's error message."""
+    """Return, by model and batch, the largest error of logits, loss and gradients, or a refusal's error message.
+
+    If `recompute`, models train with gradient checkpointing.
+    """
     found: dict[str, float | str] = {}
     for name, config in configs.items():
         try:
@@ -313,7 +316,7 @@ def refusals(group: dist.ProcessGroup, model_class: type, config: Any) -> list[l
 def gpu_errors(group: dist.ProcessGroup, name: str, layout: str, packed: bool) -> dict[str, tuple[float, float]]:
     """Return, for each output and gradient, the errors of a split call and of one GPU, both relative to float64.
 
-    Inputs are bfloat16, with head sizes that kernels support; gates are float32.
+    Inputs are bfloat16, with head sizes that kernels support; gates are float32. If `packed`, a row has four sequences.
     """
     torch.manual_seed(0)
     tokens, case = 2 * dist.get_world_size(group) * 333, CASES[name]

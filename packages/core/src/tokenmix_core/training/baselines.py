@@ -197,7 +197,10 @@ def corpus(name: str, tokenizer: str, seq_len: int, seed: int = 0) -> DataRecipe
 def model_fields(
     width: int, mixers: list[str], options: dict[str, dict[str, Any]], *, mlp: int, vocab: int, tie: bool
 ) -> dict[str, Any]:
-    """Return a model configuration's fields; `mixers` has each layer's mixer, `options` each mixer's options."""
+    """Return a model configuration's fields; `mixers` has each layer's mixer, `options` each mixer's options.
+
+    `mlp` is the inner width of MLPs, and `tie` decides whether the output layer has the embedding's weight.
+    """
     return {
         "vocab_size": vocab,
         "hidden_size": width,

@@ -49,6 +49,8 @@ def _only_begun(output_dir: Path, found: list[Path]) -> bool:
 def run_lock(output_dir: str | Path, *, resume: bool = False) -> AbstractContextManager[Any]:
     """Return the lock of a run's folder, which one process at a time can hold; hold it while writing to the folder.
 
+    If `resume`, the folder may have a run, which continues.
+
     Raises:
         ValueError: the reasons given at `check_folder`; or, on entering, that another process holds the lock.
     """

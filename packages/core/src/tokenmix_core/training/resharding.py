@@ -113,7 +113,10 @@ def _memory() -> float:
 
 
 def prepare_micro_batch(model: nn.Module, *, reshard: bool, last: bool) -> None:
-    """Prepare the FSDP2 units of a model for the next micro-batch; `last` is True for the last one of a step."""
+    """Prepare the FSDP2 units of a model for the next micro-batch; `last` is True for the last one of a step.
+
+    If `reshard`, units are sharded again after each pass; else only after the backward pass of the last micro-batch.
+    """
     root: Any = model if isinstance(model, FSDPModule) else getattr(model, "_orig_mod", model)
     if reshard:
         # accelerate would delay the reduction to the last micro-batch, and until then keep whole gradients of all

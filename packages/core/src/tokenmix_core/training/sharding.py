@@ -86,7 +86,7 @@ def whole(value: Any, *, keep: bool) -> Any:
 
 
 def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Return the state dict of a sharded model, gathered as by `whole`; a tied weight occurs only once."""
+    """Return a sharded model's state dict, gathered as by `whole` on ranks with `keep`; a tied weight occurs once."""
     return whole(_weights(model), keep=keep)
 
 

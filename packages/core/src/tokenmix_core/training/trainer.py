@@ -229,7 +229,10 @@ def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
 def build_trainer(
     recipe: Recipe, output_dir: Path, *, progress: bool = True, begun_with: Mapping[str, str] | None = None
 ) -> RecipeTrainer:
-    """Return a trainer whose `train` can be called; `begun_with` is the same as for `training_rows`."""
+    """Return a trainer whose `train` can be called; `begun_with` is the same as for `training_rows`.
+
+    If `progress`, the trainer reports its progress on the terminal.
+    """
     # created first, because this initialises torch.distributed
     args = training_arguments(recipe, output_dir)
     tokenizer = load_tokenizer(recipe.data.tokenizer)

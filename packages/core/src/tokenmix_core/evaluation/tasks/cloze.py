@@ -49,6 +49,8 @@ def _load(name: str, *, around_answer: bool, metadata: dict[str, Any]) -> dict[s
 def cut(row: dict[str, Any], tokenizer: Any, max_length: int, *, around_answer: bool) -> dict[str, Any]:
     """Return `row` with its passage cut, so that the prompt has at most `max_length − 50` tokens.
 
+    The passage keeps the part around the answer if `around_answer`, else its beginning.
+
     Raises:
         ValueError: the question without any passage is already longer.
     """

@@ -278,7 +278,7 @@ def parity(i, NUM_STAGES: gl.constexpr):
 
 @gluon.jit
 def empty_parity(i, NUM_STAGES: gl.constexpr):
-    """Return the phase bit that the producer of the i-th tile waits for on its stage's empty barrier."""
+    """Return the phase bit that the producer of the i-th tile of a pipeline waits for on its stage's empty barrier."""
     return (i // NUM_STAGES + 1) & 1
 
 

@@ -44,7 +44,10 @@ def rms_norm_kernel(
     SIZE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
     BEFORE: tl.constexpr, AFTER: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Normalise a block of rows; with a branch, normalise x + branch and also store this sum in `total`."""
+    """Normalise a block of rows; with a branch, normalise x + branch and also store this sum in `total`.
+
+    BEFORE, AFTER: whether the gate silu(z) multiplies the norm's input or output; PARTS: a group has its own weight.
+    """
     gdc_launch_and_wait(PDL)
     i_g = tl.program_id(1)
     o_row, o_t, o_g, m_r = locate(tl.program_id(0), rows, groups, i_g, BM, PARTS)
@@ -123,7 +126,10 @@ def rms_norm_forward(
     x: Tensor, branch: Tensor | None, z: Tensor | None, weight: Tensor, eps: float, size: int, before: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return y, and x + branch if there is a branch; all are `[tokens, groups · size]` with one stride between rows."""
+    """Return y, and x + branch if there is a branch; all are `[tokens, groups · size]` with one stride between rows.
+
+    If `before`, the gate silu(z) multiplies the norm's input, else its output.
+    """
     before = before and z is not None
     tokens, width = x.shape
     groups, parts = width // size, len(weight) // size

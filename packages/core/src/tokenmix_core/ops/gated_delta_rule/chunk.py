@@ -131,7 +131,10 @@ def _backward_fused(reverse: Reverse, may_overwrite: bool) -> Gradients:
 
 
 def _saving_buffer(x: Inputs, saves_states: bool) -> tuple[Tensor, tuple[Tensor, Tensor], Saved | None]:
-    """Allocate the buffer of `Forward`; return it, its views for Ã and the gates, and those for R and chunk states."""
+    """Allocate the buffer of `Forward`; return it, its views for Ã and the gates, and those for R and chunk states.
+
+    R and chunk states are None unless `saves_states`.
+    """
     layouts = term_layouts(x.k, x.v.shape[2])
     if saves_states:
         layouts += state_layouts(x.k, x.v, x.cu_seqlens)

@@ -53,7 +53,8 @@ def first_write(i_n, bos, T, BT: tl.constexpr, WRITES: tl.constexpr, PACKED: tl.
 def bounded(skipped, p_w, stride, first, segment, BT: tl.constexpr, WRITES: tl.constexpr):
     """Return `skipped` if all write factors of the segment that starts at token `first` are in [0, 1]; else 0.
 
-    Factors in [0, 1] interpolate between the decayed and the updated state, so decays still bound the columns' norms.
+    A factor serves WRITES chunks. Factors in [0, 1] interpolate between the decayed and the updated state, so decays
+    still bound the columns' norms.
     """
     BC: tl.constexpr = 128
     tokens: tl.constexpr = BT * WRITES

@@ -152,7 +152,8 @@ def prepare(
 ) -> tuple[Tensor, Tensor]:
     """Return Ã `[B, T, HV, C]` in k's dtype, and the gates b, β r, r and β `[HV, B · T, 4]` in float32.
 
-    b: decays cumulated inside a chunk; r: inverse key norms. If `out` is given, its two tensors receive the results.
+    b: decays cumulated inside a chunk; r: inverse key norms, 1 unless `qk_l2norm`; `form` selects the kernels (see
+        `plan.Form`). If `out` is given, its two tensors receive the results.
     """
     B, T, H, K = k.shape
     HV = g.shape[2]

@@ -152,7 +152,10 @@ def locate_query_tile(indices, TQ, TK, N, cu_seqlens, BM: tl.constexpr, PACKED: 
 
 @triton.jit
 def load_keys(x: Rows, at, keys, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, CHECK: tl.constexpr, LISTED):
-    """Load a tile of K or V: if `LISTED`, the rows at positions `at`; else BN rows, the first of which is row `at`."""
+    """Load a tile of K or V: if `LISTED`, the rows at positions `at`; else BN rows, the first of which is row `at`.
+
+    CHECK: whether rows from `keys` on, which do not exist, may occur and are then 0.
+    """
     if LISTED:
         return load_rows(x.pointer, at, keys, x.stride, D, BD, CHECK)
     else:
@@ -172,7 +175,10 @@ def mask_of(mask, at, keys, BN: tl.constexpr, config: Config):
 
 @triton.jit
 def attention_step(state, b_q, kv: KeyRows, at, mask, scale, config: Config, BN: tl.constexpr, MASKED: tl.constexpr):
-    """One online-softmax step: add the KV tile at `at` (see `load_keys`) to accumulator, row maxima and row sums."""
+    """One online-softmax step: add the KV tile at `at` (see `load_keys`) to accumulator, row maxima and row sums.
+
+    MASKED: whether the mask may hide some keys of the tile from some queries.
+    """
     b_o, b_m, b_l = state
     b_k = load_keys(kv.k, at, kv.keys, config.K, config.BK, BN, MASKED, config.LISTED)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=config.PRECISION)

@@ -115,7 +115,10 @@ def segment_states_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     REVERSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of the state that leaves a segment if zero enters it, and the decay over the segment."""
+    """Compute one tile of the state that leaves a segment if zero enters it, and the decay over the segment.
+
+    With REVERSE, compute instead the gradient of the entering state if that of the leaving state is zero.
+    """
     tile = locate_tile(T, N, HV, segment, cu_seqlens, Sizes(K, V, BT, BK, BV), True, PACKED)
     if tile.length > 0:
         rows, results = Rows(x, y, g, dt, stride_x, stride_y, scale), States(None, None, states, totals)
@@ -152,7 +155,10 @@ def scan_segments_kernel(
     segment_states, totals, initial, final, cu_seqlens, T, HV, segment,
     KV: tl.constexpr, BE: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Replace each segment's own state (from zero) by the state that enters the segment; store final states."""
+    """Replace each segment's own state (from zero) by the state that enters the segment; store final states.
+
+    With REVERSE, gradients replace states, and segments are scanned from the last to the first.
+    """
     i_p = tl.program_id(0)
     i_e = i_p % (KV // BE)
     i_h = i_p // (KV // BE) % HV

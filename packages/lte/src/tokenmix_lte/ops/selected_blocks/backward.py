@@ -46,7 +46,10 @@ def _compute_delta(
 
 @triton.jit
 def row_gradients(b_dk, b_dv, t, block, split, i, S, scale, c, MASKED: tl.constexpr):
-    """Add a tile of rows to dk and dv of the block, and store the partial dq of each row from this block."""
+    """Add a tile of rows to dk and dv of the block, and store the partial dq of each row from this block.
+
+    MASKED: whether rows may lie before some of the block's keys, or may not exist.
+    """
     b_pair, b_t, b_g, m_r = forward.load_rows(split, i, S, c.G, c.BM, MASKED)
     b_q = forward.load_heads(t.p_q, b_t, b_g, t.s_qt, t.s_qh, c.K, c.BK)
     b_do = forward.load_heads(t.p_do, b_t, b_g, t.s_dt, t.s_dh, c.V, c.BV)

@@ -15,7 +15,10 @@ _ELEMENTS = 2048
 
 @triton.jit
 def shares(logits, o_r, m_r, H, WEIGHED: tl.constexpr):
-    """Return for the rows `o_r` the weights of the linear and of the softmax output, `[BR, 1]`; a token has H rows."""
+    """Return for the rows `o_r` the weights of the linear and of the softmax output, `[BR, 1]`; a token has H rows.
+
+    With WEIGHED, weights are the softmax of the two `logits` of each head; else both are 1.
+    """
     if WEIGHED:
         p_a = logits + (o_r // H) * (2 * H) + o_r % H
         b_a = tl.load(p_a, mask=m_r, other=0.0).to(tl.float32)
@@ -40,7 +43,7 @@ def merge_forward_kernel(
     linear, softmax, gate, linear_norm, softmax_norm, logits, y, R, H, V, eps,
     BR: tl.constexpr, BV: tl.constexpr, EACH: tl.constexpr, WEIGHED: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Compute BR rows of y."""
+    """Compute BR rows of y; with EACH, both outputs are normalised before their sum, else the sum is normalised."""
     gdc_launch_and_wait(PDL)
     o_r, o_v = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BV)
     m_r, m_v = o_r < R, o_v < V

@@ -65,8 +65,8 @@ def _outputs(chunk, t, at, c):
     b_z = tl.where((tl.arange(0, c.BM) < c.SLOTS)[None, :], b_z * scale, float("-inf"))
     b_max = tl.max(b_z, 1)
 
-    # query t sees tokens j ≤ t of the chunk through the slots, and tokens j > t in the window. If both use the same
-    # keys, one tile of q kᵀ serves both. With separate keys, the window's loop starts at the chunk.
+    # the chunk's queries lie `window` tokens after its keys: query i sees keys j ≤ i in the slots, keys j > i in its
+    # window. If both use the same keys, one tile of q kᵀ serves both; else the window's loop starts at the chunk.
     shift_0 = 0
     b_w = tl.full([c.BT, c.BT], float("-inf"), dtype=tl.float32)
     if not c.OWN_SLOT_KEYS:

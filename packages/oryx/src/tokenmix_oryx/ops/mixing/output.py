@@ -134,7 +134,7 @@ def output_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `o_attention` (defined only near tokens in attention mode), `o_linear` and `weight`.
 
-    The gradient of the gate is written to `dgate`.
+    The gradient of the gate is written to `dgate`. If `before`, the gate multiplies the norm's input, else its output.
     """
     N, E = gate.shape
     do_attention, do_linear = (dy.new_empty(N, E) for _ in range(2))

@@ -81,7 +81,10 @@ def _rates_backward(
 
 
 def rates_forward(x: Tensor, A_log: Tensor, bias: Tensor, with_beta: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return float32 g = −exp(A_log) Δ, Δ = softplus(x + bias) and β, the sigmoid of x's next H columns, or None."""
+    """Return float32 g = −exp(A_log) Δ, Δ = softplus(x + bias) and β, the sigmoid of x's next H columns.
+
+    β is None unless `with_beta`.
+    """
     (B, T, _), H = x.shape, len(A_log)
     g, dt = (x.new_empty(B, T, H, dtype=torch.float32) for _ in range(2))
     beta = torch.empty_like(g) if with_beta else None

@@ -63,7 +63,10 @@ def producer(
     pointers, tiles, pipeline, rows, chunks, H: gl.constexpr, HV: gl.constexpr, V: gl.constexpr, QUERIES: gl.constexpr,
     WRITES: gl.constexpr,
 ):  # fmt: skip
-    """Load each chunk's tiles by cp.async into the next stage once it is empty, and store the chunk's gates there."""
+    """Load each chunk's tiles by cp.async into the next stage once it is empty, and store the chunk's gates there.
+
+    QUERIES: whether to load Q, which only outputs need; WRITES: whether a write factor multiplies a gate.
+    """
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     p_q, p_k, p_v, p_a, p_gates, p_w = pointers
     q_s, k_s, v_s, a_s, gates_s = tiles

@@ -148,6 +148,9 @@ def attention_pass(
 ):  # fmt: skip
     """Compute attention of 64 queries to all KV tiles; n: number of tiles visited in an earlier pass.
 
+    RUNNING_MAX: whether the shift, which is subtracted from a row's scores, is their running maximum; else it is the
+    maximum over the first tile.
+
     Returns:
         the unnormalised output and, for each row, the shift and the sum of weights.
     """

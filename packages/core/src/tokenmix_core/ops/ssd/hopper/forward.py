@@ -31,7 +31,7 @@ from tokenmix_core.ops.ssd.types import Inputs
 
 @gluon.jit
 def locate_span(i_s, T, N, segment, cu_seqlens, SEGMENTED: gl.constexpr, PACKED: gl.constexpr):
-    """Return first row, length (≤ 0 if there is none) and first chunk's index of the sequence or segment `i_s`."""
+    """Return first row, length (≤ 0 if it does not exist) and first chunk's index of sequence or segment `i_s`."""
     if SEGMENTED:
         i_n, begin, length, start = hopper.locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, gl.num_warps())
         length = gl.minimum(length - start, segment)

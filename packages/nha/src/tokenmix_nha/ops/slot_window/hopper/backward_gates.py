@@ -42,7 +42,7 @@ def hopper_backward_gates_kernel(
     )  # fmt: skip
     if count != 0:
         return
-    # query r of the chunk sees tokens ≤ r of the chunk through the slots, and later tokens of the chunk in the window
+    # the chunk's queries lie `window` tokens after its keys: query r sees keys ≤ r in the slots, keys > r in its window
     o_q, entering = first + window - before, keys - window
     o_i, o_m = gl.arange(0, BT, gl.SliceLayout(1, slots)), gl.arange(0, M, gl.SliceLayout(0, slots))
     m_m = (o_m < SLOTS)[None, :]

@@ -134,7 +134,7 @@ def hopper_backward_queries_kernel(
     i_t -= lead
     begin_k = begin + i_n.to(gl.int64) * before
     first, keys = i_t * BT, length + before
-    # query r of the chunk sees tokens ≤ r of the chunk through the slots, and later tokens of the chunk in the window
+    # the chunk's queries lie `window` tokens after its keys: query r sees keys ≤ r in the slots, keys > r in its window
     o_q = first + window - before
     if o_q >= length:
         return

@@ -57,9 +57,9 @@ def hopper_backward_tokens_kernel(
     )  # fmt: skip
     if count != 0:
         return
-    # query r of the chunk sees tokens ≤ r of the chunk through the slots, and later tokens of the chunk in the window
+    # the chunk's queries lie `window` tokens after its keys: query r sees keys ≤ r in the slots, keys > r in its window
     o_q, entering = first + window - before, keys - window
-    # if no token of the chunk enters the slots, the chunk has no state to load
+    # the sequence's last `window` keys never leave the window; a chunk with only such keys needs no state of the slots
     size_k, size_v = gl.where(first < entering, K, 0), gl.where(first < entering, V, 0)
 
     s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)

@@ -119,7 +119,7 @@ def hopper_window_forward_kernel(
     gates.async_copy_tokens(s_v, p_v, first, oldest, keys, H * V)
     gates.async_copy_tokens(s_vn, p_v, first + BT, oldest, last, H * V)
     async_copy.commit_group()
-    # query t sees tokens j ≤ t of the chunk through the slots, and tokens j > t of the chunk in the window
+    # the chunk's queries lie `window` tokens after its keys: query i sees keys j ≤ i in the slots, j > i in its window
     o_i, o_j = gl.arange(0, BT, row)[:, None], gl.arange(0, BT, gl.SliceLayout(0, square))[None, :]
     m_b = o_j <= o_i
     b_left = gates.as_left(gl.where(m_b, b_a, 0.0).to(dtype), M)
