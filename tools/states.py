@@ -1,4 +1,4 @@
-"""Make the table of docs/choose.md: what a layer of each mixer keeps of a sequence (see `tables.py`)."""
+"""Make the tables of docs/choose.md: the state of a sequence in a layer of each mixer (see `tables.py`)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ CONTEXTS = (1024, 16384, 131072)
 
 
 def tables(models: bool = True) -> dict[str, str]:
-    """Return the table by its mark; nothing without `models` or if a package is not installed."""
+    """Return the tables by their marks; nothing without `models` or if a package is not installed."""
     if not models or any(importlib.util.find_spec(package) is None for package in PACKAGES):
         return {}
     columns = ["mixer", "parameters", *(f"{length:,} tokens, KiB" for length in CONTEXTS)]
     lines = [f"| {' | '.join(columns)} |", "|---|" + "---:|" * (len(columns) - 1)]
+    parts = ["| mixer | constant: part, KiB | growing: part, bytes per token |", "|---|---|---|"]
     for name, mixer in mixers().items():
         layer = _layer(name, mixer)
         cells = [name, f"{sum(p.numel() for p in layer.parameters()):,}"]
@@ -28,7 +29,23 @@ def tables(models: bool = True) -> dict[str, str]:
             least, most = (f"{size / 1024:,.0f}" for size in (bounds.least, bounds.most))
             cells.append(least if least == most else f"{least} to {most}")
         lines.append(f"| {' | '.join(cells)} |")
-    return {"states": "\n".join(lines)}
+        constant, growing = _parts(layer)
+        parts.append(f"| {name} | {', '.join(constant) or '–'} | {', '.join(growing) or '–'} |")
+    return {"states": "\n".join(lines), "parts": "\n".join(parts)}
+
+
+def _parts(layer: Any) -> tuple[list[str], list[str]]:
+    """Return name and size of the parts of a layer's state: those of constant size, then those that grow."""
+    short, long = CONTEXTS[0], CONTEXTS[-1]
+    constant, growing = [], []
+    for name, part in layer.make_state().parts.items():
+        before, after = (part.bounds(length, 1, torch.bfloat16) for length in (short, long))
+        if before == after:
+            constant.append(f"{name} {after.most / 1024:,.{0 if after.most >= 1024 else 3}f}")
+        else:
+            least, most = ((y - x) / (long - short) for x, y in zip(before, after, strict=True))
+            growing.append(f"{name} {most:,.0f}" if least == most else f"{name} {least:,.0f} to {most:,.0f}")
+    return constant, growing
 
 
 def mixers() -> dict[str, type]:
