@@ -116,8 +116,8 @@ def _advance(rule: Retention, tokens: Tokens, held: Held | None, past: int) -> t
 
 
 def _retained(rule: Retention, held: Held) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return keys, values, ranks and ages of the retained tokens `[N, cap, H, ...]`, oldest first; empty slots have
-    rank −∞."""
+    """Return keys, values, ranks (scores) and ages of the retained tokens `[N, cap, H, ...]`, oldest first; empty
+    entries have rank −∞."""
     filled = torch.arange(rule.cap, device=held.ages.device) < (held.lengths - rule.window).unsqueeze(-1)
     order = held.ages.masked_fill(~filled, torch.iinfo(held.ages.dtype).max).argsort(-1)
     ranks = held.scores[:, :, rule.window :].masked_fill(~filled, -torch.inf)
@@ -135,7 +135,7 @@ def _first_retained(stays: Bool[Tensor, "N H left"], cap: int) -> tuple[Int[Tens
 
 
 def _newest(length: int, size: int, total: int, device: torch.device) -> Int[Tensor, "size"]:
-    """Return for each slot of `_ring` the index of its token among `length` tokens; undefined for empty slots."""
+    """Return for each entry of `_ring` the index of its token among `length` tokens; undefined for empty slots."""
     if total < size:
         return torch.arange(length - total, length - total + size, device=device).clamp(max=length - 1)
     return torch.arange(length - size, length, device=device).roll(total % size)

@@ -57,7 +57,7 @@ def retained_shares(
 
 
 def retention_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure and plot, for each length, the retained fraction of the tokens before the window (Figure 5)."""
+    """Measure and plot, for each length, the retained fraction of the tokens before the window (paper, Figure 5)."""
     options.choose("retention", ("retention",))
     layers = lte_layers(model)
     heads = {layer.num_kv_heads for layer in layers.values()}

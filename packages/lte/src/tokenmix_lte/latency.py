@@ -1,4 +1,4 @@
-"""Latency of hybrid models' layers with a KV cache, and of their scorers, in prefill and decoding (Figures 4b, 4c)."""
+"""Latency of hybrid models' layers with a KV cache, and of their scorers, in prefill and decoding (paper, Figure 4)."""
 
 from __future__ import annotations
 

@@ -80,13 +80,13 @@ def needle_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResul
 
 
 def evaporate_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Run core's `recall` suite (FDA, SWDE, NQ, SQuAD, TriviaQA, DROP; Table 3) with prompts of up to 4,096 tokens."""
+    """Run core's `recall` suite (FDA, SWDE, NQ, SQuAD, TriviaQA, DROP; paper, Table 3), prompts of up to 4K tokens."""
     options = replace(options, max_length=options.max_length or EVAPORATE_LENGTH)
     return {**recall_suite(model, tokenizer, options), "suite": "evaporate"}
 
 
 def needle_columns(options: EvalOptions) -> dict[str, tuple[str, str]]:
-    """Return the columns of Table 2 for the context lengths of `options`."""
+    """Return the columns of the paper's Table 2 for the context lengths of `options`."""
     lengths = options.lengths or NIAH_LENGTHS
     return {f"S{i}-{n / 1024:g}K": (task, str(n)) for i, task in enumerate(NIAH, 1) for n in lengths}
 

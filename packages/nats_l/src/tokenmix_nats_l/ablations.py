@@ -1,4 +1,4 @@
-"""Those variants of Table 4 that the operations do not support: they run on duplicated tokens, or chunk by chunk."""
+"""Variants of the paper's Table 4 that the operations do not support: run on duplicated tokens, or chunk by chunk."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def softmax_shares(
 
 
 def chunk_types_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure the fraction of softmax chunks by layer and head (Figures 5, 8), on a text or the files of a folder."""
+    """Measure the fraction of softmax chunks by layer and head (paper, Figures 5, 8), on a text or a folder's files."""
     options.choose("chunk-types", ("chunk-types",))
     found = nats_l_layers(model)
     if len(heads := {layer.num_heads for layer in found.values()}) > 1:

@@ -52,7 +52,7 @@ def paper(size: str, *, hybrid: bool = True, **changes: Any) -> Recipe:
     )
 
 
-# for each row of Table 4, the options that differ from those of the hybrid; ABLATIONS adds rows with larger chunks
+# for each row of the paper's Table 4, the options that differ from the hybrid's; ABLATIONS adds rows with larger chunks
 TABLE_4: dict[str, dict[str, Any]] = {
     "softmax-own-chunk": {"own_chunk": "softmax"},
     "linear-own-chunk": {"own_chunk": "linear"},
@@ -69,7 +69,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 
 
 def ablation(name: str, size: str = "380m") -> Recipe:
-    """Return the recipe of a row of Table 4: the hybrid's recipe with the row's options."""
+    """Return the recipe of a row of the paper's Table 4: the hybrid's recipe with the row's options."""
     recipe = paper(size, **ABLATIONS[name])
     return replace(recipe, name=f"{recipe.name}-{name}", description=f"ablation of NAtS-L Hybrid: {name}")
 

@@ -1,4 +1,4 @@
-"""Two ablations of Table 6 (slots and window as a weighted sum; no token shift), and the probability of the slots.
+"""Two ablations (paper, Table 6): slots and window as a weighted sum; no token shift. Also the slots' probability.
 
 For the weighted sum, the fused operation computes the slots' output with `window=0`. Without the token shift, slots and
 window may hold the same token, which the fused operation does not support. Plain PyTorch then computes it on every

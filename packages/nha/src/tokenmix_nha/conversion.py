@@ -1,4 +1,4 @@
-"""Conversion of a pretrained transformer to Native Hybrid Attention with its weights (section 4.6, appendix C.2)."""
+"""Conversion of a pretrained transformer to Native Hybrid Attention (paper, section 4.6, appendix C.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure the total attention probability of the slots, by layer, head and position (Figure 8)."""
+"""Measure the total attention probability of the slots, by layer, head and position (NHA paper, Figure 8)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def observed_shares(mixers: list[NhaMixer]) -> Iterator[list[list[Tensor]]]:
 
 @torch.inference_mode()
 def slot_shares(model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 8) -> Float[Tensor, "L HQ T"]:
-    """Return ω_L (equation 5), the slots' share of attention, by layer, head and position: a mean over sequences.
+    """Return ω_L (paper, equation 5), the slots' share of attention, by layer, head and position; a mean over rows.
 
     With one softmax over slots and window, ω_L is the total probability of the slots; in a weighted sum, it is the
     weight of the slots' output; in layers with a full window, it is the probability of the slots, which remain zero.

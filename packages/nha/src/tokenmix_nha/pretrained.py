@@ -25,7 +25,7 @@ us_foreign_policy virology world_religions
 MMLU = tuple(f"mmlu_{subject}" for subject in _SUBJECTS.split())
 # the paper does not state the number of shots; with five, its scores of Llama-3-8B and other models are reproduced
 MMLU_SHOTS = 5
-# the columns of Tables 3 and 9, each with the metric that enters the average
+# the columns of the paper's Tables 3 and 9, each with the metric that enters the average
 UNDERSTANDING = {
     "arc_easy": "acc",
     "arc_challenge": "acc_norm",
@@ -35,7 +35,7 @@ UNDERSTANDING = {
     "winogrande": "acc",
     "mmlu": "acc",
 }
-# the tasks in the right half of Table 4; its percentages refer to GPQA's 448 main questions and IFEval's 834
+# the tasks in the right half of the paper's Table 4; percentages refer to GPQA's 448 main questions and IFEval's 834
 # instructions
 KNOWLEDGE = {
     "gpqa_main_zeroshot": "acc",
@@ -48,14 +48,14 @@ ALLOW_CODE = "HF_ALLOW_CODE_EVAL"
 
 
 def understanding_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Run common-sense tasks and MMLU, with the average of Table 3 and the average of Table 9, which omits LAMBADA."""
+    """Run common-sense tasks and MMLU, with the paper's averages of Table 3 and, without LAMBADA, of Table 9."""
     without_lambada = {task: metric for task, metric in UNDERSTANDING.items() if task != "lambada_openai"}
     averages = {"Table 3": UNDERSTANDING, "Table 9": without_lambada}
     return _suite("understanding", UNDERSTANDING, averages, model, tokenizer, options)
 
 
 def knowledge_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Run GPQA, IFEval, HumanEval, MathQA and MMLU, with the average of Table 4.
+    """Run GPQA, IFEval, HumanEval, MathQA and MMLU, with the average of the paper's Table 4.
 
     Raises:
         ValueError: HumanEval, which runs programs written by the model, is selected but HF_ALLOW_CODE_EVAL is not 1.

@@ -74,7 +74,7 @@ def paper(size: str, windows: Window | list[Window] | None = None, **changes: An
 
 
 def drawn(recipe: Recipe, windows: list[Window] = RANDOM_WINDOWS) -> Recipe:
-    """Return the recipe with a random window for every layer and step (Figure 4), as preparation for `search`."""
+    """Return the recipe with a random window for every layer and step (paper, Figure 4), which prepares `search`."""
     return replace(
         recipe,
         name=f"{recipe.name}-random",
@@ -85,7 +85,7 @@ def drawn(recipe: Recipe, windows: list[Window] = RANDOM_WINDOWS) -> Recipe:
 
 
 def gsa(size: str, *, hybrid: bool = False) -> Recipe:
-    """Return the recipe of gated slot attention, a baseline of Table 1: NHA with windows of 0.
+    """Return the recipe of gated slot attention, a baseline of the paper's Table 1: NHA with windows of 0.
 
     With `hybrid`, one layer in every eight has full attention.
     """
@@ -95,7 +95,7 @@ def gsa(size: str, *, hybrid: bool = False) -> Recipe:
     return replace(paper(size, windows), name=f"gsa-{'hybrid-' if hybrid else ''}{size}", description=text)
 
 
-# the rows of Tables 6 to 8, as changes of the layers' options in the model of Table 1
+# the rows of the paper's Tables 6 to 8, as changes of the layers' options in the model of Table 1
 ABLATIONS: dict[str, dict[str, Any]] = {
     "no-slots": {"slots": 0},
     "no-shift": {"token_shift": False},
@@ -126,7 +126,7 @@ def _difference(name: str, size: str) -> str:
 
 
 def ablation(name: str, size: str = "340m") -> Recipe:
-    """Return the recipe of a row of Tables 6 to 8; layers with a full window keep that window."""
+    """Return the recipe of a row of the paper's Tables 6 to 8; layers with a full window keep that window."""
     changes = dict(ABLATIONS[name])
     _, layers, full_layer = SIZES[size]
     windows = one_in_eight(layers, changes.pop("window", 32), full_layer)

@@ -1,4 +1,4 @@
-"""Search for the layers that should have full attention, by changing windows at inference (section 4.7.1, Table 5)."""
+"""Search for the layers that should have full attention, by changing windows at inference (paper, section 4.7.1)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tokenmix_nha.model_windows import nha_mixers, using_windows, windows_of
 from tokenmix_nha.windows import FULL, Window, check_window, hybrid_windows, layers_with_windows
 
 CHOSEN, TRIED = "chosen", "tried.jsonl"
-# the lengths of blocks in Table 5; one layer in each block has full attention
+# the lengths of blocks in the paper's Table 5; one layer in each block has full attention
 BLOCKS = (8, 6, 4, 3, 2)
 # for each task of lm-eval, the metric that is used as score
 _METRICS = {**COMMONSENSE, **RECALL, **dict.fromkeys(LONGBENCH, "score")}
@@ -69,7 +69,7 @@ def search_windows(
     max_full: int | None = None,
     progress: bool = True,
 ) -> tuple[list[Candidate], Candidate]:
-    """Score every pattern of Table 5 at every position, then add full layers greedily; select the best candidate.
+    """Score every pattern of the paper's Table 5 at every position, then add full layers greedily; select the best one.
 
     Args:
         model: an NHA model, whose windows are restored at the end.
@@ -131,7 +131,7 @@ def search_windows(
 
 
 def best_of_each(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the best candidate of each pattern, in the order of the patterns, which are the rows of Table 5."""
+    """Return the best candidate of each pattern, in the order of the patterns, the rows of the paper's Table 5."""
     best: dict[str, Candidate] = {}
     for candidate in candidates:
         current = best.setdefault(candidate.pattern, candidate)

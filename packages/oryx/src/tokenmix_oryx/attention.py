@@ -1,4 +1,4 @@
-"""Softmax attention with the norm, gate and convolutions of Oryx, but without a linear mixer (left half of Table 5)."""
+"""Softmax attention with the norm, gate and convolutions of Oryx, but without a linear mixer (paper, Table 5, left)."""
 
 from __future__ import annotations
 

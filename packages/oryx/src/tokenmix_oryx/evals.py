@@ -42,7 +42,7 @@ from tokenmix_oryx.switch_evals import BY_ROW, switch_suite
 
 # fraction of a prompt that counts as context if the end of the context is unknown
 CONTEXT_SHARE = 0.975
-# columns of Tables 1 and 9 whose metrics are averaged
+# columns of the paper's Tables 1 and 9 whose metrics are averaged
 LANGUAGE = {
     "lambada_openai": "acc",
     "hellaswag": "acc_norm",
@@ -58,12 +58,12 @@ _QUESTION = "What is the special magic"
 
 
 def language_modeling_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Run the seven tasks of Tables 1 and 9 zero-shot and average them."""
+    """Run the seven tasks of the paper's Tables 1 and 9 zero-shot and average them."""
     return run_tasks("language-modeling", model, tokenizer, LANGUAGE, options)
 
 
 def ruler_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Run RULER's single needles (NIAH-1 to 3 of Tables 2 and 3), by default at 2,048 tokens; average them."""
+    """Run RULER's single needles (NIAH-1 to 3; paper, Tables 2 and 3), by default at 2,048 tokens; average them."""
     options = replace(options, lengths=options.lengths or (2048,))
     result = run_tasks("ruler", model, tokenizer, dict.fromkeys(RULER_NIAH, ""), options)
     return {**result, "suite": "ruler-niah"}
@@ -92,13 +92,13 @@ def crossed() -> Iterator[tuple[str, str, str]]:
 
 
 def cross_recall_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Run cloze questions with 97.5 % of the prompt in one mode, and its rest and the answer in another (Table 3)."""
+    """Run cloze questions: 97.5 % of the prompt in one mode, its rest and the answer in another (paper, Table 3)."""
     schedules = {name: ([(0.0, context), (CONTEXT_SHARE, prompt)], prompt) for name, context, prompt in crossed()}
     return _by_mode("cross-mode-recall", model, schedules, lambda: recall_suite(model, tokenizer, options))
 
 
 def cross_ruler_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Run RULER's single needles with the haystack in one mode, and question and answer in another (Table 3)."""
+    """Run RULER's single needles with the haystack in one mode, and question and answer in another (paper, Table 3)."""
     schedules = {name: (_before_question(tokenizer, context, prompt), prompt) for name, context, prompt in crossed()}
     return _by_mode("cross-mode-ruler-niah", model, schedules, lambda: ruler_niah_suite(model, tokenizer, options))
 
@@ -141,7 +141,7 @@ def cross_mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
 
 
 def cross_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Run S-NIAH 1 to 3 with the haystack in one mode, and question and answer in another (Table 3)."""
+    """Run S-NIAH 1 to 3 with the haystack in one mode, and question and answer in another (Oryx paper, Table 3)."""
     limit, batch_size = options.limit or 50, options.batch_size or 8
     tasks = options.choose("cross-mode-niah", tuple(NIAH_TASKS))
     haystack = niah_haystack(tasks, options, tokenizer)

@@ -92,7 +92,7 @@ def paper(family: str, size: str) -> Recipe:
     )
 
 
-# the additions to the baseline's attention in each row of the left half of Table 5
+# the additions to the baseline's attention in each row of the left half of the paper's Table 5
 COMPONENTS: dict[str, dict[str, Any]] = {
     "norm": {},
     "norm-conv-gate": {"conv_size": 4, "output_gate": True},
@@ -100,7 +100,7 @@ COMPONENTS: dict[str, dict[str, Any]] = {
 
 
 def components(name: str) -> Recipe:
-    """Return the recipe of a 1.4B Transformer with the changes to attention that `name` lists (Table 5, left)."""
+    """Return the recipe of a 1.4B Transformer with the changes to attention that `name` lists (paper, Table 5)."""
     base, parts = baseline("transformer", "1.4b"), COMPONENTS[name]
     options = {"type": "normed_attention", **base.model["mixer_options"][ATTENTION], **parts}
     width, gate = base.model["hidden_size"], bool(parts.get("output_gate"))
@@ -135,7 +135,7 @@ ABLATIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "tg": {
         "sequence": {},
-        # Table 7: its base (15.08, 15.06) is the model of Table 8 with RoPE in both modes
+        # the paper's Table 7: its base (15.08, 15.06) is the model of Table 8 with RoPE in both modes
         "l2-key": {"rope": "both", "attention_l2_norm": "key"},
         "l2-query-key": {"rope": "both", "attention_l2_norm": "query_key"},
         "rope-both": {"rope": "both"},
@@ -149,7 +149,7 @@ ABLATIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def ablation(family: str, name: str, size: str = "380m") -> Recipe:
-    """Return the recipe of a row of Tables 4 to 8 or a curve of Figures 4 and 5, with 20 tokens per parameter.
+    """Return the recipe of a row (paper, Tables 4 to 8) or curve (Figures 4 and 5), with 20 tokens per parameter.
 
     Each sequence has one mode, but with "chunk" in the name each chunk has one. Models without a gate have a wider MLP,
     so that all models of a size have equally many parameters per mode.
@@ -278,7 +278,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     **{f"{kind}-{size}": partial(baseline, kind, size) for size in WIDTHS for kind in BASELINES},
     **{f"transformer-1.4b-{name}": partial(components, name) for name in COMPONENTS},
     **{f"{family}-380m-{name}": partial(ablation, family, name) for family in FAMILIES for name in ABLATIONS[family]},
-    # the curves of Figures 4 and 5
+    # the curves of the paper's Figures 4 and 5
     **{
         f"tm-{size}-{name}": partial(ablation, "tm", name, size)
         for size in WIDTHS

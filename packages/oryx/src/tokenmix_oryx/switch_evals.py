@@ -1,4 +1,4 @@
-"""The loss at each position around switches between the modes (Figures 3 to 10)."""
+"""The loss at each position around switches between the modes (Oryx paper, Figures 3 to 10)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def switch_schedules(length: int, chunk_size: int) -> dict[str, dict[str, Schedu
 
 
 def switch_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure perplexity by position with switches of the mode, and in each mode without switches (Figures 3 to 10).
+    """Measure perplexity by position with switches of the mode, and in each mode without them (paper, Figures 3 to 10).
 
     The excess loss after a switch is the loss minus that of a run wholly in the new mode, on the same tokens. It is
     averaged over ranges of distances from the switch; its standard error is taken over sequences.

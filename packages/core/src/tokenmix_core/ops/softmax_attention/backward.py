@@ -55,7 +55,8 @@ def _attention_backward_queries(
 ):  # fmt: skip
     """Compute dq, delta and, unless `bias` is None, bias columns of one query tile of one head per program.
 
-    `bias_columns.py` explains bias columns. Sinks are read in one step of BS keys, or in whole tiles if BS is 0.
+    `bias_columns.py` explains bias columns. Sinks are read in one step of BS keys, or in whole tiles if BS is 0. FILL:
+    whether to write zeros to dq for a tile without selected queries.
     """
     tile = locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BM, PACKED)
     i_b, i_h, i_hk, _, i_t, first_row, start, queries, keys = tile

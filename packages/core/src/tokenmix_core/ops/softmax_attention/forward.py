@@ -37,7 +37,10 @@ def _attention_forward(
     BS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     FILL: tl.constexpr,
 ):  # fmt: skip
-    """Compute O and lse of one query tile of one head; read sinks in one step of BS keys, or in tiles if BS is 0."""
+    """Compute O and lse of one query tile of one head; read sinks in one step of BS keys, or in tiles if BS is 0.
+
+    FILL: whether to write O = 0 and lse = ∞ for a tile without selected queries.
+    """
     tile = locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BM, PACKED)
     i_b, i_h, i_hk, _, i_t, first_row, start, queries, keys = tile
     if PACKED:  # noqa: SIM102

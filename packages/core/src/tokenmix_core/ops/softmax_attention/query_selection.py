@@ -19,7 +19,7 @@ def selected_rows(selected, o_row, first, rows, BM: tl.constexpr):
 
 @triton.jit
 def listed(order, i):
-    """Return the i-th tile of the list `order`; i if `order` is None."""
+    """Return the i-th tile of `order`, a list made by `list_tiles`; i if `order` is None."""
     if order is None:
         return i
     else:

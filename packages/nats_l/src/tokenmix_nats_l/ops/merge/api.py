@@ -40,7 +40,7 @@ def merge_operations(
         linear, softmax: outputs of the two operations, bfloat16, float16 or float32 (the reference also float64).
         gate: z, to which SiLU is still to be applied, E = H · V channels, in the same dtype.
         linear_norm: γ₁, or the weight of the only norm, that of the sum.
-        softmax_norm: γ₂; None for only one norm, of the sum (Table 4, *w/o Attn Norm*).
+        softmax_norm: γ₂; None for only one norm, of the sum (NAtS-L paper, Table 4, *w/o Attn Norm*).
         logits: for each head, logits of the weights of the linear and the softmax operation; None for weights of 1.
         eps: epsilon of the norms.
         impl: "triton", "reference" (any device), or None: Triton for CUDA tensors with supported heads, else the

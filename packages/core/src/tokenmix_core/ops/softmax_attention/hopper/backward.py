@@ -122,7 +122,10 @@ def _backward_queries(
     s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr, s_dt: gl.constexpr, D: gl.constexpr, BT: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, FILL: gl.constexpr,
 ):  # fmt: skip
-    """Compute dQ, delta and, unless `bias` is None, bias columns of one query tile of one head per program."""
+    """Compute dQ, delta and, unless `bias` is None, bias columns of one query tile of one head per program.
+
+    FILL: whether to write zeros to dQ for a tile without selected queries.
+    """
     tile = locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BT, PACKED)
     i_b, i_h, i_hk, _, i_t, _, start, queries, keys = tile
     o_head = (i_b * TQ + start) * HQ * D + i_h * D

@@ -187,7 +187,7 @@ def mma_scores_transposed(given: Keys, stage: QueryStage):
 
 @gluon.jit
 def listed(order, i, exists):
-    """Return the i-th query tile of the list `order`, or 0 unless `exists`; i if `order` is None."""
+    """Return the i-th query tile of `order` (see `list_tiles`), or 0 unless `exists`; i if `order` is None."""
     if order is None:
         return i
     else:
