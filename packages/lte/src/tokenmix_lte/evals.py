@@ -45,7 +45,7 @@ def retained_shares(
 ) -> Float[np.ndarray, "2 layers heads"]:
     """Return the fractions of tokens before the window that heads retain at a sequence's end, with and without the cap.
 
-    Without the cap, a head retains the sinks and all tokens with a positive logit.
+    The cap limits the tokens that a head retains; without it, these are the sinks and all tokens with positive logits.
     """
     lte_layers(model)
     total: Any = 0

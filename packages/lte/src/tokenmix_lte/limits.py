@@ -1,4 +1,4 @@
-"""Evaluation of a trained model with another cap or window than in training, or without a cap."""
+"""Evaluation of a trained model with another window, or another or no cap (limit on the retained keys of a head)."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ _RECALL = {
     "small": {"num_heads": 2, "window": 64, "cap": 128, "sinks": 4},
     "100m": {"num_heads": 6, "window": 128, "cap": 256, "sinks": 4},
 }
-# the selected blocks have as many tokens as LTE's cap; more query heads compensate for fewer key heads
+# the selected blocks have as many tokens as LTE retains (its cap); more query heads compensate for fewer key heads
 _RECALL_NSA = {
     "small": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "block": 16, "blocks": 8, "window": 64},
     "100m": {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block": 32, "blocks": 8, "window": 128},
@@ -103,7 +103,7 @@ def recall_recipe(kind: str, size: str) -> Recipe:
     """Return a recipe of multi-query associative recall from random weights, with the settings of core's `recall`.
 
     Hybrids have LTE, windowed attention or full attention at odd layers. In "gdn-swa", the window is LTE's window plus
-    half of LTE's cap, as in the paper.
+    half the number of keys that LTE retains (its cap), as in the paper.
     """
     if kind in ("gdn", "transformer"):
         return replace(recall(kind, size), name=f"recall-{kind}-{size}")

@@ -78,7 +78,7 @@ class SteerSparsity(AdaptHeadWeights):
 
 
 def steer_sparsity(recipe: Recipe) -> TrainerCallback:
-    """Return the callback that adapts λ during a run of `recipe`, with the layers' `cap` as the target.
+    """Return the callback that adapts λ during a run of `recipe`, so that heads retain about `cap` keys.
 
     Raises:
         ValueError: the model has no layers that score keys, or layers with different caps.

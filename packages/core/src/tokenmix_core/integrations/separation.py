@@ -1,4 +1,4 @@
-"""Packed sequences in transformers' hybrid models: pass their boundaries both to attention and to recurrences."""
+"""Packed sequences in transformers' models of attention and recurrent layers: both kinds get the boundaries."""
 
 from __future__ import annotations
 

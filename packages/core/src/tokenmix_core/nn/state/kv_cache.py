@@ -60,7 +60,7 @@ class KVState(StatePart):
         return self._held()[1]
 
     def slot(self, position: Position) -> Position:
-        """Return the slot of the token at `position`, or the slots of a tensor of positions."""
+        """Return the index (slot) in `keys` of the token at `position`, or the slots of a tensor of positions."""
         if self.window is None:
             return position
         if isinstance(position, int):
@@ -126,7 +126,7 @@ class KVState(StatePart):
         return self.keys.index_select(1, slots), self.values.index_select(1, slots)
 
     def positions(self, span: Span) -> Int[Tensor, "N slots"]:
-        """Return for each slot the position of its token before the call, −1 for an empty slot."""
+        """Return for each entry (slot) the position of its token before the call, −1 for an empty one."""
         slots = torch.arange(self.num_slots, device=span.device).unsqueeze(0)
         before = span.before.unsqueeze(1)
         if self.window is None:

@@ -224,7 +224,7 @@ class PagedKVState(StatePart):
         self._stored = self._runs(k, *source), self._runs(v, *source), table, self.page * taken
 
     def _taken(self, counts: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-        """Return run and head of the `number`-th run (from 1) that a row takes, or of its last if it takes fewer."""
+        """Return run (of `page` tokens) and head of the `number`-th run, from 1, that a row takes, or of its last."""
         source, runs = torch.searchsorted(counts, number.minimum(counts[:, -1:])), counts.shape[1] // self.heads
         return source % runs, source // runs
 
@@ -258,7 +258,7 @@ class PagedKVState(StatePart):
         self._bound = _NONE if self._stored is None else self._capacity()
 
     def _ensure_pages(self, k: Tensor, take: Tensor, known: Pages | None) -> int:
-        """Allocate memory for the runs selected by `take`; return an upper bound of the pages that a row needs."""
+        """Allocate pages for the runs of tokens selected by `take`; return a bound of the pages that a row takes."""
         N, runs, H = take.shape
         most = runs * H
         if self._stored is not None and self.fixed:

@@ -1,4 +1,4 @@
-"""Keys and values of tokens that each head selects for itself, in a fixed number of slots per head."""
+"""Keys and values of tokens that each head selects for itself, in a fixed number of entries (slots) per head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first local key of each query, and lists of the retained units and of all other units.
+"""The first local key of each query, and lists of the retained units (keys, or chunks of keys) and of all others.
 
 Lists are built on the device, in order, by counting units, without host synchronisation and atomics.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels.launch.launcher import cached_launch
 
-# number of units that one program lists
+# number of units (keys, or chunks of keys) that one program lists
 _BLOCK = 1024
 
 

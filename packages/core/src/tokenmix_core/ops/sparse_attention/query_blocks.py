@@ -52,7 +52,7 @@ def kept_attention_by_blocks(x: autograd.Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _ends_of_units(until: Int[Tensor, "B TK H"], unit: int, units: int, heads: int) -> Int[Tensor, "B U HM"]:
-    """Return for each unit the first query for which all its keys are evicted, in all heads that share `keep`."""
+    """Return for each unit (`unit` keys) the first query for which all are evicted, in all heads that share `keep`."""
     ends = until.unflatten(2, (heads, -1)).amax(3)
     if unit == 1:
         return ends

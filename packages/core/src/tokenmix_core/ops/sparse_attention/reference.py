@@ -100,7 +100,7 @@ def is_kept(keep: Tensor) -> Tensor:
 
 
 def units_of_tokens(tokens: int, unit: int, cu_seqlens: Tensor | None, device: torch.device) -> Int[Tensor, "T"]:
-    """Return the index in `keep` of each token's unit."""
+    """Return the index in `keep` of each token's unit (`unit` consecutive tokens of a sequence)."""
     if unit == 1 or cu_seqlens is None:
         return torch.arange(tokens, device=device) // unit
     index = sequence_ids(cu_seqlens, tokens)

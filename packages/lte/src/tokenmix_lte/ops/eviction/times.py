@@ -1,4 +1,4 @@
-"""Eviction times of whole sequences in one launch: the kernel finds the position of each key's cap-th better key."""
+"""Eviction times of whole sequences in one launch: the kernel finds the cap-th better key, which evicts a key."""
 
 from __future__ import annotations
 

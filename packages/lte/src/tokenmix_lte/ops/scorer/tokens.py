@@ -8,7 +8,8 @@ from tokenmix_core.kernels import locate_chunk
 
 @triton.jit
 def locate_tokens(i_c, slots, T, BT, N, begin, cu_seqlens, PACKED: tl.constexpr):
-    """Return for slot `i_c` its sequence's first row, start and end of existing tokens, and the slot's first token."""
+    """Return the first row of the sequence of tile `i_c` (BT tokens), its existing tokens' start and end, and the
+    tile's first token; the end is 0 if `i_c` is not below `slots`."""
     i_n, i_row, end, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
     end = tl.where(i_c < slots, end, 0)
     start = 0

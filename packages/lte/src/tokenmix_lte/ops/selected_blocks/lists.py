@@ -149,7 +149,7 @@ def _rank_pairs(slots, ranks, counts, pairs, U, runs, RUN: tl.constexpr, BJ: tl.
 @cached_launch
 @triton.jit
 def _list_pairs(slots, ranks, sums, listed, pairs, U, runs, RUN: tl.constexpr, BE: tl.constexpr):
-    """Write each pair to its index in the list of its block."""
+    """Write each pair to `listed`, in the list of its block, at the index that `sums` and `ranks` give."""
     tiles = tl.cdiv(pairs, BE)
     i_bh = (tl.program_id(0) // tiles).to(tl.int64)
     o_e = tl.program_id(0) % tiles * BE + tl.arange(0, BE)

@@ -49,7 +49,7 @@ def slot_gates_kernel(
     """Store for a chunk and HEADS heads: each token's weight in the slots at the chunk's end `[BT, M]`, row and column
     factors, the chunk's log2 decay `[M]`, and how often it must be halved for factors within 2^±80.
 
-    With ONLY_STRONG, `splits` is also an input, and only the chunks that it marks as strong are computed.
+    With ONLY_STRONG, `splits` is also an input, and only strong chunks, in which it is not 0, are computed.
     """
     at = tiles.Chunks(splits, None, cu_seqlens, T, N, H, before, window, chunks, entries)
     i_n, i_t, begin, length = tiles.locate_chunk(tl.program_id(0), at, before, BT)
@@ -78,7 +78,7 @@ def slot_gates_kernel(
 def chunk_gates(launch, x: Inputs, y: Layout, saved: Saved, *, only_strong: bool = False) -> Gates:
     """Return the gates' factors of all chunks and fill `saved.end` and `saved.splits`.
 
-    With `only_strong`, only the factors of chunks that `saved.splits` marks as strong are computed.
+    With `only_strong`, only the factors of strong chunks, in which `saved.splits` is not 0, are computed.
     """
     shape = y.entries * y.rows, y.H, y.BT, y.M
     gates = Gates(*empty(x.q, ((shape, x.q.dtype), (shape, torch.float32), (shape, y.factor))))

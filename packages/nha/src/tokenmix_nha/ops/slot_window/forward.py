@@ -40,7 +40,8 @@ def _outputs(chunk, t, at, c):
     m_e = (o_j >= 0) & (o_j < keys - at.window)
     r_t, r_j = o_r[:, None], o_r[None, :]
     if c.STRONG:
-        # the Hopper scan only marks strong chunks; count the halvings here, and store the count for the backward pass
+        # the Hopper scan only finds strong chunks (a slot decays by over 80 bits); count their halvings here, and store
+        # the count for the backward pass
         b_f = tiles.load_gates(t.f + begin_k * c.SLOTS, o_j, m_e, at.H * c.SLOTS, c.SLOTS, c.BM)
         b_log = tiles.log2_gates(b_f, c.DOT)
         count = tiles.halvings(b_log, 1, c.BT, c.DOT)
@@ -128,7 +129,10 @@ def slot_window_forward_kernel(
     V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STRONG: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     OWN_SLOT_KEYS: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Store o `[BT, V]` and the base-2 log-sum-exp for a query chunk and HEADS query heads."""
+    """Store o `[BT, V]` and the base-2 log-sum-exp for a query chunk and HEADS query heads.
+
+    With STRONG, compute only strong chunks (in which a slot decays by more than 80 bits), else only the others.
+    """
     each_head_of_queries(
         _outputs,
         _Tensors(q, k, v, f, q_slots, k_slots, row, column, states_k, states_v, o, lse, scale),

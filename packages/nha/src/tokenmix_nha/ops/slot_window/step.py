@@ -29,7 +29,9 @@ def slot_window_step_kernel(
 ):  # fmt: skip
     """Update slots and ring buffer of one key head of one sequence; store o and the log-sum-exp of its query heads.
 
-    Each head has a `length` counter of its own, because a shared one would need synchronisation between programs.
+    LOGITS: whether `f` has logits instead of log-gates. HAS_RING: whether there is a ring buffer (the window is not 0);
+    READ_RING: whether queries attend to it and to the new token. Each head has a `length` counter of its own, because a
+    shared one would need synchronisation between programs.
     """
     if PDL:
         gdc_launch_dependents()

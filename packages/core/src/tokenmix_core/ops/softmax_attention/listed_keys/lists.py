@@ -29,7 +29,7 @@ def away_from(o_k, window, UNIT: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def first_unit(start, i_n, UNIT: tl.constexpr):
-    """Return the index in `keep` of the first unit of sequence `i_n`, whose first token is token `start` of the row."""
+    """Return the index in `keep` of the first unit (UNIT tokens) of sequence `i_n`, which begins at token `start`."""
     if UNIT == 1:
         return start
     else:

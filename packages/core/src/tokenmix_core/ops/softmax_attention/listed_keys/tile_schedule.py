@@ -123,7 +123,7 @@ def find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM):
 
 @triton.jit
 def _position(p_rank, o_u, kept):
-    """Return how many units of a list (of retained units if `kept`, else of the other units) precede unit `o_u`."""
+    """Return how many units (`KeyLists`) of a list, of retained units if `kept`, else of others, precede unit `o_u`."""
     b_rank = tl.load(p_rank + o_u)
     return tl.where(kept, b_rank, o_u - b_rank)
 

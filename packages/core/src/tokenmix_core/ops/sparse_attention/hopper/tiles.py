@@ -16,7 +16,7 @@ NOWHERE = gl.constexpr(1 << 30)
 
 
 class KeyList(NamedTuple):
-    """The retained units of a head and sequence, in order.
+    """The retained units (keys, or chunks of keys) of a head and sequence, in order.
 
     Attributes:
         pointer: pointer to the first entry of the list.

@@ -108,7 +108,10 @@ def hopper_slot_states_kernel(
     M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, NUM_STAGES: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
     """Store the slots before every chunk and after the last one, tiles `[entries, H, D, M]`, and each chunk's log2
-    decay. Store 1 in `splits` for strong chunks, in which a slot decays by more than 80 bits, else 0."""
+    decay. Store 1 in `splits` for strong chunks, in which a slot decays by more than 80 bits, else 0.
+
+    With LOCAL, compute instead the slots that each segment of chunks reaches from empty slots, and its decay.
+    """
     BT: gl.constexpr = 64
     dtype: gl.constexpr = k.dtype.element_ty
     layout: gl.constexpr = _warpgroup_layout(BT, M)
