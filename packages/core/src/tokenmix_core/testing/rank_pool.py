@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 import tempfile
 import traceback
@@ -15,6 +16,12 @@ import torch
 import torch.distributed as dist
 
 
+def ranks(*default: int) -> list[int]:
+    """Return the numbers of ranks to test: those of the environment variable TOKENMIX_RANKS ("4,8"), or `default`."""
+    chosen = os.environ.get("TOKENMIX_RANKS")
+    return [int(size) for size in chosen.split(",")] if chosen else list(default)
+
+
 class RankPool:
     """A pool of `size` processes: `pool(3, check, *args)` runs `check` on three ranks and returns the result of rank 0.
 
@@ -24,7 +31,7 @@ class RankPool:
     """
 
     def __init__(self, most: int = 4, timeout: float = 120.0, backend: str = "gloo"):
-        self.most, self.timeout, self.backend = most, timeout, backend
+        self.most, self.timeout, self.backend = max([most, *ranks()]) if backend == "gloo" else most, timeout, backend
         self.workers: list[tuple[Any, Connection]] = []
 
     def __call__(self, size: int, run: Callable[..., Any], *args: Any) -> Any:

@@ -178,6 +178,18 @@ def operation_error(group: dist.ProcessGroup, case: Case, layout: Layout) -> flo
     return relative_error(split, differentiated(whole=True)) if dist.get_rank(group) == 0 else 0.0
 
 
+def require_equality(errors: dict[str, float | str]) -> None:
+    """Fail if an error, as `check_operations` and `check_models` return them, exceeds the tolerance; print the largest.
+
+    A model that refuses to be split fails, too.
+    """
+    worst = max(errors, key=lambda key: (isinstance(errors[key], str), errors[key]))
+    print(f"largest relative error: {errors[worst]} ({worst})")
+    error = errors[worst]
+    assert isinstance(error, float), f"{worst}: {error}"
+    assert error <= TOLERANCE, f"{worst}: {error}"
+
+
 def relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
     """Return the largest error in any of the tensors, relative to the largest element of the expected tensor."""
     pairs = zip(found, expected, strict=True)
