@@ -150,6 +150,8 @@ class _Watch:
                     self.store.set(f"told/{self.rank}", "")
                 self.read_at = time.monotonic()
             self.store.set(f"beat/{self.rank}", "left")
+            # rank 0 must not wait for a rank that has ended, perhaps by an error of its own
+            self.store.set(f"told/{self.rank}", "")
         except RuntimeError:
             self.store_lost = True
 
