@@ -17,7 +17,7 @@ from tokenmix_core.testing.split_contract import (
 from tokenmix_core.testing.split_inference import split_losses, split_prompts
 
 CONFIGS = {name: HybridConfig(**fields) for name, fields in core_models().items()}
-# by default all models on three ranks, and one model on other numbers
+# by default all models on three ranks, and one model on two and four
 SIZES = [(size, name) for size in ranks() for name in CONFIGS] or [
     (2, "hybrid"),
     (4, "hybrid"),

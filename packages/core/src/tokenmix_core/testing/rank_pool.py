@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 
 def ranks(*default: int) -> list[int]:
-    """Return the numbers of ranks to test: those of the environment variable TOKENMIX_RANKS ("4,8"), or `default`."""
+    """Return the rank counts to test: the environment variable TOKENMIX_RANKS, such as "4,8", or else `default`."""
     chosen = os.environ.get("TOKENMIX_RANKS")
     return [int(size) for size in chosen.split(",")] if chosen else list(default)
 
