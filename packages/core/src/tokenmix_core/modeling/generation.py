@@ -147,7 +147,10 @@ class GeneratesInSteps:
 
     @contextmanager
     def _steps(self, cache: Any, graph: bool | None, *, keep: bool) -> Iterator[Steps | None]:
-        """Return a context whose value is the `Steps` of a cache; None if steps cannot or should not be captured."""
+        """Return a context whose value is the `Steps` of a cache; None if steps cannot or should not be captured.
+
+        `keep` tells whether the cache will be used again afterwards.
+        """
         if graph is not None and not isinstance(graph, bool):
             raise ValueError(f"{OPTION} must be None, True or False, got {graph!r}")
         if graph is False or (graph is None and not cuda_graphs.wanted()):

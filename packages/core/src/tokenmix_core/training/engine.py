@@ -332,5 +332,5 @@ def device_name(args: TrainingArguments) -> str:
 
 
 def peak_flops(device_name: str, *, bf16: bool) -> float | None:
-    """Return the dense bfloat16 FLOP/s of a GPU; None if the GPU is unknown or the run does not use bfloat16."""
+    """Return the dense bfloat16 FLOP/s of a GPU; None if the GPU is unknown or `bf16` is False."""
     return next((peak for part, peak in PEAK_FLOPS if part in device_name), None) if bf16 else None

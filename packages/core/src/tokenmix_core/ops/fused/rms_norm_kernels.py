@@ -81,7 +81,10 @@ def rms_norm_backward_kernel(
     eps, SIZE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
     BEFORE: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of every num_programs-th block of rows; store this program's sum of weight gradients."""
+    """Compute the gradients of every num_programs-th block of rows; store this program's sum of weight gradients.
+
+    Flags are those of `rms_norm_kernel`.
+    """
     i_p, i_g = tl.program_id(0), tl.program_id(1)
     o_d = tl.arange(0, BD)
     m_d = o_d < SIZE

@@ -40,7 +40,10 @@ def recurrent_reference(
     writes: Float[Tensor, "B slots HV"] | None = None,
     write_chunk: int = 64,
 ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "N HV K V"]]:
-    """Apply the recurrence token by token; return outputs in v's dtype, and the final states."""
+    """Apply the recurrence token by token; return outputs in v's dtype, and the final states.
+
+    The arguments are those of `chunk_gated_delta_rule`.
+    """
     if cu_seqlens is not None:
         boundaries = cu_seqlens.tolist()
         parts = [

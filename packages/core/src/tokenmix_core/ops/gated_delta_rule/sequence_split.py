@@ -38,7 +38,7 @@ def segment_kernel(
 
     M is computed by the recurrence with values of 0, starting from the identity matrix. A sequence's last segment needs
     neither M nor L. A segment whose decay is below the limit needs no M, and needs L only if the next segment's decay
-    is not below it. All chunks that are read are full.
+    is not below it. All chunks that are read are full. WRITES is the number of chunks that share a write factor, or 0.
     """
     i_tile, i_sh = tl.program_id(0) % ((K + V) // BV), tl.program_id(0) // ((K + V) // BV)
     HV = H * group
@@ -135,6 +135,7 @@ def entering_kernel(
     """Compute the state that enters each segment, from L and M of the segments before it.
 
     Return at once if the decay over every segment is below the limit, because no later kernel then reads the result.
+    WRITES is the number of chunks that share a write factor, or 0.
     """
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
@@ -187,7 +188,10 @@ def pass_back_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Add to the local gradient of each segment's entering state Mᵀ times the gradient of the state that leaves it."""
+    """Add to the local gradient of each segment's entering state Mᵀ times the gradient of the state that leaves it.
+
+    WRITES is the number of chunks that share a write factor, or 0.
+    """
     BC: tl.constexpr = 128
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     i_n, i_hv = i_nh // HV, i_nh % HV

@@ -138,6 +138,8 @@ def _is_for_flash_attention_4(call: Call) -> bool:
 def backward_impl(impl: str | None, call: Call, through_lse: bool) -> str | None:
     """Return the implementation of the backward pass after a forward pass by `impl`; None: our kernels.
 
+    `through_lse` is True if the log-sum-exp has a gradient.
+
     Both passes use one implementation, unless the log-sum-exp has a gradient that this implementation does not take.
     If `impl` is None, the fastest one runs: FlashAttention-4 for large calls, but not for heads of 64 with a window or
     packed sequences, nor for heads of 128 with both; else cuDNN for calls as in `_is_for_cudnn`, but not for heads

@@ -128,7 +128,7 @@ def paged_attention_decode_reference(
 
 
 def visible(o_q: Tensor, o_k: Tensor, causal: bool, window: int | None, sinks: int) -> Tensor:
-    """Return whether the query at position `o_q[i]` sees the key at `o_k[j]`: `[len(o_q), len(o_k)]`."""
+    """Return whether the query at position `o_q[i]` sees the key at `o_k[j]`, by the rules of `Mask`, as `[i, j]`."""
     o_q, o_k = o_q[:, None], o_k[None, :]
     mask = (o_k <= o_q) if causal else torch.ones_like(o_k <= o_q)
     return mask if window is None else mask & ((o_k > o_q - window) | (o_k < sinks))

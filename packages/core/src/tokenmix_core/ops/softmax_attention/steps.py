@@ -225,7 +225,7 @@ def load_statistics(o, vectors, tile: QueryTile, b_do, TQ, HQ, config: Config, B
 
 @triton.jit
 def dq_step(b_dq, given: Queries, kv: KeyRows, at, mask, scale, config: Config, BN: tl.constexpr, MASKED: tl.constexpr):
-    """Add the terms of the KV tile at `at` (see `load_keys`) to dQ."""
+    """Add the terms of the KV tile at `at` (see `load_keys`) to dQ; MASKED as for `attention_step`."""
     b_k = load_keys(kv.k, at, kv.keys, config.K, config.BK, BN, MASKED, config.LISTED)
     b_v = load_keys(kv.v, at, kv.keys, config.V, config.BV, BN, MASKED, config.LISTED)
     b_p = tl.exp2(tl.dot(given.b_q, tl.trans(b_k), input_precision=config.PRECISION) * scale - given.b_lse[:, None])

@@ -20,6 +20,8 @@ def evict_step_kernel(
 ):  # fmt: skip
     """Read the token that leaves the ring buffer, retain it if its score is high enough, and write the new token.
 
+    UNIFORM: score tokens by the largest power of two that divides their position, instead of by `scores`.
+
     slots of a head:  [ ring: W slots, position p at p mod W | retained: cap slots, `n_retained` filled ]
                         new token → slot p mod W               leaving token → `target`, if `enters`
     """

@@ -31,7 +31,7 @@ def scorer_layer_backward_kernel(
 
     z is the output of the layer before SiLU. In layer 0, the programs of part 0 have keys as x, and those of part 1
     have values as `other`. All other layers have no `other`: x is z of the preceding layer, whose gradient is stored.
-    The programs of part 0 also sum the gradients of the biases.
+    The programs of part 0 also sum the gradients of the biases. FIRST is the offset of the convolution's first tap.
     """
     i_program, i_h, i_part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # first input channel of this program

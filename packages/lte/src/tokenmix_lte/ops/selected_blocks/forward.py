@@ -58,7 +58,10 @@ def load_heads(p_x, o_t, o_g, s_t, s_h, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def attend_rows(t, block, split, i, S, scale, c, MASKED: tl.constexpr):
-    """Compute a tile of rows' attention to this block only; store the output and the scores' base-2 log-sum-exp."""
+    """Compute a tile of rows' attention to this block only; store the output and the scores' base-2 log-sum-exp.
+
+    MASKED: whether rows may lie before some of the block's keys, or may not exist.
+    """
     b_pair, b_t, b_g, m_r = load_rows(split, i, S, c.G, c.BM, MASKED)
     b_q = load_heads(t.p_q, b_t, b_g, t.s_qt, t.s_qh, c.K, c.BK)
     b_s = tl.dot(b_q, tl.trans(block.k), input_precision=c.PRECISION) * scale

@@ -145,8 +145,8 @@ def _select_blocks(
 ):  # fmt: skip
     """Write the lists of BQ queries of a key head: the candidates with the most attention, and the three fixed blocks.
 
-    BW candidates are searched at a time; if there are more, the S best so far are searched together with the next ones.
-    A program is one warp, of whose lanes 32 / BQ hold one query.
+    BW candidates are searched at a time; if there are more (CARRIED), the S best so far are searched with the next
+    ones. A program is one warp, of whose lanes 32 / BQ hold one query.
     """
     L: tl.constexpr = 32 // BQ
     NEW: tl.constexpr = BW - S if CARRIED else BW

@@ -29,7 +29,7 @@ def merge_backward_kernel(
     linear, softmax, gate, linear_norm, softmax_norm, logits, dy, dlinear, dsoftmax, dgate, dlogits, dnorms,
     R, tiles, H, V, eps, BR: tl.constexpr, BV: tl.constexpr, EACH: tl.constexpr, WEIGHED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of all tensors for `tiles` tiles of BR rows."""
+    """Compute the gradients of all tensors for `tiles` tiles of BR rows; flags as in `merge_forward_kernel`."""
     o_v = tl.arange(0, BV)
     m_v = o_v < V
     b_gamma = tl.load(linear_norm + o_v, mask=m_v, other=0.0).to(tl.float32)[None, :]

@@ -43,7 +43,10 @@ def merge_forward_kernel(
     linear, softmax, gate, linear_norm, softmax_norm, logits, y, R, H, V, eps,
     BR: tl.constexpr, BV: tl.constexpr, EACH: tl.constexpr, WEIGHED: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Compute BR rows of y; with EACH, both outputs are normalised before their sum, else the sum is normalised."""
+    """Compute BR rows of y; with EACH, both outputs are normalised before their sum, else the sum is normalised.
+
+    WEIGHED as in `shares`.
+    """
     gdc_launch_and_wait(PDL)
     o_r, o_v = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BV)
     m_r, m_v = o_r < R, o_v < V

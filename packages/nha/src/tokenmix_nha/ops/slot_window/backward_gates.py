@@ -116,7 +116,10 @@ def slot_window_backward_gates_kernel(
     V: tl.constexpr, BT: tl.constexpr, STRONG: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Store df_j = ⟨dS_j, α_j (S_{j−1} − (k̂_j, v_j))⟩ `[BT, BM]` for the tokens of a chunk and HEADS heads."""
+    """Store df_j = ⟨dS_j, α_j (S_{j−1} − (k̂_j, v_j))⟩ `[BT, BM]` for the tokens of a chunk and HEADS heads.
+
+    With STRONG, compute only strong chunks (in which a slot decays by more than 80 bits), else only the others.
+    """
     each_head_of_keys(
         _gates,
         _Tensors(q_slots, k_slots, v, f, row, column, end, states_k, states_v, ds_k, ds_v, do, p, dz, x, df),

@@ -91,7 +91,10 @@ def slot_window_backward_keys_kernel(
     BT: tl.constexpr, BN: tl.constexpr, STRONG: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     OWN_SLOT_KEYS: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Store dk, and dk_slots if OWN_SLOT_KEYS, `[BT, K]` for a key chunk and HEADS heads."""
+    """Store dk, and dk_slots if OWN_SLOT_KEYS, `[BT, K]` for a key chunk and HEADS heads.
+
+    With STRONG, compute only strong chunks (in which a slot decays by more than 80 bits), else only the others.
+    """
     each_head_of_keys(
         _keys,
         _Tensors(q, k, v, f, q_slots, weight, column, ds_k, lse, delta, do, dz, dk, dk_slots, scale),

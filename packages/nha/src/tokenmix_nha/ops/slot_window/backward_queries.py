@@ -190,7 +190,11 @@ def slot_window_backward_queries_kernel(
     SHORT: tl.constexpr,
 ):  # fmt: skip
     """Store dq, and dq_slots if OWN_SLOT_KEYS, of a query chunk for HEADS query heads; per slot also the probability p,
-    the scaled gradient dz of the logit, and x = ⟨dS, S⟩."""
+    the scaled gradient dz of the logit, and x = ⟨dS, S⟩.
+
+    With STRONG, compute only strong chunks (in which a slot decays by more than 80 bits), else only the others. SHORT:
+    the window is short, so that δ is summed from probabilities instead of from the rounded o.
+    """
     each_head_of_queries(
         _queries,
         _Tensors(

@@ -72,7 +72,10 @@ def slot_window_backward_values_kernel(
     BN: tl.constexpr, STRONG: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, FACTOR: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """Store dv `[BT, V]` for a key chunk and HEADS heads."""
+    """Store dv `[BT, V]` for a key chunk and HEADS heads.
+
+    With STRONG, compute only strong chunks (in which a slot decays by more than 80 bits), else only the others.
+    """
     each_head_of_keys(
         _values,
         _Tensors(q, k, f, weight, column, ds_v, lse, do, p, dv, scale),

@@ -90,8 +90,8 @@ def _shared_backward(
 ):  # fmt: skip
     """Loop over BT tokens of a head, BU per iteration, like the backward of core's convolution.
 
-    The gradient of the convolution's outputs is the sum of both mixers' gradients; if there are angles, they are first
-    rotated back.
+    The gradient of the convolution's outputs is the sum of both mixers' gradients; if there are angles, attention's
+    (with ROTATE_LINEAR, both) are first rotated back.
     """
     HALF: tl.constexpr = K // 2
     i_h = tl.program_id(0) % H

@@ -108,7 +108,7 @@ def scan_states(pointers, tiles, results, barriers, rows, chunks, known, wanted,
     """Scan 64 columns of S over the chunks; S is transposed, so that matrices computed from it are register operands.
 
     S is loaded from `p_initial` if `known` is V, and starts at zero if `known` is 0. S after the last chunk is stored
-    if `wanted` is V.
+    if `wanted` is V. FIRST is the first of the columns.
     """
     p_initial, p_final, p_gates = pointers
     k_s, v_s, a_s, gates_s = tiles.k, tiles.v, tiles.a, tiles.gates

@@ -225,7 +225,7 @@ def _find_query_tiles(
 def _split_work(
     facts, work_tiles, partial_tiles, totals, slots, tiles, programs, LEAST: tl.constexpr, BT: tl.constexpr
 ):  # fmt: skip
-    """Split the tiles into work tiles, each at most 1 / `programs` of all work; the kernel runs as a single program."""
+    """Split the tiles, in one program, into work tiles of up to 1 / `programs` of all work, or of LEAST query tiles."""
     work = tl.zeros([], tl.int64)
     for i in range(0, tiles, BT):
         o_x = i + tl.arange(0, BT)

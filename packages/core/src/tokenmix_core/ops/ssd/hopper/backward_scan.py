@@ -90,7 +90,10 @@ def backward_scan_kernel(
     stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV, segment,
     K: gl.constexpr, V: gl.constexpr, SEGMENTED: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute all gradients. Names that end in `_h` are vectors in shared memory; strides are in units of 16 bytes."""
+    """Compute all gradients of a sequence or (SEGMENTED) segment of `segment` tokens of one head.
+
+    Names that end in `_h` are vectors in shared memory; strides are in units of 16 bytes.
+    """
     BT: gl.constexpr = 64
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = q.dtype.element_ty

@@ -133,7 +133,9 @@ def hopper_forward_kernel(
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, INITIAL: gl.constexpr,
     SEGMENTED: gl.constexpr, LOOKBACK: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute outputs and states. With `LOOKBACK` a segment's program first scans the chunks before the segment.
+    """Compute outputs and states of a sequence or (SEGMENTED) segment.
+
+    With `LOOKBACK` a segment's program first scans the chunks before the segment.
 
     The state is transposed, `[BV, K]`, 16 rows per warp: matrices computed from it are register operands. For K = 256
     the state has two parts, which become operands one after the other, because registers do not hold both as operands.

@@ -116,7 +116,7 @@ def hopper_backward_queries_kernel(
     SHORT: gl.constexpr,
 ):  # fmt: skip
     """Store dq, and dq_slots if OWN_SLOT_KEYS, `[BT, K]` of a query chunk; per slot also the probability p, the scaled
-    gradient dz of the logit, and x = ⟨dS, S⟩, each `[BT, M]`."""
+    gradient dz of the logit, and x = ⟨dS, S⟩, each `[BT, M]`. SHORT: sum δ from probabilities, not from rounded o."""
     BT: gl.constexpr = 64
     BN: gl.constexpr = 32
     dtype: gl.constexpr = q.dtype.element_ty
