@@ -41,7 +41,7 @@ class NormedAttention(Mixer):
     """
 
     takes_more_tokens = True
-    splits_sequences = True
+    splits_sequences = splits_prompts = True
 
     def __init__(
         self,

@@ -35,13 +35,12 @@ from tokenmix_core.ops import (
     GLUON,
     Impl,
     ScanOutput,
-    chunk_gated_delta_rule,
-    chunk_ssd,
     gated_delta_rule_step,
     resolve_impl,
     ssd_step,
     unless_gluon,
 )
+from tokenmix_core.parallel import chunk_gated_delta_rule, chunk_ssd, current_shard
 from tokenmix_oryx.mode_attention import attend, attend_cached, unit_length
 from tokenmix_oryx.modes import ATTENTION, LINEAR, Modes, RequestMode, batch_mode, request_mode, resolve, step_mode
 from tokenmix_oryx.ops import MixOptions, mix
@@ -92,6 +91,7 @@ class OryxMixer(Mixer):
     """
 
     inputs = ("mode",)
+    splits_sequences = True
 
     # `impl` selects the kernels of both mixers, so that kernels of attention cannot be replaced separately
     attention_impls: ClassVar[dict[str, str]] = {"eager": "reference"}
@@ -172,7 +172,7 @@ class OryxMixer(Mixer):
 
     @classmethod
     def prepare_input(cls, name: str, value: Any, span: Span, cu_seqlens: Tensor | None) -> Modes:
-        attention = (modes := resolve(value, span, cu_seqlens)).attention
+        attention = (modes := resolve(value, span, cu_seqlens).split(current_shard())).attention
         grouped = attention is not None and attention.is_cuda and attention.numel() >= GROUPED_TOKENS
         return modes.ordered() if grouped else modes
 
@@ -241,7 +241,7 @@ class OryxMixer(Mixer):
         """True if `mix` can compute this layer: kernels run, and the layer has all modules, each plain (`is_plain`)."""
         parts = (self.k_conv, self.v_conv, self.g_proj)
         kernels = resolve_impl("OryxMixer", self.impl, x, GLUON) != "reference"
-        if not kernels or None in parts or self.attention_l2_norm != "none":
+        if current_shard() is not None or not kernels or None in parts or self.attention_l2_norm != "none":
             return False
         if is_plain(ShortConv, self.k_conv, self.v_conv) and is_plain(GatedRMSNorm, self.norm):
             return True

@@ -8,7 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tokenmix_core.nn import KVState, Span, at_least_float32, cached_attention
-from tokenmix_core.ops import Impl, attention, attention_decode, unless_gluon
+from tokenmix_core.ops import Impl, attention_decode, unless_gluon
+from tokenmix_core.parallel import HeadExchange, attention, current_shard
 from tokenmix_oryx.modes import Modes
 from tokenmix_oryx.ops import selected_attention
 
@@ -27,7 +28,14 @@ def attend(
         return None
     if mode.attention is None:
         return attention(q, k, v, cu_seqlens=cu_seqlens, impl=impl).o
-    return selected_attention(q, k, v, mode.attention, cu_seqlens=cu_seqlens, impl=impl)
+    shard = current_shard()
+    if shard is None or mode.rows is None:
+        return selected_attention(q, k, v, mode.attention, cu_seqlens=cu_seqlens, impl=impl)
+    # whole rows of some heads, because tokens in attention mode are unevenly spread over ranks
+    heads = HeadExchange(shard, q.shape[2], "selected_attention")
+    q, k, v = heads.to_heads(q, k, v)
+    boundaries = shard.row_cu_seqlens(q.device)
+    return heads.to_tokens(selected_attention(q, k, v, mode.rows, cu_seqlens=boundaries, impl=impl))
 
 
 def attend_cached(

@@ -15,6 +15,7 @@ from torch import Tensor
 from tokenmix_core import stream
 from tokenmix_core.chunking import cdiv, packed_lengths, packed_positions
 from tokenmix_core.nn import Span
+from tokenmix_core.parallel import SequenceShard
 from tokenmix_oryx.projection import TokenOrder, token_order
 
 LINEAR, ATTENTION = "linear", "attention"
@@ -33,11 +34,13 @@ class Modes(NamedTuple):
         uniform: the mode of all tokens, if the host knows that they have the same; else None.
         attention: `[B, T]`, True for attention, in the layout of the layers' inputs; None if `uniform` is not None.
         order: the tokens sorted by mode, for a grouped GEMM; None if a grouped GEMM would save no time.
+        rows: `attention` of the whole rows if they are split over ranks; else None.
     """
 
     uniform: str | None
     attention: Bool[Tensor, "B T"] | None = None
     order: TokenOrder | None = None
+    rows: Bool[Tensor, "B T_whole"] | None = None
 
     @property
     def may_attend(self) -> bool:
@@ -47,6 +50,11 @@ class Modes(NamedTuple):
     def ordered(self) -> Modes:
         """Return the modes with `order`, which is computed here once for all layers."""
         return self if self.attention is None else self._replace(order=token_order(self.attention))
+
+    def split(self, shard: SequenceShard | None) -> Modes:
+        """Return the modes of this rank's tokens, from those of the whole rows."""
+        rows = self.attention
+        return self if shard is None or rows is None else self._replace(attention=shard.split(rows), rows=rows)
 
 
 def check_mode(mode: Any) -> None:

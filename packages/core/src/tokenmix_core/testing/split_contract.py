@@ -217,17 +217,17 @@ def core_models() -> dict[str, dict[str, Any]]:
 
 
 def check_models(
-    group: dist.ProcessGroup, model_class: type, configs: dict[str, Any], recompute: bool = False
+    group: dist.ProcessGroup, model_class: type, configs: dict[str, Any], recompute: bool = False, **inputs: Any
 ) -> dict[str, float | str]:
     """Return, by model and batch, the largest error of logits, loss and gradients, or a refusal's error message.
 
-    If `recompute`, models train with gradient checkpointing.
+    If `recompute`, models train with gradient checkpointing. `inputs` are further inputs of the models, for whole rows.
     """
     found: dict[str, float | str] = {}
     for name, config in configs.items():
         try:
             for layout in layouts(dist.get_world_size(group)):
-                found[f"{name}, {layout}"] = model_error(group, model_class, config, layout, recompute)
+                found[f"{name}, {layout}"] = model_error(group, model_class, config, layout, recompute, **inputs)
         except ValueError as error:
             if not any(
                 text in str(error) for text in ("cannot split a sequence over ranks", "cannot be divided among")
@@ -237,7 +237,9 @@ def check_models(
     return found
 
 
-def model_error(group: dist.ProcessGroup, model_class: type, config: Any, layout: Layout, recompute: bool) -> float:
+def model_error(
+    group: dist.ProcessGroup, model_class: type, config: Any, layout: Layout, recompute: bool = False, **inputs: Any
+) -> float:
     """Return the largest error of a model in training mode on the ranks of `group`, compared with a single process."""
     torch.manual_seed(0)
     model = model_class(config).double().train()
@@ -251,7 +253,7 @@ def model_error(group: dist.ProcessGroup, model_class: type, config: Any, layout
     def differentiated(whole: bool) -> list[Tensor]:
         model.zero_grad()
         with parallel.sequence_shard(None if whole else shard):
-            given = {"cu_seqlens": boundaries} if whole else {}
+            given = inputs | ({"cu_seqlens": boundaries} if whole else {})
             out = model(ids, labels=labels, use_cache=False, output_logits=True, **given)
         # called outside the context, because gradient checkpointing must even then recompute the layers on split rows
         out.loss.backward()
