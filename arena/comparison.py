@@ -27,7 +27,7 @@ from tokenmix_lte.training_free import Method
 
 
 class Experiment(NamedTuple):
-    """A contestant on a task in a division: tuning runs select its learning rate; then each seed has a reported run."""
+    """A contestant on a task in a division (`DIVISIONS`): tuning runs select a rate; then each seed has a reported run."""
 
     division: str
     task: str
@@ -101,7 +101,7 @@ class Comparison:
         return self.results / self.size.name
 
     def contestants_in(self, division: str) -> list[str]:
-        """Return the names of the selected contestants in a division."""
+        """Return the names of the selected contestants in a division (`PARAMETERS` or `STATE`)."""
         return [c.name for c in eligible(division) if c.name in self.contestants]
 
     def experiments(self) -> list[Experiment]:

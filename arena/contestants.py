@@ -329,5 +329,5 @@ def training_division(name: str, division: str, size: Size) -> str:
 
 
 def eligible(division: str) -> list[Contestant]:
-    """Return the contestants that can take part in a division, in the order of the tables."""
+    """Return the contestants that can take part in a division (see `DIVISIONS`), in the order of the tables."""
     return [contestant for contestant in CONTESTANTS.values() if contestant.eligible(division)]

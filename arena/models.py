@@ -23,7 +23,7 @@ REFERENCE = {PARAMETERS: "attention", STATE: "oryx-tm"}
 
 @dataclass(frozen=True)
 class Model:
-    """The model of a contestant in a division.
+    """The model of a contestant in a division (equal parameter counts, or also equal state sizes).
 
     Attributes:
         fields: the configuration, without vocabulary size and context length.

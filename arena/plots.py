@@ -1,4 +1,4 @@
-"""Scatter plots of quality over cost, with one point per variant."""
+"""Scatter plots of quality over cost, with one point per variant (contestant and mode)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Plot(NamedTuple):
 
 
 def make_plots(comparison: Comparison, division: str) -> list[Plot]:
-    """Return the plots of a division; a plot whose values were not measured has no points."""
+    """Return the plots of a division (`PARAMETERS` or `STATE`); a plot without measured values has no points."""
     size, costs = comparison.size, measured_costs(comparison, division)
     recall, text = Scores(comparison, division, MQAR), Scores(comparison, division, TEXT)
     longest = max(size.cost_lengths)

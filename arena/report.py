@@ -309,7 +309,7 @@ def _settings(comparison: Comparison) -> str:
 
 
 def scores_table(scores: Scores) -> str:
-    """Return the table of a task, one row per variant; excess losses after switches of modes form a second table."""
+    """Return a task's table, a row per contestant and mode; a second one has excess losses after switches of modes."""
     metrics = list(dict.fromkeys(metric for by_metric in scores.variants.values() for metric in by_metric))
     tables = []
     for excess in (False, True):
@@ -364,7 +364,7 @@ COST_COLUMNS = {
 
 
 def costs_table(comparison: Comparison, division: str) -> str:
-    """Return a table of speed and memory for one sequence, with a row per variant and context length."""
+    """Return a table of speed and memory for one sequence: a row per contestant, mode and context length."""
     rows: list[Row] = []
     for variant, by_length in measured_costs(comparison, division).items():
         for length, row in by_length.items():

@@ -29,7 +29,7 @@ _LOGGED_STEPS = 5
 
 
 def label(variant: Variant) -> str:
-    """Return a variant's name in tables and plots."""
+    """Return the name in tables and plots of a variant (contestant and mode, eviction method or cap)."""
     contestant, mode = variant
     return CONTESTANTS[contestant].title + (f", {_EVICTION_LABELS.get(mode, mode)}" if mode else "")
 
@@ -123,7 +123,7 @@ def steps_to_learn(result: Mapping[str, Any]) -> int | None:
 
 
 class Scores:
-    """The results on a task in a division.
+    """The results on a task in a division (`PARAMETERS` or `STATE`).
 
     Attributes:
         variants: groups of test examples by variant, metric and seed; values that are not finite are left out.
@@ -150,7 +150,7 @@ class Scores:
                                 by_metric.setdefault(metric, {})[run.seed] = groups
 
     def estimate(self, variant: Variant, metric: str) -> Estimate | None:
-        """Return the mean over seeds and examples; None if the variant has no values."""
+        """Return the mean of a metric over seeds and examples; None if the variant has no values."""
         by_seed = self.variants.get(variant, {}).get(metric)
         return estimate(list(by_seed.values())) if by_seed else None
 
@@ -195,7 +195,7 @@ def logged_means(comparison: Comparison, division: str, task: str, contestant: s
 
 
 def measured_costs(comparison: Comparison, division: str) -> dict[Variant, dict[int, dict[str, Any]]]:
-    """Return the cost measurements by variant and context length."""
+    """Return the cost measurements in a division, by variant (contestant and mode) and context length."""
     found: dict[Variant, dict[int, dict[str, Any]]] = {}
     for run in comparison.cost_runs(division):
         if (result := comparison.result(run)) is not None:

@@ -93,7 +93,7 @@ class SpanSet:
         return len(self.hashes)
 
     def index(self, asked: UInt64[np.ndarray, "n"]) -> tuple[Int[np.ndarray, "n"], Bool[np.ndarray, "n"]]:
-        """Return each asked hash's position in `hashes` (undefined if it is no member), and a mask of members."""
+        """Return the position in `hashes` of each hash in `asked` (undefined if it is missing), and a mask of members."""
         if not len(self.hashes):
             return np.zeros(len(asked), np.int64), np.zeros(len(asked), bool)
         at = np.searchsorted(self.hashes, asked)
@@ -101,7 +101,7 @@ class SpanSet:
         return at, self.hashes[at] == asked
 
     def find(self, asked: UInt64[np.ndarray, "n"]) -> Int[np.ndarray, "m"]:
-        """Return the positions in `hashes` of those asked hashes that are members of the set."""
+        """Return the positions in `hashes` of those hashes in `asked` that are members of the set."""
         at, members = self.index(asked[self._table[asked >> self._shift]])
         return np.unique(at[members])
 

@@ -395,6 +395,6 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def _told(error: Exception) -> str:
-    """Return the message of a library's error as part of a sentence."""
+    """Return the message of a library's error as a clause, to complete a sentence."""
     told = sentence(error)
     return f"a file holds a value that transformers cannot use ({told})" if isinstance(error, _OF_VALUES) else told

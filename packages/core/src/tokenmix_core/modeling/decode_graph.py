@@ -358,7 +358,7 @@ def graph_key(model: nn.Module, cache: HybridCache) -> Hashable:
 
 
 def _grows(part: StatePart) -> bool:
-    """True if a state part takes more memory for more tokens, or does not know whether it does."""
+    """True if a part of a layer's state takes more memory for more tokens, or does not know whether it does."""
     try:
         less, more = (part.bounds(n, 1, torch.float32).most for n in (_LEAST_FLAT_CAPACITY, 2 * _LEAST_FLAT_CAPACITY))
     except ValueError:

@@ -81,7 +81,7 @@ Maps = list[tuple[Tensor, Tensor | None] | None]
 
 @torch.no_grad()
 def _enter(shard: SequenceShard, x: Recurrence, tensors: Tensors, rows: Tensor | None) -> tuple[Maps, list[Tensor]]:
-    """Return M and P of the tokens that continue each local span's entering state, and these entering states."""
+    """Return (M, P) of the tokens that continue the state before each span of this rank, and these states."""
     batch, (heads, K, V) = tensors[0].shape[0], x.shape
     maps, states = [], []
     for i, span in enumerate(shard.local):
@@ -100,7 +100,7 @@ def _enter(shard: SequenceShard, x: Recurrence, tensors: Tensors, rows: Tensor |
 
 
 def _entering(shard: SequenceShard, m: Tensor, local: Tensor, label: Label) -> list[Tensor]:
-    """Return the state that enters each local span; `m` and `local` are their M and L."""
+    """Return the state that enters each span of this rank, from the spans' maps S' = M S + L, `m` and `local`."""
     state = zero = torch.zeros_like(local[0])
     entering = {}
     for span, given in zip(shard.spans, gather_states(shard, _pack(m, local), label), strict=True):
@@ -111,7 +111,7 @@ def _entering(shard: SequenceShard, m: Tensor, local: Tensor, label: Label) -> l
 
 
 def _leaving(shard: SequenceShard, m: Tensor, local: Tensor, label: Label) -> list[Tensor]:
-    """Return the gradient of the state that leaves each local span; `m` and `local` are their Mᵀ and G."""
+    """Return the gradient dS' of the state that leaves each span of this rank; dS = Mᵀ dS' + G, `m` and `local`."""
     gradient = zero = torch.zeros_like(local[0])
     leaving = {}
     gathered = gather_states(shard, _pack(m, local), label)
@@ -127,7 +127,7 @@ def _head(span: Span, tensors: Sequence[Tensor]) -> Tensors:
 
 
 def _through(shard: SequenceShard, x: Recurrence, maps: Maps, like: Tensor) -> Tensor:
-    """Return M of each local span; zero where a document boundary inside the span stops the state."""
+    """Return the transition M of each span of this rank; 0 if a document boundary inside the span stops the state."""
     zero = like.new_zeros(*like.shape[:2], x.width, x.width)
     return torch.stack(
         [m[0].to(like.dtype) if m and a.through else zero for a, m in zip(shard.local, maps, strict=True)]

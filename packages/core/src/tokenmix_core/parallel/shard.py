@@ -149,13 +149,13 @@ class SequenceShard:
 
     @cached_property
     def heads(self) -> list[int]:
-        """For each local span, the index in `parts` of its first part."""
+        """For each span of this rank, the index in `parts` of its first part of a document."""
         starts = [part[0] for part in self.parts]
         return [starts.index(span.offset) for span in self.local]
 
     @cached_property
     def tails(self) -> list[int]:
-        """For each local span, the index in `parts` of its last part."""
+        """For each span of this rank, the index in `parts` of its last part of a document."""
         stops = [part[1] for part in self.parts]
         return [stops.index(span.offset + span.tokens) for span in self.local]
 
