@@ -27,7 +27,7 @@ from tokenmix_lte.training_free import Method
 
 
 class Experiment(NamedTuple):
-    """A contestant on a task in a division (`DIVISIONS`): tuning runs select a rate; then each seed has a reported run."""
+    """A contestant on a task in a division (`DIVISIONS`): tuning runs select a rate, then reported runs follow."""
 
     division: str
     task: str

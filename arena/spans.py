@@ -93,7 +93,7 @@ class SpanSet:
         return len(self.hashes)
 
     def index(self, asked: UInt64[np.ndarray, "n"]) -> tuple[Int[np.ndarray, "n"], Bool[np.ndarray, "n"]]:
-        """Return the position in `hashes` of each hash in `asked` (undefined if it is missing), and a mask of members."""
+        """Return the position in `hashes` of each hash in `asked` (undefined if missing), and a mask of members."""
         if not len(self.hashes):
             return np.zeros(len(asked), np.int64), np.zeros(len(asked), bool)
         at = np.searchsorted(self.hashes, asked)

@@ -76,7 +76,7 @@ def inverse(places: Int[Tensor, "R"], count: int) -> Int[Tensor, "count"]:
 def chunk_places(
     cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int, chunk_size: int
 ) -> tuple[Int[Tensor, "slots C"], Int[Tensor, "T"]]:
-    """Return a table with the indices of the tokens in each slot's chunk, −1 if missing, and each token's index in it.
+    """Return a table with the indices of each chunk's tokens, −1 if missing, and each token's index in the table.
 
     The index of a token counts the elements of the flattened table; it is −1 for padding.
     """

@@ -128,7 +128,7 @@ def _joined(rule: Retention, tokens: Tokens, span: Span, held: Held) -> _Packed:
 def _ring(
     origin: Int[Tensor, "N"], totals: Int[Tensor, "N"], size: int, tokens: int
 ) -> tuple[Int[Tensor, "N size"], Bool[Tensor, "N size"]]:
-    """Return, for each slot of rings of the newest tokens, the packed index of its token and whether it has one."""
+    """Return, for each entry of rings of the newest tokens, the packed index of its token and whether it has one."""
     last = totals.unsqueeze(1) - 1
     position = last - (last - torch.arange(size, device=totals.device)) % max(1, size)
     return (origin.unsqueeze(1) + position).clamp(0, tokens - 1), position >= 0
@@ -137,7 +137,7 @@ def _ring(
 def _retained(
     stays: Bool[Tensor, "1 T H"], cu_seqlens: Int[Tensor, "N_plus_1"], cap: int
 ) -> tuple[Int[Tensor, "N H cap"], Int[Tensor, "N H"]]:
-    """Return the packed indices of the tokens that stay, oldest first (undefined for empty slots), and their number."""
+    """Return the packed indices of the tokens that stay, oldest first (undefined beyond the last), and their number."""
     counts = stays[0].mT.contiguous().cumsum(-1)
     before = F.pad(counts, (1, 0))[:, cu_seqlens.long()]
     lengths = before.diff()

@@ -218,7 +218,8 @@ def decoded(
     impl: AttentionImpl | None = None,
 ) -> AttentionOutput:
     """Attend with one query per sequence over the keys in `kv`, which already contain the query's own key and value."""
-    # upper bound of the number of filled slots, known without a synchronisation; a ring buffer's order has no influence
+    # upper bound of the number of stored tokens, known without a synchronisation; a ring buffer's order has no
+    # influence
     slots = min(span.past + 1, kv.num_slots)
     # implementations other than these two have no decoding kernel, so they become None: the default kernel
     kernel = impl if impl in ("triton", "reference") else None

@@ -18,7 +18,7 @@ def sequence_span(i_n, T, cu_seqlens, PACKED: tl.constexpr):
 
 @triton.jit
 def first_chunk(i_n, begin, T, C, PACKED: tl.constexpr):
-    """Return the slot of sequence `i_n`'s first chunk of C tokens.
+    """Return the index (slot) of sequence `i_n`'s first chunk of C tokens among the chunks of the batch.
 
     A slot is the index of a chunk in tensors with one entry per chunk. In a packed batch a sequence's slots start at
     `begin // C + i_n`: sequences never share a slot, `T // C + N` slots suffice, and no table of offsets is needed.
@@ -32,11 +32,11 @@ def first_chunk(i_n, begin, T, C, PACKED: tl.constexpr):
 
 @triton.jit
 def locate_chunk(i_c, T, C, N, cu_seqlens, PACKED: tl.constexpr):
-    """Find the chunk of C tokens in slot `i_c` (see `first_chunk`).
+    """Find the chunk of C tokens with index `i_c` in the batch (see `first_chunk`).
 
     Returns:
         the sequence's index, its first row, its length, and the position of the chunk's first token in the sequence,
-        which is at least the length if the slot is unused.
+        which is at least the length if no chunk has the index.
     """
     if PACKED:
         BN: tl.constexpr = 256

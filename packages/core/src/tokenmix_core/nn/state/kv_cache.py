@@ -46,7 +46,7 @@ class KVState(StatePart):
 
     @property
     def num_slots(self) -> int:
-        """Number of allocated slots."""
+        """Number of allocated slots (entries for tokens) per sequence."""
         return 0 if self._stored is None else self.keys.shape[1]
 
     @property
@@ -137,7 +137,7 @@ class KVState(StatePart):
         return torch.where((newest < before) & (newest >= torch.where(slots < self.sinks, 0, self.sinks)), newest, -1)
 
     def filled(self, span: Span) -> Int[Tensor, "N"]:
-        """Return the number of filled slots of each sequence after the call, int32."""
+        """Return the number of stored tokens of each sequence after the call, int32."""
         return span.after_up_to(None if self.window is None else self.sinks + self.window)
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:

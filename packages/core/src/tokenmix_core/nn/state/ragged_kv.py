@@ -97,13 +97,13 @@ class RaggedKVState(StatePart):
         self._stored = None
 
     def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
-        """Return the bytes of all slots."""
+        """Return the bytes of all entries, filled or not."""
         token = (self.key_size + self.value_size) * dtype.itemsize
         size = batch_size * self.heads * (self.num_slots * token + torch.int32.itemsize)
         return Bounds(size, size)
 
     def held(self, seq_len: int) -> int:
-        """Return the bytes of all slots; 0 before the first write."""
+        """Return the bytes of all entries, filled or not; 0 before the first write."""
         return self.allocated
 
     @property

@@ -99,7 +99,7 @@ def _backward_saved(given: SavedBackwardInputs) -> Gradients:
 
 
 def _like_writes(factors: Tensor | None, writes: Tensor | None) -> Tensor | None:
-    """Convert the gradient of the kernels' factors, float32 `[slots, HV]`, to the shape and dtype of `writes`."""
+    """Convert the gradient of the write factors, float32 `[factors, HV]`, to the shape and dtype of `writes`."""
     return None if factors is None or writes is None else factors.view_as(writes).to(writes.dtype)
 
 

@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
         return 0 if self.writes is None else self.write_chunk // CHUNK
 
     def aligned(self) -> Inputs:
-        """Return the arguments as kernels read them: contiguous, 16-byte aligned, `writes [slots, HV]` in float32."""
+        """Return the arguments as kernels read them: contiguous, 16-byte aligned, `writes [factors, HV]` in float32."""
         q, k, v, g, beta, initial_state = map(aligned, self[:6])
         writes = None if self.writes is None else self.writes.flatten(0, 1).float().contiguous()
         return self._replace(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, writes=writes)

@@ -8,7 +8,7 @@ import triton.language as tl
 from tokenmix_core.chunking import next_power_of_2
 from tokenmix_core.kernels import cached_launch, gdc_launch_and_wait
 
-# maximum number of retained slots that one warp holds in registers
+# maximum number of retained tokens whose scores one warp holds in registers
 _SLOTS_PER_WARP = 512
 
 

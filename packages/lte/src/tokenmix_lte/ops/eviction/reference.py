@@ -18,7 +18,7 @@ def evict_step_reference(k, v, raw, keys, values, lengths, scores, ages, raws, b
     age = (before - W).view(N, 1).expand(N, H)
     score = uniform_ranks(age.clamp(min=0)).to(scores.dtype) if uniform else _gather(scores, slot)
     score = score.masked_fill((age >= 0) & (age < sinks), torch.inf)
-    # the slot that this token takes among the retained ones, if it is retained
+    # the index that this token takes among the retained ones, if it is retained
     n_retained = lengths - before.clamp(max=W).unsqueeze(1)
     filled = torch.arange(cap, device=k.device) < n_retained.unsqueeze(-1)
     lowest = scores[:, :, W:].masked_fill(~filled, torch.inf).amin(-1)
@@ -58,7 +58,7 @@ def _put(
     new: Shaped[Tensor, "N H *K"],
     where: Bool[Tensor, "N H"],
 ) -> None:
-    """Write `new` to slot `at` of each head of x where `where` is True."""
+    """Write `new` to entry `at` of each head of x where `where` is True."""
     one = (slice(None), slice(None), None, *[None] * (x.dim() - 3))
     index = at[one].expand(*at.shape, 1, *x.shape[3:])
     x.scatter_(2, index, torch.where(where[one], new.unsqueeze(2).to(x.dtype), x.gather(2, index)))

@@ -161,7 +161,7 @@ def _shared_backward(
             o_s = o_t - (W - 1)
             p_s = dx + (begin + o_s) * stride_dx + o_d
             tl.store(p_s, b_dx.to(dx.dtype.element_ty), mask=within(o_s, first, end, m_d))
-    # programs without tokens, which occur in packed batches, write zeros, because the sum reads the slots of all
+    # programs without tokens, which occur in packed batches, write zeros, because the sum reads the entries of all
     # programs
     p_sums = dsums + tl.cast(i_c, tl.int64) * (W + 1) * E + o_d
     for w in tl.static_range(W):

@@ -79,7 +79,7 @@ class Capture(compat.Mode):
         for slot, x in enumerate(inputs):
             self._alone[storage(x)] = None if storage(x) in self._alone else slot
         self._first = self._slots = len(inputs)
-        # maps a storage to the last tensor allocated in it: its slot, size and stride
+        # maps a storage to the last tensor allocated in it: its slot (index), size and stride
         self._made: dict[Any, tuple[int, tuple, tuple]] = {}
         # tensors allocated since the last step or postponed launch
         self._buffers: list[tuple] = []

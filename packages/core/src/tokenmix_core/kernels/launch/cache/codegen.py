@@ -193,7 +193,7 @@ def _code(text: str) -> CodeType:
 
 
 def _slots(step: Step) -> list[int]:
-    """Return the slots that a step reads or allocates."""
+    """Return the slots (indices) of the tensors that a step reads or allocates."""
     return [slot for _, slot, _ in step.operands] + ([] if step.result is None else [step.result])
 
 
