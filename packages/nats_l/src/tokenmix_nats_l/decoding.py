@@ -109,7 +109,7 @@ def _extend_uniform(
     index: int | Tensor,
     among: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Extend rows whose open chunks have `fill` tokens; `index` is the open chunk's index, equal for all or `[N, 1]`.
+    """Extend rows whose open (incomplete) chunks have `fill` tokens; `index`: their index, one for all or `[N, 1]`.
 
     `among` is the same as for `types_from`.
     """
@@ -238,7 +238,7 @@ def _extend_in_groups(
 
 
 def _append(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, here: slice, fill: int) -> Tensor:
-    """Append tokens to the open chunk, which has `fill` tokens; return the delta rule's outputs for them."""
+    """Append tokens to the open (incomplete) chunk, which has `fill` tokens; return the delta rule's outputs."""
     _prepare(state, x, len(x))
     new = type(tokens)(*(y[:, here] for y in tokens))
     o, after = layer.delta_rule(new, None, state.recurrent.value)
@@ -254,7 +254,7 @@ def _append(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, here: sl
 
 
 def _attend(layer: NatsL, tokens: Tokens, types: ChunkTypes, state: LayerState, fill: int) -> Tensor:
-    """Return attention from the new tokens to retained chunks, to the open chunk, and to each other."""
+    """Return attention from the new tokens to retained chunks, to the open (incomplete) chunk, and to each other."""
     C, kept = layer.chunk, state.kept
     keys, values, marks = [tokens.softmax_k], [tokens.softmax_v], [types.softmax]
     if fill:

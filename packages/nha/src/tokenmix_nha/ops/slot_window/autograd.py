@@ -86,7 +86,7 @@ def _forward(x: Inputs) -> Outputs:
 
             hopper_slot_states(launch, x, y, results, saved)
             hopper_window_outputs(launch, x, y, results, saved)
-            # the kernel for strong chunks then computes its gates' factors itself
+            # the kernel for strong chunks (a slot decays by over 80 bits) then computes its gates' factors itself
             gates = Gates(None, None, None)
         else:
             gates = chunk_gates(launch, x, y, saved)
@@ -110,7 +110,7 @@ def _backward(given: BackwardInputs) -> Gradients:
     # strong chunks, in which a slot decays by more than 80 bits, always run in Triton kernels
     strengths = (True,) if gluon else (False, True)
     with compiled_together() as launch:
-        # the Gluon kernels for weak chunks compute their gates' factors themselves
+        # the Gluon kernels for weak chunks (no slot decays by over 80 bits) compute their gates' factors themselves
         gates = chunk_gates(launch, x, y, saved, only_strong=gluon)
         softmax = empty_softmax(x, y)
         if gluon:

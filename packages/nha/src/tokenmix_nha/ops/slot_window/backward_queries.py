@@ -25,7 +25,7 @@ _Slots = namedtuple("_Slots", "row column f k v")
 @triton.jit
 def _slot_logits(b, s, i_m, i_t, count, o_j, m_e, stride, slots, c):
     """Return `(z, dp, row, column, log)` of BM slots: logits and dp before multiplication by the row factors, the two
-    factors, and the log2 gates (strong chunks only)."""
+    factors, and the log2 gates (0 unless STRONG)."""
     p_k, p_v, p_row, p_col, p_f = s.k + i_m, s.v + i_m, s.row + i_m, s.column + i_m, s.f + i_m
     b_z = tl.dot(b.q, tiles.load_columns(p_k, c.M, c.K, c.BM), input_precision=c.DOT)
     b_d = tl.dot(b.do, tiles.load_columns(p_v, c.M, c.V, c.BM), input_precision=c.DOT)

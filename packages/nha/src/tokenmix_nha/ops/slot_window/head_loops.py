@@ -30,7 +30,7 @@ def _locate_keys(i_c, i_h, at, c):
 
 @triton.jit
 def _any_strong(i_c, i_h, at, c):
-    """True if the key chunk with index i_c is strong for any of the HEADS heads from i_h on."""
+    """True if key chunk i_c is strong (a slot decays by over 80 bits) in any of the HEADS heads from i_h on."""
     i_n, i_t, begin, length = locate_chunk(i_c, at, at.before, c.BT)
     begin_k = begin + i_n.to(tl.int64) * at.before
     entry = (first_entry(i_n, begin_k, at.entries, at.cu_seqlens, c.BT) + i_t) * at.H
@@ -41,7 +41,8 @@ def _any_strong(i_c, i_h, at, c):
 
 @triton.jit
 def each_head_of_keys(body: tl.constexpr, x, at, c):
-    """Call `body(KeyChunk, x, at, c)` for each of HEADS heads whose key chunk is strong (STRONG) or weak."""
+    """Call `body(KeyChunk, x, at, c)` for each of HEADS heads whose key chunk is strong if STRONG, else weak
+    (`tile.py`)."""
     i_h = tl.program_id(1) * c.HEADS
     if c.STRONG:  # noqa: SIM102
         if not _any_strong(tl.program_id(0), i_h, at, c):
@@ -57,7 +58,7 @@ def each_head_of_keys(body: tl.constexpr, x, at, c):
 @triton.jit
 def each_head_of_queries(body: tl.constexpr, x, at, c):
     """Call `body(QueryChunk, x, at, c)` for each of HEADS query heads whose query chunk is strong if STRONG, else
-    weak."""
+    weak (`tile.py`)."""
     i_n, i_t, begin, length = locate_chunk(tl.program_id(0), at, at.extra, c.BT)
     HQ = at.H * c.GROUP
     i_t -= at.lead

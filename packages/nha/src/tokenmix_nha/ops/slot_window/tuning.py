@@ -80,7 +80,8 @@ def hopper_scan_config(heads: int, chunks: int) -> ScanConfig:
 
 
 def strong_heads(chunks: int, heads: int) -> int:
-    """Return how many heads one program checks for strong chunks: 8 if enough programs remain, else 1."""
+    """Return how many heads a program checks for strong chunks (`ops.slot_window.tile`): 8 if enough programs remain,
+    else 1."""
     return 8 if chunks * heads >= 32 * one_wave() else 1
 
 

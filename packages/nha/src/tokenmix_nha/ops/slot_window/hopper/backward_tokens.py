@@ -169,7 +169,7 @@ def hopper_backward_tokens_kernel(
 
 
 def hopper_token_gradients(launch, b: Backward, softmax: Softmax, slots: SlotGradients) -> None:
-    """Fill dk, dv and df for the weak chunks; slots and window must use the same keys, and GROUP must be 1."""
+    """Fill dk, dv and df for weak chunks (`tile.py`); slots and window must use the same keys, and GROUP must be 1."""
     x, y, saved = b.x, b.y, b.saved
     launch(
         hopper_backward_tokens_kernel, (y.key_chunks * y.rows * y.H,),
