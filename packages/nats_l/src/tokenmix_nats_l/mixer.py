@@ -393,6 +393,6 @@ class NatsL(Mixer):
         return 6.0 * self.num_heads * self.head_dim * self.value_dim + own + convs
 
     def held_tokens(self, state: LayerState) -> Int[Tensor, "N HA"] | None:
-        """Return the number of retained tokens of each row and head; None before a first chunk makes lists of them."""
+        """Return the number of retained tokens of each row and head; None while no lists of them are allocated."""
         kept: Any = state.kept
         return kept.lengths if kept.tensors else None

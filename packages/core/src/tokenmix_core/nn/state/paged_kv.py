@@ -212,7 +212,7 @@ class PagedKVState(StatePart):
     def _begin(self, k: Tensor, v: Tensor, take: Tensor, known: Pages | None) -> None:
         """Fill pages with the runs of `page` tokens of the first call, one run selected by `take` per page.
 
-        Spare pages get copies of the last run, which are never read.
+        Spare pages get copies of the last run, which are never read but overwritten by later calls.
         """
         runs, H = take.shape[1:]
         self._bound = known or Pages(runs * H, runs)
