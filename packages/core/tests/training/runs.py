@@ -245,7 +245,7 @@ def look_at_folders(folders: list[Path], said: Path) -> None:
     rank = int(os.environ["RANK"])
     with together(20):
         try:
-            require_shared_folder(folders[rank])
+            require_shared_folder(folders[rank], patience=0.5)
         except ValueError as error:
             Path(said, str(rank)).write_text(str(error))
 

@@ -60,7 +60,7 @@ def test_ranks_that_differ_are_refused_on_all_of_them(field, corpus, tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_named_by_the_others(rank, corpus, tmp_path):
-    made = recipe(corpus, micro_batch_tokens=64, total_tokens=10**6, callbacks=(slow_steps,), rank_timeout=20)
+    made = recipe(corpus, micro_batch_tokens=64, total_tokens=10**6, callbacks=(slow_steps,), rank_timeout=10)
 
     def kill(ranks):
         ranks.wait_for((tmp_path / "run" / "checkpoint-3").exists)

@@ -247,8 +247,12 @@ def require_agreement(values: Mapping[str, Any]) -> None:
     raise ValueError(f"the ranks do not run the same training: {'; '.join(differing)}; start all with the same command")
 
 
-def require_shared_folder(folder: Path) -> None:
+def require_shared_folder(folder: Path, patience: float = 5.0) -> None:
     """Check that all ranks see the files that rank 0 writes into `folder`.
+
+    Args:
+        folder: the folder, which is created if it is missing.
+        patience: seconds to wait, because a network file system may show a new file only after some seconds.
 
     Raises:
         ValueError: raised on all ranks if one does not see them, as on two nodes without a shared file system.
@@ -260,8 +264,7 @@ def require_shared_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name[0]).touch()
     dist.broadcast_object_list(name)
-    # a network file system may show a new file only after some seconds
-    end = time.monotonic() + 5
+    end = time.monotonic() + patience
     while not (seen := (folder / name[0]).exists()) and time.monotonic() < end:
         time.sleep(0.2)
     answers = _gathered((seen, socket.gethostname()))
