@@ -232,6 +232,9 @@ def fingerprint(run: Run | CostRun, size: Size) -> str:
         settings: Any = [solve(run.contestant, run.division, size).fields, run.length]
     else:
         options = {name: asdict(value) for name, value in suites(CONTESTANTS[run.contestant], run.task, size).items()}
+        for values in options.values():
+            # it changes no result, and results from before it had been added stay valid
+            del values["split_rows"]
         settings = [recipe_of(run, size).identity(), options]
         if budgets := eviction_budgets(run, size):
             settings.append(budgets)
