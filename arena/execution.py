@@ -173,7 +173,7 @@ def _training_log(folder: Path, diverged: bool) -> dict[str, Any]:
 
 
 def measure_costs(run: CostRun, comparison: Comparison, *, commit: str) -> bool:
-    """Measure speed and memory of training, prefill and decoding at one context length, in each mode; return True.
+    """Measure the costs of training, prefill and decoding at one context length, in each mode of Oryx; return True.
 
     During the call, no other process may use the GPU.
     """

@@ -142,7 +142,7 @@ def _add_labels(figure: Any, axes: Any, points: Points, front: list[tuple[float,
         text.set_in_layout(False)
         box = text.get_window_extent()
         for dx, dy in _OFFSETS:
-            # the position of that side of the label which is nearest to its point
+            # (dx, dy): the offset, from the point, of the side of its label that is nearest to it
             left = dx - (box.width if dx < 0 else 0) - (box.width / 2 if dx == 0 else 0)
             x, y = pixels[variant] + (left, dy - box.height / 2)
             spot = Bbox.from_extents(x, y, x + box.width, y + box.height)

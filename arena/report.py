@@ -364,7 +364,7 @@ COST_COLUMNS = {
 
 
 def costs_table(comparison: Comparison, division: str) -> str:
-    """Return a table of speed and memory for one sequence: a row per contestant, mode and context length."""
+    """Return a table of speed and memory for one sequence: a row per contestant, mode of Oryx and context length."""
     rows: list[Row] = []
     for variant, by_length in measured_costs(comparison, division).items():
         for length, row in by_length.items():

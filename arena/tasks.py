@@ -134,7 +134,7 @@ _CAPPED = ("niah", "names")
 
 
 def _by_cap(suite: Suite) -> Suite:
-    """Return a suite that measures at the cap of LTE's training and at other caps; each cap is reported as a mode."""
+    """Return a suite that runs `suite` with LTE's cap of retained keys as in training and with other caps (modes)."""
 
     def run(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
         result = suite.run(model, tokenizer, options)

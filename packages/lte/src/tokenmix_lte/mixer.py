@@ -276,7 +276,7 @@ class Lte(Mixer):
     def _shares(
         self, keep: Bool[Tensor, "B T H"], until: Tensor, positions: Positions
     ) -> dict[str, Float[Tensor, "H"]]:
-        """Return, for each head, fractions of those tokens that lie before the window at the end of their sequences.
+        """Return two fractions per head of the tokens that precede the last `window` tokens of their sequences.
 
         `scored_share` counts the sinks and the tokens that the scorer retains; `held_share` counts only those of them
         that the cap has not evicted.

@@ -141,7 +141,7 @@ def recall_nsa(size: str, *, pure: bool = False) -> Recipe:
 
 
 def tiny() -> Recipe:
-    """Return a recipe for two CPU cores: Gated DeltaNet, with LTE at odd layers, on Python's standard library."""
+    """Return a recipe for two CPU cores: Gated DeltaNet with LTE at odd layers, on text of Python's library."""
     base = tiny_setting()
     options = {
         GDN: base.model["mixer_options"][GDN],

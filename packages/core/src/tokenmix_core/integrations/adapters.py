@@ -107,7 +107,7 @@ def recurrent_gated_delta_rule(
     impl: Impl | None = None,
     **call: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply the gated delta rule token by token; for one token without gradients, overwrite the layer's state."""
+    """Apply the gated delta rule token by token; if T is 1 and gradients are off, overwrite `initial_state`."""
     if (
         initial_state is not None
         and query.shape[1] == 1

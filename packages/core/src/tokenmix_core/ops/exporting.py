@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tokenmix_core.kernels.launch.compat import constant_when_traced
+
 _REFERENCES: dict[str, tuple[Callable, Callable]] = {}
 
 
@@ -30,7 +32,7 @@ def _called(run: Callable, tensors: Sequence[Tensor], names: str, options: str) 
     return run(**dict(zip(names.split(), tensors, strict=True)), **ast.literal_eval(options))
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def is_exporting() -> bool:
     """Return True under torch.export alone: torch 2.11's own function is also True under torch.compile."""
     return torch.compiler.is_exporting()  # noqa: TID251

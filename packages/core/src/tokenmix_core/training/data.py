@@ -68,7 +68,7 @@ def permuted(index: int, size: int, key: Sequence[int]) -> int:
 
 
 class ChunkRows(Dataset):
-    """The chunks `[i·T, (i + 1)·T)` of a token file, shuffled in each epoch; row i belongs to epoch i // chunks.
+    """The chunks of T tokens of a token file, in another order in each epoch; item i belongs to epoch i // chunks.
 
     Raises:
         ValueError: the file is shorter than one chunk.

@@ -116,7 +116,7 @@ class Gradients(NamedTuple):
 
 
 class WriteGradients(NamedTuple):
-    """Gradients if chunks share a factor of `writes`, float32 `[slots, HV, parts]`: per factor, partial sums over V."""
+    """Gradients if `writes` has one factor for several chunks; float32 `[slots, HV, parts]`, each part a sum over V."""
 
     # gradient of the shared factor
     factor: Tensor

@@ -97,7 +97,7 @@ def _find_slots(
     blocks, slots, cu_seqlens, s_b, s_t, s_h, s_s, T, TQ, TK, first, H, S, U, N,
     BLOCK: tl.constexpr, PACKED: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the index of each pair's block among all blocks; −1 if the block lies after the query or is empty."""
+    """Compute, for each query and listed block, its index in all sequences' blocks; −1 if unused or in the future."""
     tiles = tl.cdiv(T * S, BE)
     i_b = (tl.program_id(0) // tiles // H).to(tl.int64)
     i_h = tl.program_id(0) // tiles % H

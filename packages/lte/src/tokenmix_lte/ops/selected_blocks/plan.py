@@ -18,7 +18,7 @@ MAX_HEAD_SIZE = 128
 
 
 class Tile(NamedTuple):
-    """A tile of BM rows per MMA with a block of keys, and compile options."""
+    """The number BM of query rows that one MMA multiplies by a block of keys, and compile options."""
 
     BM: int
     num_warps: int

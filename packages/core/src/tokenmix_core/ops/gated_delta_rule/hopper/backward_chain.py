@@ -51,8 +51,9 @@ def initialise_barriers(barriers):
     mbarrier.init(barriers.index(SUMMED), 2)
 
 
-# rows: tokens from the first scanned chunk (the last in time) to the sequence's end; steps: chunks to scan; warm: how
-# many of these belong to later segments; known, wanted: how many columns of dS to load before and store after the scan
+# The scan goes backwards in time. rows: number of tokens from the start of its latest chunk to the sequence's end;
+# steps: number of chunks; warm: how many of them belong to later segments; known: number of columns of dS to load
+# before the scan; wanted: number of columns to store after it
 Span = namedtuple("Span", "rows steps warm known wanted")
 
 

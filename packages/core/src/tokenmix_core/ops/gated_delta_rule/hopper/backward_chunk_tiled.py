@@ -152,7 +152,7 @@ def backward_chunk_kernel(
         hopper.async_copy_rows(states_2.index((TILES - 1) % 2), p_ds + 64, V, K, WARPS)
     async_copy.commit_group()
 
-    # dK̂ = −γ dY Sᵀ + F β K̂ + β X, with γ and β as diagonal matrices
+    # dK̂ = −γ dY Sᵀ + F β K̂ + β X, with γ and β as diagonal matrices; X: see below
     b_dk = scale_rows(b_dk, -gl.exp2(b_i) * r_i * RANGE, K, WARPS)
     b_dk = accumulate(s_f, s_k, b_dk)
     b_dk = warpgroup_mma_wait(0, deps=[b_dk]) * (1 / RANGE)
