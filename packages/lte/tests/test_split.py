@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmix_core.testing.rank_pool import RankPool, ranks
+from tokenmix_core.testing.rank_pool import ranks
 from tokenmix_core.testing.split_contract import check_models, require_equality, split_statistics
 from tokenmix_lte.config import LteConfig
 from tokenmix_lte.model import LteForCausalLM
@@ -26,13 +26,6 @@ MODELS = {
     "nsa": (NSA, LTE),
 }
 SIZES = [(size, name) for size in ranks() for name in MODELS] or [(2, "without scores"), (3, "lte"), (3, "nsa")]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = RankPool(3)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize(("size", "name"), SIZES)

@@ -14,6 +14,7 @@ from tokenmix_core.testing.fixtures import (  # noqa: F401
     pytest_runtest_setup,
     unwritten_memory_is_nan,
 )
+from tokenmix_core.testing.rank_pool import pool  # noqa: F401
 from tokenmix_core.training.overrides import overridden
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmix_core.testing.rank_pool import RankPool, ranks
+from tokenmix_core.testing.rank_pool import ranks
 from tokenmix_core.testing.split_contract import check_models, require_equality, split_statistics
 from tokenmix_nats_l.config import NatsLConfig
 from tokenmix_nats_l.model import NatsLForCausalLM
@@ -24,13 +24,6 @@ MODELS = {
     "ablations": ({"own_chunk": "linear", "weights": "inputs"}, {"own_chunk": "softmax"}),
 }
 SIZES = [(size, name) for size in ranks() for name in MODELS] or [(2, "ablations"), (3, "learned")]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = RankPool(3)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize(("size", "name"), SIZES)

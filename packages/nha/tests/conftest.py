@@ -9,3 +9,4 @@ from tokenmix_core.testing.fixtures import (  # noqa: F401
     pytest_runtest_setup,
     unwritten_memory_is_nan,
 )
+from tokenmix_core.testing.rank_pool import pool  # noqa: F401

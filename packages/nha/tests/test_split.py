@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokenmix_core.testing.rank_pool import RankPool, ranks
+from tokenmix_core.testing.rank_pool import ranks
 from tokenmix_core.testing.split_contract import check_models, require_equality
 from tokenmix_nha.config import NhaConfig
 from tokenmix_nha.model import NhaForCausalLM
@@ -32,13 +32,6 @@ MODELS = {
         b={"type": "gated_slot_attention", "num_heads": 4, "num_kv_heads": 2, "slots": 3},
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = RankPool(3)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("size", ranks(2, 3))

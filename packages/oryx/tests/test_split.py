@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tokenmix_core.testing.rank_pool import RankPool, ranks
+from tokenmix_core.testing.rank_pool import ranks
 from tokenmix_core.testing.split_contract import check_models, require_equality
 from tokenmix_oryx.config import OryxConfig
 from tokenmix_oryx.model import OryxForCausalLM
@@ -18,13 +18,6 @@ MAMBA2 = {"type": "oryx", "head_dim": 4, "shared_query": True}
 MIXED = [(0, "linear"), (7, "attention"), (20, "linear"), (41, "attention")]
 MODES = ("linear", "attention", MIXED)
 SIZES = [(size, mode) for size in ranks() for mode in MODES] or [(2, "linear"), (2, "attention"), (3, MIXED)]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = RankPool(3)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize(("size", "mode"), SIZES)

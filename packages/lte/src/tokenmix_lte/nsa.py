@@ -159,11 +159,12 @@ class Nsa(Mixer):
     def _whole(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Branches:
         """Return the branches' outputs for whole sequences; ranks that split rows compute some heads each."""
         shard = current_shard()
-        heads = None if shard is None else HeadExchange(shard, self.num_kv_heads, "nsa")
-        if shard is not None and heads is not None:
-            (q, k, v), cu_seqlens = heads.to_heads(q, k, v), shard.row_cu_seqlens(q.device)
-        branches = self._attend(q, k, v, cu_seqlens=cu_seqlens)
-        return branches if heads is None else Branches(*heads.to_tokens(torch.cat(branches, -1)).chunk(3, -1))
+        if shard is None:
+            return self._attend(q, k, v, cu_seqlens=cu_seqlens)
+        heads = HeadExchange(shard, self.num_kv_heads, "nsa")
+        q, k, v = heads.to_heads(q, k, v)
+        branches = self._attend(q, k, v, cu_seqlens=shard.row_cu_seqlens(q.device))
+        return Branches(*heads.to_tokens(torch.cat(branches, -1)).chunk(3, -1))
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, *pooled: Tensor, shift: int = 0, cu_seqlens: Tensor | None = None

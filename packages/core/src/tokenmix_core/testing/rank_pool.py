@@ -7,11 +7,12 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -66,6 +67,14 @@ class RankPool:
             worker.kill()
             worker.join()
         self.workers = []
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Yield one pool of four ranks for all tests of split sequences; for the conftest of a package."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
 
 
 def _work(rank: int, most: int, store: str, pipe: Connection, timeout: float, backend: str) -> None:

@@ -108,7 +108,7 @@ def units_of_tokens(tokens: int, unit: int, cu_seqlens: Tensor | None, device: t
 
 
 def _by_token(keep: Tensor, k: Tensor, unit: int, cu_seqlens: Tensor | None) -> Tensor:
-    """Return `keep`, which is given per unit and head of `keep`, for each token and key head, `[B, TK, H]`."""
+    """Expand `keep`, one value per `unit` tokens and head, to all tokens and key heads: `[B, TK, H]`."""
     keep = keep[:, units_of_tokens(k.shape[1], unit, cu_seqlens, k.device)]
     return keep.repeat_interleave(k.shape[2] // keep.shape[2], 2)
 
