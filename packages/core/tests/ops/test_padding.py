@@ -5,7 +5,7 @@ import torch
 
 from tokenmix_core.chunking import chunk_places, packed_lengths
 from tokenmix_core.integrations import reversed_tokens
-from tokenmix_core.ops.padding import drops_padding, without_padding
+from tokenmix_core.ops.padding import drops_padding, without_padding, zero_padding
 from tokenmix_core.parallel import shift_tokens
 
 T = 9
@@ -44,3 +44,15 @@ def test_shifted_and_reversed_tokens():
     assert boundaries.tolist() == [0, 2, 2, 5]
     (again,), *_ = reversed_tokens((back,), boundaries, None)
     assert torch.equal(again, rising())
+
+
+@pytest.mark.parametrize("last", [0, 1, 37, 1000, 1500])
+@pytest.mark.parametrize("before", [0, 3])
+def test_exactly_the_padding_is_zeroed(last, before):
+    T, dtypes = 1500 + 2 * before, (torch.bfloat16, torch.float32)
+    by_token = [torch.ones(1, T, *shape, dtype=dtype) for shape in [(), (3,), (5, 7)] for dtype in dtypes]
+    tokens_last = [torch.ones(1, 600, T, dtype=dtype).transpose(1, 2) for dtype in dtypes]
+    zero_padding(torch.tensor([0, 0, last], dtype=torch.int32), *by_token, None, *tokens_last, before=before)
+    for x in by_token + tokens_last:
+        assert (x[:, : last + 2 * before] == 1).all()
+        assert not x[:, last + 2 * before :].any()

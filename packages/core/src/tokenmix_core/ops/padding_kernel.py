@@ -13,14 +13,33 @@ _SIZES = [f"{name}{i}" for i in range(MOST) for name in ("inner", "outer")]
 
 
 @triton.jit
+def _zero_range(x, start, end, block, blocks_at_once, BLOCK: tl.constexpr):
+    """Zero `x[start:end]`: this program writes each `blocks_at_once`-th block from `block` on, and 0 also both ends."""
+    lanes = tl.arange(0, BLOCK)
+    zeros = tl.zeros([BLOCK], x.dtype.element_ty)
+    # full blocks begin at multiples of 16 elements and need no mask, so that threads store 16 bytes at a time
+    aligned = tl.minimum(tl.cdiv(start, 16) * 16, end)
+    full = (end - aligned) // BLOCK
+    for i in range(block, full, blocks_at_once):
+        tl.store(x + tl.multiple_of(aligned + i * BLOCK, 16) + lanes, zeros)
+    if block == 0:
+        tl.store(x + start + lanes, zeros, mask=start + lanes < aligned)
+        rest = aligned + full * BLOCK
+        tl.store(x + rest + lanes, zeros, mask=rest + lanes < end)
+
+
+@triton.jit
 def _zero_rows(x, inner, outer, last, T, BLOCK: tl.constexpr):
     """Zero `x[:, last:]` of x `[outer, T, inner]`; do nothing if x is None."""
     if x is not None:
-        width = (T - last) * inner
-        for i in range(tl.program_id(0) * BLOCK, width * outer, tl.num_programs(0) * BLOCK):
-            o = i + tl.arange(0, BLOCK).to(tl.int64)
-            at = (o // width) * T * inner + last * inner + o % width
-            tl.store(x + at, tl.zeros([BLOCK], x.dtype.element_ty), mask=o < width * outer)
+        program, programs = tl.program_id(0), tl.num_programs(0)
+        first, padding = last * inner, (T - last) * inner
+        if outer == 1:
+            _zero_range(x, first, first + padding, program, programs, BLOCK)
+        else:
+            for row in range(program, outer, programs):
+                start = row * (first + padding) + first
+                _zero_range(x, start, start + padding, 0, 1, BLOCK)
 
 
 @cached_launch
