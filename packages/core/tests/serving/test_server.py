@@ -35,6 +35,7 @@ def model():
         mixers=["gated_delta_net", "attention"],
         mixer_options={"gated_delta_net": {"num_heads": 2, "head_dim": 8}, "attention": {"num_heads": 2}},
         initializer_range=0.5,
+        max_position_embeddings=400,
     )
     return HybridForCausalLM(config).eval()
 
@@ -52,7 +53,7 @@ def folder(model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folder):
     """The URL of a running server; its process ends in order after the tests."""
-    options = ["--port", "0", "--max-model-len", "400", "--prefix-cache", "1000000", "--max-waiting", "20"]
+    options = ["--port", "0", "--prefix-cache", "1000000", "--max-waiting", "20"]
     command = [sys.executable, "-m", "tokenmix_core.cli", "serve", str(folder), *options]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}

@@ -226,7 +226,7 @@ def _parser(
         "--max-model-len",
         type=int,
         metavar="T",
-        help="most tokens of a request with its answer (default: what memory holds)",
+        help="most tokens of a request with its answer (default: the length that the model was trained on)",
     )
     sub.add_argument("--max-requests", type=int, metavar="N", help="requests that run at the same time, others wait")
     sub.add_argument(

@@ -39,7 +39,8 @@ def serve(args: argparse.Namespace, context: Context) -> None:
         # uvicorn shuts down at SIGTERM and then raises it again in this process, which must ignore it
         signal.signal(signal.SIGTERM, lambda *_: None)
         with context.using(model, args):
-            engine = Engine(model, pool, args.max_model_len, prefix_bytes=args.prefix_cache)
+            length = args.max_model_len or model.config.max_position_embeddings
+            engine = Engine(model, pool, length, prefix_bytes=args.prefix_cache)
             app = build_app(engine, tokenizer, name, args.max_waiting)
             print(f"serving {name} at http://{host}:{port}/v1 ({reach}); Ctrl-C stops it", flush=True)
             settings = uvicorn.Config(

@@ -129,7 +129,7 @@ class Engine:
         if len(prompt) + max_new_tokens > self.max_tokens:
             raise ValueError(
                 f"{len(prompt)} tokens of the prompt and {max_new_tokens} new ones exceed the {self.max_tokens} tokens "
-                "that a request may have"
+                "that a request may have (--max-model-len)"
             )
         self.manager.check_request(prompt, max_new_tokens)
         self.model.request_inputs(inputs or {}, len(prompt))
