@@ -64,6 +64,14 @@ def test_every_page_is_in_the_navigation(hooks):
     assert all(path in PAGES or path in ("mixers.md", "recipes.md") for path in listed)
 
 
+def test_page_of_integrations_lists_each_family_that_is_not_covered():
+    from tokenmix_core.integrations.transformers import UNCOVERED
+
+    section = (ROOT / "docs/integrations.md").read_text(encoding="utf-8").split("## Families that are not covered")[1]
+    rows = re.findall(r"(?m)^\| ([a-z][\w, ]+) \|", section)
+    assert sorted(", ".join(rows[1:]).split(", ")) == sorted(UNCOVERED)
+
+
 def test_no_link_of_a_page_leads_nowhere():
     for page in PAGES:
         prose = FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
