@@ -59,6 +59,13 @@ def test_few_spans_of_the_held_out_text_are_in_the_training_text():
     assert sum(text[start : start + 64] in train for start in starts) <= 5
 
 
+def test_links_to_absent_files_are_left_out(python, tmp_path):
+    python("3.0")
+    expected = list(stdlib_source().documents())
+    (tmp_path / "3.0" / "sitecustomize.py").symlink_to(tmp_path / "absent.py")
+    assert list(stdlib_source().documents()) == expected
+
+
 @pytest.mark.parametrize(
     ("names", "family"),
     [

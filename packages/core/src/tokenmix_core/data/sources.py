@@ -333,7 +333,9 @@ def stdlib_source(*, by_family: bool = True) -> Source:
     files = sorted(
         (path.relative_to(root).as_posix(), path)
         for path in root.rglob("*.py")
-        if _STDLIB_LEFT_OUT.isdisjoint(path.relative_to(root).parts[:-1])
+        # Debian links to files of /etc, which can be absent
+        if path.is_file()
+        and _STDLIB_LEFT_OUT.isdisjoint(path.relative_to(root).parts[:-1])
         and not any(part.startswith(("_sysconfigdata", "config-")) for part in path.relative_to(root).parts)
     )
     texts: list[str] = []
