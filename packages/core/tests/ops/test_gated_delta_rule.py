@@ -145,7 +145,9 @@ class TestGatedDeltaRule(OpContract):
         arguments = [value.detach() for value in arguments]
         o, final_state, *terms = ops.chunk_op(*arguments, None, None, 0.5, True)
         yield ops.backward_op, (o, final_state, *terms, *arguments, None, None, 0.5, True), *tests
-        yield ops.step_op, (*(value[:, 0] for value in arguments[:5]), arguments[5], 0.5, True), *tests
+        arguments = [*(value[:, 0] for value in arguments[:5]), arguments[5], 0.5, True]
+        yield ops.step_op, arguments, *tests
+        yield ops.step_op, (*arguments, None, torch.zeros(1, dtype=torch.int32, device=device)), *tests
 
 
 def boundaries(values=PACKED, device="cpu"):

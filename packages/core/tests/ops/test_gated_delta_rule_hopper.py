@@ -15,6 +15,7 @@ from tokenmix_core.ops.gated_delta_rule import autograd, hopper, plan, recurrent
 from tokenmix_core.testing import gluon_emulator
 from tokenmix_core.testing.agreement import RoundedProducts, assert_agrees, granted_to_sums, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
+from tokenmix_core.testing.slot_contract import SLOTS, assert_only_slots_written, padded_rows, poisoned_pool
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
 
@@ -295,3 +296,26 @@ def test_one_token(V, qk_l2norm, monkeypatch, override):
             results.append((gated_delta_rule_step(**token, state=state, qk_l2norm=qk_l2norm, impl=impl), state))
         for name, *values in zip(("o", "state"), *results, strict=True):
             assert_within(name, *values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_one_token_in_slots(dtype, monkeypatch):
+    (module,) = gluon_emulator.load(hopper.__name__, "step")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(GluonForm, "require", lambda *_: None)
+    monkeypatch.setattr(recurrent, "recurrent_kernel", None)
+    x = {name: value.squeeze(1) for name, value in inputs(2, 1, 1, 2, 128, 64, N=2).items()}
+    x["k"] *= 128**-0.5
+    step = partial(gated_delta_rule_step, qk_l2norm=True)
+    state = x.pop("initial_state").float()
+    rows = {name: value.float() if name == "D" else padded_rows(value.float()) for name, value in x.items()}
+    true, exact = {name: value.double() for name, value in x.items()}, state.to(dtype).double()
+    results = [(step(**true, state=exact, impl="reference"), exact)]
+    for impl in ("gluon", "reference"):
+        pool, memory = poisoned_pool(state, dtype)
+        y = step(**rows, state=pool, slots=torch.tensor(SLOTS, dtype=torch.int32), impl=impl)
+        assert not y[[0, 2]].any()
+        assert_only_slots_written(memory, state[0].numel())
+        results.insert(-1 if impl == "gluon" else 2, (y[[1, 3]], pool[[3, 1]]))
+    for name, *values in zip(("o", "state"), *results, strict=True):
+        assert_within(name, *values)

@@ -21,6 +21,13 @@ from tokenmix_core.ops import (
 from tokenmix_core.testing.closeness import assert_within, relative_error
 from tokenmix_core.testing.layout_contract import differently_laid
 from tokenmix_core.testing.mixers import run_captured, run_in_parts, run_mixer
+from tokenmix_core.testing.slot_contract import (
+    HALF,
+    SLOTS,
+    assert_only_slots_written,
+    padded_rows,
+    poisoned_pool,
+)
 
 SIZES = (64, 128, 256)
 WRITTEN = ("q_inputs", "k_inputs", "v_inputs", "state")
@@ -45,7 +52,14 @@ def run(x, **options):
     written = {name: x[name].clone() for name in WRITTEN}
     arrivals = torch.zeros(x["q"].shape[:2], dtype=torch.int32, device=x["q"].device)
     addresses = [t.data_ptr() for t in written.values()]
-    y = delta_layer_step(
+    y = step(x, written, arrivals, **options)
+    assert not arrivals.any()
+    assert [t.data_ptr() for t in written.values()] == addresses
+    return {"y": y} | written
+
+
+def step(x, written, arrivals, **options):
+    return delta_layer_step(
         *(x[name] for name in ("q", "k", "v", "a", "b", "gate")),
         [x[f"{name}_weight"] for name in "qkv"],
         [written[f"{name}_inputs"] for name in "qkv"],
@@ -54,9 +68,6 @@ def run(x, **options):
         arrivals,
         **options,
     )
-    assert not arrivals.any()
-    assert [t.data_ptr() for t in written.values()] == addresses
-    return {"y": y} | written
 
 
 def test_the_reference_is_its_operations_one_after_the_other():
@@ -101,6 +112,33 @@ def test_the_kernel_agrees_with_the_reference(case, dtype, device):
         assert_within(name, got[name], exact[name], eager[name], floor=floor)
     for name in WRITTEN[:3]:
         assert torch.equal(got[name], eager[name])
+
+
+@pytest.mark.parametrize("case", ["groups of heads", "padded heads of two taps", "cut heads"])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["float32", "half"])
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_a_step_in_slots_equals_one_on_states(case, dtype, impl, device):
+    x = inputs(**CASES[case] | {"B": 2}, dtype=dtype, device=device)
+    x["state"] = x["state"].to(dtype)
+    exact = run({name: t.double() for name, t in x.items()}, impl="reference")
+    rows = x | {name: padded_rows(x[name]) for name in ("q", "k", "v", "a", "b", "gate")}
+    slots = torch.tensor(SLOTS, dtype=torch.int32, device=device)
+    found = []
+    for form in (impl, "reference"):
+        pools = {name: poisoned_pool(x[name], dtype) for name in WRITTEN}
+        # counters of slots without an owner are undefined
+        arrivals = torch.full((5, 3 * x["q"].shape[1]), 7, dtype=torch.int32, device=device)[:, : x["q"].shape[1]]
+        arrivals[[3, 1]] = 0
+        y = step(rows, {name: pool for name, (pool, _) in pools.items()}, arrivals, slots=slots, impl=form)
+        assert not y[[0, 2]].any()
+        assert not arrivals[[3, 1]].any()
+        assert (arrivals[[0, 2, 4]] == 7).all()
+        for name, (_, memory) in pools.items():
+            assert_only_slots_written(memory, x[name][0].numel())
+        found.append({"y": y[[1, 3]]} | {name: pool[[3, 1]] for name, (pool, _) in pools.items()})
+    floor = torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 0.5)
+    for name in exact:
+        assert_within(name, found[0][name], exact[name], found[1][name], floor=floor)
 
 
 def test_slices_of_wider_rows_are_read_where_they_lie(device):
@@ -150,7 +188,9 @@ def test_registered_as_a_torch_operator(device):
 
     x = inputs(B=1, HV=1, dtype=torch.float32, device=device)
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(delta_layer_step_op, (*arguments(x), 0.5, 1.0, 1e-6), test_utils=tests)
+    slots = torch.zeros(1, dtype=torch.int32, device=device)
+    for given in ((), (slots,)):
+        torch.library.opcheck(delta_layer_step_op, (*arguments(x), 0.5, 1.0, 1e-6, *given), test_utils=tests)
 
 
 def prepared(**options):
@@ -215,6 +255,8 @@ MALFORMED = {
     "one tap": (lambda x: x | {f"{n}_weight": x[f"{n}_weight"][:, :1] for n in "qkv"}, "from 2 to 8, got 1"),
     "inputs of another width": (lambda x: x | {"v_inputs": x["v_inputs"][..., 1:]}, "v_inputs must have shape"),
     "a small state": (lambda x: x | {"state": x["state"][:, :, :, :8].contiguous()}, "must hold heads of 64 × 64"),
+    "slots that do not exist": (lambda x: x | {"slots": torch.tensor([0, 2], dtype=torch.int32)}, "the pool's 2 slots"),
+    "slots of fewer rows": (lambda x: x | {"slots": torch.zeros(1, dtype=torch.int32)}, r"slots must have shape \[B\]"),
     "a state in bfloat16": (lambda x: x | {"state": x["state"].bfloat16()}, "state must be float32"),
     "a rotated state": (lambda x: x | {"state": x["state"].mT}, "state must be contiguous"),
     "values of another dtype": (lambda x: x | {"v": x["v"].half()}, "must share one dtype"),
@@ -227,7 +269,7 @@ def test_malformed_calls_say_what_was_got_and_expected(case):
     change, message = MALFORMED[case]
     x = change(inputs(dtype=torch.float32))
     with pytest.raises(ValueError, match=message):
-        run(x, impl=x.get("impl"))
+        run(x, impl=x.get("impl"), slots=x.get("slots"))
 
 
 def test_a_state_of_other_sizes_is_refused_by_the_kernel(device):

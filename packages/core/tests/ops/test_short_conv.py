@@ -15,6 +15,7 @@ from tokenmix_core.testing.agreement import assert_agrees, gradients_through, va
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.layout_contract import differently_laid
 from tokenmix_core.testing.operations import ALL_CHECKS, HALF, Call, KernelCase, OpContract
+from tokenmix_core.testing.slot_contract import SLOTS, padded_rows, poisoned_pool
 
 PACKED = [0, 0, 3, 36, 36, 37]
 
@@ -111,9 +112,12 @@ class TestShortConv(OpContract):
         yield autograd.short_conv_forward_op, (*leaves[:3], "silu", leaves[3], None)
         x, weight, bias, state = (value.detach() for value in leaves)
         yield autograd.short_conv_backward_op, (x, weight, bias, "silu", state, None, torch.ones_like(x), None)
+        slots = torch.tensor([1, -1], dtype=torch.int32, device=device)
         yield autograd.short_conv_step_op, (x[:, 0], weight, bias, state, None)
-        several = (y for x in (x[:, 0], weight, state) for y in (x, x.clone(), None))
+        yield autograd.short_conv_step_op, (x[:, 0], weight, bias, state, None, slots)
+        several = [y for x in (x[:, 0], weight, state) for y in (x, x.clone(), None)]
         yield autograd.short_conv_steps_op, (*several, "silu"), "test_schema", "test_faketensor"
+        yield autograd.short_conv_steps_op, (*several, "silu", slots), "test_schema", "test_faketensor"
         two, weights, states = ([t.clone().requires_grad_() for t in (y, y)] for y in (x, weight, state))
         several, tests = (*two, None, *weights, None, "silu", *states, None, None), ALL_CHECKS[:3]
         yield autograd.short_convs_forward_op, several, *tests
@@ -138,6 +142,18 @@ def test_steps_of_several_inputs_are_those_of_each(impl, channels, dtype, device
             assert torch.equal(o, short_conv_step(token, weight, None, state, activation="silu", impl=impl))
     assert all(torch.equal(a, b) for a, b in zip(states, each, strict=True))
     assert [x.data_ptr() for x in states] == addresses
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_steps_of_several_inputs_in_slots_are_those_of_each(impl, device):
+    slots = torch.tensor(SLOTS, dtype=torch.int32, device=device)
+    parts = [inputs(T=1, D=D, N=2, bias=False, dtype=torch.float32, device=device, seed=D) for D in (300, 40, 6)]
+    tokens, weights = [padded_rows(x["x"][:, 0]) for x in parts], [x["weight"] for x in parts]
+    pools, each = ([poisoned_pool(x["initial_state"], torch.float32)[0] for x in parts] for _ in range(2))
+    got = short_conv_steps(tokens, weights, pools, slots=slots, activation="silu", impl=impl)
+    for o, token, weight, pool, other in zip(got, tokens, weights, pools, each, strict=True):
+        assert torch.equal(o, short_conv_step(token, weight, None, other, slots=slots, activation="silu", impl=impl))
+        torch.testing.assert_close(pool, other, rtol=0, atol=0, equal_nan=True)
 
 
 def test_steps_of_several_inputs_refuse_what_differs(device):

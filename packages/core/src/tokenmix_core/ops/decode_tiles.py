@@ -24,15 +24,15 @@ class StateStep(NamedTuple):
 def gluon_step_tile(
     tiles: Mapping[int, StateStep], gluon: GluonForm, state: Tensor, q: Tensor, impl: str | None
 ) -> StateStep | None:
-    """Return the tile of an operation's Gluon kernel for a state `[B, HV, K, V]`; None if the portable kernel runs.
+    """Return the tile of an operation's Gluon kernel for states `[..., HV, K, V]`; None if the portable kernel runs.
 
-    `tiles` maps a least number of programs to a tile, widest first: the first tile is used for which the state has at
-    least that number of blocks of 64 columns.
+    `tiles` maps a least number of programs to a tile, widest first: the first tile is used for which the states of q's
+    rows have at least that number of blocks of 64 columns.
 
     Raises:
         ValueError: `impl` is "gluon" and the kernel does not run.
     """
-    B, HV, K, V = state.shape
+    B, (HV, K, V) = len(q), state.shape[1:]
     runs = gluon.runs(impl, q.device, q.dtype, step_limit(K, V))
     return next(tile for least, tile in tiles.items() if 64 * least <= B * HV * V) if runs else None
 

@@ -182,7 +182,11 @@ def _argument(x, annotation):
     # annotations may be strings, because of `from __future__ import annotations`
     if x is None or "constexpr" in str(getattr(annotation, "__name__", annotation)):
         return x
-    return Pointer(x.view(-1), torch.tensor(0)) if isinstance(x, Tensor) else torch.tensor(x)
+    if not isinstance(x, Tensor):
+        return torch.tensor(x)
+    # of a pool with gaps between its slots, the pointer also addresses the gaps
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return Pointer(x.view(-1) if x.is_contiguous() else x.as_strided((extent,), (1,)), torch.tensor(0))
 
 
 def _unary(function: Callable) -> Callable:

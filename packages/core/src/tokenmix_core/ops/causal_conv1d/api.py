@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -13,6 +14,7 @@ from tokenmix_core.kernels.launch.cache.replay import Checked
 from tokenmix_core.ops.causal_conv1d.reference import short_conv_reference, short_conv_step_reference
 from tokenmix_core.ops.checks import bind_shapes, check_cu_seqlens, check_dtype, check_same_dtype
 from tokenmix_core.ops.dispatch import resolve_impl
+from tokenmix_core.ops.slots import at_slots, check_written, first_axis
 from tokenmix_core.ops.types import Impl, ScanOutput
 
 Activation = Literal["silu"]
@@ -102,8 +104,9 @@ def short_conv_step(
     x: Float[Tensor, "B D"],
     weight: Float[Tensor, "D W"],
     bias: Float[Tensor, "D"] | None,
-    state: Float[Tensor, "B D W_minus_1"],
+    state: Float[Tensor, "_rows D W_minus_1"],
     *,
+    slots: Int[Tensor, "B"] | None = None,
     activation: Activation | None = None,
     impl: Impl | None = None,
 ) -> Float[Tensor, "B D"]:
@@ -114,6 +117,8 @@ def short_conv_step(
         weight, bias, activation, impl: as for `short_conv`.
         state: `[B, D, W − 1]` in x's dtype, contiguous: the last W − 1 inputs, oldest first; overwritten so that x is
             the newest.
+        slots: as for `gated_delta_rule_step`: row n reads and overwrites slot `slots[n]` of the pool
+            `state [S, D, W − 1]`.
 
     Returns:
         o `[B, D]` in x's dtype.
@@ -121,20 +126,21 @@ def short_conv_step(
     Raises:
         ValueError: as for `short_conv`.
     """
-    impl = _check_step(x, weight, bias, state, activation, impl)
+    impl = _check_step(x, weight, bias, state, slots, activation, impl)
     if impl != "reference":
         from tokenmix_core.ops.causal_conv1d.autograd import short_conv_step_triton
 
-        return short_conv_step_triton(x, weight, bias, state, activation)
-    return short_conv_step_reference(x, weight, bias, state, activation=activation)
+        return short_conv_step_triton(x, weight, bias, state, activation, slots)
+    return at_slots(partial(short_conv_step_reference, weight, bias, activation), slots, (x,), (state,))
 
 
 @torch.no_grad()
 def short_conv_steps(
     xs: Sequence[Float[Tensor, "B _channels"]],
     weights: Sequence[Float[Tensor, "_channels W"]],
-    states: Sequence[Float[Tensor, "B _channels W_minus_1"]],
+    states: Sequence[Float[Tensor, "_rows _channels W_minus_1"]],
     *,
+    slots: Int[Tensor, "B"] | None = None,
     activation: Activation | None = None,
     impl: Impl | None = None,
 ) -> tuple[Tensor, ...]:
@@ -142,6 +148,7 @@ def short_conv_steps(
 
     Args:
         xs, weights, states: as for `short_conv_step`, with one dtype each and one W; D may differ.
+        slots: as for `short_conv_step`; all pools have the same slots.
         activation, impl: as for `short_conv`.
 
     Returns:
@@ -152,14 +159,15 @@ def short_conv_steps(
     """
     _check_number("short_conv_steps", xs, weights, states)
     for x, weight, state in zip(xs, weights, states, strict=True):
-        backend = _check_step(x, weight, None, state, activation, impl)
+        backend = _check_step(x, weight, None, state, slots, activation, impl)
     _check_alike("short_conv_steps", xs, weights)
     if backend != "reference":
         from tokenmix_core.ops.causal_conv1d.autograd import short_conv_steps_triton
 
-        return short_conv_steps_triton(xs, weights, states, activation)
-    tokens = zip(xs, weights, states, strict=True)
-    return tuple(short_conv_step_reference(x, w, None, state, activation=activation) for x, w, state in tokens)
+        return short_conv_steps_triton(xs, weights, states, activation, slots)
+    given = zip(xs, weights, states, strict=True)
+    options = {"slots": slots, "activation": activation, "impl": impl}
+    return tuple(short_conv_step(x, weight, None, state, **options) for x, weight, state in given)
 
 
 def _check_number(op: str, xs: Sequence, weights: Sequence, states: Sequence) -> None:
@@ -209,14 +217,13 @@ def _check(x, weight, bias, activation, initial_state, cu_seqlens, impl) -> str 
 
 
 @Checked
-def _check_step(x, weight, bias, state, activation, impl) -> str | None:
+def _check_step(x, weight, bias, state, slots, activation, impl) -> str | None:
     """Validate a decoding step; return the implementation, as `resolve_impl` does."""
     op = "short_conv_step"
-    dims = bind_shapes(op, {}, x=(x, "B D"), weight=(weight, "D W"), bias=(bias, "D?"))
+    dims = bind_shapes(op, {}, x=(x, "B D"), weight=(weight, "D W"), bias=(bias, "D?"), slots=(slots, "B?"))
     impl = resolve_impl(op, impl, x)
-    _check_rest(op, impl, dims, x, weight, bias, activation, "B", state=state)
-    if not state.is_contiguous():
-        raise ValueError(f"{op}: state must be contiguous, got strides {state.stride()}")
+    _check_rest(op, impl, dims, x, weight, bias, activation, first_axis(slots), state=state)
+    check_written(op, slots, state=state)
     return impl
 
 

@@ -70,6 +70,7 @@ class StepInputs(NamedTuple):
     bias: Tensor | None
     state: Tensor
     activation: str | None
+    slots: Tensor | None = None
 
 
 class StepsInputs(NamedTuple):
@@ -85,6 +86,7 @@ class StepsInputs(NamedTuple):
     state1: Tensor
     state2: Tensor | None
     activation: str | None
+    slots: Tensor | None = None
 
 
 def token_rows(x: Tensor) -> Tensor:
@@ -227,9 +229,9 @@ def _step(given: StepInputs) -> Tensor:
     """Return o of one token, and update the state."""
     from tokenmix_core.ops.causal_conv1d.forward import short_conv_step
 
-    x, weight, bias, state, activation = given
+    x, weight, bias, state, activation, slots = given
     x = x if x.stride(1) == 1 else x.contiguous()
-    return short_conv_step(x, weight.contiguous(), _contiguous(bias), state, activation)
+    return short_conv_step(x, weight.contiguous(), _contiguous(bias), state, activation, _contiguous(slots))
 
 
 short_conv_step_op = cached_op("tokenmix_core::short_conv_step", _step, mutates_args={"state"})
@@ -247,7 +249,8 @@ def _steps(given: StepsInputs) -> tuple[Tensor, Tensor, Tensor]:
     from tokenmix_core.ops.causal_conv1d.forward import short_conv_steps
 
     xs = [t if t.stride(1) == 1 else t.contiguous() for t in _each(given, "x")]
-    o0, o1, o2 = _three(short_conv_steps(xs, _dense(given, "weight"), _each(given, "state"), given.activation))
+    weights, states, slots = _dense(given, "weight"), _each(given, "state"), _contiguous(given.slots)
+    o0, o1, o2 = _three(short_conv_steps(xs, weights, states, given.activation, slots))
     return o0, o1, o2
 
 
@@ -320,12 +323,12 @@ def short_convs_triton(xs, weights, activation, initial_states, cu_seqlens) -> t
     return tuple(ScanOutput(found[i], found[3 + i]) for i in range(len(xs)))
 
 
-def short_conv_step_triton(x, weight, bias, state, activation) -> Tensor:
+def short_conv_step_triton(x, weight, bias, state, activation, slots) -> Tensor:
     """Compute `short_conv_step` with a Triton kernel."""
-    return step(x, weight, bias, state, activation)
+    return step(x, weight, bias, state, activation, slots)
 
 
-def short_conv_steps_triton(xs, weights, states, activation) -> tuple[Tensor, ...]:
+def short_conv_steps_triton(xs, weights, states, activation, slots) -> tuple[Tensor, ...]:
     """Compute `short_conv_steps` with a Triton kernel."""
     given = (x for tensors in (xs, weights, states) for x in (*tensors, *[None] * (3 - len(tensors))))
-    return tuple(steps(*given, activation)[: len(xs)])
+    return tuple(steps(*given, activation, slots)[: len(xs)])

@@ -21,6 +21,7 @@ from tokenmix_core.kernels.pdl import gdc_launch_and_wait
 from tokenmix_core.kernels.triton.activations import sigmoid
 from tokenmix_core.kernels.triton.varlen import locate_chunk
 from tokenmix_core.ops.causal_conv1d.tuning import Conv1dTile
+from tokenmix_core.ops.slots import slot_stride
 
 
 class Channels(NamedTuple):
@@ -201,12 +202,23 @@ def short_convs_forward(xs, weights, activation, initial_states, cu_seqlens, con
 
 
 @triton.jit
-def step_channels(channels, o, i_b, i_d, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr):
-    """Convolve one token of BD channels of sequence `i_b`; append the token to the state, dropping the oldest input."""
+def step_channels(channels, o, slots, stride_state, i_b, i_d, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr):
+    """Convolve one token of BD channels of sequence `i_b`; append the token to the state, dropping the oldest input.
+
+    With `slots`, the state is the sequence's slot, `stride_state` elements from the next.
+    """
     x, weight, bias, state, stride_x, D = channels
     o_d = i_d * BD + tl.arange(0, BD)
-    m_d = o_d < D
-    p_s = state + (i_b * D + o_d) * (W - 1)
+    m_o = o_d < D
+    m_d = m_o
+    if slots is not None:
+        # a padded row loads zeros, also for the bias, and stores their output, which is zero
+        i_slot = tl.load(slots + i_b).to(tl.int64)
+        # the interpreter does not support a mask made of a scalar
+        m_d = m_d & (i_slot + tl.zeros([BD], tl.int64) >= 0)
+        p_s = state + i_slot * stride_state + o_d * (W - 1)
+    else:
+        p_s = state + (i_b * D + o_d) * (W - 1)
     b_o = tl.zeros([BD], tl.float32)
     if bias is not None:
         b_o += tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32)
@@ -220,26 +232,27 @@ def step_channels(channels, o, i_b, i_d, W: tl.constexpr, BD: tl.constexpr, SILU
     tl.store(p_s + W - 2, b_x, mask=m_d)
     if SILU:
         b_o *= sigmoid(b_o)
-    tl.store(o + i_b * D + o_d, b_o.to(o.dtype.element_ty), mask=m_d)
+    tl.store(o + i_b * D + o_d, b_o.to(o.dtype.element_ty), mask=m_o)
 
 
 @cached_launch
 @triton.jit
 def short_conv_step_kernel(
-    x, weight, bias, state, o, stride_x, D, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
+    x, weight, bias, state, slots, o, stride_x, stride_state, D, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Convolve one token of BD channels of a sequence, for `short_conv_step`'s single input; update the state."""
     gdc_launch_and_wait(PDL)
     i_b, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    step_channels(Channels(x, weight, bias, state, stride_x, D), o, i_b, i_d, W, BD, SILU)
+    step_channels(Channels(x, weight, bias, state, stride_x, D), o, slots, stride_state, i_b, i_d, W, BD, SILU)
 
 
 @cached_launch
 @triton.jit
 def short_conv_steps_kernel(
-    x0, x1, x2, weight0, weight1, weight2, state0, state1, state2, o0, o1, o2,
-    stride0, stride1, stride2, D0, D1, D2, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
+    x0, x1, x2, weight0, weight1, weight2, state0, state1, state2, slots, o0, o1, o2,
+    stride0, stride1, stride2, stride_state0, stride_state1, stride_state2, D0, D1, D2,
+    W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Convolve one token of BD channels of a sequence for one of three inputs; the third may have 0 channels."""
@@ -247,34 +260,40 @@ def short_conv_steps_kernel(
     i_b, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n0, n1 = tl.cdiv(D0, BD), tl.cdiv(D1, BD)
     if i_d < n0:
-        step_channels(Channels(x0, weight0, None, state0, stride0, D0), o0, i_b, i_d, W, BD, SILU)
+        channels = Channels(x0, weight0, None, state0, stride0, D0)
+        step_channels(channels, o0, slots, stride_state0, i_b, i_d, W, BD, SILU)
     elif i_d < n0 + n1:
-        step_channels(Channels(x1, weight1, None, state1, stride1, D1), o1, i_b, i_d - n0, W, BD, SILU)
+        channels = Channels(x1, weight1, None, state1, stride1, D1)
+        step_channels(channels, o1, slots, stride_state1, i_b, i_d - n0, W, BD, SILU)
     else:
-        step_channels(Channels(x2, weight2, None, state2, stride2, D2), o2, i_b, i_d - n0 - n1, W, BD, SILU)
+        channels = Channels(x2, weight2, None, state2, stride2, D2)
+        step_channels(channels, o2, slots, stride_state2, i_b, i_d - n0 - n1, W, BD, SILU)
 
 
 def short_conv_steps(
-    xs: list[Tensor], weights: list[Tensor], states: list[Tensor], activation: str | None
+    xs: list[Tensor], weights: list[Tensor], states: list[Tensor], activation: str | None, slots: Tensor | None
 ) -> list[Tensor]:
-    """Return o `[B, D]` of one token for each of two or three inputs; `states` are updated."""
+    """Return o `[B, D]` of one token for each of two or three inputs; `states`, or their `slots`, are updated."""
     BD, W = 256, weights[0].shape[1]
     outputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
     sizes = [x.shape[1] for x in xs]
     short_conv_steps_kernel[(len(xs[0]), sum(cdiv(D, BD) for D in sizes))](
         **of_three(x=xs, weight=weights, state=states, o=outputs, stride=[x.stride(0) for x in xs], D=[*sizes, 0]),
-        W=W, BD=BD, SILU=activation == "silu", num_warps=2,
+        **of_three(stride_state=[slot_stride(slots, state) for state in states]), slots=slots, W=W, BD=BD,
+        SILU=activation == "silu", num_warps=2,
     )  # fmt: skip
     return outputs
 
 
-def short_conv_step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None) -> Tensor:
-    """Return o `[B, D]` of one token; `state` is updated."""
+def short_conv_step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None, slots: Tensor | None
+) -> Tensor:
+    """Return o `[B, D]` of one token; `state`, or its `slots`, are updated."""
     B, D = x.shape
     o = torch.empty((B, D), dtype=x.dtype, device=x.device)
     BD = 256
     short_conv_step_kernel[(B, cdiv(D, BD))](
-        x=x, weight=weight, bias=bias, state=state, o=o, stride_x=x.stride(0), D=D, W=weight.shape[1], BD=BD,
-        SILU=activation == "silu", num_warps=2,
+        x=x, weight=weight, bias=bias, state=state, slots=slots, o=o, stride_x=x.stride(0),
+        stride_state=slot_stride(slots, state), D=D, W=weight.shape[1], BD=BD, SILU=activation == "silu", num_warps=2,
     )  # fmt: skip
     return o

@@ -49,12 +49,11 @@ def _one_row(x, weight, bias, activation, initial_state) -> ScanOutput:
 
 
 def short_conv_step_reference(
-    x: Float[Tensor, "B D"],
     weight: Float[Tensor, "D W"],
     bias: Float[Tensor, "D"] | None,
+    activation: str | None,
+    x: Float[Tensor, "B D"],
     state: Float[Tensor, "B D W_minus_1"],
-    *,
-    activation: str | None = None,
 ) -> Float[Tensor, "B D"]:
     """Return the output of one token and update `state`."""
     o, new_state = _one_row(x.unsqueeze(1), weight, bias, activation, state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from tokenmix_core.ops.dispatch import resolve_impl
 from tokenmix_core.ops.fused.gdn_gates import delta_gates_reference
 from tokenmix_core.ops.fused.rms_norm import gated_rms_norm_reference
 from tokenmix_core.ops.gated_delta_rule.reference import recurrent_reference
+from tokenmix_core.ops.slots import at_slots, check_written, first_axis, state_dtypes
 from tokenmix_core.ops.types import Impl
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -32,13 +34,14 @@ def delta_layer_step(
     b: Float[Tensor, "B HV"],
     gate: Float[Tensor, "B HV V"] | None,
     weights: Sequence[Float[Tensor, "_channels W"]],
-    inputs: Sequence[Float[Tensor, "B _channels W_minus_1"]],
+    inputs: Sequence[Float[Tensor, "_rows _channels W_minus_1"]],
     A_log: Float[Tensor, "HV"],
     dt_bias: Float[Tensor, "HV"],
     norm_weight: Float[Tensor, "V"],
-    state: Float[Tensor, "B heads rows columns"],
-    arrivals: Int[Tensor, "B H"],
+    state: Float[Tensor, "_rows heads rows columns"],
+    arrivals: Int[Tensor, "_rows H"],
     *,
+    slots: Int[Tensor, "B"] | None = None,
     scale: float | None = None,
     max_beta: float = 1.0,
     eps: float = 1e-6,
@@ -70,6 +73,11 @@ def delta_layer_step(
             of equal size.
         arrivals: counters of finished programs, int32, contiguous, all zero; each launch resets them to zero. Only
             calls that share a state may share them.
+        slots: int32 `[B]`. `inputs`, `state` and `arrivals` are then pools `[S, ...]`, and row n reads and overwrites
+            slot `slots[n]` of each; a row with a negative slot is padding: its y is zero, and it reads and
+            writes no slot. No two rows may have the same slot, unless it is negative. The slots of a pool may be any
+            distance apart, and the pool of states may also be bfloat16 or float16: it rounds the state once per token.
+            None: row n has the n-th state.
         scale: factor on the outputs before their norm; None: K ** −0.5.
         max_beta: as for `delta_gates`.
         eps: added to the mean square.
@@ -86,35 +94,35 @@ def delta_layer_step(
     if len(weights) != 3 or len(inputs) != 3:
         raise ValueError(f"{op}: q, k and v take three weights and last inputs, got {len(weights)} and {len(inputs)}")
     parameters = A_log, dt_bias, norm_weight
-    impl, scale = _check(op, q, k, v, a, b, gate, *weights, *inputs, *parameters, state, arrivals, scale, impl)
+    impl, scale = _check(op, q, k, v, a, b, gate, *weights, *inputs, *parameters, state, arrivals, slots, scale, impl)
     if impl == "reference":
-        return delta_layer_step_reference(
-            q, k, v, a, b, gate, weights, inputs, *parameters, state, scale, max_beta, eps
-        )
+        reference = partial(delta_layer_step_reference, weights, *parameters, scale, max_beta, eps)
+        return at_slots(reference, slots, (q, k, v, a, b, gate), (*inputs, state))
     from tokenmix_core.ops.fused.gdn_decode_kernel import step
 
-    return step(q, k, v, a, b, gate, *weights, *inputs, *parameters, state, arrivals, scale, max_beta, eps)
+    return step(q, k, v, a, b, gate, *weights, *inputs, *parameters, state, arrivals, scale, max_beta, eps, slots)
 
 
 @Checked
 def _check(
     op, q, k, v, a, b, gate, q_weight, k_weight, v_weight, q_inputs, k_inputs, v_inputs, A_log, dt_bias, norm_weight,
-    state, arrivals, scale, impl,
+    state, arrivals, slots, scale, impl,
 ) -> tuple[str | None, float]:  # fmt: skip
     """Validate a call; return the implementation that `resolve_impl` selects, and the scale."""
     tensors = {"q": (q, "B H K"), "k": (k, "B H K"), "v": (v, "B HV V"), "a": (a, "B HV"), "b": (b, "B HV")}
     tensors |= {"gate": (gate, "B HV V?"), "q_weight": (q_weight, "keys W"), "k_weight": (k_weight, "keys W")}
     tensors |= {"v_weight": (v_weight, "values W"), "A_log": (A_log, "HV"), "dt_bias": (dt_bias, "HV")}
-    tensors |= {"norm_weight": (norm_weight, "V"), "state": (state, "B heads rows columns")}
-    tensors |= {"arrivals": (arrivals, "B H")}
+    first = first_axis(slots)
+    tensors |= {"norm_weight": (norm_weight, "V"), "state": (state, f"{first} heads rows columns")}
+    tensors |= {"arrivals": (arrivals, f"{first} H"), "slots": (slots, "B?")}
     dims = bind_shapes(op, {}, q=(q, "B H K"), v=(v, "B HV V"))
     dims |= {"keys": dims["H"] * dims["K"], "values": dims["HV"] * dims["V"]}
     bind_shapes(op, dims, **tensors)
     if not 2 <= dims["W"] <= 8:
         raise ValueError(f"{op}: weights must have a width W from 2 to 8, got {dims['W']}")
     dims["W-1"] = dims["W"] - 1
-    inputs = {"q_inputs": (q_inputs, "B keys W-1"), "k_inputs": (k_inputs, "B keys W-1")}
-    bind_shapes(op, dims, q=(q, "B H K"), **inputs, v_inputs=(v_inputs, "B values W-1"))
+    inputs = {"q_inputs": (q_inputs, f"{first} keys W-1"), "k_inputs": (k_inputs, f"{first} keys W-1")}
+    bind_shapes(op, dims, q=(q, "B H K"), **inputs, v_inputs=(v_inputs, f"{first} values W-1"))
     check_multiple(op, "HV", dims["HV"], "H", dims["H"])
     check_multiple(op, "heads of the state", dims["heads"], "HV", dims["HV"])
     if dims["rows"] < dims["K"] or dims["columns"] * (dims["heads"] // dims["HV"]) < dims["V"]:
@@ -132,23 +140,21 @@ def _check(
     check_dtype(op, (*_FLOATS, *wide), A_log=A_log, dt_bias=dt_bias, norm_weight=norm_weight)
     check_same_dtype(op, q=q, k=k, v=v, gate=gate, q_inputs=q_inputs, k_inputs=k_inputs, v_inputs=v_inputs)
     check_same_dtype(op, q_weight=q_weight, k_weight=k_weight, v_weight=v_weight)
-    check_dtype(op, (torch.float32, *wide), state=state)
+    check_dtype(op, (*state_dtypes(slots), *wide), state=state)
     check_dtype(op, (torch.int32,), arrivals=arrivals)
-    written = {"q_inputs": q_inputs, "k_inputs": k_inputs, "v_inputs": v_inputs, "state": state, "arrivals": arrivals}
-    for name, x in written.items():
-        if not x.is_contiguous():
-            raise ValueError(f"{op}: {name} must be contiguous to be overwritten, got strides {x.stride()}")
+    last = {"q_inputs": q_inputs, "k_inputs": k_inputs, "v_inputs": v_inputs}
+    check_written(op, slots, **last, state=state, arrivals=arrivals)
     return impl, dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
 
 
 def delta_layer_step_reference(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gate: Tensor | None, weights: Sequence[Tensor],
-    inputs: Sequence[Tensor], A_log: Tensor, dt_bias: Tensor, norm_weight: Tensor, state: Tensor, scale: float,
-    max_beta: float, eps: float,
+    weights: Sequence[Tensor], A_log: Tensor, dt_bias: Tensor, norm_weight: Tensor, scale: float, max_beta: float,
+    eps: float, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gate: Tensor | None, *written: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Compute `delta_layer_step` in torch operations: return y `[B, HV, V]`, and overwrite `inputs` and `state`."""
+    """Compute `delta_layer_step` in torch operations: return y, and overwrite `written`: the inputs and the state."""
+    *inputs, state = written
     q, k, v = (
-        short_conv_step_reference(x.flatten(1), weight, None, last, activation="silu").view_as(x)
+        short_conv_step_reference(weight, None, "silu", x.flatten(1), last).view_as(x)
         for x, weight, last in zip((q, k, v), weights, inputs, strict=True)
     )
     g, beta = delta_gates_reference(a, b, A_log, dt_bias, max_beta)

@@ -17,6 +17,7 @@ from tokenmix_core.kernels.triton.activations import sigmoid
 from tokenmix_core.ops.autograd import cached_op, direct_when_eager, of_fields
 from tokenmix_core.ops.fused.gdn_gates_kernels import softplus
 from tokenmix_core.ops.gated_delta_rule import tuning
+from tokenmix_core.ops.slots import slot_stride
 
 # fields of `Inputs` that a call overwrites
 WRITTEN = ("q_inputs", "k_inputs", "v_inputs", "state", "arrivals")
@@ -45,13 +46,14 @@ class Inputs(NamedTuple):
     scale: float
     max_beta: float
     eps: float
+    slots: Tensor | None = None
 
     def readable(self) -> "Inputs":
         """Return the arguments in a layout that the kernel reads: each token's elements contiguous; copy if needed."""
         q, k, v, gate = (None if x is None else _rows(x) for x in (self.q, self.k, self.v, self.gate))
         a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (self.a, self.b))
-        names = "q_weight", "k_weight", "v_weight", "A_log", "dt_bias", "norm_weight"
-        contiguous = {name: getattr(self, name).contiguous() for name in names}
+        names = "q_weight", "k_weight", "v_weight", "A_log", "dt_bias", "norm_weight", "slots"
+        contiguous = {name: None if (x := getattr(self, name)) is None else x.contiguous() for name in names}
         return self._replace(q=q, k=k, v=v, gate=gate, a=a, b=b, **contiguous)
 
 
@@ -61,9 +63,9 @@ def _rows(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def convolve(x, weight, inputs, i_n, o_d, m_d, stride_x, D, W: tl.constexpr):
-    """Return SiLU of the convolution at one token, for the channels `o_d`, in float32; leave `inputs` unchanged."""
-    p_x = inputs + (i_n * D + o_d) * (W - 1)
+def convolve(x, weight, inputs, i_n, i_r, o_d, m_d, stride_x, D, W: tl.constexpr):
+    """Return SiLU of the convolution at one token, for channels `o_d`, in float32; `inputs` keeps its row `i_r`."""
+    p_x = inputs + (i_r * D + o_d) * (W - 1)
     b_z = tl.zeros(o_d.shape, tl.float32)
     for w in tl.static_range(W - 1):
         b_x = tl.load(p_x + w, mask=m_d, other=0.0).to(tl.float32)
@@ -74,9 +76,9 @@ def convolve(x, weight, inputs, i_n, o_d, m_d, stride_x, D, W: tl.constexpr):
 
 
 @triton.jit
-def shift_inputs(x, inputs, i_n, o_d, m_d, stride_x, D, W: tl.constexpr):
-    """Drop the oldest of the `inputs` of channels `o_d`, append the token's; a barrier separates loads and stores."""
-    p_x = inputs + (i_n * D + o_d) * (W - 1)
+def shift_inputs(x, inputs, i_n, i_r, o_d, m_d, stride_x, D, W: tl.constexpr):
+    """Drop the oldest of row `i_r` of `inputs`, append token `i_n`'s; a barrier separates loads and stores."""
+    p_x = inputs + (i_r * D + o_d) * (W - 1)
     b_x = ()
     for w in tl.static_range(W - 2):
         b_x = b_x + (tl.load(p_x + w + 1, mask=m_d, other=0.0),)
@@ -90,9 +92,10 @@ def shift_inputs(x, inputs, i_n, o_d, m_d, stride_x, D, W: tl.constexpr):
 @triton.jit
 def delta_layer_step_kernel(
     q, k, v, a, b, gate, q_weight, k_weight, v_weight, q_inputs, k_inputs, v_inputs, A_log, dt_bias, norm_weight,
-    state, arrivals, o, y, stride_q, stride_k, stride_v, stride_a, stride_b, stride_gate, scale, max_beta, eps,
-    H, group, parts, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    BD: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr = False,
+    state, arrivals, slots, o, y, stride_q, stride_k, stride_v, stride_a, stride_b, stride_gate, stride_q_inputs,
+    stride_k_inputs, stride_v_inputs, stride_state, stride_arrivals, scale, max_beta, eps, H, group, parts,
+    HEAD_K: tl.constexpr, HEAD_V: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
+    W: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Update BV columns of a head's state per program; the last program of a key head writes y and shifts inputs."""
     if PDL:
@@ -104,18 +107,35 @@ def delta_layer_step_kernel(
     i_s = i_h * group * parts + i_t // (V // BV)
     i_hv = i_s // parts
     o_k, o_c = tl.arange(0, K), i_t % (V // BV) * BV + tl.arange(0, BV)
-    p_s = state + (i_n * HV * parts + i_s) * (K * V) + o_k[:, None] * V + o_c[None, :]
-    # this load may precede gdc_wait, because no other kernel of a decoding step writes the state
-    b_s = tl.load(p_s)
+    # index of the state's row; with slots, pointers are moved to the row's slot instead
+    i_r = i_n
+    if slots is not None:
+        i_slot = tl.load(slots + i_n).to(tl.int64)
+        if i_slot < 0:
+            if PDL:
+                gdc_wait()
+            o_y = i_s % parts * V + o_c
+            b_y = tl.zeros([BV], y.dtype.element_ty)
+            tl.store(y + (i_n * HV + i_hv) * HEAD_V + o_y, b_y, mask=o_y < HEAD_V)
+            return
+        q_inputs += i_slot * stride_q_inputs
+        k_inputs += i_slot * stride_k_inputs
+        v_inputs += i_slot * stride_v_inputs
+        state += i_slot * stride_state
+        arrivals += i_slot * stride_arrivals
+        i_r = tl.cast(0, tl.int64)
+    p_s = state + (i_r * HV * parts + i_s) * (K * V) + o_k[:, None] * V + o_c[None, :]
+    # the loads of slots and state may precede gdc_wait, because no other kernel of a decoding step writes these
+    b_s = tl.load(p_s).to(tl.float32)
     if PDL:
         gdc_wait()
 
     m_k, o_k = o_k < HEAD_K, i_h * HEAD_K + o_k
     o_v = i_s % parts * V + o_c
     m_v, o_v = o_v < HEAD_V, i_hv * HEAD_V + o_v
-    b_q = convolve(q, q_weight, q_inputs, i_n, o_k, m_k, stride_q, H * HEAD_K, W)
-    b_k = convolve(k, k_weight, k_inputs, i_n, o_k, m_k, stride_k, H * HEAD_K, W)
-    b_v = convolve(v, v_weight, v_inputs, i_n, o_v, m_v, stride_v, HV * HEAD_V, W)
+    b_q = convolve(q, q_weight, q_inputs, i_n, i_r, o_k, m_k, stride_q, H * HEAD_K, W)
+    b_k = convolve(k, k_weight, k_inputs, i_n, i_r, o_k, m_k, stride_k, H * HEAD_K, W)
+    b_v = convolve(v, v_weight, v_inputs, i_n, i_r, o_v, m_v, stride_v, HV * HEAD_V, W)
     rate = softplus(tl.load(a + i_n * stride_a + i_hv).to(tl.float32) + tl.load(dt_bias + i_hv).to(tl.float32))
     decay = tl.exp(-tl.exp(tl.load(A_log + i_hv).to(tl.float32)) * rate)
     beta = max_beta * sigmoid(tl.load(b + i_n * stride_b + i_hv).to(tl.float32))
@@ -128,15 +148,15 @@ def delta_layer_step_kernel(
     tl.store(p_s, b_s * decay + b_k[:, None] * b_u[None, :])
     tl.store(o + i_n * HV * HEAD_V + o_v, b_o, mask=m_v)
     # v's inputs may be shifted here, because no other program reads these channels
-    shift_inputs(v, v_inputs, i_n, o_v, m_v, stride_v, HV * HEAD_V, W)
+    shift_inputs(v, v_inputs, i_n, i_r, o_v, m_v, stride_v, HV * HEAD_V, W)
 
     # the barrier makes all threads' loads and stores precede this program's arrival, so that the last program to arrive
     # sees the stores of all others
     tl.debug_barrier()
-    if tl.atomic_add(arrivals + i_n * H + i_h, 1, sem="acq_rel", scope="gpu") == tiles - 1:
-        tl.store(arrivals + i_n * H + i_h, 0)
-        shift_inputs(q, q_inputs, i_n, o_k, m_k, stride_q, H * HEAD_K, W)
-        shift_inputs(k, k_inputs, i_n, o_k, m_k, stride_k, H * HEAD_K, W)
+    if tl.atomic_add(arrivals + i_r * H + i_h, 1, sem="acq_rel", scope="gpu") == tiles - 1:
+        tl.store(arrivals + i_r * H + i_h, 0)
+        shift_inputs(q, q_inputs, i_n, i_r, o_k, m_k, stride_q, H * HEAD_K, W)
+        shift_inputs(k, k_inputs, i_n, i_r, o_k, m_k, stride_k, H * HEAD_K, W)
         o_d = tl.arange(0, BD)
         m_d = o_d < HEAD_V
         b_w = tl.load(norm_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
@@ -161,10 +181,11 @@ def _step(x: Inputs) -> Tensor:
     o = torch.empty((B, HV, head_v), dtype=torch.float32, device=x.v.device)
     y = torch.empty((B, HV, head_v), dtype=x.v.dtype, device=x.v.device)
     rows = dict(q=x.q, k=x.k, v=x.v, a=x.a, b=x.b, gate=x.gate)
+    strides = {f"stride_{name}": 0 if t is None else t.stride(0) for name, t in rows.items()}
+    strides |= {f"stride_{name}": slot_stride(x.slots, getattr(x, name)) for name in WRITTEN}
     delta_layer_step_kernel[(B * heads * (V // tile.BV),)](
-        **x._asdict(), o=o, y=y, **{f"stride_{name}": 0 if t is None else t.stride(0) for name, t in rows.items()},
-        H=H, group=HV // H, parts=heads // HV, HEAD_K=head_k, HEAD_V=head_v, K=K, V=V, BV=tile.BV,
-        BD=next_power_of_2(head_v), W=x.q_weight.shape[1], num_warps=tile.num_warps,
+        **x._asdict(), o=o, y=y, **strides, H=H, group=HV // H, parts=heads // HV, HEAD_K=head_k, HEAD_V=head_v,
+        K=K, V=V, BV=tile.BV, BD=next_power_of_2(head_v), W=x.q_weight.shape[1], num_warps=tile.num_warps,
     )  # fmt: skip
     return y
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -16,6 +18,7 @@ from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
 from tokenmix_core.ops.gated_delta_rule.plan import GLUON, GLUON_STEP
 from tokenmix_core.ops.gated_delta_rule.reference import chunk_reference, recurrent_reference
 from tokenmix_core.ops.gated_delta_rule.types import Inputs
+from tokenmix_core.ops.slots import at_slots, check_written, first_axis, state_dtypes
 from tokenmix_core.ops.types import Impl, ScanOutput
 
 HEAD_SIZES = (64, 128, 256)
@@ -134,8 +137,9 @@ def gated_delta_rule_step(
     v: Float[Tensor, "B HV V"],
     g: Float[Tensor, "B HV"],
     beta: Float[Tensor, "B HV"],
-    state: Float[Tensor, "B HV K V"],
+    state: Float[Tensor, "_rows HV K V"],
     *,
+    slots: Int[Tensor, "B"] | None = None,
     scale: float | None = None,
     qk_l2norm: bool = False,
     impl: Impl | None = None,
@@ -148,6 +152,10 @@ def gated_delta_rule_step(
         g: `[B, HV]`, natural log of the decay, at most 0.
         beta: `[B, HV]`, strength of the write.
         state: `[B, HV, K, V]` float32, contiguous; overwritten with the state after this token.
+        slots: int32 `[B]`. `state` is then a pool `[S, HV, K, V]`, of which row n reads and overwrites slot `slots[n]`;
+            a row with a negative slot is padding: its output is zero, and it reads and writes no slot. No two
+            rows may have the same slot, unless it is negative. The slots may be any distance apart, and the pool may
+            also be bfloat16 or float16: it rounds the state once per token. None: row n has the n-th state.
         scale, qk_l2norm: as for `chunk_gated_delta_rule`.
         impl: as for `chunk_gated_delta_rule`, except that Gluon also takes float32, and only K = 128 with V ≥ 64.
 
@@ -157,16 +165,21 @@ def gated_delta_rule_step(
     Raises:
         ValueError: shapes, dtypes, devices or sizes do not fit; the message has the given and the expected ones.
     """
-    impl, scale = _check_step(q, k, v, g, beta, state, scale, impl)
+    impl, scale = _check_step(q, k, v, g, beta, state, slots, scale, impl)
     with torch.no_grad():
         if impl == "reference":
-            token = (x.unsqueeze(1) for x in (q, k, v, g, beta))
-            o, updated = recurrent_reference(*token, scale, state, qk_l2norm=qk_l2norm)
-            state.copy_(updated)
-            return o.squeeze(1)
+            return at_slots(partial(_step_reference, scale, qk_l2norm), slots, (q, k, v, g, beta), (state,))
         from tokenmix_core.ops.gated_delta_rule.autograd import step
 
-        return step(q, k, v, g, beta, state, scale, qk_l2norm, impl)
+        return step(q, k, v, g, beta, state, scale, qk_l2norm, impl, slots)
+
+
+def _step_reference(scale: float, qk_l2norm: bool, *token: Tensor) -> Tensor:
+    """Return the output of one token, and overwrite the last of the given tensors, the state."""
+    *rows, state = token
+    o, updated = recurrent_reference(*(x.unsqueeze(1) for x in rows), scale, state, qk_l2norm=qk_l2norm)
+    state.copy_(updated)
+    return o.squeeze(1)
 
 
 @Checked
@@ -196,20 +209,19 @@ def _check(op: str, *inputs) -> tuple[str | None, float]:
 
 
 @Checked
-def _check_step(q, k, v, g, beta, state, scale, impl) -> tuple[str | None, float]:
+def _check_step(q, k, v, g, beta, state, slots, scale, impl) -> tuple[str | None, float]:
     """Validate the arguments of a decoding step; return the result of `resolve_impl`, and the scale."""
     op = "gated_delta_rule_step"
     dims = checks.bind_shapes(
         op, {}, q=(q, "B H K"), k=(k, "B H K"), v=(v, "B HV V"), g=(g, "B HV"), beta=(beta, "B HV"),
-        state=(state, "B HV K V"),
+        state=(state, f"{first_axis(slots)} HV K V"), slots=(slots, "B?"),
     )  # fmt: skip
     impl = resolve_impl(op, impl, q, GLUON_STEP)
     _check_sizes(op, dims, impl)
     if impl == "gluon":
         GLUON_STEP.require(op, q.device, q.dtype, step_limit(dims["K"], dims["V"]))
-    _check_dtypes(op, q, k, v, g, beta, state, impl)
-    if not state.is_contiguous():
-        raise ValueError(f"{op}: state must be contiguous to be overwritten, got strides {state.stride()}")
+    _check_dtypes(op, q, k, v, g, beta, state, impl, slots)
+    check_written(op, slots, state=state)
     return impl, dims["K"] ** -0.5 if scale is None else checks.check_scale(op, scale)
 
 
@@ -224,9 +236,9 @@ def _check_sizes(op: str, dims: dict[str, int], impl: str | None) -> None:
                 )
 
 
-def _check_dtypes(op, q, k, v, g, beta, state, impl: str | None) -> None:
-    inputs = (*_INPUTS, torch.float64) if impl == "reference" else _INPUTS
-    checks.check_dtype(op, inputs, q=q, g=g, beta=beta)
+def _check_dtypes(op, q, k, v, g, beta, state, impl: str | None, slots: Tensor | None = None) -> None:
+    wide = (torch.float64,) if impl == "reference" else ()
+    checks.check_dtype(op, (*_INPUTS, *wide), q=q, g=g, beta=beta)
     checks.check_same_dtype(op, q=q, k=k, v=v)
     if state is not None:
-        checks.check_dtype(op, (torch.float32, torch.float64) if impl == "reference" else (torch.float32,), state=state)
+        checks.check_dtype(op, (*state_dtypes(slots), *wide), state=state)

@@ -121,7 +121,7 @@ def _step(x: StepInputs) -> Tensor:
         q=q, k=k, v=v, g=g, beta=beta, initial_state=x.state, writes=None, cu_seqlens=None, scale=x.scale,
         qk_l2norm=x.qk_l2norm,
     )  # fmt: skip
-    o, _ = recurrent_forward(token, tile=tile, state_out=x.state)
+    o, _ = recurrent_forward(token, tile=tile, state_out=x.state, slots=x.slots)
     return o.squeeze(1)
 
 

@@ -13,6 +13,7 @@ from tokenmix_core.ops.decode_tiles import StateStep
 from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import SIZES
 from tokenmix_core.ops.gated_delta_rule.types import Inputs
+from tokenmix_core.ops.slots import slot_stride
 
 
 @triton.jit
@@ -35,14 +36,14 @@ def scan_token(b_s, p_q, p_k, p_v, p_g, p_beta, p_o, scale, L2NORM: tl.constexpr
 @cached_launch
 @triton.jit(do_not_specialize=SIZES)
 def recurrent_kernel(
-    q, k, v, g, beta, writes, cu_seqlens, o, state_in, state_out, scale, T, H, group,
+    q, k, v, g, beta, writes, cu_seqlens, slots, o, state_in, state_out, stride_state, scale, T, H, group,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, L2NORM: tl.constexpr,
     PACKED: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Scan one sequence, value head and tile of V in a program; `state_out` may be the same tensor as `state_in`.
 
-    STEP: each sequence has one token, and the kernel has no loop, which would cost registers. WRITES tokens share a
-    factor in `writes`.
+    STEP: each sequence has one token, and the kernel has no loop, which would cost registers; it may have `slots`.
+    WRITES tokens share a factor in `writes`.
     """
     gdc_launch_and_wait(PDL)
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
@@ -50,7 +51,14 @@ def recurrent_kernel(
     i_n, i_hv = i_nh // HV, i_nh % HV
     bos, length = sequence_span(i_n, T, cu_seqlens, PACKED)
     o_k, o_v = tl.arange(0, K), i_v * BV + tl.arange(0, BV)
-    p_state = i_nh.to(tl.int64) * K * V + o_k[:, None] * V + o_v[None, :]
+    p_state = i_nh.to(tl.int64) * K * V
+    if slots is not None:
+        i_slot = tl.load(slots + i_n).to(tl.int64)
+        if i_slot < 0:
+            tl.store(o + (bos * HV + i_hv) * V + o_v, tl.zeros([BV], o.dtype.element_ty))
+            return
+        p_state = i_slot * stride_state + i_hv * (K * V)
+    p_state = p_state + o_k[:, None] * V + o_v[None, :]
     if state_in is not None:
         b_s = tl.load(state_in + p_state).to(tl.float32)
     else:
@@ -84,11 +92,12 @@ def recurrent_kernel(
 
 
 def recurrent_forward(
-    x: Inputs, tile: StateStep | None = None, state_out: Tensor | None = None
+    x: Inputs, tile: StateStep | None = None, state_out: Tensor | None = None, slots: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return outputs and final states; write the final states to `state_out` if given (may be the initial state).
 
-    With `tile` a Gluon kernel computes a single token and overwrites the state.
+    With `tile` a Gluon kernel computes a single token and overwrites the state. With `slots`, for single tokens, the
+    states of the sequences are these slots of `state_out`.
     """
     _, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
@@ -98,7 +107,11 @@ def recurrent_forward(
     if state_out is None:
         state_out = q.new_empty(N, HV, K, V, dtype=torch.float32)
         state_in = None if state_in is None else state_in.contiguous()
-    arguments = dict(q=q, k=k, v=v, g=g, beta=beta, o=o, scale=x.scale, H=H, group=HV // H, K=K, V=V)
+    slots, stride_state = None if slots is None else slots.contiguous(), slot_stride(slots, state_out)
+    arguments = dict(
+        q=q, k=k, v=v, g=g, beta=beta, o=o, slots=slots, stride_state=stride_state, scale=x.scale, H=H, group=HV // H,
+        K=K, V=V,
+    )  # fmt: skip
     if tile is not None:
         from tokenmix_core.ops.gated_delta_rule.hopper.step import hopper_step_kernel
 

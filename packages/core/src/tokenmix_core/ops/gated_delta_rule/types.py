@@ -54,6 +54,7 @@ class StepInputs(NamedTuple):
     scale: float
     qk_l2norm: bool
     impl: str | None = None
+    slots: Tensor | None = None
 
 
 class Terms(NamedTuple):

@@ -16,7 +16,7 @@ def add_both(a, b, c, d):
 @cached_launch
 @gluon.jit(do_not_specialize=["H", "group"])
 def hopper_step_kernel(
-    q, k, v, g, beta, o, state, scale, H, group,
+    q, k, v, g, beta, o, state, slots, stride_state, scale, H, group,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, BK: gl.constexpr, L2NORM: gl.constexpr,
     PDL: gl.constexpr = False,
 ):  # fmt: skip
@@ -27,8 +27,15 @@ def hopper_step_kernel(
     i_n, i_hv = i_nh // (H * group), i_nh % (H * group)
     i_nh, i_h = i_nh.to(gl.int64), (i_n * H + i_hv // group).to(gl.int64)
     o_k, o_v = gl.arange(0, BK, gl.SliceLayout(1, layout)), gl.arange(0, BV, gl.SliceLayout(0, layout))
-    state += i_nh * (K * V) + i_v
-    s_s = gl.allocate_shared_memory(gl.float32, [K, BV], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    if slots is not None:
+        i_slot = gl.load(slots + i_n).to(gl.int64)
+        if i_slot < 0:
+            gl.store(o + i_nh * V + i_v + o_v, gl.zeros([BV], o.dtype.element_ty, gl.SliceLayout(0, layout)))
+            return
+        state += i_slot * stride_state + i_hv * (K * V) + i_v
+    else:
+        state += i_nh * (K * V) + i_v
+    s_s = gl.allocate_shared_memory(state.dtype.element_ty, [K, BV], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     whole: gl.constexpr = state_layout(K, BV, gl.num_warps())
     w_k, w_v = gl.arange(0, K, gl.SliceLayout(1, whole)), gl.arange(0, BV, gl.SliceLayout(0, whole))
     async_load(s_s, state + w_k[:, None] * V + w_v[None, :])
@@ -54,7 +61,7 @@ def hopper_step_kernel(
     async_copy.wait_group(0)
     b_sq, b_sk = gl.zeros([BK, BV], gl.float32, layout), gl.zeros([BK, BV], gl.float32, layout)
     for i in gl.static_range(K // BK):
-        b_s = s_s.slice(i * BK, BK, dim=0).load(layout)
+        b_s = s_s.slice(i * BK, BK, dim=0).load(layout).to(gl.float32)
         b_sq += b_s * parts_q[i].to(gl.float32)[:, None]
         b_sk += b_s * parts_k[i].to(gl.float32)[:, None]
     # reduce Sᵀ k and Sᵀ q of the old state S together; the update k uᵀ of S then adds (k · q) u to the output
@@ -64,5 +71,7 @@ def hopper_step_kernel(
     gl.store(o + i_nh * V + i_v + o_v, b_o.to(o.dtype.element_ty))
     p_s = state + o_k[:, None] * V + o_v[None, :]
     for i in gl.static_range(K // BK):
-        b_s = s_s.slice(i * BK, BK, dim=0).load(layout)
-        gl.store(p_s + i * BK * V, b_s * decay + parts_k[i].to(gl.float32)[:, None] * b_u[None, :])
+        b_s = s_s.slice(i * BK, BK, dim=0).load(layout).to(gl.float32)
+        p_i = p_s + i * BK * V
+        b_s = b_s * decay + parts_k[i].to(gl.float32)[:, None] * b_u[None, :]
+        gl.store(p_i, b_s.to(state.dtype.element_ty))
