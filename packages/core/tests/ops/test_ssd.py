@@ -171,7 +171,9 @@ class TestSSD(OpContract):
         arguments = (torch.ones_like(v), state.clone(), None, q, k, v, g, state)
         yield ssd_backward_op, (*arguments, None, None, None, 1.0)
         yield ssd_backward_op, (*arguments, dt, D, None, 1.0)
-        yield ssd_step_op, (q[:, 0], k[:, 0], v[:, 0], g[:, 0], state, None, None, 1.0)
+        arguments = q[:, 0], k[:, 0], v[:, 0], g[:, 0], state, None, None, 1.0
+        yield ssd_step_op, arguments
+        yield ssd_step_op, (*arguments, None, torch.zeros(1, dtype=torch.int32, device=device))
 
 
 def one_row(arguments, boundaries):

@@ -15,6 +15,7 @@ from tokenmix_core.ops.ssd import recurrent, tuning
 from tokenmix_core.testing import gluon_emulator
 from tokenmix_core.testing.agreement import assert_agrees
 from tokenmix_core.testing.closeness import assert_within
+from tokenmix_core.testing.slot_contract import SLOTS, assert_only_slots_written, padded_rows, poisoned_pool
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
 
@@ -122,5 +123,28 @@ def test_one_token(tile, weighted, monkeypatch, override):
         token = {name: value.to(dtype, copy=True) for name, value in x.items()}
         state = token.pop("initial_state")
         results.append((ssd_step(**token, state=state, scale=0.7, impl=impl), state))
+    for name, *values in zip(("o", "state"), *results, strict=True):
+        assert_within(name, *values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_one_token_in_slots(dtype, monkeypatch):
+    (module,) = gluon_emulator.load("tokenmix_core", "ops.ssd.hopper.step")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(GluonForm, "require", lambda *_: None)
+    monkeypatch.setattr(recurrent, "ssd_recurrent_kernel", None)
+    x = inputs(B=2, T=1, G=2, HV=4, K=128, N=2, steps=True)
+    x = {name: value if name in ("initial_state", "D") else value.squeeze(1) for name, value in x.items()}
+    step = partial(ssd_step, scale=0.7)
+    state = x.pop("initial_state").float()
+    rows = {name: value.float() if name == "D" else padded_rows(value.float()) for name, value in x.items()}
+    true, exact = {name: value.double() for name, value in x.items()}, state.to(dtype).double()
+    results = [(step(**true, state=exact, impl="reference"), exact)]
+    for impl in ("gluon", "reference"):
+        pool, memory = poisoned_pool(state, dtype)
+        y = step(**rows, state=pool, slots=torch.tensor(SLOTS, dtype=torch.int32), impl=impl)
+        assert not y[[0, 2]].any()
+        assert_only_slots_written(memory, state[0].numel())
+        results.insert(-1 if impl == "gluon" else 2, (y[[1, 3]], pool[[3, 1]]))
     for name, *values in zip(("o", "state"), *results, strict=True):
         assert_within(name, *values)

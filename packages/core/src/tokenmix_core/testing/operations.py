@@ -19,10 +19,9 @@ from tokenmix_core.testing.launch_spies import grids, replays
 from tokenmix_core.testing.layout_contract import LayoutTests
 from tokenmix_core.testing.padding_contract import PaddingTests
 from tokenmix_core.testing.refusals import RefusalTests
+from tokenmix_core.testing.slot_contract import HALF, SlotTests
 from tokenmix_core.testing.tracing import CountedGraphs
 
-# the 16-bit dtype in which kernels are tested; the interpreter does not support bfloat16
-HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 DTYPES = {"float32": torch.float32, "half": HALF}
 # all checks of torch's `opcheck`
 ALL_CHECKS = (
@@ -47,8 +46,9 @@ PROPERTIES = {
         "test_steps_equal_the_whole_and_write_to_the_state_they_are_given",
         "test_steps_do_not_depend_on_layouts",
         "test_a_meta_tensor_among_those_of_a_step_is_refused_by_name",
+        "test_steps_in_slots_equal_steps_on_states",
     ),
-    "malformed_steps": ("test_malformed_steps_are_refused_before_a_launch",),
+    "malformed_steps": ("test_malformed_steps_are_refused_before_a_launch", "test_malformed_slots_are_refused"),
     "packed": ("test_packed_documents_equal_each_alone", "test_padding_after_the_last_boundary_has_no_influence"),
     "neighbours": ("test_a_row_does_not_depend_on_its_neighbours", "test_results_do_not_depend_on_layouts"),
     "operators": ("test_operators_pass_torchs_own_checks",),
@@ -63,7 +63,7 @@ PROPERTIES = {
 Malformed = Mapping[str, tuple[Any, str]]
 
 
-class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests):
+class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests, SlotTests):
     """Tests of an operation. A subclass `TestX(OpContract)` describes the operation's properties by attributes.
 
     The attribute `absent` names the properties that the operation lacks.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -11,6 +13,7 @@ from tokenmix_core.ops import checks
 from tokenmix_core.ops.decode_tiles import step_limit
 from tokenmix_core.ops.dispatch import resolve_impl
 from tokenmix_core.ops.exporting import exportable, scan_shapes
+from tokenmix_core.ops.slots import at_slots, check_written, first_axis, state_dtypes
 from tokenmix_core.ops.ssd.plan import GLUON, GLUON_STEP, limit
 from tokenmix_core.ops.ssd.reference import chunk_ssd_reference, recurrent_ssd_reference, ssd_step_reference
 from tokenmix_core.ops.ssd.types import Inputs
@@ -116,8 +119,9 @@ def ssd_step(
     k: Float[Tensor, "B G K"],
     v: Float[Tensor, "B HV V"],
     g: Float[Tensor, "B HV"],
-    state: Float[Tensor, "B HV K V"],
+    state: Float[Tensor, "_rows HV K V"],
     *,
+    slots: Int[Tensor, "B"] | None = None,
     dt: Float[Tensor, "B HV"] | None = None,
     D: Float[Tensor, "HV"] | None = None,
     scale: float = 1.0,
@@ -130,6 +134,8 @@ def ssd_step(
         v: `[B, HV, V]`.
         g: `[B, HV]`, natural log of the decay.
         state: `[B, HV, K, V]` float32, contiguous; overwritten with exp(g) · state + k (Δ v)ᵀ.
+        slots: as for `gated_delta_rule_step`: row n reads and overwrites slot `slots[n]` of the pool
+            `state [S, HV, K, V]`.
         dt: `[B, HV]`, Δ; None is 1.
         D: `[HV]`; None is 0.
         scale: factor of the output.
@@ -141,12 +147,12 @@ def ssd_step(
     Raises:
         ValueError: as `chunk_ssd`.
     """
-    impl, scale = _check_step(q, k, v, g, dt, D, state, scale, impl)
+    impl, scale = _check_step(q, k, v, g, dt, D, state, slots, scale, impl)
     if impl != "reference":
         from tokenmix_core.ops.ssd.autograd import step
 
-        return step(q, k, v, g, state, dt, D, scale, impl)
-    return ssd_step_reference(q, k, v, g, state, dt=dt, D=D, scale=scale)
+        return step(q, k, v, g, state, dt, D, scale, impl, slots)
+    return at_slots(partial(ssd_step_reference, D, scale), slots, (q, k, v, g, dt), (state,))
 
 
 @Checked
@@ -173,27 +179,26 @@ def _check(op: str, *inputs) -> tuple[str | None, float]:
 
 
 @Checked
-def _check_step(q, k, v, g, dt, D, state, scale, impl) -> tuple[str | None, float]:
+def _check_step(q, k, v, g, dt, D, state, slots, scale, impl) -> tuple[str | None, float]:
     """Validate the arguments of a decoding step; return the result of `resolve_impl`, and the scale."""
     dims = checks.bind_shapes(
-        "ssd_step", {}, q=(q, "B G K"), k=(k, "B G K"), v=(v, "B HV V"), g=(g, "B HV"), state=(state, "B HV K V"),
-        dt=(dt, "B HV?"), D=(D, "HV?"),
+        "ssd_step", {}, q=(q, "B G K"), k=(k, "B G K"), v=(v, "B HV V"), g=(g, "B HV"),
+        state=(state, f"{first_axis(slots)} HV K V"), dt=(dt, "B HV?"), D=(D, "HV?"), slots=(slots, "B?"),
     )  # fmt: skip
     impl = resolve_impl("ssd_step", impl, q, GLUON_STEP)
     if impl == "gluon":
         GLUON_STEP.require("ssd_step", q.device, q.dtype, step_limit(dims["K"], dims["V"]))
-    _check_rest("ssd_step", impl, dims, q, k, v, g, dt, D, state=state)
-    if not state.is_contiguous():
-        raise ValueError(f"ssd_step: state must be contiguous, got strides {state.stride()}")
+    _check_rest("ssd_step", impl, dims, q, k, v, g, dt, D, slots, state=state)
+    check_written("ssd_step", slots, state=state)
     return impl, checks.check_scale("ssd_step", scale)
 
 
-def _check_rest(op, impl, dims, q, k, v, g, dt, D, **state: Tensor | None) -> None:
+def _check_rest(op, impl, dims, q, k, v, g, dt, D, slots=None, **state: Tensor | None) -> None:
     """Check dtypes, head counts, and the head sizes that kernels support."""
     floats = (*FLOATS, torch.float64) if impl == "reference" else FLOATS
     checks.check_dtype(op, floats, q=q, k=k, v=v, g=g, dt=dt, D=D)
     checks.check_same_dtype(op, q=q, k=k, v=v)
-    checks.check_dtype(op, (torch.float64 if q.dtype == torch.float64 else torch.float32,), **state)
+    checks.check_dtype(op, (torch.float64,) if q.dtype == torch.float64 else state_dtypes(slots), **state)
     checks.check_multiple(op, "HV", dims["HV"], "G", dims["G"])
     for letter in "KV":
         if impl != "reference" and dims[letter] not in HEAD_SIZES:

@@ -82,7 +82,7 @@ def _step(x: StepInputs) -> Tensor:
     g, dt, D = map(aligned, (x.g, x.dt, x.D))
     g, dt = (t if t is None else t.unsqueeze(1) for t in (g, dt))
     token = Inputs(q=q, k=k, v=v, g=g, initial_state=x.state, dt=dt, D=D, cu_seqlens=None, scale=x.scale)
-    return ssd_recurrent(token, x.state, tile).squeeze(1)
+    return ssd_recurrent(token, x.state, tile, x.slots).squeeze(1)
 
 
 ssd_forward_op = cached_op("tokenmix_core::ssd_forward", _forward_traced, mutates_args=())

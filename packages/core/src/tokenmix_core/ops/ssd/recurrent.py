@@ -11,6 +11,7 @@ from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.pdl import gdc_launch_and_wait
 from tokenmix_core.kernels.triton.varlen import sequence_span
 from tokenmix_core.ops.decode_tiles import StateStep
+from tokenmix_core.ops.slots import slot_stride
 from tokenmix_core.ops.ssd import tuning
 from tokenmix_core.ops.ssd.types import Inputs
 
@@ -37,12 +38,15 @@ def scan_token(b_s, p, t, strides, scale, HV, V: tl.constexpr):
 @cached_launch
 @triton.jit(do_not_specialize=["T", "G", "HV"])
 def ssd_recurrent_kernel(
-    q, k, v, g, dt, D, o, initial_state, final_state, cu_seqlens,
-    stride_q, stride_k, stride_v, scale, T, G, HV,
+    q, k, v, g, dt, D, o, initial_state, final_state, cu_seqlens, slots,
+    stride_q, stride_k, stride_v, stride_state, scale, T, G, HV,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr, STEP: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Scan one sequence, head and tile of V per program; STEP: one token without a loop, which would cost registers."""
+    """Scan one sequence, head and tile of V per program.
+
+    STEP: each sequence has one token, and the kernel has no loop, which would cost registers; it may have `slots`.
+    """
     gdc_launch_and_wait(PDL)
     i_p = tl.program_id(0)
     i_v = i_p % (V // BV)
@@ -52,7 +56,14 @@ def ssd_recurrent_kernel(
     i_g = i_h // (HV // G)
     o_k = tl.arange(0, K)
     o_v = i_v * BV + tl.arange(0, BV)
-    o_state = (i_n.to(tl.int64) * HV + i_h) * K * V + o_k[:, None] * V + o_v[None, :]
+    o_state = (i_n.to(tl.int64) * HV + i_h) * K * V
+    if slots is not None:
+        i_slot = tl.load(slots + i_n).to(tl.int64)
+        if i_slot < 0:
+            tl.store(o + (bos * HV + i_h) * V + o_v, tl.zeros([BV], o.dtype.element_ty))
+            return
+        o_state = i_slot * stride_state + i_h * (K * V)
+    o_state = o_state + o_k[:, None] * V + o_v[None, :]
     b_s = tl.zeros([K, BV], tl.float32)
     if initial_state is not None:
         b_s += tl.load(initial_state + o_state)
@@ -74,18 +85,20 @@ def ssd_recurrent_kernel(
     tl.store(final_state + o_state, b_s)
 
 
-def ssd_recurrent(x: Inputs, final_state: Tensor, tile: StateStep | None = None) -> Tensor:
+def ssd_recurrent(x: Inputs, final_state: Tensor, tile: StateStep | None = None, slots: Tensor | None = None) -> Tensor:
     """Return outputs; write the final states to `final_state [N, HV, K, V]`, which may be the initial state's tensor.
 
-    With `tile` a Gluon kernel computes a single token and overwrites the state.
+    With `tile` a Gluon kernel computes a single token and overwrites the state. With `slots`, for single tokens, the
+    states of the sequences are these slots of `final_state`.
     """
     T, G, K = x.q.shape[1:]
     HV, V = x.v.shape[2:]
-    N = len(final_state)
+    N = len(final_state) if slots is None else len(slots)
     o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
     arguments = dict(
         q=x.q, k=x.k, v=x.v, g=x.g, dt=x.dt, D=x.D, o=o, stride_q=x.q.stride(1), stride_k=x.k.stride(1),
-        stride_v=x.v.stride(1), scale=x.scale, G=G, HV=HV, K=K, V=V,
+        stride_v=x.v.stride(1), slots=None if slots is None else slots.contiguous(),
+        stride_state=slot_stride(slots, final_state), scale=x.scale, G=G, HV=HV, K=K, V=V,
     )  # fmt: skip
     if tile is not None:
         from tokenmix_core.ops.ssd.hopper.step import hopper_step_kernel

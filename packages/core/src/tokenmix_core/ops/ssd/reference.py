@@ -133,15 +133,14 @@ def _chunkwise(q, k, v, g, scale, initial_state, chunk_size: int = 64) -> ScanOu
 
 
 def ssd_step_reference(
+    D: Float[Tensor, "HV"] | None,
+    scale: float,
     q: Float[Tensor, "B G K"],
     k: Float[Tensor, "B G K"],
     v: Float[Tensor, "B HV V"],
     g: Float[Tensor, "B HV"],
+    dt: Float[Tensor, "B HV"] | None,
     state: Float[Tensor, "B HV K V"],
-    *,
-    dt: Float[Tensor, "B HV"] | None = None,
-    D: Float[Tensor, "HV"] | None = None,
-    scale: float = 1.0,
 ) -> Float[Tensor, "B HV V"]:
     """Overwrite `state` with the state after one token; return the token's output."""
     one_token = (x.unsqueeze(1) for x in (q, k, v, g))

@@ -47,6 +47,7 @@ class StepInputs(NamedTuple):
     D: Tensor | None
     scale: float
     impl: str | None = None
+    slots: Tensor | None = None
 
 
 class Gradients(NamedTuple):

@@ -10,7 +10,7 @@ from tokenmix_core.kernels.launch.launcher import cached_launch
 @cached_launch
 @gluon.jit(do_not_specialize=["G", "HV"])
 def hopper_step_kernel(
-    q, k, v, g, dt, D, o, state, stride_q, stride_k, stride_v, scale, G, HV,
+    q, k, v, g, dt, D, o, state, slots, stride_q, stride_k, stride_v, stride_state, scale, G, HV,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, BK: gl.constexpr,
     PDL: gl.constexpr = False,
 ):  # fmt: skip
@@ -21,8 +21,16 @@ def hopper_step_kernel(
     i_n, i_h = (i_nh // HV).to(gl.int64), i_nh % HV
     i_nh = i_nh.to(gl.int64)
     o_k, o_v = gl.arange(0, BK, gl.SliceLayout(1, layout)), gl.arange(0, BV, gl.SliceLayout(0, layout))
-    p_s = state + i_nh * (K * V) + i_v + o_k[:, None] * V + o_v[None, :]
-    s_s = gl.allocate_shared_memory(gl.float32, [K // BK, BK, BV], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    if slots is not None:
+        i_slot = gl.load(slots + i_n).to(gl.int64)
+        if i_slot < 0:
+            gl.store(o + i_nh * V + i_v + o_v, gl.zeros([BV], o.dtype.element_ty, gl.SliceLayout(0, layout)))
+            return
+        p_s = state + i_slot * stride_state + i_h * (K * V) + i_v
+    else:
+        p_s = state + i_nh * (K * V) + i_v
+    p_s = p_s + o_k[:, None] * V + o_v[None, :]
+    s_s = gl.allocate_shared_memory(state.dtype.element_ty, [K // BK, BK, BV], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     for i in gl.static_range(K // BK):
         async_load(s_s.index(i), p_s + i * BK * V)
         async_copy.commit_group()
@@ -42,8 +50,8 @@ def hopper_step_kernel(
     b_o = gl.zeros([BK, BV], gl.float32, layout)
     for i in gl.static_range(K // BK):
         async_copy.wait_group(K // BK - 1 - i)
-        b_s = s_s.index(i).load(layout) * decay + parts_k[i].to(gl.float32)[:, None] * b_x[None, :]
-        gl.store(p_s + i * BK * V, b_s)
+        b_s = s_s.index(i).load(layout).to(gl.float32) * decay + parts_k[i].to(gl.float32)[:, None] * b_x[None, :]
+        gl.store(p_s + i * BK * V, b_s.to(state.dtype.element_ty))
         b_o += b_s * parts_q[i].to(gl.float32)[:, None]
     b_o = gl.sum(b_o, 0) * scale
     if D is not None:
