@@ -83,11 +83,13 @@ def kept_attention(
     autograd._backward(*given, o, lse, *lists, o, lse, through_keep)
 
 
-def step(op, N=32, H=16, K=128, V=128):
+def step(op, N=32, H=16, K=128, V=128, pool=None):
     from tokenmix_core import ops
 
     x = tensors(q=(N, H, K), k=(N, H, K), v=(N, H, V), g=(N, H), state=(N, H, K, V))
     x |= tensors(beta=(N, H)) if op == "gated_delta_rule_step" else {}
+    if pool is not None:
+        x |= {"state": torch.empty(N, H, K, V, dtype=pool), "slots": torch.zeros(N, dtype=torch.int32)}
     with torch.no_grad():
         getattr(ops, op)(**x, impl="gluon")
 
@@ -113,6 +115,9 @@ CALLS = {
     "many sequences of a token": partial(step, "gated_delta_rule_step", N=256),
     "many sequences of a token, SSD": partial(step, "ssd_step", N=256),
 }
+for op in ("gated_delta_rule_step", "ssd_step"):
+    for pool in (torch.float32, torch.bfloat16):
+        CALLS[f"{op} in slots of {pool}"] = partial(step, op, pool=pool)
 for K in (64, 128, 256):
     for V in (64, 128, 256):
         sizes = dict(K=K, V=V)

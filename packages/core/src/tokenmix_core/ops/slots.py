@@ -46,6 +46,15 @@ def check_written(op: str, slots: Tensor | None, **written: Tensor) -> None:
             raise ValueError(f"{op}: slots must be less than the pool's {number} slots, got {slots.tolist()[:16]}")
 
 
+def check_spacing(op: str, slots: Tensor | None, state: Tensor, impl: str | None) -> None:
+    """Raise a ValueError unless the slots of a pool of recurrent states are a multiple of 16 elements apart.
+
+    With other distances Triton would load a state element by element, and 16-bit elements are too small for cp.async.
+    """
+    if slots is not None and impl != "reference" and state.stride(0) % 16:
+        raise ValueError(f"{op}: slots of state must be a multiple of 16 elements apart, got {state.stride(0)}")
+
+
 def slot_stride(slots: Tensor | None, pool: Tensor) -> int | None:
     """Return the elements from one slot to the next; None without slots: the kernel then has no such parameter."""
     return None if slots is None else pool.stride(0)

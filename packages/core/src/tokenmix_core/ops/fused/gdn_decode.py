@@ -17,7 +17,7 @@ from tokenmix_core.ops.dispatch import resolve_impl
 from tokenmix_core.ops.fused.gdn_gates import delta_gates_reference
 from tokenmix_core.ops.fused.rms_norm import gated_rms_norm_reference
 from tokenmix_core.ops.gated_delta_rule.reference import recurrent_reference
-from tokenmix_core.ops.slots import at_slots, check_written, first_axis, state_dtypes
+from tokenmix_core.ops.slots import at_slots, check_spacing, check_written, first_axis, state_dtypes
 from tokenmix_core.ops.types import Impl
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -144,6 +144,7 @@ def _check(
     check_dtype(op, (torch.int32,), arrivals=arrivals)
     last = {"q_inputs": q_inputs, "k_inputs": k_inputs, "v_inputs": v_inputs}
     check_written(op, slots, **last, state=state, arrivals=arrivals)
+    check_spacing(op, slots, state, impl)
     return impl, dims["K"] ** -0.5 if scale is None else check_scale(op, scale)
 
 

@@ -18,7 +18,7 @@ from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
 from tokenmix_core.ops.gated_delta_rule.plan import GLUON, GLUON_STEP
 from tokenmix_core.ops.gated_delta_rule.reference import chunk_reference, recurrent_reference
 from tokenmix_core.ops.gated_delta_rule.types import Inputs
-from tokenmix_core.ops.slots import at_slots, check_written, first_axis, state_dtypes
+from tokenmix_core.ops.slots import at_slots, check_spacing, check_written, first_axis, state_dtypes
 from tokenmix_core.ops.types import Impl, ScanOutput
 
 HEAD_SIZES = (64, 128, 256)
@@ -222,6 +222,7 @@ def _check_step(q, k, v, g, beta, state, slots, scale, impl) -> tuple[str | None
         GLUON_STEP.require(op, q.device, q.dtype, step_limit(dims["K"], dims["V"]))
     _check_dtypes(op, q, k, v, g, beta, state, impl, slots)
     check_written(op, slots, state=state)
+    check_spacing(op, slots, state, impl)
     return impl, dims["K"] ** -0.5 if scale is None else checks.check_scale(op, scale)
 
 

@@ -13,7 +13,7 @@ from tokenmix_core.ops import checks
 from tokenmix_core.ops.decode_tiles import step_limit
 from tokenmix_core.ops.dispatch import resolve_impl
 from tokenmix_core.ops.exporting import exportable, scan_shapes
-from tokenmix_core.ops.slots import at_slots, check_written, first_axis, state_dtypes
+from tokenmix_core.ops.slots import at_slots, check_spacing, check_written, first_axis, state_dtypes
 from tokenmix_core.ops.ssd.plan import GLUON, GLUON_STEP, limit
 from tokenmix_core.ops.ssd.reference import chunk_ssd_reference, recurrent_ssd_reference, ssd_step_reference
 from tokenmix_core.ops.ssd.types import Inputs
@@ -190,6 +190,7 @@ def _check_step(q, k, v, g, dt, D, state, slots, scale, impl) -> tuple[str | Non
         GLUON_STEP.require("ssd_step", q.device, q.dtype, step_limit(dims["K"], dims["V"]))
     _check_rest("ssd_step", impl, dims, q, k, v, g, dt, D, slots, state=state)
     check_written("ssd_step", slots, state=state)
+    check_spacing("ssd_step", slots, state, impl)
     return impl, checks.check_scale("ssd_step", scale)
 
 
