@@ -155,6 +155,8 @@ def timed(kind: str, args: argparse.Namespace) -> None:
     options |= {"enforce_eager": False, "dtype": "bfloat16", "enable_prefix_caching": False}
     # without measuring the free memory, as several processes share the GPU
     options |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": args.kv_gib << 30}
+    if kind == "ours":
+        options["additional_config"] = {"state_dtype": args.state_dtype}
     if kind == "own":
         options |= {"load_format": "dummy", "additional_config": {"gdn_prefill_backend": "triton"}}
     with engine(folder, **options) as llm:
@@ -215,7 +217,7 @@ def quick(args: argparse.Namespace) -> None:
 
     def begin(*command: str) -> None:
         log = (args.out / f"{command[1]}.txt").open("w")
-        sizes = [f"--{x}={getattr(args, x)}" for x in ("layers", "width", "requests", "new", "kv_gib")]
+        sizes = [f"--{x}={getattr(args, x)}" for x in ("layers", "width", "requests", "new", "kv_gib", "state_dtype")]
         given = [sys.executable, __file__, *command, f"--wait={wait}", *sizes]
         env = dict(os.environ)
         if command[1] == "embedded" and args.embedded_path:
@@ -261,6 +263,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     for name, value in {"layers": 24, "width": 1024, "requests": 256, "new": 256, "kv_gib": 20}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--state_dtype", default="float32", help="dtype of our recurrent states in vLLM's slots")
     parser.add_argument("--seconds", type=float, default=240, help="time limit of --quick")
     parser.add_argument("--check-seconds", type=float, default=100, help="time limit of the checks of --quick")
     parser.add_argument("--out", type=Path, default=Path("served"), help="folder of the logs of --quick")

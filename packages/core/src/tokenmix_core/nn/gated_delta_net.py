@@ -49,7 +49,7 @@ class GatedDeltaNet(Mixer):
 
     takes_more_tokens = True
     splits_sequences = splits_prompts = True
-    packs_states = True
+    packs_states = steps_in_slots = True
 
     float32 = ("A_log", "dt_bias")
 
@@ -150,7 +150,7 @@ class GatedDeltaNet(Mixer):
             recurrent = state.recurrent.get(hidden_states.shape[0], hidden_states)
             state.arrivals.get(hidden_states.shape[0], hidden_states)
             q, k, v, g, beta = (x.squeeze(1) for x in (q, k, v, g, beta))
-            options["impl"] = unless_gluon(self.impl)
+            options |= {"impl": unless_gluon(self.impl), "slots": state.recurrent.slots}
             o = gated_delta_rule_step(q, k, v, g, beta, recurrent, **options).unsqueeze(1)
         else:
             before = None if state is None else state.recurrent.value
@@ -195,6 +195,7 @@ class GatedDeltaNet(Mixer):
             self.o_norm.weight,
             state.recurrent.get(x.shape[0], x),
             state.arrivals.get(x.shape[0], x),
+            slots=state.recurrent.slots,
             scale=self.head_dim**-0.5,
             max_beta=self.max_beta,
             eps=self.o_norm.eps,

@@ -46,7 +46,7 @@ class Mamba2(Mixer):
 
     takes_more_tokens = True
     splits_sequences = splits_prompts = True
-    packs_states = True
+    packs_states = steps_in_slots = True
 
     float32 = ("A_log", "dt_bias", "D")
 
@@ -125,7 +125,8 @@ class Mamba2(Mixer):
         if step and state is not None:
             recurrent = state.recurrent.get(hidden_states.shape[0], hidden_states)
             C, B, x, g, dt = (t.squeeze(1) for t in (C, B, x, g, dt))
-            y = ssd_step(C, B, x, g, recurrent, dt=dt, D=D, impl=unless_gluon(self.impl)).unsqueeze(1)
+            options = {"slots": state.recurrent.slots, "impl": unless_gluon(self.impl)}
+            y = ssd_step(C, B, x, g, recurrent, dt=dt, D=D, **options).unsqueeze(1)
         else:
             before = None if state is None else state.recurrent.value
             y, after = chunk_ssd(C, B, x, g, dt=dt, D=D, initial_state=before, cu_seqlens=cu_seqlens, impl=self.impl)

@@ -70,8 +70,15 @@ class ShortConv(nn.Module):
         A `state` holds the preceding inputs and is updated, in place if `step` (T = 1).
         """
         if step and state is not None:
-            last = state.get(x.shape[0], x)
-            y = short_conv_step(x.squeeze(1), self.weight, self.bias, last, activation=self.activation, impl=self.impl)
+            y = short_conv_step(
+                x.squeeze(1),
+                self.weight,
+                self.bias,
+                state.get(x.shape[0], x),
+                slots=state.slots,
+                activation=self.activation,
+                impl=self.impl,
+            )
             return y.unsqueeze(1)
         before = None if state is None else state.value
         y, last = short_conv(
@@ -116,8 +123,10 @@ def convolved(
     weights = [conv.weight for conv in convs]
     activation, impl = convs[0].activation, convs[0].impl
     if step:
-        last = [state.get(x.shape[0], x) for state, x in zip(states, xs, strict=True) if state is not None]
-        tokens = short_conv_steps([x.squeeze(1) for x in xs], weights, last, activation=activation, impl=impl)
+        held = [state for state in states if state is not None]
+        last = [state.get(len(x), x) for state, x in zip(held, xs, strict=True)]
+        tokens = [x.squeeze(1) for x in xs]
+        tokens = short_conv_steps(tokens, weights, last, slots=held[0].slots, activation=activation, impl=impl)
         return tuple(y.unsqueeze(1) for y in tokens)
     initial = [x for x in before if x is not None]
     outputs = short_convs(

@@ -82,9 +82,11 @@ class ServedState(nn.Module, MambaBase):
         self.mixer, self.layout, self.elements, self.prefix = mixer, layout, elements, prefix
         self.inputs, self.rotary_dim, self.has_step_forms = (), mixer.rotary_dim, has_step_forms(type(mixer))
         self.prepare, self.max_length = prepare, max_length
-        # if True, one call computes all prompts of a step: states of constant size, and a mixer with `packs_states`
-        self.packs = vars(type(mixer)).get("packs_states") and all(
-            isinstance(x, TensorState) for x in layout.template.parts.values()
+        # whether one call computes all prompts of a step, and whether a decoding step leaves states in their slots, for
+        # states of constant size
+        constant = all(isinstance(x, TensorState) for x in layout.template.parts.values())
+        self.packs, self.in_slots = (
+            constant and vars(type(mixer)).get(name, False) for name in ("packs_states", "steps_in_slots")
         )
         self.kv_cache = (torch.tensor([]),)
         self._views: tuple[Tensor, dict[str, list[Tensor]]] | None = None
@@ -142,8 +144,12 @@ class ServedState(nn.Module, MambaBase):
     def _decode(self, x: Tensor, rotary: Rotation | None, step: StateMetadata) -> Tensor:
         """Return the outputs `[N, 1, D]` for one token of each decoding request."""
         n, lengths = len(x), step.decode_lengths
-        slots = step.slots[:n]
-        state = self.layout.gather(self.views, slots, fixed=True)
+        slots, pools = step.slots[:n], step.decode_slots[:n]
+        state = (
+            self.layout.in_slots(self.views, pools)
+            if self.in_slots
+            else self.layout.gather(self.views, slots, fixed=True)
+        )
         span = Span(
             n,
             1,
@@ -154,7 +160,8 @@ class ServedState(nn.Module, MambaBase):
             known=lambda: lengths,
         )
         y = self._call(x, rotary, state, span)
-        self.layout.scatter(state, self.views, slots)
+        if not self.in_slots:
+            self.layout.scatter(state, self.views, slots)
         return y
 
     def _prefill_packed(self, x: Tensor, rotary: Rotation | None, step: StateMetadata) -> Tensor:

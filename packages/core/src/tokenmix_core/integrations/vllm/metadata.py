@@ -24,7 +24,8 @@ class StateMetadata:
 
     Attributes:
         decodes: number of decoding requests.
-        slots: slot of each request.
+        slots: slot of each request; 0, which belongs to no request, for padding of a captured batch.
+        decode_slots: int32, the slot of each request; -1 for padding.
         before: number of tokens of each request before the step.
         decode_lengths: `before` of the decoding requests, on the host.
         prefill_lengths: `before` of all other requests, on the host.
@@ -34,6 +35,7 @@ class StateMetadata:
 
     decodes: int
     slots: Tensor
+    decode_slots: Tensor
     before: Tensor
     decode_lengths: list[int]
     prefill_lengths: list[int]
@@ -67,6 +69,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder):
         most = vllm_config.scheduler_config.max_num_seqs
         graphs = getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None) or 0
         self.slots = torch.zeros(max(most, graphs), dtype=torch.int64, device=device)
+        self.decode_slots = torch.zeros_like(self.slots, dtype=torch.int32)
         self.before = torch.zeros_like(self.slots)
 
     @classmethod
@@ -95,6 +98,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder):
         before.copy_(common.seq_lens[:n] - (common.query_start_loc[1 : n + 1] - common.query_start_loc[:n]))
         before.clamp_(min=0)
         slots.copy_(torch.where(common.seq_lens[:n] > 0, table[:n], 0)).clamp_(min=0)
+        decode_slots = self.decode_slots[:n].copy_(torch.where(slots > 0, slots, -1))
         new = (lengths[:decodes] == 0) & (ends[:decodes] > 0)
         if bool(new.any()):
             # a prompt of one token counts as decoding, but another request may have left its state in the slot
@@ -102,6 +106,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder):
         return StateMetadata(
             decodes,
             slots,
+            decode_slots,
             before,
             lengths[:decodes].tolist(),
             lengths[decodes:].tolist(),

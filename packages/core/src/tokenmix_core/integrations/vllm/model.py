@@ -110,16 +110,21 @@ class ServedCausalLM(nn.Module, HasInnerState, IsHybrid):
         return (get_temporal_copy_spec,)
 
 
+_STATE_DTYPES = ("float32", "bfloat16", "float16")
 _known: dict[str, dict[str, SlotLayout]] = {}
 
 
 def _layouts(vllm_config: Any) -> dict[str, SlotLayout]:
     """Return, by label, the slot layouts of the layers that are not served by vLLM's attention."""
     config, model = vllm_config.model_config.hf_config, vllm_config.model_config
-    key = f"{config.to_json_string()} {model.max_model_len} {model.dtype}"
+    given = getattr(vllm_config, "additional_config", None)
+    name = given.get("state_dtype", "float32") if isinstance(given, dict) else "float32"
+    if name not in _STATE_DTYPES:
+        raise ValueError(f"state_dtype in additional_config must be {', '.join(_STATE_DTYPES)}, got {name!r}")
+    key = f"{config.to_json_string()} {model.max_model_len} {model.dtype} {name}"
     if key not in _known:
         labels = [label for label in dict.fromkeys(config.labels) if not _is_paged(config, label)]
-        _known[key] = slot_layouts(config, labels, model.max_model_len, model.dtype)
+        _known[key] = slot_layouts(config, labels, model.max_model_len, model.dtype, getattr(torch, name))
     return _known[key]
 
 

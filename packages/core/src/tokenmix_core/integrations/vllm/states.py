@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from tokenmix_core.nn.mixer import Mixer
-from tokenmix_core.nn.state import LayerState, StatePart
+from tokenmix_core.nn.state import LayerState, StatePart, TensorState
 
 # alignment, in bytes, of tensors within a slot and of slots
 _ALIGN = 256
@@ -34,16 +34,20 @@ class SlotLayout:
 
     Args:
         template: a state of one sequence with all its tensors, at its largest size.
+        state_dtype: dtype of a slot's recurrent states, which are float32 in `template`: the parts of class
+            `TensorState` with that dtype. A step computes in float32, and rounds the state once.
     """
 
-    def __init__(self, template: LayerState):
+    def __init__(self, template: LayerState, state_dtype: torch.dtype = torch.float32):
         self.template, self.nbytes = template, 0
         self.fields: dict[str, list[Field]] = {}
         for name, part in template.parts.items():
             self.fields[name] = []
             for x in part.tensors:
-                self.fields[name].append(Field(self.nbytes, x.dtype, tuple(x.shape[1:])))
-                self.nbytes += -(-x[0].nbytes // _ALIGN) * _ALIGN
+                recurrent = isinstance(part, TensorState) and part.dtype == torch.float32
+                dtype = state_dtype if recurrent else x.dtype
+                self.fields[name].append(Field(self.nbytes, dtype, tuple(x.shape[1:])))
+                self.nbytes += -(-x[0].numel() * dtype.itemsize // _ALIGN) * _ALIGN
 
     def empty(self) -> LayerState:
         """Return a layer's state for sequences before their first token."""
@@ -52,6 +56,21 @@ class SlotLayout:
     def views(self, pool: Tensor) -> dict[str, list[Tensor]]:
         """Return the tensors `[slots, *shape]` of every part of the state, as views of the pool `[slots, elements]`."""
         return {name: [_view(pool, field) for field in fields] for name, fields in self.fields.items()}
+
+    def in_slots(self, views: dict[str, list[Tensor]], slots: Tensor) -> LayerState:
+        """Return the states in `slots` as one layer's state for a decoding step, which overwrites them.
+
+        Args:
+            views: the tensors of the pool, as `views` returns them; all parts of the state are of class `TensorState`.
+            slots: int32 `[N]`, the slot of each sequence, or a negative number for padding.
+        """
+        state = LayerState()
+        for name, part in self.template.parts.items():
+            held, (pool,) = copy.copy(part), views[name]
+            assert isinstance(held, TensorState)
+            held.value, held.slots, held.fixed = pool, slots, True
+            state.parts[name] = held
+        return state
 
     def gather(
         self, views: dict[str, list[Tensor]], slots: Tensor, *, fresh: Tensor | None = None, fixed: bool = False
@@ -66,7 +85,8 @@ class SlotLayout:
         """
         state = LayerState()
         for name, part in self.template.parts.items():
-            rows = [view.index_select(0, slots) for view in views[name]]
+            pairs = zip(views[name], part.tensors, strict=True)
+            rows = [view.index_select(0, slots).to(like.dtype) for view, like in pairs]
             if fresh is not None:
                 rows = [x.masked_fill_(fresh.view(-1, *[1] * (x.dim() - 1)), 0) for x in rows]
             held, rows = copy.copy(part), iter(rows)
@@ -82,10 +102,10 @@ class SlotLayout:
         for name, part in state.parts.items():
             for view, x in zip(views[name], part.tensors, strict=False):
                 if x.shape[1:] == view.shape[1:]:
-                    view.index_copy_(0, slots, x)
+                    view.index_copy_(0, slots, x.to(view.dtype))
                     continue
                 # zeros behind the stored entries: kernels may load these under a mask, and they must not be NaN
-                row = x.new_zeros(len(x), *view.shape[1:])
+                row = x.new_zeros(len(x), *view.shape[1:], dtype=view.dtype)
                 inside = tuple(slice(min(n, m)) for n, m in zip(x.shape[1:], view.shape[1:], strict=True))
                 row[(slice(None), *inside)] = x[(slice(None), *inside)]
                 view.index_copy_(0, slots, row)
@@ -99,8 +119,16 @@ def slot_elements(layouts: dict[str, SlotLayout]) -> int:
     return max((layout.nbytes for layout in layouts.values()), default=0) // SLOT_DTYPE.itemsize
 
 
-def slot_layouts(config: Any, labels: list[str], max_length: int, dtype: torch.dtype) -> dict[str, SlotLayout]:
+def slot_layouts(
+    config: Any,
+    labels: list[str],
+    max_length: int,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype = torch.float32,
+) -> dict[str, SlotLayout]:
     """Return, by label, the slot layout of the layers, for sequences of up to `max_length` tokens.
+
+    `dtype` is the model's, `state_dtype` that of recurrent states in slots.
 
     A model with one layer of each label computes one token on the CPU, which creates every tensor of the states. Parts
     of a state that grow get the memory of `max_length` tokens.
@@ -115,7 +143,7 @@ def slot_layouts(config: Any, labels: list[str], max_length: int, dtype: torch.d
         for mixer, state in zip(model.model.mixers, cache.layers, strict=True):
             mixer.prepare_steps(state)
         cache.fix(max_length)
-    return {label: SlotLayout(state) for label, state in zip(labels, cache.layers, strict=True)}
+    return {label: SlotLayout(state, state_dtype) for label, state in zip(labels, cache.layers, strict=True)}
 
 
 def causal_lm_of(config: Any) -> Any:

@@ -155,7 +155,13 @@ class TensorState(StatePart):
         shape: the tensor's shape without the batch dimension.
         dtype: an integer dtype, or a floating-point one, which is promoted if the activations' dtype is wider; None for
             the dtype of the activations.
+
+    Attributes:
+        slots: int32 `[N]` or None. With slots, `value` is a pool `[S, *shape]`, and sequence n of a decoding step reads
+            and overwrites slot `slots[n]`, or none if it is negative; see `Mixer.steps_in_slots`.
     """
+
+    slots: Tensor | None = None
 
     def __init__(self, *shape: int, dtype: torch.dtype | None = None):
         self.shape, self.dtype = shape, dtype

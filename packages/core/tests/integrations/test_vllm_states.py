@@ -1,0 +1,72 @@
+"""Mixers decode in the slots of a pool of bytes as on states of their own; vLLM is not needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tokenmix_core.integrations.vllm.states import SLOT_DTYPE, SlotLayout, slot_elements
+from tokenmix_core.nn.gated_delta_net import GatedDeltaNet
+from tokenmix_core.nn.mamba2 import Mamba2
+from tokenmix_core.nn.state import LayerState, Span
+from tokenmix_core.testing.closeness import relative_error
+
+MIXERS = {
+    "GDN": lambda impl: GatedDeltaNet(32, num_heads=1, num_v_heads=2, head_dim=64, expand_v=1.0, impl=impl),
+    "Mamba-2": lambda impl: Mamba2(32, head_dim=32, state_size=16, impl=impl),
+}
+# the second row is padding of a captured batch
+SLOTS = (4, -1, 2)
+
+
+def run(mixer, x, state: LayerState, past: int) -> torch.Tensor:
+    state.span = Span(len(x), x.shape[1], x.device, past=past)
+    return mixer(x, state=state)[0]
+
+
+def layout_of(mixer, x, dtype: torch.dtype = torch.float32) -> SlotLayout:
+    state = mixer.make_state()
+    run(mixer, x[:1, :1], state, 0)
+    return SlotLayout(state, dtype)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_steps_in_slots_equal_steps_on_states(name, impl, dtype, device):
+    torch.manual_seed(0)
+    mixer = MIXERS[name](impl).to(device).eval()
+    x = torch.randn(2, 8, 32, device=device)
+    layout, state = layout_of(mixer, x, dtype), mixer.make_state()
+    run(mixer, x[:, :3], state, 0)
+    # all bits set: NaN, or a counter that has not been reset
+    pool = torch.full((6, slot_elements({"": layout}) + 64), -1, dtype=SLOT_DTYPE, device=device)
+    views = layout.views(pool)
+    layout.scatter(state, views, torch.tensor([4, 2], device=device))
+    others = pool[[0, 1, 3, 5]].clone()
+    slots = torch.tensor(SLOTS, dtype=torch.int32, device=device)
+    for t in range(3, 8):
+        wanted = run(mixer, x[:, t : t + 1], state, t)
+        padded = torch.stack([x[0, t], torch.full_like(x[0, t], torch.nan), x[1, t]]).unsqueeze(1)
+        before = pool.data_ptr()
+        got = run(mixer, padded, layout.in_slots(views, slots), t)
+        assert pool.data_ptr() == before
+        assert relative_error(got[[0, 2]], wanted) < (1e-5 if dtype == torch.float32 else 5e-3)
+    assert torch.equal(pool[[0, 1, 3, 5]], others)
+    assert (pool[:, -64:] == -1).all()
+    gathered = layout.gather(views, torch.tensor([4, 2], device=device))
+    for part, held in state.parts.items():
+        assert gathered.parts[part].value.dtype == held.value.dtype
+        error = relative_error(gathered.parts[part].value, held.value)
+        assert error < (1e-5 if dtype == torch.float32 else 5e-3), part
+
+
+@torch.no_grad()
+def test_states_of_16_bits_halve_the_slot(device):
+    mixer, x = MIXERS["GDN"]("reference").to(device), torch.randn(1, 1, 32, device=device)
+    wide, narrow = (layout_of(mixer, x, dtype) for dtype in (torch.float32, torch.bfloat16))
+    state = 2 * 64 * 64
+    assert wide.nbytes - narrow.nbytes == 2 * state
+    assert [x.dtype for x in narrow.fields["recurrent"]] == [torch.bfloat16]
+    assert [x.dtype for x in narrow.fields["arrivals"]] == [torch.int32]
