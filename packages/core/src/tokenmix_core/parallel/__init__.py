@@ -14,13 +14,21 @@ from tokenmix_core.parallel.operations import (
     tail_of,
 )
 from tokenmix_core.parallel.recurrence import compose_decays
-from tokenmix_core.parallel.shard import SequenceShard, Span, current_shard, require_shard, sequence_shard
+from tokenmix_core.parallel.shard import (
+    SequenceShard,
+    Span,
+    balanced_layout,
+    current_shard,
+    require_shard,
+    sequence_shard,
+)
 
 __all__ = [
     "HeadExchange",
     "SequenceShard",
     "Span",
     "attention",
+    "balanced_layout",
     "chunk_gated_delta_rule",
     "chunk_ssd",
     "combined",

@@ -1,16 +1,22 @@
-"""Differentiable exchanges of tokens and states between the ranks of a `SequenceShard`."""
+"""Differentiable exchanges of tokens and states between the ranks of a `SequenceShard`.
+
+Exchanges run beside kernels: `begin_…` starts one and returns at once, and its result is waited for where it is used.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tokenmix_core.parallel.shard import Range, SequenceShard, Span
+
+Label = tuple[int | None, str]
+Wanted = Callable[[Span], list[Range]]
 
 
 class _Plan(NamedTuple):
@@ -21,6 +27,8 @@ class _Plan(NamedTuple):
         sent, received: number of tokens sent to each rank, and received from each rank.
         order: slices of the received buffer, in the order in which this rank requested them.
         counts: number of tokens that each local span requests.
+        moved: number of tokens that all ranks together send to other ranks.
+        once: True if no token of this rank is sent twice.
         idle: True if no rank requests any tokens.
     """
 
@@ -29,35 +37,65 @@ class _Plan(NamedTuple):
     received: list[int]
     order: list[Range]
     counts: list[int]
+    moved: int
+    once: bool
     idle: bool
 
 
-def receive(
-    shard: SequenceShard, x: Tensor, wanted: Callable[[Span], list[Range]], name: str, key: object
-) -> list[Tensor]:
-    """Return for each local span the tokens of the whole row that it requests, sent by the ranks that own them.
+def receive(shard: SequenceShard, x: Tensor, wanted: Wanted, name: str, key: object) -> list[Tensor]:
+    """Return for each local span the tokens `[B, n, ...]` that it requests; arguments as for `begin_receive`."""
+    return [found for (found,) in begin_receive(shard, [x], wanted, name, key)()]
+
+
+def begin_receive(
+    shard: SequenceShard, xs: Sequence[Tensor], wanted: Wanted, name: str, key: object
+) -> Callable[[], list[list[Tensor]]]:
+    """Begin to send, for each span, the tokens of the whole row that it requests, from the ranks that own them.
 
     Every rank must call this. The backward pass sends gradients to the ranks that own the tokens; these add them up.
 
     Args:
-        x: this rank's tokens `[B, T_local, ...]`.
+        xs: this rank's tokens `[B, T_local, ...]`, of one dtype.
         wanted: returns the ranges of the whole row that a given span requests; must return the same on all ranks.
         name: name of the operation, under which `shard.traffic` counts the bytes.
         key: identifies `wanted`: the plan of the exchange is kept under this key.
 
     Returns:
-        A tensor `[B, n, ...]` for each local span. The loss must depend on all of them, because every rank must take
-        part in the exchange of the backward pass.
+        A function that waits, and returns for each local span a tensor `[B, n, ...]` of each of `xs`. The loss must
+        depend on all of them, because every rank must take part in the exchange of the backward pass.
     """
+    plan = _plan_of(shard, wanted, name, key)
+    if plan.idle:
+        return lambda: [[x[:, :0] for x in xs] for _ in shard.local]
+    flight = _Flight(shard, plan, (shard.layer, name))
+    token = _Begin.apply(flight, *xs)
+    sizes = [x[0, 0].numel() for x in xs]
+
+    def wait() -> list[list[Tensor]]:
+        spans = _End.apply(token, flight).split(plan.counts, 1)
+        return [
+            [part.unflatten(-1, x.shape[2:]) for part, x in zip(span.split(sizes, -1), xs, strict=True)]
+            if len(xs) > 1 or xs[0].dim() != 3
+            else [span]
+            for span in spans
+        ]
+
+    return wait
+
+
+def requested_tokens(shard: SequenceShard, wanted: Wanted, name: str, key: object) -> float:
+    """Return the number of tokens per row that a rank sends to others for `begin_receive`, averaged over ranks."""
+    return _plan_of(shard, wanted, name, key).moved / shard.size
+
+
+def _plan_of(shard: SequenceShard, wanted: Wanted, name: str, key: object) -> _Plan:
     plan = cast(_Plan | None, shard._plans.get((name, key)))
     if plan is None:
         plan = shard._plans[name, key] = _plan(shard, wanted)
-    if plan.idle:
-        return [x[:, :0] for _ in shard.local]
-    return list(_Receive.apply(x, shard, plan, (shard.layer, name)).split(plan.counts, 1))
+    return plan
 
 
-def _plan(shard: SequenceShard, wanted: Callable[[Span], list[Range]]) -> _Plan:
+def _plan(shard: SequenceShard, wanted: Wanted) -> _Plan:
     # (receiving rank, span that has the tokens, range in it), in the order of the requests
     asked: list[tuple[int, Span, Range]] = []
     counts = []
@@ -84,37 +122,77 @@ def _plan(shard: SequenceShard, wanted: Callable[[Span], list[Range]]) -> _Plan:
     for rank, count in mine:
         order.append((begin[rank], begin[rank] + count))
         begin[rank] += count
-    return _Plan(sends, sent, received, order, counts, not asked)
+    moved = sum(b - a for receiver, span, (a, b) in asked if span.rank != receiver)
+    once = all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(sends)))
+    return _Plan(sends, sent, received, order, counts, moved, once, not asked)
 
 
-class _Receive(torch.autograd.Function):
+class _Flight:
+    """An exchange that has begun: its plan, the buffer that it fills, and the handle to wait for."""
+
+    def __init__(self, shard: SequenceShard, plan: _Plan, label: Label):
+        self.shard, self.plan, self.label = shard, plan, label
+        self.pending: tuple[Tensor, Any] | None = None
+
+    def wait(self) -> Tensor:
+        """Return the filled buffer."""
+        arrived, work = cast("tuple[Tensor, Any]", self.pending)
+        self.pending = None
+        work.wait()
+        return arrived
+
+
+class _Begin(torch.autograd.Function):
+    """Begin an exchange; the result is an empty tensor that carries the dependence. Backward: add up what arrived."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, shard: SequenceShard, plan: _Plan, label: tuple[int | None, str]) -> Tensor:
-        ctx.shard, ctx.plan, ctx.label, ctx.shape = shard, plan, label, x.shape
-        tokens = x.transpose(0, 1)
-        out = _slices(tokens, plan.sends)
-        arrived = all_to_all(shard, out, plan.sent, plan.received, label)
-        return _slices(arrived, plan.order).transpose(0, 1)
+    def forward(ctx, flight: _Flight, *xs: Tensor) -> Tensor:
+        ctx.flight, ctx.shapes, plan = flight, [x.shape for x in xs], flight.plan
+        parts = [torch.cat([x[:, a:b].flatten(2) for x in xs], -1) for a, b in plan.sends] or [_no_tokens(xs)]
+        out = torch.cat(parts, 1).transpose(0, 1)
+        flight.pending = _begin_all_to_all(flight.shard, out, plan.sent, plan.received, flight.label)
+        return xs[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx, _):
+        arrived, plan = ctx.flight.wait().transpose(0, 1), ctx.flight.plan
+        # summed in float32, because 16-bit sums would be rounded once per rank
+        dtype = arrived.dtype if plan.once else torch.promote_types(arrived.dtype, torch.float32)
+        grads = []
+        for shape, part in zip(ctx.shapes, arrived.split([s[2:].numel() for s in ctx.shapes], -1), strict=True):
+            total = part.new_zeros(*shape[:2], shape[2:].numel(), dtype=dtype)
+            start = 0
+            for a, b in plan.sends:
+                total[:, a:b] += part[:, start : start + b - a]
+                start += b - a
+            grads.append(total.to(arrived.dtype).view(shape))
+        return None, *grads
+
+
+class _End(torch.autograd.Function):
+    """Wait for an exchange and return the tokens in the order of the requests. Backward: begin the reverse exchange."""
+
+    @staticmethod
+    def forward(ctx, token: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        return _slices(flight.wait(), flight.plan.order).transpose(0, 1)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        plan, grad = ctx.plan, grad.transpose(0, 1)
+        flight, plan, grad = ctx.flight, ctx.flight.plan, grad.transpose(0, 1)
         back = grad.new_empty(sum(plan.received), *grad.shape[1:])
         start = 0
         for a, b in plan.order:
             back[a:b] = grad[start : start + b - a]
             start += b - a
-        layer, name = ctx.label
-        arrived = all_to_all(ctx.shard, back, plan.received, plan.sent, (layer, f"{name}, backward"))
-        # summed in float32, because 16-bit sums would be rounded once per rank
-        total = arrived.new_zeros(
-            ctx.shape[1], *arrived.shape[1:], dtype=torch.promote_types(grad.dtype, torch.float32)
-        )
-        start = 0
-        for a, b in plan.sends:
-            total[a:b] += arrived[start : start + b - a]
-            start += b - a
-        return total.to(grad.dtype).transpose(0, 1), None, None, None
+        layer, name = flight.label
+        label = layer, f"{name}, backward"
+        flight.pending = _begin_all_to_all(flight.shard, back, plan.received, plan.sent, label)
+        return grad.new_empty(0), None
+
+
+def _no_tokens(xs: Sequence[Tensor]) -> Tensor:
+    return torch.cat([x[:, :0].flatten(2) for x in xs], -1)
 
 
 def _slices(x: Tensor, ranges: list[Range]) -> Tensor:
@@ -122,33 +200,45 @@ def _slices(x: Tensor, ranges: list[Range]) -> Tensor:
     return torch.cat([x[a:b] for a, b in ranges]) if ranges else x[:0].contiguous()
 
 
-def all_to_all(
-    shard: SequenceShard, x: Tensor, sent: list[int], received: list[int], label: tuple[int | None, str]
-) -> Tensor:
+def all_to_all(shard: SequenceShard, x: Tensor, sent: list[int], received: list[int], label: Label) -> Tensor:
     """Send the rows of `x` in order, `sent[r]` of them to rank r.
 
     Return `received[r]` rows of each rank r, in order.
     """
-    arrived = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(arrived, x.contiguous(), received, sent, group=shard.group)
-    others = sum(sent) - sent[shard.rank]
-    shard.traffic[label] += others * x[0:1].numel() * x.element_size() if len(x) else 0
+    arrived, work = _begin_all_to_all(shard, x, sent, received, label)
+    work.wait()
     return arrived
 
 
-@torch.no_grad()
-def gather_states(shard: SequenceShard, x: Tensor, label: tuple[int | None, str]) -> list[Tensor]:
-    """Gather one tensor per span from all ranks, in the order of the spans in the row.
+def _begin_all_to_all(
+    shard: SequenceShard, x: Tensor, sent: list[int], received: list[int], label: Label
+) -> tuple[Tensor, Any]:
+    """Return the buffer of the received rows, and the handle to wait for before the buffer is read."""
+    arrived = x.new_empty(sum(received), *x.shape[1:])
+    work = dist.all_to_all_single(arrived, x.contiguous(), received, sent, group=shard.group, async_op=True)
+    others = sum(sent) - sent[shard.rank]
+    shard.traffic[label] += others * x[0:1].numel() * x.element_size() if len(x) else 0
+    return arrived, work
 
-    `x [local spans, ...]` holds the tensors of this rank's spans; its bytes count under `label`.
+
+@torch.no_grad()
+def begin_gather(shard: SequenceShard, x: Tensor, label: Label) -> Callable[[], Tensor]:
+    """Begin to gather one tensor per span from all ranks; return a function that waits for them.
+
+    `x [local spans, ...]` holds the tensors of this rank's spans; its bytes count under `label`. The result
+    `[spans, ...]` is in the order of the spans in the row.
     """
     x = x.contiguous()
     found = x.new_empty(shard.size * len(x), *x.shape[1:])
-    dist.all_gather_into_tensor(found, x, group=shard.group)
+    work = cast(Any, dist.all_gather_into_tensor(found, x, group=shard.group, async_op=True))
     shard.traffic[label] += (shard.size - 1) * x.numel() * x.element_size()
-    spans = len(shard.local)
-    index = {span.start: span.rank * spans + (1 if span.offset else 0) for span in shard.spans}
-    return [found[index[span.start]] for span in shard.spans]
+
+    def wait() -> Tensor:
+        work.wait()
+        # with zigzag, each rank's second span belongs to the second half of the row, in which ranks descend
+        return found if len(shard.local) == 1 else torch.cat((found[::2], found[1::2].flip(0)))
+
+    return wait
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ with the argument `sequence_shard`, the tensors contain only this rank's tokens 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 from tokenmix_core import ops
 from tokenmix_core.ops.ssd.span_states import final_state, initial_gradient, span_decay
 from tokenmix_core.ops.types import AttentionOutput, ScanOutput
-from tokenmix_core.parallel.exchange import combined, receive
+from tokenmix_core.parallel.exchange import begin_receive, combined, receive, requested_tokens
+from tokenmix_core.parallel.overlap import HeadGroup, head_groups, in_turn
 from tokenmix_core.parallel.recurrence import Recurrence, Tensors, split_recurrence
 from tokenmix_core.parallel.shard import Range, SequenceShard, Span, require_shard
 
@@ -71,10 +72,13 @@ def chunk_gated_delta_rule(
         # Pᵀ do is the gradient that SSD without decay gives its initial state
         return initial_gradient(cast(Tensor, rows), do, torch.zeros_like(x[3]), impl=options.get("impl"))
 
-    shape = v.shape[2], q.shape[3], v.shape[3]
-    x = Recurrence(name, run, lambda x, before: run(x, before, None).final_state, transition, pull, shape, q.shape[3])
-    o, final = split_recurrence(shard, x, (q, k, v, g, beta), initial_state, final_states)
-    return ScanOutput(o, cast(Tensor, final))
+    def of(group: HeadGroup) -> Recurrence:
+        shape = group.of(v).shape[2], q.shape[3], v.shape[3]
+        return Recurrence(
+            name, run, lambda x, before: run(x, before, None).final_state, transition, pull, shape, shape[1]
+        )
+
+    return _by_head_groups(shard, of, q.shape[3], (q, k, v, g, beta), initial_state, final_states)
 
 
 def chunk_ssd(
@@ -97,10 +101,15 @@ def chunk_ssd(
         more = {"dt": dt, "scale": scale, "initial_state": initial_state, "cu_seqlens": cu_seqlens, **options}
         return ops.chunk_ssd(q, k, v, g, **more)
 
-    def run(x: Tensors, before: Tensor | None, boundaries: Tensor | None) -> ScanOutput:
-        steps = None if dt is None else x[-1]
-        more = {"dt": steps, "scale": scale, "initial_state": before, "cu_seqlens": boundaries, **options}
-        return ops.chunk_ssd(*x[:4], **more)
+    def of(group: HeadGroup) -> Recurrence:
+        own = options if options.get("D") is None else options | {"D": group.of(options["D"], 0)}
+
+        def run(x: Tensors, before: Tensor | None, boundaries: Tensor | None) -> ScanOutput:
+            steps = None if dt is None else x[-1]
+            more = {"dt": steps, "scale": scale, "initial_state": before, "cu_seqlens": boundaries, **own}
+            return ops.chunk_ssd(*x[:4], **more)
+
+        return Recurrence("chunk_ssd", run, state, transition, pull, (group.of(v).shape[2], q.shape[3], v.shape[3]), 1)
 
     def state(x: Tensors, before: Tensor | None) -> Tensor:
         found = final_state(*x[1:4], dt=None if dt is None else x[4], impl=options.get("impl"))
@@ -112,11 +121,37 @@ def chunk_ssd(
     def pull(x: Tensors, rows: Tensor | None, do: Tensor) -> Tensor:
         return initial_gradient(x[0], do, x[3], scale, options.get("impl"))
 
-    shape = v.shape[2], q.shape[3], v.shape[3]
     tensors = (q, k, v, g) if dt is None else (q, k, v, g, dt)
-    x = Recurrence("chunk_ssd", run, state, transition, pull, shape, 1)
-    o, final = split_recurrence(shard, x, tensors, initial_state, final_states)
-    return ScanOutput(o, cast(Tensor, final))
+    return _by_head_groups(shard, of, 1, tensors, initial_state, final_states)
+
+
+def _by_head_groups(
+    shard: SequenceShard,
+    of: Callable[[HeadGroup], Recurrence],
+    width: int,
+    tensors: Tensors,
+    initial_state: Tensor | None,
+    final_states: bool | None,
+) -> ScanOutput:
+    """Compute a recurrence, one group of heads while the states of the next one are gathered if these are large.
+
+    `width` is that of the transitions; queries, keys and values are the first three of `tensors`.
+    """
+    q, _, v = tensors[:3]
+    batch, _, heads, K = q.shape
+    state = v.shape[2] * (v.shape[3] * K + width**2)
+    sent = (shard.size - 1) * len(shard.local) * batch * state * 4 if shard.crosses else 0
+    calls = []
+    for group in head_groups(v.shape[2] if heads == 1 else heads, sent):
+        before = None if initial_state is None else group.of(initial_state, 1)
+        calls.append(split_recurrence(shard, of(group), tuple(group.of(t) for t in tensors), before, final_states))
+    outputs, states = zip(*in_turn(calls), strict=True)
+    final = None if states[0] is None else _joined(cast("tuple[Tensor, ...]", states), 1)
+    return ScanOutput(_joined(outputs, 2), cast(Tensor, final))
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def short_conv(
@@ -181,13 +216,15 @@ def _tokens_before(shard: SequenceShard, xs: Sequence[Tensor], count: int) -> li
     shard.check_local("short_conv", xs[0])
     if not shard.crosses:
         return [None for _ in xs]
-    joined = xs[0] if len(xs) == 1 else torch.cat(list(xs), -1)
-    found = receive(shard, joined, lambda span: tail_of(span, count), "short_conv", count)
-    padded = torch.stack([F.pad(t, (0, 0, count - t.shape[1], 0)).mT for t in found], 1).flatten(0, 1)
-    if shard.packed:
-        rows = padded.new_zeros(len(shard.parts), *padded.shape[1:])
-        padded = rows.index_copy(0, torch.tensor(shard.heads, device=padded.device), padded)
-    return [t.contiguous() for t in padded.split([x.shape[-1] for x in xs], 1)]
+    found = begin_receive(shard, xs, lambda span: tail_of(span, count), "short_conv", count)()
+    before: list[Tensor | None] = []
+    for spans in zip(*found, strict=True):
+        padded = torch.stack([F.pad(t, (0, 0, count - t.shape[1], 0)).mT for t in spans], 1).flatten(0, 1)
+        if shard.packed:
+            rows = padded.new_zeros(len(shard.parts), *padded.shape[1:])
+            padded = rows.index_copy(0, torch.tensor(shard.heads, device=padded.device), padded)
+        before.append(padded.contiguous())
+    return before
 
 
 def tail_of(span: Span, count: int) -> list[Range]:
@@ -237,7 +274,8 @@ def attention(
     """Apply `ops.attention`, also to split sequences; for these it must be causal.
 
     For its first document, a span receives the earlier keys and values that its queries see: all of them, or those of
-    the window and the sinks. Attention is causal, so that no later keys are sent.
+    the window and the sinks. Attention is causal, so that no later keys are sent. Keys of one group of heads travel
+    while the group before it is computed, if there are many.
     """
     shard = require_shard("attention", sequence_shard, cu_seqlens)
     options |= {"window": window, "sinks": sinks}
@@ -256,11 +294,23 @@ def attention(
             return [(first, span.start)]
         return [(first, first + sinks), (span.start - near, span.start)]
 
-    sizes = [k[0, 0].numel(), v[0, 0].numel()]
-    received = receive(shard, torch.cat((k.flatten(2), v.flatten(2)), -1), seen, "attention", (window, sinks))
+    key = window, sinks
+    sent = requested_tokens(shard, seen, "attention", key) * (k[:, 0].numel() + v[:, 0].numel()) * k.element_size()
+    groups = head_groups(k.shape[2], sent)
+    arrivals = [begin_receive(shard, [group.of(k), group.of(v)], seen, "attention", key) for group in groups]
+    parts = [
+        _attend(shard, group.of(q), group.of(k), group.of(v), arrival(), options)
+        for group, arrival in zip(groups, arrivals, strict=True)
+    ]
+    return AttentionOutput(*(_joined(x, 2) for x in zip(*parts, strict=True)))
+
+
+def _attend(
+    shard: SequenceShard, q: Tensor, k: Tensor, v: Tensor, received: list[list[Tensor]], options: dict[str, Any]
+) -> AttentionOutput:
+    """Return the attention of local queries; `received` has the earlier keys and values of each span."""
     parts: list[AttentionOutput] = []
-    for span, given in zip(shard.local, received, strict=True):
-        far_k, far_v = (t.unflatten(-1, x.shape[2:]) for t, x in zip(given.split(sizes, -1), (k, v), strict=True))
+    for span, (far_k, far_v) in zip(shard.local, received, strict=True):
         first, stop = span.offset, span.offset + span.tokens
         head = first + (span.head or (0 if shard.packed else span.tokens))
         if first < head:
@@ -276,4 +326,4 @@ def attention(
             cuts = [b - head for _, b in shard.parts if head < b <= stop]
             boundaries = torch.tensor([0, *cuts], dtype=torch.int32, device=q.device)
             parts.append(ops.attention(*rest, cu_seqlens=boundaries, **options))
-    return AttentionOutput(*(torch.cat(x, 1) for x in zip(*parts, strict=True)))
+    return AttentionOutput(*(_joined(x, 1) for x in zip(*parts, strict=True)))

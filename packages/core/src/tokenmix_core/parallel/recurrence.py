@@ -3,18 +3,20 @@
 A span (consecutive tokens on one rank) maps the state S before it to S' = M S + L after it, where M is the composition
 of its transitions and L the state that it reaches from zero. Each rank computes (M, L) of its spans, all ranks gather
 these pairs, and each rank composes them into the states that enter its spans. Gradients take the reverse way: dS = Mᵀ
-dS' + G, where G is the gradient that comes from the span's own outputs.
+dS' + G, where G is the gradient that comes from the span's own outputs. Each rank keeps the gathered M, so that the
+backward pass gathers only G.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tokenmix_core.parallel.exchange import combined, gather_states
+from tokenmix_core.parallel.exchange import begin_gather, combined
 from tokenmix_core.parallel.shard import SequenceShard, Span
 
 Tensors = tuple[Tensor, ...]
@@ -45,8 +47,12 @@ class Recurrence(NamedTuple):
 
 def split_recurrence(
     shard: SequenceShard, x: Recurrence, tensors: Tensors, initial_state: Tensor | None, final_states: bool | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return this rank's outputs and, if `final_states`, the final states of all rows or documents (else None)."""
+) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
+    """Return this rank's outputs and, if `final_states`, the final states of all rows or documents (else None).
+
+    A call for `in_turn`: the first `yield` lets other calls compute while maps are gathered; the second one lets other
+    calls be differentiated while gradients of states are gathered.
+    """
     first = tensors[0]
     shard.check_local(x.name, first)
     batch, final_states = first.shape[0], shard.keeps_states if final_states is None else final_states
@@ -54,16 +60,20 @@ def split_recurrence(
         rows = initial_state[torch.tensor(shard.documents, device=first.device)]
     else:
         rows = None if initial_state is None else initial_state.repeat_interleave(len(shard.local), 0)
-    maps = None
-    before = rows
+    maps, gathered, before = None, None, rows
     if shard.crosses:
-        maps, entering = _enter(shard, x, tensors, rows)
+        maps, arriving = _begin_maps(shard, x, tensors, rows)
+        yield
+        gathered, entering = _entering(shard, *arriving)
         before = _before(shard, x, rows, entering, batch)
-    cu_seqlens = shard.cu_seqlens(first.device)
-    o, final = x.run(tuple(shard.to_rows(t) for t in tensors), before, cu_seqlens)
+    o, final = x.run(tuple(shard.to_rows(t) for t in tensors), before, shard.cu_seqlens(first.device))
     o = shard.from_rows(o)
     if maps is not None and torch.is_grad_enabled():
-        o, final = _Carry.apply(shard, x, (shard.layer, f"{x.name}, backward"), maps, o, final, *tensors)
+        arrival = _Arrival()
+        o, final = _AddLeaving.apply(shard, arrival, gathered, o, final)
+        yield
+        label = shard.layer, f"{x.name}, backward"
+        o, final = _BeginGradients.apply(shard, x, label, arrival, maps, o, final, *tensors)
     return o, _final_states(shard, x, final, initial_state, batch) if final_states else None
 
 
@@ -75,50 +85,59 @@ def _by_span(shard: SequenceShard, states: Tensor, span: int, index: list[int]) 
     return states[index[span]].unsqueeze(0) if shard.packed else states[span :: len(shard.local)]
 
 
-Label = tuple[int | None, str]
 Maps = list[tuple[Tensor, Tensor | None] | None]
 
 
+class _Arrival:
+    """Holds the function that waits for the gradients of states, between two nodes of the backward pass."""
+
+    wait: Callable[[], Tensor]
+
+
 @torch.no_grad()
-def _enter(shard: SequenceShard, x: Recurrence, tensors: Tensors, rows: Tensor | None) -> tuple[Maps, list[Tensor]]:
-    """Return (M, P) of the tokens that continue the state before each span of this rank, and these states."""
-    batch, (heads, K, V) = tensors[0].shape[0], x.shape
-    maps, states = [], []
+def _begin_maps(
+    shard: SequenceShard, x: Recurrence, tensors: Tensors, rows: Tensor | None
+) -> tuple[Maps, tuple[Callable[[], Tensor], Callable[[], Tensor]]]:
+    """Return (M, P) of the tokens that continue the state before each span of this rank, and begin to gather (M, L)."""
+    batch, shape = tensors[0].shape[0], x.shape
+    label = shard.layer, x.name
+    wide = functools.reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
+    maps = [x.transition(_head(span, tensors)) if span.depth else None for span in shard.local]
+    zero = tensors[0].new_zeros(batch, shape[0], x.width, x.width, dtype=wide)
+    through = [m[0].to(wide) if m and a.through else zero for a, m in zip(shard.local, maps, strict=True)]
+    # the transitions travel while the states are computed
+    transitions = begin_gather(shard, torch.stack(through), label)
+    zero, states = tensors[0].new_zeros(batch, *shape, dtype=wide), []
     for i, span in enumerate(shard.local):
         end = span.offset + span.tokens
         tail = tuple(t[:, end - span.tail : end] for t in tensors)
         # the last document begins in this span, so its state is the document's own initial state
         begun = None if rows is None or span.through else _by_span(shard, rows, i, shard.tails)
-        states.append(x.state(tail, begun) if span.tail else None)
-        maps.append(x.transition(_head(span, tensors)) if span.depth else None)
-    like = next((t for t in states if t is not None), None)
-    dtype = torch.promote_types(tensors[0].dtype, torch.float32) if like is None else like.dtype
-    zero = tensors[0].new_zeros(batch, heads, K, V, dtype=dtype)
-    transitions = _through(shard, x, maps, zero)
-    local = torch.stack([zero if s is None else s for s in states])
-    return maps, _entering(shard, transitions, local, (shard.layer, x.name))
+        states.append(x.state(tail, begun).to(wide) if span.tail else zero)
+    return maps, (transitions, begin_gather(shard, torch.stack(states), label))
 
 
-def _entering(shard: SequenceShard, m: Tensor, local: Tensor, label: Label) -> list[Tensor]:
-    """Return the state that enters each span of this rank, from the spans' maps S' = M S + L, `m` and `local`."""
+@torch.no_grad()
+def _entering(
+    shard: SequenceShard, transitions: Callable[[], Tensor], states: Callable[[], Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """Wait for all spans' maps S' = M S + L; return all M and the state that enters each span of this rank."""
+    m, local = transitions(), states()
     state = zero = torch.zeros_like(local[0])
     entering = {}
-    for span, given in zip(shard.spans, gather_states(shard, _pack(m, local), label), strict=True):
+    for span, m_span, l_span in zip(shard.spans, m, local, strict=True):
         entering[span.start] = state if span.depth else zero
-        m_span, l_span = _unpack(given, m, local)
         state = (_apply(m_span, state) + l_span if span.through else l_span) if span.tail else zero
-    return [entering[span.start] for span in shard.local]
+    return m, [entering[span.start] for span in shard.local]
 
 
-def _leaving(shard: SequenceShard, m: Tensor, local: Tensor, label: Label) -> list[Tensor]:
-    """Return the gradient dS' of the state that leaves each span of this rank; dS = Mᵀ dS' + G, `m` and `local`."""
+def _leaving(shard: SequenceShard, m: Tensor, local: Tensor) -> list[Tensor]:
+    """Return the gradient dS' of the state that leaves each span of this rank; dS = Mᵀ dS' + G of all spans."""
     gradient = zero = torch.zeros_like(local[0])
     leaving = {}
-    gathered = gather_states(shard, _pack(m, local), label)
-    for span, given in zip(reversed(shard.spans), reversed(gathered), strict=True):
+    for span, m_span, g_span in zip(reversed(shard.spans), m.flip(0), local.flip(0), strict=True):
         leaving[span.start] = gradient if span.tail else zero
-        m_span, g_span = _unpack(given, m, local)
-        gradient = (_apply(m_span, gradient) + g_span if span.through else g_span) if span.depth else zero
+        gradient = (_apply_transposed(m_span, gradient) + g_span if span.through else g_span) if span.depth else zero
     return [leaving[span.start] for span in shard.local]
 
 
@@ -126,26 +145,13 @@ def _head(span: Span, tensors: Sequence[Tensor]) -> Tensors:
     return tuple(t[:, span.offset : span.offset + span.head] for t in tensors)
 
 
-def _through(shard: SequenceShard, x: Recurrence, maps: Maps, like: Tensor) -> Tensor:
-    """Return the transition M of each span of this rank; 0 if a document boundary inside the span stops the state."""
-    zero = like.new_zeros(*like.shape[:2], x.width, x.width)
-    return torch.stack(
-        [m[0].to(like.dtype) if m and a.through else zero for a, m in zip(shard.local, maps, strict=True)]
-    )
-
-
-def _pack(m: Tensor, s: Tensor) -> Tensor:
-    return torch.cat((m.flatten(-2), s.flatten(-2)), -1)
-
-
-def _unpack(given: Tensor, m: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    a, b = given.split((m[0, 0, 0].numel(), s[0, 0, 0].numel()), -1)
-    return a.unflatten(-1, m.shape[-2:]), b.unflatten(-1, s.shape[-2:])
-
-
 def _apply(m: Tensor, state: Tensor) -> Tensor:
     """Return M S for the state S, or the decay times S if `m` is a decay."""
     return m * state if m.shape[-1] == 1 else m @ state
+
+
+def _apply_transposed(m: Tensor, state: Tensor) -> Tensor:
+    return m * state if m.shape[-1] == 1 else m.mT @ state
 
 
 def _before(shard: SequenceShard, x: Recurrence, rows: Tensor | None, entering: list[Tensor], batch: int) -> Tensor:
@@ -159,15 +165,33 @@ def _before(shard: SequenceShard, x: Recurrence, rows: Tensor | None, entering: 
     return base
 
 
-class _Carry(torch.autograd.Function):
-    """Pass outputs and final states through unchanged.
-
-    The backward pass adds the gradient that comes from later spans.
-    """
+class _AddLeaving(torch.autograd.Function):
+    """Pass outputs and final states through; backward: add the gradients that come from later spans to final states."""
 
     @staticmethod
-    def forward(ctx, shard, x, label, maps, o, final, *tensors):
-        ctx.shard, ctx.x, ctx.label = shard, x, label
+    def forward(ctx, shard, arrival, m, o, final):
+        ctx.shard, ctx.arrival = shard, arrival
+        ctx.save_for_backward(m)
+        return o.view_as(o), final.view_as(final)
+
+    @staticmethod
+    @torch.no_grad()
+    def backward(ctx, do, dfinal):
+        shard, (m,) = ctx.shard, ctx.saved_tensors
+        leaving = _leaving(shard, m, ctx.arrival.wait())
+        dfinal = dfinal.clone()
+        for i, (span, gradient) in enumerate(zip(shard.local, leaving, strict=True)):
+            if span.tail:
+                _by_span(shard, dfinal, i, shard.tails).copy_(gradient)
+        return None, None, None, do, dfinal
+
+
+class _BeginGradients(torch.autograd.Function):
+    """Pass outputs and final states through; backward: begin to gather the gradient G of the state before each span."""
+
+    @staticmethod
+    def forward(ctx, shard, x, label, arrival, maps, o, final, *tensors):
+        ctx.shard, ctx.x, ctx.label, ctx.arrival = shard, x, label, arrival
         ctx.set_materialize_grads(False)
         saved = [t for m in maps for t in m or (None, None)]
         ctx.save_for_backward(final.new_empty(0), *saved, *tensors)
@@ -179,35 +203,27 @@ class _Carry(torch.autograd.Function):
     def backward(ctx, do, dfinal):
         shard, x, (like, *saved) = ctx.shard, ctx.x, ctx.saved_tensors
         spans = len(shard.local)
-        maps = [
-            None if m is None else (m, p) for m, p in zip(saved[: 2 * spans : 2], saved[1 : 2 * spans : 2], strict=True)
-        ]
         tensors = saved[2 * spans :]
         if do is None:
             do = tensors[0].new_zeros(ctx.shapes[0])
         ends = dfinal is not None
-        dfinal = dfinal.clone() if ends else like.new_zeros(ctx.shapes[1])
+        dfinal = dfinal if ends else like.new_zeros(ctx.shapes[1])
         zero = dfinal.new_zeros(do.shape[0], *x.shape)
         pulled = []
-        for i, (span, given) in enumerate(zip(shard.local, maps, strict=True)):
-            if given is None:
+        for i, (span, m, p) in enumerate(
+            zip(shard.local, saved[: 2 * spans : 2], saved[1 : 2 * spans : 2], strict=True)
+        ):
+            if m is None:
                 pulled.append(zero)
                 continue
-            m, p = given
             (gradient,) = _head(span, (do,))
             local = x.pull(_head(span, tensors), p, gradient).to(zero.dtype)
             if ends and not span.through:
                 # the document ends in this span, so its final state has a gradient of its own
-                local = local + _apply(m.to(zero.dtype).mT, _by_span(shard, dfinal, i, shard.heads))
+                local = local + _apply_transposed(m.to(zero.dtype), _by_span(shard, dfinal, i, shard.heads))
             pulled.append(local)
-        transitions = _through(shard, x, maps, zero)
-        local = torch.stack(pulled)
-        transposed = transitions if x.width == 1 else transitions.mT
-        leaving = _leaving(shard, transposed, local, ctx.label)
-        for i, (span, gradient) in enumerate(zip(shard.local, leaving, strict=True)):
-            if span.tail:
-                _by_span(shard, dfinal, i, shard.tails).copy_(gradient)
-        return None, None, None, None, do, dfinal, *[None] * len(tensors)
+        ctx.arrival.wait = begin_gather(shard, torch.stack(pulled), ctx.label)
+        return None, None, None, None, None, do, dfinal, *[None] * len(tensors)
 
 
 def _final_states(
@@ -237,15 +253,17 @@ def _final_states(
 class _Compose(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shard: SequenceShard, name: str, decays: Tensor, local: Tensor) -> Tensor:
-        entering = torch.stack(_entering(shard, decays, local, (shard.layer, name)))
+        label = shard.layer, name
+        m, found = _entering(shard, begin_gather(shard, decays, label), begin_gather(shard, local, label))
+        entering = torch.stack(found)
         ctx.shard, ctx.label = shard, (shard.layer, f"{name}, backward")
-        ctx.save_for_backward(decays, entering)
+        ctx.save_for_backward(m, entering)
         return entering
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        decays, entering = ctx.saved_tensors
-        leaving = torch.stack(_leaving(ctx.shard, decays, grad, ctx.label))
+        m, entering = ctx.saved_tensors
+        leaving = torch.stack(_leaving(ctx.shard, m, begin_gather(ctx.shard, grad, ctx.label)()))
         through = leaving.new_tensor([float(span.through) for span in ctx.shard.local]).view(-1, 1, 1, 1, 1)
         return None, None, (through * leaving * entering).sum(-1, keepdim=True), leaving
 

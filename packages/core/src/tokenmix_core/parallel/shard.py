@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 
 Layout = Literal["contiguous", "zigzag"]
 Range = tuple[int, int]
@@ -235,6 +235,15 @@ class SequenceShard:
                 f"{operation}: expected this rank's tokens [{rows}, {self.local_tokens}, ...] of {self.tokens}, "
                 f"got {list(x.shape)}; take them by SequenceShard.split"
             )
+
+
+def balanced_layout(model: nn.Module) -> Layout:
+    """Return the layout that gives all ranks equal work: "zigzag" if some layer attends to whole rows.
+
+    Recurrences and windows have equal work in any layout, and exchange fewer bytes in "contiguous".
+    """
+    whole = any(hasattr(layer, "window") and layer.window is None for layer in model.modules())
+    return "zigzag" if whole else "contiguous"
 
 
 # one value per process instead of per thread, because the backward pass calls checkpointed modules in other threads

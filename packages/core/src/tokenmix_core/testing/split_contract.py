@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tokenmix_core import parallel
-from tokenmix_core.parallel import SequenceShard, gather_rows
+from tokenmix_core.parallel import SequenceShard, gather_rows, overlap
 
 # largest allowed error in float64, relative to the largest element
 TOLERANCE = 1e-12
@@ -58,11 +59,11 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def _recurrent_inputs(batch: int, tokens: int, sequences: int, *, delta: bool) -> tuple[dict, dict]:
+def _recurrent_inputs(batch: int, tokens: int, sequences: int, *, delta: bool, heads: int = 2) -> tuple[dict, dict]:
     K, V = (6, 5) if delta else (4, 6)
     split = {
-        "q": _random(batch, tokens, 2, K),
-        "k": torch.nn.functional.normalize(_random(batch, tokens, 2, K), dim=-1),
+        "q": _random(batch, tokens, heads, K),
+        "k": torch.nn.functional.normalize(_random(batch, tokens, heads, K), dim=-1),
         "v": _random(batch, tokens, 4, V),
         "g": -0.1 * _random(batch, tokens, 4).abs(),
     }
@@ -109,6 +110,9 @@ CASES: dict[str, Case] = {
         lambda *n: _recurrent_inputs(*n, delta=False),
         lambda *x: _run_recurrence(parallel.chunk_ssd, *x),
     ),
+    "ssd, one head of queries": Case(
+        lambda *n: _recurrent_inputs(*n, delta=False, heads=1), lambda *x: _run_recurrence(parallel.chunk_ssd, *x)
+    ),
     "short convolution": Case(
         lambda batch, tokens, _: ({"x": _random(batch, tokens, 3)}, {"weight": _random(3, 4), "bias": _random(3)}),
         lambda x, others, options: ({"o": parallel.short_conv(**x, **others, **options).o}, {}),
@@ -131,13 +135,14 @@ CASES: dict[str, Case] = {
 }
 
 
-def check_operations(group: dist.ProcessGroup, names: list[str]) -> dict[str, float]:
-    """Return, by operation and batch, the largest relative error of values and gradients on the ranks of `group`."""
-    errors = {}
-    for name in names:
-        for layout in layouts(dist.get_world_size(group)):
-            errors[f"{name}, {layout}"] = operation_error(group, CASES[name], layout)
-    return errors
+def check_operations(group: dist.ProcessGroup, names: list[str], group_bytes: int | None = None) -> dict[str, float]:
+    """Return, by operation and batch, the largest relative error of values and gradients on the ranks of `group`.
+
+    With `group_bytes`, an exchange of twice as many bytes takes one group of heads at a time.
+    """
+    batches = [(name, layout) for name in names for layout in layouts(dist.get_world_size(group))]
+    with mock.patch.object(overlap, "GROUP_BYTES", group_bytes or overlap.GROUP_BYTES):
+        return {f"{name}, {layout}": operation_error(group, CASES[name], layout) for name, layout in batches}
 
 
 def operation_error(group: dist.ProcessGroup, case: Case, layout: Layout) -> float:

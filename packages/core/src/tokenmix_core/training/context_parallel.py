@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tokenmix_core.parallel import SequenceShard, sequence_shard
+from tokenmix_core.parallel import SequenceShard, balanced_layout, sequence_shard
+from tokenmix_core.parallel.shard import Layout
 
 
 def check_context_parallel(size: int, world_size: int, seq_len: int) -> None:
@@ -32,14 +33,13 @@ class RowSplit:
     """Splits each micro-batch along time over the `size` ranks of this process's group.
 
     Parameters are replicated or sharded over all ranks, as without a split, because each rank's gradient is its part of
-    a sum over tokens. If some layer attends to the whole row, the layout is "zigzag", which gives all ranks equal work.
+    a sum over tokens.
     """
 
     def __init__(self, model: nn.Module, size: int):
         self.size = size
         self.group, _ = dist.new_subgroups(size)
-        whole = any(hasattr(layer, "window") and layer.window is None for layer in model.modules())
-        self.layout = "zigzag" if whole else "contiguous"
+        self.layout: Layout = balanced_layout(model)
 
     def give_rows_to_groups(self, loader: DataLoader) -> None:
         """Change a loader that accelerate has divided among all ranks: all ranks of a group then load the same rows."""
@@ -50,7 +50,7 @@ class RowSplit:
     def of(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], AbstractContextManager[Any]]:
         """Return the inputs without `cu_seqlens`, and a context in which layers know the split and the boundaries."""
         boundaries = inputs.get("cu_seqlens")
-        shard = SequenceShard(inputs["input_ids"].shape[1], boundaries, layout=self.layout, group=self.group)  # type: ignore[arg-type]
+        shard = SequenceShard(inputs["input_ids"].shape[1], boundaries, layout=self.layout, group=self.group)
         return {name: x for name, x in inputs.items() if name != "cu_seqlens"}, sequence_shard(shard)
 
     def share(self, loss: Tensor) -> Tensor:
