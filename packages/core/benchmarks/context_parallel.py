@@ -8,6 +8,13 @@ of a 380M hybrid, three layers of the gated delta rule and one of attention in t
 `--checkpointing` to compute layers again. Rank 0 prints one JSON line for each measurement: milliseconds (the median),
 the peak of memory, and the bytes that it sent by operation. `--alone` measures one GPU, with the other ranks idle.
 
+Before it is timed, each operation, and a model of one layer of each kind, runs once: rank 0 prints the seconds and the
+number of kernels that this compiled. With `--compile-only` nothing is timed. Two such calls, with `--only
+gated_delta_net` and `--only attention`, can run at once, and leave their kernels in Triton's cache on the disk.
+
+`--fla N` also times FLA's gated delta rule with its `cp_context`, each of whose kernels then tries N of its
+configurations; FLA 0.6 on Hopper needs Triton 3.7.1.
+
 A measurement that exceeds `--limit` seconds ends its process with the stack of each thread, and so does an error: NCCL
 waits for the other ranks otherwise, also when the interpreter ends.
 """
@@ -17,7 +24,9 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import math
 import os
+import sys
 import time
 import traceback
 from collections import Counter
@@ -31,11 +40,15 @@ import torch.nn.functional as F
 
 from tokenmix_core import parallel
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
-from tokenmix_core.parallel import SequenceShard
+from tokenmix_core.parallel import SequenceShard, overlap
+
+KINDS = ["gated_delta_net", "attention"]
 
 
-def operations(tokens: int, heads: int, size: int, device: torch.device, dtype: torch.dtype) -> dict[str, Callable]:
-    """Return forward and backward passes by name, of this many tokens on this rank."""
+def operations(
+    tokens: int, heads: int, size: int, device: torch.device, dtype: torch.dtype, fla: Callable | None = None
+) -> dict[str, Callable]:
+    """Return forward and backward passes by name, of this many tokens on this rank; `fla` is FLA's gated delta rule."""
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(1, tokens, *shape, device=device, dtype=dtype)
@@ -43,31 +56,61 @@ def operations(tokens: int, heads: int, size: int, device: torch.device, dtype: 
     q, k, v = (random(heads, size).requires_grad_() for _ in range(3))
     g = (-0.05 * torch.rand(1, tokens, heads, device=device)).requires_grad_()
     beta = torch.rand(1, tokens, heads, device=device).requires_grad_()
-    few = [random(heads // 4, size).requires_grad_() for _ in range(2)]
+    few = [random(max(1, heads // 4), size).requires_grad_() for _ in range(2)]
     do = random(heads, size)
     normal = F.normalize(k, dim=-1).detach().requires_grad_()
-    return {
+    found = {
         "gated delta rule": lambda: parallel.chunk_gated_delta_rule(q, normal, v, g, beta).o.backward(do),
         "ssd": lambda: parallel.chunk_ssd(q, normal, v, g, dt=beta).o.backward(do),
         "attention": lambda: parallel.attention(q, *few).o.backward(do),
         "window": lambda: parallel.attention(q, *few, window=2048).o.backward(do),
     }
+    return (
+        found if fla is None else found | {"gated delta rule, FLA": lambda: fla(q, normal, v, g, beta)[0].backward(do)}
+    )
 
 
-def step_of(args: argparse.Namespace, device: torch.device) -> Callable[[], Any]:
-    """Return a forward and backward pass of the hybrid."""
+def fla_rule(configurations: int, tokens: int, device: torch.device, alone: bool) -> Callable:
+    """Return FLA's gated delta rule on rows of so many tokens, split over all ranks unless `alone`."""
+    from triton.runtime.autotuner import Autotuner
+
+    create = Autotuner.__init__
+
+    def limited(self: Any, fn: Any, arg_names: list[str], configs: list[Any], *args: Any, **options: Any) -> None:
+        def unusual(config: Any) -> tuple[int, ...]:
+            tile = math.prod(x for x in config.kwargs.values() if type(x) is int)
+            # two stages fit into shared memory with the largest tiles
+            return abs(config.num_stages - 2), -tile, abs(config.num_warps - 4)
+
+        ordered = sorted(configs, key=unusual)
+        create(self, fn, arg_names, ordered[:configurations], *args, **options)
+
+    Autotuner.__init__ = limited
+    from fla.ops.cp import build_cp_context  # type: ignore[import-not-found]
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
+
+    if alone:
+        return chunk_gated_delta_rule
+    boundaries = torch.tensor([0, tokens])
+    context = build_cp_context(boundaries.to(device), dist.group.WORLD, cu_seqlens_cpu=boundaries)
+    return lambda *x: chunk_gated_delta_rule(*x, cp_context=context)
+
+
+def step_of(args: argparse.Namespace, device: torch.device, mixers: list[str], layers: int) -> Callable[[], None]:
+    """Return a forward and backward pass of a model with these mixers."""
     torch.manual_seed(0)
     heads = {"num_heads": 16, "num_kv_heads": 4} if args.hidden >= 1024 else {"num_heads": 2}
+    options = {
+        "gated_delta_net": {"num_heads": args.hidden // 128, "head_dim": 128, "expand_v": 1.0},
+        "attention": heads | {"window": args.window},
+    }
     config = HybridConfig(
         vocab_size=32000,
         hidden_size=args.hidden,
         intermediate_size=args.hidden * 11 // 4,
-        num_hidden_layers=args.layers,
-        mixers=["gated_delta_net"] * 3 + ["attention"],
-        mixer_options={
-            "gated_delta_net": {"num_heads": args.hidden // 128, "head_dim": 128, "expand_v": 1.0},
-            "attention": heads | {"window": args.window},
-        },
+        num_hidden_layers=layers,
+        mixers=mixers,
+        mixer_options={name: options[name] for name in dict.fromkeys(mixers)},
     )
     model = HybridForCausalLM(config).to(device).train()
     if args.checkpointing:
@@ -84,23 +127,41 @@ def step_of(args: argparse.Namespace, device: torch.device) -> Callable[[], Any]
     return step
 
 
-def timed(run: Callable, shard: SequenceShard | None, repeats: int, device: torch.device) -> dict[str, Any]:
+def called(run: Callable, shard: SequenceShard | None, device: torch.device) -> float:
+    """Return the milliseconds of one call on this rank; all ranks begin together."""
+    if shard is not None:
+        shard.traffic.clear()
+        dist.barrier(shard.group)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    with parallel.sequence_shard(shard):
+        run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return 1000 * (time.perf_counter() - begin)
+
+
+def compiled(name: str, run: Callable, shard: SequenceShard | None, device: torch.device) -> dict[str, Any]:
+    """Call once; return the seconds, and how many kernels were compiled and how many read from Triton's cache."""
+    counts = {"compiled": 0, "cached": 0}
+    if device.type == "cuda":
+        from triton import knobs
+
+        def listen(*, metadata: dict[str, Any], cache_hit: bool, **_: Any) -> None:
+            counts["cached" if cache_hit else "compiled"] += 1
+            if not cache_hit and dist.get_rank() == 0:
+                print(f"{name}: compiled {metadata.get('name')}", file=sys.stderr, flush=True)
+
+        knobs.compilation.listener = listen
+    return {"what": name, "first_call_seconds": round(called(run, shard, device) / 1000, 1), **counts}
+
+
+def timed(run: Callable, shard: SequenceShard | None, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Return the median of the slowest rank's milliseconds, memory and bytes of one call."""
-    cuda, times = device.type == "cuda", []
-    for i in range(repeats + 3):
-        if shard is not None:
-            shard.traffic.clear()
-            dist.barrier(shard.group)
-        if cuda:
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        with parallel.sequence_shard(shard):
-            run()
-        if cuda:
-            torch.cuda.synchronize()
-        if i >= 3:
-            times.append(1000 * (time.perf_counter() - begin))
-    middle = torch.tensor(median(times), device=device)
+    cuda = device.type == "cuda"
+    times = [called(run, shard, device) for _ in range(args.warmups + args.repeats)]
+    middle = torch.tensor(median(times[args.warmups :]), device=device)
     sent: Counter[str] = Counter()
     if shard is not None:
         dist.all_reduce(middle, dist.ReduceOp.MAX, group=shard.group)
@@ -115,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["operation", "model"])
     parser.add_argument("--tokens", type=int, default=262144)
-    parser.add_argument("--layout", choices=["contiguous", "zigzag"], default="contiguous")
+    parser.add_argument("--layout", choices=["contiguous", "zigzag"], help="by default the one that balances the work")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--hidden", type=int, default=1024)
@@ -124,9 +185,14 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--alone", action="store_true")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--only", help="one operation by its name")
+    parser.add_argument("--warmups", type=int, default=2)
+    parser.add_argument("--only", nargs="+", help="operations by their names, or kinds of layers to compile")
+    parser.add_argument("--no-groups", action="store_true", help="exchange all heads before computing any")
+    parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--fla", type=int, metavar="N", help="FLA's rule as well, with N configurations per kernel")
     parser.add_argument("--limit", type=float, default=120, help="seconds of one measurement")
     args = parser.parse_args()
+    overlap.MAX_GROUPS = 1 if args.no_groups else overlap.MAX_GROUPS
     try:
         measure(args)
     except Exception:
@@ -149,20 +215,40 @@ def measure(args: argparse.Namespace) -> None:
     ranks = 1 if args.alone else dist.get_world_size()
     if args.alone and rank:
         return
-    shard = None if args.alone else SequenceShard(args.tokens, layout=args.layout)
-    if args.what == "model":
-        runs = {"model": step_of(args, device)}
-    else:
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        runs = operations(args.tokens // ranks, args.heads, args.head_dim, device, dtype)
-    for name, run in runs.items():
-        if args.only not in (None, name):
-            continue
-        faulthandler.dump_traceback_later(args.limit, exit=True)
-        found = timed(run, shard, args.repeats, device)
+
+    def shown(row: dict[str, Any], layout: str) -> None:
         if rank == 0:
-            about = {"what": name, "tokens": args.tokens, "ranks": ranks, "layout": args.layout}
-            print(json.dumps(about | found), flush=True)
+            print(json.dumps(row | {"tokens": args.tokens, "ranks": ranks, "layout": layout}), flush=True)
+
+    def measured(name: str, run: Callable, balanced: str, *, time_it: bool) -> None:
+        layout = args.layout or balanced
+        shard = None if args.alone else SequenceShard(args.tokens, layout=layout)
+        if rank == 0:
+            print(f"{name}: first call", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback_later(args.limit, exit=True)
+        shown(compiled(name, run, shard, device), layout)
+        if time_it:
+            faulthandler.dump_traceback_later(args.limit, exit=True)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            shown({"what": name} | timed(run, shard, args, device), layout)
+
+    wanted = args.only or []
+    if args.what == "model":
+        # a layer alone compiles for the shapes of the whole model, and so for its layout
+        layout = "zigzag" if args.window is None else "contiguous"
+        for kind in KINDS:
+            if not wanted or kind in wanted:
+                measured(f"one layer of {kind}", step_of(args, device, [kind], 1), layout, time_it=False)
+        if not args.compile_only:
+            run = step_of(args, device, ["gated_delta_net"] * 3 + ["attention"], args.layers)
+            measured("model", run, layout, time_it=True)
+        return
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    fla = None if args.fla is None else fla_rule(args.fla, args.tokens, device, args.alone)
+    for name, run in operations(args.tokens // ranks, args.heads, args.head_dim, device, dtype, fla).items():
+        if not wanted or name in wanted:
+            measured(name, run, "zigzag" if name == "attention" else "contiguous", time_it=not args.compile_only)
 
 
 if __name__ == "__main__":
