@@ -3,20 +3,20 @@
     python packages/core/benchmarks/fsdp.py --ranks 1 2 4 --recipe gated_delta_net-380m
 
 Prints one JSON line as soon as a run ends: the mean tokens/s of its steps after the first third, its share of `ranks`
-times that of one GPU, and the seconds until the first step (imports, and on the first run kernels) and in all. A run's
+times that of one GPU, and the seconds until the first step (on the first run, kernels are compiled) and in all. A run's
 processes are killed after `--steps` steps, so that none writes a checkpoint, or after `--limit` seconds; the line then
-has the rate of the steps until then. Kernels are compiled once: later runs find them in Triton's cache.
+has the rate of the steps until then. Kernels are compiled once: later runs find them in Triton's cache. All processes
+are forked from one that has imported everything and has not touched CUDA; with `--start spawn` each one imports.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -33,13 +33,29 @@ WAYS = {
 }
 
 
+IMPORTS = ["tokenmix_core.cli.commands", "tokenmix_core.training.trainer", "tokenmix_core.modeling.causal_lm"]
+
+
+def work(environment: dict[str, str], said: Path, arguments: list[str]) -> None:
+    """Run the command line in this process, which leads a group of its own and writes to the file `said`."""
+    os.setpgrp()
+    multiprocessing.set_start_method("fork", force=True)
+    with said.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environment)
+    from tokenmix_core.cli.app import main as command_line
+
+    command_line(arguments)
+
+
 def logged(out: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a run's log."""
     path = out / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines(True) if line[-1] == "\n"] if path.exists() else []
 
 
-def train(ranks: int, flags: list[str], steps: int, limit: float) -> dict[str, Any]:
+def train(ranks: int, flags: list[str], steps: int, limit: float, context: Any) -> dict[str, Any]:
     """Return the tokens/s of a run and its seconds, or the reason why there are none."""
     begun, first = time.monotonic(), None
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
@@ -48,15 +64,14 @@ def train(ranks: int, flags: list[str], steps: int, limit: float) -> dict[str, A
         free.close()
         world |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         out, said = Path(folder, "run"), Path(folder, "said")
-        command = [sys.executable, "-m", "tokenmix_core.cli", "train", *flags, "--out", str(out)]
         children = []
         for rank in range(ranks):
-            own = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else None
-            with said.open("ab") as file:
-                kinds = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
-                children.append(subprocess.Popen(command, env=own, **kinds))
+            own = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            child = context.Process(target=work, args=(own, said, ["train", *flags, "--out", str(out)]))
+            child.start()
+            children.append(child)
         lines: list[dict[str, Any]] = []
-        while len(lines) < steps and time.monotonic() - begun < limit and all(c.poll() is None for c in children):
+        while len(lines) < steps and time.monotonic() - begun < limit and all(c.is_alive() for c in children):
             time.sleep(0.1)
             lines = [line for line in logged(out) if "loss" in line]
             first = first or (time.monotonic() - begun if lines else None)
@@ -64,13 +79,14 @@ def train(ranks: int, flags: list[str], steps: int, limit: float) -> dict[str, A
             try:
                 os.killpg(child.pid, signal.SIGKILL)
             except ProcessLookupError:
-                continue
-            child.wait()
+                child.kill()
+            child.join()
         rates = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
         row = {"tokens_per_second": round(harmonic_mean(rates[len(rates) // 3 :])) if rates else None}
         row |= {"loss": lines[-1]["loss"] if lines else None, "first_step": first and round(first, 1)}
         row |= {"seconds": round(time.monotonic() - begun, 1)}
-        missing = f"{len(lines)} of {steps} steps: {said.read_text(errors='replace')[-500:]}"
+        text = said.read_text(errors="replace") if said.exists() else ""
+        missing = f"{len(lines)} of {steps} steps: {text[-500:]}"
         return row if len(lines) >= steps else {**row, "incomplete": missing}
 
 
@@ -80,10 +96,11 @@ def main() -> None:
     parser.add_argument("--recipe", default="gated_delta_net-380m")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS)[:3])
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--batch-tokens", type=int, default=262144)
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
     parser.add_argument("--limit", type=float, default=120, help="seconds of one run")
+    parser.add_argument("--start", choices=["fork", "spawn"], default="fork")
     args = parser.parse_args()
     sizes = {
         "sources": "stdlib",
@@ -96,11 +113,15 @@ def main() -> None:
         "logging_steps": 1,
         "save_steps": 10**6,
     }
+    # otherwise a test whether CUDA is available would initialise its driver, which a fork does not survive
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    context = multiprocessing.get_context("forkserver" if args.start == "fork" else "spawn")
+    context.set_forkserver_preload(IMPORTS)
     flags = [args.recipe, "--no-eval", *(word for name, x in sizes.items() for word in (f"--{name}", str(x)))]
     alone = None
     for ranks in args.ranks:
         for way in args.ways if ranks > 1 else ["DDP"]:
-            row = train(ranks, [*flags, *WAYS[way]], args.steps, args.limit)
+            row = train(ranks, [*flags, *WAYS[way]], args.steps, args.limit, context)
             rate = row["tokens_per_second"]
             alone = rate if ranks == 1 else alone
             share = round(rate / (ranks * alone), 3) if rate and alone else None
