@@ -216,6 +216,20 @@ def train_traced(made: Recipe, output_dir: Path) -> None:
     train(replace(made, run=replace(made.run, torch_compile=True)), output_dir, progress=False)
 
 
+def perturb(recipe: Recipe) -> Any:
+    """A callback that changes each initial weight by a relative error of 1e-7, the rounding error of float32."""
+    from transformers import TrainerCallback
+
+    class Perturb(TrainerCallback):
+        def on_train_begin(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
+            generator = torch.Generator().manual_seed(recipe.run.seed)
+            with torch.no_grad():
+                for x in model.parameters():
+                    x *= 1 + 1e-7 * torch.randn(x.shape, generator=generator)
+
+    return Perturb()
+
+
 def slow_steps(recipe: Recipe) -> Any:
     """A callback that lets a test meet a run in its middle."""
     from transformers import TrainerCallback
