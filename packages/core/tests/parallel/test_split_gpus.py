@@ -7,6 +7,7 @@ import torch
 
 from tokenmix_core.testing.rank_pool import RankPool
 from tokenmix_core.testing.split_contract import gpu_errors
+from tokenmix_core.testing.split_overlap import gpu_errors_by_head_groups
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +26,17 @@ def gpus():
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", ["gated delta rule", "ssd", "short convolution", "attention", "window and sinks"])
 def test_errors_are_those_of_one_gpu(gpus, name, packed, layout):
+    require_errors_of_one_gpu(gpus, gpu_errors, name, layout, packed)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["gated delta rule", "ssd", "attention"])
+def test_exchanges_by_head_groups_have_the_errors_of_one_gpu(gpus, name, packed, layout):
+    require_errors_of_one_gpu(gpus, gpu_errors_by_head_groups, name, layout, packed)
+
+
+def require_errors_of_one_gpu(gpus, measure, *args):
     for size in {2, gpus.most}:
-        errors = gpus(size, gpu_errors, name, layout, packed)
-        for tensor, (split, single) in errors.items():
+        for tensor, (split, single) in gpus(size, measure, *args).items():
             assert split <= 1.5 * single + 1e-3, f"{tensor} on {size} GPUs: {split:.1e}, on one {single:.1e}"

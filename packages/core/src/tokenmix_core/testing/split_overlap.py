@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tokenmix_core import ops, parallel
 from tokenmix_core.parallel import SequenceShard, overlap
+from tokenmix_core.testing.split_contract import gpu_errors
 
 
 class _Logged(torch.autograd.Function):
@@ -67,3 +68,9 @@ def order_of_exchanges(group: dist.ProcessGroup, name: str) -> tuple[list[str], 
         forward, log[:] = list(log), []
         o.sum().backward()
     return forward, log
+
+
+def gpu_errors_by_head_groups(group: dist.ProcessGroup, *args: Any) -> dict[str, tuple[float, float]]:
+    """Return `gpu_errors` of calls that exchange one group of heads while another one is computed."""
+    with mock.patch.object(overlap, "GROUP_BYTES", 1):
+        return gpu_errors(group, *args)
