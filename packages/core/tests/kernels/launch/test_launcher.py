@@ -370,9 +370,26 @@ def test_integers_that_vary_later_are_not_specialised_from_then_on(numbered):
 
 def test_strides_that_stay_multiples_of_16_stay_known(numbered):
     launch, _, compiled, _ = numbered
-    for n in (31, 32, 33):
+    for n in (32, 33, 34):
         launch(n, 16, stride=64 * n)
-    assert compiled == [(True, 31, 31 * 64, 16), (True, 32, 32 * 64, 16, "n")]
+    assert compiled == [(True, 32, 32 * 64, 16), (True, 33, 33 * 64, 16, "n")]
+
+
+def test_a_form_for_lengths_without_a_common_divisor_serves_all_lengths(numbered):
+    launch, kernel, compiled, launched = numbered
+    for n in (31, 32, 1, 48, 33):
+        launch(n, 16)
+    assert compiled == [(True, 31, 64, 16)]
+    assert [words[2] & 0xFFFFFFFF for *_, words in launched] == [31, 32, 1, 48, 33]
+    args = [(torch.zeros(4), True, torch.zeros(4), n, 64, 16, 0.5) for n in (31, 32)]
+    # it is the form of the lengths that it was compiled for, and a general one for others
+    assert [kernel.packing((1,), x, {}).general for x in args] == [False, True]
+    with forms.specialised():
+        launch(33, 16)
+        launch(32, 16)
+    assert compiled[1:] == [(True, 32, 64, 16)]
+    # integers of 64 bits are passed in another width
+    assert not kernel.knows((*args[0][:3], 1 << 40, *args[0][4:]), {})
 
 
 def test_a_kernel_that_needs_its_integers_is_compiled_for_each_combination(numbered, monkeypatch):

@@ -3,14 +3,15 @@
 Triton compiles a kernel again if an integer argument becomes 1 or a multiple of 16, unless the kernel declares it in
 `do_not_specialize`. If lengths vary, each of a kernel's other counts (tiles, documents) is occasionally such a
 multiple, and every combination would be compiled, which takes seconds. So the first call is compiled for its integers.
-Later calls with other integers use a general form, in which the arguments that have varied are not specialised either.
+Later calls with other integers use a general form, in which the arguments that have varied are not specialised either;
+if these arguments had no such property at the first call, its form is the general one.
 A call that is replayed often gets a form of its own (`specialised`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,8 +75,11 @@ class Forms:
         )
         return (device, *kinds, *options.items())
 
-    def general(self, key: tuple, args: tuple) -> tuple[tuple, Any] | None:
-        """Return key and kernel of the general form; None if no integer has varied or no general form exists."""
+    def general(self, key: tuple, args: tuple, loaded: Container[tuple]) -> tuple[tuple, Any] | None:
+        """Return key and kernel of the general form; None if no integer has varied or no general form exists.
+
+        `loaded` are the keys of the kernel's loaded forms, one of which may serve as its general form.
+        """
         fixed = [a or b for a, b in zip(self._constant, self._declared, strict=True)]
         integers = {i: x for i, (x, c) in enumerate(zip(args, fixed, strict=True)) if x.__class__ is int and not c}
         alike = tuple(None if i - 1 in integers else x for i, x in enumerate(key))
@@ -90,6 +94,9 @@ class Forms:
         varying.update(i for i, x in integers.items() if (y := first.get(i, 1)) != x and (x | y) & 15)
         if not varying:
             return None
+        plain = tuple(_unspecialised(args[i - 1]) if i - 1 in varying else x for i, x in enumerate(key))
+        if plain in loaded:
+            return plain, self.kernel
         indices = frozenset(varying)
         if indices not in self._general:
             names = [self._names[i] for i in sorted(indices)]
@@ -115,6 +122,12 @@ def kind(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.dtype if x.data_ptr() & 15 == 0 else (x.dtype,)
     return x
+
+
+def _unspecialised(x: int) -> Any:
+    """Return `kind` of an integer of x's width that is neither 1 nor a multiple of 16: a form for it serves x, too."""
+    width = _width(x)
+    return 2 if width == "i32" else (2, width)
 
 
 def _width(x: Any) -> Any:

@@ -215,7 +215,7 @@ class _Launcher:
         key = self._forms.key(current_device(), args, options)
         if key in self._loaded and not (forms.asked() and self._loaded[key][1]):
             return key, self.fn
-        return (None if forms.asked() else self._forms.general(key, args)) or (key, self.fn)
+        return (None if forms.asked() else self._forms.general(key, args, self._loaded)) or (key, self.fn)
 
     def knows(self, args: tuple, options: dict) -> bool:
         """Tell whether the kernel of a call with these arguments is loaded."""
@@ -226,9 +226,9 @@ class _Launcher:
         """Store a loaded kernel for calls with the key of these arguments; None if only Triton can launch them."""
         key = self.form(args, options)[0]
         exact = self._forms.key(current_device(), args, options)
-        # store the kernel under the exact key too, so that the next call with these integers needs one lookup
-        for found in (key, exact):
-            self._loaded[found] = kernel, key != exact
+        # store a general form under the exact key too, so that the next call with these integers needs one lookup
+        self._loaded.setdefault(key, (kernel, key != exact))
+        self._loaded[exact] = kernel, key != exact
         while len(self._loaded) > _MAX_FORMS:
             del self._loaded[next(iter(self._loaded))]
         compat.warn_of_missing()
