@@ -94,7 +94,8 @@ def test_steps_are_captured_once_for_generations_of_equal_batch_size(model, ids,
     assert len(model.step_store) == 0
 
 
-def test_repeated_batch_sizes_are_captured_once_and_larger_storage_replaces_smaller(model, captures):
+def test_repeated_batch_sizes_are_captured_once_and_larger_storage_replaces_smaller(model, captures, monkeypatch):
+    monkeypatch.setattr(decode_graph, "_SPACIOUS_BYTES", 0)
     sizes, ids = range(1, 8), torch.randint(3, 60, (1, 400))
     options = {**OPTIONS, "max_new_tokens": 5}
     for tokens in (200, 300, 400):
@@ -107,6 +108,21 @@ def test_repeated_batch_sizes_are_captured_once_and_larger_storage_replaces_smal
             model.generate(ids[:, :tokens].expand(batch, -1).contiguous(), **options)
     assert len(captures) == made
     assert len(model.step_store) == len(sizes)
+
+
+def test_lengths_that_vary_are_captured_once_while_storage_is_small(model, captures, monkeypatch):
+    monkeypatch.setattr(decode_graph, "_LEAST_CAPACITY", 8)
+    options = {**OPTIONS, "max_new_tokens": 5}
+
+    def generate(tokens):
+        model.generate(torch.randint(3, 60, (2, tokens)), **options)
+        return [steps.capacity for steps in model.step_store._idle], len(captures)
+
+    assert [generate(tokens) for tokens in (7, 300, 1000, 12)] == [([1024], 2)] * 4
+    # a longer sequence doubles the capacity, and storage that takes many bytes is as large as necessary
+    assert generate(1100) == ([2048], 4)
+    monkeypatch.setattr(decode_graph, "_SPACIOUS_BYTES", 2 * 2048 * 128)
+    assert generate(2100) == ([2304], 6)
 
 
 def test_states_of_constant_size_are_captured_once_for_all_lengths(captures):
@@ -130,6 +146,7 @@ def test_captured_steps_over_the_memory_limit_are_dropped(model, ids, captures, 
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.3, "do_sample": True}, {"num_beams": 2}])
 def test_growing_keys_move_to_larger_storage(model, ids, captures, options, monkeypatch):
     monkeypatch.setattr(decode_graph, "_LEAST_CAPACITY", 8)
+    monkeypatch.setattr(decode_graph, "_SPACIOUS_BYTES", 0)
     monkeypatch.setattr(decode_graph, "_rounded_up", lambda tokens: tokens)
     mask = left_padded([7, 4], 7)
     said = []

@@ -32,6 +32,10 @@ from tokenmix_core.nn.state.parts import StatePart
 _KEPT, _MOST_KEPT, _KEPT_BYTES = 4, 8, 2 << 30
 # smallest capacity of a cache in tokens
 _LEAST_CAPACITY = 256
+# storage for at least _USUAL_CAPACITY tokens, and for twice as many as storage that was too small, is allocated if it
+# takes at most _SPACIOUS_BYTES: if lengths vary, each larger capacity is captured again, which takes as long as tens of
+# steps
+_USUAL_CAPACITY, _SPACIOUS_BYTES = 1024, 512 << 20
 # further tokens per sequence for which data-dependent memory is allocated: fewer waste less memory, more require fewer
 # captures
 _SPARE = 512
@@ -145,6 +149,10 @@ class StepStore:
         self._idle.remove(smallest)
         return smallest
 
+    def largest(self, model_key: Hashable) -> int:
+        """Return the largest capacity of the storages with this key; 0 if there is none."""
+        return max((x.capacity for x in self._idle if x.model_key == model_key), default=0)
+
     def give(self, steps: CapturedSteps) -> None:
         """Keep `steps` for the next cache; drop those of the same key with no larger capacity, then the oldest."""
         others = [x for x in self._idle if x.model_key != steps.model_key or x.capacity > steps.capacity]
@@ -234,6 +242,7 @@ class Steps:
                 # a state of data-dependent size exceeds this storage
                 new = None
         if new is None:
+            wanted = self._spacious(wanted, store.largest(key))
             # the new storage includes the old memory of states of constant size, so no other cache may use the old
             # storage
             new, captured = CapturedSteps(store, key, wanted, cache.fix(wanted, spare=_SPARE), batch, device), None
@@ -272,6 +281,17 @@ class Steps:
         if most > past:
             return _rounded_up(min(max(_LEAST_CAPACITY, 2 * past), most))
         return _rounded_up(past + max(_LEAST_CAPACITY, past // 2))
+
+    def _spacious(self, wanted: int, outgrown: int) -> int:
+        """Return the capacity of new storage for `wanted` tokens in place of storage for `outgrown`; more if cheap."""
+        capacity = max(wanted, _USUAL_CAPACITY, 2 * outgrown)
+        bounds = (capacity, self.cache.batch_size, self.model.dtype)
+        parts = (part for layer in self.cache.layers for part in layer.parts.values())
+        try:
+            return capacity if sum(part.bounds(*bounds).most for part in parts) <= _SPACIOUS_BYTES else wanted
+        except ValueError:
+            # the size of a part is unknown
+            return wanted
 
     def _fixed_inputs(self, captured: CapturedSteps, inputs: dict[str, Any]) -> tuple[dict[str, Any], Hashable]:
         """Copy the tensors among the mixers' inputs to fixed storage.
