@@ -11,6 +11,7 @@ from torch import nn
 from tokenmix_core.nn import projections
 from tokenmix_core.nn.projections import output_linear, projected
 from tokenmix_core.ops import fused_linears, swiglu_linear
+from tokenmix_core.ops.fused import gemv
 from tokenmix_core.ops.fused import gemv_kernel as kernel
 from tokenmix_core.testing.closeness import assert_within
 from tokenmix_core.testing.operations import HALF, Call, KernelCase, OpContract, Results
@@ -95,6 +96,37 @@ def test_one_graph_serves_all_numbers_of_rows(device):
         torch._dynamo.mark_dynamic(x, 0)
         for y, wanted in zip(compiled(x), fused_linears(x, [weight, other], impl=impl), strict=True):
             torch.testing.assert_close(y, wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("rows", "dtype", "multiplied"), [
+    (3, torch.float32, 4), (7, torch.float32, 8), (4, torch.float32, 4), (3, torch.float64, 3),
+])  # fmt: skip
+def test_row_counts_that_are_slow_in_cublas_get_one_row_more(monkeypatch, rows, dtype, multiplied):
+    made = []
+
+    def linear(x, weight, bias=None):
+        made.append(len(x))
+        return x @ weight.t()
+
+    monkeypatch.setattr(gemv.F, "linear", linear)
+    monkeypatch.setattr(gemv, "on_gpu", lambda x: True)
+    layers = [nn.Linear(8, N, bias=False, dtype=dtype) for N in (4, 2)]
+    x = torch.randn(rows, 1, 8, dtype=dtype)
+    for layer, y in zip(layers, projected(x, *layers), strict=True):
+        torch.testing.assert_close(y, x @ layer.weight.t())
+    torch.testing.assert_close(output_linear(x, layers[0]), x @ layers[0].weight.t())
+    assert made == [multiplied] * 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_swiglu_of_slow_row_counts_equals_its_reference(monkeypatch, device, with_residual):
+    a, b, weight = (torch.randn(n, 8, device=device) for n in (3, 3, 4))
+    residual = torch.randn(3, 4, device=device) if with_residual else None
+    wanted = swiglu_linear(a, b, weight, residual, impl="reference")
+    monkeypatch.setattr(gemv, "on_gpu", lambda x: True)
+    torch.testing.assert_close(swiglu_linear(a, b, weight, residual, impl="triton"), wanted)
 
 
 def test_numbers_of_weights_are_bounded():

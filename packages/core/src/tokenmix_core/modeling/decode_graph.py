@@ -283,7 +283,7 @@ class Steps:
         return _rounded_up(past + max(_LEAST_CAPACITY, past // 2))
 
     def _spacious(self, wanted: int, outgrown: int) -> int:
-        """Return the capacity of new storage for `wanted` tokens in place of storage for `outgrown`; more if cheap."""
+        """Return the capacity of new storage: `wanted`, or more than it and than `outgrown` if this takes few bytes."""
         capacity = max(wanted, _USUAL_CAPACITY, 2 * outgrown)
         bounds = (capacity, self.cache.batch_size, self.model.dtype)
         parts = (part for layer in self.cache.layers for part in layer.parts.values())

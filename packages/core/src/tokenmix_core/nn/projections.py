@@ -17,7 +17,7 @@ from tokenmix_core.nn.plain import is_plain, refuse_meta
 from tokenmix_core.ops import fused_linears
 from tokenmix_core.ops.buffers import as_rows
 from tokenmix_core.ops.fused import MAX_WEIGHTS
-from tokenmix_core.ops.fused.gemv import MAX_BYTES, MAX_ROWS
+from tokenmix_core.ops.fused.gemv import MAX_BYTES, MAX_ROWS, has_slow_rows
 from tokenmix_core.ops.transforms import refuse_graph
 
 # in training, layers with fewer than _THIN outputs share one GEMM, padded to a multiple of _MULTIPLE outputs: a GEMM
@@ -99,7 +99,8 @@ def _by_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
     rows, count = x.numel() // x.shape[-1], len(weights)
     if not 0 < count <= MAX_WEIGHTS or rows > MAX_ROWS or _transformed() or any(w.dtype != x.dtype for w in weights):
         return False
-    return rows == 1 or (count > 1 and sum(w.nbytes for w in weights) <= MAX_BYTES * count)
+    small = count > 1 and sum(w.nbytes for w in weights) <= MAX_BYTES * count
+    return rows == 1 or small or has_slow_rows(x)
 
 
 def _by_fused_linears(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:

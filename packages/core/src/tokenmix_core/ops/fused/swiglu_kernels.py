@@ -15,6 +15,7 @@ from tokenmix_core.kernels.triton.activations import sigmoid
 from tokenmix_core.ops.autograd import eager_function
 from tokenmix_core.ops.buffers import as_rows
 from tokenmix_core.ops.fused.gemv import DTYPES as GEMV_DTYPES
+from tokenmix_core.ops.fused.gemv import fused_linears_reference, has_slow_rows
 from tokenmix_core.ops.fused.gemv_kernel import fused_linears_forward
 
 # rows and columns of a tile
@@ -104,7 +105,8 @@ def _run_linear(a, b, weight, residual) -> Tensor:
         # for one token, one GEMV kernel computes silu(a) · b, multiplies by the weight and adds the residual
         added = None if residual is None else as_rows(residual)
         return fused_linears_forward(b_rows, [weight], gate=a_rows, residual=added)[0].view(shape)
-    y = torch.mm(swiglu_forward(a_rows, b_rows), weight.t()).view(shape)
+    h = swiglu_forward(a_rows, b_rows)
+    y = (fused_linears_reference(h, [weight])[0] if has_slow_rows(h) else torch.mm(h, weight.t())).view(shape)
     return y if residual is None else residual + y
 
 
