@@ -2,12 +2,16 @@
 
 Each recipe's model is trained with a new length in every step (`varying`) and with one length (`fixed`), in one
 process, by blocks of steps that take turns, as single rows (`rows`) and as packed documents whose number changes, too
-(`packed`). Then it generates with a new batch size and prompt length in every call, and with one of each (`generate`).
+(`packed`). Then it generates (`generate`): both kinds of calls take the same batch sizes in turns, those of `varying`
+with a new prompt length in every call, those of `fixed` with one, so that the ratio is the cost of new shapes alone.
 After ten warm steps of both kinds the ratio of tokens a second shall be at least .95, and memory shall not grow.
 
 One JSON object a line for each recipe and form: thousand tokens a second, their ratio, host and GPU memory in MiB at
-step 50 and at the end, the device, versions and commit. `--together N` first lets N processes at a time compile the
-kernels, which wait in Triton's cache on disk for the measurement.
+step 50 and at the end, the device, versions and commit. Rows of `generate` also have `dtype` (of the weights),
+`one_batch_thousand_tokens_s` (one prompt length and the mean batch size alone; it differs from `fixed` as far as the
+time of a step is not linear in the batch size), `ms_by_batch` (the fastest of five calls with one prompt length, for
+each batch size), and `fixed_prompt_ms` and `varying_prompt_ms` (calls of one new token). `--together N` first lets N
+processes at a time compile the kernels, which wait in Triton's cache on disk for the measurement.
 """
 
 from __future__ import annotations
@@ -65,7 +69,7 @@ class Sizes:
         block: steps between two looks at the clock; each block of `generate` has every batch size equally often.
         steps: with new lengths, the warm ones among them.
         early: the step after which memory is looked at first.
-        batches: batch sizes of `generate`, whose mean is the fixed one.
+        batches: batch sizes of `generate`.
         prompts: the least and the largest length of a prompt; their mean is the fixed one.
         new: tokens to generate.
     """
@@ -125,13 +129,14 @@ class Measurement:
         config: of the model.
         sizes: of the measurement.
         device: where it runs.
+        dtype: of the weights in `generate`; training has float32 weights, on a GPU under autocast to bfloat16.
     """
 
-    def __init__(self, config: Any, sizes: Sizes, device: torch.device) -> None:
+    def __init__(self, config: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(0)
-        self.sizes, self.device, self.drawn = sizes, device, random.Random(0)
+        self.sizes, self.device, self.dtype, self.drawn = sizes, device, dtype, random.Random(0)
         self.model = AutoModelForCausalLM.from_config(config).to(device)
         cuda = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=cuda or None)
@@ -177,33 +182,30 @@ class Measurement:
         return tokens
 
     def generate(self, *, varying: bool, batch: int | None = None, new: int | None = None) -> int:
-        """Generate; return the number of new tokens. Without `varying`, a given batch size has one prompt length."""
-        sizes = self.sizes
-        least, most = sizes.prompts
-        batch = batch or (self.batch() if varying else sum(sizes.batches) // len(sizes.batches))
-        new = new or sizes.new
+        """Generate with the given or the next batch size; return the number of new tokens."""
+        least, most = self.sizes.prompts
+        batch, new = batch or self.batch(), new or self.sizes.new
         prompt = self.drawn.randint(least, most) if varying else (least + most) // 2
         ids = self.ids[0, :prompt].expand(batch, -1).contiguous()
         out = self.model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
         return out[:, prompt:].numel()
 
     def parts(self, calls: int = 5) -> dict[str, Any]:
-        """Return the milliseconds of `generate` by batch size at one prompt length, and of its prompts alone.
-
-        If the time of a step were linear in the batch size, all batch sizes would give the throughput of their mean.
-        """
-        turns = {}
-        for batch in sorted(self.sizes.batches):
+        """Return the row's fields of `generate` alone: speed by batch size at one prompt length, and prompts alone."""
+        ms, batches = {}, self.sizes.batches
+        for batch in range(1, max(batches) + 2):
             step = partial(self.generate, batch=batch)
             self.time(step, 2, varying=False)
-            turns[batch] = min(self.time(step, 1, varying=False)[1] for _ in range(calls)) * 1e3
-        prompt = partial(self.generate, new=1)
-        alone = {x: self.time(prompt, 4 * len(turns), varying=x)[1] * 1e3 / (4 * len(turns)) for x in (False, True)}
+            ms[str(batch)] = round(min(self.time(step, 1, varying=False)[1] for _ in range(calls)) * 1e3, 2)
+        tokens, seconds = self.time(partial(self.generate, batch=sum(batches) // len(batches)), calls, varying=False)
+        prompt, turns = partial(self.generate, new=1), 4 * len(batches)
+        alone = [round(self.time(prompt, turns, varying=x)[1] * 1e3 / turns, 2) for x in (False, True)]
         return {
-            "ms_by_batch": {str(batch): round(x, 2) for batch, x in turns.items()},
-            "equal_prompts_thousand_tokens_s": round(self.sizes.new * sum(turns) / sum(turns.values()), 3),
-            "fixed_prompt_ms": round(alone[False], 2),
-            "varying_prompt_ms": round(alone[True], 2),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "one_batch_thousand_tokens_s": round(tokens / seconds / 1e3, 3),
+            "ms_by_batch": ms,
+            "fixed_prompt_ms": alone[0],
+            "varying_prompt_ms": alone[1],
         }
 
     def wait(self) -> None:
@@ -257,7 +259,7 @@ class Measurement:
             turns = len(sizes.batches)
             whole = {name: -(-getattr(sizes, name) // turns) * turns for name in ("warm", "block", "steps", "early")}
             sizes = replace(sizes, **whole)
-        self.model.train(form != "generate")
+        self.model.train(form != "generate").to(self.dtype if form == "generate" else torch.float32)
         step, first = self.step(form), time.perf_counter()
         with self.mode(form):
             for varying in (False, True):
@@ -277,7 +279,7 @@ class Measurement:
             if done < sizes.steps:
                 self.time(step, sizes.steps - done, varying=True)
                 done = sizes.steps
-            late = self.memory()
+            late, compiled = self.memory(), sorted(set(self.compiled))
             parts = self.parts() if form == "generate" else {}
         fixed, varied = (statistics.median(taken[x]) for x in (False, True))
         return {
@@ -288,7 +290,7 @@ class Measurement:
             "fixed_blocks": [round(x, 3) for x in taken[False]],
             "varying_blocks": [round(x, 3) for x in taken[True]],
             "warm_s": round(first, 2),
-            "compiled_later": sorted(set(self.compiled)),
+            "compiled_later": compiled,
             "early_step": after,
             "early": early,
             "steps": done,
@@ -305,9 +307,7 @@ def _tell_compiled(names: list[str]) -> None:
     hooks.jit_post_compile_hook = lambda **given: names.append(given["fn"].name)
 
 
-def measure(
-    names: Sequence[str], forms: Sequence[str], sizes: Sizes, device: str, *, smoke: bool, profile: bool = False
-) -> Iterator[dict]:
+def measure(names: Sequence[str], forms: Sequence[str], sizes: Sizes, given: argparse.Namespace) -> Iterator[dict]:
     """Yield a row for each recipe and form; a model that fails gives a row with its error."""
     where = environment()
     for name in names:
@@ -315,9 +315,10 @@ def measure(
         for form in forms:
             about = {"recipe": name, "layers": sizes.layers, **where}
             try:
-                one = one or Measurement(config_of(name, sizes.layers, smoke=smoke), sizes, torch.device(device))
+                config = config_of(name, sizes.layers, smoke=given.smoke)
+                one = one or Measurement(config, sizes, torch.device(given.device), getattr(torch, given.dtype))
                 yield {**about, **one.compare(form)}
-                for varying in (False, True) if profile else ():
+                for varying in (False, True) if given.profile else ():
                     title = f"{name}, {form}, {'varying' if varying else 'fixed'}"
                     print(f"==== {title}\n{one.profile(form, varying=varying)}", file=sys.stderr, flush=True)
             # the others are measured all the same
@@ -325,7 +326,7 @@ def measure(
                 yield {**about, "form": form, "error": f"{type(error).__name__}: {str(error)[:300]}"}
         one = None
         gc.collect()
-        if device != "cpu":
+        if given.device != "cpu":
             torch.cuda.empty_cache()
 
 
@@ -333,7 +334,8 @@ def compile_kernels(names: Sequence[str], forms: Sequence[str], given: argparse.
     """Take the first steps of each recipe in a process of its own, `given.together` of them at a time."""
 
     def run(name: str) -> None:
-        command = [sys.executable, __file__, name, "--forms", *forms, "--layers", str(given.layers), "--compile-only"]
+        command = [sys.executable, __file__, name, "--forms", *forms, "--layers", str(given.layers)]
+        command += ["--dtype", given.dtype, "--compile-only"]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
 
     with ThreadPoolExecutor(given.together) as pool:
@@ -352,6 +354,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument(
         "--profile", action="store_true", help="tell on stderr what the host does in steps of each kind"
     )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights in generate")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, for a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args(arguments)
@@ -365,7 +368,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         compile_kernels(given.recipes, given.forms, given)
         print(f"compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     rows = []
-    for row in measure(given.recipes, given.forms, sizes, given.device, smoke=given.smoke, profile=given.profile):
+    for row in measure(given.recipes, given.forms, sizes, given):
         rows.append(row)
         print(json.dumps(row, ensure_ascii=False), flush=True)
     return rows

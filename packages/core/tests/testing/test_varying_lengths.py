@@ -17,6 +17,33 @@ def test_a_row_compares_both_kinds_of_steps(capsys):
         assert row["ratio"] == pytest.approx(row["varying_thousand_tokens_s"] / row["fixed_thousand_tokens_s"], rel=0.1)
         assert row["end"]["rss_mib"] > 0
         assert row["torch"]
+    generated = rows[-1]
+    assert [*generated["ms_by_batch"]] == ["1", "2", "3", "4"]
+    assert generated["dtype"] == "float32"
+    assert min(generated[name] for name in ("one_batch_thousand_tokens_s", "fixed_prompt_ms", "varying_prompt_ms")) > 0
+
+
+def test_generation_of_both_kinds_takes_every_batch_size_equally_often(monkeypatch):
+    import torch
+
+    config, sizes = SCRIPT["config_of"]("tiny-transformer", 2), SCRIPT["SMOKE"]
+    measurement = SCRIPT["Measurement"](config, sizes, torch.device("cpu"), torch.bfloat16)
+    prompts = []
+
+    def generate(ids, **options):
+        prompts.append(tuple(ids.shape))
+        return ids.repeat(1, 2)
+
+    monkeypatch.setattr(measurement.model, "generate", generate)
+    row = measurement.compare("generate")
+    assert {x.dtype for x in measurement.model.parameters()} == {torch.bfloat16}
+    # both kinds, two warm calls each rounded up to a turn, and a block of a turn each
+    turns = [prompts[i : i + 3] for i in range(0, 12, 3)]
+    assert [sorted(batch for batch, _ in turn) for turn in turns] == [[1, 2, 3]] * 4
+    lengths = [{length for _, length in turn} for turn in turns]
+    assert lengths[0] == lengths[2] == {16}
+    assert len(lengths[1] | lengths[3]) > 1
+    assert row["steps"] == 6
 
 
 def test_lengths_and_boundaries_are_new_in_every_step():
