@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from tokenmix_core.chunking import packed_positions, sequence_ids
+from tokenmix_core.chunking import sequence_ids
 from tokenmix_core.nn import (
     HeadWeights,
     LayerState,
@@ -299,7 +299,7 @@ def _positions(x: Tensor, cu_seqlens: Tensor | None) -> Positions:
     if cu_seqlens is None:
         position = torch.arange(T, device=x.device)
         return Positions(position, T - 1 - position)
-    position = packed_positions(cu_seqlens, T)
-    # padding behind the sequences is treated as one more sequence, of length 0
-    lengths = F.pad(cu_seqlens.diff(), (0, 1))[sequence_ids(cu_seqlens, T)]
-    return Positions(position, lengths - 1 - position)
+    # padding behind the sequences is treated as one more sequence, which ends where it begins
+    index, ends = sequence_ids(cu_seqlens, T), torch.cat((cu_seqlens[1:], cu_seqlens[-1:]))
+    tokens = torch.arange(T, device=x.device, dtype=cu_seqlens.dtype)
+    return Positions(tokens - cu_seqlens[index], ends[index] - 1 - tokens)

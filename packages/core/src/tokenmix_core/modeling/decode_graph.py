@@ -9,9 +9,8 @@ the next cache of the same batch size, whose contents are then copied to the sam
 from __future__ import annotations
 
 import contextlib
-import itertools
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from tokenmix_core.kernels.launch.pdl import pdl_launches
 from tokenmix_core.modeling.cache import HybridCache, Storage
 from tokenmix_core.modeling.cache_name import NAMES
 from tokenmix_core.nn.mixer import Mixer
-from tokenmix_core.nn.plain import has_hooks, settings_of, third_party_modules
+from tokenmix_core.nn.plain import has_hooks, is_third_party, modules_of, settings_of
 from tokenmix_core.nn.state.parts import StatePart
 
 # number of unused captured steps that a model keeps: _KEPT, or up to _MOST_KEPT if their caches take less than
@@ -176,11 +175,12 @@ class Steps:
 
     def __init__(self, model: Any, cache: HybridCache):
         self.model, self.cache = model, cache
-        self.mixers = [module for module in model.modules() if isinstance(module, Mixer)]
+        modules = modules_of(model)
+        self.mixers = [module for module in modules if isinstance(module, Mixer)]
         self.captured: CapturedSteps | None = None
         # read at the first step and compared before each later one: dictionaries of hooks, and modules such as adapters
-        self._hooks = [hooks for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._third_party = third_party_modules(model)
+        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._third_party = [*filter(is_third_party, modules)]
         self._settings = settings_of(self._third_party)
         # True while the model runs a step
         self._within = False
@@ -287,11 +287,10 @@ class Steps:
         capacity = max(wanted, _USUAL_CAPACITY, 2 * outgrown)
         bounds = (capacity, self.cache.batch_size, self.model.dtype)
         parts = (part for layer in self.cache.layers for part in layer.parts.values())
-        try:
+        # a part that does not know its size raises a ValueError
+        with contextlib.suppress(ValueError):
             return capacity if sum(part.bounds(*bounds).most for part in parts) <= _SPACIOUS_BYTES else wanted
-        except ValueError:
-            # the size of a part is unknown
-            return wanted
+        return wanted
 
     def _fixed_inputs(self, captured: CapturedSteps, inputs: dict[str, Any]) -> tuple[dict[str, Any], Hashable]:
         """Copy the tensors among the mixers' inputs to fixed storage.
@@ -350,31 +349,39 @@ def why_not(model: Any, cache: Any) -> str | None:
         return "gradients are enabled"
     if model.config.output_hidden_states:
         return "the configuration asks for hidden states"
-    devices = {x.device for x in model.parameters()}
+    modules = modules_of(model)
+    devices = {x.device for x in _tensors(modules) if isinstance(x, nn.Parameter)}
     if len(devices) > 1 or getattr(model, "hf_device_map", None):
         return "the model is on several devices"
-    if any(has_hooks(m) or (m is not model and "forward" in m.__dict__) for m in model.modules()):
+    if any(has_hooks(m) or (m is not model and "forward" in m.__dict__) for m in modules):
         return "modules have hooks or forwards of their own, which a graph would not call"
-    mixers = sum(isinstance(module, Mixer) for module in model.modules())
+    mixers = sum(isinstance(module, Mixer) for module in modules)
     return None if mixers == len(cache.layers) else "some of its layers are not ours"
 
 
 def graph_key(model: nn.Module, cache: HybridCache) -> Hashable:
     """Return the key of captured steps: addresses of the weights, classes and batch of the cache, modes of torch."""
+    modules = modules_of(model)
     device: Any = next(model.parameters()).device
     modes = (torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device.type))
     modes = (*modes, torch.get_autocast_dtype(device.type) if modes[1] else None)
-    weights = tuple((x.data_ptr(), x.dtype) for x in itertools.chain(model.parameters(), model.buffers()))
+    weights = tuple((x.data_ptr(), x.dtype) for x in _tensors(modules))
     # settings of mixers that can change between generations, such as impl or the types of NAtS-L's chunks
-    mixers = settings_of(module for module in model.modules() if isinstance(module, Mixer))
+    mixers = settings_of(module for module in modules if isinstance(module, Mixer))
     # only batch and dtype, not lengths, because parts that grow have the storage's capacity
     parts = tuple(
         (type(part), tuple((len(x), x.dtype) for x in part.tensors), part.window)
         for layer in cache.layers
         for part in layer.parts.values()
     )
-    adapters = settings_of(third_party_modules(model))
+    adapters = settings_of(filter(is_third_party, modules))
     return device, modes, model.training, weights, mixers, adapters, parts, cache.batch_size
+
+
+def _tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Yield the modules' parameters and buffers; a shared one several times."""
+    for module in modules:
+        yield from (x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None)
 
 
 def _grows(part: StatePart) -> bool:

@@ -8,6 +8,7 @@ do not change the loss. At most a sixteenth more tokens are computed, on average
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from tokenmix_core.kernels.launch.cache.capture import is_plain
 from tokenmix_core.kernels.launch.cache.replay import on_gpu
 from tokenmix_core.nn.loss import IGNORE
 from tokenmix_core.nn.mixer import Mixer
-from tokenmix_core.nn.plain import has_hooks
+from tokenmix_core.nn.plain import has_hooks, modules_of
 
 # lengths are multiples of this or of a larger power of two
 _LEAST = 16
@@ -54,9 +55,12 @@ def round_up(
         given = len(cu_seqlens) - 1
         wanted = given + bool(more)
         documents = (1 << max(0, wanted - 1).bit_length()) - given
-    if (not more and not documents) or more > tokens or not can_round(model, input_ids):
+    if (not more and not documents) or more > tokens:
         return input_ids, labels, cu_seqlens
-    if cu_seqlens is None and any(isinstance(x, Mixer) and x.bounds_more_tokens for x in model.modules()):
+    modules = modules_of(model)
+    if not can_round(modules, input_ids):
+        return input_ids, labels, cu_seqlens
+    if cu_seqlens is None and any(isinstance(x, Mixer) and x.bounds_more_tokens for x in modules):
         if len(input_ids) > 1:
             return input_ids, labels, cu_seqlens
         # [0, T], written by the device, as a copy from the host would wait for it
@@ -69,11 +73,11 @@ def round_up(
     return input_ids, labels, cu_seqlens
 
 
-def can_round(model: nn.Module, input_ids: Tensor) -> bool:
+def can_round(modules: Iterable[nn.Module], input_ids: Tensor) -> bool:
     """True if appended tokens have no visible effect: in eager mode, on a GPU, without hooks, all mixers willing."""
     if not (flags.on and is_plain(input_ids) and on_gpu(input_ids)) or compat.watches_all_modules():
         return False
-    return all(_is_known(type(x)) and not has_hooks(x) and takes_more_tokens(x) for x in model.modules())
+    return all(_is_known(type(x)) and not has_hooks(x) and takes_more_tokens(x) for x in modules)
 
 
 def takes_more_tokens(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tokenmix_core.modeling.cache import HybridCache
 from tokenmix_core.modeling.prefixes import Prefixes
 from tokenmix_core.nn.mixer import Mixer
-from tokenmix_core.nn.plain import settings_of, third_party_modules
+from tokenmix_core.nn.plain import modules_of, settings_of, third_party_modules
 
 
 class Chunk(NamedTuple):
@@ -206,7 +206,7 @@ class RequestStates:
         if self._current is None:
             weights = (*self.model.parameters(), *self.model.buffers())
             versions = tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in weights)
-            mixers = (m for m in self.model.modules() if isinstance(m, Mixer))
+            mixers = (m for m in modules_of(self.model) if isinstance(m, Mixer))
             self._current = versions, settings_of([self.model.model, *mixers, *third_party_modules(self.model)])
         return self._current
 

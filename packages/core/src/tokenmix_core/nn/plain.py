@@ -51,9 +51,21 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules in the order of `model.modules()`, which takes several times as long in deep models."""
+    found: dict[nn.Module, None] = {}
+    waiting: list[nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            waiting += reversed(module._modules.values())
+    return [*found]
+
+
 def third_party_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules whose classes come neither from torch nor from our packages, such as adapters."""
-    return [module for module in model.modules() if is_third_party(module)]
+    return [*filter(is_third_party, modules_of(model))]
 
 
 def is_third_party(module: nn.Module) -> bool:

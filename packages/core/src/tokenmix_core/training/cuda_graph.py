@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenmix_core.kernels.launch import cuda_graphs
-from tokenmix_core.nn.plain import settings_of, third_party_modules
+from tokenmix_core.nn.plain import modules_of, settings_of, third_party_modules
 
 # whether to capture passes: if that saves time ("auto"), always (then a failure is an error), or never
 TrainingGraph = Literal["auto", "always", "never"]
@@ -150,7 +150,7 @@ class GraphedStep:
         if self._hooked():
             self._warn("the model has hooks now: its passes run kernel by kernel")
             return None
-        if self.modules != list(self.model.modules()):
+        if self.modules != modules_of(self.model):
             self._warn("the model has other modules now: its passes run kernel by kernel")
             return None
         plain = tuple(tuple(_hashable(values.get(name)) for name in names) for values, names in self._plain)
