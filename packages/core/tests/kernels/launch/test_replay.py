@@ -288,10 +288,11 @@ def test_captures_that_are_not_replayed_become_rare_and_repeats_bring_them_back(
     assert captures == [*range(1700, 1701 + admission._RECENT)]
 
 
-def test_captures_of_deep_models_are_made_at_once(add, captures):
+@pytest.mark.parametrize("layers", [4, 24])
+def test_captures_of_deep_models_are_made_at_once(add, captures, layers):
     function, replayed = three_sums(add)
     for n in range(1024, 1044):
-        for _ in range(24):
+        for _ in range(layers):
             call(replayed, n)
     # but for the second length, when nothing was known yet
     assert function.runs <= 21

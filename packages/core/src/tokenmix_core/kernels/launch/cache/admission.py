@@ -11,7 +11,7 @@ from torch import Tensor
 MAX_SEEN, _MAX_MAGNITUDES = 512, 128
 # if one of the _RECENT last captures was replayed _OFTEN times, as happens in deep models, the next new signature is
 # captured at its first occurrence
-_RECENT, _OFTEN = 4, 4
+_RECENT, _OFTEN = 4, 3
 # this many consecutive captures without a replay double the number of occurrences that a capture needs
 _PATIENCE = 8
 
