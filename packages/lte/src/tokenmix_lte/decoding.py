@@ -80,7 +80,7 @@ def _advance(rule: Retention, tokens: Tokens, held: Held | None, past: int) -> t
         )
         last = torch.arange(past - reach, past, device=device) % max(1, rule.reach)
         raws = torch.cat((held.raw[:, last], raws), 1)
-        # the first tokens' logits are computed without the tokens before them: take their scores from the state
+        # the scorer does not get the tokens before the first ones here: take these first tokens' scores from the state
         known = 0 if reach == past else rule.context[0]
     scores = rule.logits(raws, values[:, ring - reach :]).detach()
     if held is not None and past:
@@ -135,14 +135,14 @@ def _first_retained(stays: Bool[Tensor, "N H left"], cap: int) -> tuple[Int[Tens
 
 
 def _newest(length: int, size: int, total: int, device: torch.device) -> Int[Tensor, "size"]:
-    """Return for each entry of `_ring` the index of its token among `length` tokens; undefined for empty slots."""
+    """Return for each entry of a `_ring` buffer the index of its token among `length` tokens; undefined if unused."""
     if total < size:
         return torch.arange(length - total, length - total + size, device=device).clamp(max=length - 1)
     return torch.arange(length - size, length, device=device).roll(total % size)
 
 
 def _ring(x: Float[Tensor, "N L *rest"], size: int, total: int) -> Float[Tensor, "N size *rest"]:
-    """Return a ring buffer of each sequence's newest `size` of `total` tokens, each at its position mod `size`."""
+    """Return ring buffers of each sequence's newest `size` of `total` tokens, each at index (position mod `size`)."""
     held = min(total, size)
     newest = x[:, x.shape[1] - held :]
     if held < size:

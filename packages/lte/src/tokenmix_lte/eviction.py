@@ -1,9 +1,9 @@
 """When keys are evicted: at any time, a head retains the best `cap` of the keys that have left the window.
 
 A key is better than another if its score is higher or, for equal scores, if it is older. A key is evicted when the
-cap-th better key leaves the window. It never returns, so that one number per key describes all evictions: the first
-query that no longer sees the key. With these eviction times, a forward pass over a whole sequence retains the same keys
-as a decoder that evicts one key at a time.
+cap-th better key leaves the window. An evicted key never returns, so one number per key describes all evictions: the
+first query that no longer sees it. With these eviction times, a forward pass over a whole sequence retains the same
+keys as a decoder that evicts one key at a time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 from tokenmix_core.chunking import sequence_ids
 from tokenmix_core.ops import Impl, resolve_impl, without_padding
 
-# maximum number of pairs of keys, over all rows and heads, that the kernel compares, which takes about 2 ms on an H200,
-# as long as the launches of the wavelet matrix
+# maximum number of pairs of keys, over all rows and heads, that the kernel compares: it then takes about 2 ms on an
+# H200, the time of the wavelet matrix's launches
 _MAX_PAIRS = 1 << 33
-# maximum number of keys ranked at once, because ranking needs about ten tensors with 8 bytes per key
+# maximum number of keys ranked at once: ranking needs about ten tensors with 8 bytes per key
 _MAX_RANKED_KEYS = 1 << 22
 
 
@@ -39,7 +39,7 @@ def eviction_times(
     for 16,384 tokens; up to 2³³ pairs (32,768 tokens of 8 heads), a single kernel that compares pairs is used instead.
 
     Args:
-        scores: −∞ for keys that are not retained, whose results have no meaning; +∞ for keys that must stay.
+        scores: −∞ for keys that are not retained (their results have no meaning); +∞ for keys that must stay.
         cap: number of keys before the window that a head retains, at least 1.
         window: number of tokens in the window; the key at position p leaves it when query p + window comes.
         cu_seqlens: boundaries of packed sequences; positions count from each sequence's start.
@@ -79,9 +79,11 @@ def _(scores, cap, window, cu_seqlens, impl):
 def _times(
     scores: Float[Tensor, "R T"], cap: int, window: int, starts: Int[Tensor, "T"], ids: Int[Tensor, "T"] | None
 ) -> Int[Tensor, "R T"]:
-    """Return rows' eviction times by a wavelet matrix; `starts` and `ids`: start and index of each token's sequence."""
+    """Return eviction times by a wavelet matrix; `starts` and `ids` are the start and index of each token's
+    sequence.
+    """
     T = scores.shape[1]
-    # sort the keys of each sequence by descending score, and keys of equal score by age, oldest first
+    # sort each sequence's keys by descending score; of equal scores, the older key comes first
     order = scores.argsort(dim=1, descending=True, stable=True)
     if ids is not None:
         order = order.gather(1, ids[order].argsort(dim=1, stable=True))

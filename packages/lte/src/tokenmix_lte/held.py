@@ -19,11 +19,11 @@ from tokenmix_lte.retention import Retention, Tokens
 class Held(NamedTuple):
     """The tensors of a state with S = W + cap slots per head: first the window's ring buffer, then retained tokens."""
 
-    # [N, H, S, K], [N, H, S, K], [N, H]
+    # keys and values of the slots: [N, H, S, K] each; number of filled slots: [N, H]
     keys: Tensor
     values: Tensor
     lengths: Tensor
-    # [N, H, S], [N, H, cap]
+    # scores of the slots: [N, H, S]; positions of the retained tokens: [N, H, cap]
     scores: Tensor
     ages: Tensor
     # [N, reach, H, K], a ring buffer of keys before rotation: the token at position p has index p mod reach
@@ -34,8 +34,8 @@ def extend_packed(rule: Retention, tokens: Tokens, span: Span, held: Held | None
     """Return outputs, in the call's layout, for sequences of any lengths, and the tensors that they hold afterwards.
 
     One call of the scorer and one of attention compute all sequences, for example a batch with padding. If `held` is
-    None (the sequences begin), the host does not wait for the device. Otherwise it reads the lengths of the span, once
-    for all layers; past tokens then have queries of zeros, whose outputs are discarded.
+    None (the sequences begin), the host does not wait for the device. Otherwise the host reads the lengths of the span,
+    once for all layers. Past tokens then get queries of zeros, and their outputs are discarded.
     """
     x = _begun(rule, tokens, span) if held is None else _joined(rule, tokens, span, held)
     W, totals, cu_seqlens, rows = rule.window, span.after, x.join.cu_seqlens, x.join.rows
@@ -78,7 +78,7 @@ class _Packed(NamedTuple):
 
 
 def _begun(rule: Retention, tokens: Tokens, span: Span) -> _Packed:
-    """Return the packed inputs of a call whose tokens are the first of their sequences; nothing is copied."""
+    """Return attention's packed inputs for a call whose tokens are the first of their sequences; nothing is copied."""
     q, k, raw, v = (x.flatten(0, 1) for x in tokens)
     join = Joined(span.cu_seqlens, span.rows, span.positions, span.cu_seqlens[:-1], span.positions)
     scores = rule.logits(tokens.raw, tokens.v, cu_seqlens=join.cu_seqlens).detach()
@@ -88,13 +88,13 @@ def _begun(rule: Retention, tokens: Tokens, span: Span) -> _Packed:
 
 
 def _joined(rule: Retention, tokens: Tokens, span: Span, held: Held) -> _Packed:
-    """Return packed inputs: each sequence's retained tokens, oldest first, those in its ring, and its new ones."""
+    """Return attention's packed inputs: each sequence's retained tokens (oldest first), its ring, its new tokens."""
     q, k, raw, v = (x.flatten(0, 1) for x in tokens)
     W, reach, before, (_, lengths) = rule.window, rule.reach, span.before, span.on_host
     front, ring = torch.where(before > W, rule.cap, 0), before.clamp(max=W)
     join = join_past(span, front + ring, sum(min(n, W) + (rule.cap if n > W else 0) for n in lengths))
     rows, heads = join.rows.unsqueeze(1), torch.arange(k.shape[1], device=k.device)
-    # empty slots for retained tokens are sorted to the end and have rank −∞
+    # sort the empty slots for retained tokens to the end; their rank is −∞
     number = held.lengths - W
     filled = torch.arange(rule.cap, device=k.device) < number.unsqueeze(-1)
     order = held.ages.masked_fill(~filled, torch.iinfo(held.ages.dtype).max).argsort(-1)
@@ -110,7 +110,7 @@ def _joined(rule: Retention, tokens: Tokens, span: Span, held: Held) -> _Packed:
         raw = scored.filled(held.raw[scored.rows, scored.positions % reach], raw)
         of_scored = values[join.origin[scored.rows] + scored.positions]
         logits = rule.logits(raw[None], of_scored[None], cu_seqlens=scored.cu_seqlens)[0].detach()
-        # the first tokens' logits are computed without the tokens before them: take their scores from the state
+        # the scorer does not get the tokens before the first ones here: take these first tokens' scores from the state
         first = before - newest + torch.where(newest == before, 0, rule.context[0])
         is_new = (join.positions >= first[join.rows]).unsqueeze(1) & ~is_front
         at = (scored.origin[join.rows] + join.positions).clamp(0, max(0, len(logits) - 1))
@@ -144,5 +144,5 @@ def _retained(
     slots = torch.arange(1, cap + 1, device=counts.device)
     ranks = before[:, :-1, None] + slots.minimum(lengths.unsqueeze(-1))
     index = torch.searchsorted(counts, ranks.flatten(1)).clamp(max=counts.shape[1] - 1)
-    # contiguous, because decoding kernels require this of a state's tensors
+    # contiguous: decoding kernels require this of a state's tensors
     return index.view(*ranks.shape).transpose(0, 1).contiguous(), lengths.mT.contiguous()

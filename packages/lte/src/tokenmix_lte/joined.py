@@ -1,4 +1,4 @@
-"""Pack each sequence's last past tokens before its new tokens: one call then continues sequences of any lengths."""
+"""Pack each sequence's last past tokens before its new tokens, so that one call continues sequences of any length."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Joined(NamedTuple):
 
 
 def join_past(span: Span, past: Int[Tensor, "N"], total: int) -> Joined:
-    """Put the last `past` tokens of each sequence, `total` in all sequences, before its tokens of the call."""
+    """Pack the last `past` tokens of each sequence before its tokens of the call; `total` is the sum of `past`."""
     before, rows = span.before, span.rows
     sizes = past + span.after - before
     cu_seqlens = cu_seqlens_from_lengths(sizes)

@@ -69,7 +69,7 @@ class Clock:
 
 @contextmanager
 def clocks(model: Any) -> Iterator[tuple[Clock, Clock]]:
-    """Context that times a model's layers with a KV cache, and the scorers in them; yields both timers.
+    """Context manager that times a model's layers with a KV cache, and the scorers in them; it yields both timers.
 
     Raises:
         ValueError: the model has no layer with a KV cache.

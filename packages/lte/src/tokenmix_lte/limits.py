@@ -1,4 +1,4 @@
-"""Evaluation of a trained model with another window, or another or no cap (limit on the retained keys of a head)."""
+"""Evaluate a trained model with another window or cap (the limit on the retained keys of a head), or without a cap."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tokenmix_lte.evals import lte_layers
 
 @contextmanager
 def using_retention(model: Any, args: argparse.Namespace) -> Iterator[None]:
-    """Context in which the LTE layers have the limits `args.cap` and `args.window`, as far as these are not None.
+    """Context manager: the LTE layers have the limits `args.cap` and `args.window`; a limit of None does not change.
 
     With the cap "none", a head retains every key with a positive logit, up to the model's `max_position_embeddings`,
-    and states allocate slots for so many keys.
+    and states allocate slots for this number of keys.
 
     Raises:
         ValueError: a cap below the number of sinks, or a window narrower than the number of tokens that a scorer reads.

@@ -87,7 +87,7 @@ class Lte(Mixer):
 
     attention_impls: ClassVar[dict[str, str]] = {"eager": "reference"}
     splits_sequences = True
-    # the scorer reads later tokens, and the sparsity loss is of all tokens
+    # the scorer reads later tokens, and the sparsity loss covers all tokens
     takes_more_tokens = bounds_more_tokens = True
 
     def __init__(
@@ -244,7 +244,7 @@ class Lte(Mixer):
         if self.scorer is not None and self.estimator == "inside":
             factor = keep + (share - share.detach())
         elif self.scorer is not None and torch.is_grad_enabled():
-            # the factor is exactly 1, and through it the gradient of `share` is ⟨v, dv⟩
+            # the factor is exactly 1; through it `share` gets the gradient ⟨v, dv⟩
             v = v * (share - share.detach() + 1).to(v.dtype).unsqueeze(-1)
         o = kept_attention(q, k, v, factor, window=self.window, until=until, cu_seqlens=cu_seqlens, impl=self.impl).o
         found = self._observe(logits, share, positions, heads) if self.training else {}

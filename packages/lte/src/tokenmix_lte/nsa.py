@@ -61,7 +61,7 @@ def _attend(
     shift: int = 0,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the three branches as one operator for torch.export: a traced division into blocks would fix T."""
+    """Compute the three branches as one operator for torch.export: traced op by op, the blocks would fix T."""
     if pooled_k is None or pooled_v is None:
         pooled_k, pooled_v = (pool_blocks(x, block, cu_seqlens) for x in (k, v))
     packed: dict[str, Any] = {"cu_seqlens": cu_seqlens, "impl": impl}
@@ -182,7 +182,7 @@ class Nsa(Mixer):
         new = torch.stack((k, v), 2).squeeze(1).detach()
         sums = state.open.get(N, new)
         sums.copy_(torch.where((before % block == 0).view(-1, 1, 1, 1), 0.0, sums) + new)
-        # this also writes the mean of an incomplete block, which no query reads
+        # this also writes the mean of an incomplete block; no query reads it
         bound = span.past // block + 1
         pooled.grow(k, N, bound)
         mean_k, mean_v = (sums / block).unbind(1)
@@ -223,7 +223,7 @@ class Nsa(Mixer):
         all_k, all_v = k, v
         if past:
             all_k, all_v = (torch.cat((x[:, :past], new), 1) for x, new in ((kv.keys, k), (kv.values, v)))
-        # concatenate the means of the blocks that were complete before with those of the new tokens' blocks
+        # append the means of the new tokens' blocks to those of the blocks that were complete before
         means = [pool_blocks(x[:, known * self.block :], self.block) for x in (all_k, all_v)]
         held = (pooled.keys, pooled.values)
         means = [torch.cat((x[:, :known], new), 1) for x, new in zip(held, means, strict=True)]
@@ -304,7 +304,7 @@ class Nsa(Mixer):
         cu_seqlens, device = span.cu_seqlens, q.device
         means = [pool_blocks(x, block, cu_seqlens) for x in (k, v)]
         branches = self._attend(q, k, v, *means, cu_seqlens=cu_seqlens)
-        # the means of the blocks of one sequence are adjacent
+        # index of each sequence's first block: the means of a sequence's blocks are adjacent
         first = cu_seqlens[:-1] // block + torch.arange(span.sequences, device=device)
         bound = cdiv(span.tokens, block)
         slots = (first.unsqueeze(1) + torch.arange(bound, device=device)).clamp(max=means[0].shape[1] - 1)
@@ -320,7 +320,7 @@ class Nsa(Mixer):
         return branches
 
     def mixing_flops(self, seq_len: int) -> float:
-        # on average, a query sees half of all means; selection computes their scores a second time, without values
+        # a query sees half of all means on average; the selection of blocks computes their scores again, without values
         means = mean_visible(seq_len) / self.block
         seen = mean_visible(seq_len, self.window) + mean_visible(seq_len, self.blocks * self.block) + 1.5 * means
         return 4.0 * self.num_heads * self.head_dim * seen

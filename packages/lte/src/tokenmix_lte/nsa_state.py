@@ -24,7 +24,7 @@ class PooledKVState(KVState):
         self.block = block
 
     def reserve(self, max_length: int) -> None:
-        """Announce `max_length`: the first write then allocates capacity for the blocks of so many tokens."""
+        """Announce `max_length`: the first write then allocates capacity for the blocks of this number of tokens."""
         super().reserve(cdiv(max_length, self.block))
 
     def grow(self, like: Float[Tensor, "_ _ H K"], rows: int, blocks: int) -> None:

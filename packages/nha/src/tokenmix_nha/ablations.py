@@ -1,4 +1,4 @@
-"""Two ablations (paper, Table 6): slots and window as a weighted sum; no token shift. Also the slots' probability.
+"""Two ablations of Table 6 of the paper: a weighted sum of slots and window; no token shift. Also the slots' share.
 
 For the weighted sum, the fused operation computes the slots' output with `window=0`. Without the token shift, slots and
 window may hold the same token, which the fused operation does not support. Plain PyTorch then computes it on every
@@ -70,7 +70,7 @@ def attend_to_slots(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None,
     impl: Impl | None,
 ) -> tuple[Float[Tensor, "B T HQ V"], SlotWindowState]:
-    """Return the outputs of a softmax over only the slots, and the final state, by the operation with `window=0`."""
+    """Return the outputs of a softmax over the slots alone, and the final state, by the operation with `window=0`."""
     k, v, f, ring = entering
     # the operation with window=0 expects an empty ring buffer
     none = {name: getattr(state, name)[:, :0] for name in ("k", "v", "f")}

@@ -1,8 +1,8 @@
 """The paper's baselines in its setting: 15B or 100B tokens of SlimPajama in rows of 2,048 tokens.
 
 Details that the paper does not state are chosen so that all models of one size have equally many parameters (a test
-counts them): a vocabulary of 32,000 with tied embeddings; Gated DeltaNet with K = 128, V = 256 and as many heads as
-give it the parameters of softmax attention; narrower MLPs for Mamba-2.
+counts them): a vocabulary of 32,000 with tied embeddings; Gated DeltaNet with K = 128, V = 256 and a number of heads
+that gives it the parameters of softmax attention; narrower MLPs for Mamba-2.
 """
 
 from __future__ import annotations

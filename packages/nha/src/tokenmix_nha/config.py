@@ -34,8 +34,8 @@ class NhaConfig(HybridConfig):
     layers with different windows. Layers may also have other mixers.
 
     Args:
-        random_windows: window sizes of which training draws one for each NHA layer and step (Figure 4); None trains
-            with the layers' own windows.
+        random_windows: window sizes; training draws one of them for each NHA layer and step (Figure 4). None trains
+        with the layers' own windows.
 
     Raises:
         ValueError: the reasons of `HybridConfig`, or `random_windows` is empty or contains an invalid window.

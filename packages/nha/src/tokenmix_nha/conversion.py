@@ -25,8 +25,8 @@ def convert(
     """Return the model with its attention layers replaced by NHA.
 
     The Q, K, V and O weights with their biases and norms are kept, gates start as average-pooled K projections, and all
-    other weights are the original's own tensors. With full windows and no slots, the result computes the same as the
-    original.
+    other weights are the original's own tensors. With full windows and no slots, the converted model computes the same
+    outputs as the original.
 
     Args:
         model: a Llama, Qwen2, Qwen3 or Qwen3-MoE language model of transformers.

@@ -35,7 +35,9 @@ _BINS = 64
 
 @contextmanager
 def observed_shares(mixers: list[NhaMixer]) -> Iterator[list[list[Tensor]]]:
-    """Context that collects the slots' share ω_L `[B, T, HQ]`: a list per mixer, an entry per call without a cache."""
+    """Context manager: collect the slots' share ω_L `[B, T, HQ]`, a list per mixer, an entry per call without a
+    cache.
+    """
     for mixer in mixers:
         mixer.shares = []
     try:

@@ -80,8 +80,8 @@ def _with_lora(model: Any, rank: int) -> Any:
 def with_lora(model: Any, rank: int) -> Any:
     """Add LoRA to every matrix of a model: linear layers, embedding, output layer, routers and experts.
 
-    A tied embedding gets no LoRA, because each of its two uses would train an adapter of its own, but merging would add
-    both to the one weight.
+    A tied embedding gets no LoRA: each of its two uses would train its own adapter, but merging would add both adapters
+    to the one shared weight.
 
     Raises:
         ImportError: peft is not installed.

@@ -274,19 +274,19 @@ def _warn_of_speed(op: str) -> None:
 
 @drops_padding("s")
 def _abc_gates(s: Float[Tensor, "B T H M"], cu_seqlens: Int[Tensor, "N_plus_1"] | None) -> Float[Tensor, "B T H M"]:
-    """Return ABC's log-gates g_t = z_{t−1} − z_t, where z_t is the log of the sum of e^s over tokens up to t."""
+    """Return log-gates g_t = z_{t−1} − z_t of attention with bounded memory (ABC); z_t = log Σ_{j ≤ t} e^{s_j}."""
     s = at_least_float32(s)
     if cu_seqlens is not None:
         rows = [_abc_gates(s[:, a:b], None) for a, b in pairwise(cu_seqlens.tolist())]
         return torch.cat(rows, 1)
     z = s.logcumsumexp(1)
-    # a log-gate that clears the state, because it is empty before the first token
+    # the first token's log-gate clears the state, which is empty before that token
     return torch.cat((z[:, :1] * 0 + _CLOSED, z[:, :-1] - z[:, 1:]), 1)
 
 
 @torch.no_grad()
 def _follows(s: Tensor, g: Tensor) -> bool:
-    """Return whether s equals 1 − e^g, up to rounding."""
+    """Return whether the weights s equal 1 − e^g, up to rounding."""
     # the caller may have rounded s or g before computing the other from it
     rounding = 4 * max(torch.finfo(x.dtype).eps for x in (s, g))
     return bool(((at_least_float32(s) - (1 - at_least_float32(g).exp())).abs() <= rounding).all())

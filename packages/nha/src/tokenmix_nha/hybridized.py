@@ -115,7 +115,7 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         rotary = Rotation(*(x[..., : x.shape[-1] // 2].float() for x in (cos, sin)))
         out = super().forward(  # type: ignore[misc]
             inputs_embeds=packed if rows is None else hidden,
-            # a placeholder that the NHA layers ignore; transformers passes a 4D mask through unchanged
+            # a placeholder mask, because transformers passes a 4D mask through unchanged; the NHA layers ignore it
             attention_mask=packed.new_empty(1, 1, 1, 1),
             position_ids=call.position_ids,
             use_cache=cache is not None,
@@ -129,7 +129,7 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
             cache.end()
 
         def unpack(x: Tensor) -> Tensor:
-            # also sets padding to zero if the layers ran on padded rows, as hooks require
+            # if hooks required padded rows, `pack` first drops the padding, which `unpack` then sets to zero
             return span.unpack(x if rows is None else span.pack(x))
 
         out.last_hidden_state = unpack(out.last_hidden_state)
@@ -139,7 +139,7 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         if getattr(out, "router_logits", None) is not None and span.mask is not None:
             every = 0 if rows is None else span.batch * span.tokens
             out.router_logits = tuple(
-                # experts with hooks have run on padded rows, so that their router's logits need no unpacking
+                # experts with hooks ran on padded rows, so their router's logits are already laid out with padding
                 x if len(x) == every else span.unpack(x.unflatten(0, span.layout)).flatten(0, 1)
                 for x in out.router_logits
             )
@@ -170,7 +170,7 @@ class HybridizedForCausalLM(GeneratesInSteps, ChoosesAttention, CheckedLoading):
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
         """Return the bytes of a cache for `batch_size` sequences of `seq_len` tokens.
 
-        They do not depend on the tokens.
+        The number of bytes does not depend on the values of tokens.
         """
         dtype = self.dtype if dtype is None else dtype  # type: ignore[attr-defined]
         return sum(mixer.state_bytes(seq_len, batch_size, dtype) for mixer in nha_mixers(self))  # type: ignore[arg-type]

@@ -82,7 +82,7 @@ class HybridizedAttention(NhaMixer):
         **given: Any,
     ) -> tuple[Tensor, None]:
         if not hidden_states.shape[1]:
-            # a chunk of a padded prompt may contain only padding
+            # a chunk of a prompt in a padded batch may contain only padding, that is, no token
             return hidden_states, None
         state: LayerState | None = None
         if cache is not None:
@@ -117,7 +117,7 @@ class AddsBeforeNorm:
         given |= {"attention_mask": attention_mask, "position_ids": position_ids, "cache": cache}
         mixed, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **given)
         y, hidden_states = add_and_norm(self.post_attention_layernorm, hidden_states, mixed)
-        # if the MLP has hooks, they must see its own output without the addition
+        # if the MLP has hooks, they must see the MLP's own output, without the residual added
         return self.mlp(y, hidden_states) if is_plain(SwiGLU, self.mlp) else hidden_states + self.mlp(y)
 
 

@@ -74,7 +74,7 @@ class NhaMixer(Mixer):
             attention.
     """
 
-    # "eager" must replace the whole operation, because one kernel computes both slots and window
+    # "eager" replaces the whole operation by the reference, because one kernel computes both slots and window
     attention_impls: ClassVar[dict[str, str]] = {"eager": "reference"}
 
     def __init__(
@@ -137,12 +137,12 @@ class NhaMixer(Mixer):
 
     @property
     def takes_more_tokens(self) -> bool:  # type: ignore[override]
-        """True unless `shares` is set, because ω_L must not include tokens that training appends to rows."""
+        """True if training may append padding tokens to rows: not if `shares` is set, as ω_L must exclude them."""
         return self.shares is None
 
     @property
     def splits_sequences(self) -> bool:  # type: ignore[override]
-        """True for the layer of the paper, whose sequences can be split over ranks; False for the layer's ablations."""
+        """True if sequences can be split over ranks: for the paper's layer, but not for its ablations."""
         return (self.joined or self.window == FULL) and self.positions != "learned" and self.shares is None
 
     @property
@@ -278,7 +278,7 @@ class NhaMixer(Mixer):
         return with_zeros(self._attend_to_window(heads, call), self.slots)
 
     def _attend_separately(self, heads: Heads, call: Call) -> Float[Tensor, "B T HQ V"]:
-        """Return the outputs of an ablation: a weighted sum of slots and window, or attention without token shift."""
+        """Return the outputs of an ablation: a weighted sum of slots and window, or one softmax without token shift."""
         window = self._attend_to_window(heads, call)
         before, entering = self._entering(heads, call)
         if heads.weight is None:
@@ -301,7 +301,7 @@ class NhaMixer(Mixer):
         return attention(q, k, v, window=self.seen, cu_seqlens=call.cu_seqlens, impl=self.impl)
 
     def _entering(self, heads: Heads, call: Call) -> tuple[SlotWindowState, Entering]:
-        """Return, for the ablations, the slots before the call and the tokens that enter them in it."""
+        """Return, for the ablations, the slots before the call and the tokens that enter them during it."""
         sequences = len(heads.v) if call.cu_seqlens is None else len(call.cu_seqlens) - 1
         part = self._slots_part() if call.state is None else call.state.slots
         before = part.get(sequences, heads.v)

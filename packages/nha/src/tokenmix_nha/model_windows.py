@@ -1,4 +1,4 @@
-"""Read and set the windows of a model's layers, permanently or in a context; also for converted models."""
+"""Read and set the windows of a model's NHA layers, permanently or in a context; also for converted models."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def set_windows(model: nn.Module, windows: Window | Sequence[Window]) -> None:
 
 @contextmanager
 def using_windows(model: nn.Module, windows: Window | Sequence[Window]) -> Iterator[None]:
-    """Context in which the layers have the given windows; restores the previous windows at exit."""
+    """Context manager: the layers have the given windows inside, and their previous windows after it."""
     before = windows_of(model)
     set_windows(model, windows)
     try:

@@ -1,4 +1,4 @@
-"""Checks of a layer's options."""
+"""Checks of the options of an NHA layer."""
 
 from __future__ import annotations
 

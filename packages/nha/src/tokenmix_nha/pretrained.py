@@ -1,4 +1,4 @@
-"""The tasks of Tables 3, 4 and 9, by which the paper evaluates converted language models; lm-eval runs them."""
+"""Suites of the tasks by which the paper evaluates converted language models (Tables 3, 4 and 9); lm-eval runs them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _with_mmlu(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return rest
     count = sum(row["examples"] for row in subjects)
     value = sum(row["value"] * row["examples"] for row in subjects) / count
-    # the standard error of the fraction of correct answers to independent questions
+    # standard error of a fraction of correct answers, for independent questions
     error = (value * (1 - value) / (count - 1)) ** 0.5 if count > 1 else None
     return [*rest, {"task": "mmlu", "metric": "acc", "value": value, "stderr": error, "examples": count}]
 

@@ -1,8 +1,8 @@
 """Recipes: the paper's models, ablations and baselines, recall models for one GPU, and a tiny model for a laptop.
 
-Some choices are not stated in the paper. Here heads have 128 channels, log-gates are divided by 8, and MLPs have fewer
-weights, by the number of the gates' weights, so that NHA and its baselines have equally many parameters (a test counts
-them). An ablation changes a single option.
+Some choices are not stated in the paper. Here heads have 128 channels and log-gates are divided by 8. MLPs are smaller
+by the number of gate weights, so that NHA and its baselines have equally many parameters (a test counts them). An
+ablation changes a single option.
 """
 
 from __future__ import annotations
@@ -107,13 +107,13 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "learned-positions": {"positions": "learned"},
     "no-window": {"window": 0},
 }
-# as in the paper, an ablation changes nothing else, so that some models have other parameter counts than NHA, by these
-# fractions
+# an ablation changes nothing else, as in the paper; some models therefore differ from NHA in their parameter counts, by
+# these fractions
 UNMATCHED: dict[str, dict[str, float]] = {
     "no-slots": {"340m": -0.037, "100m": -0.041, "small": -0.059},
     "slots32-window32": {"340m": -0.019, "100m": -0.021, "small": -0.029},
     "learned-positions": {"340m": 0.296, "100m": 0.055, "small": 0.470},
-    # Zoology's models have no MLP whose width could compensate for the difference
+    # Zoology's models have no MLP whose width could compensate for the difference in parameters
     "gdn": {"small": 0.073},
     "transformer": {"small": -0.059},
 }
@@ -142,7 +142,8 @@ RECALL = {
     "100m": (*_ABLATED, "nha-pure", "gsa-hybrid", "gsa", "gdn-hybrid", "gdn", "transformer"),
     "small": (*_ABLATED, "gdn", "transformer"),
 }
-# width, layers, heads of size 128, inner width of the MLP without and with gates, vocabulary, tokens in a row, pairs
+# by size: width, layers, heads of 128 channels, inner width of the MLP without and with gates, vocabulary, tokens in a
+# row, key-value pairs
 _RECALL_SIZES = {"small": (128, 2, 1, 0, 0, 1024, 256, 64), "100m": (768, 12, 6, 2048, 1920, 1024, 256, 64)}
 
 
@@ -243,6 +244,6 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     **{f"gsa-hybrid-{size}": partial(gsa, size, hybrid=True) for size in SIZES},
     **{f"nha-340m-{name}": partial(ablation, name) for name in ABLATIONS},
     **{f"recall-{kind}-{size}": partial(recall, kind, size) for size, kinds in RECALL.items() for kind in kinds},
-    # without windows of 0, with which recall is hard to learn
+    # without windows of 0, since recall is hard to learn with them
     "recall-nha-100m-random": lambda: drawn(recall("nha", "100m"), [32, FULL]),
 }

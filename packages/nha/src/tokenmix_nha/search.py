@@ -150,11 +150,11 @@ def score_of(task: str, result: SuiteResult) -> float:
     """
     rows = result["rows"]
     measures = {(name, metric) for name, metric in _METRICS.items() if name != "wikitext"}
-    # each of RULER's metrics is the accuracy at one length; all of them enter the mean
+    # each of RULER's metrics is the accuracy at one length; their mean is the score
     values = [row["accuracy"] for row in rows if "accuracy" in row] or [
         row["value"] for row in rows if row.get("task") in RULER or (row.get("task"), row.get("metric")) in measures
     ]
-    # the loss of the model over all positions, not over some positions and not that of the bigram baseline
+    # only the loss of the model itself over all positions, not that over some positions or of the bigram baseline
     values = values or [-row["loss"] for row in rows if (row.get("predictor"), row.get("position")) == ("model", "all")]
     if not values:
         raise ValueError(f"--task {task}: this suite gives no accuracy and no loss to choose by")
@@ -174,7 +174,7 @@ def remembered(
     # convert to JSON and back, because the settings are compared with those read from the file
     about = json.loads(json.dumps(about))
     lines = read_metrics(log) if resume and log.exists() else []
-    # write the file without the incomplete last line that a killed process may have left
+    # rewrite the file without the incomplete last line that a killed process may have left
     write_atomically(log, "".join(json.dumps(line) + "\n" for line in lines))
     known = {tuple(line["windows"]): line["score"] for line in lines if line["about"] == about}
 

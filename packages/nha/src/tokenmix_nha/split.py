@@ -1,8 +1,8 @@
 """Slot-window attention and gated linear attention on sequences that are split over ranks.
 
-A rank holds spans, which are parts of a sequence. The rows of both operations' states decay, so that the state after a
-span is S' = e^b S + L: b is the sum of the span's log-gates, and L the sum of its tokens, each decayed until the span's
-end. Autograd differentiates this sum.
+A rank holds spans, which are parts of a sequence. The rows of both operations' states decay: the state after a span is
+S' = e^b S + L, where b is the sum of the span's log-gates, and L the sum of its tokens, each decayed to the span's end.
+Autograd differentiates this sum.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def slot_window_attention(
     sequence_shard: SequenceShard | None = None,
     **options: Any,
 ) -> ScanOutput:
-    """Apply `ops.slot_window_attention`, also to split sequences, which must have no initial and get no final state.
+    """Apply `ops.slot_window_attention`, also to split sequences, which have neither an initial nor a final state.
 
     A span receives the `window` tokens before it, which have not yet entered the slots, and the slots at its start.
     """
@@ -112,7 +112,8 @@ def _after(log_gates: Tensor, weights: Tensor, values: Tensor) -> tuple[Tensor, 
     for first in range(0, g.shape[1], _BLOCK):
         rows = slice(first, first + _BLOCK)
         found = found + torch.einsum("bthr,bthc->bhrc", weights[:, rows].to(wide), values[:, rows].to(wide))
-    # depends on the inputs even if there are no tokens, because all ranks must join the communication of the backward
+    # add zeros that depend on the inputs even without tokens: all ranks must join the communication of the backward
+    # pass
     found = found + weights[:, :0].sum() + values[:, :0].sum().to(wide)
     return total.exp().unsqueeze(-1), found
 
@@ -137,7 +138,7 @@ def chunk_gla(
     sequence_shard: SequenceShard | None = None,
     **options: Any,
 ) -> ScanOutput:
-    """Apply `ops.chunk_gla`, also to split sequences: these start from zero; final states are this rank's."""
+    """Apply `ops.chunk_gla`, also to split sequences; these start from zero, and their final state is this rank's."""
     shard = require_shard("chunk_gla", sequence_shard, cu_seqlens)
     if shard is None:
         return ops.chunk_gla(q, k, v, g, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)

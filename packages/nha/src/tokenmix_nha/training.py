@@ -1,4 +1,4 @@
-"""Training with a random window for every layer and step, so that one model runs with any windows (paper, Figure 4)."""
+"""Train with a random window for every layer and step, so that one model runs with any windows (paper, Figure 4)."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 FULL = "full"
-# window of layers for which the option is not given
+# default window of a layer, in tokens
 WINDOW = 32
 # a number of tokens (with 0, queries see only slots), or "full"
 Window = int | str
@@ -86,7 +86,8 @@ def layers_with_windows(config: Any, windows: Sequence[Window]) -> dict[str, Any
             if window != before:
                 options = {**options, "type": "nha", "window": window}
                 label = f"{label.removesuffix(f'-{before}')}-{window}"
-                # layers with another label may have other options too, so they need a new label
+                # another label may already belong to layers with other options: find a label that is free or has equal
+                # options
                 while made.setdefault(label, options) != options:
                     label += "'"
         labels.append(label)

@@ -1,4 +1,4 @@
-"""Operations: one public function per mathematical operation and way to run it, such as whole sequences or one step."""
+"""Operations: one public function per mathematical operation and form of call, such as whole sequences or one token."""
 
 from typing import TYPE_CHECKING
 

@@ -23,7 +23,7 @@ _LAUNCHED_ON = "cuda"
 def cached_op(name: str, run: Callable | None = None, *, mutates_args: Iterable[str]) -> Any:
     """Return `run` as a torch custom op whose calls on a GPU go through the launch cache, or a decorator without `run`.
 
-    Code that torch.compile generates calls the op with plain tensors, so compiled calls use the launch cache too.
+    Code that torch.compile generates calls the op as an operator, so compiled calls use the launch cache too.
     """
     if run is None:
         return lambda run: cached_op(name, run, mutates_args=mutates_args)
@@ -54,7 +54,7 @@ def of_fields(run: Callable) -> Callable:
     returned = types.pop("return", inspect.Signature.empty)
     (step,) = types.values()
     if returned is type(None):
-        # the annotation for torch's schema is None, not NoneType, which `get_type_hints` returns
+        # torch's schema needs the annotation None; `get_type_hints` returns NoneType for it
         returned = None
     elif hasattr(returned, "_fields"):
         returned = tuple[tuple(x.annotation for x in _flat(returned))]  # type: ignore[misc]
@@ -94,7 +94,7 @@ def _made(step: Any) -> Callable:
         first = end
 
     def made(*fields):
-        # build the last nested tuple first, so that the indices of the earlier nested tuples stay valid
+        # build the last nested tuple first: each replacement shortens the list only behind the earlier tuples' indices
         for first, end, part in parts:
             fields = *fields[:first], part(*fields[first:end]), *fields[end:]
         return step(*fields)
@@ -114,7 +114,8 @@ def direct_when_eager(op: Callable, run: Callable, *, writes: int | None = None)
 
     Args:
         op, run: functions of the same arguments, the first of which is a tensor.
-        writes: index of the argument that both functions overwrite, or None; its version counter tells autograd so.
+        writes: index of the tensor argument that both functions overwrite, or None. Its version counter is increased,
+            so that autograd notices the change.
     """
     by_torch, plain = is_reference(run), run
     transformed = transformable(_name(op), run, None, _no_gradients)
@@ -179,7 +180,7 @@ def differentiable(
     keep = run if keep is None else Replayed(keep)
 
     def foresee(inputs, output):
-        # compile the backward call that will probably follow: usually only the first result has a gradient
+        # compile the kernels of the likely backward call now: usually only the first result has a gradient
         ctx = Context(inputs)
         save(ctx, inputs, output)
         gradients(ctx, torch.empty_like(output[0]), *[None] * (len(output[:outputs]) - 1))
@@ -202,7 +203,7 @@ def differentiable(
                 refuse_graph(_name(op))
             return *gradients(ctx, *output_gradients), None
 
-    # skip torch's check for function transforms: tensors that a transform wraps match no cached call
+    # skip torch's check for function transforms (vmap, grad): the launch cache cannot match the tensors that they wrap
     apply = compat.direct_apply(Eager)
 
     def transformed(*inputs):

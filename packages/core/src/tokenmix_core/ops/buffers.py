@@ -39,7 +39,7 @@ def buffer_bytes(layouts: Iterable[Layout]) -> int:
 
 
 def aligned(x: Tensor | None) -> Any:
-    """Return x if it is contiguous and its address is a multiple of 16 bytes (that of a slice may not be), else a copy.
+    """Return x if it is contiguous and starts at a multiple of 16 bytes, else a copy; a slice may start anywhere.
 
     Kernels copy 16 bytes at a time into shared memory, and Triton compiles a kernel again for another alignment.
     """

@@ -13,12 +13,12 @@ from torch import Tensor
 def bind_shapes(op: str, dims: dict[str, int], **specs: tuple[Tensor | None, str]) -> dict[str, int]:
     """Check tensors against shapes such as `"B T H K"`: a letter stands for the size at its first occurrence.
 
-    All tensors must lie on the device of the first one. A specification that ends in `?` allows None.
+    All tensors must lie on the device of the first one. A shape that ends in `?` allows None for the tensor.
 
     Args:
         op: the operation's name, which begins error messages.
         dims: sizes of the letters known so far; this dictionary is extended and returned.
-        specs: maps an argument name to the tensor and its specification: letters or integers separated by blanks.
+        specs: for each argument name the tensor and its shape: letters or integers separated by blanks.
 
     Raises:
         ValueError: a tensor does not match; the message has the given and the expected value.
@@ -60,7 +60,7 @@ def check_same_device(op: str, **tensors: Tensor | None) -> None:
 
 
 def _refuse_devices(op: str, first: tuple[str, torch.device], other: tuple[str, torch.device]) -> NoReturn:
-    # if only one of the two tensors is on the meta device, the message blames this tensor, since its values are missing
+    # if one of the two is on the meta device (it has no values), the message blames that one
     (_, wanted), (name, found) = sorted((first, other), key=lambda x: x[1].type == "meta")
     raise ValueError(f"{op}: {name} is on {found}, expected {wanted} like the other tensors")
 
@@ -77,7 +77,7 @@ def check_scale(op: str, scale: object) -> float:
     try:
         number = float(scale)  # type: ignore[arg-type]
         if torch.compiler.is_compiling():
-            # under tracing the number may be symbolic, so it cannot be checked
+            # a traced scale may be a symbol without a value, which cannot be checked
             return number
     except (TypeError, ValueError):
         number = math.nan
@@ -110,7 +110,7 @@ def check_same_dtype(op: str, **tensors: Tensor | None) -> None:
 
 
 def check_multiple(op: str, name: str, size: int, of: str, divisor: int) -> None:
-    """Raise a ValueError unless `size` is a multiple of `divisor`; the message calls them `name` and `of`."""
+    """Raise a ValueError unless `size` is a multiple of `divisor`; `name` and `of` are their names in the message."""
     if divisor <= 0 or size % divisor:
         raise ValueError(f"{op}: {name} must be a multiple of {of}, got {name}={size} and {of}={divisor}")
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from tokenmix_core.ops.dispatch import GluonForm
 
-# a launch for one token with at least this number of programs runs in many waves
+# a decoding launch with at least this number of programs fills the GPU many times over (many waves)
 MANY_PROGRAMS = 2048
 
 
 class StateStep(NamedTuple):
-    """The tile of a program, which updates BV columns of the state and holds BK rows of them in registers at a time."""
+    """A program's tile of the state `[K, V]`: it updates BV columns, with BK rows of them in registers at a time."""
 
     BV: int
     BK: int

@@ -30,7 +30,7 @@ OLDEST = (3, 6)
 GLUON_ERRORS = (NotCompiled, ImportError, AttributeError)
 
 _forms: list[GluonForm] = []
-# the argument of `kernels_of` inside its block, else None
+# the chip that the context manager `kernels_of` has set, such as "sm_89"; None outside of it
 _chip: str | None = None
 
 
@@ -41,7 +41,7 @@ class GluonForm:
         op: the operation's name in warnings and errors.
         package: the name of the package or module that defines the kernels.
         dtypes: supported dtypes of the inputs.
-        slower: the portable kernels' speed in comparison, as text, such as "about 2 to 3 times slower".
+        slower: the portable kernels' speed relative to Gluon's, as text, such as "about 2 to 3 times slower".
     """
 
     def __init__(self, op: str, package: str, *, dtypes: Sequence[torch.dtype] = HALF, slower: str) -> None:
@@ -52,7 +52,7 @@ class GluonForm:
         _forms.append(self)
 
     def limit(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return why the kernels do not support this device and dtype, as a clause, or None; compile nothing."""
+        """Return why the kernels do not support this device and dtype, as a clause; None if they do. No compilation."""
         if (why := device_limit(device)) is not None:
             return why
         if dtype not in self.dtypes:
@@ -60,8 +60,10 @@ class GluonForm:
         return None
 
     def require(self, op: str, device: torch.device, dtype: torch.dtype, limit: str | None = None) -> None:
-        """Raise a ValueError, which names `op`, if the kernels do not support the call; `limit` is a further reason."""
-        # a traced call makes this check at run time
+        """Raise a ValueError, which names `op`, if the kernels do not support the call; `limit` is a further reason
+        against it.
+        """
+        # under tracing do nothing: the compiled call checks at run time
         if torch.compiler.is_compiling():
             return
         why = self.limit(device, dtype) or limit
@@ -151,7 +153,7 @@ def _imported(traceback: TracebackType | None) -> str:
     return name
 
 
-# error text: Triton's interpreter computes wrong bfloat16 results, since it multiplies the bits as integers
+# end of an error message: Triton's interpreter multiplies bfloat16 bits as integers, so its results are wrong
 NOT_INTERPRETED = "takes float16 and float32 in Triton's interpreter, got bfloat16; pass impl='reference'"
 
 
@@ -162,7 +164,7 @@ def interpreting() -> bool:
 
 @contextmanager
 def kernels_of(chip: str) -> Iterator[None]:
-    """Inside the block, select kernels for meta tensors as on a chip such as "sm_89"; nothing can be launched."""
+    """Context manager: select kernels for meta tensors as on a chip such as "sm_89"; nothing can be launched inside."""
     global _chip
     before, _chip = _chip, chip
     try:
@@ -207,7 +209,7 @@ def resolve_impl(op: str, impl: str | None, x: Tensor, gluon: GluonForm | None =
 
 
 def by_reference(op: str, why: str | None, device: str, dtype: torch.dtype) -> str:
-    """Return "reference"; warn once, with the reason `why`, if the reference replaces kernels on a GPU."""
+    """Return "reference"; on a GPU warn once, with the reason `why`, that the reference runs instead of kernels."""
     if device == "cuda" and dtype != torch.float64 and why is not None and not torch.compiler.is_compiling():
         _warn_of_reference(f"{op}: impl='triton' {why.partition('; pass')[0]}")
     return "reference"
@@ -219,7 +221,7 @@ def _warn_of_reference(limit: str) -> None:
 
 
 def unless_gluon(impl: Any) -> Any:
-    """Return `impl`, but None for "gluon": modules pass the result to their operations that may lack Gluon kernels."""
+    """Return None for "gluon", else `impl`: modules pass the result to operations that may lack Gluon kernels."""
     return None if impl == "gluon" else impl
 
 

@@ -1,4 +1,4 @@
-"""Explain which kernels of an operation run on this machine, and why, from the plans that calls follow."""
+"""Explain which kernels of an operation run on this machine, and why; read from the plans that calls themselves use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from tokenmix_core.ops.checks import bind_shapes
 from tokenmix_core.ops.dispatch import GluonForm, kernels_of
 
-# maps each chip for which tests compile the portable kernels to the bytes of shared memory that a block may have
+# shared memory of a block, in bytes, for each chip for which tests compile the portable kernels
 CHIPS = {
     "sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "sm_120": 101_376,
     "gfx942": 65_536,

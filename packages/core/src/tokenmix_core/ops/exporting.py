@@ -1,4 +1,4 @@
-"""Export references as single operators: torch.export would unroll their loops over chunks and so fix the length."""
+"""Export eager references as single operators: torch.export would unroll their loops, which fixes the length."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from torch import Tensor
 def zero_padding(cu_seqlens: Tensor | None, *tensors: Tensor | None, before: int = 0) -> None:
     """Zero the padding of tensors `[1, T, ...]` with equal T; do nothing if `cu_seqlens` is None (an unpacked batch).
 
-    Each tensor is contiguous or has tokens as its innermost dimension in memory. `before`: the number of rows, such as
-    earlier inputs, that these tensors hold before each sequence's tokens, and that `cu_seqlens` does not count.
+    Each tensor is contiguous or has tokens as its innermost dimension in memory. `before` is the number of extra rows,
+    such as earlier inputs, that these tensors hold before each sequence's tokens; `cu_seqlens` does not count them.
     """
     if cu_seqlens is None:
         return
@@ -37,8 +37,8 @@ def zero_padding(cu_seqlens: Tensor | None, *tensors: Tensor | None, before: int
 def drops_padding(*tokens: str, results: int = 1) -> Callable:
     """Decorate a function in eager PyTorch: cut the padding off its arguments, and pad its results with zeros.
 
-    If the boundaries are on a GPU, the arguments' padding is replaced by zeros instead, because to cut the padding off,
-    the CPU would have to wait for the GPU.
+    If the boundaries are on a GPU, the arguments' padding is replaced by zeros instead, because cutting it off would
+    make the CPU wait for the GPU.
 
     Args:
         tokens: names of arguments with tokens along their second axis.

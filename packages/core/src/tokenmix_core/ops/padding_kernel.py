@@ -7,17 +7,17 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels.launch.launcher import cached_launch
 
-# the most tensors of one launch, and the number of elements that a program writes at a time
+# maximum number of tensors in one launch; elements that a program writes at a time
 MOST, _BLOCK = 7, 1024
 _SIZES = [f"{name}{i}" for i in range(MOST) for name in ("inner", "outer")]
 
 
 @triton.jit
 def _zero_range(x, start, end, block, blocks_at_once, BLOCK: tl.constexpr):
-    """Zero `x[start:end]`: this program writes each `blocks_at_once`-th block from `block` on, and 0 also both ends."""
+    """Zero `x[start:end]`: write each `blocks_at_once`-th block from `block` on; if `block` is 0, also both ends."""
     lanes = tl.arange(0, BLOCK)
     zeros = tl.zeros([BLOCK], x.dtype.element_ty)
-    # full blocks begin at multiples of 16 elements and need no mask, so that threads store 16 bytes at a time
+    # full blocks begin at multiples of 16 elements and need no mask, so each thread can store 16 bytes at a time
     aligned = tl.minimum(tl.cdiv(start, 16) * 16, end)
     full = (end - aligned) // BLOCK
     for i in range(block, full, blocks_at_once):

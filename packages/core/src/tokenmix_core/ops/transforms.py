@@ -1,4 +1,4 @@
-"""Gradients of operations under `torch.func`'s transforms, and second derivatives of their references."""
+"""Gradients of operations under `torch.func` transforms, and second derivatives of reference implementations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def refuse_second(op: str) -> NoReturn:
 
 
 def refuse_writes(op: str) -> None:
-    """Raise a RuntimeError inside a function transform, which replaces the tensor that a kernel would write to."""
+    """Raise a RuntimeError inside a function transform: it replaces the tensor that a kernel would overwrite."""
     if compat.in_transform():
         raise RuntimeError(
             f"{op}: torch.func's transforms do not support writes to a state; pass impl='reference' or call it outside"
@@ -164,7 +164,7 @@ def _one_by_one(apply: Callable, info: Any, in_dims: tuple, inputs: tuple) -> tu
 
 def _by_torch(run: Any, inputs: Sequence, output_gradients: Sequence) -> tuple[Tensor | None, ...]:
     """Compute the gradients of `run` by torch's autograd, so that they can be differentiated again."""
-    # each input is aliased, so that a tensor that is passed twice has a gradient for each argument
+    # alias each input, so that a tensor that is passed twice gets a separate gradient for each argument
     inputs = [x.view_as(x) if isinstance(x, Tensor) else x for x in inputs]
     wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     outputs = run(*inputs)

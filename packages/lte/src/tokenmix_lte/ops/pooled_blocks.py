@@ -62,8 +62,8 @@ def compressed_attention(
     """
     if cu_seqlens is not None:
         return _packed(q, pooled_k, pooled_v, block, cu_seqlens, impl)
-    # divide the queries into those that see no block, the rest of a group that began earlier, whole groups, and the
-    # beginning of a last group
+    # divide the queries into four parts: those that see no block, the rest of a group that began earlier, whole groups,
+    # and the beginning of a last group
     T = q.shape[1]
     num_blind = min(T, max(0, block - 1 - shift))
     first = min(T - num_blind, -(shift + num_blind + 1) % block)
@@ -92,16 +92,16 @@ def _packed(q, pooled_k, pooled_v, block: int, cu_seqlens: Tensor, impl: Impl | 
     at, slots = sequence_positions(T, cu_seqlens, q.device), first_slots(cu_seqlens, block)
     complete = cu_seqlens.diff() // block
     begins = F.pad(complete.cumsum(0), (1, 0))
-    # a row stands for one block: its sequence, and the block's index in the pooled keys
+    # a row stands for one block: `sequence` is its sequence; its index among the pooled keys follows
     row = torch.arange(rows, device=q.device)
     used = row < begins[-1]
     sequence = torch.searchsorted(begins[1:].contiguous(), row, right=True).clamp(max=len(complete) - 1)
     slot = torch.where(used, slots[sequence] + row - begins[sequence], -1)
-    # padding sees no block
+    # padding tokens get group 0, which sees no block
     group = torch.where(at.sequence < len(complete), (at.position + 1) // block, 0)
     target = torch.where(group > 0, (begins[at.sequence] + group - 1) * block + (at.position + 1) % block, -1)
     tokens = inverse(target, rows * block).view(rows, block)
-    # boundaries of the sequences with at least one row; each unused row gets a boundary of its own, as a sequence
+    # boundaries of the sequences that have rows; each unused row is a sequence of its own
     first = ~used | (row == begins[sequence])
     firsts = torch.where(first, row, rows).sort().values[: len(cu_seqlens)]
     boundaries = F.pad(firsts, (0, 1), value=rows).to(torch.int32)

@@ -171,7 +171,7 @@ def short_conv_steps(
 
 
 def _check_number(op: str, xs: Sequence, weights: Sequence, states: Sequence) -> None:
-    """Raise a ValueError unless there are two or three inputs with as many weights and states."""
+    """Raise a ValueError unless there are two or three inputs, with one weight and one state for each."""
     if not 2 <= len(xs) <= 3 or not len(xs) == len(weights) == len(states):
         raise ValueError(
             f"{op}: expected two or three inputs, with a weight and a state for each, "
@@ -180,7 +180,7 @@ def _check_number(op: str, xs: Sequence, weights: Sequence, states: Sequence) ->
 
 
 def _check_alike(op: str, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-    """Raise a ValueError unless all inputs agree in B, T, W, dtypes and device, which a single launch requires."""
+    """Raise a ValueError unless all inputs agree in B, T, W, dtypes and device: one launch computes all of them."""
     # a list instead of a set, because under tracing sizes are symbols, which cannot be hashed
     kinds = [
         (*x.shape[:-1], x.dtype, x.device, weight.shape[1], weight.dtype) for x, weight in zip(xs, weights, strict=True)
@@ -228,7 +228,7 @@ def _check_step(x, weight, bias, state, slots, activation, impl) -> str | None:
 
 
 def _check_rest(op, impl, dims, x, weight, bias, activation, rows, **state: Tensor | None) -> None:
-    """Check the width, the state's shape, dtypes and the activation."""
+    """Check W, the state's shape, the dtypes and the activation."""
     if not 2 <= dims["W"] <= 8:
         raise ValueError(f"{op}: weight must have a width W from 2 to 8, got {list(weight.shape)}")
     name, before = next(iter(state.items()))

@@ -93,7 +93,7 @@ def token_rows(x: Tensor) -> Tensor:
     """Return x `[B, T, D]` if one stride separates all tokens and channels are contiguous; else a contiguous copy."""
     B, T, _ = x.shape
     rows = x.stride(2) == 1 and (B == 1 or x.stride(0) == T * x.stride(1))
-    # `clone`, because `contiguous` returns a single token unchanged, whatever its stride
+    # `clone`, because `contiguous` returns a single token (T = 1) unchanged, whatever its stride
     return x if rows else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -102,17 +102,17 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def _each(step: NamedTuple, name: str) -> list[Tensor]:
-    """Return the fields `name0` to `name2` that are not None."""
+    """Return the fields `name0` to `name2` of a NamedTuple that are not None."""
     return [x for i in range(3) if (x := getattr(step, f"{name}{i}")) is not None]
 
 
 def _dense(step: NamedTuple, name: str) -> list[Tensor]:
-    """Return the tensors of `_each`, contiguous."""
+    """Return the fields `name0` to `name2` that are not None, each as a contiguous tensor."""
     return [x.contiguous() for x in _each(step, name)]
 
 
 def _three(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return three tensors: the two or three given tensors and, if there are two, an empty tensor."""
+    """Return three tensors: the given ones and, if they are two, an empty tensor."""
     return [*tensors, *(tensors[0].new_empty(0) for _ in range(3 - len(tensors)))]
 
 
@@ -167,7 +167,7 @@ def _(given: BackwardInputs):
 
 @of_fields
 def _several(given: SeveralInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return o of three inputs, then the final state of each; with two inputs, the third tensors are empty."""
+    """Return o of each of three inputs, then their three final states; with two inputs, each third tensor is empty."""
     from tokenmix_core.ops.causal_conv1d.forward import short_convs_forward
 
     xs = _each(given, "x")

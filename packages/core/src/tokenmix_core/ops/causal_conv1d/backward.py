@@ -1,4 +1,4 @@
-"""Kernels of the convolution's gradients: of inputs and states, and of weight and bias by way of partial sums."""
+"""Triton kernels of the short convolution's gradients; those of weights and biases are computed as partial sums."""
 
 # ruff would ask for starred tuples, which Triton does not support
 # ruff: noqa: RUF005
@@ -47,7 +47,7 @@ class PartialSums(NamedTuple):
 def convolve_backward(
     channels, run, gradients, partial, i_d, W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr
 ):
-    """Compute the gradients for BT tokens of BD channels, BU tokens per iteration.
+    """Compute the convolution's gradients for BT tokens of BD channels, BU tokens per iteration.
 
     Registers hold the last W inputs, and the last W gradients with respect to the activation's input. A channel belongs
     to one thread, so sums over tokens need no communication.
@@ -80,7 +80,7 @@ def convolve_backward(
         b_dz = b_dz + (zero,)
         b_x = b_x + (load_input(p_x, p_initial, first - W + w, length, m_d, stride_x, W),)
 
-    # W − 1 more iterations, because the gradients of the last W − 1 inputs depend on later outputs
+    # W − 1 more iterations: the last W − 1 inputs also influence the W − 1 outputs after this program's tokens
     for i in range(0, tl.maximum(end - first, 0) + W - 1, BU):
         o_t = first + i
         b_xs = ()
@@ -99,7 +99,7 @@ def convolve_backward(
                 b_sigmoid = sigmoid(b_z)
                 b_new *= b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
             b_dz = b_dz[1:] + (b_new,)
-            # tokens from `end` on are included in the sums of the next run
+            # the tokens from `end` on belong to the next program, which adds their terms to its own sums
             b_own = tl.where(o_t + u < end, b_new, 0.0)
             b_added = ()
             for w in tl.static_range(W):
@@ -115,11 +115,12 @@ def convolve_backward(
             p_s = p_dx + o_s.to(tl.int64) * D
             tl.store(p_s, b_dx.to(dx.dtype.element_ty), mask=within(o_s, first, end, m_d))
             if initial_gradient is not None:
-                # negative positions are in the initial state, and only the first run writes their gradients
+                # inputs at negative positions come from the initial state; only the sequence's first run of tokens
+                # stores their gradients
                 p_s = initial_gradient + o_state + (o_s + W - 1)
                 m_s = within(o_s, tl.where(first == 0, 1 - W, 0), 0, m_d)
                 tl.store(p_s, b_dx.to(initial_gradient.dtype.element_ty), mask=m_s)
-    # runs without tokens, which a packed batch may have, also store their sums, zeros, because all runs are added later
+    # a packed batch may have runs without tokens; they store zeros, because the next kernel adds the sums of all runs
     p_sums = dsums + tl.cast(i_c, tl.int64) * (W + 1) * columns + o_d
     for w in tl.static_range(W + 1):
         tl.store(p_sums + w * columns, b_sums[w], mask=m_d)
@@ -151,7 +152,9 @@ def short_convs_backward_kernel(
     stride0, stride1, stride2, stride_do0, stride_do1, stride_do2, T, N, BT, D0, D1, D2,
     W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients for BT tokens of BD channels of one of three inputs; `dsums` has the channels of all."""
+    """Compute the gradients for BT tokens of BD channels of one of three inputs; `dsums` has the channels of all
+    three.
+    """
     i_c = tl.program_id(0)
     i_n, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
     i_x, i_d = locate_channels(tl.program_id(1), tl.cdiv(D0, BD), tl.cdiv(D1, BD))
@@ -176,7 +179,7 @@ def short_convs_backward_kernel(
 @cached_launch
 @triton.jit(do_not_specialize=["runs"])
 def short_conv_sums_kernel(dsums, dweight, dbias, runs, D, W: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    """Sum one row of `dsums` (a tap of the weight, or the bias) over runs, BR runs at a time."""
+    """Sum one row of `dsums [runs, W + 1, columns]` (a tap of the weight, or the bias) over runs, BR runs at a time."""
     o_d, i_w = tl.program_id(0) * BD + tl.arange(0, BD), tl.program_id(1)
     m_d = o_d < D
     b_sum = tl.zeros([BR, BD], tl.float32)

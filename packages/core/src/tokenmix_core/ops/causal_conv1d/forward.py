@@ -36,7 +36,7 @@ class Channels(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Up to BT tokens from position `first` of sequence `i_n`; the sequence has `length` tokens from row `begin`."""
+    """A program's tokens: at most BT from position `first` of sequence `i_n` (rows from `begin`, `length` tokens)."""
 
     i_n: tl.tensor
     begin: tl.tensor
@@ -116,7 +116,7 @@ def short_conv_forward_kernel(
     x, weight, bias, initial_state, o, final_state, cu_seqlens, stride_x, T, N, BT, D,
     W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Convolve BT tokens of BD channels of `short_conv`'s single input."""
+    """Compute `short_conv` (one input) for BT tokens of BD channels."""
     i_n, begin, length, first = locate_chunk(tl.program_id(0), T, BT, N, cu_seqlens, PACKED)
     # an empty sequence also has one run, which copies the initial state to the final state
     if first >= tl.maximum(length, 1):
@@ -134,7 +134,7 @@ def locate_channels(i_d, n0, n1):
 
 @triton.jit
 def of_input(i_x, x0, x1, x2):
-    """Return `x0`, `x1` or `x2` for input `i_x`; all three are pointers of one type, or integers."""
+    """Return `x0`, `x1` or `x2` for input index `i_x` = 0, 1 or 2; the three are pointers of one type, or integers."""
     return tl.where(i_x == 0, x0, tl.where(i_x == 1, x1, x2))
 
 
@@ -177,7 +177,7 @@ def short_conv_forward(x, weight, bias, activation, initial_state, cu_seqlens, c
 
 
 def of_three(**each: Sequence | None) -> dict[str, Any]:
-    """Return kernel arguments `name0` to `name2` from sequences of two or three values; None gives None three times.
+    """Return kernel arguments `name0` to `name2` from sequences of two or three values; None becomes None three times.
 
     If there are two inputs, the kernel's third input gets the values of the first, but has no channels and is not read.
     """
@@ -241,7 +241,7 @@ def short_conv_step_kernel(
     x, weight, bias, state, slots, o, stride_x, stride_state, D, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Convolve one token of BD channels of a sequence, for `short_conv_step`'s single input; update the state."""
+    """Run `short_conv_step` (one input, one token) for BD channels of a sequence; update the state."""
     gdc_launch_and_wait(PDL)
     i_b, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
     step_channels(Channels(x, weight, bias, state, stride_x, D), o, slots, stride_state, i_b, i_d, W, BD, SILU)
@@ -255,7 +255,9 @@ def short_conv_steps_kernel(
     W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Convolve one token of BD channels of a sequence for one of three inputs; the third may have 0 channels."""
+    """Run `short_conv_steps`: one token, BD channels of a sequence, one of three inputs (the third may have 0
+    channels).
+    """
     gdc_launch_and_wait(PDL)
     i_b, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n0, n1 = tl.cdiv(D0, BD), tl.cdiv(D1, BD)

@@ -8,7 +8,7 @@ from tokenmix_core.chunking import cdiv, next_power_of_2
 
 
 class Conv1dTile(NamedTuple):
-    """Tokens (BT) and channels (BD) per program, a single warp; tokens per iteration of its loop (BU)."""
+    """Tile of a one-warp program: BT tokens and BD channels, with BU tokens per iteration of its loop."""
 
     BT: int
     BU: int
@@ -23,6 +23,6 @@ def conv1d_forward_tile(tokens: int, channels: int) -> Conv1dTile:
 
 
 def conv1d_backward_tile(tokens: int, channels: int) -> Conv1dTile:
-    """Return the tile of the backward pass: longer runs load fewer tokens twice, shorter runs give more programs."""
+    """Return the tile of the backward pass: a larger BT loads fewer tokens twice, a smaller BT gives more programs."""
     BT = next_power_of_2(cdiv(tokens * cdiv(channels, 128), 4096))
     return Conv1dTile(min(max(BT, 16), 128), 4, 128)

@@ -21,7 +21,7 @@ from tokenmix_core.ops.slots import at_slots, check_spacing, check_written, firs
 from tokenmix_core.ops.types import Impl
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-# numbers of rows, and of columns, of a state's head that the kernel supports
+# row counts and column counts of a head's state `[K, V]` that the kernel supports
 _SIZES = (64, 128, 256)
 
 
@@ -60,7 +60,7 @@ def delta_layer_step(
     Args:
         q, k, v: the projections of one token of each sequence, before their convolutions. H divides HV.
         a, b: projections from which `delta_gates` computes g and β.
-        gate: the projection that gates the outputs; None for no gate.
+        gate: the projection whose SiLU multiplies the normalised outputs; None for no gate.
         weights: weights of the convolutions of q, k and v: `[H · K, W]` twice and `[HV · V, W]`, W from 2 to 8, of one
             dtype.
         inputs: the convolutions' last W − 1 inputs, oldest first, `[B, H · K, W − 1]` twice and `[B, HV · V, W − 1]`,
@@ -160,7 +160,7 @@ def delta_layer_step_reference(
     )
     g, beta = delta_gates_reference(a, b, A_log, dt_bias, max_beta)
     (HV, V), (K, columns) = v.shape[1:], state.shape[2:]
-    # join the columns of each head, which are split over adjacent heads of the state, and drop the padding
+    # a head of v may be split over several adjacent heads of the state: join their columns and drop the padding
     parts = state.unflatten(1, (HV, -1))
     whole = parts.transpose(2, 3).flatten(3)[..., : q.shape[2], :V]
     token = (x.unsqueeze(1) for x in (q, k, v, g, beta))

@@ -1,4 +1,4 @@
-"""The kernel of a Gated DeltaNet decoding step, and its launcher: direct in eager mode, a torch custom op if traced."""
+"""The kernel of a Gated DeltaNet decoding step, and its launcher: direct if eager, a torch custom op if traced."""
 
 # ruff would ask for starred elements in tuples, which Triton cannot compile
 # ruff: noqa: RUF005
@@ -58,7 +58,7 @@ class Inputs(NamedTuple):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return x `[B, H, D]` itself if each token's heads are contiguous (tokens may have any stride); else a copy."""
+    """Return x `[B, H, D]` itself if each token's `[H, D]` elements are contiguous, else a copy."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -141,7 +141,7 @@ def delta_layer_step_kernel(
     beta = max_beta * sigmoid(tl.load(b + i_n * stride_b + i_hv).to(tl.float32))
     r_q = scale * tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6)
     r_k = tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
-    # Sᵀ k and Sᵀ q are computed for the old state S; the update of S by k uᵀ adds (k · q) u to the output
+    # one sweep over the old state S gives Sᵀ k and Sᵀ q; the update k uᵀ then adds (k · q) u to the output
     b_sk, b_sq = tl.sum(b_s * b_k[:, None], 0), tl.sum(b_s * b_q[:, None], 0)
     b_u = (b_v - decay * r_k * b_sk) * (beta * r_k)
     b_o = r_q * (decay * b_sq + tl.sum(b_k * b_q, 0) * b_u)
@@ -150,8 +150,8 @@ def delta_layer_step_kernel(
     # v's inputs may be shifted here, because no other program reads these channels
     shift_inputs(v, v_inputs, i_n, i_r, o_v, m_v, stride_v, HV * HEAD_V, W)
 
-    # the barrier makes all threads' loads and stores precede this program's arrival, so that the last program to arrive
-    # sees the stores of all others
+    # this barrier lets the whole program's loads and stores precede its arrival at the counter, so that the last
+    # program to arrive sees the stores of all others
     tl.debug_barrier()
     if tl.atomic_add(arrivals + i_r * H + i_h, 1, sem="acq_rel", scope="gpu") == tiles - 1:
         tl.store(arrivals + i_r * H + i_h, 0)
@@ -172,7 +172,7 @@ def delta_layer_step_kernel(
 
 @of_fields
 def _step(x: Inputs) -> Tensor:
-    """Return y `[B, HV, V]`; overwrite the last inputs, the state and, temporarily, `arrivals`."""
+    """Return y `[B, HV, V]`; overwrite the convolutions' inputs and the state; `arrivals` is zero again at the end."""
     x = x.readable()
     B, H, head_k = x.q.shape
     HV, head_v = x.v.shape[1:]

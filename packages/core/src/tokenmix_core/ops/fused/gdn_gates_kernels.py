@@ -48,7 +48,7 @@ def delta_gates_backward_kernel(
     a, b, A_log, dt_bias, dg, dbeta, da, db, dsums, stride_a, stride_b, rows, max_beta,
     HV: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Compute da and db of every num_programs-th block of tokens; store this program's sums of dA_log and ddt_bias."""
+    """Compute da and db of every num_programs-th block of tokens; store this program's sums for dA_log and ddt_bias."""
     i_p = tl.program_id(0)
     o_h = tl.arange(0, BD)
     m_h = o_h < HV

@@ -1,4 +1,4 @@
-"""Several linear layers of the same input in one launch: GEMVs, or GEMMs with few rows."""
+"""Apply several linear layers to one input in one launch: GEMVs for one row, GEMMs for few rows."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tokenmix_core.ops.dispatch import resolve_impl
 from tokenmix_core.ops.fused import MAX_WEIGHTS
 from tokenmix_core.ops.types import Impl
 
-# maximum number of rows of x: each program holds a tile with all of them
+# maximum number of rows of x: a program holds a tile with all rows
 MAX_ROWS = 64
-# maximum average size of a weight: with several rows of x, cuBLAS is faster for larger weights, and equally fast for a
-# single weight
+# maximum average size of a weight in bytes, if x has several rows: cuBLAS is faster for larger weights, and as fast for
+# a single weight
 MAX_BYTES = 16 << 20
 # row counts for which cuBLAS is slower than for one row more: in float32, three rows times a weight of 1,024 x 3,072
 # take 30.4 us, four take 15.3, and three with a copied row 17.0 (one H200, CUDA 13.0)

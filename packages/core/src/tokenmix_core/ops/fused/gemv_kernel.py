@@ -1,4 +1,4 @@
-"""Kernels of `fused_linears`: a program multiplies some rows of one weight by all rows of x."""
+"""Triton kernels of `fused_linears`: a program multiplies BN rows of one weight by all rows of x."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GemvTile(NamedTuple):
 def gemv_tile(B: int, D: int, rows: int) -> GemvTile:
     """Return the tile for x `[B, D]` and for weights `[N, D]` that have `rows` rows in total."""
     if B == 1:
-        # with many columns a last wave of few programs takes as long as a full wave: use programs with more rows
+        # use larger tiles for wide weights with few rows: a last wave of few programs takes as long as a full wave
         few = D >= 4096 and rows < 16_384
         return GemvTile(8, 512, 8, 1) if few else GemvTile(4, min(1024, next_power_of_2(D)), 4, 1)
     return GemvTile(16, min(256, max(16, next_power_of_2(D))), 4, 3)
@@ -42,7 +42,7 @@ def gemv_tile(B: int, D: int, rows: int) -> GemvTile:
 
 @triton.jit
 def find_rows(weights, outputs, counts, BN: tl.constexpr):
-    """Return this program's tile index within its weight, the weight, the weight's output and its number of rows."""
+    """Return, for this program: its tile index within a weight, this weight, the weight's output and number of rows."""
     i_n, w, y, N = tl.program_id(0), weights[0], outputs[0], counts[0]
     for i in tl.static_range(1, _WEIGHTS):
         if weights[i] is not None:
@@ -62,7 +62,7 @@ def one_row_kernel(
 ):  # fmt: skip
     """GEMV: compute BN elements of W x, or of W (silu(gate) · x) if there is a gate; prefetch W one iteration ahead.
 
-    With one weight, `residual` is added to the rounded result unless it is None.
+    `residual`, unless None, is added to the rounded result; it requires that there is one weight.
     """
     if PDL:
         gdc_launch_dependents()
@@ -116,7 +116,7 @@ def fused_linears_forward(
 ) -> list[Tensor]:
     """Return x Wᵀ `[B, N]` for each weight W `[N, D]`; the elements of each row of x `[B, D]` are contiguous.
 
-    With one row, a `gate` replaces x by silu(gate) · x; with one row and one weight, a `residual` is added.
+    If x has one row, `gate` multiplies it by silu(gate); if there is also only one weight, `residual` is added to y.
     """
     assert gate is residual is None or len(x) == 1
     assert residual is None or len(weights) == 1
@@ -145,7 +145,7 @@ def fused_linears_forward(
 
 
 class Inputs(NamedTuple):
-    """The input x and six fields for weights; with fewer than six weights the last fields are None."""
+    """Arguments of the operator: x and six weights; with fewer than six weights the last fields are None."""
 
     x: Tensor
     weight0: Tensor

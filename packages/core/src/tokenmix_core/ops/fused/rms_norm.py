@@ -44,7 +44,7 @@ def rms_norm_reference(
 def gated_rms_norm_reference(
     x: Tensor, z: Tensor | None, weight: Tensor, eps: float, gate: GatePosition, size: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return the gated norm over rows of `size` elements, computed in eager PyTorch, for any device and dtype."""
+    """Return `gated_rms_norm` over rows of `size` elements, computed in eager PyTorch, for any device and dtype."""
     shape, factor = x.shape, None if z is None else F.silu(z)
     if factor is not None and gate == "before":
         x = x * factor
@@ -118,7 +118,7 @@ def gated_rms_norm(
         z: the gate, in the shape of x; None for no gate.
         weight: `[size]`, shared by all rows, or `[D]`.
         size: elements of a row, a divisor of D; None for D.
-        eps: added to the mean square.
+        eps: added to the mean square of a row.
         gate: whether the gate acts "before" or "after" the normalisation.
         dtype: dtype of the result; None for that of x.
         impl: as for `rms_norm`.

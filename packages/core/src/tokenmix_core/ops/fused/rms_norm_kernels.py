@@ -1,4 +1,4 @@
-"""Kernels of the RMS norms, with optional residual branch and gate, and their gradients in eager mode."""
+"""Triton kernels of RMS norms with an optional residual branch and gate, and autograd functions for eager mode."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tokenmix_core.ops.buffers import as_rows
 def locate(i_block, rows, groups, i_g, BM: tl.constexpr, PARTS: tl.constexpr):
     """Return the indices of a block's rows, their tokens and groups, and the mask of rows that exist.
 
-    A token has `groups` rows, which are normalised separately. With PARTS each group has its own weights, and all rows
-    of a block belong to group `i_g`.
+    A token has `groups` rows, which are normalised separately. With PARTS each group has its own weights, so all rows
+    of a block belong to one group, `i_g`.
     """
     o_r = (i_block * BM + tl.arange(0, BM)).to(tl.int64)
     m_r = o_r < rows
@@ -46,7 +46,7 @@ def rms_norm_kernel(
 ):  # fmt: skip
     """Normalise a block of rows; with a branch, normalise x + branch and also store this sum in `total`.
 
-    BEFORE, AFTER: whether the gate silu(z) multiplies the norm's input or output; PARTS: a group has its own weight.
+    BEFORE, AFTER: whether the gate silu(z) multiplies the norm's input or output; PARTS: each group has its own weight.
     """
     gdc_launch_and_wait(PDL)
     i_g = tl.program_id(1)
@@ -60,7 +60,7 @@ def rms_norm_kernel(
         b_h += tl.load(branch + (o_t * stride_branch)[:, None] + columns, mask=mask, other=0.0).to(tl.float32)
         b_total = b_h.to(total.dtype.element_ty)
         tl.store(total + flat, b_total, mask=mask)
-        # normalise the rounded sum, which the backward pass reads
+        # normalise the sum after rounding to its dtype: the backward pass reads the rounded sum
         b_h = b_total.to(tl.float32)
     if z is not None:
         b_z = tl.load(z + (o_t * stride_z)[:, None] + columns, mask=mask, other=0.0).to(tl.float32)
@@ -81,7 +81,7 @@ def rms_norm_backward_kernel(
     eps, SIZE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
     BEFORE: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of every num_programs-th block of rows; store this program's sum of weight gradients.
+    """Compute the gradients for every num_programs-th block of rows; store this program's sum of weight gradients.
 
     Flags are those of `rms_norm_kernel`.
     """
@@ -154,7 +154,7 @@ def rms_norm_backward(
     h: Tensor, z: Tensor | None, weight: Tensor, dy: Tensor, dtotal: Tensor | None, eps: float, size: int, before: bool,
     dtype: torch.dtype, branch_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Return dx in `dtype`, dbranch in `branch_dtype` (if equal, dx itself), dz and dweight; h: x, or x + branch."""
+    """Return dx in `dtype`, dbranch in `branch_dtype` (dx itself if equal), dz and dweight; h is the norm's input."""
     before = before and z is not None
     tokens, width = h.shape
     groups, parts = width // size, len(weight) // size

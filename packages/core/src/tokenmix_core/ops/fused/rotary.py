@@ -102,7 +102,7 @@ def rotate_step(
         q, k, v: one token of each sequence; v and `values` may both be None.
         cos, sin: cosines and sines of the token's angles, float32; both are None for no rotation.
         keys, values: the cache, in q's dtype, with contiguous channels; overwritten at `positions`.
-        positions: the position in the cache of each sequence, int64, from 0 to S − 1 (not checked); None for 0.
+        positions: each sequence's position in the cache, int64 `[B]`, from 0 to S − 1 (not checked); None for 0.
         q_weight, k_weight: weights of the norms of q and k; None for no norm.
         eps: added to the norms' mean squares.
         impl: as for `rotate`.
@@ -148,7 +148,7 @@ def _check_step(impl, q, k, v, q_weight, k_weight, cos, sin, keys, values, posit
 
 
 def _angles_of(op: str, dims: dict[str, int], cos: Tensor | None, **rotated: Tensor) -> dict[str, int]:
-    """Check the sizes of `cos` against the single tensor in `rotated`; return them as dimensions `R` and `half`."""
+    """Check the shape of `cos` against the tensor in `rotated`; return sizes `R` (rows of cos) and `half` (K / 2)."""
     rows = 1 if cos is None else len(cos)
     if dims["K"] % 2 or rows not in (1, dims["B"]):
         ((name, x),) = rotated.items()

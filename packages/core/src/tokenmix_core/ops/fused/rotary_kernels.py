@@ -1,4 +1,4 @@
-"""Kernels of the rotary embedding and of its gradients, with a block of heads per program, for eager mode."""
+"""Triton kernels of the rotary embedding and its gradients, for eager mode; a program takes a block of heads."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def rotate_kernel(
     x, weight, cos, sin, y, stride_x, rows, rotated, H, eps, HALF: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Rotate a block of heads; token t uses row t mod `rotated` of cos and sin, so that sequences can share angles."""
+    """Rotate a block of heads; token t reads row t mod `rotated` of cos and sin, so sequences can share the angles."""
     gdc_launch_and_wait(PDL)
     o_r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     m_r = o_r < rows
@@ -88,7 +88,7 @@ def rotate_step_kernel(
     heads = HQ + H if v is None else HQ + 2 * H
     i_h = tl.program_id(0) % heads
     i_n = (tl.program_id(0) // heads).to(tl.int64)
-    # the functions below take blocks of heads; this program's block has one head
+    # the device functions take blocks of heads, so wrap this program's one head in a block of size 1
     o_n = i_n + tl.arange(0, 1)
     m_n = o_n >= 0
     i_s = tl.zeros([], tl.int64)
@@ -116,7 +116,7 @@ def rotate_backward_kernel(
     x, weight, cos, sin, dy, dx, dweights, stride_x, stride_dy, rows, rotated, H, eps,
     HALF: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of every num_programs-th block of heads; store this program's sum of weight gradients."""
+    """Compute the gradients for every num_programs-th block of heads; store this program's sum of weight gradients."""
     i_p = tl.program_id(0)
     o_d = tl.arange(0, BH)
     if weight is not None:
@@ -152,7 +152,7 @@ def rotate_backward_kernel(
 
 
 def rotate_forward(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, H: int, eps: float) -> Tensor:
-    """Return x `[tokens, H · K]` rotated; cos and sin `[rotated, K / 2]` are contiguous, as are a token's heads."""
+    """Return x `[tokens, H · K]` rotated; cos and sin `[rotated, K / 2]` and each token's heads are contiguous."""
     tokens, width = x.shape
     y = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
     tile = tuning.row_tile(width // H // 2)

@@ -55,7 +55,7 @@ def swiglu_linear(
     Args:
         a, b, impl: as for `swiglu`.
         weight: `[D, F]` in the dtype of a and b.
-        residual: added to the rounded result, in the dtype of a and b; for one token the addition needs no own launch.
+        residual: added to the rounded result, in the dtype of a and b; for one token the matmul's kernel adds it.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.

@@ -47,7 +47,7 @@ def swiglu_backward_kernel(
     a, b, dh, da, db, stride_a, stride_b, stride_dh, rows, D, RECOMPUTE: tl.constexpr, BM: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of da and db; with RECOMPUTE, overwrite dh with h = silu(a) · b."""
+    """Compute a tile of da and db; with RECOMPUTE, also overwrite dh with h = silu(a) · b."""
     o_r, o_d, mask = tile_of(rows, D, BM, BD)
     flat = o_r * D + o_d
     b_a = tl.load(a + o_r * stride_a + o_d, mask=mask, other=0.0).to(tl.float32)
@@ -73,7 +73,7 @@ def swiglu_forward(a: Tensor, b: Tensor) -> Tensor:
 
 
 def swiglu_backward(a: Tensor, b: Tensor, dh: Tensor, recompute: bool) -> tuple[Tensor, Tensor]:
-    """Return da and db; with `recompute`, overwrite dh with h, which saves one tensor at the memory peak."""
+    """Return da and db; with `recompute`, overwrite dh with h, so that h takes no memory of its own at the peak."""
     rows, D = a.shape
     da, db = (torch.empty((rows, D), dtype=a.dtype, device=a.device) for _ in range(2))
     swiglu_backward_kernel[(cdiv(rows, BM), cdiv(D, BD))](

@@ -1,4 +1,4 @@
-"""The gated delta rule (Yang et al. 2025): a recurrence whose state decays and adds each value's recall error.
+"""The gated delta rule (Yang et al. 2025): a state decays, then adds, for each key, the error of the value it recalls.
 
 README.md derives the algorithm and defines the letters (Ã, b, γ, Γ, R, …) that its modules use.
 """

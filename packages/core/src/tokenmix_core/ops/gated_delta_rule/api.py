@@ -58,7 +58,8 @@ def chunk_gated_delta_rule(
             packed sequences.
         cu_seqlens: boundaries of packed sequences (then B = 1), which may be empty.
         qk_l2norm: replace each vector x of q and k by x · rsqrt(Σ x² + 1e−6).
-        writes: a factor m, any real number, for each `write_chunk` tokens and value head. After these tokens S ← e^{Σ
+        writes: a factor m, any real number, for each run of `write_chunk` tokens and value head. After such a run S ←
+        e^{Σ
             g} S₀ + m (S − e^{Σ g} S₀), with S₀ the state before them; the outputs of these tokens are those of m = 1. A
             last, partial chunk follows the same rule. Chunks are counted from each sequence's start: there are ⌈T /
             write_chunk⌉ entries or, for a packed batch, `chunking.chunk_slots`, in the order of `chunking.slot_ids`.
@@ -98,7 +99,7 @@ def recurrent_gated_delta_rule(
     write_chunk: int = 64,
     impl: Impl | None = None,
 ) -> ScanOutput:
-    """Compute `chunk_gated_delta_rule` token by token, the fastest way if sequences have only a few tokens.
+    """Compute `chunk_gated_delta_rule` token by token; this is fastest for sequences of only a few tokens.
 
     Arguments, results, gradients and errors are those of `chunk_gated_delta_rule`. Gluon kernels exist for the backward
     pass only, so `impl="gluon"` is an error.
@@ -116,7 +117,7 @@ _CHUNK_REFERENCE, _RECURRENT_REFERENCE = (
 
 
 def _scan(op: str, x: Inputs) -> ScanOutput:
-    """Validate the arguments of a call on whole sequences, and run the reference or the kernels."""
+    """Run a call on whole sequences with the reference or the kernels, after validation of its arguments."""
     impl, scale = _check(op, *x)
     if impl == "reference":
         reference = _CHUNK_REFERENCE if op == "chunk_gated_delta_rule" else _RECURRENT_REFERENCE

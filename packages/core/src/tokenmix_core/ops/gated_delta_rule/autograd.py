@@ -22,7 +22,7 @@ from tokenmix_core.ops.padding import zero_padding
 
 
 class BackwardInputs(NamedTuple):
-    """Arguments of the backward pass under tracing: both results' gradients, Ã and the gates, the call's arguments."""
+    """Arguments of the traced backward: both results' gradients, then Ã and the gates, then the forward's arguments."""
 
     do: Tensor | None
     dfinal_state: Tensor | None
@@ -32,7 +32,7 @@ class BackwardInputs(NamedTuple):
 
 
 class SavedBackwardInputs(NamedTuple):
-    """Arguments of the eager backward: the results' gradients, tensors of `_forward_saving`, the call's arguments."""
+    """Arguments of the eager backward: the results' gradients, `_forward_saving`'s tensors, the forward's arguments."""
 
     do: Tensor | None
     dfinal_state: Tensor | None
@@ -56,14 +56,14 @@ def run_forward(x: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @of_fields
 def _forward_without_gradients(x: Inputs) -> tuple[Tensor, Tensor]:
-    """Return outputs and final states, of `run_forward`'s four results."""
+    """Return the outputs and final states of `run_forward`, without Ã and the gates."""
     return run_forward(*x)[:2]
 
 
 @retried
 @of_fields
 def _forward_saving(x: Inputs) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return outputs, final states, and the tensors saved for the backward pass: a buffer and two tensors of segments.
+    """Return outputs, final states, and three tensors to save for the backward: a buffer and two tensors of segments.
 
     The buffer holds Ã, the gates and, if they are small, the residuals R and the chunk states. The other two tensors
     are the states that enter segments and the segments' transition matrices; None if sequences are not split.

@@ -1,4 +1,4 @@
-"""Gradients of q, k, g and β, in parallel over chunks; README.md defines the letters."""
+"""Compute the gradients of q, k, g and β, in parallel over chunks (Triton); README.md defines the letters."""
 
 import torch
 import triton
@@ -39,8 +39,9 @@ def backward_chunk_kernel(
 ):  # fmt: skip
     """Compute dQ, dK, dg and dβ of one chunk and value head; with WRITES = 1 also the gradient of its write factor.
 
-    With WRITES > 1 this number of chunks share a write factor. `dstates` already include the factor, and `bare_ends` is
-    the gradient of each chunk's decay through the state without the writes of the chunks that share the factor.
+    WRITES > 1 is the number of consecutive chunks that share a write factor. `dstates` already include the factor, and
+    `bare_ends` is the gradient of each chunk's decay through the state without the writes of the chunks that share the
+    factor.
 
     A matrix and its transpose are computed by separate MMAs: a transposed accumulator would pass through shared memory
     to become an operand, and some versions of Triton compile that wrongly for Hopper.
@@ -88,8 +89,8 @@ def backward_chunk_kernel(
     if L2NORM:
         r_q = diagonal_inverse_norm(b_qq, BT)
 
-    # the factors by which K and Q are multiplied for dQ and dK; then, in float32, terms of dβ and of x̂ · dx̂, which
-    # `unnormalise` needs for x = q and x = k
+    # b_out, b_in: factors of Q and K in dQ and dK. Then, in float32: terms of dβ, and of x̂ · dx̂ for x = q and k,
+    # which `unnormalise` needs
     b_decay = causal_decay(b_b, b_b, o_t, o_t)
     b_e *= b_decay * scale
     b_f *= tl.where(o_t[:, None] > o_t[None, :], -b_decay, 0.0)
@@ -157,8 +158,8 @@ def backward_chunk_kernel(
             store_rows(p_dk + i_k * BK, b_dk, HV * K, rows, BT, BK)
     store_vector(dbeta + first * HV + i_hv, b_dbeta, HV, rows, BT)
 
-    # dg of a token is the sum of db, the gradient of the cumulative decay b, from this token to the chunk's end; where
-    # the decay is clamped, dg is zero
+    # dg of a token is the sum of db, the gradient of the cumulative decay b, over the tokens from this one to the
+    # chunk's end; dg is zero where g was clamped
     b_db = tl.where(o_t < rows, b_dot_q + b_dot_k - b_beta * b_dbeta, 0.0)
     b_end = tl.load(ends + (i_slot.to(tl.int64) * HV + i_hv) * PARTS + tl.arange(0, PARTS))
     b_dg = tl.cumsum(b_db, 0, reverse=True) + tl.sum(b_end, 0) * tl.exp2(b_last) + tl.sum(b_out * b_beta, 0)
@@ -176,10 +177,11 @@ def backward_chunk(reverse: Reverse, of_states: StateGradients, may_overwrite: b
     x, terms, saved, do, _, _ = reverse
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
-    # initialised with zeros, because kernels do not write those entries of a packed batch that have no chunk
+    # zeros, because in a packed batch some entries belong to no chunk and no kernel writes them
     dwrites = None if x.writes is None else torch.zeros_like(x.writes)
     dq, dg, dbeta = x.q.new_empty(B, T, HV, K), torch.empty_like(x.g), torch.empty_like(x.beta)
-    # dK takes R's memory, for a lower peak: a Gluon program reads its rows of R before it writes the same rows of dK
+    # let dK take the memory of R, for a lower peak: a Gluon program reads its rows of R before it writes these rows of
+    # dK
     dk = saved.residual if form == "gluon" and may_overwrite and K == V else x.k.new_empty(B, T, HV, K)
     if form == "gluon":
         from tokenmix_core.ops.gated_delta_rule.hopper import backward_chunk as on_hopper

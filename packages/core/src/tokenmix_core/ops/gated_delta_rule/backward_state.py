@@ -1,4 +1,4 @@
-"""Gradients of the states and the values, by a reverse scan over a sequence's chunks; README.md defines the letters."""
+"""Gradients of states and values by a reverse scan over a sequence's chunks (Triton); README.md defines the letters."""
 
 import torch
 import triton
@@ -26,8 +26,9 @@ def backward_state_kernel(
     """Compute dV, the gradient dS' of the state leaving each chunk, and ⟨dS', S⟩ over this program's columns of V.
 
     S is the state entering the chunk. `do`, `dfinal_state`, `dinitial_state` and `remainders` may be None. WRITES
-    chunks share a factor in `writes`. If WRITES > 1, also compute, over this program's columns, the factor's gradient
-    and `bare_ends`, the gradient of the chunks' decays through the state without the writes of these chunks.
+    consecutive chunks share a factor in `writes`. If WRITES > 1, also compute, over this program's columns, the
+    factor's gradient and `bare_ends`, the gradient of the chunks' decays through the state without the writes of these
+    chunks.
     """
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
@@ -52,7 +53,7 @@ def backward_state_kernel(
         if WRITES:
             i_w = (first_chunk(i_n, bos, T, BT * WRITES, PACKED) + start // (BT * WRITES)).to(tl.int64) * HV + i_hv
             share = tl.load(writes + i_w).to(tl.float32)
-        # Triton resolves a compile-time condition only if it is not joined with a run-time condition by `and`
+        # a compile-time condition stays on its own line: Triton would evaluate it at run time if `and` joined the two
         if WRITES > 1:  # noqa: SIM102
             if (i_c == 0) | ((start // BT + 1) % WRITES == 0):
                 b_bare, b_dwrite = b_ds, tl.zeros([BT], tl.float32)
@@ -77,7 +78,7 @@ def backward_state_kernel(
         b_dh = b_ds.to(k.dtype.element_ty)
         o_state = (slot + (NT - 1 - i_c)).to(tl.int64) * HV + i_hv
         tl.store(dstates + o_state * K * V + p_tile, b_dh)
-        # the terms of the sum ⟨dS', S⟩ cancel, so neither dS' nor S is rounded to 16 bits
+        # both dS' and S stay float32: the terms of ⟨dS', S⟩ cancel, so rounding to 16 bits would dominate the sum
         b_s = tl.load(states + o_state * K * V + p_tile).to(tl.float32)
         if remainders is not None:
             b_s += tl.load(remainders + o_state * K * V + p_tile).to(tl.float32)
@@ -141,7 +142,7 @@ def backward_state(reverse: Reverse, form: Form) -> StateGradients:
     parts = V // launch.BV
     ends, of_writes = terms.gates.new_empty(len(dstates), HV, parts), None
     if x.writes is not None and x.chunks_per_write > 1:
-        # initialised with zeros, because kernels do not write those entries of a packed batch that have no chunk
+        # zeros, because in a packed batch some entries belong to no chunk and no kernel writes them
         of_writes = WriteGradients(*(terms.gates.new_zeros(*x.writes.shape, parts) for _ in range(2)))
     dwrites, bare_ends = of_writes or (None, None)
     backward_state_kernel[(N * HV * parts,)](

@@ -46,13 +46,13 @@ def chunk_forward(inputs: Inputs, save: bool = False) -> Forward:
     by = plan(x.k, x.v, x.cu_seqlens, x.qk_l2norm, x.impl, others=(x.q,), chunks_per_write=x.chunks_per_write)
     buffer, term_tensors, saved = _saving_buffer(x, by.saves_states) if save else (None, None, None)
 
-    # within each chunk: cumulative decays b, β r, r (inverse key norms), β, and Ã = (I + L̃)⁻¹
+    # within each chunk: cumulative log2 decays b, β r, r (inverse key norms), β, and Ã = (I + L̃)⁻¹
     inverse, gates = prepare(
         k=x.k, g=x.g, beta=x.beta, cu_seqlens=x.cu_seqlens, qk_l2norm=x.qk_l2norm, form=by.prepare, out=term_tensors
     )
     # compute the states that enter segments
     entering, transitions = segment_states(x, inverse=inverse, gates=gates, segment=by.segment)
-    # pass the state from chunk to chunk, and compute the outputs
+    # scan: pass the state from chunk to chunk, and compute each chunk's outputs
     terms = Terms(inverse, gates, entering, transitions)
     o, final_state = forward(x, terms, segment=by.segment, form=by.outputs, saved=saved)
 
@@ -117,7 +117,7 @@ def _backward_fused(reverse: Reverse, may_overwrite: bool) -> Gradients:
     B, T, _, D = x.q.shape
     grads = Gradients(
         q=x.q.new_empty(B, T, x.v.shape[2], D),
-        # dK overwrites R to lower the memory peak: a program reads a chunk's rows of R before it writes the same rows
+        # dK takes the memory of R, for a lower peak: a program reads a chunk's rows of R before it writes these rows
         # of dK
         k=residual if may_overwrite else torch.empty_like(residual),
         v=torch.empty_like(x.v),

@@ -9,15 +9,15 @@ from tokenmix_core.ops.dispatch import interpreting
 from tokenmix_core.ops.types import Layout
 
 CHUNK = 64
-# precision setting for 16-bit inputs, whose MMAs ignore it; "ieee" for AMD, since not every AMD compiler accepts "tf32"
+# precision of MMAs of 16-bit inputs, which ignore it; "ieee" for AMD, because some AMD compilers reject "tf32"
 _HALF_DOT = "ieee" if torch.version.hip else "tf32"
 
-# integer arguments that kernels are not specialised for: Triton would compile again if one is 1 or divisible by 16
+# integer arguments without specialisation: Triton would otherwise compile again if one is 1 or divisible by 16
 SIZES = ("T", "N", "H", "group", "tokens")
 
 
 def term_layouts(k: Tensor, HV: int) -> tuple[Layout, ...]:
-    """Return shapes and dtypes of `prepare`'s results: Ã (defined in README.md), and gates (decays, β, key norms)."""
+    """Return shapes and dtypes of `prepare`'s results: Ã (see README.md), and gates (decays, β, inverse key norms)."""
     B, T = k.shape[:2]
     return ((B, T, HV, CHUNK), k.dtype), ((HV, B * T, 4), torch.float32)
 
@@ -34,11 +34,11 @@ def split_values(x: Tensor, parts: int) -> Tensor:
 
 
 def dot_precision(x: Tensor) -> str:
-    """Return the precision setting for float32 MMAs, close to float32 accuracy; MMAs of 16-bit inputs ignore it."""
+    """Return the precision setting for MMAs of float32 inputs, near float32 accuracy; 16-bit inputs ignore it."""
     return FLOAT32_DOT if x.element_size() == 4 else _HALF_DOT
 
 
 def solve_precision(x: Tensor) -> str:
-    """Return the precision of the MMAs that invert I + L̃, above the inputs' because repeated keys amplify rounding."""
+    """Return the precision of the MMAs that invert I + L̃, higher than the inputs': repeated keys amplify rounding."""
     # bf16x3 (three MMAs) keeps 16 bits, enough for bfloat16 inputs only; the interpreter computes in float32 anyway
     return "bf16x3" if x.dtype == torch.bfloat16 and not interpreting() else FLOAT32_DOT

@@ -1,7 +1,8 @@
 """States and outputs: a scan over chunks, parallel over sequences or their segments, value heads and tiles of V.
 
 README.md defines the letters. The state is transposed, `[BV, K]`. Every computed matrix is then the left operand of the
-next MMA, which Hopper's Tensor Cores read from registers, so nothing between two states passes through shared memory.
+next MMA. Hopper's Tensor Cores read left operands from registers, so no matrix between two states passes through shared
+memory.
 """
 
 from typing import Any
@@ -27,7 +28,7 @@ NEGLIGIBLE = tl.constexpr(-32.0)
 
 @triton.jit
 def negligible_chunks(p_gates, segment, BT: tl.constexpr, L2NORM: tl.constexpr, LIMIT: tl.constexpr):
-    """Return how many chunks at a segment's start are negligible for the state that leaves the segment; 0 if none is.
+    """Return how many chunks at a segment's start have a negligible effect on the state that leaves it.
 
     Chunks are negligible if the decay over the chunks after them is below 2^LIMIT. With keys of norm 1 and β ≤ 2 no
     update lengthens a column of the state, so decays bound the column's norm; with other keys the result is 0.
@@ -68,7 +69,7 @@ def bounded(skipped, p_w, stride, first, segment, BT: tl.constexpr, WRITES: tl.c
 
 @triton.jit
 def chunk_gates(p_gates, rows, BT: tl.constexpr):
-    """Return cumulative decays b, β r and r of a chunk's tokens, and b of the last token, which fills missing rows."""
+    """Return cumulative decays b, β r and r of a chunk's tokens, and its last b; missing rows have this last b."""
     b_gates = load_rows(p_gates, 4, rows, BT, 4)
     b_b = column(b_gates, 0)
     b_last = last_of(b_b, rows, BT)
@@ -109,12 +110,12 @@ def forward_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, L2NORM: tl.constexpr,
     PACKED: tl.constexpr, ORDERED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Compute outputs and final states if `o` is given, and save R and the chunks' entering states if `residual` is.
+    """Compute outputs and final states (if `o` is given); save R and the chunks' entering states (if `residual` is).
 
     `remainders` are the rounding errors of the saved states. With `entering` a program scans one segment: it starts
-    from zero at the first chunk before the segment that is not negligible, but from the entering state if that chunk is
-    a segment or more before. ORDERED: programs take segments, or sequences, in the order of `order`. WRITES chunks
-    share a factor in `writes`.
+    from a zero state at the first chunk before the segment that is not negligible. If that chunk is a segment or more
+    before, it starts from the entering state instead. ORDERED: programs take segments, or sequences, in the order of
+    `order`. WRITES chunks share a factor in `writes`.
     """
     OUTPUT: tl.constexpr = o is not None
     SAVE: tl.constexpr = residual is not None

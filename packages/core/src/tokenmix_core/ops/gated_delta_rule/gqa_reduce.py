@@ -28,7 +28,7 @@ def sum_rows(x, y, o_r, rows, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr
 def sum_groups_kernel(
     dq, dk, dq_sum, dk_sum, rows, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr
 ):  # fmt: skip
-    """Sum BR rows of dq and of dk per program."""
+    """Sum BR rows of dq and of dk over the G value heads of a q/k head."""
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     sum_rows(dq, dq_sum, o_r, rows, G, K, BK)
     sum_rows(dk, dk_sum, o_r, rows, G, K, BK)

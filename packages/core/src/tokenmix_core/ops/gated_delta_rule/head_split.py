@@ -1,7 +1,4 @@
-"""Split heads of 256 value columns into two of 128 that share q, k and gates: a state's columns are independent.
-
-`plan.head_parts` decides which calls are split.
-"""
+"""Split heads of 256 value columns into two of 128 that share q, k and gates: the state's columns are independent."""
 
 import triton
 import triton.language as tl

@@ -27,7 +27,7 @@ GLUON_STEP = GluonForm(
     slower="a little slower where batches are large",
 )
 
-# Least fraction of SMs that a wave of the fused backward must fill; below it the two-kernel backward (reverse state
+# Minimum fraction of SMs that a wave of the fused backward must fill; below it the two-kernel backward (reverse state
 # scan, then all chunks in parallel) is faster.
 _BUSY = 96 / 132
 
@@ -47,7 +47,7 @@ class GDNPlan(NamedTuple):
         saves_states: whether the forward pass saves the residuals R and the chunk states for the backward pass.
         states: computes R and the chunk states again in the backward pass, if they are not saved.
         remainders: whether the step `states` also saves the rounding errors of 16-bit states.
-        fused_backward: whether one Gluon kernel computes all gradients, instead of the two steps named next.
+        fused_backward: whether one Gluon kernel computes all gradients, instead of the next two steps.
         backward_state: the reverse scan, which computes dV and the gradients of the states.
         backward_chunk: computes dq, dk, dg and dβ, in parallel over chunks.
     """
@@ -96,7 +96,7 @@ def plan(
     half, packed = k.element_size() == 2, cu_seqlens is not None
     programs = programs_per_head(k, v, "triton" if chunks_per_write > 1 else impl)
     shape = num_sequences(k, cu_seqlens), HV, B * T
-    # the reverse scan of a segment omits chunks by their decay, which bounds their effect only with keys of norm 1
+    # segments need normalised keys: the reverse scan omits chunks by their decay, which only then bounds their effect
     backward_segment = tuning.backward_segment_tokens(*shape, packed, programs) if qk_l2norm else 0
     fused_programs = chunk_slots(B, T, backward_segment or cdiv(T, CHUNK) * CHUNK, cu_seqlens) * HV
     portable = GDNPlan(
@@ -105,19 +105,20 @@ def plan(
         backward_state="triton", backward_chunk="triton",
     )  # fmt: skip
     if chunks_per_write > 1 or (chunks_per_write and not has_do):
-        # only the step `prepare` is independent of `writes`, so only it can use Gluon
+        # with `writes` only the step `prepare` can use Gluon, since its kernel does not read `writes`
         return portable._replace(backward_segment=0, prepare="gluon" if gluon else "triton")
     if not gluon:
         return portable
 
     equal, wide = K == V, max(K, V) > 128
-    # without remainders, the kernels that compute ⟨dS', S⟩ (the decays' gradient) read states S rounded to 16 bits
+    # save S's rounding errors unless the kernels that compute ⟨dS', S⟩ (the decays' gradient) read rounded states
+    # anyway
     remainders = not (has_do and equal and not wide)
     outputs = states = "triton"
     if K == V == 128:
         outputs, states = "gluon", "gluon tiled" if remainders else "gluon"
     elif K > 64:
-        # one launch of the tiled kernel stores either o, or R with the states S and their rounding errors
+        # a launch of the tiled kernel stores either o, or R and the states S with their rounding errors
         outputs, states = "gluon tiled", "gluon tiled" if remainders else "triton"
     backward_state = backward_chunk = "triton"
     if has_do:
@@ -139,7 +140,7 @@ def plan(
 
 
 def _busy(programs: int) -> bool:
-    """True if `programs`, one at a time on an SM, occupy at least the fraction `_BUSY` of the SMs in their waves."""
+    """True if `programs`, each alone on an SM, fill at least the fraction `_BUSY` of the SMs in their waves."""
     return programs >= _BUSY * one_wave() * cdiv(programs, one_wave())
 
 
@@ -157,8 +158,8 @@ def head_parts(k: Tensor, v: Tensor, impl: str | None, chunks_per_write: int = 0
 def programs_per_head(k: Tensor, v: Tensor, impl: str | None) -> int:
     """Return programs per sequence and value head: one per 64 columns of V if Gluon runs heads of 256, else 1.
 
-    The forward and the backward pass must agree on the segments, which depend on this number, so it does not change if
-    kernels fail to compile in between.
+    The forward and the backward pass must agree on the segments, which depend on this number. So it stays the same if
+    kernels fail to compile between the two passes.
     """
     wide = max(k.shape[-1], v.shape[-1]) > 128 and impl != "triton" and GLUON.limit(k.device, k.dtype) is None
     return v.shape[-1] // 64 if wide else 1

@@ -19,7 +19,7 @@ from tokenmix_core.ops.gated_delta_rule.plan import Form
 
 @triton.jit
 def block_gates(p_g, p_beta, p_gates, stride, rows, before, r_k):
-    """Store b, β r, r and β of 16 tokens; return b, β r, and the last b, which the next 16 tokens take as `before`."""
+    """Store b, β r, r and β of 16 tokens; return b, β r, and the last b: the argument `before` of the next tokens."""
     o_t = tl.arange(0, 16)
     b_g = load_decay(p_g + o_t * stride, o_t < rows)
     b_b = tl.cumsum(b_g, 0) + before
@@ -33,7 +33,7 @@ def block_gates(p_g, p_beta, p_gates, stride, rows, before, r_k):
 
 @triton.jit
 def system(b_kk, b_bi, b_bj, r_i, w_j, DIAGONAL: tl.constexpr):
-    """Return block (i, j) of L̃: (k_i · k_j) 2^(b_i − b_j) r_i w_j, w = β r; if DIAGONAL, 0 unless row > column."""
+    """Return block (i, j) of L̃: (k_i · k_j) 2^(b_i − b_j) r_i w_j with w = β r; if DIAGONAL, 0 unless row > column."""
     if DIAGONAL:
         o_t = tl.arange(0, 16)
         b_decay = causal_decay(b_bi, b_bj, o_t, o_t + 1)
@@ -44,7 +44,7 @@ def system(b_kk, b_bi, b_bj, r_i, w_j, DIAGONAL: tl.constexpr):
 
 @triton.jit
 def squares(b_k):
-    """Return Σ k² of each row."""
+    """Return Σ k² of each row of a tile."""
     b_k = b_k.to(tl.float32)
     return tl.sum(b_k * b_k, 1)
 

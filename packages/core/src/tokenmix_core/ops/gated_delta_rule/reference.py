@@ -16,8 +16,8 @@ from torch import Tensor
 from tokenmix_core.chunking import next_power_of_2
 from tokenmix_core.ops.padding import drops_padding
 
-# smaller log-decays are raised to this bound: exp of it is 0 in float32 anyway, and larger magnitudes would cost
-# cumulative sums precision
+# lower bound of log-decays: its exponential is 0 in float32, and larger magnitudes would make cumulative sums less
+# precise
 MIN_LOG_DECAY = -110.0
 
 
@@ -123,7 +123,7 @@ def chunk_reference(
     chunks, C = index.shape
 
     def gather(x: Tensor) -> Tensor:
-        # `index` of padding tokens is that of an additional row of zeros, after the last token
+        # padding tokens have the index B · T, that of an extra row of zeros after the last token
         x = torch.nn.functional.pad(x.reshape(B * T, *x.shape[2:]).to(dtype), (0, 0) * (x.dim() - 2) + (0, 1))
         return x[index].movedim(2, 1)
 
@@ -184,14 +184,14 @@ def _shares(writes: Tensor, boundaries: Sequence[int], active: Tensor, chunk: in
     """Return `[active, HV]`: for each sequence in `active`, the write factor of its chunk with index `chunk`."""
     if len(writes) > 1:
         return writes[active, chunk]
-    # a single row's factors are numbered like those of a packed batch
+    # number the factors of an unpacked row as those of a packed batch
     starts = torch.tensor(list(boundaries), device=active.device)[active]
     return writes[0, starts // write_chunk + active + chunk]
 
 
 def _chunks(boundaries: list[int], C: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
     """Return token indices `[chunks, C]` (padding: the token count), and for each i the sequences that have chunk i."""
-    # computed with Python integers, which torch.compile can trace
+    # Python integers, because torch.compile can trace them
     lengths = [end - start for start, end in pairwise(boundaries)]
     rows, steps = [torch.empty(0, C, dtype=torch.long)], []
     for first in range(0, max(lengths), C):

@@ -1,7 +1,7 @@
 """Split sequences into segments that are scanned in parallel, so that calls with few sequences and heads use many SMs.
 
-A segment maps its entering state S to M S + L. `segment_states` computes L and M of all segments in parallel, and then
-the states that enter the segments by a scan over the segments of each sequence.
+A segment maps its entering state S to M S + L. `segment_states` computes L and M of all segments in parallel. A scan
+over the segments of each sequence then gives the states that enter them.
 """
 
 import torch
@@ -20,8 +20,8 @@ from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES, dot_preci
 from tokenmix_core.ops.gated_delta_rule.types import Inputs
 
 # The forward scan reads the state that enters a segment unless the decay over the segment before is below 2^-32. Each
-# kernel rounds sums of decays differently. So the kernels that compute these states use lower limits, to be sure to
-# compute every state that is read.
+# kernel rounds sums of decays differently. So the kernels that compute entering states use lower limits, which ensures
+# that every state read was computed.
 NEGLIGIBLE = tl.constexpr(-33.0)
 # limit for `entering_kernel` and `pass_back_kernel`, the two scans over segments
 NEGLIGIBLE_IN_SCAN = tl.constexpr(-32.5)
@@ -36,9 +36,10 @@ def segment_kernel(
 ):  # fmt: skip
     """Compute L or M of a segment, BV columns per program; a first segment's L starts from the initial state.
 
-    M is computed by the recurrence with values of 0, starting from the identity matrix. A sequence's last segment needs
-    neither M nor L. A segment whose decay is below the limit needs no M, and needs L only if the next segment's decay
-    is not below it. All chunks that are read are full. WRITES is the number of chunks that share a write factor, or 0.
+    M is computed by the recurrence with values of 0, starting from the identity matrix. The last segment of a sequence
+    needs neither M nor L. A segment whose decay is below the limit needs no M, and needs L only if the next segment's
+    decay is not below the limit. All chunks that are read are full. WRITES is the number of chunks that share a write
+    factor, or 0.
     """
     i_tile, i_sh = tl.program_id(0) % ((K + V) // BV), tl.program_id(0) // ((K + V) // BV)
     HV = H * group
@@ -188,7 +189,7 @@ def pass_back_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Add to the local gradient of each segment's entering state Mᵀ times the gradient of the state that leaves it.
+    """Add Mᵀ times the gradient of the state that leaves a segment to the local gradient of its entering state.
 
     WRITES is the number of chunks that share a write factor, or 0.
     """
@@ -202,7 +203,7 @@ def pass_back_kernel(
     p_gates = gates + (i_hv.to(tl.int64) * tokens + bos) * 4
     if WRITES:
         p_w = writes + forward_pass.first_write(i_n, bos, T, BT, WRITES, PACKED) * HV + i_hv
-    # no segment precedes the first, so its gradient is not passed back; the last segment receives none from a later one
+    # begin at 2: the first segment's gradient goes to no earlier segment, and the last segment receives none
     for i in range(2, segments):
         i_s = segments - i
         decay = 0.0

@@ -1,4 +1,4 @@
-"""Order the segments of a packed batch from longest to shortest, so that few SMs idle at the end."""
+"""Order the segments of a packed batch from longest to shortest, so that few SMs idle in the last wave."""
 
 import torch
 import triton
@@ -34,7 +34,7 @@ def segment_lengths(o_s, N, segment, cu_seqlens, BLOCK: tl.constexpr):
 @cached_launch
 @triton.jit(do_not_specialize=("N", "segment", "slots"))
 def longest_first_kernel(cu_seqlens, order, N, segment, slots, BLOCK: tl.constexpr):
-    """Write the segments' indices to `order`, the longest segment first; a segment's rank is its place in `order`."""
+    """Write the segments' indices to `order`, the longest segment first; a segment's rank is its index in `order`."""
     o_s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b_length, b_rank = segment_lengths(o_s, N, segment, cu_seqlens, BLOCK), tl.zeros([BLOCK], tl.int32)
     for i in range(0, slots, BLOCK):

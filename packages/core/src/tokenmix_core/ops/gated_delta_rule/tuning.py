@@ -10,7 +10,7 @@ from tokenmix_core.ops.decode_tiles import MANY_PROGRAMS, StateStep
 
 
 class ScanTile(NamedTuple):
-    """BV columns of the state per program; a kernel whose programs take all of V loops over it, BV columns at a time.
+    """Tile of BV columns of V, with launch options; a program computes one tile, or loops over all tiles of V.
 
     `maxnreg` limits the registers per thread.
     """
@@ -27,8 +27,8 @@ _SEQUENCE: dict[tuple[int, int], tuple[ScanTile, ...]] = {
     (2, 64): (ScanTile(64, 4, 2), ScanTile(32, 4, 3)),
     (2, 128): (ScanTile(64, 4, 2), ScanTile(32, 4, 3)),
     (2, 256): (ScanTile(32, 8, 2), ScanTile(16, 8, 2)),
-    # float32: MMAs split operands into several tf32 terms, so tiles are small; with 8 warps and K = 256 the compiled
-    # kernels read past their tile
+    # float32: MMAs split operands into several tf32 terms, so tiles are small; 8 warps with K = 256 are excluded,
+    # because the compiled kernels read past their tile
     (4, 64): (ScanTile(32, 4, 1),),
     (4, 128): (ScanTile(32, 4, 1),),
     (4, 256): (ScanTile(32, 4, 1, maxnreg=ALL_REGISTERS),),
@@ -40,7 +40,7 @@ _TRANSPOSED = _SEQUENCE | {
     (2, 256): (ScanTile(64, 4, 2),),
 }
 _TILES: dict[str, dict[tuple[int, int], tuple[ScanTile, ...]]] = {
-    # this kernel's tiles are of K: BV is the number of columns of K
+    # the kernel `prepare` has tiles of K: here BV is a number of columns of K
     "prepare": {(size, K): (ScanTile(128 // size, 1, size // 2),) for size in (2, 4) for K in (64, 128, 256)},
     "forward": _TRANSPOSED | {(2, 128): (ScanTile(64, 4, 2),), (2, 256): (ScanTile(128, 8, 2),)},
     "states": _TRANSPOSED,
@@ -83,7 +83,7 @@ def all_tiles(step: str, K: int, element_size: int) -> tuple[ScanTile, ...]:
     return _TILES[step][element_size, K]
 
 
-# maps the least number of blocks of 64 columns to the tile of the Gluon decoding kernel: wide tiles pay with many waves
+# maps the minimum number of blocks of 64 columns to the tile of the Gluon decoding kernel; wide tiles need many waves
 STATE_STEPS: dict[int, StateStep] = {1024: StateStep(64, 64, 4), 0: StateStep(32, 32, 2)}
 
 # the forward pass saves R and chunk states if they take at most this many bytes; else the backward recomputes both

@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
         return self._replace(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, writes=writes)
 
 
-# number of the fields of `Inputs` that are tensors; these are the first
+# the first fields of `Inputs` are tensors; this is their number
 TENSORS = 8
 
 
@@ -117,7 +117,7 @@ class Gradients(NamedTuple):
 
 
 class WriteGradients(NamedTuple):
-    """Gradients if `writes` has one factor for several chunks; float32 `[slots, HV, parts]`, each part a sum over V."""
+    """Gradients for write factors that several chunks share; float32 `[slots, HV, parts]`, each part a sum over V."""
 
     # gradient of the shared factor
     factor: Tensor

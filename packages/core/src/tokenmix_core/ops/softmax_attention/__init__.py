@@ -1,4 +1,4 @@
-"""Softmax attention by one of several backends, with the log-sum-exp of the scores."""
+"""Softmax attention with a choice of backends, which also return the log-sum-exp of the scores."""
 
 from tokenmix_core.ops.softmax_attention.api import (
     attention,

@@ -295,7 +295,7 @@ def _check_options(op, dims, q, k, v, causal, window, sinks, scale) -> tuple[Mas
     factor = dims["K"] ** -0.5 if scale is None else checks.check_scale(op, scale)
     if not factor > 0:
         raise ValueError(f"{op}: scale must be positive, got {scale!r}")
-    # normalise: a window of all keys masks nothing, and without a window sinks add nothing
+    # normalise the mask: a window of all keys masks nothing, and sinks add nothing without a window
     keys = dims.get("TK", dims.get("S"))
     window = None if window is not None and window >= keys else window
     return Mask(bool(causal), window, 0 if window is None else sinks), factor

@@ -18,7 +18,7 @@ from tokenmix_core.ops.softmax_attention import implementations
 from tokenmix_core.ops.softmax_attention.backends import backward_impl
 from tokenmix_core.ops.softmax_attention.types import Mask, call_of
 
-# implementations that, on a CPU, zero the padding of packed batches themselves, because they read the boundaries anyway
+# implementations that read the boundaries on a CPU anyway, and so zero the padding of packed batches themselves there
 _EAGER = ("sdpa", "reference")
 
 
@@ -133,8 +133,8 @@ def _save(ctx, inputs, output):
     x, (o, lse) = Inputs(*inputs), output
     ctx.save_for_backward(x.q, x.k, x.v, o, lse, x.cu_seqlens)
     ctx.options = dict(causal=x.causal, window=x.window, sinks=x.sinks, scale=x.scale, impl=x.impl)
-    # without materialised zeros the gradient of an unused output is None; if that of lse is None, another library's
-    # backward pass can run
+    # do not replace gradients of unused outputs by zeros: if lse's gradient is None, another library's backward pass
+    # can run
     ctx.set_materialize_grads(False)
 
 

@@ -1,4 +1,4 @@
-"""Limits of the implementations, and the rules that select one for the forward and the backward pass."""
+"""Limits of the attention implementations, and the rules that select one for the forward and the backward pass."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ IMPLS: tuple[str, ...] = get_args(AttentionImpl)
 # library may run the backward pass
 OURS = "ours"
 
-# with at least this many queries per batch row, other libraries are faster than our kernels in causal attention without
-# a window
+# minimum number of queries per batch row with which other libraries are faster than our kernels in causal attention
+# without a window
 _LONG = 128
-# with at most this many blocks of 64 queries other libraries are not faster: with less than one block per SM, latency
+# maximum number of blocks of 64 queries with which other libraries are not faster: below one block per SM, latency
 # determines the time
 _FEW_BLOCKS = 128
-# FlashAttention-4 is fastest with at least this many blocks of 64 queries, and a window of at least _WIDE keys, if any
+# FlashAttention-4 is fastest from this number of blocks of 64 queries on, if a window (if any) has _WIDE or more keys
 _MANY_BLOCKS = 8192
 _WIDE = 1024
 # maximum size of a window's mask on a CPU, in elements: 64 MiB in float32
@@ -40,7 +40,7 @@ _REFERENCE = "pass impl='reference'"
 
 @functools.cache
 def cudnn_heads() -> int:
-    """Return the largest head size that torch's cuDNN attention supports on every CUDA device.
+    """Return the largest head size that torch's cuDNN attention supports on every CUDA device; 0 for "do not use it".
 
     0 if cuDNN is missing or a device is older than Hopper, where cuDNN is not faster.
     """
@@ -83,7 +83,7 @@ def takes_cudnn(tq: int, tk: int, head_k: int, head_v: int, mask: Mask, packed: 
 
 
 def by_cudnn(impl: str | None, q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed: bool) -> bool:
-    """True if cuDNN runs the forward or the backward pass of a 16-bit call on CUDA whose forward pass runs `impl`."""
+    """True if cuDNN runs the forward or the backward pass of a 16-bit CUDA call whose forward pass runs `impl`."""
     call = call_of(q, k, v, mask, packed)
     return backward_impl(impl, call, False) == "sdpa" and call.dtype in _HALF and takes_cudnn(*call[2:8])
 
@@ -151,7 +151,7 @@ def backward_impl(impl: str | None, call: Call, through_lse: bool) -> str | None
         ours_lead = (call.head_k == 64) + (call.mask.window is not None) + call.packed > 1
         if _is_for_flash_attention_4(call) and not ours_lead:
             return "flash_attn"
-        # here our forward pass ran in Gluon: without Gluon, cuDNN would have been selected for the forward pass too
+        # `impl` None means that our forward pass ran in Gluon: without Gluon, cuDNN would have run the forward pass too
         if call.head_k != 64 and not through_lse and _is_for_cudnn(call) and takes_cudnn(*call[2:8]):
             return "sdpa"
     return impl
@@ -174,7 +174,8 @@ def _triton_limit(call: Call) -> str | None:
 
 def _sdpa_limit(call: Call) -> str | None:
     if call.device == "cuda":
-        # of torch's kernels only cuDNN supports K ≠ V; torch.compile cannot trace the test whether cuDNN is available
+        # among torch's kernels only cuDNN supports K ≠ V; torch.compile cannot trace the check whether cuDNN is
+        # available
         asks = call.head_k != call.head_v and call.dtype in _HALF and not torch.compiler.is_compiling()
         if asks and takes_cudnn(call.tq, call.tk, call.head_k, call.head_v, call.mask, call.packed):
             return None

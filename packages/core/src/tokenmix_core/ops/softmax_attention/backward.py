@@ -1,4 +1,4 @@
-"""The backward kernels: delta = rowsum(dO ∘ O) − dlse and dq by query tiles, then dk and dv by KV tiles.
+"""Triton kernels of the backward: delta = rowsum(dO ∘ O) − dlse and dq by query tiles, then dk and dv by KV tiles.
 
 Probabilities are recomputed from the log-sum-exp. The dK/dV kernel computes Sᵀ = K Qᵀ by a separate MMA instead of
 transposing S = Q Kᵀ: Triton 3.6 compiles the transposition of a rounded S, as an MMA's operand, wrongly for Hopper.
@@ -117,7 +117,7 @@ def _attention_backward_keys(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one KV tile of one key head per program."""
-    # tiles of the first keys, which the most queries see, start first, so that the longest programs do not end last
+    # start with the tiles of the first keys: the most queries see them, and these long programs must not start last
     pid = tl.program_id(0)
     i_t = pid % tiles
     i_hk = (pid // tiles % H).to(tl.int64)
@@ -183,7 +183,7 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     # the dQ kernel stores delta or bias columns for the dK/dV kernel, but skips query tiles without a selected query.
-    # So each query tile of the dK/dV kernel must lie within a query tile of the dQ kernel
+    # A query tile of the dK/dV kernel must therefore lie within one query tile of the dQ kernel
     delta = torch.empty_like(lse)
     by = plan(q, k, v, mask, impl, do, cu_seqlens=cu_seqlens, chosen=selected is not None, scale=scale)
     bias = lse.new_empty(*lse.shape, BIAS_COLUMNS.value, dtype=torch.bfloat16) if by.keys is Form.ONE else None
@@ -203,8 +203,7 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
             **constants(q, v, cu_seqlens, mask, by.queries), BS=sink_step(q, mask, by.queries.BN),
             FILL=fill,
         )  # fmt: skip
-    # all queries see the sinks: with a window, the KV tile of the sinks would end long after all other tiles, so the
-    # sinks have their own launch
+    # launch the sinks' KV tile separately: all queries see it, so with a window it would end long after all other tiles
     sinks = mask.sinks if selected is None else 0
     mask = mask._replace(sinks=mask.sinks - sinks)
     if by.keys is Form.ONE:

@@ -8,9 +8,9 @@ with ones in K and V, they cost neither. Three bfloat16 values add up to a float
 import triton
 import triton.language as tl
 
-# number of bfloat16 columns whose sum is −lse / scale; the same number of columns for −delta follows
+# lse and delta are each the sum of this number of bfloat16 columns: first those of −lse / scale, then those of −delta
 PARTS = tl.constexpr(3)
-# number of columns with zero padding: the K dimension of one MMA instruction
+# number of bias columns including zero padding: the K dimension of one MMA instruction
 BIAS_COLUMNS = tl.constexpr(16)
 
 
@@ -35,7 +35,7 @@ def bias_of(o_c, b_lse, b_delta, scale):
 
 @triton.jit
 def store_bias(bias, o_row, b_lse, b_delta, m_row, scale):
-    """Store the bias columns of the rows `o_row` in the mask `m_row`."""
+    """Store the bias columns of the rows `o_row` for which the mask `m_row` is true."""
     o_c = tl.arange(0, BIAS_COLUMNS)[None, :]
     b_bias = bias_of(o_c, b_lse[:, None], b_delta[:, None], scale)
     tl.store(bias + o_row[:, None] * BIAS_COLUMNS + o_c, b_bias, mask=m_row[:, None])

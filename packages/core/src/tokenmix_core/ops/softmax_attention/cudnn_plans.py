@@ -13,7 +13,7 @@ from tokenmix_core.kernels.launch.cache.capture import is_plain
 from tokenmix_core.ops.softmax_attention.backends import OURS, limit
 from tokenmix_core.ops.softmax_attention.types import Mask, call_of
 
-# number of calls of a shape before cuDNN runs, and number of shapes whose calls are counted
+# our kernels run this number of calls of a shape before cuDNN does; calls are counted for this number of shapes
 _CALLS, _SHAPES = 100, 16
 # maps shapes and dtype to the number of calls, in the order of last use
 _calls: dict[tuple, int] = {}

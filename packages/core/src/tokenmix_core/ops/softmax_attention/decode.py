@@ -1,7 +1,7 @@
 """Decoding by split KV: one kernel computes attention to shares of each sequence's cache, a second merges the results.
 
-A program computes a tile of the TQ · HQ / H query rows of one key head, which are all multiplied by the same loaded
-keys, and visits one share of the KV tiles. Lengths stay on the device: no host synchronisation.
+A program takes one share of the KV tiles, and a tile of the TQ · HQ / H query rows of one key head, which all use the
+same loaded keys. Lengths stay on the device: no host synchronisation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tokenmix_core.ops.softmax_attention.steps import Config, KeyRows, Rows, Vis
 from tokenmix_core.ops.softmax_attention.tuning import attention_decode as decode_tile
 
 
-# `splits` depends on batch size and cache capacity, so one compiled kernel must serve any value
+# no specialisation on `splits`, which depends on batch size and cache capacity: one compiled kernel serves any value
 @cached_launch(loop_tiles=("BN",))
 @triton.jit(do_not_specialize=["splits"])
 def _attention_decode(

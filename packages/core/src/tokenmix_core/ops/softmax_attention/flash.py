@@ -1,4 +1,4 @@
-"""FlashAttention-2 from the package flash-attn."""
+"""Run FlashAttention-2 from the package flash-attn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlashAttention-4 from the package flash-attn-4; calls its private functions, which take and return lse.
+"""Run FlashAttention-4 from the package flash-attn-4, by its private functions, which take and return lse.
 
 Its backward takes the gradient of the log-sum-exp, and sums dq by atomics in a different order in every run, unless
 `torch.use_deterministic_algorithms(True)` asks for a fixed order, which is slower.
@@ -31,7 +31,7 @@ _PARAMETERS = {
 def is_here() -> bool:
     """True if the package is installed and its functions have the `_PARAMETERS`; warn if the functions lack some.
 
-    Whether the module exists does not decide, since flash-attn 2 contains an early version of it under the same name.
+    The module's existence proves nothing, since flash-attn 2 contains an early version under the same name.
     """
     try:
         installed = version("flash-attn-4")

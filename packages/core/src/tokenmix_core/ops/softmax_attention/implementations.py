@@ -13,7 +13,9 @@ from tokenmix_core.ops.softmax_attention.types import Mask
 
 
 class Backend(NamedTuple):
-    """Both passes of an implementation: `forward(q, k, v, cu_seqlens, mask, scale) -> (o, lse [B, HQ, TQ])` and
+    """The forward and the backward function of an implementation.
+
+    Signatures: `forward(q, k, v, cu_seqlens, mask, scale) -> (o, lse [B, HQ, TQ])` and
     `backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask, scale) -> (dq, dk, dv)`."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]

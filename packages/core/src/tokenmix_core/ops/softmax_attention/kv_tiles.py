@@ -1,7 +1,7 @@
 """The KV tiles that a query tile visits, the query tiles that a KV tile visits, and loads and stores of tiles.
 
-Tiles in which every query sees every key need no mask, are a contiguous range, and are visited by one loop. The other
-tiles are not contiguous, but softmax does not depend on the order of keys, so one second loop visits them.
+One loop visits the tiles in which every query sees every key: they are contiguous and need no mask. A second loop
+visits the others, which are not contiguous; softmax does not depend on the order of keys.
 """
 
 import triton
@@ -12,8 +12,8 @@ import triton.language as tl
 def tile_of_queries(tiles, HQ, H):
     """Return a program's batch row, query head, key head (int64) and query tile.
 
-    Consecutive programs take tiles of one head, which share the head's keys in L2. The last queries see the most keys,
-    so their tiles start first.
+    Consecutive programs take tiles of one head, so they share the head's keys in the L2 cache. Tiles of the last
+    queries start first, because they see the most keys.
     """
     pid = tl.program_id(0)
     i_t = tiles - 1 - pid % tiles
@@ -66,7 +66,7 @@ def query_tiles(
         m_min = tl.maximum(first - shift, 0) // BM
         full_min = tl.cdiv(tl.maximum(last - shift, 0), BM)
     if WINDOW:
-        # all later queries see the sinks, so for a tile with a sink the window does not end the range of queries
+        # a tile with a sink is seen by all later queries, so the window does not end its range of queries
         if sinks is None:
             sinks = 0
         if first >= sinks:
@@ -88,7 +88,7 @@ def masked_tile(i, sink_tiles, n_min, full_min, full_max):
 
 @triton.jit
 def tile_from_last(i, count, sink_tiles, gap):
-    """Return the i-th of `count` KV tiles in descending order: the window's, then the sinks', `gap` tiles lower."""
+    """Return the i-th of `count` KV tiles in descending order: the window's tiles, then (`gap` lower) the sinks'."""
     i_k = tl.maximum(count - 1 - i, 0)
     return i_k + tl.where(i_k < sink_tiles, 0, gap)
 
@@ -144,7 +144,7 @@ def store_tile(p_x, b_x, first, rows, stride, D: tl.constexpr, BT: tl.constexpr,
 
 @triton.jit
 def add_dot(b_x, b_y, b_sum, PRECISION: tl.constexpr):
-    """Return `b_sum + b_x · b_y`.
+    """Return `b_sum + b_x · b_y`, for a sum over many tiles.
 
     In float32, `b_x · b_y` is computed first and then added: separate sums per tile lose less precision than one
     running sum. The `tl.where` prevents the compiler from accumulating into `b_sum` during the matmul.

@@ -38,12 +38,12 @@ def dense_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def block_size(size: int) -> int:
-    """Return the width of a tile for `size` columns: a power of two, at least 16, the minimum of an MMA."""
+    """Return the tile width for `size` columns: the next power of two, but at least 16, the minimum of an MMA."""
     return max(16, next_power_of_2(size))
 
 
 def sink_step(q: torch.Tensor, mask: Mask, BN: int) -> int:
-    """Return the tile width of the extra step over a window's sinks; 0 without sinks, or if BN keys are no wider."""
+    """Return the tile width for the step over a window's sinks; 0 if no such step is needed or BN is as narrow."""
     step = block_size(mask.sinks)
     if mask.window is None or not mask.sinks or step >= BN:
         return 0

@@ -1,4 +1,4 @@
-"""Selection of our attention kernels and their tiles, once per pass."""
+"""Select our attention kernels and their tiles, once per pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GLUON = GluonForm("attention", "tokenmix_core.ops.softmax_attention.hopper", slo
 # the warp-specialised forward is used if sequences have at least _LONG keys on average, and a window, if any, has at
 # least _WIDE keys: it is faster by 2 % with a window of 1,024 keys, 8 % with 2,048 and 14 % without a window
 _LONG, _WIDE = 1024, 1024
-# the least scale for bias columns: with a smaller scale, −lse / scale (see `bias_columns.py`) could overflow float32
+# minimum scale for bias columns: with a smaller scale, −lse / scale (`bias_columns.py`) could overflow float32
 MIN_SCALE = 2.0**-64
 
 
@@ -76,7 +76,7 @@ def plan(
     sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
 
     wide = K == 128 and _LONG * sequences <= TK and (mask.window is None or mask.window >= _WIDE)
-    # a warp-specialised CTA occupies a whole SM: use this kernel only if its CTAs keep three quarters of the SMs busy
+    # a warp-specialised CTA occupies a whole SM: use this kernel only if its CTAs fill three quarters of the SMs
     if wide and not chosen and 4 * B * HQ * cdiv(TQ, ROWS) >= 3 * device_tuning.sm_count(q.device):
         forward = Form.GROUPS
     elif not chosen:
@@ -91,9 +91,9 @@ def plan(
 
 
 def takes_gluon(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True if Gluon kernels run here and support these tensors."""
+    """True if Gluon kernels run on this device and support these tensors."""
     if torch.compiler.is_compiling() or not is_real(q):
-        # tensors without data have no addresses, so alignment cannot be checked
+        # tensors without data (fake or meta) have no addresses, so alignment cannot be checked
         return on_hopper() and q.dtype in HALF and q.shape[3] == v.shape[3] and q.shape[3] in (64, 128)
     return q.is_cuda and GLUON.runs(None, q.device, q.dtype, limit(q, k, v))
 
@@ -108,7 +108,7 @@ def limit(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> str | None:
 
 def unreadable(*tensors: Tensor) -> str | None:
     """Return why Gluon kernels cannot copy rows of these tensors `[B, T, H, D]`; None if they can."""
-    # tensors with gaps between the elements of a head need no check, because they are copied before the launch
+    # tensors whose head elements are not contiguous are copied before the launch, so they need no check
     as_they_are = [x for x in tensors if x.stride(3) == 1]
     if any(x.data_ptr() % 16 or any(stride % 16 for stride in x.stride()[:3]) for x in as_they_are):
         return "takes tensors that begin at multiples of 16 bytes, with strides of multiples of 16 elements"

@@ -1,4 +1,4 @@
-"""Query selection: the selected rows of a tile, and a list of the tiles that hold a selected row."""
+"""Query selection, attention for some queries only: the selected rows of a tile, and the tiles that have such rows."""
 
 import torch
 import triton
@@ -12,7 +12,7 @@ from tokenmix_core.kernels.triton.varlen import sequence_span
 
 @triton.jit
 def selected_rows(selected, o_row, first, rows, BM: tl.constexpr):
-    """True for each selected row among `first` … `first + BM − 1`; row 0 is at offset `o_row` of `selected`."""
+    """Return which of the rows `first` … `first + BM − 1` are selected; row 0 is at offset `o_row` of `selected`."""
     o_t = first + tl.arange(0, BM)
     return tl.load(selected + o_row + o_t, mask=o_t < rows, other=0) != 0
 
@@ -28,7 +28,7 @@ def listed(order, i):
 
 @triton.jit
 def list_offset(i_b, i_n, start, tiles, BM: tl.constexpr, PACKED: tl.constexpr):
-    """Return the offset of a sequence's list in `order` and `ranks`; lists have one entry more than there are tiles."""
+    """Return the offset of a sequence's entries in `order` and `ranks` (`list_tiles`): one per tile, and one more."""
     if PACKED:
         return start // BM + 2 * i_n
     else:

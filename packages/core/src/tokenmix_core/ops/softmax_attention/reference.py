@@ -1,4 +1,4 @@
-"""Softmax attention, eager: the specification of the operation and of its gradient, on any device and in float64.
+"""Softmax attention in eager PyTorch: the specification of outputs and gradients, on any device, also in float64.
 
 Each block of queries is computed with only the keys that its rows may see: memory is linear in the sequence length, and
 time is linear in the window.
@@ -17,7 +17,7 @@ from torch import Tensor
 from tokenmix_core.ops.padding import drops_padding
 from tokenmix_core.ops.types import AttentionOutput
 
-# number of scores of one block of queries: 2²⁴ scores take 64 MiB in float32
+# maximum number of scores of one block of queries: 2²⁴ scores take 64 MiB in float32
 _BLOCK_SCORES = 1 << 24
 
 
@@ -101,7 +101,7 @@ def attention_decode_reference(
     o_k = torch.arange(keys, device=q.device)
     o_q = cache_seqlens[:, None] - tq + torch.arange(tq, device=q.device)
     mask = visible(o_q.flatten(), o_k, True, window, sinks).view(len(q), 1, 1, tq, keys)
-    # zero the unused rows of the cache: they may hold NaN, and a probability of 0 times NaN is NaN
+    # zero the unused rows of the cache, which may hold NaN: 0 times NaN would be NaN
     v = v.masked_fill((o_k >= cache_seqlens[:, None])[:, :, None, None], 0.0)
     return attended(q, k, v, mask, scale)
 
@@ -153,7 +153,7 @@ class _Block(NamedTuple):
 
 
 def sequences(tq: int, tk: int, cu_seqlens: Tensor | None) -> Iterator[tuple[slice, slice]]:
-    """Yield the slices of queries and of keys of each packed sequence; one pair of full slices if unpacked."""
+    """Yield the token slices of queries and of keys for each packed sequence; one pair of full slices if unpacked."""
     boundaries = [0, tq] if cu_seqlens is None else cu_seqlens.tolist()
     for start, stop in itertools.pairwise(boundaries):
         rows = slice(start, stop)
@@ -202,7 +202,7 @@ def softmax(q: Tensor, k: Tensor, mask: Tensor, scale: float, bias: Tensor | flo
     q = wide(q).unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))
     blind = ~mask.any(-1)
     s = torch.einsum("bihgk,bjhk->bhgij", q, wide(k)) * scale + bias
-    # softmax of a row of −∞ has NaN gradients: use zeros as scores, then discard the result
+    # a softmax over −∞ only has NaN gradients: give rows that see no key scores of 0, and discard their results
     s = s.masked_fill(~mask, float("-inf")).masked_fill(blind.unsqueeze(-1), 0.0)
     lse = s.logsumexp(-1)
     p = (s - lse.unsqueeze(-1)).exp()

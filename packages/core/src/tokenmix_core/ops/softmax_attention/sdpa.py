@@ -1,4 +1,4 @@
-"""torch's own attention kernels; calls the operators that return the log-sum-exp.
+"""Run torch's own attention kernels, through the operators that return the log-sum-exp.
 
 A CPU runs torch's flash kernel, sequence by sequence if packed. CUDA runs cuDNN for plain attention on Hopper and newer
 devices, else FlashAttention-2 (packed batches, windows, fewer queries than keys, older devices).
@@ -58,7 +58,7 @@ def backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale):
 
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute o and the log-sum-exp of attention, causal or not, by cuDNN."""
+    """Compute o and the log-sum-exp of causal or full attention by cuDNN."""
     q, k, v = (x.transpose(1, 2) for x in (_tokens_before_heads(q), k, v))
     o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
     return o.transpose(1, 2), lse.view(o.shape[:3])
@@ -97,7 +97,7 @@ def _with_strides_of(o: Tensor, do: Tensor) -> Tensor:
     if do.stride() == o.stride():
         return do
     if do.is_contiguous() and o.is_contiguous():
-        # only the strides of dimensions of size 1 differ, so no element moves
+        # the two layouts differ only in strides of dimensions of size 1, so no element moves
         return do.as_strided(o.shape, o.stride())
     return torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device).copy_(do)
 

@@ -1,7 +1,7 @@
-"""One loop step of each portable attention kernel, and the named tuples that the steps take.
+"""One loop step of each portable attention kernel, and the named tuples that are its arguments.
 
 Dense attention reads contiguous KV tiles and masks them by distance. Attention to listed keys (`Config.LISTED`) reads
-keys at given positions, a tile either of listed keys or of local keys, which its mask treats differently.
+keys at given positions: each tile holds either listed keys or local keys, and the mask treats the two differently.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Visible(NamedTuple):
 
 
 class VisibleColumns(NamedTuple):
-    """Mask of the queries at positions `o_q` over a tile of columns; the fields are arguments of `visible_columns`."""
+    """Mask of queries at positions `o_q` over a tile of gathered keys; its fields are those of `visible_columns`."""
 
     o_q: tl.tensor
     b_left: tl.tensor
@@ -123,7 +123,7 @@ class VisibleTo(NamedTuple):
 
 
 class ColumnsVisibleTo(NamedTuple):
-    """Mask of keys at `o_k`: a key is seen by the queries from `o_k` to `b_end − 1`, from `b_away` on as a listed key.
+    """Mask of the keys at `o_k`: queries `o_k` … `b_end − 1` see a key; from query `b_away` on it counts as listed.
 
     `b_away` is None unless the gradient of `keep` is wanted (see `dkdv_step`).
     """

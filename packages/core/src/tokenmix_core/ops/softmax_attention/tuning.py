@@ -19,7 +19,7 @@ class AttentionTile(NamedTuple):
     maxnreg: int | None = None
 
 
-# maps a portable kernel and the largest head size of a range to a tile
+# for each portable kernel: maps the largest head size of a range to a tile
 ATTENTION: dict[str, dict[int, AttentionTile]] = {
     "forward": {64: AttentionTile(64, 64, 4, 3), 128: AttentionTile(64, 64, 4, 3), 256: AttentionTile(128, 64, 8, 2)},
     "backward_queries": {
@@ -33,7 +33,7 @@ ATTENTION: dict[str, dict[int, AttentionTile]] = {
         256: AttentionTile(32, 64, 8, 2),
     },
 }
-# smaller tiles for float32, which is multiplied without Tensor Cores and takes twice the shared memory
+# float32 tiles are smaller: MMAs run without Tensor Cores, and elements take twice the shared memory
 _FLOAT32: dict[int, AttentionTile] = {
     64: AttentionTile(32, 32, 4, 2),
     128: AttentionTile(32, 32, 8, 1),
@@ -55,7 +55,7 @@ def attention(kernel: str, head_size: int, dtype: torch.dtype) -> AttentionTile:
 
 
 def _keys_bytes(tile: AttentionTile, head_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of shared memory of a dK/dV program: K, V, stages of Q and dO, probabilities, lse and delta."""
+    """Return a dK/dV program's bytes of shared memory: K, V, the stages of Q and dO, probabilities, lse and delta."""
     elements = 2 * head_size * (tile.BN + max(1, tile.num_stages - 1) * tile.BM) + tile.BM * tile.BN
     return dtype.itemsize * elements + 8 * tile.BM
 
@@ -76,7 +76,7 @@ def work_tiles(tiles: int, device: torch.device) -> int:
 
 
 def hopper_forward(head_size: int, programs: int) -> tuple[int, int]:
-    """Return the pipeline stages of K and V, and the registers per thread, of the forward kernel for Hopper.
+    """Return the number of pipeline stages of K and V, and the registers per thread, of the Hopper forward kernel.
 
     An SM then holds four CTAs with heads of 64, and two with heads of 128. With many waves heads of 128 get one stage:
     three CTAs per SM are then faster.

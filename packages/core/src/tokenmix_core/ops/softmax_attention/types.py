@@ -30,7 +30,7 @@ class Call(NamedTuple):
     head_v: int
     mask: Mask
     packed: bool = False
-    # B · HQ if every query head has its own keys; None if heads share keys
+    # B · HQ if every query head has its own key head; None if heads share keys
     heads: int | None = None
     # B · HQ, even if heads share keys; 0 if no rule needs this number
     query_heads: int = 0

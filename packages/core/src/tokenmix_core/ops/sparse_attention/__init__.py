@@ -1,4 +1,4 @@
-"""Softmax attention over local keys (a window or the query's chunk) and those of all earlier keys that are retained."""
+"""Softmax attention over local keys (a window or the query's chunk) and the retained ones among all earlier keys."""
 
 from tokenmix_core.ops.sparse_attention.api import kept_attention
 from tokenmix_core.ops.sparse_attention.reference import kept_attention_reference

@@ -1,4 +1,4 @@
-"""Softmax attention over local keys and those of all earlier keys that are retained: the public function."""
+"""Public function of softmax attention over local keys and the retained ones among all earlier keys."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def kept_attention(
 
     Outputs are those of `attention` over these keys. Time and memory are linear in the number of visible pairs; with
     `until`, pairs with evicted keys also count if gradients are wanted or sequences are packed. Differentiable in q, k
-    and v through both outputs, and in a float `keep`: the gradient of a retained unit is that of a factor of 1 on the
-    exponentials of its pairs outside the local part; the gradient of other units is 0.
+    and v through both outputs, and in a float `keep`: the exponential of a retained pair has a factor of 1, and the
+    unit's gradient is the sum of these factors' gradients; the gradient of other units is 0.
 
     Args:
         q, k, v: bfloat16, float16, float32 or float64, all of one dtype. HQ is a multiple of H.
@@ -103,7 +103,7 @@ def _check(q, k, v, keep, unit, window, until, scale, cu_seqlens, impl) -> tuple
     factor = dims["K"] ** -0.5 if scale is None else checks.check_scale(op, scale)
     if not factor > 0:
         raise ValueError(f"{op}: scale must be positive, got {scale!r}")
-    # no key lies before a window of all keys: a larger window is equivalent
+    # clamp the window: one of all keys and a larger one are equivalent
     window = None if window is None else min(window, max(1, dims["TK"]))
     mask, packed = Mask(True, window, 0), cu_seqlens is not None
     call = Call(q.device.type, q.dtype, dims["TQ"], dims["TK"], dims["K"], dims["V"], mask, packed)

@@ -1,4 +1,4 @@
-"""dk, dv and the gradient of `keep`: the dK/dV kernel over listed keys, then sums over the heads that share `keep`."""
+"""Compute dk, dv and the gradient of `keep`: a kernel over listed keys, then sums over the heads that share `keep`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tokenmix_core.ops.softmax_attention.types import KeyLists
 @cached_launch
 @triton.jit
 def _sum_keep(dm, d_keep, cu_seqlens, TK, U, H, HM, N, UNIT: tl.constexpr, BU: tl.constexpr, PACKED: tl.constexpr):
-    """Sum dm over the key heads that share a head of `keep`; a program sums BU one-token units, or one longer unit."""
+    """Sum dm over the key heads that share a head of `keep`; a program takes BU one-token units, or one longer unit."""
     blocks = tl.cdiv(U, BU) if UNIT == 1 else U
     i_u = tl.program_id(0) % blocks
     i_m = (tl.program_id(0) // blocks % HM).to(tl.int64)
@@ -54,7 +54,8 @@ def kept_attention_backward_keys(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return dk and dv and, unless `keep` is None, the gradient of `keep`.
 
-    If `bias` is given, the bias columns that the Gluon dQ kernel wrote, the Gluon kernel runs, else the portable one.
+    `bias` are the bias columns that the Gluon dQ kernel wrote; the Gluon kernel runs if they are given, else the
+    portable one.
     """
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))

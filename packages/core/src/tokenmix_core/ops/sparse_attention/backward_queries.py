@@ -1,4 +1,4 @@
-"""The dQ kernel: delta = rowsum(dO ∘ O) − dlse, and dq over the tiles of keys that the forward pass visits."""
+"""Triton kernel of dQ: delta = rowsum(dO ∘ O) − dlse, and dq over the tiles of keys that the forward pass visits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forward kernel: a query tile attends to its local keys and, before them, to listed (retained) keys."""
+"""Triton forward kernel: a query tile attends to its local keys and to listed (retained) keys before them."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.sparse_attention import autograd
 from tokenmix_core.ops.sparse_attention.reference import is_kept
 
-# number of queries in a block, which share one list: the keys up to the last query that are not evicted at the first
+# number of queries in a block; they share one list of keys: those that are not evicted at the block's first query
 BLOCK = 2048
 
 
@@ -52,7 +52,7 @@ def kept_attention_by_blocks(x: autograd.Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _ends_of_units(until: Int[Tensor, "B TK H"], unit: int, units: int, heads: int) -> Int[Tensor, "B U HM"]:
-    """Return for each unit (`unit` keys) the first query for which all are evicted, in all heads that share `keep`."""
+    """Return for each unit (of `unit` keys) the first query that sees none of its keys, in any head of a group."""
     ends = until.unflatten(2, (heads, -1)).amax(3)
     if unit == 1:
         return ends

@@ -38,12 +38,12 @@ def kept_attention_reference(
 ) -> AttentionOutput:
     """Compute attention as `kept_attention` defines it, differentiable by autograd, also in a float `keep`.
 
-    Exponentials of a retained unit's keys that are not local are multiplied by 1; the gradient of `keep` is the
-    gradient of this factor.
+    The exponential of a retained key that is not local has a factor of 1; the gradient of `keep` is that of this
+    factor.
     """
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     weights = _by_token(keep, k, unit, cu_seqlens)
-    # a bias of 0 on the scores, whose exponential is the factor 1; its gradient is that of `keep`
+    # a bias of 0 on the scores (a factor of 1 on their exponentials), whose gradient is that of `keep`
     bias = wide(weights) - wide(weights).detach() if weights.is_floating_point() else None
     found = []
     for block in _blocks(q, k, is_kept(weights), unit, window, until, cu_seqlens):
@@ -114,7 +114,7 @@ def _by_token(keep: Tensor, k: Tensor, unit: int, cu_seqlens: Tensor | None) -> 
 
 
 def _over_keys(x: Tensor) -> Tensor:
-    """Return x `[B, keys, H]` as `[B, H, 1, keys]`, which broadcasts over groups of query heads."""
+    """Return x `[B, keys, H]` as `[B, H, 1, keys]`, which broadcasts over the query heads of a group."""
     return x.transpose(1, 2).unsqueeze(2)
 
 
@@ -142,7 +142,7 @@ def _blocks(
             begin, stop = (x - queries.start + shift for x in (first, last))
             # keys from `left` on are local to the first query
             left = max(0, begin // unit * unit if window is None else begin - window + 1)
-            # under function transforms list all earlier keys, because sizes must not depend on values there
+            # under function transforms list all earlier keys: sizes must not depend on the values of tensors there
             everything = compat.in_transform()
             listed = torch.arange(left, device=q.device) if everything else (end[:left] > begin).nonzero().squeeze(1)
             o_k = torch.cat((listed, torch.arange(left, max(left, stop), device=q.device)))

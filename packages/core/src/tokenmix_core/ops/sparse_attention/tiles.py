@@ -1,4 +1,4 @@
-"""Tiles of keys, called columns: contiguous local keys and gathered listed keys; which tiles a query tile visits."""
+"""Tiles of keys, called columns: contiguous local keys and gathered listed keys; the tiles that a query tile visits."""
 
 import triton
 import triton.language as tl

@@ -82,7 +82,7 @@ def recurrent_ssd(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     impl: Impl | None = None,
 ) -> ScanOutput:
-    """Compute `chunk_ssd` token by token, the fastest way if sequences have only a few tokens.
+    """Compute `chunk_ssd` token by token; this is fastest for sequences of only a few tokens.
 
     Arguments, results, gradients and errors are those of `chunk_ssd`. Gluon kernels exist for the backward pass only,
     so `impl="gluon"` is an error.
@@ -99,7 +99,7 @@ _CHUNK_REFERENCE, _RECURRENT_REFERENCE = (
 
 
 def _scan(op: str, x: Inputs) -> ScanOutput:
-    """Validate the arguments of a call on whole sequences, and run the reference or the kernels."""
+    """Run a call on whole sequences with the reference or the kernels, after validation of its arguments."""
     impl, scale = _check(op, *x)
     if impl == "reference":
         reference = _CHUNK_REFERENCE if op == "chunk_ssd" else _RECURRENT_REFERENCE
@@ -170,7 +170,7 @@ def _check(op: str, *inputs) -> tuple[str | None, float]:
         raise ValueError(f"{op}: q must hold at least one token, got T = {dims['T']}")
     sequences = checks.check_cu_seqlens(op, x.cu_seqlens, dims["B"], dims["T"])
     dims["N"] = dims["B"] if sequences is None else sequences
-    # q is passed again, because the check compares the devices of other tensors with that of the first
+    # pass q again: devices of the other tensors are compared with that of the first tensor
     checks.bind_shapes(
         op, dims, q=(x.q, "B T G K"), initial_state=(x.initial_state, "N HV K V?"), cu_seqlens=(x.cu_seqlens, "_?")
     )

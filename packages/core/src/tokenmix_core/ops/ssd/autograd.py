@@ -23,7 +23,7 @@ from tokenmix_core.ops.types import ScanOutput
 
 
 class BackwardInputs(NamedTuple):
-    """Arguments of the backward pass; `entering`: the states that enter segments, or None to compute these again."""
+    """Arguments of the backward pass; `entering` are the states that enter segments, None to compute them again."""
 
     do: Tensor
     dfinal_state: Tensor | None

@@ -73,7 +73,7 @@ def _backward(inputs: Inputs, *, do: Tensor, dfinal_state: Tensor | None, enteri
 def _composed_backward(
     inputs: Inputs, *, do: Tensor, dfinal_state: Tensor | None, entering: Tensor | None
 ) -> Gradients:
-    """Return all gradients by kernels without Δ and D: v is scaled by Δ beforehand, the terms of D are added later."""
+    """Return all gradients by kernels that lack Δ and D: scale v by Δ beforehand, add the terms of D afterwards."""
     v, dt, D = inputs.v, inputs.dt, inputs.D
     scaled = v if dt is None else (v * dt.unsqueeze(-1)).to(v.dtype)
     grads = _backward(inputs._replace(v=scaled, dt=None, D=None), do=do, dfinal_state=dfinal_state, entering=entering)

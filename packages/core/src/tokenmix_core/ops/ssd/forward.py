@@ -1,4 +1,4 @@
-"""Forward kernel: a program scans tokens chunk by chunk with its columns of the state in registers, and writes o."""
+"""Triton forward kernel: a program scans tokens chunk by chunk, holds BV columns of the state, and writes o."""
 
 import torch
 import triton
@@ -18,7 +18,7 @@ from tokenmix_core.ops.ssd.types import Inputs
 @triton.jit
 def read_out(b_q, b_k, b_v, b_s, b_b, o_i):
     """Return a chunk's outputs without the factor `scale`, given `b_s`, the state that enters the chunk."""
-    # computed matrices are right operands of MMAs: left operands would be read from registers, which the assemblers of
+    # computed matrices are right operands of MMAs: left operands would come from registers, which the assemblers of
     # Triton 3.4 to 3.7 compile wrongly for Hopper
     b_p = tl.dot(b_k, tl.trans(b_q), input_precision=FLOAT32_DOT) * causal_decay_transposed(b_b, b_b, o_i, o_i)
     b_ot = tl.dot(tl.trans(b_v), b_p.to(b_v.dtype), input_precision=FLOAT32_DOT)

@@ -1,4 +1,4 @@
-"""Compute all gradients of a chunk, given the state before it and the gradient of the state after it."""
+"""Compute all gradients of a chunk (Triton), given the state before it and the gradient of the state after it."""
 
 import torch
 import triton
@@ -17,11 +17,11 @@ from tokenmix_core.ops.ssd.types import Gradients, Inputs
 
 @triton.jit
 def decay_gradient(b_m, b_query, b_key, b_state, BT: tl.constexpr):
-    """Return dg_t = Σ_{i ≥ t > j} M_ij + Σ_{i ≥ t} query_i + Σ_{j < t} key_j + state: all terms that g_t scales."""
+    """Return dg_t = Σ_{i ≥ t > j} M_ij + Σ_{i ≥ t} query_i + Σ_{j < t} key_j + state: the terms that g_t scales."""
     o_i = tl.arange(0, BT)
     b_m = tl.where(o_i[:, None] > o_i[None, :], b_m, 0.0)
     b_suffix = tl.cumsum(tl.sum(b_m, 1) - tl.sum(b_m, 0) + b_query, 0, reverse=True)
-    # computed as a masked sum: a cumulative sum minus the token's own term would have rounding errors where the exact
+    # a masked sum, not a cumulative sum minus the token's own term, which would have rounding errors where the exact
     # result is 0
     b_prefix = tl.sum(tl.where(o_i[None, :] < o_i[:, None], b_key[None, :], 0.0), 1)
     return b_suffix + b_prefix + b_state
@@ -62,7 +62,7 @@ def ssd_gradients_kernel(
     b_dpt = tl.zeros([BT, BT], tl.float32)
     b_v = tl.load(p_v, mask=m_t[:, None], other=0.0)
     b_do = tl.load(p_do, mask=m_t[:, None], other=0.0)
-    # this loop is not unrolled: in float32 unrolled code spills five times as many registers and compiles in 90 s
+    # do not unroll this loop: in float32, unrolled code spills five times as many registers and compiles in 90 s
     for i_v in range(V // BV):
         if BV < V:
             b_v = tl.load(p_v + i_v * BV, mask=m_t[:, None], other=0.0)

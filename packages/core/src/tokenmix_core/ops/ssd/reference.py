@@ -11,8 +11,8 @@ from torch import Tensor
 from tokenmix_core.ops.padding import drops_padding
 from tokenmix_core.ops.types import ScanOutput
 
-# smaller log-decays are raised to this bound: exp of it is 0 in float32 anyway, and larger magnitudes would cost
-# cumulative sums precision
+# lower bound of log-decays: its exponential is 0 in float32, and larger magnitudes would make cumulative sums less
+# precise
 LOWEST_DECAY = -110.0
 
 

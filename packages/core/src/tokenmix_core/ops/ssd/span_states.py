@@ -59,7 +59,7 @@ def _state(
     if dt is not None:
         weights = weights * dt
     found = weights.new_zeros(())
-    # convert block by block, because wider copies of long spans would take gigabytes
+    # convert block by block: copies of a whole long span in a wider dtype would take gigabytes
     for b_x, b_y, b_w in zip(*(t.split(_BLOCK, 1) for t in (x, y, weights)), strict=True):
         values = (b_y * b_w.unsqueeze(-1)).unflatten(2, (x.shape[2], -1))
         found = found + torch.einsum("btgk,btghv->bghkv", b_x.to(wide), values.to(wide))

@@ -65,8 +65,8 @@ def scan_states(rows, states, tile, i_g, HV, sizes, REVERSE: tl.constexpr):
         m_t = i_t * BT + o_i < tile.length
         b_g = load_decay(g + o_t * HV + o_i * HV, m_t)
         b_b = tl.cumsum(b_g, 0)
-        # b_total is an element of the cumulative sum: a separate sum would round differently, so that b_total − b would
-        # not be exactly 0 at the last token
+        # take b_total from the cumulative sum: a separate sum would round differently, and b_total − b would not be
+        # exactly 0 at the last token
         b_total = last_of(b_b, tile.length - i_t * BT, BT)
         p_x = x + o_t * rows.stride_x + o_i[:, None] * rows.stride_x + o_k[None, :]
         b_x = tl.load(p_x, mask=m_t[:, None], other=0.0)
@@ -138,7 +138,7 @@ def boundary_states_kernel(
     if SEGMENTED and tile.length <= 0:
         return
     i_g = tile.i_h // (HV // G)
-    # forward and reverse scan are independent, so one launch fills the device with both
+    # the forward and the reverse scan are independent: one launch with both fills the device
     if tl.program_id(1) == 0:
         rows = Rows(k, v, g, dt, stride_k, stride_v, scale)
         results = States(entering, states, None, None)
@@ -155,7 +155,7 @@ def scan_segments_kernel(
     segment_states, totals, initial, final, cu_seqlens, T, HV, segment,
     KV: tl.constexpr, BE: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Replace each segment's own state (from zero) by the state that enters the segment; store final states.
+    """Replace each segment's own final state, which starts from zero, by the state entering it; store final states.
 
     With REVERSE, gradients replace states, and segments are scanned from the last to the first.
     """

@@ -76,7 +76,7 @@ class SSDPlan(NamedTuple):
     gradients: SSDGradients
 
 
-# maps the least number of blocks of 64 columns to the tile of the Gluon decoding kernel: wide tiles pay with many waves
+# maps the minimum number of blocks of 64 columns to the tile of the Gluon decoding kernel; wide tiles need many waves
 STATE_STEPS: dict[int, StateStep] = {
     2048: StateStep(64, 32, 4),
     1024: StateStep(32, 128, 2),
@@ -104,7 +104,7 @@ def ssd_plan(
             _heads_together(B * T, HV // G, HV, K, V) if hopper else None,
         )
 
-    # short sequences are computed in one launch with `lookback`; two programs fit on an SM
+    # `lookback` computes short sequences in one launch; `programs`: two programs fit on an SM
     programs = N * HV * (V // (forward.hopper or forward.BV))
     if B == N and T <= 512 and forward.hopper and K <= 128:
         spans = (tokens for tokens in (64, 128) if tokens < T and programs * cdiv(T, tokens) <= 2 * one_wave())
@@ -131,8 +131,8 @@ def _columns(K: int, V: int) -> int:
 def _segment_tokens(programs: int, T: int, K: int, wide: bool) -> int:
     """Return the length of the segments of sequences of T tokens; 0 if whole sequences make enough programs.
 
-    With segments, k and v are read a second time, by additional launches. With `wide` states there is one wave of
-    programs, because a second wave costs more than it gains, and short sequences are split only if half of the SMs
+    With segments, k and v are read a second time, by additional launches. If the state is `wide`, a split fills only
+    one wave, because a second wave costs more than it gains, and short sequences are split only if half of the SMs
     would idle.
     """
     if programs >= one_wave() or (wide and T <= 2048 and 2 * programs > one_wave()):
@@ -150,12 +150,13 @@ def _fills(programs: int) -> bool:
 
 
 def _heads_together(tokens: int, group: int, HV: int, K: int, V: int) -> SSDHopper:
-    """Return how many heads of a group (16, 8, 4, 2 or 1) share a program, for the shortest estimated time."""
+    """Return how many heads of a group (16, 8, 4, 2 or 1) a program computes, for the least estimated time."""
     sizes = [heads for heads in (16, 8, 4, 2) if group % heads == 0 and K * V <= 128 * 64]
     if not sizes:
         return SSDHopper(1, 4)
     chunks = cdiv(tokens, 64) * HV
-    # an SM runs one program at a time; the work that a program's heads share takes half as long as one head's own work
+    # an SM runs one program at a time; the work that all heads of a program share takes half the time of one head's
+    # work
     return SSDHopper(min(sizes, key=lambda heads: cdiv(chunks // heads, one_wave()) * (2 * heads + 1)), 8)
 
 
@@ -166,6 +167,6 @@ def recurrent_tile(sequence_heads: int, K: int, V: int) -> SSDRecurrent:
 
 
 def step_tile(sequence_heads: int, K: int, V: int) -> SSDRecurrent:
-    """Return the tile of the portable decoding kernel: wide, to read longer rows, if many programs remain."""
+    """Return the tile of the portable decoding kernel: wide, to read longer rows, if that leaves many programs."""
     columns = 64 if K == 128 and sequence_heads * V >= 64 * MANY_PROGRAMS else 32
     return SSDRecurrent(min(V, columns), min(4, max(1, K // 32)))

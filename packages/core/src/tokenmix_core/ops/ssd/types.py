@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
         return self._replace(q=q, k=k, v=v, g=g, initial_state=initial_state, dt=dt, D=D)
 
 
-# number of the fields of `Inputs` that are tensors; these are the first
+# the first fields of `Inputs` are tensors; this is their number
 TENSORS = 8
 
 
@@ -70,8 +70,8 @@ def token_rows(x: Tensor) -> Tensor:
     B, T, H, D = x.shape
     stride = x.stride()
     rows = stride[3] == 1 and (H == 1 or stride[2] == D) and (B == 1 or stride[0] == T * stride[1])
-    # require multiples of 16: for other strides Triton loads element by element, and Triton 3.6 computed wrong states
+    # strides must be multiples of 16: with others Triton loads single elements, and Triton 3.6 computed wrong states
     if rows and stride[1] % 16 == 0 and x.data_ptr() % 16 == 0:
         return x
-    # `clone`, because `contiguous` returns a single token unchanged, whatever its stride
+    # `clone`, because `contiguous` returns a single token (T = 1) unchanged, whatever its stride
     return x.clone(memory_format=torch.contiguous_format)

@@ -113,7 +113,7 @@ def _check(k, v, raw, keys, values, lengths, scores, ages, raws, before, window,
 
 
 def _step(x: _Inputs) -> None:
-    """Run the eviction kernel: directly in eager mode, as a custom op if torch is tracing."""
+    """Run the eviction step's kernel: directly in eager mode, as a custom op if torch is tracing."""
     refuse_writes("evict_step")
     if is_plain(x.k):
         _run(*x)

@@ -1,4 +1,4 @@
-"""The eviction step in one launch, with one program for each row and head."""
+"""Triton kernel of the eviction step: one launch, with one program for each row and head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def evict_step_kernel(
     k, v, raw, keys, values, lengths, scores, ages, raws, before, window, sinks, cap, reach, H, K,
     BC: tl.constexpr, BK: tl.constexpr, UNIFORM: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Read the token that leaves the ring buffer, retain it if its score is high enough, and write the new token.
+    """Retain or drop the token that leaves the ring buffer, depending on its score, and write the new token.
 
     UNIFORM: score tokens by the largest power of two that divides their position, instead of by `scores`.
 
@@ -38,7 +38,7 @@ def evict_step_kernel(
     b_key = tl.load(keys + p_ring, mask=m_k)
     b_value = tl.load(values + p_ring, mask=m_k)
     if UNIFORM:
-        # the exponent of the largest power of two that divides the token's position
+        # exponent of the largest power of two that divides the token's position, read from the float32's exponent bits
         exponent = (age & (0 - age)).to(tl.float32).to(tl.int32, bitcast=True) >> 23
         score = tl.where(age == 0, float("inf"), (exponent - 126).to(tl.float32))
     else:
@@ -69,8 +69,8 @@ def run(k, v, raw, keys, values, lengths, scores, ages, raws, before, window, si
     N, H, K = k.shape
     cap = scores.shape[2] - window
     BC = next_power_of_2(cap)
-    # the kernel needs no barrier: a token's elements are loaded and stored by the same threads, and the reduction over
-    # retained scores comes after all loads of them
+    # no barrier is needed: the same threads load and store a token's elements, and the reduction over retained scores
+    # comes after all loads of scores
     evict_step_kernel[(N * H,)](
         k=k, v=v, raw=raw, keys=keys, values=values, lengths=lengths, scores=scores, ages=ages, raws=raws,
         before=before, window=window, sinks=sinks, cap=cap, reach=raws.shape[1], H=H, K=K,

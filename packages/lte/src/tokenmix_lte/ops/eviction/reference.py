@@ -1,4 +1,4 @@
-"""The eviction step in eager PyTorch, its specification, on any device and in any float dtype."""
+"""The eviction step in eager PyTorch: the specification, on any device and in any float dtype."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def evict_step_reference(k, v, raw, keys, values, lengths, scores, ages, raws, b
     age = (before - W).view(N, 1).expand(N, H)
     score = uniform_ranks(age.clamp(min=0)).to(scores.dtype) if uniform else _gather(scores, slot)
     score = score.masked_fill((age >= 0) & (age < sinks), torch.inf)
-    # the index that this token takes among the retained ones, if it is retained
+    # the index among the retained tokens that this token takes if it is retained
     n_retained = lengths - before.clamp(max=W).unsqueeze(1)
     filled = torch.arange(cap, device=k.device) < n_retained.unsqueeze(-1)
     lowest = scores[:, :, W:].masked_fill(~filled, torch.inf).amin(-1)
@@ -42,7 +42,8 @@ def uniform_ranks(position: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return 1 + the exponent of the largest power of two that divides a position; +∞ for position 0.
 
     If tokens are retained by these ranks, and the older of two tokens with equal ranks, a head holds every 2ⁿ-th token.
-    Once no slot is free, every 2ⁿ⁺¹-th token replaces one of the tokens in between, the newest first.
+    Once no slot is free, each new token at a multiple of 2ⁿ⁺¹ replaces a token that is no such multiple, the newest
+    first.
     """
     lowest = (position & -position).double()
     return torch.where(position == 0, torch.inf, 1 + lowest.log2()).float()

@@ -1,4 +1,4 @@
-"""Eviction times of whole sequences in one launch: the kernel finds the cap-th better key, which evicts a key."""
+"""Eviction times of whole sequences in one launch; a key is evicted when its cap-th better key leaves the window."""
 
 from __future__ import annotations
 

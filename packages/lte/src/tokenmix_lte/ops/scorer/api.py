@@ -69,11 +69,11 @@ def retention_logits(
         ValueError: a wrong shape, dtype, device or option.
     """
     check_tensors("retention_logits", k=k, v=v)
-    # before autocast is entered, whose error for a device that it does not support would hide the mismatch
+    # check devices before entering autocast: its error for an unsupported device would hide the mismatch
     check_same_device("retention_logits", k=k, v=v)
     with torch.autocast(k.device.type, enabled=False):
         chosen = _check(k, v, convs, weight, bias, tuple(offsets), begin, cu_seqlens, dropout, impl)
-        # drawn on the device, so that the CPU need not wait for the seed
+        # draw the seed on the device, so that the CPU need not wait for it
         seed = torch.randint(1 << 31, (1,), device=k.device) if dropout else None
         options = dict(
             offsets=offsets, begin=begin, cu_seqlens=cu_seqlens, seed=seed, threshold=round(dropout * LEVELS)

@@ -1,4 +1,4 @@
-"""Gradients of one layer's inputs and of its weights; programs store partial sums of the weights' gradients."""
+"""Triton kernel of the gradients of one layer's inputs and weights; programs store partial sums of weight gradients."""
 
 # Triton does not support starred expressions in tuples
 # ruff: noqa: RUF005

@@ -1,4 +1,4 @@
-"""One kernel for the logits: a program computes all layers for a tile of tokens, with the neighbours that they need."""
+"""One Triton kernel for the logits: a program computes all layers for a tile of tokens and the neighbours they need."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def scorer_kernel(
     the linear map's C3 weights and its bias.
     """
     SPAN: tl.constexpr = (TAPS - 1) * STEP
-    # each of the two layers after the first needs SPAN rows more than it computes, so that BT − 2 SPAN rows remain
+    # each of the two layers after the first reads SPAN more rows than it computes, so BT − 2 SPAN rows remain
     OWN: tl.constexpr = BT - 2 * SPAN
     i_h = tl.program_id(1)
     i_row, start, end, first = locate_tokens(tl.program_id(0), slots, T, OWN, N, begin, cu_seqlens, PACKED)
-    # a nested condition, because GRADIENTS is a compile-time constant and `first >= end` is not
+    # nested conditions: GRADIENTS is known at compile time, `first >= end` only at run time
     if not GRADIENTS:  # noqa: SIM102
         if first >= end:
             return

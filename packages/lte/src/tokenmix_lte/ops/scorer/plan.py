@@ -10,7 +10,7 @@ from tokenmix_core.ops import GluonForm
 from tokenmix_lte.ops.scorer.sizes import BLOCK_STREAMS, INPUT_STAGES
 
 GLUON = GluonForm("retention_logits", "tokenmix_lte.ops.scorer.hopper", slower="about 2 to 2.4 times slower")
-# bytes of shared memory that a CTA on Hopper has for tiles; scratch memory and barriers take the rest
+# shared memory that tiles of a CTA on Hopper may occupy, in bytes; scratch memory and barriers take the rest
 _SHARED_MEMORY = 230_000
 
 

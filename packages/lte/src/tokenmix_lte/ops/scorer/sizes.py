@@ -57,13 +57,13 @@ _TILES = {2: (Tile(128, 8, 2), Tile(64, 8, 2)), 4: (Tile(32, 8, 2), Tile(16, 8, 
 BLOCK_STREAMS = 64
 # pipeline stages of keys and values on Hopper: WGMMAs read three, dropout is applied to one, async copies fill two
 INPUT_STAGES = 6
-# above this, logits of 16-bit inputs were wrong on an H200 with Triton 3.6.0 and its assembler, for two tile sizes;
-# with Triton 3.9.0 they are right
+# maximum number of channels: above it, logits of 16-bit inputs were wrong on an H200 with Triton 3.6.0 and its
+# assembler, for two tile sizes; with Triton 3.9.0 they are right
 MAX_CHANNELS = 64
 
 
 def channels_of_layers(channels: int, layers: int = 3) -> list[int]:
-    """Return the channels of a model's scorer: of the input, then of each layer, half as many as its input."""
+    """Return the default scorer's channel counts: of its input, then of each layer, half as many as its input's."""
     return [channels >> i for i in range(layers + 1)]
 
 

@@ -1,4 +1,4 @@
-"""Device functions of the scorer's kernels: which tokens a program computes, loads, stores and dropout."""
+"""Device functions of the scorer's kernels: which tokens a program computes; loads and stores of tokens; dropout."""
 
 import triton
 import triton.language as tl
@@ -45,7 +45,7 @@ def hash32(x):
 
 @triton.jit
 def apply_dropout(b_x, seed, threshold, o_row, i_channel, LAYER: tl.constexpr, DROPOUT: tl.constexpr):
-    """Apply `reference.dropout_mask` to a tile `[BT, BC]` of channels from `i_channel` on; scale what remains."""
+    """Apply `reference.dropout_mask` to a tile `[BT, BC]` of channels from `i_channel` on; scale the other elements."""
     if DROPOUT:
         b_seed = tl.load(seed).to(tl.uint32)
         o_c = (i_channel + tl.arange(0, b_x.shape[1])).to(tl.uint32)

@@ -16,7 +16,7 @@ from tokenmix_core.ops import BD, BM, tile_of
 def log_sigmoid(b_f):
     """Return log σ(f) = min(f, 0) − log(1 + exp(−|f|)), which never overflows."""
     b_x = tl.exp2(-tl.abs(b_f) * LOG2_E)
-    # for small x use the series of log(1 + x), because 1 + x would round x
+    # for small x = exp(−|f|) use the series of log(1 + x), because 1 + x would round x
     b_series = b_x * (1.0 - b_x * (0.5 - b_x * (0.33333333 - b_x * 0.25)))
     return tl.minimum(b_f, 0.0) - tl.where(b_x < 0.01, b_series, tl.log(1.0 + b_x))
 

@@ -206,7 +206,7 @@ def _check(op, q, k, v, f, q_slots, k_slots, cu_seqlens, window, scale, impl, *s
         raise ValueError(f"{op}: q_slots and k_slots go together, got {given} without {absent}")
     sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
     dims["N"] = dims["B"] if sequences is None else sequences
-    # q is passed again, so that its device is compared with that of cu_seqlens
+    # pass q again: the check compares the device of cu_seqlens with that of the first tensor
     bind_shapes(op, dims, q=(q, "B T HQ K"), cu_seqlens=(cu_seqlens, "_?"))
     _check_rest(op, backend, dims, q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
     if backend == "gluon":
@@ -299,7 +299,7 @@ def _check_state(
         "k_slots": "N W H K?", "length": "N H",
     }  # fmt: skip
     got = state._asdict()
-    # q is passed first, so that its device is compared with that of the state
+    # pass q first: the check compares the devices of the state's tensors with that of the first tensor
     spec = " ".join(["B", "T", "HQ", "K"] if q.dim() == 4 else ["B", "HQ", "K"])
     bind_shapes(op, dict(dims), q=(q, spec), **{f"state.{name}": (got[name], shapes[name]) for name in shapes})
     if (k_slots is None) != (state.k_slots is None):

@@ -86,7 +86,7 @@ def _forward(x: Inputs) -> Outputs:
 
             hopper_slot_states(launch, x, y, results, saved)
             hopper_window_outputs(launch, x, y, results, saved)
-            # the kernel for strong chunks (a slot decays by over 80 bits) then computes its gates' factors itself
+            # no gate factors: the kernel for strong chunks (a slot decays by over 80 bits) then computes them itself
             gates = Gates(None, None, None)
         else:
             gates = chunk_gates(launch, x, y, saved)
@@ -135,8 +135,7 @@ def _backward(given: BackwardInputs) -> Gradients:
             key_gradients(launch, b, gates, softmax, slots, strong=strong)
             gate_gradients(launch, b, gates, softmax, slots, strong=strong)
     queries, keys = (grads.dq, grads.dq_slots), (grads.dk, grads.dv, grads.df, grads.dk_slots)
-    # with a carried window, each sequence of keys begins with that window's tokens, so that cu_seqlens does not fit the
-    # keys
+    # with a carried window, the keys of each sequence begin with that window's tokens, which cu_seqlens does not count
     zero_padding(x.cu_seqlens, *queries, *(() if x.before else keys))
     if x.before:
         zero_padding(x.cu_seqlens, *keys, before=x.before)
@@ -180,7 +179,7 @@ def _save(ctx, inputs, output) -> None:
     x, out = Inputs(*inputs), Outputs(*output)
     ctx.options = dict(before=x.before, window=x.window, scale=x.scale, impl=x.impl)
     ctx.initial = x.slots_k is not None
-    # otherwise torch would allocate zero gradients for all outputs, including the buffer of saved activations
+    # otherwise torch would allocate zero gradients for all outputs, even for the buffer of saved activations
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x.q, x.k, x.v, x.f, x.q_slots, x.k_slots, x.start, x.cu_seqlens, out.o, out.saved)
 

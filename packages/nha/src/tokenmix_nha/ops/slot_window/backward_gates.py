@@ -21,7 +21,7 @@ _Tensors = namedtuple("_Tensors", "q_slots k_slots v f row column end states_k s
 
 @triton.jit
 def _pair_sums(b_x, b_y, b_e, p_f, count, o_j, m_e, stride, slots, c):
-    """Return `b_e` plus `Σ_t x[j, t] y_m(t)` over the pairs (j, t) of `pair_weights`, without j's column factors."""
+    """Return `b_e` + `Σ_t x[j, t] y_m(t)` over pairs (token j, query t) of `pair_weights`, without column factors."""
     o_r = tl.arange(0, c.BT)
     r_j, r_t = o_r[:, None], o_r[None, :]
     size = c.BT >> count

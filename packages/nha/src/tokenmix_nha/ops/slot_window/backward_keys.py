@@ -26,11 +26,11 @@ def _keys(chunk, t, at, c):
     HQ = at.H * c.GROUP
     o_r, o_n = tl.arange(0, c.BT), tl.arange(0, c.BN)
     o_j, m_j, m_s, m_e, o_q, m_q = tiles.token_rows(first, keys, oldest, length, at.before, at.window, c.BT)
-    # no slots are read if no token of the chunk enters them
+    # if no token of the chunk enters the slots, read no slots
     slots = tl.where(first < keys - at.window, c.M, 0)
     scale_2 = t.scale * LOG2_E
     m_w = (o_r[:, None] > o_r[None, :]) & (o_r[:, None] <= o_r[None, :] + at.window) & m_j[:, None]
-    # range of the queries that see tokens of the chunk in their window and lie before the chunk's own query rows
+    # the queries before the chunk's own query rows that still see the chunk's tokens in their window
     shift_0 = tl.maximum(at.before - first, 0) // c.BN * c.BN
     shift_1 = tl.minimum(at.window, keys - first)
     p_f, p_weight, p_col = t.f + begin_k * c.SLOTS, t.weight + entry * c.BT * c.M, t.column + entry * c.BT * c.M
@@ -61,7 +61,7 @@ def _keys(chunk, t, at, c):
     if c.OWN_SLOT_KEYS:
         tiles.store_rows(t.dk_slots + begin_k * c.K, b_dk, o_j, m_s, at.H * c.K, c.K)
         b_dk = tl.zeros([c.BT, c.K], dtype=tl.float32)
-        # the window has separate queries, so that its loop must also cover the chunk's own query rows
+        # slots and window have separate queries here, so the window's loop must also cover the chunk's own query rows
         shift_1 = tl.minimum(at.window + c.BT, keys - first)
     for i_g in range(c.GROUP):
         p_q, p_do, p_row = t.q + (begin_q + i_g) * c.K, t.do + (begin_q + i_g) * c.V, begin_q + i_g

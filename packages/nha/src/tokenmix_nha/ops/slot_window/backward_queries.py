@@ -83,7 +83,7 @@ def _queries(chunk, t, at, c):
 
     b_do = tiles.load_rows(t.do + begin_q * c.V, o_q, m_q, HQ * c.V, c.V)
     p_row = begin_q + o_q.to(tl.int64) * HQ
-    # lse = ∞ makes the probabilities 0 in rows without a query
+    # rows without a query get lse = ∞, which makes their probabilities 0
     b_lse = tl.load(t.lse + p_row, mask=m_q, other=float("inf"))
 
     b_q, b_qs, b_ks = tiles.load_pairs(t, chunk, o_q, m_q, o_j, m_j, at.H, c)
@@ -99,7 +99,7 @@ def _queries(chunk, t, at, c):
     b_w = tl.zeros([c.BT, c.BT], dtype=tl.float32)
     shift_0 = 0
     if not c.OWN_SLOT_KEYS:
-        # slots and window use the same keys, so that the chunk's q kᵀ, computed above, also serves the window
+        # slots and window use the same keys, so q kᵀ of the chunk, computed above, also serves the window
         shift_0 = c.BT
         m_w = (r_j > r_t) & (r_j <= r_t + at.window) & m_j[None, :]
         b_w += tl.exp2(tl.where(m_w, b_a * scale_2 - b_lse[:, None], float("-inf")))
@@ -161,7 +161,7 @@ def _queries(chunk, t, at, c):
                 b_w += tl.where(tiles.opposite_pairs(r_t, r_j, half), b_h, 0.0)
         b_dq = tl.dot(b_ys, tl.trans(tiles.load_columns(slots.k + i_m, c.M, c.K, c.BM)), b_dq, input_precision=c.DOT)
     if not c.OWN_SLOT_KEYS:
-        # compute the window's probabilities again, which saves registers
+        # compute the window's probabilities again instead of holding them, which saves registers
         b_ks = tiles.load_rows(t.k + begin_k * c.K, o_j, m_j, at.H * c.K, c.K)
         b_a = tl.dot(b_q, tl.trans(b_ks), input_precision=c.DOT) * scale_2 - b_lse[:, None]
         b_a = tl.exp2(tl.where(m_w, b_a, float("-inf")))

@@ -21,7 +21,7 @@ Form = Literal["triton", "gluon"]
 
 
 class SlotWindowPlan(NamedTuple):
-    """The kernels of each pass for weak chunks, whose slots decay by at most 80 bits.
+    """The kernels of each pass for weak chunks, in which no slot decays by more than 80 bits.
 
     Strong chunks always run in Triton.
     """

@@ -54,7 +54,7 @@ def zero_prefix_attention(
         heads = q.shape[0] * q.shape[2] if q.shape[2] == k.shape[2] else None
         sizes = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
         chosen = choose_impl(Call(q.device.type, q.dtype, *sizes, _CAUSAL, packed, heads))
-        # core's own kernels are the fastest here, so the caller's `impl` selects among them
+        # core's own kernels are the fastest for this call, so the caller's `impl` selects among them
         requested, impl = impl, (None if impl == "gluon" else impl) if chosen == "triton" else chosen
         if requested is None and by_cudnn(impl, q, k, v, _CAUSAL, packed):
             impl = kernels_before_plan(q, k, v, _CAUSAL) or impl

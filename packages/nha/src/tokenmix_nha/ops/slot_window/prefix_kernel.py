@@ -1,4 +1,4 @@
-"""Add logits of 0 with value 0 to a softmax that is already computed, in one pass over its outputs."""
+"""Add logits of 0 with value 0 to a softmax that is already computed, in one pass over its outputs (`prefix.py`)."""
 
 import math
 
@@ -27,7 +27,7 @@ def add_zeros(o: Tensor, lse: Tensor, slots: int) -> Tensor:
 @triton.jit
 def _zeros_kernel(o, lse, total, log_slots, T, H, V: tl.constexpr, BT: tl.constexpr):
     """Update BT rows of one head: store `total = log(exp(lse) + slots)`, both `[B, H, T]`, and rescale o."""
-    # process the last rows first, because they may still be in L2
+    # process the last rows first: they were written last and may still be in the L2 cache
     i = tl.num_programs(0) - 1 - tl.program_id(0)
     chunks = tl.cdiv(T, BT)
     i_h, i_t, i_b = i % H, i // H % chunks, i // (H * chunks)

@@ -58,7 +58,7 @@ def chunk_reference(
         return torch.nn.functional.pad(inside, padding).unflatten(1, (-1, CHUNK))
 
     f = f.masked_fill((torch.arange(keys, device=f.device) < start[:, None])[..., None, None], 0)
-    # tokens that are still in the window at the end do not enter the slots, so that their gates have no effect yet
+    # tokens still in the window at the end have not entered the slots: their gates have no effect yet
     g = rows(f[:, :entering], first, chunks * CHUNK)
     ks, vs = (rows(x[:, :entering], first, chunks * CHUNK) for x in (k_slots, v))
     begin_q = first + window - (keys - queries)

@@ -152,8 +152,7 @@ def last_tokens(
         capacity = min(window, k.shape[1] - (sequences - 1) * before)
     exist = tokens if start is None else tokens - start
     length = exist.clamp(max=capacity).to(torch.int32)
-    # the index of an unused entry is that of a later token of the batch, so that all indices are valid and none is
-    # padding
+    # an unused entry indexes a later token of the batch: every index is then valid and none points at padding
     index = begins[:, None] + ((tokens - length)[:, None] + torch.arange(capacity, device=k.device))
     if cu_seqlens is None:
         index = index.clamp(max=k.shape[0] * k.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""Scans over chunks: the forward scan stores the slots before each chunk, the reverse scan their gradients after it.
+"""Scans over chunks: the forward scan stores the slots before each chunk, the reverse scan the gradients after each.
 
 One program scans some channels of one head, over a sequence or one of its segments. If there are few heads, sequences
 are split into segments that run in parallel:
@@ -149,7 +149,7 @@ def slot_carry_kernel(
     b_s = tl.zeros([BD, M], dtype=tl.float32)
     if outer is not None:
         b_s += _load_slots(outer, i_nh, i_d, BD, D, M, SLOTS)
-    # prefetching is safe, because each iteration reads and overwrites another tile
+    # prefetching is safe: each iteration reads and overwrites a different tile
     for i in tl.range(segments, num_stages=4):
         if BACKWARD:
             i = segments - 1 - i
@@ -202,7 +202,7 @@ def slot_gradients_kernel(
             if dfinal_v is not None:
                 b_sv += _load_slots(dfinal_v, i_nh, i_d * BV, BV, V, BM, SLOTS)
 
-    # query chunks before the first entering token read the initial slots without any decay
+    # query chunks before the first entering token read the initial slots, which have not decayed
     stop = first
     if (i_s == 0) & (not LOCAL):
         stop = -lead
@@ -286,7 +286,7 @@ def launch_scan(
     launch, kernel, config: tuning.ScanConfig, x: Inputs, y: Layout, *, outer: tuple[Tensor | None, Tensor | None],
     backward: bool, **arguments,
 ) -> None:  # fmt: skip
-    """Launch a scan; if sequences are split into segments, first launch the LOCAL pass and the carry kernel.
+    """Launch a scan over chunks; if sequences are split, first launch the LOCAL pass and the carry kernel.
 
     `outer` has the initial slots or, if `backward`, the gradients of the final slots. The kernel also gets `arguments`.
     """

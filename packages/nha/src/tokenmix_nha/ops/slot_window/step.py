@@ -14,7 +14,7 @@ from tokenmix_nha.ops.forget_gates.kernels import log_sigmoid
 from tokenmix_nha.ops.slot_window.state import SlotWindowState
 from tokenmix_nha.ops.slot_window.tile import LN_2, enter_weight
 
-# largest ring buffer, in tokens, to which this kernel attends; core's split-KV decoding attention handles longer ones
+# maximum size of a ring buffer, in tokens, to which this kernel attends; above it, core's split-KV decoding attends
 _RING_INSIDE = 512
 
 
@@ -38,8 +38,8 @@ def slot_window_step_kernel(
     i_nh = tl.program_id(0).to(tl.int64)
     i_n, i_h = i_nh // H, i_nh % H
     o_m, o_k, o_v, o_n = tl.arange(0, M), tl.arange(0, K), tl.arange(0, V), tl.arange(0, BN)
-    # load the slots, most of the bytes, already before `gdc_wait`: no other kernel of a decoding step writes slots, and
-    # steps do not overlap (see `launch.pdl`)
+    # load the slots, most of the bytes, before `gdc_wait`: no other kernel of a decoding step writes slots, and steps
+    # do not overlap (see `launch.pdl`)
     p_sk = slots_k + i_nh * M * K + o_m[:, None] * K + o_k[None, :]
     p_sv = slots_v + i_nh * M * V + o_m[:, None] * V + o_v[None, :]
     b_sk, b_sv = tl.load(p_sk), tl.load(p_sv)
@@ -116,8 +116,8 @@ def slot_window_step_kernel(
                 b_max = b_top
         tl.store(o + i_q * V + o_v, (b_o / b_l).to(o.dtype.element_ty))
         tl.store(lse + i_q, (b_max + tl.log2(b_l)) * LN_2)
-    # no thread loads `length` after this store: with a ring buffer, the barrier above guarantees it; without one, only
-    # the storing thread loads `length`
+    # no thread loads `length` after this store: with a ring buffer, the barrier above guarantees this; without one,
+    # only the storing thread loads `length`
     tl.store(length + i_nh, seen + 1)
 
 
@@ -161,8 +161,7 @@ def step_triton(q, k, v, f, q_slots, k_slots, state: SlotWindowState, scale: flo
         read_ring=0 < state.window <= _RING_INSIDE,
     )  # fmt: skip
     if state.window > _RING_INSIDE:
-        # the newest token sees every key of the ring buffer, in any order, so that decoding attention can read it as a
-        # KV cache
+        # decoding attention can read the ring buffer as a KV cache: the newest token sees all of its keys, in any order
         keys = state.length[:, 0].clamp(max=state.window)
         ring = attention_decode(q.unsqueeze(1), state.k, state.v, keys, scale=scale)
         o = merge_attention([AttentionOutput(o.unsqueeze(1), lse.unsqueeze(1)), ring]).o.squeeze(1)

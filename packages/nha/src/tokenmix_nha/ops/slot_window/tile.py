@@ -14,8 +14,7 @@ import triton.language as tl
 
 from tokenmix_core.kernels import LOG2_E
 
-# do not specialise kernels on these arguments: they depend on the sequence length, so that each new length would
-# compile
+# arguments without specialisation: they depend on the sequence length, so each new length would compile again
 SIZES = ["N", "NH", "chunks", "entries", "extra", "lead", "segments"]
 LN_2 = tl.constexpr(0.6931471805599453)
 # log2 of the bound on the factors of a block, which lie within 2^±80
@@ -207,7 +206,7 @@ def as_factor(b_x, FACTOR: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def log2_gates(b_f, DOT: tl.constexpr):
-    """Return log2 of the gates, clamped to −28 (float32) or −14: smaller gates are below the MMA's rounding error."""
+    """Return log2 of the gates, clamped to −28 (float32) or −14: smaller gates vanish in the MMA's rounding error."""
     if DOT == "ieee":
         return tl.maximum(b_f * LOG2_E, -28.0)
     else:
@@ -216,7 +215,7 @@ def log2_gates(b_f, DOT: tl.constexpr):
 
 @triton.jit
 def sums_of_rows(b_m, b_x, DOT: tl.constexpr):
-    """Return the matmul of `b_m`, with elements −1, 0 and 1, by x, which is split into two bf16 parts for 16 bits."""
+    """Return the matmul of `b_m` (elements −1, 0 or 1) and x, which is split into two bf16 parts for 16 bits."""
     if DOT == "ieee":
         return tl.dot(b_m, b_x, input_precision=DOT)
     else:

@@ -1,4 +1,4 @@
-"""Kernel configurations by shape, in a small fixed table of measured values."""
+"""Kernel configurations by shape, in a small table of measured values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Tile(NamedTuple):
 
 
 class ScanConfig(NamedTuple):
-    """How a scan is parallelised: each head's channels over ND programs, a sequence over at most `segments`."""
+    """Parallelism of a scan: a head's channels split over ND programs, a sequence over at most `segments` segments."""
 
     ND: int
     segments: int
@@ -28,16 +28,16 @@ class ScanConfig(NamedTuple):
     num_stages: int
 
 
-# minimum slots of a tile in memory for 16-bit kernels, if slots and window use the same keys and GROUP is 1
+# minimum slots of a tile in memory, for 16-bit kernels, if slots and window use the same keys and GROUP is 1
 _MIN_TILE = 32
 # minimum slots of a tile in memory if the slots have separate keys, or a key head has several query heads
 _MIN_TILE_GENERAL = 64
 # number of slots in a register tile of 16-bit Triton kernels
 _SLOT_TILE = 64
 _MAX_SEGMENTS = 32
-# widest window for which the Hopper forward kernel, with 32 window keys per iteration, is faster than the Triton kernel
+# maximum window for which the Hopper forward kernel (32 window keys per iteration) is faster than the Triton kernel
 HOPPER_WINDOW = 256
-# widest window for which δ is summed from probabilities instead of from the rounded o
+# maximum window for which δ is summed from probabilities instead of from the rounded o
 SHORT_WINDOW = 64
 
 
@@ -61,7 +61,7 @@ def chunk_size(dtype: torch.dtype) -> int:
 
 def tile(slots: int, window: int, dtype: torch.dtype) -> Tile:
     """Return the tile sizes of the kernels that have one program per chunk."""
-    # one pipeline stage, because a second one for the window's tiles would leave one CTA per SM instead of two
+    # one pipeline stage: a second stage for the window's tiles would leave one CTA per SM instead of two
     BT = chunk_size(dtype)
     BM = min(slots, _SLOT_TILE) if dtype == torch.float32 else _SLOT_TILE
     return Tile(BT, BM, min(BT, 32 if window <= 32 else 64), 4, 1)

@@ -1,4 +1,4 @@
-"""Types that the steps of forward and backward pass on; their fields are named as in the kernels and README.md."""
+"""Types that the steps of the forward and backward pass exchange; fields are named as in the kernels and README.md."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def layout(x: Inputs) -> Layout:
     BT = tuning.chunk_size(x.q.dtype)
     lead = max(cdiv(x.window - x.before, BT), 0)
     extra = lead * BT - (x.window - x.before)
-    # read the shape, because torch.compile would trace len() as a constant
+    # read the shape, because torch.compile would replace len() by a constant
     N = x.cu_seqlens.shape[0] - 1 if x.cu_seqlens is not None else batch
     if packed:
         query_chunks = (T + N * extra) // BT + N

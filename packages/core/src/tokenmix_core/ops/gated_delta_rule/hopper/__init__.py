@@ -1,6 +1,6 @@
 """Steps of the gated delta rule on Hopper for 16-bit inputs, in Gluon.
 
-The portable Triton kernels load tiles into registers, then store them in shared memory, where they change layouts; this
-spills registers, and each change needs a barrier. Here cp.async writes tiles to shared memory during MMAs, and computed
+The portable Triton kernels load tiles into registers and change their layouts through shared memory. This spills
+registers, and each change needs a barrier. Here cp.async writes tiles to shared memory during MMAs, and computed
 matrices stay in registers as left operands of the next MMA. The op's README.md defines the letters (Ã, γ, Γ, R, P', …).
 """

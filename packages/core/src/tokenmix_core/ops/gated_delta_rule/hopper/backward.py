@@ -66,7 +66,7 @@ def unnormalise(b_dx, b_x, r_i, row: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def column_factors(g_w, g_r, col: gl.constexpr, dtype: gl.constexpr, RANGE: gl.constexpr):
-    """Return factors by which columns of E and F are scaled: β r (bfloat16) or `nonzero(β r, r)` · RANGE (float16)."""
+    """Return the factors of E's and F's columns: β r if bfloat16; `nonzero(β r, r)` · RANGE if float16."""
     w_j = g_w.load(col)
     if dtype != gl.bfloat16:
         w_j = backward_chunk.nonzero(w_j, g_r.load(col)) * RANGE
@@ -86,7 +86,7 @@ def store_scaled(b_x, s_x, g_w, g_r, col: gl.constexpr):
 
 @gluon.jit
 def epilogue(pointers, tiles, stages, barriers, scale, length, steps, warm, HV: gl.constexpr):
-    """Write dQ, dK, dg and dβ of each scanned chunk except the first `warm`, which belong to later segments.
+    """Write dQ, dK, dg and dβ of each scanned chunk but the first `warm`, which belong to later segments.
 
     Vectors named `…_i` have the layout of a tile's rows, vectors named `…_j` the layout of its columns.
     """
@@ -119,7 +119,7 @@ def epilogue(pointers, tiles, stages, barriers, scale, length, steps, warm, HV: 
             hopper.opaque(gl.arange(0, BT, col)),
             hopper.opaque(gl.arange(0, BT, line)),
         )
-        # the pointers are those of the last chunk, so the offsets of earlier chunks are negative
+        # the pointers point at the last chunk, so the offsets of earlier chunks are negative
         t_0 = -i * BT
         o_0, rows = t_0.to(gl.int64) * HV, length - t_0
         mbarrier.wait(barriers.index(FULL + stage), hopper.parity(i, NUM_STAGES))
@@ -213,9 +213,9 @@ def backward_kernel(
 ):  # fmt: skip
     """Compute all gradients of a segment and value head; `dfinal_state` and `dinitial_state` may be None.
 
-    ORDERED: programs take segments in the order of `order`. `passed` holds, for each segment, the gradient of its
-    entering state, from which the preceding segment's scan starts. Without `passed` a segment's scan starts in later
-    segments, at the last chunk that is not negligible for the segment.
+    ORDERED: programs take segments in the order of `order`. `passed` holds the gradient of each segment's entering
+    state; the preceding segment's reverse scan starts from it. Without `passed` a scan starts in later segments, at the
+    last chunk whose effect on the segment is not negligible.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -256,8 +256,8 @@ def backward_kernel(
     s_1 = gl.allocate_shared_memory(dtype, [1, D, D], shared)
     ds_1 = gl.allocate_shared_memory(dtype, [1, D, D], shared)
     dy_1 = gl.allocate_shared_memory(dtype, [1, BT, D], shared)
-    # the first half holds E; the second half holds dQ for the store to global memory, then F; last, both hold dK for
-    # its store
+    # first half: E. Second half: dQ until it is stored to global memory, then F. At the end both halves hold dK until
+    # it is stored
     ef_1 = gl.allocate_shared_memory(dtype, [1, BT, D], shared)
     # rows per stage: cumulative decays b, β r, r (inverse norms of k), and inverse norms of q
     gates_s = gl.allocate_shared_memory(gl.float32, [stages * 4, BT], vector)

@@ -18,9 +18,9 @@ from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, range_fac
 
 # pipeline stages of q, k, dO and the gates
 NUM_STAGES = gl.constexpr(2)
-# indices of barriers, one per stage: the chunk's tiles are loaded; they are read; P' and q's inverse norms are stored
+# indices of barriers with one entry per stage: tiles loaded; tiles read; P' and q's inverse norms stored
 FULL, EMPTY, SCORES = gl.constexpr(0), gl.constexpr(2), gl.constexpr(4)
-# indices of barriers of buffers with one stage: the buffer is full; it is empty. SUMMED: ⟨dS', S⟩ is stored
+# indices of barriers of one-stage buffers: buffer full; buffer empty. SUMMED: ⟨dS', S⟩ is stored
 A_FULL, A_EMPTY = gl.constexpr(6), gl.constexpr(7)
 R_FULL, R_EMPTY = gl.constexpr(8), gl.constexpr(9)
 S_FULL, S_EMPTY = gl.constexpr(10), gl.constexpr(11)
@@ -32,7 +32,7 @@ BARRIERS = gl.constexpr(18)
 
 @gluon.jit
 def initialise_barriers(barriers):
-    """Initialise arrival counts: 128 (each thread's cp.async), 129 with the gates; else one per arriving warpgroup."""
+    """Initialise arrival counts: 128 (cp.async of 128 threads), 129 if gates are stored too; else one per warpgroup."""
     for i in gl.static_range(2):
         mbarrier.init(barriers.index(FULL + i), 129)
         mbarrier.init(barriers.index(EMPTY + i), 3)
@@ -51,21 +51,21 @@ def initialise_barriers(barriers):
     mbarrier.init(barriers.index(SUMMED), 2)
 
 
-# The scan goes backwards in time. rows: number of tokens from the start of its latest chunk to the sequence's end;
-# steps: number of chunks; warm: how many of them belong to later segments; known: number of columns of dS to load
-# before the scan; wanted: number of columns to store after it
+# The scan goes backwards in time. rows: number of tokens from the start of the last chunk, where the scan begins, to
+# the sequence's end; steps: number of chunks; warm: how many of them belong to later segments; known: number of columns
+# of dS to load before the scan; wanted: number of columns to store after it
 Span = namedtuple("Span", "rows steps warm known wanted")
 
 
 @gluon.jit
 def load_last(g_b, layout: gl.constexpr):
-    """Return the last of a chunk's cumulative decays `g_b`, as a vector; rows past the sequence's end repeat it too."""
+    """Return a chunk's last cumulative decay from `g_b` as a vector; rows past the sequence's end repeat it too."""
     return g_b.slice(63, 1).load(layout)
 
 
 @gluon.jit
 def divisible(b_w, b_r, dtype: gl.constexpr):
-    """Return the divisor `b_w` = β r of gradients (r: the key's inverse norm), in bfloat16 at least 2^−48 r."""
+    """Return the divisor `b_w` = β r of gradients (r: the key's inverse norm); for bfloat16, at least 2^−48 r."""
     if dtype == gl.bfloat16:
         b_w = gl.where(gl.abs(b_w) < 2.0**-48 * b_r, 2.0**-48 * b_r, b_w)
     return b_w
@@ -78,7 +78,7 @@ def producer(pointers, tiles, stages, barriers, rows, steps, warm, H: gl.constex
     p_q, p_k, p_do, p_a, p_r, p_s, p_gates = pointers
     q_s, k_s, do_s, gates_s = stages
     s_a, s_1, r_1 = tiles
-    # strides are constexprs: as run-time values they would take more registers than this warpgroup has
+    # strides are constexprs: as run-time values they would need more registers than this warpgroup is given
     D: gl.constexpr = k_s.shape[2]
     BT: gl.constexpr = k_s.shape[1]
     for i in range(steps):
@@ -134,7 +134,7 @@ def compute_scores(s_q, s_k, s_p, g_b, g_w, g_n, scale):
 
 @gluon.jit
 def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl.constexpr, FIRST: gl.constexpr):
-    """Scan 64 columns of dS over the chunks in reverse; dS is transposed, so its MMAs have register operands.
+    """Scan 64 columns of dS over the chunks in reverse; dS is transposed, so that MMAs read it from registers.
 
     dS is loaded from `p_initial` if `span.known` is V, and starts at zero if it is 0. dS after the scan is stored if
     `span.wanted` is V. The first `span.warm` chunks belong to later segments: they are scanned without storing results.
@@ -147,7 +147,7 @@ def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl
     dtype: gl.constexpr = k_s.dtype
     BT: gl.constexpr = k_s.shape[1]
     D: gl.constexpr = k_s.shape[2]
-    # `b_ds` is dS times this factor, which prevents float16 operands from underflow
+    # `b_ds` is RANGE · dS, so that float16 operands do not underflow
     RANGE: gl.constexpr = range_factor(dtype, D)
     tile: gl.constexpr = hopper.mma_layout(D, 4)
     flat: gl.constexpr = hopper.mma_layout(BT, 4)
@@ -207,11 +207,11 @@ def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl
             hopper.store_rows(p_dv + FIRST, s_dy.slice(FIRST, 64, 1), HV * D, rows, 4)
         b_dy = (b_dy * -(gl.exp2(g_b.load(col)) * g_r.load(col) * RANGE)[None, :]).to(dtype)
         if i >= warm:
-            # the terms of the sum ⟨dS', S⟩ cancel, so it uses dS' before rounding
+            # ⟨dS', S⟩ uses dS' before rounding, because the terms of this sum cancel
             mbarrier.wait(barriers.index(S_FULL), hopper.parity(i - warm, 1))
             b_s = hopper.widen(gl.convert_layout(s_s.slice(FIRST, 64, 1).permute((1, 0)).load(left_k), tile))
             b_end = gl.sum(b_s * b_ds, 1) * (1 / RANGE) * gl.exp2(load_last(g_b, gl.SliceLayout(1, tile))) + out_v
-            # sum the two rows of each thread first; the epilogue adds the 32 sums
+            # first add the two rows of each thread; the epilogue adds the 32 sums that are stored here
             s_ends.slice(FIRST // 2, 32).store(gl.sum(b_end.reshape([4, 2, 8]), 1).reshape([32]))
             mbarrier.arrive(barriers.index(SUMMED))
             mbarrier.arrive(barriers.index(S_EMPTY))
@@ -225,6 +225,6 @@ def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl
         mbarrier.arrive(barriers.index(EMPTY + stage))
         p_dv -= BT * HV * D
         rows = rows + BT
-    # opaque offsets, which the compiler cannot compute before the loop and hold in registers during it
+    # opaque offsets: the compiler cannot compute them before the loop, where they would occupy registers
     p_tile = hopper.opaque(0) + o_k[None, :] * D + o_v[:, None]
     gl.store(p_final + p_tile, b_ds * (1 / RANGE), mask=o_v[:, None] < wanted)

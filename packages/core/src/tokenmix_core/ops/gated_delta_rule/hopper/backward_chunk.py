@@ -24,7 +24,7 @@ from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, range_factor
 from tokenmix_core.ops.gated_delta_rule.types import Reverse, StateGradients
 
-# gradients are divided by β only if β is larger, see `nonzero`
+# gradients are divided by β only if β exceeds this bound (`nonzero`)
 SMALLEST = gl.constexpr(2.0**-8)
 
 
@@ -55,7 +55,7 @@ def dot_rows(b_x, s_y, row: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr =
 
 @gluon.jit
 def square(s_x, i: gl.constexpr, D: gl.constexpr):
-    """Return the i-th block of 64 columns of the buffer of a tile `[64, D]`."""
+    """Return the i-th block of 64 columns of a tile `[64, D]` in shared memory."""
     return hopper.reinterpret(s_x, s_x.dtype, [64, 64], gl.NVMMASharedLayout(128, 16), i)
 
 
@@ -82,7 +82,7 @@ def unnormalise(b_dx, s_x, r_i, dot_i, D: gl.constexpr, WARPS: gl.constexpr = 4)
 
 @gluon.jit
 def nonzero(beta_r, r):
-    """Return a divisor that is not too small: β r, but r if β ≤ SMALLEST; r: inverse norms of the keys."""
+    """Return the divisor β r of gradients, or r where β ≤ SMALLEST; r: inverse norms of the keys, β: write strength."""
     return gl.where(beta_r > SMALLEST * r, beta_r, r)
 
 
@@ -109,7 +109,7 @@ def store_gate_gradients(p, x, stride, rows, last, V: gl.constexpr, row: gl.cons
     """Store dβ and dg. dg is the sum of db from the token to the chunk's end, and zero where the decay is clamped."""
     p_g, p_dg, p_dbeta, p_end = p
     beta_i, db_i, dbeta_i, out_i = x
-    # a layout in which every warp holds, and computes, the whole vector
+    # in this layout every warp holds, and computes, the whole vector
     line: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
     o_i = gl.arange(0, 64, row)
     p_t, m_t = o_i * stride, o_i < rows
@@ -132,9 +132,10 @@ def backward_chunk_kernel(
     """Compute all gradients of a chunk and value head, in tiles of 64 rows and K or V columns.
 
     Vectors named `…_i` have the layout of a tile's rows, vectors named `…_j` the layout of its columns. Transposed
-    operands are views of shared memory; no accumulator is transposed. x̂ · dx̂ (x: q or k) is computed from dQ and dK,
-    so Q Kᵀ and K Kᵀ are not needed. E and F are rounded after all row and column factors are applied, so that terms of
-    dg that cancel have the same rounding. At most two accumulators are in registers at a time, to avoid spills.
+    operands are views of shared memory, because a transposed accumulator would need a change of layout. x̂ · dx̂ (x: q
+    or k) is computed from dQ and dK, so Q Kᵀ and K Kᵀ are not needed. E and F are rounded after all row and column
+    factors are applied, so that the terms that cancel in dg have equal rounding errors. At most two accumulators are in
+    registers at a time, to avoid spills.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     RANGE: gl.constexpr = range_factor(dtype, K)

@@ -42,7 +42,7 @@ def backward_chunk_kernel(
 ):  # fmt: skip
     """Compute all gradients of a chunk; 64 columns of S or dS' are loaded during the MMAs of the preceding 64 columns.
 
-    E and F (see `backward_chunk.py`) and all sums are rounded as there. Two warpgroups together have enough registers
+    E, F and all sums are rounded as in `backward_chunk.py`. Two warpgroups together have enough registers
     for dO Sᵀ and dY Sᵀ at once, so S is read only once. All operands of MMAs are in shared memory.
     """
     dtype: gl.constexpr = q.dtype.element_ty
@@ -187,5 +187,5 @@ def backward_chunk_kernel(
     store_gate_gradients(pointers, vectors, HV, rows, last, V, row, WARPS)
 
 
-# launches this module's kernel with the arguments of `backward_chunk`; heads of 64, 128 and 256
+# run `backward_chunk`, with the same arguments, but with the kernel of this module; heads of 64, 128 and 256
 backward_chunk_tiled = partial(backward_chunk, by=Warps(backward_chunk_kernel, 8, 255))

@@ -34,21 +34,21 @@ def backward_state_kernel(
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
     ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Scan a segment in reverse. dS is transposed, `[V, K]`, with 16 rows per warp: its MMAs have register operands.
+    """Scan a segment in reverse. dS is transposed, `[V, K]`, with 16 rows per warp, so MMAs read it from registers.
 
     Vectors named `…_i` have the layout of a tile's rows, vectors named `…_j` the layout of its columns. `dfinal_state`,
-    `dinitial_state` and `remainders` may be None. ORDERED: programs take segments in the order of `order`. `passed` is
-    for gradients of the segments' entering states. If `dv` is None, the kernel only writes to `passed` the local
-    gradient, which ignores later segments (see `reverse_scan_start`); else the scan starts from the next segment's
-    gradient in `passed`. `writes` has one factor per chunk.
+    `dinitial_state` and `remainders` may be None. ORDERED: programs take segments in the order of `order`. `passed`
+    holds gradients of the segments' entering states. If `dv` is None, the kernel only writes local gradients to
+    `passed`, which ignore later segments (see `reverse_scan_start`); else the scan starts from the next segment's
+    gradient. `writes` has one factor per chunk.
     """
     LOCAL: gl.constexpr = dv is None
     CARRIED: gl.constexpr = dv is not None and passed is not None
     REMAINDERS: gl.constexpr = remainders is not None
-    # a program computes all columns of V
+    # one program computes all V columns: 16 per warp
     WARPS: gl.constexpr = V // 16
     dtype: gl.constexpr = q.dtype.element_ty
-    # `b_ds` is dS times this factor, which prevents float16 operands from underflow
+    # `b_ds` is RANGE · dS, so that float16 operands do not underflow
     RANGE: gl.constexpr = gate_tiles.range_factor(dtype, K, L2NORM)
     tile: gl.constexpr = hopper.mma_layout(K, WARPS)
     flat: gl.constexpr = hopper.mma_layout(BT, WARPS)
@@ -86,7 +86,7 @@ def backward_state_kernel(
     s_2 = gl.allocate_shared_memory(dtype, [2, K, V], shared)
     if REMAINDERS:
         m_2 = gl.allocate_shared_memory(dtype, [2, K, V], shared)
-    # the buffer through which dS and, after that, dY are stored to global memory
+    # dS, and later dY, pass through this buffer to global memory
     s_ds = gl.allocate_shared_memory(dtype, [K, V], shared)
     s_dy = s_ds.slice(0, BT)
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
@@ -161,7 +161,8 @@ def backward_state_kernel(
         g.p.store(gl.exp2(b_i) * n_i * RANGE)
         fence_async_shared()
         if i_c < end and not LOCAL:
-            # the terms of the sum ⟨dS', S⟩ cancel, so it uses dS' before rounding and, if saved, S's rounding errors
+            # ⟨dS', S⟩ uses dS' before rounding and adds S's rounding errors if they are saved, because the terms of the
+            # sum cancel
             b_s = gl.convert_layout(s_s.permute((1, 0)).load(left_k), tile).to(gl.float32)
             if REMAINDERS:
                 b_s += gl.convert_layout(m_2.index(stage).permute((1, 0)).load(left_k), tile).to(gl.float32)
@@ -218,7 +219,7 @@ def launch_kernel(reverse: Reverse, of_states: StateGradients | None, passed: Te
 
 
 def between_segments(reverse: Reverse, by: Columns | None = None) -> Tensor | None:
-    """Return the gradients of the segments' entering states, from local gradients and M; None if there is no M."""
+    """Return the gradients of the segments' entering states, from local gradients and matrices M; None without M."""
     x, terms, segment = reverse.x, reverse.terms, reverse.segment
     if terms.transitions is None:
         return None
@@ -235,8 +236,8 @@ def between_segments(reverse: Reverse, by: Columns | None = None) -> Tensor | No
 def backward_state(reverse: Reverse, of_states: StateGradients, by: Columns | None = None) -> None:
     """Write dv, dS' of every chunk, partial sums of ⟨dS', S⟩ and the initial state's gradient into `of_states`.
 
-    The transition matrices M pass gradients through segments whose decay is not negligible. Without them a segment's
-    scan starts in later segments, at the last chunk that is not negligible for the segment.
+    The transition matrices M pass gradients through segments whose decay is not negligible. Without M a scan starts in
+    later segments, at the last chunk whose effect on the segment is not negligible.
     """
     V = reverse.x.v.shape[-1]
     by = by or Columns(backward_state_kernel, V, V // 16)

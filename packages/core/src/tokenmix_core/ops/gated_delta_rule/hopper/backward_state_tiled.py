@@ -65,7 +65,7 @@ def backward_state_kernel(
     CARRIED: gl.constexpr = dv is not None and passed is not None
     REMAINDERS: gl.constexpr = remainders is not None
     dtype: gl.constexpr = q.dtype.element_ty
-    # `b_ds` is dS times this factor, which prevents float16 operands from underflow
+    # `b_ds` is RANGE · dS, so that float16 operands do not underflow
     RANGE: gl.constexpr = gate_tiles.range_factor(dtype, K, L2NORM)
     # each half of S is split between the two warpgroups
     tile: gl.constexpr = hopper.mma_layout_split_n(K // 2, WARPS)
@@ -100,7 +100,7 @@ def backward_state_kernel(
     s_do = gl.allocate_shared_memory(dtype, [BT, BV], shared)
     # buffers for half of S's rows, and for the rounding errors of this half
     parts = gl.allocate_shared_memory(dtype, [2, K // 2, BV], shared)
-    # the buffer through which dS and, after that, dY are stored to global memory
+    # dS, and later dY, pass through this buffer to global memory
     s_ds = gl.allocate_shared_memory(dtype, [K, BV], shared)
     s_dy = s_ds.slice(0, BT)
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
@@ -143,7 +143,7 @@ def backward_state_kernel(
         token = i_c * BT
         s_k, s_q = k_2.index(i % 2), q_2.index(i % 2)
         here = i_c.to(gl.int64) * HV * K * V
-        # the chunk to prefetch next; no row is loaded after the segment's first chunk, the last in the scan
+        # index of the chunk to prefetch next, clamped at the segment's first chunk, after which no row is loaded
         then = gl.maximum(i_c - 1, 0).to(gl.int64)
         some = gl.where(i_c > first, K, 0)
         last = b_last
@@ -161,7 +161,7 @@ def backward_state_kernel(
         if i_c < end and not LOCAL:
             hopper.store_rows(p_ds + here, s_ds, V, K, WARPS)
 
-        # the terms of the sum ⟨dS', S⟩ cancel, so neither dS' nor S is rounded
+        # ⟨dS', S⟩ uses unrounded dS' and S, because the terms of the sum cancel
         ds_0, ds_1 = halves(b_ds, K)
         hopper.wait_async_copies(1)
         b_end = state_dot(ds_0, parts, row, REMAINDERS)
@@ -222,5 +222,5 @@ def backward_state_kernel(
         gl.store(dinitial_state + p_tile, b_ds * (1 / RANGE))
 
 
-# launches this module's kernel with the arguments of `backward_state`; heads of 64, 128 and 256
+# run `backward_state`, with the same arguments, but with the kernel of this module; heads of 64, 128 and 256
 backward_state_tiled = partial(backward_state, by=Columns(backward_state_kernel, COLUMNS, 8))

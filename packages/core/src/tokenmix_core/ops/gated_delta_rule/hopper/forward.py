@@ -45,8 +45,8 @@ Results = namedtuple("Results", "s r")
 Pipeline = namedtuple("Pipeline", "full empty")
 # the scan's barriers: one full and one empty barrier per stage; for S and for R one barrier "stored" and one "read"
 Barriers = namedtuple("Barriers", "full empty states residuals")
-# rows: tokens from the first scanned chunk to the sequence's end; chunks: scanned chunks; before: how many of these
-# precede the segment, so that their results are not stored
+# rows: tokens from the first scanned chunk to the sequence's end; chunks: scanned chunks; before: how many of the
+# scanned chunks precede the segment; their results are not stored
 Span = namedtuple("Span", "rows before chunks")
 # flags, constexprs: q is normalised; outputs are computed; S and R are saved for the backward pass
 Options = namedtuple("Options", "l2norm output save")
@@ -71,7 +71,7 @@ def producer(
     p_q, p_k, p_v, p_a, p_gates, p_w = pointers
     q_s, k_s, v_s, a_s, gates_s = tiles
     full, empty = pipeline.full, pipeline.empty
-    # strides are constexprs: as run-time values they would take more registers than this warpgroup has
+    # strides are constexprs: as run-time values they would need more registers than this warpgroup is given
     s_qk: gl.constexpr = H * k_s.shape[2]
     s_vo: gl.constexpr = HV * V
     s_at: gl.constexpr = HV * a_s.shape[2]
@@ -266,7 +266,7 @@ def forward_kernel(
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr,
     L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Compute outputs and final states if `o` is given; store R and the chunks' entering states if `residual` is.
+    """Compute outputs and final states (if `o` is given); store R and the chunks' entering states (if `residual` is).
 
     A program computes BV columns of V of a segment and value head. ORDERED: programs take segments in the order of
     `order`. `writes` has one factor per chunk.
@@ -342,7 +342,8 @@ def forward_kernel(
         hopper.pointer_or(residual, v) + o_vo,
         hopper.pointer_or(states, v) + o_s,
     )
-    # registers per thread, summed over warpgroups: 512 for four warpgroups, 504 for three; the first scan gets the rest
+    # registers per thread, summed over warpgroups: 512 for four warpgroups, 504 for three; the first scanning warpgroup
+    # gets what the others leave
     if warpgroups == 2:
         gl.warp_specialize(
             [

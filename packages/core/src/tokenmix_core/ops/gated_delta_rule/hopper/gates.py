@@ -16,7 +16,7 @@ def load_gate(p_gate, rows, layout: gl.constexpr):
 
 @gluon.jit
 def load_gates(p_gates, token, length, layout: gl.constexpr):
-    """Return b, β r, r (as in `prepare`) and the last token's b of the chunk at `token`; rows end with the sequence."""
+    """Return b, β r, r (see `prepare`) of the chunk at `token`, and its last b; missing rows repeat the last token."""
     token = gl.maximum(gl.minimum(token, length - 1), 0)
     p_gates += token.to(gl.int64) * 4
     rows = gl.maximum(gl.minimum(length - token, 64), 1)
@@ -33,8 +33,9 @@ def write_factor(writes, slot, i_hv, HV):
         return gl.load(writes + slot.to(gl.int64) * HV + i_hv)
 
 
-# vectors of a chunk in shared memory, from where they are loaded in any layout. b: cumulative decays; p: β r, later the
-# factor of dO; w: the factor of R in the next state, 2^(b_last − b) β r; y: −γ r; q: the scale times q's inverse norms
+# vectors of a chunk, kept in shared memory because each reader needs another register layout. b: cumulative decays; p:
+# β r, later the factor of dO; w: the factor of R in the next state, 2^(b_last − b) β r; y: −γ r; q: the scale times q's
+# inverse norms
 GateVectors = namedtuple("GateVectors", "b p w y q")
 
 
@@ -74,5 +75,5 @@ def score_factors(
 
 @gluon.constexpr_function
 def range_factor(dtype, K, normalised=True):
-    """Return K for float16 and normalised keys, to prevent operands scaled by inverse norms from underflow; else 1."""
+    """Return K for float16 and normalised keys, to keep operands with inverse norms from underflow; else return 1."""
     return float(K) if normalised and dtype != gl.bfloat16 else 1.0

@@ -23,7 +23,7 @@ from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
 # warps (programs) per SM; with more warps, registers would spill
 WARPS = 8
 
-# layouts of blocks of 16 × 16: an MMA's accumulator, its left operand, its right operand
+# register layouts of blocks of 16 × 16: an MMA's accumulator, its left operand, its right operand
 BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
@@ -37,7 +37,7 @@ def multiply(b_x, b_yt, b_z):
 
 @gluon.jit
 def split_multiply(x, yt, b_z):
-    """Return Z + X Y; X and Yᵀ are pairs (high part, low part), and the MMA of the two low parts is omitted."""
+    """Return Z + X Y; X and Yᵀ are pairs (high part, low part); the negligible MMA of the two low parts is omitted."""
     b_z = multiply(x[1], yt[0], b_z)
     b_z = multiply(x[0], yt[1], b_z)
     return multiply(x[0], yt[0], b_z)
@@ -59,7 +59,7 @@ def invert_diagonal(s_l):
 
 @gluon.jit
 def block_decays(s_gates, b_b, b_w, r_k, o_t):
-    """Store the row and column factors of L̃'s blocks; a decay from block j to i is split at e, the last b of block j.
+    """Store row and column factors of L̃'s 16 × 16 blocks; the decay from block j to i is split at e, the last b of j.
 
     Vectors 0 to 2 are b (cumulative decays), w = β r and r; vector 3 has the column factors −w 2^(e − b); vectors 4 to
     6 have the row factors r 2^(b − e), one vector for e of each of the first three blocks.
@@ -140,7 +140,7 @@ def store_gates(p_gates, b_b, b_w, r_k, b_beta, rows):
 
 @gluon.jit
 def find(i_u, units, T, N, H: gl.constexpr, cu_seqlens, BT: gl.constexpr, PACKED: gl.constexpr):
-    """Return the key head, first token, and tokens up to the sequence's end of work item `i_u` (0 if i_u ≥ `units`)."""
+    """Return work item `i_u`'s key head, first token, and tokens up to the sequence's end (0 if `i_u` ≥ `units`)."""
     i_slot = gl.minimum(i_u, units - 1) // H
     _, begin, length, start = hopper.locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED, 1)
     return i_u % H, begin + start, gl.where(i_u < units, length - start, 0)
@@ -170,7 +170,7 @@ def prepare_kernel(
     s_gates = gl.allocate_shared_memory(gl.float32, [7, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     s_l = gl.allocate_shared_memory(gl.float32, [4, 16, 16], plain)
     s_blocks = hopper.reinterpret(s_l, gl.float32, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    # two stages: while one row of blocks is stored, the next row of blocks is computed
+    # two buffers: one row of blocks is stored while the next row is computed
     s_a = gl.allocate_shared_memory(dtype, [2, 16, BT], gl.NVMMASharedLayout(128, 16))
     o_t = gl.arange(0, BT, line)
     zero = gl.zeros([16, 16], gl.float32, BLOCK)
@@ -182,7 +182,7 @@ def prepare_kernel(
         async_copy.wait_group(0)
         # the blocks of K Kᵀ on and below the diagonal, computed once for all value heads of the key head
         kk = (zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
-        # this loop is not unrolled, because unrolled code would need more registers than a thread has
+        # do not unroll this loop: unrolled code would need more registers than a thread has
         for i_k in range(K // 64):
             s_x = s_k.index(i_k)
             k_0, k_1 = s_x.slice(0, 16).load(LEFT), s_x.slice(16, 16).load(LEFT)

@@ -9,18 +9,18 @@ from tokenmix_core.kernels.gluon.hopper import add, locate_chunk
 
 # log2 of the largest decay that counts as negligible: far below the rounding error of 16-bit operands
 NEGLIGIBLE = gl.constexpr(-32.0)
-# stands for the decay of a chunk whose write factor is outside [0, 1], since decays then do not bound the state; larger
-# than the magnitude of any sum of decays
+# a chunk's decay if its write factor is outside [0, 1], since decays then do not bound the state; exceeds the magnitude
+# of any sum of decays
 UNBOUNDED = gl.constexpr(1e30)
 
 
 # i_s, i_hv: indices of the segment and the value head; i_n, begin, length: index, first row and length of the sequence;
 # first: position of the segment's first token in the sequence
 Segment = namedtuple("Segment", "i_s i_hv i_n begin length first")
-# write factors (None if all are 1), the sequence's first chunk in the batch, a value head, and the number of value
-# heads
+# writes: write factors (None if all are 1); slot: index of the sequence's first chunk in the batch; i_hv: value head;
+# HV: number of value heads
 Factors = namedtuple("Factors", "writes slot i_hv HV")
-# index of a segment's first chunk, index one past the segment's last chunk, number of chunks of the sequence
+# first, end: indices of a segment's first chunk and one past its last; count: number of chunks of the sequence
 Chunks = namedtuple("Chunks", "first end count")
 
 
@@ -38,7 +38,7 @@ def locate_segment(
 
 @gluon.jit
 def negligible_chunks(p_gates, segment, WARPS: gl.constexpr):
-    """Return how many chunks at a segment's start are negligible for the state leaving the segment; 0 if none is."""
+    """Return how many chunks at a segment's start have a negligible effect on the state that leaves the segment."""
     o_c = gl.arange(0, 128, gl.BlockedLayout([1], [32], [WARPS], [0])) + gl.maximum(segment // 64 - 128, 0)
     b_b = gl.load(p_gates + (o_c * 64 + 63) * 4, mask=o_c < segment // 64, other=0.0)
     b_left = gl.associative_scan(b_b, 0, add, reverse=True)
@@ -58,9 +58,9 @@ def bounded(skipped, p_w, stride, chunks, WARPS: gl.constexpr):
 
 @gluon.jit
 def scan_start(gates, factors, span, tokens, segment, L2NORM: gl.constexpr, WARPS: gl.constexpr):
-    """Return the token at which a segment's scan starts: that of the first non-negligible chunk of the segment before.
+    """Return the token at which a segment's scan starts: the preceding segment's first chunk that is not negligible.
 
-    If no chunk of the segment before is negligible, the result is the segment's own first token, and the scan starts
+    If no chunk of the preceding segment is negligible, the result is the segment's own first token, and the scan starts
     from the entering state.
     """
     writes, slot, i_hv, HV = factors.writes, factors.slot, factors.i_hv, factors.HV
@@ -92,7 +92,7 @@ def decay_of(p_gates, p_w, stride, chunk, end, length):
 
 @gluon.jit
 def reverse_scan_end(p_gates, p_w, stride, end, chunks, length, BOUNDED: gl.constexpr):
-    """Return one past the last chunk that contributes noticeably to the gradient of the state that enters chunk `end`.
+    """Return the end of the chunks that contribute to the gradient of the state entering chunk `end`, within rounding.
 
     BOUNDED: with keys of norm 1 and β ≤ 2 no update lengthens a column of the state, so decays bound contributions.
     Without BOUNDED every chunk contributes, and the result is `chunks`, their number.
@@ -110,7 +110,7 @@ def reverse_scan_end(p_gates, p_w, stride, end, chunks, length, BOUNDED: gl.cons
 
 @gluon.jit
 def decay_over(p_gates, p_w, stride, first, end, length, layout: gl.constexpr):
-    """Return log2 of the decay over chunks `first` to `end` − 1."""
+    """Return log2 of the decay over chunks `first` to `end` − 1 of a sequence."""
     decay = 0.0
     for i in range(first, end, 128):
         o_c = i + gl.arange(0, 128, layout)
@@ -139,7 +139,8 @@ def reverse_scan_start(
     if LOCAL:
         started = first
         if first > 0:
-            # subtract a margin of 1 from the limit, because other kernels sum decays, and so round, in another order
+            # a margin of 1 below the limit, because other kernels sum the decays in another order and so round
+            # differently
             earlier = decay_over(p_gates, p_w, HV, first - segment // 64, first, length, layout)
             here = decay_over(p_gates, p_w, HV, first, end, length, layout)
             if (here > NEGLIGIBLE - 1) | (earlier > NEGLIGIBLE - 1):

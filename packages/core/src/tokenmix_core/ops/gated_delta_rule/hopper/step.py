@@ -1,4 +1,4 @@
-"""Decoding step of one token; the state is loaded by cp.async, which keeps more bytes in flight than register loads."""
+"""Decoding step of one token: cp.async loads the state, which keeps more bytes in flight than loads to registers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -45,7 +45,7 @@ def hopper_step_kernel(
     k += i_h * K
     b_v = gl.load(v + i_nh * V + i_v + o_v).to(gl.float32)
     decay, beta_t = gl.exp2(gl.load(g + i_nh).to(gl.float32) * LOG2_E), gl.load(beta + i_nh).to(gl.float32)
-    # each warp loads all of q and k, so that their sums need no barrier
+    # each warp loads all of q and k, so that sums over K need no barrier
     o_l = gl.arange(0, K, gl.BlockedLayout([K // 32], [32], [gl.num_warps()], [0]))
     l_q, l_k = gl.load(q + o_l).to(gl.float32), gl.load(k + o_l).to(gl.float32)
     kq = gl.sum(l_k * l_q, 0)
@@ -64,7 +64,7 @@ def hopper_step_kernel(
         b_s = s_s.slice(i * BK, BK, dim=0).load(layout).to(gl.float32)
         b_sq += b_s * parts_q[i].to(gl.float32)[:, None]
         b_sk += b_s * parts_k[i].to(gl.float32)[:, None]
-    # reduce Sᵀ k and Sᵀ q of the old state S together; the update k uᵀ of S then adds (k · q) u to the output
+    # reduce Sᵀ k and Sᵀ q of the old state S together; the update k uᵀ then adds (k · q) u to the output
     b_sq, b_sk = gl.reduce((b_sq, b_sk), 0, add_both)
     b_u = (b_v - decay * r_k * b_sk) * (beta_t * r_k)
     b_o = r_q * (decay * b_sq + kq * b_u)

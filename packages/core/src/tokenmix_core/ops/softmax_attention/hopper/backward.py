@@ -10,8 +10,8 @@
     epilogue      accumulator → smem → global
 
 The arithmetic is that of `backward.py`; `bias_columns.py` explains the bias columns. The two stages of a pipeline are
-separate allocations: Triton takes indexed stages of one allocation for aliases and would make MMAs and copies wait for
-each other.
+separate allocations: Triton assumes that indexed stages of one allocation overlap, and would make MMAs and copies wait
+for each other.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def holds_selected(selected, first, rows, BT: gl.constexpr):
 
 @gluon.jit
 def store_zeros(p_x, first, rows, stride, BT: gl.constexpr, D: gl.constexpr):
-    """Store zeros in the rows `first` … `first + BT − 1` that exist."""
+    """Store zeros to those of the rows `first` … `first + BT − 1` of a matrix that exist."""
     layout: gl.constexpr = hopper.row_layout(D, gl.num_warps())
     o_t = first + gl.arange(0, BT, gl.SliceLayout(1, layout))
     o_d = gl.arange(0, D, gl.SliceLayout(0, layout))
@@ -88,7 +88,7 @@ def dq_step(
     i, i_k, b_dq, stage: KeyStage, next_stage: KeyStage, kv, given: Queries, span: KeySpan,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Accumulate dQ over the i-th visited KV tile, which is tile `i_k`, in `stage`; prefetch the next to `next_stage`.
+    """Accumulate dQ over the i-th visited KV tile, `i_k`, which is in `stage`; prefetch the next tile to `next_stage`.
 
     Returns:
         the index of the next tile, and dQ.
@@ -99,7 +99,7 @@ def dq_step(
     hopper.wait_async_copies(0)
     b_s, b_dp = mma_scores(given, k_s, v_s)
     i_next = i + 1 + gl.where(i + 1 < span.sink_tiles, 0, span.gap)
-    # after the last tile nothing remains to be prefetched, so 0 rows are copied
+    # after the last tile there is nothing to prefetch, so copy 0 rows
     left = gl.where(i + 1 < span.count, span.keys, 0)
     hopper.async_copy_tile(next_stage.k, k.pointer, i_next * BT, left, k.stride, THREAD_RELATIVE=True)
     hopper.async_copy_tile(next_stage.v, v.pointer, i_next * BT, left, v.stride, THREAD_RELATIVE=True)
@@ -278,7 +278,7 @@ def backward_queries(q, k, v, o, do, lse, dlse, delta, bias, dq, cu_seqlens, mas
 
 
 def backward_keys(q, k, v, do, bias, dk, dv, cu_seqlens, mask, scale, selected) -> None:
-    """Launch the dK/dV kernel: write dk and dv, given the bias columns that `backward_queries` wrote."""
+    """Launch the dK/dV kernel, which writes dk and dv and reads the bias columns that `backward_queries` wrote."""
     ranks, order = (None, None) if selected is None else list_tiles(selected, cu_seqlens, TILE)
     B, TK, H, _ = k.shape
     tiles = chunk_slots(1, TK, TILE, cu_seqlens)

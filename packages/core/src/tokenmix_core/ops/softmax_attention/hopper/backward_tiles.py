@@ -1,4 +1,4 @@
-"""Tiles of the Hopper backward kernels: stages, resident operands, and MMAs, shared by dense and sparse attention."""
+"""Stages, resident operands and MMAs of the Hopper backward kernels of dense and sparse attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class QueryStage(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Operands of all steps of the dK/dV kernel: a KV tile and bias selectors in smem, key positions, the scale."""
+    """Operands that the dK/dV kernel holds during its loop: KV tile, bias selectors (smem), key positions, scale."""
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
@@ -42,7 +42,7 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Operands of all steps of the dQ kernel: a query tile in smem, its lse, delta and positions, the scale."""
+    """Operands that the dQ kernel holds during its loop: a query tile in smem, its lse, delta and positions, scale."""
 
     q: gl.shared_memory_descriptor
     do: gl.shared_memory_descriptor
@@ -141,7 +141,7 @@ def async_copy_queries(stage: QueryStage, heads: Heads, i_h, first, queries):
 
 @gluon.jit
 def advance(i_q, i_h, m_min, m_max):
-    """Return the query tile to visit after tile `i_q` of head `i_h`, and that tile's head."""
+    """Return the query tile that a KV tile visits after tile `i_q` of head `i_h`, and that next tile's head."""
     last = i_q + 1 == m_max
     return gl.where(last, m_min, i_q + 1), i_h + gl.where(last, 1, 0)
 
@@ -187,7 +187,7 @@ def mma_scores_transposed(given: Keys, stage: QueryStage):
 
 @gluon.jit
 def listed(order, i, exists):
-    """Return the i-th query tile of `order` (see `list_tiles`), or 0 unless `exists`; i if `order` is None."""
+    """Return the i-th query tile of `order` (see `list_tiles`), 0 if it does not exist; i itself if `order` is None."""
     if order is None:
         return i
     else:
@@ -208,8 +208,7 @@ def dkdv_step(
         the cursor of the next tile, and the sums.
     """
     i_q, i_h = cursor[0], cursor[1]
-    # `more` is computed here for dense masks and later for listed keys, because its position affects how ptxas
-    # allocates registers
+    # dense masks compute `more` here, listed keys later: its position affects how ptxas allocates registers
     if not masking.LISTED:
         more = i + 1 < span.count
     o_k = given.o_k
@@ -223,7 +222,7 @@ def dkdv_step(
     if masking.LISTED:
         more = i + 1 < span.count
     t_next = listed(span.order, i_next, more)
-    # after the last tile nothing remains to be prefetched, so 0 rows are copied
+    # after the last tile there is nothing to prefetch, so copy 0 rows
     async_copy_queries(next_stage, heads, i_h, t_next * BT, gl.where(more, span.queries, 0))
     b_st = warpgroup_mma_wait(1, [b_st])
     b_pt = gl.exp2(b_st * (given.scale * LOG2_E))

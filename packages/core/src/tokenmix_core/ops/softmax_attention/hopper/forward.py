@@ -68,7 +68,7 @@ def _forward(
         b_o = gl.zeros([BT, D], gl.float32, sums)
         b_l = gl.zeros([BT], gl.float32, row)
         b_shift = gl.zeros([BT], gl.float32, row)
-        # one pass over the keys, and a second pass with a running maximum if row sums leave the safe range
+        # `passes`: one pass over the keys, and a second one with a running maximum if row sums leave the safe range
         passes = count * 0 + 1
         running_max = count * 0
         if online_softmax.needs_running_max(dtype):
@@ -85,7 +85,7 @@ def _forward(
             b_m = gl.full([BT], float("-inf"), gl.float32, row)
             b_sums = online_softmax.quad_row_sums(zeros)
             for i in range(count):
-                # with one stage, this wait leaves the copy of V in flight
+                # with one stage, wait for K only: the copy of V stays in flight
                 wait_async_copies(2 - NUM_STAGES)
                 b_s = warpgroup_mma(
                     q_s, k_s.index(i % NUM_STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True

@@ -53,7 +53,7 @@ class Buffers(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """mbarriers: Q is loaded; stages of K and V are full or empty; all consumers `decided` on a second pass."""
+    """mbarriers: Q is loaded; a stage of K or V is full or empty; all consumers have `decided` on a second pass."""
 
     q_full: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
@@ -146,10 +146,10 @@ def attention_pass(
     n, q_s, buffers: Buffers, barriers: Barriers, span: Span, o_q, scale, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     RUNNING_MAX: gl.constexpr,
 ):  # fmt: skip
-    """Compute attention of 64 queries to all KV tiles; n: number of tiles visited in an earlier pass.
+    """Compute attention of 64 queries to all KV tiles; n is the number of tiles visited in an earlier pass.
 
-    RUNNING_MAX: whether the shift, which is subtracted from a row's scores, is their running maximum; else it is the
-    maximum over the first tile.
+    The shift is subtracted from a row's scores: their running maximum if RUNNING_MAX, else the maximum over the first
+    tile.
 
     Returns:
         the unnormalised output and, for each row, the shift and the sum of weights.
@@ -182,7 +182,7 @@ def attention_pass(
         stage, previous = i % NUM_STAGES, (i - 1) % NUM_STAGES
         fence_async_shared()
         b_s = warpgroup_mma(q_s, k_s.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        # start P V of the previous tile, which overlaps with S and softmax of this tile
+        # start P V of the previous tile, so that it overlaps with S and the softmax of this tile
         mbarrier.wait(v_full.index(previous), hopper.parity(i - 1, NUM_STAGES))
         fence_async_shared()
         b_sum = warpgroup_mma(b_left, v_s.index(previous), b_o, is_async=True)
@@ -215,7 +215,7 @@ def consumer(
     o: Rows, p_lse, buffers: Buffers, barriers: Barriers, span: Span, position, scale, CONSUMER: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Compute and store O and lse of the CONSUMER-th 64 queries of a tile whose first query is at `position`."""
+    """Compute and store O and lse of one consumer's 64 queries, from `position` + 64 · CONSUMER on."""
     dtype: gl.constexpr = buffers.k.dtype
     D: gl.constexpr = buffers.k.shape[2]
     sums: gl.constexpr = hopper.mma_layout(D, 4)
@@ -265,7 +265,7 @@ def _forward(
     first = i_t * BM + keys - queries
     last = gl.minimum(first + BM, keys) - 1
     sink_tiles, n_min, full_min, full_max, n_max = key_tiles(first, last, keys, window, sinks, BN, CAUSAL, WINDOW)
-    # visit at least one tile: queries that see no key visit a tile in which all scores are masked
+    # visit at least one tile, so that queries without visible keys visit a tile in which all scores are masked
     count = gl.maximum(sink_tiles + n_max - n_min, 1)
     q_s = gl.allocate_shared_memory(dtype, [consumers, 64, D], shared)
     k_s = gl.allocate_shared_memory(dtype, [stages, BN, D], shared)

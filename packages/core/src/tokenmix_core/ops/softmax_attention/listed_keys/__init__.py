@@ -1,1 +1,1 @@
-"""Gradients of K and V for lists of keys: the sinks of a window, or sparse attention's retained and other keys."""
+"""The dK/dV kernel for keys given in lists: the sinks of a window, or sparse attention's retained and other keys."""

@@ -1,7 +1,7 @@
 """The dK/dV kernel over listed keys: it runs the work tiles of `tile_schedule.py`.
 
-A tile's columns are keys gathered from one list. The queries that see a key, as a local or a listed key, are an
-interval (`sparse_attention/README.md`), so each key's gradients are one sum, written once.
+A tile's columns are keys gathered from one list. The queries that see a key form one interval, whether the key is local
+or listed for them (`sparse_attention/README.md`), so each key's gradients are one sum, written once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def store_rows(p_x, b_x, o_t, m_t, stride, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def store_gradients(outputs, sums, tile: ColumnTile, o_k, m_k, TK, H, scale, config: Config):
-    """Write dk, dv and, unless None, dm (the gradient of `keep`) of the keys at positions `o_k` in the mask `m_k`."""
+    """Write dk, dv and, unless None, dm (the gradient of `keep`) of the keys at positions `o_k` where `m_k` is true."""
     dk, dv, dm = outputs
     b_dk, b_dv, b_dm = sums
     i_b, i_h, start, _, kept, _, _, _, _ = tile
@@ -66,7 +66,7 @@ def _listed_keys_backward(
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     UNIT: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute one work tile per program: a tile of keys by some of its query tiles, for all heads of the GQA group."""
+    """Compute one work tile per program: a tile of keys by some of its query tiles, in all heads of the GQA group."""
     i_w = tl.program_id(0)
     if i_w >= tl.load(totals + NUM_WORK):
         return
@@ -99,7 +99,7 @@ def _listed_keys_backward(
         b_end = tl.where(kept, keys, b_away)
     kv = (b_k, b_v)
     sums = (tl.zeros([BN, BK], tl.float32), tl.zeros([BN, BV], tl.float32), tl.zeros([BN], tl.float32))
-    # one loop over the query tiles of all heads of the group: separate loops would be too short to pipeline copies
+    # one loop over the query tiles of all heads of the group: a loop per head would be too short to pipeline copies
     i_hq = i_h * (HQ // H)
     p_q = q + i_b * s_qb + start * s_qt + i_hq * s_qh
     p_do = do + i_b * s_db + start * s_dt + i_hq * s_dh
@@ -143,9 +143,10 @@ def _sum_partials(
     dk, dv, dm, partial_k, partial_v, partial_m, ranks, lists, facts, partial_tiles, totals, B, TK, U, H, HM, tiles,
     scale, K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums of dK and dV of a split tile, in order, and write the tile's gradients.
+    """Add the partial sums of dK and dV of a split tile, in a fixed order, and write the tile's gradients.
 
-    There is one program per partial sum; the program of a tile's first partial sum adds all, the others exit.
+    There is one program per partial sum; the program of a tile's first one adds all of the tile's partial sums, and the
+    other programs exit.
     """
     i_w = tl.program_id(0)
     if i_w >= tl.load(totals + NUM_PARTIALS):
@@ -172,7 +173,7 @@ def listed_keys_backward(
     q, k, v, do, lse, delta, dk, dv, keys: KeyLists, scale, *, dm=None, most: int | None = None,
     tile: tuning.AttentionTile | None = None, launch: Callable[..., None] | None = None,
 ) -> None:  # fmt: skip
-    """Write dk and dv of listed and other keys or, with `most`, only of the (at most `most` per sequence) listed keys.
+    """Write dk and dv of all keys or, with `most`, only of the listed keys, of which a sequence has at most `most`.
 
     Args:
         dm: None, or where to write each retained key's sum of dS over the queries that see it as a listed key,

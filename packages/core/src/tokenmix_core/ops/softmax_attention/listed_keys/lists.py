@@ -1,4 +1,4 @@
-"""Lists of keys, and the tiles of keys that are gathered from them; a tile's keys are called its columns.
+"""Lists of keys, and tiles gathered from them: BN keys of a list, called the tile's columns.
 
 A list holds units of one key or of a whole chunk. In a packed batch a list spans all sequences.
 """
@@ -14,7 +14,7 @@ from tokenmix_core.chunking import num_sequences
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.varlen import sequence_span
 
-# position of a column without a key: larger than any query's, so that no query sees it
+# position of a column without a key: it exceeds every query's position, so no query sees the column
 NOWHERE = tl.constexpr(1 << 30)
 
 
@@ -66,7 +66,7 @@ def _list_first(ranks, lists, cu_seqlens, T, count, PACKED: tl.constexpr, BT: tl
             before += tl.sum(tl.minimum(b_length, count).to(tl.int32), 0)
     start = begin - o_row * T
     after = before + tl.minimum(length, count)
-    # the rank at a sequence's end is also the next sequence's first rank: both programs write an equal value
+    # a sequence's last rank is also the next sequence's first rank: both programs write the same value
     tl.store(ranks + o_row * (T + 1) + start, before)
     tl.store(ranks + o_row * (T + 1) + start + length, after)
     for i in range(before, after, BT):

@@ -23,10 +23,10 @@ from tokenmix_core.ops.softmax_attention.launch_args import listed_sizes, stride
 from tokenmix_core.ops.softmax_attention.listed_keys.lists import away_from, first_unit, listed_columns
 from tokenmix_core.ops.softmax_attention.types import KeyLists
 
-# indices of the rows of `facts`, a table with one column per tile: its query tiles (masked [M_MIN, FULL_MIN), unmasked
-# [FULL_MIN, FULL_MAX), masked [FULL_MAX, M_MAX)), its first index in the list and the list's end, the sequence's first
-# row, length and first unit, whether its keys are retained, its number of work tiles, its first work tile and its first
-# partial sum
+# indices of the rows of `facts`, a table with one column per tile of keys. Rows: the tile's query tiles (masked
+# [M_MIN, FULL_MIN), unmasked [FULL_MIN, FULL_MAX), masked [FULL_MAX, M_MAX)); its first index in the list and the
+# list's end; the sequence's first row, length and first unit; whether its keys are retained; its number of work tiles,
+# first work tile and first partial sum
 M_MIN = tl.constexpr(0)
 FULL_MIN = tl.constexpr(1)
 FULL_MAX = tl.constexpr(2)
@@ -42,13 +42,13 @@ FIRST_WORK = tl.constexpr(11)
 FIRST_PARTIAL = tl.constexpr(12)
 _FACTS = 13
 
-# indices into `totals`: maximum number of query tiles in a work tile (one CTA's share of a tile of keys), number of
-# work tiles, number of stored partial sums of dK and dV, which a second kernel adds
+# indices into `totals`: SPLIT_SIZE, the maximum number of query tiles in a work tile (one CTA's share of the work);
+# the number of work tiles; the number of stored partial sums of dK and dV, which a second kernel adds
 SPLIT_SIZE = tl.constexpr(0)
 NUM_WORK = tl.constexpr(1)
 NUM_PARTIALS = tl.constexpr(2)
 
-# minimum number of query tiles of a work tile, since less work is not worth a CTA
+# minimum number of query tiles in a work tile: less work is not worth a CTA
 _LEAST = 8
 
 
@@ -123,7 +123,7 @@ def find_tile(facts, i_x, tiles, ranks, lists, B, U, H, HM):
 
 @triton.jit
 def _position(p_rank, o_u, kept):
-    """Return how many units (`KeyLists`) of a list, of retained units if `kept`, else of others, precede unit `o_u`."""
+    """Return how many units of a list (of retained units if `kept`, else of others) precede the unit `o_u`."""
     b_rank = tl.load(p_rank + o_u)
     return tl.where(kept, b_rank, o_u - b_rank)
 
@@ -164,7 +164,7 @@ def _find_query_tiles(
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
     OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Store one tile's column of the table `facts` per program, except the rows about work tiles.
+    """Store the column of one tile in the table `facts`, except its rows about work tiles; one tile per program.
 
     A head has `slots` columns: tiles of retained keys begin at the first one; with `OTHERS`, tiles of the other keys
     take columns from the last one backwards.
@@ -225,7 +225,7 @@ def _find_query_tiles(
 def _split_work(
     facts, work_tiles, partial_tiles, totals, slots, tiles, programs, LEAST: tl.constexpr, BT: tl.constexpr
 ):  # fmt: skip
-    """Split the tiles, in one program, into work tiles of up to 1 / `programs` of all work, or of LEAST query tiles."""
+    """Split all tiles into work tiles of at most 1 / `programs` of all work, or LEAST query tiles; one program runs."""
     work = tl.zeros([], tl.int64)
     for i in range(0, tiles, BT):
         o_x = i + tl.arange(0, BT)
@@ -236,7 +236,7 @@ def _split_work(
     split_size = tl.maximum(LEAST, tl.cdiv(work, programs).to(tl.int32))
     work_tile = 0
     partial = 0
-    # order of work tiles: first the retained keys, with heads interleaved, since the earliest keys have the most
+    # order of work tiles: retained keys first, alternating between heads, since the earliest keys have the most
     # queries; then the other keys, head by head, since neighbouring tiles read the same queries
     for kept in tl.static_range(1, -1, -1):
         for i in range(0, tiles, BT):
@@ -248,7 +248,7 @@ def _split_work(
             b_work = tl.load(facts + M_MAX * tiles + o_x, mask=m_x, other=0)
             b_work -= tl.load(facts + M_MIN * tiles + o_x, mask=m_x, other=0)
             m_used = tl.load(facts + SPLITS * tiles + o_x, mask=m_x, other=0) != 0
-            # a tile that no query sees has one work tile, which writes zeros
+            # a tile that no query sees still has one work tile, which writes zeros as gradients
             b_splits = tl.where(m_used, tl.maximum(tl.cdiv(b_work, split_size), 1), 0)
             b_partials = tl.where(b_splits > 1, b_splits, 0)
             b_work_tile = work_tile + tl.cumsum(b_splits, 0) - b_splits
@@ -282,7 +282,7 @@ def schedule_tiles(keys: KeyLists, q: Tensor, k: Tensor, BM: int, BN: int, most:
     tiles = slots * B * shape["H"]
     programs = tuning.work_tiles(tiles, ranks.device)
     facts = ranks.new_empty(_FACTS, tiles)
-    # upper bounds: each tile has one work tile, and splitting the work into `programs` shares adds at most one for each
+    # upper bounds: each tile has one work tile, and the split into `programs` shares adds at most one for each share
     work_tiles, partial_tiles, totals = (ranks.new_empty(n) for n in (tiles + programs, 2 * programs, 3))
     _find_query_tiles[(tiles,)](
         facts=facts, ranks=ranks, lists=keys.lists, until=keys.until, cu_seqlens=keys.cu_seqlens,

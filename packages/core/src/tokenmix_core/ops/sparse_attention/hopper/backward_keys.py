@@ -144,7 +144,7 @@ def _kept_attention_backward_keys(
             )  # fmt: skip
         b_dk, b_dv, b_dm = sums
         hopper.wait_async_copies(0)
-        # load these values again: holding them during the loop would leave the loop fewer registers
+        # load these values again: held during the loop, they would leave it fewer registers
         i_x = gl.load(work_tiles + hopper.opaque(i_w))
         i_b, i_hk, start, keys, kept, p_list, begin, column, count = find_tile(
             facts, i_x, tiles, ranks, lists, B, U, H, HM

@@ -61,7 +61,7 @@ class Columns(NamedTuple):
         n_min: first local tile.
         full_min: first local tile that needs no mask.
         full_max: first masked local tile after the unmasked ones.
-        total: number of tiles, listed and local.
+        total: number of listed and local tiles together.
         window: number of keys of the window.
     """
 
@@ -97,7 +97,7 @@ def async_copy_columns(stage: KeyStage, i, b_list, given: Columns, UNIT: gl.cons
         async_gather_rows(stage.v, v.pointer, columns_read(b_values, units, i * BT, BT, UNIT, rows_v), keys, v.stride)
         b_list = read_list(units, (i + 1) * BT, BT, UNIT, rows_k)
     else:
-        # after the last tile nothing remains to be prefetched, so 0 rows are copied
+        # after the last tile there is nothing to prefetch, so copy 0 rows
         left = gl.where(i < total, keys, 0)
         first = (n_min + i - listed_tiles) * BT
         hopper.async_copy_tile(stage.k, k.pointer, first, left, k.stride, THREAD_RELATIVE=True)

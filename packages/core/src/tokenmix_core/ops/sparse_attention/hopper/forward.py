@@ -74,7 +74,7 @@ def _kept_attention_forward(
         b_o = gl.zeros([BM, V], gl.float32, sums)
         b_l = gl.zeros([BM], gl.float32, row)
         b_shift = gl.zeros([BM], gl.float32, row)
-        # one pass over the keys, and a second pass with a running maximum if row sums leave the safe range
+        # `passes`: one pass over the keys, and a second one with a running maximum if row sums leave the safe range
         passes = total * 0 + 1
         running_max = total * 0
         if online_softmax.needs_running_max(dtype):
@@ -92,7 +92,7 @@ def _kept_attention_forward(
             for n in range(total):
                 wait_async_copies(0)
                 b_s = warpgroup_mma(q_s, k_s.index(n % 2).permute((1, 0)), zeros, use_acc=False, is_async=True)
-                # after the last tile nothing remains to be prefetched, so 0 rows are copied
+                # after the last tile there is nothing to prefetch, so copy 0 rows
                 left = gl.where(i > 0, keys, 0)
                 async_gather_rows(k_s.index((n + 1) % 2), p_k, o_next, left, s_kt)
                 o_rows = o_next
@@ -100,7 +100,7 @@ def _kept_attention_forward(
                     o_rows = columns(units, listed_tiles, gl.maximum(i - 1, 0), n_min, BN, UNIT, rows_v)
                 async_gather_rows(v_s.index((n + 1) % 2), p_v, o_rows, left, s_vt)
                 async_copy.commit_group()
-                # load the positions of the keys of the tile after the next
+                # load the key positions of the tile after the next
                 o_next = columns(units, listed_tiles, gl.maximum(i - 2, 0), n_min, BN, UNIT, rows_k)
                 b_s = warpgroup_mma_wait(0, [b_s])
                 i_k = n_min + i - listed_tiles
@@ -123,7 +123,7 @@ def _kept_attention_forward(
 
         b_norm, b_lse = online_softmax.finalize(b_shift, b_l)
         gl.store(lse + (i_b * HQ + i_h) * TQ + start + i_t * BM + o_m, b_lse, mask=i_t * BM + o_m < queries)
-        # O is stored through an smem buffer of its shape: Q's if K = V, else a buffer of V, since then BM = BN
+        # O passes through an smem buffer of its own shape: Q's if K = V, else a buffer of V, since then BM = BN
         o_s = v_s.index(0)
         if K == V:
             o_s = q_s

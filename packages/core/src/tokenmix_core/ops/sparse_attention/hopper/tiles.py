@@ -31,7 +31,7 @@ class KeyList(NamedTuple):
 
 @gluon.jit
 def read_list(units: KeyList, o_c, BN: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
-    """Load the list entries of columns `o_c` … `o_c + BN − 1`: one each, or one for the unit that holds them all."""
+    """Load the list entries of columns `o_c` … `o_c + BN − 1`: one each, or one for the unit that holds all columns."""
     if UNIT == 1:
         o_n = o_c + gl.arange(0, BN, layout)
         return gl.load(units.pointer + o_n, mask=o_n < units.count, other=0)
@@ -41,7 +41,7 @@ def read_list(units: KeyList, o_c, BN: gl.constexpr, UNIT: gl.constexpr, layout:
 
 @gluon.jit
 def columns_read(b_list, units: KeyList, o_c, BN: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
-    """Return the positions of columns `o_c` … `o_c + BN − 1`, given their list entries; `NOWHERE` past the end."""
+    """Return the positions of columns `o_c` … `o_c + BN − 1` from their list entries; `NOWHERE` past the list's end."""
     o_n = gl.arange(0, BN, layout)
     if UNIT == 1:
         o_k = gl.where(o_c + o_n < units.count, b_list - units.begin, NOWHERE)
@@ -58,7 +58,7 @@ def listed_columns(units: KeyList, o_c, BN: gl.constexpr, UNIT: gl.constexpr, la
 
 @gluon.jit
 def columns(units: KeyList, listed_tiles, i, n_min, BN: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
-    """Return the key positions of the i-th tile: first come the tiles of listed keys, then local tiles from `n_min`."""
+    """Return the key positions of the i-th tile: tiles of listed keys come first, then local tiles from `n_min` on."""
     o_c = i * BN
     some = KeyList(units.pointer, units.begin, gl.where(i < listed_tiles, units.count, 0))
     o_k = listed_columns(some, o_c, BN, UNIT, layout)
@@ -78,7 +78,7 @@ def async_gather_rows(s_x, p_x, o_t, rows, stride: gl.constexpr):
 
 @gluon.jit
 def seen(o_q, o_k, listed, window, UNIT: gl.constexpr, WINDOW: gl.constexpr):
-    """True if the query at `o_q` sees the key at `o_k`; `listed` tells whether the keys' tile is of listed keys."""
+    """True if the query at `o_q` sees the key at `o_k`; `listed` tells whether the tile's keys are listed keys."""
     b_left = left_of(o_q, window, UNIT, WINDOW)
     b_first = gl.where(listed, 0, b_left)
     b_end = gl.where(listed, b_left, o_q + 1)

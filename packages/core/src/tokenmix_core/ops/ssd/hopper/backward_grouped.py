@@ -34,7 +34,7 @@ def group_gradients_kernel(
     stride_q, stride_k, stride_v, stride_do, scale, T, N, G, HV,
     K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute all gradients of a chunk and R heads; strides between tokens are in units of 16 bytes.
+    """Compute all gradients of a chunk and R heads; strides between tokens are in units of 16 bytes (8 elements).
 
     Names that end in `_h` are vectors of all R heads in shared memory.
     """
@@ -52,7 +52,7 @@ def group_gradients_kernel(
     if start >= length:
         return
     first, rows = begin + start, length - start
-    # strides are passed in units of 8 elements, so that the compiler knows that rows are 16-byte aligned
+    # strides come in units of 8 elements, which tells the compiler that rows are 16-byte aligned
     stride_q, stride_k, stride_v, stride_do = stride_q * 8, stride_k * 8, stride_v * 8, stride_do * 8
     i_g = i_r * R // (HV // G)
 
@@ -116,7 +116,8 @@ def group_gradients_kernel(
         fence_async_shared()
         hopper.barrier()
 
-        # dV = Pᵀ dO + e^(b_C − b) K D; dK += e^(b_C − b) V Dᵀ; D: gradient of the state after the chunk
+        # dV = Pᵀ dO + e^(b_C − b) K D; dK += e^(b_C − b) V Dᵀ; D: gradient of the state after the chunk, b_C: the last
+        # b
         b_kd = warpgroup_mma_wait(0, deps=[b_kd])
         b_kd *= smem.column(to_h, r, narrow)
         smem.store_row_sums(key_h, r, b_kd * s_v.load(narrow).to(gl.float32))
@@ -131,7 +132,7 @@ def group_gradients_kernel(
         hopper.barrier()
         s_dv.store(b_dv.to(dtype))
 
-        # dQ += scale e^b dO Sᵀ; also q_i · S do_i, a term of dg
+        # dQ += scale e^b dO Sᵀ; q_i · (S do_i), from the same MMA, is a term of dg
         b_qs = smem.multiply(s_q, s_s, V)
         b_qs, b_dk, b_v = warpgroup_mma_wait(0, deps=[b_qs, b_dk, b_v])
         b_do = (s_do.load(left).to(gl.float32) * smem.column(from_h, r, left)).to(dtype)
@@ -146,8 +147,8 @@ def group_gradients_kernel(
     hopper.barrier()
     b_dq = warpgroup_mma(s_p, s_k, b_dq, is_async=True)
     b_dk = warpgroup_mma(s_p.permute((1, 0)), s_q, b_dk, is_async=True)
-    # b_end: the gradient through the state that passes the whole chunk. It depends on all decays, so it is added at the
-    # last token; the reverse sum then adds it to the gradients of all other decays
+    # b_end: gradient through the state that passes the whole chunk, which all of the chunk's decays scale. It is added
+    # at the last token; the reverse sum then adds it to the gradients of all other decays
     by_head: gl.constexpr = smem.head_rows(W)
     b_end = (
         gl.sum(smem.as_matrix(end_h, R, K).load(by_head), 1)[:, None]

@@ -107,7 +107,7 @@ def backward_scan_kernel(
     begin, length, i_c = locate_span(i_s, T, N, segment, cu_seqlens, SEGMENTED, PACKED)
     if SEGMENTED and length <= 0:
         return
-    # strides are passed in units of 8 elements, so that the compiler knows that rows are 16-byte aligned
+    # strides come in units of 8 elements, which tells the compiler that rows are 16-byte aligned
     stride_q, stride_k, stride_v, stride_do = stride_q * 8, stride_k * 8, stride_v * 8, stride_do * 8
     i_g, o_h = i_h // (HV // G), begin * HV + i_h
     p_q, p_k = q + begin * stride_q + i_g * K, k + begin * stride_k + i_g * K
@@ -165,7 +165,7 @@ def backward_scan_kernel(
         hopper.wait_async_copies(0)
         b_qk, b_dp = multiply(s_q, s_k.permute((1, 0)), BT), multiply(s_do, s_v.permute((1, 0)), BT)
         b_dq, b_kd = multiply(s_do, s_s.permute((1, 0)), K), multiply(s_k, s_d, V)
-        # during these MMAs, store the gradients of the chunk that the scan has just completed, the next in time
+        # during these MMAs, store the gradients of the chunk that was scanned before, which is the next chunk in time
         if i > 0:
             o_out = (begin + token + BT) * HV + i_h
             store_chunk(results, stages, next_stage, crossing_h, later_h, o_out, HV, rows - BT)
@@ -219,8 +219,8 @@ def backward_scan_kernel(
             gl.store(p_ddt, b_column + b_later + gather(own_h), mask=o_1 < rows)
             b_delta = as_matrix(dt_h.index(stage), 1, BT).load(by_head)  # type: ignore[union-attr]
             b_column, b_later = b_column * b_delta, b_later * b_delta
-        # b_end: gradient through the state that passes the whole chunk. It depends on all decays, so it is added at the
-        # last token; the reverse sum then adds it to the gradients of all other decays
+        # b_end: gradient through the state that passes the whole chunk, which all of the chunk's decays scale. It is
+        # added at the last token; the reverse sum then adds it to the gradients of all other decays
         b_end = gl.exp2(total) * gl.sum(as_matrix(end_h, 1, K).load(by_head), 1)
         b_crossing = gather(row_h) - b_column + b_query + gl.where(o_1 == BT - 1, b_end[:, None], 0.0)
         as_matrix(crossing_h, 1, BT).store(b_crossing)
@@ -255,7 +255,7 @@ def hopper_backward_scan(x: Inputs, *, do: Tensor, states: Tensor, dleaving: Ten
     dv = torch.empty_like(x.v, memory_format=torch.contiguous_format)
     dg = torch.empty(x.g.shape, dtype=torch.float32, device=x.g.device)
     ddt = None if x.dt is None else torch.empty_like(dg)
-    # initialised with zeros, because entries of a packed batch that have no segment are not written
+    # zeros, because in a packed batch some entries belong to no segment and no program writes them
     dskip = None if x.D is None else torch.zeros(spans, HV, dtype=torch.float32, device=x.g.device)
     dinitial_state = None if segment else torch.empty(N, HV, K, V, dtype=torch.float32, device=x.v.device)
     stride_q, stride_k, stride_v, stride_do = (y.stride(1) // 8 for y in (x.q, x.k, x.v, do))

@@ -31,7 +31,7 @@ from tokenmix_core.ops.ssd.types import Inputs
 
 @gluon.jit
 def locate_span(i_s, T, N, segment, cu_seqlens, SEGMENTED: gl.constexpr, PACKED: gl.constexpr):
-    """Return first row, length (≤ 0 if it does not exist) and first chunk's index of sequence or segment `i_s`."""
+    """Return first row, length (≤ 0 if there is no token) and first chunk's index of sequence or segment `i_s`."""
     if SEGMENTED:
         i_n, begin, length, start = hopper.locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, gl.num_warps())
         length = gl.minimum(length - start, segment)
@@ -164,7 +164,7 @@ def hopper_forward_kernel(
     begin, length, _ = locate_span(i_s, T, N, segment, cu_seqlens, SEGMENTED, PACKED)
     if SEGMENTED and length <= 0:
         return
-    # strides are passed in units of 8 elements, so that the compiler knows that rows are 16-byte aligned
+    # strides come in units of 8 elements, which tells the compiler that rows are 16-byte aligned
     stride_q, stride_k, stride_v = stride_q * 8, stride_k * 8, stride_v * 8
     i_n, past = i_s, 0
     if LOOKBACK:
@@ -180,7 +180,7 @@ def hopper_forward_kernel(
     v_2 = gl.allocate_shared_memory(dtype, [2, BT, BV], shared)
     s_p = gl.allocate_shared_memory(dtype, [BT, BT], shared)
     s_o = gl.allocate_shared_memory(dtype, [BT, BV], shared)
-    # vectors of a chunk: cumulative decays b, scale e^b, and e^(b_C − b), where b_C is the last b
+    # vectors of a chunk: cumulative decays b; scale e^b; and e^(b_C − b), where b_C is the chunk's last b
     b_2, from_2, to_2 = (allocate_vectors(2, BT), allocate_vectors(2, BT), allocate_vectors(2, BT))
     o_v, o_k = (gl.arange(0, BV, gl.SliceLayout(1, tile)), gl.arange(0, KP, gl.SliceLayout(0, tile)))
     o_state = (i_n.to(gl.int64) * HV + i_h) * K * V + i_v * BV
@@ -239,7 +239,7 @@ def hopper_forward_kernel(
         s_p.store(b_p.to(dtype))
         fence_async_shared()
         hopper.barrier()
-        # this prefetch is safe: all warps have completed the MMAs of the previous chunk, which read the same stage
+        # the prefetch may overwrite this stage: all warps have completed the previous chunk's MMAs, which read it
         if token < length:
             prefetch_parts(q_2, next_stage, p_q + o_t * stride_q, stride_q, length - token, W, True)
             prefetch_parts(k_2, next_stage, p_k + o_t * stride_k, stride_k, length - token, W, True)
@@ -264,7 +264,7 @@ def hopper_forward_kernel(
         if dt is not None:
             as_matrix(dt_2.index(next_stage), 1, BT).store(b_dt)
             as_matrix(enter_2.index(next_stage), 1, BT).store(b_dt * b_to)
-        # compute the next chunk's Q Kᵀ during the state's MMAs; after the last chunk its result is unused
+        # compute Q Kᵀ of the next chunk during the state's MMAs; after the last chunk its result is unused
         hopper.wait_async_copies(0)
         b_p = multiply_keys(q_2, k_2, next_stage, zero_p)
         done = warpgroup_mma_wait(0, deps=(b_p, b_v) + b_s)

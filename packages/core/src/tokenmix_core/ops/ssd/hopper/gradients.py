@@ -76,7 +76,7 @@ def hopper_gradients_kernel(
     row: gl.constexpr = gl.SliceLayout(1, square)
     col: gl.constexpr = gl.SliceLayout(0, square)
     left: gl.constexpr = gl.DotOperandLayout(0, hopper.mma_layout_split_n(K, W), 2)
-    # the layout in which S and D are loaded for ⟨S, D⟩: with the layout of the copies to shared memory, the compiler
+    # the layout in which S and D are loaded for ⟨S, D⟩: in the layout of the copies to shared memory, the compiler
     # would hold the copies' addresses in registers from here on
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [512 // V, V // 16], [W // 2, 2], [1, 0])
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -85,13 +85,13 @@ def hopper_gradients_kernel(
     if start >= length:
         return
     first, rows = begin + start, length - start
-    # strides are passed in units of 8 elements, so that the compiler knows that rows are 16-byte aligned
+    # strides come in units of 8 elements, which tells the compiler that rows are 16-byte aligned
     stride_q, stride_k, stride_v, stride_do = stride_q * 8, stride_k * 8, stride_v * 8, stride_do * 8
     i_g = i_h // (HV // G)
 
     # if S and D do not both fit in shared memory, D reuses S's buffer
     OVERLAY: gl.constexpr = K * V > 128 * 64
-    # dQ is stored early, through dO's buffer, because dV and dK need the registers that hold dQ
+    # if K = V, store dQ early, through dO's buffer: dV and dK need the registers that hold dQ
     STORE_DQ_FIRST: gl.constexpr = K == V
     s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
@@ -141,7 +141,7 @@ def hopper_gradients_kernel(
     if dt is None:
         crossing_i = gl.sum(b_m, 1) - column_i
     else:
-        # the column sums of M before the factor Δ, plus the diagonal's terms, are terms of the gradient of Δ
+        # one part of the gradient of Δ: the column sums of M without the factor Δ, plus the terms of the diagonal
         ddt_i = column_i + gl.sum(gl.where(own, b_qk * b_dp, 0.0), 1)
         crossing_i = gl.sum(b_m * dt_j[None, :], 1) - dt_i * column_i
         b_p, b_dp = b_p * dt_j[None, :], b_dp * dt_j[None, :]
@@ -208,7 +208,7 @@ def hopper_gradients_kernel(
 
 
 def hopper_gradients(x: Inputs, *, do: Tensor, states: Tensor, dstates: Tensor, config: SSDHopper) -> Gradients:
-    """Return all gradients but the initial state's; those of g, Δ and D in float32.
+    """Return all gradients except the initial state's; those of g, Δ and D are float32.
 
     dq and dk `[B, T, HV / heads, K]` are sums over `config.heads` value heads.
     """
@@ -219,7 +219,7 @@ def hopper_gradients(x: Inputs, *, do: Tensor, states: Tensor, dstates: Tensor, 
     dv = torch.empty_like(x.v, memory_format=torch.contiguous_format)
     dg = torch.empty(x.g.shape, dtype=torch.float32, device=x.g.device)
     ddt = None if x.dt is None else torch.empty_like(dg)
-    # initialised with zeros, because entries of a packed batch that have no chunk are not written
+    # zeros, because in a packed batch some entries belong to no chunk and no program writes them
     dskip = None if x.D is None else torch.zeros(slots, HV, dtype=torch.float32, device=x.q.device)
     stride_q, stride_k, stride_v, stride_do = (y.stride(1) // 8 for y in (x.q, x.k, x.v, do))
     arguments = dict(

@@ -1,4 +1,4 @@
-"""SSD's gradients between two tokens of a chunk, computed from Q Kᵀ and dO Vᵀ; README.md defines P, dP and M."""
+"""SSD's gradients through pairs of tokens of one chunk, computed from Q Kᵀ and dO Vᵀ; README.md defines P, dP and M."""
 
 from collections import namedtuple
 
@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from tokenmix_core.kernels.gluon.hopper import causal_decay, mma_layout_split_n
 from tokenmix_core.ops.ssd.hopper.smem_vectors import store_row_sums
 
-# sums in shared memory: M = P ⊙ dO Vᵀ summed over each row, over each column, and its diagonal; the diagonal of dO Vᵀ
+# vectors in shared memory: row sums, column sums and diagonal of M = P ⊙ dO Vᵀ, and the diagonal of dO Vᵀ
 PathSums = namedtuple("PathSums", "row column own skip")
 
 

@@ -1,4 +1,4 @@
-"""Vectors of a chunk (one element per token and head) in shared memory, from where they are loaded in any layout.
+"""Vectors of a chunk in shared memory, one element per token and head; each reader loads them in its own layout.
 
 Row sums stay partial, per warp or warpgroup, until `gather` adds them, so that no warp waits for another warp's sum.
 The module also has `multiply`, which starts an MMA.
@@ -20,7 +20,7 @@ def multiply(a, b, N: gl.constexpr):
 
 @gluon.constexpr_function
 def head_rows(warps):
-    """Return the layout of `[R, 64]` in which each warp holds the vector of one head."""
+    """Return the register layout of `[R, 64]` in which each warp holds one head's vector."""
     return gl.BlockedLayout([1, 2], [1, 32], [warps, 1], [1, 0])
 
 
@@ -88,7 +88,7 @@ def gather(x_h):
 
 @gluon.jit
 def store_decay_gradients(p_dg, HV, rows, crossing_h, later_h):
-    """Store dg_t = Σ_{i ≥ t} crossing_i + Σ_{j < t} later_j of each head."""
+    """Store dg_t = Σ_{i ≥ t} crossing_i + Σ_{j < t} later_j of each head, the gradient of the log decays."""
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [gl.num_warps(), 1], [1, 0])
     col: gl.constexpr = gl.SliceLayout(0, layout)
     o_i, o_j = gl.arange(0, 64, gl.SliceLayout(1, layout)), gl.arange(0, 64, col)

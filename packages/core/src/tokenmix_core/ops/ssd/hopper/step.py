@@ -1,4 +1,4 @@
-"""Decoding step of SSD; the state is loaded by cp.async, which keeps more bytes in flight than register loads."""
+"""Decoding step of SSD: cp.async loads the state, which keeps more bytes in flight than loads to registers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

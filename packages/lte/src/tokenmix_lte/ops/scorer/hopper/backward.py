@@ -43,11 +43,11 @@ from tokenmix_lte.ops.scorer.hopper.streams import (
 from tokenmix_lte.ops.scorer.sizes import Sizes
 from tokenmix_lte.ops.scorer.types import Inputs
 
-# columns of all tiles: assemblers before CUDA 12.9 produce wrong code for narrower tiles that are read both directly
-# and transposed
+# columns of all tiles, even narrower ones: assemblers before CUDA 12.9 produce wrong code for narrower tiles that are
+# read both directly and transposed
 _WIDTH = gl.constexpr(64)
-# pipeline stages in shared memory. Of dz, three are read and two are being copied; of keys or values, one is read, to
-# one dropout is applied, and two are being copied
+# pipeline stages in shared memory. dz: three are read and two are being copied. Keys or values: one is read, dropout is
+# applied to one, and two are being copied
 DZ_STAGES = gl.constexpr(5)
 X_STAGES = gl.constexpr(4)
 # number of programs that an SM runs at a time
@@ -75,7 +75,7 @@ def hopper_layer_backward_kernel(
     C: gl.constexpr, CO: gl.constexpr, LAYER: gl.constexpr, FIRST: gl.constexpr, STEP: gl.constexpr,
     DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """Compute what `backward.scorer_layer_backward_kernel` does, by streams; slots have `tokens` tokens."""
+    """Compute the results of `backward.scorer_layer_backward_kernel` by streams; slots have `tokens` tokens."""
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = x.dtype.element_ty
     tile: gl.constexpr = mma_layout_split_n(_WIDTH, W)
@@ -117,7 +117,7 @@ def hopper_layer_backward_kernel(
         wait_async_copies(DZ_STAGES - 2)
         drop_tokens(s_x.index(0), seed, threshold, streams, 0, H, i_in, W)
     for s in range(tokens // STEP):
-        # behind this barrier, all warps have finished the MMAs of the previous step and see each other's stores
+        # after this barrier, all warps have finished the MMAs of the previous step and see each other's stores
         wait_async_copies(1)
         o_t = s * STEP
         new = s + DZ_STAGES - 1

@@ -99,7 +99,7 @@ def hopper_scorer_kernel(
     zero2 = gl.zeros([STREAMS, C2], gl.float32, tile2)
     zero3 = gl.zeros([STREAMS, C3], gl.float32, tile3)
     for s in range(tokens // STEP + 6):
-        # behind this barrier, all warps have finished the MMAs of the previous step and see each other's stores
+        # after this barrier, all warps have finished the MMAs of the previous step and see each other's stores
         wait_async_copies(NUM_STAGES - 5)
         new, o_t = (s + NUM_STAGES - 1) % NUM_STAGES * 2, (s + NUM_STAGES - 1) * STEP + 3 * FIRST
         copy_tokens(s_x0.index(new), k, streams, o_t, H, K, W)

@@ -24,8 +24,8 @@ from tokenmix_lte.ops.scorer.sizes import BLOCK_STREAMS, Sizes
 from tokenmix_lte.ops.scorer.types import Inputs
 
 STREAMS = gl.constexpr(BLOCK_STREAMS)
-# for each stream: the row in `[tokens, H]` of its first own token, and start and end of its sequence relative to this
-# token
+# one element per stream: the row in `[tokens, H]` of the stream's first own token; start and end of its sequence,
+# counted from this token
 Streams = namedtuple("Streams", "row start end")
 # number of tokens in a row, number of sequences, first existing token of each row, boundaries of packed sequences
 Sequences = namedtuple("Sequences", "T N begin cu_seqlens")
@@ -142,11 +142,11 @@ def sigmoid(b_z):
 
 @gluon.jit
 def hash32(x):
-    """Return `tokens.hash32` of an int32: masks after right shifts remove the copies of the sign bit."""
+    """Return `tokens.hash32` of an int32; as int32 shifts copy the sign bit, masks remove these copies."""
     x ^= (x >> 16) & 0xFFFF
     x *= 0x7FEB352D
     x ^= (x >> 15) & 0x1FFFF
-    # the signed value of 0x846CA68B
+    # 0x846CA68B as a signed integer
     x *= -0x7B935975
     return x ^ ((x >> 16) & 0xFFFF)
 
@@ -158,7 +158,7 @@ def dropout_mask(seed, threshold, o_row, o_c, LAYER: gl.constexpr):
     row_hash = hash32(o_row.to(gl.int32) ^ base)
     channel_hash = hash32(o_c.to(gl.int32) + base) | 1
     b_hash = row_hash[:, None] * channel_hash[None, :]
-    # after subtracting 2³¹, signed and unsigned comparison agree
+    # subtract 2³¹: signed comparison then orders the values as unsigned comparison did before
     b_hash = (b_hash ^ ((b_hash >> 15) & 0x1FFFF)) * 0x2C1B3C6D + -0x80000000
     return b_hash >= (threshold << 8) + -0x80000000
 

@@ -19,7 +19,7 @@ QueryTiles = namedtuple("QueryTiles", "q do p dz")
 
 @gluon.jit
 def _mask_causal(b_x, dtype: gl.constexpr):
-    """Round x to `dtype`; set pairs to 0 whose token is not yet in the slots that the query reads."""
+    """Return x rounded to `dtype`, with 0 for pairs whose token is not yet in the slots that the query reads."""
     square: gl.constexpr = mma_layout(64, 4)
     o_i = gl.arange(0, 64, gl.SliceLayout(1, square))
     return rounded(gl.where(o_i[:, None] <= gl.arange(0, 64, gl.SliceLayout(0, square))[None, :], b_x, 0.0), dtype)
@@ -86,7 +86,7 @@ def add_window_of_heads(b_dk, b_dv, s_q, s_do, s, p, w, o_q, GROUP: gl.constexpr
     square: gl.constexpr = mma_layout(64, 4)
     col: gl.constexpr = gl.SliceLayout(0, square)
     o_j = gl.arange(0, 64, col)
-    # each thread holds one element, which saves registers, until the vectors are broadcast
+    # one element per thread until the vectors are broadcast: this saves registers
     o_l = o_q + gl.arange(0, 64, gl.BlockedLayout([1], [32], [4], [0]))
     m_l = (o_l >= 0) & (o_l < w.length)
     for i in range(GROUP):

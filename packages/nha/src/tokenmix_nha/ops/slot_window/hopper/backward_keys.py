@@ -67,7 +67,7 @@ def hopper_backward_keys_kernel(
     # the CTA's 64 queries lie `window` tokens after its keys: for query r, keys ≤ r have left the window and are seen
     # through the slots, and keys > r are still in the window
     o_q, entering = first + window - before, keys - window
-    # the sequence's last `window` keys never leave the window; a chunk with only such keys needs no state of the slots
+    # the sequence's last `window` keys never leave the window; a chunk with only such keys loads no slot gradients
     size_k, size_v = gl.where(first < entering, K, 0), gl.where(first < entering, V, 0)
 
     s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)

@@ -179,7 +179,7 @@ def hopper_backward_queries_kernel(
     b_f = gates.load_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M)
     m_q = (o_q + o_i >= 0) & (o_q + o_i < length)
     o_row = begin_q + (o_q + o_i).to(gl.int64) * HQ
-    # lse = ∞ makes the probabilities 0 in rows without a query
+    # rows without a query get lse = ∞, which makes their probabilities 0
     lse_i = gl.load(lse + o_row, mask=m_q, other=float("inf"))
     b_g = gates.sums_of_rows(gl.maximum(b_f * LOG2_E, -14.0), s_col, s_low, False)
     s_col.store((gates.enter_weight(b_f) * gl.exp2(-b_g)).to(dtype))

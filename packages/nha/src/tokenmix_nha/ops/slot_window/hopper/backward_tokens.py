@@ -59,7 +59,7 @@ def hopper_backward_tokens_kernel(
         return
     # the chunk's queries lie `window` tokens after its keys: query r sees keys ≤ r in the slots, keys > r in its window
     o_q, entering = first + window - before, keys - window
-    # the sequence's last `window` keys never leave the window; a chunk with only such keys needs no state of the slots
+    # the sequence's last `window` keys never leave the window; a chunk with only such keys loads no slot gradients
     size_k, size_v = gl.where(first < entering, K, 0), gl.where(first < entering, V, 0)
 
     s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
@@ -129,7 +129,7 @@ def hopper_backward_tokens_kernel(
     # masks [token, query]: m_p if the query sees the token through the slots, m_w if it sees it in the window
     b_left = gates.as_left(b_round, BT)
     b_p, b_dz = gates.mma_opaque(b_left, s_p.permute((1, 0)), BT), gates.mma_opaque(b_left, s_dz.permute((1, 0)), BT)
-    # compute A and B again, which saves registers
+    # compute A and B again instead of holding them, which saves registers
     b_a, b_dp = gates.mma_opaque(s_k, s_q.permute((1, 0)), BT), gates.mma_opaque(s_v, s_do.permute((1, 0)), BT)
     b_p, b_dz, b_a, b_dp, b_left = warpgroup_mma_wait(0, deps=[b_p, b_dz, b_a, b_dp, b_left])
     o_i, o_j = opaque(o_i), opaque(o_j)

@@ -63,7 +63,7 @@ def hopper_window_forward_kernel(
     begin_k, begin_q = begin_k * H + i_h, begin * HQ + gl.program_id(1)
     p_k, p_v = k + begin_k * K, v + begin_k * V
 
-    # values overwrite the smem buffers of keys when the WGMMAs have read the keys
+    # values are copied over keys in shared memory as soon as the WGMMAs have read the keys
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
     D: gl.constexpr = max(K, V)
@@ -91,7 +91,7 @@ def hopper_window_forward_kernel(
         gates.async_copy_tokens(s_ks, k_slots + begin_k * K, first, oldest, keys, H * K)
     async_copy.commit_group()
     gates.async_copy_tokens(s_sk, states_k + entry * K * M, first * 0, 0, K, M)
-    # copy the first tile of window keys behind the chunk
+    # copy the first tile of window keys, those after the chunk's own keys
     last = gl.minimum(first + BT + window, keys)
     gates.async_copy_tokens(s_kn, p_k, first + BT, oldest, last, H * K)
     async_copy.commit_group()

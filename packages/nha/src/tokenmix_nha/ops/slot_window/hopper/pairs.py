@@ -32,7 +32,7 @@ def load_vectors(end, lse, delta, entry, begin_q, o_q, length, slots, HQ, M: gl.
 
 @gluon.jit
 def softmax(b_s, b_ds, b_lse, b_delta, m_s, scale):
-    """Compute probabilities, and gradients of k · q, from k · q and v · do for pairs `[token, query]` of the window."""
+    """Return probabilities and logit gradients from k · q and v · do of pairs `[token, query]` in the window."""
     b_s = gl.exp2(gl.where(m_s, b_s * (scale * LOG2_E) - b_lse[None, :], float("-inf")))
     return b_s, b_s * (b_ds - b_delta[None, :]) * scale
 
